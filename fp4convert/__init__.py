@@ -1,0 +1,33 @@
+"""fp4convert: turn a checkpoint into NVFP4 or MXFP4 safetensors that inference engines load.
+
+The names below are the public API; each is imported when it is first used, so that `import fp4convert` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+_HOME = {
+    "open_source": "sources",
+    "build_recipe": "recipe",
+    "plan_quantize": "plan",
+    "quantize": "convert",
+    "dequantize": "convert",
+    "open_artifact": "artifact",
+    "describe": "artifact",
+    "verify": "verification",
+}
+__all__ = [  # noqa: PLE0604 - they are strings
+    "__version__",
+    *_HOME,
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("fp4convert")
+    if name in _HOME:
+        return getattr(import_module(f"fp4convert.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'fp4convert' has no attribute {name!r}")

@@ -1,0 +1,209 @@
+"""What a folder of four-bit weights is: opened from headers and records alone, ours or anyone's.
+
+An Artifact is judged by its own records: ours (quantization_config.json) where there is one, else the runtime's
+quantization_config.  Findings say where records and tensors disagree; reading the numbers is verification's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from fp4convert.dialects import MODULES, Dialect, dialect_named
+from fp4convert.errors import InputError
+from fp4convert.formats import Format, Quantized, format_named
+from fp4convert.output import STATE
+from fp4convert.plan import Packed, Plan
+from fp4convert.shard import TensorRef, TensorSpec, parse_json_object
+from fp4convert.sources import Source, open_source
+
+RECORD = "quantization_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something wrong (error), doubtful (warning) or worth knowing (note)."""
+
+    level: Literal["error", "warning", "note"]
+    code: str
+    tensor: str | None
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """Four-bit weights on a disk.
+
+    record   our quantization_config.json, or {} for a foreign artifact
+    modules  the quantized modules whose tensors are all there and sound
+    """
+
+    source: Source
+    format: Format
+    dialect: str
+    record: dict[str, object]
+    tensors: dict[str, TensorRef]
+    modules: dict[str, Packed]
+    findings: tuple[Finding, ...]
+
+    @property
+    def spelling(self) -> Dialect:
+        return dialect_named(self.dialect)
+
+    def decode(self, module: str) -> Quantized:
+        """The matrix of that module; its bytes stay where they are until they are touched."""
+
+        def read(name: str) -> memoryview:
+            return self.source.read(self.tensors[name])
+
+        return self.spelling.decode(module, self.modules[module].shape, self.format, read)
+
+
+def make_record(plan: Plan, version: str, files: dict[str, str]) -> dict[str, object]:
+    """Our quantization_config.json of a finished artifact.
+
+    files  name -> sha256 of every other file of the artifact
+    """
+    recipe = plan.recipe
+    if recipe is None:
+        raise RuntimeError("only a plan to quantize has a record")
+    fmt = recipe.format
+    kind = dialect_named(recipe.dialect).GLOBAL_SCALE_KIND
+    return {
+        "format": fmt.name,
+        "block_size": fmt.block_size,
+        "element_dtype": "fp4_e2m1",
+        "scale_dtype": fmt.scale_dtype,
+        "scale_layout": "linear",
+        "scale_padding": None,
+        "nibble_order": "low_first",
+        "block_axis": -1,
+        "global_scale": {"dtype": "fp32", "stored_as": kind} if fmt.has_global_scale else None,
+        "activations": 16,
+        "dialect": recipe.dialect,
+        "scale_rule": recipe.scale_rule,
+        "ignore": list(plan.ignore),
+        "producer": {"name": "fp4convert", "version": version},
+        "source": {"repo": None, "revision": None},
+        "files": dict(sorted(files.items())),
+    }
+
+
+def open_artifact(reference: str) -> Artifact:
+    """The artifact in that folder; raises InputError where there is none."""
+    begun = Path(reference) / STATE / "plan.json"
+    is_unfinished = begun.exists() and not (Path(reference) / RECORD).exists()
+    source = open_source(reference, may_be_empty=is_unfinished)
+    record = _read_json(source, RECORD)
+    fmt, dialect = _identity(reference, source, record or _identity_begun(source))
+    tensors = {ref.name: ref for ref in source.checkpoint.tensors}
+    modules, findings = _read_modules(tensors, fmt, dialect_named(dialect))
+    if is_unfinished:
+        detail = f"{RECORD} is not written yet: the conversion did not end; run its command again to continue"
+        findings = [Finding("error", "unfinished", None, detail)]
+    elif not modules:
+        findings.append(Finding("warning", "nothing-quantized", None, f"no tensor is named as {dialect} names {fmt.name}"))
+    findings += _judge_records(source.checkpoint.config, record, modules)
+    return Artifact(source, fmt, dialect, record, tensors, modules, tuple(findings))
+
+
+def _read_json(source: Source, file: str) -> dict[str, object]:
+    if not source.has_file(file):
+        return {}
+    with source.open_file(file) as stream:
+        return parse_json_object(stream.read(), file)
+
+
+def _identity_begun(source: Source) -> dict[str, object]:
+    identity = _read_json(source, f"{STATE}/plan.json").get("identity")
+    return identity if isinstance(identity, dict) else {}
+
+
+def _identity(reference: str, source: Source, record: dict[str, object]) -> tuple[Format, str]:
+    """Format and dialect, as our record says or else the runtime's."""
+    if record:
+        return format_named(str(record.get("format"))), str(record.get("dialect"))
+    declared = source.checkpoint.config.get("quantization_config")
+    if isinstance(declared, dict):
+        for name in MODULES:
+            if (fmt := dialect_named(name).recognise(declared)) is not None:
+                return fmt, name
+    known = ", ".join(MODULES)
+    detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}, no quantization_config of {known}"
+    raise InputError("not-an-artifact", detail)
+
+
+def _read_modules(tensors: dict[str, TensorRef], fmt: Format, dialect: Dialect) -> tuple[dict[str, Packed], list[Finding]]:
+    """The sound quantized modules with their shapes, and a finding for each tensor that is missing or misshapen."""
+    modules, findings = {}, []
+    for module in dialect.modules(tensors):
+        packed = tensors.get(dialect.outputs(module, (1, fmt.block_size), fmt)[0].name)
+        if packed is None or len(packed.shape) != 2:
+            findings.append(Finding("error", "packed-missing", module, "its scales are there, its packed codes are not"))
+            continue
+        shape = (packed.shape[0], packed.shape[1] * 2)
+        specs = dialect.outputs(module, shape, fmt)
+        faults = [fault for spec in specs if (fault := _fault(tensors.get(spec.name), spec))]
+        findings += faults
+        if not faults:
+            modules[module] = Packed(tuple(tensors[spec.name] for spec in specs), shape)
+    return modules, findings
+
+
+def _fault(found: TensorRef | None, spec: TensorSpec) -> Finding | None:
+    if found is None:
+        return Finding("error", "tensor-missing", spec.name, f"expected {spec.dtype} {list(spec.shape)}, found nothing")
+    if (found.dtype, found.shape) != (spec.dtype, spec.shape):
+        detail = f"expected {spec.dtype} {list(spec.shape)}, found {found.dtype} {list(found.shape)}"
+        return Finding("error", "tensor-shape", spec.name, detail)
+    return None
+
+
+def _judge_records(config: dict[str, object], record: dict[str, object], modules: Iterable[str]) -> list[Finding]:
+    """Findings where our record, the runtime's and the tensors disagree."""
+    if not record:
+        return []
+    findings = []
+    declared = config.get("quantization_config")
+    recognised = dialect_named(str(record["dialect"])).recognise(declared) if isinstance(declared, dict) else None
+    if recognised is None or recognised.name != record["format"]:
+        detail = f"config.json does not declare {record['format']} as {record['dialect']} does; engines would not load it"
+        findings.append(Finding("error", "records-disagree", None, detail))
+    ignored = record.get("ignore")
+    for module in sorted(set(modules) & set(ignored if isinstance(ignored, list) else ())):
+        findings.append(Finding("error", "ignored-but-quantized", module, f"{RECORD} lists it under ignore"))
+    return findings
+
+
+def describe(artifact: Artifact) -> dict[str, object]:
+    """The document of `inspect --json`: what the artifact is, from headers and records alone."""
+    quantized = [ref for packed in artifact.modules.values() for ref in packed.refs]
+    elements = sum(rows * columns for rows, columns in (packed.shape for packed in artifact.modules.values()))
+    fmt = artifact.format
+    kind = artifact.spelling.GLOBAL_SCALE_KIND if fmt.has_global_scale else None
+    bits = round(8 * sum(ref.nbytes for ref in quantized) / elements, 4) if elements else None
+    return {
+        "format": fmt.name,
+        "dialect": artifact.dialect,
+        "block_size": fmt.block_size,
+        "element_dtype": "fp4_e2m1",
+        "scale_dtype": fmt.scale_dtype,
+        "scale_layout": {"declared": artifact.record.get("scale_layout", "linear"), "detected": None},
+        "global_scale": {"dtype": "fp32", "stored_as": kind} if kind else None,
+        "nibble_order": artifact.record.get("nibble_order", "low_first"),
+        "tensors": {
+            "quantized": len(artifact.modules),
+            "other": len(artifact.tensors) - len(quantized),
+        },
+        "bits_per_weight": bits,
+        "share_read": 0.0,
+        "findings": [asdict(finding) for finding in artifact.findings],
+        "healthy": is_healthy(artifact.findings),
+    }
+
+
+def is_healthy(findings: tuple[Finding, ...]) -> bool:
+    """True where no finding is an error."""
+    return all(finding.level != "error" for finding in findings)

@@ -1,0 +1,81 @@
+"""The CPU library (kernels/*.c) through ctypes; calls release the interpreter's lock, so threads run side by side."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.resources import files
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4convert.codec import FLOAT_DTYPES, block_steps, global_scale_of
+from fp4convert.errors import NumericError
+from fp4convert.formats import E2M1_MAX, Format, Matrix, Quantized, check_rule
+
+_RULES = ("floor", "even", "ceil")  # the numbers of kernels/fp4.h
+_SUFFIX = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+_FP16_MAX = 65504.0
+Array = NDArray[np.generic]
+
+
+class Cpu:
+    """Runs on the copy of the kernels that fits this processor."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._library = _library()
+
+    def amax(self, x: Matrix) -> float:
+        values = _aligned(x)
+        bits = np.zeros(1, np.uint32)
+        self._call(f"amax_{_SUFFIX[x.dtype]}", values, values.size, bits)
+        return float(bits.view(np.float32)[0])
+
+    def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float) -> Quantized:
+        values = _aligned(x)
+        packed = np.empty(values.size // 2, np.uint8)
+        block_scales = np.empty(values.size // fmt.block_size, np.uint8)
+        check_rule(fmt, rule)
+        argument = np.array([group_amax], np.float32) if fmt.has_global_scale else _RULES.index(rule)
+        self._call(f"quantize_{fmt.name}_{_SUFFIX[x.dtype]}", values, values.size, argument, packed, block_scales)
+        stored = float(global_scale_of(group_amax)) if fmt.has_global_scale else None
+        return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
+
+    def dequantize(self, q: Quantized, dtype: str) -> memoryview:
+        values = np.empty(q.shape[0] * q.shape[1], FLOAT_DTYPES[dtype])
+        packed, block_scales = np.frombuffer(q.packed, np.uint8), np.frombuffer(q.block_scales, np.uint8)
+        stored = np.array([q.global_scale or 0], np.float32)
+        extra = (stored, int(q.kind == "divisor")) if q.format.has_global_scale else ()
+        self._call(f"dequantize_{q.format.name}_{_SUFFIX[dtype]}", packed, block_scales, values.size, *extra, values)
+        if dtype == "F16":
+            self._refuse_overflow(q)
+        return values.view(np.uint8).data
+
+    def _refuse_overflow(self, q: Quantized) -> None:
+        if block_steps(q).max(initial=0) * E2M1_MAX <= _FP16_MAX:
+            return
+        wide = np.frombuffer(self.dequantize(q, "F32"), np.float32)
+        if (largest := float(np.abs(wide).max(initial=0))) > _FP16_MAX:
+            detail = f"the value {largest:g} is beyond {_FP16_MAX:g}, the largest of fp16"
+            raise NumericError("fp16-overflow", detail, "Choose --dtype bf16 or fp32.")
+
+    def _call(self, name: str, *arguments: Array | int) -> None:
+        native = [ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data) for a in arguments]
+        self._library[name](*native)
+
+
+def _aligned(x: Matrix) -> Array:
+    """The values, flat; copied only where a shard's header left them unaligned."""
+    kind = FLOAT_DTYPES[x.dtype]
+    raw = np.frombuffer(x.data, np.uint8)
+    return (raw if raw.ctypes.data % kind.itemsize == 0 else raw.copy()).view(kind)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    found = [item for item in files("fp4convert").iterdir() if item.name.startswith("libcpu.")]
+    if not found:
+        raise RuntimeError("the CPU library is not installed beside the package; reinstall fp4convert")
+    return ctypes.CDLL(str(found[0]))

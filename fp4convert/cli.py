@@ -1,0 +1,196 @@
+"""The commands: each parses, calls one function of the floor below, and prints.  No logic lives here.
+
+Results go to stdout, progress, warnings and errors to stderr; with --json stdout holds one document, also for an error.
+Exit codes: 0 done, 1 our bug, 2 bad input or usage, 5 output side, 6 findings, 130 and 143 interrupted.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from fp4convert.errors import Fp4Error, InputError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Turn a checkpoint into NVFP4 or MXFP4 safetensors that inference engines load.",
+)
+
+SourceArgument = Annotated[str, typer.Argument(help="Checkpoint: a folder with safetensors, or one .safetensors file.")]
+ArtifactArgument = Annotated[str, typer.Argument(help="Folder with four-bit weights.")]
+FormatOption = Annotated[str, typer.Option("--format", help="Target: nvfp4 or mxfp4.")]
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="New folder. Default: ./NAME-FORMAT.")]
+DialectOption = Annotated[str, typer.Option(help="How the artifact is spelled: compressed-tensors or modelopt.")]
+RuleOption = Annotated[str | None, typer.Option(help="nvfp4: amax; mxfp4: floor, even (default) or ceil.")]
+IncludeOption = Annotated[list[str] | None, typer.Option(help="Quantize these modules too, though the recipe keeps them.")]
+ExcludeOption = Annotated[list[str] | None, typer.Option(help="Keep these modules as they are. Glob, or re:REGEX.")]
+DeviceOption = Annotated[str, typer.Option(help="auto or cpu.")]
+WorkersOption = Annotated[int, typer.Option(min=0, help="Threads; 0 is one per processor.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Discard what an earlier run of fp4convert left in the output.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for errors too.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
+
+
+@app.command("quantize")
+def quantize_command(
+    source: SourceArgument,
+    format: FormatOption,
+    output: OutputOption = None,
+    dialect: DialectOption = "compressed-tensors",
+    scale_rule: RuleOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
+    device: DeviceOption = "auto",
+    workers: WorkersOption = 0,
+    dry_run: DryRunOption = False,
+    force: ForceOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Convert a checkpoint to NVFP4 or MXFP4.
+
+    Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
+    """
+    from dataclasses import asdict
+
+    from fp4convert import convert, formats, plan, recipe, render, sources
+
+    screen = render.Screen(quiet)
+    fmt = formats.format_named(format)
+    opened = sources.open_source(source)
+    model_type = opened.checkpoint.config.get("model_type")
+    chosen = recipe.build_recipe(fmt, dialect, model_type, scale_rule, (include or (), exclude or ()))
+    todo = plan.plan_quantize(opened.checkpoint, chosen)
+    screen.warn(todo.warnings)
+    if dry_run:
+        screen.document(convert.describe(todo)) if json else screen.plan(todo)
+        return
+    target = output or Path(f"{opened.name}-{fmt.name.upper()}")
+    with screen.progress(todo, "quantize") as report:
+        result = convert.quantize(opened, todo, target, convert.Settings(device, workers, force, report))
+    screen.document(asdict(result)) if json else screen.result(result, "quantized")
+
+
+@app.command("inspect")
+def inspect_command(artifact: ArtifactArgument, json: JsonOption = False) -> None:
+    """Tell what an artifact is, from its headers and records alone.
+
+    Exit code 6 when something is wrong with it. Example: fp4convert inspect ./Llama-3.1-8B-NVFP4
+    """
+    from fp4convert import artifact as artifacts
+    from fp4convert import render
+
+    screen = render.Screen()
+    opened = artifacts.open_artifact(artifact)
+    description = artifacts.describe(opened)
+    screen.document(description) if json else screen.artifact(opened, description)
+    raise typer.Exit(0 if description["healthy"] else 6)
+
+
+@app.command("verify")
+def verify_command(
+    artifact: ArtifactArgument,
+    source: Annotated[str | None, typer.Option(help="The original checkpoint, to measure every tensor against.")] = None,
+    min_sqnr: Annotated[float | None, typer.Option(help="Fail when a tensor's SQNR is below this many dB.")] = None,
+    max_nmse: Annotated[float | None, typer.Option(help="Fail when a tensor's normalised squared error is above this.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Re-hash every file and read every scale; with --source, measure every tensor.
+
+    Exit code 6 when something is wrong. Example: fp4convert verify ./M-NVFP4 --source ./M --min-sqnr 18
+    """
+    from fp4convert import artifact as artifacts
+    from fp4convert import render, sources, verification
+
+    screen = render.Screen()
+    opened = artifacts.open_artifact(artifact)
+    original = sources.open_source(source) if source else None
+    report = verification.verify(opened, Path(artifact), original, verification.Gate(min_sqnr, max_nmse))
+    screen.document(report.as_json()) if json else screen.verification(report)
+    raise typer.Exit(0 if report.passed else 6)
+
+
+@app.command("dequantize")
+def dequantize_command(
+    artifact: ArtifactArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", help="New folder.")],
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    device: DeviceOption = "auto",
+    workers: WorkersOption = 0,
+    force: ForceOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Turn an artifact back into a checkpoint of ordinary weights, with exactly the values that engines compute.
+
+    Example: fp4convert dequantize ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-restored
+    """
+    from dataclasses import asdict
+
+    from fp4convert import artifact as artifacts
+    from fp4convert import convert, render
+
+    screen = render.Screen(quiet)
+    opened = artifacts.open_artifact(artifact)
+    todo = convert.prepare_dequantize(opened, dtype)
+    with screen.progress(todo, "dequantize") as report:
+        result = convert.dequantize(opened, todo, output, convert.Settings(device, workers, force, report))
+    screen.document(asdict(result)) if json else screen.result(result, "dequantized")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"fp4convert {version('fp4convert')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as Slurm and Kubernetes send it before they take the machine away."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Terminated
+
+
+def main() -> None:
+    """Run the command line; every expected failure becomes one message and its exit code."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        sys.exit(app(standalone_mode=False))
+    except Fp4Error as error:
+        _fail(error)
+    except (KeyboardInterrupt, _Terminated) as stopped:
+        code = 143 if isinstance(stopped, _Terminated) else 130
+        print("interrupted: finished shards stay; run the same command again to continue", file=sys.stderr)
+        sys.exit(code)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        _fail(InputError("usage", error.format_message(), "See: fp4convert --help."))
+
+
+def _fail(error: Fp4Error) -> NoReturn:
+    from fp4convert.render import Screen
+
+    screen = Screen()
+    if "--json" in sys.argv:
+        screen.document(error.as_json())
+    screen.fail(error)
+    sys.exit(error.exit_code)

@@ -1,0 +1,78 @@
+"""How an artifact spells a quantized matrix: every module here offers a Dialect; nothing above knows a tensor's suffix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Protocol, cast
+
+from fp4convert.errors import InputError
+from fp4convert.formats import Format, Kind, Quantized
+from fp4convert.shard import TensorSpec
+
+MODULES = {"compressed-tensors": "compressed_tensors", "modelopt": "modelopt"}
+Json = dict[str, object]
+
+
+class Dialect(Protocol):
+    """Names, places and records of one kind of artifact; a module with these names is one.
+
+    FORMATS            the formats it can say
+    GLOBAL_SCALE_KIND  whether its global scale is a multiplier or a divisor
+    SUFFIXES           endings of tensor names that only an already quantized checkpoint has
+    """
+
+    FORMATS: tuple[Format, ...]
+    GLOBAL_SCALE_KIND: Kind
+    SUFFIXES: tuple[str, ...]
+
+    @staticmethod
+    def outputs(module: str, shape: tuple[int, int], fmt: Format) -> tuple[TensorSpec, ...]:
+        """The tensors that stand for one matrix of (rows, columns)."""
+
+    @staticmethod
+    def encode(module: str, rows: Quantized) -> dict[str, memoryview]:
+        """Bytes of some whole rows, to be appended to the outputs of those names."""
+
+    @staticmethod
+    def encode_global(module: str, q: Quantized) -> dict[str, memoryview]:
+        """Bytes that stand once per matrix: its global scale."""
+
+    @staticmethod
+    def decode(module: str, shape: tuple[int, int], fmt: Format, read: Callable[[str], memoryview]) -> Quantized:
+        """The matrix behind the tensors of that module; `read` gives a tensor's bytes by its name."""
+
+    @staticmethod
+    def records(fmt: Format, ignore: tuple[str, ...], quantized: Iterable[str]) -> dict[str, Json]:
+        """What its engines read: file name -> object; the one for config.json is its quantization_config."""
+
+    @staticmethod
+    def recognise(quantization_config: Mapping[str, object]) -> Format | None:
+        """The format that such a record declares, or None where it is not this dialect's."""
+
+    @staticmethod
+    def modules(names: Iterable[str]) -> list[str]:
+        """The quantized modules among those tensor names."""
+
+
+def dialect_named(name: str, fmt: Format | None = None) -> Dialect:
+    """The dialect of that name; InputError where it is unknown or cannot say `fmt`."""
+    if name not in MODULES:
+        raise InputError("unknown-dialect", f"dialect {name!r} is not known; expected one of {', '.join(MODULES)}")
+    dialect = cast(Dialect, import_module(f"fp4convert.dialects.{MODULES[name]}"))
+    if fmt is not None and fmt not in dialect.FORMATS:
+        able = ", ".join(known.name for known in dialect.FORMATS)
+        raise InputError(
+            "dialect-format",
+            f"dialect {name} cannot hold {fmt.name}; it holds {able}",
+            "Choose another --dialect or --format.",
+        )
+    return dialect
+
+
+def is_quantized_name(name: str) -> bool:
+    """True for a tensor name that only an already quantized checkpoint has, in any dialect."""
+    return name.endswith(_FOREIGN_SUFFIXES) or any(name.endswith(dialect_named(known).SUFFIXES) for known in MODULES)
+
+
+_FOREIGN_SUFFIXES = (".weight_scale_inv", "_blocks", "_scales", ".qweight", ".qzeros", ".weight_packed")

@@ -1,0 +1,81 @@
+"""compressed-tensors: nvfp4-pack-quantized and mxfp4-pack-quantized, weights only.
+
+  M.weight_packed        U8  [rows, columns / 2]
+  M.weight_scale         nvfp4: F8_E4M3 [rows, columns / 16]; mxfp4: U8 [rows, columns / 32]
+  M.weight_global_scale  nvfp4: F32 [1], a divisor: 2688 / amax
+
+Traps (each loads and computes garbage, or does not load): the scalar shape [] for the global scale; F8_E8M0 as the dtype
+of MXFP4 scales; a missing quantization_status or strategy; an unknown key inside config_groups.
+Source: compressed-tensors 0.20, compressors/nvfp4 and compressors/mxfp4.  Readers: vLLM, SGLang, transformers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Mapping
+
+from fp4convert.formats import MXFP4, NVFP4, Format, Kind, Quantized
+from fp4convert.shard import TensorSpec
+
+FORMATS = (NVFP4, MXFP4)
+GLOBAL_SCALE_KIND: Kind = "divisor"
+SUFFIXES = (".weight_packed", ".weight_global_scale")
+_SCALE_DTYPE = {NVFP4: "F8_E4M3", MXFP4: "U8"}
+
+
+def outputs(module: str, shape: tuple[int, int], fmt: Format) -> tuple[TensorSpec, ...]:
+    rows, columns = shape
+    specs = (
+        TensorSpec(f"{module}.weight_packed", "U8", (rows, columns // 2)),
+        TensorSpec(f"{module}.weight_scale", _SCALE_DTYPE[fmt], (rows, columns // fmt.block_size)),
+    )
+    return (*specs, TensorSpec(f"{module}.weight_global_scale", "F32", (1,))) if fmt.has_global_scale else specs
+
+
+def encode(module: str, rows: Quantized) -> dict[str, memoryview]:
+    return {f"{module}.weight_packed": rows.packed, f"{module}.weight_scale": rows.block_scales}
+
+
+def encode_global(module: str, q: Quantized) -> dict[str, memoryview]:
+    if q.global_scale is None:
+        return {}
+    divisor = q.global_scale if q.kind == "divisor" else 1 / q.global_scale  # float64, then one rounding: fl(1/x)
+    return {f"{module}.weight_global_scale": memoryview(struct.pack("<f", divisor))}
+
+
+def decode(module: str, shape: tuple[int, int], fmt: Format, read: Callable[[str], memoryview]) -> Quantized:
+    divisor = struct.unpack("<f", read(f"{module}.weight_global_scale"))[0] if fmt.has_global_scale else None
+    packed, block_scales = read(f"{module}.weight_packed"), read(f"{module}.weight_scale")
+    return Quantized(fmt, shape, packed, block_scales, divisor, "divisor")
+
+
+def records(fmt: Format, ignore: tuple[str, ...], quantized: Iterable[str]) -> dict[str, dict[str, object]]:
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor_group" if fmt is NVFP4 else "group",
+        "group_size": fmt.block_size,
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn" if fmt is NVFP4 else "torch.uint8",
+    }
+    return {
+        "config.json": {
+            "quant_method": "compressed-tensors",
+            "format": f"{fmt.name}-pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+            "ignore": list(ignore),
+        }
+    }
+
+
+def recognise(quantization_config: Mapping[str, object]) -> Format | None:
+    if quantization_config.get("quant_method") != "compressed-tensors":
+        return None
+    declared = str(quantization_config.get("format", ""))
+    return next((fmt for fmt in FORMATS if declared == f"{fmt.name}-pack-quantized"), None)
+
+
+def modules(names: Iterable[str]) -> list[str]:
+    return sorted(name.removesuffix(".weight_packed") for name in names if name.endswith(".weight_packed"))

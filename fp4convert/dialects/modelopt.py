@@ -1,0 +1,83 @@
+"""modelopt: NVFP4 as NVIDIA's Model Optimizer exports it, weights only (W4A16_NVFP4).
+
+  M.weight          U8       [rows, columns / 2]
+  M.weight_scale    F8_E4M3  [rows, columns / 16]
+  M.weight_scale_2  F32      [], a multiplier: amax / 2688
+
+Two records: config.json's quantization_config ("ignore") and hf_quant_config.json ("exclude_modules").  Engines match these
+names as wildcards and also as substrings, so that a module named "output" would exclude "attention.output.dense" too:
+such a name is written with its last letter in brackets, which fits only as a wildcard.
+Source: ModelOpt 0.47, torch/export; vLLM 0.33, quantization/modelopt.py.  Readers: vLLM, SGLang, TensorRT-LLM, llama.cpp.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Mapping
+
+from fp4convert.formats import NVFP4, Format, Kind, Quantized
+from fp4convert.shard import TensorSpec
+
+FORMATS = (NVFP4,)
+GLOBAL_SCALE_KIND: Kind = "multiplier"
+SUFFIXES = (".weight_scale", ".weight_scale_2")
+_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+
+
+def outputs(module: str, shape: tuple[int, int], fmt: Format) -> tuple[TensorSpec, ...]:
+    rows, columns = shape
+    return (
+        TensorSpec(f"{module}.weight", "U8", (rows, columns // 2)),
+        TensorSpec(f"{module}.weight_scale", "F8_E4M3", (rows, columns // fmt.block_size)),
+        TensorSpec(f"{module}.weight_scale_2", "F32", ()),
+    )
+
+
+def encode(module: str, rows: Quantized) -> dict[str, memoryview]:
+    return {f"{module}.weight": rows.packed, f"{module}.weight_scale": rows.block_scales}
+
+
+def encode_global(module: str, q: Quantized) -> dict[str, memoryview]:
+    if q.global_scale is None:
+        return {}
+    multiplier = q.global_scale if q.kind == "multiplier" else 1 / q.global_scale  # float64, then one rounding: fl(1/x)
+    return {f"{module}.weight_scale_2": memoryview(struct.pack("<f", multiplier))}
+
+
+def decode(module: str, shape: tuple[int, int], fmt: Format, read: Callable[[str], memoryview]) -> Quantized:
+    multiplier = struct.unpack("<f", read(f"{module}.weight_scale_2"))[0]
+    return Quantized(fmt, shape, read(f"{module}.weight"), read(f"{module}.weight_scale"), multiplier, "multiplier")
+
+
+def records(fmt: Format, ignore: tuple[str, ...], quantized: Iterable[str]) -> dict[str, dict[str, object]]:
+    everything = "\n".join(quantized)
+    patterns = [f"{name[:-1]}[{name[-1]}]" if name in everything else name for name in ignore]
+    producer = {"name": "modelopt", "version": "0.47.0"}
+    weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": fmt.block_size}
+    return {
+        "config.json": {
+            "quant_method": "modelopt",
+            "quant_algo": "W4A16_NVFP4",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": patterns,
+            "producer": producer,
+        },
+        "hf_quant_config.json": {
+            "producer": producer,
+            "quantization": {
+                "quant_algo": "W4A16_NVFP4",
+                "kv_cache_quant_algo": None,
+                "group_size": fmt.block_size,
+                "exclude_modules": patterns,
+            },
+        },
+    }
+
+
+def recognise(quantization_config: Mapping[str, object]) -> Format | None:
+    is_ours = quantization_config.get("quant_method") == "modelopt"
+    return NVFP4 if is_ours and quantization_config.get("quant_algo") in _ALGORITHMS else None
+
+
+def modules(names: Iterable[str]) -> list[str]:
+    return sorted(name.removesuffix(".weight_scale_2") for name in names if name.endswith(".weight_scale_2"))

@@ -1,0 +1,49 @@
+"""Every error raised on purpose, with the exit code a command returns for it.
+
+Fp4Error                1  (never raised itself; anything else that escapes is our bug, and exits 1)
+├── InputError          2  bad input or usage; nothing was written
+│   └── NumericError    2  weights that four bits cannot hold (NaN, Inf)
+└── OutputError         5  the output side: disk full, read-only, other content; resumable
+"""
+
+from __future__ import annotations
+
+
+class Fp4Error(Exception):
+    """An expected failure: what was found, where, what was expected, and the next step.
+
+    code       stable slug for scripts, such as "header-length"
+    message    one sentence: what was found, where, what was expected
+    next_step  what the user can do now; may be empty
+    tensor     full name of the tensor concerned, or None
+    """
+
+    exit_code = 1
+
+    def __init__(self, code: str, message: str, next_step: str = "", tensor: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.next_step = next_step
+        self.tensor = tensor
+
+    def as_json(self) -> dict[str, object]:
+        """The document that --json prints for this error."""
+        body = {"code": self.code, "exit": self.exit_code, "message": self.message}
+        return {"error": {**body, "tensor": self.tensor, "next": self.next_step or None}}
+
+
+class InputError(Fp4Error):
+    """The source, the artifact or the command line is wrong; nothing was written."""
+
+    exit_code = 2
+
+
+class NumericError(InputError):
+    """Weights that no four-bit format can hold."""
+
+
+class OutputError(Fp4Error):
+    """The output folder or its disk refused; what was finished stays, and a re-run continues."""
+
+    exit_code = 5

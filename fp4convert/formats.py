@@ -1,0 +1,94 @@
+"""The two formats as rows of constants, and the value that every backend makes and every dialect spells.
+
+Nothing else in the package writes the numbers 16, 32, 6, 448 or 2688.
+Sources: OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0 and MXFP4; NVIDIA's NVFP4 as ModelOpt writes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fp4convert.errors import InputError
+
+E2M1_MAX = 6.0  # largest E2M1 magnitude
+E4M3_MAX = 448.0  # largest finite E4M3 (e4m3fn) magnitude
+E4M3_MIN = 2.0**-9  # smallest positive E4M3 magnitude
+E4M3_NAN = 0x7F  # magnitude bits of the E4M3 NaN
+E8M0_NAN = 0xFF
+E8M0_STORED_MAX = 252  # 6 * 2**(252 - 127) is still finite in float32
+GLOBAL_RANGE = E2M1_MAX * E4M3_MAX  # 2688: the amax that a global scale of 1 stands for
+GLOBAL_SCALE_MIN = 2.0**-126  # smallest normal float32
+
+Kind = Literal["multiplier", "divisor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One four-bit format: E2M1 codes along the last axis, `block_size` of them to a block scale."""
+
+    name: str
+    block_size: int
+    scale_dtype: str
+    scale_rules: tuple[str, ...]
+    default_rule: str
+    has_global_scale: bool
+
+
+NVFP4 = Format("nvfp4", 16, "fp8_e4m3", ("amax",), "amax", has_global_scale=True)
+MXFP4 = Format("mxfp4", 32, "e8m0", ("floor", "even", "ceil"), "even", has_global_scale=False)
+FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Weights as they are stored: whole rows of a matrix, row-major.
+
+    data   the bytes, little-endian; need not be aligned
+    dtype  safetensors' name: BF16, F16 or F32
+    """
+
+    data: memoryview
+    dtype: str
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """One matrix, or some whole rows of one, in canonical form: row-major, low nibble first, linear scales.
+
+    packed        rows * columns / 2 bytes; element 2i in bits 0-3, element 2i+1 in bits 4-7
+    block_scales  rows * columns / block_size bytes, E4M3 or E8M0
+    global_scale  the stored float32, as an exact Python float; None where the format has none
+    kind          how that float is meant: value = code * block_scale * multiplier, or code * block_scale / divisor
+    """
+
+    format: Format
+    shape: tuple[int, int]
+    packed: memoryview
+    block_scales: memoryview
+    global_scale: float | None
+    kind: Kind = "multiplier"
+
+    def rows(self, first: int, last: int) -> Quantized:
+        """Rows first..last-1, sharing the same bytes."""
+        columns = self.shape[1]
+        packed = self.packed[first * columns // 2 : last * columns // 2]
+        scales_per_row = columns // self.format.block_size
+        block_scales = self.block_scales[first * scales_per_row : last * scales_per_row]
+        return replace(self, shape=(last - first, columns), packed=packed, block_scales=block_scales)
+
+
+def format_named(name: str) -> Format:
+    """The format of that name; InputError names the known ones."""
+    if name not in FORMATS:
+        raise InputError("unknown-format", f"format {name!r} is not known; expected one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def check_rule(fmt: Format, rule: str) -> str:
+    """`rule` itself where `fmt` has it; InputError names the rules it has."""
+    if rule not in fmt.scale_rules:
+        known = ", ".join(fmt.scale_rules)
+        raise InputError("unknown-scale-rule", f"scale rule {rule!r} does not belong to {fmt.name}; expected {known}")
+    return rule

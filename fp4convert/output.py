@@ -1,0 +1,304 @@
+"""The folder being written: whose it is, what is finished in it, and no final name that ever holds partial bytes.
+
+  OUT/.fp4convert/plan.json         the plan being carried out: its identity, and every file it writes
+  OUT/.fp4convert/done/<task>.json  {"file", "sha256"} of a finished shard; the task's key names it
+  OUT/.fp4convert/tmp/              files on their way: written, fsynced, renamed into OUT, folder fsynced
+  OUT/.fp4convert/lock              held while a run writes; the system frees it when the process ends
+
+A re-run adopts every finished shard whose bytes still have their hash.  Nothing foreign is ever removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from fp4convert.errors import OutputError
+from fp4convert.plan import Task
+from fp4convert.shard import TensorRef
+
+STATE = ".fp4convert"
+READ_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Purpose:
+    """What a run is for.
+
+    maker     name and version of the writer, whose bytes another version need not give
+    identity  source, format and dialect: a folder begun for another identity is refused
+    plan_id   hash of everything that decides the output's bytes
+    files     every file the run will write, relative to the folder
+    last      the file written last; while it is absent the folder is unfinished
+    """
+
+    maker: str
+    identity: dict[str, object]
+    plan_id: str
+    files: tuple[str, ...]
+    last: str
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "maker": self.maker,
+            "plan": self.plan_id,
+            "identity": self.identity,
+            "last": self.last,
+            "files": list(self.files),
+        }
+
+    @staticmethod
+    def from_json(text: str) -> Purpose:
+        entry = json.loads(text)
+        return Purpose(entry["maker"], entry["identity"], entry["plan"], tuple(entry["files"]), entry["last"])
+
+
+class ShardWriter:
+    """One shard on its way: the header first, then each tensor's bytes appended at the place the plan gave it.
+
+    Threads may append to different tensors at once.
+    """
+
+    def __init__(self, path: Path, task: Task) -> None:
+        self.path = path
+        self._task = task
+        self._filled = {ref.name: 0 for step in task.steps for ref in step.outputs}
+        with _told(path, task.nbytes):
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._fd, 0, task.nbytes)
+            self._pwrite(memoryview(task.header), 0)
+
+    def append(self, ref: TensorRef, data: memoryview) -> None:
+        """Write the next bytes of that output."""
+        flat = data.cast("B")
+        with _told(self.path, self._task.nbytes):
+            self._pwrite(flat, ref.start + self._filled[ref.name])
+        self._filled[ref.name] += flat.nbytes
+
+    def _pwrite(self, data: memoryview, offset: int) -> None:
+        while data:
+            written = os.pwrite(self._fd, data, offset)
+            data, offset = data[written:], offset + written
+
+    def finish(self) -> None:
+        """Flush to the disk; every output must be whole."""
+        outputs = [ref for step in self._task.steps for ref in step.outputs]
+        short = [ref.name for ref in outputs if self._filled[ref.name] != ref.nbytes]
+        if short:
+            raise RuntimeError(f"{self._task.file}: {short[0]!r} was not filled")
+        with _told(self.path, self._task.nbytes):
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+        if kind is not None:
+            self.path.unlink(missing_ok=True)
+
+
+class OutputFolder:
+    """The output while this process holds its lock."""
+
+    def __init__(self, root: Path, purpose: Purpose) -> None:
+        self.root = root
+        self._state = root / STATE
+        self._purpose = purpose
+        self.hashes: dict[str, str] = {}
+
+    def adopt(self, task: Task) -> bool:
+        """True where the task's shard is finished and still has its hash; it then counts as written."""
+        record = self._state / self._done(task)
+        path = self.root / task.file
+        if not record.exists() or not path.exists() or path.stat().st_size != task.nbytes:
+            return False
+        sha256 = str(json.loads(record.read_text(encoding="utf-8"))["sha256"])
+        if hash_file(path) != sha256:
+            return False
+        self.hashes[task.file] = sha256
+        return True
+
+    def write_shard(self, task: Task, fill: Callable[[ShardWriter], None]) -> None:
+        """Create the shard, let `fill` append every tensor, then put it under its final name."""
+        temp = self._state / "tmp" / task.file
+        with ShardWriter(temp, task) as writer:
+            fill(writer)
+            writer.finish()
+        sha256 = hash_file(temp)
+        self._publish(temp, task.file, sha256)
+        record = json.dumps({"file": task.file, "sha256": sha256}, sort_keys=True)
+        self._put(self._done(task), record)
+
+    def _done(self, task: Task) -> str:
+        name = f"{self._purpose.maker} {task.key}"
+        return f"done/{hashlib.sha256(name.encode()).hexdigest()}.json"
+
+    def write_text(self, file: str, text: str) -> None:
+        """A small file of ours, under its final name at once."""
+        self.write_stream(file, lambda out: out.write(text.encode("utf-8")))
+
+    def write_copy(self, file: str, stream: BinaryIO) -> None:
+        """A file of the source, as it is."""
+        self.write_stream(file, lambda out: shutil.copyfileobj(stream, out, READ_NBYTES))
+
+    def write_stream(self, file: str, fill: Callable[[BinaryIO], object]) -> None:
+        temp = self._state / "tmp" / "file"
+        with _told(self.root / file):
+            with temp.open("wb") as out:
+                fill(out)
+                out.flush()
+                os.fsync(out.fileno())
+            (self.root / file).parent.mkdir(parents=True, exist_ok=True)
+        self._publish(temp, file, hash_file(temp))
+
+    def digest(self) -> str:
+        """sha256 over the lines "sha256  name" of all files, sorted by name: `sha256sum FILES | sha256sum`."""
+        lines = (f"{sha256}  {file}\n" for file, sha256 in sorted(self.hashes.items()))
+        return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+    def nbytes(self) -> int:
+        """Size of everything written."""
+        return sum((self.root / file).stat().st_size for file in self.hashes)
+
+    def _publish(self, temp: Path, file: str, sha256: str) -> None:
+        final = self.root / file
+        with _told(final):
+            os.replace(temp, final)
+            _fsync_folder(final.parent)
+        self.hashes[file] = sha256
+
+    def _put(self, name: str, text: str) -> None:
+        temp = self._state / "tmp" / "state"
+        with _told(self._state / name):
+            with temp.open("w", encoding="utf-8") as out:
+                out.write(text)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(temp, self._state / name)
+            _fsync_folder((self._state / name).parent)
+
+    def begin(self, is_forced: bool) -> None:
+        """Make the folder this run's own, or refuse; called with the lock held."""
+        old = self._read_plan()
+        if old is not None and old.plan_id != self._purpose.plan_id:
+            self._replace(old, is_forced)
+        for name in ("tmp", "done"):
+            (self._state / name).mkdir(exist_ok=True)
+        for leftover in (self._state / "tmp").iterdir():
+            leftover.unlink()
+        if old is None or old.plan_id != self._purpose.plan_id:
+            self._put("plan.json", json.dumps(self._purpose.as_json(), indent=1, sort_keys=True))
+
+    def _read_plan(self) -> Purpose | None:
+        path = self._state / "plan.json"
+        if not path.exists():
+            refuse_foreign(self.root)
+            return None
+        try:
+            return Purpose.from_json(path.read_text(encoding="utf-8"))
+        except (ValueError, KeyError, TypeError):
+            detail = f"{path} is damaged; expected the plan that began {self.root}"
+            raise OutputError("other-plan", detail, "Remove the folder yourself, or choose another: -o FOLDER.") from None
+
+    def _replace(self, old: Purpose, is_forced: bool) -> None:
+        next_step = "Choose another folder with -o, or discard its files with --force."
+        if old.identity != self._purpose.identity and not is_forced:
+            detail = f"{self.root} holds another plan: another source, format or dialect"
+            raise OutputError("other-plan", detail, next_step)
+        if (self.root / old.last).exists() and not is_forced:
+            detail = f"{self.root} holds a finished result, made with other options"
+            raise OutputError("other-plan", detail, next_step)
+        for file in (old.last, *old.files) if is_forced else (old.last,):
+            (self.root / file).unlink(missing_ok=True)
+
+
+def refuse_foreign(root: Path) -> None:
+    """OutputError where a folder holds anything that fp4convert did not begin."""
+    if others := sorted(set(os.listdir(root)) - {STATE}):
+        detail = f"{root} is not empty (it holds {others[0]!r}) and was not begun by fp4convert"
+        raise OutputError("foreign-output", f"{detail}; expected a new or empty folder", "Choose another: -o FOLDER.")
+
+
+@contextmanager
+def open_output(root: Path, purpose: Purpose, needed_nbytes: int, is_forced: bool) -> Iterator[OutputFolder]:
+    """The output folder, created and locked.
+
+    Raises OutputError where it is foreign, holds another plan, is being written, cannot be written, or where the disk has
+    fewer than `needed_nbytes` free (finished shards counted as there)
+    """
+    state = root / STATE
+    if root.exists() and not root.is_dir():
+        raise OutputError("foreign-output", f"{root} is a file; expected a folder to write to", "Choose another: -o FOLDER.")
+    if root.exists() and not (state / "plan.json").exists():
+        refuse_foreign(root)
+    _check_space(root, purpose, needed_nbytes)
+    with _told(root):
+        state.mkdir(parents=True, exist_ok=True)
+        lock = os.open(state / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _lock(root, lock)
+        folder = OutputFolder(root, purpose)
+        with _told(root):
+            folder.begin(is_forced)
+        yield folder
+    finally:
+        os.close(lock)
+
+
+def _lock(root: Path, lock: int) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        detail = f"{root} is being written by another run of fp4convert"
+        raise OutputError("locked", detail, "Wait for it, or choose another folder: -o FOLDER.") from None
+
+
+def _check_space(root: Path, purpose: Purpose, needed_nbytes: int) -> None:
+    existing = next(place for place in (root, *root.absolute().parents) if place.exists())
+    present = sum((root / file).stat().st_size for file in purpose.files if (root / file).is_file())
+    stat = os.statvfs(existing)
+    free = stat.f_bavail * stat.f_frsize
+    if needed_nbytes - present > free:
+        detail = f"{root} needs {needed_nbytes - present:,} bytes, its disk has {free:,} free"
+        raise OutputError("disk-full", detail, "Free some space, or choose another disk: -o FOLDER.")
+
+
+@contextmanager
+def _told(path: Path, needed_nbytes: int | None = None) -> Iterator[None]:
+    """Turn the system's refusals into an OutputError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        need = "" if needed_nbytes is None else f" ({needed_nbytes:,} bytes)"
+        code = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "cannot-write"
+        next_step = "Make room and run the same command again: what is finished stays." if code == "disk-full" else ""
+        raise OutputError(code, f"{path}: cannot be written{need}: {error.strerror}", next_step) from error
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def hash_file(path: Path) -> str:
+    """The sha256 of a file, as hex."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,317 @@
+"""(headers, recipe) -> Plan: what happens to every tensor and where every output byte goes; pure.
+
+Nothing is read but headers and config.json, so a dry run, the disk check, bounded memory and identical output from any
+number of workers all follow from this one value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from fp4convert.checkpoint import Checkpoint
+from fp4convert.dialects import dialect_named, is_quantized_name
+from fp4convert.errors import InputError
+from fp4convert.recipe import Recipe, matches
+from fp4convert.shard import Header, TensorRef, TensorSpec, lay_out
+
+Action = Literal["quantize", "dequantize", "copy", "skip"]
+DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # a user's word -> safetensors' name
+FLOATS = tuple(DTYPES.values())
+METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one tensor (or, to dequantize, the tensors of one module) becomes.
+
+    action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as it is
+    refs     what is read; exactly one, except to dequantize
+    shape    (rows, columns) of the matrix; () where it stays
+    group    name of the scale group, or None
+    amax_of  every member of the scale group (or the tensor alone), in whichever shard; the common amax sets the global
+             scale, and tells whether all of them are finite; empty where nothing is quantized
+    outputs  where the result goes; all in the step's own shard
+    """
+
+    module: str
+    action: Action
+    reason: str
+    refs: tuple[TensorRef, ...]
+    shape: tuple[int, ...]
+    group: str | None
+    amax_of: tuple[TensorRef, ...]
+    outputs: tuple[TensorRef, ...]
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(ref.nbytes for ref in self.refs)
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(ref.nbytes for ref in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One input shard -> one output shard of the same name; tasks do not depend on each other.
+
+    header  the output's header bytes; nbytes, the size of the whole output
+    stamp   changes when the input shard may have changed
+    """
+
+    file: str
+    stamp: str
+    header: bytes
+    nbytes: int
+    steps: tuple[Step, ...]
+
+    @property
+    def key(self) -> str:
+        """Equal keys promise equal output bytes."""
+        steps = json.dumps([asdict(step) for step in self.steps], sort_keys=True)
+        return hashlib.sha256(f"{self.stamp}\n{steps}".encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A quantized module as it is stored: its tensors (packed codes first) and its (rows, columns)."""
+
+    refs: tuple[TensorRef, ...]
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every task, and what the result's records need to know.
+
+    target  format, dialect, scale rule and whatever else was asked for, as JSON
+    recipe  None where the plan dequantizes
+    """
+
+    target: dict[str, object]
+    recipe: Recipe | None
+    tasks: tuple[Task, ...]
+    ignore: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def steps(self) -> Iterator[Step]:
+        return (step for task in self.tasks for step in task.steps)
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(task.nbytes for task in self.tasks)
+
+    @property
+    def quantized(self) -> list[str]:
+        """Modules that become four-bit."""
+        return [step.module for step in self.steps if step.action == "quantize"]
+
+    @property
+    def index(self) -> dict[str, object]:
+        """The model.safetensors.index.json of the output."""
+        outputs = [ref for step in self.steps for ref in step.outputs]
+        weight_map = {ref.name: ref.file for ref in sorted(outputs, key=lambda ref: ref.name)}
+        return {"metadata": {"total_size": sum(ref.nbytes for ref in outputs)}, "weight_map": weight_map}
+
+
+def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
+    """The plan that turns a checkpoint into the recipe's format and dialect.
+
+    Raises InputError where the checkpoint is already quantized, or where an output would take the name of another tensor.
+    """
+    _refuse_quantized(checkpoint)
+    dialect = dialect_named(recipe.dialect, recipe.format)
+    verdicts = {ref.name: _verdict(ref, recipe) for ref in checkpoint.tensors}
+    chosen = [ref for ref in checkpoint.tensors if verdicts[ref.name][0] == "quantize"]
+    groups, warnings = _scale_groups(chosen, recipe)
+
+    def decide(ref: TensorRef) -> _Draft:
+        action, reason = verdicts[ref.name]
+        if action != "quantize":
+            return _Draft(action, reason, (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),))
+        shape = (ref.shape[0], ref.shape[1])
+        specs = dialect.outputs(_module_of(ref.name), shape, recipe.format)
+        group = groups[ref.name]
+        return _Draft(action, reason, (ref,), specs, shape, group.name, group.members)
+
+    tasks = tuple(_task(checkpoint, shard, [decide(ref) for ref in shard.tensors], METADATA) for shard in checkpoint.shards)
+    _refuse_collisions(tasks)
+    if not chosen:
+        warnings.append(f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists")
+    if not checkpoint.config:
+        warnings.append("the source has no config.json; the one written holds the quantization record alone")
+    notes = (*checkpoint.warnings, *_left_out(checkpoint), *_unmatched(checkpoint, recipe), *warnings)
+    return Plan(recipe.as_json(), recipe, tasks, _ignored(checkpoint, {ref.name for ref in chosen}), notes)
+
+
+def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: str) -> Plan:
+    """The plan that turns an artifact back into a checkpoint whose four-bit modules are bf16, fp16 or fp32.
+
+    modules  the sound quantized modules, as `artifact` found them
+    Raises   InputError for an unknown dtype, or where a restored weight would take the name of another tensor
+    """
+    if dtype not in DTYPES:
+        raise InputError("unknown-dtype", f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
+    target: dict[str, object] = {"format": dtype, "dialect": None, "scale_rule": None}
+    home = {ref.name: module for module, packed in modules.items() for ref in packed.refs}
+
+    def decide(shard: Header) -> list[_Draft]:
+        drafts = []
+        for ref in shard.tensors:
+            module = home.get(ref.name)
+            if module is None:
+                drafts.append(_Draft("copy", "not quantized", (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),)))
+            elif ref == modules[module].refs[0]:
+                spec = TensorSpec(f"{module}.weight", DTYPES[dtype], modules[module].shape)
+                drafts.append(_Draft("dequantize", "four-bit", modules[module].refs, (spec,), modules[module].shape))
+        return drafts
+
+    tasks = tuple(_task(checkpoint, shard, decide(shard), METADATA) for shard in checkpoint.shards)
+    _refuse_collisions(tasks)
+    return Plan(target, None, tasks, (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A step whose outputs have no place yet."""
+
+    action: Action
+    reason: str
+    refs: tuple[TensorRef, ...]
+    specs: tuple[TensorSpec, ...]
+    shape: tuple[int, ...] = ()
+    group: str | None = None
+    amax_of: tuple[TensorRef, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    name: str | None
+    members: tuple[TensorRef, ...]
+
+
+def _task(checkpoint: Checkpoint, shard: Header, drafts: list[_Draft], metadata: dict[str, str]) -> Task:
+    header, placed = lay_out(shard.file, (spec for draft in drafts for spec in draft.specs), metadata)
+    place = {ref.name: ref for ref in placed}
+    steps = tuple(
+        Step(
+            module=_module_of(draft.specs[0].name),
+            action=draft.action,
+            reason=draft.reason,
+            refs=draft.refs,
+            shape=draft.shape,
+            group=draft.group,
+            amax_of=draft.amax_of,
+            outputs=tuple(place[spec.name] for spec in draft.specs),
+        )
+        for draft in drafts
+    )
+    end = max((ref.start + ref.nbytes for ref in placed), default=len(header))
+    return Task(shard.file, checkpoint.stamps[shard.file], header, end, steps)
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _verdict(ref: TensorRef, recipe: Recipe) -> tuple[Action, str]:
+    """Whether a tensor becomes four-bit, and why, or why not."""
+    if not ref.name.endswith(".weight"):
+        is_stack = len(ref.shape) == 3 and ref.dtype in FLOATS
+        return "copy", "a stack of matrices, not yet known by model type" if is_stack else "not a linear layer's weight"
+    if len(ref.shape) != 2:
+        return "copy", f"{len(ref.shape)}-dimensional, not a matrix"
+    if reason := recipe.reason_to_keep(_module_of(ref.name)):
+        return "copy", reason
+    if ref.dtype not in FLOATS:
+        return "skip", f"{ref.dtype}, not one of {', '.join(FLOATS)}"
+    if not ref.elements:
+        return "skip", "empty"
+    block = recipe.format.block_size
+    if ref.shape[1] % block:
+        return "skip", f"{ref.shape[1]} columns, not a multiple of the block of {block}"
+    return "quantize", "a linear layer"
+
+
+def _scale_groups(chosen: list[TensorRef], recipe: Recipe) -> tuple[dict[str, _Group], list[str]]:
+    """The scale group of every chosen tensor, and a warning for each group that has not all of its members."""
+    if not recipe.format.has_global_scale:
+        return {ref.name: _Group(None, (ref,)) for ref in chosen}, []
+    siblings = {member: names for names in recipe.groups for member in names}
+    gathered: dict[tuple[str, tuple[str, ...]], list[TensorRef]] = defaultdict(list)
+    alone: dict[str, _Group] = {}
+    for ref in chosen:
+        parent, _, leaf = _module_of(ref.name).rpartition(".")
+        if leaf in siblings:
+            gathered[parent, siblings[leaf]].append(ref)
+        else:
+            alone[ref.name] = _Group(None, (ref,))
+    groups: dict[str, _Group] = {}
+    for (parent, names), refs in gathered.items():
+        groups |= dict.fromkeys((ref.name for ref in refs), _Group(f"{parent}.{'/'.join(names)}", tuple(refs)))
+    return alone | groups, _incomplete_groups(gathered)
+
+
+def _incomplete_groups(gathered: dict[tuple[str, tuple[str, ...]], list[TensorRef]]) -> list[str]:
+    """One warning for each kind of group that lacks members somewhere."""
+    lacking: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for (parent, names), refs in gathered.items():
+        if len(refs) < len(names):
+            lacking[names].append(parent)
+    return [
+        f"{len(parents)} scale groups {'/'.join(names)} lack members, the first in {parents[0]!r}:"
+        " engines that fuse them need all of them quantized, or none"
+        for names, parents in lacking.items()
+    ]
+
+
+def _ignored(checkpoint: Checkpoint, chosen: set[str]) -> tuple[str, ...]:
+    """Modules that engines must not take for quantized: every kept matrix, and lm_head, which may be tied and absent."""
+    kept = {_module_of(ref.name) for ref in checkpoint.tensors if len(ref.shape) >= 2 and ref.name not in chosen}
+    taken = {_module_of(name) for name in chosen}
+    return tuple(sorted((kept | {"lm_head"}) - taken - {""}))
+
+
+def _refuse_quantized(checkpoint: Checkpoint) -> None:
+    tail = "fp4convert does not read quantized sources yet"
+    if "quantization_config" in checkpoint.config:
+        detail = f"config.json: the checkpoint is already quantized (it has a quantization_config); {tail}"
+        raise InputError("already-quantized", detail, "Start from the original weights.")
+    for ref in checkpoint.tensors:
+        if is_quantized_name(ref.name):
+            detail = f"{ref.file}: {ref.name!r} says that the checkpoint is already quantized; {tail}"
+            raise InputError("already-quantized", detail, "Start from the original weights.", ref.name)
+
+
+def _refuse_collisions(tasks: Iterable[Task]) -> None:
+    seen: set[str] = set()
+    for task in tasks:
+        for step in task.steps:
+            for ref in step.outputs:
+                if ref.name in seen:
+                    detail = f"{task.file}: the output {ref.name!r} already exists; expected names that do not collide"
+                    raise InputError("name-collision", detail, f"Leave one out: --exclude {step.module!r}.", ref.name)
+                seen.add(ref.name)
+
+
+def _left_out(checkpoint: Checkpoint) -> list[str]:
+    if not checkpoint.left_out:
+        return []
+    first = checkpoint.left_out[0]
+    return [f"{len(checkpoint.left_out)} files hold weights in another form and are left out, the first {first!r}"]
+
+
+def _unmatched(checkpoint: Checkpoint, recipe: Recipe) -> list[str]:
+    modules = {_module_of(ref.name) for ref in checkpoint.tensors}
+    return [
+        f"{option} {pattern!r} matches no module"
+        for option, patterns in (("--include", recipe.include), ("--exclude", recipe.exclude))
+        for pattern in patterns
+        if not any(matches(pattern, module) for module in modules)
+    ]

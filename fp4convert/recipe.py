@@ -1,0 +1,110 @@
+"""What a conversion is asked to do: configs/*.toml and the command line, read into one Recipe.
+
+Patterns are globs on module names, or regular expressions after "re:" (matched from the start, as compressed-tensors does).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from fp4convert.errors import InputError
+from fp4convert.formats import Format, check_rule
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRule:
+    """Modules that stay as they are, and why; `is_default` marks the recipes' own rules, which --include overrides."""
+
+    patterns: tuple[str, ...]
+    reason: str
+    is_default: bool = True
+
+    def match(self, module: str) -> bool:
+        return any(matches(pattern, module) for pattern in self.patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """format, dialect and rule of the target; what stays; which sibling modules share a scale."""
+
+    format: Format
+    dialect: str
+    scale_rule: str
+    keep: tuple[KeepRule, ...]
+    groups: tuple[tuple[str, ...], ...]
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def reason_to_keep(self, module: str) -> str | None:
+        """Why that module stays, or None: --exclude before --include before the recipes' own rules."""
+        for pattern in self.exclude:
+            if matches(pattern, module):
+                return f"excluded by {pattern!r}"
+        if any(matches(pattern, module) for pattern in self.include):
+            return None
+        return next((rule.reason for rule in self.keep if rule.match(module)), None)
+
+    def as_json(self) -> dict[str, object]:
+        """What decides the bytes, for the plan and its id."""
+        return {
+            "format": self.format.name,
+            "dialect": self.dialect,
+            "scale_rule": self.scale_rule,
+            "include": list(self.include),
+            "exclude": list(self.exclude),
+        }
+
+
+def build_recipe(
+    fmt: Format,
+    dialect: str,
+    model_type: object,
+    scale_rule: str | None = None,
+    patterns: tuple[Sequence[str], Sequence[str]] = ((), ()),
+) -> Recipe:
+    """The recipe for a model of that type.
+
+    model_type  config.json's, or None; picks the family file that lists it
+    scale_rule  one of fmt.scale_rules; None is fmt.default_rule
+    patterns    (include, exclude)
+    """
+    include, exclude = patterns
+    for pattern in (*include, *exclude):
+        _compiled(pattern)
+    tables = [_table("default.toml"), *_family_tables(model_type)]
+    keep = tuple(KeepRule(tuple(row["modules"]), row["reason"]) for table in tables for row in table.get("keep", ()))
+    groups = tuple(tuple(row["members"]) for table in tables for row in table.get("group", ()))
+    rule = check_rule(fmt, scale_rule or fmt.default_rule)
+    return Recipe(fmt, dialect, rule, keep, groups, tuple(include), tuple(exclude))
+
+
+def matches(pattern: str, module: str) -> bool:
+    """True where a glob fits the whole name, or a "re:" expression its beginning."""
+    return _compiled(pattern).match(module) is not None
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    if not pattern.startswith("re:"):
+        return re.compile(fnmatch.translate(pattern))
+    try:
+        return re.compile(pattern.removeprefix("re:"))
+    except re.error as error:
+        raise InputError("bad-pattern", f"{pattern!r} is no regular expression: {error}") from None
+
+
+def _family_tables(model_type: object) -> list[dict[str, Any]]:
+    names = sorted(item.name for item in files("fp4convert").joinpath("configs").iterdir() if item.name.endswith(".toml"))
+    tables = (_table(name) for name in names if name != "default.toml")
+    return [table for table in tables if model_type in table["model_types"]]
+
+
+def _table(name: str) -> dict[str, Any]:
+    return tomllib.loads(files("fp4convert").joinpath("configs", name).read_text(encoding="utf-8"))

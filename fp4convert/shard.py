@@ -1,0 +1,204 @@
+"""safetensors bytes: a header parsed and checked, a header laid out, a shard written tensor by tensor.
+
+The header stands before the data, so every offset is known before the first weight is read.  Checks follow the format's
+own rules (huggingface/safetensors README, "Format", and its tensor.rs) and refuse whatever safetensors refuses.
+This module knows nothing of folders, models or quantization.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fp4convert.errors import InputError
+
+HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference reader
+DTYPE_BITS = {
+    **{"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32},
+    **{"F16": 16, "BF16": 16, "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8},
+    **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
+    **{"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """The address of one stored tensor; holds no data.
+
+    file   name of the shard, relative to its checkpoint
+    start  absolute byte offset in that file
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * DTYPE_BITS[self.dtype] // 8
+
+
+class TensorSpec(NamedTuple):
+    """A tensor to be written: everything but its place."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one shard says of itself: its tensors in file order, its metadata, its size in bytes."""
+
+    file: str
+    nbytes: int
+    tensors: tuple[TensorRef, ...]
+    metadata: dict[str, str]
+
+
+def read_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> Header:
+    """The checked header of a shard of `nbytes` bytes; `read(offset, length)` gives its bytes.
+
+    Raises InputError on anything that safetensors refuses, naming the file, what was found and what was expected.
+    """
+    head = read(0, min(nbytes, 64))
+    if head.startswith(b"version https://git-lfs"):
+        raise _bad(file, "lfs-pointer", "is a Git LFS pointer, not the weights", "Fetch them: git lfs pull.")
+    if nbytes < 8:
+        raise _bad(file, "header-length", f"has {nbytes} bytes, shorter than the 8 bytes of a header length")
+    length = int.from_bytes(head[:8], "little")
+    if length > HEADER_LIMIT or length > nbytes - 8:
+        detail = f"gives a header length of {length}, but the file has {nbytes} bytes and the limit is {HEADER_LIMIT}"
+        raise _bad(file, "header-length", detail)
+    entries = parse_json_object(read(8, length), f"{file}: header")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _bad(file, "header", "has a header whose __metadata__ does not map strings to strings")
+    refs = sorted((_entry(file, name, entry, 8 + length) for name, entry in entries.items()), key=_place)
+    _check_tiling(file, refs, 8 + length, nbytes)
+    return Header(file, nbytes, tuple(refs), metadata)
+
+
+def parse_json_object(text: bytes, where: str, has_constants: bool = False) -> dict[str, object]:
+    """A JSON object, strictly: UTF-8, no duplicate keys, nothing before or after the braces.
+
+    where          how messages name the text, such as "model.safetensors: header"
+    has_constants  accept NaN and Infinity, which JSON lacks and model configs hold
+    Raises         InputError
+    """
+    expected = "expected one JSON object"
+    try:
+        decoded = text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError("header-utf8", f"{where} is not UTF-8 at byte {error.start}; {expected}") from None
+    if not decoded.startswith("{"):
+        raise InputError("header", f"{where} does not begin with '{{'; {expected}")
+    try:
+        constant = float if has_constants else _refuse
+        parsed = json.loads(decoded, object_pairs_hook=_unique(where), parse_constant=constant, parse_int=_integer)
+        if "\\u" in decoded:
+            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise InputError("header-utf8", f"{where} holds a lone surrogate, which is not UTF-8; {expected}") from None
+    except (ValueError, RecursionError) as error:
+        detail = "nesting too deep" if isinstance(error, RecursionError) else str(error)
+        raise InputError("header", f"{where} is not valid JSON ({detail[:100]}); {expected}") from None
+    result: dict[str, object] = parsed
+    return result
+
+
+def _unique(where: str) -> Callable[[list[tuple[str, object]]], dict[str, object]]:
+    def build(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        built = dict(pairs)
+        if len(built) < len(pairs):
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise InputError("duplicate-key", f"{where} holds the duplicate key {twice!r}; expected each once")
+        return built
+
+    return build
+
+
+def _refuse(constant: str) -> object:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _integer(digits: str) -> int | float:
+    return -0.0 if digits == "-0" else int(digits)
+
+
+def _bad(file: str, code: str, detail: str, next_step: str = "Download the file again.") -> InputError:
+    return InputError(code, f"{file}: {detail}", next_step)
+
+
+def _place(ref: TensorRef) -> tuple[int, int]:
+    return ref.start, ref.nbytes
+
+
+def _counts(value: object) -> tuple[int, ...] | None:
+    """A list of non-negative 64-bit integers as a tuple, or None."""
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 1 << 63 for item in value):
+        return None
+    return tuple(value)
+
+
+def _entry(file: str, name: str, entry: object, data_start: int) -> TensorRef:
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise _bad(file, "header", f"header entry {name!r} lacks dtype, shape or data_offsets")
+    dtype, shape, offsets = entry["dtype"], _counts(entry["shape"]), _counts(entry["data_offsets"])
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise _bad(file, "dtype", f"{name!r} has the dtype {dtype!r}; known: {', '.join(DTYPE_BITS)}")
+    if shape is None or math.prod(shape) >= 1 << 60:
+        raise _bad(file, "shape", f"{name!r} has the impossible shape {str(entry['shape'])[:80]}")
+    if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _bad(file, "offset", f"{name!r} has bad offsets {str(entry['data_offsets'])[:80]}; expected [begin, end]")
+    bits, found = math.prod(shape) * DTYPE_BITS[dtype], offsets[1] - offsets[0]
+    if bits % 8:
+        raise _bad(file, "shape", f"{name!r}: {dtype} of shape {list(shape)} does not end on a whole byte")
+    if bits // 8 != found:
+        raise _bad(file, "shape", f"{name!r}: {dtype} of shape {list(shape)} takes {bits // 8} bytes, its offsets {found}")
+    return TensorRef(name, dtype, shape, file, data_start + offsets[0])
+
+
+def _check_tiling(file: str, refs: Sequence[TensorRef], data_start: int, nbytes: int) -> None:
+    """The tensors cover the data exactly: no overlap, no hole, nothing missing, nothing after the last."""
+    end = data_start
+    for ref in refs:
+        if ref.start != end:
+            fault = "overlap" if ref.start < end else "hole"
+            where = f"begins at byte {ref.start}, the tensor before it ends at {end}"
+            raise _bad(file, fault, f"{ref.name!r} leaves an {fault} in the data: it {where}".replace("an hole", "a hole"))
+        end += ref.nbytes
+    if end > nbytes:
+        raise _bad(file, "truncated", f"is truncated: the header describes {end} bytes, the file has {nbytes}")
+    if end < nbytes:
+        raise _bad(file, "trailing-bytes", f"has {nbytes - end} bytes after its last tensor; expected none")
+
+
+def lay_out(file: str, specs: Iterable[TensorSpec], metadata: dict[str, str]) -> tuple[bytes, tuple[TensorRef, ...]]:
+    """The header bytes of a shard and the address of each tensor in it, in the order of the file.
+
+    Wider dtypes stand first, as safetensors itself orders them, so that every tensor is aligned to its own type.
+    """
+    ordered = sorted(specs, key=lambda spec: -DTYPE_BITS[spec.dtype])
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    places, end = [], 0
+    for spec in ordered:
+        nbytes = math.prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8
+        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [end, end + nbytes]}
+        places.append(end)
+        end += nbytes
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    refs = tuple(TensorRef(*spec, file, start + place) for spec, place in zip(ordered, places, strict=True))
+    return len(text).to_bytes(8, "little") + text, refs

@@ -1,0 +1,137 @@
+"""A checkpoint on this disk: a folder, one .safetensors file, or a snapshot in the Hub's cache."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+from fp4convert.checkpoint import INDEX, Checkpoint, check_index, check_unique, read_index
+from fp4convert.errors import InputError
+from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
+
+WEIGHTS = ".safetensors"
+OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pkl", ".npz"})
+PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+
+
+class LocalSource:
+    """Maps shards into memory; a tensor's bytes are read when they are touched and belong to the page cache."""
+
+    def __init__(self, path: Path, may_be_empty: bool = False) -> None:
+        self._folder = path if path.is_dir() else path.parent
+        self._single = None if path.is_dir() else path.name
+        self.name = path.resolve().name if path.is_dir() else path.stem
+        self._maps: dict[str, mmap.mmap] = {}
+        self._lock = threading.Lock()
+        self.checkpoint = self._open(may_be_empty)
+
+    def read(self, ref: TensorRef) -> memoryview:
+        with self._lock:
+            if ref.file not in self._maps:
+                with self.open_file(ref.file) as stream:
+                    self._maps[ref.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        return memoryview(self._maps[ref.file])[ref.start : ref.start + ref.nbytes]
+
+    def has_file(self, file: str) -> bool:
+        return self._single is None and (self._folder / file).exists()
+
+    def open_file(self, file: str) -> BinaryIO:
+        return _regular(self._folder, file).open("rb")
+
+    def close(self) -> None:
+        self._maps.clear()
+
+    def _open(self, may_be_empty: bool) -> Checkpoint:
+        names = [self._single] if self._single else sorted(os.listdir(self._folder))
+        if self._single and not self._single.endswith(WEIGHTS):
+            raise _no_weights(self._folder / self._single, names)
+        weight_map = self._index() if INDEX in names else None
+        found = [name for name in names if name.endswith(WEIGHTS)]
+        shards = found if weight_map is None else sorted(set(weight_map.values()))
+        if not shards and not may_be_empty:
+            raise _no_weights(self._folder, names)
+        for missing in sorted(set(shards) - set(names)):
+            raise InputError("missing-shard", f"{missing} is missing, the index names it", "Download the file again.")
+        headers = tuple(self._header(name) for name in shards)
+        check_unique(headers)
+        warnings = check_index(headers, weight_map) if weight_map else []
+        sidecars, left_out = self._others(shards)
+        return Checkpoint(
+            repo=None,
+            revision=None,
+            config=self._config(),
+            shards=headers,
+            sidecars=sidecars,
+            left_out=left_out,
+            warnings=tuple(warnings),
+            stamps={name: str((self._folder / name).stat().st_mtime_ns) for name in shards},
+        )
+
+    def _index(self) -> dict[str, str]:
+        with self.open_file(INDEX) as stream:
+            return read_index(stream.read())
+
+    def _header(self, name: str) -> Header:
+        with self.open_file(name) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            return read_header(name, size, lambda offset, length: os.pread(stream.fileno(), length, offset))
+
+    def _config(self) -> dict[str, object]:
+        if self._single or not (self._folder / "config.json").exists():
+            return {}
+        with self.open_file("config.json") as stream:
+            return parse_json_object(stream.read(), "config.json", has_constants=True)
+
+    def _others(self, shards: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Files that travel unchanged, and weights in another form that stay behind; hidden files are neither."""
+        if self._single:
+            return (), ()
+        sidecars: list[str] = []
+        left_out: list[str] = []
+        for folder, folders, files in os.walk(self._folder):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in sorted(name for name in files if not name.startswith(".")):
+                relative = os.path.relpath(os.path.join(folder, name), self._folder)
+                is_root_weight = relative == name and name.endswith(WEIGHTS)
+                if relative in shards or relative in ("config.json", INDEX):
+                    continue
+                is_weight = is_root_weight or os.path.splitext(name)[1] in OTHER_WEIGHTS
+                (left_out if is_weight else sidecars).append(relative)
+        for name in sidecars:
+            _regular(self._folder, name)
+        return tuple(sidecars), tuple(left_out)
+
+
+def _regular(folder: Path, name: str) -> Path:
+    """The path of a regular file inside `folder`; links may lead inside it, or into the blobs of the Hub's own cache."""
+    path, root = folder / name, folder.resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    target = path.resolve()
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise InputError("link-outside", f"{name} is a link to {target}, outside the folder; expected a file in it")
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise InputError("unreadable", f"{name}: {error.strerror}") from None
+    if not stat.S_ISREG(mode):
+        raise InputError("not-a-file", f"{name} is not a regular file; expected one")
+    return path
+
+
+def _no_weights(where: Path, names: list[str]) -> InputError:
+    endings = {os.path.splitext(name)[1] for name in names}
+    detail = f"{where}: no safetensors file; expected model.safetensors or shards with an index"
+    if endings & PICKLES:
+        detail = f"{where}: only pickle weights (.bin, .pt), which run code when they are loaded; expected safetensors"
+        return InputError(
+            "pickle", detail, "Convert them first, in a sandbox: save_pretrained of transformers writes safetensors."
+        )
+    if ".gguf" in endings:
+        return InputError("gguf", f"{where}: a GGUF file, which is not a source yet; expected safetensors")
+    return InputError("no-weights", detail)

@@ -1,0 +1,217 @@
+"""Does an artifact keep its word?  Structure and hashes first; the numbers too, tensor by tensor, where there is a source."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fp4convert.artifact import Artifact, Finding, is_healthy
+from fp4convert.backends import processors
+from fp4convert.codec import FLOAT_DTYPES, block_steps, dequantize
+from fp4convert.errors import InputError
+from fp4convert.formats import Quantized
+from fp4convert.output import hash_file
+from fp4convert.recipe import build_recipe
+from fp4convert.shard import TensorRef
+from fp4convert.sources import Source
+
+PANEL_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorError:
+    """How far the four-bit values of one tensor are from its source.
+
+    sqnr_db  10 log10(sum x^2 / sum (x - y)^2); None where nothing was lost or the source is zero
+    mse      mean of (x - y)^2; None, as max_abs, where a value is not finite
+    max_abs  largest |x - y|
+    cosine   of x and y as vectors; None where one of them is zero
+    """
+
+    name: str
+    sqnr_db: float | None
+    mse: float | None
+    max_abs: float | None
+    cosine: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What `passed` asks of every tensor beside soundness; None asks nothing."""
+
+    min_sqnr_db: float | None = None
+    max_nmse: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The document of `verify --json`."""
+
+    tensors: tuple[TensorError, ...]
+    summary: dict[str, float | None]
+    findings: tuple[Finding, ...]
+    passed: bool
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "tensors": [asdict(error) for error in self.tensors],
+            "summary": self.summary,
+            "findings": [asdict(finding) for finding in self.findings],
+            "passed": self.passed,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Sums over the elements of one tensor, in float64."""
+
+    elements: int
+    signal: float
+    noise: float
+    max_abs: float
+    product: float
+    output: float
+
+
+def verify(artifact: Artifact, root: Path, source: Source | None, gate: Gate) -> Report:
+    """Re-hash every file and read every scale; with a source, measure every tensor and compare what was kept.
+
+    root    the artifact's folder, for the hashes that its own record names
+    Raises  InputError where the gate asks for numbers and there is no source
+    """
+    if source is None and (gate.min_sqnr_db is not None or gate.max_nmse is not None):
+        raise InputError("no-source", "--min-sqnr and --max-nmse need the original weights", "Add --source SOURCE.")
+    findings = [*artifact.findings, *_check_hashes(artifact, root), *_check_scales(artifact)]
+    sums: dict[str, _Sums] = {}
+    if source is not None:
+        sums, differences = _compare(artifact, source)
+        findings += differences
+    tensors = tuple(_tensor_error(name, total) for name, total in sums.items())
+    findings += [finding for error in tensors if (finding := _judge(error, sums[error.name], gate))]
+    return Report(tensors, _summarise(tensors, sums), tuple(findings), is_healthy(tuple(findings)))
+
+
+def _check_hashes(artifact: Artifact, root: Path) -> Iterator[Finding]:
+    files = artifact.record.get("files")
+    if not isinstance(files, dict):
+        yield Finding("note", "no-hashes", None, "the artifact records no hashes, so its files could not be compared with them")
+        return
+    for file, sha256 in files.items():
+        path = root / file
+        if not path.is_file():
+            yield Finding("error", "file-missing", None, f"{file} is recorded and not there")
+        elif hash_file(path) != sha256:
+            yield Finding("error", "hash-mismatch", None, f"{file} is not the file that was written: its sha256 differs")
+
+
+def _check_scales(artifact: Artifact) -> list[Finding]:
+    """Findings on every block scale and global scale, and on scale groups whose global scales differ."""
+    findings = []
+    stored: dict[str, float] = {}
+    for module in artifact.modules:
+        q = artifact.decode(module)
+        steps = block_steps(q)
+        if bad := int(np.count_nonzero(~np.isfinite(steps))):
+            findings.append(Finding("error", "scale-not-finite", module, f"{bad} of {steps.size} blocks have no finite scale"))
+        elif (steps < 0).any():
+            findings.append(Finding("error", "scale-negative", module, f"{int((steps < 0).sum())} blocks have a negative scale"))
+        if q.global_scale is not None:
+            stored[module] = q.global_scale
+            if not (math.isfinite(q.global_scale) and q.global_scale > 0):
+                findings.append(Finding("error", "global-scale", module, f"its global scale is {q.global_scale}"))
+    recipe = build_recipe(artifact.format, artifact.dialect, artifact.source.checkpoint.config.get("model_type"))
+    for members in _groups(stored, recipe.groups):
+        if len({stored[module] for module in members}) > 1:
+            detail = f"{', '.join(members)} have different global scales; engines that fuse them use only one"
+            findings.append(Finding("error", "group-scales-differ", members[0], detail))
+    return findings
+
+
+def _groups(modules: Iterable[str], groups: tuple[tuple[str, ...], ...]) -> list[list[str]]:
+    gathered: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    for module in modules:
+        parent, _, leaf = module.rpartition(".")
+        for names in groups:
+            if leaf in names:
+                gathered[parent, names].append(module)
+    return list(gathered.values())
+
+
+def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list[Finding]]:
+    originals = {ref.name: ref for ref in source.checkpoint.tensors}
+    findings: list[Finding] = []
+    pairs: dict[str, TensorRef] = {}
+    for module, packed in artifact.modules.items():
+        ref = originals.pop(f"{module}.weight", None)
+        if ref is None or ref.shape != packed.shape or ref.dtype not in FLOAT_DTYPES:
+            detail = "it is not in the source" if ref is None else f"the source holds {ref.dtype} {list(ref.shape)}"
+            findings.append(
+                Finding("error", "source-differs", module, f"expected floats of shape {list(packed.shape)}; {detail}")
+            )
+        else:
+            pairs[module] = ref
+    for name, ref in originals.items():
+        kept = artifact.tensors.get(name)
+        if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
+            findings.append(Finding("error", "kept-missing", name, "the source has it, the artifact has it not, or otherwise"))
+        elif artifact.source.read(kept) != source.read(ref):
+            findings.append(Finding("error", "kept-differs", name, "it was kept, but its bytes are not the source's"))
+    with ThreadPoolExecutor(processors()) as pool:
+        measured = pool.map(lambda module: _measure(artifact.decode(module), pairs[module], source), pairs)
+        return dict(zip((ref.name for ref in pairs.values()), measured, strict=True)), findings
+
+
+def _measure(q: Quantized, ref: TensorRef, source: Source) -> _Sums:
+    rows, columns = q.shape
+    data = np.frombuffer(source.read(ref), np.uint8).reshape(rows, -1)
+    height = max(1, PANEL_ELEMENTS // columns)
+    signal = noise = max_abs = product = output = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for first in range(0, rows, height):
+            panel = np.ascontiguousarray(data[first : first + height])
+            x = np.frombuffer(panel.tobytes(), FLOAT_DTYPES[ref.dtype]).astype(np.float64)
+            y = dequantize(q.rows(first, min(first + height, rows))).ravel().astype(np.float64)
+            difference = x - y
+            signal += float(x @ x)
+            noise += float(difference @ difference)
+            product += float(x @ y)
+            output += float(y @ y)
+            max_abs = max(max_abs, float(np.abs(difference).max(initial=0)))
+    return _Sums(rows * columns, signal, noise, max_abs, product, output)
+
+
+def _tensor_error(name: str, sums: _Sums) -> TensorError:
+    sqnr_db = 10 * math.log10(sums.signal / sums.noise) if sums.signal > 0 and sums.noise > 0 else None
+    cosine = sums.product / math.sqrt(sums.signal * sums.output) if sums.signal > 0 and sums.output > 0 else None
+    if not math.isfinite(sums.noise):
+        return TensorError(name, None, None, None, None)
+    return TensorError(name, sqnr_db, sums.noise / max(sums.elements, 1), sums.max_abs, cosine)
+
+
+def _judge(error: TensorError, sums: _Sums, gate: Gate) -> Finding | None:
+    """A finding where a tensor misses the gate, or cannot be measured at all."""
+    if not math.isfinite(sums.noise):
+        return Finding("error", "not-measurable", error.name, "its values or the source's are not finite")
+    if gate.min_sqnr_db is not None and error.sqnr_db is not None and error.sqnr_db < gate.min_sqnr_db:
+        return Finding("error", "sqnr-low", error.name, f"SQNR {error.sqnr_db:.2f} dB, expected at least {gate.min_sqnr_db:g} dB")
+    if gate.max_nmse is not None and sums.noise > gate.max_nmse * sums.signal:
+        nmse = sums.noise / sums.signal if sums.signal else math.inf
+        return Finding("error", "nmse-high", error.name, f"NMSE {nmse:.3g}, expected at most {gate.max_nmse:g}")
+    return None
+
+
+def _summarise(tensors: tuple[TensorError, ...], sums: dict[str, _Sums]) -> dict[str, float | None]:
+    known = [error.sqnr_db for error in tensors if error.sqnr_db is not None]
+    finite = [total for total in sums.values() if math.isfinite(total.noise)]
+    signal, noise = sum(total.signal for total in finite), sum(total.noise for total in finite)
+    return {
+        "sqnr_db_min": min(known, default=None),
+        "sqnr_db_mean": sum(known) / len(known) if known else None,
+        "nmse": noise / signal if signal > 0 else None,
+    }

@@ -1,0 +1,114 @@
+/* E2M1, E4M3 and E8M0, encoded and decoded one value at a time: the only scalar conversions in the project, for host and device.
+ *
+ * Every function is IEEE float32, round to nearest even, denormals kept; compile without fast-math, without contraction of
+ * a*b+c and without flush to zero.  Each equals the function of the same name in fp4convert/codec.py.
+ *
+ *   E2M1  s ee m        0 .5 1 1.5 2 3 4 6 and their negatives; no Inf, no NaN
+ *   E4M3  s eeee mmm    e4m3fn: bias 7, largest 448 (0x7E), NaN 0x7F, no Inf
+ *   E8M0  eeeeeeee      2^(byte - 127), NaN 0xFF; no sign, no zero
+ */
+#ifndef FP4_H
+#define FP4_H
+
+#ifdef __CUDACC__
+#define FP4_FN static __device__ __forceinline__
+#define fp4_bits(value) __float_as_uint(value)
+#define fp4_float(bits) __uint_as_float(bits)
+#else
+#define FP4_FN static inline __attribute__((always_inline, unused))
+FP4_FN unsigned fp4_bits(float value) { unsigned bits; __builtin_memcpy(&bits, &value, 4); return bits; }
+FP4_FN float fp4_float(unsigned bits) { float value; __builtin_memcpy(&value, &bits, 4); return value; }
+#endif
+
+enum { FP4_FLOOR = 0, FP4_EVEN = 1, FP4_CEIL = 2 };          /* scale rules of MXFP4 */
+enum { FP4_INF_BITS = 0x7F800000, FP4_E8M0_STORED_MAX = 252 }; /* 6 * 2^(252-127) is finite */
+
+FP4_FN float fp4_from_bf16(unsigned short bits) { return fp4_float((unsigned)bits << 16); }
+
+/* Exact: the exponent is re-biased by one multiplication, which also normalises fp16 subnormals. */
+FP4_FN float fp4_from_fp16(unsigned short bits) {
+    unsigned magnitude = bits & 0x7FFFu, sign = (unsigned)(bits & 0x8000u) << 16;
+    unsigned finite = fp4_bits(fp4_float(magnitude << 13) * 0x1p112f);
+    return fp4_float((magnitude >= 0x7C00u ? (magnitude << 13) | FP4_INF_BITS : finite) | sign);
+}
+
+FP4_FN float fp4_from_fp32(float value) { return value; }
+
+FP4_FN unsigned short fp4_to_bf16(float value) {
+    unsigned bits = fp4_bits(value), magnitude = bits & 0x7FFFFFFFu;
+    unsigned rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    return (unsigned short)(magnitude > FP4_INF_BITS ? (bits >> 16) | 0x40u : rounded);
+}
+
+/* Beyond 65504 + half a step: Inf. */
+FP4_FN unsigned short fp4_to_fp16(float value) {
+    unsigned bits = fp4_bits(value), magnitude = bits & 0x7FFFFFFFu, sign = (bits >> 16) & 0x8000u;
+    unsigned normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+    unsigned subnormal = fp4_bits(fp4_float(magnitude) + 0.5f) - 0x3F000000u; /* ulp of [.5, 1) is 2^-24, fp16's smallest */
+    unsigned finite = magnitude < 0x38800000u ? subnormal : normal;
+    unsigned special = magnitude > FP4_INF_BITS ? 0x7E00u : 0x7C00u;
+    return (unsigned short)(sign | (magnitude >= 0x47800000u ? special : finite));
+}
+
+FP4_FN float fp4_to_fp32(float value) { return value; }
+
+/* Half to even, saturating at 6; the sign bit is set iff q < 0, so -0.0 gives code 0.
+ * Adding 2^22 * 2^exponent makes the adder round to E2M1's one mantissa bit; below 1 the step stays that of [1, 2). */
+FP4_FN unsigned e2m1_encode(float q) {
+    float magnitude = q < 0.0f ? -q : q;
+    magnitude = magnitude < 6.0f ? magnitude : 6.0f;
+    float normal = magnitude > 1.0f ? magnitude : 1.0f;
+    unsigned z = fp4_bits(magnitude + fp4_float((fp4_bits(normal) & FP4_INF_BITS) + (22u << 23)));
+    return ((z + (z >> 22) + 6u) & 7u) | (q < 0.0f ? 8u : 0u);
+}
+
+FP4_FN float e2m1_decode(unsigned code) {
+    unsigned m = code & 7u, sign = (code & 8u) << 28;
+    unsigned magnitude = m < 2u ? fp4_bits((float)(int)m * 0.5f) : (m << 22) + (126u << 23);
+    return fp4_float(magnitude | sign);
+}
+
+/* v in [0, 448]. Subnormals (below 2^-6) are rounded by the adder: the ulp of 16384 is E4M3's smallest step, 2^-9. */
+FP4_FN unsigned e4m3_encode(float v) {
+    unsigned bits = fp4_bits(v);
+    unsigned normal = ((bits + 0x7FFFFu + ((bits >> 20) & 1u)) >> 20) - (120u << 3);
+    unsigned subnormal = fp4_bits(v + 16384.0f) - fp4_bits(16384.0f);
+    return v < 0x1p-6f ? subnormal : normal;
+}
+
+FP4_FN float e4m3_decode(unsigned byte) {
+    unsigned m = byte & 0x7Fu, sign = (byte & 0x80u) << 24;
+    unsigned magnitude = m < 8u ? fp4_bits((float)(int)m * 0x1p-9f) : (m << 20) + (120u << 23);
+    return fp4_float((m == 0x7Fu ? 0x7FC00000u : magnitude) | sign);
+}
+
+/* Scale exponent of a block from the bits of its amax, by rule; OCP MX v1.0 section 6.3 (floor), and the two in common use. */
+FP4_FN unsigned e8m0_encode(unsigned amax_bits, long long rule) {
+    int exponent = (int)(amax_bits >> 23) - 2;
+    if (rule == FP4_EVEN) exponent = (int)((amax_bits + 0x200000u) >> 23) - 2;
+    if (rule == FP4_CEIL) exponent += (amax_bits & 0x7FFFFFu) > 0x400000u;
+    exponent = exponent > 0 ? exponent : 0;
+    return (unsigned)(exponent < FP4_E8M0_STORED_MAX ? exponent : FP4_E8M0_STORED_MAX);
+}
+
+FP4_FN float e8m0_decode(unsigned byte) {
+    unsigned finite = byte ? byte << 23 : 1u << 22; /* byte 0 is 2^-127, a subnormal */
+    return fp4_float(byte == 0xFFu ? 0x7FC00000u : finite);
+}
+
+/* max(amax / 2688, 2^-126); 1 for an all-zero group. */
+FP4_FN float nvfp4_global_scale(float amax) {
+    float global_scale = amax / 2688.0f;
+    global_scale = global_scale > 0x1p-126f ? global_scale : 0x1p-126f;
+    return amax == 0.0f ? 1.0f : global_scale;
+}
+
+/* Rule amax. r == 0 (an all-zero or underflowing block) stores 1.0, like ModelOpt. */
+FP4_FN unsigned nvfp4_block_scale(float block_amax, float global_scale) {
+    float r = block_amax / (6.0f * global_scale);
+    float v = r < 448.0f ? r : 448.0f;
+    v = v > 0x1p-9f ? v : 0x1p-9f;
+    return r == 0.0f ? 0x38u : e4m3_encode(v);
+}
+
+#endif

@@ -1,0 +1,275 @@
+/* amax and block quantization on the CPU; compiled once per instruction set (FP4_LEVEL), entered through cpu.c.
+ *
+ *   amax_D(x, n, amax_bits)                               *amax_bits = max(*amax_bits, float32 bits of max |x|)
+ *   quantize_nvfp4_D(x, n, amax, packed, block_scales)    n % 16 == 0; *amax: float32, largest |x| of the scale group
+ *   quantize_mxfp4_D(x, n, rule, packed, block_scales)    n % 32 == 0; rule: FP4_FLOOR, FP4_EVEN, FP4_CEIL
+ *
+ * D is bf16, fp16 or fp32: the type of x, which is finite and aligned to its type; packed and block_scales need no alignment.
+ * Bytes equal quantize in fp4convert/codec.py.  Bytes moved per bf16 element: amax 2, NVFP4 2 + 0.5625, MXFP4 2 + 0.53125.
+ */
+#include "vector.h"
+
+INLINE i16v magnitude16(i16v x) { return x & (int16_t)0x7FFF; }
+
+/* 8 in the lanes below zero, 0 elsewhere; bf16's -0.0 (0x8000) is not below zero. */
+INLINE i16v sign16(i16v x) { return ((x ^ (int16_t)0x8000) > 0) & 8; }
+
+#ifdef __clang__
+INLINE i16v max16(i16v a, i16v b) { return __builtin_elementwise_max(a, b); }
+#else
+INLINE i16v max16(i16v a, i16v b) { i16v greater = a > b; return (a & greater) | (b & ~greater); }
+#endif
+
+/* Four vectors of codes in 16-bit lanes -> WIDTH packed bytes, low nibble first. */
+INLINE u8v pack4(i16v c0, i16v c1, i16v c2, i16v c3) {
+    u32v a = (u32v)(c0 | (c1 << 8)), b = (u32v)(c2 | (c3 << 8));
+    a = (a | (a >> 12)) & 0xFFFFu;
+    b = (b | (b >> 12)) << 16;
+    u8v mixed = (u8v)(a | b);
+#if WIDTH == 32
+    return SHUFFLE(mixed, mixed, 0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29,
+                   2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31);
+#else
+    return SHUFFLE(mixed, mixed, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+#endif
+}
+
+/* ---------------------------------------------------------------------------------------------------------- amax */
+
+#define DEFINE_AMAX16(dtype)                                                                        \
+    void NAME(amax_##dtype)(const uint16_t *restrict x, int64_t n, uint32_t *restrict amax_bits) {  \
+        int16_t largest = 0;                                                                        \
+        for (int64_t i = 0; i < n; i++) {                                                           \
+            int16_t magnitude = (int16_t)(x[i] & 0x7FFF);                                           \
+            largest = magnitude > largest ? magnitude : largest;                                    \
+        }                                                                                           \
+        uint32_t bits = fp4_bits(fp4_from_##dtype((uint16_t)largest));                              \
+        *amax_bits = bits > *amax_bits ? bits : *amax_bits;                                         \
+    }
+DEFINE_AMAX16(bf16)
+DEFINE_AMAX16(fp16)
+
+void NAME(amax_fp32)(const float *restrict x, int64_t n, uint32_t *restrict amax_bits) {
+    int32_t largest = (int32_t)*amax_bits;
+    for (int64_t i = 0; i < n; i++) {
+        int32_t magnitude = (int32_t)(fp4_bits(x[i]) & 0x7FFFFFFFu);
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    *amax_bits = (uint32_t)largest;
+}
+
+/* Maxima of LANES consecutive runs of 16 bf16 magnitudes, as a tree of interleaves. */
+#if WIDTH == 32
+#define LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 8, 24, 9, 25, 10, 26, 11, 27)
+#define HIGH(a, b) SHUFFLE(a, b, 4, 20, 5, 21, 6, 22, 7, 23, 12, 28, 13, 29, 14, 30, 15, 31)
+#else
+#define LOW(a, b) SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define HIGH(a, b) SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#endif
+INLINE i16v run_maxima(const uint16_t *restrict x) {
+    i16v v[LANES];
+#if WIDTH == 32
+    for (int i = 0; i < 16; i++) v[i] = magnitude16(LOAD(i16v, x + i * 16));
+    for (int i = 0; i < 8; i++)
+        v[i] = max16(SHUFFLE(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                     SHUFFLE(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+#else
+    for (int i = 0; i < 8; i++) v[i] = max16(magnitude16(LOAD(i16v, x + i * 16)), magnitude16(LOAD(i16v, x + i * 16 + 8)));
+#endif
+    for (int half = 4; half; half /= 2)
+        for (int i = 0; i < half; i++) v[i] = max16(LOW(v[i], v[i + half]), HIGH(v[i], v[i + half]));
+    return v[0];
+}
+
+INLINE void run_maxima_bf16(const uint16_t *restrict x, int runs, uint16_t *restrict maxima) {
+    int b = 0;
+    for (; b + LANES <= runs; b += LANES) STORE(maxima + b, run_maxima(x + b * 16));
+    for (; b < runs; b++) {
+        int16_t largest = 0;
+        for (int j = 0; j < 16; j++) {
+            int16_t magnitude = (int16_t)(x[b * 16 + j] & 0x7FFF);
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        maxima[b] = (uint16_t)largest;
+    }
+}
+
+/* --------------------------------------------------------------------------- quantize from float32, any value range */
+
+INLINE void pack_codes(const uint16_t *restrict codes, int n, uint8_t *restrict packed) { /* n % 16 == 0 */
+    int i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+        STORE(packed + i / 2, pack4(LOAD(i16v, codes + i), LOAD(i16v, codes + i + LANES), LOAD(i16v, codes + i + 2 * LANES),
+                                    LOAD(i16v, codes + i + 3 * LANES)));
+    for (; i < n; i += 2) packed[i / 2] = (uint8_t)(codes[i] | (codes[i + 1] << 4));
+}
+
+INLINE uint32_t run_maximum_fp32(const float *restrict x, int n) {
+    uint32_t largest = 0;
+    for (int j = 0; j < n; j++) {
+        uint32_t magnitude = fp4_bits(x[j]) & 0x7FFFFFFFu;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
+}
+
+/* blocks <= CHUNK */
+static void nvfp4_chunk(const float *restrict x, int blocks, float global_scale, uint8_t *restrict packed, uint8_t *restrict scales) {
+    float divisor[CHUNK];
+    uint16_t codes[CHUNK * 16];
+    for (int b = 0; b < blocks; b++) divisor[b] = fp4_float(run_maximum_fp32(x + b * 16, 16));
+    for (int b = 0; b < blocks; b++) {
+        unsigned scale = nvfp4_block_scale(divisor[b], global_scale);
+        scales[b] = (uint8_t)scale;
+        divisor[b] = e4m3_decode(scale) * global_scale;
+    }
+    for (int b = 0; b < blocks; b++)
+        for (int j = 0; j < 16; j++) codes[b * 16 + j] = (uint16_t)e2m1_encode(x[b * 16 + j] / divisor[b]);
+    pack_codes(codes, blocks * 16, packed);
+}
+
+/* blocks <= CHUNK. A product with a power of two is the division by its inverse, rounded once either way. */
+static void mxfp4_chunk(const float *restrict x, int blocks, int64_t rule, uint8_t *restrict packed, uint8_t *restrict scales) {
+    float factor[CHUNK];
+    uint16_t codes[CHUNK * 32];
+    for (int b = 0; b < blocks; b++) {
+        unsigned scale = e8m0_encode(run_maximum_fp32(x + b * 32, 32), rule);
+        scales[b] = (uint8_t)scale;
+        factor[b] = fp4_float((254u - scale) << 23);
+    }
+    for (int b = 0; b < blocks; b++)
+        for (int j = 0; j < 32; j++) codes[b * 32 + j] = (uint16_t)e2m1_encode(x[b * 32 + j] * factor[b]);
+    pack_codes(codes, blocks * 32, packed);
+}
+
+#define DEFINE_QUANTIZE(dtype, type)                                                                                   \
+    void NAME(quantize_nvfp4_##dtype)(const type *restrict x, int64_t n, const float *restrict amax,                   \
+                                      uint8_t *restrict packed, uint8_t *restrict scales) {                            \
+        float wide[CHUNK * 16], global_scale = nvfp4_global_scale(*amax);                                              \
+        for (int64_t start = 0; start < n; start += CHUNK * 16) {                                                      \
+            int length = (int)(n - start < CHUNK * 16 ? n - start : CHUNK * 16);                                       \
+            for (int i = 0; i < length; i++) wide[i] = fp4_from_##dtype(x[start + i]);                                 \
+            nvfp4_chunk(wide, length / 16, global_scale, packed + start / 2, scales + start / 16);                     \
+        }                                                                                                              \
+    }                                                                                                                  \
+    void NAME(quantize_mxfp4_##dtype)(const type *restrict x, int64_t n, int64_t rule, uint8_t *restrict packed,       \
+                                      uint8_t *restrict scales) {                                                      \
+        float wide[CHUNK * 32];                                                                                        \
+        for (int64_t start = 0; start < n; start += CHUNK * 32) {                                                      \
+            int length = (int)(n - start < CHUNK * 32 ? n - start : CHUNK * 32);                                       \
+            for (int i = 0; i < length; i++) wide[i] = fp4_from_##dtype(x[start + i]);                                 \
+            mxfp4_chunk(wide, length / 32, rule, packed + start / 2, scales + start / 32);                             \
+        }                                                                                                              \
+    }
+DEFINE_QUANTIZE(fp16, uint16_t)
+DEFINE_QUANTIZE(fp32, float)
+
+/* ------------------------------------------------------------------- quantize from bf16: thresholds instead of division
+ *
+ * code(x) counts the E2M1 midpoints B that fl(|x| / s) has passed; a tie goes up at .75, 1.75, 3.5 and stays at the others.
+ * fl(|x| / s) passes B exactly when |x| >= (or >) s * (B + H), H half a float32 step above or below B.  |x| has 8 bits, so
+ * per block the seven bounds become seven bf16 magnitudes T, each the largest that has not passed, and code = sum(|x| > T).
+ * T is the bf16 value at or just below B * s, or its predecessor: decided by the sign of an exact residual.
+ * Valid while the residual stays normal and x / s cannot underflow: s in [2^-100, 2^16]; other blocks take the chunk above. */
+
+static const float midpoint[8] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f, 8.0f};
+static const float half_step[8] = {0x1p-26f, -0x1p-25f, 0x1p-24f, -0x1p-24f, 0x1p-23f, -0x1p-23f, 0x1p-22f, 0.0f};
+static const int32_t is_strict[8] = {1, 0, 1, 0, 1, 0, 1, 0};
+
+INLINE void thresholds(float s, uint32_t *restrict out) { /* each T twice: in the low and in the high half of a word */
+    for (int i = 0; i < 8; i += WIDTH / 4) {
+        f32v B = LOAD(f32v, midpoint + i), H = LOAD(f32v, half_step + i), step = s - (f32v){0};
+        i32v candidate = (i32v)(B * (1.0f + 0x1p-20f) * step) & (int32_t)0xFFFF0000;
+        f32v residual;
+#ifdef __FMA__
+        for (int j = 0; j < WIDTH / 4; j++) residual[j] = __builtin_fmaf(-B[j], step[j], ((f32v)candidate)[j]);
+#else
+        f32v head = (f32v)((i32v)step & (int32_t)0xFFFFF000), tail = step - head;
+        residual = ((f32v)candidate - B * head) - B * tail;
+#endif
+        f32v bound = (f32v)((i32v)(H * step) + LOAD(i32v, is_strict + i));
+        u32v T = (u32v)(candidate + ((i32v)(residual >= bound) << 16));
+        STORE(out + i, T | (T >> 16));
+    }
+}
+
+INLINE i16v spread(uint32_t pair) { return (i16v)(pair - (u32v){0}); }
+
+INLINE i16v nvfp4_codes(const uint16_t *restrict x, const uint32_t *restrict T) {
+    i16v value = LOAD(i16v, x), u = magnitude16(value);
+    i16v passed = ((u > spread(T[0])) + (u > spread(T[1]))) + ((u > spread(T[2])) + (u > spread(T[3]))) +
+                  ((u > spread(T[4])) + (u > spread(T[5]))) + (u > spread(T[6]));
+    return sign16(value) - passed;
+}
+
+/* Blocks whose scale lies outside the fast range, one by one. */
+static __attribute__((noinline)) void nvfp4_slow_block(const uint16_t *restrict x, float global_scale, uint8_t *restrict packed, uint8_t *restrict scale) {
+    float wide[16];
+    for (int j = 0; j < 16; j++) wide[j] = fp4_from_bf16(x[j]);
+    nvfp4_chunk(wide, 1, global_scale, packed, scale);
+}
+
+void NAME(quantize_nvfp4_bf16)(const uint16_t *restrict x, int64_t n, const float *restrict amax, uint8_t *restrict packed,
+                               uint8_t *restrict scales) {
+    uint16_t maxima[CHUNK];
+    float divisor[CHUNK], global_scale = nvfp4_global_scale(*amax);
+    uint32_t T[4][8] __attribute__((aligned(32)));
+    for (int64_t first = 0; first < n / 16; first += CHUNK, x += CHUNK * 16, packed += CHUNK * 8, scales += CHUNK) {
+        int blocks = (int)(n / 16 - first < CHUNK ? n / 16 - first : CHUNK), b = 0, slow = 0;
+        run_maxima_bf16(x, blocks, maxima);
+        for (int i = 0; i < blocks; i++) {
+            unsigned scale = nvfp4_block_scale(fp4_from_bf16(maxima[i]), global_scale);
+            scales[i] = (uint8_t)scale;
+            divisor[i] = e4m3_decode(scale) * global_scale;
+            slow |= !(divisor[i] >= 0x1p-100f) | !(divisor[i] <= 0x1p16f);
+        }
+        if (!slow)
+            for (; b + WIDTH / 8 <= blocks; b += WIDTH / 8) { /* four vectors */
+                for (int i = 0; i < WIDTH / 8; i++) thresholds(divisor[b + i], T[i]);
+                const uint16_t *p = x + b * 16;
+                const int per_block = 16 / LANES;
+                STORE(packed + b * 8, pack4(nvfp4_codes(p, T[0]), nvfp4_codes(p + LANES, T[1 / per_block]),
+                                            nvfp4_codes(p + 2 * LANES, T[2 / per_block]), nvfp4_codes(p + 3 * LANES, T[3 / per_block])));
+            }
+        for (; b < blocks; b++) nvfp4_slow_block(x + b * 16, global_scale, packed + b * 8, scales + b);
+    }
+}
+
+/* A power-of-two scale only moves the exponent, so the midpoints become seven constants in bf16 bits.
+ * Valid for scales 3..143 (no subnormal quotient matters, none underflows); other blocks take the chunk above. */
+INLINE i16v mxfp4_codes(const uint16_t *restrict x, int16_t offset) {
+    i16v value = LOAD(i16v, x), u = magnitude16(value) - offset;
+    i16v passed = ((u > (int16_t)0x3E80) + (u >= (int16_t)0x3F40)) + ((u > (int16_t)0x3FA0) + (u >= (int16_t)0x3FE0)) +
+                  ((u > (int16_t)0x4020) + (u >= (int16_t)0x4060)) + (u > (int16_t)0x40A0);
+    return sign16(value) - passed;
+}
+
+static __attribute__((noinline)) void mxfp4_slow_block(const uint16_t *restrict x, int64_t rule, uint8_t *restrict packed, uint8_t *restrict scale) {
+    float wide[32];
+    for (int j = 0; j < 32; j++) wide[j] = fp4_from_bf16(x[j]);
+    mxfp4_chunk(wide, 1, rule, packed, scale);
+}
+
+void NAME(quantize_mxfp4_bf16)(const uint16_t *restrict x, int64_t n, int64_t rule, uint8_t *restrict packed, uint8_t *restrict scales) {
+    uint16_t maxima[CHUNK * 2];
+    int16_t offset[CHUNK];
+    for (int64_t first = 0; first < n / 32; first += CHUNK, x += CHUNK * 32, packed += CHUNK * 16, scales += CHUNK) {
+        int blocks = (int)(n / 32 - first < CHUNK ? n / 32 - first : CHUNK), b = 0, slow = 0;
+        run_maxima_bf16(x, 2 * blocks, maxima);
+        for (int i = 0; i < blocks; i++) {
+            uint16_t largest = maxima[2 * i] > maxima[2 * i + 1] ? maxima[2 * i] : maxima[2 * i + 1];
+            int scale = (int)e8m0_encode((uint32_t)largest << 16, rule);
+            scales[i] = (uint8_t)scale;
+            offset[i] = (int16_t)((scale - 127) * 128);
+            slow |= (scale < 3) | (scale > 143);
+        }
+        if (!slow)
+            for (; b + WIDTH / 16 <= blocks; b += WIDTH / 16) { /* four vectors */
+                const uint16_t *p = x + b * 32;
+                int16_t even = offset[b], odd = offset[b + WIDTH / 32];
+                STORE(packed + b * 16, pack4(mxfp4_codes(p, even), mxfp4_codes(p + LANES, even),
+                                             mxfp4_codes(p + 2 * LANES, odd), mxfp4_codes(p + 3 * LANES, odd)));
+            }
+        for (; b < blocks; b++) mxfp4_slow_block(x + b * 32, rule, packed + b * 16, scales + b);
+    }
+}

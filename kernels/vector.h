@@ -1,0 +1,37 @@
+/* Vector types of the CPU kernels: what one instruction set (FP4_LEVEL) holds in a register, in GCC's and clang's portable form. */
+#ifndef FP4_VECTOR_H
+#define FP4_VECTOR_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "fp4.h"
+
+#define PASTE_(name, level) name##_v##level
+#define PASTE(name, level) PASTE_(name, level)
+#define NAME(name) PASTE(name, FP4_LEVEL)
+#define INLINE static inline __attribute__((always_inline, unused))
+
+#ifdef __AVX2__
+#define WIDTH 32 /* bytes in a vector; 32 without AVX2 would be taken apart into scalars */
+#else
+#define WIDTH 16
+#endif
+#define LANES (WIDTH / 2) /* 16-bit lanes */
+#define CHUNK 64          /* blocks whose scales are worked out together, small enough for the first cache */
+#define VECTOR(type, bytes) type __attribute__((vector_size(bytes)))
+typedef VECTOR(int16_t, WIDTH) i16v;
+typedef VECTOR(uint16_t, WIDTH) u16v;
+typedef VECTOR(int32_t, WIDTH) i32v;
+typedef VECTOR(uint32_t, WIDTH) u32v;
+typedef VECTOR(uint8_t, WIDTH) u8v;
+typedef VECTOR(float, WIDTH) f32v;
+typedef VECTOR(uint8_t, 8) u8x8;
+typedef VECTOR(uint8_t, 16) u8x16;
+typedef VECTOR(uint16_t, 16) u16x8;
+
+#define LOAD(type, p) ({ type loaded; memcpy(&loaded, (p), sizeof loaded); loaded; })
+#define STORE(p, value) do { __typeof__(value) stored = (value); memcpy((p), &stored, sizeof stored); } while (0)
+#define SHUFFLE __builtin_shufflevector
+
+#endif
