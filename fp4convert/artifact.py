@@ -14,8 +14,7 @@ from typing import Literal
 from fp4convert.dialects import MODULES, Dialect, dialect_named
 from fp4convert.errors import InputError
 from fp4convert.formats import Format, Quantized, format_named
-from fp4convert.output import STATE
-from fp4convert.plan import Packed, Plan
+from fp4convert.plan import PLAN_FILE, Packed, Plan
 from fp4convert.shard import TensorRef, TensorSpec, parse_json_object
 from fp4convert.sources import Source, open_source
 
@@ -93,7 +92,7 @@ def make_record(plan: Plan, version: str, files: dict[str, str]) -> dict[str, ob
 
 def open_artifact(reference: str) -> Artifact:
     """The artifact in that folder; raises InputError where there is none."""
-    begun = Path(reference) / STATE / "plan.json"
+    begun = Path(reference) / PLAN_FILE
     is_unfinished = begun.exists() and not (Path(reference) / RECORD).exists()
     source = open_source(reference, may_be_empty=is_unfinished)
     record = _read_json(source, RECORD)
@@ -117,7 +116,7 @@ def _read_json(source: Source, file: str) -> dict[str, object]:
 
 
 def _identity_begun(source: Source) -> dict[str, object]:
-    identity = _read_json(source, f"{STATE}/plan.json").get("identity")
+    identity = _read_json(source, PLAN_FILE).get("identity")
     return identity if isinstance(identity, dict) else {}
 
 

@@ -22,7 +22,6 @@ from typing import Protocol
 
 from fp4convert.artifact import RECORD, Artifact, make_record
 from fp4convert.backends import Backend, open_backend, processors
-from fp4convert.checkpoint import INDEX
 from fp4convert.dialects import dialect_named
 from fp4convert.errors import InputError, NumericError
 from fp4convert.formats import Matrix
@@ -30,7 +29,7 @@ from fp4convert.output import OutputFolder, Purpose, ShardWriter, open_output
 from fp4convert.plan import Plan, Step, Task, plan_dequantize
 from fp4convert.recipe import Recipe
 from fp4convert.shard import TensorRef
-from fp4convert.sources import Source
+from fp4convert.sources import INDEX, Source
 
 PANEL_ELEMENTS = 4 << 20  # elements a worker holds at once: 8 MB of bf16 in, 2.3 MB out
 COPY_NBYTES = 8 << 20

@@ -24,10 +24,10 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from fp4convert.errors import OutputError
-from fp4convert.plan import Task
+from fp4convert.plan import PLAN_FILE, Task
 from fp4convert.shard import TensorRef
 
-STATE = ".fp4convert"
+STATE, _, PLAN = PLAN_FILE.partition("/")
 READ_NBYTES = 1 << 20
 
 
@@ -202,10 +202,10 @@ class OutputFolder:
         for leftover in (self._state / "tmp").iterdir():
             leftover.unlink()
         if old is None or old.plan_id != self._purpose.plan_id:
-            self._put("plan.json", json.dumps(self._purpose.as_json(), indent=1, sort_keys=True))
+            self._put(PLAN, json.dumps(self._purpose.as_json(), indent=1, sort_keys=True))
 
     def _read_plan(self) -> Purpose | None:
-        path = self._state / "plan.json"
+        path = self._state / PLAN
         if not path.exists():
             refuse_foreign(self.root)
             return None
@@ -244,7 +244,7 @@ def open_output(root: Path, purpose: Purpose, needed_nbytes: int, is_forced: boo
     state = root / STATE
     if root.exists() and not root.is_dir():
         raise OutputError("foreign-output", f"{root} is a file; expected a folder to write to", "Choose another: -o FOLDER.")
-    if root.exists() and not (state / "plan.json").exists():
+    if root.exists() and not (state / PLAN).exists():
         refuse_foreign(root)
     _check_space(root, purpose, needed_nbytes)
     with _told(root):

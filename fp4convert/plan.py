@@ -13,15 +13,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from fp4convert.checkpoint import Checkpoint
 from fp4convert.dialects import dialect_named, is_quantized_name
 from fp4convert.errors import InputError
 from fp4convert.recipe import Recipe, matches
 from fp4convert.shard import Header, TensorRef, TensorSpec, lay_out
+from fp4convert.sources import Checkpoint
 
 Action = Literal["quantize", "dequantize", "copy", "skip"]
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # a user's word -> safetensors' name
 FLOATS = tuple(DTYPES.values())
+PLAN_FILE = ".fp4convert/plan.json"  # in an output folder: the plan being carried out, or carried out
 METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
 
 

@@ -21,37 +21,73 @@ typedef char c8x16 __attribute__((vector_size(16)));
 INLINE u8x16 LOOKUP(u8x16 table, u8x16 index) { u8x16 out; for (int j = 0; j < 16; j++) out[j] = table[index[j]]; return out; }
 #endif
 
-/* 16 codes -> 16 two-byte values, from the 8 values of the non-negative codes, split into a table of low and one of high bytes. */
-INLINE void expand16(const uint8_t *restrict packed, const uint16_t *restrict values, uint16_t *restrict y) {
-    const u8x16 sign = {0, 0, 0, 0, 0, 0, 0, 0, 128, 128, 128, 128, 128, 128, 128, 128};
+/* Two-byte values of the non-negative codes, their low bytes and their high bytes apart; entries 8-15 are their negatives. */
+typedef struct { u8x16 low, high; } table16;
+
+static const float e2m1_values[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+static const u8x16 negative = {0, 0, 0, 0, 0, 0, 0, 0, 128, 128, 128, 128, 128, 128, 128, 128};
+
+/* Rounds like fp4_to_bf16: a NaN step is quiet with its low half clear, so the carry leaves it alone. */
+INLINE table16 table_bf16(float step) {
+    u8v rounded[32 / WIDTH]; /* bytes 2 and 3 of each 32-bit lane are the bf16 value */
+    for (int i = 0; i < 32 / WIDTH; i++) {
+        u32v bits = (u32v)(LOAD(f32v, e2m1_values + i * (WIDTH / 4)) * step);
+        rounded[i] = (u8v)(bits + 0x7FFFu + ((bits >> 16) & 1u));
+    }
+    table16 t;
+#if WIDTH == 32
+    u8v both = SHUFFLE(rounded[0], rounded[0], 2, 6, 10, 14, 18, 22, 26, 30, 2, 6, 10, 14, 18, 22, 26, 30,
+                       3, 7, 11, 15, 19, 23, 27, 31, 3, 7, 11, 15, 19, 23, 27, 31);
+    memcpy(&t, &both, sizeof t);
+#else
+    t.low = SHUFFLE(rounded[0], rounded[1], 2, 6, 10, 14, 18, 22, 26, 30, 2, 6, 10, 14, 18, 22, 26, 30);
+    t.high = SHUFFLE(rounded[0], rounded[1], 3, 7, 11, 15, 19, 23, 27, 31, 3, 7, 11, 15, 19, 23, 27, 31);
+#endif
+    t.high ^= negative;
+    return t;
+}
+
+INLINE table16 table_fp16(float step) {
+    uint16_t values[8];
+    for (int c = 0; c < 8; c++) values[c] = fp4_to_fp16(e2m1_values[c] * step);
     u8x16 bytes = LOAD(u8x16, values);
-    u8x16 low = SHUFFLE(bytes, bytes, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
-    u8x16 high = SHUFFLE(bytes, bytes, 1, 3, 5, 7, 9, 11, 13, 15, 1, 3, 5, 7, 9, 11, 13, 15) ^ sign;
+    table16 t = {SHUFFLE(bytes, bytes, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14),
+                 SHUFFLE(bytes, bytes, 1, 3, 5, 7, 9, 11, 13, 15, 1, 3, 5, 7, 9, 11, 13, 15) ^ negative};
+    return t;
+}
+
+INLINE void look_up16(const uint8_t *restrict packed, table16 t, uint16_t *restrict y) {
     u16x8 pairs = __builtin_convertvector(LOAD(u8x8, packed), u16x8);
     u8x16 codes = (u8x16)((pairs | (pairs << 4)) & 0x0F0F);
-    u8x16 l = LOOKUP(low, codes), h = LOOKUP(high, codes);
-    STORE(y, SHUFFLE(l, h, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
-    STORE(y + 8, SHUFFLE(l, h, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+    u8x16 low = LOOKUP(t.low, codes), high = LOOKUP(t.high, codes);
+    STORE(y, SHUFFLE(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+    STORE(y + 8, SHUFFLE(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
 }
 
-INLINE void expand16_fp32(const uint8_t *restrict packed, float step, float *restrict y) {
-    for (int j = 0; j < 8; j++) {
-        y[2 * j] = e2m1_decode(packed[j] & 15u) * step;
-        y[2 * j + 1] = e2m1_decode((unsigned)packed[j] >> 4) * step;
-    }
+/* One block of `width` codes. */
+INLINE void block_bf16(const uint8_t *restrict packed, float step, int width, uint16_t *restrict y) {
+    table16 t = table_bf16(step);
+    for (int k = 0; k < width; k += 16) look_up16(packed + k / 2, t, y + k);
 }
 
-#define EXPAND_TABLE(to)                                                                        \
-    {                                                                                           \
-        uint16_t values[8];                                                                     \
-        for (int c = 0; c < 8; c++) values[c] = to(e2m1_decode((unsigned)c) * step[b]);         \
-        for (int k = 0; k < width; k += 16)                                                     \
-            expand16(packed + (b * width + k) / 2, values, y + b * width + k);                  \
+INLINE void block_fp16(const uint8_t *restrict packed, float step, int width, uint16_t *restrict y) {
+    table16 t = table_fp16(step);
+    for (int k = 0; k < width; k += 16) look_up16(packed + k / 2, t, y + k);
+}
+
+/* E2M1 values are exact in bf16: look those up, widen, multiply. */
+INLINE void block_fp32(const uint8_t *restrict packed, float step, int width, float *restrict y) {
+    const table16 exact = {{0, 0, 0x80, 0xC0, 0, 0x40, 0x80, 0xC0, 0, 0, 0x80, 0xC0, 0, 0x40, 0x80, 0xC0},
+                           {0, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, 0x80, 0xBF, 0xBF, 0xBF, 0xC0, 0xC0, 0xC0, 0xC0}};
+    uint16_t values[16];
+    for (int k = 0; k < width; k += 16) {
+        look_up16(packed + k / 2, exact, values);
+        for (int j = 0; j < 16; j += WIDTH / 4) {
+            u32v wide = __builtin_convertvector(LOAD(u16h, values + j), u32v) << 16;
+            STORE(y + k + j, (f32v)wide * step);
+        }
     }
-#define EXPAND_bf16 EXPAND_TABLE(fp4_to_bf16)
-#define EXPAND_fp16 EXPAND_TABLE(fp4_to_fp16)
-#define EXPAND_fp32 \
-    for (int k = 0; k < width; k += 16) expand16_fp32(packed + (b * width + k) / 2, step[b], y + b * width + k);
+}
 
 #define DEFINE_DEQUANTIZE(dtype, type)                                                                                  \
     void NAME(dequantize_nvfp4_##dtype)(const uint8_t *restrict packed, const uint8_t *restrict scales, int64_t n,      \
@@ -63,7 +99,7 @@ INLINE void expand16_fp32(const uint8_t *restrict packed, float step, float *res
             for (int b = 0; b < blocks; b++) step[b] = e4m3_decode(scales[b]);                                          \
             if (is_divisor) for (int b = 0; b < blocks; b++) step[b] /= *global;                                        \
             else for (int b = 0; b < blocks; b++) step[b] *= *global;                                                   \
-            for (int b = 0; b < blocks; b++) EXPAND_##dtype                                                             \
+            for (int b = 0; b < blocks; b++) block_##dtype(packed + b * width / 2, step[b], width, y + b * width);      \
         }                                                                                                               \
     }                                                                                                                   \
     void NAME(dequantize_mxfp4_##dtype)(const uint8_t *restrict packed, const uint8_t *restrict scales, int64_t n,      \
@@ -73,7 +109,7 @@ INLINE void expand16_fp32(const uint8_t *restrict packed, float step, float *res
         for (; n > 0; n -= CHUNK * 32, packed += CHUNK * 16, scales += CHUNK, y += CHUNK * 32) {                        \
             int blocks = (int)(n < CHUNK * 32 ? n / 32 : CHUNK);                                                        \
             for (int b = 0; b < blocks; b++) step[b] = e8m0_decode(scales[b]);                                          \
-            for (int b = 0; b < blocks; b++) EXPAND_##dtype                                                             \
+            for (int b = 0; b < blocks; b++) block_##dtype(packed + b * width / 2, step[b], width, y + b * width);      \
         }                                                                                                               \
     }
 DEFINE_DEQUANTIZE(bf16, uint16_t)

@@ -64,7 +64,8 @@ FP4_FN unsigned e2m1_encode(float q) {
 
 FP4_FN float e2m1_decode(unsigned code) {
     unsigned m = code & 7u, sign = (code & 8u) << 28;
-    unsigned magnitude = m < 2u ? fp4_bits((float)(int)m * 0.5f) : (m << 22) + (126u << 23);
+    unsigned subnormal = fp4_bits((float)(int)m * 0.5f), normal = (m << 22) + (126u << 23);
+    unsigned magnitude = m < 2u ? subnormal : normal;
     return fp4_float(magnitude | sign);
 }
 
@@ -78,7 +79,8 @@ FP4_FN unsigned e4m3_encode(float v) {
 
 FP4_FN float e4m3_decode(unsigned byte) {
     unsigned m = byte & 0x7Fu, sign = (byte & 0x80u) << 24;
-    unsigned magnitude = m < 8u ? fp4_bits((float)(int)m * 0x1p-9f) : (m << 20) + (120u << 23);
+    unsigned subnormal = fp4_bits((float)(int)m * 0x1p-9f), normal = (m << 20) + (120u << 23);
+    unsigned magnitude = m < 8u ? subnormal : normal;
     return fp4_float((m == 0x7Fu ? 0x7FC00000u : magnitude) | sign);
 }
 
@@ -108,7 +110,8 @@ FP4_FN unsigned nvfp4_block_scale(float block_amax, float global_scale) {
     float r = block_amax / (6.0f * global_scale);
     float v = r < 448.0f ? r : 448.0f;
     v = v > 0x1p-9f ? v : 0x1p-9f;
-    return r == 0.0f ? 0x38u : e4m3_encode(v);
+    unsigned scale = e4m3_encode(v);
+    return r == 0.0f ? 0x38u : scale;
 }
 
 #endif

@@ -26,6 +26,7 @@ typedef VECTOR(int32_t, WIDTH) i32v;
 typedef VECTOR(uint32_t, WIDTH) u32v;
 typedef VECTOR(uint8_t, WIDTH) u8v;
 typedef VECTOR(float, WIDTH) f32v;
+typedef VECTOR(uint16_t, WIDTH / 2) u16h; /* as many lanes as f32v */
 typedef VECTOR(uint8_t, 8) u8x8;
 typedef VECTOR(uint8_t, 16) u8x16;
 typedef VECTOR(uint16_t, 16) u16x8;

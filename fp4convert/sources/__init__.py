@@ -1,13 +1,51 @@
-"""Where the weights come from: every module here offers a Source, and nothing above asks which."""
+"""Where the weights come from: every module here offers a Source, and nothing above asks which.
+
+A source supplies headers, the bytes of the index, and the bytes of tensors; put together and checked here, headers and
+index are a Checkpoint: addresses, no data.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
 
-from fp4convert.checkpoint import Checkpoint
 from fp4convert.errors import InputError
-from fp4convert.shard import TensorRef
+from fp4convert.shard import Header, TensorRef, parse_json_object
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a source holds.
+
+    repo, revision  Hub repository and commit; None for a folder or a file
+    config          config.json, or {} where there is none
+    shards          headers, in the order of their names
+    sidecars        files beside the weights that travel unchanged, relative to the source
+    left_out        files that are weights in another form and stay behind
+    stamps          per shard a word that changes when its bytes may have (for resuming; part of no digest)
+    """
+
+    repo: str | None
+    revision: str | None
+    config: dict[str, object]
+    shards: tuple[Header, ...]
+    sidecars: tuple[str, ...]
+    left_out: tuple[str, ...]
+    warnings: tuple[str, ...]
+    stamps: dict[str, str]
+
+    @property
+    def tensors(self) -> Iterator[TensorRef]:
+        return (ref for shard in self.shards for ref in shard.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
 
 
 class Source(Protocol):
@@ -45,3 +83,49 @@ def open_source(reference: str, may_be_empty: bool = False) -> Source:
     from fp4convert.sources.local import LocalSource
 
     return LocalSource(path, may_be_empty)
+
+
+def read_index(text: bytes) -> dict[str, str]:
+    """Tensor name -> shard of a model.safetensors.index.json, checked; raises InputError."""
+    weight_map = parse_json_object(text, f"{INDEX}: index").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError("index", f"{INDEX}: no weight_map that maps tensors to files")
+    for tensor, file in weight_map.items():
+        _check_shard_name(tensor, file)
+    folded = Counter(file.lower() for file in set(weight_map.values()))
+    if twins := sorted(file for file in set(weight_map.values()) if folded[file.lower()] > 1):
+        detail = f"{INDEX}: weight_map names {twins[0]!r} and {twins[1]!r}, which differ only in case"
+        raise InputError("index", f"{detail}; expected names that any file system keeps apart")
+    return dict(weight_map)
+
+
+def _check_shard_name(tensor: str, file: object) -> None:
+    if not isinstance(file, str):
+        raise InputError("index", f"{INDEX}: weight_map gives {file!r} for {tensor!r}; expected a file name")
+    if len(PurePosixPath(file).parts) != 1 or file in (".", "..") or "\0" in file:
+        raise InputError("index-outside", f"{INDEX}: {tensor!r} is said to lie in {file!r}, outside the folder of shards")
+    if not file.endswith(".safetensors"):
+        raise InputError("index", f"{INDEX}: {tensor!r} is said to lie in {file!r}; expected a .safetensors file")
+
+
+def check_index(shards: Sequence[Header], weight_map: dict[str, str]) -> list[str]:
+    """Warnings where an index omits tensors; InputError where it contradicts the headers."""
+    held = {shard.file: {ref.name for ref in shard.tensors} for shard in shards}
+    for tensor, file in weight_map.items():
+        if tensor not in held[file]:
+            raise InputError("index", f"{INDEX}: {tensor!r} is not in {file}, where the index says it is")
+    omitted = [ref.name for shard in shards for ref in shard.tensors if ref.name not in weight_map]
+    if not omitted:
+        return []
+    return [f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}; they are converted all the same"]
+
+
+def check_unique(shards: Sequence[Header]) -> None:
+    """InputError when two shards hold a tensor of the same name."""
+    owner: dict[str, str] = {}
+    for shard in shards:
+        for ref in shard.tensors:
+            if ref.name in owner:
+                detail = f"{ref.name!r} is in two shards, {owner[ref.name]} and {shard.file}; expected one"
+                raise InputError("tensor-twice", detail, "Remove the file that does not belong.", ref.name)
+            owner[ref.name] = shard.file

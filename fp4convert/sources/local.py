@@ -9,9 +9,9 @@ import threading
 from pathlib import Path
 from typing import BinaryIO
 
-from fp4convert.checkpoint import INDEX, Checkpoint, check_index, check_unique, read_index
 from fp4convert.errors import InputError
 from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
+from fp4convert.sources import INDEX, Checkpoint, check_index, check_unique, read_index
 
 WEIGHTS = ".safetensors"
 OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pkl", ".npz"})

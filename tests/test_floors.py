@@ -1,0 +1,105 @@
+"""The house stands: imports go down only, heavy packages stay in their rooms, files and functions stay small."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "fp4convert"
+FLOORS = [
+    {"errors"},
+    {"formats"},
+    {"codec", "shard", "recipe"},
+    {"sources", "backends", "dialects"},
+    {"plan"},
+    {"output", "artifact"},
+    {"convert", "verification"},
+    {"render"},
+    {"cli"},
+    {"__main__"},
+]
+FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names}
+ROOMS = {
+    "torch": set(),
+    "transformers": set(),
+    "cupy": set(),
+    "huggingface_hub": set(),
+    "safetensors": set(),
+    "rich": {"render"},
+    "typer": {"cli"},
+    "ctypes": {"backends"},
+    "numpy": {"codec", "backends", "verification", "convert"},
+    "ml_dtypes": {"codec"},
+}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "kernels").iterdir())]
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(file: Path) -> Iterator[tuple[str, str]]:
+    """(top-level package, room inside fp4convert or '') of every import of a file, wherever it stands."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            top, _, rest = name.partition(".")
+            yield top, rest.partition(".")[0] if top == "fp4convert" else ""
+
+
+def test_every_room_has_its_floor():
+    assert {room_of(file) for file in MODULES} - {"__init__"} == set(FLOOR)
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_go_down_only(file):
+    room = room_of(file)
+    if room == "__init__":
+        return
+    upward = [other for top, other in imports(file) if other and other != room and FLOOR[other] >= FLOOR[room]]
+    assert not upward, f"{file.name} imports {upward} from its own floor or above"
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_heavy_packages_stay_in_their_rooms(file):
+    room = room_of(file)
+    strays = [top for top, _ in imports(file) if room not in ROOMS.get(top, {room})]
+    assert not strays, f"{file.name} imports {strays}, which belong elsewhere"
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_files_stay_small(file):
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+@pytest.mark.parametrize("file", [file for file in SOURCES if file.suffix == ".py"], ids=lambda file: str(file.relative_to(ROOT)))
+def test_functions_stay_small(file):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 60, f"{node.name} is too long"
+            is_command = file.name == "cli.py" and node.name.endswith("_command")
+            count = len([argument for argument in node.args.args if argument.arg != "self"]) + len(node.args.kwonlyargs)
+            assert is_command or file.parent.name == "tests" or count <= 5, f"{node.name} has {count} parameters"
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    import fp4convert
+
+    assert not {name for name in fp4convert.__all__} & {room_of(file) for file in MODULES}
+    assert all(getattr(fp4convert, name) is not None for name in fp4convert.__all__)
+
+
+def test_numbers_of_the_formats_are_written_once():
+    """2688 and 448 outside formats.py would be a second definition."""
+    for file in MODULES:
+        if file.name == "formats.py":
+            continue
+        numbers = [node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
+        assert not {2688, 2688.0, 448, 448.0} & {n for n in numbers if isinstance(n, int | float)}, file.name
