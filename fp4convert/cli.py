@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 our bug, 2 bad input or usage, 5 output side, 6 findings, 
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from fp4convert.errors import Fp4Error, InputError
+from fp4convert.errors import Fp4Error, InputError, Interrupted
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -62,8 +63,9 @@ def quantize_command(
     from dataclasses import asdict
 
     from fp4convert import convert, formats, plan, recipe, render, sources
+    from fp4convert import workers as crew
 
-    screen = render.Screen(quiet)
+    screen = render.Screen(json, quiet)
     fmt = formats.format_named(format)
     opened = sources.open_source(source)
     model_type = opened.checkpoint.config.get("model_type")
@@ -71,12 +73,11 @@ def quantize_command(
     todo = plan.plan_quantize(opened.checkpoint, chosen)
     screen.warn(todo.warnings)
     if dry_run:
-        screen.document(convert.describe(todo)) if json else screen.plan(todo)
-        return
+        return screen.show(convert.describe(todo, workers), render.draw_plan)
     target = output or Path(f"{opened.name}-{fmt.name.upper()}")
-    with screen.progress(todo, "quantize") as report:
-        result = convert.quantize(opened, todo, target, convert.Settings(device, workers, force, report))
-    screen.document(asdict(result)) if json else screen.result(result, "quantized")
+    with screen.progress(todo.source_bytes, "quantize") as report:
+        result = convert.quantize(opened, todo, target, crew.Settings(device, workers, force, report))
+    screen.show(asdict(result), render.draw_result)
 
 
 @app.command("inspect")
@@ -88,10 +89,8 @@ def inspect_command(artifact: ArtifactArgument, json: JsonOption = False) -> Non
     from fp4convert import artifact as artifacts
     from fp4convert import render
 
-    screen = render.Screen()
-    opened = artifacts.open_artifact(artifact)
-    description = artifacts.describe(opened)
-    screen.document(description) if json else screen.artifact(opened, description)
+    description = artifacts.describe(artifacts.open_artifact(artifact))
+    render.Screen(json).show(description, render.draw_artifact)
     raise typer.Exit(0 if description["healthy"] else 6)
 
 
@@ -110,11 +109,10 @@ def verify_command(
     from fp4convert import artifact as artifacts
     from fp4convert import render, sources, verification
 
-    screen = render.Screen()
     opened = artifacts.open_artifact(artifact)
     original = sources.open_source(source) if source else None
     report = verification.verify(opened, Path(artifact), original, verification.Gate(min_sqnr, max_nmse))
-    screen.document(report.as_json()) if json else screen.verification(report)
+    render.Screen(json).show(report.as_json(), render.draw_verification)
     raise typer.Exit(0 if report.passed else 6)
 
 
@@ -137,13 +135,14 @@ def dequantize_command(
 
     from fp4convert import artifact as artifacts
     from fp4convert import convert, render
+    from fp4convert import workers as crew
 
-    screen = render.Screen(quiet)
+    screen = render.Screen(json, quiet)
     opened = artifacts.open_artifact(artifact)
     todo = convert.prepare_dequantize(opened, dtype)
-    with screen.progress(todo, "dequantize") as report:
-        result = convert.dequantize(opened, todo, output, convert.Settings(device, workers, force, report))
-    screen.document(asdict(result)) if json else screen.result(result, "dequantized")
+    with screen.progress(todo.source_bytes, "dequantize") as report:
+        result = convert.dequantize(opened, todo, output, crew.Settings(device, workers, force, report))
+    screen.show(asdict(result), render.draw_result)
 
 
 def _version(wanted: bool) -> None:
@@ -177,9 +176,8 @@ def main() -> None:
     except Fp4Error as error:
         _fail(error)
     except (KeyboardInterrupt, _Terminated) as stopped:
-        code = 143 if isinstance(stopped, _Terminated) else 130
-        print("interrupted: finished shards stay; run the same command again to continue", file=sys.stderr)
-        sys.exit(code)
+        command = shlex.join(["fp4convert", *sys.argv[1:]])
+        _fail(Interrupted(command, is_terminated=isinstance(stopped, _Terminated)))
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
@@ -189,8 +187,5 @@ def main() -> None:
 def _fail(error: Fp4Error) -> NoReturn:
     from fp4convert.render import Screen
 
-    screen = Screen()
-    if "--json" in sys.argv:
-        screen.document(error.as_json())
-    screen.fail(error)
+    Screen(is_json="--json" in sys.argv).fail(error)
     sys.exit(error.exit_code)

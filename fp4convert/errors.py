@@ -3,7 +3,8 @@
 Fp4Error                1  (never raised itself; anything else that escapes is our bug, and exits 1)
 ├── InputError          2  bad input or usage; nothing was written
 │   └── NumericError    2  weights that four bits cannot hold (NaN, Inf)
-└── OutputError         5  the output side: disk full, read-only, other content; resumable
+├── OutputError         5  the output side: disk full, read-only, other content; resumable
+└── Interrupted       130  Ctrl-C; 143 for SIGTERM; resumable
 """
 
 from __future__ import annotations
@@ -47,3 +48,16 @@ class OutputError(Fp4Error):
     """The output folder or its disk refused; what was finished stays, and a re-run continues."""
 
     exit_code = 5
+
+
+class Interrupted(Fp4Error):  # noqa: N818 - not a failure
+    """The run was told to stop; finished shards stay, and the same command continues.
+
+    command  the command line that continues
+    """
+
+    exit_code = 130
+
+    def __init__(self, command: str, is_terminated: bool) -> None:
+        super().__init__("interrupted", "interrupted: finished shards stay", f"Continue with: {command}")
+        self.exit_code = 143 if is_terminated else self.exit_code

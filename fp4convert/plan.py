@@ -105,7 +105,13 @@ class Plan:
         return (step for task in self.tasks for step in task.steps)
 
     @property
+    def source_bytes(self) -> int:
+        """Bytes of the tensors that are read."""
+        return sum(step.source_bytes for step in self.steps)
+
+    @property
     def output_bytes(self) -> int:
+        """Bytes of the shards that are written, headers included."""
         return sum(task.nbytes for task in self.tasks)
 
     @property

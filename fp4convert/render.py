@@ -1,7 +1,7 @@
-"""Everything a person sees: summaries and tables on stdout, progress and errors on stderr.
+"""Everything a person sees: documents drawn on stdout, progress, warnings and errors on stderr.
 
+A command makes one document; it is printed as JSON for a machine or drawn for a person, from the same values.
 Text from a checkpoint is escaped first and printed as plain text: no control, bidi or markup character reaches a terminal.
-JSON for machines is made from the same values elsewhere and printed here.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ import sys
 import time
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from fp4convert.artifact import Artifact, Finding
-from fp4convert.convert import Progress as Report
-from fp4convert.convert import Result
 from fp4convert.errors import Fp4Error
-from fp4convert.plan import Plan, Step
-from fp4convert.verification import Report as Verification
 
+Document = dict[str, Any]  # what --json prints; keys as in the README
+ACTIONS = ("quantize", "skip", "copy")  # the order of a drawn plan
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # control, format (bidi), surrogate, private, unassigned, separators
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 LOG_SECONDS = 5.0
@@ -48,114 +46,134 @@ def _visible(character: str) -> str:
 
 
 class Screen:
-    """The two streams; one is made per command."""
+    """The two streams of one command; `is_json` turns every document into JSON on stdout."""
 
-    def __init__(self, is_quiet: bool = False) -> None:
+    def __init__(self, is_json: bool = False, is_quiet: bool = False) -> None:
+        self.is_json = is_json
         self.is_quiet = is_quiet
         width = None if sys.stdout.isatty() else PIPE_WIDTH
         self.out = Console(highlight=False, soft_wrap=True, width=width)
         self.err = Console(stderr=True, highlight=False, soft_wrap=True)
 
-    def document(self, document: object) -> None:
-        """One JSON document on stdout."""
-        print(json.dumps(document, indent=2))
+    def show(self, document: Document, draw: Callable[[Screen, Document], None]) -> None:
+        """The document as JSON for a machine, or drawn for a person."""
+        if self.is_json:
+            print(json.dumps(document, indent=2))
+        else:
+            draw(self, document)
 
     def line(self, text: object, style: str = "") -> None:
         self.out.print(Text(escape(text), style))
+
+    def table(self, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        table = Table(*(Column(heading, overflow="fold") for heading in headings), box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*(Text(_shorten(escape(cell))) for cell in row))
+        self.out.print(table)
 
     def warn(self, warnings: Iterable[str]) -> None:
         for warning in () if self.is_quiet else warnings:
             self.err.print(Text("warning: ", "yellow").append(escape(warning), "default"))
 
     def fail(self, error: Fp4Error) -> None:
-        """One message: found, where, expected; then the next step."""
+        """One message on stderr: found, where, expected; then the next step. With JSON also a document on stdout."""
+        if self.is_json:
+            print(json.dumps(error.as_json(), indent=2))
         for number, line in enumerate(error.message.split("\n")):
             self.err.print(Text("error: " if number == 0 else "       ", "bold red").append(escape(line), "default"))
         if error.next_step:
             self.err.print(Text(" next: ", "bold").append(escape(error.next_step), "default"))
 
-    def findings(self, findings: Iterable[Finding]) -> None:
-        for finding in findings:
-            where = f"{escape(finding.tensor)}: " if finding.tensor else ""
-            text = Text(f"{finding.level} {finding.code}: ", _COLOURS[finding.level])
-            self.out.print(text.append(f"{where}{escape(finding.detail)}", "default"))
-
-    def result(self, result: Result, verb: str) -> None:
-        """What a conversion did, in lines to paste."""
-        counts = result.tensors
-        made = ", ".join(str(word) for word in (result.format, result.dialect, result.scale_rule) if word)
-        self.line(result.output, "bold")
-        self.line(f"  {counts['quantized']} tensors {verb} ({made}), {counts['copied']} kept, {counts['skipped']} skipped")
-        sizes = f"{_megabytes(result.source_bytes)} -> {_megabytes(result.output_bytes)}"
-        self.line(f"  {sizes} in {result.seconds:.2f} s on {result.device}")
-        self.line(f"  digest {result.digest}")
-
-    def plan(self, plan: Plan) -> None:
-        """The plan, layers folded: one row for every tensor pattern, action and reason."""
-        rows: dict[tuple[str, str, str], list[Step]] = defaultdict(list)
-        for step in plan.steps:
-            rows[re.sub(r"\d+", "*", step.refs[0].name), step.action, step.reason].append(step)
-        table = _table("tensors", "count", "action", "reason", "group", "before", "after")
-        order = ("quantize", "skip", "copy")
-        for (pattern, action, reason), steps in sorted(rows.items(), key=lambda row: order.index(row[0][1])):
-            group = re.sub(r"\d+", "*", steps[0].group or "").rpartition(".")[2]
-            before, after = sum(s.source_bytes for s in steps), sum(s.output_bytes for s in steps)
-            _add_row(table, pattern, len(steps), action, reason, group, _megabytes(before), _megabytes(after))
-        self.out.print(table)
-        self.line(f"total {_megabytes(sum(s.source_bytes for s in plan.steps))} -> {_megabytes(plan.output_bytes)}", "bold")
-
-    def artifact(self, artifact: Artifact, description: dict[str, object]) -> None:
-        """What `inspect` found out."""
-        fmt = artifact.format
-        layout = description["scale_layout"]
-        counts = description["tensors"]
-        bits = description["bits_per_weight"]
-        rows = {
-            "format": f"{fmt.name}: fp4_e2m1 codes, {fmt.block_size} to a block, {fmt.scale_dtype} block scales",
-            "dialect": artifact.dialect,
-            "global scale": f"fp32, stored as a {artifact.spelling.GLOBAL_SCALE_KIND}" if fmt.has_global_scale else "none",
-            "scale layout": f"{layout['declared']} (declared)" if isinstance(layout, dict) else "",
-            "nibble order": str(description["nibble_order"]),
-            "tensors": f"{counts['quantized']} quantized, {counts['other']} other" if isinstance(counts, dict) else "",
-            "bits per weight": "none" if bits is None else f"{bits:.3f} (codes, block scales and global scales)",
-            "share read": "headers and records only",
-        }
-        for key, value in rows.items():
-            self.line(f"{key:<16}{value}")
-        self.findings(artifact.findings)
-        is_healthy = bool(description["healthy"])
-        self.line("healthy" if is_healthy else "not healthy", "bold green" if is_healthy else "bold red")
-
-    def verification(self, report: Verification) -> None:
-        """What `verify` found out: the totals and the worst tensors."""
-        worst = sorted(report.tensors, key=lambda error: _or_infinity(error.sqnr_db))[:5]
-        if worst:
-            table = _table("worst tensors", "SQNR dB", "MSE", "max |error|", "cosine")
-            for error in worst:
-                numbers = (_number(error.sqnr_db, ".2f"), _number(error.mse, ".3g"), _number(error.max_abs, ".3g"))
-                _add_row(table, error.name, *numbers, _number(error.cosine, ".6f"))
-            self.out.print(table)
-            summary = report.summary
-            mean, low = _number(summary["sqnr_db_mean"], ".2f"), _number(summary["sqnr_db_min"], ".2f")
-            nmse = _number(summary["nmse"], ".4g")
-            self.line(f"{len(report.tensors)} tensors: SQNR mean {mean} dB, lowest {low} dB; NMSE {nmse}")
-        self.findings(report.findings)
-        self.line("passed" if report.passed else "failed", "bold green" if report.passed else "bold red")
-
     @contextmanager
-    def progress(self, plan: Plan, verb: str) -> Iterator[Report]:
+    def progress(self, total_nbytes: int, verb: str) -> Iterator[Callable[[str, int], None]]:
         """A bar on a terminal, a line every few seconds elsewhere; both on stderr."""
-        total = sum(step.source_bytes for step in plan.steps)
         if self.is_quiet or not self.err.is_terminal:
-            yield _log_lines(total, verb, self.is_quiet)
+            yield _log_lines(total_nbytes, verb, self.is_quiet)
             return
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=self.err, transient=True) as bar:
-            task = bar.add_task(verb, total=total)
+            task = bar.add_task(verb, total=total_nbytes)
             yield lambda tensor, nbytes: bar.advance(task, nbytes)
 
 
-def _log_lines(total: int, verb: str, is_quiet: bool) -> Report:
+def draw_result(screen: Screen, result: Document) -> None:
+    """What a conversion did, in lines to paste."""
+    counts = result["tensors"]
+    made = ", ".join(word for word in (result["format"], result["dialect"], result["scale_rule"]) if word)
+    screen.line(result["output"], "bold")
+    screen.line(f"  {counts['quantized']} tensors converted ({made}), {counts['copied']} kept, {counts['skipped']} skipped")
+    sizes = f"{_megabytes(result['source_bytes'])} -> {_megabytes(result['output_bytes'])}"
+    screen.line(f"  {sizes} in {result['seconds']:.2f} s on {result['device']}")
+    screen.line(f"  digest {result['digest']}")
+
+
+def draw_plan(screen: Screen, plan: Document) -> None:
+    """The plan, layers folded: one row for every tensor pattern, action and reason."""
+    folded: dict[tuple[str, str, str], list[Document]] = defaultdict(list)
+    for tensor in plan["tensors"]:
+        folded[_fold(tensor["name"]), tensor["action"], tensor["reason"]].append(tensor)
+    rows = []
+    for (pattern, action, reason), tensors in sorted(folded.items(), key=lambda item: ACTIONS.index(item[0][1])):
+        group = _fold(tensors[0]["group"] or "").rpartition(".")[2]
+        before, after = (sum(tensor[key] for tensor in tensors) for key in ("source_bytes", "output_bytes"))
+        rows.append((pattern, len(tensors), action, reason, group, _megabytes(before), _megabytes(after)))
+    screen.table(("tensors", "count", "action", "reason", "group", "before", "after"), rows)
+    screen.line(f"total {_megabytes(plan['source_bytes'])} -> {_megabytes(plan['output_bytes'])}", "bold")
+
+
+def draw_artifact(screen: Screen, artifact: Document) -> None:
+    """What `inspect` found out."""
+    counts, layout, bits = artifact["tensors"], artifact["scale_layout"], artifact["bits_per_weight"]
+    codes = f"{artifact['element_dtype']} codes, {artifact['block_size']} to a block, {artifact['scale_dtype']} block scales"
+    stored = artifact["global_scale"]
+    rows = {
+        "format": f"{artifact['format']}: {codes}",
+        "dialect": artifact["dialect"],
+        "global scale": f"{stored['dtype']}, stored as a {stored['stored_as']}" if stored else "none",
+        "scale layout": f"{layout['declared']} (declared)",
+        "nibble order": artifact["nibble_order"],
+        "tensors": f"{counts['quantized']} quantized, {counts['other']} other",
+        "bits per weight": "none" if bits is None else f"{bits:.3f} (codes, block scales and global scales)",
+        "share read": "headers and records only",
+    }
+    for key, value in rows.items():
+        screen.line(f"{key:<16}{value}")
+    _draw_findings(screen, artifact["findings"])
+    _draw_verdict(screen, artifact["healthy"], "healthy", "not healthy")
+
+
+def draw_verification(screen: Screen, report: Document) -> None:
+    """What `verify` found out: the totals and the worst tensors."""
+    tensors, summary = report["tensors"], report["summary"]
+    worst = sorted(tensors, key=lambda tensor: math.inf if tensor["sqnr_db"] is None else tensor["sqnr_db"])[:5]
+    if worst:
+        keys = {"sqnr_db": ".2f", "mse": ".3g", "max_abs": ".3g", "cosine": ".6f"}
+        rows = [(tensor["name"], *(_number(tensor[key], form) for key, form in keys.items())) for tensor in worst]
+        screen.table(("worst tensors", "SQNR dB", "MSE", "max |error|", "cosine"), rows)
+        mean, low = _number(summary["sqnr_db_mean"], ".2f"), _number(summary["sqnr_db_min"], ".2f")
+        nmse = _number(summary["nmse"], ".4g")
+        screen.line(f"{len(tensors)} tensors: SQNR mean {mean} dB, lowest {low} dB; NMSE {nmse}")
+    _draw_findings(screen, report["findings"])
+    _draw_verdict(screen, report["passed"], "passed", "failed")
+
+
+def _draw_findings(screen: Screen, findings: Iterable[Document]) -> None:
+    for finding in findings:
+        where = f"{escape(finding['tensor'])}: " if finding["tensor"] else ""
+        text = Text(f"{finding['level']} {finding['code']}: ", _COLOURS[finding["level"]])
+        screen.out.print(text.append(f"{where}{escape(finding['detail'])}", "default"))
+
+
+def _draw_verdict(screen: Screen, is_good: bool, good: str, bad: str) -> None:
+    screen.line(good if is_good else bad, "bold green" if is_good else "bold red")
+
+
+def _fold(name: str) -> str:
+    """Layer numbers as *."""
+    return re.sub(r"\d+", "*", name)
+
+
+def _log_lines(total: int, verb: str, is_quiet: bool) -> Callable[[str, int], None]:
     done = 0
     last = time.monotonic()
 
@@ -169,20 +187,8 @@ def _log_lines(total: int, verb: str, is_quiet: bool) -> Report:
     return report
 
 
-def _table(*headings: str) -> Table:
-    return Table(*(Column(heading, overflow="fold") for heading in headings), box=None, pad_edge=False)
-
-
-def _add_row(table: Table, *cells: object) -> None:
-    table.add_row(*(Text(_shorten(escape(cell))) for cell in cells))
-
-
 def _shorten(text: str) -> str:
     return text if len(text) <= CELL_WIDTH else f"{text[: CELL_WIDTH // 2]}...{text[-CELL_WIDTH // 2 :]}"
-
-
-def _or_infinity(value: float | None) -> float:
-    return math.inf if value is None else value
 
 
 def _number(value: float | None, form: str) -> str:

@@ -67,6 +67,9 @@ class Source(Protocol):
     def open_file(self, file: str) -> BinaryIO:
         """A file of the source, opened for reading."""
 
+    def holds(self, path: Path) -> bool:
+        """True where that path is the source's folder or lies inside it."""
+
     def close(self) -> None: ...
 
 

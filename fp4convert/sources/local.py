@@ -14,6 +14,7 @@ from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
 from fp4convert.sources import INDEX, Checkpoint, check_index, check_unique, read_index
 
 WEIGHTS = ".safetensors"
+SINGLE = "model.safetensors"
 OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pkl", ".npz"})
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
@@ -42,6 +43,9 @@ class LocalSource:
     def open_file(self, file: str) -> BinaryIO:
         return _regular(self._folder, file).open("rb")
 
+    def holds(self, path: Path) -> bool:
+        return self._single is None and path.resolve().is_relative_to(self._folder.resolve())
+
     def close(self) -> None:
         self._maps.clear()
 
@@ -51,6 +55,9 @@ class LocalSource:
             raise _no_weights(self._folder / self._single, names)
         weight_map = self._index() if INDEX in names else None
         found = [name for name in names if name.endswith(WEIGHTS)]
+        if weight_map is not None and SINGLE in set(found) - set(weight_map.values()):
+            detail = f"the folder holds both {SINGLE} and {INDEX}, which does not name it; expected one of them"
+            raise InputError("index-and-single", detail, "Remove the one that does not belong.")
         shards = found if weight_map is None else sorted(set(weight_map.values()))
         if not shards and not may_be_empty:
             raise _no_weights(self._folder, names)
