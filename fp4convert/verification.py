@@ -199,7 +199,7 @@ def _judge(error: TensorError, sums: _Sums, gate: Gate) -> Finding | None:
     if not math.isfinite(sums.noise):
         return Finding("error", "not-measurable", error.name, "its values or the source's are not finite")
     if gate.min_sqnr_db is not None and error.sqnr_db is not None and error.sqnr_db < gate.min_sqnr_db:
-        return Finding("error", "sqnr-low", error.name, f"SQNR {error.sqnr_db:.2f} dB, expected at least {gate.min_sqnr_db:g} dB")
+        return Finding("error", "sqnr-low", error.name, f"SQNR {error.sqnr_db:.3f} dB, expected at least {gate.min_sqnr_db:g} dB")
     if gate.max_nmse is not None and sums.noise > gate.max_nmse * sums.signal:
         nmse = sums.noise / sums.signal if sums.signal else math.inf
         return Finding("error", "nmse-high", error.name, f"NMSE {nmse:.3g}, expected at most {gate.max_nmse:g}")

