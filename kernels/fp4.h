@@ -26,10 +26,14 @@ enum { FP4_INF_BITS = 0x7F800000, FP4_E8M0_STORED_MAX = 252 }; /* 6 * 2^(252-127
 FP4_FN float fp4_from_bf16(unsigned short bits) { return fp4_float((unsigned)bits << 16); }
 
 /* Exact: the exponent is re-biased by one multiplication, which also normalises fp16 subnormals. */
-FP4_FN float fp4_from_fp16(unsigned short bits) {
+FP4_FN float fp4_from_finite_fp16(unsigned short bits) {
     unsigned magnitude = bits & 0x7FFFu, sign = (unsigned)(bits & 0x8000u) << 16;
-    unsigned finite = fp4_bits(fp4_float(magnitude << 13) * 0x1p112f);
-    return fp4_float((magnitude >= 0x7C00u ? (magnitude << 13) | FP4_INF_BITS : finite) | sign);
+    return fp4_float(fp4_bits(fp4_float(magnitude << 13) * 0x1p112f) | sign);
+}
+
+FP4_FN float fp4_from_fp16(unsigned short bits) {
+    unsigned special = ((bits & 0x7FFFu) << 13) | FP4_INF_BITS | (unsigned)(bits & 0x8000u) << 16;
+    return (bits & 0x7FFFu) >= 0x7C00u ? fp4_float(special) : fp4_from_finite_fp16(bits);
 }
 
 FP4_FN float fp4_from_fp32(float value) { return value; }

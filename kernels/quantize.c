@@ -81,7 +81,8 @@ INLINE i16v run_maxima(const uint16_t *restrict x) {
     return v[0];
 }
 
-INLINE void run_maxima_bf16(const uint16_t *restrict x, int runs, uint16_t *restrict maxima) {
+/* Magnitude bits, bf16 or fp16, of each run of 16. */
+INLINE void run_maxima16(const uint16_t *restrict x, int runs, uint16_t *restrict maxima) {
     int b = 0;
     for (; b + LANES <= runs; b += LANES) STORE(maxima + b, run_maxima(x + b * 16));
     for (; b < runs; b++) {
@@ -104,22 +105,31 @@ INLINE void pack_codes(const uint16_t *restrict codes, int n, uint8_t *restrict 
     for (; i < n; i += 2) packed[i / 2] = (uint8_t)(codes[i] | (codes[i + 1] << 4));
 }
 
-INLINE uint32_t run_maximum_fp32(const float *restrict x, int n) {
-    uint32_t largest = 0;
-    for (int j = 0; j < n; j++) {
-        uint32_t magnitude = fp4_bits(x[j]) & 0x7FFFFFFFu;
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    return largest;
+/* float32 magnitude bits of each run of 16; runs <= 2 * CHUNK. */
+INLINE void widen_maxima_fp16(const uint16_t *restrict x, int runs, uint32_t *restrict maxima) {
+    uint16_t narrow[2 * CHUNK];
+    run_maxima16(x, runs, narrow);
+    for (int b = 0; b < runs; b++) maxima[b] = fp4_bits(fp4_from_finite_fp16(narrow[b]));
 }
 
-/* blocks <= CHUNK */
-static void nvfp4_chunk(const float *restrict x, int blocks, float global_scale, uint8_t *restrict packed, uint8_t *restrict scales) {
+INLINE void widen_maxima_fp32(const float *restrict x, int runs, uint32_t *restrict maxima) {
+    for (int b = 0; b < runs; b++) {
+        uint32_t largest = 0;
+        for (int j = 0; j < 16; j++) {
+            uint32_t magnitude = fp4_bits(x[b * 16 + j]) & 0x7FFFFFFFu;
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        maxima[b] = largest;
+    }
+}
+
+/* x, and maxima of its blocks as float32 bits; blocks <= CHUNK */
+static void nvfp4_chunk(const float *restrict x, const uint32_t *restrict maxima, int blocks, float global_scale,
+                        uint8_t *restrict packed, uint8_t *restrict scales) {
     float divisor[CHUNK];
     uint16_t codes[CHUNK * 16];
-    for (int b = 0; b < blocks; b++) divisor[b] = fp4_float(run_maximum_fp32(x + b * 16, 16));
     for (int b = 0; b < blocks; b++) {
-        unsigned scale = nvfp4_block_scale(divisor[b], global_scale);
+        unsigned scale = nvfp4_block_scale(fp4_float(maxima[b]), global_scale);
         scales[b] = (uint8_t)scale;
         divisor[b] = e4m3_decode(scale) * global_scale;
     }
@@ -128,12 +138,14 @@ static void nvfp4_chunk(const float *restrict x, int blocks, float global_scale,
     pack_codes(codes, blocks * 16, packed);
 }
 
-/* blocks <= CHUNK. A product with a power of two is the division by its inverse, rounded once either way. */
-static void mxfp4_chunk(const float *restrict x, int blocks, int64_t rule, uint8_t *restrict packed, uint8_t *restrict scales) {
+/* x, and maxima of its runs of 16, two to a block; a product with a power of two is the division by its inverse. */
+static void mxfp4_chunk(const float *restrict x, const uint32_t *restrict maxima, int blocks, int64_t rule,
+                        uint8_t *restrict packed, uint8_t *restrict scales) {
     float factor[CHUNK];
     uint16_t codes[CHUNK * 32];
     for (int b = 0; b < blocks; b++) {
-        unsigned scale = e8m0_encode(run_maximum_fp32(x + b * 32, 32), rule);
+        uint32_t largest = maxima[2 * b] > maxima[2 * b + 1] ? maxima[2 * b] : maxima[2 * b + 1];
+        unsigned scale = e8m0_encode(largest, rule);
         scales[b] = (uint8_t)scale;
         factor[b] = fp4_float((254u - scale) << 23);
     }
@@ -142,27 +154,31 @@ static void mxfp4_chunk(const float *restrict x, int blocks, int64_t rule, uint8
     pack_codes(codes, blocks * 32, packed);
 }
 
-#define DEFINE_QUANTIZE(dtype, type)                                                                                   \
-    void NAME(quantize_nvfp4_##dtype)(const type *restrict x, int64_t n, const float *restrict amax,                   \
-                                      uint8_t *restrict packed, uint8_t *restrict scales) {                            \
-        float wide[CHUNK * 16], global_scale = nvfp4_global_scale(*amax);                                              \
-        for (int64_t start = 0; start < n; start += CHUNK * 16) {                                                      \
-            int length = (int)(n - start < CHUNK * 16 ? n - start : CHUNK * 16);                                       \
-            for (int i = 0; i < length; i++) wide[i] = fp4_from_##dtype(x[start + i]);                                 \
-            nvfp4_chunk(wide, length / 16, global_scale, packed + start / 2, scales + start / 16);                     \
-        }                                                                                                              \
-    }                                                                                                                  \
-    void NAME(quantize_mxfp4_##dtype)(const type *restrict x, int64_t n, int64_t rule, uint8_t *restrict packed,       \
-                                      uint8_t *restrict scales) {                                                      \
-        float wide[CHUNK * 32];                                                                                        \
-        for (int64_t start = 0; start < n; start += CHUNK * 32) {                                                      \
-            int length = (int)(n - start < CHUNK * 32 ? n - start : CHUNK * 32);                                       \
-            for (int i = 0; i < length; i++) wide[i] = fp4_from_##dtype(x[start + i]);                                 \
-            mxfp4_chunk(wide, length / 32, rule, packed + start / 2, scales + start / 32);                             \
-        }                                                                                                              \
+#define DEFINE_QUANTIZE(dtype, type, widen)                                                                      \
+    void NAME(quantize_nvfp4_##dtype)(const type *restrict x, int64_t n, const float *restrict amax,             \
+                                      uint8_t *restrict packed, uint8_t *restrict scales) {                      \
+        uint32_t maxima[CHUNK];                                                                                  \
+        float wide[CHUNK * 16], global_scale = nvfp4_global_scale(*amax);                                        \
+        for (int64_t start = 0; start < n; start += CHUNK * 16) {                                                \
+            int length = (int)(n - start < CHUNK * 16 ? n - start : CHUNK * 16);                                 \
+            widen_maxima_##dtype(x + start, length / 16, maxima);                                                \
+            for (int i = 0; i < length; i++) wide[i] = widen(x[start + i]);                                      \
+            nvfp4_chunk(wide, maxima, length / 16, global_scale, packed + start / 2, scales + start / 16);       \
+        }                                                                                                        \
+    }                                                                                                            \
+    void NAME(quantize_mxfp4_##dtype)(const type *restrict x, int64_t n, int64_t rule, uint8_t *restrict packed, \
+                                      uint8_t *restrict scales) {                                                \
+        uint32_t maxima[CHUNK * 2];                                                                              \
+        float wide[CHUNK * 32];                                                                                  \
+        for (int64_t start = 0; start < n; start += CHUNK * 32) {                                                \
+            int length = (int)(n - start < CHUNK * 32 ? n - start : CHUNK * 32);                                 \
+            widen_maxima_##dtype(x + start, length / 16, maxima);                                                \
+            for (int i = 0; i < length; i++) wide[i] = widen(x[start + i]);                                      \
+            mxfp4_chunk(wide, maxima, length / 32, rule, packed + start / 2, scales + start / 32);               \
+        }                                                                                                        \
     }
-DEFINE_QUANTIZE(fp16, uint16_t)
-DEFINE_QUANTIZE(fp32, float)
+DEFINE_QUANTIZE(fp16, uint16_t, fp4_from_finite_fp16)
+DEFINE_QUANTIZE(fp32, float, fp4_from_fp32)
 
 /* ------------------------------------------------------------------- quantize from bf16: thresholds instead of division
  *
@@ -172,23 +188,72 @@ DEFINE_QUANTIZE(fp32, float)
  * T is the bf16 value at or just below B * s, or its predecessor: decided by the sign of an exact residual.
  * Valid while the residual stays normal and x / s cannot underflow: s in [2^-100, 2^16]; other blocks take the chunk above. */
 
-static const float midpoint[8] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f, 8.0f};
-static const float half_step[8] = {0x1p-26f, -0x1p-25f, 0x1p-24f, -0x1p-24f, 0x1p-23f, -0x1p-23f, 0x1p-22f, 0.0f};
-static const int32_t is_strict[8] = {1, 0, 1, 0, 1, 0, 1, 0};
+#define MIDPOINTS 0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f, 8.0f
+#define HALF_STEPS 0x1p-26f, -0x1p-25f, 0x1p-24f, -0x1p-24f, 0x1p-23f, -0x1p-23f, 0x1p-22f, 0.0f
+#define IS_STRICT 1, 0, 1, 0, 1, 0, 1, 0
 
-INLINE void thresholds(float s, uint32_t *restrict out) { /* each T twice: in the low and in the high half of a word */
-    for (int i = 0; i < 8; i += WIDTH / 4) {
-        f32v B = LOAD(f32v, midpoint + i), H = LOAD(f32v, half_step + i), step = s - (f32v){0};
-        i32v candidate = (i32v)(B * (1.0f + 0x1p-20f) * step) & (int32_t)0xFFFF0000;
-        f32v residual;
+/* candidate - B * step, exact: in one operation, or by splitting step so that both products are. */
 #ifdef __FMA__
-        for (int j = 0; j < WIDTH / 4; j++) residual[j] = __builtin_fmaf(-B[j], step[j], ((f32v)candidate)[j]);
+#define RESIDUAL(candidate, B, step, lanes) \
+    for (int j = 0; j < (lanes); j++) residual[j] = __builtin_fmaf(-(B)[j], (step)[j], (candidate)[j]);
 #else
-        f32v head = (f32v)((i32v)step & (int32_t)0xFFFFF000), tail = step - head;
-        residual = ((f32v)candidate - B * head) - B * tail;
+#define RESIDUAL(candidate, B, step, lanes) \
+    f32s head = (f32s)((i32s)(step) & (int32_t)0xFFFFF000), tail = (step) - head; \
+    residual = ((candidate) - (B) * head) - (B) * tail;
 #endif
-        f32v bound = (f32v)((i32v)(H * step) + LOAD(i32v, is_strict + i));
-        u32v T = (u32v)(candidate + ((i32v)(residual >= bound) << 16));
+
+/* T of each lane's midpoint, in the high half of the word: `f32s` and `i32s` are vectors of any one width. */
+#define DEFINE_THRESHOLDS(name, float_vector, int_vector, lanes)                                                   \
+    INLINE int_vector name(float_vector B, float_vector H, int_vector strict, float_vector step) {                 \
+        typedef float_vector f32s;                                                                                 \
+        typedef int_vector i32s;                                                                                   \
+        i32s candidate = (i32s)(B * (1.0f + 0x1p-20f) * step) & (int32_t)0xFFFF0000;                               \
+        f32s residual;                                                                                             \
+        RESIDUAL((f32s)candidate, B, step, lanes)                                                                  \
+        return candidate + ((i32s)(residual >= (f32s)((i32s)(H * step) + strict)) << 16);                          \
+    }
+
+/* nvfp4_fast_blocks: codes of as many leading blocks as whole vectors hold; returns their number. */
+#if defined(__AVX512BW__) && !defined(__clang__)
+/* Two blocks to a 64-byte vector: a binary search in both blocks' thresholds, three compares instead of seven. */
+typedef VECTOR(int16_t, 64) i16x32;
+typedef VECTOR(int32_t, 64) i32x16;
+typedef VECTOR(uint32_t, 64) u32x16;
+typedef VECTOR(float, 64) f32x16;
+DEFINE_THRESHOLDS(thresholds_pair, f32x16, i32x16, 16)
+
+INLINE i16x32 nvfp4_codes_pair(const uint16_t *restrict x, float s0, float s1) {
+    const f32x16 B = {MIDPOINTS, MIDPOINTS}, H = {HALF_STEPS, HALF_STEPS};
+    const i32x16 strict = {IS_STRICT, IS_STRICT};
+    const f32x16 step = {s0, s0, s0, s0, s0, s0, s0, s0, s1, s1, s1, s1, s1, s1, s1, s1};
+    const i16x32 middle = {7,  7,  7,  7,  7,  7,  7,  7,  7,  7,  7,  7,  7,  7,  7,  7,
+                           23, 23, 23, 23, 23, 23, 23, 23, 23, 23, 23, 23, 23, 23, 23, 23}; /* T[3]: odd words hold T */
+    i16x32 T = (i16x32)thresholds_pair(B, H, strict, step), value = LOAD(i16x32, x);
+    i16x32 u = value & (int16_t)0x7FFF, i = middle - 4;
+    i += (u > __builtin_shuffle(T, middle)) & 8;
+    i += (u > __builtin_shuffle(T, i)) & 4;
+    i -= 2;
+    i += (u > __builtin_shuffle(T, i)) & 2;
+    return (((value ^ (int16_t)0x8000) > 0) & 8) | ((i >> 1) & 7);
+}
+
+INLINE int nvfp4_fast_blocks(const uint16_t *restrict x, const float *restrict divisor, int blocks, uint8_t *restrict packed) {
+    int b = 0;
+    for (; b + 2 <= blocks; b += 2) {
+        u32x16 pairs = (u32x16)nvfp4_codes_pair(x + b * 16, divisor[b], divisor[b + 1]);
+        STORE(packed + b * 8, __builtin_convertvector(pairs | (pairs >> 12), u8x16));
+    }
+    return b;
+}
+#else
+/* One compare per threshold, each T spread over all lanes. */
+DEFINE_THRESHOLDS(thresholds, f32v, i32v, WIDTH / 4)
+
+INLINE void store_thresholds(float s, uint32_t *restrict out) { /* each T twice: in the low and in the high half */
+    static const float B[8] = {MIDPOINTS}, H[8] = {HALF_STEPS};
+    static const int32_t strict[8] = {IS_STRICT};
+    for (int i = 0; i < 8; i += WIDTH / 4) {
+        u32v T = (u32v)thresholds(LOAD(f32v, B + i), LOAD(f32v, H + i), LOAD(i32v, strict + i), s - (f32v){0});
         STORE(out + i, T | (T >> 16));
     }
 }
@@ -202,36 +267,44 @@ INLINE i16v nvfp4_codes(const uint16_t *restrict x, const uint32_t *restrict T) 
     return sign16(value) - passed;
 }
 
-/* Blocks whose scale lies outside the fast range, one by one. */
-static __attribute__((noinline)) void nvfp4_slow_block(const uint16_t *restrict x, float global_scale, uint8_t *restrict packed, uint8_t *restrict scale) {
+INLINE int nvfp4_fast_blocks(const uint16_t *restrict x, const float *restrict divisor, int blocks, uint8_t *restrict packed) {
+    uint32_t T[4][8] __attribute__((aligned(32)));
+    const int per_block = 16 / LANES;
+    int b = 0;
+    for (; b + WIDTH / 8 <= blocks; b += WIDTH / 8) { /* four vectors */
+        for (int i = 0; i < WIDTH / 8; i++) store_thresholds(divisor[b + i], T[i]);
+        const uint16_t *p = x + b * 16;
+        STORE(packed + b * 8, pack4(nvfp4_codes(p, T[0]), nvfp4_codes(p + LANES, T[1 / per_block]),
+                                    nvfp4_codes(p + 2 * LANES, T[2 / per_block]), nvfp4_codes(p + 3 * LANES, T[3 / per_block])));
+    }
+    return b;
+}
+#endif
+
+/* Blocks whose scale lies outside the fast range, or that fill no vector, one by one. */
+static __attribute__((noinline)) void nvfp4_slow_block(const uint16_t *restrict x, uint16_t maximum, float global_scale,
+                                                       uint8_t *restrict packed, uint8_t *restrict scale) {
     float wide[16];
+    uint32_t maxima[1] = {(uint32_t)maximum << 16};
     for (int j = 0; j < 16; j++) wide[j] = fp4_from_bf16(x[j]);
-    nvfp4_chunk(wide, 1, global_scale, packed, scale);
+    nvfp4_chunk(wide, maxima, 1, global_scale, packed, scale);
 }
 
 void NAME(quantize_nvfp4_bf16)(const uint16_t *restrict x, int64_t n, const float *restrict amax, uint8_t *restrict packed,
                                uint8_t *restrict scales) {
     uint16_t maxima[CHUNK];
     float divisor[CHUNK], global_scale = nvfp4_global_scale(*amax);
-    uint32_t T[4][8] __attribute__((aligned(32)));
     for (int64_t first = 0; first < n / 16; first += CHUNK, x += CHUNK * 16, packed += CHUNK * 8, scales += CHUNK) {
         int blocks = (int)(n / 16 - first < CHUNK ? n / 16 - first : CHUNK), b = 0, slow = 0;
-        run_maxima_bf16(x, blocks, maxima);
+        run_maxima16(x, blocks, maxima);
         for (int i = 0; i < blocks; i++) {
             unsigned scale = nvfp4_block_scale(fp4_from_bf16(maxima[i]), global_scale);
             scales[i] = (uint8_t)scale;
             divisor[i] = e4m3_decode(scale) * global_scale;
             slow |= !(divisor[i] >= 0x1p-100f) | !(divisor[i] <= 0x1p16f);
         }
-        if (!slow)
-            for (; b + WIDTH / 8 <= blocks; b += WIDTH / 8) { /* four vectors */
-                for (int i = 0; i < WIDTH / 8; i++) thresholds(divisor[b + i], T[i]);
-                const uint16_t *p = x + b * 16;
-                const int per_block = 16 / LANES;
-                STORE(packed + b * 8, pack4(nvfp4_codes(p, T[0]), nvfp4_codes(p + LANES, T[1 / per_block]),
-                                            nvfp4_codes(p + 2 * LANES, T[2 / per_block]), nvfp4_codes(p + 3 * LANES, T[3 / per_block])));
-            }
-        for (; b < blocks; b++) nvfp4_slow_block(x + b * 16, global_scale, packed + b * 8, scales + b);
+        if (!slow) b = nvfp4_fast_blocks(x, divisor, blocks, packed);
+        for (; b < blocks; b++) nvfp4_slow_block(x + b * 16, maxima[b], global_scale, packed + b * 8, scales + b);
     }
 }
 
@@ -244,10 +317,12 @@ INLINE i16v mxfp4_codes(const uint16_t *restrict x, int16_t offset) {
     return sign16(value) - passed;
 }
 
-static __attribute__((noinline)) void mxfp4_slow_block(const uint16_t *restrict x, int64_t rule, uint8_t *restrict packed, uint8_t *restrict scale) {
+static __attribute__((noinline)) void mxfp4_slow_block(const uint16_t *restrict x, const uint16_t *restrict maximum, int64_t rule,
+                                                       uint8_t *restrict packed, uint8_t *restrict scale) {
     float wide[32];
+    uint32_t maxima[2] = {(uint32_t)maximum[0] << 16, (uint32_t)maximum[1] << 16};
     for (int j = 0; j < 32; j++) wide[j] = fp4_from_bf16(x[j]);
-    mxfp4_chunk(wide, 1, rule, packed, scale);
+    mxfp4_chunk(wide, maxima, 1, rule, packed, scale);
 }
 
 void NAME(quantize_mxfp4_bf16)(const uint16_t *restrict x, int64_t n, int64_t rule, uint8_t *restrict packed, uint8_t *restrict scales) {
@@ -255,7 +330,7 @@ void NAME(quantize_mxfp4_bf16)(const uint16_t *restrict x, int64_t n, int64_t ru
     int16_t offset[CHUNK];
     for (int64_t first = 0; first < n / 32; first += CHUNK, x += CHUNK * 32, packed += CHUNK * 16, scales += CHUNK) {
         int blocks = (int)(n / 32 - first < CHUNK ? n / 32 - first : CHUNK), b = 0, slow = 0;
-        run_maxima_bf16(x, 2 * blocks, maxima);
+        run_maxima16(x, 2 * blocks, maxima);
         for (int i = 0; i < blocks; i++) {
             uint16_t largest = maxima[2 * i] > maxima[2 * i + 1] ? maxima[2 * i] : maxima[2 * i + 1];
             int scale = (int)e8m0_encode((uint32_t)largest << 16, rule);
@@ -270,6 +345,6 @@ void NAME(quantize_mxfp4_bf16)(const uint16_t *restrict x, int64_t n, int64_t ru
                 STORE(packed + b * 16, pack4(mxfp4_codes(p, even), mxfp4_codes(p + LANES, even),
                                              mxfp4_codes(p + 2 * LANES, odd), mxfp4_codes(p + 3 * LANES, odd)));
             }
-        for (; b < blocks; b++) mxfp4_slow_block(x + b * 32, rule, packed + b * 16, scales + b);
+        for (; b < blocks; b++) mxfp4_slow_block(x + b * 32, maxima + 2 * b, rule, packed + b * 16, scales + b);
     }
 }
