@@ -147,7 +147,9 @@ def _read_modules(tensors: dict[str, TensorRef], fmt: Format, dialect: Dialect) 
         faults = [fault for spec in specs if (fault := _fault(tensors.get(spec.name), spec))]
         findings += faults
         if not faults:
-            modules[module] = Packed(tuple(tensors[spec.name] for spec in specs), shape)
+            names = (module + ending for ending in dialect.COMPANIONS)
+            companions = tuple(tensors[name] for name in names if name in tensors)
+            modules[module] = Packed(tuple(tensors[spec.name] for spec in specs), shape, companions)
     return modules, findings
 
 

@@ -23,6 +23,7 @@ from fp4convert.plan import Plan, plan_dequantize
 from fp4convert.sources import INDEX, Source
 from fp4convert.workers import PANEL_ELEMENTS, Dequantizer, Quantizer, Settings, UnsoundShardError, Worker, fill_shard
 
+CONFIG_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as config.json spells them
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
 
 
@@ -79,7 +80,8 @@ def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings)
     Raises InputError for a device that is not there; NumericError beyond fp16's range; OutputError as open_output does.
     """
     source = artifact.source
-    config = {key: value for key, value in source.checkpoint.config.items() if key != "quantization_config"}
+    config = _with_dtype(source.checkpoint.config, str(plan.target["format"]))
+    config.pop("quantization_config", None)
     texts = {**_index_text(plan), "config.json": _json(config)}
     replaced = frozenset({*texts, RECORD, *artifact.spelling.records(artifact.format, (), ())})
     job = _Job(source, plan, texts, "config.json", replaced)
@@ -195,6 +197,19 @@ def _summary(errors: list[NumericError]) -> NumericError:
     lines = "\n".join(error.message for error in errors)
     options = " ".join(error.next_step for error in errors)
     return NumericError("not-finite", lines, f"Run the same command again with {options}", errors[0].tensor)
+
+
+def _with_dtype(config: dict[str, object], dtype: str) -> dict[str, object]:
+    """The config with every declared dtype widened to hold `dtype` too: engines load all weights in the declared one."""
+    widened: dict[str, object] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            widened[key] = _with_dtype(value, dtype)
+        elif key in ("dtype", "torch_dtype") and value in CONFIG_DTYPES.values():
+            widened[key] = value if value == CONFIG_DTYPES[dtype] else CONFIG_DTYPES["fp32"]
+        else:
+            widened[key] = value
+    return widened
 
 
 def _index_text(plan: Plan) -> dict[str, str]:

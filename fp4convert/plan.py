@@ -80,10 +80,16 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A quantized module as it is stored: its tensors (packed codes first) and its (rows, columns)."""
+    """A quantized module as it is stored.
+
+    refs        what its matrix is decoded from, the packed codes first
+    shape       (rows, columns)
+    companions  its other tensors, such as an input scale, which only a quantized module has
+    """
 
     refs: tuple[TensorRef, ...]
     shape: tuple[int, int]
+    companions: tuple[TensorRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +166,15 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
 def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: str) -> Plan:
     """The plan that turns an artifact back into a checkpoint whose four-bit modules are bf16, fp16 or fp32.
 
+    Companions of a four-bit module are left out: they would mean nothing beside ordinary weights.
+
     modules  the sound quantized modules, as `artifact` found them
     Raises   InputError for an unknown dtype, or where a restored weight would take the name of another tensor
     """
     if dtype not in DTYPES:
         raise InputError("unknown-dtype", f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
     target: dict[str, object] = {"format": dtype, "dialect": None, "scale_rule": None}
-    home = {ref.name: module for module, packed in modules.items() for ref in packed.refs}
+    home = {ref.name: module for module, packed in modules.items() for ref in (*packed.refs, *packed.companions)}
 
     def decide(shard: Header) -> list[_Draft]:
         drafts = []

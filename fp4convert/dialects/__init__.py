@@ -20,11 +20,13 @@ class Dialect(Protocol):
     FORMATS            the formats it can say
     GLOBAL_SCALE_KIND  whether its global scale is a multiplier or a divisor
     SUFFIXES           endings of tensor names that only an already quantized checkpoint has
+    COMPANIONS         endings of a quantized module's other tensors, which mean nothing to ordinary weights
     """
 
     FORMATS: tuple[Format, ...]
     GLOBAL_SCALE_KIND: Kind
     SUFFIXES: tuple[str, ...]
+    COMPANIONS: tuple[str, ...]
 
     @staticmethod
     def outputs(module: str, shape: tuple[int, int], fmt: Format) -> tuple[TensorSpec, ...]:

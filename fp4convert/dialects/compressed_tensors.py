@@ -20,6 +20,7 @@ from fp4convert.shard import TensorSpec
 FORMATS = (NVFP4, MXFP4)
 GLOBAL_SCALE_KIND: Kind = "divisor"
 SUFFIXES = (".weight_packed", ".weight_global_scale")
+COMPANIONS = (".input_global_scale", ".input_scale")
 _SCALE_DTYPE = {NVFP4: "F8_E4M3", MXFP4: "U8"}
 
 

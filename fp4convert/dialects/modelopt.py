@@ -21,6 +21,7 @@ from fp4convert.shard import TensorSpec
 FORMATS = (NVFP4,)
 GLOBAL_SCALE_KIND: Kind = "multiplier"
 SUFFIXES = (".weight_scale", ".weight_scale_2")
+COMPANIONS = (".input_scale", ".k_scale", ".v_scale")
 _ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 
 
