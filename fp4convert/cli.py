@@ -160,24 +160,30 @@ def _options(
     pass
 
 
-class _Terminated(BaseException):
-    """SIGTERM, as Slurm and Kubernetes send it before they take the machine away."""
+class _Stopped(BaseException):
+    """Ctrl-C, or SIGTERM as Slurm and Kubernetes send it before they take the machine away."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
 
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise _Terminated
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_DFL)  # asked a second time, the process ends at once
+    raise _Stopped(number)
 
 
 def main() -> None:
     """Run the command line; every expected failure becomes one message and its exit code."""
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
     try:
         sys.exit(app(standalone_mode=False))
     except Fp4Error as error:
         _fail(error)
-    except (KeyboardInterrupt, _Terminated) as stopped:
+    except _Stopped as stopped:
         command = shlex.join(["fp4convert", *sys.argv[1:]])
-        _fail(Interrupted(command, is_terminated=isinstance(stopped, _Terminated)))
+        _fail(Interrupted(command, is_terminated=stopped.number == signal.SIGTERM))
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise

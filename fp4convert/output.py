@@ -199,10 +199,14 @@ class OutputFolder:
             self._replace(old, is_forced)
         for name in ("tmp", "done"):
             (self._state / name).mkdir(exist_ok=True)
-        for leftover in (self._state / "tmp").iterdir():
-            leftover.unlink()
+        self.sweep()
         if old is None or old.plan_id != self._purpose.plan_id:
             self._put(PLAN, json.dumps(self._purpose.as_json(), indent=1, sort_keys=True))
+
+    def sweep(self) -> None:
+        """Remove files on their way, ours or those of a run that died."""
+        for leftover in (self._state / "tmp").iterdir():
+            leftover.unlink()
 
     def _read_plan(self) -> Purpose | None:
         path = self._state / PLAN
@@ -255,7 +259,10 @@ def open_output(root: Path, purpose: Purpose, needed_nbytes: int, is_forced: boo
         folder = OutputFolder(root, purpose)
         with _told(root):
             folder.begin(is_forced)
-        yield folder
+        try:
+            yield folder
+        finally:
+            folder.sweep()
     finally:
         os.close(lock)
 

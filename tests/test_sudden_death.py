@@ -1,0 +1,79 @@
+"""Death at any moment: no final name ever holds partial bytes, and the same command run again ends like a clean run."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import bf16, run, start, weight, write_checkpoint, write_llama, write_zeros
+
+KILL_POINTS = Path(__file__).with_name("kill_points.py")
+STOP_SECONDS = 2.0
+
+
+def digest(source: Path, output: Path) -> str:
+    return str(run("quantize", source, "--format", "nvfp4", "-o", output, "--json", "-q").json["digest"])
+
+
+def test_killed_at_every_write_fsync_and_rename(tmp_path):
+    source = write_llama(tmp_path / "source", **{"tokenizer.json": b"{}"})
+    command = [sys.executable, KILL_POINTS, source, tmp_path]
+    outcome = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert outcome["points"] > 50
+    assert outcome["broken"] == []
+
+
+def test_killed_at_random_instants(tmp_path):
+    """Ten kills between the first byte and the last; each later run adopts what the earlier ones finished."""
+    layers = {f"layers.{n}.o_proj.weight": ("BF16", (2048, 4096), bf16(2048, 4096, seed=n)) for n in range(6)}
+    shards = {f"model-{n}.safetensors": {name: tensor} for n, (name, tensor) in enumerate(layers.items())}
+    source = write_checkpoint(tmp_path / "source", shards)
+    expected = digest(source, tmp_path / "clean")
+    chance = random.Random(4)
+    for _ in range(10):
+        with start("quantize", source, "--format", "nvfp4", "-o", tmp_path / "killed", "-q") as process:
+            time.sleep(chance.uniform(0.15, 0.45))
+            process.kill()
+        if chance.random() < 0.3:
+            shutil.rmtree(tmp_path / "killed", ignore_errors=True)
+    assert digest(source, tmp_path / "killed") == expected
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stops_within_two_seconds_and_says_how_to_continue(tmp_path, number, code):
+    source = write_zeros(tmp_path / "source", count=40)
+    with start("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "-q") as process:
+        while not list((tmp_path / "out").glob("part-*")):
+            time.sleep(0.01)
+            assert process.poll() is None
+        asked = time.monotonic()
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+        assert time.monotonic() - asked < STOP_SECONDS
+    assert process.returncode == code
+    assert f"Continue with: fp4convert quantize {source} --format nvfp4" in err
+    assert "Traceback" not in err
+    finished = sorted(path.name for path in (tmp_path / "out").glob("part-*"))
+    assert 0 < len(finished) < 40
+    assert list((tmp_path / "out" / ".fp4convert" / "tmp").iterdir()) == []
+
+
+def test_a_run_again_keeps_what_is_finished(tmp_path):
+    """Finished shards are adopted by their hashes, not written again; a damaged one is."""
+    source = write_checkpoint(
+        tmp_path / "source", {f"model-{n}.safetensors": {f"layers.{n}.o_proj.weight": weight(n)} for n in range(3)}
+    )
+    first = digest(source, tmp_path / "out")
+    kept, damaged = tmp_path / "out" / "model-0.safetensors", tmp_path / "out" / "model-1.safetensors"
+    inode = kept.stat().st_ino
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    (tmp_path / "out" / "quantization_config.json").unlink()
+    assert digest(source, tmp_path / "out") == first
+    assert kept.stat().st_ino == inode
