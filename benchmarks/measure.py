@@ -1,4 +1,4 @@
-"""How everything here is measured: pairs taken in turn in one run, ratios pair by pair, medians; and what to say of the machine."""
+"""How everything here is measured: pairs taken in turn, ratios pair by pair, medians; and what to say of the machine."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@ quantization_config.  Findings say where records and tensors disagree; reading t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
-from fp4convert.dialects import MODULES, Dialect, dialect_named
+from fp4convert.dialects import MODULES, Dialect, dialect_named, quantized_modules
 from fp4convert.errors import InputError
 from fp4convert.formats import Format, Quantized, format_named
 from fp4convert.plan import PLAN_FILE, Packed, Plan
@@ -92,8 +92,7 @@ def make_record(plan: Plan, version: str, files: dict[str, str]) -> dict[str, ob
 
 def open_artifact(reference: str) -> Artifact:
     """The artifact in that folder; raises InputError where there is none."""
-    begun = Path(reference) / PLAN_FILE
-    is_unfinished = begun.exists() and not (Path(reference) / RECORD).exists()
+    is_unfinished = os.path.exists(os.path.join(reference, PLAN_FILE)) and not os.path.exists(os.path.join(reference, RECORD))
     source = open_source(reference, may_be_empty=is_unfinished)
     record = _read_json(source, RECORD)
     fmt, dialect = _identity(reference, source, record or _identity_begun(source))
@@ -104,7 +103,8 @@ def open_artifact(reference: str) -> Artifact:
         findings = [Finding("error", "unfinished", None, detail)]
     elif not modules:
         findings.append(Finding("warning", "nothing-quantized", None, f"no tensor is named as {dialect} names {fmt.name}"))
-    findings += _judge_records(source.checkpoint.config, record, modules)
+    if not is_unfinished:
+        findings += _judge_records(source.checkpoint.config, record, dialect, modules)
     return Artifact(source, fmt, dialect, record, tensors, modules, tuple(findings))
 
 
@@ -137,7 +137,7 @@ def _identity(reference: str, source: Source, record: dict[str, object]) -> tupl
 def _read_modules(tensors: dict[str, TensorRef], fmt: Format, dialect: Dialect) -> tuple[dict[str, Packed], list[Finding]]:
     """The sound quantized modules with their shapes, and a finding for each tensor that is missing or misshapen."""
     modules, findings = {}, []
-    for module in dialect.modules(tensors):
+    for module in quantized_modules(dialect, tensors):
         packed = tensors.get(dialect.outputs(module, (1, fmt.block_size), fmt)[0].name)
         if packed is None or len(packed.shape) != 2:
             findings.append(Finding("error", "packed-missing", module, "its scales are there, its packed codes are not"))
@@ -162,20 +162,21 @@ def _fault(found: TensorRef | None, spec: TensorSpec) -> Finding | None:
     return None
 
 
-def _judge_records(config: dict[str, object], record: dict[str, object], modules: Iterable[str]) -> list[Finding]:
+def _judge_records(
+    config: dict[str, object], record: dict[str, object], dialect: str, modules: Iterable[str]
+) -> Iterator[Finding]:
     """Findings where our record, the runtime's and the tensors disagree."""
-    if not record:
-        return []
-    findings = []
     declared = config.get("quantization_config")
-    recognised = dialect_named(str(record["dialect"])).recognise(declared) if isinstance(declared, dict) else None
-    if recognised is None or recognised.name != record["format"]:
-        detail = f"config.json does not declare {record['format']} as {record['dialect']} does; engines would not load it"
-        findings.append(Finding("error", "records-disagree", None, detail))
-    ignored = record.get("ignore")
-    for module in sorted(set(modules) & set(ignored if isinstance(ignored, list) else ())):
-        findings.append(Finding("error", "ignored-but-quantized", module, f"{RECORD} lists it under ignore"))
-    return findings
+    runtime: dict[str, object] = declared if isinstance(declared, dict) else {}
+    spelling = dialect_named(dialect)
+    recognised = spelling.recognise(runtime)
+    if record and (recognised is None or recognised.name != record["format"]):
+        detail = f"config.json does not declare {record['format']} as {dialect} does; engines would not load it"
+        yield Finding("error", "records-disagree", None, detail)
+    ours = record.get("ignore")
+    for module in modules:
+        if spelling.is_ignored(runtime, module) or (isinstance(ours, list) and module in ours):
+            yield Finding("error", "ignored-but-quantized", module, "a record lists it under ignore")
 
 
 def describe(artifact: Artifact) -> dict[str, object]:

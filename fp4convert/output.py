@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import BinaryIO, Self
 
@@ -60,6 +60,9 @@ class Purpose:
     @staticmethod
     def from_json(text: str) -> Purpose:
         entry = json.loads(text)
+        for file in (entry["last"], *entry["files"]):
+            if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+                raise ValueError(f"{file} is outside the folder")
         return Purpose(entry["maker"], entry["identity"], entry["plan"], tuple(entry["files"]), entry["last"])
 
 
@@ -205,7 +208,8 @@ class OutputFolder:
 
     def sweep(self) -> None:
         """Remove files on their way, ours or those of a run that died."""
-        for leftover in (self._state / "tmp").iterdir():
+        temps = self._state / "tmp"
+        for leftover in temps.iterdir() if temps.exists() else ():
             leftover.unlink()
 
     def _read_plan(self) -> Purpose | None:
@@ -246,9 +250,11 @@ def open_output(root: Path, purpose: Purpose, needed_nbytes: int, is_forced: boo
     fewer than `needed_nbytes` free (finished shards counted as there)
     """
     state = root / STATE
-    if root.exists() and not root.is_dir():
+    with _told(root):
+        is_there, is_ours = root.exists(), (state / PLAN).exists()
+    if is_there and not root.is_dir():
         raise OutputError("foreign-output", f"{root} is a file; expected a folder to write to", "Choose another: -o FOLDER.")
-    if root.exists() and not (state / PLAN).exists():
+    if is_there and not is_ours:
         refuse_foreign(root)
     _check_space(root, purpose, needed_nbytes)
     with _told(root):
@@ -257,9 +263,9 @@ def open_output(root: Path, purpose: Purpose, needed_nbytes: int, is_forced: boo
     try:
         _lock(root, lock)
         folder = OutputFolder(root, purpose)
-        with _told(root):
-            folder.begin(is_forced)
         try:
+            with _told(root):
+                folder.begin(is_forced)
             yield folder
         finally:
             folder.sweep()

@@ -159,7 +159,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
         warnings.append(f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists")
     if not checkpoint.config:
         warnings.append("the source has no config.json; the one written holds the quantization record alone")
-    notes = (*checkpoint.warnings, *_left_out(checkpoint), *_unmatched(checkpoint, recipe), *warnings)
+    notes = (*checkpoint.warnings, *_left_out(checkpoint), *_custom_code(checkpoint), *_unmatched(checkpoint, recipe), *warnings)
     return Plan(recipe.as_json(), recipe, tasks, _ignored(checkpoint, {ref.name for ref in chosen}), notes)
 
 
@@ -320,6 +320,13 @@ def _left_out(checkpoint: Checkpoint) -> list[str]:
         return []
     first = checkpoint.left_out[0]
     return [f"{len(checkpoint.left_out)} files hold weights in another form and are left out, the first {first!r}"]
+
+
+def _custom_code(checkpoint: Checkpoint) -> list[str]:
+    programs = [file for file in checkpoint.sidecars if file.endswith(".py")]
+    if not programs and "auto_map" not in checkpoint.config:
+        return []
+    return [f"the model has custom code ({', '.join(programs) or 'elsewhere'}): copied, never run; engines will ask to trust it"]
 
 
 def _unmatched(checkpoint: Checkpoint, recipe: Recipe) -> list[str]:

@@ -145,7 +145,7 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
 def draw_verification(screen: Screen, report: Document) -> None:
     """What `verify` found out: the totals and the worst tensors."""
     tensors, summary = report["tensors"], report["summary"]
-    worst = sorted(tensors, key=lambda tensor: math.inf if tensor["sqnr_db"] is None else tensor["sqnr_db"])[:5]
+    worst = sorted(tensors, key=_badness)[:5]
     if worst:
         keys = {"sqnr_db": ".2f", "mse": ".3g", "max_abs": ".3g", "cosine": ".6f"}
         rows = [(tensor["name"], *(_number(tensor[key], form) for key, form in keys.items())) for tensor in worst]
@@ -189,6 +189,13 @@ def _log_lines(total: int, verb: str, is_quiet: bool) -> Callable[[str, int], No
 
 def _shorten(text: str) -> str:
     return text if len(text) <= CELL_WIDTH else f"{text[: CELL_WIDTH // 2]}...{text[-CELL_WIDTH // 2 :]}"
+
+
+def _badness(tensor: Document) -> float:
+    """Sorts tensors: those that could not be measured first, then by SQNR, those without any error last."""
+    if tensor["mse"] is None:
+        return -math.inf
+    return math.inf if tensor["sqnr_db"] is None else float(tensor["sqnr_db"])
 
 
 def _number(value: float | None, form: str) -> str:

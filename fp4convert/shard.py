@@ -12,10 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from fp4convert.errors import InputError
 
+FLOAT_DIGITS = 300  # an integer of fewer digits fits a float64
+DEPTH_LIMIT = 125  # of a value inside an entry; the reference reader allows 127 in all
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference reader
 DTYPE_BITS = {
     **{"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32},
@@ -80,7 +82,10 @@ def read_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> He
     if length > HEADER_LIMIT or length > nbytes - 8:
         detail = f"gives a header length of {length}, but the file has {nbytes} bytes and the limit is {HEADER_LIMIT}"
         raise _bad(file, "header-length", detail)
-    entries = parse_json_object(read(8, length), f"{file}: header")
+    text = read(8, length)
+    if not text.startswith(b"{"):
+        raise _bad(file, "header", "has a header that does not begin with '{'; expected one JSON object")
+    entries = parse_json_object(text, f"{file}: header")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _bad(file, "header", "has a header whose __metadata__ does not map strings to strings")
@@ -90,31 +95,30 @@ def read_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> He
 
 
 def parse_json_object(text: bytes, where: str, has_constants: bool = False) -> dict[str, object]:
-    """A JSON object, strictly: UTF-8, no duplicate keys, nothing before or after the braces.
+    """A JSON object, strictly: UTF-8, no duplicate keys, numbers that fit a float.
 
     where          how messages name the text, such as "model.safetensors: header"
     has_constants  accept NaN and Infinity, which JSON lacks and model configs hold
     Raises         InputError
     """
     expected = "expected one JSON object"
+    constant = float if has_constants else _refuse
     try:
         decoded = text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError("header-utf8", f"{where} is not UTF-8 at byte {error.start}; {expected}") from None
-    if not decoded.startswith("{"):
-        raise InputError("header", f"{where} does not begin with '{{'; {expected}")
-    try:
-        constant = float if has_constants else _refuse
-        parsed = json.loads(decoded, object_pairs_hook=_unique(where), parse_constant=constant, parse_int=_integer)
+        numbers: dict[str, Any] = {"parse_constant": constant, "parse_int": _integer, "parse_float": _finite}
+        parsed = json.loads(decoded, object_pairs_hook=_unique(where), **numbers)
         if "\\u" in decoded:
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError("header-utf8", f"{where} is not UTF-8 at byte {error.start}; {expected}") from None
     except UnicodeEncodeError:
         raise InputError("header-utf8", f"{where} holds a lone surrogate, which is not UTF-8; {expected}") from None
     except (ValueError, RecursionError) as error:
         detail = "nesting too deep" if isinstance(error, RecursionError) else str(error)
         raise InputError("header", f"{where} is not valid JSON ({detail[:100]}); {expected}") from None
-    result: dict[str, object] = parsed
-    return result
+    if not isinstance(parsed, dict):
+        raise InputError("header", f"{where} is not a JSON object; {expected}")
+    return parsed
 
 
 def _unique(where: str) -> Callable[[list[tuple[str, object]]], dict[str, object]]:
@@ -128,12 +132,25 @@ def _unique(where: str) -> Callable[[list[tuple[str, object]]], dict[str, object
     return build
 
 
-def _refuse(constant: str) -> object:
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
 def _integer(digits: str) -> int | float:
+    if len(digits) > FLOAT_DIGITS:
+        _finite(digits)
     return -0.0 if digits == "-0" else int(digits)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else float(_refuse(digits))
+
+
+def _depth(value: object) -> int:
+    """How many lists and objects stand inside one another."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
 
 
 def _bad(file: str, code: str, detail: str, next_step: str = "Download the file again.") -> InputError:
@@ -154,6 +171,8 @@ def _counts(value: object) -> tuple[int, ...] | None:
 def _entry(file: str, name: str, entry: object, data_start: int) -> TensorRef:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise _bad(file, "header", f"header entry {name!r} lacks dtype, shape or data_offsets")
+    if any(_depth(entry[key]) > DEPTH_LIMIT for key in entry.keys() - {"dtype", "shape", "data_offsets"}):
+        raise _bad(file, "header", f"header entry {name!r} is nested too deep")
     dtype, shape, offsets = entry["dtype"], _counts(entry["shape"]), _counts(entry["data_offsets"])
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _bad(file, "dtype", f"{name!r} has the dtype {dtype!r}; known: {', '.join(DTYPE_BITS)}")

@@ -5,6 +5,7 @@ Weights pass through in panels of whole rows, so that memory does not grow with 
 
 from __future__ import annotations
 
+import glob
 import math
 import shlex
 import threading
@@ -45,6 +46,14 @@ class Settings:
     progress: Progress = lambda tensor, nbytes: None
 
 
+class UnsoundShardError(Exception):
+    """A shard that cannot be finished, because of these tensors."""
+
+    def __init__(self, errors: list[NumericError]) -> None:
+        super().__init__()
+        self.errors = errors
+
+
 class Worker(Protocol):
     """Does the steps of one scale group of one shard, or of one tensor."""
 
@@ -66,16 +75,14 @@ class Quantizer:
     def __call__(self, steps: list[Step], writer: ShardWriter, stop: threading.Event) -> None:
         if not steps[0].amax_of:
             return _copy(self._source, steps, writer, stop)
-        group_amax = max(self._amax(ref) for ref in steps[0].amax_of)
+        amax = {ref: self._amax(ref) for ref in steps[0].amax_of}
+        if unsound := [not_finite(ref, self._source.read(ref)) for ref, value in amax.items() if not math.isfinite(value)]:
+            raise UnsoundShardError(unsound)
         for step in steps:
-            self._quantize(step, group_amax, writer, stop)
+            self._quantize(step, max(amax.values()), writer, stop)
 
     def _amax(self, ref: TensorRef) -> float:
-        data = self._source.read(ref)
-        amax = self._backend.amax(Matrix(data, ref.dtype, (ref.shape[0], ref.shape[1])))
-        if not math.isfinite(amax):
-            raise not_finite(ref, data)
-        return amax
+        return self._backend.amax(Matrix(self._source.read(ref), ref.dtype, (ref.shape[0], ref.shape[1])))
 
     def _quantize(self, step: Step, group_amax: float, writer: ShardWriter, stop: threading.Event) -> None:
         (ref,), fmt, columns = step.refs, self._recipe.format, step.shape[1]
@@ -115,7 +122,8 @@ class Dequantizer:
                 try:
                     values = self._backend.dequantize(q.rows(first, last), output.dtype)
                 except NumericError as error:
-                    raise NumericError(error.code, f"{output.name}: {error.message}", error.next_step, output.name) from None
+                    named = NumericError(error.code, f"{output.name}: {error.message}", error.next_step, output.name)
+                    raise UnsoundShardError([named]) from None
                 writer.append(output, values)
 
 
@@ -142,16 +150,13 @@ def not_finite(ref: TensorRef, data: memoryview) -> NumericError:
     kind = "NaN" if np.isnan(raw[bad[0]]) else "Inf"
     index = [int(bad[0]) // ref.shape[-1], int(bad[0]) % ref.shape[-1]]
     detail = f"{ref.file}: {ref.name} has {len(bad)} values that are NaN or Inf, the first {kind} at {index}"
-    module = ref.name.removesuffix(".weight")
-    return NumericError("not-finite", f"{detail}; weights must be finite", f"--exclude {shlex.quote(module)}", ref.name)
+    return NumericError("not-finite", f"{detail}; weights must be finite", f"--exclude {_pattern(ref)}", ref.name)
 
 
-class UnsoundShardError(Exception):
-    """A shard that cannot be finished, because tensors in it are not finite."""
-
-    def __init__(self, errors: list[NumericError]) -> None:
-        super().__init__()
-        self.errors = errors
+def _pattern(ref: TensorRef) -> str:
+    """A pattern for the shell that fits this module alone, whatever its name holds."""
+    pattern = glob.escape(ref.name.removesuffix(".weight"))
+    return shlex.quote(f"[r]{pattern[1:]}" if pattern.startswith("re:") else pattern)
 
 
 def fill_shard(task: Task, writer: ShardWriter, worker: Worker, settings: Settings) -> None:
@@ -166,16 +171,19 @@ def fill_shard(task: Task, writer: ShardWriter, worker: Worker, settings: Settin
     with ThreadPoolExecutor(settings.workers or processors()) as pool:
         futures = [pool.submit(do, steps) for steps in _by_scale_group(task)]
         try:
-            errors = [error for future in futures if (error := future.exception()) is not None]
-            for error in errors:
-                if not isinstance(error, NumericError):
+            unsound: list[NumericError] = []
+            for future in futures:
+                error = future.exception()
+                if isinstance(error, UnsoundShardError):
+                    unsound += error.errors
+                elif error is not None:
                     raise error
         except BaseException:
             stop.set()
             pool.shutdown(cancel_futures=True)
             raise
-    if errors:
-        raise UnsoundShardError([error for error in errors if isinstance(error, NumericError)])
+    if unsound:
+        raise UnsoundShardError(unsound)
 
 
 def _by_scale_group(task: Task) -> list[list[Step]]:

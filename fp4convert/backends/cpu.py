@@ -54,16 +54,21 @@ class Cpu:
         return values.view(np.uint8).data
 
     def _refuse_overflow(self, q: Quantized) -> None:
-        if block_steps(q).max(initial=0) * E2M1_MAX <= _FP16_MAX:
+        if _largest(block_steps(q)) * E2M1_MAX <= _FP16_MAX:
             return
-        wide = np.frombuffer(self.dequantize(q, "F32"), np.float32)
-        if (largest := float(np.abs(wide).max(initial=0))) > _FP16_MAX:
+        largest = _largest(np.frombuffer(self.dequantize(q, "F32"), np.float32))
+        if largest > _FP16_MAX:
             detail = f"the value {largest:g} is beyond {_FP16_MAX:g}, the largest of fp16"
             raise NumericError("fp16-overflow", detail, "Choose --dtype bf16 or fp32.")
 
     def _call(self, name: str, *arguments: Array | int) -> None:
         native = [ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data) for a in arguments]
         self._library[name](*native)
+
+
+def _largest(values: NDArray[np.float32]) -> float:
+    """The largest magnitude; NaN does not hide it."""
+    return float(np.fmax.reduce(np.abs(values), initial=0))
 
 
 def _aligned(x: Matrix) -> Array:

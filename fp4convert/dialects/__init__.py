@@ -19,7 +19,7 @@ class Dialect(Protocol):
 
     FORMATS            the formats it can say
     GLOBAL_SCALE_KIND  whether its global scale is a multiplier or a divisor
-    SUFFIXES           endings of tensor names that only an already quantized checkpoint has
+    SUFFIXES           endings of a quantized module's tensors, which no unquantized checkpoint has
     COMPANIONS         endings of a quantized module's other tensors, which mean nothing to ordinary weights
     """
 
@@ -53,8 +53,8 @@ class Dialect(Protocol):
         """The format that such a record declares, or None where it is not this dialect's."""
 
     @staticmethod
-    def modules(names: Iterable[str]) -> list[str]:
-        """The quantized modules among those tensor names."""
+    def is_ignored(quantization_config: Mapping[str, object], module: str) -> bool:
+        """True where engines that read this record would take the module for an ordinary one."""
 
 
 def dialect_named(name: str, fmt: Format | None = None) -> Dialect:
@@ -70,6 +70,12 @@ def dialect_named(name: str, fmt: Format | None = None) -> Dialect:
             "Choose another --dialect or --format.",
         )
     return dialect
+
+
+def quantized_modules(dialect: Dialect, names: Iterable[str]) -> list[str]:
+    """The modules that at least one of those tensor names says to be quantized, in order."""
+    found = (name.removesuffix(ending) for name in names for ending in dialect.SUFFIXES if name.endswith(ending))
+    return sorted(set(found))
 
 
 def is_quantized_name(name: str) -> bool:

@@ -15,11 +15,12 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 
 from fp4convert.formats import MXFP4, NVFP4, Format, Kind, Quantized
+from fp4convert.recipe import matches
 from fp4convert.shard import TensorSpec
 
 FORMATS = (NVFP4, MXFP4)
 GLOBAL_SCALE_KIND: Kind = "divisor"
-SUFFIXES = (".weight_packed", ".weight_global_scale")
+SUFFIXES = (".weight_packed", ".weight_scale", ".weight_global_scale")
 COMPANIONS = (".input_global_scale", ".input_scale")
 _SCALE_DTYPE = {NVFP4: "F8_E4M3", MXFP4: "U8"}
 
@@ -78,5 +79,8 @@ def recognise(quantization_config: Mapping[str, object]) -> Format | None:
     return next((fmt for fmt in FORMATS if declared == f"{fmt.name}-pack-quantized"), None)
 
 
-def modules(names: Iterable[str]) -> list[str]:
-    return sorted(name.removesuffix(".weight_packed") for name in names if name.endswith(".weight_packed"))
+def is_ignored(quantization_config: Mapping[str, object], module: str) -> bool:
+    """`ignore` holds exact names, and expressions after "re:" that are matched from the start."""
+    ignore = quantization_config.get("ignore")
+    patterns = [entry for entry in ignore if isinstance(entry, str)] if isinstance(ignore, list) else []
+    return any(pattern == module or (pattern.startswith("re:") and matches(pattern, module)) for pattern in patterns)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 
 from fp4convert.formats import NVFP4, Format, Kind, Quantized
 from fp4convert.shard import TensorSpec
@@ -80,5 +81,8 @@ def recognise(quantization_config: Mapping[str, object]) -> Format | None:
     return NVFP4 if is_ours and quantization_config.get("quant_algo") in _ALGORITHMS else None
 
 
-def modules(names: Iterable[str]) -> list[str]:
-    return sorted(name.removesuffix(".weight_scale_2") for name in names if name.endswith(".weight_scale_2"))
+def is_ignored(quantization_config: Mapping[str, object], module: str) -> bool:
+    """`ignore` holds wildcards; engines also look for each entry as a part of the name."""
+    ignore = quantization_config.get("ignore")
+    patterns = [entry for entry in ignore if isinstance(entry, str)] if isinstance(ignore, list) else []
+    return any(pattern in module or fnmatchcase(module, pattern) for pattern in patterns)

@@ -80,7 +80,11 @@ def open_source(reference: str, may_be_empty: bool = False) -> Source:
     Raises        InputError where it is neither, or is not a sound checkpoint
     """
     path = Path(reference)
-    if not path.exists():
+    try:
+        is_there = path.exists()
+    except OSError as error:
+        raise InputError("no-source", f"{reference[:100]}: {error.strerror}; expected a folder or a file") from None
+    if not is_there:
         detail = f"{reference}: no such file or folder; expected a checkpoint on this disk"
         raise InputError("no-source", detail, f"From the Hub, first: hf download {reference} --local-dir FOLDER")
     from fp4convert.sources.local import LocalSource

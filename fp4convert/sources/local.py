@@ -101,6 +101,10 @@ class LocalSource:
         left_out: list[str] = []
         for folder, folders, files in os.walk(self._folder):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for link in (name for name in folders if os.path.islink(os.path.join(folder, name))):
+                raise InputError(
+                    "folder-link", f"{link} is a link to a folder; expected a folder, or files", "Copy what it leads to."
+                )
             for name in sorted(name for name in files if not name.startswith(".")):
                 relative = os.path.relpath(os.path.join(folder, name), self._folder)
                 is_root_weight = relative == name and name.endswith(WEIGHTS)
@@ -119,13 +123,18 @@ def _regular(folder: Path, name: str) -> Path:
     allowed = [root]
     if root.parent.name == "snapshots":
         allowed.append(root.parent.parent / "blobs")
-    target = path.resolve()
+    try:
+        name.encode("utf-8")
+        target = path.resolve()
+        mode = path.stat().st_mode
+    except UnicodeEncodeError:
+        raise InputError(
+            "file-name", f"the name of {name!r} is not UTF-8; expected one that records can hold", "Rename it."
+        ) from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a link that leads to itself
+        raise InputError("unreadable", f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not any(target.is_relative_to(place) for place in allowed):
         raise InputError("link-outside", f"{name} is a link to {target}, outside the folder; expected a file in it")
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        raise InputError("unreadable", f"{name}: {error.strerror}") from None
     if not stat.S_ISREG(mode):
         raise InputError("not-a-file", f"{name} is not a regular file; expected one")
     return path

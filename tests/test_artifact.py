@@ -1,0 +1,296 @@
+"""What inspect says of a folder: the promised document, and every lie that headers and records can tell."""
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import (
+    INDEX,
+    LAYER,
+    SECOND,
+    Tensor,
+    bf16,
+    llama_shards,
+    pack_shard,
+    read_shard,
+    run,
+    weight,
+    write_checkpoint,
+    write_llama,
+    write_single,
+)
+
+TARGETS = [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("nvfp4", "modelopt")]
+DOWN = f"{LAYER}.mlp.down_proj"
+CT_NVFP4 = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
+    "ignore": ["lm_head"],
+}
+
+
+@pytest.fixture
+def artifact(tmp_path):
+    """A function that makes an artifact of that format and dialect."""
+
+    def make(format: str = "nvfp4", dialect: str = "compressed-tensors") -> Path:
+        out = tmp_path / "artifact"
+        options = ("--format", format, "--dialect", dialect, "-o", out)
+        assert run("quantize", write_llama(tmp_path / "source"), *options).code == 0
+        return out
+
+    return make
+
+
+def retell(folder: Path, **changes: Tensor | None) -> None:
+    """Rewrite the second shard with these tensors added, replaced or (None) left out; the index follows."""
+    tensors = {**read_shard(folder / SECOND), **changes}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    (folder / SECOND).write_bytes(pack_shard(tensors))
+    index = json.loads((folder / INDEX).read_text())
+    kept = {name: file for name, file in index["weight_map"].items() if file != SECOND}
+    index["weight_map"] = kept | dict.fromkeys(tensors, SECOND)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def inspect(folder: Path) -> dict:
+    outcome = run("inspect", folder, "--json")
+    document = outcome.json
+    errors = [finding for finding in document["findings"] if finding["level"] == "error"]
+    assert (outcome.code, document["healthy"]) == ((6, False) if errors else (0, True))
+    return document
+
+
+def errors_of(folder: Path) -> set[tuple[str, str | None]]:
+    return {(finding["code"], finding["tensor"]) for finding in inspect(folder)["findings"] if finding["level"] == "error"}
+
+
+@pytest.mark.parametrize(
+    ("format", "dialect", "expected"),
+    [
+        (
+            "nvfp4",
+            "compressed-tensors",
+            {
+                "format": "nvfp4",
+                "dialect": "compressed-tensors",
+                "block_size": 16,
+                "element_dtype": "fp4_e2m1",
+                "scale_dtype": "fp8_e4m3",
+                "scale_layout": {"declared": "linear", "detected": None},
+                "global_scale": {"dtype": "fp32", "stored_as": "divisor"},
+            },
+        ),
+        (
+            "nvfp4",
+            "modelopt",
+            {
+                "format": "nvfp4",
+                "dialect": "modelopt",
+                "block_size": 16,
+                "element_dtype": "fp4_e2m1",
+                "scale_dtype": "fp8_e4m3",
+                "scale_layout": {"declared": "linear", "detected": None},
+                "global_scale": {"dtype": "fp32", "stored_as": "multiplier"},
+            },
+        ),
+        (
+            "mxfp4",
+            "compressed-tensors",
+            {
+                "format": "mxfp4",
+                "dialect": "compressed-tensors",
+                "block_size": 32,
+                "element_dtype": "fp4_e2m1",
+                "scale_dtype": "e8m0",
+                "scale_layout": {"declared": "linear", "detected": None},
+                "global_scale": None,
+            },
+        ),
+    ],
+)
+def test_the_document_is_exactly_as_promised(format, dialect, expected, artifact):
+    document = inspect(artifact(format, dialect))
+    quantized = {
+        "q": (32, 64),
+        "k": (16, 64),
+        "v": (16, 64),
+        "o": (32, 64),
+        "gate": (128, 64),
+        "up": (128, 64),
+        "down": (64, 128),
+    }
+    elements = sum(rows * columns for rows, columns in quantized.values())
+    global_bits = 7 * 32 if format == "nvfp4" else 0
+    bits = document.pop("bits_per_weight")
+    assert bits == pytest.approx((elements * (4 + 8 / expected["block_size"]) + global_bits) / elements, abs=1e-4)
+    assert document.pop("share_read") == pytest.approx(0, abs=0.01)
+    assert document == {
+        **expected,
+        "nibble_order": "low_first",
+        "tensors": {"quantized": 7, "other": 4},
+        "findings": [],
+        "healthy": True,
+    }
+
+
+@pytest.mark.parametrize(("format", "dialect"), TARGETS)
+def test_a_foreign_artifact_is_judged_by_its_own_records(format, dialect, artifact):
+    folder = artifact(format, dialect)
+    expected = inspect(folder)
+    (folder / "quantization_config.json").unlink()
+    (folder / ".fp4convert" / "plan.json").unlink()
+    assert inspect(folder) == expected
+
+
+@pytest.mark.parametrize(
+    ("format", "dialect", "leaf"),
+    [
+        ("nvfp4", "compressed-tensors", "weight_packed"),
+        ("nvfp4", "compressed-tensors", "weight_scale"),
+        ("nvfp4", "compressed-tensors", "weight_global_scale"),
+        ("mxfp4", "compressed-tensors", "weight_packed"),
+        ("mxfp4", "compressed-tensors", "weight_scale"),
+        ("nvfp4", "modelopt", "weight"),
+        ("nvfp4", "modelopt", "weight_scale"),
+        ("nvfp4", "modelopt", "weight_scale_2"),
+    ],
+)
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_missing_or_misnamed_part_is_found(format, dialect, leaf, is_ours, artifact):
+    folder = artifact(format, dialect)
+    if not is_ours:
+        (folder / "quantization_config.json").unlink()
+        (folder / ".fp4convert" / "plan.json").unlink()
+    part = read_shard(folder / SECOND)[f"{DOWN}.{leaf}"]
+    retell(folder, **{f"{DOWN}.{leaf}": None})
+    missing = errors_of(folder)
+    assert any(tensor is not None and tensor.startswith(DOWN) for _, tensor in missing), missing
+    retell(folder, **{f"{DOWN}.{leaf}"[:-1]: part})
+    misnamed = errors_of(folder)
+    assert any(tensor is not None and tensor.startswith(DOWN) for _, tensor in misnamed), misnamed
+
+
+@pytest.mark.parametrize(
+    ("dialect", "leaf", "tensor"),
+    [
+        ("compressed-tensors", "weight_scale", ("F8_E4M3", (8, 64), bytes(512))),
+        ("compressed-tensors", "weight_scale", ("U8", (64, 8), bytes(512))),
+        ("compressed-tensors", "weight_scale", ("F8_E4M3", (64, 7), bytes(448))),
+        ("compressed-tensors", "weight_packed", ("U8", (64, 32), bytes(2048))),
+        ("compressed-tensors", "weight_packed", ("I8", (64, 64), bytes(4096))),
+        ("compressed-tensors", "weight_packed", ("U8", (4096,), bytes(4096))),
+        ("compressed-tensors", "weight_global_scale", ("F32", (), bytes(4))),
+        ("compressed-tensors", "weight_global_scale", ("F32", (2,), bytes(8))),
+        ("compressed-tensors", "weight_global_scale", ("BF16", (1,), bytes(2))),
+        ("modelopt", "weight", ("BF16", (64, 128), bf16(64, 128))),
+        ("modelopt", "weight_scale", ("F8_E4M3", (128, 128), bytes(16384))),
+        ("modelopt", "weight_scale_2", ("F32", (1,), bytes(4))),
+    ],
+)
+def test_a_part_of_another_shape_or_dtype_is_found(dialect, leaf, tensor, artifact):
+    folder = artifact("nvfp4", dialect)
+    retell(folder, **{f"{DOWN}.{leaf}": tensor})
+    found = errors_of(folder)
+    assert any(name is not None and name.startswith(DOWN) for _, name in found), found
+
+
+def test_mxfp4_scales_as_e8m0_are_found(artifact):
+    """Engines copy them by value, and compute garbage."""
+    folder = artifact("mxfp4")
+    retell(folder, **{f"{DOWN}.weight_scale": ("F8_E8M0", (64, 4), b"\x78" * 256)})
+    assert ("tensor-shape", f"{DOWN}.weight_scale") in errors_of(folder)
+
+
+@pytest.mark.parametrize(("format", "dialect"), TARGETS)
+def test_a_config_that_does_not_say_it_is_found(format, dialect, artifact):
+    folder = artifact(format, dialect)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert ("records-disagree", None) in errors_of(folder)
+    (folder / "config.json").unlink()
+    assert ("records-disagree", None) in errors_of(folder)
+
+
+@pytest.mark.parametrize("declared", [{"quant_method": "fp8"}, {**CT_NVFP4, "format": "mxfp4-pack-quantized"}, "nvfp4", 7, None])
+def test_a_config_that_says_something_else_is_found(declared, artifact):
+    folder = artifact()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": declared}))
+    assert ("records-disagree", None) in errors_of(folder)
+
+
+def test_a_quantized_module_among_the_ignored_is_found(artifact):
+    folder = artifact()
+    record = json.loads((folder / "quantization_config.json").read_text())
+    (folder / "quantization_config.json").write_text(json.dumps({**record, "ignore": [*record["ignore"], DOWN]}))
+    assert ("ignored-but-quantized", DOWN) in errors_of(folder)
+
+
+def test_a_quantized_module_that_the_runtime_ignores_is_found(artifact):
+    folder = artifact()
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"].append(DOWN)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert ("ignored-but-quantized", DOWN) in errors_of(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": None},
+        {"format": "int4"},
+        {"format": 7},
+        {"dialect": None},
+        {"dialect": "awq"},
+        {"dialect": ["modelopt"]},
+        {"ignore": 7, "files": 7},
+        {"files": {"../source/config.json": 7, "absent": None}},
+        {"scale_layout": {"a": 1}, "nibble_order": 5},
+    ],
+)
+def test_a_record_of_nonsense_is_an_answer_and_never_a_traceback(change, artifact):
+    folder = artifact()
+    record = json.loads((folder / "quantization_config.json").read_text())
+    (folder / "quantization_config.json").write_text(json.dumps({**record, **change}))
+    for command in ("inspect", "verify"):
+        assert run(command, folder, "--json").code in (0, 2, 6)
+        assert run(command, folder).code in (0, 2, 6)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"identity": 7}', '{"identity": {"format": 1}}'])
+def test_a_damaged_plan_of_an_unfinished_folder_is_no_traceback(text, artifact):
+    folder = artifact()
+    (folder / "quantization_config.json").unlink()
+    (folder / "config.json").unlink()
+    (folder / ".fp4convert" / "plan.json").write_text(text)
+    assert run("inspect", folder, "--json").code in (2, 6)
+
+
+def test_nothing_quantized_is_a_doubt(tmp_path):
+    tensors = {"model.norm.weight": ("BF16", (64,), bf16(64))}
+    folder = write_single(tmp_path / "m", tensors, {"quantization_config": CT_NVFP4})
+    document = inspect(folder)
+    assert [(finding["level"], finding["code"]) for finding in document["findings"]] == [("warning", "nothing-quantized")]
+    assert document["bits_per_weight"] is None
+
+
+def test_a_foreign_artifact_written_by_hand_is_read(tmp_path):
+    tensors = {
+        f"{DOWN}.weight_packed": ("U8", (16, 32), bytes(512)),
+        f"{DOWN}.weight_scale": ("F8_E4M3", (16, 4), b"\x38" * 64),
+        f"{DOWN}.weight_global_scale": ("F32", (1,), b"\0\0\x80?"),
+        "lm_head.weight": weight(),
+    }
+    document = inspect(write_single(tmp_path / "m", tensors, {"quantization_config": CT_NVFP4}))
+    assert document["tensors"] == {"quantized": 1, "other": 1}
+    assert document["bits_per_weight"] == pytest.approx(4.5 + 32 / 1024, abs=1e-4)
+
+
+@pytest.mark.parametrize("config", [{}, {"quantization_config": {"quant_method": "gptq", "bits": 4}}])
+def test_what_is_no_artifact_is_bad_input(config, tmp_path):
+    outcome = run("inspect", write_checkpoint(tmp_path / "m", llama_shards(), config), "--json")
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "not-an-artifact")

@@ -1,0 +1,249 @@
+"""The command line: exit codes, one JSON document whatever happens, golden help, and nothing heavy loaded before its time."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from checkpoints import LAYER, run, run_alone, start, weight, write_llama, write_single, write_zeros
+
+GOLDEN = Path(__file__).parent / "golden" / "help"
+COMMANDS = ("quantize", "inspect", "verify", "dequantize")
+HEAVY = ("torch", "cupy", "transformers", "huggingface_hub", "safetensors", "compressed_tensors", "modelopt")
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_llama(tmp_path / "source")
+
+
+@pytest.fixture
+def artifact(source, tmp_path):
+    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "artifact").code == 0
+    return tmp_path / "artifact"
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_is_golden(command):
+    """After a change on purpose: COLUMNS=100 NO_COLOR=1 TERM=dumb fp4convert COMMAND --help, read, and kept."""
+    outcome = run_alone(*command.split(), "--help")
+    assert (outcome.code, outcome.err) == (0, "")
+    golden = (GOLDEN / f"{command or 'fp4convert'}.txt").read_text(encoding="utf-8")
+    assert [line.rstrip() for line in outcome.out.splitlines()] == golden.splitlines()
+
+
+def test_every_command_is_in_the_help():
+    listed = (GOLDEN / "fp4convert.txt").read_text(encoding="utf-8")
+    assert {path.stem for path in GOLDEN.iterdir()} == {"fp4convert", *COMMANDS}
+    for command in COMMANDS:
+        assert re.search(rf"\b{command}\b", listed)
+
+
+def test_the_short_help_is_the_long_one():
+    assert run("quantize", "-h").out == run("quantize", "--help").out
+
+
+def test_version():
+    outcome = run("--version")
+    assert (outcome.code, outcome.out) == (0, f"fp4convert {version('fp4convert')}\n")
+
+
+def test_no_command_shows_the_help_and_is_bad_usage():
+    outcome = run()
+    assert outcome.code == 2
+    assert "quantize" in outcome.out + outcome.err
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("quantize",),
+        ("quantize", "SOURCE"),
+        ("quantize", "SOURCE", "--format"),
+        ("quantize", "SOURCE", "--format", "int4"),
+        ("quantize", "SOURCE", "--format", "NVFP4"),
+        ("quantize", "SOURCE", "--format", "nvfp4", "--dialect", "awq"),
+        ("quantize", "SOURCE", "--format", "mxfp4", "--dialect", "modelopt"),
+        ("quantize", "SOURCE", "--format", "nvfp4", "--scale-rule", "even"),
+        ("quantize", "SOURCE", "--format", "nvfp4", "--device", "cuda"),
+        ("quantize", "SOURCE", "--format", "nvfp4", "--device", "tpu"),
+        ("quantize", "SOURCE", "--format", "nvfp4", "--workers", "-1"),
+        ("quantize", "SOURCE", "--format", "nvfp4", "--workers", "many"),
+        ("quantize", "SOURCE", "--format", "nvfp4", "--exclude", "re:("),
+        ("quantize", "SOURCE", "--format", "nvfp4", "--include", "re:["),
+        ("quantize", "SOURCE", "--format", "nvfp4", "--no-such-option"),
+        ("quantize", "SOURCE", "surplus", "--format", "nvfp4"),
+        ("quantize", "absent", "--format", "nvfp4"),
+        ("inspect",),
+        ("inspect", "absent"),
+        ("inspect", "SOURCE"),
+        ("verify",),
+        ("verify", "SOURCE"),
+        ("verify", "ARTIFACT", "--min-sqnr", "20"),
+        ("verify", "ARTIFACT", "--source", "absent"),
+        ("verify", "ARTIFACT", "--source", "SOURCE", "--min-sqnr", "good"),
+        ("dequantize", "ARTIFACT"),
+        ("dequantize", "SOURCE", "-o", "OUT"),
+        ("dequantize", "ARTIFACT", "-o", "OUT", "--dtype", "int8"),
+        ("dequantize", "ARTIFACT", "-o", "OUT", "--device", "cuda:7"),
+        ("no-such-command",),
+        ("--no-such-option",),
+    ],
+)
+def test_bad_usage_is_exit_2_one_document_and_nothing_written(arguments, source, artifact, tmp_path, monkeypatch):
+    places = {"SOURCE": str(source), "ARTIFACT": str(artifact), "OUT": str(tmp_path / "OUT")}
+    monkeypatch.chdir(tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    words = [places.get(word, word) for word in arguments]
+    for outcome in (run(*words), run(*words, "--json")):
+        assert outcome.code == 2
+        assert outcome.err.startswith("error: ")
+    error = outcome.json["error"]
+    assert set(error) == {"code", "exit", "message", "tensor", "next"}
+    assert (error["exit"], bool(error["code"]), bool(error["message"])) == (2, True, True)
+    assert run(*words).out == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_json_is_one_document_on_stdout_for_every_command_that_ends_well(source, artifact, tmp_path):
+    commands = (
+        ("quantize", source, "--format", "mxfp4", "-o", tmp_path / "out"),
+        ("quantize", source, "--format", "mxfp4", "--dry-run"),
+        ("inspect", artifact),
+        ("verify", artifact, "--source", source),
+        ("dequantize", artifact, "-o", tmp_path / "plain"),
+    )
+    for command in commands:
+        outcome = run(*command, "--json")
+        assert outcome.code == 0
+        assert "error" not in outcome.json
+
+
+def test_a_dry_run_has_exactly_the_promised_keys_and_writes_nothing(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    document = run("quantize", source, "--format", "nvfp4", "--dry-run", "--json").json
+    assert list(document) == [
+        "format",
+        "dialect",
+        "source_bytes",
+        "output_bytes",
+        "peak_memory_bytes",
+        "peak_disk_bytes",
+        "tensors",
+        "warnings",
+    ]
+    assert list(document["tensors"][0]) == ["name", "action", "reason", "group", "source_bytes", "output_bytes"]
+    assert len(document["tensors"]) == 11
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_dry_run_refuses_what_a_run_would_refuse(tmp_path, source):
+    artifact = tmp_path / "q"
+    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
+    assert run("quantize", artifact, "--format", "nvfp4", "--dry-run").code == 2
+
+
+def test_findings_are_exit_6(artifact, source):
+    (artifact / "config.json").unlink()
+    assert run("inspect", artifact).code == 6
+    assert run("verify", artifact).code == 6
+    outcome = run("verify", artifact, "--json")
+    assert (outcome.code, outcome.json["passed"]) == (6, False)
+
+
+def test_dequantize_refuses_what_is_not_sound(artifact, tmp_path):
+    (artifact / "config.json").unlink()
+    outcome = run("dequantize", artifact, "-o", tmp_path / "plain", "--json")
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "unsound-artifact")
+    assert not (tmp_path / "plain").exists()
+
+
+def test_fp16_refuses_what_it_cannot_hold(tmp_path):
+    source = write_single(tmp_path / "m", {"x.o_proj.weight": ("BF16", (1, 16), b"\x80\x48" * 16)})  # 2^18
+    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q").code == 0
+    outcome = run("dequantize", tmp_path / "q", "-o", tmp_path / "out", "--dtype", "fp16", "--json")
+    assert (outcome.code, outcome.json["error"]["tensor"]) == (2, "x.o_proj.weight")
+    assert "65504" in outcome.json["error"]["message"]
+    assert run("dequantize", tmp_path / "q", "-o", tmp_path / "ok", "--dtype", "bf16").code == 0
+
+
+def modules_after(*arguments: object) -> set[str]:
+    """Top-level modules loaded when the command ends."""
+    code = (
+        "import sys\nfrom fp4convert.cli import main\ntry:\n    main()\nexcept SystemExit as stopped:\n"
+        "    assert not stopped.code, stopped.code\nprint('\\nLOADED', *sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return set(ended.stdout.rpartition("LOADED")[2].split())
+
+
+def test_conversion_and_inspection_load_nothing_heavy(source, artifact, tmp_path):
+    for arguments in (
+        ("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out"),
+        ("quantize", source, "--format", "nvfp4", "--dry-run"),
+        ("inspect", artifact),
+        ("verify", artifact, "--source", source),
+    ):
+        assert modules_after(*arguments).isdisjoint(HEAVY), arguments
+
+
+def test_help_and_version_load_no_numpy():
+    for arguments in (("--help",), ("--version",), ("quantize", "--help"), ("verify", "--help")):
+        assert modules_after(*arguments).isdisjoint((*HEAVY, "numpy", "ml_dtypes"))
+
+
+def test_inspection_loads_no_numpy(artifact):
+    assert modules_after("inspect", artifact).isdisjoint(("numpy", "ml_dtypes"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_signals_end_the_command_with_their_code(options, number, code, tmp_path):
+    source, out = write_zeros(tmp_path / "source"), tmp_path / "out"
+    with start("quantize", source, "--format", "mxfp4", "-o", out, "--workers", "1", *options) as process:
+        for _ in range(2000):
+            if (out / ".fp4convert" / "plan.json").exists():
+                break
+            time.sleep(0.005)
+        process.send_signal(number)
+        printed, told = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert "Traceback" not in told
+    assert "interrupted" in told
+    assert f"fp4convert quantize {source} --format mxfp4 -o {out}" in told
+    assert not options or json.loads(printed)["error"]["exit"] == code
+
+
+def test_a_reader_that_goes_away_is_no_bug_of_ours(source):
+    """fp4convert ... --dry-run --json | head -1"""
+    source = write_single(source.parent / "many", {f"{LAYER}.x{number}.weight": weight(0, 1, 16) for number in range(3000)})
+    with start("quantize", source, "--format", "nvfp4", "--dry-run", "--json") as process:
+        process.stdout.readline()
+        process.stdout.close()
+        told = process.stderr.read()
+        process.wait(timeout=20)
+    assert "Traceback" not in told
+    assert "Exception ignored" not in told
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_unicode_is_served(encoding, source, tmp_path):
+    name = "mödel.漢.weight"
+    source = write_single(tmp_path / "m", {name: weight()})
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "fp4convert", "quantize", str(source), "--format", "nvfp4", "--dry-run"]
+    ended = subprocess.run(command, capture_output=True, env=environment, check=False, timeout=30)
+    assert (ended.returncode, b"Traceback" in ended.stderr) == (0, False), ended.stderr
+
+
+def test_the_module_runs_as_the_command():
+    ended = subprocess.run([sys.executable, "-m", "fp4convert", "--version"], capture_output=True, text=True, check=True)
+    assert ended.stdout == f"fp4convert {version('fp4convert')}\n"

@@ -1,0 +1,177 @@
+"""A folder, one file, or a snapshot of the Hub's cache: which files it has, and which bytes."""
+
+import json
+import math
+import os
+
+import pytest
+from checkpoints import LAYER, bf16, llama_shards, pack_shard, weight, write_checkpoint, write_llama, write_single
+
+from fp4convert.errors import InputError
+from fp4convert.sources import open_source
+
+SNAPSHOT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def opened(path):
+    return open_source(str(path))
+
+
+def test_the_bytes_of_every_tensor_are_those_that_were_written(tmp_path):
+    source = opened(write_llama(tmp_path / "m"))
+    stored = {name: tensor for shard in llama_shards().values() for name, tensor in shard.items()}
+    assert {ref.name: (ref.dtype, ref.shape, bytes(source.read(ref))) for ref in source.checkpoint.tensors} == stored
+    source.close()
+
+
+def test_an_empty_tensor_and_an_unaligned_one_are_read(tmp_path):
+    tensors = {"odd": ("U8", (1,), b"\7"), "empty": ("BF16", (0, 64), b""), "w": ("BF16", (32, 64), bf16(32, 64))}
+    source = opened(write_single(tmp_path / "m", tensors))
+    assert {ref.name: bytes(source.read(ref)) for ref in source.checkpoint.tensors} == {
+        name: data for name, (_, _, data) in tensors.items()
+    }
+
+
+def test_the_name_of_a_folder_of_a_file_and_of_here(tmp_path, monkeypatch):
+    folder = write_single(tmp_path / "Llama-3.1", {"w.weight": weight()})
+    assert opened(folder).name == "Llama-3.1"
+    assert opened(folder / "model.safetensors").name == "model"
+    monkeypatch.chdir(folder)
+    assert opened(".").name == "Llama-3.1"
+
+
+def test_sidecars_are_all_other_files_at_any_depth_but_hidden_ones(tmp_path):
+    folder = write_llama(tmp_path / "m", **{"tokenizer.json": b"{}", ".gitattributes": b"x"})
+    (folder / "assets" / "deep").mkdir(parents=True)
+    (folder / "assets" / "deep" / "voice.txt").write_bytes(b"v")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "x.json").write_bytes(b"{}")
+    assert opened(folder).checkpoint.sidecars == ("tokenizer.json", "assets/deep/voice.txt")
+
+
+def test_weights_in_another_form_stay_behind(tmp_path):
+    files = {"pytorch_model.bin": b"p", "tf_model.h5": b"h", "model.onnx": b"o", "model.Q4.gguf": b"g", "vocab.txt": b"v"}
+    folder = write_llama(tmp_path / "m", **files)
+    (folder / "original").mkdir()
+    (folder / "original" / "consolidated.00.pth").write_bytes(b"c")
+    checkpoint = opened(folder).checkpoint
+    assert set(checkpoint.left_out) == {*files, "original/consolidated.00.pth"} - {"vocab.txt"}
+    assert checkpoint.sidecars == ("vocab.txt",)
+
+
+def test_config_holds_what_the_file_holds(tmp_path):
+    folder = write_llama(tmp_path / "m")
+    (folder / "config.json").write_text('{"a": NaN, "b": -Infinity, "c": -1, "d": {"e": [1e-05, null, "é"]}}')
+    config = opened(folder).checkpoint.config
+    assert math.isnan(config.pop("a"))
+    assert config == {"b": -math.inf, "c": -1, "d": {"e": [1e-05, None, "é"]}}
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{", b'{"a":1,"a":2}', b"\xff\xfe{", b'{"a":"\\ud800"}'])
+def test_a_damaged_config_is_refused(text, tmp_path):
+    folder = write_llama(tmp_path / "m", **{"config.json": text})
+    with pytest.raises(InputError, match=r"config\.json"):
+        opened(folder)
+
+
+def test_one_file_is_a_checkpoint_without_anything_beside_it(tmp_path):
+    folder = write_single(tmp_path / "m", {f"{LAYER}.mlp.down_proj.weight": weight()})
+    (folder / "tokenizer.json").write_bytes(b"{}")
+    checkpoint = opened(folder / "model.safetensors").checkpoint
+    assert (checkpoint.config, checkpoint.sidecars, len(checkpoint.shards)) == ({}, (), 1)
+
+
+def test_one_shard_of_several_is_opened_alone(tmp_path):
+    folder = write_checkpoint(tmp_path / "m", {"a.safetensors": {"a": weight()}, "b.safetensors": {"b": weight(1)}})
+    assert [ref.name for ref in opened(folder / "b.safetensors").checkpoint.tensors] == ["b"]
+
+
+def cache(root, tensors):
+    """models--org--name as the Hub's client lays it out; returns the snapshot."""
+    blobs, snapshot = root / "models--org--name" / "blobs", root / "models--org--name" / "snapshots" / SNAPSHOT
+    blobs.mkdir(parents=True)
+    (snapshot / "sub").mkdir(parents=True)
+    contents = {"model.safetensors": pack_shard(tensors), "config.json": b"{}", "sub/vocab.txt": b"v"}
+    for number, (file, data) in enumerate(contents.items()):
+        (blobs / f"blob{number}").write_bytes(data)
+        (snapshot / file).symlink_to(os.path.relpath(blobs / f"blob{number}", (snapshot / file).parent))
+    return snapshot
+
+
+def test_links_into_the_blobs_of_the_cache_are_followed(tmp_path):
+    source = opened(cache(tmp_path, {"w.weight": weight()}))
+    (ref,) = source.checkpoint.tensors
+    assert bytes(source.read(ref)) == weight()[2]
+    assert source.checkpoint.sidecars == ("sub/vocab.txt",)
+    with source.open_file("sub/vocab.txt") as stream:
+        assert stream.read() == b"v"
+
+
+def test_links_inside_the_folder_are_followed(tmp_path):
+    folder = write_single(tmp_path / "m", {"w.weight": weight()})
+    (folder / "model.safetensors").rename(folder / ".blob")
+    (folder / "model.safetensors").symlink_to(".blob")
+    assert [ref.name for ref in opened(folder).checkpoint.tensors] == ["w.weight"]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "vocab.txt"])
+def test_links_that_lead_outside_are_refused(file, tmp_path):
+    folder = write_llama(tmp_path / "m")
+    (tmp_path / "secret").write_bytes(b"{}")
+    (folder / file).unlink(missing_ok=True)
+    (folder / file).symlink_to(tmp_path / "secret")
+    with pytest.raises(InputError) as caught:
+        opened(folder)
+    assert "outside" in caught.value.message or "both" in caught.value.message
+
+
+def test_blobs_are_only_those_of_the_own_repository(tmp_path):
+    snapshot = cache(tmp_path, {"w.weight": weight()})
+    other = tmp_path / "models--org--other" / "blobs"
+    other.mkdir(parents=True)
+    (other / "secret").write_bytes(b"s")
+    (snapshot / "vocab.txt").symlink_to(other / "secret")
+    with pytest.raises(InputError, match="outside"):
+        opened(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("files", "code"),
+    [
+        ({}, "no-weights"),
+        ({"config.json": b"{}"}, "no-weights"),
+        ({"pytorch_model.bin": b"x"}, "pickle"),
+        ({"model.gguf": b"x"}, "gguf"),
+    ],
+)
+def test_a_folder_without_safetensors_is_refused(files, code, tmp_path):
+    for file, data in files.items():
+        (tmp_path / file).write_bytes(data)
+    with pytest.raises(InputError) as caught:
+        opened(tmp_path)
+    assert caught.value.code == code
+
+
+def test_nothing_there_names_the_way_to_the_hub(tmp_path):
+    with pytest.raises(InputError) as caught:
+        open_source("meta-llama/Llama-3.1-8B")
+    assert caught.value.code == "no-source"
+    assert "meta-llama/Llama-3.1-8B" in caught.value.next_step
+
+
+def test_the_stamp_changes_when_a_shard_does(tmp_path):
+    folder = write_single(tmp_path / "m", {"w.weight": weight()})
+    before = opened(folder).checkpoint.stamps
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    assert opened(folder).checkpoint.stamps != before
+    assert set(before) == {"model.safetensors"}
+
+
+def test_files_are_found_and_opened_by_name(tmp_path):
+    source = opened(write_llama(tmp_path / "m", **{"notes.txt": b"n"}))
+    assert source.has_file("notes.txt")
+    assert not source.has_file("absent.txt")
+    with source.open_file("notes.txt") as stream:
+        assert stream.read() == b"n"
+    with source.open_file("config.json") as stream:
+        assert json.load(stream)["model_type"] == "llama"

@@ -1,0 +1,323 @@
+"""The output folder: whose it is, what a second run does in it, and what a full or forbidden disk leaves behind."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import FIRST, INDEX, SECOND, llama_shards, run, start, write_checkpoint, write_llama, write_zeros
+
+STATE = ".fp4convert"
+RECORDS = ("config.json", INDEX, "quantization_config.json")
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_llama(tmp_path / "source", **{"tokenizer.json": b"{}"})
+
+
+def quantize(source: Path, out: Path, *options: object):
+    return run("quantize", source, "--format", "nvfp4", "-o", out, "--json", *options)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder but the state of the conversion."""
+    files = (path for path in folder.rglob("*") if path.is_file() and STATE not in path.parts)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("*.safetensors")}
+
+
+def refusal(outcome, code: str) -> dict:
+    error = outcome.json["error"]
+    assert (outcome.code, error["exit"], error["code"]) == (5, 5, code), outcome
+    return error
+
+
+@pytest.mark.parametrize("options", [(), ("--force",)])
+def test_a_foreign_folder_is_refused_and_untouched(options, source, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_bytes(b"years of work")
+    error = refusal(quantize(source, out, *options), "foreign-output")
+    assert str(out) in error["message"]
+    assert "thesis.txt" in error["message"]
+    assert {path.name for path in out.iterdir()} == {"thesis.txt"}
+    assert (out / "thesis.txt").read_bytes() == b"years of work"
+
+
+@pytest.mark.parametrize("options", [(), ("--force",)])
+@pytest.mark.parametrize("place", [".", "out", "deep/down/out", "../source/out"])
+def test_an_output_in_the_source_is_refused_and_the_source_untouched(place, options, source):
+    before = contents(source)
+    outcome = quantize(source, source / place, *options)
+    error = outcome.json["error"]
+    assert (outcome.code, error["exit"], error["code"]) == (2, 2, "output-in-source")
+    assert contents(source) == before
+    assert not list(source.rglob(STATE))
+
+
+def test_an_output_in_the_source_is_refused_through_a_link(source, tmp_path):
+    (tmp_path / "link").symlink_to(source)
+    assert quantize(source, tmp_path / "link" / "out").json["error"]["code"] == "output-in-source"
+    assert quantize(tmp_path / "link", source / "out").json["error"]["code"] == "output-in-source"
+
+
+def test_an_empty_folder_is_taken(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    assert quantize(source, tmp_path / "out").code == 0
+
+
+def test_a_file_is_no_folder(source, tmp_path):
+    (tmp_path / "out").write_bytes(b"x")
+    refusal(quantize(source, tmp_path / "out"), "foreign-output")
+    assert (tmp_path / "out").read_bytes() == b"x"
+
+
+def test_a_second_run_does_nothing_and_gives_the_same_digest(source, tmp_path):
+    out = tmp_path / "out"
+    first = quantize(source, out)
+    before, untouched = contents(out), stamps(out)
+    second = quantize(source, out)
+    assert (first.code, second.code) == (0, 0)
+    assert first.json["digest"] == second.json["digest"]
+    assert contents(out) == before
+    assert stamps(out) == untouched
+
+
+@pytest.mark.parametrize("harm", ["deleted", "flipped", "shortened", "lengthened", "emptied"])
+def test_a_harmed_shard_is_done_again_and_the_other_is_not(harm, source, tmp_path):
+    out = tmp_path / "out"
+    first = quantize(source, out)
+    before, untouched = contents(out), stamps(out)
+    data = before[SECOND]
+    flipped = data[:-1] + bytes([data[-1] ^ 1])
+    harmed = {"flipped": flipped, "shortened": data[:-1], "lengthened": data + b"\0", "emptied": b""}
+    (out / SECOND).unlink()
+    if harm in harmed:
+        (out / SECOND).write_bytes(harmed[harm])
+    assert quantize(source, out).json["digest"] == first.json["digest"]
+    assert contents(out) == before
+    assert stamps(out)[FIRST] == untouched[FIRST]
+
+
+@pytest.mark.parametrize("file", [*RECORDS, "tokenizer.json"])
+def test_a_missing_or_changed_small_file_is_written_again(file, source, tmp_path):
+    out = tmp_path / "out"
+    quantize(source, out)
+    before = contents(out)
+    (out / file).write_bytes(b"{}changed")
+    quantize(source, out)
+    assert contents(out) == before
+    (out / file).unlink()
+    quantize(source, out)
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("options", [("--format", "mxfp4"), ("--dialect", "modelopt"), ("--exclude", "*.o_proj")])
+def test_a_finished_artifact_gives_way_to_another_plan_only_by_force(options, source, tmp_path):
+    out, fresh = tmp_path / "out", tmp_path / "fresh"
+    quantize(source, out)
+    before = contents(out)
+    error = refusal(quantize(source, out, *options), "other-plan")
+    assert "--force" in error["next"]
+    assert contents(out) == before
+    (out / "notes.txt").write_bytes(b"mine")
+    (out / "mine").mkdir()
+    (out / "mine" / "model.safetensors").write_bytes(b"mine too")
+    forced, clean = quantize(source, out, *options, "--force"), quantize(source, fresh, *options)
+    assert (forced.code, forced.json["digest"]) == (0, clean.json["digest"])
+    expected = {**contents(fresh), "notes.txt": b"mine", "mine/model.safetensors": b"mine too"}
+    assert contents(out) == expected
+
+
+def test_another_source_is_another_plan(source, tmp_path):
+    other = write_checkpoint(tmp_path / "other", {"model.safetensors": llama_shards()[SECOND]})
+    out = tmp_path / "out"
+    quantize(source, out)
+    refusal(quantize(other, out), "other-plan")
+    assert quantize(other, out, "--force").code == 0
+    assert not (out / FIRST).exists()
+    assert not (out / INDEX).exists()
+
+
+def test_what_modelopt_alone_writes_goes_when_it_is_replaced(source, tmp_path):
+    out = tmp_path / "out"
+    quantize(source, out, "--dialect", "modelopt")
+    assert (out / "hf_quant_config.json").exists()
+    quantize(source, out, "--force")
+    assert not (out / "hf_quant_config.json").exists()
+
+
+@pytest.mark.parametrize("victim", ["../victim", "{tmp}/victim"])
+def test_force_removes_nothing_outside_the_folder_whatever_its_plan_says(victim, source, tmp_path):
+    out = tmp_path / "out"
+    quantize(source, out)
+    (tmp_path / "victim").write_bytes(b"mine")
+    plan = json.loads((out / STATE / "plan.json").read_text())
+    plan["files"].append(victim.format(tmp=tmp_path))
+    (out / STATE / "plan.json").write_text(json.dumps(plan))
+    quantize(source, out, "--format", "mxfp4", "--force")
+    assert (tmp_path / "victim").read_bytes() == b"mine"
+
+
+def test_a_damaged_plan_is_not_guessed_at(source, tmp_path):
+    out = tmp_path / "out"
+    quantize(source, out)
+    (out / STATE / "plan.json").write_bytes(b"{")
+    before = contents(out)
+    refusal(quantize(source, out), "other-plan")
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("removed", ["quantization_config.json", "all but the plan"])
+def test_an_unfinished_folder_is_found_and_continued(removed, source, tmp_path):
+    out = tmp_path / "out"
+    first = quantize(source, out)
+    if removed == "all but the plan":
+        plan = (out / STATE / "plan.json").read_bytes()
+        shutil.rmtree(out)
+        (out / STATE).mkdir(parents=True)
+        (out / STATE / "plan.json").write_bytes(plan)
+    else:
+        (out / removed).unlink()
+    inspected = run("inspect", out, "--json")
+    assert inspected.code == 6
+    assert ("error", "unfinished") in [(found["level"], found["code"]) for found in inspected.json["findings"]]
+    assert inspected.json["healthy"] is False
+    assert quantize(source, out).json["digest"] == first.json["digest"]
+    assert run("inspect", out).code == 0
+
+
+def test_a_changed_recipe_takes_over_an_unfinished_folder_and_its_finished_shards(source, tmp_path):
+    out = tmp_path / "out"
+    quantize(source, out)
+    (out / "quantization_config.json").unlink()
+    untouched = stamps(out)[FIRST]
+    outcome = quantize(source, out, "--exclude", "*.o_proj")
+    assert outcome.code == 0
+    assert stamps(out)[FIRST] == untouched
+    assert outcome.json["digest"] == quantize(source, tmp_path / "fresh", "--exclude", "*.o_proj").json["digest"]
+
+
+def wait_for(path: Path, process: subprocess.Popen) -> None:
+    for _ in range(2000):
+        if path.exists():
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    raise TimeoutError(path)
+
+
+def test_of_two_runs_at_once_the_second_is_turned_away(tmp_path):
+    source, out = write_zeros(tmp_path / "source"), tmp_path / "out"
+    with start("quantize", source, "--format", "nvfp4", "-o", out, "--workers", "1", "--json") as first:
+        wait_for(out / STATE / "plan.json", first)
+        first.send_signal(signal.SIGSTOP)
+        try:
+            refusal(quantize(source, out), "locked")
+            refusal(quantize(source, out, "--force"), "locked")
+            refusal(quantize(source, out, "--format", "mxfp4"), "locked")
+        finally:
+            first.send_signal(signal.SIGCONT)
+        text, _ = first.communicate(timeout=60)
+    assert first.returncode == 0
+    assert json.loads(text)["digest"] == quantize(source, out).json["digest"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_leaves_no_partial_file_and_continues(number, code, tmp_path):
+    source, out = write_zeros(tmp_path / "source"), tmp_path / "out"
+    with start("quantize", source, "--format", "nvfp4", "-o", out, "--workers", "1") as process:
+        wait_for(out / "part-1.safetensors", process)
+        process.send_signal(number)
+        began = time.monotonic()
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert time.monotonic() - began < 4
+    assert "Traceback" not in err
+    assert not list((out / STATE / "tmp").iterdir())
+    assert not (out / "quantization_config.json").exists()
+    untouched = stamps(out)["part-0.safetensors"]
+    again = quantize(source, out)
+    assert again.code == 0
+    assert stamps(out)["part-0.safetensors"] == untouched
+
+
+def test_a_killed_run_is_continued(tmp_path):
+    source, out = write_zeros(tmp_path / "source"), tmp_path / "out"
+    with start("quantize", source, "--format", "nvfp4", "-o", out, "--workers", "1") as process:
+        wait_for(out / "part-1.safetensors", process)
+        process.kill()
+        process.wait()
+    untouched = stamps(out)["part-0.safetensors"]
+    again = quantize(source, out)
+    assert again.json["digest"] == quantize(source, tmp_path / "fresh").json["digest"]
+    assert stamps(out)["part-0.safetensors"] == untouched
+    assert not list((out / STATE / "tmp").iterdir())
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
+from fp4convert.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("limit", [300, 4000, 25000])
+def test_a_disk_that_fills_up_is_told_and_leaves_nothing_of_ours_half_done(limit, source, tmp_path):
+    """A limit on the size of a file stands for the disk: the first refuses the plan, the second a shard, the third the other."""
+    out = tmp_path / "out"
+    command = (sys.executable, "-c", LIMITED, str(limit), "quantize", source, "--format", "nvfp4", "-o", out, "--json")
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    error = json.loads(ended.stdout)["error"]
+    assert (ended.returncode, error["exit"], error["code"]) == (5, 5, "disk-full")
+    assert str(out) in error["message"]
+    assert not list((out / STATE / "tmp").glob("*"))
+    assert not (out / "quantization_config.json").exists()
+    assert quantize(source, out).json["digest"] == quantize(source, tmp_path / "fresh").json["digest"]
+
+
+def test_a_disk_too_small_is_known_before_the_first_byte(source, tmp_path, monkeypatch):
+    real = os.statvfs
+
+    def tiny(path):
+        found = real(path)
+        return os.statvfs_result((found.f_bsize, 1, 4, 4, 4, *found[5:]))
+
+    monkeypatch.setattr(os, "statvfs", tiny)
+    error = refusal(quantize(source, tmp_path / "out"), "disk-full")
+    assert str(tmp_path / "out") in error["message"]
+    assert "needs" in error["message"]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["file/out", "file/deeper/out", "x" * 300])
+def test_a_place_that_cannot_be_written_is_told(place, source, tmp_path):
+    (tmp_path / "file").write_bytes(b"x")
+    error = refusal(quantize(source, tmp_path / place), "cannot-write")
+    assert str(tmp_path / place) in error["message"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_told(source, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o555)
+    error = refusal(quantize(source, tmp_path / "locked" / "out"), "cannot-write")
+    assert str(tmp_path / "locked") in error["message"]
+
+
+def test_the_state_says_what_a_finished_shard_is(source, tmp_path):
+    out = tmp_path / "out"
+    quantize(source, out)
+    done = [json.loads(path.read_text()) for path in (out / STATE / "done").iterdir()]
+    hashes = {entry["file"]: entry["sha256"] for entry in done}
+    assert hashes == {file: hashlib.sha256((out / file).read_bytes()).hexdigest() for file in (FIRST, SECOND)}

@@ -1,0 +1,114 @@
+"""Headers and index put together: what they agree on is a checkpoint, what they do not is refused or told."""
+
+import json
+
+import pytest
+from checkpoints import FIRST, INDEX, SECOND, llama_shards, weight, write_checkpoint, write_single
+
+from fp4convert.errors import InputError
+from fp4convert.sources import open_source, read_index
+
+
+def index_text(weight_map: object) -> bytes:
+    return json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+
+
+def test_shards_stand_in_the_order_of_their_names_and_tensors_in_that_of_the_file(tmp_path):
+    checkpoint = open_source(str(write_checkpoint(tmp_path / "m", llama_shards()))).checkpoint
+    assert [shard.file for shard in checkpoint.shards] == [FIRST, SECOND]
+    assert [ref.name for ref in checkpoint.tensors] == [name for shard in llama_shards().values() for name in shard]
+    assert checkpoint.nbytes == sum((tmp_path / "m" / file).stat().st_size for file in (FIRST, SECOND))
+    assert (checkpoint.repo, checkpoint.revision, checkpoint.warnings) == (None, None, ())
+
+
+def test_several_shards_need_no_index(tmp_path):
+    folder = write_checkpoint(tmp_path / "m", {"a.safetensors": {"a": weight()}, "b.safetensors": {"b": weight(1)}})
+    (folder / INDEX).unlink()
+    assert [ref.file for ref in open_source(str(folder)).checkpoint.tensors] == ["a.safetensors", "b.safetensors"]
+
+
+def test_a_sound_index_is_read():
+    assert read_index(index_text({"a": "x.safetensors", "b": "y.safetensors"})) == {"a": "x.safetensors", "b": "y.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (b"oops", "header"),
+        (b"\xff{}", "header-utf8"),
+        (b'{"weight_map":{"a":"x.safetensors","a":"y.safetensors"}}', "duplicate-key"),
+        (b"{}", "index"),
+        (index_text({}), "index"),
+        (index_text([]), "index"),
+        (index_text({"a": 7}), "index"),
+        (index_text({"a": None}), "index"),
+        (index_text({"a": "config.json"}), "index"),
+        (index_text({"a": "x.safetensors", "b": "X.safetensors"}), "index"),
+        (index_text({"a": "../x.safetensors"}), "index-outside"),
+        (index_text({"a": "/x.safetensors"}), "index-outside"),
+        (index_text({"a": "sub/x.safetensors"}), "index-outside"),
+        (index_text({"a": ".."}), "index-outside"),
+        (index_text({"a": ""}), "index-outside"),
+        (index_text({"a": "x\0.safetensors"}), "index-outside"),
+    ],
+)
+def test_an_index_that_cannot_be_followed_is_refused(text, code):
+    with pytest.raises(InputError) as caught:
+        read_index(text)
+    assert caught.value.code == code
+    assert INDEX in caught.value.message
+
+
+def contradiction(folder) -> InputError:
+    with pytest.raises(InputError) as caught:
+        open_source(str(folder))
+    return caught.value
+
+
+def test_a_tensor_that_is_not_where_the_index_says(tmp_path):
+    folder = write_checkpoint(tmp_path / "m", {FIRST: {"a": weight()}, SECOND: {"b": weight(1)}})
+    (folder / INDEX).write_bytes(index_text({"a": SECOND, "b": SECOND}))
+    error = contradiction(folder)
+    assert error.code == "index"
+    assert f"'a' is not in {SECOND}" in error.message
+
+
+def test_a_shard_that_the_index_names_and_nobody_has(tmp_path):
+    folder = write_checkpoint(tmp_path / "m", {FIRST: {"a": weight()}, SECOND: {"b": weight(1)}})
+    (folder / SECOND).unlink()
+    error = contradiction(folder)
+    assert error.code == "missing-shard"
+    assert SECOND in error.message
+
+
+def test_a_name_in_two_shards(tmp_path):
+    folder = write_checkpoint(tmp_path / "m", {"a.safetensors": {"w": weight()}, "b.safetensors": {"w": weight(1)}})
+    (folder / INDEX).unlink()
+    error = contradiction(folder)
+    assert (error.code, error.tensor) == ("tensor-twice", "w")
+    assert "a.safetensors and b.safetensors" in error.message
+
+
+def test_a_tensor_that_the_index_omits_is_converted_and_told(tmp_path):
+    folder = write_checkpoint(tmp_path / "m", {FIRST: {"a": weight(), "extra": weight(2)}, SECOND: {"b": weight(1)}})
+    (folder / INDEX).write_bytes(index_text({"a": FIRST, "b": SECOND}))
+    checkpoint = open_source(str(folder)).checkpoint
+    assert [ref.name for ref in checkpoint.tensors] == ["a", "extra", "b"]
+    assert checkpoint.warnings == ("1 tensors are not in the index, the first 'extra'; they are converted all the same",)
+
+
+def test_a_shard_that_the_index_does_not_name_stays_behind(tmp_path):
+    folder = write_checkpoint(tmp_path / "m", {FIRST: {"a": weight()}, SECOND: {"b": weight(1)}})
+    write_single(tmp_path / "other", {"c": weight(2)})
+    (tmp_path / "other" / "model.safetensors").rename(folder / "consolidated.safetensors")
+    checkpoint = open_source(str(folder)).checkpoint
+    assert [shard.file for shard in checkpoint.shards] == [FIRST, SECOND]
+    assert checkpoint.left_out == ("consolidated.safetensors",)
+
+
+def test_an_index_beside_a_model_file_that_it_does_not_name_is_refused(tmp_path):
+    folder = write_checkpoint(tmp_path / "m", {FIRST: {"a": weight()}, SECOND: {"b": weight(1)}})
+    write_single(folder, {"a": weight(2)})
+    error = contradiction(folder)
+    assert "model.safetensors" in error.message
+    assert "both" in error.message

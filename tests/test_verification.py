@@ -1,0 +1,252 @@
+"""verify: every lie in the bytes is found, and its numbers are those of plain NumPy in float64."""
+
+import json
+import math
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import (
+    FIRST,
+    LAYER,
+    SECOND,
+    pack_shard,
+    read_folder,
+    read_shard,
+    run,
+    values_of,
+    weight,
+    write_llama,
+    write_single,
+)
+
+ATTENTION, DOWN = f"{LAYER}.self_attn", f"{LAYER}.mlp.down_proj"
+TARGETS = [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("nvfp4", "modelopt")]
+GLOBAL = {"compressed-tensors": "weight_global_scale", "modelopt": "weight_scale_2"}
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_llama(tmp_path / "source")
+
+
+@pytest.fixture
+def artifact(source, tmp_path):
+    def make(format: str = "nvfp4", dialect: str = "compressed-tensors") -> Path:
+        out = tmp_path / "artifact"
+        assert run("quantize", source, "--format", format, "--dialect", dialect, "-o", out).code == 0
+        return out
+
+    return make
+
+
+def verify(folder: Path, *options: object) -> dict:
+    outcome = run("verify", folder, *options, "--json")
+    assert outcome.code == (0 if outcome.json["passed"] else 6), outcome
+    return outcome.json
+
+
+def errors_of(document: dict) -> set[tuple[str, str | None]]:
+    assert document["passed"] is not any(finding["level"] == "error" for finding in document["findings"])
+    return {(finding["code"], finding["tensor"]) for finding in document["findings"] if finding["level"] == "error"}
+
+
+def rewrite(folder: Path, file: str, name: str, data: bytes) -> None:
+    """Replace the bytes of one tensor, its dtype and shape kept."""
+    tensors = read_shard(folder / file)
+    dtype, shape, before = tensors[name]
+    assert len(data) == len(before)
+    (folder / file).write_bytes(pack_shard({**tensors, name: (dtype, shape, data)}))
+
+
+@pytest.mark.parametrize(("format", "dialect"), TARGETS)
+def test_a_sound_artifact_passes(format, dialect, source, artifact):
+    folder = artifact(format, dialect)
+    assert verify(folder) == {
+        "tensors": [],
+        "summary": {"sqnr_db_min": None, "sqnr_db_mean": None, "nmse": None},
+        "findings": [],
+        "passed": True,
+    }
+    assert verify(folder, "--source", source)["findings"] == []
+
+
+@pytest.mark.parametrize(("format", "dialect"), TARGETS)
+def test_the_numbers_are_those_of_numpy(format, dialect, source, artifact, tmp_path):
+    folder = artifact(format, dialect)
+    assert run("dequantize", folder, "-o", tmp_path / "plain", "--dtype", "fp32").code == 0
+    before, after = read_folder(source), read_folder(tmp_path / "plain")
+    document = verify(folder, "--source", source)
+    assert len(document["tensors"]) == 7
+    noises, signals, all_db = [], [], []
+    for entry in document["tensors"]:
+        x, y = values_of(before[entry["name"]]).ravel(), values_of(after[entry["name"]]).ravel()
+        noise, signal = ((x - y) ** 2).sum(), (x**2).sum()
+        assert list(entry) == ["name", "sqnr_db", "mse", "max_abs", "cosine"]
+        assert entry["sqnr_db"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-12)
+        assert entry["mse"] == pytest.approx(noise / x.size, rel=1e-12)
+        assert entry["max_abs"] == np.abs(x - y).max()
+        assert entry["cosine"] == pytest.approx(x @ y / math.sqrt(signal * (y @ y)), rel=1e-12)
+        noises.append(noise)
+        signals.append(signal)
+        all_db.append(10 * math.log10(signal / noise))
+    assert document["summary"] == {
+        "sqnr_db_min": pytest.approx(min(all_db), rel=1e-12),
+        "sqnr_db_mean": pytest.approx(sum(all_db) / 7, rel=1e-12),
+        "nmse": pytest.approx(sum(noises) / sum(signals), rel=1e-12),
+    }
+    assert 15 < min(all_db) < max(all_db) < 25
+
+
+def test_a_matrix_worked_out_by_hand(tmp_path):
+    """One block: amax 6 gives the multiplier 6/2688, block scale 448, step 1.0; 0.7 becomes 0.5, everything else is exact."""
+    values = np.array([6, -4, 3, 2, 1.5, 1, 0.5, 0.7, 0, -0.5, -1, -1.5, -2, -3, 4, -6], np.float32)
+    source = write_single(tmp_path / "m", {"x.o_proj.weight": ("F32", (1, 16), values.tobytes())})
+    assert run("quantize", source, "--format", "nvfp4", "--dialect", "modelopt", "-o", tmp_path / "out").code == 0
+    stored = read_folder(tmp_path / "out")
+    assert stored["x.o_proj.weight_scale"][2] == b"\x7e"
+    assert stored["x.o_proj.weight"][2] == bytes([0xE7, 0x45, 0x23, 0x11, 0x90, 0xBA, 0xDC, 0xF6])
+    (entry,) = verify(tmp_path / "out", "--source", source)["tensors"]
+    assert entry["max_abs"] == pytest.approx(0.2, rel=1e-6)
+    assert entry["mse"] == pytest.approx(0.04 / 16, rel=1e-5)
+
+
+def test_gates(source, artifact):
+    folder = artifact()
+    least = verify(folder, "--source", source)["summary"]["sqnr_db_min"]
+    assert run("verify", folder, "--source", source, "--min-sqnr", least - 0.01).code == 0
+    failed = verify(folder, "--source", source, "--min-sqnr", least + 0.01)
+    assert {code for code, _ in errors_of(failed)} == {"sqnr-low"}
+    assert len(errors_of(verify(folder, "--source", source, "--min-sqnr", 90))) == 7
+    assert run("verify", folder, "--source", source, "--max-nmse", 0.5).code == 0
+    assert {code for code, _ in errors_of(verify(folder, "--source", source, "--max-nmse", 1e-6))} == {"nmse-high"}
+
+
+@pytest.mark.parametrize("option", ["--min-sqnr", "--max-nmse"])
+def test_a_gate_without_a_source_is_bad_usage(option, artifact):
+    outcome = run("verify", artifact(), option, "1", "--json")
+    assert (outcome.code, outcome.json["error"]["exit"]) == (2, 2)
+    assert "--source" in outcome.json["error"]["next"]
+
+
+@pytest.mark.parametrize("data", [bytes(4096), b"\x80\x3f" * 2048])
+def test_what_loses_nothing_has_no_sqnr_and_passes_every_gate(data, tmp_path):
+    source = write_single(tmp_path / "m", {"x.o_proj.weight": ("BF16", (32, 64), data)})
+    assert run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "out").code == 0
+    document = verify(tmp_path / "out", "--source", source, "--min-sqnr", 300, "--max-nmse", 0)
+    (entry,) = document["tensors"]
+    assert (entry["sqnr_db"], entry["mse"], entry["max_abs"]) == (None, 0, 0)
+    assert document["passed"]
+
+
+@pytest.mark.parametrize("file", [FIRST, "tokenizer.json", "config.json"])
+def test_a_flipped_byte_is_found_by_its_hash(file, tmp_path):
+    source = write_llama(tmp_path / "source", **{"tokenizer.json": b'{"a": 1}'})
+    folder = tmp_path / "artifact"
+    assert run("quantize", source, "--format", "nvfp4", "-o", folder).code == 0
+    data = bytearray((folder / file).read_bytes())
+    at = data.index(b"llama") if file == "config.json" else len(data) - 2
+    data[at] ^= 1
+    (folder / file).write_bytes(data)
+    document = verify(folder)
+    assert ("hash-mismatch", None) in errors_of(document)
+    assert any(file in finding["detail"] for finding in document["findings"])
+
+
+def test_a_missing_file_is_found(tmp_path):
+    source = write_llama(tmp_path / "source", **{"tokenizer.json": b"{}"})
+    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "a").code == 0
+    (tmp_path / "a" / "tokenizer.json").unlink()
+    assert ("file-missing", None) in errors_of(verify(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(("format", "dialect"), TARGETS)
+def test_a_nan_scale_byte_is_found(format, dialect, source, artifact):
+    folder = artifact(format, dialect)
+    name = f"{DOWN}.weight_scale"
+    data = bytearray(read_shard(folder / SECOND)[name][2])
+    data[7] = 0xFF if format == "mxfp4" else 0x7F
+    rewrite(folder, SECOND, name, bytes(data))
+    assert ("scale-not-finite", DOWN) in errors_of(verify(folder))
+    measured = verify(folder, "--source", source)
+    entry = next(entry for entry in measured["tensors"] if entry["name"] == f"{DOWN}.weight")
+    assert entry["sqnr_db"] is None
+    assert ("not-measurable", f"{DOWN}.weight") in errors_of(measured)
+
+
+@pytest.mark.parametrize("dialect", GLOBAL)
+def test_a_negative_block_scale_is_found(dialect, artifact):
+    folder = artifact("nvfp4", dialect)
+    name = f"{DOWN}.weight_scale"
+    data = read_shard(folder / SECOND)[name][2]
+    rewrite(folder, SECOND, name, bytes([data[0] | 0x80]) + data[1:])
+    assert ("scale-negative", DOWN) in errors_of(verify(folder))
+
+
+@pytest.mark.parametrize("dialect", GLOBAL)
+@pytest.mark.parametrize("value", [0.0, -0.0, -1.0, math.inf, math.nan])
+def test_an_impossible_global_scale_is_found(value, dialect, source, artifact):
+    folder = artifact("nvfp4", dialect)
+    rewrite(folder, SECOND, f"{DOWN}.{GLOBAL[dialect]}", struct.pack("<f", value))
+    assert any(tensor is not None and tensor.startswith(DOWN) for _, tensor in errors_of(verify(folder)))
+    assert run("verify", folder, "--source", source).code == 6
+
+
+@pytest.mark.parametrize("dialect", GLOBAL)
+@pytest.mark.parametrize("leaf", ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"])
+def test_global_scales_that_differ_inside_a_group_are_found(leaf, dialect, artifact):
+    folder, name = artifact("nvfp4", dialect), f"{LAYER}.{leaf}.{GLOBAL[dialect]}"
+    file = FIRST if "q_proj" in leaf else SECOND
+    (value,) = struct.unpack("<f", read_shard(folder / file)[name][2])
+    rewrite(folder, file, name, struct.pack("<f", value * 1.5))
+    codes = dict(errors_of(verify(folder)))
+    assert codes["group-scales-differ"].startswith(f"{LAYER}.{leaf.partition('.')[0]}.")
+
+
+def test_a_kept_tensor_that_changed_is_found(source, artifact):
+    folder = artifact()
+    data = bytearray(read_shard(folder / SECOND)["lm_head.weight"][2])
+    data[0] ^= 1
+    rewrite(folder, SECOND, "lm_head.weight", bytes(data))
+    (folder / "quantization_config.json").unlink()
+    (folder / ".fp4convert" / "plan.json").unlink()
+    assert errors_of(verify(folder)) == set()
+    assert errors_of(verify(folder, "--source", source)) == {("kept-differs", "lm_head.weight")}
+
+
+def test_an_artifact_without_hashes_says_so(artifact):
+    folder = artifact()
+    (folder / "quantization_config.json").unlink()
+    (folder / ".fp4convert" / "plan.json").unlink()
+    document = verify(folder)
+    assert [(finding["level"], finding["code"]) for finding in document["findings"]] == [("note", "no-hashes")]
+
+
+def test_another_source_is_found(artifact, tmp_path):
+    shards = {"x.o_proj.weight": weight(), f"{DOWN}.weight": weight(0, 64, 64)}
+    errors = errors_of(verify(artifact(), "--source", write_single(tmp_path / "other", shards)))
+    assert ("source-differs", DOWN) in errors
+    assert ("source-differs", f"{ATTENTION}.q_proj") in errors
+    assert ("kept-missing", "x.o_proj.weight") in errors
+
+
+def test_wrong_codes_are_measured(source, artifact):
+    """Every code of a tensor negated: SQNR is -6 dB, where noise is four times the signal."""
+    folder = artifact()
+    name = f"{DOWN}.weight_packed"
+    data = bytes(byte ^ 0x88 for byte in read_shard(folder / SECOND)[name][2])
+    rewrite(folder, SECOND, name, data)
+    document = verify(folder, "--source", source, "--min-sqnr", 10)
+    entry = next(entry for entry in document["tensors"] if entry["name"] == f"{DOWN}.weight")
+    assert entry["sqnr_db"] == pytest.approx(-6, abs=0.3)
+    assert entry["cosine"] < -0.98
+    assert ("sqnr-low", f"{DOWN}.weight") in errors_of(document)
+
+
+def test_config_without_its_record_is_found(artifact):
+    folder = artifact()
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert {code for code, _ in errors_of(verify(folder))} == {"records-disagree", "hash-mismatch"}
