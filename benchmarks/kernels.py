@@ -78,10 +78,11 @@ def report() -> str:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     rows = [row for level in (4, 3, 2, 0) for row in rows_of(level)]
     headings = ["instruction set", "kernel", "type", "GB/s", "read GB/s", "share", "bar"]
-    return (
-        "## Kernels, one core\n\nGB/s of input (dequantize: of output), and that as a share of the read bandwidth measured beside it;"
-        f" {ELEMENTS >> 20}M elements, medians of {ROUNDS} pairs. Bars hold for AVX2 or better.\n\n{table(headings, rows)}\n"
+    about = (
+        "GB/s of input (dequantize: of output), and that as a share of the read bandwidth measured beside it;"
+        f" {ELEMENTS >> 20}M elements, medians of {ROUNDS} pairs. Bars hold for AVX2 or better."
     )
+    return f"## Kernels, one core\n\n{about}\n\n{table(headings, rows)}\n"
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ def _widen(stored: Bytes, kind: type[np.generic]) -> Float32s:
 
 def global_scale_of(amax: float) -> np.float32:
     """The multiplier for a scale group whose largest magnitude is `amax`; 1 for an all-zero group."""
-    return f32(1) if amax == 0 else max(f32(amax) / f32(GLOBAL_RANGE), f32(GLOBAL_SCALE_MIN))
+    narrow = f32(amax)
+    return f32(1) if narrow == 0 else max(narrow / f32(GLOBAL_RANGE), f32(GLOBAL_SCALE_MIN))
 
 
 def quantize(x: Float32s, fmt: Format, rule: str, group_amax: float | None = None) -> Quantized:

@@ -183,14 +183,14 @@ DEFINE_QUANTIZE(fp32, float, fp4_from_fp32)
 /* ------------------------------------------------------------------- quantize from bf16: thresholds instead of division
  *
  * code(x) counts the E2M1 midpoints B that fl(|x| / s) has passed; a tie goes up at .75, 1.75, 3.5 and stays at the others.
- * fl(|x| / s) passes B exactly when |x| >= (or >) s * (B + H), H half a float32 step above or below B.  |x| has 8 bits, so
- * per block the seven bounds become seven bf16 magnitudes T, each the largest that has not passed, and code = sum(|x| > T).
- * T is the bf16 value at or just below B * s, or its predecessor: decided by the sign of an exact residual.
+ * fl(|x| / s) passes B exactly when |x| > s * (B + H), H half a float32 step above or below B; equality cannot occur, for the
+ * right side has an odd factor beyond 2^8 and |x| has 8 bits.  So per block the seven bounds become seven bf16 magnitudes T, each
+ * the largest that has not passed, and code = sum(|x| > T).  T is the bf16 value at or just below B * s, or its predecessor:
+ * decided by the sign of an exact residual.
  * Valid while the residual stays normal and x / s cannot underflow: s in [2^-100, 2^16]; other blocks take the chunk above. */
 
 #define MIDPOINTS 0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f, 8.0f
 #define HALF_STEPS 0x1p-26f, -0x1p-25f, 0x1p-24f, -0x1p-24f, 0x1p-23f, -0x1p-23f, 0x1p-22f, 0.0f
-#define IS_STRICT 1, 0, 1, 0, 1, 0, 1, 0
 
 /* candidate - B * step, exact: in one operation, or by splitting step so that both products are. */
 #ifdef __FMA__
@@ -204,13 +204,13 @@ DEFINE_QUANTIZE(fp32, float, fp4_from_fp32)
 
 /* T of each lane's midpoint, in the high half of the word: `f32s` and `i32s` are vectors of any one width. */
 #define DEFINE_THRESHOLDS(name, float_vector, int_vector, lanes)                                                   \
-    INLINE int_vector name(float_vector B, float_vector H, int_vector strict, float_vector step) {                 \
+    INLINE int_vector name(float_vector B, float_vector H, float_vector step) {                                    \
         typedef float_vector f32s;                                                                                 \
         typedef int_vector i32s;                                                                                   \
         i32s candidate = (i32s)(B * (1.0f + 0x1p-20f) * step) & (int32_t)0xFFFF0000;                               \
         f32s residual;                                                                                             \
         RESIDUAL((f32s)candidate, B, step, lanes)                                                                  \
-        return candidate + ((i32s)(residual >= (f32s)((i32s)(H * step) + strict)) << 16);                          \
+        return candidate + ((i32s)(residual >= H * step) << 16);                                                   \
     }
 
 /* nvfp4_fast_blocks: codes of as many leading blocks as whole vectors hold; returns their number. */
@@ -224,11 +224,10 @@ DEFINE_THRESHOLDS(thresholds_pair, f32x16, i32x16, 16)
 
 INLINE i16x32 nvfp4_codes_pair(const uint16_t *restrict x, float s0, float s1) {
     const f32x16 B = {MIDPOINTS, MIDPOINTS}, H = {HALF_STEPS, HALF_STEPS};
-    const i32x16 strict = {IS_STRICT, IS_STRICT};
     const f32x16 step = {s0, s0, s0, s0, s0, s0, s0, s0, s1, s1, s1, s1, s1, s1, s1, s1};
     const i16x32 middle = {7,  7,  7,  7,  7,  7,  7,  7,  7,  7,  7,  7,  7,  7,  7,  7,
                            23, 23, 23, 23, 23, 23, 23, 23, 23, 23, 23, 23, 23, 23, 23, 23}; /* T[3]: odd words hold T */
-    i16x32 T = (i16x32)thresholds_pair(B, H, strict, step), value = LOAD(i16x32, x);
+    i16x32 T = (i16x32)thresholds_pair(B, H, step), value = LOAD(i16x32, x);
     i16x32 u = value & (int16_t)0x7FFF, i = middle - 4;
     i += (u > __builtin_shuffle(T, middle)) & 8;
     i += (u > __builtin_shuffle(T, i)) & 4;
@@ -251,9 +250,8 @@ DEFINE_THRESHOLDS(thresholds, f32v, i32v, WIDTH / 4)
 
 INLINE void store_thresholds(float s, uint32_t *restrict out) { /* each T twice: in the low and in the high half */
     static const float B[8] = {MIDPOINTS}, H[8] = {HALF_STEPS};
-    static const int32_t strict[8] = {IS_STRICT};
     for (int i = 0; i < 8; i += WIDTH / 4) {
-        u32v T = (u32v)thresholds(LOAD(f32v, B + i), LOAD(f32v, H + i), LOAD(i32v, strict + i), s - (f32v){0});
+        u32v T = (u32v)thresholds(LOAD(f32v, B + i), LOAD(f32v, H + i), s - (f32v){0});
         STORE(out + i, T | (T >> 16));
     }
 }
