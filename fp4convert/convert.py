@@ -18,8 +18,8 @@ from fp4convert.artifact import RECORD, Artifact, make_record
 from fp4convert.backends import open_backend, processors
 from fp4convert.dialects import dialect_named
 from fp4convert.errors import InputError, NumericError
-from fp4convert.output import OutputFolder, Purpose, open_output
-from fp4convert.plan import Plan, plan_dequantize
+from fp4convert.output import OutputFolder, Purpose, ShardWriter, open_output
+from fp4convert.plan import Plan, Task, plan_dequantize
 from fp4convert.sources import INDEX, Source
 from fp4convert.workers import PANEL_ELEMENTS, Dequantizer, Quantizer, Settings, UnsoundShardError, Worker, fill_shard
 
@@ -155,13 +155,17 @@ def _carry_out(
         detail = f"{output} lies inside the source; expected a folder outside it, so that the source stays as it is"
         raise InputError("output-in-source", detail, "Choose another: -o FOLDER.")
     unsound: dict[str, NumericError] = {}
+
+    def fill(task: Task, writer: ShardWriter) -> bool:
+        try:
+            fill_shard(task, writer, worker, settings)
+        except UnsoundShardError as found:
+            unsound.update({str(error.tensor): error for error in found.errors})
+            return False
+        return True
+
     with open_output(output, job.purpose(), job.plan.output_bytes, settings.is_forced) as folder:
-        for task in job.plan.tasks:
-            if not folder.adopt(task):
-                try:
-                    folder.write_shard(task, lambda writer, task=task: fill_shard(task, writer, worker, settings))  # type: ignore[misc]
-                except UnsoundShardError as found:
-                    unsound |= {str(error.tensor): error for error in found.errors}
+        folder.write_shards((task for task in job.plan.tasks if not folder.adopt(task)), fill)
         if unsound:
             raise _summary(list(unsound.values()))
         for file in job.sidecars:

@@ -16,12 +16,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 from fp4convert.errors import OutputError
 from fp4convert.plan import PLAN_FILE, Task
@@ -94,25 +94,23 @@ class ShardWriter:
             written = os.pwrite(self._fd, data, offset)
             data, offset = data[written:], offset + written
 
-    def finish(self) -> None:
-        """Flush to the disk; every output must be whole."""
+    def finish(self) -> str:
+        """Flush to the disk and close; every output must be whole.  Returns the sha256, taken while the disk works."""
         outputs = [ref for step in self._task.steps for ref in step.outputs]
         short = [ref.name for ref in outputs if self._filled[ref.name] != ref.nbytes]
         if short:
             raise RuntimeError(f"{self._task.file}: {short[0]!r} was not filled")
-        with _told(self.path, self._task.nbytes):
-            os.fsync(self._fd)
-
-    def close(self) -> None:
+        with _told(self.path, self._task.nbytes), ThreadPoolExecutor(1) as pool:
+            flushed = pool.submit(os.fsync, self._fd)
+            sha256 = hash_file(self.path)
+            flushed.result()
         os.close(self._fd)
+        return sha256
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-        if kind is not None:
-            self.path.unlink(missing_ok=True)
+    def discard(self) -> None:
+        """Close, and leave nothing behind."""
+        os.close(self._fd)
+        self.path.unlink(missing_ok=True)
 
 
 class OutputFolder:
@@ -136,16 +134,38 @@ class OutputFolder:
         self.hashes[task.file] = sha256
         return True
 
-    def write_shard(self, task: Task, fill: Callable[[ShardWriter], None]) -> None:
-        """Create the shard, let `fill` append every tensor, then put it under its final name."""
-        temp = self._state / "tmp" / task.file
-        with ShardWriter(temp, task) as writer:
-            fill(writer)
-            writer.finish()
-        sha256 = hash_file(temp)
-        self._publish(temp, task.file, sha256)
-        record = json.dumps({"file": task.file, "sha256": sha256}, sort_keys=True)
-        self._put(self._done(task), record)
+    def write_shards(self, tasks: Iterable[Task], fill: Callable[[Task, ShardWriter], bool]) -> None:
+        """Create each shard, let `fill` append every tensor, then put it under its final name.
+
+        fill  returns whether the shard is whole; one that is not, is discarded
+        While one shard is flushed, hashed and named, the next is filled.
+        """
+        with ThreadPoolExecutor(1) as finisher:
+            last: Future[None] | None = None
+            for task in tasks:
+                writer = ShardWriter(self._state / "tmp" / task.file, task)
+                try:
+                    is_whole = fill(task, writer)
+                    if last is not None:
+                        last.result()
+                except BaseException:
+                    writer.discard()
+                    raise
+                if is_whole:
+                    last = finisher.submit(self._name_shard, task, writer)
+                else:
+                    writer.discard()
+            if last is not None:
+                last.result()
+
+    def _name_shard(self, task: Task, writer: ShardWriter) -> None:
+        try:
+            sha256 = writer.finish()
+        except BaseException:
+            writer.discard()
+            raise
+        self._publish(writer.path, task.file, sha256)
+        self._put(self._done(task), json.dumps({"file": task.file, "sha256": sha256}, sort_keys=True))
 
     def _done(self, task: Task) -> str:
         name = f"{self._purpose.maker} {task.key}"

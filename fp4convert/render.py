@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Column, Table
 from rich.text import Text
 
 from fp4convert.errors import Fp4Error
@@ -66,6 +64,8 @@ class Screen:
         self.out.print(Text(escape(text), style))
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        from rich.table import Column, Table
+
         table = Table(*(Column(heading, overflow="fold") for heading in headings), box=None, pad_edge=False)
         for row in rows:
             table.add_row(*(Text(_shorten(escape(cell))) for cell in row))
@@ -90,6 +90,8 @@ class Screen:
         if self.is_quiet or not self.err.is_terminal:
             yield _log_lines(total_nbytes, verb, self.is_quiet)
             return
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=self.err, transient=True) as bar:
             task = bar.add_task(verb, total=total_nbytes)
