@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from fp4convert.dialects import MODULES, Dialect, dialect_named, quantized_modules
+from fp4convert.dialects import MODULES, Dialect, Packed, dialect_named, quantized_modules
 from fp4convert.errors import InputError
 from fp4convert.formats import Format, Quantized, format_named
-from fp4convert.plan import PLAN_FILE, Packed, Plan
 from fp4convert.shard import TensorRef, TensorSpec, parse_json_object
-from fp4convert.sources import Source, open_source
+from fp4convert.sources import PLAN_FILE, Source, open_source
 
 RECORD = "quantization_config.json"
 
@@ -58,36 +57,6 @@ class Artifact:
             return self.source.read(self.tensors[name])
 
         return self.spelling.decode(module, self.modules[module].shape, self.format, read)
-
-
-def make_record(plan: Plan, version: str, files: dict[str, str]) -> dict[str, object]:
-    """Our quantization_config.json of a finished artifact.
-
-    files  name -> sha256 of every other file of the artifact
-    """
-    recipe = plan.recipe
-    if recipe is None:
-        raise RuntimeError("only a plan to quantize has a record")
-    fmt = recipe.format
-    kind = dialect_named(recipe.dialect).GLOBAL_SCALE_KIND
-    return {
-        "format": fmt.name,
-        "block_size": fmt.block_size,
-        "element_dtype": "fp4_e2m1",
-        "scale_dtype": fmt.scale_dtype,
-        "scale_layout": "linear",
-        "scale_padding": None,
-        "nibble_order": "low_first",
-        "block_axis": -1,
-        "global_scale": {"dtype": "fp32", "stored_as": kind} if fmt.has_global_scale else None,
-        "activations": 16,
-        "dialect": recipe.dialect,
-        "scale_rule": recipe.scale_rule,
-        "ignore": list(plan.ignore),
-        "producer": {"name": "fp4convert", "version": version},
-        "source": {"repo": None, "revision": None},
-        "files": dict(sorted(files.items())),
-    }
 
 
 def open_artifact(reference: str) -> Artifact:

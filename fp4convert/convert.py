@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from fp4convert.artifact import RECORD, Artifact, make_record
+from fp4convert.artifact import RECORD, Artifact
 from fp4convert.backends import open_backend, processors
 from fp4convert.dialects import dialect_named
 from fp4convert.errors import InputError, NumericError
@@ -59,7 +59,7 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     job = _Job(source, plan, texts, RECORD, frozenset({*texts, RECORD}))
 
     def conclude(folder: OutputFolder) -> None:
-        folder.write_text(RECORD, _json(make_record(plan, version("fp4convert"), folder.hashes)))
+        folder.write_text(RECORD, _json(_record(plan, folder.hashes)))
 
     return _carry_out(job, Quantizer(source, recipe, open_backend(settings.device)), output, settings, conclude)
 
@@ -192,6 +192,36 @@ def _carry_out(
         },
         digest=digest,
     )
+
+
+def _record(plan: Plan, files: dict[str, str]) -> dict[str, object]:
+    """Our quantization_config.json of a finished artifact.
+
+    files  name -> sha256 of every other file of the artifact
+    """
+    recipe = plan.recipe
+    if recipe is None:
+        raise RuntimeError("only a plan to quantize has a record")
+    fmt = recipe.format
+    kind = dialect_named(recipe.dialect).GLOBAL_SCALE_KIND
+    return {
+        "format": fmt.name,
+        "block_size": fmt.block_size,
+        "element_dtype": "fp4_e2m1",
+        "scale_dtype": fmt.scale_dtype,
+        "scale_layout": "linear",
+        "scale_padding": None,
+        "nibble_order": "low_first",
+        "block_axis": -1,
+        "global_scale": {"dtype": "fp32", "stored_as": kind} if fmt.has_global_scale else None,
+        "activations": 16,
+        "dialect": recipe.dialect,
+        "scale_rule": recipe.scale_rule,
+        "ignore": list(plan.ignore),
+        "producer": {"name": "fp4convert", "version": version("fp4convert")},
+        "source": {"repo": None, "revision": None},
+        "files": dict(sorted(files.items())),
+    }
 
 
 def _summary(errors: list[NumericError]) -> NumericError:

@@ -24,8 +24,9 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from fp4convert.errors import OutputError
-from fp4convert.plan import PLAN_FILE, Task
+from fp4convert.plan import Task
 from fp4convert.shard import TensorRef
+from fp4convert.sources import PLAN_FILE
 
 STATE, _, PLAN = PLAN_FILE.partition("/")
 READ_NBYTES = 1 << 20

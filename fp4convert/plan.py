@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from fp4convert.dialects import dialect_named, is_quantized_name
+from fp4convert.dialects import Packed, dialect_named, is_quantized_name
 from fp4convert.errors import InputError
 from fp4convert.recipe import Recipe, matches
 from fp4convert.shard import Header, TensorRef, TensorSpec, lay_out
@@ -22,7 +22,6 @@ from fp4convert.sources import Checkpoint
 Action = Literal["quantize", "dequantize", "copy", "skip"]
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # a user's word -> safetensors' name
 FLOATS = tuple(DTYPES.values())
-PLAN_FILE = ".fp4convert/plan.json"  # in an output folder: the plan being carried out, or carried out
 METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
 
 
@@ -76,20 +75,6 @@ class Task:
         """Equal keys promise equal output bytes."""
         steps = json.dumps([asdict(step) for step in self.steps], sort_keys=True)
         return hashlib.sha256(f"{self.stamp}\n{steps}".encode()).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A quantized module as it is stored.
-
-    refs        what its matrix is decoded from, the packed codes first
-    shape       (rows, columns)
-    companions  its other tensors, such as an input scale, which only a quantized module has
-    """
-
-    refs: tuple[TensorRef, ...]
-    shape: tuple[int, int]
-    companions: tuple[TensorRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import fnmatch
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from importlib.abc import Traversable
 from typing import Any
 
 from fp4convert.errors import InputError
@@ -101,10 +100,18 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _family_tables(model_type: object) -> list[dict[str, Any]]:
-    names = sorted(item.name for item in files("fp4convert").joinpath("configs").iterdir() if item.name.endswith(".toml"))
+    names = sorted(item.name for item in _configs().iterdir() if item.name.endswith(".toml"))
     tables = (_table(name) for name in names if name != "default.toml")
     return [table for table in tables if model_type in table["model_types"]]
 
 
 def _table(name: str) -> dict[str, Any]:
-    return tomllib.loads(files("fp4convert").joinpath("configs", name).read_text(encoding="utf-8"))
+    import tomllib
+
+    return tomllib.loads(_configs().joinpath(name).read_text(encoding="utf-8"))
+
+
+def _configs() -> Traversable:
+    from importlib.resources import files
+
+    return files("fp4convert").joinpath("configs")

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
 from fp4convert.errors import InputError
 from fp4convert.formats import Format, Kind, Quantized
-from fp4convert.shard import TensorSpec
+from fp4convert.shard import TensorRef, TensorSpec
 
 MODULES = {"compressed-tensors": "compressed_tensors", "modelopt": "modelopt"}
 Json = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A quantized module as it is stored.
+
+    refs        what its matrix is decoded from, the packed codes first
+    shape       (rows, columns)
+    companions  its other tensors, such as an input scale, which only a quantized module has
+    """
+
+    refs: tuple[TensorRef, ...]
+    shape: tuple[int, int]
+    companions: tuple[TensorRef, ...] = ()
 
 
 class Dialect(Protocol):

@@ -16,6 +16,7 @@ from fp4convert.errors import InputError
 from fp4convert.shard import Header, TensorRef, parse_json_object
 
 INDEX = "model.safetensors.index.json"
+PLAN_FILE = ".fp4convert/plan.json"  # in a folder that fp4convert writes: the plan being carried out, or carried out
 
 
 @dataclass(frozen=True, slots=True)
