@@ -9,12 +9,16 @@ from importlib import import_module
 
 _HOME = {
     "open_source": "sources",
-    "build_recipe": "recipe",
-    "plan_quantize": "plan",
+    "Request": "convert",
+    "Settings": "workers",
+    "prepare_quantize": "convert",
+    "describe_plan": "convert",
     "quantize": "convert",
-    "dequantize": "convert",
     "open_artifact": "artifact",
-    "describe": "artifact",
+    "describe_artifact": "artifact",
+    "prepare_dequantize": "convert",
+    "dequantize": "convert",
+    "Gate": "verification",
     "verify": "verification",
 }
 __all__ = [  # noqa: PLE0604 - they are strings

@@ -14,6 +14,7 @@ from typing import Literal
 from fp4convert.dialects import MODULES, Dialect, Packed, dialect_named, quantized_modules
 from fp4convert.errors import InputError
 from fp4convert.formats import Format, Quantized, format_named
+from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef, TensorSpec, parse_json_object
 from fp4convert.sources import PLAN_FILE, Source, open_source
 
@@ -59,6 +60,39 @@ class Artifact:
         return self.spelling.decode(module, self.modules[module].shape, self.format, read)
 
 
+def make_record(target: Target, ignore: tuple[str, ...], producer: dict[str, str], files: dict[str, str]) -> dict[str, object]:
+    """Our quantization_config.json of a finished artifact.
+
+    files  name -> sha256 of every other file of the artifact
+    """
+    fmt, spelling = format_named(target.format), dialect_named(str(target.dialect))
+    return {
+        **layout_of(fmt, spelling),
+        "dialect": target.dialect,
+        "scale_rule": target.scale_rule,
+        "ignore": list(ignore),
+        "producer": producer,
+        "source": {"repo": None, "revision": None},
+        "files": dict(sorted(files.items())),
+    }
+
+
+def layout_of(fmt: Format, spelling: Dialect) -> dict[str, object]:
+    """Where every byte is and what it means, for a format in a dialect; the first keys of our record."""
+    return {
+        "format": fmt.name,
+        "block_size": fmt.block_size,
+        "element_dtype": "fp4_e2m1",
+        "scale_dtype": fmt.scale_dtype,
+        "scale_layout": "linear",
+        "scale_padding": None,
+        "nibble_order": "low_first",
+        "block_axis": -1,
+        "global_scale": {"dtype": "fp32", "stored_as": spelling.GLOBAL_SCALE_KIND} if fmt.has_global_scale else None,
+        "activations": 16,
+    }
+
+
 def open_artifact(reference: str) -> Artifact:
     """The artifact in that folder; raises InputError where there is none."""
     is_unfinished = os.path.exists(os.path.join(reference, PLAN_FILE)) and not os.path.exists(os.path.join(reference, RECORD))
@@ -92,7 +126,10 @@ def _identity_begun(source: Source) -> dict[str, object]:
 def _identity(reference: str, source: Source, record: dict[str, object]) -> tuple[Format, str]:
     """Format and dialect, as our record says or else the runtime's."""
     if record:
-        return format_named(str(record.get("format"))), str(record.get("dialect"))
+        try:
+            return format_named(str(record.get("format"))), _known_dialect(str(record.get("dialect")))
+        except InputError as error:
+            raise InputError(error.code, f"{RECORD}: {error.message}", "See what wrote it, and with which version.") from None
     declared = source.checkpoint.config.get("quantization_config")
     if isinstance(declared, dict):
         for name in MODULES:
@@ -101,6 +138,11 @@ def _identity(reference: str, source: Source, record: dict[str, object]) -> tupl
     known = ", ".join(MODULES)
     detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}, no quantization_config of {known}"
     raise InputError("not-an-artifact", detail)
+
+
+def _known_dialect(name: str) -> str:
+    dialect_named(name)
+    return name
 
 
 def _read_modules(tensors: dict[str, TensorRef], fmt: Format, dialect: Dialect) -> tuple[dict[str, Packed], list[Finding]]:
@@ -142,28 +184,31 @@ def _judge_records(
     if record and (recognised is None or recognised.name != record["format"]):
         detail = f"config.json does not declare {record['format']} as {dialect} does; engines would not load it"
         yield Finding("error", "records-disagree", None, detail)
+    for key, expected in layout_of(recognised or format_named(str(record["format"])), spelling).items() if record else ():
+        if record.get(key) != expected:
+            detail = f"{RECORD} says {key} = {record.get(key)!r}, and {dialect} has {expected!r}"
+            yield Finding("error", "record-wrong", None, detail)
     ours = record.get("ignore")
     for module in modules:
         if spelling.is_ignored(runtime, module) or (isinstance(ours, list) and module in ours):
             yield Finding("error", "ignored-but-quantized", module, "a record lists it under ignore")
 
 
-def describe(artifact: Artifact) -> dict[str, object]:
-    """The document of `inspect --json`: what the artifact is, from headers and records alone."""
+def describe_artifact(artifact: Artifact) -> dict[str, object]:
+    """The document of `inspect --json`: what the artifact is, from headers and records alone.
+
+    scale_layout: "declared" is what our record says (None where there is none); "detected" is None: nothing was measured.
+    """
     quantized = [ref for packed in artifact.modules.values() for ref in packed.refs]
     elements = sum(rows * columns for rows, columns in (packed.shape for packed in artifact.modules.values()))
-    fmt = artifact.format
-    kind = artifact.spelling.GLOBAL_SCALE_KIND if fmt.has_global_scale else None
+    layout = layout_of(artifact.format, artifact.spelling)
     bits = round(8 * sum(ref.nbytes for ref in quantized) / elements, 4) if elements else None
     return {
-        "format": fmt.name,
+        "format": artifact.format.name,
         "dialect": artifact.dialect,
-        "block_size": fmt.block_size,
-        "element_dtype": "fp4_e2m1",
-        "scale_dtype": fmt.scale_dtype,
-        "scale_layout": {"declared": artifact.record.get("scale_layout", "linear"), "detected": None},
-        "global_scale": {"dtype": "fp32", "stored_as": kind} if kind else None,
-        "nibble_order": artifact.record.get("nibble_order", "low_first"),
+        **{key: layout[key] for key in ("block_size", "element_dtype", "scale_dtype")},
+        "scale_layout": {"declared": artifact.record.get("scale_layout"), "detected": None},
+        **{key: layout[key] for key in ("global_scale", "nibble_order")},
         "tensors": {
             "quantized": len(artifact.modules),
             "other": len(artifact.tensors) - len(quantized),

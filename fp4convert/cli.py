@@ -64,19 +64,17 @@ def quantize_command(
     """
     from dataclasses import asdict
 
-    from fp4convert import convert, formats, plan, recipe, render, sources
+    from fp4convert import convert, render, sources
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
-    fmt = formats.format_named(format)
     opened = sources.open_source(source)
-    model_type = opened.checkpoint.config.get("model_type")
-    chosen = recipe.build_recipe(fmt, dialect, model_type, scale_rule, (include or (), exclude or ()))
-    todo = plan.plan_quantize(opened.checkpoint, chosen)
+    request = convert.Request(format, dialect, scale_rule, tuple(include or ()), tuple(exclude or ()))
+    todo = convert.prepare_quantize(opened, request)
     screen.warn(todo.warnings)
     if dry_run:
-        return screen.show(convert.describe(todo, workers), render.draw_plan)
-    target = output or Path(f"{opened.name}-{fmt.name.upper()}")
+        return screen.show(convert.describe_plan(todo, crew.Settings(device, workers)), render.draw_plan)
+    target = output or Path(f"{opened.name}-{format.upper()}")
     with screen.progress(todo.source_bytes, "quantize") as report:
         result = convert.quantize(opened, todo, target, crew.Settings(device, workers, force, report))
     screen.show(asdict(result), render.draw_result)
@@ -91,7 +89,7 @@ def inspect_command(artifact: ArtifactArgument, json: JsonOption = False) -> Non
     from fp4convert import artifact as artifacts
     from fp4convert import render
 
-    description = artifacts.describe(artifacts.open_artifact(artifact))
+    description = artifacts.describe_artifact(artifacts.open_artifact(artifact))
     render.Screen(json).show(description, render.draw_artifact)
     raise typer.Exit(0 if description["healthy"] else 6)
 
@@ -113,7 +111,7 @@ def verify_command(
 
     opened = artifacts.open_artifact(artifact)
     original = sources.open_source(source) if source else None
-    report = verification.verify(opened, Path(artifact), original, verification.Gate(min_sqnr, max_nmse))
+    report = verification.verify(opened, original, verification.Gate(min_sqnr, max_nmse))
     render.Screen(json).show(report.as_json(), render.draw_verification)
     raise typer.Exit(0 if report.passed else 6)
 

@@ -14,27 +14,40 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from fp4convert.artifact import RECORD, Artifact
+from fp4convert.artifact import RECORD, Artifact, make_record
 from fp4convert.backends import open_backend, processors
-from fp4convert.dialects import dialect_named
+from fp4convert.dialects import Dialect, dialect_named
 from fp4convert.errors import InputError, NumericError
+from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, format_named
 from fp4convert.output import OutputFolder, Purpose, ShardWriter, open_output
-from fp4convert.plan import Plan, Task, plan_dequantize
+from fp4convert.plan import DTYPES, Plan, Task, plan_dequantize, plan_quantize
+from fp4convert.recipe import build_recipe
 from fp4convert.sources import INDEX, Source
-from fp4convert.workers import PANEL_ELEMENTS, Dequantizer, Quantizer, Settings, UnsoundShardError, Worker, fill_shard
+from fp4convert.workers import Dequantizer, Quantizer, Settings, UnsoundShardError, Worker, fill_shard
 
-CONFIG_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as config.json spells them
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
+PANEL_ELEMENT_NBYTES = 4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `quantize` is asked for, in a user's words; recipe.py and plan.py say what each means."""
+
+    format: str
+    dialect: str = "compressed-tensors"
+    scale_rule: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a finished conversion tells; the keys of `quantize --json`."""
+    """What a finished conversion tells; the keys of --json."""
 
     output: str
     format: str
-    dialect: object
-    scale_rule: object
+    dialect: str | None
+    scale_rule: str | None
     device: str
     source_bytes: int
     output_bytes: int
@@ -43,25 +56,31 @@ class Result:
     digest: str
 
 
+def prepare_quantize(source: Source, request: Request) -> Plan:
+    """The plan that `quantize` carries out; InputError for anything that the request or the source has wrong."""
+    fmt = format_named(request.format)
+    patterns = (request.include, request.exclude)
+    model_type = source.checkpoint.config.get("model_type")
+    return plan_quantize(source.checkpoint, build_recipe(fmt, request.dialect, model_type, request.scale_rule, patterns))
+
+
 def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:
-    """Carry out a plan made by plan_quantize; the artifact's record is written last.
+    """Carry out a plan of prepare_quantize; the artifact's record is written last.
 
     Raises InputError for a device that is not there; OutputError as open_output does; NumericError, after all sound shards
     are written, where weights are NaN or Inf: then neither index nor records are written.
     """
-    recipe = plan.recipe
-    if recipe is None:
-        raise RuntimeError("this plan does not quantize")
-    records = dialect_named(recipe.dialect, recipe.format).records(recipe.format, plan.ignore, plan.quantized)
-    texts = _index_text(plan)
-    texts |= {file: _json(record) for file, record in records.items()}
-    texts["config.json"] = _json({**source.checkpoint.config, "quantization_config": records["config.json"]})
+    worker = Quantizer(source, plan.target, open_backend(settings.device))
+    records = _dialect_of(plan).records(worker.format, plan.ignore, plan.quantized)
+    records["config.json"] = {**source.checkpoint.config, "quantization_config": records["config.json"]}
+    texts = {**_index_text(plan), **{file: _json(record) for file, record in records.items()}}
     job = _Job(source, plan, texts, RECORD, frozenset({*texts, RECORD}))
 
     def conclude(folder: OutputFolder) -> None:
-        folder.write_text(RECORD, _json(_record(plan, folder.hashes)))
+        record = make_record(plan.target, plan.ignore, {"name": "fp4convert", "version": version("fp4convert")}, folder.hashes)
+        folder.write_text(RECORD, _json(record))
 
-    return _carry_out(job, Quantizer(source, recipe, open_backend(settings.device)), output, settings, conclude)
+    return _carry_out(job, worker, output, settings, conclude)
 
 
 def prepare_dequantize(artifact: Artifact, dtype: str) -> Plan:
@@ -80,7 +99,7 @@ def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings)
     Raises InputError for a device that is not there; NumericError beyond fp16's range; OutputError as open_output does.
     """
     source = artifact.source
-    config = _with_dtype(source.checkpoint.config, str(plan.target["format"]))
+    config = _with_dtype(source.checkpoint.config, FLOAT_TYPES[DTYPES[plan.target.format]].config_name)
     config.pop("quantization_config", None)
     texts = {**_index_text(plan), "config.json": _json(config)}
     replaced = frozenset({*texts, RECORD, *artifact.spelling.records(artifact.format, (), ())})
@@ -88,16 +107,20 @@ def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings)
     return _carry_out(job, Dequantizer(artifact, open_backend(settings.device)), output, settings)
 
 
-def describe(plan: Plan, workers: int = 0) -> dict[str, object]:
-    """The document of `quantize --dry-run --json`; memory is what workers hold beside mapped pages."""
-    threads = workers or processors()
+def describe_plan(plan: Plan, settings: Settings) -> dict[str, object]:
+    """The document of `quantize --dry-run --json`; memory is what workers hold beside mapped pages.
+
+    Raises InputError for a device that is not there.
+    """
+    open_backend(settings.device)
     widest = max((step.shape[1] for step in plan.steps if step.shape), default=0)
+    panel_nbytes = PANEL_ELEMENT_NBYTES * max(PANEL_ELEMENTS, widest)
     return {
-        "format": plan.target["format"],
-        "dialect": plan.target["dialect"],
+        "format": plan.target.format,
+        "dialect": plan.target.dialect,
         "source_bytes": plan.source_bytes,
         "output_bytes": plan.output_bytes,
-        "peak_memory_bytes": BASE_NBYTES + threads * max(PANEL_ELEMENTS, widest),
+        "peak_memory_bytes": BASE_NBYTES + (settings.workers or processors()) * panel_nbytes,
         "peak_disk_bytes": plan.output_bytes,
         "tensors": [
             {
@@ -136,11 +159,16 @@ class _Job:
     def purpose(self) -> Purpose:
         shards = self.source.checkpoint.shards
         headers = [[shard.file, shard.nbytes, [[ref.name, ref.dtype, ref.shape] for ref in shard.tensors]] for shard in shards]
-        identity = {"source": _sha256(headers), "format": self.plan.target["format"], "dialect": self.plan.target["dialect"]}
-        maker = f"fp4convert {version('fp4convert')}"
-        plan_id = _sha256([maker, self.plan.target, [task.key for task in self.plan.tasks], self.sidecars, self.texts])
-        files = (*(task.file for task in self.plan.tasks), *self.sidecars, *self.texts)
-        return Purpose(maker, identity, plan_id, files, self.last)
+        return Purpose(
+            identity={"source": _sha256(headers), "format": self.plan.target.format, "dialect": self.plan.target.dialect},
+            traits={
+                "the version of fp4convert": version("fp4convert"),
+                "the options": _sha256([self.plan.target.scale_rule, self.plan.ignore, self.plan.quantized, self.texts]),
+                "the source's files or their times": _sha256([[task.key for task in self.plan.tasks], self.sidecars]),
+            },
+            files=(*(task.file for task in self.plan.tasks), *self.sidecars, *self.texts),
+            last=self.last,
+        )
 
 
 def _carry_out(
@@ -178,72 +206,45 @@ def _carry_out(
     actions = Counter(step.action for step in job.plan.steps)
     return Result(
         output=str(output),
-        format=str(job.plan.target["format"]),
-        dialect=job.plan.target["dialect"],
-        scale_rule=job.plan.target["scale_rule"],
+        format=job.plan.target.format,
+        dialect=job.plan.target.dialect,
+        scale_rule=job.plan.target.scale_rule,
         device=worker.device,
         source_bytes=job.source.checkpoint.nbytes,
         output_bytes=output_bytes,
         seconds=round(time.monotonic() - started, 3),
-        tensors={
-            "quantized": actions["quantize"] + actions["dequantize"],
-            "copied": actions["copy"],
-            "skipped": actions["skip"],
-        },
+        tensors={worker.made: actions[worker.action], "copied": actions["copy"], "skipped": actions["skip"]},
         digest=digest,
     )
 
 
-def _record(plan: Plan, files: dict[str, str]) -> dict[str, object]:
-    """Our quantization_config.json of a finished artifact.
-
-    files  name -> sha256 of every other file of the artifact
-    """
-    recipe = plan.recipe
-    if recipe is None:
-        raise RuntimeError("only a plan to quantize has a record")
-    fmt = recipe.format
-    kind = dialect_named(recipe.dialect).GLOBAL_SCALE_KIND
-    return {
-        "format": fmt.name,
-        "block_size": fmt.block_size,
-        "element_dtype": "fp4_e2m1",
-        "scale_dtype": fmt.scale_dtype,
-        "scale_layout": "linear",
-        "scale_padding": None,
-        "nibble_order": "low_first",
-        "block_axis": -1,
-        "global_scale": {"dtype": "fp32", "stored_as": kind} if fmt.has_global_scale else None,
-        "activations": 16,
-        "dialect": recipe.dialect,
-        "scale_rule": recipe.scale_rule,
-        "ignore": list(plan.ignore),
-        "producer": {"name": "fp4convert", "version": version("fp4convert")},
-        "source": {"repo": None, "revision": None},
-        "files": dict(sorted(files.items())),
-    }
-
-
 def _summary(errors: list[NumericError]) -> NumericError:
     """One error for all unsound tensors, with the options that complete the run."""
-    if errors[0].code != "not-finite":
-        return errors[0]
     lines = "\n".join(error.message for error in errors)
-    options = " ".join(error.next_step for error in errors)
-    return NumericError("not-finite", lines, f"Run the same command again with {options}", errors[0].tensor)
+    next_step = errors[0].next_step
+    if errors[0].code == "not-finite":
+        next_step = f"Run the same command again with {' '.join(error.next_step for error in errors)}"
+    return NumericError(errors[0].code, lines, next_step, errors[0].tensor)
 
 
 def _with_dtype(config: dict[str, object], dtype: str) -> dict[str, object]:
     """The config with every declared dtype widened to hold `dtype` too: engines load all weights in the declared one."""
+    known = {kind.config_name for kind in FLOAT_TYPES.values()}
     widened: dict[str, object] = {}
     for key, value in config.items():
         if isinstance(value, dict):
             widened[key] = _with_dtype(value, dtype)
-        elif key in ("dtype", "torch_dtype") and value in CONFIG_DTYPES.values():
-            widened[key] = value if value == CONFIG_DTYPES[dtype] else CONFIG_DTYPES["fp32"]
+        elif key in ("dtype", "torch_dtype") and value in known and value != dtype:
+            widened[key] = FLOAT_TYPES["F32"].config_name
         else:
             widened[key] = value
     return widened
+
+
+def _dialect_of(plan: Plan) -> Dialect:
+    if plan.target.dialect is None:
+        raise RuntimeError("a plan to dequantize has no dialect")
+    return dialect_named(plan.target.dialect)
 
 
 def _index_text(plan: Plan) -> dict[str, str]:

@@ -6,19 +6,20 @@ Sources: OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0 and MXFP4; NVIDIA's N
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fp4convert.errors import InputError
 
 E2M1_MAX = 6.0  # largest E2M1 magnitude
 E4M3_MAX = 448.0  # largest finite E4M3 (e4m3fn) magnitude
 E4M3_MIN = 2.0**-9  # smallest positive E4M3 magnitude
-E4M3_NAN = 0x7F  # magnitude bits of the E4M3 NaN
-E8M0_NAN = 0xFF
 E8M0_STORED_MAX = 252  # 6 * 2**(252 - 127) is still finite in float32
 GLOBAL_RANGE = E2M1_MAX * E4M3_MAX  # 2688: the amax that a global scale of 1 stands for
 GLOBAL_SCALE_MIN = 2.0**-126  # smallest normal float32
+
+PANEL_ELEMENTS = 4 << 20  # elements held at once: 8 MB of bf16 in, 2.3 MB out
 
 Kind = Literal["multiplier", "divisor"]
 
@@ -38,6 +39,21 @@ class Format:
 NVFP4 = Format("nvfp4", 16, "fp8_e4m3", ("amax",), "amax", has_global_scale=True)
 MXFP4 = Format("mxfp4", 32, "e8m0", ("floor", "even", "ceil"), "even", has_global_scale=False)
 FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
+
+
+class FloatType(NamedTuple):
+    """A type of unquantized weights: a user's word for it, config.json's, and bytes an element."""
+
+    word: str
+    config_name: str
+    nbytes: int
+
+
+FLOAT_TYPES = {  # by safetensors' name
+    "BF16": FloatType("bf16", "bfloat16", 2),
+    "F16": FloatType("fp16", "float16", 2),
+    "F32": FloatType("fp32", "float32", 4),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +93,13 @@ class Quantized:
         scales_per_row = columns // self.format.block_size
         block_scales = self.block_scales[first * scales_per_row : last * scales_per_row]
         return replace(self, shape=(last - first, columns), packed=packed, block_scales=block_scales)
+
+
+def row_panels(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of ranges of whole rows, of about PANEL_ELEMENTS elements each."""
+    rows, columns = shape
+    height = max(1, PANEL_ELEMENTS // columns)
+    return ((first, min(first + height, rows)) for first in range(0, rows, height))
 
 
 def format_named(name: str) -> Format:

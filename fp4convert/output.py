@@ -26,7 +26,7 @@ from typing import BinaryIO
 from fp4convert.errors import OutputError
 from fp4convert.plan import Task
 from fp4convert.shard import TensorRef
-from fp4convert.sources import PLAN_FILE
+from fp4convert.sources import PLAN_FILE, hash_stream
 
 STATE, _, PLAN = PLAN_FILE.partition("/")
 READ_NBYTES = 1 << 20
@@ -36,27 +36,24 @@ READ_NBYTES = 1 << 20
 class Purpose:
     """What a run is for.
 
-    maker     name and version of the writer, whose bytes another version need not give
     identity  source, format and dialect: a folder begun for another identity is refused
-    plan_id   hash of everything that decides the output's bytes
+    traits    everything else that decides the output's bytes, by the words in which a message names it
     files     every file the run will write, relative to the folder
     last      the file written last; while it is absent the folder is unfinished
     """
 
-    maker: str
     identity: dict[str, object]
-    plan_id: str
+    traits: dict[str, str]
     files: tuple[str, ...]
     last: str
 
+    @property
+    def plan_id(self) -> str:
+        return hashlib.sha256(json.dumps([self.identity, self.traits], sort_keys=True).encode()).hexdigest()
+
     def as_json(self) -> dict[str, object]:
-        return {
-            "maker": self.maker,
-            "plan": self.plan_id,
-            "identity": self.identity,
-            "last": self.last,
-            "files": list(self.files),
-        }
+        named = {"identity": self.identity, "traits": self.traits, "last": self.last, "files": list(self.files)}
+        return {"plan": self.plan_id, **named}
 
     @staticmethod
     def from_json(text: str) -> Purpose:
@@ -64,7 +61,7 @@ class Purpose:
         for file in (entry["last"], *entry["files"]):
             if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
                 raise ValueError(f"{file} is outside the folder")
-        return Purpose(entry["maker"], entry["identity"], entry["plan"], tuple(entry["files"]), entry["last"])
+        return Purpose(dict(entry["identity"]), dict(entry["traits"]), tuple(entry["files"]), entry["last"])
 
 
 class ShardWriter:
@@ -125,11 +122,14 @@ class OutputFolder:
 
     def adopt(self, task: Task) -> bool:
         """True where the task's shard is finished and still has its hash; it then counts as written."""
-        record = self._state / self._done(task)
+        record = self._state / "done" / f"{task.key}.json"
         path = self.root / task.file
         if not record.exists() or not path.exists() or path.stat().st_size != task.nbytes:
             return False
-        sha256 = str(json.loads(record.read_text(encoding="utf-8"))["sha256"])
+        try:
+            sha256 = str(json.loads(record.read_text(encoding="utf-8"))["sha256"])
+        except (ValueError, KeyError, TypeError):
+            return False  # a damaged record proves nothing: the shard is written again
         if hash_file(path) != sha256:
             return False
         self.hashes[task.file] = sha256
@@ -166,11 +166,7 @@ class OutputFolder:
             writer.discard()
             raise
         self._publish(writer.path, task.file, sha256)
-        self._put(self._done(task), json.dumps({"file": task.file, "sha256": sha256}, sort_keys=True))
-
-    def _done(self, task: Task) -> str:
-        name = f"{self._purpose.maker} {task.key}"
-        return f"done/{hashlib.sha256(name.encode()).hexdigest()}.json"
+        self._put(f"done/{task.key}.json", json.dumps({"file": task.file, "sha256": sha256}, sort_keys=True))
 
     def write_text(self, file: str, text: str) -> None:
         """A small file of ours, under its final name at once."""
@@ -250,7 +246,8 @@ class OutputFolder:
             detail = f"{self.root} holds another plan: another source, format or dialect"
             raise OutputError("other-plan", detail, next_step)
         if (self.root / old.last).exists() and not is_forced:
-            detail = f"{self.root} holds a finished result, made with other options"
+            changed = [words for words, trait in self._purpose.traits.items() if old.traits.get(words) != trait]
+            detail = f"{self.root} holds a finished result, and since then {' and '.join(changed)} changed"
             raise OutputError("other-plan", detail, next_step)
         for file in (old.last, *old.files) if is_forced else (old.last,):
             (self.root / file).unlink(missing_ok=True)
@@ -335,4 +332,4 @@ def _fsync_folder(folder: Path) -> None:
 def hash_file(path: Path) -> str:
     """The sha256 of a file, as hex."""
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        return hash_stream(stream)

@@ -13,16 +13,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from fp4convert.dialects import Packed, dialect_named, is_quantized_name
+from fp4convert.dialects import Packed, dialect_named, is_quantized_tensor
 from fp4convert.errors import InputError
-from fp4convert.recipe import Recipe, matches
+from fp4convert.formats import FLOAT_TYPES
+from fp4convert.recipe import Recipe, ScaleGroup, Target, matches, scale_group
 from fp4convert.shard import Header, TensorRef, TensorSpec, lay_out
 from fp4convert.sources import Checkpoint
 
 Action = Literal["quantize", "dequantize", "copy", "skip"]
-DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # a user's word -> safetensors' name
-FLOATS = tuple(DTYPES.values())
-METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
+DTYPES = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}  # a user's word -> safetensors' name
+MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
+METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so; a shard's own metadata stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every task, and what the result's records need to know.
+    """Every task, and what the result's records need to know."""
 
-    target  format, dialect, scale rule and whatever else was asked for, as JSON
-    recipe  None where the plan dequantizes
-    """
-
-    target: dict[str, object]
-    recipe: Recipe | None
+    target: Target
     tasks: tuple[Task, ...]
     ignore: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -138,14 +134,15 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
         group = groups[ref.name]
         return _Draft(action, reason, (ref,), specs, shape, group.name, group.members)
 
-    tasks = tuple(_task(checkpoint, shard, [decide(ref) for ref in shard.tensors], METADATA) for shard in checkpoint.shards)
+    tasks = tuple(_task(checkpoint, shard, [decide(ref) for ref in shard.tensors]) for shard in checkpoint.shards)
     _refuse_collisions(tasks)
     if not chosen:
         warnings.append(f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists")
     if not checkpoint.config:
         warnings.append("the source has no config.json; the one written holds the quantization record alone")
     notes = (*checkpoint.warnings, *_left_out(checkpoint), *_custom_code(checkpoint), *_unmatched(checkpoint, recipe), *warnings)
-    return Plan(recipe.as_json(), recipe, tasks, _ignored(checkpoint, {ref.name for ref in chosen}), notes)
+    target = Target(recipe.format.name, recipe.dialect, recipe.scale_rule)
+    return Plan(target, tasks, _ignored(checkpoint, {ref.name for ref in chosen}), notes)
 
 
 def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: str) -> Plan:
@@ -158,7 +155,6 @@ def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: s
     """
     if dtype not in DTYPES:
         raise InputError("unknown-dtype", f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
-    target: dict[str, object] = {"format": dtype, "dialect": None, "scale_rule": None}
     home = {ref.name: module for module, packed in modules.items() for ref in (*packed.refs, *packed.companions)}
 
     def decide(shard: Header) -> list[_Draft]:
@@ -172,9 +168,9 @@ def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: s
                 drafts.append(_Draft("dequantize", "four-bit", modules[module].refs, (spec,), modules[module].shape))
         return drafts
 
-    tasks = tuple(_task(checkpoint, shard, decide(shard), METADATA) for shard in checkpoint.shards)
+    tasks = tuple(_task(checkpoint, shard, decide(shard)) for shard in checkpoint.shards)
     _refuse_collisions(tasks)
-    return Plan(target, None, tasks, (), ())
+    return Plan(Target(dtype), tasks, (), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +192,8 @@ class _Group:
     members: tuple[TensorRef, ...]
 
 
-def _task(checkpoint: Checkpoint, shard: Header, drafts: list[_Draft], metadata: dict[str, str]) -> Task:
-    header, placed = lay_out(shard.file, (spec for draft in drafts for spec in draft.specs), metadata)
+def _task(checkpoint: Checkpoint, shard: Header, drafts: list[_Draft]) -> Task:
+    header, placed = lay_out(shard.file, (spec for draft in drafts for spec in draft.specs), METADATA | shard.metadata)
     place = {ref.name: ref for ref in placed}
     steps = tuple(
         Step(
@@ -222,15 +218,16 @@ def _module_of(name: str) -> str:
 
 def _verdict(ref: TensorRef, recipe: Recipe) -> tuple[Action, str]:
     """Whether a tensor becomes four-bit, and why, or why not."""
+    if len(ref.shape) == STACK_DIMENSIONS and ref.dtype in FLOAT_TYPES:
+        return "copy", "a stack of matrices; this version quantizes single ones"
     if not ref.name.endswith(".weight"):
-        is_stack = len(ref.shape) == 3 and ref.dtype in FLOATS
-        return "copy", "a stack of matrices, not yet known by model type" if is_stack else "not a linear layer's weight"
-    if len(ref.shape) != 2:
+        return "copy", "not a linear layer's weight"
+    if len(ref.shape) != MATRIX_DIMENSIONS:
         return "copy", f"{len(ref.shape)}-dimensional, not a matrix"
     if reason := recipe.reason_to_keep(_module_of(ref.name)):
         return "copy", reason
-    if ref.dtype not in FLOATS:
-        return "skip", f"{ref.dtype}, not one of {', '.join(FLOATS)}"
+    if ref.dtype not in FLOAT_TYPES:
+        return "skip", f"{ref.dtype}, not one of {', '.join(FLOAT_TYPES)}"
     if not ref.elements:
         return "skip", "empty"
     block = recipe.format.block_size
@@ -240,34 +237,31 @@ def _verdict(ref: TensorRef, recipe: Recipe) -> tuple[Action, str]:
 
 
 def _scale_groups(chosen: list[TensorRef], recipe: Recipe) -> tuple[dict[str, _Group], list[str]]:
-    """The scale group of every chosen tensor, and a warning for each group that has not all of its members."""
+    """The scale group of every chosen tensor, and a warning for each kind of group that has not all of its members."""
     if not recipe.format.has_global_scale:
         return {ref.name: _Group(None, (ref,)) for ref in chosen}, []
-    siblings = {member: names for names in recipe.groups for member in names}
-    gathered: dict[tuple[str, tuple[str, ...]], list[TensorRef]] = defaultdict(list)
-    alone: dict[str, _Group] = {}
-    for ref in chosen:
-        parent, _, leaf = _module_of(ref.name).rpartition(".")
-        if leaf in siblings:
-            gathered[parent, siblings[leaf]].append(ref)
-        else:
-            alone[ref.name] = _Group(None, (ref,))
+    gathered: dict[ScaleGroup, list[TensorRef]] = defaultdict(list)
     groups: dict[str, _Group] = {}
-    for (parent, names), refs in gathered.items():
-        groups |= dict.fromkeys((ref.name for ref in refs), _Group(f"{parent}.{'/'.join(names)}", tuple(refs)))
-    return alone | groups, _incomplete_groups(gathered)
+    for ref in chosen:
+        if key := scale_group(_module_of(ref.name), recipe.groups):
+            gathered[key].append(ref)
+        else:
+            groups[ref.name] = _Group(None, (ref,))
+    for key, refs in gathered.items():
+        groups |= dict.fromkeys((ref.name for ref in refs), _Group(str(key), tuple(refs)))
+    return groups, _incomplete_groups(gathered)
 
 
-def _incomplete_groups(gathered: dict[tuple[str, tuple[str, ...]], list[TensorRef]]) -> list[str]:
+def _incomplete_groups(gathered: dict[ScaleGroup, list[TensorRef]]) -> list[str]:
     """One warning for each kind of group that lacks members somewhere."""
     lacking: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for (parent, names), refs in gathered.items():
-        if len(refs) < len(names):
-            lacking[names].append(parent)
+    for key, refs in gathered.items():
+        if len(refs) < len(key.members):
+            lacking[key.members].append(key.parent)
     return [
-        f"{len(parents)} scale groups {'/'.join(names)} lack members, the first in {parents[0]!r}:"
+        f"{len(parents)} scale groups {'/'.join(members)} lack members, the first in {parents[0]!r}:"
         " engines that fuse them need all of them quantized, or none"
-        for names, parents in lacking.items()
+        for members, parents in lacking.items()
     ]
 
 
@@ -284,7 +278,7 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
         detail = f"config.json: the checkpoint is already quantized (it has a quantization_config); {tail}"
         raise InputError("already-quantized", detail, "Start from the original weights.")
     for ref in checkpoint.tensors:
-        if is_quantized_name(ref.name):
+        if is_quantized_tensor(ref):
             detail = f"{ref.file}: {ref.name!r} says that the checkpoint is already quantized; {tail}"
             raise InputError("already-quantized", detail, "Start from the original weights.", ref.name)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.abc import Traversable
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp4convert.errors import InputError
 from fp4convert.formats import Format, check_rule
@@ -27,6 +27,25 @@ class KeepRule:
 
     def match(self, module: str) -> bool:
         return any(matches(pattern, module) for pattern in self.patterns)
+
+
+class ScaleGroup(NamedTuple):
+    """Sibling modules that engines multiply as one matrix, and that share one amax: names below one parent."""
+
+    parent: str
+    members: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.parent}.{'/'.join(self.members)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is made: a four-bit format by a dialect and a rule, or (dequantized) a float type by neither."""
+
+    format: str
+    dialect: str | None = None
+    scale_rule: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +69,6 @@ class Recipe:
             return None
         return next((rule.reason for rule in self.keep if rule.match(module)), None)
 
-    def as_json(self) -> dict[str, object]:
-        """What decides the bytes, for the plan and its id."""
-        return {
-            "format": self.format.name,
-            "dialect": self.dialect,
-            "scale_rule": self.scale_rule,
-            "include": list(self.include),
-            "exclude": list(self.exclude),
-        }
-
 
 def build_recipe(
     fmt: Format,
@@ -77,11 +86,21 @@ def build_recipe(
     include, exclude = patterns
     for pattern in (*include, *exclude):
         _compiled(pattern)
-    tables = [_table("default.toml"), *_family_tables(model_type)]
+    tables = _tables(model_type)
     keep = tuple(KeepRule(tuple(row["modules"]), row["reason"]) for table in tables for row in table.get("keep", ()))
-    groups = tuple(tuple(row["members"]) for table in tables for row in table.get("group", ()))
     rule = check_rule(fmt, scale_rule or fmt.default_rule)
-    return Recipe(fmt, dialect, rule, keep, groups, tuple(include), tuple(exclude))
+    return Recipe(fmt, dialect, rule, keep, group_members(model_type), tuple(include), tuple(exclude))
+
+
+def group_members(model_type: object) -> tuple[tuple[str, ...], ...]:
+    """Names of the modules that share a scale, for a model of that type."""
+    return tuple(tuple(row["members"]) for table in _tables(model_type) for row in table.get("group", ()))
+
+
+def scale_group(module: str, groups: tuple[tuple[str, ...], ...]) -> ScaleGroup | None:
+    """The scale group of a module, or None where it stands alone."""
+    parent, _, leaf = module.rpartition(".")
+    return next((ScaleGroup(parent, members) for members in groups if leaf in members), None)
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -99,10 +118,11 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise InputError("bad-pattern", f"{pattern!r} is no regular expression: {error}") from None
 
 
-def _family_tables(model_type: object) -> list[dict[str, Any]]:
+def _tables(model_type: object) -> list[dict[str, Any]]:
+    """default.toml, and the family files that list the model type."""
     names = sorted(item.name for item in _configs().iterdir() if item.name.endswith(".toml"))
     tables = (_table(name) for name in names if name != "default.toml")
-    return [table for table in tables if model_type in table["model_types"]]
+    return [_table("default.toml"), *(table for table in tables if model_type in table["model_types"])]
 
 
 def _table(name: str) -> dict[str, Any]:

@@ -103,7 +103,8 @@ def draw_result(screen: Screen, result: Document) -> None:
     counts = result["tensors"]
     made = ", ".join(word for word in (result["format"], result["dialect"], result["scale_rule"]) if word)
     screen.line(result["output"], "bold")
-    screen.line(f"  {counts['quantized']} tensors converted ({made}), {counts['copied']} kept, {counts['skipped']} skipped")
+    converted, kept, skipped = counts.values()
+    screen.line(f"  {converted} tensors converted ({made}), {kept} kept, {skipped} skipped")
     sizes = f"{_megabytes(result['source_bytes'])} -> {_megabytes(result['output_bytes'])}"
     screen.line(f"  {sizes} in {result['seconds']:.2f} s on {result['device']}")
     screen.line(f"  digest {result['digest']}")
@@ -132,7 +133,7 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
         "format": f"{artifact['format']}: {codes}",
         "dialect": artifact["dialect"],
         "global scale": f"{stored['dtype']}, stored as a {stored['stored_as']}" if stored else "none",
-        "scale layout": f"{layout['declared']} (declared)",
+        "scale layout": f"{layout['declared']} (declared)" if layout["declared"] else "not declared",
         "nibble order": artifact["nibble_order"],
         "tensors": f"{counts['quantized']} quantized, {counts['other']} other",
         "bits per weight": "none" if bits is None else f"{bits:.3f} (codes, block scales and global scales)",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -15,13 +14,10 @@ from fp4convert.artifact import Artifact, Finding, is_healthy
 from fp4convert.backends import processors
 from fp4convert.codec import FLOAT_DTYPES, block_steps, dequantize
 from fp4convert.errors import InputError
-from fp4convert.formats import Quantized
-from fp4convert.output import hash_file
-from fp4convert.recipe import build_recipe
+from fp4convert.formats import Quantized, row_panels
+from fp4convert.recipe import ScaleGroup, group_members, scale_group
 from fp4convert.shard import TensorRef
-from fp4convert.sources import Source
-
-PANEL_ELEMENTS = 1 << 20
+from fp4convert.sources import Source, hash_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +75,14 @@ class _Sums:
     output: float
 
 
-def verify(artifact: Artifact, root: Path, source: Source | None, gate: Gate) -> Report:
+def verify(artifact: Artifact, source: Source | None, gate: Gate) -> Report:
     """Re-hash every file and read every scale; with a source, measure every tensor and compare what was kept.
 
-    root    the artifact's folder, for the hashes that its own record names
-    Raises  InputError where the gate asks for numbers and there is no source
+    Raises InputError where the gate asks for numbers and there is no source
     """
     if source is None and (gate.min_sqnr_db is not None or gate.max_nmse is not None):
         raise InputError("no-source", "--min-sqnr and --max-nmse need the original weights", "Add --source SOURCE.")
-    findings = [*artifact.findings, *_check_hashes(artifact, root), *_check_scales(artifact)]
+    findings = [*artifact.findings, *_check_hashes(artifact), *_check_scales(artifact)]
     sums: dict[str, _Sums] = {}
     if source is not None:
         sums, differences = _compare(artifact, source)
@@ -97,16 +92,19 @@ def verify(artifact: Artifact, root: Path, source: Source | None, gate: Gate) ->
     return Report(tensors, _summarise(tensors, sums), tuple(findings), is_healthy(tuple(findings)))
 
 
-def _check_hashes(artifact: Artifact, root: Path) -> Iterator[Finding]:
+def _check_hashes(artifact: Artifact) -> Iterator[Finding]:
     files = artifact.record.get("files")
     if not isinstance(files, dict):
         yield Finding("note", "no-hashes", None, "the artifact records no hashes, so its files could not be compared with them")
         return
     for file, sha256 in files.items():
-        path = root / file
-        if not path.is_file():
-            yield Finding("error", "file-missing", None, f"{file} is recorded and not there")
-        elif hash_file(path) != sha256:
+        try:
+            with artifact.source.open_file(file) as stream:
+                is_same = hash_stream(stream) == sha256
+        except InputError as error:
+            yield Finding("error", "file-missing", None, f"{file} is recorded and cannot be read: {error.message}")
+            continue
+        if not is_same:
             yield Finding("error", "hash-mismatch", None, f"{file} is not the file that was written: its sha256 differs")
 
 
@@ -125,22 +123,16 @@ def _check_scales(artifact: Artifact) -> list[Finding]:
             stored[module] = q.global_scale
             if not (math.isfinite(q.global_scale) and q.global_scale > 0):
                 findings.append(Finding("error", "global-scale", module, f"its global scale is {q.global_scale}"))
-    recipe = build_recipe(artifact.format, artifact.dialect, artifact.source.checkpoint.config.get("model_type"))
-    for members in _groups(stored, recipe.groups):
+    groups = group_members(artifact.source.checkpoint.config.get("model_type"))
+    gathered: dict[ScaleGroup, list[str]] = defaultdict(list)
+    for module in stored:
+        if key := scale_group(module, groups):
+            gathered[key].append(module)
+    for members in gathered.values():
         if len({stored[module] for module in members}) > 1:
             detail = f"{', '.join(members)} have different global scales; engines that fuse them use only one"
             findings.append(Finding("error", "group-scales-differ", members[0], detail))
     return findings
-
-
-def _groups(modules: Iterable[str], groups: tuple[tuple[str, ...], ...]) -> list[list[str]]:
-    gathered: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
-    for module in modules:
-        parent, _, leaf = module.rpartition(".")
-        for names in groups:
-            if leaf in names:
-                gathered[parent, names].append(module)
-    return list(gathered.values())
 
 
 def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list[Finding]]:
@@ -168,22 +160,21 @@ def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list
 
 
 def _measure(q: Quantized, ref: TensorRef, source: Source) -> _Sums:
-    rows, columns = q.shape
-    data = np.frombuffer(source.read(ref), np.uint8).reshape(rows, -1)
-    height = max(1, PANEL_ELEMENTS // columns)
+    data = source.read(ref)
+    row_nbytes = data.nbytes // q.shape[0]
     signal = noise = max_abs = product = output = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
-        for first in range(0, rows, height):
-            panel = np.ascontiguousarray(data[first : first + height])
-            x = np.frombuffer(panel.tobytes(), FLOAT_DTYPES[ref.dtype]).astype(np.float64)
-            y = dequantize(q.rows(first, min(first + height, rows))).ravel().astype(np.float64)
+        for first, last in row_panels(q.shape):
+            panel = data[first * row_nbytes : last * row_nbytes].tobytes()
+            x = np.frombuffer(panel, FLOAT_DTYPES[ref.dtype]).astype(np.float64)
+            y = dequantize(q.rows(first, last)).ravel().astype(np.float64)
             difference = x - y
             signal += float(x @ x)
             noise += float(difference @ difference)
             product += float(x @ y)
             output += float(y @ y)
             max_abs = max(max_abs, float(np.abs(difference).max(initial=0)))
-    return _Sums(rows * columns, signal, noise, max_abs, product, output)
+    return _Sums(q.shape[0] * q.shape[1], signal, noise, max_abs, product, output)
 
 
 def _tensor_error(name: str, sums: _Sums) -> TensorError:

@@ -10,7 +10,7 @@ import math
 import shlex
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,14 +22,13 @@ from fp4convert.backends import Backend, processors
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.dialects import dialect_named
 from fp4convert.errors import NumericError
-from fp4convert.formats import Matrix
+from fp4convert.formats import Matrix, format_named, row_panels
 from fp4convert.output import ShardWriter
-from fp4convert.plan import Step, Task
-from fp4convert.recipe import Recipe
+from fp4convert.plan import Action, Step, Task
+from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
 
-PANEL_ELEMENTS = 4 << 20  # elements a worker holds at once: 8 MB of bf16 in, 2.3 MB out
 COPY_NBYTES = 8 << 20
 
 Progress = Callable[[str, int], None]
@@ -58,6 +57,8 @@ class Worker(Protocol):
     """Does the steps of one scale group of one shard, or of one tensor."""
 
     device: str
+    action: Action  # what its steps are called in a plan
+    made: str  # what its tensors are called afterwards
 
     def __call__(self, steps: list[Step], writer: ShardWriter, stop: threading.Event) -> None: ...
 
@@ -65,11 +66,15 @@ class Worker(Protocol):
 class Quantizer:
     """Quantizes the members of a scale group under their common amax; copies what stays."""
 
-    def __init__(self, source: Source, recipe: Recipe, backend: Backend) -> None:
+    action: Action = "quantize"
+    made = "quantized"
+
+    def __init__(self, source: Source, target: Target, backend: Backend) -> None:
         self._source = source
-        self._recipe = recipe
         self._backend = backend
-        self._dialect = dialect_named(recipe.dialect, recipe.format)
+        self.format = format_named(target.format)
+        self._rule = target.scale_rule or self.format.default_rule
+        self._dialect = dialect_named(str(target.dialect), self.format)
         self.device = backend.name
 
     def __call__(self, steps: list[Step], writer: ShardWriter, stop: threading.Event) -> None:
@@ -85,15 +90,15 @@ class Quantizer:
         return self._backend.amax(Matrix(self._source.read(ref), ref.dtype, (ref.shape[0], ref.shape[1])))
 
     def _quantize(self, step: Step, group_amax: float, writer: ShardWriter, stop: threading.Event) -> None:
-        (ref,), fmt, columns = step.refs, self._recipe.format, step.shape[1]
+        (ref,), columns = step.refs, step.shape[1]
         data = self._source.read(ref)
         place = {output.name: output for output in step.outputs}
-        for first, last in _panels(step):
+        for first, last in row_panels((step.shape[0], step.shape[1])):
             if stop.is_set():
                 return
             panel = data[first * columns * FLOAT_DTYPES[ref.dtype].itemsize : last * columns * FLOAT_DTYPES[ref.dtype].itemsize]
             x = Matrix(panel, ref.dtype, (last - first, columns))
-            q = self._backend.quantize(x, fmt, self._recipe.scale_rule, group_amax)
+            q = self._backend.quantize(x, self.format, self._rule, group_amax)
             parts = self._dialect.encode(step.module, q)
             if first == 0:
                 parts |= self._dialect.encode_global(step.module, q)
@@ -103,6 +108,9 @@ class Quantizer:
 
 class Dequantizer:
     """Writes the values of four-bit modules; copies everything else."""
+
+    action: Action = "dequantize"
+    made = "dequantized"
 
     def __init__(self, artifact: Artifact, backend: Backend) -> None:
         self._artifact = artifact
@@ -115,7 +123,7 @@ class Dequantizer:
                 _copy(self._artifact.source, [step], writer, stop)
                 continue
             q = self._artifact.decode(step.module)
-            for first, last in _panels(step):
+            for first, last in row_panels((step.shape[0], step.shape[1])):
                 if stop.is_set():
                     return
                 output = step.outputs[0]
@@ -125,13 +133,6 @@ class Dequantizer:
                     named = NumericError(error.code, f"{output.name}: {error.message}", error.next_step, output.name)
                     raise UnsoundShardError([named]) from None
                 writer.append(output, values)
-
-
-def _panels(step: Step) -> Iterator[tuple[int, int]]:
-    """Row ranges of about PANEL_ELEMENTS elements."""
-    rows, columns = step.shape
-    height = max(1, PANEL_ELEMENTS // columns)
-    return ((first, min(first + height, rows)) for first in range(0, rows, height))
 
 
 def _copy(source: Source, steps: list[Step], writer: ShardWriter, stop: threading.Event) -> None:

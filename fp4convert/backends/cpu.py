@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 
 from fp4convert.codec import FLOAT_DTYPES, block_steps, global_scale_of
 from fp4convert.errors import NumericError
-from fp4convert.formats import E2M1_MAX, Format, Matrix, Quantized, check_rule
+from fp4convert.formats import E2M1_MAX, FLOAT_TYPES, Format, Matrix, Quantized
 
-_RULES = ("floor", "even", "ceil")  # the numbers of kernels/fp4.h
-_SUFFIX = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 _FP16_MAX = 65504.0
 Array = NDArray[np.generic]
 
@@ -30,16 +28,16 @@ class Cpu:
     def amax(self, x: Matrix) -> float:
         values = _aligned(x)
         bits = np.zeros(1, np.uint32)
-        self._call(f"amax_{_SUFFIX[x.dtype]}", values, values.size, bits)
+        self._call(f"amax_{FLOAT_TYPES[x.dtype].word}", values, values.size, bits)
         return float(bits.view(np.float32)[0])
 
     def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float) -> Quantized:
         values = _aligned(x)
         packed = np.empty(values.size // 2, np.uint8)
         block_scales = np.empty(values.size // fmt.block_size, np.uint8)
-        check_rule(fmt, rule)
-        argument = np.array([group_amax], np.float32) if fmt.has_global_scale else _RULES.index(rule)
-        self._call(f"quantize_{fmt.name}_{_SUFFIX[x.dtype]}", values, values.size, argument, packed, block_scales)
+        number = fmt.scale_rules.index(rule)  # as in kernels/fp4.h
+        argument = np.array([group_amax], np.float32) if fmt.has_global_scale else number
+        self._call(f"quantize_{fmt.name}_{FLOAT_TYPES[x.dtype].word}", values, values.size, argument, packed, block_scales)
         stored = float(global_scale_of(group_amax)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
 
@@ -48,7 +46,7 @@ class Cpu:
         packed, block_scales = np.frombuffer(q.packed, np.uint8), np.frombuffer(q.block_scales, np.uint8)
         stored = np.array([q.global_scale or 0], np.float32)
         extra = (stored, int(q.kind == "divisor")) if q.format.has_global_scale else ()
-        self._call(f"dequantize_{q.format.name}_{_SUFFIX[dtype]}", packed, block_scales, values.size, *extra, values)
+        self._call(f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}", packed, block_scales, values.size, *extra, values)
         if dtype == "F16":
             self._refuse_overflow(q)
         return values.view(np.uint8).data

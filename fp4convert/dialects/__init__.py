@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
 from fp4convert.errors import InputError
-from fp4convert.formats import Format, Kind, Quantized
+from fp4convert.formats import FLOAT_TYPES, Format, Kind, Quantized
 from fp4convert.shard import TensorRef, TensorSpec
 
+_PACKED_SUFFIXES = ("_blocks", "_scales", ".qweight", ".qzeros")  # of dialects that this version does not read
 MODULES = {"compressed-tensors": "compressed_tensors", "modelopt": "modelopt"}
 Json = dict[str, object]
 
@@ -93,9 +95,20 @@ def quantized_modules(dialect: Dialect, names: Iterable[str]) -> list[str]:
     return sorted(set(found))
 
 
-def is_quantized_name(name: str) -> bool:
-    """True for a tensor name that only an already quantized checkpoint has, in any dialect."""
-    return name.endswith(_FOREIGN_SUFFIXES) or any(name.endswith(dialect_named(known).SUFFIXES) for known in MODULES)
+def is_quantized_tensor(ref: TensorRef) -> bool:
+    """True for a tensor that only an already quantized checkpoint has, in any dialect."""
+    if any(ref.name.endswith(dialect_named(known).SUFFIXES) for known in MODULES):
+        return True
+    return (ref.name.endswith(_PACKED_SUFFIXES) and ref.dtype not in FLOAT_TYPES) or ref.name.endswith(".weight_scale_inv")
 
 
-_FOREIGN_SUFFIXES = (".weight_scale_inv", "_blocks", "_scales", ".qweight", ".qzeros", ".weight_packed")
+def encode_global_scale(q: Quantized, kind: Kind) -> memoryview:
+    """The four bytes of a global scale as that kind; turned into the other it is fl(1/x): float64, then one rounding."""
+    if q.global_scale is None:
+        raise RuntimeError(f"{q.format.name} has no global scale")
+    return memoryview(struct.pack("<f", q.global_scale if q.kind == kind else 1 / q.global_scale))
+
+
+def strings(value: object) -> list[str]:
+    """The strings of a list in somebody's JSON; nothing where it is no list."""
+    return [entry for entry in value if isinstance(entry, str)] if isinstance(value, list) else []

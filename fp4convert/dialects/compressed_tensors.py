@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Mapping
 
+from fp4convert.dialects import encode_global_scale, strings
 from fp4convert.formats import MXFP4, NVFP4, Format, Kind, Quantized
 from fp4convert.recipe import matches
 from fp4convert.shard import TensorSpec
@@ -39,10 +40,9 @@ def encode(module: str, rows: Quantized) -> dict[str, memoryview]:
 
 
 def encode_global(module: str, q: Quantized) -> dict[str, memoryview]:
-    if q.global_scale is None:
+    if not q.format.has_global_scale:
         return {}
-    divisor = q.global_scale if q.kind == "divisor" else 1 / q.global_scale  # float64, then one rounding: fl(1/x)
-    return {f"{module}.weight_global_scale": memoryview(struct.pack("<f", divisor))}
+    return {f"{module}.weight_global_scale": encode_global_scale(q, GLOBAL_SCALE_KIND)}
 
 
 def decode(module: str, shape: tuple[int, int], fmt: Format, read: Callable[[str], memoryview]) -> Quantized:
@@ -81,6 +81,5 @@ def recognise(quantization_config: Mapping[str, object]) -> Format | None:
 
 def is_ignored(quantization_config: Mapping[str, object], module: str) -> bool:
     """`ignore` holds exact names, and expressions after "re:" that are matched from the start."""
-    ignore = quantization_config.get("ignore")
-    patterns = [entry for entry in ignore if isinstance(entry, str)] if isinstance(ignore, list) else []
+    patterns = strings(quantization_config.get("ignore"))
     return any(pattern == module or (pattern.startswith("re:") and matches(pattern, module)) for pattern in patterns)

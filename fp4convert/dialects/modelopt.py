@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 
+from fp4convert.dialects import encode_global_scale, strings
 from fp4convert.formats import NVFP4, Format, Kind, Quantized
 from fp4convert.shard import TensorSpec
 
@@ -40,10 +41,7 @@ def encode(module: str, rows: Quantized) -> dict[str, memoryview]:
 
 
 def encode_global(module: str, q: Quantized) -> dict[str, memoryview]:
-    if q.global_scale is None:
-        return {}
-    multiplier = q.global_scale if q.kind == "multiplier" else 1 / q.global_scale  # float64, then one rounding: fl(1/x)
-    return {f"{module}.weight_scale_2": memoryview(struct.pack("<f", multiplier))}
+    return {f"{module}.weight_scale_2": encode_global_scale(q, GLOBAL_SCALE_KIND)}
 
 
 def decode(module: str, shape: tuple[int, int], fmt: Format, read: Callable[[str], memoryview]) -> Quantized:
@@ -83,6 +81,5 @@ def recognise(quantization_config: Mapping[str, object]) -> Format | None:
 
 def is_ignored(quantization_config: Mapping[str, object], module: str) -> bool:
     """`ignore` holds wildcards; engines also look for each entry as a part of the name."""
-    ignore = quantization_config.get("ignore")
-    patterns = [entry for entry in ignore if isinstance(entry, str)] if isinstance(ignore, list) else []
+    patterns = strings(quantization_config.get("ignore"))
     return any(pattern in module or fnmatchcase(module, pattern) for pattern in patterns)

@@ -1,16 +1,17 @@
 """Where the weights come from: every module here offers a Source, and nothing above asks which.
 
-A source supplies headers, the bytes of the index, and the bytes of tensors; put together and checked here, headers and
-index are a Checkpoint: addresses, no data.
+A source makes a Checkpoint of what it finds (addresses, no data) with the checks below, and gives the bytes behind it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, cast
 
 from fp4convert.errors import InputError
 from fp4convert.shard import Header, TensorRef, parse_json_object
@@ -71,8 +72,6 @@ class Source(Protocol):
     def holds(self, path: Path) -> bool:
         """True where that path is the source's folder or lies inside it."""
 
-    def close(self) -> None: ...
-
 
 def open_source(reference: str, may_be_empty: bool = False) -> Source:
     """The source of that name: a folder or one .safetensors file.
@@ -91,6 +90,11 @@ def open_source(reference: str, may_be_empty: bool = False) -> Source:
     from fp4convert.sources.local import LocalSource
 
     return LocalSource(path, may_be_empty)
+
+
+def hash_stream(stream: BinaryIO) -> str:
+    """The sha256 of what is left of a stream, as hex."""
+    return hashlib.file_digest(cast(BufferedReader, stream), "sha256").hexdigest()
 
 
 def read_index(text: bytes) -> dict[str, str]:

@@ -46,9 +46,6 @@ class LocalSource:
     def holds(self, path: Path) -> bool:
         return self._single is None and path.resolve().is_relative_to(self._folder.resolve())
 
-    def close(self) -> None:
-        self._maps.clear()
-
     def _open(self, may_be_empty: bool) -> Checkpoint:
         names = [self._single] if self._single else sorted(os.listdir(self._folder))
         if self._single and not self._single.endswith(WEIGHTS):
