@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from fp4convert.dialects import MODULES, Dialect, Packed, dialect_named, quantized_modules
+from fp4convert.dialects import MODULES, Dialect, Ignored, Packed, dialect_named, quantized_modules
 from fp4convert.errors import InputError
 from fp4convert.formats import Format, Quantized, format_named
 from fp4convert.recipe import Target
@@ -60,7 +60,7 @@ class Artifact:
         return self.spelling.decode(module, self.modules[module].shape, self.format, read)
 
 
-def make_record(target: Target, ignore: tuple[str, ...], producer: dict[str, str], files: dict[str, str]) -> dict[str, object]:
+def make_record(target: Target, ignored: Ignored, producer: dict[str, str], files: dict[str, str]) -> dict[str, object]:
     """Our quantization_config.json of a finished artifact.
 
     files  name -> sha256 of every other file of the artifact
@@ -70,7 +70,7 @@ def make_record(target: Target, ignore: tuple[str, ...], producer: dict[str, str
         **layout_of(fmt, spelling),
         "dialect": target.dialect,
         "scale_rule": target.scale_rule,
-        "ignore": list(ignore),
+        "ignore": [*ignored.modules, *ignored.patterns],
         "producer": producer,
         "source": {"repo": None, "revision": None},
         "files": dict(sorted(files.items())),
@@ -119,7 +119,10 @@ def _read_json(source: Source, file: str) -> dict[str, object]:
 
 
 def _identity_begun(source: Source) -> dict[str, object]:
-    identity = _read_json(source, PLAN_FILE).get("identity")
+    try:
+        identity = _read_json(source, PLAN_FILE).get("identity")
+    except InputError:
+        identity = None  # damaged; the folder's own names may still tell what it is
     return identity if isinstance(identity, dict) else {}
 
 
@@ -190,7 +193,12 @@ def _judge_records(
             yield Finding("error", "record-wrong", None, detail)
     ours = record.get("ignore")
     for module in modules:
-        if spelling.is_ignored(runtime, module) or (isinstance(ours, list) and module in ours):
+        try:
+            is_ignored = spelling.is_ignored(runtime, module)
+        except InputError as error:
+            yield Finding("error", "ignore-pattern", None, f"config.json: {error.message}")
+            return
+        if is_ignored or (isinstance(ours, list) and module in ours):
             yield Finding("error", "ignored-but-quantized", module, "a record lists it under ignore")
 
 

@@ -190,7 +190,10 @@ def main() -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
-        _fail(InputError("usage", error.format_message(), "See: fp4convert --help."))
+        message = error.format_message()
+        if not message:  # the bare command: its help has been printed
+            sys.exit(InputError.exit_code)
+        _fail(InputError("usage", message, "See: fp4convert --help."))
 
 
 def _fail(error: Fp4Error) -> NoReturn:

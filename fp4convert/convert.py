@@ -25,6 +25,7 @@ from fp4convert.recipe import build_recipe
 from fp4convert.sources import INDEX, Source
 from fp4convert.workers import Dequantizer, Quantizer, Settings, UnsoundShardError, Worker, fill_shard
 
+RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
 PANEL_ELEMENT_NBYTES = 4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
 
@@ -60,8 +61,8 @@ def prepare_quantize(source: Source, request: Request) -> Plan:
     """The plan that `quantize` carries out; InputError for anything that the request or the source has wrong."""
     fmt = format_named(request.format)
     patterns = (request.include, request.exclude)
-    model_type = source.checkpoint.config.get("model_type")
-    return plan_quantize(source.checkpoint, build_recipe(fmt, request.dialect, model_type, request.scale_rule, patterns))
+    recipe = build_recipe(fmt, request.dialect, source.checkpoint.model_types, request.scale_rule, patterns)
+    return plan_quantize(source.checkpoint, recipe)
 
 
 def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:
@@ -71,13 +72,13 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     are written, where weights are NaN or Inf: then neither index nor records are written.
     """
     worker = Quantizer(source, plan.target, open_backend(settings.device))
-    records = _dialect_of(plan).records(worker.format, plan.ignore, plan.quantized)
+    records = _dialect_of(plan).records(worker.format, plan.ignored, plan.quantized)
     records["config.json"] = {**source.checkpoint.config, "quantization_config": records["config.json"]}
     texts = {**_index_text(plan), **{file: _json(record) for file, record in records.items()}}
-    job = _Job(source, plan, texts, RECORD, frozenset({*texts, RECORD}))
+    job = _Job(source, plan, texts, RECORD, RECORDS | texts.keys())
 
     def conclude(folder: OutputFolder) -> None:
-        record = make_record(plan.target, plan.ignore, {"name": "fp4convert", "version": version("fp4convert")}, folder.hashes)
+        record = make_record(plan.target, plan.ignored, {"name": "fp4convert", "version": version("fp4convert")}, folder.hashes)
         folder.write_text(RECORD, _json(record))
 
     return _carry_out(job, worker, output, settings, conclude)
@@ -102,7 +103,7 @@ def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings)
     config = _with_dtype(source.checkpoint.config, FLOAT_TYPES[DTYPES[plan.target.format]].config_name)
     config.pop("quantization_config", None)
     texts = {**_index_text(plan), "config.json": _json(config)}
-    replaced = frozenset({*texts, RECORD, *artifact.spelling.records(artifact.format, (), ())})
+    replaced = RECORDS | texts.keys()
     job = _Job(source, plan, texts, "config.json", replaced)
     return _carry_out(job, Dequantizer(artifact, open_backend(settings.device)), output, settings)
 
@@ -156,6 +157,12 @@ class _Job:
     def sidecars(self) -> list[str]:
         return [file for file in self.source.checkpoint.sidecars if file not in self.replaced]
 
+    @property
+    def output_nbytes(self) -> int:
+        """Everything that will be written, but for the last record."""
+        small = sum(len(text.encode("utf-8", "surrogatepass")) for text in self.texts.values())
+        return self.plan.output_bytes + small + sum(self.source.file_nbytes(file) for file in self.sidecars)
+
     def purpose(self) -> Purpose:
         shards = self.source.checkpoint.shards
         headers = [[shard.file, shard.nbytes, [[ref.name, ref.dtype, ref.shape] for ref in shard.tensors]] for shard in shards]
@@ -163,7 +170,7 @@ class _Job:
             identity={"source": _sha256(headers), "format": self.plan.target.format, "dialect": self.plan.target.dialect},
             traits={
                 "the version of fp4convert": version("fp4convert"),
-                "the options": _sha256([self.plan.target.scale_rule, self.plan.ignore, self.plan.quantized, self.texts]),
+                "the options": _sha256([self.plan.target.scale_rule, self.plan.quantized, self.texts]),
                 "the source's files or their times": _sha256([[task.key for task in self.plan.tasks], self.sidecars]),
             },
             files=(*(task.file for task in self.plan.tasks), *self.sidecars, *self.texts),
@@ -179,6 +186,11 @@ def _carry_out(
     conclude: Callable[[OutputFolder], None] = lambda folder: None,
 ) -> Result:
     started = time.monotonic()
+    for file in job.sidecars:
+        if file.partition("/")[0] in {RECORD, *job.texts}:
+            raise InputError(
+                "file-name", f"{file}: the source has a folder where the result has a file; expected none", "Rename it."
+            )
     if job.source.holds(output):
         detail = f"{output} lies inside the source; expected a folder outside it, so that the source stays as it is"
         raise InputError("output-in-source", detail, "Choose another: -o FOLDER.")
@@ -192,7 +204,7 @@ def _carry_out(
             return False
         return True
 
-    with open_output(output, job.purpose(), job.plan.output_bytes, settings.is_forced) as folder:
+    with open_output(output, job.purpose(), job.output_nbytes, settings.is_forced) as folder:
         folder.write_shards((task for task in job.plan.tasks if not folder.adopt(task)), fill)
         if unsound:
             raise _summary(list(unsound.values()))

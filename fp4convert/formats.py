@@ -42,17 +42,18 @@ FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
 
 
 class FloatType(NamedTuple):
-    """A type of unquantized weights: a user's word for it, config.json's, and bytes an element."""
+    """A type of unquantized weights: a user's word for it, config.json's, bytes an element, largest finite value."""
 
     word: str
     config_name: str
     nbytes: int
+    largest: float
 
 
 FLOAT_TYPES = {  # by safetensors' name
-    "BF16": FloatType("bf16", "bfloat16", 2),
-    "F16": FloatType("fp16", "float16", 2),
-    "F32": FloatType("fp32", "float32", 4),
+    "BF16": FloatType("bf16", "bfloat16", 2, 2.0**128 - 2.0**119),
+    "F16": FloatType("fp16", "float16", 2, 65504.0),
+    "F32": FloatType("fp32", "float32", 4, 2.0**128 - 2.0**103),
 }
 
 

@@ -227,7 +227,7 @@ class OutputFolder:
         """Remove files on their way, ours or those of a run that died."""
         temps = self._state / "tmp"
         for leftover in temps.iterdir() if temps.exists() else ():
-            leftover.unlink()
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def _read_plan(self) -> Purpose | None:
         path = self._state / PLAN
@@ -249,7 +249,8 @@ class OutputFolder:
             changed = [words for words, trait in self._purpose.traits.items() if old.traits.get(words) != trait]
             detail = f"{self.root} holds a finished result, and since then {' and '.join(changed)} changed"
             raise OutputError("other-plan", detail, next_step)
-        for file in (old.last, *old.files) if is_forced else (old.last,):
+        forgotten = old.files if is_forced else set(old.files) - set(self._purpose.files)
+        for file in (old.last, *sorted(forgotten)):
             (self.root / file).unlink(missing_ok=True)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from fp4convert.dialects import Packed, dialect_named, is_quantized_tensor
+from fp4convert.dialects import Ignored, Packed, dialect_named, is_quantized_tensor
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
 from fp4convert.recipe import Recipe, ScaleGroup, Target, matches, scale_group
@@ -84,7 +84,7 @@ class Plan:
 
     target: Target
     tasks: tuple[Task, ...]
-    ignore: tuple[str, ...]
+    ignored: Ignored
     warnings: tuple[str, ...]
 
     @property
@@ -139,10 +139,19 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     if not chosen:
         warnings.append(f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists")
     if not checkpoint.config:
-        warnings.append("the source has no config.json; the one written holds the quantization record alone")
-    notes = (*checkpoint.warnings, *_left_out(checkpoint), *_custom_code(checkpoint), *_unmatched(checkpoint, recipe), *warnings)
+        warnings.append("the source has no config.json, or an empty one; the one written holds the quantization record alone")
+    notes = (
+        *checkpoint.warnings,
+        *_left_out(checkpoint),
+        *_stacks(checkpoint),
+        *_custom_code(checkpoint),
+        *_unmatched(checkpoint, recipe),
+        *warnings,
+    )
     target = Target(recipe.format.name, recipe.dialect, recipe.scale_rule)
-    return Plan(target, tasks, _ignored(checkpoint, {ref.name for ref in chosen}), notes)
+    kept = _kept_modules(checkpoint, {ref.name for ref in chosen})
+    patterns = recipe.patterns_to_declare(kept, [_module_of(ref.name) for ref in chosen])
+    return Plan(target, tasks, Ignored(tuple(kept), patterns), notes)
 
 
 def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: str) -> Plan:
@@ -170,7 +179,7 @@ def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: s
 
     tasks = tuple(_task(checkpoint, shard, decide(shard)) for shard in checkpoint.shards)
     _refuse_collisions(tasks)
-    return Plan(Target(dtype), tasks, (), ())
+    return Plan(Target(dtype), tasks, Ignored((), ()), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,27 +263,31 @@ def _scale_groups(chosen: list[TensorRef], recipe: Recipe) -> tuple[dict[str, _G
 
 def _incomplete_groups(gathered: dict[ScaleGroup, list[TensorRef]]) -> list[str]:
     """One warning for each kind of group that lacks members somewhere."""
-    lacking: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    lacking: dict[tuple[str, ...], list[ScaleGroup]] = defaultdict(list)
     for key, refs in gathered.items():
         if len(refs) < len(key.members):
-            lacking[key.members].append(key.parent)
-    return [
-        f"{len(parents)} scale groups {'/'.join(members)} lack members, the first in {parents[0]!r}:"
-        " engines that fuse them need all of them quantized, or none"
-        for members, parents in lacking.items()
-    ]
+            lacking[key.members].append(key)
+    present = {_module_of(ref.name).rpartition(".")[2] for refs in gathered.values() for ref in refs}
+    return [_incomplete(members, keys, present) for members, keys in lacking.items()]
 
 
-def _ignored(checkpoint: Checkpoint, chosen: set[str]) -> tuple[str, ...]:
-    """Modules that engines must not take for quantized: every kept matrix, and lm_head, which may be tied and absent."""
-    kept = {_module_of(ref.name) for ref in checkpoint.tensors if len(ref.shape) >= 2 and ref.name not in chosen}
-    taken = {_module_of(name) for name in chosen}
-    return tuple(sorted((kept | {"lm_head"}) - taken - {""}))
+def _incomplete(members: tuple[str, ...], keys: list[ScaleGroup], present: set[str]) -> str:
+    where = f"{len(keys)} scale groups {'/'.join(members)} lack members, the first in {keys[0].parent!r}"
+    nowhere = [member for member in members if member not in present]
+    if nowhere:
+        return f"{where}: no {' and no '.join(nowhere)} is quantized anywhere, which is right only where the model has none"
+    return f"{where}: engines that fuse them need all of them quantized, or none"
+
+
+def _kept_modules(checkpoint: Checkpoint, chosen: set[str]) -> list[str]:
+    """Modules with a matrix or a stack that stays, and none that is quantized."""
+    kept = {_module_of(ref.name) for ref in checkpoint.tensors if len(ref.shape) >= MATRIX_DIMENSIONS and ref.name not in chosen}
+    return sorted(kept - {_module_of(name) for name in chosen} - {""})
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
     tail = "fp4convert does not read quantized sources yet"
-    if "quantization_config" in checkpoint.config:
+    if checkpoint.config.get("quantization_config"):
         detail = f"config.json: the checkpoint is already quantized (it has a quantization_config); {tail}"
         raise InputError("already-quantized", detail, "Start from the original weights.")
     for ref in checkpoint.tensors:
@@ -301,6 +314,17 @@ def _left_out(checkpoint: Checkpoint) -> list[str]:
     return [f"{len(checkpoint.left_out)} files hold weights in another form and are left out, the first {first!r}"]
 
 
+def _stacks(checkpoint: Checkpoint) -> list[str]:
+    stacks = [ref.name for ref in checkpoint.tensors if len(ref.shape) == STACK_DIMENSIONS and ref.dtype in FLOAT_TYPES]
+    experts = [name for name in stacks if "expert" in name]
+    if not experts:
+        return []
+    return [
+        f"{len(experts)} stacks of expert matrices stay as they are, the first {experts[0]!r}: this version does not quantize"
+        " them, and some engines load no quantized model with such experts"
+    ]
+
+
 def _custom_code(checkpoint: Checkpoint) -> list[str]:
     programs = [file for file in checkpoint.sidecars if file.endswith(".py")]
     if not programs and "auto_map" not in checkpoint.config:
@@ -311,7 +335,7 @@ def _custom_code(checkpoint: Checkpoint) -> list[str]:
 def _unmatched(checkpoint: Checkpoint, recipe: Recipe) -> list[str]:
     modules = {_module_of(ref.name) for ref in checkpoint.tensors}
     return [
-        f"{option} {pattern!r} matches no module"
+        f"{option} {pattern!r} matches no module; a module's name is its tensor's without .weight"
         for option, patterns in (("--include", recipe.include), ("--exclude", recipe.exclude))
         for pattern in patterns
         if not any(matches(pattern, module) for module in modules)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.abc import Traversable
@@ -19,14 +19,14 @@ from fp4convert.formats import Format, check_rule
 
 @dataclass(frozen=True, slots=True)
 class KeepRule:
-    """Modules that stay as they are, and why; `is_default` marks the recipes' own rules, which --include overrides."""
+    """Modules that stay as they are, and why.
+
+    may_be_absent  engines must know of them even where the checkpoint holds none: a tied head
+    """
 
     patterns: tuple[str, ...]
     reason: str
-    is_default: bool = True
-
-    def match(self, module: str) -> bool:
-        return any(matches(pattern, module) for pattern in self.patterns)
+    may_be_absent: bool
 
 
 class ScaleGroup(NamedTuple):
@@ -67,34 +67,49 @@ class Recipe:
                 return f"excluded by {pattern!r}"
         if any(matches(pattern, module) for pattern in self.include):
             return None
-        return next((rule.reason for rule in self.keep if rule.match(module)), None)
+        return next((rule.reason for rule in self.keep if any(matches(pattern, module) for pattern in rule.patterns)), None)
+
+    def patterns_to_declare(self, kept: Sequence[str], quantized: Sequence[str]) -> tuple[str, ...]:
+        """Patterns of modules that stay, for the engines' records: short, and true under the engines' own prefixes.
+
+        Those that fit something kept, or may be tied and absent; none that fits a quantized module.
+        """
+        rules = [(self.exclude, False), *((rule.patterns, rule.may_be_absent) for rule in self.keep)]
+        return tuple(
+            pattern
+            for patterns, may_be_absent in rules
+            for pattern in patterns
+            if (may_be_absent or any(matches(pattern, module) for module in kept))
+            and not any(matches(pattern, module) for module in quantized)
+        )
 
 
 def build_recipe(
     fmt: Format,
     dialect: str,
-    model_type: object,
+    model_types: Collection[str],
     scale_rule: str | None = None,
     patterns: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> Recipe:
-    """The recipe for a model of that type.
+    """The recipe for a model of those types.
 
-    model_type  config.json's, or None; picks the family file that lists it
-    scale_rule  one of fmt.scale_rules; None is fmt.default_rule
-    patterns    (include, exclude)
+    model_types  every model_type that config.json names; picks the family files that list one
+    scale_rule   one of fmt.scale_rules; None is fmt.default_rule
+    patterns     (include, exclude)
     """
     include, exclude = patterns
     for pattern in (*include, *exclude):
         _compiled(pattern)
-    tables = _tables(model_type)
-    keep = tuple(KeepRule(tuple(row["modules"]), row["reason"]) for table in tables for row in table.get("keep", ()))
+    tables = _tables(model_types)
+    rows = (row for table in tables for row in table.get("keep", ()))
+    keep = tuple(KeepRule(tuple(row["modules"]), row["reason"], row.get("may_be_absent", False)) for row in rows)
     rule = check_rule(fmt, scale_rule or fmt.default_rule)
-    return Recipe(fmt, dialect, rule, keep, group_members(model_type), tuple(include), tuple(exclude))
+    return Recipe(fmt, dialect, rule, keep, group_members(model_types), tuple(include), tuple(exclude))
 
 
-def group_members(model_type: object) -> tuple[tuple[str, ...], ...]:
-    """Names of the modules that share a scale, for a model of that type."""
-    return tuple(tuple(row["members"]) for table in _tables(model_type) for row in table.get("group", ()))
+def group_members(model_types: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """Names of the modules that share a scale, for a model of those types."""
+    return tuple(tuple(row["members"]) for table in _tables(model_types) for row in table.get("group", ()))
 
 
 def scale_group(module: str, groups: tuple[tuple[str, ...], ...]) -> ScaleGroup | None:
@@ -118,11 +133,11 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise InputError("bad-pattern", f"{pattern!r} is no regular expression: {error}") from None
 
 
-def _tables(model_type: object) -> list[dict[str, Any]]:
-    """default.toml, and the family files that list the model type."""
+def _tables(model_types: Collection[str]) -> list[dict[str, Any]]:
+    """default.toml, and the family files that list one of the model types."""
     names = sorted(item.name for item in _configs().iterdir() if item.name.endswith(".toml"))
     tables = (_table(name) for name in names if name != "default.toml")
-    return [_table("default.toml"), *(table for table in tables if model_type in table["model_types"])]
+    return [_table("default.toml"), *(table for table in tables if not set(model_types).isdisjoint(table["model_types"]))]
 
 
 def _table(name: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -20,12 +21,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from fp4convert.errors import Fp4Error
+from fp4convert.errors import Fp4Error, OutputError
 
 Document = dict[str, Any]  # what --json prints; keys as in the README
 ACTIONS = ("quantize", "skip", "copy")  # the order of a drawn plan
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # control, format (bidi), surrogate, private, unassigned, separators
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
+CLOSED_PIPE = 141  # as a shell shows a program whose reader went away
 LOG_SECONDS = 5.0
 CELL_WIDTH = 100
 PIPE_WIDTH = 1000  # a pipe keeps rows whole
@@ -55,10 +57,17 @@ class Screen:
 
     def show(self, document: Document, draw: Callable[[Screen, Document], None]) -> None:
         """The document as JSON for a machine, or drawn for a person."""
-        if self.is_json:
-            print(json.dumps(document, indent=2))
-        else:
-            draw(self, document)
+        try:
+            if self.is_json:
+                print(json.dumps(document, indent=2))
+            else:
+                draw(self, document)
+            sys.stdout.flush()
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left has nowhere to go
+            if isinstance(error, BrokenPipeError):
+                sys.exit(CLOSED_PIPE)
+            raise OutputError("cannot-print", f"standard output cannot be written: {error.strerror}") from None
 
     def line(self, text: object, style: str = "") -> None:
         self.out.print(Text(escape(text), style))

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from fp4convert.artifact import Artifact, Finding, is_healthy
+from fp4convert.artifact import RECORD, Artifact, Finding, is_healthy
 from fp4convert.backends import processors
 from fp4convert.codec import FLOAT_DTYPES, block_steps, dequantize
 from fp4convert.errors import InputError
@@ -82,7 +82,10 @@ def verify(artifact: Artifact, source: Source | None, gate: Gate) -> Report:
     """
     if source is None and (gate.min_sqnr_db is not None or gate.max_nmse is not None):
         raise InputError("no-source", "--min-sqnr and --max-nmse need the original weights", "Add --source SOURCE.")
-    findings = [*artifact.findings, *_check_hashes(artifact), *_check_scales(artifact)]
+    for option, value in (("--min-sqnr", gate.min_sqnr_db), ("--max-nmse", gate.max_nmse)):
+        if value is not None and not math.isfinite(value):
+            raise InputError("bad-gate", f"{option} {value} asks nothing; expected a finite number")
+    findings = [*artifact.findings, *_check_hashes(artifact), *_check_scales(artifact), *_check_kept(artifact)]
     sums: dict[str, _Sums] = {}
     if source is not None:
         sums, differences = _compare(artifact, source)
@@ -93,11 +96,13 @@ def verify(artifact: Artifact, source: Source | None, gate: Gate) -> Report:
 
 
 def _check_hashes(artifact: Artifact) -> Iterator[Finding]:
-    files = artifact.record.get("files")
-    if not isinstance(files, dict):
+    """Findings on files that are not what was written, not there, or not ours."""
+    if not artifact.record:
         yield Finding("note", "no-hashes", None, "the artifact records no hashes, so its files could not be compared with them")
         return
-    for file, sha256 in files.items():
+    recorded = artifact.record.get("files")
+    hashes = recorded if isinstance(recorded, dict) else {}
+    for file, sha256 in hashes.items():
         try:
             with artifact.source.open_file(file) as stream:
                 is_same = hash_stream(stream) == sha256
@@ -106,6 +111,23 @@ def _check_hashes(artifact: Artifact) -> Iterator[Finding]:
             continue
         if not is_same:
             yield Finding("error", "hash-mismatch", None, f"{file} is not the file that was written: its sha256 differs")
+    checkpoint = artifact.source.checkpoint
+    for file in (*(shard.file for shard in checkpoint.shards), *checkpoint.left_out):
+        if file not in hashes:
+            yield Finding("error", "file-unrecorded", None, f"{file} holds weights, and the record does not name it")
+    for file in checkpoint.sidecars:
+        if file not in hashes and file != RECORD:
+            yield Finding("warning", "file-unrecorded", None, f"{file} was added later: the record does not name it")
+
+
+def _check_kept(artifact: Artifact) -> Iterator[Finding]:
+    """A warning for each tensor that was kept and holds NaN or Inf."""
+    ours = {ref.name for packed in artifact.modules.values() for ref in (*packed.refs, *packed.companions)}
+    for ref in artifact.tensors.values():
+        if ref.name not in ours and ref.dtype in FLOAT_DTYPES:
+            values = np.frombuffer(artifact.source.read(ref).tobytes(), FLOAT_DTYPES[ref.dtype])
+            if bad := int(np.count_nonzero(~np.isfinite(values))):
+                yield Finding("warning", "kept-not-finite", ref.name, f"it was kept with {bad} values that are NaN or Inf")
 
 
 def _check_scales(artifact: Artifact) -> list[Finding]:
@@ -123,7 +145,7 @@ def _check_scales(artifact: Artifact) -> list[Finding]:
             stored[module] = q.global_scale
             if not (math.isfinite(q.global_scale) and q.global_scale > 0):
                 findings.append(Finding("error", "global-scale", module, f"its global scale is {q.global_scale}"))
-    groups = group_members(artifact.source.checkpoint.config.get("model_type"))
+    groups = group_members(artifact.source.checkpoint.model_types)
     gathered: dict[ScaleGroup, list[str]] = defaultdict(list)
     for module in stored:
         if key := scale_group(module, groups):
@@ -148,6 +170,9 @@ def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list
             )
         else:
             pairs[module] = ref
+    ours = {ref.name for packed in artifact.modules.values() for ref in (*packed.refs, *packed.companions)}
+    for name in sorted(artifact.tensors.keys() - ours - originals.keys()):
+        findings.append(Finding("error", "tensor-foreign", name, "it comes from no tensor of the source"))
     for name, ref in originals.items():
         kept = artifact.tensors.get(name)
         if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
@@ -189,8 +214,9 @@ def _judge(error: TensorError, sums: _Sums, gate: Gate) -> Finding | None:
     """A finding where a tensor misses the gate, or cannot be measured at all."""
     if not math.isfinite(sums.noise):
         return Finding("error", "not-measurable", error.name, "its values or the source's are not finite")
-    if gate.min_sqnr_db is not None and error.sqnr_db is not None and error.sqnr_db < gate.min_sqnr_db:
-        return Finding("error", "sqnr-low", error.name, f"SQNR {error.sqnr_db:.3f} dB, expected at least {gate.min_sqnr_db:g} dB")
+    sqnr_db = -math.inf if sums.signal == 0 and sums.noise > 0 else error.sqnr_db
+    if gate.min_sqnr_db is not None and sqnr_db is not None and sqnr_db < gate.min_sqnr_db:
+        return Finding("error", "sqnr-low", error.name, f"SQNR {sqnr_db:.3f} dB, expected at least {gate.min_sqnr_db:g} dB")
     if gate.max_nmse is not None and sums.noise > gate.max_nmse * sums.signal:
         nmse = sums.noise / sums.signal if sums.signal else math.inf
         return Finding("error", "nmse-high", error.name, f"NMSE {nmse:.3g}, expected at most {gate.max_nmse:g}")

@@ -34,10 +34,10 @@ from adversarial import (
 )
 
 from fp4convert import codec
-from fp4convert.backends.cpu import _RULES, _SUFFIX, Cpu, _library
+from fp4convert.backends.cpu import Cpu, _library
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.errors import InputError, NumericError
-from fp4convert.formats import FORMATS, MXFP4, NVFP4, Format, Kind, Matrix, Quantized
+from fp4convert.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Format, Kind, Matrix, Quantized
 
 NATIVE = _library().fp4_level(0)  # 4, 3 or 2 on x86-64, 0 elsewhere
 Cpus = dict[int, Cpu]
@@ -211,9 +211,9 @@ def raw_quantize(cpu: Cpu, values: Values, dtype: str, fmt: Format, rule: str, o
     buffers = [np.full(size + 64, GUARD, np.uint8) for size in sizes]
     packed, scales = (buffer[offset : offset + size] for buffer, size in zip(buffers, sizes, strict=True))
     amax = np.array([1.0], np.float32)
-    argument = ctypes.c_void_p(amax.ctypes.data) if fmt is NVFP4 else ctypes.c_int64(_RULES.index(rule))
+    argument = ctypes.c_void_p(amax.ctypes.data) if fmt is NVFP4 else ctypes.c_int64(fmt.scale_rules.index(rule))
     x, p, s = (ctypes.c_void_p(a.ctypes.data) for a in (values, packed, scales))
-    cpu._library[f"quantize_{fmt.name}_{_SUFFIX[dtype]}"](x, ctypes.c_int64(values.size), argument, p, s)
+    cpu._library[f"quantize_{fmt.name}_{FLOAT_TYPES[dtype].word}"](x, ctypes.c_int64(values.size), argument, p, s)
     for buffer, size in zip(buffers, sizes, strict=True):
         assert (buffer[:offset] == GUARD).all(), "written before the buffer"
         assert (buffer[offset + size :] == GUARD).all(), "written behind the buffer"
@@ -321,9 +321,11 @@ def every_block(fmt: Format, global_scale: float | None, kind: Kind) -> Quantize
     return Quantized(fmt, (512, fmt.block_size), codec.pack(codes).ravel().data, scales.data, stored, kind)
 
 
-def without_overflow(q: Quantized) -> Quantized:
-    """The blocks that fp16 can hold."""
-    fits = ~(np.abs(codec.block_steps(q)) > LARGEST["F16"] / 6)
+def without_overflow(q: Quantized, dtype: str) -> Quantized:
+    """The blocks that a type can hold; float32 holds what it holds."""
+    if dtype == "F32":
+        return q
+    fits = ~(np.abs(codec.block_steps(q)) > LARGEST[dtype] / 6)
     packed = np.frombuffer(q.packed, np.uint8).reshape(q.shape[0], -1)[fits]
     scales = np.frombuffer(q.block_scales, np.uint8)[fits]
     return Quantized(q.format, (len(scales), q.shape[1]), packed.ravel().data, scales.data, q.global_scale, q.kind)
@@ -342,13 +344,13 @@ def check_dequantize(cpus: Cpus, q: Quantized, dtype: str) -> None:
 def test_dequantize_nvfp4(cpus: Cpus, kind: Kind, dtype: str) -> None:
     for global_scale in STORED:
         q = every_block(NVFP4, global_scale, kind)
-        check_dequantize(cpus, without_overflow(q) if dtype == "F16" else q, dtype)
+        check_dequantize(cpus, without_overflow(q, dtype), dtype)
 
 
 @EVERY_DTYPE
 def test_dequantize_mxfp4(cpus: Cpus, dtype: str) -> None:
     q = every_block(MXFP4, None, "multiplier")
-    check_dequantize(cpus, without_overflow(q) if dtype == "F16" else q, dtype)
+    check_dequantize(cpus, without_overflow(q, dtype), dtype)
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

@@ -1,5 +1,6 @@
 """How an artifact spells a matrix: exact names, dtypes, shapes and records, and back again."""
 
+import re
 import struct
 from fnmatch import fnmatchcase
 
@@ -8,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4convert.dialects import dialect_named, is_quantized_name, quantized_modules
+from fp4convert.dialects import Ignored, dialect_named, is_quantized_tensor, quantized_modules
 from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4, Quantized
+from fp4convert.shard import TensorRef
 
 CT, MO = "compressed-tensors", "modelopt"
 M = "model.layers.0.mlp.up_proj"
@@ -109,7 +111,7 @@ def test_names_dtypes_and_shapes(name, fmt, expected):
 )
 def test_records_are_what_engines_read(name, fmt, files):
     dialect = dialect_named(name, fmt)
-    assert dialect.records(fmt, ("lm_head", "model.embed_tokens"), (M,)) == files
+    assert dialect.records(fmt, Ignored((), ("lm_head", "model.embed_tokens")), (M,)) == files
     assert dialect.recognise(files["config.json"]) is fmt
 
 
@@ -189,7 +191,7 @@ def is_excluded(module: str, patterns: list[str]) -> bool:
 
 
 def excluded_patterns(ignore: tuple[str, ...], quantized: tuple[str, ...]) -> list[str]:
-    records = dialect_named(MO).records(NVFP4, ignore, quantized)
+    records = dialect_named(MO).records(NVFP4, Ignored(ignore, ()), quantized)
     patterns = records["config.json"]["ignore"]
     assert records["hf_quant_config.json"]["quantization"]["exclude_modules"] == patterns
     return patterns
@@ -221,6 +223,7 @@ def test_exactly_the_kept_names_are_excluded(kept, quantized):
 @pytest.mark.parametrize(
     ("name", "is_quantized"),
     [
+        ("a.layer_scales", False),
         ("a.weight_packed", True),
         ("a.weight_scale", True),
         ("a.weight_scale_2", True),
@@ -238,7 +241,29 @@ def test_exactly_the_kept_names_are_excluded(kept, quantized):
     ],
 )
 def test_names_that_only_quantized_checkpoints_have(name, is_quantized):
-    assert is_quantized_name(name) is is_quantized
+    dtype = "U8" if is_quantized else "BF16"
+    assert is_quantized_tensor(TensorRef(name, dtype, (4,), "model.safetensors", 0)) is is_quantized
+
+
+@pytest.mark.parametrize(
+    ("module", "seen_as", "is_ignored"),
+    [
+        ("odd", "odd", True),
+        ("odd", "model.odd", True),
+        ("odd", "even.oddity", False),
+        ("re:(bad", "re:(bad", True),
+        ("vision_tower.layers.0.fc1", "model.vision_tower.layers.0.fc1", True),
+        ("model.layers.0.mlp.gate", "model.language_model.layers.0.mlp.gate", True),
+        ("model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj", False),
+    ],
+)
+def test_kept_modules_are_ignored_under_any_prefix(module, seen_as, is_ignored):
+    """Engines put a prefix before a checkpoint's names, at the front or inside; patterns and expressions hold under it."""
+    ignored = Ignored((module,), ("*vision_tower*", "*.gate", "lm_head"))
+    record = dialect_named(CT).records(NVFP4, ignored, ("model.layers.0.mlp.gate_proj",))["config.json"]
+    names = [entry for entry in record["ignore"] if not entry.startswith("re:")]
+    expressions = [re.compile(entry.removeprefix("re:")) for entry in record["ignore"] if entry.startswith("re:")]
+    assert (seen_as in names or any(expression.match(seen_as) for expression in expressions)) is is_ignored
 
 
 @pytest.mark.parametrize(("name", "ending"), [(CT, "weight_packed"), (MO, "weight_scale_2")])

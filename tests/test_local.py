@@ -5,7 +5,7 @@ import math
 import os
 
 import pytest
-from checkpoints import LAYER, bf16, llama_shards, pack_shard, weight, write_checkpoint, write_llama, write_single
+from checkpoints import LAYER, LLAMA, bf16, llama_shards, pack_shard, weight, write_checkpoint, write_llama, write_single
 
 from fp4convert.errors import InputError
 from fp4convert.sources import open_source
@@ -21,7 +21,6 @@ def test_the_bytes_of_every_tensor_are_those_that_were_written(tmp_path):
     source = opened(write_llama(tmp_path / "m"))
     stored = {name: tensor for shard in llama_shards().values() for name, tensor in shard.items()}
     assert {ref.name: (ref.dtype, ref.shape, bytes(source.read(ref))) for ref in source.checkpoint.tensors} == stored
-    source.close()
 
 
 def test_an_empty_tensor_and_an_unaligned_one_are_read(tmp_path):
@@ -74,11 +73,11 @@ def test_a_damaged_config_is_refused(text, tmp_path):
         opened(folder)
 
 
-def test_one_file_is_a_checkpoint_without_anything_beside_it(tmp_path):
+def test_one_file_is_a_checkpoint_with_nothing_beside_it_but_its_config(tmp_path):
     folder = write_single(tmp_path / "m", {f"{LAYER}.mlp.down_proj.weight": weight()})
     (folder / "tokenizer.json").write_bytes(b"{}")
     checkpoint = opened(folder / "model.safetensors").checkpoint
-    assert (checkpoint.config, checkpoint.sidecars, len(checkpoint.shards)) == ({}, (), 1)
+    assert (checkpoint.config, checkpoint.sidecars, len(checkpoint.shards)) == (LLAMA, (), 1)
 
 
 def test_one_shard_of_several_is_opened_alone(tmp_path):

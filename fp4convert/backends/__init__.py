@@ -24,7 +24,7 @@ class Backend(Protocol):
     def dequantize(self, q: Quantized, dtype: str) -> memoryview:
         """The values as bytes of `dtype` (safetensors' name); equals codec.dequantize, rounded once.
 
-        Raises NumericError where F16 is asked for and a value is beyond its range.
+        Raises NumericError where a value is beyond the range of F16 or BF16.
         """
 
 

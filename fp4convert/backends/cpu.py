@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from fp4convert.codec import FLOAT_DTYPES, block_steps, global_scale_of
 from fp4convert.errors import NumericError
-from fp4convert.formats import E2M1_MAX, FLOAT_TYPES, Format, Matrix, Quantized
+from fp4convert.formats import E2M1_MAX, FLOAT_TYPES, Format, Matrix, Quantized, check_rule
 
-_FP16_MAX = 65504.0
 Array = NDArray[np.generic]
 
 
@@ -35,7 +34,7 @@ class Cpu:
         values = _aligned(x)
         packed = np.empty(values.size // 2, np.uint8)
         block_scales = np.empty(values.size // fmt.block_size, np.uint8)
-        number = fmt.scale_rules.index(rule)  # as in kernels/fp4.h
+        number = fmt.scale_rules.index(check_rule(fmt, rule))  # as in kernels/fp4.h
         argument = np.array([group_amax], np.float32) if fmt.has_global_scale else number
         self._call(f"quantize_{fmt.name}_{FLOAT_TYPES[x.dtype].word}", values, values.size, argument, packed, block_scales)
         stored = float(global_scale_of(group_amax)) if fmt.has_global_scale else None
@@ -47,17 +46,18 @@ class Cpu:
         stored = np.array([q.global_scale or 0], np.float32)
         extra = (stored, int(q.kind == "divisor")) if q.format.has_global_scale else ()
         self._call(f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}", packed, block_scales, values.size, *extra, values)
-        if dtype == "F16":
-            self._refuse_overflow(q)
+        self._refuse_overflow(q, dtype)
         return values.view(np.uint8).data
 
-    def _refuse_overflow(self, q: Quantized) -> None:
-        if _largest(block_steps(q)) * E2M1_MAX <= _FP16_MAX:
+    def _refuse_overflow(self, q: Quantized, dtype: str) -> None:
+        kind = FLOAT_TYPES[dtype]
+        steps = block_steps(q)
+        if dtype == "F32" or _largest(steps) * E2M1_MAX <= kind.largest:
             return
         largest = _largest(np.frombuffer(self.dequantize(q, "F32"), np.float32))
-        if largest > _FP16_MAX:
-            detail = f"the value {largest:g} is beyond {_FP16_MAX:g}, the largest of fp16"
-            raise NumericError("fp16-overflow", detail, "Choose --dtype bf16 or fp32.")
+        if largest > kind.largest:
+            detail = f"the value {largest:g} is beyond {kind.largest:g}, the largest of {kind.word}"
+            raise NumericError(f"{kind.word}-overflow", detail, f"Choose --dtype {'bf16 or ' * (dtype == 'F16')}fp32.")
 
     def _call(self, name: str, *arguments: Array | int) -> None:
         native = [ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data) for a in arguments]

@@ -10,6 +10,7 @@ from typing import Protocol, cast
 
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, Format, Kind, Quantized
+from fp4convert.recipe import matches
 from fp4convert.shard import TensorRef, TensorSpec
 
 _PACKED_SUFFIXES = ("_blocks", "_scales", ".qweight", ".qzeros")  # of dialects that this version does not read
@@ -29,6 +30,23 @@ class Packed:
     refs: tuple[TensorRef, ...]
     shape: tuple[int, int]
     companions: tuple[TensorRef, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Modules that engines must not take for quantized.
+
+    modules   every module of the checkpoint that stays
+    patterns  globs (or "re:" expressions) that fit many of them, and tied heads that the checkpoint lacks; an engine may put
+              a prefix before the checkpoint's names, under which a pattern still holds
+    """
+
+    modules: tuple[str, ...]
+    patterns: tuple[str, ...]
+
+    def apart(self) -> list[str]:
+        """Modules that no pattern fits."""
+        return [module for module in self.modules if not any(matches(pattern, module) for pattern in self.patterns)]
 
 
 class Dialect(Protocol):
@@ -62,7 +80,7 @@ class Dialect(Protocol):
         """The matrix behind the tensors of that module; `read` gives a tensor's bytes by its name."""
 
     @staticmethod
-    def records(fmt: Format, ignore: tuple[str, ...], quantized: Iterable[str]) -> dict[str, Json]:
+    def records(fmt: Format, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
         """What its engines read: file name -> object; the one for config.json is its quantization_config."""
 
     @staticmethod

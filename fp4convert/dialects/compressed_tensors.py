@@ -11,10 +11,11 @@ Source: compressed-tensors 0.20, compressors/nvfp4 and compressors/mxfp4.  Reade
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 
-from fp4convert.dialects import encode_global_scale, strings
+from fp4convert.dialects import Ignored, encode_global_scale, strings
 from fp4convert.formats import MXFP4, NVFP4, Format, Kind, Quantized
 from fp4convert.recipe import matches
 from fp4convert.shard import TensorSpec
@@ -51,7 +52,7 @@ def decode(module: str, shape: tuple[int, int], fmt: Format, read: Callable[[str
     return Quantized(fmt, shape, packed, block_scales, divisor, "divisor")
 
 
-def records(fmt: Format, ignore: tuple[str, ...], quantized: Iterable[str]) -> dict[str, dict[str, object]]:
+def records(fmt: Format, ignored: Ignored, quantized: Iterable[str]) -> dict[str, dict[str, object]]:
     weights = {
         "num_bits": 4,
         "type": "float",
@@ -67,9 +68,26 @@ def records(fmt: Format, ignore: tuple[str, ...], quantized: Iterable[str]) -> d
             "format": f"{fmt.name}-pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
-            "ignore": list(ignore),
+            "ignore": _declare(ignored),
         }
     }
+
+
+def _declare(ignored: Ignored) -> list[str]:
+    """Exact names, and expressions after "re:"; a module apart is also named under any prefix that an engine adds."""
+    names = [name for name in ignored.apart() if not name.startswith("re:")]
+    prefixed = [rf"re:(?:.*\.)?{re.escape(name)}$" for name in ignored.apart()]
+    return [*names, *prefixed, *(_expression(pattern) for pattern in ignored.patterns)]
+
+
+def _expression(pattern: str) -> str:
+    """A glob as an expression that engines match from the start; a name without wildcards stays as it is."""
+    if pattern.startswith("re:") or not set(pattern) & set("*?["):
+        return pattern
+    wildcards = {"*": ".*", "?": "."}
+    parts = re.split(r"(\*|\?|\[[^\]]+\])", pattern)
+    spelled = (part.replace("[!", "[^") if part.startswith("[") else wildcards.get(part, re.escape(part)) for part in parts)
+    return f"re:{''.join(spelled)}$"
 
 
 def recognise(quantization_config: Mapping[str, object]) -> Format | None:

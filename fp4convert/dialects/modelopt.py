@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from fp4convert.dialects import encode_global_scale, strings
+from fp4convert.dialects import Ignored, encode_global_scale, strings
 from fp4convert.formats import NVFP4, Format, Kind, Quantized
 from fp4convert.shard import TensorSpec
 
@@ -49,9 +49,11 @@ def decode(module: str, shape: tuple[int, int], fmt: Format, read: Callable[[str
     return Quantized(fmt, shape, read(f"{module}.weight"), read(f"{module}.weight_scale"), multiplier, "multiplier")
 
 
-def records(fmt: Format, ignore: tuple[str, ...], quantized: Iterable[str]) -> dict[str, dict[str, object]]:
+def records(fmt: Format, ignored: Ignored, quantized: Iterable[str]) -> dict[str, dict[str, object]]:
     everything = "\n".join(quantized)
-    patterns = [f"{name[:-1]}[{name[-1]}]" if name in everything else name for name in ignore]
+    globs = [pattern for pattern in ignored.patterns if not pattern.startswith("re:")]
+    covered = Ignored(ignored.modules, tuple(globs)).apart()
+    patterns = [f"{name[:-1]}[{name[-1]}]" if name in everything else name for name in (*covered, *globs)]
     producer = {"name": "modelopt", "version": "0.47.0"}
     weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": fmt.block_size}
     return {

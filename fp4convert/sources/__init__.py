@@ -49,6 +49,11 @@ class Checkpoint:
     def nbytes(self) -> int:
         return sum(shard.nbytes for shard in self.shards)
 
+    @property
+    def model_types(self) -> frozenset[str]:
+        """Every model_type that config.json names, those of nested configs too."""
+        return frozenset(_model_types(self.config))
+
 
 class Source(Protocol):
     """A checkpoint and the bytes behind it."""
@@ -68,6 +73,9 @@ class Source(Protocol):
 
     def open_file(self, file: str) -> BinaryIO:
         """A file of the source, opened for reading."""
+
+    def file_nbytes(self, file: str) -> int:
+        """The size of a file of the source."""
 
     def holds(self, path: Path) -> bool:
         """True where that path is the source's folder or lies inside it."""
@@ -90,6 +98,14 @@ def open_source(reference: str, may_be_empty: bool = False) -> Source:
     from fp4convert.sources.local import LocalSource
 
     return LocalSource(path, may_be_empty)
+
+
+def _model_types(config: dict[str, object]) -> Iterator[str]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _model_types(value)
+        elif key == "model_type" and isinstance(value, str):
+            yield value
 
 
 def hash_stream(stream: BinaryIO) -> str:

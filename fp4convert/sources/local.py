@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import BinaryIO
 
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, SourceError
 from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
 from fp4convert.sources import INDEX, Checkpoint, check_index, check_unique, read_index
 
@@ -33,15 +33,26 @@ class LocalSource:
     def read(self, ref: TensorRef) -> memoryview:
         with self._lock:
             if ref.file not in self._maps:
-                with self.open_file(ref.file) as stream:
-                    self._maps[ref.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+                self._maps[ref.file] = self._map(ref.file)
         return memoryview(self._maps[ref.file])[ref.start : ref.start + ref.nbytes]
+
+    def _map(self, file: str) -> mmap.mmap:
+        with self.open_file(file) as stream:
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        expected = next(shard.nbytes for shard in self.checkpoint.shards if shard.file == file)
+        if len(mapped) != expected:
+            detail = f"{file} changed while it was read: it had {expected} bytes and now has {len(mapped)}"
+            raise SourceError("source-changed", detail, "Run the command again once it stays as it is.")
+        return mapped
 
     def has_file(self, file: str) -> bool:
         return self._single is None and (self._folder / file).exists()
 
     def open_file(self, file: str) -> BinaryIO:
         return _regular(self._folder, file).open("rb")
+
+    def file_nbytes(self, file: str) -> int:
+        return _regular(self._folder, file).stat().st_size
 
     def holds(self, path: Path) -> bool:
         return self._single is None and path.resolve().is_relative_to(self._folder.resolve())
@@ -52,10 +63,11 @@ class LocalSource:
             raise _no_weights(self._folder / self._single, names)
         weight_map = self._index() if INDEX in names else None
         found = [name for name in names if name.endswith(WEIGHTS)]
+        unlisted = [SINGLE] if SINGLE in found else found  # without an index, as engines read a folder
         if weight_map is not None and SINGLE in set(found) - set(weight_map.values()):
             detail = f"the folder holds both {SINGLE} and {INDEX}, which does not name it; expected one of them"
             raise InputError("index-and-single", detail, "Remove the one that does not belong.")
-        shards = found if weight_map is None else sorted(set(weight_map.values()))
+        shards = unlisted if weight_map is None else sorted(set(weight_map.values()))
         if not shards and not may_be_empty:
             raise _no_weights(self._folder, names)
         for missing in sorted(set(shards) - set(names)):
@@ -72,7 +84,7 @@ class LocalSource:
             sidecars=sidecars,
             left_out=left_out,
             warnings=tuple(warnings),
-            stamps={name: str((self._folder / name).stat().st_mtime_ns) for name in shards},
+            stamps={name: _stamp(self._folder / name) for name in shards},
         )
 
     def _index(self) -> dict[str, str]:
@@ -85,7 +97,8 @@ class LocalSource:
             return read_header(name, size, lambda offset, length: os.pread(stream.fileno(), length, offset))
 
     def _config(self) -> dict[str, object]:
-        if self._single or not (self._folder / "config.json").exists():
+        """config.json of the folder; that beside a single file too, for it says what the names mean."""
+        if not (self._folder / "config.json").exists():
             return {}
         with self.open_file("config.json") as stream:
             return parse_json_object(stream.read(), "config.json", has_constants=True)
@@ -112,6 +125,12 @@ class LocalSource:
         for name in sidecars:
             _regular(self._folder, name)
         return tuple(sidecars), tuple(left_out)
+
+
+def _stamp(path: Path) -> str:
+    """Changes when the file is written, replaced or renamed over, even by one of equal size and time."""
+    status = path.stat()
+    return f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 
 def _regular(folder: Path, name: str) -> Path:
