@@ -1,0 +1,236 @@
+"""Cases that broke an earlier version: each fails without its mend."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import LAYER, LLAMA, bf16, pack_shard, read_folder, run, weight, write_checkpoint, write_llama, write_single
+
+from fp4convert.errors import SourceError
+from fp4convert.sources import open_source
+
+CONV1D = {f"decoder.h.0.attn.{leaf}.weight": weight(seed) for seed, leaf in enumerate(("c_attn", "c_proj"))}
+
+
+def quantize(source: Path, output: Path, *options: object) -> dict:
+    outcome = run("quantize", source, "--format", "nvfp4", "-o", output, "--json", *options)
+    assert outcome.code == 0, outcome.err
+    return outcome.json
+
+
+def findings(*arguments: object) -> set[tuple[str, str]]:
+    return {(finding["level"], finding["code"]) for finding in run(*arguments, "--json").json["findings"]}
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "source")
+
+
+@pytest.fixture
+def artifact(source: Path, tmp_path: Path) -> Path:
+    quantize(source, tmp_path / "artifact")
+    return tmp_path / "artifact"
+
+
+def test_a_nested_model_type_counts(tmp_path):
+    config = {"model_type": "vision-encoder-decoder", "decoder": {"model_type": "gpt2"}}
+    write_single(tmp_path / "m", CONV1D, config)
+    assert quantize(tmp_path / "m", tmp_path / "out")["tensors"]["quantized"] == 0
+
+
+def test_a_single_file_is_read_with_the_config_beside_it(tmp_path):
+    write_single(tmp_path / "m", CONV1D, {"model_type": "gpt2"})
+    assert quantize(tmp_path / "m" / "model.safetensors", tmp_path / "out")["tensors"]["quantized"] == 0
+
+
+def test_equal_names_sizes_and_times_are_not_equal_weights(tmp_path):
+    """Archives and content stores give every file the same time."""
+    for seed, name in enumerate(("a", "b")):
+        write_single(tmp_path / name, {f"{LAYER}.o_proj.weight": weight(seed)})
+        os.utime(tmp_path / name / "model.safetensors", (1, 1))
+    quantize(tmp_path / "a", tmp_path / "out")
+    outcome = run("quantize", tmp_path / "b", "--format", "nvfp4", "-o", tmp_path / "out")
+    assert outcome.code == 5
+    assert "the source's files or their times changed" in outcome.err
+
+
+def test_without_an_index_model_safetensors_is_the_model(tmp_path):
+    source = write_single(tmp_path / "m", {f"{LAYER}.o_proj.weight": weight()})
+    (source / "consolidated.safetensors").write_bytes(pack_shard({"layers.0.wo.weight": weight()}))
+    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")
+    assert "left out, the first 'consolidated.safetensors'" in outcome.err
+    assert {name.rpartition(".")[0] for name in read_folder(tmp_path / "out")} == {f"{LAYER}.o_proj"}
+
+
+def test_expert_stacks_are_warned_of(tmp_path):
+    stack = {f"{LAYER}.mlp.experts.gate_up_proj": ("BF16", (2, 32, 64), bf16(2, 32, 64)), f"{LAYER}.o_proj.weight": weight()}
+    outcome = run("quantize", write_single(tmp_path / "m", stack), "--format", "nvfp4", "--dry-run")
+    assert "1 stacks of expert matrices stay as they are" in outcome.err
+
+
+def test_missing_members_of_a_group_are_told_as_they_are(tmp_path):
+    only_up = write_single(tmp_path / "a", {f"{LAYER}.mlp.up_proj.weight": weight()})
+    assert "no gate_proj is quantized anywhere" in run("quantize", only_up, "--format", "nvfp4", "--dry-run").err
+    attention = {f"{LAYER}.self_attn.{leaf}_proj.weight": weight(seed) for seed, leaf in enumerate("qkv")}
+    mixed = write_single(tmp_path / "b", attention)
+    told = run("quantize", mixed, "--format", "nvfp4", "--dry-run", "--exclude", "*.k_proj").err
+    assert "no k_proj is quantized anywhere" in told
+
+
+def test_a_null_quantization_config_is_none(tmp_path):
+    source = write_single(tmp_path / "m", {f"{LAYER}.o_proj.weight": weight()}, {**LLAMA, "quantization_config": None})
+    assert quantize(source, tmp_path / "out")["tensors"]["quantized"] == 1
+
+
+def test_another_dialects_record_does_not_travel(source, tmp_path):
+    (source / "hf_quant_config.json").write_text("{}")
+    quantize(source, tmp_path / "out")
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+
+
+def test_a_source_that_shrinks_is_told(source):
+    opened = open_source(str(source))
+    ref = next(opened.checkpoint.tensors)
+    os.truncate(source / ref.file, 100)
+    with pytest.raises(SourceError) as told:
+        opened.read(ref)
+    assert (told.value.code, told.value.exit_code) == ("source-changed", 3)
+
+
+def test_the_metadata_of_a_shard_stays(tmp_path):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    data = pack_shard({f"{LAYER}.o_proj.weight": weight()}, {"format": "pt", "author": "me"})
+    (folder / "model.safetensors").write_bytes(data)
+    quantize(folder, tmp_path / "out")
+    written = (tmp_path / "out" / "model.safetensors").read_bytes()
+    header = json.loads(written[8 : 8 + int.from_bytes(written[:8], "little")])
+    assert header["__metadata__"] == {"format": "pt", "author": "me"}
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"file": 1}'])
+def test_a_damaged_record_of_a_finished_shard_proves_nothing(damage, source, artifact):
+    digest = quantize(source, artifact)["digest"]
+    for record in (artifact / ".fp4convert" / "done").iterdir():
+        record.write_text(damage)
+    assert quantize(source, artifact)["digest"] == digest
+
+
+def test_a_folder_among_the_temporary_files_is_swept(source, artifact):
+    (artifact / ".fp4convert" / "tmp" / "odd").mkdir()
+    quantize(source, artifact)
+    assert list((artifact / ".fp4convert" / "tmp").iterdir()) == []
+
+
+def test_a_file_that_the_new_plan_forgets_is_removed(source, tmp_path):
+    (source / "notes.txt").write_text("x")
+    quantize(source, tmp_path / "out")
+    (source / "notes.txt").unlink()
+    (tmp_path / "out" / "quantization_config.json").unlink()
+    quantize(source, tmp_path / "out")
+    assert not (tmp_path / "out" / "notes.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"scale_layout": "128x4"},
+        {"nibble_order": "half_split"},
+        {"block_size": 32},
+        {"scale_dtype": "e8m0"},
+        {"global_scale": {"dtype": "fp32", "stored_as": "multiplier"}},
+        {"global_scale": None},
+        {"activations": 4},
+    ],
+)
+def test_a_record_that_lies_is_found(lie, artifact, tmp_path):
+    edit_json(artifact / "quantization_config.json", **lie)
+    assert ("error", "record-wrong") in findings("inspect", artifact)
+    assert run("verify", artifact).code == 6
+    assert run("dequantize", artifact, "-o", tmp_path / "restored").code == 2
+
+
+@pytest.mark.parametrize("files", [{}, None, {"../../source/config.json": "0" * 64}])
+def test_a_record_must_name_the_files_and_no_others(files, artifact):
+    edit_json(artifact / "quantization_config.json", files=files)
+    assert {level for level, code in findings("verify", artifact) if code in ("file-unrecorded", "file-missing")} >= {"error"}
+
+
+def test_what_was_added_to_an_artifact_is_found(source, artifact):
+    (artifact / "modeling_x.py").write_text("")
+    assert findings("verify", artifact) == {("warning", "file-unrecorded")}
+    (artifact / "model-3.safetensors").write_bytes(pack_shard({"extra.weight": weight()}))
+    assert ("error", "file-unrecorded") in findings("verify", artifact)
+
+
+def test_a_tensor_that_no_source_has_is_found(tmp_path):
+    ours = {f"{LAYER}.o_proj.weight": weight()}
+    quantize(write_single(tmp_path / "m", {**ours, "extra.bias": ("F32", (4,), bytes(16))}), tmp_path / "out")
+    bare = write_single(tmp_path / "bare", ours)
+    assert ("error", "tensor-foreign") in findings("verify", tmp_path / "out", "--source", bare)
+
+
+@pytest.mark.parametrize("gate", ["--min-sqnr", "--max-nmse"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_gate_that_asks_nothing_is_refused(gate, value, source, artifact):
+    assert run("verify", artifact, "--source", source, gate, value).code == 2
+
+
+def test_something_out_of_nothing_passes_no_gate(tmp_path):
+    zeros = ("BF16", (32, 64), bytes(32 * 64 * 2))
+    quantize(write_single(tmp_path / "m", {f"{LAYER}.o_proj.weight": weight()}), tmp_path / "out")
+    nothing = write_single(tmp_path / "zeros", {f"{LAYER}.o_proj.weight": zeros})
+    assert ("error", "sqnr-low") in findings("verify", tmp_path / "out", "--source", nothing, "--min-sqnr", "1")
+
+
+def test_nan_in_a_kept_tensor_is_warned_of(tmp_path):
+    norm = ("F32", (64,), np.full(64, np.nan, np.float32).tobytes())
+    source = write_single(tmp_path / "m", {f"{LAYER}.o_proj.weight": weight(), "model.norm.weight": norm})
+    quantize(source, tmp_path / "out")
+    assert findings("verify", tmp_path / "out", "--source", source) == {("warning", "kept-not-finite")}
+
+
+def test_a_broken_expression_in_an_engines_record_is_a_finding(artifact):
+    config = json.loads((artifact / "config.json").read_text())
+    config["quantization_config"]["ignore"].append("re:(")
+    (artifact / "config.json").write_text(json.dumps(config))
+    assert ("error", "ignore-pattern") in findings("inspect", artifact)
+
+
+def test_a_kept_module_may_look_like_an_expression(tmp_path):
+    tensors = {"re:(bad.weight": weight(0, 2, 24), f"{LAYER}.o_proj.weight": weight()}
+    quantize(write_single(tmp_path / "m", tensors), tmp_path / "out")
+    assert findings("inspect", tmp_path / "out") == set()
+
+
+def test_a_value_beyond_bf16_is_not_written_as_inf(tmp_path):
+    largest = np.full((1, 16), np.finfo(np.float32).max, np.float32)
+    source = write_checkpoint(tmp_path / "m", {"model.safetensors": {"a.weight": ("F32", (1, 16), largest.tobytes())}})
+    quantize(source, tmp_path / "out")
+    outcome = run("dequantize", tmp_path / "out", "-o", tmp_path / "restored")
+    assert (outcome.code, "the largest of bf16" in outcome.err) == (2, True)
+    assert run("dequantize", tmp_path / "out", "-o", tmp_path / "wide", "--dtype", "fp32").code == 0
+
+
+@pytest.mark.parametrize(
+    ("declared", "dtype", "expected"),
+    [
+        ("bfloat16", "bf16", "bfloat16"),
+        ("float16", "bf16", "float32"),
+        ("bfloat16", "fp32", "float32"),
+        ("float32", "bf16", "float32"),
+    ],
+)
+def test_the_declared_dtype_holds_the_restored_weights(declared, dtype, expected, tmp_path):
+    config = {**LLAMA, "torch_dtype": declared, "text_config": {"dtype": declared}}
+    quantize(write_single(tmp_path / "m", {f"{LAYER}.o_proj.weight": weight()}, config), tmp_path / "out")
+    assert run("dequantize", tmp_path / "out", "-o", tmp_path / "restored", "--dtype", dtype).code == 0
+    restored = json.loads((tmp_path / "restored" / "config.json").read_text())
+    assert (restored["torch_dtype"], restored["text_config"]["dtype"]) == (expected, expected)
