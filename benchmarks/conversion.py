@@ -55,6 +55,7 @@ def write_shard(path: Path, shapes: dict[str, tuple[int, int]], pattern: np.ndar
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + 2 * shape[0] * shape[1]]}
         end = header[name]["data_offsets"][1]
     text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # as safetensors itself aligns
     with path.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for number, (rows, columns) in enumerate(shapes.values()):

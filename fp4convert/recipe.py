@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -128,7 +129,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     if not pattern.startswith("re:"):
         return re.compile(fnmatch.translate(pattern))
     try:
-        return re.compile(pattern.removeprefix("re:"))
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # what may once mean something else
+            return re.compile(pattern.removeprefix("re:"))
     except re.error as error:
         raise InputError("bad-pattern", f"{pattern!r} is no regular expression: {error}") from None
 

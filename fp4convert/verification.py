@@ -125,7 +125,7 @@ def _check_kept(artifact: Artifact) -> Iterator[Finding]:
     ours = {ref.name for packed in artifact.modules.values() for ref in (*packed.refs, *packed.companions)}
     for ref in artifact.tensors.values():
         if ref.name not in ours and ref.dtype in FLOAT_DTYPES:
-            values = np.frombuffer(artifact.source.read(ref).tobytes(), FLOAT_DTYPES[ref.dtype])
+            values = np.frombuffer(artifact.source.read(ref), FLOAT_DTYPES[ref.dtype])
             if bad := int(np.count_nonzero(~np.isfinite(values))):
                 yield Finding("warning", "kept-not-finite", ref.name, f"it was kept with {bad} values that are NaN or Inf")
 

@@ -10,7 +10,7 @@ import math
 import shlex
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,7 +22,7 @@ from fp4convert.backends import Backend, processors
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.dialects import dialect_named
 from fp4convert.errors import NumericError
-from fp4convert.formats import Matrix, format_named, row_panels
+from fp4convert.formats import FLOAT_TYPES, Matrix, format_named, row_panels
 from fp4convert.output import ShardWriter
 from fp4convert.plan import Action, Step, Task
 from fp4convert.recipe import Target
@@ -87,20 +87,30 @@ class Quantizer:
             self._quantize(step, max(amax.values()), writer, stop)
 
     def _amax(self, ref: TensorRef) -> float:
-        return self._backend.amax(Matrix(self._source.read(ref), ref.dtype, (ref.shape[0], ref.shape[1])))
+        """The largest magnitude, Inf or NaN where there is one; by panels, for a backend copies what lies unaligned."""
+        largest = 0.0
+        for panel in self._panels(ref):
+            amax = self._backend.amax(panel)
+            if not math.isfinite(amax):
+                return amax
+            largest = max(largest, amax)
+        return largest
+
+    def _panels(self, ref: TensorRef) -> Iterator[Matrix]:
+        """The tensor as ranges of whole rows."""
+        (rows, columns), data = ref.shape, self._source.read(ref)
+        row_nbytes = columns * FLOAT_TYPES[ref.dtype].nbytes
+        for first, last in row_panels((rows, columns)):
+            yield Matrix(data[first * row_nbytes : last * row_nbytes], ref.dtype, (last - first, columns))
 
     def _quantize(self, step: Step, group_amax: float, writer: ShardWriter, stop: threading.Event) -> None:
-        (ref,), columns = step.refs, step.shape[1]
-        data = self._source.read(ref)
         place = {output.name: output for output in step.outputs}
-        for first, last in row_panels((step.shape[0], step.shape[1])):
+        for number, panel in enumerate(self._panels(step.refs[0])):
             if stop.is_set():
                 return
-            panel = data[first * columns * FLOAT_DTYPES[ref.dtype].itemsize : last * columns * FLOAT_DTYPES[ref.dtype].itemsize]
-            x = Matrix(panel, ref.dtype, (last - first, columns))
-            q = self._backend.quantize(x, self.format, self._rule, group_amax)
+            q = self._backend.quantize(panel, self.format, self._rule, group_amax)
             parts = self._dialect.encode(step.module, q)
-            if first == 0:
+            if number == 0:
                 parts |= self._dialect.encode_global(step.module, q)
             for name, part in parts.items():
                 writer.append(place[name], part)
@@ -146,7 +156,7 @@ def _copy(source: Source, steps: list[Step], writer: ShardWriter, stop: threadin
 
 def not_finite(ref: TensorRef, data: memoryview) -> NumericError:
     """The error for a tensor that holds NaN or Inf: how many, and where the first is."""
-    raw = np.frombuffer(bytes(data), FLOAT_DTYPES[ref.dtype])
+    raw = np.frombuffer(data, FLOAT_DTYPES[ref.dtype])
     bad = np.flatnonzero(~np.isfinite(raw))
     kind = "NaN" if np.isnan(raw[bad[0]]) else "Inf"
     index = [int(bad[0]) // ref.shape[-1], int(bad[0]) % ref.shape[-1]]

@@ -58,7 +58,7 @@ void NAME(amax_fp32)(const float *restrict x, int64_t n, uint32_t *restrict amax
     *amax_bits = (uint32_t)largest;
 }
 
-/* Maxima of LANES consecutive runs of 16 bf16 magnitudes, as a tree of interleaves. */
+/* Magnitude bits, bf16 or fp16, of LANES consecutive blocks of `width` (16 or 32), as a tree of interleaves. */
 #if WIDTH == 32
 #define LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 8, 24, 9, 25, 10, 26, 11, 27)
 #define HIGH(a, b) SHUFFLE(a, b, 4, 20, 5, 21, 6, 22, 7, 23, 12, 28, 13, 29, 14, 30, 15, 31)
@@ -66,29 +66,30 @@ void NAME(amax_fp32)(const float *restrict x, int64_t n, uint32_t *restrict amax
 #define LOW(a, b) SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
 #define HIGH(a, b) SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
 #endif
-INLINE i16v run_maxima(const uint16_t *restrict x) {
+INLINE i16v tree_maxima(const uint16_t *restrict x, int width) {
     i16v v[LANES];
+    for (int i = 0; i < LANES; i++) {
+        v[i] = magnitude16(LOAD(i16v, x + i * width));
+        for (int k = LANES; k < width; k += LANES) v[i] = max16(v[i], magnitude16(LOAD(i16v, x + i * width + k)));
+    }
 #if WIDTH == 32
-    for (int i = 0; i < 16; i++) v[i] = magnitude16(LOAD(i16v, x + i * 16));
     for (int i = 0; i < 8; i++)
         v[i] = max16(SHUFFLE(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
                      SHUFFLE(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
-#else
-    for (int i = 0; i < 8; i++) v[i] = max16(magnitude16(LOAD(i16v, x + i * 16)), magnitude16(LOAD(i16v, x + i * 16 + 8)));
 #endif
     for (int half = 4; half; half /= 2)
         for (int i = 0; i < half; i++) v[i] = max16(LOW(v[i], v[i + half]), HIGH(v[i], v[i + half]));
     return v[0];
 }
 
-/* Magnitude bits, bf16 or fp16, of each run of 16. */
-INLINE void run_maxima16(const uint16_t *restrict x, int runs, uint16_t *restrict maxima) {
+/* Magnitude bits, bf16 or fp16, of every block. */
+INLINE void block_maxima16(const uint16_t *restrict x, int blocks, int width, uint16_t *restrict maxima) {
     int b = 0;
-    for (; b + LANES <= runs; b += LANES) STORE(maxima + b, run_maxima(x + b * 16));
-    for (; b < runs; b++) {
+    for (; b + LANES <= blocks; b += LANES) STORE(maxima + b, tree_maxima(x + b * width, width));
+    for (; b < blocks; b++) {
         int16_t largest = 0;
-        for (int j = 0; j < 16; j++) {
-            int16_t magnitude = (int16_t)(x[b * 16 + j] & 0x7FFF);
+        for (int j = 0; j < width; j++) {
+            int16_t magnitude = (int16_t)(x[b * width + j] & 0x7FFF);
             largest = magnitude > largest ? magnitude : largest;
         }
         maxima[b] = (uint16_t)largest;
@@ -105,18 +106,18 @@ INLINE void pack_codes(const uint16_t *restrict codes, int n, uint8_t *restrict 
     for (; i < n; i += 2) packed[i / 2] = (uint8_t)(codes[i] | (codes[i + 1] << 4));
 }
 
-/* float32 magnitude bits of each run of 16; runs <= 2 * CHUNK. */
-INLINE void widen_maxima_fp16(const uint16_t *restrict x, int runs, uint32_t *restrict maxima) {
-    uint16_t narrow[2 * CHUNK];
-    run_maxima16(x, runs, narrow);
-    for (int b = 0; b < runs; b++) maxima[b] = fp4_bits(fp4_from_finite_fp16(narrow[b]));
+/* float32 magnitude bits of every block; blocks <= CHUNK */
+INLINE void widen_maxima_fp16(const uint16_t *restrict x, int blocks, int width, uint32_t *restrict maxima) {
+    uint16_t narrow[CHUNK];
+    block_maxima16(x, blocks, width, narrow);
+    for (int b = 0; b < blocks; b++) maxima[b] = fp4_bits(fp4_from_finite_fp16(narrow[b]));
 }
 
-INLINE void widen_maxima_fp32(const float *restrict x, int runs, uint32_t *restrict maxima) {
-    for (int b = 0; b < runs; b++) {
+INLINE void widen_maxima_fp32(const float *restrict x, int blocks, int width, uint32_t *restrict maxima) {
+    for (int b = 0; b < blocks; b++) {
         uint32_t largest = 0;
-        for (int j = 0; j < 16; j++) {
-            uint32_t magnitude = fp4_bits(x[b * 16 + j]) & 0x7FFFFFFFu;
+        for (int j = 0; j < width; j++) {
+            uint32_t magnitude = fp4_bits(x[b * width + j]) & 0x7FFFFFFFu;
             largest = magnitude > largest ? magnitude : largest;
         }
         maxima[b] = largest;
@@ -138,14 +139,13 @@ static void nvfp4_chunk(const float *restrict x, const uint32_t *restrict maxima
     pack_codes(codes, blocks * 16, packed);
 }
 
-/* x, and maxima of its runs of 16, two to a block; a product with a power of two is the division by its inverse. */
+/* The same for MXFP4; a product with a power of two is the division by its inverse. */
 static void mxfp4_chunk(const float *restrict x, const uint32_t *restrict maxima, int blocks, int64_t rule,
                         uint8_t *restrict packed, uint8_t *restrict scales) {
     float factor[CHUNK];
     uint16_t codes[CHUNK * 32];
     for (int b = 0; b < blocks; b++) {
-        uint32_t largest = maxima[2 * b] > maxima[2 * b + 1] ? maxima[2 * b] : maxima[2 * b + 1];
-        unsigned scale = e8m0_encode(largest, rule);
+        unsigned scale = e8m0_encode(maxima[b], rule);
         scales[b] = (uint8_t)scale;
         factor[b] = fp4_float((254u - scale) << 23);
     }
@@ -161,18 +161,18 @@ static void mxfp4_chunk(const float *restrict x, const uint32_t *restrict maxima
         float wide[CHUNK * 16], global_scale = nvfp4_global_scale(*amax);                                        \
         for (int64_t start = 0; start < n; start += CHUNK * 16) {                                                \
             int length = (int)(n - start < CHUNK * 16 ? n - start : CHUNK * 16);                                 \
-            widen_maxima_##dtype(x + start, length / 16, maxima);                                                \
+            widen_maxima_##dtype(x + start, length / 16, 16, maxima);                                            \
             for (int i = 0; i < length; i++) wide[i] = widen(x[start + i]);                                      \
             nvfp4_chunk(wide, maxima, length / 16, global_scale, packed + start / 2, scales + start / 16);       \
         }                                                                                                        \
     }                                                                                                            \
     void NAME(quantize_mxfp4_##dtype)(const type *restrict x, int64_t n, int64_t rule, uint8_t *restrict packed, \
                                       uint8_t *restrict scales) {                                                \
-        uint32_t maxima[CHUNK * 2];                                                                              \
+        uint32_t maxima[CHUNK];                                                                                  \
         float wide[CHUNK * 32];                                                                                  \
         for (int64_t start = 0; start < n; start += CHUNK * 32) {                                                \
             int length = (int)(n - start < CHUNK * 32 ? n - start : CHUNK * 32);                                 \
-            widen_maxima_##dtype(x + start, length / 16, maxima);                                                \
+            widen_maxima_##dtype(x + start, length / 32, 32, maxima);                                            \
             for (int i = 0; i < length; i++) wide[i] = widen(x[start + i]);                                      \
             mxfp4_chunk(wide, maxima, length / 32, rule, packed + start / 2, scales + start / 32);               \
         }                                                                                                        \
@@ -294,7 +294,7 @@ void NAME(quantize_nvfp4_bf16)(const uint16_t *restrict x, int64_t n, const floa
     float divisor[CHUNK], global_scale = nvfp4_global_scale(*amax);
     for (int64_t first = 0; first < n / 16; first += CHUNK, x += CHUNK * 16, packed += CHUNK * 8, scales += CHUNK) {
         int blocks = (int)(n / 16 - first < CHUNK ? n / 16 - first : CHUNK), b = 0, slow = 0;
-        run_maxima16(x, blocks, maxima);
+        block_maxima16(x, blocks, 16, maxima);
         for (int i = 0; i < blocks; i++) {
             unsigned scale = nvfp4_block_scale(fp4_from_bf16(maxima[i]), global_scale);
             scales[i] = (uint8_t)scale;
@@ -315,23 +315,22 @@ INLINE i16v mxfp4_codes(const uint16_t *restrict x, int16_t offset) {
     return sign16(value) - passed;
 }
 
-static __attribute__((noinline)) void mxfp4_slow_block(const uint16_t *restrict x, const uint16_t *restrict maximum, int64_t rule,
+static __attribute__((noinline)) void mxfp4_slow_block(const uint16_t *restrict x, uint16_t maximum, int64_t rule,
                                                        uint8_t *restrict packed, uint8_t *restrict scale) {
     float wide[32];
-    uint32_t maxima[2] = {(uint32_t)maximum[0] << 16, (uint32_t)maximum[1] << 16};
+    uint32_t maxima[1] = {(uint32_t)maximum << 16};
     for (int j = 0; j < 32; j++) wide[j] = fp4_from_bf16(x[j]);
     mxfp4_chunk(wide, maxima, 1, rule, packed, scale);
 }
 
 void NAME(quantize_mxfp4_bf16)(const uint16_t *restrict x, int64_t n, int64_t rule, uint8_t *restrict packed, uint8_t *restrict scales) {
-    uint16_t maxima[CHUNK * 2];
+    uint16_t maxima[CHUNK];
     int16_t offset[CHUNK];
     for (int64_t first = 0; first < n / 32; first += CHUNK, x += CHUNK * 32, packed += CHUNK * 16, scales += CHUNK) {
         int blocks = (int)(n / 32 - first < CHUNK ? n / 32 - first : CHUNK), b = 0, slow = 0;
-        run_maxima16(x, 2 * blocks, maxima);
+        block_maxima16(x, blocks, 32, maxima);
         for (int i = 0; i < blocks; i++) {
-            uint16_t largest = maxima[2 * i] > maxima[2 * i + 1] ? maxima[2 * i] : maxima[2 * i + 1];
-            int scale = (int)e8m0_encode((uint32_t)largest << 16, rule);
+            int scale = (int)e8m0_encode((uint32_t)maxima[i] << 16, rule);
             scales[i] = (uint8_t)scale;
             offset[i] = (int16_t)((scale - 127) * 128);
             slow |= (scale < 3) | (scale > 143);
@@ -343,6 +342,6 @@ void NAME(quantize_mxfp4_bf16)(const uint16_t *restrict x, int64_t n, int64_t ru
                 STORE(packed + b * 16, pack4(mxfp4_codes(p, even), mxfp4_codes(p + LANES, even),
                                              mxfp4_codes(p + 2 * LANES, odd), mxfp4_codes(p + 3 * LANES, odd)));
             }
-        for (; b < blocks; b++) mxfp4_slow_block(x + b * 32, maxima + 2 * b, rule, packed + b * 16, scales + b);
+        for (; b < blocks; b++) mxfp4_slow_block(x + b * 32, maxima[b], rule, packed + b * 16, scales + b);
     }
 }

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from checkpoints import LAYER, LLAMA, bf16, pack_shard, read_folder, run, weight, write_checkpoint, write_llama, write_single
 
+from fp4convert import codec
 from fp4convert.errors import SourceError
+from fp4convert.formats import NVFP4
 from fp4convert.sources import open_source
 
 CONV1D = {f"decoder.h.0.attn.{leaf}.weight": weight(seed) for seed, leaf in enumerate(("c_attn", "c_proj"))}
@@ -93,6 +95,29 @@ def test_another_dialects_record_does_not_travel(source, tmp_path):
     (source / "hf_quant_config.json").write_text("{}")
     quantize(source, tmp_path / "out")
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_behind_the_first_panel_is_found(bad, tmp_path):
+    """Tensors are read in ranges of rows; a maximum over ranges must not lose a NaN."""
+    values = np.ones((1200, 4096), np.float32)
+    values[1199, 7] = bad
+    write_single(tmp_path / "m", {"a.o_proj.weight": ("F32", values.shape, values.tobytes())})
+    outcome = run("quantize", tmp_path / "m", "--format", "nvfp4", "-o", tmp_path / "out")
+    assert outcome.code == 2
+    assert "at [1199, 7]" in outcome.err
+
+
+def test_the_bytes_do_not_depend_on_panels_or_alignment(tmp_path):
+    """Several ranges of rows, aligned and not: the codes of the reference, whose amax is that of the whole."""
+    values = np.random.default_rng(5).standard_normal((1300, 4096)).astype(np.float32)
+    for name, extra in (("aligned", {}), ("odd", {"a": ("U8", (3,), b"abc")})):
+        tensors = {**extra, "b.o_proj.weight": ("F32", values.shape, values.tobytes())}
+        quantize(write_single(tmp_path / name, tensors), tmp_path / f"{name}-out")
+        stored = read_folder(tmp_path / f"{name}-out")
+        expected = codec.quantize(values, NVFP4, "amax")
+        assert stored["b.o_proj.weight_packed"][2] == bytes(expected.packed)
+        assert stored["b.o_proj.weight_scale"][2] == bytes(expected.block_scales)
 
 
 def test_a_source_that_shrinks_is_told(source):
