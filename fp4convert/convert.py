@@ -19,9 +19,10 @@ from fp4convert.backends import open_backend, processors
 from fp4convert.dialects import Dialect, dialect_named
 from fp4convert.errors import InputError, NumericError
 from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, format_named
-from fp4convert.output import OutputFolder, Purpose, ShardWriter, open_output
+from fp4convert.output import OutputFolder, Purpose, open_output
 from fp4convert.plan import DTYPES, Plan, Task, plan_dequantize, plan_quantize
 from fp4convert.recipe import build_recipe
+from fp4convert.shard import ShardWriter
 from fp4convert.sources import INDEX, Source
 from fp4convert.workers import Dequantizer, Quantizer, Settings, UnsoundShardError, Worker, fill_shard
 

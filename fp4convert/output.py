@@ -10,7 +10,6 @@ A re-run adopts every finished shard whose bytes still have their hash.  Nothing
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -25,8 +24,8 @@ from typing import BinaryIO
 
 from fp4convert.errors import OutputError
 from fp4convert.plan import Task
-from fp4convert.shard import TensorRef
-from fp4convert.sources import PLAN_FILE, hash_stream
+from fp4convert.shard import ShardWriter, hash_file, told
+from fp4convert.sources import PLAN_FILE
 
 STATE, _, PLAN = PLAN_FILE.partition("/")
 READ_NBYTES = 1 << 20
@@ -64,53 +63,6 @@ class Purpose:
         return Purpose(dict(entry["identity"]), dict(entry["traits"]), tuple(entry["files"]), entry["last"])
 
 
-class ShardWriter:
-    """One shard on its way: the header first, then each tensor's bytes appended at the place the plan gave it.
-
-    Threads may append to different tensors at once.
-    """
-
-    def __init__(self, path: Path, task: Task) -> None:
-        self.path = path
-        self._task = task
-        self._filled = {ref.name: 0 for step in task.steps for ref in step.outputs}
-        with _told(path, task.nbytes):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._fd, 0, task.nbytes)
-            self._pwrite(memoryview(task.header), 0)
-
-    def append(self, ref: TensorRef, data: memoryview) -> None:
-        """Write the next bytes of that output."""
-        flat = data.cast("B")
-        with _told(self.path, self._task.nbytes):
-            self._pwrite(flat, ref.start + self._filled[ref.name])
-        self._filled[ref.name] += flat.nbytes
-
-    def _pwrite(self, data: memoryview, offset: int) -> None:
-        while data:
-            written = os.pwrite(self._fd, data, offset)
-            data, offset = data[written:], offset + written
-
-    def finish(self) -> str:
-        """Flush to the disk and close; every output must be whole.  Returns the sha256, taken while the disk works."""
-        outputs = [ref for step in self._task.steps for ref in step.outputs]
-        short = [ref.name for ref in outputs if self._filled[ref.name] != ref.nbytes]
-        if short:
-            raise RuntimeError(f"{self._task.file}: {short[0]!r} was not filled")
-        with _told(self.path, self._task.nbytes), ThreadPoolExecutor(1) as pool:
-            flushed = pool.submit(os.fsync, self._fd)
-            sha256 = hash_file(self.path)
-            flushed.result()
-        os.close(self._fd)
-        return sha256
-
-    def discard(self) -> None:
-        """Close, and leave nothing behind."""
-        os.close(self._fd)
-        self.path.unlink(missing_ok=True)
-
-
 class OutputFolder:
     """The output while this process holds its lock."""
 
@@ -144,7 +96,7 @@ class OutputFolder:
         with ThreadPoolExecutor(1) as finisher:
             last: Future[None] | None = None
             for task in tasks:
-                writer = ShardWriter(self._state / "tmp" / task.file, task)
+                writer = ShardWriter(self._state / "tmp" / task.file, task.header, task.outputs)
                 try:
                     is_whole = fill(task, writer)
                     if last is not None:
@@ -178,7 +130,7 @@ class OutputFolder:
 
     def write_stream(self, file: str, fill: Callable[[BinaryIO], object]) -> None:
         temp = self._state / "tmp" / "file"
-        with _told(self.root / file):
+        with told(self.root / file):
             with temp.open("wb") as out:
                 fill(out)
                 out.flush()
@@ -197,14 +149,14 @@ class OutputFolder:
 
     def _publish(self, temp: Path, file: str, sha256: str) -> None:
         final = self.root / file
-        with _told(final):
+        with told(final):
             os.replace(temp, final)
             _fsync_folder(final.parent)
         self.hashes[file] = sha256
 
     def _put(self, name: str, text: str) -> None:
         temp = self._state / "tmp" / "state"
-        with _told(self._state / name):
+        with told(self._state / name):
             with temp.open("w", encoding="utf-8") as out:
                 out.write(text)
                 out.flush()
@@ -269,21 +221,21 @@ def open_output(root: Path, purpose: Purpose, needed_nbytes: int, is_forced: boo
     fewer than `needed_nbytes` free (finished shards counted as there)
     """
     state = root / STATE
-    with _told(root):
+    with told(root):
         is_there, is_ours = root.exists(), (state / PLAN).exists()
     if is_there and not root.is_dir():
         raise OutputError("foreign-output", f"{root} is a file; expected a folder to write to", "Choose another: -o FOLDER.")
     if is_there and not is_ours:
         refuse_foreign(root)
     _check_space(root, purpose, needed_nbytes)
-    with _told(root):
+    with told(root):
         state.mkdir(parents=True, exist_ok=True)
         lock = os.open(state / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         _lock(root, lock)
         folder = OutputFolder(root, purpose)
         try:
-            with _told(root):
+            with told(root):
                 folder.begin(is_forced)
             yield folder
         finally:
@@ -310,27 +262,9 @@ def _check_space(root: Path, purpose: Purpose, needed_nbytes: int) -> None:
         raise OutputError("disk-full", detail, "Free some space, or choose another disk: -o FOLDER.")
 
 
-@contextmanager
-def _told(path: Path, needed_nbytes: int | None = None) -> Iterator[None]:
-    """Turn the system's refusals into an OutputError that names the path."""
-    try:
-        yield
-    except OSError as error:
-        need = "" if needed_nbytes is None else f" ({needed_nbytes:,} bytes)"
-        code = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "cannot-write"
-        next_step = "Make room and run the same command again: what is finished stays." if code == "disk-full" else ""
-        raise OutputError(code, f"{path}: cannot be written{need}: {error.strerror}", next_step) from error
-
-
 def _fsync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def hash_file(path: Path) -> str:
-    """The sha256 of a file, as hex."""
-    with path.open("rb") as stream:
-        return hash_stream(stream)

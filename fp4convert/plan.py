@@ -72,6 +72,11 @@ class Task:
     steps: tuple[Step, ...]
 
     @property
+    def outputs(self) -> list[TensorRef]:
+        """The tensors of the output shard."""
+        return [ref for step in self.steps for ref in step.outputs]
+
+    @property
     def key(self) -> str:
         """Equal keys promise equal output bytes."""
         steps = json.dumps([asdict(step) for step in self.steps], sort_keys=True)
@@ -109,7 +114,7 @@ class Plan:
     @property
     def index(self) -> dict[str, object]:
         """The model.safetensors.index.json of the output."""
-        outputs = [ref for step in self.steps for ref in step.outputs]
+        outputs = [ref for task in self.tasks for ref in task.outputs]
         weight_map = {ref.name: ref.file for ref in sorted(outputs, key=lambda ref: ref.name)}
         return {"metadata": {"total_size": sum(ref.nbytes for ref in outputs)}, "weight_map": weight_map}
 

@@ -1,4 +1,4 @@
-"""safetensors bytes: a header parsed and checked, a header laid out, a shard written tensor by tensor.
+"""safetensors bytes: a header parsed and checked, a header laid out, a shard written at the places the header gives.
 
 The header stands before the data, so every offset is known before the first weight is read.  Checks follow the format's
 own rules (huggingface/safetensors README, "Format", and its tensor.rs) and refuse whatever safetensors refuses.
@@ -7,14 +7,19 @@ This module knows nothing of folders, models or quantization.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, NoReturn, cast
 
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, OutputError
 
 FLOAT_DIGITS = 300  # an integer of fewer digits fits a float64
 DEPTH_LIMIT = 125  # of a value inside an entry; the reference reader allows 127 in all
@@ -221,3 +226,77 @@ def lay_out(file: str, specs: Iterable[TensorSpec], metadata: dict[str, str]) ->
     start = 8 + len(text)
     refs = tuple(TensorRef(*spec, file, start + place) for spec, place in zip(ordered, places, strict=True))
     return len(text).to_bytes(8, "little") + text, refs
+
+
+class ShardWriter:
+    """One shard on its way: the header first, then each tensor's bytes appended at the place the plan gave it.
+
+    Threads may append to different tensors at once.
+    """
+
+    def __init__(self, path: Path, header: bytes, outputs: Sequence[TensorRef]) -> None:
+        self.path = path
+        self._outputs = outputs
+        self._nbytes = max((ref.start + ref.nbytes for ref in outputs), default=len(header))
+        self._filled = {ref.name: 0 for ref in outputs}
+        with told(path, self._nbytes):
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._fd, 0, self._nbytes)
+            self._pwrite(memoryview(header), 0)
+
+    def append(self, ref: TensorRef, data: memoryview) -> None:
+        """Write the next bytes of that output."""
+        flat = data.cast("B")
+        with told(self.path, self._nbytes):
+            self._pwrite(flat, ref.start + self._filled[ref.name])
+        self._filled[ref.name] += flat.nbytes
+
+    def _pwrite(self, data: memoryview, offset: int) -> None:
+        while data:
+            written = os.pwrite(self._fd, data, offset)
+            data, offset = data[written:], offset + written
+
+    def finish(self) -> str:
+        """Flush to the disk and close; every output must be whole.  Returns the sha256, taken while the disk works."""
+        short = [ref.name for ref in self._outputs if self._filled[ref.name] != ref.nbytes]
+        if short:
+            raise RuntimeError(f"{self.path.name}: {short[0]!r} was not filled")
+        from concurrent.futures import ThreadPoolExecutor
+
+        with told(self.path, self._nbytes), ThreadPoolExecutor(1) as pool:
+            flushed = pool.submit(os.fsync, self._fd)
+            sha256 = hash_file(self.path)
+            flushed.result()
+        os.close(self._fd)
+        return sha256
+
+    def discard(self) -> None:
+        """Close, and leave nothing behind."""
+        os.close(self._fd)
+        self.path.unlink(missing_ok=True)
+
+
+@contextmanager
+def told(path: Path, needed_nbytes: int | None = None) -> Iterator[None]:
+    """Turn the system's refusals into an OutputError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        need = "" if needed_nbytes is None else f" ({needed_nbytes:,} bytes)"
+        code = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "cannot-write"
+        next_step = "Make room and run the same command again: what is finished stays." if code == "disk-full" else ""
+        raise OutputError(code, f"{path}: cannot be written{need}: {error.strerror}", next_step) from error
+
+
+def hash_file(path: Path) -> str:
+    """The sha256 of a file, as hex."""
+    with path.open("rb") as stream:
+        return hash_stream(stream)
+
+
+def hash_stream(stream: BinaryIO) -> str:
+    """The sha256 of what is left of a stream, as hex."""
+    import hashlib
+
+    return hashlib.file_digest(cast(BufferedReader, stream), "sha256").hexdigest()

@@ -16,8 +16,8 @@ from fp4convert.codec import FLOAT_DTYPES, block_steps, dequantize
 from fp4convert.errors import InputError
 from fp4convert.formats import Quantized, row_panels
 from fp4convert.recipe import ScaleGroup, group_members, scale_group
-from fp4convert.shard import TensorRef
-from fp4convert.sources import Source, hash_stream
+from fp4convert.shard import TensorRef, hash_stream
+from fp4convert.sources import Source
 
 
 @dataclass(frozen=True, slots=True)

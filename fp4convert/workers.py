@@ -23,10 +23,9 @@ from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.dialects import dialect_named
 from fp4convert.errors import NumericError
 from fp4convert.formats import FLOAT_TYPES, Matrix, format_named, row_panels
-from fp4convert.output import ShardWriter
 from fp4convert.plan import Action, Step, Task
 from fp4convert.recipe import Target
-from fp4convert.shard import TensorRef
+from fp4convert.shard import ShardWriter, TensorRef
 from fp4convert.sources import Source
 
 COPY_NBYTES = 8 << 20

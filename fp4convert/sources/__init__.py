@@ -5,13 +5,11 @@ A source makes a Checkpoint of what it finds (addresses, no data) with the check
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, Protocol
 
 from fp4convert.errors import InputError
 from fp4convert.shard import Header, TensorRef, parse_json_object
@@ -106,11 +104,6 @@ def _model_types(config: dict[str, object]) -> Iterator[str]:
             yield from _model_types(value)
         elif key == "model_type" and isinstance(value, str):
             yield value
-
-
-def hash_stream(stream: BinaryIO) -> str:
-    """The sha256 of what is left of a stream, as hex."""
-    return hashlib.file_digest(cast(BufferedReader, stream), "sha256").hexdigest()
 
 
 def read_index(text: bytes) -> dict[str, str]:
