@@ -1,5 +1,5 @@
 /* The CPU library's entry points: each picks the copy of quantize.c and dequantize.c made for this processor.
- * Names and arguments are those of the CUDA kernels; quantize.c and dequantize.c say what they mean.
+ * quantize.c and dequantize.c say what names and arguments mean; kernels for other devices carry the same.
  */
 #include <stdint.h>
 

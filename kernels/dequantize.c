@@ -1,10 +1,10 @@
 /* Dequantization on the CPU; compiled once per instruction set (FP4_LEVEL), entered through cpu.c.
  *
- *   dequantize_nvfp4_D(packed, block_scales, n, global, is_divisor, y)    n % 16 == 0; *global: float32, as stored
- *   dequantize_mxfp4_D(packed, block_scales, n, y)                        n % 32 == 0
+ *   dequantize_nvfp4_D(packed, block_scales, n, stored_global, is_divisor, y)    n % 16 == 0; *stored_global: float32
+ *   dequantize_mxfp4_D(packed, block_scales, n, y)                               n % 32 == 0
  *
- * y = e2m1(code) * step in float32, then one rounding to D (bf16, fp16 or fp32); step is block_scale * global, or
- * block_scale / global where a divisor is stored.  y is aligned to its type; packed and block_scales need no alignment.
+ * y = e2m1(code) * step in float32, then one rounding to D (bf16, fp16 or fp32); step is block_scale * stored_global,
+ * or block_scale / stored_global where a divisor is stored.  y is aligned to its type; packed and block_scales need no alignment.
  * Bytes equal dequantize in fp4convert/codec.py.  Bytes moved per bf16 element: NVFP4 0.5625 + 2, MXFP4 0.53125 + 2.
  */
 #include "vector.h"
@@ -89,28 +89,28 @@ INLINE void block_fp32(const uint8_t *restrict packed, float step, int width, fl
     }
 }
 
-#define DEFINE_DEQUANTIZE(dtype, type)                                                                                  \
-    void NAME(dequantize_nvfp4_##dtype)(const uint8_t *restrict packed, const uint8_t *restrict scales, int64_t n,      \
-                                        const float *restrict global, int64_t is_divisor, type *restrict y) {           \
-        const int width = 16;                                                                                           \
-        float step[CHUNK];                                                                                              \
-        for (; n > 0; n -= CHUNK * 16, packed += CHUNK * 8, scales += CHUNK, y += CHUNK * 16) {                         \
-            int blocks = (int)(n < CHUNK * 16 ? n / 16 : CHUNK);                                                        \
-            for (int b = 0; b < blocks; b++) step[b] = e4m3_decode(scales[b]);                                          \
-            if (is_divisor) for (int b = 0; b < blocks; b++) step[b] /= *global;                                        \
-            else for (int b = 0; b < blocks; b++) step[b] *= *global;                                                   \
-            for (int b = 0; b < blocks; b++) block_##dtype(packed + b * width / 2, step[b], width, y + b * width);      \
-        }                                                                                                               \
-    }                                                                                                                   \
-    void NAME(dequantize_mxfp4_##dtype)(const uint8_t *restrict packed, const uint8_t *restrict scales, int64_t n,      \
-                                        type *restrict y) {                                                             \
-        const int width = 32;                                                                                           \
-        float step[CHUNK];                                                                                              \
-        for (; n > 0; n -= CHUNK * 32, packed += CHUNK * 16, scales += CHUNK, y += CHUNK * 32) {                        \
-            int blocks = (int)(n < CHUNK * 32 ? n / 32 : CHUNK);                                                        \
-            for (int b = 0; b < blocks; b++) step[b] = e8m0_decode(scales[b]);                                          \
-            for (int b = 0; b < blocks; b++) block_##dtype(packed + b * width / 2, step[b], width, y + b * width);      \
-        }                                                                                                               \
+#define DEFINE_DEQUANTIZE(dtype, type)                                                                                    \
+    void NAME(dequantize_nvfp4_##dtype)(const uint8_t *restrict packed, const uint8_t *restrict block_scales, int64_t n,  \
+                                        const float *restrict stored_global, int64_t is_divisor, type *restrict y) {      \
+        const int width = 16;                                                                                             \
+        float step[CHUNK];                                                                                                \
+        for (; n > 0; n -= CHUNK * 16, packed += CHUNK * 8, block_scales += CHUNK, y += CHUNK * 16) {                     \
+            int blocks = (int)(n < CHUNK * 16 ? n / 16 : CHUNK);                                                          \
+            for (int b = 0; b < blocks; b++) step[b] = e4m3_decode(block_scales[b]);                                      \
+            if (is_divisor) for (int b = 0; b < blocks; b++) step[b] /= *stored_global;                                   \
+            else for (int b = 0; b < blocks; b++) step[b] *= *stored_global;                                              \
+            for (int b = 0; b < blocks; b++) block_##dtype(packed + b * width / 2, step[b], width, y + b * width);        \
+        }                                                                                                                 \
+    }                                                                                                                     \
+    void NAME(dequantize_mxfp4_##dtype)(const uint8_t *restrict packed, const uint8_t *restrict block_scales, int64_t n,  \
+                                        type *restrict y) {                                                               \
+        const int width = 32;                                                                                             \
+        float step[CHUNK];                                                                                                \
+        for (; n > 0; n -= CHUNK * 32, packed += CHUNK * 16, block_scales += CHUNK, y += CHUNK * 32) {                    \
+            int blocks = (int)(n < CHUNK * 32 ? n / 32 : CHUNK);                                                          \
+            for (int b = 0; b < blocks; b++) step[b] = e8m0_decode(block_scales[b]);                                      \
+            for (int b = 0; b < blocks; b++) block_##dtype(packed + b * width / 2, step[b], width, y + b * width);        \
+        }                                                                                                                 \
     }
 DEFINE_DEQUANTIZE(bf16, uint16_t)
 DEFINE_DEQUANTIZE(fp16, uint16_t)

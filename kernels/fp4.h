@@ -1,7 +1,7 @@
 /* E2M1, E4M3 and E8M0, encoded and decoded one value at a time: the only scalar conversions in the project, for host and device.
  *
  * Every function is IEEE float32, round to nearest even, denormals kept; compile without fast-math, without contraction of
- * a*b+c and without flush to zero.  Each equals the function of the same name in fp4convert/codec.py.
+ * a*b+c and without flush to zero.  Each gives what fp4convert/codec.py gives for the same value.
  *
  *   E2M1  s ee m        0 .5 1 1.5 2 3 4 6 and their negatives; no Inf, no NaN
  *   E4M3  s eeee mmm    e4m3fn: bias 7, largest 448 (0x7E), NaN 0x7F, no Inf
@@ -36,8 +36,6 @@ FP4_FN float fp4_from_fp16(unsigned short bits) {
     return (bits & 0x7FFFu) >= 0x7C00u ? fp4_float(special) : fp4_from_finite_fp16(bits);
 }
 
-FP4_FN float fp4_from_fp32(float value) { return value; }
-
 FP4_FN unsigned short fp4_to_bf16(float value) {
     unsigned bits = fp4_bits(value), magnitude = bits & 0x7FFFFFFFu;
     unsigned rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
@@ -53,8 +51,6 @@ FP4_FN unsigned short fp4_to_fp16(float value) {
     unsigned special = magnitude > FP4_INF_BITS ? 0x7E00u : 0x7C00u;
     return (unsigned short)(sign | (magnitude >= 0x47800000u ? special : finite));
 }
-
-FP4_FN float fp4_to_fp32(float value) { return value; }
 
 /* Half to even, saturating at 6; the sign bit is set iff q < 0, so -0.0 gives code 0.
  * Adding 2^22 * 2^exponent makes the adder round to E2M1's one mantissa bit; below 1 the step stays that of [1, 2). */

@@ -126,66 +126,78 @@ INLINE void widen_maxima_fp32(const float *restrict x, int blocks, int width, ui
 
 /* x, and maxima of its blocks as float32 bits; blocks <= CHUNK */
 static void nvfp4_chunk(const float *restrict x, const uint32_t *restrict maxima, int blocks, float global_scale,
-                        uint8_t *restrict packed, uint8_t *restrict scales) {
-    float divisor[CHUNK];
+                        uint8_t *restrict packed, uint8_t *restrict block_scales) {
+    float block_step[CHUNK];
     uint16_t codes[CHUNK * 16];
     for (int b = 0; b < blocks; b++) {
-        unsigned scale = nvfp4_block_scale(fp4_float(maxima[b]), global_scale);
-        scales[b] = (uint8_t)scale;
-        divisor[b] = e4m3_decode(scale) * global_scale;
+        unsigned block_scale = nvfp4_block_scale(fp4_float(maxima[b]), global_scale);
+        block_scales[b] = (uint8_t)block_scale;
+        block_step[b] = e4m3_decode(block_scale) * global_scale;
     }
     for (int b = 0; b < blocks; b++)
-        for (int j = 0; j < 16; j++) codes[b * 16 + j] = (uint16_t)e2m1_encode(x[b * 16 + j] / divisor[b]);
+        for (int j = 0; j < 16; j++) codes[b * 16 + j] = (uint16_t)e2m1_encode(x[b * 16 + j] / block_step[b]);
     pack_codes(codes, blocks * 16, packed);
 }
 
 /* The same for MXFP4; a product with a power of two is the division by its inverse. */
 static void mxfp4_chunk(const float *restrict x, const uint32_t *restrict maxima, int blocks, int64_t rule,
-                        uint8_t *restrict packed, uint8_t *restrict scales) {
-    float factor[CHUNK];
+                        uint8_t *restrict packed, uint8_t *restrict block_scales) {
+    float inverse_step[CHUNK];
     uint16_t codes[CHUNK * 32];
     for (int b = 0; b < blocks; b++) {
-        unsigned scale = e8m0_encode(maxima[b], rule);
-        scales[b] = (uint8_t)scale;
-        factor[b] = fp4_float((254u - scale) << 23);
+        unsigned block_scale = e8m0_encode(maxima[b], rule);
+        block_scales[b] = (uint8_t)block_scale;
+        inverse_step[b] = fp4_float((254u - block_scale) << 23);
     }
     for (int b = 0; b < blocks; b++)
-        for (int j = 0; j < 32; j++) codes[b * 32 + j] = (uint16_t)e2m1_encode(x[b * 32 + j] * factor[b]);
+        for (int j = 0; j < 32; j++) codes[b * 32 + j] = (uint16_t)e2m1_encode(x[b * 32 + j] * inverse_step[b]);
     pack_codes(codes, blocks * 32, packed);
 }
 
-#define DEFINE_QUANTIZE(dtype, type, widen)                                                                      \
-    void NAME(quantize_nvfp4_##dtype)(const type *restrict x, int64_t n, const float *restrict amax,             \
-                                      uint8_t *restrict packed, uint8_t *restrict scales) {                      \
-        uint32_t maxima[CHUNK];                                                                                  \
-        float wide[CHUNK * 16], global_scale = nvfp4_global_scale(*amax);                                        \
-        for (int64_t start = 0; start < n; start += CHUNK * 16) {                                                \
-            int length = (int)(n - start < CHUNK * 16 ? n - start : CHUNK * 16);                                 \
-            widen_maxima_##dtype(x + start, length / 16, 16, maxima);                                            \
-            for (int i = 0; i < length; i++) wide[i] = widen(x[start + i]);                                      \
-            nvfp4_chunk(wide, maxima, length / 16, global_scale, packed + start / 2, scales + start / 16);       \
-        }                                                                                                        \
-    }                                                                                                            \
-    void NAME(quantize_mxfp4_##dtype)(const type *restrict x, int64_t n, int64_t rule, uint8_t *restrict packed, \
-                                      uint8_t *restrict scales) {                                                \
-        uint32_t maxima[CHUNK];                                                                                  \
-        float wide[CHUNK * 32];                                                                                  \
-        for (int64_t start = 0; start < n; start += CHUNK * 32) {                                                \
-            int length = (int)(n - start < CHUNK * 32 ? n - start : CHUNK * 32);                                 \
-            widen_maxima_##dtype(x + start, length / 32, 32, maxima);                                            \
-            for (int i = 0; i < length; i++) wide[i] = widen(x[start + i]);                                      \
-            mxfp4_chunk(wide, maxima, length / 32, rule, packed + start / 2, scales + start / 32);               \
-        }                                                                                                        \
+/* n % 16 == 0; finite.  F16C's conversion is exact, subnormals too; compilers do not find it in the scalar form. */
+INLINE void widen_fp16(const uint16_t *restrict x, int n, float *restrict wide) {
+#ifdef __F16C__
+    typedef short i16x8 __attribute__((vector_size(16)));
+    for (int i = 0; i < n; i += 8) STORE(wide + i, __builtin_ia32_vcvtph2ps256(LOAD(i16x8, x + i)));
+#else
+    for (int i = 0; i < n; i++) wide[i] = fp4_from_finite_fp16(x[i]);
+#endif
+}
+
+INLINE void widen_fp32(const float *restrict x, int n, float *restrict wide) { memcpy(wide, x, (size_t)n * sizeof *x); }
+
+#define DEFINE_QUANTIZE(dtype, type)                                                                              \
+    void NAME(quantize_nvfp4_##dtype)(const type *restrict x, int64_t n, const float *restrict amax,              \
+                                      uint8_t *restrict packed, uint8_t *restrict block_scales) {                 \
+        uint32_t maxima[CHUNK];                                                                                   \
+        float wide[CHUNK * 16], global_scale = nvfp4_global_scale(*amax);                                         \
+        for (int64_t start = 0; start < n; start += CHUNK * 16) {                                                 \
+            int length = (int)(n - start < CHUNK * 16 ? n - start : CHUNK * 16);                                  \
+            widen_maxima_##dtype(x + start, length / 16, 16, maxima);                                             \
+            widen_##dtype(x + start, length, wide);                                                               \
+            nvfp4_chunk(wide, maxima, length / 16, global_scale, packed + start / 2, block_scales + start / 16);  \
+        }                                                                                                         \
+    }                                                                                                             \
+    void NAME(quantize_mxfp4_##dtype)(const type *restrict x, int64_t n, int64_t rule, uint8_t *restrict packed,  \
+                                      uint8_t *restrict block_scales) {                                           \
+        uint32_t maxima[CHUNK];                                                                                   \
+        float wide[CHUNK * 32];                                                                                   \
+        for (int64_t start = 0; start < n; start += CHUNK * 32) {                                                 \
+            int length = (int)(n - start < CHUNK * 32 ? n - start : CHUNK * 32);                                  \
+            widen_maxima_##dtype(x + start, length / 32, 32, maxima);                                             \
+            widen_##dtype(x + start, length, wide);                                                               \
+            mxfp4_chunk(wide, maxima, length / 32, rule, packed + start / 2, block_scales + start / 32);          \
+        }                                                                                                         \
     }
-DEFINE_QUANTIZE(fp16, uint16_t, fp4_from_finite_fp16)
-DEFINE_QUANTIZE(fp32, float, fp4_from_fp32)
+DEFINE_QUANTIZE(fp16, uint16_t)
+DEFINE_QUANTIZE(fp32, float)
 
 /* ------------------------------------------------------------------- quantize from bf16: thresholds instead of division
  *
  * code(x) counts the E2M1 midpoints B that fl(|x| / s) has passed; a tie goes up at .75, 1.75, 3.5 and stays at the others.
  * fl(|x| / s) passes B exactly when |x| > s * (B + H), H half a float32 step above or below B; equality cannot occur, for the
- * right side has an odd factor beyond 2^8 and |x| has 8 bits.  So per block the seven bounds become seven bf16 magnitudes T, each
- * the largest that has not passed, and code = sum(|x| > T).  T is the bf16 value at or just below B * s, or its predecessor:
+ * right side has an odd factor beyond 2^8 and |x| has 8 bits.  So per block the seven bounds become seven bf16 magnitudes T,
+ * each the largest that has not passed, and code = sum(|x| > T).  T is the bf16 value at or just below B * s, or its predecessor:
  * decided by the sign of an exact residual.
  * Valid while the residual stays normal and x / s cannot underflow: s in [2^-100, 2^16]; other blocks take the chunk above. */
 
@@ -194,23 +206,23 @@ DEFINE_QUANTIZE(fp32, float, fp4_from_fp32)
 
 /* candidate - B * step, exact: in one operation, or by splitting step so that both products are. */
 #ifdef __FMA__
-#define RESIDUAL(candidate, B, step, lanes) \
+#define RESIDUAL(candidate, B, step, lanes)  \
     for (int j = 0; j < (lanes); j++) residual[j] = __builtin_fmaf(-(B)[j], (step)[j], (candidate)[j]);
 #else
-#define RESIDUAL(candidate, B, step, lanes) \
-    f32s head = (f32s)((i32s)(step) & (int32_t)0xFFFFF000), tail = (step) - head; \
+#define RESIDUAL(candidate, B, step, lanes)                                        \
+    f32s head = (f32s)((i32s)(step) & (int32_t)0xFFFFF000), tail = (step) - head;  \
     residual = ((candidate) - (B) * head) - (B) * tail;
 #endif
 
 /* T of each lane's midpoint, in the high half of the word: `f32s` and `i32s` are vectors of any one width. */
-#define DEFINE_THRESHOLDS(name, float_vector, int_vector, lanes)                                                   \
-    INLINE int_vector name(float_vector B, float_vector H, float_vector step) {                                    \
-        typedef float_vector f32s;                                                                                 \
-        typedef int_vector i32s;                                                                                   \
-        i32s candidate = (i32s)(B * (1.0f + 0x1p-20f) * step) & (int32_t)0xFFFF0000;                               \
-        f32s residual;                                                                                             \
-        RESIDUAL((f32s)candidate, B, step, lanes)                                                                  \
-        return candidate + ((i32s)(residual >= H * step) << 16);                                                   \
+#define DEFINE_THRESHOLDS(name, float_vector, int_vector, lanes)                      \
+    INLINE int_vector name(float_vector B, float_vector H, float_vector step) {       \
+        typedef float_vector f32s;                                                    \
+        typedef int_vector i32s;                                                      \
+        i32s candidate = (i32s)(B * (1.0f + 0x1p-20f) * step) & (int32_t)0xFFFF0000;  \
+        f32s residual;                                                                \
+        RESIDUAL((f32s)candidate, B, step, lanes)                                     \
+        return candidate + ((i32s)(residual >= H * step) << 16);                      \
     }
 
 /* nvfp4_fast_blocks: codes of as many leading blocks as whole vectors hold; returns their number. */
@@ -236,10 +248,10 @@ INLINE i16x32 nvfp4_codes_pair(const uint16_t *restrict x, float s0, float s1) {
     return (((value ^ (int16_t)0x8000) > 0) & 8) | ((i >> 1) & 7);
 }
 
-INLINE int nvfp4_fast_blocks(const uint16_t *restrict x, const float *restrict divisor, int blocks, uint8_t *restrict packed) {
+INLINE int nvfp4_fast_blocks(const uint16_t *restrict x, const float *restrict block_step, int blocks, uint8_t *restrict packed) {
     int b = 0;
     for (; b + 2 <= blocks; b += 2) {
-        u32x16 pairs = (u32x16)nvfp4_codes_pair(x + b * 16, divisor[b], divisor[b + 1]);
+        u32x16 pairs = (u32x16)nvfp4_codes_pair(x + b * 16, block_step[b], block_step[b + 1]);
         STORE(packed + b * 8, __builtin_convertvector(pairs | (pairs >> 12), u8x16));
     }
     return b;
@@ -265,12 +277,12 @@ INLINE i16v nvfp4_codes(const uint16_t *restrict x, const uint32_t *restrict T) 
     return sign16(value) - passed;
 }
 
-INLINE int nvfp4_fast_blocks(const uint16_t *restrict x, const float *restrict divisor, int blocks, uint8_t *restrict packed) {
+INLINE int nvfp4_fast_blocks(const uint16_t *restrict x, const float *restrict block_step, int blocks, uint8_t *restrict packed) {
     uint32_t T[4][8] __attribute__((aligned(32)));
     const int per_block = 16 / LANES;
     int b = 0;
     for (; b + WIDTH / 8 <= blocks; b += WIDTH / 8) { /* four vectors */
-        for (int i = 0; i < WIDTH / 8; i++) store_thresholds(divisor[b + i], T[i]);
+        for (int i = 0; i < WIDTH / 8; i++) store_thresholds(block_step[b + i], T[i]);
         const uint16_t *p = x + b * 16;
         STORE(packed + b * 8, pack4(nvfp4_codes(p, T[0]), nvfp4_codes(p + LANES, T[1 / per_block]),
                                     nvfp4_codes(p + 2 * LANES, T[2 / per_block]), nvfp4_codes(p + 3 * LANES, T[3 / per_block])));
@@ -279,35 +291,35 @@ INLINE int nvfp4_fast_blocks(const uint16_t *restrict x, const float *restrict d
 }
 #endif
 
-/* Blocks whose scale lies outside the fast range, or that fill no vector, one by one. */
+/* Blocks whose step lies outside the fast range, or that fill no vector, one by one. */
 static __attribute__((noinline)) void nvfp4_slow_block(const uint16_t *restrict x, uint16_t maximum, float global_scale,
-                                                       uint8_t *restrict packed, uint8_t *restrict scale) {
+                                                       uint8_t *restrict packed, uint8_t *restrict block_scale) {
     float wide[16];
     uint32_t maxima[1] = {(uint32_t)maximum << 16};
     for (int j = 0; j < 16; j++) wide[j] = fp4_from_bf16(x[j]);
-    nvfp4_chunk(wide, maxima, 1, global_scale, packed, scale);
+    nvfp4_chunk(wide, maxima, 1, global_scale, packed, block_scale);
 }
 
 void NAME(quantize_nvfp4_bf16)(const uint16_t *restrict x, int64_t n, const float *restrict amax, uint8_t *restrict packed,
-                               uint8_t *restrict scales) {
+                               uint8_t *restrict block_scales) {
     uint16_t maxima[CHUNK];
-    float divisor[CHUNK], global_scale = nvfp4_global_scale(*amax);
-    for (int64_t first = 0; first < n / 16; first += CHUNK, x += CHUNK * 16, packed += CHUNK * 8, scales += CHUNK) {
+    float block_step[CHUNK], global_scale = nvfp4_global_scale(*amax);
+    for (int64_t first = 0; first < n / 16; first += CHUNK, x += CHUNK * 16, packed += CHUNK * 8, block_scales += CHUNK) {
         int blocks = (int)(n / 16 - first < CHUNK ? n / 16 - first : CHUNK), b = 0, slow = 0;
         block_maxima16(x, blocks, 16, maxima);
         for (int i = 0; i < blocks; i++) {
-            unsigned scale = nvfp4_block_scale(fp4_from_bf16(maxima[i]), global_scale);
-            scales[i] = (uint8_t)scale;
-            divisor[i] = e4m3_decode(scale) * global_scale;
-            slow |= !(divisor[i] >= 0x1p-100f) | !(divisor[i] <= 0x1p16f);
+            unsigned block_scale = nvfp4_block_scale(fp4_from_bf16(maxima[i]), global_scale);
+            block_scales[i] = (uint8_t)block_scale;
+            block_step[i] = e4m3_decode(block_scale) * global_scale;
+            slow |= !(block_step[i] >= 0x1p-100f) | !(block_step[i] <= 0x1p16f);
         }
-        if (!slow) b = nvfp4_fast_blocks(x, divisor, blocks, packed);
-        for (; b < blocks; b++) nvfp4_slow_block(x + b * 16, maxima[b], global_scale, packed + b * 8, scales + b);
+        if (!slow) b = nvfp4_fast_blocks(x, block_step, blocks, packed);
+        for (; b < blocks; b++) nvfp4_slow_block(x + b * 16, maxima[b], global_scale, packed + b * 8, block_scales + b);
     }
 }
 
-/* A power-of-two scale only moves the exponent, so the midpoints become seven constants in bf16 bits.
- * Valid for scales 3..143 (no subnormal quotient matters, none underflows); other blocks take the chunk above. */
+/* A power-of-two block scale only moves the exponent, so the midpoints become seven constants in bf16 bits.
+ * Valid for block_scales 3..143 (no subnormal quotient matters, none underflows); other blocks take the chunk above. */
 INLINE i16v mxfp4_codes(const uint16_t *restrict x, int16_t offset) {
     i16v value = LOAD(i16v, x), u = magnitude16(value) - offset;
     i16v passed = ((u > (int16_t)0x3E80) + (u >= (int16_t)0x3F40)) + ((u > (int16_t)0x3FA0) + (u >= (int16_t)0x3FE0)) +
@@ -316,24 +328,25 @@ INLINE i16v mxfp4_codes(const uint16_t *restrict x, int16_t offset) {
 }
 
 static __attribute__((noinline)) void mxfp4_slow_block(const uint16_t *restrict x, uint16_t maximum, int64_t rule,
-                                                       uint8_t *restrict packed, uint8_t *restrict scale) {
+                                                       uint8_t *restrict packed, uint8_t *restrict block_scale) {
     float wide[32];
     uint32_t maxima[1] = {(uint32_t)maximum << 16};
     for (int j = 0; j < 32; j++) wide[j] = fp4_from_bf16(x[j]);
-    mxfp4_chunk(wide, maxima, 1, rule, packed, scale);
+    mxfp4_chunk(wide, maxima, 1, rule, packed, block_scale);
 }
 
-void NAME(quantize_mxfp4_bf16)(const uint16_t *restrict x, int64_t n, int64_t rule, uint8_t *restrict packed, uint8_t *restrict scales) {
+void NAME(quantize_mxfp4_bf16)(const uint16_t *restrict x, int64_t n, int64_t rule, uint8_t *restrict packed,
+                               uint8_t *restrict block_scales) {
     uint16_t maxima[CHUNK];
     int16_t offset[CHUNK];
-    for (int64_t first = 0; first < n / 32; first += CHUNK, x += CHUNK * 32, packed += CHUNK * 16, scales += CHUNK) {
+    for (int64_t first = 0; first < n / 32; first += CHUNK, x += CHUNK * 32, packed += CHUNK * 16, block_scales += CHUNK) {
         int blocks = (int)(n / 32 - first < CHUNK ? n / 32 - first : CHUNK), b = 0, slow = 0;
         block_maxima16(x, blocks, 32, maxima);
         for (int i = 0; i < blocks; i++) {
-            int scale = (int)e8m0_encode((uint32_t)maxima[i] << 16, rule);
-            scales[i] = (uint8_t)scale;
-            offset[i] = (int16_t)((scale - 127) * 128);
-            slow |= (scale < 3) | (scale > 143);
+            int block_scale = (int)e8m0_encode((uint32_t)maxima[i] << 16, rule);
+            block_scales[i] = (uint8_t)block_scale;
+            offset[i] = (int16_t)((block_scale - 127) * 128);
+            slow |= (block_scale < 3) | (block_scale > 143);
         }
         if (!slow)
             for (; b + WIDTH / 16 <= blocks; b += WIDTH / 16) { /* four vectors */
@@ -342,6 +355,6 @@ void NAME(quantize_mxfp4_bf16)(const uint16_t *restrict x, int64_t n, int64_t ru
                 STORE(packed + b * 16, pack4(mxfp4_codes(p, even), mxfp4_codes(p + LANES, even),
                                              mxfp4_codes(p + 2 * LANES, odd), mxfp4_codes(p + 3 * LANES, odd)));
             }
-        for (; b < blocks; b++) mxfp4_slow_block(x + b * 32, maxima[b], rule, packed + b * 16, scales + b);
+        for (; b < blocks; b++) mxfp4_slow_block(x + b * 32, maxima[b], rule, packed + b * 16, block_scales + b);
     }
 }
