@@ -27,9 +27,7 @@ def report() -> str:
             ours, bare, _ = paired(lambda words=words: run(COMMAND, *words), lambda: run(sys.executable, "-c", "pass"), ROUNDS)
             scaled = ours * 1e3 * 20 / (bare * 1e3)
             name = " ".join(["fp4convert", words[0]])
-            rows.append(
-                [name, f"{ours * 1e3:.0f}", f"{bare * 1e3:.0f}", f"{scaled:.0f}", verdict(scaled, bar, is_floor=False)]
-            )
+            rows.append([name, f"{ours * 1e3:.0f}", f"{bare * 1e3:.0f}", f"{scaled:.0f}", verdict(scaled, bar, is_floor=False)])
     headings = ["command", "ms", "`python -c pass` ms", "ms where the latter takes 20", "bar for the latter"]
     return f"## Start-up\n\n{table(headings, rows)}\n"
 
