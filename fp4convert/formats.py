@@ -96,10 +96,10 @@ class Quantized:
         return replace(self, shape=(last - first, columns), packed=packed, block_scales=block_scales)
 
 
-def row_panels(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of ranges of whole rows, of about PANEL_ELEMENTS elements each."""
+def row_panels(shape: tuple[int, int], elements: int = PANEL_ELEMENTS) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of ranges of whole rows, of about `elements` elements each."""
     rows, columns = shape
-    height = max(1, PANEL_ELEMENTS // columns)
+    height = max(1, elements // columns)
     return ((first, min(first + height, rows)) for first in range(0, rows, height))
 
 

@@ -7,10 +7,9 @@ number of workers all follow from this one value.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from fp4convert.dialects import Ignored, Packed, dialect_named, is_quantized_tensor
@@ -61,12 +60,12 @@ class Step:
 class Task:
     """One input shard -> one output shard of the same name; tasks do not depend on each other.
 
+    key     equal keys promise equal output bytes: a hash of the steps and of what changes when the input shard may have
     header  the output's header bytes; nbytes, the size of the whole output
-    stamp   changes when the input shard may have changed
     """
 
     file: str
-    stamp: str
+    key: str
     header: bytes
     nbytes: int
     steps: tuple[Step, ...]
@@ -75,12 +74,6 @@ class Task:
     def outputs(self) -> list[TensorRef]:
         """The tensors of the output shard."""
         return [ref for step in self.steps for ref in step.outputs]
-
-    @property
-    def key(self) -> str:
-        """Equal keys promise equal output bytes."""
-        steps = json.dumps([asdict(step) for step in self.steps], sort_keys=True)
-        return hashlib.sha256(f"{self.stamp}\n{steps}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +216,8 @@ def _task(checkpoint: Checkpoint, shard: Header, drafts: list[_Draft]) -> Task:
         for draft in drafts
     )
     end = max((ref.start + ref.nbytes for ref in placed), default=len(header))
-    return Task(shard.file, checkpoint.stamps[shard.file], header, end, steps)
+    key = hashlib.sha256(f"{checkpoint.stamps[shard.file]} {steps!r}".encode("utf-8", "surrogatepass")).hexdigest()
+    return Task(shard.file, key, header, end, steps)
 
 
 def _module_of(name: str) -> str:

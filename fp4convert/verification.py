@@ -19,6 +19,8 @@ from fp4convert.recipe import ScaleGroup, group_members, scale_group
 from fp4convert.shard import TensorRef, hash_stream
 from fp4convert.sources import Source
 
+MEASURED_ELEMENTS = 1 << 20  # at once: 8 MB for each float64 copy
+
 
 @dataclass(frozen=True, slots=True)
 class TensorError:
@@ -136,11 +138,15 @@ def _check_scales(artifact: Artifact) -> list[Finding]:
     stored: dict[str, float] = {}
     for module in artifact.modules:
         q = artifact.decode(module)
-        steps = block_steps(q)
-        if bad := int(np.count_nonzero(~np.isfinite(steps))):
-            findings.append(Finding("error", "scale-not-finite", module, f"{bad} of {steps.size} blocks have no finite scale"))
-        elif (steps < 0).any():
-            findings.append(Finding("error", "scale-negative", module, f"{int((steps < 0).sum())} blocks have a negative scale"))
+        bad = negative = 0
+        for first, last in row_panels(q.shape):
+            steps = block_steps(q.rows(first, last))
+            bad += int(np.count_nonzero(~np.isfinite(steps)))
+            negative += int(np.count_nonzero(steps < 0))
+        if bad:
+            findings.append(Finding("error", "scale-not-finite", module, f"{bad} blocks have no finite scale"))
+        if negative:
+            findings.append(Finding("error", "scale-negative", module, f"{negative} blocks have a negative scale"))
         if q.global_scale is not None:
             stored[module] = q.global_scale
             if not (math.isfinite(q.global_scale) and q.global_scale > 0):
@@ -189,7 +195,7 @@ def _measure(q: Quantized, ref: TensorRef, source: Source) -> _Sums:
     row_nbytes = data.nbytes // q.shape[0]
     signal = noise = max_abs = product = output = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
-        for first, last in row_panels(q.shape):
+        for first, last in row_panels(q.shape, MEASURED_ELEMENTS):
             panel = data[first * row_nbytes : last * row_nbytes].tobytes()
             x = np.frombuffer(panel, FLOAT_DTYPES[ref.dtype]).astype(np.float64)
             y = dequantize(q.rows(first, last)).ravel().astype(np.float64)
