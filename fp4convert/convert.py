@@ -203,12 +203,15 @@ def _carry_out(
         except UnsoundShardError as found:
             unsound.update({str(error.tensor): error for error in found.errors})
             return False
+        job.source.check_unchanged(task.file)
         return True
 
     with open_output(output, job.purpose(), job.output_nbytes, settings.is_forced) as folder:
         folder.write_shards((task for task in job.plan.tasks if not folder.adopt(task)), fill)
         if unsound:
             raise _summary(list(unsound.values()))
+        for shard in job.source.checkpoint.shards:
+            job.source.check_unchanged(shard.file)
         for file in job.sidecars:
             with job.source.open_file(file) as stream:
                 folder.write_copy(file, stream)

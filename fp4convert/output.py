@@ -80,7 +80,7 @@ class OutputFolder:
             return False
         try:
             sha256 = str(json.loads(record.read_text(encoding="utf-8"))["sha256"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError, OSError):
             return False  # a damaged record proves nothing: the shard is written again
         if hash_file(path) != sha256:
             return False
@@ -179,7 +179,7 @@ class OutputFolder:
         """Remove files on their way, ours or those of a run that died."""
         temps = self._state / "tmp"
         for leftover in temps.iterdir() if temps.exists() else ():
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
 
     def _read_plan(self) -> Purpose | None:
         path = self._state / PLAN
@@ -188,7 +188,7 @@ class OutputFolder:
             return None
         try:
             return Purpose.from_json(path.read_text(encoding="utf-8"))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             detail = f"{path} is damaged; expected the plan that began {self.root}"
             raise OutputError("other-plan", detail, "Remove the folder yourself, or choose another: -o FOLDER.") from None
 
@@ -227,7 +227,8 @@ def open_output(root: Path, purpose: Purpose, needed_nbytes: int, is_forced: boo
         raise OutputError("foreign-output", f"{root} is a file; expected a folder to write to", "Choose another: -o FOLDER.")
     if is_there and not is_ours:
         refuse_foreign(root)
-    _check_space(root, purpose, needed_nbytes)
+    if not is_ours:
+        _check_space(root, purpose, needed_nbytes)
     with told(root):
         state.mkdir(parents=True, exist_ok=True)
         lock = os.open(state / "lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -237,6 +238,8 @@ def open_output(root: Path, purpose: Purpose, needed_nbytes: int, is_forced: boo
         try:
             with told(root):
                 folder.begin(is_forced)
+            if is_ours:  # only now are a dead run's temporary files gone
+                _check_space(root, purpose, needed_nbytes)
             yield folder
         finally:
             folder.sweep()

@@ -22,7 +22,7 @@ from fp4convert.backends import Backend, processors
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.dialects import dialect_named
 from fp4convert.errors import NumericError
-from fp4convert.formats import FLOAT_TYPES, Matrix, format_named, row_panels
+from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Matrix, format_named, row_panels
 from fp4convert.plan import Action, Step, Task
 from fp4convert.recipe import Target
 from fp4convert.shard import ShardWriter, TensorRef
@@ -156,10 +156,15 @@ def _copy(source: Source, steps: list[Step], writer: ShardWriter, stop: threadin
 def not_finite(ref: TensorRef, data: memoryview) -> NumericError:
     """The error for a tensor that holds NaN or Inf: how many, and where the first is."""
     raw = np.frombuffer(data, FLOAT_DTYPES[ref.dtype])
-    bad = np.flatnonzero(~np.isfinite(raw))
-    kind = "NaN" if np.isnan(raw[bad[0]]) else "Inf"
-    index = [int(bad[0]) // ref.shape[-1], int(bad[0]) % ref.shape[-1]]
-    detail = f"{ref.file}: {ref.name} has {len(bad)} values that are NaN or Inf, the first {kind} at {index}"
+    count, first = 0, -1
+    for start in range(0, raw.size, PANEL_ELEMENTS):
+        bad = np.flatnonzero(~np.isfinite(raw[start : start + PANEL_ELEMENTS]))
+        if bad.size and not count:
+            first = start + int(bad[0])
+        count += bad.size
+    kind = "NaN" if np.isnan(raw[first]) else "Inf"
+    index = [first // ref.shape[-1], first % ref.shape[-1]]
+    detail = f"{ref.file}: {ref.name} has {count} values that are NaN or Inf, the first {kind} at {index}"
     return NumericError("not-finite", f"{detail}; weights must be finite", f"--exclude {_pattern(ref)}", ref.name)
 
 

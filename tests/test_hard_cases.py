@@ -129,6 +129,44 @@ def test_a_source_that_shrinks_is_told(source):
     assert (told.value.code, told.value.exit_code) == ("source-changed", 3)
 
 
+def test_a_source_written_during_a_run_ends_it(source, tmp_path, monkeypatch):
+    """Equal size, other bytes: no record may promise what was read half before and half after."""
+    from fp4convert import convert
+
+    fill = convert.fill_shard
+
+    def fill_then_write(task, *rest):
+        fill(task, *rest)
+        data = (source / task.file).read_bytes()
+        (source / task.file).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+    monkeypatch.setattr(convert, "fill_shard", fill_then_write)
+    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json")
+    assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-changed")
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_dead_runs_temporary_files_do_not_count_as_used_space(source, artifact, monkeypatch):
+    leftover = artifact / ".fp4convert" / "tmp" / "model.safetensors"
+    leftover.write_bytes(b"x")
+    (artifact / "quantization_config.json").unlink()
+    real = os.statvfs
+
+    def statvfs(path):
+        status = real(path)
+        return status if not leftover.exists() else type(status)((*status[:3], 0, 0, *status[5:10]))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    assert quantize(source, artifact)["tensors"]["quantized"] > 0
+
+
+def test_a_link_among_the_temporary_files_is_removed_and_not_followed(source, artifact):
+    (artifact / ".fp4convert" / "tmp" / "link").symlink_to(source)
+    quantize(source, artifact)
+    assert (source / "config.json").exists()
+    assert list((artifact / ".fp4convert" / "tmp").iterdir()) == []
+
+
 def test_the_metadata_of_a_shard_stays(tmp_path):
     folder = tmp_path / "m"
     folder.mkdir()
@@ -140,7 +178,7 @@ def test_the_metadata_of_a_shard_stays(tmp_path):
     assert header["__metadata__"] == {"format": "pt", "author": "me"}
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"file": 1}'])
+@pytest.mark.parametrize("damage", ["{", "[]", '{"file": 1}', "[" * 200_000])
 def test_a_damaged_record_of_a_finished_shard_proves_nothing(damage, source, artifact):
     digest = quantize(source, artifact)["digest"]
     for record in (artifact / ".fp4convert" / "done").iterdir():

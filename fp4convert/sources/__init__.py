@@ -75,6 +75,9 @@ class Source(Protocol):
     def file_nbytes(self, file: str) -> int:
         """The size of a file of the source."""
 
+    def check_unchanged(self, shard: str) -> None:
+        """SourceError where a shard was written, replaced or removed since its header was read."""
+
     def holds(self, path: Path) -> bool:
         """True where that path is the source's folder or lies inside it."""
 

@@ -54,6 +54,12 @@ class LocalSource:
     def file_nbytes(self, file: str) -> int:
         return _regular(self._folder, file).stat().st_size
 
+    def check_unchanged(self, shard: str) -> None:
+        path = self._folder / shard
+        if not path.exists() or _stamp(path) != self.checkpoint.stamps[shard]:
+            detail = f"{shard} changed while it was read; expected one that stays as it is"
+            raise SourceError("source-changed", detail, "Run the command again once it does.")
+
     def holds(self, path: Path) -> bool:
         return self._single is None and path.resolve().is_relative_to(self._folder.resolve())
 
