@@ -14,10 +14,14 @@
 #define FP4_FN static __device__ __forceinline__
 #define fp4_bits(value) __float_as_uint(value)
 #define fp4_float(bits) __uint_as_float(bits)
+#define fp4_fma(a, b, c) __fmaf_rn(a, b, c)
+#define fp4_min(a, b) fminf(a, b)
 #else
 #define FP4_FN static inline __attribute__((always_inline, unused))
 FP4_FN unsigned fp4_bits(float value) { unsigned bits; __builtin_memcpy(&bits, &value, 4); return bits; }
 FP4_FN float fp4_float(unsigned bits) { float value; __builtin_memcpy(&value, &bits, 4); return value; }
+#define fp4_fma(a, b, c) ((a) * (b) + (c)) /* only where a * b is exact, so that fused or not is the same */
+#define fp4_min(a, b) ((a) < (b) ? (a) : (b))
 #endif
 
 enum { FP4_FLOOR = 0, FP4_EVEN = 1, FP4_CEIL = 2 };          /* scale rules of MXFP4 */
@@ -52,14 +56,18 @@ FP4_FN unsigned short fp4_to_fp16(float value) {
     return (unsigned short)(sign | (magnitude >= 0x47800000u ? special : finite));
 }
 
-/* Half to even, saturating at 6; the sign bit is set iff q < 0, so -0.0 gives code 0.
- * Adding 2^22 * 2^exponent makes the adder round to E2M1's one mantissa bit; below 1 the step stays that of [1, 2). */
+/* Magnitude bits 0-7 of v >= 0, half to even, saturating at 6, in the low three bits; the bits above mean nothing.
+ * The values 0 .5 1 1.5 2 3 4 6 become 0..7 under min(2v, v + 2, v / 2 + 4); adding 1.5 * 2^23 rounds that to an integer, once. */
+FP4_FN unsigned e2m1_magnitude(float v) {
+    const float integers = 12582912.0f;
+    float fine = fp4_fma(v, 2.0f, integers), middle = v + (integers + 2.0f), coarse = fp4_fma(v, 0.5f, integers + 4.0f);
+    float nearer = fp4_min(fine, middle), bounded = fp4_min(coarse, integers + 7.0f);
+    return fp4_bits(fp4_min(nearer, bounded));
+}
+
+/* The sign bit is set iff q < 0, so -0.0 gives code 0. */
 FP4_FN unsigned e2m1_encode(float q) {
-    float magnitude = q < 0.0f ? -q : q;
-    magnitude = magnitude < 6.0f ? magnitude : 6.0f;
-    float normal = magnitude > 1.0f ? magnitude : 1.0f;
-    unsigned z = fp4_bits(magnitude + fp4_float((fp4_bits(normal) & FP4_INF_BITS) + (22u << 23)));
-    return ((z + (z >> 22) + 6u) & 7u) | (q < 0.0f ? 8u : 0u);
+    return (e2m1_magnitude(q < 0.0f ? -q : q) & 7u) | (q < 0.0f ? 8u : 0u);
 }
 
 FP4_FN float e2m1_decode(unsigned code) {
