@@ -20,7 +20,7 @@
 #define FP4_FN static inline __attribute__((always_inline, unused))
 FP4_FN unsigned fp4_bits(float value) { unsigned bits; __builtin_memcpy(&bits, &value, 4); return bits; }
 FP4_FN float fp4_float(unsigned bits) { float value; __builtin_memcpy(&value, &bits, 4); return value; }
-#define fp4_fma(a, b, c) ((a) * (b) + (c)) /* only where a * b is exact, so that fused or not is the same */
+#define fp4_fma(a, b, c) ((a) * (b) + (c)) /* on the host only where a * b is exact, so that fused or not is the same */
 #define fp4_min(a, b) ((a) < (b) ? (a) : (b))
 #endif
 
@@ -56,25 +56,23 @@ FP4_FN unsigned short fp4_to_fp16(float value) {
     return (unsigned short)(sign | (magnitude >= 0x47800000u ? special : finite));
 }
 
-/* Magnitude bits 0-7 of v >= 0, half to even, saturating at 6, in the low three bits; the bits above mean nothing.
+/* v * r, v >= 0, rounded half to even to E2M1's grid: the integer 0-7 that is its code, plus E2M1_INTEGERS; above 7 from v * r = 7 on.
  * The values 0 .5 1 1.5 2 3 4 6 become 0..7 under min(2v, v + 2, v / 2 + 4); adding 1.5 * 2^23 rounds that to an integer, once. */
-FP4_FN unsigned e2m1_magnitude(float v) {
-    const float integers = 12582912.0f;
-    float fine = fp4_fma(v, 2.0f, integers), middle = v + (integers + 2.0f), coarse = fp4_fma(v, 0.5f, integers + 4.0f);
-    float nearer = fp4_min(fine, middle), bounded = fp4_min(coarse, integers + 7.0f);
-    return fp4_bits(fp4_min(nearer, bounded));
+#define E2M1_INTEGERS 12582912.0f
+FP4_FN float e2m1_round(float v, float r) {
+    float fine = fp4_fma(v, 2.0f * r, E2M1_INTEGERS), coarse = fp4_fma(v, 0.5f * r, E2M1_INTEGERS + 4.0f);
+    return fp4_min(fp4_min(fine, fp4_fma(v, r, E2M1_INTEGERS + 2.0f)), coarse);
 }
 
-/* The sign bit is set iff q < 0, so -0.0 gives code 0. */
+/* Half to even, saturating at 6; the sign bit is set iff q < 0, so -0.0 gives code 0. */
 FP4_FN unsigned e2m1_encode(float q) {
-    return (e2m1_magnitude(q < 0.0f ? -q : q) & 7u) | (q < 0.0f ? 8u : 0u);
+    float rounded = e2m1_round(q < 0.0f ? -q : q, 1.0f);
+    return (fp4_bits(fp4_min(rounded, E2M1_INTEGERS + 7.0f)) & 7u) | (q < 0.0f ? 8u : 0u);
 }
 
+/* The code's bits as a float32 are its magnitude times 2^-126, subnormal for 0.5. */
 FP4_FN float e2m1_decode(unsigned code) {
-    unsigned m = code & 7u, sign = (code & 8u) << 28;
-    unsigned subnormal = fp4_bits((float)(int)m * 0.5f), normal = (m << 22) + (126u << 23);
-    unsigned magnitude = m < 2u ? subnormal : normal;
-    return fp4_float(magnitude | sign);
+    return fp4_float(fp4_bits(fp4_float((code & 7u) << 22) * 0x1p126f) | (code & 8u) << 28);
 }
 
 /* v in [0, 448]. Subnormals (below 2^-6) are rounded by the adder: the ulp of 16384 is E4M3's smallest step, 2^-9. */
@@ -85,11 +83,15 @@ FP4_FN unsigned e4m3_encode(float v) {
     return v < 0x1p-6f ? subnormal : normal;
 }
 
+/* byte in 0..0x7E */
+FP4_FN float e4m3_decode_positive(unsigned byte) {
+    float subnormal = (float)(int)byte * 0x1p-9f;
+    return byte < 8u ? subnormal : fp4_float((byte << 20) + (120u << 23));
+}
+
 FP4_FN float e4m3_decode(unsigned byte) {
-    unsigned m = byte & 0x7Fu, sign = (byte & 0x80u) << 24;
-    unsigned subnormal = fp4_bits((float)(int)m * 0x1p-9f), normal = (m << 20) + (120u << 23);
-    unsigned magnitude = m < 8u ? subnormal : normal;
-    return fp4_float((m == 0x7Fu ? 0x7FC00000u : magnitude) | sign);
+    unsigned m = byte & 0x7Fu, magnitude = fp4_bits(e4m3_decode_positive(m));
+    return fp4_float((m == 0x7Fu ? 0x7FC00000u : magnitude) | (byte & 0x80u) << 24);
 }
 
 /* Scale exponent of a block from the bits of its amax, by rule; OCP MX v1.0 section 6.3 (floor), and the two in common use. */

@@ -132,7 +132,7 @@ static void nvfp4_chunk(const float *restrict x, const uint32_t *restrict maxima
     for (int b = 0; b < blocks; b++) {
         unsigned block_scale = nvfp4_block_scale(fp4_float(maxima[b]), global_scale);
         block_scales[b] = (uint8_t)block_scale;
-        block_step[b] = e4m3_decode(block_scale) * global_scale;
+        block_step[b] = e4m3_decode_positive(block_scale) * global_scale;
     }
     for (int b = 0; b < blocks; b++)
         for (int j = 0; j < 16; j++) codes[b * 16 + j] = (uint16_t)e2m1_encode(x[b * 16 + j] / block_step[b]);

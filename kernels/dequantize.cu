@@ -1,0 +1,86 @@
+/* Dequantization on the GPU: the entry points of dequantize.c, with the same arguments and the same bytes.
+ *
+ *   dequantize_nvfp4_D(packed, block_scales, n, stored_global, is_divisor, y)    n % 16 == 0; *stored_global: float32
+ *   dequantize_mxfp4_D(packed, block_scales, n, y)                               n % 32 == 0
+ *
+ * y = e2m1(code) * step in float32, then one rounding to D (bf16, fp16 or fp32); step is block_scale * stored_global,
+ * or block_scale / stored_global where a divisor is stored.  n > 0.  Launch and alignment: device.h.
+ * Bytes equal dequantize in fp4convert/codec.py.  Bytes moved per bf16 element: NVFP4 0.5625 + 2, MXFP4 0.53125 + 2.
+ *
+ * A thread owns four groups of 8 elements, THREADS apart: a warp reads 128 bytes of codes and writes 512 bytes in a row, 16 a lane.
+ */
+#include "device.h"
+
+enum { GROUP = 8, GROUPS = UNIT * UNITS / GROUP, BLOCK_GROUPS = THREADS * GROUPS };
+
+struct ToBf16 {
+    static MEMBER void store(void *y, i64 group, const float *v) {
+        Words4 out;
+#pragma unroll
+        for (int i = 0; i < 4; i++) out.w[i] = narrow2_bf16(v[2 * i], v[2 * i + 1]);
+        ((Words4 *)y)[group] = out;
+    }
+};
+struct ToFp16 {
+    static MEMBER void store(void *y, i64 group, const float *v) {
+        Words4 out;
+#pragma unroll
+        for (int i = 0; i < 4; i++) out.w[i] = narrow2_fp16(v[2 * i], v[2 * i + 1]);
+        ((Words4 *)y)[group] = out;
+    }
+};
+struct ToFp32 {
+    static MEMBER void store(void *y, i64 group, const float *v) {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            ((Words4 *)y)[group * 2 + i] = {fp4_bits(v[4 * i]), fp4_bits(v[4 * i + 1]), fp4_bits(v[4 * i + 2]), fp4_bits(v[4 * i + 3])};
+    }
+};
+
+struct NvFp4Steps {
+    enum { BLOCK_SIZE = 16 };
+    float stored_global;
+    bool is_divisor;
+    MEMBER float operator()(u32 stored) const {
+        float block_scale = e4m3_decode(stored);
+        return is_divisor ? block_scale / stored_global : block_scale * stored_global;
+    }
+};
+struct MxFp4Steps {
+    enum { BLOCK_SIZE = 32 };
+    MEMBER float operator()(u32 stored) const { return e8m0_decode(stored); }
+};
+
+template <class To, class Steps> DEVICE void dequantize(const u8 *packed, const u8 *block_scales, i64 n, Steps step_of, void *y) {
+    const int per_block = Steps::BLOCK_SIZE / GROUP;
+    i64 start = (i64)blockIdx.x * BLOCK_GROUPS, left = n / GROUP - start;
+    int groups = left < BLOCK_GROUPS ? (int)left : BLOCK_GROUPS;
+    u32 codes[GROUPS], stored[GROUPS];
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+        int group = min((int)threadIdx.x + i * THREADS, groups - 1);
+        codes[i] = ((const u32 *)packed)[start + group];
+        stored[i] = block_scales[start / per_block + group / per_block];
+    }
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+        int group = (int)threadIdx.x + i * THREADS;
+        if (group >= groups) continue;
+        float step = step_of(stored[i]), v[GROUP];
+#pragma unroll
+        for (int k = 0; k < GROUP; k++) v[k] = __fmul_rn(e2m1_decode(codes[i] >> 4 * k), step);
+        To::store(y, start + group, v);
+    }
+}
+
+#define ENTRIES(dtype, To)                                                                                                       \
+    KERNEL(4) dequantize_nvfp4_##dtype(const u8 *packed, const u8 *block_scales, i64 n, const float *stored_global, i64 is_divisor,\
+                                       void *y) {                                                                                \
+        dequantize<To>(packed, block_scales, n, NvFp4Steps{*stored_global, is_divisor != 0}, y);                                 \
+    }                                                                                                                            \
+    KERNEL(4) dequantize_mxfp4_##dtype(const u8 *packed, const u8 *block_scales, i64 n, void *y) {                               \
+        dequantize<To>(packed, block_scales, n, MxFp4Steps(), y);                                                                \
+    }
+ENTRIES(bf16, ToBf16)
+ENTRIES(fp16, ToFp16)
+ENTRIES(fp32, ToFp32)

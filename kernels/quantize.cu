@@ -1,0 +1,149 @@
+/* amax and block quantization on the GPU: the entry points of quantize.c, with the same arguments and the same bytes.
+ *
+ *   amax_D(x, n, amax_bits)                               *amax_bits = max(*amax_bits, float32 bits of max |x|); NaN wins
+ *   quantize_nvfp4_D(x, n, amax, packed, block_scales)    *amax: float32, largest |x| of the scale group, measured or given
+ *   quantize_mxfp4_D(x, n, rule, packed, block_scales)    rule: FP4_FLOOR, FP4_EVEN, FP4_CEIL
+ *
+ * D is bf16, fp16 or fp32: the type of x, which is finite.  n % 16 == 0 (MXFP4: % 32), n > 0.  Launch and alignment: device.h.
+ * Nothing is read on the host: *amax may come from a kernel earlier in the same stream.
+ * Bytes equal quantize in fp4convert/codec.py.  Bytes moved per bf16 element: amax 2, NVFP4 2 + 0.5625, MXFP4 2 + 0.53125.
+ *
+ * A thread owns two units of 16 elements, THREADS apart: an NVFP4 block each, or half an MXFP4 block whose amax two lanes share.
+ * Almost every block takes the fast way; one that would need care takes the scalar functions of fp4.h, element by element.
+ */
+#include "device.h"
+
+template <class T> DEVICE void amax(const void *x, i64 n, u32 *amax_bits) {
+    int last = units_here(n) - 1;
+    u32 w[UNITS][T::WORDS], m = 0;
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) load_unit<T>(x, min((int)threadIdx.x + i * THREADS, last), w[i]);
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) m = max(m, largest(w[i], T()));
+#pragma unroll
+    for (int distance = WARP / 2; distance; distance /= 2) m = max(m, __shfl_xor_sync(ALL_LANES, m, distance));
+    if (threadIdx.x % WARP == 0 && m > *amax_bits) atomicMax(amax_bits, m); /* an old *amax_bits costs one atomic more */
+}
+
+/* ------------------------------------------------------------------------------------------------- the two formats
+ *
+ *   LANES          lanes that share a block
+ *   MAY_REACH_7    whether a quotient of a fast block may be 7 or more, and must saturate
+ *   block          the byte to store, the step of the elements and its inverse, and whether they may go the fast way
+ *   quotient       |x| / step divided by the factor, to be multiplied by it again
+ *   factor         the inverse where that product has the right code, 1 where the quotient itself must be right
+ *   exact          the code of x, by the codec's own operations
+ */
+struct Block { u32 stored; float step, inverse; bool is_fast; };
+
+/* Fast NVFP4.  For 16-bit x, x * r with r within 2^-23 of 1 / step is within 1.5 * 2^-23 of x / step, rounded or not, so that its code
+ * can differ only where a value of that type lies within 2^-22 of midpoint * step.  E4M3 has 8 mantissas and the midpoints have 4:
+ * 32 products tell for the whole tensor, one a lane.  For float32 two corrections by exact residuals and a correctly rounded inverse
+ * give the correctly rounded quotient (Markstein, IBM J. Res. Dev. 34, 1990: the second starts within one ulp of it).
+ * Where numbers leave the normal range, a sign could underflow or a quotient reaches 7, the block goes the exact way. */
+struct NvFp4 {
+    enum { LANES = 1 };
+    static const bool MAY_REACH_7 = false;
+    float global_scale;
+    bool is_safe;
+
+    template <class T> MEMBER NvFp4(const float *amax, T) : global_scale(nvfp4_global_scale(*amax)) {
+        u32 lane = threadIdx.x % WARP, spare = (1u << T::SPARE_BITS) - 1;
+        float step = (float)(int)(8 + lane % 8) * global_scale, midpoint = (float)(int)(4 + lane / 8);
+        bool is_doubtful = T::IS_HALF && ((fp4_bits(midpoint * step) + 8) & spare) <= 16;
+        is_safe = !__any_sync(ALL_LANES, is_doubtful) && global_scale >= 0x1p-100f;
+    }
+    template <class T> MEMBER Block block(u32 amax_bits, T) const {
+        u32 stored = nvfp4_block_scale(fp4_float(amax_bits), global_scale);
+        float step = e4m3_decode_positive(stored) * global_scale, inverse = T::IS_HALF ? reciprocal(step) : 1.0f / step;
+        return {stored, step, inverse, is_safe && step <= fp4_float(T::MAX_STEP) && fp4_float(amax_bits) * inverse < 6.9f};
+    }
+    template <class T> MEMBER float factor(Block b, T) const { return T::IS_HALF ? b.inverse : 1.0f; }
+    template <class T> MEMBER float quotient(float v, Block b, T) const {
+        if (T::IS_HALF) return v;
+        float q = __fmul_rn(v, b.inverse);
+        q = __fmaf_rn(__fmaf_rn(-q, b.step, v), b.inverse, q);
+        return __fmaf_rn(__fmaf_rn(-q, b.step, v), b.inverse, q);
+    }
+    MEMBER u32 exact(float x, Block b) const { return e2m1_encode(x / b.step); }
+};
+
+/* Fast MXFP4: the step is a power of two, so the product with its inverse is the quotient, and exact while it is normal. */
+struct MxFp4 {
+    enum { LANES = 2 };
+    static const bool MAY_REACH_7 = true;
+    i64 rule;
+
+    template <class T> MEMBER Block block(u32 amax_bits, T) const {
+        u32 stored = e8m0_encode(amax_bits, rule), step_bits = stored << 23;
+        return {stored, 0.0f, fp4_float((254u - stored) << 23), stored && step_bits <= (u32)T::MAX_STEP};
+    }
+    template <class T> MEMBER float factor(Block b, T) const { return b.inverse; }
+    template <class T> MEMBER float quotient(float v, Block, T) const { return v; }
+    MEMBER u32 exact(float x, Block b) const { return e2m1_encode(x * b.inverse); }
+};
+
+/* Eight codes, element k in bits 4k..4k+3. */
+template <class T, class F> DEVICE u32 fast_codes(const u32 *w, Block b, F format) {
+    float v[8], factor = format.factor(b, T());
+#ifdef FP4_CVT
+    values(w, v, T());
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = __fmul_rn(format.quotient(v[i], b, T()), factor);
+    return round8_e2m1(v);
+#else
+    u32 c[8];
+    magnitudes(w, v, T());
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        float rounded = e2m1_round(format.quotient(v[i], b, T()), factor);
+        c[i] = fp4_bits(F::MAY_REACH_7 ? fp4_min(rounded, E2M1_INTEGERS + 7.0f) : rounded); /* lowest byte: the code */
+    }
+    return low_bytes(c[0] + 16 * c[1], c[2] + 16 * c[3], c[4] + 16 * c[5], c[6] + 16 * c[7]) | signs(w, T());
+#endif
+}
+
+/* The same from memory: rolled up, for it is rarely run. */
+template <class T, class F> DEVICE u32 exact_codes(const void *x, i64 start, Block b, F format) {
+    u32 codes = 0;
+#pragma unroll 1
+    for (int i = 0; i < 8; i++) codes |= format.exact(T::one(x, start + i), b) << 4 * i;
+    return codes;
+}
+
+template <class T, class F> DEVICE void quantize(const void *x, i64 n, F format, u8 *packed, u8 *block_scales) {
+    i64 start = (i64)blockIdx.x * BLOCK_UNITS;
+    int units = units_here(n), unit = threadIdx.x;
+    u32 w[UNITS][T::WORDS];
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) load_unit<T>(x, min(unit + i * THREADS, units - 1), w[i]);
+#pragma unroll
+    for (int i = 0; i < UNITS; i++, unit += THREADS) {
+        u32 amax_bits = largest(w[i], T());
+        if (F::LANES == 2) amax_bits = max(amax_bits, __shfl_xor_sync(ALL_LANES, amax_bits, 1));
+        if (unit >= units) continue;
+        Block b = format.block(amax_bits, T());
+        Words2 codes;
+        if (b.is_fast) {
+            codes.w[0] = fast_codes<T>(w[i], b, format);
+            codes.w[1] = fast_codes<T>(w[i] + T::WORDS / 2, b, format);
+        } else {
+            codes.w[0] = exact_codes<T>(x, (start + unit) * UNIT, b, format);
+            codes.w[1] = exact_codes<T>(x, (start + unit) * UNIT + 8, b, format);
+        }
+        ((Words2 *)packed)[start + unit] = codes;
+        if (unit % F::LANES == 0) block_scales[start / F::LANES + unit / F::LANES] = (u8)b.stored;
+    }
+}
+
+#define ENTRIES(dtype, T, blocks)                                                                                   \
+    KERNEL(blocks) amax_##dtype(const void *x, i64 n, u32 *amax_bits) { amax<T>(x, n, amax_bits); }                 \
+    KERNEL(blocks) quantize_nvfp4_##dtype(const void *x, i64 n, const float *amax, u8 *packed, u8 *block_scales) {  \
+        quantize<T>(x, n, NvFp4(amax, T()), packed, block_scales);                                                  \
+    }                                                                                                               \
+    KERNEL(blocks) quantize_mxfp4_##dtype(const void *x, i64 n, i64 rule, u8 *packed, u8 *block_scales) {           \
+        quantize<T>(x, n, MxFp4{rule}, packed, block_scales);                                                       \
+    }
+ENTRIES(bf16, Bf16, 5)
+ENTRIES(fp16, Fp16, 5)
+ENTRIES(fp32, Fp32, 4)

@@ -1,0 +1,162 @@
+/* A host compiler's stand-in for the CUDA that the .cu files use: every warp's 32 lanes run as coroutines that meet at each exchange.
+ *
+ *   g++ -x c++ -std=c++17 -O2 -ffp-contract=off -fno-strict-aliasing -shared -fPIC -Ikernels -include simt.h quantize.cu
+ *
+ * What the hardware is free to choose is chosen here at its worst (reciprocal); a lane that misses an exchange ends the process.
+ */
+#pragma once
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "fp4.h"
+
+#define DEVICE static inline
+#define MEMBER inline
+#define KERNEL(blocks) extern "C" __attribute__((visibility("default"))) void
+#define OPAQUE(word) (void)(word)
+
+struct Dim { unsigned x, y; };
+static Dim blockIdx, threadIdx;
+
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+template <class T> static inline T min(T a, T b) { return b < a ? b : a; }
+template <class T> static inline T max(T a, T b) { return a < b ? b : a; }
+
+static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    unsigned long long both = a | (unsigned long long)b << 32;
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++) {
+        unsigned pick = selector >> 4 * i & 15; /* 8 and above copy a byte's sign */
+        unsigned byte = (unsigned)(both >> 8 * (pick & 7)) & 255u;
+        result |= (pick & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;
+    }
+    return result;
+}
+
+/* ------------------------------------------------------------------------------- the hardware's conversions, device.h */
+
+static inline float widen_fp16(unsigned short bits) { return fp4_from_fp16(bits); }
+static inline unsigned narrow2_bf16(float low, float high) { return fp4_to_bf16(low) | (unsigned)fp4_to_bf16(high) << 16; }
+static inline unsigned narrow2_fp16(float low, float high) { return fp4_to_fp16(low) | (unsigned)fp4_to_fp16(high) << 16; }
+
+/* Of magnitudes, whose bits order as they do, NaN last. */
+static inline unsigned max2_bf16(unsigned a, unsigned b) { return max(a & 0xFFFFu, b & 0xFFFFu) | max(a & 0xFFFF0000u, b & 0xFFFF0000u); }
+static inline unsigned max2_fp16(unsigned a, unsigned b) { return max2_bf16(a, b); }
+
+/* In double, which holds what the kernels multiply and add here exactly. */
+static inline float fma_exact(float a, float b, float c) { return (float)((double)a * b + (double)c); }
+static inline unsigned fma2_bf16(unsigned a, unsigned b, unsigned c) {
+    return narrow2_bf16(fma_exact(fp4_from_bf16(a & 0xFFFF), fp4_from_bf16(b & 0xFFFF), fp4_from_bf16(c & 0xFFFF)),
+                        fma_exact(fp4_from_bf16(a >> 16), fp4_from_bf16(b >> 16), fp4_from_bf16(c >> 16)));
+}
+static inline unsigned fma2_fp16(unsigned a, unsigned b, unsigned c) {
+    return narrow2_fp16(fma_exact(widen_fp16(a & 0xFFFF), widen_fp16(b & 0xFFFF), widen_fp16(c & 0xFFFF)),
+                        fma_exact(widen_fp16(a >> 16), widen_fp16(b >> 16), widen_fp16(c >> 16)));
+}
+
+/* Off by one unit in the last place, up or down by a bit of v: the worst that the instruction may do. */
+static inline float reciprocal(float v) {
+    unsigned bits = fp4_bits(1.0f / v);
+    return fp4_float(fp4_bits(v) >> 3 & 1 ? bits + 1 : bits - 1);
+}
+
+template <class T> static inline void atomicMax(T *place, T value) { *place = max(*place, value); }
+
+/* --------------------------------------------------------------------------------------------------------------- warps */
+
+namespace simt {
+enum { LANES = 32, STACK_NBYTES = 1 << 17 };
+typedef void (*Kernel)(long, long, long, long, long, long, long, long, long, long, long);
+enum State { READY, WAITING, DONE };
+struct Lane { jmp_buf at; ucontext_t context; State state; unsigned exchanges; };
+static Lane lanes[LANES];
+static char stacks[LANES][STACK_NBYTES];
+static jmp_buf scheduler;
+static ucontext_t start;
+static Kernel kernel;
+static long arguments[11];
+static unsigned slots[2][LANES]; /* two, so that a lane may write its next value before the others have read this one */
+static int current;
+
+static void body() {
+    for (;;) {
+        const long *a = arguments;
+        kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]);
+        lanes[current].state = DONE;
+        if (!_setjmp(lanes[current].at)) _longjmp(scheduler, 1);
+    }
+}
+
+/* Publishes a lane's value, and returns when all 32 lanes have published theirs. */
+static unsigned *meet(unsigned value) {
+    Lane &me = lanes[current];
+    unsigned *slot = slots[me.exchanges++ & 1];
+    slot[current] = value;
+    me.state = WAITING;
+    if (!_setjmp(me.at)) _longjmp(scheduler, 1);
+    return slot;
+}
+
+static void resume(int lane, unsigned warp) {
+    current = lane;
+    threadIdx.x = warp * LANES + lane;
+    if (!_setjmp(scheduler)) _longjmp(lanes[lane].at, 1);
+}
+
+static void run_warp(unsigned warp) {
+    for (int i = 0; i < LANES; i++) lanes[i].state = READY, lanes[i].exchanges = 0;
+    for (int done = 0; done < LANES;) {
+        done = 0;
+        for (int i = 0; i < LANES; i++) {
+            resume(i, warp);
+            done += lanes[i].state == DONE;
+        }
+        if (done % LANES) std::fprintf(stderr, "%d of 32 lanes missed an exchange\n", done), std::abort();
+    }
+}
+
+static void create_lanes() {
+    static bool is_done = false;
+    if (is_done) return;
+    for (int i = 0; i < LANES; i++) {
+        getcontext(&lanes[i].context);
+        lanes[i].context.uc_stack.ss_sp = stacks[i];
+        lanes[i].context.uc_stack.ss_size = STACK_NBYTES;
+        makecontext(&lanes[i].context, [] {
+            if (!_setjmp(lanes[current].at)) swapcontext(&lanes[current].context, &start);
+            body();
+        }, 0);
+        current = i;
+        swapcontext(&start, &lanes[i].context);
+    }
+    is_done = true;
+}
+}
+
+/* Runs a kernel; its arguments are 64-bit words, of which it takes as many as it has. Not for two threads at once. */
+extern "C" __attribute__((visibility("default"))) void simt_launch(simt::Kernel kernel, long grid_x, long grid_y, long threads, const long *arguments) {
+    simt::create_lanes();
+    simt::kernel = kernel;
+    std::memcpy(simt::arguments, arguments, sizeof simt::arguments);
+    for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y++)
+        for (blockIdx.x = 0; blockIdx.x < grid_x; blockIdx.x++)
+            for (unsigned warp = 0; warp < threads / simt::LANES; warp++) simt::run_warp(warp);
+}
+
+template <class To, class From> static inline To bits_as(From from) { To to; std::memcpy(&to, &from, sizeof to); return to; }
+template <class T> static inline T __shfl_xor_sync(unsigned, T value, int mask) {
+    unsigned *slot = simt::meet(bits_as<unsigned>(value));
+    return bits_as<T>(slot[simt::current ^ mask]);
+}
+static inline bool __any_sync(unsigned, bool claim) {
+    unsigned *slot = simt::meet(claim), any = 0;
+    for (int i = 0; i < simt::LANES; i++) any |= slot[i];
+    return any;
+}
