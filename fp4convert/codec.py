@@ -19,6 +19,7 @@ from fp4convert.formats import (
     E4M3_MAX,
     E4M3_MIN,
     E8M0_STORED_MAX,
+    FLOAT_TYPES,
     GLOBAL_RANGE,
     GLOBAL_SCALE_MIN,
     Format,
@@ -136,7 +137,8 @@ def dequantize(q: Quantized) -> Float32s:
     rows, columns = q.shape
     codes = unpack(np.frombuffer(q.packed, np.uint8).reshape(rows, columns // 2))
     step = block_steps(q).reshape(rows, -1, 1)
-    values = decode_e2m1(codes).reshape(rows, -1, q.format.block_size) * step
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values = decode_e2m1(codes).reshape(rows, -1, q.format.block_size) * step
     return values.reshape(rows, columns)
 
 
@@ -146,6 +148,22 @@ def block_steps(q: Quantized) -> Float32s:
     if q.global_scale is None:
         return decode_e8m0(stored)
     return apply_global(decode_e4m3(stored), q.global_scale, q.kind)
+
+
+def check_range(q: Quantized, dtype: str) -> None:
+    """NumericError where a value is beyond the range of `dtype` (safetensors' name)."""
+    kind = FLOAT_TYPES[dtype]
+    if dtype == "F32" or _largest(block_steps(q)) * E2M1_MAX <= kind.largest:
+        return
+    largest = _largest(dequantize(q))
+    if largest > kind.largest:
+        detail = f"the value {largest:g} is beyond {kind.largest:g}, the largest of {kind.word}"
+        raise NumericError(f"{kind.word}-overflow", detail, f"Choose --dtype {'bf16 or ' * (dtype == 'F16')}fp32.")
+
+
+def _largest(values: Float32s) -> float:
+    """The largest magnitude; NaN does not hide it."""
+    return float(np.fmax.reduce(np.abs(values), axis=None, initial=0))
 
 
 def apply_global(scales: Float32s, global_scale: float, kind: Kind) -> Float32s:

@@ -15,10 +15,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fp4convert.artifact import RECORD, Artifact, make_record
-from fp4convert.backends import open_backend, processors
+from fp4convert.backends import open_backend
 from fp4convert.dialects import Dialect, dialect_named
 from fp4convert.errors import InputError, NumericError
-from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, format_named
+from fp4convert.formats import FLOAT_TYPES, format_named
 from fp4convert.output import OutputFolder, Purpose, open_output
 from fp4convert.plan import DTYPES, Plan, Task, plan_dequantize, plan_quantize
 from fp4convert.recipe import build_recipe
@@ -28,7 +28,6 @@ from fp4convert.workers import Dequantizer, Quantizer, Settings, UnsoundShardErr
 
 RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
-PANEL_ELEMENT_NBYTES = 4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +113,15 @@ def describe_plan(plan: Plan, settings: Settings) -> dict[str, object]:
 
     Raises InputError for a device that is not there.
     """
-    open_backend(settings.device)
+    backend = open_backend(settings.device)
     widest = max((step.shape[1] for step in plan.steps if step.shape), default=0)
-    panel_nbytes = PANEL_ELEMENT_NBYTES * max(PANEL_ELEMENTS, widest)
+    held_nbytes = backend.held_nbytes(settings.workers or backend.threads, widest)
     return {
         "format": plan.target.format,
         "dialect": plan.target.dialect,
         "source_bytes": plan.source_bytes,
         "output_bytes": plan.output_bytes,
-        "peak_memory_bytes": BASE_NBYTES + (settings.workers or processors()) * panel_nbytes,
+        "peak_memory_bytes": BASE_NBYTES + held_nbytes,
         "peak_disk_bytes": plan.output_bytes,
         "tensors": [
             {

@@ -1,28 +1,28 @@
-"""The work inside a shard: threads that take scale groups, largest first, read mapped pages, and append what the plan says.
+"""The work inside a shard: threads that take scale groups, largest first, and append what the plan says.
 
-Weights pass through in panels of whole rows, so that memory does not grow with the tensor.
+A backend turns a group into panels of whole rows, so that memory does not grow with the tensor.
 """
 
 from __future__ import annotations
 
 import glob
-import math
 import shlex
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from fp4convert.artifact import Artifact
-from fp4convert.backends import Backend, processors
+from fp4convert.backends import Backend, NotFiniteError
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.dialects import dialect_named
 from fp4convert.errors import NumericError
-from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Matrix, format_named, row_panels
+from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Matrix, Quantized, format_named
 from fp4convert.plan import Action, Step, Task
 from fp4convert.recipe import Target
 from fp4convert.shard import ShardWriter, TensorRef
@@ -39,7 +39,7 @@ class Settings:
     """How to work; nothing here changes a byte of the result."""
 
     device: str = "auto"
-    workers: int = 0  # threads; 0 is one per processor this process may use
+    workers: int = 0  # threads; 0 is as many as the device serves best
     is_forced: bool = False
     progress: Progress = lambda tensor, nbytes: None
 
@@ -56,10 +56,39 @@ class Worker(Protocol):
     """Does the steps of one scale group of one shard, or of one tensor."""
 
     device: str
+    threads: int  # how many groups at once serve it best
     action: Action  # what its steps are called in a plan
     made: str  # what its tensors are called afterwards
 
     def __call__(self, steps: list[Step], writer: ShardWriter, stop: threading.Event) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Weights in a source."""
+
+    source: Source
+    ref: TensorRef
+
+    @property
+    def dtype(self) -> str:
+        return self.ref.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.ref.shape
+        return rows, columns
+
+    @property
+    def _row_nbytes(self) -> int:
+        return self.shape[1] * FLOAT_TYPES[self.dtype].nbytes
+
+    def rows(self, first: int, last: int) -> Matrix:
+        data = self.source.read(self.ref)[first * self._row_nbytes : last * self._row_nbytes]
+        return Matrix(data, self.dtype, (last - first, self.shape[1]))
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        self.source.read_into(self.ref, first * self._row_nbytes, buffer)
 
 
 class Quantizer:
@@ -75,44 +104,35 @@ class Quantizer:
         self._rule = target.scale_rule or self.format.default_rule
         self._dialect = dialect_named(str(target.dialect), self.format)
         self.device = backend.name
+        self.threads = backend.threads
 
     def __call__(self, steps: list[Step], writer: ShardWriter, stop: threading.Event) -> None:
-        if not steps[0].amax_of:
+        measured = steps[0].amax_of
+        if not measured:
             return _copy(self._source, steps, writer, stop)
-        amax = {ref: self._amax(ref) for ref in steps[0].amax_of}
-        if unsound := [not_finite(ref, self._source.read(ref)) for ref, value in amax.items() if not math.isfinite(value)]:
-            raise UnsoundShardError(unsound)
-        for step in steps:
-            self._quantize(step, max(amax.values()), writer, stop)
+        started: set[int] = set()
+        try:
+            with closing(self._panels(measured, [step.refs[0] for step in steps])) as panels:
+                for number, q in panels:
+                    if stop.is_set():
+                        return
+                    self._write(steps[number], q, writer, is_first=number not in started)
+                    started.add(number)
+        except NotFiniteError:
+            found = (not_finite(ref, self._source.read(ref)) for ref in measured)
+            raise UnsoundShardError([error for error in found if error]) from None
 
-    def _amax(self, ref: TensorRef) -> float:
-        """The largest magnitude, Inf or NaN where there is one; by panels, for a backend copies what lies unaligned."""
-        largest = 0.0
-        for panel in self._panels(ref):
-            amax = self._backend.amax(panel)
-            if not math.isfinite(amax):
-                return amax
-            largest = max(largest, amax)
-        return largest
+    def _panels(self, measured: Sequence[TensorRef], members: Sequence[TensorRef]) -> Generator[tuple[int, Quantized]]:
+        group, own = ([_Stored(self._source, ref) for ref in refs] for refs in (measured, members))
+        yield from self._backend.quantize_group(group, own, self.format, self._rule)
 
-    def _panels(self, ref: TensorRef) -> Iterator[Matrix]:
-        """The tensor as ranges of whole rows."""
-        (rows, columns), data = ref.shape, self._source.read(ref)
-        row_nbytes = columns * FLOAT_TYPES[ref.dtype].nbytes
-        for first, last in row_panels((rows, columns)):
-            yield Matrix(data[first * row_nbytes : last * row_nbytes], ref.dtype, (last - first, columns))
-
-    def _quantize(self, step: Step, group_amax: float, writer: ShardWriter, stop: threading.Event) -> None:
+    def _write(self, step: Step, q: Quantized, writer: ShardWriter, is_first: bool) -> None:
         place = {output.name: output for output in step.outputs}
-        for number, panel in enumerate(self._panels(step.refs[0])):
-            if stop.is_set():
-                return
-            q = self._backend.quantize(panel, self.format, self._rule, group_amax)
-            parts = self._dialect.encode(step.module, q)
-            if number == 0:
-                parts |= self._dialect.encode_global(step.module, q)
-            for name, part in parts.items():
-                writer.append(place[name], part)
+        parts = self._dialect.encode(step.module, q)
+        if is_first:
+            parts |= self._dialect.encode_global(step.module, q)
+        for name, part in parts.items():
+            writer.append(place[name], part)
 
 
 class Dequantizer:
@@ -125,23 +145,26 @@ class Dequantizer:
         self._artifact = artifact
         self._backend = backend
         self.device = backend.name
+        self.threads = backend.threads
 
     def __call__(self, steps: list[Step], writer: ShardWriter, stop: threading.Event) -> None:
         for step in steps:
             if step.action != "dequantize":
                 _copy(self._artifact.source, [step], writer, stop)
                 continue
-            q = self._artifact.decode(step.module)
-            for first, last in row_panels((step.shape[0], step.shape[1])):
-                if stop.is_set():
-                    return
-                output = step.outputs[0]
-                try:
-                    values = self._backend.dequantize(q.rows(first, last), output.dtype)
-                except NumericError as error:
-                    named = NumericError(error.code, f"{output.name}: {error.message}", error.next_step, output.name)
-                    raise UnsoundShardError([named]) from None
-                writer.append(output, values)
+            output = step.outputs[0]
+            try:
+                with closing(self._panels(step)) as panels:
+                    for values in panels:
+                        if stop.is_set():
+                            return
+                        writer.append(output, values)
+            except NumericError as error:
+                named = NumericError(error.code, f"{output.name}: {error.message}", error.next_step, output.name)
+                raise UnsoundShardError([named]) from None
+
+    def _panels(self, step: Step) -> Generator[memoryview]:
+        yield from self._backend.dequantize_panels(self._artifact.decode(step.module), step.outputs[0].dtype)
 
 
 def _copy(source: Source, steps: list[Step], writer: ShardWriter, stop: threading.Event) -> None:
@@ -153,8 +176,8 @@ def _copy(source: Source, steps: list[Step], writer: ShardWriter, stop: threadin
             writer.append(step.outputs[0], data[start : start + COPY_NBYTES])
 
 
-def not_finite(ref: TensorRef, data: memoryview) -> NumericError:
-    """The error for a tensor that holds NaN or Inf: how many, and where the first is."""
+def not_finite(ref: TensorRef, data: memoryview) -> NumericError | None:
+    """The error for a tensor that holds NaN or Inf: how many, and where the first is; None where all are finite."""
     raw = np.frombuffer(data, FLOAT_DTYPES[ref.dtype])
     count, first = 0, -1
     for start in range(0, raw.size, PANEL_ELEMENTS):
@@ -162,6 +185,8 @@ def not_finite(ref: TensorRef, data: memoryview) -> NumericError:
         if bad.size and not count:
             first = start + int(bad[0])
         count += bad.size
+    if not count:
+        return None
     kind = "NaN" if np.isnan(raw[first]) else "Inf"
     index = [first // ref.shape[-1], first % ref.shape[-1]]
     detail = f"{ref.file}: {ref.name} has {count} values that are NaN or Inf, the first {kind} at {index}"
@@ -183,7 +208,7 @@ def fill_shard(task: Task, writer: ShardWriter, worker: Worker, settings: Settin
         for step in steps:
             settings.progress(step.refs[0].name, step.source_bytes)
 
-    with ThreadPoolExecutor(settings.workers or processors()) as pool:
+    with ThreadPoolExecutor(settings.workers or worker.threads) as pool:
         futures = [pool.submit(do, steps) for steps in _by_scale_group(task)]
         try:
             unsound: list[NumericError] = []

@@ -19,19 +19,35 @@ from fp4convert.formats import FLOAT_TYPES, Format, Matrix, Quantized
 
 TESTS = Path(__file__).parent
 KERNELS = TESTS.parent / "kernels"
-FLAGS = "-x c++ -std=c++17 -O2 -ffp-contract=off -fno-strict-aliasing -shared -fPIC".split()
+FLAGS = ["-x", "c++", "-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
 ELEMENTS_PER_BLOCK = 8192  # as kernels/device.h says
+POISON = 0xFF  # beside every buffer: NaN in all dtypes and as a block scale
+MARGIN = 4 * ELEMENTS_PER_BLOCK  # bytes that a launch block without a tail rule could write
+
+# What device.h takes from targets that have FP4_CVT; unlike e2m1_encode, the hardware keeps the sign of -0.0.
+CVT = """
+#define FP4_CVT
+static inline unsigned round8_e2m1(const float *v) {
+    unsigned codes = 0;
+    for (int i = 0; i < 8; i++) codes |= ((e2m1_encode(v[i]) & 7u) | (std::signbit(v[i]) ? 8u : 0u)) << 4 * i;
+    return codes;
+}
+static inline void widen8_e2m1(unsigned codes, unsigned *pairs) {
+    for (int i = 0; i < 4; i++) pairs[i] = narrow2_fp16(e2m1_decode(codes >> 8 * i), e2m1_decode(codes >> (8 * i + 4)));
+}
+"""
 
 Array = NDArray[np.generic]
 
 
-def compile_for_host(source: Path, folder: Path, headers: Path = KERNELS) -> ctypes.CDLL:
-    """The kernels of one .cu file as a library of the host's own."""
+def compile_for_host(source: Path, folder: Path, has_cvt: bool = False) -> ctypes.CDLL:
+    """The kernels of one .cu file as a library of the host's own; `has_cvt` as in cubins.Target."""
     compiler = shutil.which("c++") or shutil.which("g++")
     assert compiler, "a C++ compiler is needed to run the CUDA kernels on the host"
-    library = folder / f"{source.stem}.so"
-    where = [f"-I{headers}", f"-I{source.parent}", "-include", str(TESTS / "simt.h")]
-    subprocess.run([compiler, *FLAGS, *where, str(source), "-o", str(library)], check=True)
+    library = folder / f"{source.stem}{'-cvt' * has_cvt}.so"
+    wrapper = library.with_suffix(".cpp")
+    wrapper.write_text(f'#include "simt.h"\n{CVT * has_cvt}\n#include "{source.name}"\n')
+    subprocess.run([compiler, *FLAGS, f"-I{source.parent}", f"-I{TESTS}", str(wrapper), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
 
@@ -44,13 +60,22 @@ def launch(library: ctypes.CDLL, name: str, grid: tuple[int, int], arguments: It
 
 
 def guarded(nbytes: int) -> Array:
-    """`nbytes` that start on a 16-byte boundary, as device memory does, full of 0xAA."""
-    raw = np.full(nbytes + 16, 0xAA, np.uint8)
-    start = -raw.ctypes.data % 16
+    """`nbytes` of poison between margins of it, on a 16-byte boundary, as device memory is."""
+    raw = np.full(nbytes + 2 * MARGIN + 16, POISON, np.uint8)
+    start = MARGIN + -raw.ctypes.data % 16
     return raw[start : start + nbytes]
 
 
+def is_intact(buffer: Array) -> bool:
+    """Whether nothing was written beside a buffer that `guarded` made."""
+    raw = buffer.base
+    assert isinstance(raw, np.ndarray)
+    start = buffer.ctypes.data - raw.ctypes.data
+    return bool((raw[:start] == POISON).all() and (raw[start + buffer.size :] == POISON).all())
+
+
 def aligned(data: Array | memoryview) -> Array:
+    """A copy of the bytes, guarded."""
     raw = np.frombuffer(data, np.uint8)
     copy = guarded(raw.size)
     copy[:] = raw
@@ -62,11 +87,11 @@ class SimtKernels:
 
     name = "simt"
 
-    def __init__(self, folder: Path, kernels: Path = KERNELS) -> None:
-        self._libraries = [compile_for_host(kernels / f"{stem}.cu", folder, kernels) for stem in ("quantize", "dequantize")]
+    def __init__(self, folder: Path, kernels: Path = KERNELS, has_cvt: bool = False) -> None:
+        self._libraries = [compile_for_host(kernels / f"{stem}.cu", folder, has_cvt) for stem in ("quantize", "dequantize")]
 
-    def amax(self, x: Matrix) -> float:
-        values, found = aligned(x.data), np.zeros(1, np.uint32)
+    def amax(self, x: Matrix, so_far: float = 0.0) -> float:
+        values, found = aligned(x.data), aligned(np.array([so_far], np.float32))
         n = x.shape[0] * x.shape[1]
         self._call(f"amax_{FLOAT_TYPES[x.dtype].word}", n, values, n, found)
         return float(found.view(np.float32)[0])
@@ -74,7 +99,7 @@ class SimtKernels:
     def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float) -> Quantized:
         values, n = aligned(x.data), x.shape[0] * x.shape[1]
         packed, block_scales = guarded(n // 2), guarded(n // fmt.block_size)
-        extra = np.array([group_amax], np.float32) if fmt.has_global_scale else fmt.scale_rules.index(rule)
+        extra = aligned(np.array([group_amax], np.float32)) if fmt.has_global_scale else fmt.scale_rules.index(rule)
         self._call(f"quantize_{fmt.name}_{FLOAT_TYPES[x.dtype].word}", n, values, n, extra, packed, block_scales)
         stored = float(global_scale_of(group_amax)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
@@ -83,7 +108,7 @@ class SimtKernels:
         n = q.shape[0] * q.shape[1]
         packed, block_scales = aligned(q.packed), aligned(q.block_scales)
         values = guarded(n * FLOAT_DTYPES[dtype].itemsize)
-        extra = (np.array([q.global_scale], np.float32), int(q.kind == "divisor")) if q.format.has_global_scale else ()
+        extra = (aligned(np.array([q.global_scale], np.float32)), int(q.kind == "divisor")) if q.format.has_global_scale else ()
         self._call(f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}", n, packed, block_scales, n, *extra, values)
         return values.data
 
@@ -91,3 +116,5 @@ class SimtKernels:
         library = self._libraries[name.startswith("dequantize")]
         words = [a if isinstance(a, int) else a.ctypes.data for a in arguments]
         launch(library, name, (-(-n // ELEMENTS_PER_BLOCK), 1), words)
+        for argument in arguments:
+            assert isinstance(argument, int) or is_intact(argument), f"{name}, n = {n}: written beside a buffer"

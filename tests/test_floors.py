@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp4convert"
 FLOORS = [
     {"errors"},
-    {"formats"},
-    {"codec", "shard", "recipe"},
+    {"formats", "cubins"},
+    {"codec", "shard", "recipe", "gpus"},
     {"sources", "backends", "dialects"},
     {"plan"},
     {"output", "artifact"},
@@ -24,12 +24,13 @@ FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names}
 ROOMS = {
     "torch": set(),
     "transformers": set(),
-    "cupy": set(),
+    "cupy": {"gpus", "backends"},
+    "cupy_backends": {"cubins"},
     "huggingface_hub": set(),
     "safetensors": set(),
     "rich": {"render"},
     "typer": {"cli"},
-    "ctypes": {"backends"},
+    "ctypes": {"backends", "gpus"},
     "numpy": {"codec", "backends", "verification", "workers"},
     "ml_dtypes": {"codec"},
 }

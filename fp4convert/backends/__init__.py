@@ -3,29 +3,64 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from fp4convert.errors import InputError
 from fp4convert.formats import Format, Matrix, Quantized
+from fp4convert.gpus import survey
+
+
+class Weights(Protocol):
+    """A matrix somewhere, fetched by ranges of whole rows, as often as is wanted; equal to another where it is the same one."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def rows(self, first: int, last: int) -> Matrix:
+        """Rows first..last-1, read-only, valid while their source is open."""
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        """Rows first..last-1 into a writable buffer of exactly their size."""
+
+
+class NotFiniteError(Exception):
+    """Weights hold Inf or NaN; whoever knows their names tells where."""
 
 
 class Backend(Protocol):
-    """Arithmetic on whole rows."""
+    """Arithmetic on whole rows, a panel of them at a time, so that memory does not grow with the matrix."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The device, as --json calls it: cpu, cuda:0."""
 
-    def amax(self, x: Matrix) -> float:
-        """The largest magnitude, exact; Inf or NaN where the data holds one."""
+    @property
+    def threads(self) -> int:
+        """How many callers it serves at once."""
 
-    def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float) -> Quantized:
-        """The rows as codes and scales; equals codec.quantize."""
+    def quantize_group(
+        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str
+    ) -> Iterator[tuple[int, Quantized]]:
+        """(number of the member, its next panel), member by member, under one amax; equals codec.quantize.
 
-    def dequantize(self, q: Quantized, dtype: str) -> memoryview:
-        """The values as bytes of `dtype` (safetensors' name); equals codec.dequantize, rounded once.
-
-        Raises NumericError where a value is beyond the range of F16 or BF16.
+        measured  whose largest magnitude is the group's: the members, and what shares their scale elsewhere
+        Yields    panels that are valid until the next is asked for
+        Raises    NotFiniteError, before the first panel, where anything measured holds Inf or NaN
         """
+
+    def dequantize_panels(self, q: Quantized, dtype: str) -> Iterator[memoryview]:
+        """The values in order, as bytes of `dtype` (safetensors' name); equals codec.dequantize, rounded once.
+
+        Yields    panels that are valid until the next is asked for
+        Raises    NumericError where a value is beyond the range of F16 or BF16
+        """
+
+    def held_nbytes(self, threads: int, widest: int) -> int:
+        """Host memory it holds with that many callers at work on rows of up to `widest` elements."""
 
 
 def processors() -> int:
@@ -36,12 +71,25 @@ def processors() -> int:
 def open_backend(device: str) -> Backend:
     """The backend for --device; never another one in its place.
 
-    device   auto (today: the CPU) or cpu
-    Raises   InputError for any other
+    device   auto (every usable GPU, else the CPU), cpu, cuda (every GPU) or cuda:N
+    Raises   InputError for any other, and for a GPU that is not there or cannot be used
     """
-    if device in ("auto", "cpu"):
-        from fp4convert.backends.cpu import Cpu
+    from fp4convert.backends.cpu import Cpu
 
+    kind, _, number = device.partition(":")
+    if device == "cpu":
         return Cpu()
-    detail = f"device {device!r} is not there; expected auto or cpu (CUDA kernels are not part of this version)"
-    raise InputError("no-device", detail)
+    if device != "auto" and (kind != "cuda" or not (number.isdecimal() or device == kind)):
+        raise InputError("no-device", f"device {device!r} is not known; expected auto, cpu, cuda or cuda:N")
+    found = survey()
+    chosen = [gpu for gpu in found.gpus if not number or gpu.number == int(number)]
+    if chosen:
+        from fp4convert.backends.cuda import Cuda
+
+        return Cuda(chosen)
+    if device == "auto":
+        return Cpu()
+    there = f"expected one of {', '.join(f'cuda:{gpu.number}' for gpu in found.gpus)}" if found.gpus else found.problem
+    raise InputError(
+        "no-device", f"device {device!r} is not there: {there}", f"{found.next_step} See: fp4convert doctor.".strip()
+    )

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.codec import FLOAT_DTYPES, block_steps, global_scale_of
-from fp4convert.errors import NumericError
-from fp4convert.formats import E2M1_MAX, FLOAT_TYPES, Format, Matrix, Quantized, check_rule
+from fp4convert.backends import NotFiniteError, Weights, processors
+from fp4convert.codec import FLOAT_DTYPES, check_range, global_scale_of
+from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Format, Matrix, Quantized, check_rule, row_panels
+
+PANEL_ELEMENT_NBYTES = 4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
+LEVELS = {2: "x86-64-v2 (SSE4.2)", 3: "x86-64-v3 (AVX2)", 4: "x86-64-v4 (AVX-512)", 0: "baseline"}
 
 Array = NDArray[np.generic]
 
@@ -24,13 +29,44 @@ class Cpu:
     def __init__(self) -> None:
         self._library = _library()
 
+    @property
+    def threads(self) -> int:
+        return processors()
+
+    @property
+    def instruction_set(self) -> str:
+        """The copy of the kernels in use."""
+        return LEVELS[self._library.fp4_level(0)]
+
+    def held_nbytes(self, threads: int, widest: int) -> int:
+        return threads * PANEL_ELEMENT_NBYTES * max(PANEL_ELEMENTS, widest)
+
+    def quantize_group(
+        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str
+    ) -> Iterator[tuple[int, Quantized]]:
+        group_amax = 0.0
+        for panel in (panel for weights in measured for panel in _panels(weights)):
+            amax = self.amax(panel)
+            if not math.isfinite(amax):
+                raise NotFiniteError
+            group_amax = max(group_amax, amax)
+        for number, weights in enumerate(members):
+            for panel in _panels(weights):
+                yield number, self.quantize(panel, fmt, rule, group_amax)
+
+    def dequantize_panels(self, q: Quantized, dtype: str) -> Iterator[memoryview]:
+        for first, last in row_panels(q.shape):
+            yield self.dequantize(q.rows(first, last), dtype)
+
     def amax(self, x: Matrix) -> float:
+        """The largest magnitude, exact; Inf or NaN where the data holds one."""
         values = _aligned(x)
         bits = np.zeros(1, np.uint32)
         self._call(f"amax_{FLOAT_TYPES[x.dtype].word}", values, values.size, bits)
         return float(bits.view(np.float32)[0])
 
     def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float) -> Quantized:
+        """The rows as codes and scales; equals codec.quantize."""
         values = _aligned(x)
         packed = np.empty(values.size // 2, np.uint8)
         block_scales = np.empty(values.size // fmt.block_size, np.uint8)
@@ -41,32 +77,22 @@ class Cpu:
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
 
     def dequantize(self, q: Quantized, dtype: str) -> memoryview:
+        """The values as bytes of `dtype`; NumericError where one is beyond its range."""
+        check_range(q, dtype)
         values = np.empty(q.shape[0] * q.shape[1], FLOAT_DTYPES[dtype])
         packed, block_scales = np.frombuffer(q.packed, np.uint8), np.frombuffer(q.block_scales, np.uint8)
         stored = np.array([q.global_scale or 0], np.float32)
         extra = (stored, int(q.kind == "divisor")) if q.format.has_global_scale else ()
         self._call(f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}", packed, block_scales, values.size, *extra, values)
-        self._refuse_overflow(q, dtype)
         return values.view(np.uint8).data
-
-    def _refuse_overflow(self, q: Quantized, dtype: str) -> None:
-        kind = FLOAT_TYPES[dtype]
-        steps = block_steps(q)
-        if dtype == "F32" or _largest(steps) * E2M1_MAX <= kind.largest:
-            return
-        largest = _largest(np.frombuffer(self.dequantize(q, "F32"), np.float32))
-        if largest > kind.largest:
-            detail = f"the value {largest:g} is beyond {kind.largest:g}, the largest of {kind.word}"
-            raise NumericError(f"{kind.word}-overflow", detail, f"Choose --dtype {'bf16 or ' * (dtype == 'F16')}fp32.")
 
     def _call(self, name: str, *arguments: Array | int) -> None:
         native = [ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data) for a in arguments]
         self._library[name](*native)
 
 
-def _largest(values: NDArray[np.float32]) -> float:
-    """The largest magnitude; NaN does not hide it."""
-    return float(np.fmax.reduce(np.abs(values), initial=0))
+def _panels(weights: Weights) -> Iterator[Matrix]:
+    return (weights.rows(first, last) for first, last in row_panels(weights.shape))
 
 
 def _aligned(x: Matrix) -> Array:

@@ -66,6 +66,9 @@ class Source(Protocol):
     def read(self, ref: TensorRef) -> memoryview:
         """The bytes of one tensor, read-only, valid until `close`."""
 
+    def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
+        """The bytes of one tensor from `start` on, as many as `buffer` holds; SourceError where they are gone."""
+
     def has_file(self, file: str) -> bool:
         """True where the source's folder holds that file."""
 

@@ -27,6 +27,7 @@ class LocalSource:
         self._single = None if path.is_dir() else path.name
         self.name = path.resolve().name if path.is_dir() else path.stem
         self._maps: dict[str, mmap.mmap] = {}
+        self._streams: dict[str, BinaryIO] = {}
         self._lock = threading.Lock()
         self.checkpoint = self._open(may_be_empty)
 
@@ -35,6 +36,18 @@ class LocalSource:
             if ref.file not in self._maps:
                 self._maps[ref.file] = self._map(ref.file)
         return memoryview(self._maps[ref.file])[ref.start : ref.start + ref.nbytes]
+
+    def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
+        with self._lock:
+            if ref.file not in self._streams:
+                self._streams[ref.file] = self.open_file(ref.file)
+        done, fd = 0, self._streams[ref.file].fileno()
+        while done < buffer.nbytes:
+            count = os.preadv(fd, [buffer[done:]], ref.start + start + done)
+            if not count:
+                detail = f"{ref.file} changed while it was read: it ends inside {ref.name!r}"
+                raise SourceError("source-changed", detail, "Run the command again once it stays as it is.")
+            done += count
 
     def _map(self, file: str) -> mmap.mmap:
         with self.open_file(file) as stream:

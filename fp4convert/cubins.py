@@ -1,0 +1,126 @@
+"""CUDA binaries of kernels/*.cu: compiled by NVRTC for one exact target, kept on disk.
+
+CuPy's own compiler is not asked: it appends -arch=sm_120 where sm_120a is needed, which loses the instruction that rounds to
+E2M1, and always adds -ftz=true, which flushes subnormals.  A finished cubin loads through cupy.RawModule(path=...) untouched.
+Works without a GPU; importing this module imports nothing of CuPy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from fp4convert.errors import InputError
+
+SOURCES = ("quantize.cu", "dequantize.cu", "gemv.cu")
+HEADERS = ("fp4.h", "device.h")
+OLDEST = (8, 0)  # the first with packed bf16 arithmetic
+WITH_CVT = frozenset({(10, 0), (10, 3), (12, 0), (12, 1)})  # cvt to and from e2m1x2, under their own targets alone
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What NVRTC compiles for.
+
+    arch     as -arch takes it, such as sm_90 or sm_120a
+    has_cvt  whether the kernels use the hardware's own E2M1 conversions
+    """
+
+    arch: str
+    has_cvt: bool
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """No contraction of a * b + c: kernels say where they fuse. NVRTC's defaults keep subnormals and IEEE division."""
+        return (f"-arch={self.arch}", "-std=c++17", "--fmad=false", *(["-DFP4_CVT"] if self.has_cvt else []))
+
+
+def target_for(capability: tuple[int, int], known: Collection[int]) -> Target:
+    """The target for a compute capability, given the targets that NVRTC knows (as 80, 90, 120).
+
+    Code for sm_120a runs on 12.0 alone; code for a plain target also runs on later minors of its major, so that a GPU newer than
+    NVRTC gets the newest of its major.  Raises InputError where there is none.
+    """
+    major, minor = capability
+    if capability < OLDEST:
+        raise InputError(
+            "no-target", f"compute capability {major}.{minor} is too old; expected 8.0 or newer", "Use --device cpu."
+        )
+    if 10 * major + minor in known:
+        has_cvt = capability in WITH_CVT
+        return Target(f"sm_{major}{minor}{'a' * has_cvt}", has_cvt)
+    older = [number for number in known if number // 10 == major and number % 10 < minor]
+    if not older:
+        detail = f"NVRTC {'.'.join(map(str, nvrtc_version()))} cannot compile for compute capability {major}.{minor}"
+        raise InputError("no-target", f"{detail}; it knows {', '.join(map(str, sorted(known)))}", "Install a newer NVRTC.")
+    return Target(f"sm_{max(older)}", has_cvt=False)
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Major and minor of the NVRTC that CuPy found; ImportError or another of CuPy's errors where there is none."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    major, minor = nvrtc.getVersion()
+    return int(major), int(minor)
+
+
+def known_targets() -> tuple[int, ...]:
+    """Every plain target of this NVRTC, as 80, 90, 120."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    return tuple(int(number) for number in nvrtc.getSupportedArchs())
+
+
+def kernels_folder() -> Path:
+    """Where the sources are: beside the package, or in the checkout of an editable install."""
+    return Path(str(files("fp4convert") / "kernels"))
+
+
+def compile_cubin(source: Path, target: Target, extra_options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """One .cu file as an ELF file for `target`, and what the compiler said; RuntimeError with its log where it fails."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    headers = [(kernels_folder() / name).read_bytes() for name in HEADERS]
+    program = nvrtc.createProgram(source.read_text(encoding="utf-8"), source.name, headers, [name.encode() for name in HEADERS])
+    try:
+        nvrtc.compileProgram(program, (*target.options, *extra_options))
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)  # CuPy cuts the last byte of the file
+    except nvrtc.NVRTCError:
+        raise RuntimeError(f"{source.name} does not compile for {target.arch}:\n{nvrtc.getProgramLog(program)}") from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def cubin_path(source: Path, target: Target) -> Path:
+    """The cached binary of one .cu file, compiled where it is not there yet."""
+    parts = [source, *(kernels_folder() / name for name in HEADERS)]
+    key = hashlib.sha256(repr((target.options, nvrtc_version())).encode())
+    for part in parts:
+        key.update(hashlib.sha256(part.read_bytes()).digest())
+    name = f"{source.stem}-{target.arch}-{key.hexdigest()[:16]}.cubin"
+    path = cache_folder() / name
+    return path if path.is_file() else _store(path, compile_cubin(source, target)[0])
+
+
+def cache_folder() -> Path:
+    """Where binaries are kept: fp4convert below XDG_CACHE_HOME, or below ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp4convert"
+
+
+def _store(path: Path, cubin: bytes) -> Path:
+    """Write it whole or not at all; where the cache takes no files, into a folder for this process alone."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    except OSError:
+        path = Path(tempfile.mkdtemp(prefix="fp4convert-")) / path.name
+        handle, part = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as stream:
+        stream.write(cubin)
+    os.replace(part, path)
+    return path

@@ -1,0 +1,191 @@
+"""A stand-in for the part of CuPy that backends/cuda.py uses: streams put everything off for as long as they may.
+
+What is started on a stream happens when something waits for it, in the order of that stream alone; what another stream does
+is only seen after an event was waited for.  A wait that the program forgets therefore gives wrong bytes, on every run.  Kernels
+are those of kernels/*.cu, run by simt.py.  Memory is poisoned when it is allocated, and belongs to the device then current.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import cupy as real_cupy
+import numpy as np
+from simt import guarded, launch
+
+LOCK = threading.RLock()
+
+
+class OutOfMemoryError(Exception):
+    pass
+
+
+class CUDARuntimeError(Exception):
+    pass
+
+
+class Machine:
+    """The GPUs, as the modules that `import cupy` gives."""
+
+    def __init__(self, libraries: dict[str, ctypes.CDLL], count: int = 1, capability: tuple[int, int] = (9, 0)) -> None:
+        self.libraries = libraries
+        self.count = count
+        self.capability = capability
+        self.free_nbytes = 1 << 40
+        self.allocations = 0
+        self.refuse_allocation: Callable[[int], bool] = lambda number: False
+        self.launches: list[tuple[int, str]] = []
+        self.streams: list[Stream] = []
+        self.held = weakref.WeakSet[Memory]()
+        self.current = threading.local()
+
+    def device(self) -> int:
+        return getattr(self.current, "device", 0)
+
+    def allocate(self, nbytes: int) -> Memory:
+        self.allocations += 1
+        if self.refuse_allocation(self.allocations):
+            raise OutOfMemoryError
+        return Memory(self, nbytes)
+
+    def unfinished(self) -> int:
+        """Parts of work that were started and have not happened."""
+        return sum(len(stream.queue) - stream.done for stream in self.streams)
+
+    def properties(self, number: int) -> dict[str, Any]:
+        major, minor = self.capability
+        return {"name": b"Imaginary GPU", "major": major, "minor": minor, "totalGlobalMem": 1 << 34, "number": number}
+
+    def module(self) -> ModuleType:
+        """What stands in sys.modules for cupy."""
+        cupy = ModuleType("cupy")
+        cupy.__version__ = "0.0"
+        cupy.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
+        cupy._environment = real_cupy._environment  # where NVRTC, which is the real one, asks for its library
+        cupy.RawModule = lambda path: RawModule(self, path)
+        cupy.cuda = SimpleNamespace(
+            Device=lambda number: Device(self, number),
+            Stream=lambda non_blocking: Stream(self),
+            Event=lambda block, disable_timing: Event(),
+            alloc=self.allocate,
+            alloc_pinned_memory=Pinned,
+            memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+            runtime=SimpleNamespace(getDeviceProperties=self.properties, CUDARuntimeError=CUDARuntimeError),
+        )
+        return cupy
+
+
+class Device:
+    def __init__(self, machine: Machine, number: int) -> None:
+        assert number < machine.count
+        self.machine, self.number = machine, number
+        self.outer: list[int] = []
+        self.mem_info = (machine.free_nbytes, 1 << 41)
+
+    def __enter__(self) -> Device:
+        self.outer.append(self.machine.device())
+        self.machine.current.device = self.number
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.machine.current.device = self.outer.pop()
+
+
+class Stream:
+    """Work that was started, of which the first `done` parts have happened."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.device = machine, machine.device()
+        self.queue: list[Callable[[], None]] = []
+        self.done = 0
+        machine.streams.append(self)
+
+    def start(self, work: Callable[[], None]) -> None:
+        with LOCK:
+            self.queue.append(work)
+
+    def run_to(self, position: int) -> None:
+        with LOCK:
+            while self.done < position:
+                self.done += 1  # first: a stream that waited for itself would not end
+                self.queue[self.done - 1]()
+                self.queue[self.done - 1] = lambda: None
+
+    def synchronize(self) -> None:
+        self.run_to(len(self.queue))
+
+    def wait_event(self, event: Event) -> None:
+        recorded = event.recorded
+        if recorded:
+            self.start(lambda: recorded[0].run_to(recorded[1]))
+
+
+class Event:
+    def __init__(self) -> None:
+        self.recorded: tuple[Stream, int] | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.recorded = (stream, len(stream.queue))
+
+    def synchronize(self) -> None:
+        if self.recorded:
+            self.recorded[0].run_to(self.recorded[1])
+
+
+class Memory:
+    """A device's memory, as the pointer to it."""
+
+    def __init__(self, machine: Machine, nbytes: int) -> None:
+        self.device, self.nbytes = machine.device(), nbytes
+        self.bytes = guarded(nbytes)
+        self.ptr = self.bytes.ctypes.data
+        self.mem = SimpleNamespace(size=nbytes)
+        machine.held.add(self)
+
+    def copy_from_host_async(self, address: int, nbytes: int, stream: Stream) -> None:
+        assert nbytes <= self.nbytes
+        assert self.device == stream.device == stream.machine.device()
+        stream.start(lambda: ctypes.memmove(self.ptr, address, nbytes))
+
+    def copy_to_host_async(self, address: int, nbytes: int, stream: Stream) -> None:
+        assert nbytes <= self.nbytes
+        assert self.device == stream.device == stream.machine.device()
+        stream.start(lambda: ctypes.memmove(address, self.ptr, nbytes))
+
+    def memset_async(self, value: int, nbytes: int, stream: Stream) -> None:
+        assert nbytes <= self.nbytes
+        stream.start(lambda: ctypes.memset(self.ptr, value, nbytes))
+
+
+class Pinned(np.ndarray):
+    """Page-locked memory: a buffer with an address."""
+
+    def __new__(cls, nbytes: int) -> Pinned:
+        made = guarded(nbytes).view(cls)
+        made.ptr = made.ctypes.data
+        return made
+
+
+class RawModule:
+    """The kernels of one cubin; the file tells which source it was made of."""
+
+    def __init__(self, machine: Machine, path: str) -> None:
+        assert Path(path).read_bytes()[:4] == b"\x7fELF"
+        self.machine, self.library = machine, machine.libraries[Path(path).name.partition("-")[0]]
+        self.device = machine.device()
+
+    def get_function(self, name: str) -> Callable[..., None]:
+        def start(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[int, ...], stream: Stream) -> None:
+            assert self.device == stream.device == self.machine.device()
+            assert all(type(argument) is int for argument in arguments)
+            self.machine.launches.append((stream.device, name))
+            stream.start(lambda: launch(self.library, name, (*grid, 1)[:2], arguments, block[0]))
+
+        return start

@@ -1,0 +1,309 @@
+"""backends/cuda.py without a GPU: the real kernels and the real pipeline, over streams that put everything off (lazy_cuda.py).
+
+Decides that panels meet the right kernels in the right order, whatever the timing; what kernels give is decided elsewhere.
+A pass here is not a pass on a GPU: those tests are in test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from adversarial import DTYPES, Values, assert_same_bytes, gaussian, generator, matrix, random_bits
+from checkpoints import LAYER, bf16, llama_shards, run, write_checkpoint, write_llama, write_single
+from lazy_cuda import Machine
+from simt import KERNELS, compile_for_host
+
+from fp4convert import codec, gpus
+from fp4convert.backends import NotFiniteError, cuda, open_backend
+from fp4convert.codec import FLOAT_DTYPES
+from fp4convert.errors import InputError, NumericError
+from fp4convert.formats import FORMATS, NVFP4, Matrix, Quantized
+
+EVERY_RULE = pytest.mark.parametrize(("fmt", "rule"), [(fmt, rule) for fmt in FORMATS.values() for rule in fmt.scale_rules])
+DRIVER = ((13, 0), 1, "")
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("simt")
+    return {stem: compile_for_host(KERNELS / f"{stem}.cu", folder) for stem in ("quantize", "dequantize", "gemv")}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def machine(libraries, cache, monkeypatch: pytest.MonkeyPatch) -> Machine:  # type: ignore[no-untyped-def]
+    """One imaginary GPU, and panels so small that a matrix has many."""
+    made = Machine(libraries)
+    monkeypatch.setitem(sys.modules, "cupy", made.module())
+    monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), made.count, ""))
+    monkeypatch.setattr(cuda, "PANEL_ELEMENTS", 2048)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return made
+
+
+class Recorded:
+    """Weights in memory that count how often their rows are fetched."""
+
+    def __init__(self, values: Values, dtype: str) -> None:
+        self.matrix, self.dtype, self.shape = matrix(values, dtype), dtype, values.shape
+        self.fetched: list[tuple[int, int]] = []
+
+    def rows(self, first: int, last: int) -> Matrix:
+        raise AssertionError("a GPU asks for copies")
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        row_nbytes = self.matrix.data.nbytes // self.shape[0]
+        buffer[:] = self.matrix.data[first * row_nbytes : last * row_nbytes]
+        self.fetched.append((first, last))
+
+
+def gathered(panels: Iterator[tuple[int, Quantized]], shapes: Sequence[tuple[int, int]]) -> list[Quantized]:
+    """The panels of each member put together; each is read before the next is asked for."""
+    parts: list[list[tuple[bytes, bytes, Quantized]]] = [[] for _ in shapes]
+    for number, q in panels:
+        parts[number].append((bytes(q.packed), bytes(q.block_scales), q))
+    return [
+        Quantized(
+            own[0][2].format,
+            shape,
+            memoryview(b"".join(packed for packed, _, _ in own)),
+            memoryview(b"".join(scales for _, scales, _ in own)),
+            own[0][2].global_scale,
+        )
+        for own, shape in zip(parts, shapes, strict=True)
+    ]
+
+
+def group_of(dtype: str) -> list[Values]:
+    """Three matrices of 9, 1 and 23 panels, and one narrower; none fills its last launch block."""
+    return [gaussian(dtype, 33, 512), random_bits(dtype, 2, 1024), gaussian(dtype, 91, 544) * FLOAT_DTYPES[dtype].type(3)]
+
+
+@EVERY_RULE
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("room_nbytes", [0, 30_000, 1 << 30])
+def test_a_group_is_quantized_under_one_amax_with_any_room(machine, dtype, fmt, rule, room_nbytes):
+    machine.free_nbytes = room_nbytes * cuda.LANES * 2
+    values = group_of(dtype)
+    group_amax = max(float(np.abs(each.astype(np.float32)).max()) for each in values)
+    measured = [Recorded(each, dtype) for each in values]
+    found = gathered(open_backend("cuda").quantize_group(measured, measured[:2], fmt, rule), [each.shape for each in values[:2]])
+    for q, each in zip(found, values[:2], strict=True):
+        assert_same_bytes(q, codec.quantize(each.astype(np.float32), fmt, rule, group_amax), each, rule)
+    panels = [len(set(each.fetched)) for each in measured]
+    assert len(measured[2].fetched) == panels[2]  # measured alone: fetched once
+    again = sum(len(each.fetched) for each in measured) - sum(panels)
+    assert again == {0: panels[0] + panels[1], 1 << 30: 0}.get(room_nbytes, again)
+    assert again < panels[0] + panels[1] or not room_nbytes
+
+
+def test_without_device_memory_for_them_panels_are_fetched_twice(machine):
+    values = gaussian("BF16", 33, 512)
+    weights = Recorded(values, "BF16")
+    backend = open_backend("cuda")
+    machine.refuse_allocation = lambda number: number > 5 + 1  # amax, arrivals and results, and one panel that stays
+    (found,) = gathered(backend.quantize_group([weights], [weights], NVFP4, "amax"), [values.shape])
+    assert_same_bytes(found, codec.quantize(values.astype(np.float32), NVFP4, "amax"), values, "no room")
+    assert len(weights.fetched) > len(set(weights.fetched))
+
+
+def test_a_gpu_without_memory_for_one_panel_is_refused(machine):
+    machine.refuse_allocation = lambda number: number > 3
+    weights = Recorded(gaussian("BF16", 33, 512), "BF16")
+    with pytest.raises(InputError, match="bytes of memory left"):
+        next(open_backend("cuda").quantize_group([weights], [weights], NVFP4, "amax"))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", [0, 9000, 33 * 512 - 1])
+def test_nothing_comes_of_a_group_that_is_not_finite(machine, bad, where):
+    values = gaussian("BF16", 33, 512)
+    values.reshape(-1)[where] = bad
+    group = [Recorded(gaussian("BF16", 4, 512), "BF16"), Recorded(values, "BF16")]
+    backend = open_backend("cuda")
+    with pytest.raises(NotFiniteError):
+        next(backend.quantize_group(group, group, NVFP4, "amax"))
+    assert backend.amax(matrix(gaussian("BF16", 4, 512), "BF16")) < 1  # the lane is as new
+
+
+def test_a_caller_that_stops_early_gives_the_lane_back(machine):
+    backend = open_backend("cuda")
+    values = gaussian("BF16", 33, 512)
+    expected = codec.quantize(values.astype(np.float32), NVFP4, "amax")
+    for _ in range(2 * cuda.LANES):
+        panels = backend.quantize_group([Recorded(values, "BF16")], [Recorded(values, "BF16")], NVFP4, "amax")
+        assert bytes(next(panels)[1].packed) == bytes(expected.packed)[: 4 * 256]
+        assert machine.unfinished()
+        panels.close()
+        assert not machine.unfinished()
+
+
+def test_what_stayed_on_the_gpu_is_freed_with_its_group(machine):
+    backend = open_backend("cuda")
+    held = set()
+    for number in range(3 * cuda.LANES):
+        weights = Recorded(gaussian("BF16", 33, 512), "BF16")
+        assert len(list(backend.quantize_group([weights], [weights], NVFP4, "amax"))) == 9
+        gc.collect()
+        held.add((number < cuda.LANES) or len(machine.held))  # by then every lane has its buffers
+    assert len(held) == 2
+
+
+def test_what_is_only_measured_takes_no_room(machine):
+    machine.free_nbytes = 40_000 * cuda.LANES * 5 // 4
+    other, own = (Recorded(gaussian("BF16", 33, 512), "BF16") for _ in range(2))  # 33,792 bytes each
+    list(open_backend("cuda").quantize_group([other, own], [own], NVFP4, "amax"))
+    assert len(own.fetched) == len(other.fetched) == 9
+
+
+@EVERY_RULE
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_matrix_under_a_given_amax_is_never_measured(machine, dtype, fmt, rule):
+    values = gaussian(dtype, 33, 512)
+    q = open_backend("cuda:0").quantize(matrix(values, dtype), fmt, rule, 0.25)
+    assert_same_bytes(q, codec.quantize(values.astype(np.float32), fmt, rule, 0.25), values, "given")
+    assert not [name for _, name in machine.launches if name.startswith("amax")]
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("kind", ["multiplier", "divisor"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dequantize(machine, fmt, kind, dtype):
+    values = gaussian("BF16", 47, 544).astype(np.float32)
+    q = codec.quantize(values, fmt, fmt.default_rule)
+    if fmt.has_global_scale:
+        q = Quantized(fmt, q.shape, q.packed, q.block_scales, q.global_scale if kind == "multiplier" else 1234.5, kind)
+    found = np.frombuffer(open_backend("cuda").dequantize(q, dtype), FLOAT_DTYPES[dtype]).reshape(q.shape)
+    assert found.tobytes() == codec.dequantize(q).astype(FLOAT_DTYPES[dtype]).tobytes()
+
+
+def test_a_value_beyond_fp16_is_refused(machine):
+    q = codec.quantize(np.full((4, 64), 70000.0, np.float32), NVFP4, "amax")
+    with pytest.raises(NumericError, match="beyond 65504"):
+        open_backend("cuda").dequantize(q, "F16")
+
+
+@pytest.mark.parametrize("vectors", [1, 3])
+@pytest.mark.parametrize("kind", ["BF16", "F16", "nvfp4"])
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_products_with_vectors(machine, fmt, kind, vectors):
+    q = codec.quantize(gaussian("F32", 45, 320).astype(np.float32), fmt, fmt.default_rule)
+    wide = generator(20, vectors).standard_normal((vectors, 320), np.float32)
+    x = codec.quantize(wide, NVFP4, "amax") if kind == "nvfp4" else matrix(wide.astype(FLOAT_DTYPES[kind]), kind)
+    seen = codec.dequantize(x) if isinstance(x, Quantized) else wide.astype(FLOAT_DTYPES[kind]).astype(np.float32)
+    exact = seen.astype(np.float64) @ codec.dequantize(q).astype(np.float64).T
+    found = np.frombuffer(open_backend("cuda").gemv(q, x), np.float16).reshape(vectors, 45)
+    size = np.abs(seen).astype(np.float64) @ np.abs(codec.dequantize(q)).astype(np.float64).T
+    assert (np.abs(found - exact) <= np.abs(exact) * 2.0**-11 + size * 320 * 2.0**-24 + 2.0**-25).all()
+
+
+@pytest.mark.parametrize(("columns", "dtype"), [(320, "F32"), (96, "F16"), (256, "F16")])
+def test_vectors_that_do_not_fit_are_refused(machine, columns, dtype):
+    q = codec.quantize(gaussian("F32", 4, 96 if columns == 96 else 320).astype(np.float32), NVFP4, "amax")
+    with pytest.raises(InputError, match="expected"):
+        open_backend("cuda").gemv(q, matrix(np.zeros((1, columns), FLOAT_DTYPES[dtype]), dtype))
+
+
+# ------------------------------------------------------------------------------------------------------ whole commands
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("fmt", "dialect"), [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("nvfp4", "modelopt")]
+)
+def test_the_same_artifact_as_on_the_cpu(machine, fmt, dialect, count, tmp_path):
+    machine.count = count
+    source = write_llama(tmp_path / "source")
+    options = ("--format", fmt, "--dialect", dialect, "--json")
+    expected = run("quantize", source, *options, "--device", "cpu", "-o", tmp_path / "cpu").json
+    found = run("quantize", source, *options, "--device", "cuda", "-o", tmp_path / "cuda").json
+    assert found["digest"] == expected["digest"]
+    assert found["device"] == ",".join(f"cuda:{number}" for number in range(count))
+    assert {number for number, _ in machine.launches} == set(range(count))
+    back = [
+        run("dequantize", tmp_path / "cuda", "--device", d, "-o", tmp_path / f"back-{d}", "--json").json for d in ("cpu", "cuda")
+    ]
+    assert back[0]["digest"] == back[1]["digest"]
+    assert any(name.startswith("dequantize") for _, name in machine.launches)
+
+
+def test_auto_takes_the_gpu_and_says_so(machine, tmp_path):
+    outcome = run("quantize", write_llama(tmp_path / "source"), "--format", "nvfp4", "-o", tmp_path / "out")
+    assert "on cuda:0" in outcome.out
+
+
+def test_weights_that_are_not_finite_are_named_as_on_the_cpu(machine, tmp_path):
+    name = f"{LAYER}.mlp.down_proj.weight"
+    data = bytearray(bf16(64, 128))
+    data[300:302] = b"\xc0\x7f"
+    source = write_single(tmp_path / "source", {name: ("BF16", (64, 128), bytes(data))})
+    outcomes = [
+        run("quantize", source, "--format", "nvfp4", "-o", tmp_path / d, "--device", d, "--json") for d in ("cpu", "cuda")
+    ]
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    assert outcomes[0].json["error"]["message"] == outcomes[1].json["error"]["message"]
+    assert "[1, 22]" in outcomes[1].json["error"]["message"]
+
+
+def test_a_shard_that_is_cut_off_meanwhile_ends_the_run(machine, tmp_path, monkeypatch):
+    source = write_checkpoint(tmp_path / "source", llama_shards())
+    shard = source / "model-00002-of-00002.safetensors"
+    whole = shard.read_bytes()
+    before = cuda.Cuda.quantize_group
+
+    def cut(*arguments):
+        shard.write_bytes(whole[: len(whole) // 2])
+        return before(*arguments)
+
+    monkeypatch.setattr(cuda.Cuda, "quantize_group", cut)
+    outcome = run("quantize", source, "--format", "nvfp4", "--device", "cuda", "-o", tmp_path / "out", "--json")
+    assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-changed")
+
+
+# ------------------------------------------------------------------------------------------- a GPU that is not there
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:1", "cuda:0:1", "cpu:0", "", "CUDA"])
+def test_a_device_that_is_not_there_is_refused(machine, device, tmp_path):
+    outcome = run(
+        "quantize", write_llama(tmp_path / "s"), "--format", "nvfp4", "--device", device, "-o", tmp_path / "o", "--json"
+    )
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "no-device")
+    assert "expected" in outcome.json["error"]["message"]
+    assert not (tmp_path / "o").exists()
+
+
+PROBLEMS = {
+    "no driver": ((None, 0, "there is no NVIDIA driver"), {}, "no NVIDIA driver"),
+    "no GPU": (((12, 9), 0, "the NVIDIA driver shows no GPU"), {}, "shows no GPU"),
+    "no CuPy": (DRIVER, {"find_spec": lambda name: None}, "CuPy is not installed"),
+    "NVRTC too new": (((11, 8), 1, ""), {}, "newer than the driver"),
+    "GPU too old": (DRIVER, {"capability": (7, 5)}, "capability 7.5 is too old"),
+}
+
+
+@pytest.mark.parametrize(("driver", "changes", "expected"), PROBLEMS.values(), ids=PROBLEMS)
+def test_why_there_is_no_gpu_is_told(machine, monkeypatch, driver, changes, expected):
+    machine.capability = changes.get("capability", machine.capability)
+    monkeypatch.setattr(gpus, "ask_driver", lambda: driver)
+    if "find_spec" in changes:
+        monkeypatch.setattr(gpus.importlib.util, "find_spec", changes["find_spec"])
+    with pytest.raises(InputError, match=expected) as caught:
+        open_backend("cuda")
+    assert "doctor" in caught.value.next_step
+    assert open_backend("auto").name == "cpu"
+
+
+def test_cupy_that_does_not_load_is_told(machine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
+    with pytest.raises(InputError, match="does not load"):
+        open_backend("cuda")
