@@ -34,8 +34,8 @@ DialectOption = Annotated[str, typer.Option(help="How the artifact is spelled: c
 RuleOption = Annotated[str | None, typer.Option(help="nvfp4: amax; mxfp4: floor, even (default) or ceil.")]
 IncludeOption = Annotated[list[str] | None, typer.Option(help="Quantize these modules too, though the recipe keeps them.")]
 ExcludeOption = Annotated[list[str] | None, typer.Option(help="Keep these modules as they are. Glob, or re:REGEX.")]
-DeviceOption = Annotated[str, typer.Option(help="auto or cpu.")]
-WorkersOption = Annotated[int, typer.Option(min=0, help="Threads; 0 is one per processor.")]
+DeviceOption = Annotated[str, typer.Option(help="auto (GPUs, else the CPU), cpu, cuda or cuda:N. The bytes are the same.")]
+WorkersOption = Annotated[int, typer.Option(min=0, help="Threads; 0 is as many as suit the device.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Discard what an earlier run of fp4convert left in the output.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for errors too.")]
@@ -64,14 +64,14 @@ def quantize_command(
     """
     from dataclasses import asdict
 
-    from fp4convert import convert, render, sources
+    from fp4convert import convert, gpus, render, sources
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
     opened = sources.open_source(source)
     request = convert.Request(format, dialect, scale_rule, tuple(include or ()), tuple(exclude or ()))
     todo = convert.prepare_quantize(opened, request)
-    screen.warn(todo.warnings)
+    screen.warn([*todo.warnings, *gpus.unused(device)])
     if dry_run:
         return screen.show(convert.describe_plan(todo, crew.Settings(device, workers)), render.draw_plan)
     target = output or Path(f"{opened.name}-{format.upper()}")
@@ -134,15 +134,27 @@ def dequantize_command(
     from dataclasses import asdict
 
     from fp4convert import artifact as artifacts
-    from fp4convert import convert, render
+    from fp4convert import convert, gpus, render
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
+    screen.warn(gpus.unused(device))
     opened = artifacts.open_artifact(artifact)
     todo = convert.prepare_dequantize(opened, dtype)
     with screen.progress(todo.source_bytes, "dequantize") as report:
         result = convert.dequantize(opened, todo, output, crew.Settings(device, workers, force, report))
     screen.show(asdict(result), render.draw_result)
+
+
+@app.command("doctor")
+def doctor_command(json: JsonOption = False) -> None:
+    """Tell what this machine offers: driver, GPUs, compiler, processor, caches, disk.
+
+    Example: fp4convert doctor
+    """
+    from fp4convert import doctor, render
+
+    render.Screen(json).show(doctor.examine(Path()), render.draw_examination)
 
 
 def _version(wanted: bool) -> None:

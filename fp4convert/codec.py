@@ -95,7 +95,7 @@ def quantize(x: Float32s, fmt: Format, rule: str, group_amax: float | None = Non
                 code = e2m1(x / (block_scale * global_scale)); mxfp4: code = e2m1(x / 2^(byte - 127))
     """
     if not np.isfinite(x).all():
-        raise NumericError("not-finite", "the matrix holds NaN or Inf; weights must be finite")
+        raise not_finite()
     blocks = x.reshape(len(x), -1, fmt.block_size)
     block_amax = np.abs(blocks).max(axis=-1, initial=0)
     check_rule(fmt, rule)
@@ -112,6 +112,11 @@ def quantize(x: Float32s, fmt: Format, rule: str, group_amax: float | None = Non
     packed = pack(encode_e2m1(q).reshape(x.shape))
     stored = None if global_scale is None else float(global_scale)
     return Quantized(fmt, (x.shape[0], x.shape[1]), packed.ravel().data, block_scales.ravel().data, stored)
+
+
+def not_finite() -> NumericError:
+    """The error for NaN or Inf, by one who does not know where they are."""
+    return NumericError("not-finite", "the matrix holds NaN or Inf; weights must be finite")
 
 
 def _nvfp4_scales(block_amax: Float32s, global_scale: np.float32) -> Bytes:

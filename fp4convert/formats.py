@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from fp4convert.errors import InputError
 
@@ -68,6 +68,22 @@ class Matrix:
     data: memoryview
     dtype: str
     shape: tuple[int, int]
+
+
+class Weights(Protocol):
+    """A matrix somewhere, fetched by ranges of whole rows, as often as is wanted; equal to another where it is the same one."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def rows(self, first: int, last: int) -> Matrix:
+        """Rows first..last-1, read-only, valid while their source is open."""
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        """Rows first..last-1 into a writable buffer of exactly their size."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,14 @@ def survey() -> Survey:
     return Survey(driver, count, cupy.__version__, nvrtc, gpus)
 
 
+def unused(device: str) -> list[str]:
+    """A warning where --device auto leaves a GPU aside that the driver shows."""
+    found = survey() if device == "auto" else Survey()
+    return (
+        [f"the CPU is used, though there is a GPU: {found.problem}. {found.next_step}"] if found.count and found.problem else []
+    )
+
+
 def dotted(version: Version) -> str:
     return f"{version[0]}.{version[1]}"
 

@@ -169,6 +169,40 @@ def draw_verification(screen: Screen, report: Document) -> None:
     _draw_verdict(screen, report["passed"], "passed", "failed")
 
 
+def draw_examination(screen: Screen, found: Document) -> None:
+    """What `doctor` found out."""
+    cache, cpu, disk = found["cubin_cache"], found["cpu"], found["disk"]
+    driver = f"NVIDIA, runs CUDA {found['driver']}, shows {found['gpus_shown']} GPU(s)" if found["driver"] else "none"
+    kept = (
+        f"{cache['files']} files, {_megabytes(cache['bytes'])}"
+        if cache["writable"]
+        else "not writable: compiled anew by each run"
+    )
+    rows = {
+        "fp4convert": f"{found['fp4convert']}, Python {found['python']}",
+        "--device auto": found["device"],
+        "driver": driver,
+        "CuPy": found["cupy"] or "not looked at" if found["driver"] else "not needed",
+        "NVRTC": found["nvrtc"] or "-",
+        "cubin cache": f"{cache['folder']} ({kept})",
+        "CPU": f"{cpu['processors']} processors, {cpu['machine']}, kernels for {cpu['instruction_set']}",
+        "disk": f"{disk['folder']}: {disk['free_bytes'] / 1e9:,.1f} GB free",
+    }
+    for key, value in rows.items():
+        screen.line(f"{key:<16}{value}")
+    for gpu in found["gpus"]:
+        memory = f"{gpu['memory_bytes'] / 1e9:,.1f} GB"
+        screen.line(
+            f"{gpu['device']:<16}{gpu['name']}, compute capability {gpu['compute_capability']}, {memory}, {gpu['target']}"
+        )
+        for how in ("hardware", "software"):
+            if gpu[f"{how}_conversion"]:
+                screen.line(f"{'':<16}E2M1 conversion in {how}: {', '.join(gpu[f'{how}_conversion'])}")
+    if found["problem"]:
+        screen.line(f"no GPU is used: {found['problem']}", "yellow")
+        screen.line(f"  {found['next']}")
+
+
 def _draw_findings(screen: Screen, findings: Iterable[Document]) -> None:
     for finding in findings:
         where = f"{escape(finding['tensor'])}: " if finding["tensor"] else ""

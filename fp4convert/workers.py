@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from fp4convert.artifact import Artifact
-from fp4convert.backends import Backend, NotFiniteError
+from fp4convert.backends import Backend
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.dialects import dialect_named
 from fp4convert.errors import NumericError
@@ -118,8 +118,8 @@ class Quantizer:
                         return
                     self._write(steps[number], q, writer, is_first=number not in started)
                     started.add(number)
-        except NotFiniteError:
-            found = (not_finite(ref, self._source.read(ref)) for ref in measured)
+        except NumericError:
+            found = (find_not_finite(ref, self._source.read(ref)) for ref in measured)
             raise UnsoundShardError([error for error in found if error]) from None
 
     def _panels(self, measured: Sequence[TensorRef], members: Sequence[TensorRef]) -> Generator[tuple[int, Quantized]]:
@@ -176,7 +176,7 @@ def _copy(source: Source, steps: list[Step], writer: ShardWriter, stop: threadin
             writer.append(step.outputs[0], data[start : start + COPY_NBYTES])
 
 
-def not_finite(ref: TensorRef, data: memoryview) -> NumericError | None:
+def find_not_finite(ref: TensorRef, data: memoryview) -> NumericError | None:
     """The error for a tensor that holds NaN or Inf: how many, and where the first is; None where all are finite."""
     raw = np.frombuffer(data, FLOAT_DTYPES[ref.dtype])
     count, first = 0, -1

@@ -7,28 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from fp4convert.errors import InputError
-from fp4convert.formats import Format, Matrix, Quantized
+from fp4convert.formats import Format, Quantized, Weights
 from fp4convert.gpus import survey
-
-
-class Weights(Protocol):
-    """A matrix somewhere, fetched by ranges of whole rows, as often as is wanted; equal to another where it is the same one."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    def rows(self, first: int, last: int) -> Matrix:
-        """Rows first..last-1, read-only, valid while their source is open."""
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        """Rows first..last-1 into a writable buffer of exactly their size."""
-
-
-class NotFiniteError(Exception):
-    """Weights hold Inf or NaN; whoever knows their names tells where."""
 
 
 class Backend(Protocol):
@@ -49,7 +29,7 @@ class Backend(Protocol):
 
         measured  whose largest magnitude is the group's: the members, and what shares their scale elsewhere
         Yields    panels that are valid until the next is asked for
-        Raises    NotFiniteError, before the first panel, where anything measured holds Inf or NaN
+        Raises    NumericError, before the first panel, where anything measured holds Inf or NaN
         """
 
     def dequantize_panels(self, q: Quantized, dtype: str) -> Iterator[memoryview]:

@@ -11,9 +11,9 @@ from importlib.resources import files
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.backends import NotFiniteError, Weights, processors
-from fp4convert.codec import FLOAT_DTYPES, check_range, global_scale_of
-from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Format, Matrix, Quantized, check_rule, row_panels
+from fp4convert.backends import processors
+from fp4convert.codec import FLOAT_DTYPES, check_range, global_scale_of, not_finite
+from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Format, Matrix, Quantized, Weights, check_rule, row_panels
 
 PANEL_ELEMENT_NBYTES = 4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
 LEVELS = {2: "x86-64-v2 (SSE4.2)", 3: "x86-64-v3 (AVX2)", 4: "x86-64-v4 (AVX-512)", 0: "baseline"}
@@ -48,7 +48,7 @@ class Cpu:
         for panel in (panel for weights in measured for panel in _panels(weights)):
             amax = self.amax(panel)
             if not math.isfinite(amax):
-                raise NotFiniteError
+                raise not_finite()
             group_amax = max(group_amax, amax)
         for number, weights in enumerate(members):
             for panel in _panels(weights):

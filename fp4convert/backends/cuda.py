@@ -1,56 +1,32 @@
-"""GPUs through CuPy: how weights pass through them, and which kernels they meet.
-
-    preadv -> pinned buffer -> [up] -> device -> [work] amax, then quantize -> [down] -> pinned buffer -> caller
-
-A lane has three streams and two buffers at either end: while one panel is computed, the next comes in and the last goes out.
-amax runs on each panel as it arrives; quantize reads it from device memory, so the host waits for nothing between the passes.
-Panels of a scale group stay on the GPU between the passes while there is room, and are fetched again where there is not.
-"""
+"""GPUs through CuPy, as lanes that callers take in turn; kernels/*.cu do the arithmetic."""
 
 from __future__ import annotations
 
-import math
 import queue
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
-from types import ModuleType
-from typing import Any, TypeVar
 
 import numpy as np
 
-from fp4convert import cubins
-from fp4convert.backends import NotFiniteError, Weights
-from fp4convert.codec import check_range, global_scale_of
+from fp4convert.codec import global_scale_of
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, NVFP4, Format, Matrix, Quantized, check_rule, row_panels
+from fp4convert.formats import FLOAT_TYPES, NVFP4, Format, Matrix, Quantized, Weights, row_panels
 from fp4convert.gpus import Gpu
-
-PANEL_ELEMENTS = 8 << 20  # 16 MB of bf16: a third of a millisecond of PCIe 5, several times what starting the work costs
-LANES = 4  # to a GPU: callers that read, compute and write side by side
-RESIDENT_SHARE = 0.8  # of the free device memory: panels that stay between the passes
-ELEMENTS_PER_BLOCK, THREADS = 8192, 256  # kernels/device.h
-ALIGNMENT = 16  # of every part of a buffer
-MAX_ELEMENT_NBYTES = 4  # float32
-FILES = {"amax": "quantize.cu", "quantize": "quantize.cu", "dequantize": "dequantize.cu", "gemv": "gemv.cu"}
-GEMV_ROWS, GEMV_VECTORS = 32, 2  # to a block of threads: kernels/gemv.cu
-
-T = TypeVar("T")
+from fp4convert.lane import LANES, MAX_ELEMENT_NBYTES, PANEL_ELEMENTS, Kernels, Lane
 
 
 class Cuda:
-    """Every given GPU, as lanes that callers take in turn."""
+    """Every given GPU."""
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self.name = ",".join(f"cuda:{gpu.number}" for gpu in gpus)
         self.threads = LANES * len(gpus)
-        self._lanes: queue.SimpleQueue[_Lane] = queue.SimpleQueue()
-        kernels = [_Kernels(gpu) for gpu in gpus]
+        self._lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()
+        kernels = [Kernels(gpu) for gpu in gpus]
         for _ in range(LANES):
             for one in kernels:
-                self._lanes.put(_Lane(one))
+                self._lanes.put(Lane(one))
 
     def held_nbytes(self, threads: int, widest: int) -> int:
         """Pinned buffers of each lane at work: two of float32 weights, two of codes and scales."""
@@ -59,24 +35,24 @@ class Cuda:
     def quantize_group(
         self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str
     ) -> Iterator[tuple[int, Quantized]]:
-        with self._lane() as lane:
+        with self._take() as lane:
             lane.reserve(measured)
             lane.measure(measured, keep=members)
             yield from lane.quantize(members, fmt, rule)
 
     def dequantize_panels(self, q: Quantized, dtype: str) -> Iterator[memoryview]:
-        with self._lane() as lane:
+        with self._take() as lane:
             yield from lane.dequantize(q, dtype)
 
     def amax(self, x: Matrix) -> float:
         """The largest magnitude, exact; Inf or NaN where the data holds one."""
-        with self._lane() as lane:
+        with self._take() as lane:
             lane.measure([_Held(x)], keep=[])
             return lane.amax()
 
     def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float) -> Quantized:
         """The rows as codes and scales under an amax that is known, which saves a pass; equals codec.quantize."""
-        with self._lane() as lane:
+        with self._take() as lane:
             lane.give_amax(group_amax)
             panels = [(bytes(q.packed), bytes(q.block_scales)) for _, q in lane.quantize([_Held(x)], fmt, rule)]
         packed, block_scales = (memoryview(b"".join(panel[part] for panel in panels)) for part in (0, 1))
@@ -99,13 +75,13 @@ class Cuda:
         if (x.format is not NVFP4 or x.kind != "multiplier") if isinstance(x, Quantized) else x.dtype not in ("BF16", "F16"):
             raise InputError("gemv-vectors", "vectors of another kind; expected bf16, fp16, or NVFP4 with a multiplier")
         y = np.empty((x.shape[0], q.shape[0]), np.float16)
-        with self._lane() as lane:
+        with self._take() as lane:
             for first, last in row_panels(q.shape, PANEL_ELEMENTS):
                 y[:, first:last] = np.frombuffer(lane.gemv(q.rows(first, last), x), np.float16).reshape(x.shape[0], -1)
         return y.view(np.uint8).data
 
     @contextmanager
-    def _lane(self) -> Iterator[_Lane]:
+    def _take(self) -> Iterator[Lane]:
         lane = self._lanes.get()
         try:
             with lane.device:
@@ -136,268 +112,3 @@ class _Held:
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data
-
-
-class _Kernels:
-    """The compiled kernels of one GPU, loaded when they are first wanted."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        import cupy
-
-        self.cupy = cupy
-        self.gpu = gpu
-        with cupy.cuda.Device(gpu.number) as device:
-            self.room_nbytes = int(RESIDENT_SHARE * device.mem_info[0])
-        self._modules: dict[str, Any] = {}
-        self._lock = threading.Lock()
-
-    def launch(self, name: str, grid: tuple[int, ...], stream: Any, *arguments: int) -> None:
-        """Start a kernel; `arguments` are addresses and integers, which CuPy passes as 64 bits each."""
-        file = FILES[name.partition("_")[0]]
-        with self._lock:
-            if file not in self._modules:
-                path = cubins.cubin_path(cubins.kernels_folder() / file, self.gpu.target)
-                self._modules[file] = self.cupy.RawModule(path=str(path))
-        self._modules[file].get_function(name)(grid, (THREADS,), arguments, stream=stream)
-
-
-class _Buffer:
-    """Pinned memory, its counterpart on the device, and how far work on either has come.
-
-    copied  behind the last copy from or to the pinned side
-    used    behind the last kernel on the device side
-    """
-
-    def __init__(self, cupy: ModuleType) -> None:
-        self._cupy = cupy
-        self.nbytes = 0
-        self.copied, self.used = (cupy.cuda.Event(block=True, disable_timing=True) for _ in range(2))
-
-    def hold(self, nbytes: int) -> None:
-        """Make both sides at least so large; what they held is lost."""
-        if nbytes <= self.nbytes:
-            return
-        self.copied.synchronize()
-        self.used.synchronize()
-        cuda = self._cupy.cuda
-        try:
-            self.pinned = cuda.alloc_pinned_memory(nbytes)
-            self.device = cuda.alloc(nbytes)
-        except (cuda.memory.OutOfMemoryError, cuda.runtime.CUDARuntimeError) as error:
-            detail = f"the GPU or its driver has no {nbytes:,} bytes of memory left: {error}"
-            raise InputError("device-memory", detail, "End what else uses the GPU, or use --device cpu.") from None
-        self.host = memoryview(self.pinned).cast("B")
-        self.nbytes = nbytes
-
-    def upload(self, nbytes: int, stream: Any, place: Any = None) -> None:
-        """Start to copy the first bytes of the pinned side to the device side, or to another place there."""
-        (place or self.device).copy_from_host_async(self.pinned.ptr, nbytes, stream)
-        self.copied.record(stream)
-
-    def download(self, nbytes: int, stream: Any, after: Any) -> None:
-        """Start to copy the first bytes of the device side to the pinned side, behind what stream `after` has to do."""
-        self.used.record(after)
-        stream.wait_event(self.used)
-        self.device.copy_to_host_async(self.pinned.ptr, nbytes, stream)
-        self.copied.record(stream)
-
-
-class _Lane:
-    """The way of one caller's panels through one GPU; its methods run with `device` current."""
-
-    def __init__(self, kernels: _Kernels) -> None:
-        cupy = kernels.cupy
-        self.device = cupy.cuda.Device(kernels.gpu.number)
-        self._kernels = kernels
-        self._room_nbytes = kernels.room_nbytes // LANES
-        self._resident: dict[tuple[Weights, int], Any] = {}
-        with self.device:
-            self._up, self._work, self._down = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
-            self._amax_buffer, *buffers = (_Buffer(cupy) for _ in range(5))
-        self._buffers = buffers
-        self._arrivals, self._results = cycle(buffers[:2]), cycle(buffers[2:])
-
-    def reserve(self, measured: Sequence[Weights]) -> None:
-        """Have memory for any panel of these, before some stay and fill the GPU."""
-        elements = max(max(PANEL_ELEMENTS, weights.shape[1]) for weights in measured)
-        largest = max(FLOAT_TYPES[weights.dtype].nbytes for weights in measured)
-        for buffer, element_nbytes in zip(self._buffers, (largest, largest, 1, 1), strict=True):
-            buffer.hold(elements * element_nbytes)
-
-    def finish(self) -> None:
-        """Wait for whatever is under way, and forget the panels that stayed."""
-        with self.device:
-            for stream in (self._up, self._work, self._down):
-                stream.synchronize()
-        self._resident.clear()
-
-    def give_amax(self, amax: float) -> None:
-        """Set the amax that `quantize` uses."""
-        self._amax_buffer.hold(ALIGNMENT)
-        self._amax_buffer.host[:4] = np.float32(amax).tobytes()
-        self._amax_buffer.upload(4, self._work)
-
-    def measure(self, measured: Sequence[Weights], keep: Sequence[Weights]) -> None:
-        """Set the amax that `quantize` uses to the largest magnitude of all that is measured; panels of some stay."""
-        self._amax_buffer.hold(ALIGNMENT)
-        self._amax_buffer.device.memset_async(0, 4, self._work)
-        for weights in measured:
-            for first, last in row_panels(weights.shape, PANEL_ELEMENTS):
-                with self._panel(weights, first, last, may_stay=weights in keep) as (x, n):
-                    self._start(f"amax_{FLOAT_TYPES[weights.dtype].word}", n, x, n, self._amax_buffer.device.ptr)
-        self._amax_buffer.download(4, self._down, after=self._work)
-
-    def amax(self) -> float:
-        """The amax, as soon as it is known."""
-        self._amax_buffer.copied.synchronize()
-        return float(np.frombuffer(self._amax_buffer.host, np.float32, 1)[0])
-
-    def quantize(self, members: Sequence[Weights], fmt: Format, rule: str) -> Iterator[tuple[int, Quantized]]:
-        """Panels in order, each valid until the next is asked for; NotFiniteError where the amax is Inf or NaN."""
-        argument = self._amax_buffer.device.ptr if fmt.has_global_scale else fmt.scale_rules.index(check_rule(fmt, rule))
-
-        def start(number: int, weights: Weights, first: int, last: int) -> Callable[[], tuple[int, Quantized]]:
-            result = next(self._results)
-            n = (last - first) * weights.shape[1]
-            scales_at = _aligned(n // 2)
-            nbytes = scales_at + n // fmt.block_size
-            result.hold(nbytes)
-            with self._panel(weights, first, last) as (x, _):
-                name = f"quantize_{fmt.name}_{FLOAT_TYPES[weights.dtype].word}"
-                self._start(name, n, x, n, argument, result.device.ptr, result.device.ptr + scales_at)
-            result.download(nbytes, self._down, after=self._work)
-
-            def take() -> tuple[int, Quantized]:
-                result.copied.synchronize()
-                amax = self.amax()
-                if not math.isfinite(amax):
-                    raise NotFiniteError
-                stored = float(global_scale_of(amax)) if fmt.has_global_scale else None
-                packed, block_scales = result.host[: n // 2], result.host[scales_at:nbytes]
-                return number, Quantized(fmt, (last - first, weights.shape[1]), packed, block_scales, stored)
-
-            return take
-
-        yield from _one_behind(
-            start(number, weights, first, last)
-            for number, weights in enumerate(members)
-            for first, last in row_panels(weights.shape, PANEL_ELEMENTS)
-        )
-
-    def dequantize(self, q: Quantized, dtype: str) -> Iterator[memoryview]:
-        """The values in order, each panel valid until the next is asked for."""
-
-        def start(part: Quantized) -> Callable[[], memoryview]:
-            check_range(part, dtype)
-            result = next(self._results)
-            n = part.shape[0] * part.shape[1]
-            nbytes = n * FLOAT_TYPES[dtype].nbytes
-            result.hold(nbytes)
-            with self._parts(_matrix_parts(part)) as (packed, block_scales, stored_global):
-                extra = (stored_global, int(part.kind == "divisor")) if part.format.has_global_scale else ()
-                name = f"dequantize_{part.format.name}_{FLOAT_TYPES[dtype].word}"
-                self._start(name, n, packed, block_scales, n, *extra, result.device.ptr)
-            result.download(nbytes, self._down, after=self._work)
-
-            def take() -> memoryview:
-                result.copied.synchronize()
-                return result.host[:nbytes]
-
-            return take
-
-        return _one_behind(start(q.rows(first, last)) for first, last in row_panels(q.shape, PANEL_ELEMENTS))
-
-    def gemv(self, q: Quantized, x: Matrix | Quantized) -> memoryview:
-        """fp16 (vectors, rows), valid until the lane is used again."""
-        vectors, rows = x.shape[0], q.shape[0]
-        result = next(self._results)
-        result.hold(2 * vectors * rows)
-        kind = x.format.name if isinstance(x, Quantized) else FLOAT_TYPES[x.dtype].word
-        vector_parts = _matrix_parts(x) if isinstance(x, Quantized) else [x.data, memoryview(b""), memoryview(b"")]
-        with self._parts([*_matrix_parts(q), *vector_parts]) as (packed, block_scales, stored_global, *vector_places):
-            grid = (-(-rows // GEMV_ROWS), -(-vectors // GEMV_VECTORS))
-            places = (packed, block_scales, stored_global, int(q.kind == "divisor"), rows, q.shape[1], *vector_places)
-            self._kernels.launch(f"gemv_{q.format.name}_{kind}", grid, self._work, *places, vectors, result.device.ptr)
-        result.download(2 * vectors * rows, self._down, after=self._work)
-        result.copied.synchronize()
-        return result.host[: 2 * vectors * rows]
-
-    def _start(self, name: str, n: int, *arguments: int) -> None:
-        """Start an elementwise kernel on n elements."""
-        self._kernels.launch(name, (-(-n // ELEMENTS_PER_BLOCK),), self._work, *arguments)
-
-    @contextmanager
-    def _panel(self, weights: Weights, first: int, last: int, may_stay: bool = False) -> Iterator[tuple[int, int]]:
-        """(address on the device, elements) of some rows, for work that is started meanwhile."""
-        n = (last - first) * weights.shape[1]
-        if (weights, first) in self._resident:
-            yield self._resident[weights, first].ptr, n
-            return
-        nbytes = n * FLOAT_TYPES[weights.dtype].nbytes
-        buffer = self._free_arrival(nbytes)
-        weights.copy_rows(first, last, buffer.host[:nbytes])
-        place = self._find_room(weights, first, nbytes) if may_stay else None
-        with self._uploaded(buffer, nbytes, place):
-            yield (place or buffer.device).ptr, n
-
-    @contextmanager
-    def _parts(self, parts: Sequence[memoryview]) -> Iterator[list[int]]:
-        """The addresses of some bytes on the device, for work that is started meanwhile."""
-        starts, nbytes = [], 0
-        for part in parts:
-            starts.append(nbytes)
-            nbytes += _aligned(part.nbytes)
-        buffer = self._free_arrival(nbytes)
-        for start, part in zip(starts, parts, strict=True):
-            buffer.host[start : start + part.nbytes] = part
-        with self._uploaded(buffer, nbytes):
-            yield [buffer.device.ptr + start for start in starts]
-
-    def _free_arrival(self, nbytes: int) -> _Buffer:
-        """A buffer whose pinned side is not being copied any more."""
-        buffer = next(self._arrivals)
-        buffer.hold(nbytes)
-        buffer.copied.synchronize()
-        return buffer
-
-    @contextmanager
-    def _uploaded(self, buffer: _Buffer, nbytes: int, place: Any = None) -> Iterator[None]:
-        """Has a buffer on the device before the work that is started meanwhile, and keeps it there until that is done."""
-        self._up.wait_event(buffer.used)
-        buffer.upload(nbytes, self._up, place)
-        self._work.wait_event(buffer.copied)
-        yield
-        buffer.used.record(self._work)
-
-    def _find_room(self, weights: Weights, first: int, nbytes: int) -> Any:
-        """Device memory for a panel that stays until `finish`; None where there is no more."""
-        taken = sum(place.mem.size for place in self._resident.values())
-        if taken + nbytes > self._room_nbytes:
-            return None
-        try:
-            place = self._kernels.cupy.cuda.alloc(nbytes)
-        except self._kernels.cupy.cuda.memory.OutOfMemoryError:
-            return None
-        self._resident[weights, first] = place
-        return place
-
-
-def _one_behind(started: Iterator[Callable[[], T]]) -> Iterator[T]:
-    """What each of them gives, asked for after the next one was started."""
-    previous: Callable[[], T] | None = None
-    for take in started:
-        if previous:
-            yield previous()
-        previous = take
-    if previous:
-        yield previous()
-
-
-def _matrix_parts(q: Quantized) -> list[memoryview]:
-    """Codes, block scales and the stored global scale, as kernels take them."""
-    stored = np.array([1.0 if q.global_scale is None else q.global_scale], np.float32)
-    return [q.packed, q.block_scales, stored.view(np.uint8).data]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
