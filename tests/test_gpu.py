@@ -1,0 +1,202 @@
+"""On a real GPU (`make gpu`): a gigabyte and more through every kernel, whole conversions, products; bytes as on the CPU.
+
+Without a GPU all of this is skipped, with the reason; nothing else in the tests says that a GPU was tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from adversarial import (
+    DTYPES,
+    PLAIN,
+    Values,
+    around_midpoints,
+    assert_same_bytes,
+    block_amaxes,
+    every_finite,
+    generator,
+    group_amaxes,
+    matrix,
+)
+from checkpoints import bf16, run, write_checkpoint
+
+from fp4convert import codec
+from fp4convert.backends.cpu import Cpu
+from fp4convert.backends.cuda import Cuda
+from fp4convert.codec import FLOAT_DTYPES
+from fp4convert.formats import FORMATS, MXFP4, NVFP4, Quantized
+from fp4convert.gpus import survey
+
+pytestmark = pytest.mark.gpu
+CHUNK_NBYTES = 128 << 20
+CHUNKS = 9  # 1.2 GB of every dtype
+COLUMNS = 4096
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Cuda:
+    found = survey()
+    if not found.gpus:
+        pytest.skip(f"no GPU: {found.problem}")
+    return Cuda(found.gpus[:1])
+
+
+def any_bits(dtype: str, number: int) -> Values:
+    """Random bit patterns, the exponent of Inf and NaN made finite; a tenth are zeros of both signs."""
+    itemsize = FLOAT_DTYPES[dtype].itemsize
+    unsigned = np.dtype(f"u{itemsize}").type
+    raw = np.frombuffer(generator(number).bytes(CHUNK_NBYTES), unsigned).copy()
+    exponent = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}[dtype]
+    raw[(raw & unsigned(exponent)) == exponent] ^= unsigned(exponent & -exponent)
+    raw[:: 10 + number] &= unsigned(1 << (8 * itemsize - 1))
+    return raw.view(FLOAT_DTYPES[dtype]).reshape(-1, COLUMNS)
+
+
+def like_weights(dtype: str, number: int) -> Values:
+    count = CHUNK_NBYTES // FLOAT_DTYPES[dtype].itemsize
+    wide = generator(number).standard_normal(count, np.float32) * np.float32(0.02)
+    return wide.astype(FLOAT_DTYPES[dtype]).reshape(-1, COLUMNS)
+
+
+def chunks(dtype: str) -> Iterator[Values]:
+    for number in range(CHUNKS):
+        yield (any_bits, like_weights)[number % 2](dtype, number)
+
+
+def amaxes(values: Values, number: int) -> list[float]:
+    """The data's own, a power of two (exact ties), one of eight bits, a tiny one."""
+    own = float(np.abs(values.astype(np.float32)).max())
+    return [own, 2688.0 * 2.0 ** -(number + 3), (129 + 14 * number) * 2.0**-6, 1e-30]
+
+
+@EVERY_DTYPE
+def test_amax(gpu, dtype):
+    for values in chunks(dtype):
+        assert gpu.amax(matrix(values, dtype)) == Cpu().amax(matrix(values, dtype))
+
+
+@EVERY_DTYPE
+def test_nvfp4(gpu, dtype):
+    for number, values in enumerate(chunks(dtype)):
+        for amax in amaxes(values, number):
+            found, expected = (backend.quantize(matrix(values, dtype), NVFP4, "amax", amax) for backend in (gpu, Cpu()))
+            assert_same_bytes(found, expected, values, f"{dtype}, chunk {number}, amax {amax.hex()}")
+
+
+@pytest.mark.parametrize("rule", MXFP4.scale_rules)
+@EVERY_DTYPE
+def test_mxfp4(gpu, dtype, rule):
+    for number, values in enumerate(chunks(dtype)):
+        found, expected = (backend.quantize(matrix(values, dtype), MXFP4, rule, 0.0) for backend in (gpu, Cpu()))
+        assert_same_bytes(found, expected, values, f"{dtype}, chunk {number}, {rule}")
+
+
+@EVERY_DTYPE
+def test_values_beside_midpoints(gpu, dtype):
+    for group_amax in group_amaxes(dtype):
+        values = around_midpoints(block_amaxes(dtype, group_amax, 1500), dtype, NVFP4, "amax", group_amax)
+        expected = codec.quantize(values.astype(np.float32), NVFP4, "amax", group_amax)
+        assert_same_bytes(gpu.quantize(matrix(values, dtype), NVFP4, "amax", group_amax), expected, values, group_amax.hex())
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_every_value(gpu, dtype):
+    values = every_finite(dtype)
+    values = np.resize(values, (len(values) // 32 + 1, 32))
+    for fmt in FORMATS.values():
+        for rule in fmt.scale_rules:
+            for group_amax in group_amaxes(dtype):
+                expected = codec.quantize(values.astype(np.float32), fmt, rule, group_amax)
+                assert_same_bytes(gpu.quantize(matrix(values, dtype), fmt, rule, group_amax), expected, values, rule)
+
+
+@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
+@EVERY_DTYPE
+def test_awkward_values_and_tails(gpu, make, dtype):
+    for rows, columns in ((1, 32), (37, 416), (257, 32), (3, 8224)):
+        values = make(dtype, rows, columns)
+        amax = float(np.abs(values.astype(np.float32)).max())
+        for fmt in FORMATS.values():
+            expected = codec.quantize(values.astype(np.float32), fmt, fmt.default_rule, amax)
+            assert_same_bytes(gpu.quantize(matrix(values, dtype), fmt, fmt.default_rule, amax), expected, values, fmt.name)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@EVERY_DTYPE
+def test_inf_and_nan_are_seen(gpu, dtype, bad):
+    values = np.zeros((33, 512), FLOAT_DTYPES[dtype])
+    for place in (0, 8191, 8192, 33 * 512 - 1):
+        spoilt = values.copy()
+        spoilt.reshape(-1)[place] = bad
+        assert not np.isfinite(gpu.amax(matrix(spoilt, dtype)))
+
+
+@pytest.mark.parametrize("kind", ["multiplier", "divisor"])
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@EVERY_DTYPE
+def test_dequantize(gpu, dtype, fmt, kind):
+    """A gigabyte of values, from any codes and any finite scales (fp16: those that stay in its range)."""
+    rows = CHUNK_NBYTES // FLOAT_DTYPES[dtype].itemsize // COLUMNS
+    for number in range(CHUNKS):
+        rng = generator(number, 5)
+        packed = memoryview(rng.bytes(rows * COLUMNS // 2))
+        low, high = (1, 0x7F) if fmt is NVFP4 else ((110, 140) if dtype == "F16" else (0, 253))
+        scales = memoryview(rng.integers(low, high, rows * COLUMNS // fmt.block_size).astype(np.uint8))
+        stored = (2.0**-11 / 3 if kind == "multiplier" else 2.0**11 * 1.7) if fmt is NVFP4 else None
+        q = Quantized(fmt, (rows, COLUMNS), packed, scales, stored, kind if fmt is NVFP4 else "multiplier")
+        assert gpu.dequantize(q, dtype) == Cpu().dequantize(q, dtype)
+
+
+@pytest.mark.parametrize("kind", ["BF16", "F16", "nvfp4"])
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_products_with_vectors(gpu, fmt, kind):
+    for rows, columns, vectors in ((33, 64, 1), (1000, 2112, 3), (4096, 4096, 8)):
+        weights = generator(1, rows).standard_normal((rows, columns), np.float32)
+        wide = generator(2, rows).standard_normal((vectors, columns), np.float32)
+        q = codec.quantize(weights, fmt, fmt.default_rule)
+        x = codec.quantize(wide, NVFP4, "amax") if kind == "nvfp4" else matrix(wide.astype(FLOAT_DTYPES[kind]), kind)
+        seen = codec.dequantize(x) if isinstance(x, Quantized) else wide.astype(FLOAT_DTYPES[kind]).astype(np.float32)
+        dense = codec.dequantize(q).astype(np.float64)
+        exact, size = seen.astype(np.float64) @ dense.T, np.abs(seen).astype(np.float64) @ np.abs(dense).T
+        found = np.frombuffer(gpu.gemv(q, x), np.float16).reshape(vectors, rows)
+        assert (np.abs(found - exact) <= np.abs(exact) * 2.0**-11 + size * columns * 2.0**-24 + 2.0**-25).all()
+
+
+def test_every_code_pair_in_a_product(gpu):
+    """One-hot vectors read back every weight exactly, by the hardware's own decoding where there is one."""
+    codes = np.arange(64 * 64, dtype=np.int64).reshape(64, 64)
+    packed = ((codes * 7 + codes // 64) % 256).astype(np.uint8)[:, :32]
+    q = Quantized(NVFP4, (64, 64), memoryview(np.ascontiguousarray(packed).reshape(-1)), memoryview(bytes([0x38]) * 256), 1.0)
+    eye = np.eye(64, dtype=np.float16)
+    found = np.frombuffer(gpu.gemv(q, matrix(eye, "F16")), np.float16).reshape(64, 64)
+    assert (codec.dequantize(q) == found.T).all()
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dialect"), [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("nvfp4", "modelopt")]
+)
+def test_the_same_artifact_as_on_the_cpu(gpu, fmt, dialect, tmp_path):
+    """Matrices of several panels, scale groups across shards."""
+    shapes = {"q_proj": (2048, 8192), "k_proj": (512, 8192), "v_proj": (512, 8192), "o_proj": (8192, 2048)}
+    shards = {
+        f"model-0000{number + 1}-of-00002.safetensors": {
+            f"model.layers.{layer}.self_attn.{name}.weight": ("BF16", shape, bf16(*shape, seed=layer))
+            for layer in range(4)
+            for name, shape in shapes.items()
+            if (name == "k_proj") == bool(number)
+        }
+        for number in range(2)
+    }
+    source = write_checkpoint(tmp_path / "source", shards)
+    options = ("--format", fmt, "--dialect", dialect, "--json")
+    found = {d: run("quantize", source, *options, "--device", d, "-o", tmp_path / d).json for d in ("cpu", "cuda")}
+    assert found["cuda"]["digest"] == found["cpu"]["digest"]
+    back = {
+        d: run("dequantize", tmp_path / "cpu", "--device", d, "-o", tmp_path / f"back-{d}", "--json").json
+        for d in ("cpu", "cuda")
+    }
+    assert back["cuda"]["digest"] == back["cpu"]["digest"]
