@@ -29,8 +29,10 @@ system: $(VENV)/test.stamp
 	apt-get install --yes --quiet gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 	$(BIN)/pytest -m system
 
+# On a machine with an NVIDIA GPU: bytes first, then benchmarks/results/gpu-NAME.md.
 gpu: $(VENV)/test.stamp
 	$(BIN)/pytest -m gpu
+	$(BIN)/python benchmarks/gpu.py
 
 fix: $(VENV)/test.stamp
 	$(BIN)/ruff format .

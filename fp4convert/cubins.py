@@ -7,15 +7,19 @@ Works without a GPU; importing this module imports nothing of CuPy.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, OutputError
 
 SOURCES = ("quantize.cu", "dequantize.cu", "gemv.cu")
 HEADERS = ("fp4.h", "device.h")
@@ -89,11 +93,17 @@ def compile_cubin(source: Path, target: Target, extra_options: tuple[str, ...] =
     program = nvrtc.createProgram(source.read_text(encoding="utf-8"), source.name, headers, [name.encode() for name in HEADERS])
     try:
         nvrtc.compileProgram(program, (*target.options, *extra_options))
-        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)  # CuPy cuts the last byte of the file
+        return nvrtc.getCUBIN(program) + b"\0", _log(program)  # CuPy cuts the last byte of the file
     except nvrtc.NVRTCError:
-        raise RuntimeError(f"{source.name} does not compile for {target.arch}:\n{nvrtc.getProgramLog(program)}") from None
+        raise RuntimeError(f"{source.name} does not compile for {target.arch}:\n{_log(program)}") from None
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _log(program: int) -> str:
+    from cupy_backends.cuda.libs import nvrtc
+
+    return str(nvrtc.getProgramLog(program)).rstrip("\0\n")
 
 
 def cubin_path(source: Path, target: Target) -> Path:
@@ -103,24 +113,39 @@ def cubin_path(source: Path, target: Target) -> Path:
     for part in parts:
         key.update(hashlib.sha256(part.read_bytes()).digest())
     name = f"{source.stem}-{target.arch}-{key.hexdigest()[:16]}.cubin"
-    path = cache_folder() / name
-    return path if path.is_file() else _store(path, compile_cubin(source, target)[0])
+    for folder in (cache_folder, _own_folder):
+        with suppress(OSError):
+            path = folder() / name
+            if not path.is_file():
+                _store(path, compile_cubin(source, target)[0])
+            return path
+    raise OutputError("no-cache", f"neither {cache_folder()} nor {_own_folder()} takes a compiled kernel", "Set XDG_CACHE_HOME.")
 
 
 def cache_folder() -> Path:
     """Where binaries are kept: fp4convert below XDG_CACHE_HOME, or below ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp4convert"
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(given if os.path.isabs(given) else os.path.expanduser("~/.cache")) / "fp4convert"
 
 
-def _store(path: Path, cubin: bytes) -> Path:
-    """Write it whole or not at all; where the cache takes no files, into a folder for this process alone."""
+@cache
+def _own_folder() -> Path:
+    """A folder for this process alone, in place of a cache that takes no files; gone with the process."""
+    folder = Path(tempfile.mkdtemp(prefix="fp4convert-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _store(path: Path, cubin: bytes) -> None:
+    """Write it whole or not at all; OSError where that fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(cubin)
+            stream.flush()
+            os.fsync(handle)
+        os.replace(part, path)
     except OSError:
-        path = Path(tempfile.mkdtemp(prefix="fp4convert-")) / path.name
-        handle, part = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as stream:
-        stream.write(cubin)
-    os.replace(part, path)
-    return path
+        os.unlink(part)
+        raise

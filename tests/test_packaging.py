@@ -10,7 +10,8 @@ import numpy
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CARRIED = ("kernels/fp4.h", "kernels/quantize.c", "kernels/cpu.c", "configs/default.toml")
+CUDA = ("fp4.h", "device.h", "quantize.cu", "dequantize.cu", "gemv.cu")  # compiled on the user's machine
+CARRIED = (*(f"kernels/{name}" for name in CUDA), "kernels/quantize.c", "kernels/cpu.c", "configs/default.toml")
 PROBE = """
 from importlib.resources import files
 import fp4convert, sys

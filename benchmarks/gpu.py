@@ -1,0 +1,257 @@
+"""The CUDA kernels against the memory of this GPU, and beside other people's quantizers, as one Markdown page.
+
+    python benchmarks/gpu.py [--output benchmarks/results/gpu-NAME.md] [--seconds N]
+
+The page is written anew after each section, so that a run that is cut short leaves what it has measured.  Ends with 1 where a
+kernel's output differs or a section fails; a bar that is not met is the page's to tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+
+import gpu_peers
+import numpy as np
+from gpu_compare import compare_all, vectors_of
+from gpu_device import BASELINES, REPEATS, Case, Device, M, Rung, Values, Work, family
+from measure import ROOT
+
+from fp4convert import gpus
+from fp4convert.codec import FLOAT_DTYPES
+from fp4convert.formats import FLOAT_TYPES, MXFP4, NVFP4, Format
+
+BARS = {"amax": 97, "quantize": 92, "dequantize": 90}  # % of the copy's rate
+GEMV_BARS = {False: 60, True: 90}  # by whether the hardware decodes E2M1
+GEMV_SHAPES = ((16384, 16384), (28672, 8192))
+SECONDS = 270
+
+
+@cache
+def noise(dtype: str) -> Values:
+    """Bytes of 16M weights."""
+    values = np.random.default_rng(0).standard_normal(16 * M, np.float32) * np.float32(0.02)
+    return values.astype(FLOAT_DTYPES[dtype]).view(np.uint8)
+
+
+class Elementwise:
+    """Quantizers and dequantizers of n elements, in buffers that take turns."""
+
+    def __init__(self, device: Device, dtype: str, n: int) -> None:
+        self._device, self._n, self._nbytes = device, n, n * FLOAT_TYPES[dtype].nbytes
+        self._word = FLOAT_TYPES[dtype].word
+        self._sets = device.sets(self._nbytes)
+        self._x = [device.filled(noise(dtype), self._nbytes) for _ in range(self._sets)]
+        sizes = (self._nbytes, n // 2, n // 16)
+        self._y, self._packed, self._block_scales = ([device.empty(size) for _ in range(self._sets)] for size in sizes)
+        self._amax = device.upload(np.abs(noise(dtype).view(FLOAT_DTYPES[dtype]).astype(np.float32)).max())
+
+    def table(self) -> str:
+        return self._device.measure(Case("copy", 2 * self._nbytes, self._copy), self._cases())
+
+    def _cases(self) -> Iterator[Case]:
+        rungs, word = self._device.rungs, self._word
+        naive = {name: [Rung(self._device.kernels, name)] if word == "bf16" else [] for name in BASELINES}
+        yield self._case(Rung(self._device.kernels, f"amax_{word}"), self._measure, parts=0)
+        for rung in naive["quantize_naive"] + rungs(f"quantize_nvfp4_{word}"):
+            yield self._case(rung, partial(self._quantize, rung, self._amax))
+        rung = Rung(self._device.kernels, f"quantize_nvfp4_{word}")
+        yield self._case(rung, partial(self._measure_and_quantize, rung), f" after amax_{word}", passes=2)
+        for rung in [*naive["dequantize_naive"], Rung(self._device.kernels, f"dequantize_nvfp4_{word}")]:
+            yield self._case(rung, partial(self._dequantize, rung, (self._amax, 0)))
+        for number, rule in enumerate(MXFP4.scale_rules):
+            for rung in rungs(f"quantize_mxfp4_{word}"):
+                yield self._case(rung, partial(self._quantize, rung, number), f" {rule}")
+        rung = Rung(self._device.kernels, f"dequantize_mxfp4_{word}")
+        yield self._case(rung, partial(self._dequantize, rung, ()))
+
+    def _case(self, rung: Rung, work: Work, note: str = "", passes: int = 1, parts: int = 1) -> Case:
+        """passes: over the values; parts: how often codes and scales pass."""
+        block_size = MXFP4.block_size if "mxfp4" in rung.name else NVFP4.block_size
+        moved = passes * self._nbytes + parts * (self._n // 2 + self._n // block_size)
+        bar = BARS[family(rung.name)] if rung.name not in BASELINES else None
+        return self._device.case(rung, work, moved, bar, note)
+
+    def _copy(self, run: int) -> None:
+        turn = run % self._sets
+        self._device.copy(self._y[turn], self._x[turn])
+
+    def _measure(self, run: int) -> None:
+        Rung(self._device.kernels, f"amax_{self._word}").launch(
+            self._n, self._x[run % self._sets], self._n, self._device.amax_slot(run)
+        )
+
+    def _quantize(self, rung: Rung, argument: object, run: int) -> None:
+        turn = run % self._sets
+        rung.launch(self._n, self._x[turn], self._n, argument, self._packed[turn], self._block_scales[turn])
+
+    def _measure_and_quantize(self, rung: Rung, run: int) -> None:
+        self._measure(run)
+        self._quantize(rung, self._device.amax_slot(run), run)
+
+    def _dequantize(self, rung: Rung, extra: tuple[object, ...], run: int) -> None:
+        turn = run % self._sets
+        rung.launch(self._n, self._packed[turn], self._block_scales[turn], self._n, *extra, self._y[turn])
+
+
+def elementwise(device: Device, dtype: str, n: int) -> str:
+    return Elementwise(device, dtype, n).table()
+
+
+class Products:
+    """Matrices of random codes in buffers that take turns, times vectors; bytes counted: the matrix, once."""
+
+    def __init__(self, device: Device, rows: int, columns: int) -> None:
+        self._device, self._rows, self._columns = device, rows, columns
+        n = rows * columns
+        self._sets = device.sets(n // 2)
+        rng = np.random.default_rng(0)
+        codes, scales = (rng.integers(0, high, 16 * M).astype(np.uint8) for high in (256, 127))
+        self._packed, self._target = ([device.filled(codes, n // 2) for _ in range(self._sets)] for _ in range(2))
+        self._block_scales = [device.filled(scales, n // 16) for _ in range(self._sets)]
+        self._stored = device.upload(np.float32(2.0**-20))
+        self._vectors = {
+            (kind, vectors): [device.upload(part) for part in vectors_of(kind, vectors, columns)[0]]
+            for kind, vectors in (("fp16", 1), ("fp16", 2), ("fp16", 8), ("bf16", 1), ("nvfp4", 1))
+        }
+        self._y = device.empty(2 * 8 * rows)
+
+    def table(self) -> str:
+        return self._device.measure(Case("copy", self._rows * self._columns, self._copy), self._cases())
+
+    def _cases(self) -> Iterator[Case]:
+        lower = [Rung(self._device.kernels, name) for name in BASELINES if name.startswith("gemv")]
+        for fmt in (NVFP4, MXFP4):
+            for kind, vectors in self._vectors:
+                rungs = self._device.rungs(f"gemv_{fmt.name}_{kind}")[::-1]
+                for rung in lower + rungs if (fmt, kind, vectors) == (NVFP4, "fp16", 1) else rungs:
+                    yield self._case(rung, fmt, kind, vectors)
+
+    def _case(self, rung: Rung, fmt: Format, kind: str, vectors: int) -> Case:
+        n = self._rows * self._columns
+        bar = GEMV_BARS[self._device.software is not None] if vectors == 1 and rung.name not in BASELINES else None
+        work = partial(self._multiply, rung, kind, vectors)
+        return self._device.case(rung, work, n // 2 + n // fmt.block_size, bar, f", {vectors} vectors" if vectors > 1 else "")
+
+    def _copy(self, run: int) -> None:
+        self._device.copy(self._target[run % self._sets], self._packed[run % self._sets])
+
+    def _multiply(self, rung: Rung, kind: str, vectors: int, run: int) -> None:
+        matrix = (
+            self._packed[run % self._sets],
+            self._block_scales[run % self._sets],
+            self._stored,
+            0,
+            self._rows,
+            self._columns,
+        )
+        rung.launch(self._rows, *matrix, *self._vectors[kind, vectors], vectors, self._y, vectors=vectors)
+
+
+def products(device: Device, rows: int, columns: int) -> str:
+    return Products(device, rows, columns).table()
+
+
+# ----------------------------------------------------------------------------------------------------------- the page
+
+
+def said(*command: str) -> str:
+    """What a command prints on its first line; unknown where it cannot."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip().partition("\n")[0]
+
+
+def installed(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"no {package}"
+
+
+def head(found: gpus.Survey) -> str:
+    gpu = found.gpus[0]
+    driver = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    versions = [
+        f"driver {driver} (CUDA {gpus.dotted(found.driver)})",
+        f"CuPy {found.cupy}",
+        f"NVRTC {gpus.dotted(found.nvrtc)}",
+        *map(installed, ("torch", "triton", "torchao", "nvidia-modelopt")),
+        f"commit {said('git', 'describe', '--always', '--dirty', '--abbrev=7')}",
+    ]
+    cvt = "with" if gpu.target.has_cvt else "without"
+    about = (
+        f"Medians of {REPEATS} runs between events, on data past the L2 cache. GB/s of the bytes that must move; the copy, from"
+        " device to device, reads and writes. Each kernel's output was compared before it was measured."
+    )
+    machine = f"{gpu.name}, target {gpu.target.arch} {cvt} hardware conversion to and from E2M1; {datetime.date.today()}"
+    return f"# GPU results\n\n{machine}.\n{'; '.join(versions)}.\nRepeat with `python benchmarks/gpu.py`.\n\n{about}"
+
+
+class Page:
+    """What is known so far, on paper."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._parts: list[str] = []
+        self.is_whole = True
+
+    def add(self, part: str) -> None:
+        self._parts.append(part)
+        self._path.write_text("\n\n".join(self._parts) + "\n", encoding="utf-8")
+        print(part, flush=True)
+
+    def add_section(self, title: str, section: Callable[[], str]) -> None:
+        """Add it, or that it failed, whatever the reason: the others are still wanted."""
+        try:
+            text = section()
+        except Exception as error:
+            traceback.print_exc()
+            text, self.is_whole = f"Failed: {gpu_peers.reason(error)}.", False
+        self.add(f"## {title}\n\n{text}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure the CUDA kernels on the first GPU.")
+    parser.add_argument("--output", type=Path, help="the page; default: benchmarks/results/gpu-NAME.md")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="after which no further measurement starts (default %(default)s)"
+    )
+    options = parser.parse_args()
+    found = gpus.survey()
+    if not found.gpus:
+        sys.exit(f"{found.problem}. {found.next_step}")
+    gpu = found.gpus[0]
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
+    device = Device(gpu, options.seconds)
+    page = Page(options.output or ROOT / "benchmarks" / "results" / f"gpu-{name}.md")
+    page.add(head(found))
+    sections = {
+        "Comparison": compare_all,
+        "256M elements, bf16": partial(elementwise, dtype="BF16", n=256 * M),
+        **{f"Products, {rows} x {columns}": partial(products, rows=rows, columns=columns) for rows, columns in GEMV_SHAPES},
+        "64M elements, bf16": partial(elementwise, dtype="BF16", n=64 * M),
+        "64M elements, fp16": partial(elementwise, dtype="F16", n=64 * M),
+        "64M elements, fp32": partial(elementwise, dtype="F32", n=64 * M),
+        # last, for they may leave the GPU or the clock in no state to go on
+        "Others, 64M elements, bf16": partial(gpu_peers.peers, x=noise("BF16")),
+    }
+    for title, section in sections.items():
+        page.add_section(title, partial(section, device))
+        device.release()
+    is_right = all(not text.startswith("DIFFERS") for text in device.verdicts.values())
+    return 0 if page.is_whole and is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

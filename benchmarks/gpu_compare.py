@@ -1,0 +1,151 @@
+"""Is the output of every kernel right on this GPU?  Bytes as the CPU backend gives them; products as float64 gives them.
+
+Decides what is compared, on adversarial.py's data, before anything is measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from gpu_device import BASELINES, Device, M, Rung, Values
+from measure import ROOT
+
+from fp4convert import codec
+from fp4convert.backends.cpu import Cpu
+from fp4convert.codec import FLOAT_DTYPES
+from fp4convert.formats import FLOAT_TYPES, FORMATS, NVFP4, Format, Quantized
+
+sys.path.append(str(ROOT / "tests"))
+import adversarial
+
+
+def compare(device: Device, rung: Rung, check: Callable[[Rung], None], success: str = "bytes equal") -> None:
+    """Note what the check finds of a rung, unless one before has found a difference."""
+    if device.verdicts.get(rung, success) == success:
+        try:
+            check(rung)
+            device.verdicts[rung] = success
+        except AssertionError as error:
+            device.verdicts[rung] = f"DIFFERS: {error}"
+
+
+def inputs(dtype: str, fmt: Format, rule: str) -> Iterator[tuple[Values, float]]:
+    """(values, group amax), 2.5 million elements or more."""
+    for make in adversarial.PLAIN.values():
+        values = make(dtype, 256, 1024)
+        yield values, float(np.abs(values.astype(np.float32)).max())
+    for group_amax in itertools.islice(adversarial.group_amaxes(dtype), 0, None, 4):
+        blocks = adversarial.block_amaxes(dtype, group_amax, 2048)
+        yield adversarial.around_midpoints(blocks, dtype, fmt, rule, group_amax), group_amax
+
+
+def compare_quantizers(device: Device, dtype: str, fmt: Format, rule: str) -> None:
+    word, cpu = FLOAT_TYPES[dtype].word, Cpu()
+    rungs = device.rungs(f"quantize_{fmt.name}_{word}")
+    if (fmt, dtype) == (NVFP4, "BF16"):
+        rungs.append(Rung(device.kernels, "quantize_naive"))
+    for values, group_amax in inputs(dtype, fmt, rule):
+        matrix = adversarial.matrix(values, dtype)
+        expected, expected_amax = cpu.quantize(matrix, fmt, rule, group_amax), cpu.amax(matrix)
+        x, amax = device.upload(matrix.data), device.upload(np.float32(group_amax))
+
+        def check_amax(rung: Rung, n: int = values.size, x: Any = x, expected: float = expected_amax) -> None:
+            found = device.upload(np.float32(0))
+            rung.launch(n, x, n, found)
+            assert found.get().view(np.float32)[0] == expected, f"{rung.name}: expected {expected}"
+
+        def check(rung: Rung, values: Values = values, x: Any = x, amax: Any = amax, expected: Quantized = expected) -> None:
+            n, parts = values.size, [device.poisoned(part.nbytes) for part in (expected.packed, expected.block_scales)]
+            rung.launch(n, x, n, amax if fmt.has_global_scale else fmt.scale_rules.index(rule), *parts)
+            packed, block_scales = (part.get().data for part in parts)
+            found = Quantized(fmt, expected.shape, packed, block_scales, expected.global_scale)
+            adversarial.assert_same_bytes(found, expected, values, f"{rung.name} {rule}")
+
+        for rung in rungs:
+            compare(device, rung, check)
+        compare(device, Rung(device.kernels, f"amax_{word}"), check_amax)
+
+
+def compare_dequantizers(device: Device, dtype: str, fmt: Format) -> None:
+    """Every code with every finite block scale within the dtype's range, at random."""
+    rng, cpu, shape = np.random.default_rng(1), Cpu(), (1024, 1024)
+    low, high = (0, 127) if fmt is NVFP4 else (100, 140) if dtype == "F16" else (0, 253)
+    packed = rng.integers(0, 256, M // 2).astype(np.uint8)
+    block_scales = rng.integers(low, high, M // fmt.block_size).astype(np.uint8)
+    rungs = [Rung(device.kernels, f"dequantize_{fmt.name}_{FLOAT_TYPES[dtype].word}")]
+    if (fmt, dtype) == (NVFP4, "BF16"):
+        rungs.append(Rung(device.kernels, "dequantize_naive"))
+    for stored, kind in ((0.37, "multiplier"), (2.0**-16 * 1.1, "multiplier"), (3.7, "divisor"))[: 3 if fmt is NVFP4 else 1]:
+        narrow = float(np.float32(stored)) if fmt.has_global_scale else None
+        q = Quantized(fmt, shape, packed.data, block_scales.data, narrow, kind)
+        expected = np.frombuffer(cpu.dequantize(q, dtype), FLOAT_DTYPES[dtype]).reshape(shape)
+
+        def check(rung: Rung, q: Quantized = q, stored: float = stored, expected: Values = expected) -> None:
+            y = device.poisoned(expected.nbytes)
+            extra = (device.upload(np.float32(stored)), int(q.kind == "divisor")) if q.format.has_global_scale else ()
+            rung.launch(M, device.upload(q.packed), device.upload(q.block_scales), M, *extra, y)
+            adversarial.assert_same_values(y.get().view(expected.dtype).reshape(shape), expected, rung.name)
+
+        for rung in rungs:
+            compare(device, rung, check)
+
+
+def vectors_of(kind: str, vectors: int, columns: int) -> tuple[list[Values], Values]:
+    """(x, its block scales, its global scale) as gemv takes them, and the vectors in float64; kind: bf16, fp16, nvfp4."""
+    values = np.random.default_rng(vectors).standard_normal((vectors, columns)).astype(np.float32)
+    if kind == "nvfp4":
+        q = codec.quantize(values, NVFP4, "amax")
+        parts = [np.frombuffer(q.packed, np.uint8), np.frombuffer(q.block_scales, np.uint8), np.float32(q.global_scale)]
+        return parts, codec.dequantize(q).astype(np.float64)
+    narrow = values.astype(FLOAT_DTYPES[{"bf16": "BF16", "fp16": "F16"}[kind]])
+    return [narrow.view(np.uint16), np.float32(0), np.float32(0)], narrow.astype(np.float64)
+
+
+def product_and_reach(q: Quantized, x: Values) -> tuple[Values, Values]:
+    """(vectors, rows) in float64, and how far float32 sums in any order, then rounded to fp16, may be from that."""
+    weights = codec.dequantize(q).astype(np.float64)
+    expected = x @ weights.T
+    sums = q.shape[1] * 2.0**-24 * (np.abs(x) @ np.abs(weights).T)
+    return expected, 1.01 * sums + 2.0**-11 * np.abs(expected) + 2.0**-25
+
+
+def compare_gemv(device: Device, fmt: Format, kind: str, vectors: int) -> None:
+    rows, columns = 1049, 1088  # tails everywhere
+    weights = np.random.default_rng(2).standard_normal((rows, columns)).astype(np.float32)
+    q = codec.quantize(weights, fmt, fmt.default_rule)
+    parts, x = vectors_of(kind, vectors, columns)
+    expected, reach = product_and_reach(q, x)
+    stored = np.float32(1.0 if q.global_scale is None else q.global_scale)
+    arguments = [device.upload(part) for part in (q.packed, q.block_scales, stored)]
+    vector_arguments = [device.upload(part) for part in parts]
+
+    def check(rung: Rung) -> None:
+        y = device.poisoned(2 * vectors * rows)
+        rung.launch(rows, *arguments, 0, rows, columns, *vector_arguments, vectors, y, vectors=vectors)
+        off = np.abs(y.get().view(np.float16).reshape(vectors, rows) - expected) / reach
+        assert off.max() <= 1, f"{rung.name}: {off.max():.3g} times as far from float64 as float32 may be"  # NaN fails too
+
+    rungs = device.rungs(f"gemv_{fmt.name}_{kind}")
+    if (fmt, kind, vectors) == (NVFP4, "fp16", 1):
+        rungs += [Rung(device.kernels, name) for name in BASELINES if name.startswith("gemv")]
+    for rung in rungs:
+        compare(device, rung, check, success="product right")
+
+
+def compare_all(device: Device) -> str:
+    for dtype, fmt in itertools.product(FLOAT_TYPES, FORMATS.values()):
+        for rule in fmt.scale_rules:
+            compare_quantizers(device, dtype, fmt, rule)
+        compare_dequantizers(device, dtype, fmt)
+    for fmt, kind, vectors in itertools.product(FORMATS.values(), ("bf16", "fp16", "nvfp4"), (1, 3, 8)):
+        compare_gemv(device, fmt, kind, vectors)
+    different = [f"- {text}" for text in device.verdicts.values() if text.startswith("DIFFERS")]
+    about = (
+        "Quantizers, dequantizers and amax against the CPU backend, products against float64; a million elements or more each."
+    )
+    found = "\n".join(different) or f"All {len(device.verdicts)} kernels agree."
+    return f"{about}\n\n{found}\n"

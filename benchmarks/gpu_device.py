@@ -1,0 +1,194 @@
+"""One GPU: its kernels, its memory and its clock.
+
+Decides how kernels are launched, and how they are timed: medians of REPEATS runs between two events, all queued behind enough
+copying that the GPU never waits for Python, on buffers that take turns, so that no run finds its input in the L2 cache.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import ROOT, table, verdict
+
+from fp4convert import gpus
+from fp4convert.cubins import Target, cubin_path, kernels_folder
+
+REPEATS, WARM_UP = 40, 5
+M = 1 << 20
+BUSY_NBYTES, BUSY_COPIES = 256 * M, 16  # some milliseconds: more than it takes to queue REPEATS runs
+SLOT_NBYTES = 128  # a cache line: each run has an amax of its own, zero at first
+THREADS = 256
+PER_BLOCK = {  # elements, or rows of a matrix, to a block of threads
+    **{"amax": 8192, "quantize": 8192, "dequantize": 8192, "gemv": 32},
+    **{"quantize_naive": 128, "dequantize_naive": 256, "gemv_naive": 256, "gemv_coalesced": 8, "gemv_one_tile": 32},
+}
+GEMV_VECTORS = 2  # to a block of threads
+BASELINES = tuple(name for name in PER_BLOCK if "_" in name)
+FILES = {"amax": "quantize.cu", "quantize": "quantize.cu", "dequantize": "dequantize.cu", "gemv": "gemv.cu"}
+HEADINGS = ["what", "ms", "GB/s", "% of copy", "bar", "output"]
+
+Values = np.ndarray
+Work = Callable[[int], object]  # takes the number of the run
+
+
+def family(name: str) -> str:
+    """amax, quantize, dequantize or gemv."""
+    return name.partition("_")[0]
+
+
+def grid_of(name: str, count: int, vectors: int = 1) -> tuple[int, int]:
+    """Blocks of threads for that many elements, or rows and vectors, as the head comments of the .cu files say."""
+    per_block = PER_BLOCK[name if name in BASELINES else family(name)]
+    return -(-count // per_block), -(-vectors // GEMV_VECTORS)
+
+
+def baselines_source(folder: Path) -> Path:
+    """baselines.cu as one text, for NVRTC is given no header but the product's."""
+    text = (ROOT / "benchmarks" / "baselines.cu").read_text(encoding="utf-8")
+    product = (kernels_folder() / "gemv.cu").read_text(encoding="utf-8")
+    path = folder / "baselines.cu"
+    path.write_text(text.replace('\n#include "gemv.cu"\n', f"\n{product}\n"), encoding="utf-8")
+    return path
+
+
+class Kernels:
+    """Every kernel compiled for one target, loaded when it is first wanted."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._functions: dict[str, Any] = {}
+
+    def function(self, name: str) -> Any:
+        import cupy
+
+        if name not in self._functions:
+            source = baselines_source(Path(tempfile.mkdtemp())) if name in BASELINES else kernels_folder() / FILES[family(name)]
+            self._functions[name] = cupy.RawModule(path=str(cubin_path(source, self._target))).get_function(name)
+        return self._functions[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One kernel for one target."""
+
+    kernels: Kernels
+    name: str
+
+    def launch(self, count: int, *arguments: Any, vectors: int = 1) -> None:
+        """Start it; arguments are integers, addresses or arrays of the device."""
+        words = tuple(a if isinstance(a, int) else int(a.data.ptr) for a in arguments)
+        self.kernels.function(self.name)(grid_of(self.name, count, vectors), (THREADS,), words)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of a table: what is run, the bytes it has to move, and what is known of its output."""
+
+    label: str
+    nbytes: float
+    work: Work | None  # None: it cannot run, `output` says why
+    bar: float | None = None
+    output: str = ""
+
+
+class Device:
+    """The GPU, its memory and its clock; and what the comparison found of each rung."""
+
+    def __init__(self, gpu: gpus.Gpu, seconds: float) -> None:
+        import cupy
+
+        self.cupy = cupy
+        self._deadline = time.monotonic() + seconds
+        self.l2_nbytes = int(cupy.cuda.runtime.getDeviceProperties(gpu.number)["l2CacheSize"])
+        self.kernels = Kernels(gpu.target)
+        self.software = Kernels(Target(gpu.target.arch, has_cvt=False)) if gpu.target.has_cvt else None
+        self.verdicts: dict[Rung, str] = {}
+        self._busy = [self.empty(BUSY_NBYTES) for _ in range(2)]
+        self._slots = self.empty(SLOT_NBYTES * (WARM_UP + REPEATS))
+
+    def is_late(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def release(self) -> None:
+        """Give back the memory that nothing uses any more, torch's too."""
+        gc.collect()
+        self.cupy.get_default_memory_pool().free_all_blocks()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
+
+    def rungs(self, name: str) -> list[Rung]:
+        """The product's kernel, and the same without the hardware's conversions where it uses them."""
+        return [Rung(kernels, name) for kernels in (self.kernels, self.software) if kernels]
+
+    def sets(self, nbytes: int) -> int:
+        """How many buffers of that size must take turns for none to be in the L2 cache when its turn comes."""
+        return -(-4 * self.l2_nbytes // nbytes) + 1
+
+    def empty(self, nbytes: int) -> Any:
+        return self.cupy.empty(nbytes, np.uint8)
+
+    def upload(self, data: Any) -> Any:
+        """The bytes of an array or a buffer, on the device."""
+        raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        return self.filled(raw, raw.size)
+
+    def filled(self, pattern: Values, nbytes: int) -> Any:
+        """So many bytes on the device: the pattern, again and again."""
+        array = self.empty(nbytes)
+        for start in range(0, nbytes, pattern.size):
+            piece = array[start : start + pattern.size]
+            piece.set(pattern[: piece.size])
+        return array
+
+    def poisoned(self, nbytes: int) -> Any:
+        return self.filled(np.full(nbytes, 0xAA, np.uint8), nbytes)
+
+    def copy(self, destination: Any, source: Any) -> None:
+        destination.data.copy_from_device_async(source.data, source.nbytes)
+
+    def amax_slot(self, run: int) -> int:
+        """Where a run finds a zero to put its amax in."""
+        return int(self._slots.data.ptr) + SLOT_NBYTES * run
+
+    def median_ms(self, work: Work) -> float:
+        self._slots.data.memset_async(0, self._slots.nbytes)
+        for run in range(WARM_UP):
+            work(run)
+        pairs = [(self.cupy.cuda.Event(), self.cupy.cuda.Event()) for _ in range(REPEATS)]
+        for _ in range(BUSY_COPIES):
+            self.copy(*self._busy)
+        for run, (start, stop) in enumerate(pairs, WARM_UP):
+            start.record()
+            work(run)
+            stop.record()
+        pairs[-1][1].synchronize()
+        return statistics.median(self.cupy.cuda.get_elapsed_time(start, stop) for start, stop in pairs)
+
+    def case(self, rung: Rung, work: Work, nbytes: int, bar: float | None = None, note: str = "") -> Case:
+        """The case of a rung that was compared; without the hardware's conversions it has no bar to meet."""
+        is_software = rung.kernels is self.software
+        label = rung.name + note + ", without hardware conversion" * is_software
+        return Case(label, nbytes, work, None if is_software else bar, self.verdicts.get(rung, "not compared"))
+
+    def row(self, case: Case, copy_rate: float) -> list[str]:
+        if case.work is None or self.is_late():
+            return [case.label, "", "", "", "", case.output if case.work is None else "not run: the time is up"]
+        ms = self.median_ms(case.work)
+        rate = case.nbytes / ms / 1e6
+        share = 100 * rate / copy_rate
+        bar = verdict(share, case.bar) if case.bar else ""
+        return [case.label, f"{ms:.4f}", f"{rate:.0f}", f"{share:.1f}", bar, case.output]
+
+    def measure(self, copy: Case, cases: Iterable[Case]) -> str:
+        """A table of them; the copy is measured twice, to be the measure and to show how well it repeats."""
+        copy_rate = copy.nbytes / self.median_ms(copy.work) / 1e6
+        return table(HEADINGS, [self.row(case, copy_rate) for case in (copy, *cases)])

@@ -1,0 +1,261 @@
+"""CUDA binaries: every kernel compiles for every target into the instructions that were meant.
+
+No GPU is used: NVRTC compiles and cuobjdump disassembles anywhere.
+"""
+
+import re
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from fp4convert import cubins
+from fp4convert.cubins import Target
+from fp4convert.errors import InputError
+
+ARCHS = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90",
+    (10, 0): "sm_100a",
+    (10, 3): "sm_103a",
+    (12, 0): "sm_120a",
+    (12, 1): "sm_121a",
+}
+KNOWN = (75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121)  # to NVRTC 12.9, from Turing on
+STANDS_FOR = {"D": ("bf16", "fp16", "fp32"), "W": ("nvfp4", "mxfp4"), "X": ("bf16", "fp16", "nvfp4")}  # in the head comments
+BLOCKS = {"quantize_fp32": 4, "amax_fp32": 4, "quantize": 5, "amax": 5, "dequantize": 4, "gemv": 2}  # to a multiprocessor
+REGISTERS, THREADS = 65536, 256  # of a multiprocessor, of a block; a warp's registers come in eights a thread
+ELEMENTS = 32  # of a thread of the elementwise kernels: kernels/device.h
+NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+PLUS_ZERO = {  # x + 0.0 or x * 1 + 0.0, of two 16-bit elements or of one float32; adding -RZ would be -0.0 and change nothing
+    "bf16": r"(HFMA2(\.MMA)?\.BF16_V2 R\d+, R\d+, 1, 1, RZ|HADD2\.BF16_V2 R\d+, R\d+, RZ)(\.H0_H0)?",
+    "fp16": r"(HFMA2(\.MMA)? R\d+, R\d+, 1, 1, RZ|HADD2 R\d+, R\d+, RZ)(\.H0_H0)?",
+    "fp32": r"FADD R\d+, (RZ, R\d+|R\d+, RZ)",
+}
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ +)?([A-Z][^;]*?) *;", re.MULTILINE)
+RESOURCES = re.compile(
+    r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+# ------------------------------------------------------------------------------------------------ what the compiler made
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry point of one target.
+
+    memory  bytes of stack, stored by spills, loaded by spills
+    code    instructions without predicates, such as "LDG.E.128 R36, desc[UR6][R6.64]"
+    """
+
+    name: str
+    source: str
+    registers: int
+    memory: tuple[int, ...]
+    code: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("_")[0]
+
+    @property
+    def dtype(self) -> str:
+        return self.name.rpartition("_")[2]
+
+    @property
+    def opcodes(self) -> Counter[str]:
+        return Counter(line.split()[0] for line in self.code)
+
+    def wide_nbytes(self, opcode: str) -> int:
+        """Bytes that a thread moves by 128-bit and 256-bit instructions."""
+        widths = [re.fullmatch(rf"{opcode}\.E\.(?:ENL2\.)?(128|256)(\..*)?", line.split()[0]) for line in self.code]
+        return sum(int(match[1]) // 8 for match in widths if match)
+
+
+@dataclass(frozen=True)
+class Built:
+    arch: str
+    has_cvt: bool
+    kernels: tuple[Kernel, ...]
+
+    def of(self, *kinds: str) -> list[Kernel]:
+        return [kernel for kernel in self.kernels if kernel.kind in kinds]
+
+
+def disassemble(path: Path) -> dict[str, tuple[str, ...]]:
+    """The instructions of each entry point; cuobjdump finds nvdisasm, which does the work, beside itself."""
+    (tool,) = [file for file in metadata.files("nvidia-cuda-cuobjdump") or () if file.name == "cuobjdump"]
+    text = subprocess.run([tool.locate(), "-sass", path], check=True, capture_output=True, text=True).stdout
+    parts = re.split(r"Function : (\w+)", text)[1:]
+    return {name: tuple(INSTRUCTION.findall(body)) for name, body in zip(parts[::2], parts[1::2], strict=True)}
+
+
+@pytest.fixture(scope="module", params=ARCHS, ids=ARCHS.values())
+def built(request, tmp_path_factory) -> Built:
+    target = cubins.target_for(request.param, cubins.known_targets())
+    folder = tmp_path_factory.mktemp("built")
+    kernels = []
+    for source in cubins.SOURCES:
+        path = cubins.kernels_folder() / source
+        cubin, log = cubins.compile_cubin(path, target, ("--ptxas-options=-v",))
+        (folder / source).write_bytes(cubin)
+        code = disassemble(folder / source)
+        resources = {name: [int(number) for number in rest] for name, *rest in RESOURCES.findall(log)}
+        assert code.keys() == resources.keys()
+        kernels += [Kernel(name, source, resources[name][3], tuple(resources[name][:3]), code[name]) for name in code]
+    arch = ARCHS[request.param]
+    return Built(arch, arch.endswith("a"), tuple(kernels))
+
+
+def promised(source: str) -> set[str]:
+    """The entry points of a head comment, which writes D, W and X for types."""
+    head = (cubins.kernels_folder() / source).read_text().partition("*/")[0]
+    names = set()
+    for words in (name.split("_") for name in re.findall(r"^ \*   ([a-z]\w*)\(", head, re.MULTILINE)):
+        names |= {"_".join(choice) for choice in product(*(STANDS_FOR.get(word, (word,)) for word in words))}
+    return names
+
+
+@pytest.mark.parametrize(("source", "count"), [("quantize.cu", 9), ("dequantize.cu", 6), ("gemv.cu", 6)])
+def test_entry_points_are_those_of_the_head_comment(built, source, count):
+    names = {kernel.name for kernel in built.kernels if kernel.source == source}
+    assert names == promised(source)
+    assert len(names) == count
+
+
+def test_entry_points_are_those_of_the_cpu_library(built):
+    text = (cubins.kernels_folder() / "cpu.c").read_text()
+    stems, dtypes = re.findall(r"E\((\w+)_##d,", text), re.findall(r"FOR_DTYPE\(E, (\w+), \w*(?:_t|float)\)", text)
+    expected = {f"{stem}_{dtype}" for stem, dtype in product(stems, dtypes)}
+    assert len(expected) == 15
+    assert {kernel.name for kernel in built.of("amax", "quantize", "dequantize")} == expected
+
+
+def test_nothing_spills(built):
+    assert not {kernel.name: kernel.memory for kernel in built.kernels if any(kernel.memory)}
+    assert not {kernel.name for kernel in built.kernels if any(line.startswith(("LDL", "STL")) for line in kernel.code)}
+
+
+def test_registers_leave_room_for_the_promised_blocks(built):
+    for kernel in built.kernels:
+        blocks = BLOCKS.get(f"{kernel.kind}_{kernel.dtype}") or BLOCKS[kernel.kind]
+        assert kernel.registers <= REGISTERS // (THREADS * blocks) // 8 * 8, kernel.name
+
+
+def test_e2m1_instructions_are_used_where_the_target_has_them(built):
+    """One rounds two elements; gemv decodes 4 rows of 16 pairs of weights, in the code for one vector and in that for two."""
+    for kernel in built.kernels:
+        rounding, decoding = (
+            sum(count for opcode, count in kernel.opcodes.items() if re.match(pattern, opcode))
+            for pattern in (r"F2FP\..*E2M1\.F32\.", r"F2FP\.F16\.E2M1\.UNPACK")
+        )
+        assert rounding == (ELEMENTS // 2 if built.has_cvt and kernel.kind == "quantize" else 0), kernel.name
+        assert (decoding >= 2 * 4 * 16) if built.has_cvt and kernel.kind == "gemv" else decoding == 0, kernel.name
+        assert any("E2M1" in line for line in kernel.code) == bool(rounding or decoding), kernel.name
+
+
+def test_elements_are_read_by_wide_loads(built):
+    for kernel in built.of("amax", "quantize"):
+        assert kernel.wide_nbytes("LDG") == ELEMENTS * NBYTES[kernel.dtype], kernel.name
+
+
+def test_weights_of_gemv_are_read_by_wide_loads(built):
+    """4 rows of 16 bytes, twice (this tile and the next), in the code for one vector and in that for two; 16-bit x: 64 bytes."""
+    for kernel in built.of("gemv"):
+        x_nbytes = 0 if kernel.dtype == "nvfp4" else 64 * (1 + 2)
+        assert kernel.wide_nbytes("LDG") == 4 * 16 * 2 * 2 + x_nbytes, kernel.name
+
+
+def test_dequantize_writes_by_wide_stores_alone(built):
+    for kernel in built.of("dequantize"):
+        stores = [opcode for opcode in kernel.opcodes if opcode.startswith("ST")]
+        assert all(re.match(r"STG\.E\.(128|ENL2\.256)", opcode) for opcode in stores), kernel.name
+        ways = 2 if "nvfp4" in kernel.name else 1  # a stored multiplier and a stored divisor
+        assert kernel.wide_nbytes("STG") == ways * ELEMENTS * NBYTES[kernel.dtype], kernel.name
+
+
+def test_subnormals_are_not_flushed(built):
+    """NVFP4 alone divides, and of what the compiler puts in for that, additions and comparisons that look for NaN flush."""
+    for kernel in built.kernels:
+        flushing = {opcode for opcode in kernel.opcodes if "FTZ" in opcode}
+        divides = "_nvfp4" in kernel.name.replace("_mxfp4_nvfp4", "_mxfp4")
+        assert all(opcode.startswith(("FADD.FTZ", "FSETP.")) for opcode in flushing) if divides else not flushing, kernel.name
+
+
+def test_negative_zero_loses_its_sign_in_every_element(built):
+    """The compiler must not drop x + 0.0 as if it were x: the code of -0.0 is 0, not 8."""
+    for kernel in built.of("quantize"):
+        lines = [line.replace(".reuse", "") for line in kernel.code]
+        found = sum(bool(re.fullmatch(PLUS_ZERO[kernel.dtype], line)) for line in lines)
+        assert found == ELEMENTS * NBYTES[kernel.dtype] // 4, kernel.name
+
+
+def test_nan_wins_in_every_maximum_of_halves(built):
+    """Without .NAN the larger number would win, and amax would not tell of NaN."""
+    for kernel in built.of("amax", "quantize"):
+        maxima = {opcode for opcode in kernel.opcodes if "HMNMX2" in opcode or re.match(r"V?HMNMX\.", opcode)}
+        assert bool(maxima) == (kernel.dtype != "fp32"), kernel.name
+        assert all(".NAN" in opcode for opcode in maxima), kernel.name
+
+
+# ---------------------------------------------------------------------------------------------------------- the target
+
+
+@pytest.mark.parametrize("capability", ARCHS)
+def test_target_is_exact_where_nvrtc_knows_it(capability):
+    arch = ARCHS[capability]
+    target = cubins.target_for(capability, KNOWN)
+    assert target == Target(arch, has_cvt=arch.endswith("a"))
+    defines = ("-DFP4_CVT",) if target.has_cvt else ()
+    assert target.options == (f"-arch={arch}", "-std=c++17", "--fmad=false", *defines)  # no -ftz, no -use_fast_math
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"), [((8, 8), "sm_87"), ((9, 1), "sm_90"), ((10, 1), "sm_101"), ((10, 9), "sm_103"), ((12, 3), "sm_121")]
+)
+def test_newer_minor_gets_the_newest_plain_target_of_its_major(capability, arch):
+    assert cubins.target_for(capability, KNOWN) == Target(arch, has_cvt=False)
+
+
+def test_nvrtc_without_sm_121_gives_plain_sm_120_that_compiles():
+    target = cubins.target_for((12, 1), [number for number in KNOWN if number != 121])
+    assert target == Target("sm_120", has_cvt=False)
+    assert cubins.compile_cubin(cubins.kernels_folder() / "quantize.cu", target)[0]
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (5, 0)])
+def test_old_gpu_is_refused(capability):
+    with pytest.raises(InputError, match=r"is too old; expected 8\.0 or newer") as caught:
+        cubins.target_for(capability, KNOWN)
+    assert caught.value.code == "no-target"
+
+
+@pytest.mark.parametrize(("capability", "known"), [((13, 0), KNOWN), ((12, 0), (80, 90)), ((8, 0), (86, 90))])
+def test_gpu_beyond_nvrtc_is_refused(capability, known):
+    version = ".".join(map(str, cubins.nvrtc_version()))
+    expected = f"NVRTC {version} cannot compile for compute capability {capability[0]}.{capability[1]}"
+    with pytest.raises(InputError, match=re.escape(expected)) as caught:
+        cubins.target_for(capability, known)
+    assert caught.value.code == "no-target"
+
+
+@pytest.mark.parametrize("source", ["quantize.cu", "gemv.cu"])
+def test_plain_sm_120_lacks_the_e2m1_instructions(source):
+    """Why the loader asks for sm_120a, which CuPy's compiler never does."""
+    with pytest.raises(RuntimeError, match=r"e2m1x2' not supported on \.target 'sm_120'"):
+        cubins.compile_cubin(cubins.kernels_folder() / source, Target("sm_120", has_cvt=True))
+
+
+def test_broken_source_shows_nvrtcs_log(tmp_path):
+    (tmp_path / "broken.cu").write_text('#include "device.h"\nKERNEL(1) broken(u32 *y) { *y = undeclared; }\n')
+    expected = r'broken\.cu does not compile for sm_90:\nbroken\.cu\(2\): error: identifier "undeclared" is undefined'
+    with pytest.raises(RuntimeError, match=expected):
+        cubins.compile_cubin(tmp_path / "broken.cu", Target("sm_90", has_cvt=False))
