@@ -61,10 +61,10 @@ static inline unsigned fma2_fp16(unsigned a, unsigned b, unsigned c) {
                         fma_exact(widen_fp16(a >> 16), widen_fp16(b >> 16), widen_fp16(c >> 16)));
 }
 
-/* Off by one unit in the last place, up or down by a bit of v: the worst that the instruction may do. */
+/* Off by one unit in the last place, up or down by a hash of v: the worst that the instruction may do. */
 static inline float reciprocal(float v) {
     unsigned bits = fp4_bits(1.0f / v);
-    return fp4_float(fp4_bits(v) >> 3 & 1 ? bits + 1 : bits - 1);
+    return fp4_float(fp4_bits(v) * 2654435761u >> 31 ? bits + 1 : bits - 1);
 }
 
 template <class T> static inline void atomicMax(T *place, T value) { *place = max(*place, value); }

@@ -6,9 +6,11 @@ Decides how kernels are built and launched there; what they must give is codec.p
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +49,8 @@ def compile_for_host(source: Path, folder: Path, has_cvt: bool = False) -> ctype
     library = folder / f"{source.stem}{'-cvt' * has_cvt}.so"
     wrapper = library.with_suffix(".cpp")
     wrapper.write_text(f'#include "simt.h"\n{CVT * has_cvt}\n#include "{source.name}"\n')
-    subprocess.run([compiler, *FLAGS, f"-I{source.parent}", f"-I{TESTS}", str(wrapper), "-o", str(library)], check=True)
+    where = [f"-I{folder}" for folder in (source.parent, KERNELS, TESTS)]
+    subprocess.run([compiler, *FLAGS, *where, str(wrapper), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
 
@@ -67,9 +70,10 @@ def guarded(nbytes: int) -> Array:
 
 
 def is_intact(buffer: Array) -> bool:
-    """Whether nothing was written beside a buffer that `guarded` made."""
+    """Whether nothing was written beside a buffer that `guarded` made; true of what has no margins."""
     raw = buffer.base
-    assert isinstance(raw, np.ndarray)
+    if not isinstance(raw, np.ndarray) or raw.size < buffer.size + 2 * MARGIN:
+        return True
     start = buffer.ctypes.data - raw.ctypes.data
     return bool((raw[:start] == POISON).all() and (raw[start + buffer.size :] == POISON).all())
 
@@ -80,6 +84,27 @@ def aligned(data: Array | memoryview) -> Array:
     copy = guarded(raw.size)
     copy[:] = raw
     return copy
+
+
+def walled(nbytes: int) -> Array:
+    """`nbytes` of zeros that end where reading ends the process."""
+    pages = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE)
+    raw = np.frombuffer(pages, np.uint8)
+    wall = raw.ctypes.data + raw.size - mmap.PAGESIZE
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(wall), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    return raw[raw.size - mmap.PAGESIZE - nbytes : raw.size - mmap.PAGESIZE]
+
+
+def survives(call: Callable[[], object]) -> bool:
+    """Whether a child process that makes the call lives to its end."""
+    child = os.fork()
+    if not child:
+        try:
+            call()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
 
 
 class SimtKernels:
@@ -93,14 +118,14 @@ class SimtKernels:
     def amax(self, x: Matrix, so_far: float = 0.0) -> float:
         values, found = aligned(x.data), aligned(np.array([so_far], np.float32))
         n = x.shape[0] * x.shape[1]
-        self._call(f"amax_{FLOAT_TYPES[x.dtype].word}", n, values, n, found)
+        self.call(f"amax_{FLOAT_TYPES[x.dtype].word}", n, values, n, found)
         return float(found.view(np.float32)[0])
 
     def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float) -> Quantized:
         values, n = aligned(x.data), x.shape[0] * x.shape[1]
         packed, block_scales = guarded(n // 2), guarded(n // fmt.block_size)
         extra = aligned(np.array([group_amax], np.float32)) if fmt.has_global_scale else fmt.scale_rules.index(rule)
-        self._call(f"quantize_{fmt.name}_{FLOAT_TYPES[x.dtype].word}", n, values, n, extra, packed, block_scales)
+        self.call(f"quantize_{fmt.name}_{FLOAT_TYPES[x.dtype].word}", n, values, n, extra, packed, block_scales)
         stored = float(global_scale_of(group_amax)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
 
@@ -109,12 +134,12 @@ class SimtKernels:
         packed, block_scales = aligned(q.packed), aligned(q.block_scales)
         values = guarded(n * FLOAT_DTYPES[dtype].itemsize)
         extra = (aligned(np.array([q.global_scale], np.float32)), int(q.kind == "divisor")) if q.format.has_global_scale else ()
-        self._call(f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}", n, packed, block_scales, n, *extra, values)
+        self.call(f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}", n, packed, block_scales, n, *extra, values)
         return values.data
 
-    def _call(self, name: str, n: int, *arguments: Array | int) -> None:
+    def call(self, name: str, n: int, *arguments: Array | int) -> None:
+        """Launch a kernel by its name for n elements; nothing may be written beside what `guarded` made."""
         library = self._libraries[name.startswith("dequantize")]
-        words = [a if isinstance(a, int) else a.ctypes.data for a in arguments]
-        launch(library, name, (-(-n // ELEMENTS_PER_BLOCK), 1), words)
+        launch(library, name, (-(-n // ELEMENTS_PER_BLOCK), 1), [a if isinstance(a, int) else a.ctypes.data for a in arguments])
         for argument in arguments:
             assert isinstance(argument, int) or is_intact(argument), f"{name}, n = {n}: written beside a buffer"

@@ -1,6 +1,6 @@
 """codec.py against values typed by hand and against bytes that other packages made (golden/README.md).
 
-Decides that the reference itself is right; test_cpu.py then holds every kernel to it.
+Decides that the reference itself is right; test_kernels.py then holds every kernel to it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,153 @@
+"""What the CUDA kernels alone promise, run on the host by simt.py: launch blocks, their tails, and an amax that accumulates.
+
+test_kernels.py holds their bytes to codec.py's.  Every launch here and there has poisoned margins beside each of its buffers:
+SimtKernels asserts that they stay as they were.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+from adversarial import LARGEST, PLAIN, assert_same_bytes, assert_same_values, generator, matrix, rounded, wide_range
+from simt import MARGIN, POISON, SimtKernels, aligned, guarded, is_intact, survives, walled
+from test_cpu import EVERY_DTYPE, EVERY_RULE
+
+from fp4convert import codec
+from fp4convert.codec import FLOAT_DTYPES
+from fp4convert.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Format, Quantized
+
+# One unit, two; one warp's and a block's first row of units and their neighbours; a whole block; several and a tail.
+LENGTHS = (16, 32, 48, 496, 512, 528, 4080, 4096, 4112, 4128, 8160, 8176, 8192, 8208, 8224, 16384, 3 * 8192 + 32, 5 * 8192 - 16)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "cvt"])
+def simt(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimtKernels:
+    return SimtKernels(tmp_path_factory.mktemp("simt"), has_cvt=request.param)
+
+
+def test_the_margins_tell() -> None:
+    for place in (-1, 100, -MARGIN, 100 + MARGIN - 1):
+        buffer = guarded(100)
+        assert is_intact(buffer)
+        assert buffer.ctypes.data % 16 == 0
+        whole = buffer.base
+        assert isinstance(whole, np.ndarray)
+        whole[buffer.ctypes.data - whole.ctypes.data + place] = POISON - 1
+        assert not is_intact(buffer)
+
+
+def lengths(fmt: Format) -> list[int]:
+    return [n for n in LENGTHS if n % fmt.block_size == 0]
+
+
+@EVERY_RULE
+@EVERY_DTYPE
+def test_quantize_any_tail(simt: SimtKernels, dtype: str, fmt: Format, rule: str) -> None:
+    source = rounded(wide_range(dtype, 1, max(LENGTHS)).astype(np.float32) * 2.0**-8, dtype)
+    for n in lengths(fmt):
+        values = source[:, :n]
+        expected = codec.quantize(values.astype(np.float32), fmt, rule, 1.0)
+        found = simt.quantize(matrix(values, dtype), fmt, rule, 1.0)
+        assert_same_bytes(found, expected, values, f"{dtype}, {rule}, n = {n}")
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@EVERY_DTYPE
+def test_dequantize_any_tail(simt: SimtKernels, dtype: str, fmt: Format) -> None:
+    rng = generator(20)
+    for n in lengths(fmt):
+        scales = rng.integers(0x70, 0x7F, n // fmt.block_size).astype(np.uint8)
+        stored = 0.7 if fmt is NVFP4 else None
+        q = Quantized(fmt, (1, n), memoryview(rng.bytes(n // 2)), scales.data, stored)
+        found = np.frombuffer(simt.dequantize(q, dtype), FLOAT_DTYPES[dtype]).reshape(q.shape)
+        assert_same_values(found, codec.dequantize(q).astype(FLOAT_DTYPES[dtype]), f"{dtype}, {fmt.name}, n = {n}")
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@EVERY_DTYPE
+def test_nothing_is_read_behind_an_input(simt: SimtKernels, dtype: str, fmt: Format) -> None:
+    kind = FLOAT_TYPES[dtype]
+    one, packed, block_scales, y = aligned(np.ones(1, np.float32)), *(guarded(4 * max(LENGTHS)) for _ in range(3))
+    for n in lengths(fmt):
+        x, codes, scales = (walled(size) for size in (n * kind.nbytes, n // 2, n // fmt.block_size))
+        forth, back = ((one,), (one, 0)) if fmt is NVFP4 else ((fmt.scale_rules.index("even"),), ())
+        calls = {
+            f"amax_{kind.word}": (x, n, one),
+            f"quantize_{fmt.name}_{kind.word}": (x, n, *forth, packed, block_scales),
+            f"dequantize_{fmt.name}_{kind.word}": (codes, scales, n, *back, y),
+        }
+        for name, arguments in calls.items():
+            assert survives(partial(simt.call, name, n, *arguments)), f"{name}, n = {n}: read behind an input"
+
+
+# ------------------------------------------------------------------------------------------------------------- amax
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
+def test_amax_of_any_length_with_the_largest_anywhere(simt: SimtKernels, make, dtype: str) -> None:  # type: ignore[no-untyped-def]
+    for n in LENGTHS:
+        values = make(dtype, 1, -(-n // 32) * 32)[:, :n]
+        assert simt.amax(matrix(values, dtype)) == float(np.abs(values.astype(np.float32)).max())
+
+
+def places(n: int) -> list[int]:
+    """The first 64 elements, then one of each unit of 16, at every place in one; and the last."""
+    return [*range(64), *(unit * 16 + unit % 16 for unit in range(4, n // 16)), n - 1]
+
+
+@EVERY_DTYPE
+def test_amax_finds_one_value_anywhere(simt: SimtKernels, dtype: str) -> None:
+    values = np.full((1, 8192 + 48), -0.0).astype(FLOAT_DTYPES[dtype])
+    largest = LARGEST[dtype]
+    for number, place in enumerate(places(values.size)):
+        value = (largest, -largest, 0.75, -(2.0**-24))[number % 4]
+        values[0, place] = value
+        assert simt.amax(matrix(values, dtype)) == abs(value)
+        values[0, place] = -0.0
+
+
+@EVERY_DTYPE
+def test_amax_hides_nothing_that_is_not_finite(simt: SimtKernels, dtype: str) -> None:
+    values = np.full((1, 8192 + 48), LARGEST[dtype]).astype(FLOAT_DTYPES[dtype])
+    values[0, ::3] *= -1
+    for place in places(values.size):
+        before = values[0, place]
+        for bad in (np.inf, -np.inf, np.nan, -np.nan):
+            values[0, place] = bad
+            found = simt.amax(matrix(values, dtype))
+            assert np.isnan(found) if np.isnan(bad) else found == np.inf
+        values[0, place] = before
+    values[0, [5, 8200]] = np.inf, np.nan
+    assert np.isnan(simt.amax(matrix(values, dtype)))
+
+
+@EVERY_DTYPE
+def test_amax_accumulates(simt: SimtKernels, dtype: str) -> None:
+    """Over calls, from what the place holds; NaN stays, and zeros of either sign leave +0.0."""
+    zeros = matrix(np.full((1, 8208), -0.0).astype(FLOAT_DTYPES[dtype]), dtype)
+    ones = matrix(np.full((1, 64), -1.0).astype(FLOAT_DTYPES[dtype]), dtype)
+    assert np.float32(simt.amax(zeros)).view(np.uint32) == 0
+    assert simt.amax(ones, so_far=0.5) == 1.0
+    assert simt.amax(ones, so_far=1.5) == 1.5
+    assert simt.amax(zeros, so_far=2.0**-149) == 2.0**-149
+    assert simt.amax(ones, so_far=np.inf) == np.inf
+    assert np.isnan(simt.amax(ones, so_far=np.nan))
+
+
+# ------------------------------------------------------------------------------------------------------------- MXFP4
+
+
+@pytest.mark.parametrize("rule", MXFP4.scale_rules)
+@EVERY_DTYPE
+def test_mxfp4_shares_an_amax_between_two_lanes_and_no_more(simt: SimtKernels, dtype: str, rule: str) -> None:
+    """Each block has one large value, in either half, of an exponent of its own."""
+    rng = generator(21)
+    n = 8192 + 96
+    values = rng.normal(0, 2.0**-12, n).reshape(-1, 32)
+    values[np.arange(len(values)), rng.integers(0, 32, len(values))] = np.exp2(np.arange(len(values)) % 23 - 11.0) * 1.3
+    narrow = rounded(values.reshape(1, -1), dtype)
+    expected = codec.quantize(narrow.astype(np.float32), MXFP4, rule)
+    assert_same_bytes(simt.quantize(matrix(narrow, dtype), MXFP4, rule, 0.0), expected, narrow, f"{dtype}, {rule}")
