@@ -11,7 +11,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from fp4convert.dialects import MODULES, Dialect, Ignored, Packed, dialect_named, quantized_modules
+from fp4convert.dialects import (
+    ACTIVATIONS_FP4,
+    MODULES,
+    Dialect,
+    Form,
+    Ignored,
+    Packed,
+    dialect_named,
+    form_of,
+    quantized_modules,
+)
 from fp4convert.errors import InputError
 from fp4convert.formats import Format, Quantized, format_named
 from fp4convert.recipe import Target
@@ -40,12 +50,16 @@ class Artifact:
     """
 
     source: Source
-    format: Format
+    form: Form
     dialect: str
     record: dict[str, object]
     tensors: dict[str, TensorRef]
     modules: dict[str, Packed]
     findings: tuple[Finding, ...]
+
+    @property
+    def format(self) -> Format:
+        return self.form.format
 
     @property
     def spelling(self) -> Dialect:
@@ -65,9 +79,8 @@ def make_record(target: Target, ignored: Ignored, producer: dict[str, str], file
 
     files  name -> sha256 of every other file of the artifact
     """
-    fmt, spelling = format_named(target.format), dialect_named(str(target.dialect))
     return {
-        **layout_of(fmt, spelling),
+        **layout_of(form_of(target), dialect_named(str(target.dialect))),
         "dialect": target.dialect,
         "scale_rule": target.scale_rule,
         "ignore": [*ignored.modules, *ignored.patterns],
@@ -77,8 +90,9 @@ def make_record(target: Target, ignored: Ignored, producer: dict[str, str], file
     }
 
 
-def layout_of(fmt: Format, spelling: Dialect) -> dict[str, object]:
-    """Where every byte is and what it means, for a format in a dialect; the first keys of our record."""
+def layout_of(form: Form, spelling: Dialect) -> dict[str, object]:
+    """Where every byte is and what it means, for a form in a dialect; the first keys of our record."""
+    fmt = form.format
     return {
         "format": fmt.name,
         "block_size": fmt.block_size,
@@ -89,7 +103,7 @@ def layout_of(fmt: Format, spelling: Dialect) -> dict[str, object]:
         "nibble_order": "low_first",
         "block_axis": -1,
         "global_scale": {"dtype": "fp32", "stored_as": spelling.GLOBAL_SCALE_KIND} if fmt.has_global_scale else None,
-        "activations": 16,
+        "activations": form.activations,
     }
 
 
@@ -98,17 +112,19 @@ def open_artifact(reference: str) -> Artifact:
     is_unfinished = os.path.exists(os.path.join(reference, PLAN_FILE)) and not os.path.exists(os.path.join(reference, RECORD))
     source = open_source(reference, may_be_empty=is_unfinished)
     record = _read_json(source, RECORD)
-    fmt, dialect = _identity(reference, source, record or _identity_begun(source))
+    form, dialect = _identity(reference, source, record or _identity_begun(source))
     tensors = {ref.name: ref for ref in source.checkpoint.tensors}
-    modules, findings = _read_modules(tensors, fmt, dialect_named(dialect))
+    modules, findings = _read_modules(tensors, form, dialect_named(dialect))
     if is_unfinished:
         detail = f"{RECORD} is not written yet: the conversion did not end; run its command again to continue"
         findings = [Finding("error", "unfinished", None, detail)]
     elif not modules:
-        findings.append(Finding("warning", "nothing-quantized", None, f"no tensor is named as {dialect} names {fmt.name}"))
+        findings.append(
+            Finding("warning", "nothing-quantized", None, f"no tensor is named as {dialect} names {form.format.name}")
+        )
     if not is_unfinished:
         findings += _judge_records(source.checkpoint.config, record, dialect, modules)
-    return Artifact(source, fmt, dialect, record, tensors, modules, tuple(findings))
+    return Artifact(source, form, dialect, record, tensors, modules, tuple(findings))
 
 
 def _read_json(source: Source, file: str) -> dict[str, object]:
@@ -126,18 +142,19 @@ def _identity_begun(source: Source) -> dict[str, object]:
     return identity if isinstance(identity, dict) else {}
 
 
-def _identity(reference: str, source: Source, record: dict[str, object]) -> tuple[Format, str]:
-    """Format and dialect, as our record says or else the runtime's."""
+def _identity(reference: str, source: Source, record: dict[str, object]) -> tuple[Form, str]:
+    """Form and dialect, as our record says or else the runtime's."""
     if record:
         try:
-            return format_named(str(record.get("format"))), _known_dialect(str(record.get("dialect")))
+            activations = ACTIVATIONS_FP4 if record.get("activations") == ACTIVATIONS_FP4 else 16
+            return Form(format_named(str(record.get("format"))), activations), _known_dialect(str(record.get("dialect")))
         except InputError as error:
             raise InputError(error.code, f"{RECORD}: {error.message}", "See what wrote it, and with which version.") from None
     declared = source.checkpoint.config.get("quantization_config")
     if isinstance(declared, dict):
         for name in MODULES:
-            if (fmt := dialect_named(name).recognise(declared)) is not None:
-                return fmt, name
+            if (form := dialect_named(name).recognise(declared)) is not None:
+                return form, name
     known = ", ".join(MODULES)
     detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}, no quantization_config of {known}"
     raise InputError("not-an-artifact", detail)
@@ -148,16 +165,16 @@ def _known_dialect(name: str) -> str:
     return name
 
 
-def _read_modules(tensors: dict[str, TensorRef], fmt: Format, dialect: Dialect) -> tuple[dict[str, Packed], list[Finding]]:
+def _read_modules(tensors: dict[str, TensorRef], form: Form, dialect: Dialect) -> tuple[dict[str, Packed], list[Finding]]:
     """The sound quantized modules with their shapes, and a finding for each tensor that is missing or misshapen."""
     modules, findings = {}, []
     for module in quantized_modules(dialect, tensors):
-        packed = tensors.get(dialect.outputs(module, (1, fmt.block_size), fmt)[0].name)
+        packed = tensors.get(dialect.outputs(module, (1, form.format.block_size), form)[0].name)
         if packed is None or len(packed.shape) != 2:
             findings.append(Finding("error", "packed-missing", module, "its scales are there, its packed codes are not"))
             continue
         shape = (packed.shape[0], packed.shape[1] * 2)
-        specs = dialect.outputs(module, shape, fmt)
+        specs = dialect.outputs(module, shape, form)
         faults = [fault for spec in specs if (fault := _fault(tensors.get(spec.name), spec))]
         findings += faults
         if not faults:
@@ -184,10 +201,10 @@ def _judge_records(
     runtime: dict[str, object] = declared if isinstance(declared, dict) else {}
     spelling = dialect_named(dialect)
     recognised = spelling.recognise(runtime)
-    if record and (recognised is None or recognised.name != record["format"]):
+    if record and (recognised is None or recognised.format.name != record["format"]):
         detail = f"config.json does not declare {record['format']} as {dialect} does; engines would not load it"
         yield Finding("error", "records-disagree", None, detail)
-    for key, expected in layout_of(recognised or format_named(str(record["format"])), spelling).items() if record else ():
+    for key, expected in layout_of(recognised or Form(format_named(str(record["format"]))), spelling).items() if record else ():
         if record.get(key) != expected:
             detail = f"{RECORD} says {key} = {record.get(key)!r}, and {dialect} has {expected!r}"
             yield Finding("error", "record-wrong", None, detail)
@@ -209,14 +226,14 @@ def describe_artifact(artifact: Artifact) -> dict[str, object]:
     """
     quantized = [ref for packed in artifact.modules.values() for ref in packed.refs]
     elements = sum(rows * columns for rows, columns in (packed.shape for packed in artifact.modules.values()))
-    layout = layout_of(artifact.format, artifact.spelling)
+    layout = layout_of(artifact.form, artifact.spelling)
     bits = round(8 * sum(ref.nbytes for ref in quantized) / elements, 4) if elements else None
     return {
         "format": artifact.format.name,
         "dialect": artifact.dialect,
         **{key: layout[key] for key in ("block_size", "element_dtype", "scale_dtype")},
         "scale_layout": {"declared": artifact.record.get("scale_layout"), "detected": None},
-        **{key: layout[key] for key in ("global_scale", "nibble_order")},
+        **{key: layout[key] for key in ("global_scale", "nibble_order", "activations")},
         "tensors": {
             "quantized": len(artifact.modules),
             "other": len(artifact.tensors) - len(quantized),

@@ -32,6 +32,8 @@ FormatOption = Annotated[str, typer.Option("--format", help="Target: nvfp4 or mx
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="New folder. Default: ./NAME-FORMAT.")]
 DialectOption = Annotated[str, typer.Option(help="How the artifact is spelled: compressed-tensors or modelopt.")]
 RuleOption = Annotated[str | None, typer.Option(help="nvfp4: amax; mxfp4: floor, even (default) or ceil.")]
+ActivationsOption = Annotated[int, typer.Option(help="16: weights alone; 4: for the FP4 tensor cores, activations too.")]
+InputScaleOption = Annotated[float | None, typer.Option(help="With --activations 4, nvfp4: a multiplier. Default: 1.0.")]
 IncludeOption = Annotated[list[str] | None, typer.Option(help="Quantize these modules too, though the recipe keeps them.")]
 ExcludeOption = Annotated[list[str] | None, typer.Option(help="Keep these modules as they are. Glob, or re:REGEX.")]
 DeviceOption = Annotated[str, typer.Option(help="auto (GPUs, else the CPU), cpu, cuda or cuda:N. The bytes are the same.")]
@@ -49,6 +51,8 @@ def quantize_command(
     output: OutputOption = None,
     dialect: DialectOption = "compressed-tensors",
     scale_rule: RuleOption = None,
+    activations: ActivationsOption = 16,
+    input_scale: InputScaleOption = None,
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
     device: DeviceOption = "auto",
@@ -69,7 +73,8 @@ def quantize_command(
 
     screen = render.Screen(json, quiet)
     opened = sources.open_source(source)
-    request = convert.Request(format, dialect, scale_rule, tuple(include or ()), tuple(exclude or ()))
+    patterns = (tuple(include or ()), tuple(exclude or ()))
+    request = convert.Request(format, dialect, scale_rule, activations, input_scale, *patterns)
     todo = convert.prepare_quantize(opened, request)
     screen.warn([*todo.warnings, *gpus.unused(device)])
     if dry_run:

@@ -10,18 +10,18 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from fp4convert.artifact import RECORD, Artifact, make_record
 from fp4convert.backends import open_backend
-from fp4convert.dialects import Dialect, dialect_named
+from fp4convert.dialects import Dialect, check_input_scale, dialect_named, form_of
 from fp4convert.errors import InputError, NumericError
 from fp4convert.formats import FLOAT_TYPES, format_named
 from fp4convert.output import OutputFolder, Purpose, open_output
 from fp4convert.plan import DTYPES, Plan, Task, plan_dequantize, plan_quantize
-from fp4convert.recipe import build_recipe
+from fp4convert.recipe import Target, build_recipe
 from fp4convert.shard import ShardWriter
 from fp4convert.sources import INDEX, Source
 from fp4convert.workers import Dequantizer, Quantizer, Settings, UnsoundShardError, Worker, fill_shard
@@ -37,6 +37,8 @@ class Request:
     format: str
     dialect: str = "compressed-tensors"
     scale_rule: str | None = None
+    activations: int = 16
+    input_scale: float | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 
@@ -60,8 +62,10 @@ class Result:
 def prepare_quantize(source: Source, request: Request) -> Plan:
     """The plan that `quantize` carries out; InputError for anything that the request or the source has wrong."""
     fmt = format_named(request.format)
-    patterns = (request.include, request.exclude)
-    recipe = build_recipe(fmt, request.dialect, source.checkpoint.model_types, request.scale_rule, patterns)
+    dialect_named(request.dialect, fmt)
+    input_scale = check_input_scale(fmt, request.activations, request.input_scale)
+    target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, input_scale)
+    recipe = build_recipe(target, source.checkpoint.model_types, (request.include, request.exclude))
     return plan_quantize(source.checkpoint, recipe)
 
 
@@ -72,7 +76,7 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     are written, where weights are NaN or Inf: then neither index nor records are written.
     """
     worker = Quantizer(source, plan.target, open_backend(settings.device))
-    records = _dialect_of(plan).records(worker.format, plan.ignored, plan.quantized)
+    records = _dialect_of(plan).records(form_of(plan.target), plan.ignored, plan.quantized)
     records["config.json"] = {**source.checkpoint.config, "quantization_config": records["config.json"]}
     texts = {**_index_text(plan), **{file: _json(record) for file, record in records.items()}}
     job = _Job(source, plan, texts, RECORD, RECORDS | texts.keys())
@@ -170,7 +174,7 @@ class _Job:
             identity={"source": _sha256(headers), "format": self.plan.target.format, "dialect": self.plan.target.dialect},
             traits={
                 "the version of fp4convert": version("fp4convert"),
-                "the options": _sha256([self.plan.target.scale_rule, self.plan.quantized, self.texts]),
+                "the options": _sha256([asdict(self.plan.target), self.plan.quantized, self.texts]),
                 "the source's files or their times": _sha256([[task.key for task in self.plan.tasks], self.sidecars]),
             },
             files=(*(task.file for task in self.plan.tasks), *self.sidecars, *self.texts),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from fp4convert.dialects import Ignored, Packed, dialect_named, is_quantized_tensor
+from fp4convert.dialects import Ignored, Packed, dialect_named, form_of, is_quantized_tensor
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
 from fp4convert.recipe import Recipe, ScaleGroup, Target, matches, scale_group
@@ -118,7 +118,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     Raises InputError where the checkpoint is already quantized, or where an output would take the name of another tensor.
     """
     _refuse_quantized(checkpoint)
-    dialect = dialect_named(recipe.dialect, recipe.format)
+    dialect, form = dialect_named(str(recipe.target.dialect), recipe.format), form_of(recipe.target)
     verdicts = {ref.name: _verdict(ref, recipe) for ref in checkpoint.tensors}
     chosen = [ref for ref in checkpoint.tensors if verdicts[ref.name][0] == "quantize"]
     groups, warnings = _scale_groups(chosen, recipe)
@@ -128,7 +128,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
         if action != "quantize":
             return _Draft(action, reason, (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),))
         shape = (ref.shape[0], ref.shape[1])
-        specs = dialect.outputs(_module_of(ref.name), shape, recipe.format)
+        specs = dialect.outputs(_module_of(ref.name), shape, form)
         group = groups[ref.name]
         return _Draft(action, reason, (ref,), specs, shape, group.name, group.members)
 
@@ -146,10 +146,9 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
         *_unmatched(checkpoint, recipe),
         *warnings,
     )
-    target = Target(recipe.format.name, recipe.dialect, recipe.scale_rule)
     kept = _kept_modules(checkpoint, {ref.name for ref in chosen})
     patterns = recipe.patterns_to_declare(kept, [_module_of(ref.name) for ref in chosen])
-    return Plan(target, tasks, Ignored(tuple(kept), patterns), notes)
+    return Plan(recipe.target, tasks, Ignored(tuple(kept), patterns), notes)
 
 
 def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: str) -> Plan:

@@ -9,13 +9,13 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.abc import Traversable
 from typing import Any, NamedTuple
 
 from fp4convert.errors import InputError
-from fp4convert.formats import Format, check_rule
+from fp4convert.formats import Format, check_rule, format_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,16 @@ class Target:
     format: str
     dialect: str | None = None
     scale_rule: str | None = None
+    activations: int = 16
+    input_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """format, dialect and rule of the target; what stays; which sibling modules share a scale."""
+    """What is made; what stays; which sibling modules share a scale."""
 
     format: Format
-    dialect: str
-    scale_rule: str
+    target: Target
     keep: tuple[KeepRule, ...]
     groups: tuple[tuple[str, ...], ...]
     include: tuple[str, ...] = ()
@@ -86,26 +87,26 @@ class Recipe:
 
 
 def build_recipe(
-    fmt: Format,
-    dialect: str,
+    target: Target,
     model_types: Collection[str],
-    scale_rule: str | None = None,
     patterns: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> Recipe:
     """The recipe for a model of those types.
 
+    target       a scale_rule of None is the format's own
     model_types  every model_type that config.json names; picks the family files that list one
-    scale_rule   one of fmt.scale_rules; None is fmt.default_rule
     patterns     (include, exclude)
+    Raises       InputError for what no format or dialect has
     """
+    fmt = format_named(target.format)
     include, exclude = patterns
     for pattern in (*include, *exclude):
         _compiled(pattern)
     tables = _tables(model_types)
     rows = (row for table in tables for row in table.get("keep", ()))
     keep = tuple(KeepRule(tuple(row["modules"]), row["reason"], row.get("may_be_absent", False)) for row in rows)
-    rule = check_rule(fmt, scale_rule or fmt.default_rule)
-    return Recipe(fmt, dialect, rule, keep, group_members(model_types), tuple(include), tuple(exclude))
+    target = replace(target, scale_rule=check_rule(fmt, target.scale_rule or fmt.default_rule))
+    return Recipe(fmt, target, keep, group_members(model_types), tuple(include), tuple(exclude))
 
 
 def group_members(model_types: Collection[str]) -> tuple[tuple[str, ...], ...]:

@@ -144,6 +144,7 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
         "global scale": f"{stored['dtype']}, stored as a {stored['stored_as']}" if stored else "none",
         "scale layout": f"{layout['declared']} (declared)" if layout["declared"] else "not declared",
         "nibble order": artifact["nibble_order"],
+        "activations": "16 bits" if artifact["activations"] == 16 else "4 bits, quantized by the engine",
         "tensors": f"{counts['quantized']} quantized, {counts['other']} other",
         "bits per weight": "none" if bits is None else f"{bits:.3f} (codes, block scales and global scales)",
         "share read": "headers and records only",

@@ -101,6 +101,7 @@ class Quantizer:
         self._source = source
         self._backend = backend
         self.format = format_named(target.format)
+        self._input_scale = target.input_scale
         self._rule = target.scale_rule or self.format.default_rule
         self._dialect = dialect_named(str(target.dialect), self.format)
         self.device = backend.name
@@ -130,7 +131,7 @@ class Quantizer:
         place = {output.name: output for output in step.outputs}
         parts = self._dialect.encode(step.module, q)
         if is_first:
-            parts |= self._dialect.encode_global(step.module, q)
+            parts |= self._dialect.encode_global(step.module, q, self._input_scale)
         for name, part in parts.items():
             writer.append(place[name], part)
 

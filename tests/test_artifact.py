@@ -130,6 +130,7 @@ def test_the_document_is_exactly_as_promised(format, dialect, expected, artifact
     assert document == {
         **expected,
         "nibble_order": "low_first",
+        "activations": 16,
         "tensors": {"quantized": 7, "other": 4},
         "findings": [],
         "healthy": True,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4convert.dialects import Ignored, dialect_named, is_quantized_tensor, quantized_modules
+from fp4convert.dialects import Form, Ignored, dialect_named, is_quantized_tensor, quantized_modules
 from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4, Quantized
 from fp4convert.shard import TensorRef
@@ -97,7 +97,7 @@ MO_FILE = {
 
 @pytest.mark.parametrize(("name", "fmt", "expected"), SPELLINGS)
 def test_names_dtypes_and_shapes(name, fmt, expected):
-    specs = dialect_named(name, fmt).outputs(M, (48, 64), fmt)
+    specs = dialect_named(name, fmt).outputs(M, (48, 64), Form(fmt))
     assert [(spec.name, spec.dtype, spec.shape) for spec in specs] == expected
 
 
@@ -111,8 +111,8 @@ def test_names_dtypes_and_shapes(name, fmt, expected):
 )
 def test_records_are_what_engines_read(name, fmt, files):
     dialect = dialect_named(name, fmt)
-    assert dialect.records(fmt, Ignored((), ("lm_head", "model.embed_tokens")), (M,)) == files
-    assert dialect.recognise(files["config.json"]) is fmt
+    assert dialect.records(Form(fmt), Ignored((), ("lm_head", "model.embed_tokens")), (M,)) == files
+    assert dialect.recognise(files["config.json"]) == Form(fmt)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_records_are_what_engines_read(name, fmt, files):
     ],
 )
 def test_only_the_own_records_are_recognised(name, declared, fmt):
-    assert dialect_named(name).recognise(declared) is fmt
+    assert dialect_named(name).recognise(declared) == (fmt and Form(fmt, 4 if declared.get("quant_algo") == "NVFP4" else 16))
 
 
 @pytest.mark.parametrize(("name", "fmt", "expected"), SPELLINGS)
@@ -146,7 +146,7 @@ def test_what_is_encoded_is_decoded(name, fmt, expected):
     q = Quantized(fmt, (48, 64), packed, block_scales, stored, kind)
     top, bottom = dialect.encode(M, q.rows(0, 10)), dialect.encode(M, q.rows(10, 48))
     parts = {part: bytes(top[part]) + bytes(bottom[part]) for part in top}
-    parts |= {part: bytes(data) for part, data in dialect.encode_global(M, q).items()}
+    parts |= {part: bytes(data) for part, data in dialect.encode_global(M, q, None).items()}
     assert list(parts) == [part for part, _, _ in expected]
     assert parts[expected[0][0]] == bytes(packed)
     assert parts[expected[1][0]] == bytes(block_scales)
@@ -161,7 +161,7 @@ MULTIPLIERS = [1.0, 2.0**-126, 2.0**100, 3.0, 1e-5, 6.5e-4, float(np.float32(3.4
 
 def stored_global(name: str, multiplier: float, kind: str) -> bytes:
     q = Quantized(NVFP4, (1, 16), memoryview(bytes(8)), memoryview(bytes(1)), multiplier, kind)
-    (data,) = dialect_named(name).encode_global(M, q).values()
+    (data,) = dialect_named(name).encode_global(M, q, None).values()
     return bytes(data)
 
 
@@ -182,7 +182,7 @@ def test_the_own_kind_of_global_scale_is_stored_as_it_is(name, kind):
 
 def test_no_global_scale_is_no_tensor():
     q = Quantized(MXFP4, (1, 32), memoryview(bytes(16)), memoryview(bytes(1)), None)
-    assert dialect_named(CT).encode_global(M, q) == {}
+    assert dialect_named(CT).encode_global(M, q, None) == {}
 
 
 def is_excluded(module: str, patterns: list[str]) -> bool:
@@ -191,7 +191,7 @@ def is_excluded(module: str, patterns: list[str]) -> bool:
 
 
 def excluded_patterns(ignore: tuple[str, ...], quantized: tuple[str, ...]) -> list[str]:
-    records = dialect_named(MO).records(NVFP4, Ignored(ignore, ()), quantized)
+    records = dialect_named(MO).records(Form(NVFP4), Ignored(ignore, ()), quantized)
     patterns = records["config.json"]["ignore"]
     assert records["hf_quant_config.json"]["quantization"]["exclude_modules"] == patterns
     return patterns
@@ -260,7 +260,7 @@ def test_names_that_only_quantized_checkpoints_have(name, is_quantized):
 def test_kept_modules_are_ignored_under_any_prefix(module, seen_as, is_ignored):
     """Engines put a prefix before a checkpoint's names, at the front or inside; patterns and expressions hold under it."""
     ignored = Ignored((module,), ("*vision_tower*", "*.gate", "lm_head"))
-    record = dialect_named(CT).records(NVFP4, ignored, ("model.layers.0.mlp.gate_proj",))["config.json"]
+    record = dialect_named(CT).records(Form(NVFP4), ignored, ("model.layers.0.mlp.gate_proj",))["config.json"]
     names = [entry for entry in record["ignore"] if not entry.startswith("re:")]
     expressions = [re.compile(entry.removeprefix("re:")) for entry in record["ignore"] if entry.startswith("re:")]
     assert (seen_as in names or any(expression.match(seen_as) for expression in expressions)) is is_ignored

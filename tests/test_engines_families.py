@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from tiny_models import fp4convert, offline
 
-from fp4convert.dialects import dialect_named
+from fp4convert.dialects import Form, dialect_named
 from fp4convert.formats import FORMATS
 from fp4convert.plan import Plan, plan_quantize
-from fp4convert.recipe import build_recipe
+from fp4convert.recipe import Target, build_recipe
 from fp4convert.shard import Header, TensorRef
 from fp4convert.sources import Checkpoint
 
@@ -132,7 +132,7 @@ def plan_of(model: Any) -> Plan:
     header = Header("model.safetensors", 0, tuple(refs), {})
     config = model.config.to_dict()
     checkpoint = Checkpoint(None, None, config, (header,), (), (), (), {"model.safetensors": ""})
-    return plan_quantize(checkpoint, build_recipe(FORMATS["nvfp4"], "compressed-tensors", checkpoint.model_types))
+    return plan_quantize(checkpoint, build_recipe(Target("nvfp4", "compressed-tensors"), checkpoint.model_types))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -148,7 +148,7 @@ def test_the_engine_takes_for_quantized_what_is_quantized(name: str) -> None:
         module: type(modules[module]).__name__ for module in plan.quantized if not isinstance(modules[module], torch.nn.Linear)
     }
     assert not strays, "only linear layers can be quantized"
-    record = dialect_named("compressed-tensors").records(FORMATS["nvfp4"], plan.ignored, plan.quantized)["config.json"]
+    record = dialect_named("compressed-tensors").records(Form(FORMATS["nvfp4"]), plan.ignored, plan.quantized)["config.json"]
     taken = {module for module, _ in match_named_modules(model, ["Linear"], record["ignore"])}
     assert taken == set(plan.quantized)
 

@@ -108,7 +108,8 @@ def test_inspect_knows_modelopts_own_export(export: Path) -> None:
     found = fp4convert_json("inspect", export)
     assert (found["format"], found["dialect"]) == ("nvfp4", "modelopt")
     assert found["global_scale"] == {"dtype": "fp32", "stored_as": "multiplier"}
-    assert found["tensors"] == {"quantized": MODULES, "other": 7 + len(_input_scales(export))}
+    assert found["tensors"] == {"quantized": MODULES, "other": 7}
+    assert found["activations"] == (4 if _input_scales(export) else 16)
     assert found["healthy"]
     assert found["findings"] == []
 

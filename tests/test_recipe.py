@@ -4,11 +4,11 @@ import pytest
 
 from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4
-from fp4convert.recipe import build_recipe, matches
+from fp4convert.recipe import Target, build_recipe, matches
 
 
 def recipe(model_type: str = "llama", include=(), exclude=(), fmt=NVFP4, rule=None):
-    return build_recipe(fmt, "compressed-tensors", (model_type,), rule, (include, exclude))
+    return build_recipe(Target(fmt.name, "compressed-tensors", rule), (model_type,), (include, exclude))
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_the_layers_that_engines_fuse_share_a_scale():
 
 
 def test_the_rule_is_the_formats_own_where_none_is_asked_for():
-    assert recipe().scale_rule == "amax"
-    assert recipe(fmt=MXFP4).scale_rule == "even"
-    assert recipe(fmt=MXFP4, rule="ceil").scale_rule == "ceil"
+    assert recipe().target.scale_rule == "amax"
+    assert recipe(fmt=MXFP4).target.scale_rule == "even"
+    assert recipe(fmt=MXFP4, rule="ceil").target.scale_rule == "ceil"
 
 
 @pytest.mark.parametrize(("fmt", "rule"), [(NVFP4, "even"), (MXFP4, "amax"), (NVFP4, "best")])

@@ -78,6 +78,7 @@ def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
         "global scale    fp32, stored as a divisor",
         "scale layout    linear (declared)",
         "nibble order    low_first",
+        "activations     16 bits",
         "tensors         7 quantized, 4 other",
         "bits per weight 4.507 (codes, block scales and global scales)",
         "share read      headers and records only",

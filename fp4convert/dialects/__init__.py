@@ -9,13 +9,30 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, Format, Kind, Quantized
-from fp4convert.recipe import matches
+from fp4convert.formats import FLOAT_TYPES, Format, Kind, Quantized, format_named
+from fp4convert.recipe import Target, matches
 from fp4convert.shard import TensorRef, TensorSpec
 
 _PACKED_SUFFIXES = ("_blocks", "_scales", ".qweight", ".qzeros")  # of dialects that this version does not read
+ACTIVATIONS_FP4 = 4
+SMALLEST_INPUT_SCALE = 2.0**-100  # it and its inverse are far inside float32
 MODULES = {"compressed-tensors": "compressed_tensors", "modelopt": "modelopt"}
 Json = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an artifact says of its weights beside their names.
+
+    activations  16: only weights are quantized; 4: engines quantize activations too, NVFP4 with an input scale
+    """
+
+    format: Format
+    activations: int = 16
+
+    @property
+    def has_input_scale(self) -> bool:
+        return self.activations == ACTIVATIONS_FP4 and self.format.has_global_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +81,7 @@ class Dialect(Protocol):
     COMPANIONS: tuple[str, ...]
 
     @staticmethod
-    def outputs(module: str, shape: tuple[int, int], fmt: Format) -> tuple[TensorSpec, ...]:
+    def outputs(module: str, shape: tuple[int, int], form: Form) -> tuple[TensorSpec, ...]:
         """The tensors that stand for one matrix of (rows, columns)."""
 
     @staticmethod
@@ -72,20 +89,20 @@ class Dialect(Protocol):
         """Bytes of some whole rows, to be appended to the outputs of those names."""
 
     @staticmethod
-    def encode_global(module: str, q: Quantized) -> dict[str, memoryview]:
-        """Bytes that stand once per matrix: its global scale."""
+    def encode_global(module: str, q: Quantized, input_scale: float | None) -> dict[str, memoryview]:
+        """Bytes that stand once per matrix: its global scale, and its input scale, given as a multiplier, where it has one."""
 
     @staticmethod
     def decode(module: str, shape: tuple[int, int], fmt: Format, read: Callable[[str], memoryview]) -> Quantized:
         """The matrix behind the tensors of that module; `read` gives a tensor's bytes by its name."""
 
     @staticmethod
-    def records(fmt: Format, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
+    def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
         """What its engines read: file name -> object; the one for config.json is its quantization_config."""
 
     @staticmethod
-    def recognise(quantization_config: Mapping[str, object]) -> Format | None:
-        """The format that such a record declares, or None where it is not this dialect's."""
+    def recognise(quantization_config: Mapping[str, object]) -> Form | None:
+        """The form that such a record declares, or None where it is not this dialect's."""
 
     @staticmethod
     def is_ignored(quantization_config: Mapping[str, object], module: str) -> bool:
@@ -107,6 +124,11 @@ def dialect_named(name: str, fmt: Format | None = None) -> Dialect:
     return dialect
 
 
+def form_of(target: Target) -> Form:
+    """The form of what is made."""
+    return Form(format_named(target.format), target.activations)
+
+
 def quantized_modules(dialect: Dialect, names: Iterable[str]) -> list[str]:
     """The modules that at least one of those tensor names says to be quantized, in order."""
     found = (name.removesuffix(ending) for name in names for ending in dialect.SUFFIXES if name.endswith(ending))
@@ -121,10 +143,37 @@ def is_quantized_tensor(ref: TensorRef) -> bool:
 
 
 def encode_global_scale(q: Quantized, kind: Kind) -> memoryview:
-    """The four bytes of a global scale as that kind; turned into the other it is fl(1/x): float64, then one rounding."""
+    """The four bytes of a global scale as that kind."""
     if q.global_scale is None:
         raise RuntimeError(f"{q.format.name} has no global scale")
-    return memoryview(struct.pack("<f", q.global_scale if q.kind == kind else 1 / q.global_scale))
+    return encode_scalar(q.global_scale, is_inverse=q.kind != kind)
+
+
+def check_input_scale(fmt: Format, activations: int, input_scale: float | None) -> float | None:
+    """The input scale of every module, a multiplier, or None where the form has none.
+
+    activations  16 or 4
+    input_scale  None is 1.0, NVIDIA's choice without calibration
+    Raises       InputError where the two do not go together, or the scale or its inverse is no positive normal float32
+    """
+    if activations not in (16, ACTIVATIONS_FP4):
+        raise InputError("bad-activations", f"--activations {activations} is not known; expected 16 or 4")
+    has_one = Form(fmt, activations).has_input_scale
+    if not has_one:
+        if input_scale is not None:
+            detail = f"--input-scale means nothing for {fmt.name} with {activations}-bit activations"
+            raise InputError("bad-input-scale", f"{detail}; it is for nvfp4 with --activations 4", "Leave it out.")
+        return None
+    wide = 1.0 if input_scale is None else input_scale
+    if not SMALLEST_INPUT_SCALE <= wide <= 1 / SMALLEST_INPUT_SCALE:
+        detail = f"--input-scale {wide:g}; expected a number from {SMALLEST_INPUT_SCALE:g} to {1 / SMALLEST_INPUT_SCALE:g}"
+        raise InputError("bad-input-scale", detail)
+    return wide
+
+
+def encode_scalar(value: float, is_inverse: bool = False) -> memoryview:
+    """The four bytes of a float32; inverted it is fl(1/x): float64, then one rounding."""
+    return memoryview(struct.pack("<f", 1 / value if is_inverse else value))
 
 
 def strings(value: object) -> list[str]:

@@ -1,8 +1,9 @@
-"""compressed-tensors: nvfp4-pack-quantized and mxfp4-pack-quantized, weights only.
+"""compressed-tensors: nvfp4-pack-quantized and mxfp4-pack-quantized.
 
   M.weight_packed        U8  [rows, columns / 2]
   M.weight_scale         nvfp4: F8_E4M3 [rows, columns / 16]; mxfp4: U8 [rows, columns / 32]
   M.weight_global_scale  nvfp4: F32 [1], a divisor: 2688 / amax
+  M.input_global_scale   nvfp4 with four-bit activations: F32 [1], a divisor; mxfp4 scales activations as they come
 
 Traps (each loads and computes garbage, or does not load): the scalar shape [] for the global scale; F8_E8M0 as the dtype
 of MXFP4 scales; a missing quantization_status or strategy; an unknown key inside config_groups.
@@ -15,7 +16,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 
-from fp4convert.dialects import Ignored, encode_global_scale, strings
+from fp4convert.dialects import ACTIVATIONS_FP4, Form, Ignored, encode_global_scale, encode_scalar, strings
 from fp4convert.formats import MXFP4, NVFP4, Format, Kind, Quantized
 from fp4convert.recipe import matches
 from fp4convert.shard import TensorSpec
@@ -23,27 +24,32 @@ from fp4convert.shard import TensorSpec
 FORMATS = (NVFP4, MXFP4)
 GLOBAL_SCALE_KIND: Kind = "divisor"
 SUFFIXES = (".weight_packed", ".weight_scale", ".weight_global_scale")
-COMPANIONS = (".input_global_scale", ".input_scale")
+COMPANIONS = (".input_global_scale", ".input_scale")  # the first is an output where the form says so
 _SCALE_DTYPE = {NVFP4: "F8_E4M3", MXFP4: "U8"}
 
 
-def outputs(module: str, shape: tuple[int, int], fmt: Format) -> tuple[TensorSpec, ...]:
+def outputs(module: str, shape: tuple[int, int], form: Form) -> tuple[TensorSpec, ...]:
     rows, columns = shape
-    specs = (
+    specs = [
         TensorSpec(f"{module}.weight_packed", "U8", (rows, columns // 2)),
-        TensorSpec(f"{module}.weight_scale", _SCALE_DTYPE[fmt], (rows, columns // fmt.block_size)),
-    )
-    return (*specs, TensorSpec(f"{module}.weight_global_scale", "F32", (1,))) if fmt.has_global_scale else specs
+        TensorSpec(f"{module}.weight_scale", _SCALE_DTYPE[form.format], (rows, columns // form.format.block_size)),
+    ]
+    if form.format.has_global_scale:
+        specs.append(TensorSpec(f"{module}.weight_global_scale", "F32", (1,)))
+    if form.has_input_scale:
+        specs.append(TensorSpec(f"{module}.input_global_scale", "F32", (1,)))
+    return tuple(specs)
 
 
 def encode(module: str, rows: Quantized) -> dict[str, memoryview]:
     return {f"{module}.weight_packed": rows.packed, f"{module}.weight_scale": rows.block_scales}
 
 
-def encode_global(module: str, q: Quantized) -> dict[str, memoryview]:
-    if not q.format.has_global_scale:
-        return {}
-    return {f"{module}.weight_global_scale": encode_global_scale(q, GLOBAL_SCALE_KIND)}
+def encode_global(module: str, q: Quantized, input_scale: float | None) -> dict[str, memoryview]:
+    parts = {f"{module}.weight_global_scale": encode_global_scale(q, GLOBAL_SCALE_KIND)} if q.format.has_global_scale else {}
+    if input_scale is not None:
+        parts[f"{module}.input_global_scale"] = encode_scalar(input_scale, is_inverse=True)
+    return parts
 
 
 def decode(module: str, shape: tuple[int, int], fmt: Format, read: Callable[[str], memoryview]) -> Quantized:
@@ -52,7 +58,8 @@ def decode(module: str, shape: tuple[int, int], fmt: Format, read: Callable[[str
     return Quantized(fmt, shape, packed, block_scales, divisor, "divisor")
 
 
-def records(fmt: Format, ignored: Ignored, quantized: Iterable[str]) -> dict[str, dict[str, object]]:
+def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, dict[str, object]]:
+    fmt = form.format
     weights = {
         "num_bits": 4,
         "type": "float",
@@ -62,12 +69,14 @@ def records(fmt: Format, ignored: Ignored, quantized: Iterable[str]) -> dict[str
         "dynamic": False,
         "scale_dtype": "torch.float8_e4m3fn" if fmt is NVFP4 else "torch.uint8",
     }
+    inputs = {**weights, **({"dynamic": "local", "observer": "static_minmax"} if fmt is NVFP4 else {"dynamic": True})}
+    activations = inputs if form.activations == ACTIVATIONS_FP4 else None
     return {
         "config.json": {
             "quant_method": "compressed-tensors",
             "format": f"{fmt.name}-pack-quantized",
             "quantization_status": "compressed",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
             "ignore": _declare(ignored),
         }
     }
@@ -90,11 +99,16 @@ def _expression(pattern: str) -> str:
     return f"re:{''.join(spelled)}$"
 
 
-def recognise(quantization_config: Mapping[str, object]) -> Format | None:
+def recognise(quantization_config: Mapping[str, object]) -> Form | None:
     if quantization_config.get("quant_method") != "compressed-tensors":
         return None
     declared = str(quantization_config.get("format", ""))
-    return next((fmt for fmt in FORMATS if declared == f"{fmt.name}-pack-quantized"), None)
+    fmt = next((fmt for fmt in FORMATS if declared == f"{fmt.name}-pack-quantized"), None)
+    groups = quantization_config.get("config_groups")
+    schemes = groups.values() if isinstance(groups, dict) else ()
+    inputs = [scheme.get("input_activations") for scheme in schemes if isinstance(scheme, dict)]
+    is_w4a4 = any(isinstance(numbers, dict) and numbers.get("num_bits") == ACTIVATIONS_FP4 for numbers in inputs)
+    return Form(fmt, ACTIVATIONS_FP4 if is_w4a4 else 16) if fmt else None
 
 
 def is_ignored(quantization_config: Mapping[str, object], module: str) -> bool:
