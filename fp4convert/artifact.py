@@ -67,11 +67,14 @@ class Artifact:
 
     def decode(self, module: str) -> Quantized:
         """The matrix of that module; its bytes stay where they are until they are touched."""
+        return self.spelling.decode(module, self.modules[module].shape, self.format, self._read)
 
-        def read(name: str) -> memoryview:
-            return self.source.read(self.tensors[name])
+    def input_scale(self, module: str) -> float | None:
+        """The input scale of that module, a multiplier, where the form has one."""
+        return self.spelling.decode_input_scale(module, self._read) if self.form.has_input_scale else None
 
-        return self.spelling.decode(module, self.modules[module].shape, self.format, read)
+    def _read(self, name: str) -> memoryview:
+        return self.source.read(self.tensors[name])
 
 
 def make_record(target: Target, ignored: Ignored, producer: dict[str, str], files: dict[str, str]) -> dict[str, object]:

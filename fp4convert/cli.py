@@ -66,8 +66,6 @@ def quantize_command(
 
     Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
     """
-    from dataclasses import asdict
-
     from fp4convert import convert, gpus, render, sources
     from fp4convert import workers as crew
 
@@ -82,7 +80,7 @@ def quantize_command(
     target = output or Path(f"{opened.name}-{format.upper()}")
     with screen.progress(todo.source_bytes, "quantize") as report:
         result = convert.quantize(opened, todo, target, crew.Settings(device, workers, force, report))
-    screen.show(asdict(result), render.draw_result)
+    screen.show(result.as_json(), render.draw_result)
 
 
 @app.command("inspect")
@@ -136,8 +134,6 @@ def dequantize_command(
 
     Example: fp4convert dequantize ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-restored
     """
-    from dataclasses import asdict
-
     from fp4convert import artifact as artifacts
     from fp4convert import convert, gpus, render
     from fp4convert import workers as crew
@@ -148,7 +144,7 @@ def dequantize_command(
     todo = convert.prepare_dequantize(opened, dtype)
     with screen.progress(todo.source_bytes, "dequantize") as report:
         result = convert.dequantize(opened, todo, output, crew.Settings(device, workers, force, report))
-    screen.show(asdict(result), render.draw_result)
+    screen.show(result.as_json(), render.draw_result)
 
 
 @app.command("doctor")
@@ -160,6 +156,33 @@ def doctor_command(json: JsonOption = False) -> None:
     from fp4convert import doctor, render
 
     render.Screen(json).show(doctor.examine(Path()), render.draw_examination)
+
+
+@app.command("transcode")
+def transcode_command(
+    artifact: ArtifactArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", help="New folder.")],
+    dialect: Annotated[str, typer.Option(help="How the result is spelled: compressed-tensors or modelopt.")],
+    format: Annotated[str | None, typer.Option("--format", help="nvfp4, for an mxfp4 artifact. Default: as it is.")] = None,
+    workers: WorkersOption = 0,
+    force: ForceOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Spell an artifact in another dialect: the same codes and block scales, never rounded again.
+
+    Example: fp4convert transcode ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-modelopt --dialect modelopt
+    """
+    from fp4convert import artifact as artifacts
+    from fp4convert import convert, render
+    from fp4convert import workers as crew
+
+    screen = render.Screen(json, quiet)
+    opened = artifacts.open_artifact(artifact)
+    todo = convert.prepare_transcode(opened, dialect, format)
+    with screen.progress(todo.source_bytes, "transcode") as report:
+        result = convert.transcode(opened, todo, output, crew.Settings("cpu", workers, force, report))
+    screen.show(result.as_json(), render.draw_result)
 
 
 def _version(wanted: bool) -> None:

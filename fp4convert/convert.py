@@ -10,21 +10,22 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 from fp4convert.artifact import RECORD, Artifact, make_record
 from fp4convert.backends import open_backend
-from fp4convert.dialects import Dialect, check_input_scale, dialect_named, form_of
+from fp4convert.dialects import Dialect, check_input_scale, dialect_named, form_of, is_reversible
 from fp4convert.errors import InputError, NumericError
 from fp4convert.formats import FLOAT_TYPES, format_named
 from fp4convert.output import OutputFolder, Purpose, open_output
-from fp4convert.plan import DTYPES, Plan, Task, plan_dequantize, plan_quantize
+from fp4convert.plan import DTYPES, Plan, Task, plan_dequantize, plan_quantize, plan_transcode
 from fp4convert.recipe import Target, build_recipe
 from fp4convert.shard import ShardWriter
 from fp4convert.sources import INDEX, Source
-from fp4convert.workers import Dequantizer, Quantizer, Settings, UnsoundShardError, Worker, fill_shard
+from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder, UnsoundShardError, Worker, carry, fill_shard
 
 RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
@@ -57,6 +58,11 @@ class Result:
     seconds: float
     tensors: dict[str, int]
     digest: str
+    carried: dict[str, object] | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """The document; `carried` where something was transcoded."""
+        return {key: value for key, value in asdict(self).items() if key != "carried" or value is not None}
 
 
 def prepare_quantize(source: Source, request: Request) -> Plan:
@@ -76,25 +82,12 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     are written, where weights are NaN or Inf: then neither index nor records are written.
     """
     worker = Quantizer(source, plan.target, open_backend(settings.device))
-    records = _dialect_of(plan).records(form_of(plan.target), plan.ignored, plan.quantized)
-    records["config.json"] = {**source.checkpoint.config, "quantization_config": records["config.json"]}
-    texts = {**_index_text(plan), **{file: _json(record) for file, record in records.items()}}
-    job = _Job(source, plan, texts, RECORD, RECORDS | texts.keys())
-
-    def conclude(folder: OutputFolder) -> None:
-        record = make_record(plan.target, plan.ignored, {"name": "fp4convert", "version": version("fp4convert")}, folder.hashes)
-        folder.write_text(RECORD, _json(record))
-
-    return _carry_out(job, worker, output, settings, conclude)
+    return _carry_out(_artifact_job(source, plan), worker, output, settings, partial(_write_record, plan))
 
 
 def prepare_dequantize(artifact: Artifact, dtype: str) -> Plan:
     """The plan that `dequantize` carries out; InputError for an unknown dtype or an artifact with errors."""
-    for finding in artifact.findings:
-        if finding.level == "error":
-            where = f"{finding.tensor}: " if finding.tensor else ""
-            detail = f"the artifact is not sound: {finding.code}: {where}{finding.detail}"
-            raise InputError("unsound-artifact", detail, "See: fp4convert inspect.", finding.tensor)
+    _refuse_unsound(artifact)
     return plan_dequantize(artifact.source.checkpoint, artifact.modules, dtype)
 
 
@@ -110,6 +103,64 @@ def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings)
     replaced = RECORDS | texts.keys()
     job = _Job(source, plan, texts, "config.json", replaced)
     return _carry_out(job, Dequantizer(artifact, open_backend(settings.device)), output, settings)
+
+
+def prepare_transcode(artifact: Artifact, dialect: str, fmt: str | None) -> Plan:
+    """The plan that `transcode` carries out; InputError for what cannot be said without a change, or an artifact with errors.
+
+    fmt  the artifact's own where None; nvfp4 for an MXFP4 artifact
+    """
+    _refuse_unsound(artifact)
+    made = format_named(fmt or artifact.format.name)
+    if made is not artifact.format and artifact.format.has_global_scale:
+        detail = f"{artifact.format.name} cannot be carried into {made.name}: its block scales are no powers of two"
+        raise InputError("not-lossless", detail, "Dequantize it, and quantize the result.")
+    dialect_named(dialect, made)
+    recorded = str(artifact.record.get("scale_rule"))
+    rule = recorded if made is artifact.format and recorded in made.scale_rules else None
+    target = Target(made.name, dialect, rule, artifact.form.activations if made is artifact.format else 16)
+    return plan_transcode(artifact.source.checkpoint, artifact.modules, target)
+
+
+def transcode(artifact: Artifact, plan: Plan, output: Path, settings: Settings) -> Result:
+    """Carry out a plan of prepare_transcode: the same codes and block scales under other names.
+
+    Raises OutputError as open_output does.
+    """
+    job = _artifact_job(artifact.source, plan)
+    carried = describe_carried(artifact, plan)
+    result = _carry_out(job, Transcoder(artifact, plan.target), output, settings, partial(_write_record, plan))
+    return replace(result, carried=carried)
+
+
+def describe_carried(artifact: Artifact, plan: Plan) -> dict[str, object]:
+    """How many modules keep every bit, and which do not.
+
+    rounded  their global scale or input scale is stored as its reciprocal, and that of the reciprocal is another float32
+    lossy    MXFP4 modules with blocks that NVFP4 cannot say; blocks, kept_blocks count those of all
+    """
+    made = format_named(plan.target.format)
+    kind = _dialect_of(plan).GLOBAL_SCALE_KIND
+    rounded, lossy, blocks, kept = [], [], 0, 0
+    for module in artifact.modules:
+        stored = [artifact.decode(module).global_scale, artifact.input_scale(module)]
+        if made is artifact.format and kind != artifact.spelling.GLOBAL_SCALE_KIND and not all(map(is_reversible, stored)):
+            rounded.append(module)
+        counts = (
+            [(q.block_scales.nbytes // 2, count) for q, count in carry(artifact, module, made)]
+            if made is not artifact.format
+            else []
+        )
+        blocks, kept = blocks + sum(count for count, _ in counts), kept + sum(count for _, count in counts)
+        if any(all_blocks != kept_blocks for all_blocks, kept_blocks in counts):
+            lossy.append(module)
+    changed = len(rounded) + len(lossy)
+    document: dict[str, object] = {
+        "modules": len(artifact.modules),
+        "bit_for_bit": len(artifact.modules) - changed,
+        "rounded": rounded,
+    }
+    return document if made is artifact.format else {**document, "lossy": lossy, "blocks": blocks, "kept_blocks": kept}
 
 
 def describe_plan(plan: Plan, settings: Settings) -> dict[str, object]:
@@ -140,6 +191,27 @@ def describe_plan(plan: Plan, settings: Settings) -> dict[str, object]:
         ],
         "warnings": list(plan.warnings),
     }
+
+
+def _refuse_unsound(artifact: Artifact) -> None:
+    for finding in artifact.findings:
+        if finding.level == "error":
+            where = f"{finding.tensor}: " if finding.tensor else ""
+            detail = f"the artifact is not sound: {finding.code}: {where}{finding.detail}"
+            raise InputError("unsound-artifact", detail, "See: fp4convert inspect.", finding.tensor)
+
+
+def _artifact_job(source: Source, plan: Plan) -> _Job:
+    """The conversion whose result is an artifact: shards, then the records that engines read, last our own."""
+    records = _dialect_of(plan).records(form_of(plan.target), plan.ignored, plan.quantized)
+    records["config.json"] = {**source.checkpoint.config, "quantization_config": records["config.json"]}
+    texts = {**_index_text(plan), **{file: _json(record) for file, record in records.items()}}
+    return _Job(source, plan, texts, RECORD, RECORDS | texts.keys())
+
+
+def _write_record(plan: Plan, folder: OutputFolder) -> None:
+    record = make_record(plan.target, plan.ignored, {"name": "fp4convert", "version": version("fp4convert")}, folder.hashes)
+    folder.write_text(RECORD, _json(record))
 
 
 @dataclass(frozen=True, slots=True)

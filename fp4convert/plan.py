@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from fp4convert.dialects import Ignored, Packed, dialect_named, form_of, is_quantized_tensor
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES
-from fp4convert.recipe import Recipe, ScaleGroup, Target, matches, scale_group
+from fp4convert.formats import FLOAT_TYPES, format_named
+from fp4convert.recipe import Recipe, ScaleGroup, Target, build_recipe, matches, scale_group
 from fp4convert.shard import Header, TensorRef, TensorSpec, lay_out
 from fp4convert.sources import Checkpoint
 
-Action = Literal["quantize", "dequantize", "copy", "skip"]
+Action = Literal["quantize", "dequantize", "transcode", "copy", "skip"]
 DTYPES = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}  # a user's word -> safetensors' name
 MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
 METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so; a shard's own metadata stays
@@ -101,8 +101,8 @@ class Plan:
 
     @property
     def quantized(self) -> list[str]:
-        """Modules that become four-bit."""
-        return [step.module for step in self.steps if step.action == "quantize"]
+        """Modules that are four-bit in the result."""
+        return [step.module for step in self.steps if step.action in ("quantize", "transcode")]
 
     @property
     def index(self) -> dict[str, object]:
@@ -161,6 +161,37 @@ def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: s
     """
     if dtype not in DTYPES:
         raise InputError("unknown-dtype", f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
+
+    def spell(module: str, shape: tuple[int, int]) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(f"{module}.weight", DTYPES[dtype], shape),)
+
+    return Plan(Target(dtype), _module_tasks(checkpoint, modules, "dequantize", spell), Ignored((), ()), ())
+
+
+def plan_transcode(checkpoint: Checkpoint, modules: dict[str, Packed], target: Target) -> Plan:
+    """The plan that spells the four-bit modules of an artifact in another dialect, every other tensor as it is.
+
+    modules  the sound quantized modules, as `artifact` found them
+    Raises   InputError for what the dialect cannot hold, or where an output would take the name of another tensor
+    """
+    dialect, form = dialect_named(str(target.dialect), format_named(target.format)), form_of(target)
+
+    def spell(module: str, shape: tuple[int, int]) -> tuple[TensorSpec, ...]:
+        return dialect.outputs(module, shape, form)
+
+    tasks = _module_tasks(checkpoint, modules, "transcode", spell)
+    kept = _kept_modules(checkpoint, {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)})
+    patterns = build_recipe(target, checkpoint.model_types).patterns_to_declare(kept, list(modules))
+    return Plan(target, tasks, Ignored(tuple(kept), patterns), ())
+
+
+def _module_tasks(
+    checkpoint: Checkpoint,
+    modules: dict[str, Packed],
+    action: Action,
+    spell: Callable[[str, tuple[int, int]], tuple[TensorSpec, ...]],
+) -> tuple[Task, ...]:
+    """Tasks that make something else of every four-bit module, where its packed codes are, and copy the rest."""
     home = {ref.name: module for module, packed in modules.items() for ref in (*packed.refs, *packed.companions)}
 
     def decide(shard: Header) -> list[_Draft]:
@@ -170,13 +201,13 @@ def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: s
             if module is None:
                 drafts.append(_Draft("copy", "not quantized", (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),)))
             elif ref == modules[module].refs[0]:
-                spec = TensorSpec(f"{module}.weight", DTYPES[dtype], modules[module].shape)
-                drafts.append(_Draft("dequantize", "four-bit", modules[module].refs, (spec,), modules[module].shape))
+                packed = modules[module]
+                drafts.append(_Draft(action, "four-bit", packed.refs, spell(module, packed.shape), packed.shape))
         return drafts
 
     tasks = tuple(_task(checkpoint, shard, decide(shard)) for shard in checkpoint.shards)
     _refuse_collisions(tasks)
-    return Plan(Target(dtype), tasks, Ignored((), ()), ())
+    return tasks
 
 
 @dataclass(frozen=True, slots=True)

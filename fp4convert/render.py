@@ -117,6 +117,21 @@ def draw_result(screen: Screen, result: Document) -> None:
     sizes = f"{_megabytes(result['source_bytes'])} -> {_megabytes(result['output_bytes'])}"
     screen.line(f"  {sizes} in {result['seconds']:.2f} s on {result['device']}")
     screen.line(f"  digest {result['digest']}")
+    if carried := result.get("carried"):
+        _draw_carried(screen, carried)
+
+
+def _draw_carried(screen: Screen, carried: Document) -> None:
+    """What a transcoded artifact keeps of the other, and what it does not."""
+    screen.line(f"  {carried['bit_for_bit']} of {carried['modules']} modules are carried bit for bit")
+    for key, what in (
+        ("rounded", "a scale stored as its reciprocal is off by one bit on the way back"),
+        ("lossy", "blocks too small for E4M3 were rounded"),
+    ):
+        if names := carried.get(key):
+            screen.line(f"  {len(names)} are not ({what}), the first {names[0]}", "yellow")
+    if "blocks" in carried:
+        screen.line(f"  {carried['kept_blocks']:,} of {carried['blocks']:,} blocks keep every value")
 
 
 def draw_plan(screen: Screen, plan: Document) -> None:

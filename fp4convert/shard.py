@@ -211,9 +211,10 @@ def _check_tiling(file: str, refs: Sequence[TensorRef], data_start: int, nbytes:
 def lay_out(file: str, specs: Iterable[TensorSpec], metadata: dict[str, str]) -> tuple[bytes, tuple[TensorRef, ...]]:
     """The header bytes of a shard and the address of each tensor in it, in the order of the file.
 
-    Wider dtypes stand first, as safetensors itself orders them, so that every tensor is aligned to its own type.
+    Wider dtypes stand first, so that every tensor is aligned to its own type, then names decide: the bytes do not depend on the
+    order of `specs`, and an artifact carried to another dialect and back is the same file.
     """
-    ordered = sorted(specs, key=lambda spec: -DTYPE_BITS[spec.dtype])
+    ordered = sorted(specs, key=lambda spec: (-DTYPE_BITS[spec.dtype], spec.name))
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     places, end = [], 0
     for spec in ordered:

@@ -9,7 +9,7 @@ import glob
 import shlex
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,13 +18,14 @@ from typing import Protocol
 import numpy as np
 
 from fp4convert.artifact import Artifact
-from fp4convert.backends import Backend
+from fp4convert.backends import Backend, processors
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.dialects import dialect_named
 from fp4convert.errors import NumericError
-from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Matrix, Quantized, format_named
+from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Format, Matrix, Quantized, format_named, row_panels
 from fp4convert.plan import Action, Step, Task
-from fp4convert.recipe import Target
+from fp4convert.recast import Recast, global_exponent, largest_exponent, recast
+from fp4convert.recipe import Target, group_members, scale_group
 from fp4convert.shard import ShardWriter, TensorRef
 from fp4convert.sources import Source
 
@@ -117,7 +118,11 @@ class Quantizer:
                 for number, q in panels:
                     if stop.is_set():
                         return
-                    self._write(steps[number], q, writer, is_first=number not in started)
+                    step = steps[number]
+                    parts = self._dialect.encode(step.module, q)
+                    if number not in started:
+                        parts |= self._dialect.encode_global(step.module, q, self._input_scale)
+                    _append(step, parts, writer)
                     started.add(number)
         except NumericError:
             found = (find_not_finite(ref, self._source.read(ref)) for ref in measured)
@@ -126,14 +131,6 @@ class Quantizer:
     def _panels(self, measured: Sequence[TensorRef], members: Sequence[TensorRef]) -> Generator[tuple[int, Quantized]]:
         group, own = ([_Stored(self._source, ref) for ref in refs] for refs in (measured, members))
         yield from self._backend.quantize_group(group, own, self.format, self._rule)
-
-    def _write(self, step: Step, q: Quantized, writer: ShardWriter, is_first: bool) -> None:
-        place = {output.name: output for output in step.outputs}
-        parts = self._dialect.encode(step.module, q)
-        if is_first:
-            parts |= self._dialect.encode_global(step.module, q, self._input_scale)
-        for name, part in parts.items():
-            writer.append(place[name], part)
 
 
 class Dequantizer:
@@ -166,6 +163,57 @@ class Dequantizer:
 
     def _panels(self, step: Step) -> Generator[memoryview]:
         yield from self._backend.dequantize_panels(self._artifact.decode(step.module), step.outputs[0].dtype)
+
+
+class Transcoder:
+    """Spells four-bit modules in another dialect; copies everything else."""
+
+    action: Action = "transcode"
+    made = "transcoded"
+    device = "cpu"
+
+    def __init__(self, artifact: Artifact, target: Target) -> None:
+        self._artifact = artifact
+        self._format = format_named(target.format)
+        self._dialect = dialect_named(str(target.dialect), self._format)
+        self.threads = processors()
+
+    def __call__(self, steps: list[Step], writer: ShardWriter, stop: threading.Event) -> None:
+        for step in steps:
+            if step.action != "transcode":
+                _copy(self._artifact.source, [step], writer, stop)
+                continue
+            for number, q in enumerate(carry(self._artifact, step.module, self._format)):
+                if stop.is_set():
+                    return
+                parts = self._dialect.encode(step.module, q.rows)
+                if number == 0:
+                    parts |= self._dialect.encode_global(step.module, q.rows, self._artifact.input_scale(step.module))
+                _append(step, parts, writer)
+
+
+def carry(artifact: Artifact, module: str, fmt: Format) -> Iterator[Recast]:
+    """The panels of a module, as they are or as NVFP4."""
+    q = artifact.decode(module)
+    exponent = global_exponent(_largest_of_group(artifact, module)) if fmt is not q.format else 0
+    for first, last in row_panels(q.shape):
+        rows = q.rows(first, last)
+        yield recast(rows, exponent) if fmt is not q.format else Recast(rows, rows.block_scales.nbytes)
+
+
+def _largest_of_group(artifact: Artifact, module: str) -> int:
+    """The largest exponent of the modules that share a scale with that one."""
+    group = scale_group(module, group_members(artifact.source.checkpoint.model_types))
+    members = [f"{group.parent}.{member}".lstrip(".") for member in group.members] if group else [module]
+    present = [artifact.decode(member) for member in members if member in artifact.modules]
+    return max(largest_exponent(q.rows(first, last)) for q in present for first, last in row_panels(q.shape))
+
+
+def _append(step: Step, parts: dict[str, memoryview], writer: ShardWriter) -> None:
+    """Write parts at the places that the step has for their names."""
+    place = {output.name: output for output in step.outputs}
+    for name, part in parts.items():
+        writer.append(place[name], part)
 
 
 def _copy(source: Source, steps: list[Step], writer: ShardWriter, stop: threading.Event) -> None:

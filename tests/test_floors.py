@@ -12,7 +12,7 @@ FLOORS = [
     {"errors"},
     {"formats", "cubins"},
     {"codec", "shard", "recipe", "gpus"},
-    {"sources", "dialects", "lane"},
+    {"sources", "dialects", "lane", "recast"},
     {"plan", "backends"},
     {"output", "artifact", "doctor"},
     {"workers", "verification"},
@@ -31,7 +31,7 @@ ROOMS = {
     "rich": {"render"},
     "typer": {"cli"},
     "ctypes": {"backends", "gpus"},
-    "numpy": {"codec", "lane", "backends", "verification", "workers"},
+    "numpy": {"codec", "recast", "lane", "backends", "verification", "workers"},
     "ml_dtypes": {"codec"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -97,6 +97,10 @@ class Dialect(Protocol):
         """The matrix behind the tensors of that module; `read` gives a tensor's bytes by its name."""
 
     @staticmethod
+    def decode_input_scale(module: str, read: Callable[[str], memoryview]) -> float:
+        """The input scale of that module as a multiplier, not rounded."""
+
+    @staticmethod
     def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
         """What its engines read: file name -> object; the one for config.json is its quantization_config."""
 
@@ -147,6 +151,14 @@ def encode_global_scale(q: Quantized, kind: Kind) -> memoryview:
     if q.global_scale is None:
         raise RuntimeError(f"{q.format.name} has no global scale")
     return encode_scalar(q.global_scale, is_inverse=q.kind != kind)
+
+
+def is_reversible(scalar: float | None) -> bool:
+    """True where the float32 reciprocal of the float32 reciprocal is the float32 itself; of nothing, too."""
+    if scalar is None:
+        return True
+    (there,) = struct.unpack("<f", encode_scalar(scalar, is_inverse=True))
+    return bytes(encode_scalar(there, is_inverse=True)) == bytes(encode_scalar(scalar))
 
 
 def check_input_scale(fmt: Format, activations: int, input_scale: float | None) -> float | None:

@@ -58,6 +58,10 @@ def decode(module: str, shape: tuple[int, int], fmt: Format, read: Callable[[str
     return Quantized(fmt, shape, packed, block_scales, divisor, "divisor")
 
 
+def decode_input_scale(module: str, read: Callable[[str], memoryview]) -> float:
+    return 1 / float(struct.unpack("<f", read(f"{module}.input_global_scale"))[0])
+
+
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, dict[str, object]]:
     fmt = form.format
     weights = {

@@ -52,6 +52,10 @@ def decode(module: str, shape: tuple[int, int], fmt: Format, read: Callable[[str
     return Quantized(fmt, shape, read(f"{module}.weight"), read(f"{module}.weight_scale"), multiplier, "multiplier")
 
 
+def decode_input_scale(module: str, read: Callable[[str], memoryview]) -> float:
+    return float(struct.unpack("<f", read(f"{module}.input_scale"))[0])
+
+
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, dict[str, object]]:
     everything = "\n".join(quantized)
     globs = [pattern for pattern in ignored.patterns if not pattern.startswith("re:")]

@@ -1,0 +1,77 @@
+"""MXFP4 blocks as NVFP4 blocks: the same values, wherever E4M3 can say the power of two.
+
+A global scale of 2^k turns an MXFP4 block scale of 2^e into the E4M3 value 2^(e - k), twice, for NVFP4 blocks are half as long.
+E4M3 holds the powers from 2^-9 to 2^8, so k = e - 8 for the largest e of a scale group leaves room for 18 of them; the codes of
+blocks below are rounded again, half to even, under 2^-9.  Source: OCP MX v1.0; ModelOpt 0.47 casts gpt-oss in this way.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4convert.codec import decode_e2m1, encode_e2m1, pack, unpack
+from fp4convert.formats import MXFP4, NVFP4, Quantized
+
+LOWEST, HIGHEST = -9, 8  # powers of two in E4M3
+BIAS = 127  # of E8M0
+ONE = 0x38  # 1.0 as E4M3: what a block of zeros stores
+NOTHING = -(1 << 15)  # the exponent of a matrix without any value
+
+
+class Recast(NamedTuple):
+    """Rows as NVFP4, and how many of their MXFP4 blocks kept every value."""
+
+    rows: Quantized
+    kept_blocks: int
+
+
+def largest_exponent(q: Quantized) -> int:
+    """The largest e of the MXFP4 block scales 2^e that scale a value other than zero; NOTHING where none does."""
+    exponents = _exponents(q)
+    return int(exponents[_has_values(q)].max(initial=NOTHING))
+
+
+def global_exponent(largest: int) -> int:
+    """k of the global scale 2^k for a scale group whose largest exponent this is."""
+    return max(largest - HIGHEST, -126) if largest > NOTHING else 0
+
+
+def recast(q: Quantized, exponent: int) -> Recast:
+    """Rows of MXFP4 as NVFP4 under the global scale 2^exponent, a multiplier."""
+    rows, columns = q.shape
+    has_values = _has_values(q)
+    powers = np.where(has_values, _exponents(q) - exponent, 0)
+    shifts = np.minimum(powers - LOWEST, 0)  # how far below the lowest power
+    codes = unpack(np.frombuffer(q.packed, np.uint8).reshape(rows, -1)).reshape(rows, -1, MXFP4.block_size)
+    low = shifts < 0
+    values = np.ldexp(decode_e2m1(codes[low]), shifts[low][:, None])
+    rounded = encode_e2m1(values.astype(np.float32))
+    is_kept = np.ones(low.shape, bool)
+    is_kept[low] = (decode_e2m1(rounded) == values).all(axis=-1)
+    if low.any():
+        codes = codes.copy()
+        codes[low] = np.where(decode_e2m1(codes[low]) == 0, codes[low], rounded)
+    stored = np.where(has_values, _power_of_two(np.maximum(powers, LOWEST)), ONE).astype(np.uint8)
+    block_scales = np.repeat(stored, MXFP4.block_size // NVFP4.block_size, axis=-1)
+    packed = pack(codes.reshape(rows, columns))
+    made = Quantized(NVFP4, q.shape, packed.ravel().data, block_scales.ravel().data, 2.0**exponent)
+    return Recast(made, int(is_kept.sum()))
+
+
+def _exponents(q: Quantized) -> NDArray[np.int64]:
+    return np.frombuffer(q.block_scales, np.uint8).astype(np.int64).reshape(q.shape[0], -1) - BIAS
+
+
+def _has_values(q: Quantized) -> NDArray[np.bool_]:
+    """Per block, whether a code is other than zero."""
+    packed = np.frombuffer(q.packed, np.uint8).reshape(q.shape[0], -1, MXFP4.block_size // 2)
+    has_values: NDArray[np.bool_] = (packed & 0x77 != 0).any(axis=-1)
+    return has_values
+
+
+def _power_of_two(powers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """E4M3 bytes of 2^power, LOWEST..HIGHEST; below 2^-6 they are subnormal."""
+    return np.where(powers >= -6, (powers + 7) << 3, 1 << np.maximum(powers - LOWEST, 0))
