@@ -247,7 +247,7 @@ class _Job:
             traits={
                 "the version of fp4convert": version("fp4convert"),
                 "the options": _sha256([asdict(self.plan.target), self.plan.quantized, self.texts]),
-                "the source's files or their times": _sha256([[task.key for task in self.plan.tasks], self.sidecars]),
+                "the source's files or their times": _sha256([self.source.checkpoint.stamps, self.sidecars]),
             },
             files=(*(task.file for task in self.plan.tasks), *self.sidecars, *self.texts),
             last=self.last,

@@ -11,6 +11,7 @@ import atexit
 import hashlib
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Collection
 from contextlib import suppress
@@ -23,6 +24,7 @@ from fp4convert.errors import InputError, OutputError
 
 SOURCES = ("quantize.cu", "dequantize.cu", "gemv.cu")
 HEADERS = ("fp4.h", "device.h")
+ELF_HEADER_NBYTES = 64
 OLDEST = (8, 0)  # the first with packed bf16 arithmetic
 WITH_CVT = frozenset({(10, 0), (10, 3), (12, 0), (12, 1)})  # cvt to and from e2m1x2, under their own targets alone
 
@@ -113,19 +115,23 @@ def cubin_path(source: Path, target: Target) -> Path:
     for part in parts:
         key.update(hashlib.sha256(part.read_bytes()).digest())
     name = f"{source.stem}-{target.arch}-{key.hexdigest()[:16]}.cubin"
+    with suppress(OSError):
+        if _is_whole(path := cache_folder() / name):
+            return path
+    cubin, _ = compile_cubin(source, target)
     for folder in (cache_folder, _own_folder):
         with suppress(OSError):
-            path = folder() / name
-            if not path.is_file():
-                _store(path, compile_cubin(source, target)[0])
+            _store(path := folder() / name, cubin)
             return path
-    raise OutputError("no-cache", f"neither {cache_folder()} nor {_own_folder()} takes a compiled kernel", "Set XDG_CACHE_HOME.")
+    detail = f"neither {cache_folder()} nor {tempfile.gettempdir()} takes a compiled kernel"
+    raise OutputError("no-cache", detail, "Set XDG_CACHE_HOME or TMPDIR to a folder that can be written.")
 
 
 def cache_folder() -> Path:
-    """Where binaries are kept: fp4convert below XDG_CACHE_HOME, or below ~/.cache."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(given if os.path.isabs(given) else os.path.expanduser("~/.cache")) / "fp4convert"
+    """Where binaries are kept: fp4convert below XDG_CACHE_HOME, or below ~/.cache; without a home, for this process alone."""
+    candidates = (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache"))
+    found = next((candidate for candidate in candidates if os.path.isabs(candidate)), None)
+    return Path(found) / "fp4convert" if found else _own_folder()
 
 
 @cache
@@ -134,6 +140,20 @@ def _own_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="fp4convert-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _is_whole(path: Path) -> bool:
+    """True for an ELF file that is as long as its tables say; one that a crash or a disk cut short is compiled again."""
+    if not path.is_file():
+        return False
+    cubin = path.read_bytes()
+    if len(cubin) < ELF_HEADER_NBYTES or not cubin.startswith(b"\x7fELF"):
+        return False
+    programs_at, sections_at, _, _, program_nbytes, programs, section_nbytes, sections = struct.unpack_from(
+        "<QQIHHHHH", cubin, 32
+    )
+    end: int = max(programs_at + programs * program_nbytes, sections_at + sections * section_nbytes)
+    return len(cubin) >= end
 
 
 def _store(path: Path, cubin: bytes) -> None:

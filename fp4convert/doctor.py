@@ -29,13 +29,14 @@ def examine(folder: Path) -> dict[str, object]:
         "driver": found.driver and dotted(found.driver),
         "gpus_shown": found.count,
         "gpus": [_describe(gpu) for gpu in found.gpus],
+        "gpus_refused": [{"device": name, "reason": reason} for name, reason in found.refused],
         "cupy": found.cupy,
         "nvrtc": found.nvrtc and dotted(found.nvrtc),
         "problem": found.problem or None,
         "next": found.next_step or None,
         "cubin_cache": _cache(cubins.cache_folder()),
         "cpu": {"processors": processors(), "machine": platform.machine(), "instruction_set": Cpu().instruction_set},
-        "disk": {"folder": str(folder.resolve()), "free_bytes": shutil.disk_usage(folder).free},
+        "disk": _disk(folder),
     }
 
 
@@ -53,13 +54,19 @@ def _describe(gpu: Gpu) -> dict[str, object]:
 
 def _cache(folder: Path) -> dict[str, object]:
     """Where compiled kernels are kept, and whether they can be."""
-    files = [path for path in folder.glob("*.cubin") if path.is_file()] if folder.is_dir() else []
-    return {
-        "folder": str(folder),
-        "writable": _takes_files(next(place for place in (folder, *folder.parents) if place.exists())),
-        "files": len(files),
-        "bytes": sum(path.stat().st_size for path in files),
-    }
+    try:
+        sizes = [path.stat().st_size for path in folder.glob("*.cubin")] if folder.is_dir() else []
+        is_writable = _takes_files(next(place for place in (folder, *folder.parents) if place.exists()))
+    except OSError:
+        sizes, is_writable = [], False
+    return {"folder": str(folder), "writable": is_writable, "files": len(sizes), "bytes": sum(sizes)}
+
+
+def _disk(folder: Path) -> dict[str, object]:
+    try:
+        return {"folder": str(folder.resolve()), "free_bytes": shutil.disk_usage(folder).free}
+    except OSError:
+        return {"folder": None, "free_bytes": None}
 
 
 def _takes_files(folder: Path) -> bool:

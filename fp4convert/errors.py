@@ -3,6 +3,7 @@
 Fp4Error                1  (never raised itself; anything else that escapes is our bug, and exits 1)
 ├── InputError          2  bad input or usage; nothing was written
 │   └── NumericError    2  weights that four bits cannot hold (NaN, Inf)
+├── DeviceError         2  a GPU that is not there, lacks memory or fails; resumable
 ├── SourceError         3  the source went away or changed; resumable
 ├── OutputError         5  the output side: disk full, read-only, other content; resumable
 └── Interrupted       130  Ctrl-C; 143 for SIGTERM; resumable
@@ -43,6 +44,12 @@ class InputError(Fp4Error):
 
 class NumericError(InputError):
     """Weights that no four-bit format can hold."""
+
+
+class DeviceError(Fp4Error):
+    """The device asked for is not there, lacks memory or fails; what was finished stays, and a re-run continues."""
+
+    exit_code = 2
 
 
 class SourceError(Fp4Error):

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from fp4convert import cubins
-from fp4convert.errors import InputError
+
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+NO_GPU = "the NVIDIA driver shows no GPU"
 
 Version = tuple[int, int]
 
@@ -28,8 +30,9 @@ class Gpu:
 class Survey:
     """What was found on the way to a GPU; `problem` and `next_step` say where the way ends, if it does.
 
-    driver  highest CUDA version that the driver runs; None without a driver
-    count   GPUs that the driver shows
+    driver   highest CUDA version that the driver runs; None without a driver
+    count    GPUs that the driver shows
+    refused  (device, why) of those that cannot be used
     """
 
     driver: Version | None = None
@@ -37,12 +40,13 @@ class Survey:
     cupy: str | None = None
     nvrtc: Version | None = None
     gpus: tuple[Gpu, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
     problem: str = ""
     next_step: str = ""
 
 
 def survey() -> Survey:
-    """The usable GPUs, or why there is none; CuPy is imported only where the driver shows a GPU."""
+    """The usable GPUs, or why there is none; raises nothing. CuPy is imported only where the driver shows a GPU."""
     driver, count, problem = ask_driver()
     if driver is None or problem:
         return Survey(driver, count, problem=problem, next_step="Install NVIDIA's driver, or use --device cpu.")
@@ -54,24 +58,30 @@ def survey() -> Survey:
 
         nvrtc = cubins.nvrtc_version()
     except Exception as error:  # CuPy raises many kinds where a library of CUDA is missing
-        detail = str(error).strip().partition("\n")[0]
-        return Survey(driver, count, problem=f"CuPy or its NVRTC does not load: {detail}", next_step=f"{install}.")
+        return Survey(driver, count, problem=f"CuPy or its NVRTC does not load: {_first_line(error)}", next_step=f"{install}.")
     if nvrtc[0] > driver[0]:
         detail = f"NVRTC {dotted(nvrtc)} is newer than the driver, which runs CUDA {dotted(driver)}"
         return Survey(driver, count, cupy.__version__, nvrtc, problem=detail, next_step=f"Uninstall that NVRTC and {install}.")
-    try:
-        gpus = tuple(_gpu(cupy, number) for number in range(count))
-    except InputError as error:
-        return Survey(driver, count, cupy.__version__, nvrtc, problem=error.message, next_step=error.next_step)
-    return Survey(driver, count, cupy.__version__, nvrtc, gpus)
+    gpus, refused = [], []
+    for number in range(count):
+        try:
+            gpus.append(_gpu(cupy, number))
+        except Exception as error:  # ours, or any that CUDA has for a GPU in exclusive use, without memory, lost
+            refused.append((f"cuda:{number}", _first_line(error)))
+    problem, next_step = ("", "") if gpus else (refused[0][1], "Use --device cpu.")
+    return Survey(driver, count, cupy.__version__, nvrtc, tuple(gpus), tuple(refused), problem, next_step)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def unused(device: str) -> list[str]:
-    """A warning where --device auto leaves a GPU aside that the driver shows."""
+    """A warning where --device auto leaves a GPU aside, or a driver that refuses to start."""
     found = survey() if device == "auto" else Survey()
-    return (
-        [f"the CPU is used, though there is a GPU: {found.problem}. {found.next_step}"] if found.count and found.problem else []
-    )
+    if found.driver and found.problem and found.problem != NO_GPU:
+        return [f"the CPU is used: {found.problem}. {found.next_step}"]
+    return [f"{name} is not used: {reason}" for name, reason in found.refused]
 
 
 def dotted(version: Version) -> str:
@@ -80,21 +90,29 @@ def dotted(version: Version) -> str:
 
 def ask_driver() -> tuple[Version | None, int, str]:
     """(highest CUDA version, GPUs that it shows, why there are none) of NVIDIA's driver."""
+    number, count = ctypes.c_int(), ctypes.c_int()
     try:
         library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None, 0, "there is no NVIDIA driver (libcuda.so.1)"
-    number, count = ctypes.c_int(), ctypes.c_int()
-    library.cuDriverGetVersion(ctypes.byref(number))
+    except OSError as error:
+        missing = "cannot open shared object file" in str(error)
+        return None, 0, f"there is no NVIDIA driver (libcuda.so.1{'' if missing else f': {error}'})"
+    try:
+        code = (
+            library.cuDriverGetVersion(ctypes.byref(number)) or library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
+        )
+    except AttributeError:
+        return None, 0, "libcuda.so.1 is no NVIDIA driver: it lacks cuInit"
     version = (number.value // 1000, number.value % 1000 // 10)
-    code = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
-    if code:
+    if code and code != NO_DEVICE:
         return version, 0, f"the NVIDIA driver refuses to start (CUDA error {code})"
-    return version, count.value, "" if count.value else "the NVIDIA driver shows no GPU"
+    return version, count.value, "" if count.value else NO_GPU
 
 
 def _gpu(cupy: ModuleType, number: int) -> Gpu:
+    """The GPU of that number, which must take work: InputError or any of CuPy's where it does not."""
     properties = cupy.cuda.runtime.getDeviceProperties(number)
     capability = (int(properties["major"]), int(properties["minor"]))
     target = cubins.target_for(capability, cubins.known_targets())
+    with cupy.cuda.Device(number) as device:
+        _ = device.mem_info  # starts a context
     return Gpu(number, properties["name"].decode(), capability, int(properties["totalGlobalMem"]), target)

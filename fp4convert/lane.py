@@ -21,14 +21,14 @@ import numpy as np
 
 from fp4convert import cubins
 from fp4convert.codec import check_range, global_scale_of, not_finite
-from fp4convert.errors import InputError
+from fp4convert.errors import DeviceError
 from fp4convert.formats import FLOAT_TYPES, Format, Matrix, Quantized, Weights, check_rule, row_panels
 from fp4convert.gpus import Gpu
 
 LANES = 4  # to a GPU: callers that read, compute and write side by side
-PANEL_ELEMENTS = 8 << 20  # 16 MB of bf16: a third of a millisecond of PCIe 5, several times what starting the work costs
+GPU_PANEL_ELEMENTS = 8 << 20  # 16 MB of bf16: a third of a millisecond of PCIe 5, several times what starting the work costs
 RESIDENT_SHARE = 0.8  # of the free device memory: panels that stay between the passes
-ELEMENTS_PER_BLOCK, THREADS = 8192, 256  # kernels/device.h
+ELEMENTS_PER_LAUNCH_BLOCK, THREADS = 8192, 256  # kernels/device.h
 ALIGNMENT = 16  # of every part of a buffer
 MAX_ELEMENT_NBYTES = 4  # float32
 FILES = {"amax": "quantize.cu", "quantize": "quantize.cu", "dequantize": "dequantize.cu", "gemv": "gemv.cu"}
@@ -45,10 +45,18 @@ class Kernels:
 
         self.cupy = cupy
         self.gpu = gpu
-        with cupy.cuda.Device(gpu.number) as device:
-            self.room_nbytes = int(RESIDENT_SHARE * device.mem_info[0])
+        self._room_nbytes: int | None = None
         self._modules: dict[str, Any] = {}
         self._lock = threading.Lock()
+
+    @property
+    def room_nbytes(self) -> int:
+        """Device memory for panels that stay, measured when it is first asked for."""
+        with self._lock:
+            if self._room_nbytes is None:
+                with self.cupy.cuda.Device(self.gpu.number) as device:
+                    self._room_nbytes = int(RESIDENT_SHARE * device.mem_info[0])
+            return self._room_nbytes
 
     def launch(self, name: str, grid: tuple[int, ...], stream: Any, *arguments: int) -> None:
         """Start a kernel; `arguments` are addresses and integers, which CuPy passes as 64 bits each."""
@@ -58,6 +66,17 @@ class Kernels:
                 path = cubins.cubin_path(cubins.kernels_folder() / file, self.gpu.target)
                 self._modules[file] = self.cupy.RawModule(path=str(path))
         self._modules[file].get_function(name)(grid, (THREADS,), arguments, stream=stream)
+
+
+@contextmanager
+def told(kernels: Kernels) -> Iterator[None]:
+    """Turn CUDA's refusals into a DeviceError that names the GPU."""
+    cuda = kernels.cupy.cuda
+    try:
+        yield
+    except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
+        detail = f"cuda:{kernels.gpu.number} ({kernels.gpu.name}) failed: {error}"
+        raise DeviceError("device-failed", detail, "Run the same command again, or with --device cpu.") from error
 
 
 class _Buffer:
@@ -74,19 +93,19 @@ class _Buffer:
 
     def hold(self, nbytes: int) -> None:
         """Make both sides at least so large; what they held is lost."""
-        if nbytes <= self.nbytes:
+        wanted = max(nbytes, ALIGNMENT)
+        if wanted <= self.nbytes:
             return
         self.copied.synchronize()
         self.used.synchronize()
         cuda = self._cupy.cuda
         try:
-            self.pinned = cuda.alloc_pinned_memory(nbytes)
-            self.device = cuda.alloc(nbytes)
+            pinned, device = cuda.alloc_pinned_memory(wanted), cuda.alloc(wanted)
         except (cuda.memory.OutOfMemoryError, cuda.runtime.CUDARuntimeError) as error:
-            detail = f"the GPU or its driver has no {nbytes:,} bytes of memory left: {error}"
-            raise InputError("device-memory", detail, "End what else uses the GPU, or use --device cpu.") from None
-        self.host = memoryview(self.pinned).cast("B")
-        self.nbytes = nbytes
+            detail = f"the GPU or its driver has no {wanted:,} bytes of memory left: {error}"
+            raise DeviceError("device-memory", detail, "End what else uses the GPU, or use --device cpu.") from None
+        self.pinned, self.device, self.nbytes = pinned, device, wanted
+        self.host = memoryview(pinned).cast("B")
 
     def upload(self, nbytes: int, stream: Any, place: Any = None) -> None:
         """Start to copy the first bytes of the pinned side to the device side, or to another place there."""
@@ -110,6 +129,7 @@ class Lane:
         self._kernels = kernels
         self._room_nbytes = kernels.room_nbytes // LANES
         self._resident: dict[tuple[Weights, int], Any] = {}
+        self._is_measured = False
         with self.device:
             self._up, self._work, self._down = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
             self._amax_buffer, *buffers = (_Buffer(cupy) for _ in range(5))
@@ -118,33 +138,37 @@ class Lane:
 
     def reserve(self, measured: Sequence[Weights]) -> None:
         """Have memory for any panel of these, before some stay and fill the GPU."""
-        elements = max(max(PANEL_ELEMENTS, weights.shape[1]) for weights in measured)
+        elements = max(max(GPU_PANEL_ELEMENTS, weights.shape[1]) for weights in measured)
         largest = max(FLOAT_TYPES[weights.dtype].nbytes for weights in measured)
         for buffer, element_nbytes in zip(self._buffers, (largest, largest, 1, 1), strict=True):
             buffer.hold(elements * element_nbytes)
 
     def finish(self) -> None:
         """Wait for whatever is under way, and forget the panels that stayed."""
-        with self.device:
-            for stream in (self._up, self._work, self._down):
-                stream.synchronize()
-        self._resident.clear()
+        try:
+            with self.device:
+                for stream in (self._up, self._work, self._down):
+                    stream.synchronize()
+        finally:
+            self._resident.clear()
 
     def give_amax(self, amax: float) -> None:
         """Set the amax that `quantize` uses."""
         self._amax_buffer.hold(ALIGNMENT)
         self._amax_buffer.host[:4] = np.float32(amax).tobytes()
         self._amax_buffer.upload(4, self._work)
+        self._is_measured = False
 
     def measure(self, measured: Sequence[Weights], keep: Sequence[Weights]) -> None:
         """Set the amax that `quantize` uses to the largest magnitude of all that is measured; panels of some stay."""
         self._amax_buffer.hold(ALIGNMENT)
         self._amax_buffer.device.memset_async(0, 4, self._work)
         for weights in measured:
-            for first, last in row_panels(weights.shape, PANEL_ELEMENTS):
+            for first, last in row_panels(weights.shape, GPU_PANEL_ELEMENTS):
                 with self._panel(weights, first, last, may_stay=weights in keep) as (x, n):
                     self._start(f"amax_{FLOAT_TYPES[weights.dtype].word}", n, x, n, self._amax_buffer.device.ptr)
         self._amax_buffer.download(4, self._down, after=self._work)
+        self._is_measured = True
 
     def amax(self) -> float:
         """The amax, as soon as it is known."""
@@ -152,27 +176,31 @@ class Lane:
         return float(np.frombuffer(self._amax_buffer.host, np.float32, 1)[0])
 
     def quantize(self, members: Sequence[Weights], fmt: Format, rule: str) -> Iterator[tuple[int, Quantized]]:
-        """Panels in order, each valid until the next is asked for; NumericError where the amax is Inf or NaN."""
-        argument = self._amax_buffer.device.ptr if fmt.has_global_scale else fmt.scale_rules.index(check_rule(fmt, rule))
+        """Panels in order, each valid until the next is asked for, under the amax that `measure` or `give_amax` set.
+
+        Raises NumericError where a measured amax is Inf or NaN, InputError for a rule of another format
+        """
+        number_of_rule = fmt.scale_rules.index(check_rule(fmt, rule))
+        argument = self._amax_buffer.device.ptr if fmt.has_global_scale else number_of_rule
 
         def start(number: int, weights: Weights, first: int, last: int) -> Callable[[], tuple[int, Quantized]]:
             result = next(self._results)
             n = (last - first) * weights.shape[1]
-            scales_at = _aligned(n // 2)
-            nbytes = scales_at + n // fmt.block_size
+            block_scales_at = _aligned(n // 2)
+            nbytes = block_scales_at + n // fmt.block_size
             result.hold(nbytes)
             with self._panel(weights, first, last) as (x, _):
                 name = f"quantize_{fmt.name}_{FLOAT_TYPES[weights.dtype].word}"
-                self._start(name, n, x, n, argument, result.device.ptr, result.device.ptr + scales_at)
+                self._start(name, n, x, n, argument, result.device.ptr, result.device.ptr + block_scales_at)
             result.download(nbytes, self._down, after=self._work)
 
             def take() -> tuple[int, Quantized]:
                 result.copied.synchronize()
                 amax = self.amax()
-                if not math.isfinite(amax):
+                if self._is_measured and not math.isfinite(amax):
                     raise not_finite()
                 stored = float(global_scale_of(amax)) if fmt.has_global_scale else None
-                packed, block_scales = result.host[: n // 2], result.host[scales_at:nbytes]
+                packed, block_scales = result.host[: n // 2], result.host[block_scales_at:nbytes]
                 return number, Quantized(fmt, (last - first, weights.shape[1]), packed, block_scales, stored)
 
             return take
@@ -180,7 +208,7 @@ class Lane:
         yield from _one_behind(
             start(number, weights, first, last)
             for number, weights in enumerate(members)
-            for first, last in row_panels(weights.shape, PANEL_ELEMENTS)
+            for first, last in row_panels(weights.shape, GPU_PANEL_ELEMENTS)
         )
 
     def dequantize(self, q: Quantized, dtype: str) -> Iterator[memoryview]:
@@ -204,7 +232,7 @@ class Lane:
 
             return take
 
-        return _one_behind(start(q.rows(first, last)) for first, last in row_panels(q.shape, PANEL_ELEMENTS))
+        return _one_behind(start(q.rows(first, last)) for first, last in row_panels(q.shape, GPU_PANEL_ELEMENTS))
 
     def gemv(self, q: Quantized, x: Matrix | Quantized) -> memoryview:
         """fp16 (vectors, rows), valid until the lane is used again."""
@@ -223,7 +251,7 @@ class Lane:
 
     def _start(self, name: str, n: int, *arguments: int) -> None:
         """Start an elementwise kernel on n elements."""
-        self._kernels.launch(name, (-(-n // ELEMENTS_PER_BLOCK),), self._work, *arguments)
+        self._kernels.launch(name, (-(-n // ELEMENTS_PER_LAUNCH_BLOCK),), self._work, *arguments)
 
     @contextmanager
     def _panel(self, weights: Weights, first: int, last: int, may_stay: bool = False) -> Iterator[tuple[int, int]]:

@@ -60,7 +60,7 @@ class Step:
 class Task:
     """One input shard -> one output shard of the same name; tasks do not depend on each other.
 
-    key     equal keys promise equal output bytes: a hash of the steps and of what changes when the input shard may have
+    key     equal keys promise equal output bytes: a hash of target, steps, and what changes when a shard that they read may have
     header  the output's header bytes; nbytes, the size of the whole output
     """
 
@@ -132,7 +132,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
         group = groups[ref.name]
         return _Draft(action, reason, (ref,), specs, shape, group.name, group.members)
 
-    tasks = tuple(_task(checkpoint, shard, [decide(ref) for ref in shard.tensors]) for shard in checkpoint.shards)
+    tasks = tuple(_task(checkpoint, shard, [decide(ref) for ref in shard.tensors], recipe.target) for shard in checkpoint.shards)
     _refuse_collisions(tasks)
     if not chosen:
         warnings.append(f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists")
@@ -165,7 +165,8 @@ def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: s
     def spell(module: str, shape: tuple[int, int]) -> tuple[TensorSpec, ...]:
         return (TensorSpec(f"{module}.weight", DTYPES[dtype], shape),)
 
-    return Plan(Target(dtype), _module_tasks(checkpoint, modules, "dequantize", spell), Ignored((), ()), ())
+    target = Target(dtype)
+    return Plan(target, _module_tasks(checkpoint, modules, spell, target), Ignored((), ()), ())
 
 
 def plan_transcode(checkpoint: Checkpoint, modules: dict[str, Packed], target: Target) -> Plan:
@@ -179,7 +180,7 @@ def plan_transcode(checkpoint: Checkpoint, modules: dict[str, Packed], target: T
     def spell(module: str, shape: tuple[int, int]) -> tuple[TensorSpec, ...]:
         return dialect.outputs(module, shape, form)
 
-    tasks = _module_tasks(checkpoint, modules, "transcode", spell)
+    tasks = _module_tasks(checkpoint, modules, spell, target)
     kept = _kept_modules(checkpoint, {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)})
     patterns = build_recipe(target, checkpoint.model_types).patterns_to_declare(kept, list(modules))
     return Plan(target, tasks, Ignored(tuple(kept), patterns), ())
@@ -188,10 +189,11 @@ def plan_transcode(checkpoint: Checkpoint, modules: dict[str, Packed], target: T
 def _module_tasks(
     checkpoint: Checkpoint,
     modules: dict[str, Packed],
-    action: Action,
     spell: Callable[[str, tuple[int, int]], tuple[TensorSpec, ...]],
+    target: Target,
 ) -> tuple[Task, ...]:
     """Tasks that make something else of every four-bit module, where its packed codes are, and copy the rest."""
+    action: Action = "transcode" if target.dialect else "dequantize"
     home = {ref.name: module for module, packed in modules.items() for ref in (*packed.refs, *packed.companions)}
 
     def decide(shard: Header) -> list[_Draft]:
@@ -205,7 +207,7 @@ def _module_tasks(
                 drafts.append(_Draft(action, "four-bit", packed.refs, spell(module, packed.shape), packed.shape))
         return drafts
 
-    tasks = tuple(_task(checkpoint, shard, decide(shard)) for shard in checkpoint.shards)
+    tasks = tuple(_task(checkpoint, shard, decide(shard), target) for shard in checkpoint.shards)
     _refuse_collisions(tasks)
     return tasks
 
@@ -229,7 +231,7 @@ class _Group:
     members: tuple[TensorRef, ...]
 
 
-def _task(checkpoint: Checkpoint, shard: Header, drafts: list[_Draft]) -> Task:
+def _task(checkpoint: Checkpoint, shard: Header, drafts: list[_Draft], target: Target) -> Task:
     header, placed = lay_out(shard.file, (spec for draft in drafts for spec in draft.specs), METADATA | shard.metadata)
     place = {ref.name: ref for ref in placed}
     steps = tuple(
@@ -246,7 +248,9 @@ def _task(checkpoint: Checkpoint, shard: Header, drafts: list[_Draft]) -> Task:
         for draft in drafts
     )
     end = max((ref.start + ref.nbytes for ref in placed), default=len(header))
-    key = hashlib.sha256(f"{checkpoint.stamps[shard.file]} {steps!r}".encode("utf-8", "surrogatepass")).hexdigest()
+    files = sorted({shard.file, *(ref.file for draft in drafts for ref in (*draft.refs, *draft.amax_of))})
+    promise = f"{target!r} {[checkpoint.stamps[file] for file in files]} {steps!r}"
+    key = hashlib.sha256(promise.encode("utf-8", "surrogatepass")).hexdigest()
     return Task(shard.file, key, header, end, steps)
 
 

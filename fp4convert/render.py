@@ -198,11 +198,11 @@ def draw_examination(screen: Screen, found: Document) -> None:
         "fp4convert": f"{found['fp4convert']}, Python {found['python']}",
         "--device auto": found["device"],
         "driver": driver,
-        "CuPy": found["cupy"] or "not looked at" if found["driver"] else "not needed",
+        "CuPy": found["cupy"] or ("none that can be used" if found["gpus_shown"] else "not looked for"),
         "NVRTC": found["nvrtc"] or "-",
         "cubin cache": f"{cache['folder']} ({kept})",
         "CPU": f"{cpu['processors']} processors, {cpu['machine']}, kernels for {cpu['instruction_set']}",
-        "disk": f"{disk['folder']}: {disk['free_bytes'] / 1e9:,.1f} GB free",
+        "disk": f"{disk['folder']}: {disk['free_bytes'] / 1e9:,.1f} GB free" if disk["folder"] else "the folder is gone",
     }
     for key, value in rows.items():
         screen.line(f"{key:<16}{value}")
@@ -214,6 +214,8 @@ def draw_examination(screen: Screen, found: Document) -> None:
         for how in ("hardware", "software"):
             if gpu[f"{how}_conversion"]:
                 screen.line(f"{'':<16}E2M1 conversion in {how}: {', '.join(gpu[f'{how}_conversion'])}")
+    for gpu in found["gpus_refused"]:
+        screen.line(f"{gpu['device']:<16}cannot be used: {gpu['reason']}", "yellow")
     if found["problem"]:
         screen.line(f"no GPU is used: {found['problem']}", "yellow")
         screen.line(f"  {found['next']}")

@@ -133,7 +133,7 @@ def _check_kept(artifact: Artifact) -> Iterator[Finding]:
 
 
 def _check_scales(artifact: Artifact) -> list[Finding]:
-    """Findings on every block scale and global scale, and on scale groups whose global scales differ."""
+    """Findings on every block scale, global scale and input scale, and on scale groups whose members differ in them."""
     findings = []
     stored: dict[str, float] = {}
     for module in artifact.modules:
@@ -151,6 +151,17 @@ def _check_scales(artifact: Artifact) -> list[Finding]:
             stored[module] = q.global_scale
             if not (math.isfinite(q.global_scale) and q.global_scale > 0):
                 findings.append(Finding("error", "global-scale", module, f"its global scale is {q.global_scale}"))
+    findings += _check_groups(artifact, stored, "group-scales-differ", "global scales")
+    inputs = {module: scale for module in artifact.modules if (scale := artifact.input_scale(module)) is not None}
+    for module, scale in inputs.items():
+        if not (math.isfinite(scale) and scale > 0):
+            findings.append(Finding("error", "input-scale", module, f"as a multiplier its input scale is {scale}"))
+    return findings + _check_groups(artifact, inputs, "group-inputs-differ", "input scales")
+
+
+def _check_groups(artifact: Artifact, stored: dict[str, float], code: str, what: str) -> list[Finding]:
+    """A finding for every scale group whose members store different scales."""
+    findings = []
     groups = group_members(artifact.source.checkpoint.model_types)
     gathered: dict[ScaleGroup, list[str]] = defaultdict(list)
     for module in stored:
@@ -158,8 +169,8 @@ def _check_scales(artifact: Artifact) -> list[Finding]:
             gathered[key].append(module)
     for members in gathered.values():
         if len({stored[module] for module in members}) > 1:
-            detail = f"{', '.join(members)} have different global scales; engines that fuse them use only one"
-            findings.append(Finding("error", "group-scales-differ", members[0], detail))
+            detail = f"{', '.join(members)} have different {what}; engines that fuse them use only one"
+            findings.append(Finding("error", code, members[0], detail))
     return findings
 
 

@@ -21,7 +21,7 @@ from fp4convert.artifact import Artifact
 from fp4convert.backends import Backend, processors
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.dialects import dialect_named
-from fp4convert.errors import NumericError
+from fp4convert.errors import DeviceError, NumericError
 from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Format, Matrix, Quantized, format_named, row_panels
 from fp4convert.plan import Action, Step, Task
 from fp4convert.recast import Recast, global_exponent, largest_exponent, recast
@@ -125,8 +125,11 @@ class Quantizer:
                     _append(step, parts, writer)
                     started.add(number)
         except NumericError:
-            found = (find_not_finite(ref, self._source.read(ref)) for ref in measured)
-            raise UnsoundShardError([error for error in found if error]) from None
+            found = [error for ref in measured if (error := find_not_finite(ref, self._source.read(ref)))]
+            if not found:
+                detail = f"{self.device} found NaN or Inf in {measured[0].name}, which has none"
+                raise DeviceError("device-failed", detail, "Run the same command again, or with --device cpu.") from None
+            raise UnsoundShardError(found) from None
 
     def _panels(self, measured: Sequence[TensorRef], members: Sequence[TensorRef]) -> Generator[tuple[int, Quantized]]:
         group, own = ([_Stored(self._source, ref) for ref in refs] for refs in (measured, members))

@@ -5,13 +5,14 @@
  *
  * y = e2m1(code) * step in float32, then one rounding to D (bf16, fp16 or fp32); step is block_scale * stored_global,
  * or block_scale / stored_global where a divisor is stored.  n > 0.  Launch and alignment: device.h.
- * Bytes equal dequantize in fp4convert/codec.py.  Bytes moved per bf16 element: NVFP4 0.5625 + 2, MXFP4 0.53125 + 2.
+ * Bytes equal dequantize in fp4convert/codec.py; where a value is NaN it is NaN, with bits of the device's own.  Bytes moved per bf16 element: NVFP4 0.5625 + 2, MXFP4 0.53125 + 2.
  *
- * A thread owns four groups of 8 elements, THREADS apart: a warp reads 128 bytes of codes and writes 512 bytes in a row, 16 a lane.
+ * A thread owns four groups of 8 elements, THREADS apart: a warp reads 128 bytes of codes in a row and
+ * writes all that becomes of them in a row too, 16 bytes a lane at a time.
  */
 #include "device.h"
 
-enum { GROUP = 8, GROUPS = UNIT * UNITS / GROUP, BLOCK_GROUPS = THREADS * GROUPS };
+enum { GROUP = 8, GROUPS = UNIT * UNITS / GROUP, LAUNCH_GROUPS = THREADS * GROUPS };
 
 struct ToBf16 {
     static MEMBER void store(void *y, i64 group, const float *v) {
@@ -53,8 +54,8 @@ struct MxFp4Steps {
 
 template <class To, class Steps> DEVICE void dequantize(const u8 *packed, const u8 *block_scales, i64 n, Steps step_of, void *y) {
     const int per_block = Steps::BLOCK_SIZE / GROUP;
-    i64 start = (i64)blockIdx.x * BLOCK_GROUPS, left = n / GROUP - start;
-    int groups = left < BLOCK_GROUPS ? (int)left : BLOCK_GROUPS;
+    i64 start = (i64)blockIdx.x * LAUNCH_GROUPS, left = n / GROUP - start;
+    int groups = left < LAUNCH_GROUPS ? (int)left : LAUNCH_GROUPS;
     u32 codes[GROUPS], stored[GROUPS];
 #pragma unroll
     for (int i = 0; i < GROUPS; i++) {

@@ -17,7 +17,7 @@ typedef long long i64;
 struct alignas(8) Words2 { u32 w[2]; };
 struct alignas(16) Words4 { u32 w[4]; };
 
-enum { THREADS = 256, WARP = 32, UNIT = 16, UNITS = 2, BLOCK_UNITS = THREADS * UNITS }; /* a thread takes UNITS units of 16 elements */
+enum { THREADS = 256, WARP = 32, UNIT = 16, UNITS = 2, LAUNCH_UNITS = THREADS * UNITS }; /* a thread takes UNITS units of 16 elements */
 #define ALL_LANES 0xFFFFFFFFu
 
 #ifdef __CUDACC__
@@ -35,7 +35,7 @@ DEVICE float widen_fp16(u16 bits) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f)
 /* Two floats as the halves of a word, nearest even. */
 DEVICE u32 narrow2_bf16(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 DEVICE u32 narrow2_fp16(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
-/* 1 / v within one unit in the last place, v normal. */
+/* 1 / v within one unit in the last place, both normal (PTX ISA, rcp.approx.ftz.f32: maximum error 1 ulp). */
 DEVICE float reciprocal(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 #ifdef FP4_CVT
 /* Eight floats to eight codes, element k in bits 4k..4k+3; half to even, saturating. */
@@ -60,8 +60,8 @@ DEVICE void widen8_e2m1(u32 codes, u32 *pairs) {
 
 /* How many of n's units lie in this block of threads. */
 DEVICE int units_here(i64 n) {
-    i64 left = n / UNIT - (i64)blockIdx.x * BLOCK_UNITS;
-    return left < BLOCK_UNITS ? (int)left : BLOCK_UNITS;
+    i64 left = n / UNIT - (i64)blockIdx.x * LAUNCH_UNITS;
+    return left < LAUNCH_UNITS ? (int)left : LAUNCH_UNITS;
 }
 
 /* Bytes 0, 1, 2, 3 of the result: the lowest bytes of a, b, c, d. */
@@ -166,7 +166,7 @@ template <class T> DEVICE u32 signs(const u32 *w, T) {
 
 /* The 128-bit words of unit `unit`, counted from this block of threads' first. */
 template <class T> DEVICE void load_unit(const void *x, int unit, u32 *w) {
-    const Words4 *from = (const Words4 *)x + (i64)blockIdx.x * (BLOCK_UNITS * (T::WORDS / 4)) + unit * (T::WORDS / 4);
+    const Words4 *from = (const Words4 *)x + (i64)blockIdx.x * (LAUNCH_UNITS * (T::WORDS / 4)) + unit * (T::WORDS / 4);
 #pragma unroll
     for (int i = 0; i < T::WORDS / 4; i++) {
         Words4 v = from[i];

@@ -20,7 +20,9 @@
 #define FP4_FN static inline __attribute__((always_inline, unused))
 FP4_FN unsigned fp4_bits(float value) { unsigned bits; __builtin_memcpy(&bits, &value, 4); return bits; }
 FP4_FN float fp4_float(unsigned bits) { float value; __builtin_memcpy(&value, &bits, 4); return value; }
-#define fp4_fma(a, b, c) ((a) * (b) + (c)) /* on the host only where a * b is exact, so that fused or not is the same */
+#ifndef fp4_fma
+#define fp4_fma(a, b, c) ((a) * (b) + (c)) /* in C only where a * b is exact, so that fused or not is the same */
+#endif
 #define fp4_min(a, b) ((a) < (b) ? (a) : (b))
 #endif
 

@@ -1,14 +1,16 @@
 /* Products of a packed matrix with vectors, on the GPU: y[v][row] = sum over columns of W[row][column] * x[v][column], in fp16.
  *
- *   gemv_W_X(packed, block_scales, stored_global, is_divisor, rows, columns, x, x_scales, x_global, vectors, y)
+ *   gemv_W_X(packed, block_scales, stored_global, is_divisor, rows, columns, x, x_block_scales, x_global_scale, vectors, y)
  *
- *   W    nvfp4 or mxfp4, row-major, linear scales; columns % 64 == 0; *stored_global as in dequantize.cu, unused by mxfp4
- *   X    bf16, fp16: x is (vectors, columns); x_scales and x_global are unused
- *        nvfp4: x is packed (vectors, columns / 2), x_scales (vectors, columns / 16) E4M3, *x_global a float32 multiplier
- *   y    (vectors, rows) fp16; beyond 65504: Inf
+ *   W    nvfp4 or mxfp4, row-major, linear scales; columns % 64 == 0, so that rows of codes are whole sectors of 32 bytes;
+ *        *stored_global a multiplier or, is_divisor, a divisor; unused by mxfp4
+ *   X    bf16, fp16: x is (vectors, columns); x_block_scales and x_global_scale are unused
+ *        nvfp4: x is packed (vectors, columns / 2), x_block_scales (vectors, columns / 16) E4M3, *x_global_scale a multiplier
+ *   y    (vectors, rows) fp16, half to even; Inf from 65520 on
  *
  * Launch: 256 threads; grid.x = ceil(rows / 32), grid.y = ceil(vectors / 2).  Pointers are 16-byte aligned.
- * Products are exact; a block of 16 is added up in float32 (exactly where X is nvfp4), then scaled and added in float32.
+ * The product of W as codec.dequantize has it, up to float32 rounding: a block of 16 is added up in float32 (exactly where X is
+ * nvfp4), multiplied by its step, and added in float32; off by at most (columns + 4) * 2^-24 of the sum of magnitudes, before fp16.
  * The order of additions is fixed: lanes take every 32nd tile of 32 columns, then meet in a tree.
  * Bytes moved per element: NVFP4 0.5625, MXFP4 0.53125; the vectors stay in the caches.
  *
@@ -53,7 +55,7 @@ struct MxFp4Weights {
 
 /* ------------------------------------------------------------------------------------------- 16 elements of a vector */
 
-struct Vectors { const void *x; const u8 *scales; const float *global; };
+struct Vectors { const void *x; const u8 *block_scales; const float *global_scale; };
 
 template <class T> struct HalfBlock {
     Words4 words[2];
@@ -81,7 +83,7 @@ struct NvFp4Block {
     float block_scale;
     MEMBER void load(Vectors from, i64 block) {
         codes = ((const Words2 *)from.x)[block];
-        block_scale = e4m3_decode(from.scales[block]);
+        block_scale = e4m3_decode(from.block_scales[block]);
     }
     MEMBER float dot(const u32 *pairs) const {
         u32 sums = 0, x[UNIT / 2];
@@ -90,7 +92,7 @@ struct NvFp4Block {
         for (int i = 0; i < UNIT / 2; i++) sums = fma2_fp16(pairs[i], x[i], sums);
         return __fmul_rn(__fadd_rn(widen_fp16((u16)sums), widen_fp16((u16)(sums >> 16))), block_scale);
     }
-    static MEMBER float global(Vectors from) { return *from.global; }
+    static MEMBER float global(Vectors from) { return *from.global_scale; }
 };
 
 /* --------------------------------------------------------------------------------------------------------- the product */
@@ -129,11 +131,12 @@ template <class W, class X, int COUNT> DEVICE void gemv(Matrix m, float global_s
             for (int v = 0; v < COUNT; v++) part[v].load(x, ((first + v < vectors ? first + v : vectors - 1) * tiles + tile) * 2 + block);
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
+                float step = __fmul_rn(W::step(now.stored[r], block), global_scale);
                 u32 pairs[UNIT / 2];
                 widen16(now.codes[r].w + 2 * block, pairs);
 #pragma unroll
                 for (int v = 0; v < COUNT; v++)
-                    sums[v][r] = __fmaf_rn(part[v].dot(pairs), W::step(now.stored[r], block), sums[v][r]);
+                    sums[v][r] = __fmaf_rn(part[v].dot(pairs), step, sums[v][r]);
             }
         }
     }
@@ -145,17 +148,17 @@ template <class W, class X, int COUNT> DEVICE void gemv(Matrix m, float global_s
 #pragma unroll
             for (int distance = WARP / 2; distance; distance /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, distance));
             if (lane == r && first + v < vectors && row + r < m.rows)
-                y[(first + v) * m.rows + row + r] = (u16)narrow2_fp16(__fmul_rn(__fmul_rn(sum, global_scale), X::global(x)), 0.0f);
+                y[(first + v) * m.rows + row + r] = (u16)narrow2_fp16(__fmul_rn(sum, X::global(x)), 0.0f);
         }
 }
 
 #define ENTRY(W, Weights, X, Block)                                                                                               \
     KERNEL(2) gemv_##W##_##X(const u8 *packed, const u8 *block_scales, const float *stored_global, i64 is_divisor, i64 rows,     \
-                             i64 columns, const void *x, const u8 *x_scales, const float *x_global, i64 vectors, u16 *y) {       \
+                             i64 columns, const void *x, const u8 *x_block_scales, const float *x_global_scale, i64 vectors, u16 *y) {       \
         Matrix m = {packed, block_scales, rows, columns};                                                                        \
         float global_scale = Weights::global(stored_global, is_divisor);                                                         \
-        if (vectors == 1) gemv<Weights, Block, 1>(m, global_scale, {x, x_scales, x_global}, 0, 1, y);                             \
-        else gemv<Weights, Block, VECTORS>(m, global_scale, {x, x_scales, x_global}, (i64)blockIdx.y * VECTORS, vectors, y);      \
+        if (vectors == 1) gemv<Weights, Block, 1>(m, global_scale, {x, x_block_scales, x_global_scale}, 0, 1, y);                             \
+        else gemv<Weights, Block, VECTORS>(m, global_scale, {x, x_block_scales, x_global_scale}, (i64)blockIdx.y * VECTORS, vectors, y);      \
     }
 #define ENTRIES(W, Weights) ENTRY(W, Weights, bf16, HalfBlock<Bf16>) ENTRY(W, Weights, fp16, HalfBlock<Fp16>) ENTRY(W, Weights, nvfp4, NvFp4Block)
 ENTRIES(nvfp4, NvFp4Weights)

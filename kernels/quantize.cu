@@ -4,7 +4,7 @@
  *   quantize_nvfp4_D(x, n, amax, packed, block_scales)    *amax: float32, largest |x| of the scale group, measured or given
  *   quantize_mxfp4_D(x, n, rule, packed, block_scales)    rule: FP4_FLOOR, FP4_EVEN, FP4_CEIL
  *
- * D is bf16, fp16 or fp32: the type of x, which is finite.  n % 16 == 0 (MXFP4: % 32), n > 0.  Launch and alignment: device.h.
+ * D is bf16, fp16 or fp32: the type of x, which quantize wants finite.  n % 16 == 0 (MXFP4: % 32), n > 0.  Launch and alignment: device.h.
  * Nothing is read on the host: *amax may come from a kernel earlier in the same stream.
  * Bytes equal quantize in fp4convert/codec.py.  Bytes moved per bf16 element: amax 2, NVFP4 2 + 0.5625, MXFP4 2 + 0.53125.
  *
@@ -36,27 +36,49 @@ template <class T> DEVICE void amax(const void *x, i64 n, u32 *amax_bits) {
  */
 struct Block { u32 stored; float step, inverse; bool is_fast; };
 
-/* Fast NVFP4.  For 16-bit x, x * r with r within 2^-23 of 1 / step is within 1.5 * 2^-23 of x / step, rounded or not, so that its code
- * can differ only where a value of that type lies within 2^-22 of midpoint * step.  E4M3 has 8 mantissas and the midpoints have 4:
- * 32 products tell for the whole tensor, one a lane.  For float32 two corrections by exact residuals and a correctly rounded inverse
- * give the correctly rounded quotient (Markstein, IBM J. Res. Dev. 34, 1990: the second starts within one ulp of it).
- * Where numbers leave the normal range, a sign could underflow or a quotient reaches 7, the block goes the exact way. */
+/* Fast NVFP4 of 16-bit x: the product x * r instead of x / step.  Let e = 2^-24.  r is within 2e of 1 / step (relative; reciprocal), and
+ * the product, rounded where the hardware converts, within 3e of x / step: near a midpoint B their codes can differ only where x is
+ * close to B * step.  16-bit values are far apart, so at most one of them, x*, is; which side it belongs to does not depend on
+ * the block but only on the mantissas of E4M3 (8) and of the midpoints (4): 32 cases, one a lane, for a whole tensor.
+ *   P = fl(B * step) is within e.  A lane flags its case where a 16-bit value x* lies within 16 units of P's last place, and finds by
+ *   the codec's own division whether fl(x* / step) goes up at B.  No other x is then within 15e of B * step.
+ *   Where it goes up, r is raised by 8e, else lowered by 8e: x* then falls at least 8e - 3e - e (the codec's rounding) beyond B on its
+ *   side, and no other x, 15e away, is moved across by 8e + 3e.  Cases of one mantissa that disagree send its blocks the exact way.
+ * Such cases are the rule: amax / 2688 * 12 * 1.75 = amax / 128, which is x* where amax is a 16-bit value itself.
+ *
+ * Fast NVFP4 of float32 x: two corrections of x * fl(1 / step).  The first brings the quotient within one unit in its last place; then
+ * its residual is exact, and with a correctly rounded inverse the second rounds correctly (Markstein, IBM J. Res. Dev. 34, 1990).
+ *
+ * Outside [2^-100, MAX_STEP] residuals leave the normal range or signs underflow; a quotient of 7 would need saturation (6.9: the
+ * inverse is not exact).  Such blocks go the exact way. */
 struct NvFp4 {
     enum { LANES = 1 };
     static const bool MAY_REACH_7 = false;
     float global_scale;
-    bool is_safe;
+    u32 goes_up, stays; /* bit m: a flagged case of E4M3's mantissa 8 + m */
 
-    template <class T> MEMBER NvFp4(const float *amax, T) : global_scale(nvfp4_global_scale(*amax)) {
+    template <class T> MEMBER NvFp4(const float *amax, T) : global_scale(nvfp4_global_scale(*amax)), goes_up(0), stays(0) {
+        if (!T::IS_HALF) return;
         u32 lane = threadIdx.x % WARP, spare = (1u << T::SPARE_BITS) - 1;
-        float step = (float)(int)(8 + lane % 8) * global_scale, midpoint = (float)(int)(4 + lane / 8);
-        bool is_doubtful = T::IS_HALF && ((fp4_bits(midpoint * step) + 8) & spare) <= 16;
-        is_safe = !__any_sync(ALL_LANES, is_doubtful) && global_scale >= 0x1p-100f;
+        float step = (float)(int)(8 + lane % 8) * global_scale, midpoint = (float)(int)(4 + lane / 8); /* scaled by powers of two */
+        u32 near = fp4_bits(midpoint * step) + 16;
+        float quotient = fp4_float(near & ~spare) / step;
+        bool is_flagged = (near & spare) <= 32, is_up = quotient > midpoint || (quotient == midpoint && midpoint >= 6.0f); /* ties: fp4.h */
+        goes_up = fold(__ballot_sync(ALL_LANES, is_flagged && is_up));
+        stays = fold(__ballot_sync(ALL_LANES, is_flagged && !is_up));
+    }
+    static MEMBER u32 fold(u32 lanes) {
+        lanes |= lanes >> 16;
+        return (lanes | lanes >> 8) & 0xFFu;
     }
     template <class T> MEMBER Block block(u32 amax_bits, T) const {
         u32 stored = nvfp4_block_scale(fp4_float(amax_bits), global_scale);
-        float step = e4m3_decode_positive(stored) * global_scale, inverse = T::IS_HALF ? reciprocal(step) : 1.0f / step;
-        return {stored, step, inverse, is_safe && step <= fp4_float(T::MAX_STEP) && fp4_float(amax_bits) * inverse < 6.9f};
+        float block_scale = e4m3_decode_positive(stored), step = block_scale * global_scale;
+        float inverse = T::IS_HALF ? reciprocal(step) : 1.0f / step;
+        u32 mantissa = fp4_bits(block_scale) >> 20 & 7u, up = goes_up >> mantissa & 1u, down = stays >> mantissa & 1u;
+        if (T::IS_HALF && (up || down)) inverse = __fmaf_rn(inverse, up ? 0x1p-21f : -0x1p-21f, inverse);
+        bool is_normal = step >= 0x1p-100f && step <= fp4_float(T::MAX_STEP);
+        return {stored, step, inverse, is_normal && !(up && down) && fp4_float(amax_bits) * inverse < 6.9f};
     }
     template <class T> MEMBER float factor(Block b, T) const { return T::IS_HALF ? b.inverse : 1.0f; }
     template <class T> MEMBER float quotient(float v, Block b, T) const {
@@ -68,7 +90,8 @@ struct NvFp4 {
     MEMBER u32 exact(float x, Block b) const { return e2m1_encode(x / b.step); }
 };
 
-/* Fast MXFP4: the step is a power of two, so the product with its inverse is the quotient, and exact while it is normal. */
+/* Fast MXFP4: the step is a power of two, so the product with its inverse is the quotient, and exact while it is normal.
+ * A stored 0 goes the exact way, for e2m1_round doubles the inverse, 2^127. */
 struct MxFp4 {
     enum { LANES = 2 };
     static const bool MAY_REACH_7 = true;
@@ -76,7 +99,7 @@ struct MxFp4 {
 
     template <class T> MEMBER Block block(u32 amax_bits, T) const {
         u32 stored = e8m0_encode(amax_bits, rule), step_bits = stored << 23;
-        return {stored, 0.0f, fp4_float((254u - stored) << 23), stored && step_bits <= (u32)T::MAX_STEP};
+        return {stored, fp4_float(step_bits), fp4_float((254u - stored) << 23), stored && step_bits <= (u32)T::MAX_STEP};
     }
     template <class T> MEMBER float factor(Block b, T) const { return b.inverse; }
     template <class T> MEMBER float quotient(float v, Block, T) const { return v; }
@@ -112,7 +135,7 @@ template <class T, class F> DEVICE u32 exact_codes(const void *x, i64 start, Blo
 }
 
 template <class T, class F> DEVICE void quantize(const void *x, i64 n, F format, u8 *packed, u8 *block_scales) {
-    i64 start = (i64)blockIdx.x * BLOCK_UNITS;
+    i64 start = (i64)blockIdx.x * LAUNCH_UNITS;
     int units = units_here(n), unit = threadIdx.x;
     u32 w[UNITS][T::WORDS];
 #pragma unroll

@@ -1,4 +1,4 @@
-"""A stand-in for the part of CuPy that backends/cuda.py uses: streams put everything off for as long as they may.
+"""A stand-in for the part of CuPy that lane.py uses: streams put everything off for as long as they may.
 
 What is started on a stream happens when something waits for it, in the order of that stream alone; what another stream does
 is only seen after an event was waited for.  A wait that the program forgets therefore gives wrong bytes, on every run.  Kernels
@@ -31,6 +31,10 @@ class CUDARuntimeError(Exception):
     pass
 
 
+class CUDADriverError(Exception):
+    pass
+
+
 class Machine:
     """The GPUs, as the modules that `import cupy` gives."""
 
@@ -38,6 +42,8 @@ class Machine:
         self.libraries = libraries
         self.count = count
         self.capability = capability
+        self.capabilities: dict[int, tuple[int, int]] = {}  # of GPUs that differ
+        self.is_lost = False
         self.free_nbytes = 1 << 40
         self.allocations = 0
         self.refuse_allocation: Callable[[int], bool] = lambda number: False
@@ -60,7 +66,7 @@ class Machine:
         return sum(len(stream.queue) - stream.done for stream in self.streams)
 
     def properties(self, number: int) -> dict[str, Any]:
-        major, minor = self.capability
+        major, minor = self.capabilities.get(number, self.capability)
         return {"name": b"Imaginary GPU", "major": major, "minor": minor, "totalGlobalMem": 1 << 34, "number": number}
 
     def module(self) -> ModuleType:
@@ -76,6 +82,7 @@ class Machine:
             Event=lambda block, disable_timing: Event(),
             alloc=self.allocate,
             alloc_pinned_memory=Pinned,
+            driver=SimpleNamespace(CUDADriverError=CUDADriverError),
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
             runtime=SimpleNamespace(getDeviceProperties=self.properties, CUDARuntimeError=CUDARuntimeError),
         )
@@ -119,6 +126,8 @@ class Stream:
                 self.queue[self.done - 1] = lambda: None
 
     def synchronize(self) -> None:
+        if self.machine.is_lost:
+            raise CUDARuntimeError("cudaErrorIllegalAddress: the GPU is lost")
         self.run_to(len(self.queue))
 
     def wait_event(self, event: Event) -> None:
@@ -185,6 +194,8 @@ class RawModule:
         def start(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[int, ...], stream: Stream) -> None:
             assert self.device == stream.device == self.machine.device()
             assert all(type(argument) is int for argument in arguments)
+            assert 0 < grid[0] < 1 << 31
+            assert 0 < (*grid, 1)[1] < 1 << 16
             self.machine.launches.append((stream.device, name))
             stream.start(lambda: launch(self.library, name, (*grid, 1)[:2], arguments, block[0]))
 

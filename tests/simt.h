@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#define fp4_fma(a, b, c) std::fma(a, b, c)
 #include "fp4.h"
 
 #define DEVICE static inline
@@ -155,8 +156,8 @@ template <class T> static inline T __shfl_xor_sync(unsigned, T value, int mask) 
     unsigned *slot = simt::meet(bits_as<unsigned>(value));
     return bits_as<T>(slot[simt::current ^ mask]);
 }
-static inline bool __any_sync(unsigned, bool claim) {
-    unsigned *slot = simt::meet(claim), any = 0;
-    for (int i = 0; i < simt::LANES; i++) any |= slot[i];
-    return any;
+static inline unsigned __ballot_sync(unsigned, bool claim) {
+    unsigned *slot = simt::meet(claim), ballot = 0;
+    for (int i = 0; i < simt::LANES; i++) ballot |= slot[i] << i;
+    return ballot;
 }

@@ -16,6 +16,7 @@ from fp4convert.cubins import Target
 from fp4convert.errors import OutputError
 
 PLAIN = Target("sm_90", has_cvt=False)
+ELF = b"\x7fELF" + bytes(60)  # without any table
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def compiled(cache, monkeypatch) -> list[Path]:
 
     def compile_cubin(source: Path, target: Target) -> tuple[bytes, str]:
         sources.append(source)
-        return b"\x7fELF", ""
+        return ELF, ""
 
     monkeypatch.setattr(cubins, "compile_cubin", compile_cubin)
     return sources
@@ -57,7 +58,7 @@ def test_second_call_does_not_compile(cache, monkeypatch):
 def test_stored_file_is_whole(cache, capability):
     """It ends where its last table ends: CuPy's getCUBIN cuts a byte, without which the file is too short."""
     stored = cubins.cubin_path(source(), cubins.target_for(capability, cubins.known_targets())).read_bytes()
-    assert stored[:4] == b"\x7fELF"
+    assert stored[:4] == ELF[:4]
     programs_start, sections_start = struct.unpack_from("<2Q", stored, 0x20)
     program_nbytes, programs, section_nbytes, sections = struct.unpack_from("<4H", stored, 0x36)
     ends = programs_start + programs * program_nbytes, sections_start + sections * section_nbytes
@@ -118,7 +119,7 @@ def test_cache_that_is_a_file_is_left_alone(compiled, cache, tmp_path):
     cache.parent.mkdir()
     cache.write_text("not a folder")
     path = cubins.cubin_path(source(), PLAIN)
-    assert path.read_bytes() == b"\x7fELF"
+    assert path.read_bytes() == ELF
     assert path.is_relative_to(tmp_path / "temporary")
     assert cache.read_text() == "not a folder"
 
@@ -128,7 +129,7 @@ def test_cache_that_takes_no_files_is_left_alone(compiled, cache, tmp_path):
     cache.parent.mkdir()
     cache.symlink_to("/proc")
     path = cubins.cubin_path(source(), PLAIN)
-    assert path.read_bytes() == b"\x7fELF"
+    assert path.read_bytes() == ELF
     assert [*(tmp_path / "temporary").rglob("*.cubin")] == [path]
     assert not [*Path("/proc").glob("dequantize*")]
 
@@ -140,7 +141,7 @@ def test_cache_that_may_not_be_entered_is_passed_by(compiled, cache, monkeypatch
         return False
 
     monkeypatch.setattr(Path, "is_file", is_file)
-    assert cubins.cubin_path(source(), PLAIN).read_bytes() == b"\x7fELF"
+    assert cubins.cubin_path(source(), PLAIN).read_bytes() == ELF
 
 
 def test_failed_write_leaves_nothing(compiled, cache, tmp_path, monkeypatch):
@@ -151,6 +152,28 @@ def test_failed_write_leaves_nothing(compiled, cache, tmp_path, monkeypatch):
     with pytest.raises(OutputError, match="takes a compiled kernel"):
         cubins.cubin_path(source(), PLAIN)
     assert not [path for folder in (cache, tmp_path / "temporary") for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF", b"not a cubin" * 9])
+def test_a_damaged_file_is_compiled_again(compiled, cache, damage):
+    path = cubins.cubin_path(source(), PLAIN)
+    path.write_bytes(damage)
+    assert cubins.cubin_path(source(), PLAIN) == path
+    assert path.read_bytes() == ELF
+    assert len(compiled) == 2
+
+
+def test_a_cubin_cut_short_is_compiled_again(cache):
+    path = cubins.cubin_path(source(), PLAIN)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert cubins.cubin_path(source(), PLAIN).read_bytes() == whole
+
+
+def test_without_a_home_binaries_are_for_this_process_alone(compiled, tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert cubins.cubin_path(source(), PLAIN).is_relative_to(tmp_path / "temporary")
 
 
 def test_cache_is_below_home_without_xdg_cache_home(compiled, tmp_path, monkeypatch):

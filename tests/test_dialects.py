@@ -94,6 +94,43 @@ MO_FILE = {
     },
 }
 
+# four-bit activations: compressed-tensors 0.20, quantization/quant_scheme.py (NVFP4, MXFP4); ModelOpt 0.47, torch/export
+CT_NVFP4_INPUTS = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "dynamic": "local",
+    "scale_dtype": "torch.float8_e4m3fn",
+    "observer": "static_minmax",
+}
+CT_MXFP4_INPUTS = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": 32,
+    "dynamic": True,
+    "scale_dtype": "torch.uint8",
+}
+MO_NUMBERS = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+MO_W4A4_RECORD = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": MO_NUMBERS, "input_activations": MO_NUMBERS}},
+    "ignore": ["lm_head", "model.embed_tokens"],
+    "producer": {"name": "modelopt", "version": "0.47.0"},
+}
+MO_W4A4_FILE = {**MO_FILE, "quantization": {**MO_FILE["quantization"], "quant_algo": "NVFP4"}}
+
+
+def with_inputs(record: dict, *inputs: object) -> dict:
+    """The record with one group of modules for each of these input_activations."""
+    weights = {"targets": ["Linear"], "weights": record["config_groups"]["group_0"]["weights"]}
+    groups = {f"group_{number}": {**weights, "input_activations": numbers} for number, numbers in enumerate(inputs)}
+    return {**record, "config_groups": groups}
+
 
 @pytest.mark.parametrize(("name", "fmt", "expected"), SPELLINGS)
 def test_names_dtypes_and_shapes(name, fmt, expected):
@@ -113,6 +150,57 @@ def test_records_are_what_engines_read(name, fmt, files):
     dialect = dialect_named(name, fmt)
     assert dialect.records(Form(fmt), Ignored((), ("lm_head", "model.embed_tokens")), (M,)) == files
     assert dialect.recognise(files["config.json"]) == Form(fmt)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "added"),
+    [
+        (SPELLINGS[0], [(f"{M}.input_global_scale", "F32", (1,))]),
+        (SPELLINGS[1], []),
+        (SPELLINGS[2], [(f"{M}.input_scale", "F32", ())]),
+    ],
+)
+def test_four_bit_activations_add_an_input_scale_to_nvfp4(spelling, added):
+    name, fmt, expected = spelling
+    specs = dialect_named(name, fmt).outputs(M, (48, 64), Form(fmt, 4))
+    assert [(spec.name, spec.dtype, spec.shape) for spec in specs] == expected + added
+
+
+@pytest.mark.parametrize(
+    ("name", "fmt", "files"),
+    [
+        (CT, NVFP4, {"config.json": with_inputs(CT_NVFP4_RECORD, CT_NVFP4_INPUTS)}),
+        (CT, MXFP4, {"config.json": with_inputs(CT_MXFP4_RECORD, CT_MXFP4_INPUTS)}),
+        (MO, NVFP4, {"config.json": MO_W4A4_RECORD, "hf_quant_config.json": MO_W4A4_FILE}),
+    ],
+)
+def test_records_of_four_bit_activations(name, fmt, files):
+    dialect = dialect_named(name, fmt)
+    assert dialect.records(Form(fmt, 4), Ignored((), ("lm_head", "model.embed_tokens")), (M,)) == files
+    assert dialect.recognise(files["config.json"]) == Form(fmt, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "declared", "form"),
+    [
+        (MO, MO_W4A4_RECORD, Form(NVFP4, 4)),
+        (MO, MO_RECORD, Form(NVFP4)),
+        (MO, {**MO_W4A4_RECORD, "config_groups": {}}, Form(NVFP4, 4)),
+        (MO, with_inputs(MO_W4A4_RECORD, None), Form(NVFP4)),
+        (MO, with_inputs(MO_W4A4_RECORD, None, None), Form(NVFP4)),
+        (MO, with_inputs(MO_W4A4_RECORD, None, MO_NUMBERS), Form(NVFP4, 4)),
+        (MO, {**MO_W4A4_RECORD, "config_groups": MO_RECORD["config_groups"]}, Form(NVFP4)),
+        (MO, {**MO_W4A4_RECORD, "quant_algo": "W4A16_NVFP4"}, Form(NVFP4)),
+        (MO, {**MO_W4A4_RECORD, "quant_algo": "W4A8_NVFP4_FP8"}, None),
+        (CT, with_inputs(CT_NVFP4_RECORD, None, CT_NVFP4_INPUTS), Form(NVFP4, 4)),
+        (CT, with_inputs(CT_NVFP4_RECORD), Form(NVFP4)),
+        (CT, {**CT_MXFP4_RECORD, "config_groups": None}, Form(MXFP4)),
+        (CT, {**CT_MXFP4_RECORD, "config_groups": {"group_0": "W4A4"}}, Form(MXFP4)),
+    ],
+)
+def test_activations_are_recognised(name, declared, form):
+    """ModelOpt's NVFP4 with no input_activations in any group is for weights alone: so vLLM 0.33 reads it."""
+    assert dialect_named(name).recognise(declared) == form
 
 
 @pytest.mark.parametrize(

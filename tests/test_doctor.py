@@ -73,7 +73,7 @@ def test_a_gpu_left_aside_by_auto_is_a_warning(machine, monkeypatch):
     assert gpus.unused("auto") == []
     machine.capability = (7, 5)
     (warning,) = gpus.unused("auto")
-    assert "there is a GPU: compute capability 7.5 is too old" in warning
+    assert "the CPU is used: compute capability 7.5 is too old" in warning
     assert gpus.unused("cpu") == []
     monkeypatch.setattr(gpus, "ask_driver", lambda: (None, 0, "there is no NVIDIA driver"))
     assert gpus.unused("auto") == []

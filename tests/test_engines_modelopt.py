@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:transformer
 
 CONFIGS = {"W4A16": "W4A16_NVFP4_CFG", "W4A4": "NVFP4_DEFAULT_CFG"}
 MODULES = 14
+PROBED = "model.layers.1.mlp.down_proj"
 every_export = pytest.mark.parametrize("export", CONFIGS, indirect=True)
 
 
@@ -34,6 +35,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def artifact(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fp4convert") / "artifact"
     fp4convert("quantize", source, "--format", "nvfp4", "--dialect", "modelopt", "-o", folder, "-q")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def w4a4(source: Path, exports: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command's artifact for four-bit activations, with the input scale that ModelOpt calibrated for PROBED."""
+    folder = tmp_path_factory.mktemp("w4a4") / "artifact"
+    probed = read_tensors(exports["W4A4"])[f"{PROBED}.input_scale"].item()
+    options = ("--format", "nvfp4", "--dialect", "modelopt", "--activations", 4, "--input-scale", repr(probed))
+    fp4convert("quantize", source, *options, "-o", folder, "-q")
     return folder
 
 
@@ -80,10 +91,27 @@ def test_four_bit_activations_export_adds_input_scales_only(exports: dict[str, P
     assert differing(ours, theirs) == sorted(f"{module}.input_scale" for module in modules)
 
 
-def test_engine_records_equal_the_weights_only_export(exports: dict[str, Path], artifact: Path) -> None:
+def test_four_bit_activations_export_equals_ours_but_for_calibration(exports: dict[str, Path], w4a4: Path) -> None:
+    """Every name, dtype, shape and byte but the values of input scales; and the one that ours was given is equal too."""
+    ours, theirs = read_tensors(w4a4), read_tensors(exports["W4A4"])
+    scales = _input_scales(exports["W4A4"])
+    assert len(scales) == MODULES
+    assert set(differing(ours, theirs)) == {name for name in scales if not ours[name].equal(theirs[name])}
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in ours.items()} == {
+        name: (tensor.dtype, tensor.shape) for name, tensor in theirs.items()
+    }
+    assert differing({"": ours[f"{PROBED}.input_scale"]}, {"": theirs[f"{PROBED}.input_scale"]}) == []
+    assert {ours[name].item() for name in scales} == {theirs[f"{PROBED}.input_scale"].item()}
+    assert len({theirs[name].item() for name in scales}) > 1, "calibration does not test what it should"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_engine_records_equal_the_export(exports: dict[str, Path], artifact: Path, w4a4: Path, name: str) -> None:
     """Equal but for the modules to leave alone: ours names more, all of them modules that are not quantized."""
+    made = {"W4A16": artifact, "W4A4": w4a4}[name]
     for file, key in (("config.json", "ignore"), ("hf_quant_config.json", "exclude_modules")):
-        ours, theirs = (_engine_record(folder / file) for folder in (artifact, exports["W4A16"]))
+        ours, theirs = (_engine_record(folder / file) for folder in (made, exports[name]))
+        assert ours["quant_algo"] == {"W4A16": "W4A16_NVFP4", "W4A4": "NVFP4"}[name]
         assert any(fnmatchcase(name, pattern) for name in theirs.pop(key) for pattern in ours.pop(key))
         assert ours == theirs
 

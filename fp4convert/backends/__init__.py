@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from fp4convert.errors import InputError
+from fp4convert.errors import DeviceError, InputError
 from fp4convert.formats import Format, Quantized, Weights
 from fp4convert.gpus import survey
 
@@ -52,14 +53,14 @@ def open_backend(device: str) -> Backend:
     """The backend for --device; never another one in its place.
 
     device   auto (every usable GPU, else the CPU), cpu, cuda (every GPU) or cuda:N
-    Raises   InputError for any other, and for a GPU that is not there or cannot be used
+    Raises   InputError for any other; DeviceError for a GPU that is not there or cannot be used
     """
     from fp4convert.backends.cpu import Cpu
 
     kind, _, number = device.partition(":")
     if device == "cpu":
         return Cpu()
-    if device != "auto" and (kind != "cuda" or not (number.isdecimal() or device == kind)):
+    if device != "auto" and (kind != "cuda" or not (device == kind or re.fullmatch("0|[1-9][0-9]{0,8}", number))):
         raise InputError("no-device", f"device {device!r} is not known; expected auto, cpu, cuda or cuda:N")
     found = survey()
     chosen = [gpu for gpu in found.gpus if not number or gpu.number == int(number)]
@@ -69,7 +70,7 @@ def open_backend(device: str) -> Backend:
         return Cuda(chosen)
     if device == "auto":
         return Cpu()
-    there = f"expected one of {', '.join(f'cuda:{gpu.number}' for gpu in found.gpus)}" if found.gpus else found.problem
-    raise InputError(
-        "no-device", f"device {device!r} is not there: {there}", f"{found.next_step} See: fp4convert doctor.".strip()
-    )
+    there = f"expected {' or '.join(f'cuda:{gpu.number}' for gpu in found.gpus)}" if found.gpus else found.problem
+    refused = next((reason for name, reason in found.refused if name == device), None)
+    next_step = f"{found.next_step} See: fp4convert doctor.".strip()
+    raise DeviceError("no-device", f"device {device!r} is not there: {refused or there}", next_step)

@@ -13,24 +13,26 @@ from fp4convert.codec import global_scale_of
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, NVFP4, Format, Matrix, Quantized, Weights, row_panels
 from fp4convert.gpus import Gpu
-from fp4convert.lane import LANES, MAX_ELEMENT_NBYTES, PANEL_ELEMENTS, Kernels, Lane
+from fp4convert.lane import GEMV_VECTORS, GPU_PANEL_ELEMENTS, LANES, MAX_ELEMENT_NBYTES, Kernels, Lane, told
+
+MAX_VECTORS = 65535 * GEMV_VECTORS  # a grid has no more rows
 
 
 class Cuda:
-    """Every given GPU."""
+    """The given GPUs; nothing is asked of them before there is work."""
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self.name = ",".join(f"cuda:{gpu.number}" for gpu in gpus)
         self.threads = LANES * len(gpus)
-        self._lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()
+        self._lanes: queue.SimpleQueue[_Seat] = queue.SimpleQueue()
         kernels = [Kernels(gpu) for gpu in gpus]
         for _ in range(LANES):
             for one in kernels:
-                self._lanes.put(Lane(one))
+                self._lanes.put(_Seat(one))
 
     def held_nbytes(self, threads: int, widest: int) -> int:
         """Pinned buffers of each lane at work: two of float32 weights, two of codes and scales."""
-        return min(threads, self.threads) * 2 * (MAX_ELEMENT_NBYTES + 1) * max(PANEL_ELEMENTS, widest)
+        return min(threads, self.threads) * 2 * (MAX_ELEMENT_NBYTES + 1) * max(GPU_PANEL_ELEMENTS, widest)
 
     def quantize_group(
         self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str
@@ -51,7 +53,10 @@ class Cuda:
             return lane.amax()
 
     def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float) -> Quantized:
-        """The rows as codes and scales under an amax that is known, which saves a pass; equals codec.quantize."""
+        """The rows as codes and scales under an amax that is known, which saves a pass; equals codec.quantize.
+
+        Raises InputError for a rule of another format, DeviceError
+        """
         with self._take() as lane:
             lane.give_amax(group_amax)
             panels = [(bytes(q.packed), bytes(q.block_scales)) for _, q in lane.quantize([_Held(x)], fmt, rule)]
@@ -68,27 +73,47 @@ class Cuda:
 
         q  columns % 64 == 0
         x  (vectors, columns): bf16, fp16, or NVFP4 with a multiplier and block scales of its own
+        Raises InputError for anything else, DeviceError
         """
         if q.shape[1] % 64 or x.shape[1] != q.shape[1]:
             detail = f"a matrix of {q.shape[1]} columns and vectors of {x.shape[1]}; expected equal numbers, divisible by 64"
             raise InputError("gemv-shape", detail)
         if (x.format is not NVFP4 or x.kind != "multiplier") if isinstance(x, Quantized) else x.dtype not in ("BF16", "F16"):
             raise InputError("gemv-vectors", "vectors of another kind; expected bf16, fp16, or NVFP4 with a multiplier")
+        if x.shape[0] > MAX_VECTORS:
+            raise InputError("gemv-vectors", f"{x.shape[0]} vectors; expected at most {MAX_VECTORS} at once")
         y = np.empty((x.shape[0], q.shape[0]), np.float16)
         with self._take() as lane:
-            for first, last in row_panels(q.shape, PANEL_ELEMENTS):
+            for first, last in row_panels(q.shape, GPU_PANEL_ELEMENTS):
                 y[:, first:last] = np.frombuffer(lane.gemv(q.rows(first, last), x), np.float16).reshape(x.shape[0], -1)
         return y.view(np.uint8).data
 
     @contextmanager
     def _take(self) -> Iterator[Lane]:
-        lane = self._lanes.get()
+        """A lane for this caller alone; whatever CUDA refuses meanwhile is a DeviceError."""
+        seat = self._lanes.get()
         try:
-            with lane.device:
-                yield lane
+            with told(seat.kernels):
+                lane = seat.open()
+                try:
+                    with lane.device:
+                        yield lane
+                finally:
+                    lane.finish()
         finally:
-            lane.finish()
-            self._lanes.put(lane)
+            self._lanes.put(seat)
+
+
+class _Seat:
+    """A lane that is made when it is first taken."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self._lane: Lane | None = None
+
+    def open(self) -> Lane:
+        self._lane = self._lane or Lane(self.kernels)
+        return self._lane
 
 
 @dataclass(frozen=True, slots=True, eq=False)

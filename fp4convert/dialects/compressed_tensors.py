@@ -12,6 +12,7 @@ Source: compressed-tensors 0.20, compressors/nvfp4 and compressors/mxfp4.  Reade
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -59,7 +60,8 @@ def decode(module: str, shape: tuple[int, int], fmt: Format, read: Callable[[str
 
 
 def decode_input_scale(module: str, read: Callable[[str], memoryview]) -> float:
-    return 1 / float(struct.unpack("<f", read(f"{module}.input_global_scale"))[0])
+    (divisor,) = struct.unpack("<f", read(f"{module}.input_global_scale"))
+    return 1 / divisor if divisor else math.inf
 
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, dict[str, object]]:

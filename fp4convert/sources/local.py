@@ -43,7 +43,10 @@ class LocalSource:
                 self._streams[ref.file] = self.open_file(ref.file)
         done, fd = 0, self._streams[ref.file].fileno()
         while done < buffer.nbytes:
-            count = os.preadv(fd, [buffer[done:]], ref.start + start + done)
+            try:
+                count = os.preadv(fd, [buffer[done:]], ref.start + start + done)
+            except OSError as error:
+                raise SourceError("source-unreadable", f"{ref.file} cannot be read: {error.strerror}", "Run it again.") from error
             if not count:
                 detail = f"{ref.file} changed while it was read: it ends inside {ref.name!r}"
                 raise SourceError("source-changed", detail, "Run the command again once it stays as it is.")
