@@ -72,7 +72,7 @@ DEVICE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
 /* ------------------------------------------------------------------------------------------------- the types of x
  *
  *   WORDS         32-bit words in a unit
- *   SPARE_BITS    mantissa bits that float32 has beyond this type
+ *   IS_HALF       whether an element is 16 bits long
  *   MAX_STEP      float32 bits of the largest power of two by which no x but zero underflows to zero
  *   one           one element as float32
  *   largest       float32 bits of the largest magnitude in a unit; above infinity's where there is a NaN
@@ -80,13 +80,13 @@ DEVICE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
  *   values        x of those, -0.0 as 0.0
  *   signs         bit 4k+3 is set iff element k of those is below zero
  */
-template <int BITS_SPARE, int BITS_MAX_STEP> struct Half {
-    enum { WORDS = 8, SPARE_BITS = BITS_SPARE, MAX_STEP = BITS_MAX_STEP };
+template <int BITS_MAX_STEP> struct Half {
+    enum { WORDS = 8, MAX_STEP = BITS_MAX_STEP };
     static const bool IS_HALF = true;
     static MEMBER u32 magnitude2(u32 w) { return w & 0x7FFF7FFFu; }
 };
 
-struct Bf16 : Half<16, 0x47800000 /* 2^16 */> {
+struct Bf16 : Half<0x47800000 /* 2^16 */> {
     static MEMBER float one(const void *x, i64 i) { return fp4_from_bf16(((const u16 *)x)[i]); }
     static MEMBER float low(u32 w) { return fp4_float(w << 16); }
     static MEMBER float high(u32 w) { return fp4_float(w & 0xFFFF0000u); }
@@ -94,7 +94,7 @@ struct Bf16 : Half<16, 0x47800000 /* 2^16 */> {
     static MEMBER u32 without_negative_zero(u32 w) { return fma2_bf16(w, 0x3F803F80u, 0); }
 };
 
-struct Fp16 : Half<13, 0x7E000000 /* 2^125 */> {
+struct Fp16 : Half<0x7E000000 /* 2^125 */> {
     static MEMBER float one(const void *x, i64 i) { return widen_fp16(((const u16 *)x)[i]); }
     static MEMBER float low(u32 w) { return widen_fp16((u16)w); }
     static MEMBER float high(u32 w) { return widen_fp16((u16)(w >> 16)); }
@@ -103,7 +103,7 @@ struct Fp16 : Half<13, 0x7E000000 /* 2^125 */> {
 };
 
 struct Fp32 {
-    enum { WORDS = 16, SPARE_BITS = 0, MAX_STEP = 0x3F800000 /* 1 */ };
+    enum { WORDS = 16, MAX_STEP = 0x3F800000 /* 1 */ };
     static const bool IS_HALF = false;
     static MEMBER float one(const void *x, i64 i) { return ((const float *)x)[i]; }
 };

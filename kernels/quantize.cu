@@ -29,25 +29,23 @@ template <class T> DEVICE void amax(const void *x, i64 n, u32 *amax_bits) {
  *
  *   LANES          lanes that share a block
  *   MAY_REACH_7    whether a quotient of a fast block may be 7 or more, and must saturate
- *   block          the byte to store, the step of the elements and its inverse, and whether they may go the fast way
+ *   block          the byte to store, the step of the elements, its inverse and what that lacks, whether they may go the fast way
  *   quotient       |x| / step divided by the factor, to be multiplied by it again
  *   factor         the inverse where that product has the right code, 1 where the quotient itself must be right
  *   exact          the code of x, by the codec's own operations
  */
-struct Block { u32 stored; float step, inverse; bool is_fast; };
+struct Block { u32 stored; float step, inverse, rest; bool is_fast; };
 
-/* Fast NVFP4 of 16-bit x: the product x * r instead of x / step.  Let e = 2^-24.  r is within 2e of 1 / step (relative; reciprocal), and
- * the product, rounded where the hardware converts, within 3e of x / step: near a midpoint B their codes can differ only where x is
- * close to B * step.  16-bit values are far apart, so at most one of them, x*, is; which side it belongs to does not depend on
- * the block but only on the mantissas of E4M3 (8) and of the midpoints (4): 32 cases, one a lane, for a whole tensor.
- *   P = fl(B * step) is within e.  A lane flags its case where a 16-bit value x* lies within 16 units of P's last place, and finds by
- *   the codec's own division whether fl(x* / step) goes up at B.  No other x is then within 15e of B * step.
- *   Where it goes up, r is raised by 8e, else lowered by 8e: x* then falls at least 8e - 3e - e (the codec's rounding) beyond B on its
- *   side, and no other x, 15e away, is moved across by 8e + 3e.  Cases of one mantissa that disagree send its blocks the exact way.
- * Such cases are the rule: amax / 2688 * 12 * 1.75 = amax / 128, which is x* where amax is a 16-bit value itself.
+/* Fast NVFP4: quotients that lie on the same side of every midpoint B as the codec's fl(x / step) does, or on it with that.
  *
- * Fast NVFP4 of float32 x: two corrections of x * fl(1 / step).  The first brings the quotient within one unit in its last place; then
- * its residual is exact, and with a correctly rounded inverse the second rounds correctly (Markstein, IBM J. Res. Dev. 34, 1990).
+ * 16-bit x: q = fl(x * inverse + fl(x * rest)), where inverse + rest is 1 / step within 2^-46: inverse may be off by a unit in its last
+ * place, rest is what is then missing, to first order.  Before its last rounding q is within 2^-45 of x / step (relative), so that it
+ * and the codec's quotient can part only where x / step is as close to B, moved by half a unit in its last place.  With x = X * 2^j,
+ * step = S * 2^k and that place N * 2^l, this asks for |X * 2^m - N * S| <= 16; over all X of 8 and of 11 bits and all 8 values of N
+ * this has one solution where q is wrong, S = 2^24 - 1 (tests/test_quotients.py counts them).  Such steps go the exact way.
+ *
+ * float32 x: two corrections of x * fl(1 / step).  The first brings the quotient within one unit in its last place; then its residual
+ * is exact, and with a correctly rounded inverse the second rounds correctly (Markstein, IBM J. Res. Dev. 34, 1990).
  *
  * Outside [2^-100, MAX_STEP] residuals leave the normal range or signs underflow; a quotient of 7 would need saturation (6.9: the
  * inverse is not exact).  Such blocks go the exact way. */
@@ -55,34 +53,17 @@ struct NvFp4 {
     enum { LANES = 1 };
     static const bool MAY_REACH_7 = false;
     float global_scale;
-    u32 goes_up, stays; /* bit m: a flagged case of E4M3's mantissa 8 + m */
 
-    template <class T> MEMBER NvFp4(const float *amax, T) : global_scale(nvfp4_global_scale(*amax)), goes_up(0), stays(0) {
-        if (!T::IS_HALF) return;
-        u32 lane = threadIdx.x % WARP, spare = (1u << T::SPARE_BITS) - 1;
-        float step = (float)(int)(8 + lane % 8) * global_scale, midpoint = (float)(int)(4 + lane / 8); /* scaled by powers of two */
-        u32 near = fp4_bits(midpoint * step) + 16;
-        float quotient = fp4_float(near & ~spare) / step;
-        bool is_flagged = (near & spare) <= 32, is_up = quotient > midpoint || (quotient == midpoint && midpoint >= 6.0f); /* ties: fp4.h */
-        goes_up = fold(__ballot_sync(ALL_LANES, is_flagged && is_up));
-        stays = fold(__ballot_sync(ALL_LANES, is_flagged && !is_up));
-    }
-    static MEMBER u32 fold(u32 lanes) {
-        lanes |= lanes >> 16;
-        return (lanes | lanes >> 8) & 0xFFu;
-    }
     template <class T> MEMBER Block block(u32 amax_bits, T) const {
         u32 stored = nvfp4_block_scale(fp4_float(amax_bits), global_scale);
-        float block_scale = e4m3_decode_positive(stored), step = block_scale * global_scale;
-        float inverse = T::IS_HALF ? reciprocal(step) : 1.0f / step;
-        u32 mantissa = fp4_bits(block_scale) >> 20 & 7u, up = goes_up >> mantissa & 1u, down = stays >> mantissa & 1u;
-        if (T::IS_HALF && (up || down)) inverse = __fmaf_rn(inverse, up ? 0x1p-21f : -0x1p-21f, inverse);
-        bool is_normal = step >= 0x1p-100f && step <= fp4_float(T::MAX_STEP);
-        return {stored, step, inverse, is_normal && !(up && down) && fp4_float(amax_bits) * inverse < 6.9f};
+        float step = e4m3_decode_positive(stored) * global_scale, inverse = T::IS_HALF ? reciprocal(step) : 1.0f / step;
+        float rest = __fmul_rn(__fmaf_rn(-step, inverse, 1.0f), inverse);
+        bool is_sound = step >= 0x1p-100f && step <= fp4_float(T::MAX_STEP) && (fp4_bits(step) & 0x7FFFFFu) != 0x7FFFFFu;
+        return {stored, step, inverse, rest, is_sound && fp4_float(amax_bits) * inverse < 6.9f};
     }
-    template <class T> MEMBER float factor(Block b, T) const { return T::IS_HALF ? b.inverse : 1.0f; }
+    template <class T> MEMBER float factor(Block, T) const { return 1.0f; }
     template <class T> MEMBER float quotient(float v, Block b, T) const {
-        if (T::IS_HALF) return v;
+        if (T::IS_HALF) return __fmaf_rn(v, b.inverse, __fmul_rn(v, b.rest));
         float q = __fmul_rn(v, b.inverse);
         q = __fmaf_rn(__fmaf_rn(-q, b.step, v), b.inverse, q);
         return __fmaf_rn(__fmaf_rn(-q, b.step, v), b.inverse, q);
@@ -99,7 +80,7 @@ struct MxFp4 {
 
     template <class T> MEMBER Block block(u32 amax_bits, T) const {
         u32 stored = e8m0_encode(amax_bits, rule), step_bits = stored << 23;
-        return {stored, fp4_float(step_bits), fp4_float((254u - stored) << 23), stored && step_bits <= (u32)T::MAX_STEP};
+        return {stored, fp4_float(step_bits), fp4_float((254u - stored) << 23), 0.0f, stored && step_bits <= (u32)T::MAX_STEP};
     }
     template <class T> MEMBER float factor(Block b, T) const { return b.inverse; }
     template <class T> MEMBER float quotient(float v, Block, T) const { return v; }
@@ -162,7 +143,7 @@ template <class T, class F> DEVICE void quantize(const void *x, i64 n, F format,
 #define ENTRIES(dtype, T, blocks)                                                                                   \
     KERNEL(blocks) amax_##dtype(const void *x, i64 n, u32 *amax_bits) { amax<T>(x, n, amax_bits); }                 \
     KERNEL(blocks) quantize_nvfp4_##dtype(const void *x, i64 n, const float *amax, u8 *packed, u8 *block_scales) {  \
-        quantize<T>(x, n, NvFp4(amax, T()), packed, block_scales);                                                  \
+        quantize<T>(x, n, NvFp4{nvfp4_global_scale(*amax)}, packed, block_scales);                                                  \
     }                                                                                                               \
     KERNEL(blocks) quantize_mxfp4_##dtype(const void *x, i64 n, i64 rule, u8 *packed, u8 *block_scales) {           \
         quantize<T>(x, n, MxFp4{rule}, packed, block_scales);                                                       \

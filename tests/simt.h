@@ -156,8 +156,3 @@ template <class T> static inline T __shfl_xor_sync(unsigned, T value, int mask) 
     unsigned *slot = simt::meet(bits_as<unsigned>(value));
     return bits_as<T>(slot[simt::current ^ mask]);
 }
-static inline unsigned __ballot_sync(unsigned, bool claim) {
-    unsigned *slot = simt::meet(claim), ballot = 0;
-    for (int i = 0; i < simt::LANES; i++) ballot |= slot[i] << i;
-    return ballot;
-}

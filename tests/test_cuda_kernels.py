@@ -6,12 +6,15 @@ SimtKernels asserts that they stay as they were.
 
 from __future__ import annotations
 
+import re
+import shutil
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
-from adversarial import LARGEST, PLAIN, assert_same_bytes, assert_same_values, generator, matrix, rounded, wide_range
-from simt import MARGIN, POISON, SimtKernels, aligned, guarded, is_intact, survives, walled
+from adversarial import LARGEST, PLAIN, assert_same_bytes, assert_same_values, gaussian, generator, matrix, rounded, wide_range
+from simt import KERNELS, MARGIN, POISON, SimtKernels, aligned, guarded, is_intact, survives, walled
 from test_cpu import EVERY_DTYPE, EVERY_RULE
 
 from fp4convert import codec
@@ -36,6 +39,34 @@ def test_the_margins_tell() -> None:
         assert isinstance(whole, np.ndarray)
         whole[buffer.ctypes.data - whole.ctypes.data + place] = POISON - 1
         assert not is_intact(buffer)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "cvt"])
+def fast_alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimtKernels:
+    """The kernels with an exact way that gives nothing but code 15, so that a block which takes it is seen."""
+    kernels = Path(shutil.copytree(KERNELS, tmp_path_factory.mktemp("fast") / "kernels"))
+    text, count = re.subn(r"codes \|= format\.exact\([^;]*;", "codes = ~0u;", (kernels / "quantize.cu").read_text())
+    assert count == 1
+    (kernels / "quantize.cu").write_text(text)
+    return SimtKernels(tmp_path_factory.mktemp("simt"), kernels, has_cvt=request.param)
+
+
+@EVERY_RULE
+@EVERY_DTYPE
+def test_weights_take_the_fast_way(fast_alone: SimtKernels, dtype: str, fmt: Format, rule: str) -> None:
+    """Under the amax that they have themselves, with every mantissa that it can have in 8 bits, down to weights of 1e-4."""
+    for mantissa in range(128, 256):
+        values = gaussian(dtype, 4, 512)
+        values[0, 0] = mantissa * 2.0 ** -(9 + mantissa % 4)
+        amax = float(np.abs(values.astype(np.float32)).max())
+        expected = codec.quantize(values.astype(np.float32), fmt, rule, amax)
+        assert_same_bytes(fast_alone.quantize(matrix(values, dtype), fmt, rule, amax), expected, values, f"{dtype}, {amax.hex()}")
+
+
+def test_the_exact_way_is_seen_where_it_is_taken(fast_alone: SimtKernels) -> None:
+    values = np.full((1, 32), 2.0**-120, np.float32)
+    packed = fast_alone.quantize(matrix(values, "F32"), NVFP4, "amax", 2.0**-120).packed
+    assert bytes(packed) == b"\xff" * 16
 
 
 def lengths(fmt: Format) -> list[int]:

@@ -153,6 +153,23 @@ def hardest_quotients(exponent: int) -> Iterator[tuple[float, float]]:
                     yield float(np.ldexp(float(x), j - k + halvings + exponent)), float(np.ldexp(float(step), exponent))
 
 
+@pytest.mark.parametrize("exponent", range(-126, -88, 3))
+def test_nvfp4_f32_with_the_smallest_steps(backends: Backends, exponent: int) -> None:
+    """Where the residuals of quotients leave the normal range: subnormal block scales, global scales just below powers of two."""
+    for k in range(1, 40, 3):
+        group_amax = float(np.float32(2688 * (2 - k * 2.0**-23) * 2.0**exponent))
+        global_scale = codec.global_scale_of(group_amax)
+        blocks = np.zeros((64, 16), np.float32)
+        scales = np.repeat(2.0 ** np.arange(-9, -1), 8).astype(np.float32)
+        blocks[:, 0] = 6 * scales * global_scale
+        exact = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])[None, :, None] * (scales * global_scale)[:, None, None]
+        nearest = exact.astype(np.float32)
+        blocks[:, 1:15] = np.concatenate([np.nextafter(nearest, np.float32(9)), np.nextafter(nearest, np.float32(0))], 2).reshape(
+            64, 14
+        )
+        check(backends, blocks.reshape(1, -1), "F32", NVFP4, "amax", group_amax)
+
+
 @pytest.mark.parametrize("exponent", [-100, -60, -30])
 def test_nvfp4_f32_by_the_hardest_quotients(backends: Backends, exponent: int) -> None:
     """fl(x / step) is a midpoint, or the float32 beside it, by 2^-22 of a unit; the block scale is 1."""
