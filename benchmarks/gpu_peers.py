@@ -35,11 +35,11 @@ def torch_norm(torch: ModuleType) -> Amax:
 
 
 def torch_quantize(torch: ModuleType) -> Quantize:
-    """codec.quantize in torch's own operations."""
+    """codec.quantize in torch's own operations, for weights that are neither all zero nor tiny."""
 
     def quantize(x: Any, amax: Any) -> tuple[Any, Any]:
         blocks = x.float().view(-1, NVFP4.block_size)
-        global_scale = amax / GLOBAL_RANGE
+        global_scale = amax / torch.full_like(amax, GLOBAL_RANGE)  # by a number, torch would multiply with its reciprocal
         r = blocks.abs().amax(-1, keepdim=True) / (E2M1_MAX * global_scale)
         block_scales = torch.where(r == 0, 1.0, r.clamp(E4M3_MIN, E4M3_MAX)).to(torch.float8_e4m3fn)
         q = blocks / (block_scales.float() * global_scale)
