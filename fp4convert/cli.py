@@ -6,9 +6,11 @@ Exit codes: 0 done, 1 our bug, 2 bad input or usage, 5 output side, 6 findings, 
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
+import threading
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
@@ -213,10 +215,21 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise _Stopped(number)
 
 
+def _send_again(lost: sys.UnraisableHookArgs) -> None:
+    """A stop that came while an object was cleared away, where Python drops exceptions, comes once more."""
+    if isinstance(lost.exc_value, _Stopped):
+        number = lost.exc_value.number
+        signal.signal(number, _stop)
+        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+    else:
+        sys.__unraisablehook__(lost)
+
+
 def main() -> None:
     """Run the command line; every expected failure becomes one message and its exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
+    sys.unraisablehook = _send_again
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

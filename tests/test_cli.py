@@ -222,6 +222,28 @@ def test_signals_end_the_command_with_their_code(options, number, code, tmp_path
     assert not options or json.loads(printed)["error"]["exit"] == code
 
 
+LOST = """
+import os, signal, sys, time
+from fp4convert import cli
+class Cleared:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)  # the exception comes here, and Python drops it
+def app(standalone_mode):
+    Cleared()
+    time.sleep(20)
+cli.app = app
+cli.main()
+"""
+
+
+def test_a_signal_that_comes_while_an_object_is_cleared_away_is_not_lost():
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=15, check=False)
+    assert done.returncode == 143
+    assert "interrupted" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_reader_that_goes_away_is_no_bug_of_ours(source):
     """fp4convert ... --dry-run --json | head -1"""
     source = write_single(source.parent / "many", {f"{LAYER}.x{number}.weight": weight(0, 1, 16) for number in range(3000)})
