@@ -123,7 +123,8 @@ def draw_result(screen: Screen, result: Document) -> None:
 
 def _draw_carried(screen: Screen, carried: Document) -> None:
     """What a transcoded artifact keeps of the other, and what it does not."""
-    screen.line(f"  {carried['bit_for_bit']} of {carried['modules']} modules are carried bit for bit")
+    how = "keep every value in another format" if "blocks" in carried else "are carried bit for bit"
+    screen.line(f"  {carried['bit_for_bit']} of {carried['modules']} modules {how}")
     for key, what in (
         ("rounded", "a scale stored as its reciprocal is off by one bit on the way back"),
         ("lossy", "blocks too small for E4M3 were rounded"),
