@@ -230,7 +230,8 @@ def describe_artifact(artifact: Artifact) -> dict[str, object]:
     quantized = [ref for packed in artifact.modules.values() for ref in packed.refs]
     elements = sum(rows * columns for rows, columns in (packed.shape for packed in artifact.modules.values()))
     layout = layout_of(artifact.form, artifact.spelling)
-    bits = round(8 * sum(ref.nbytes for ref in quantized) / elements, 4) if elements else None
+    weights = [ref for ref in quantized if not ref.name.endswith(artifact.spelling.COMPANIONS)]
+    bits = round(8 * sum(ref.nbytes for ref in weights) / elements, 4) if elements else None
     return {
         "format": artifact.format.name,
         "dialect": artifact.dialect,
