@@ -341,3 +341,33 @@ def test_an_unfinished_folder_is_not_mixed_with_other_options(first, second, tmp
         assert run(*command, *second, "-o", tmp_path / name, "--exclude", DOWN).code == 0
     left, right = contents(tmp_path / "out"), contents(tmp_path / "clean")
     assert {file for file in left.keys() | right.keys() if left.get(file) != right.get(file)} == set()
+
+
+def set_input_scale(folder: Path, module: str, dialect: str, value: float) -> None:
+    """Another value in the shard, and no record of ours that could tell."""
+    forget(folder)
+    name = f"{module}.{INPUT_SCALE[dialect]}"
+    for file in (FIRST, SECOND):
+        tensors = read_shard(folder / file)
+        if name in tensors:
+            tensors[name] = (*tensors[name][:2], struct.pack("<f", value))
+            (folder / file).write_bytes(pack_shard(tensors))
+
+
+@every_nvfp4
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_verify_reads_input_scales(value, dialect, quantize):
+    folder = quantize("out", "nvfp4", dialect, "--activations", 4)
+    set_input_scale(folder, DOWN, dialect, value)
+    outcome = run("verify", folder, "--json")
+    errors = [(found["code"], found["tensor"]) for found in outcome.json["findings"] if found["level"] == "error"]
+    assert (outcome.code, errors) == (6, [("input-scale", DOWN)])
+
+
+@every_nvfp4
+def test_verify_sees_fused_modules_whose_input_scales_differ(dialect, quantize):
+    folder = quantize("out", "nvfp4", dialect, "--activations", 4)
+    set_input_scale(folder, f"{LAYER}.mlp.up_proj", dialect, 0.25)
+    outcome = run("verify", folder, "--json")
+    errors = [found["code"] for found in outcome.json["findings"] if found["level"] == "error"]
+    assert (outcome.code, errors) == (6, ["group-inputs-differ"])
