@@ -7,6 +7,7 @@ quantization_config.  Findings say where records and tensors disagree; reading t
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -19,6 +20,7 @@ from fp4convert.dialects import (
     Ignored,
     Packed,
     dialect_named,
+    encode_scalar,
     form_of,
     quantized_modules,
 )
@@ -72,6 +74,14 @@ class Artifact:
     def input_scale(self, module: str) -> float | None:
         """The input scale of that module, a multiplier, where the form has one."""
         return self.spelling.decode_input_scale(module, self._read) if self.form.has_input_scale else None
+
+    def stored_input_scale(self, module: str) -> float | None:
+        """The input scale as it is stored: a float32, as an exact Python float."""
+        scale = self.input_scale(module)
+        if scale is None or self.spelling.GLOBAL_SCALE_KIND == "multiplier":
+            return scale
+        (stored,) = struct.unpack("<f", encode_scalar(scale, is_inverse=True))
+        return float(stored)
 
     def _read(self, name: str) -> memoryview:
         return self.source.read(self.tensors[name])
@@ -177,6 +187,10 @@ def _read_modules(tensors: dict[str, TensorRef], form: Form, dialect: Dialect) -
             findings.append(Finding("error", "packed-missing", module, "its scales are there, its packed codes are not"))
             continue
         shape = (packed.shape[0], packed.shape[1] * 2)
+        if not shape[0] or not shape[1] or shape[1] % form.format.block_size:
+            detail = f"it has {shape[0]} x {shape[1]} codes; expected whole blocks of {form.format.block_size}"
+            findings.append(Finding("error", "packed-shape", module, detail))
+            continue
         specs = dialect.outputs(module, shape, form)
         faults = [fault for spec in specs if (fault := _fault(tensors.get(spec.name), spec))]
         findings += faults

@@ -19,7 +19,7 @@ from fp4convert.artifact import RECORD, Artifact, make_record
 from fp4convert.backends import open_backend
 from fp4convert.dialects import Dialect, check_input_scale, dialect_named, form_of, is_reversible
 from fp4convert.errors import InputError, NumericError
-from fp4convert.formats import FLOAT_TYPES, format_named
+from fp4convert.formats import FLOAT_TYPES, Format, format_named
 from fp4convert.output import OutputFolder, Purpose, open_output
 from fp4convert.plan import DTYPES, Plan, Task, plan_dequantize, plan_quantize, plan_transcode
 from fp4convert.recipe import Target, build_recipe
@@ -28,6 +28,7 @@ from fp4convert.sources import INDEX, Source
 from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder, UnsoundShardError, Worker, carry, fill_shard
 
 RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
+SMALLEST_SCALE = 2.0**-126  # smallest normal float32; its reciprocal is one too
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
 
 
@@ -115,11 +116,24 @@ def prepare_transcode(artifact: Artifact, dialect: str, fmt: str | None) -> Plan
     if made is not artifact.format and artifact.format.has_global_scale:
         detail = f"{artifact.format.name} cannot be carried into {made.name}: its block scales are no powers of two"
         raise InputError("not-lossless", detail, "Dequantize it, and quantize the result.")
-    dialect_named(dialect, made)
+    _refuse_without_inverse(artifact, dialect_named(dialect, made), made)
     recorded = str(artifact.record.get("scale_rule"))
     rule = recorded if made is artifact.format and recorded in made.scale_rules else None
     target = Target(made.name, dialect, rule, artifact.form.activations if made is artifact.format else 16)
     return plan_transcode(artifact.source.checkpoint, artifact.modules, target)
+
+
+def _refuse_without_inverse(artifact: Artifact, spelling: Dialect, made: Format) -> None:
+    """InputError where a scale must be stored as its reciprocal and has none in float32."""
+    if made is not artifact.format or spelling.GLOBAL_SCALE_KIND == artifact.spelling.GLOBAL_SCALE_KIND:
+        return
+    for module in artifact.modules:
+        for stored in (artifact.decode(module).global_scale, artifact.input_scale(module)):
+            if stored is not None and not SMALLEST_SCALE <= stored <= 1 / SMALLEST_SCALE:
+                detail = (
+                    f"{module}: a scale is {stored:g}, whose reciprocal is no float32; expected a positive number that has one"
+                )
+                raise InputError("scale-without-inverse", detail, "Dequantize the artifact, and quantize the result.", module)
 
 
 def transcode(artifact: Artifact, plan: Plan, output: Path, settings: Settings) -> Result:
@@ -143,7 +157,7 @@ def describe_carried(artifact: Artifact, plan: Plan) -> dict[str, object]:
     kind = _dialect_of(plan).GLOBAL_SCALE_KIND
     rounded, lossy, blocks, kept = [], [], 0, 0
     for module in artifact.modules:
-        stored = [artifact.decode(module).global_scale, artifact.input_scale(module)]
+        stored = [artifact.decode(module).global_scale, artifact.stored_input_scale(module)]
         if made is artifact.format and kind != artifact.spelling.GLOBAL_SCALE_KIND and not all(map(is_reversible, stored)):
             rounded.append(module)
         counts = (

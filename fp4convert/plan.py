@@ -180,9 +180,10 @@ def plan_transcode(checkpoint: Checkpoint, modules: dict[str, Packed], target: T
     def spell(module: str, shape: tuple[int, int]) -> tuple[TensorSpec, ...]:
         return dialect.outputs(module, shape, form)
 
-    tasks = _module_tasks(checkpoint, modules, spell, target)
+    recipe = build_recipe(target, checkpoint.model_types)
+    tasks = _module_tasks(checkpoint, modules, spell, target, recipe.groups)
     kept = _kept_modules(checkpoint, {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)})
-    patterns = build_recipe(target, checkpoint.model_types).patterns_to_declare(kept, list(modules))
+    patterns = recipe.patterns_to_declare(kept, list(modules))
     return Plan(target, tasks, Ignored(tuple(kept), patterns), ())
 
 
@@ -191,10 +192,18 @@ def _module_tasks(
     modules: dict[str, Packed],
     spell: Callable[[str, tuple[int, int]], tuple[TensorSpec, ...]],
     target: Target,
+    groups: tuple[tuple[str, ...], ...] = (),
 ) -> tuple[Task, ...]:
-    """Tasks that make something else of every four-bit module, where its packed codes are, and copy the rest."""
+    """Tasks that make something else of every four-bit module, where its packed codes are, and copy the rest.
+
+    Companions mean nothing beside ordinary weights, and stay beside four-bit ones.
+    """
     action: Action = "transcode" if target.dialect else "dequantize"
-    home = {ref.name: module for module, packed in modules.items() for ref in (*packed.refs, *packed.companions)}
+    left_out = {module: packed.companions if action == "dequantize" else () for module, packed in modules.items()}
+    home = {ref.name: module for module, packed in modules.items() for ref in (*packed.refs, *left_out[module])}
+    shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
+    for module, packed in modules.items():
+        shared[scale_group(module, groups) or module] += packed.refs
 
     def decide(shard: Header) -> list[_Draft]:
         drafts = []
@@ -204,7 +213,8 @@ def _module_tasks(
                 drafts.append(_Draft("copy", "not quantized", (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),)))
             elif ref == modules[module].refs[0]:
                 packed = modules[module]
-                drafts.append(_Draft(action, "four-bit", packed.refs, spell(module, packed.shape), packed.shape))
+                group = tuple(shared[scale_group(module, groups) or module])
+                drafts.append(_Draft(action, "four-bit", packed.refs, spell(module, packed.shape), packed.shape, amax_of=group))
         return drafts
 
     tasks = tuple(_task(checkpoint, shard, decide(shard), target) for shard in checkpoint.shards)

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.codec import decode_e2m1, encode_e2m1, pack, unpack
+from fp4convert.errors import NumericError
 from fp4convert.formats import MXFP4, NVFP4, Quantized
 
 LOWEST, HIGHEST = -9, 8  # powers of two in E4M3
-BIAS = 127  # of E8M0
+BIAS, NAN_BYTE = 127, 255  # of E8M0
 ONE = 0x38  # 1.0 as E4M3: what a block of zeros stores
 NOTHING = -(1 << 15)  # the exponent of a matrix without any value
 
@@ -29,8 +30,13 @@ class Recast(NamedTuple):
 
 
 def largest_exponent(q: Quantized) -> int:
-    """The largest e of the MXFP4 block scales 2^e that scale a value other than zero; NOTHING where none does."""
+    """The largest e of the MXFP4 block scales 2^e that scale a value other than zero; NOTHING where none does.
+
+    Raises NumericError where a scale is NaN, which E4M3 with a global scale of 2^k has no place for
+    """
     exponents = _exponents(q)
+    if nans := int(np.count_nonzero(exponents == NAN_BYTE - BIAS)):
+        raise NumericError("scale-not-finite", f"{nans} block scales are NaN; expected numbers")
     return int(exponents[_has_values(q)].max(initial=NOTHING))
 
 
@@ -47,13 +53,13 @@ def recast(q: Quantized, exponent: int) -> Recast:
     shifts = np.minimum(powers - LOWEST, 0)  # how far below the lowest power
     codes = unpack(np.frombuffer(q.packed, np.uint8).reshape(rows, -1)).reshape(rows, -1, MXFP4.block_size)
     low = shifts < 0
-    values = np.ldexp(decode_e2m1(codes[low]), shifts[low][:, None])
-    rounded = encode_e2m1(values.astype(np.float32))
+    values = np.ldexp(decode_e2m1(codes[low]).astype(np.float64), shifts[low][:, None])
+    magnitudes = encode_e2m1(np.abs(values).astype(np.float32))  # what is lost on the way to float32 is far below 0.25
+    rounded = np.where(codes[low] == 0, 0, magnitudes | (codes[low] & 8)).astype(np.uint8)
     is_kept = np.ones(low.shape, bool)
     is_kept[low] = (decode_e2m1(rounded) == values).all(axis=-1)
-    if low.any():
-        codes = codes.copy()
-        codes[low] = np.where(decode_e2m1(codes[low]) == 0, codes[low], rounded)
+    codes = codes.copy()
+    codes[low] = rounded
     stored = np.where(has_values, _power_of_two(np.maximum(powers, LOWEST)), ONE).astype(np.uint8)
     block_scales = np.repeat(stored, MXFP4.block_size // NVFP4.block_size, axis=-1)
     packed = pack(codes.reshape(rows, columns))

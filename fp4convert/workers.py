@@ -24,7 +24,7 @@ from fp4convert.dialects import dialect_named
 from fp4convert.errors import DeviceError, NumericError
 from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Format, Matrix, Quantized, format_named, row_panels
 from fp4convert.plan import Action, Step, Task
-from fp4convert.recast import Recast, global_exponent, largest_exponent, recast
+from fp4convert.recast import NOTHING, Recast, global_exponent, largest_exponent, recast
 from fp4convert.recipe import Target, group_members, scale_group
 from fp4convert.shard import ShardWriter, TensorRef
 from fp4convert.sources import Source
@@ -208,8 +208,14 @@ def _largest_of_group(artifact: Artifact, module: str) -> int:
     """The largest exponent of the modules that share a scale with that one."""
     group = scale_group(module, group_members(artifact.source.checkpoint.model_types))
     members = [f"{group.parent}.{member}".lstrip(".") for member in group.members] if group else [module]
-    present = [artifact.decode(member) for member in members if member in artifact.modules]
-    return max(largest_exponent(q.rows(first, last)) for q in present for first, last in row_panels(q.shape))
+    largest = NOTHING
+    for member in (member for member in members if member in artifact.modules):
+        q = artifact.decode(member)
+        try:
+            largest = max(largest, *(largest_exponent(q.rows(first, last)) for first, last in row_panels(q.shape)))
+        except NumericError as error:
+            raise NumericError(error.code, f"{member}: {error.message}", error.next_step, member) from None
+    return largest
 
 
 def _append(step: Step, parts: dict[str, memoryview], writer: ShardWriter) -> None:

@@ -1,4 +1,4 @@
-"""python kill_points.py SOURCE FOLDER: kill a conversion at its k-th write, fsync or rename, for every k, and run it again.
+"""python kill_points.py FOLDER COMMAND...: kill a conversion at its k-th write, fsync or rename, for every k, and run it again.
 
 Each run is a forked child in which os.pwrite, os.fsync and os.replace are counted; at call k the child sends itself SIGKILL,
 a pwrite after half of its bytes.  Prints one JSON document: how many points there were, and every broken promise.
@@ -37,9 +37,9 @@ def in_child(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def convert(source: Path, output: Path, kill_at: int = 0) -> int:
+def convert(command: list[str], output: Path, kill_at: int = 0) -> int:
     def work() -> None:
-        sys.argv = ["fp4convert", "quantize", str(source), "--format", "nvfp4", "-o", str(output), "-q", "--workers", "1"]
+        sys.argv = ["fp4convert", *command, "-o", str(output), "-q", "--workers", "1"]
         count_calls(kill_at)
         main()
 
@@ -74,15 +74,15 @@ def hashes(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def walk(source: Path, folder: Path) -> dict[str, object]:
+def walk(command: list[str], folder: Path) -> dict[str, object]:
     clean = folder / "clean"
-    assert convert(source, clean) == 0
+    assert convert(command, clean) == 0
     expected = hashes(clean)
     broken, point = [], 0
     while True:
         point += 1
         output = folder / "killed"
-        status = convert(source, output, point)
+        status = convert(command, output, point)
         found = hashes(output) if output.exists() else {}
         partial = [name for name, sha256 in found.items() if expected.get(name) != sha256]
         if partial:
@@ -91,7 +91,7 @@ def walk(source: Path, folder: Path) -> dict[str, object]:
             return {"points": point - 1, "broken": broken}
         if status != -signal.SIGKILL:
             broken.append(f"point {point}: exit status {status}")
-        if convert(source, output) != 0 or hashes(output) != expected:
+        if convert(command, output) != 0 or hashes(output) != expected:
             broken.append(f"point {point}: the second run did not end like a clean one")
         if list((output / STATE / "tmp").iterdir()):
             broken.append(f"point {point}: temporary files stay after the second run")
@@ -99,4 +99,4 @@ def walk(source: Path, folder: Path) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(walk(Path(sys.argv[1]), Path(sys.argv[2]))))
+    print(json.dumps(walk(sys.argv[2:], Path(sys.argv[1]))))

@@ -216,3 +216,67 @@ def test_tampering_with_one_tensor_is_seen(exports: dict[str, Path], artifact: P
     found = json.loads(fp4convert("verify", tampered, "--json", expect=6))
     assert "hash-mismatch" in [finding["code"] for finding in found["findings"]]
     assert differing(_dequantized(tampered, "float32"), _dequantized(exports["W4A16"], "float32")) == [f"{module}.weight"]
+
+
+@pytest.fixture
+def transcoded(export: Path, tmp_path: Path) -> Path:
+    """ModelOpt's own export as compressed-tensors."""
+    fp4convert("transcode", export, "-o", tmp_path / "transcoded", "--dialect", "compressed-tensors", "-q")
+    return tmp_path / "transcoded"
+
+
+@every_export
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_transcoded_export_loads_in_transformers(transcoded: Path, tmp_path: Path) -> None:
+    """With nothing missing or unexpected; as plain weights, those that dequantize writes, and with no use for input scales."""
+    import torch
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    options = {"dtype": torch.bfloat16, "output_loading_info": True}
+    _, info = AutoModelForCausalLM.from_pretrained(transcoded, **options)
+    assert not any(info.values()), info
+    config = CompressedTensorsConfig(dequantize=True)
+    model, info = AutoModelForCausalLM.from_pretrained(transcoded, quantization_config=config, **options)
+    scales = {name for name in read_tensors(transcoded) if name.endswith(".input_global_scale")}
+    assert set(info.pop("unexpected_keys")) == scales
+    assert not any(info.values()), info
+    fp4convert("dequantize", transcoded, "-o", tmp_path / "restored", "-q")
+    assert differing(model.state_dict(), read_tensors(tmp_path / "restored")) == []
+
+
+@every_export
+def test_transcoded_export_keeps_every_code(export: Path, transcoded: Path) -> None:
+    """Codes, block scales and kept tensors are the same bytes; scalars are inverted and rounded once, as torch divides."""
+    names = {"weight_scale_2": "weight_global_scale", "input_scale": "input_global_scale", "weight": "weight_packed"}
+    theirs, ours = read_tensors(export), read_tensors(transcoded)
+    quantized = {name.removesuffix("_scale_2") for name in theirs if name.endswith(".weight_scale_2")}
+    expected = {}
+    for name, tensor in theirs.items():
+        module, _, part = name.rpartition(".")
+        if part in ("weight_scale_2", "input_scale"):
+            expected[f"{module}.{names[part]}"] = (1 / tensor).reshape(1)
+        else:
+            expected[f"{module}.weight_packed" if name in quantized else name] = tensor
+    assert len(quantized) == MODULES
+    assert differing(ours, expected) == []
+    found = fp4convert_json("inspect", transcoded)
+    assert (found["dialect"], found["findings"]) == ("compressed-tensors", [])
+    assert found["activations"] == (4 if _input_scales(export) else 16)
+
+
+@every_export
+def test_transcoded_export_there_and_back_is_the_export(export: Path, transcoded: Path, tmp_path: Path) -> None:
+    """But for the scales that --json names: those come back one unit of the last place away."""
+    fp4convert("transcode", transcoded, "-o", tmp_path / "back", "--dialect", "modelopt", "-q")
+    ours, theirs = read_tensors(tmp_path / "back"), read_tensors(export)
+    document = fp4convert_json("transcode", export, "-o", tmp_path / "again", "--dialect", "compressed-tensors")
+    differ = differing(ours, theirs)
+    assert {name.rpartition(".")[0] for name in differ} == set(document["carried"]["rounded"])
+    assert all(name.endswith(("weight_scale_2", "input_scale")) for name in differ)
+    assert all(abs(ours[name].view(_int32()) - theirs[name].view(_int32())).item() == 1 for name in differ)
+
+
+def _int32() -> Any:
+    import torch
+
+    return torch.int32

@@ -22,7 +22,7 @@ def digest(source: Path, output: Path) -> str:
 
 def test_killed_at_every_write_fsync_and_rename(tmp_path):
     source = write_llama(tmp_path / "source", **{"tokenizer.json": b"{}"})
-    command = [sys.executable, KILL_POINTS, source, tmp_path]
+    command = [sys.executable, KILL_POINTS, tmp_path, "quantize", source, "--format", "nvfp4"]
     outcome = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert outcome["points"] > 50
     assert outcome["broken"] == []
