@@ -27,14 +27,14 @@ METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one tensor (or, to dequantize, the tensors of one module) becomes.
+    """What one tensor (or the tensors of one four-bit module) becomes.
 
     action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as it is
-    refs     what is read; exactly one, except to dequantize
+    refs     what is read; exactly one, except of a module that is four-bit already
     shape    (rows, columns) of the matrix; () where it stays
     group    name of the scale group, or None
     amax_of  every member of the scale group (or the tensor alone), in whichever shard; the common amax sets the global
-             scale, and tells whether all of them are finite; empty where nothing is quantized
+             scale, and tells whether all of them are finite; to transcode, every tensor of the group; empty otherwise
     outputs  where the result goes; all in the step's own shard
     """
 
@@ -213,7 +213,7 @@ def _module_tasks(
                 drafts.append(_Draft("copy", "not quantized", (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),)))
             elif ref == modules[module].refs[0]:
                 packed = modules[module]
-                group = tuple(shared[scale_group(module, groups) or module])
+                group = tuple(shared[scale_group(module, groups) or module]) if action == "transcode" else ()
                 drafts.append(_Draft(action, "four-bit", packed.refs, spell(module, packed.shape), packed.shape, amax_of=group))
         return drafts
 

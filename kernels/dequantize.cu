@@ -14,19 +14,11 @@
 
 enum { GROUP = 8, GROUPS = UNIT * UNITS / GROUP, LAUNCH_GROUPS = THREADS * GROUPS };
 
-struct ToBf16 {
+template <u32 NARROW2(float, float)> struct ToHalf {
     static MEMBER void store(void *y, i64 group, const float *v) {
         Words4 out;
 #pragma unroll
-        for (int i = 0; i < 4; i++) out.w[i] = narrow2_bf16(v[2 * i], v[2 * i + 1]);
-        ((Words4 *)y)[group] = out;
-    }
-};
-struct ToFp16 {
-    static MEMBER void store(void *y, i64 group, const float *v) {
-        Words4 out;
-#pragma unroll
-        for (int i = 0; i < 4; i++) out.w[i] = narrow2_fp16(v[2 * i], v[2 * i + 1]);
+        for (int i = 0; i < 4; i++) out.w[i] = NARROW2(v[2 * i], v[2 * i + 1]);
         ((Words4 *)y)[group] = out;
     }
 };
@@ -82,6 +74,6 @@ template <class To, class Steps> DEVICE void dequantize(const u8 *packed, const 
     KERNEL(4) dequantize_mxfp4_##dtype(const u8 *packed, const u8 *block_scales, i64 n, void *y) {                               \
         dequantize<To>(packed, block_scales, n, MxFp4Steps(), y);                                                                \
     }
-ENTRIES(bf16, ToBf16)
-ENTRIES(fp16, ToFp16)
+ENTRIES(bf16, ToHalf<narrow2_bf16>)
+ENTRIES(fp16, ToHalf<narrow2_fp16>)
 ENTRIES(fp32, ToFp32)

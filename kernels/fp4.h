@@ -58,17 +58,17 @@ FP4_FN unsigned short fp4_to_fp16(float value) {
     return (unsigned short)(sign | (magnitude >= 0x47800000u ? special : finite));
 }
 
-/* v * r, v >= 0, rounded half to even to E2M1's grid: the integer 0-7 that is its code, plus E2M1_INTEGERS; above 7 from v * r = 7 on.
+/* v >= 0 rounded half to even to E2M1's grid: the integer 0-7 that is its code, plus E2M1_INTEGERS; above 7 from v = 7 on.
  * The values 0 .5 1 1.5 2 3 4 6 become 0..7 under min(2v, v + 2, v / 2 + 4); adding 1.5 * 2^23 rounds that to an integer, once. */
 #define E2M1_INTEGERS 12582912.0f
-FP4_FN float e2m1_round(float v, float r) {
-    float fine = fp4_fma(v, 2.0f * r, E2M1_INTEGERS), coarse = fp4_fma(v, 0.5f * r, E2M1_INTEGERS + 4.0f);
-    return fp4_min(fp4_min(fine, fp4_fma(v, r, E2M1_INTEGERS + 2.0f)), coarse);
+FP4_FN float e2m1_round(float v) {
+    float fine = fp4_fma(v, 2.0f, E2M1_INTEGERS), coarse = fp4_fma(v, 0.5f, E2M1_INTEGERS + 4.0f);
+    return fp4_min(fp4_min(fine, v + (E2M1_INTEGERS + 2.0f)), coarse);
 }
 
 /* Half to even, saturating at 6; the sign bit is set iff q < 0, so -0.0 gives code 0. */
 FP4_FN unsigned e2m1_encode(float q) {
-    float rounded = e2m1_round(q < 0.0f ? -q : q, 1.0f);
+    float rounded = e2m1_round(q < 0.0f ? -q : q);
     return (fp4_bits(fp4_min(rounded, E2M1_INTEGERS + 7.0f)) & 7u) | (q < 0.0f ? 8u : 0u);
 }
 

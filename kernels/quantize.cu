@@ -30,8 +30,7 @@ template <class T> DEVICE void amax(const void *x, i64 n, u32 *amax_bits) {
  *   LANES          lanes that share a block
  *   MAY_REACH_7    whether a quotient of a fast block may be 7 or more, and must saturate
  *   block          the byte to store, the step of the elements, its inverse and what that lacks, whether they may go the fast way
- *   quotient       |x| / step divided by the factor, to be multiplied by it again
- *   factor         the inverse where that product has the right code, 1 where the quotient itself must be right
+ *   quotient       |x| / step, or what lies on the same side of every midpoint
  *   exact          the code of x, by the codec's own operations
  */
 struct Block { u32 stored; float step, inverse, rest; bool is_fast; };
@@ -61,7 +60,6 @@ struct NvFp4 {
         bool is_sound = step >= 0x1p-100f && step <= fp4_float(T::MAX_STEP) && (fp4_bits(step) & 0x7FFFFFu) != 0x7FFFFFu;
         return {stored, step, inverse, rest, is_sound && fp4_float(amax_bits) * inverse < 6.9f};
     }
-    template <class T> MEMBER float factor(Block, T) const { return 1.0f; }
     template <class T> MEMBER float quotient(float v, Block b, T) const {
         if (T::IS_HALF) return __fmaf_rn(v, b.inverse, __fmul_rn(v, b.rest));
         float q = __fmul_rn(v, b.inverse);
@@ -71,8 +69,7 @@ struct NvFp4 {
     MEMBER u32 exact(float x, Block b) const { return e2m1_encode(x / b.step); }
 };
 
-/* Fast MXFP4: the step is a power of two, so the product with its inverse is the quotient, and exact while it is normal.
- * A stored 0 goes the exact way, for e2m1_round doubles the inverse, 2^127. */
+/* Fast MXFP4: the step is a power of two, so the product with its inverse is the quotient, and exact while it is normal. */
 struct MxFp4 {
     enum { LANES = 2 };
     static const bool MAY_REACH_7 = true;
@@ -80,27 +77,26 @@ struct MxFp4 {
 
     template <class T> MEMBER Block block(u32 amax_bits, T) const {
         u32 stored = e8m0_encode(amax_bits, rule), step_bits = stored << 23;
-        return {stored, fp4_float(step_bits), fp4_float((254u - stored) << 23), 0.0f, stored && step_bits <= (u32)T::MAX_STEP};
+        return {stored, fp4_float(step_bits), fp4_float((254u - stored) << 23), 0.0f, step_bits <= (u32)T::MAX_STEP};
     }
-    template <class T> MEMBER float factor(Block b, T) const { return b.inverse; }
-    template <class T> MEMBER float quotient(float v, Block, T) const { return v; }
+    template <class T> MEMBER float quotient(float v, Block b, T) const { return __fmul_rn(v, b.inverse); }
     MEMBER u32 exact(float x, Block b) const { return e2m1_encode(x * b.inverse); }
 };
 
 /* Eight codes, element k in bits 4k..4k+3. */
 template <class T, class F> DEVICE u32 fast_codes(const u32 *w, Block b, F format) {
-    float v[8], factor = format.factor(b, T());
+    float v[8];
 #ifdef FP4_CVT
     values(w, v, T());
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] = __fmul_rn(format.quotient(v[i], b, T()), factor);
+    for (int i = 0; i < 8; i++) v[i] = format.quotient(v[i], b, T());
     return round8_e2m1(v);
 #else
     u32 c[8];
     magnitudes(w, v, T());
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        float rounded = e2m1_round(format.quotient(v[i], b, T()), factor);
+        float rounded = e2m1_round(format.quotient(v[i], b, T()));
         c[i] = fp4_bits(F::MAY_REACH_7 ? fp4_min(rounded, E2M1_INTEGERS + 7.0f) : rounded); /* lowest byte: the code */
     }
     return low_bytes(c[0] + 16 * c[1], c[2] + 16 * c[3], c[4] + 16 * c[5], c[6] + 16 * c[7]) | signs(w, T());

@@ -69,6 +69,18 @@ def test_processor_disk_and_cache(monkeypatch, tmp_path):
     assert "not writable" in run("doctor").out
 
 
+def test_odd_places_are_told_and_not_stumbled_over(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/" + 300 * "a")  # longer than a name may be
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    found = run("doctor", "--json").json
+    assert found["cubin_cache"]["writable"] is False
+    assert found["disk"] == {"folder": None, "free_bytes": None}
+    assert "the folder is gone" in run("doctor").out
+
+
 def test_a_gpu_left_aside_by_auto_is_a_warning(machine, monkeypatch):
     assert gpus.unused("auto") == []
     machine.capability = (7, 5)

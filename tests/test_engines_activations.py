@@ -6,13 +6,12 @@ On a CPU compressed-tensors runs its own emulation: every linear layer rounds it
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import differing, fp4convert, make_llama, offline, read_json, read_tensors
+from tiny_models import differing, fp4convert, make_llama, read_json, read_tensors
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
 
@@ -28,12 +27,6 @@ class Conversion:
     w4a4: Path
     w4a16: Path
     restored: Path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _offline() -> Iterator[None]:
-    with offline():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import TORCH_NAMES, differing, fp4convert, fp4convert_json, make_llama, offline, read_json, read_tensors
+from tiny_models import TORCH_NAMES, differing, fp4convert, fp4convert_json, make_llama, read_json, read_tensors
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:transformers .* is not tested with current version")]
 
@@ -18,12 +17,6 @@ CONFIGS = {"W4A16": "W4A16_NVFP4_CFG", "W4A4": "NVFP4_DEFAULT_CFG"}
 MODULES = 14
 PROBED = "model.layers.1.mlp.down_proj"
 every_export = pytest.mark.parametrize("export", CONFIGS, indirect=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _offline() -> Iterator[None]:
-    with offline():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ afterwards; so `fp4convert dequantize --dtype bf16` holds exactly the engine's w
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from tiny_models import (
     make_mixtral,
     make_qwen3_moe,
     make_scattered_llama,
-    offline,
     read_json,
     read_tensors,
 )
@@ -71,12 +70,6 @@ class Conversion:
 
 
 Convert = Callable[[str, str], Conversion]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _offline() -> Iterator[None]:
-    with offline():
-        yield
 
 
 @pytest.fixture(scope="module")
