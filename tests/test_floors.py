@@ -11,7 +11,7 @@ PACKAGE = ROOT / "fp4convert"
 FLOORS = [
     {"errors"},
     {"formats", "cubins"},
-    {"codec", "shard", "recipe", "gpus"},
+    {"codec", "shard", "recipe", "gpus", "layout"},
     {"sources", "dialects", "lane", "recast"},
     {"plan", "backends"},
     {"output", "artifact", "doctor"},
@@ -31,7 +31,7 @@ ROOMS = {
     "rich": {"render"},
     "typer": {"cli"},
     "ctypes": {"backends", "gpus"},
-    "numpy": {"codec", "recast", "lane", "backends", "verification", "workers"},
+    "numpy": {"codec", "layout", "recast", "lane", "backends", "verification", "workers"},
     "ml_dtypes": {"codec"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
