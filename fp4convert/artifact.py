@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from fp4convert.dialects import (
     ACTIVATIONS_FP4,
     MODULES,
+    Clues,
     Dialect,
     Form,
     Ignored,
@@ -22,13 +23,14 @@ from fp4convert.dialects import (
     dialect_named,
     encode_scalar,
     form_of,
-    quantized_modules,
 )
 from fp4convert.errors import InputError
-from fp4convert.formats import Format, Quantized, format_named
+from fp4convert.formats import Blocks, Format, format_named
+from fp4convert.layout import padding_of
 from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef, TensorSpec, parse_json_object
 from fp4convert.sources import PLAN_FILE, Source, open_source
+from fp4convert.stacks import gather, pieces_of
 
 RECORD = "quantization_config.json"
 
@@ -67,9 +69,11 @@ class Artifact:
     def spelling(self) -> Dialect:
         return dialect_named(self.dialect)
 
-    def decode(self, module: str) -> Quantized:
+    def decode(self, module: str) -> Blocks:
         """The matrix of that module; its bytes stay where they are until they are touched."""
-        return self.spelling.decode(module, self.modules[module].shape, self.format, self._read)
+        packed = self.modules[module]
+        stored = self.spelling.decode(packed.stem, packed.stored_shape, self.form, self._read)
+        return gather(stored, packed.shape, packed.pieces)
 
     def input_scale(self, module: str) -> float | None:
         """The input scale of that module, a multiplier, where the form has one."""
@@ -87,13 +91,22 @@ class Artifact:
         return self.source.read(self.tensors[name])
 
 
-def make_record(target: Target, ignored: Ignored, producer: dict[str, str], files: dict[str, str]) -> dict[str, object]:
+def make_record(
+    target: Target,
+    ignored: Ignored,
+    shapes: Mapping[str, tuple[int, ...]],
+    producer: dict[str, str],
+    files: dict[str, str],
+) -> dict[str, object]:
     """Our quantization_config.json of a finished artifact.
 
-    files  name -> sha256 of every other file of the artifact
+    shapes  of the modules
+    files   name -> sha256 of every other file of the artifact
     """
+    form, spelling = form_of(target), dialect_named(str(target.dialect))
     return {
-        **layout_of(form_of(target), dialect_named(str(target.dialect))),
+        **layout_of(form, spelling),
+        **({"shapes": {module: list(shape) for module, shape in shapes.items()}} if form.scale_layout == "appended" else {}),
         "dialect": target.dialect,
         "scale_rule": target.scale_rule,
         "ignore": [*ignored.modules, *ignored.patterns],
@@ -105,18 +118,19 @@ def make_record(target: Target, ignored: Ignored, producer: dict[str, str], file
 
 def layout_of(form: Form, spelling: Dialect) -> dict[str, object]:
     """Where every byte is and what it means, for a form in a dialect; the first keys of our record."""
-    fmt = form.format
+    fmt, kind = form.format, spelling.GLOBAL_SCALE_KIND
     return {
         "format": fmt.name,
         "block_size": fmt.block_size,
         "element_dtype": "fp4_e2m1",
         "scale_dtype": fmt.scale_dtype,
-        "scale_layout": "linear",
-        "scale_padding": None,
-        "nibble_order": "low_first",
+        "scale_layout": form.scale_layout,
+        "scale_padding": padding_of(form.scale_layout),
+        "nibble_order": spelling.NIBBLE_ORDER,
         "block_axis": -1,
-        "global_scale": {"dtype": "fp32", "stored_as": spelling.GLOBAL_SCALE_KIND} if fmt.has_global_scale else None,
+        "global_scale": {"dtype": "fp32", "stored_as": kind} if fmt.has_global_scale and kind else None,
         "activations": form.activations,
+        **({"kv_cache": form.kv_cache} if form.kv_cache else {}),
     }
 
 
@@ -125,8 +139,9 @@ def open_artifact(reference: str) -> Artifact:
     is_unfinished = os.path.exists(os.path.join(reference, PLAN_FILE)) and not os.path.exists(os.path.join(reference, RECORD))
     source = open_source(reference, may_be_empty=is_unfinished)
     record = _read_json(source, RECORD)
-    form, dialect = _identity(reference, source, record or _identity_begun(source))
     tensors = {ref.name: ref for ref in source.checkpoint.tensors}
+    clues = Clues(source.checkpoint.config, _read_json(source, "hf_quant_config.json"), tensors)
+    form, dialect = _identity(reference, clues, record or _identity_begun(source))
     modules, findings = _read_modules(tensors, form, dialect_named(dialect))
     if is_unfinished:
         detail = f"{RECORD} is not written yet: the conversion did not end; run its command again to continue"
@@ -136,7 +151,7 @@ def open_artifact(reference: str) -> Artifact:
             Finding("warning", "nothing-quantized", None, f"no tensor is named as {dialect} names {form.format.name}")
         )
     if not is_unfinished:
-        findings += _judge_records(source.checkpoint.config, record, dialect, modules)
+        findings += _judge_records(clues, record, dialect, modules)
     return Artifact(source, form, dialect, record, tensors, modules, tuple(findings))
 
 
@@ -155,22 +170,32 @@ def _identity_begun(source: Source) -> dict[str, object]:
     return identity if isinstance(identity, dict) else {}
 
 
-def _identity(reference: str, source: Source, record: dict[str, object]) -> tuple[Form, str]:
+def _identity(reference: str, clues: Clues, record: dict[str, object]) -> tuple[Form, str]:
     """Form and dialect, as our record says or else the runtime's."""
     if record:
         try:
-            activations = ACTIVATIONS_FP4 if record.get("activations") == ACTIVATIONS_FP4 else 16
-            return Form(format_named(str(record.get("format"))), activations), _known_dialect(str(record.get("dialect")))
+            return _form_recorded(record), _known_dialect(str(record.get("dialect")))
         except InputError as error:
             raise InputError(error.code, f"{RECORD}: {error.message}", "See what wrote it, and with which version.") from None
-    declared = source.checkpoint.config.get("quantization_config")
-    if isinstance(declared, dict):
-        for name in MODULES:
-            if (form := dialect_named(name).recognise(declared)) is not None:
-                return form, name
+    for name in MODULES:
+        if (form := dialect_named(name).recognise(clues)) is not None:
+            return form, name
     known = ", ".join(MODULES)
-    detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}, no quantization_config of {known}"
+    detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}, no record or names of {known}"
     raise InputError("not-an-artifact", detail)
+
+
+def _form_recorded(record: dict[str, object]) -> Form:
+    activations = ACTIVATIONS_FP4 if record.get("activations") == ACTIVATIONS_FP4 else 16
+    listed = record.get("shapes")
+    shapes = {
+        module: (shape[0], shape[1])
+        for module, shape in (listed.items() if isinstance(listed, dict) else ())
+        if isinstance(shape, list) and len(shape) == 2 and all(type(size) is int and size > 0 for size in shape)
+    }
+    layout, kv_cache = str(record.get("scale_layout", "linear")), record.get("kv_cache")
+    cache = "fp8" if kv_cache == "fp8" else None
+    return Form(format_named(str(record.get("format"))), activations, layout, cache, shapes)
 
 
 def _known_dialect(name: str) -> str:
@@ -181,23 +206,26 @@ def _known_dialect(name: str) -> str:
 def _read_modules(tensors: dict[str, TensorRef], form: Form, dialect: Dialect) -> tuple[dict[str, Packed], list[Finding]]:
     """The sound quantized modules with their shapes, and a finding for each tensor that is missing or misshapen."""
     modules, findings = {}, []
-    for module in quantized_modules(dialect, tensors):
-        packed = tensors.get(dialect.outputs(module, (1, form.format.block_size), form)[0].name)
-        if packed is None or len(packed.shape) != 2:
-            findings.append(Finding("error", "packed-missing", module, "its scales are there, its packed codes are not"))
+    for stem in dialect.find(tensors):
+        packed = tensors.get(stem + dialect.PACKED)
+        if packed is None:
+            findings.append(Finding("error", "packed-missing", stem, "its scales are there, its packed codes are not"))
             continue
-        shape = (packed.shape[0], packed.shape[1] * 2)
-        if not shape[0] or not shape[1] or shape[1] % form.format.block_size:
-            detail = f"it has {shape[0]} x {shape[1]} codes; expected whole blocks of {form.format.block_size}"
-            findings.append(Finding("error", "packed-shape", module, detail))
+        shape = dialect.stored_shape(stem, packed, form)
+        if shape is None:
+            detail = f"{packed.dtype} {list(packed.shape)} holds no matrix of whole blocks of {form.format.block_size}"
+            findings.append(Finding("error", "packed-shape", stem, detail))
             continue
-        specs = dialect.outputs(module, shape, form)
+        specs = dialect.outputs(stem, shape, form)
         faults = [fault for spec in specs if (fault := _fault(tensors.get(spec.name), spec))]
         findings += faults
         if not faults:
-            names = (module + ending for ending in dialect.COMPANIONS)
+            names = (stem + ending for ending in dialect.COMPANIONS)
             companions = tuple(tensors[name] for name in names if name in tensors)
-            modules[module] = Packed(tuple(tensors[spec.name] for spec in specs), shape, companions)
+            refs = tuple(tensors[spec.name] for spec in specs)
+            for module, pieces in pieces_of(dialect.slots(stem, shape)).items():
+                rows = sum(piece.height for piece in pieces)
+                modules[module] = Packed(refs, (rows, shape[-1]), companions, stem, shape, pieces)
     return modules, findings
 
 
@@ -210,25 +238,25 @@ def _fault(found: TensorRef | None, spec: TensorSpec) -> Finding | None:
     return None
 
 
-def _judge_records(
-    config: dict[str, object], record: dict[str, object], dialect: str, modules: Iterable[str]
-) -> Iterator[Finding]:
+def _judge_records(clues: Clues, record: dict[str, object], dialect: str, modules: Mapping[str, Packed]) -> Iterator[Finding]:
     """Findings where our record, the runtime's and the tensors disagree."""
-    declared = config.get("quantization_config")
-    runtime: dict[str, object] = declared if isinstance(declared, dict) else {}
     spelling = dialect_named(dialect)
-    recognised = spelling.recognise(runtime)
-    if record and (recognised is None or recognised.format.name != record["format"]):
-        detail = f"config.json does not declare {record['format']} as {dialect} does; engines would not load it"
-        yield Finding("error", "records-disagree", None, detail)
-    for key, expected in layout_of(recognised or Form(format_named(str(record["format"]))), spelling).items() if record else ():
-        if record.get(key) != expected:
-            detail = f"{RECORD} says {key} = {record.get(key)!r}, and {dialect} has {expected!r}"
-            yield Finding("error", "record-wrong", None, detail)
+    recognised = spelling.recognise(clues)
+    if record:
+        has_own = bool(spelling.records(_form_recorded(record), Ignored((), ()), ()))
+        if has_own and (recognised is None or recognised.format.name != record["format"]):
+            detail = f"config.json does not declare {record['format']} as {dialect} does; engines would not load it"
+            yield Finding("error", "records-disagree", None, detail)
+        for key, expected in layout_of(recognised or _form_recorded(record), spelling).items():
+            if record.get(key) != expected:
+                detail = f"{RECORD} says {key} = {record.get(key)!r}, and {dialect} has {expected!r}"
+                yield Finding("error", "record-wrong", None, detail)
+    for doubt in spelling.judge(clues):
+        yield Finding(doubt.level, doubt.code, None, doubt.detail)
     ours = record.get("ignore")
     for module in modules:
         try:
-            is_ignored = spelling.is_ignored(runtime, module)
+            is_ignored = spelling.is_ignored(clues, module)
         except InputError as error:
             yield Finding("error", "ignore-pattern", None, f"config.json: {error.message}")
             return
@@ -241,7 +269,7 @@ def describe_artifact(artifact: Artifact) -> dict[str, object]:
 
     scale_layout: "declared" is what our record says (None where there is none); "detected" is None: nothing was measured.
     """
-    quantized = [ref for packed in artifact.modules.values() for ref in packed.refs]
+    quantized = dict.fromkeys(ref for packed in artifact.modules.values() for ref in packed.refs)
     elements = sum(rows * columns for rows, columns in (packed.shape for packed in artifact.modules.values()))
     layout = layout_of(artifact.form, artifact.spelling)
     weights = [ref for ref in quantized if not ref.name.endswith(artifact.spelling.COMPANIONS)]

@@ -33,6 +33,7 @@ ArtifactArgument = Annotated[str, typer.Argument(help="Folder with four-bit weig
 FormatOption = Annotated[str, typer.Option("--format", help="Target: nvfp4 or mxfp4.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="New folder. Default: ./NAME-FORMAT.")]
 DialectOption = Annotated[str, typer.Option(help="How the artifact is spelled: compressed-tensors or modelopt.")]
+LayoutOption = Annotated[str | None, typer.Option(help="Order of block scales in dialect plain. Default: linear.")]
 RuleOption = Annotated[str | None, typer.Option(help="nvfp4: amax; mxfp4: floor, even (default) or ceil.")]
 ActivationsOption = Annotated[int, typer.Option(help="16: weights alone; 4: for the FP4 tensor cores, activations too.")]
 InputScaleOption = Annotated[float | None, typer.Option(help="With --activations 4, nvfp4: a multiplier. Default: 1.0.")]
@@ -166,6 +167,7 @@ def transcode_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="New folder.")],
     dialect: Annotated[str, typer.Option(help="How the result is spelled: compressed-tensors or modelopt.")],
     format: Annotated[str | None, typer.Option("--format", help="nvfp4, for an mxfp4 artifact. Default: as it is.")] = None,
+    scale_layout: LayoutOption = None,
     workers: WorkersOption = 0,
     force: ForceOption = False,
     json: JsonOption = False,
@@ -181,7 +183,7 @@ def transcode_command(
 
     screen = render.Screen(json, quiet)
     opened = artifacts.open_artifact(artifact)
-    todo = convert.prepare_transcode(opened, dialect, format)
+    todo = convert.prepare_transcode(opened, dialect, format, scale_layout)
     with screen.progress(todo.source_bytes, "transcode") as report:
         result = convert.transcode(opened, todo, output, crew.Settings("cpu", workers, force, report))
     screen.show(result.as_json(), render.draw_result)

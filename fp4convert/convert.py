@@ -17,18 +17,19 @@ from pathlib import Path
 
 from fp4convert.artifact import RECORD, Artifact, make_record
 from fp4convert.backends import open_backend
-from fp4convert.dialects import Dialect, check_input_scale, dialect_named, form_of, is_reversible
+from fp4convert.dialects import Dialect, check_input_scale, dialect_named, dialect_to_write, form_of, is_reversible
 from fp4convert.errors import InputError, NumericError
-from fp4convert.formats import FLOAT_TYPES, Format, format_named
-from fp4convert.output import OutputFolder, Purpose, open_output
-from fp4convert.plan import DTYPES, Plan, Task, plan_dequantize, plan_quantize, plan_transcode
+from fp4convert.formats import FLOAT_TYPES, format_named
+from fp4convert.output import OutputFolder, Purpose, TaskWriter, open_output
+from fp4convert.plan import DTYPES, plan_dequantize, plan_quantize, plan_transcode
 from fp4convert.recipe import Target, build_recipe
-from fp4convert.shard import ShardWriter
 from fp4convert.sources import INDEX, Source
-from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder, UnsoundShardError, Worker, carry, fill_shard
+from fp4convert.tasks import Plan, Task
+from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder, UnsoundShardError, Worker, count_kept, fill_shard
 
 RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
-SMALLEST_SCALE = 2.0**-126  # smallest normal float32; its reciprocal is one too
+QUANTIZATION_KEYS = frozenset({"quantization_config", "quantization", "expert_dtype"})  # of config.json, in any dialect
+CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})  # engines stumble over it; what the weights are is not in doubt
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
 
 
@@ -69,7 +70,7 @@ class Result:
 def prepare_quantize(source: Source, request: Request) -> Plan:
     """The plan that `quantize` carries out; InputError for anything that the request or the source has wrong."""
     fmt = format_named(request.format)
-    dialect_named(request.dialect, fmt)
+    dialect_to_write(Target(fmt.name, request.dialect))
     input_scale = check_input_scale(fmt, request.activations, request.input_scale)
     target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, input_scale)
     recipe = build_recipe(target, source.checkpoint.model_types, (request.include, request.exclude))
@@ -99,41 +100,44 @@ def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings)
     """
     source = artifact.source
     config = _with_dtype(source.checkpoint.config, FLOAT_TYPES[DTYPES[plan.target.format]].config_name)
-    config.pop("quantization_config", None)
+    config = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     texts = {**_index_text(plan), "config.json": _json(config)}
     replaced = RECORDS | texts.keys()
     job = _Job(source, plan, texts, "config.json", replaced)
     return _carry_out(job, Dequantizer(artifact, open_backend(settings.device)), output, settings)
 
 
-def prepare_transcode(artifact: Artifact, dialect: str, fmt: str | None) -> Plan:
+def prepare_transcode(artifact: Artifact, dialect: str, fmt: str | None, scale_layout: str | None = None) -> Plan:
     """The plan that `transcode` carries out; InputError for what cannot be said without a change, or an artifact with errors.
 
-    fmt  the artifact's own where None; nvfp4 for an MXFP4 artifact
+    fmt           the artifact's own where None; nvfp4 for an MXFP4 artifact
+    scale_layout  the dialect's own where None
     """
     _refuse_unsound(artifact)
     made = format_named(fmt or artifact.format.name)
-    if made is not artifact.format and artifact.format.has_global_scale:
+    is_same = made is artifact.format
+    if not is_same and artifact.format.has_global_scale:
         detail = f"{artifact.format.name} cannot be carried into {made.name}: its block scales are no powers of two"
         raise InputError("not-lossless", detail, "Dequantize it, and quantize the result.")
-    _refuse_without_inverse(artifact, dialect_named(dialect, made), made)
     recorded = str(artifact.record.get("scale_rule"))
-    rule = recorded if made is artifact.format and recorded in made.scale_rules else None
-    target = Target(made.name, dialect, rule, artifact.form.activations if made is artifact.format else 16)
+    rule = recorded if is_same and recorded in made.scale_rules else None
+    activations = artifact.form.activations if is_same else 16
+    target = Target(made.name, dialect, rule, activations, None, scale_layout, artifact.form.kv_cache)
+    spelling = dialect_to_write(target)
+    if is_same:
+        for module in artifact.modules:
+            _check_scalars(artifact, module, spelling)
     return plan_transcode(artifact.source.checkpoint, artifact.modules, target)
 
 
-def _refuse_without_inverse(artifact: Artifact, spelling: Dialect, made: Format) -> None:
-    """InputError where a scale must be stored as its reciprocal and has none in float32."""
-    if made is not artifact.format or spelling.GLOBAL_SCALE_KIND == artifact.spelling.GLOBAL_SCALE_KIND:
-        return
-    for module in artifact.modules:
-        for stored in (artifact.decode(module).global_scale, artifact.input_scale(module)):
-            if stored is not None and not SMALLEST_SCALE <= stored <= 1 / SMALLEST_SCALE:
-                detail = (
-                    f"{module}: a scale is {stored:g}, whose reciprocal is no float32; expected a positive number that has one"
-                )
-                raise InputError("scale-without-inverse", detail, "Dequantize the artifact, and quantize the result.", module)
+def _check_scalars(artifact: Artifact, module: str, spelling: Dialect) -> None:
+    """InputError where the dialect cannot say a module's global scale or input scale."""
+    try:
+        for _ in spelling.encode_scalars(module, artifact.decode(module), artifact.input_scale(module)):
+            pass
+    except InputError as error:
+        message = error.message if module in error.message else f"{module}: {error.message}"
+        raise InputError(error.code, message, error.next_step, module) from None
 
 
 def transcode(artifact: Artifact, plan: Plan, output: Path, settings: Settings) -> Result:
@@ -157,16 +161,14 @@ def describe_carried(artifact: Artifact, plan: Plan) -> dict[str, object]:
     kind = _dialect_of(plan).GLOBAL_SCALE_KIND
     rounded, lossy, blocks, kept = [], [], 0, 0
     for module in artifact.modules:
-        stored = [artifact.decode(module).global_scale, artifact.stored_input_scale(module)]
-        if made is artifact.format and kind != artifact.spelling.GLOBAL_SCALE_KIND and not all(map(is_reversible, stored)):
-            rounded.append(module)
-        counts = (
-            [(q.block_scales.nbytes // 2, count) for q, count in carry(artifact, module, made)]
-            if made is not artifact.format
-            else []
-        )
-        blocks, kept = blocks + sum(count for count, _ in counts), kept + sum(count for _, count in counts)
-        if any(all_blocks != kept_blocks for all_blocks, kept_blocks in counts):
+        if made is artifact.format:
+            stored = [artifact.decode(module).global_scale, artifact.stored_input_scale(module)]
+            if kind and kind != artifact.spelling.GLOBAL_SCALE_KIND and not all(map(is_reversible, stored)):
+                rounded.append(module)
+            continue
+        all_blocks, kept_blocks = count_kept(artifact, module)
+        blocks, kept = blocks + all_blocks, kept + kept_blocks
+        if all_blocks != kept_blocks:
             lossy.append(module)
     changed = len(rounded) + len(lossy)
     document: dict[str, object] = {
@@ -209,7 +211,7 @@ def describe_plan(plan: Plan, settings: Settings) -> dict[str, object]:
 
 def _refuse_unsound(artifact: Artifact) -> None:
     for finding in artifact.findings:
-        if finding.level == "error":
+        if finding.level == "error" and finding.code not in CLEAR_ENOUGH:
             where = f"{finding.tensor}: " if finding.tensor else ""
             detail = f"the artifact is not sound: {finding.code}: {where}{finding.detail}"
             raise InputError("unsound-artifact", detail, "See: fp4convert inspect.", finding.tensor)
@@ -218,13 +220,16 @@ def _refuse_unsound(artifact: Artifact) -> None:
 def _artifact_job(source: Source, plan: Plan) -> _Job:
     """The conversion whose result is an artifact: shards, then the records that engines read, last our own."""
     records = _dialect_of(plan).records(form_of(plan.target), plan.ignored, plan.quantized)
-    records["config.json"] = {**source.checkpoint.config, "quantization_config": records["config.json"]}
+    config = {key: value for key, value in source.checkpoint.config.items() if key not in QUANTIZATION_KEYS}
+    if config or "config.json" in records:
+        records["config.json"] = {**config, **records.get("config.json", {})}
     texts = {**_index_text(plan), **{file: _json(record) for file, record in records.items()}}
     return _Job(source, plan, texts, RECORD, RECORDS | texts.keys())
 
 
 def _write_record(plan: Plan, folder: OutputFolder) -> None:
-    record = make_record(plan.target, plan.ignored, {"name": "fp4convert", "version": version("fp4convert")}, folder.hashes)
+    producer = {"name": "fp4convert", "version": version("fp4convert")}
+    record = make_record(plan.target, plan.ignored, plan.shapes, producer, folder.hashes)
     folder.write_text(RECORD, _json(record))
 
 
@@ -263,7 +268,7 @@ class _Job:
                 "the options": _sha256([asdict(self.plan.target), self.plan.quantized, self.texts]),
                 "the source's files or their times": _sha256([self.source.checkpoint.stamps, self.sidecars]),
             },
-            files=(*(task.file for task in self.plan.tasks), *self.sidecars, *self.texts),
+            files=(*(shard.file for shard in self.plan.shards), *self.sidecars, *self.texts),
             last=self.last,
         )
 
@@ -286,13 +291,14 @@ def _carry_out(
         raise InputError("output-in-source", detail, "Choose another: -o FOLDER.")
     unsound: dict[str, NumericError] = {}
 
-    def fill(task: Task, writer: ShardWriter) -> bool:
+    def fill(task: Task, writer: TaskWriter) -> bool:
         try:
             fill_shard(task, writer, worker, settings)
         except UnsoundShardError as found:
             unsound.update({str(error.tensor): error for error in found.errors})
             return False
-        job.source.check_unchanged(task.file)
+        for file in task.sources:
+            job.source.check_unchanged(file)
         return True
 
     with open_output(output, job.purpose(), job.output_nbytes, settings.is_forced) as folder:
@@ -353,7 +359,7 @@ def _dialect_of(plan: Plan) -> Dialect:
 
 
 def _index_text(plan: Plan) -> dict[str, str]:
-    return {INDEX: _json(plan.index)} if len(plan.tasks) > 1 else {}
+    return {INDEX: _json(plan.index)} if len(plan.shards) > 1 else {}
 
 
 def _json(value: object) -> str:

@@ -6,7 +6,7 @@ Sources: OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0 and MXFP4; NVIDIA's N
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -110,6 +110,43 @@ class Quantized:
         scales_per_row = columns // self.format.block_size
         block_scales = self.block_scales[first * scales_per_row : last * scales_per_row]
         return replace(self, shape=(last - first, columns), packed=packed, block_scales=block_scales)
+
+
+class Blocks(Protocol):
+    """A four-bit matrix somewhere, fetched by ranges of whole rows, as often as is wanted; a Quantized is one."""
+
+    @property
+    def format(self) -> Format: ...
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def global_scale(self) -> float | None: ...
+
+    @property
+    def kind(self) -> Kind: ...
+
+    def rows(self, first: int, last: int) -> Quantized:
+        """Rows first..last-1 in canonical form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Blocks that are put into canonical form as they are fetched.
+
+    fetch  (first, last + 1) of a range of rows -> its packed codes and its block scales
+    """
+
+    format: Format
+    shape: tuple[int, int]
+    global_scale: float | None
+    kind: Kind
+    fetch: Callable[[int, int], tuple[memoryview, memoryview]]
+
+    def rows(self, first: int, last: int) -> Quantized:
+        packed, block_scales = self.fetch(first, last)
+        return Quantized(self.format, (last - first, self.shape[1]), packed, block_scales, self.global_scale, self.kind)
 
 
 def row_panels(shape: tuple[int, int], elements: int = PANEL_ELEMENTS) -> Iterator[tuple[int, int]]:

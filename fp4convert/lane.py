@@ -22,7 +22,7 @@ import numpy as np
 from fp4convert import cubins
 from fp4convert.codec import check_range, global_scale_of, not_finite
 from fp4convert.errors import DeviceError
-from fp4convert.formats import FLOAT_TYPES, Format, Matrix, Quantized, Weights, check_rule, row_panels
+from fp4convert.formats import FLOAT_TYPES, Blocks, Format, Matrix, Quantized, Weights, check_rule, row_panels
 from fp4convert.gpus import Gpu
 
 LANES = 4  # to a GPU: callers that read, compute and write side by side
@@ -211,7 +211,7 @@ class Lane:
             for first, last in row_panels(weights.shape, GPU_PANEL_ELEMENTS)
         )
 
-    def dequantize(self, q: Quantized, dtype: str) -> Iterator[memoryview]:
+    def dequantize(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         """The values in order, each panel valid until the next is asked for."""
 
         def start(part: Quantized) -> Callable[[], memoryview]:

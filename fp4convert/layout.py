@@ -1,6 +1,6 @@
-"""Where block scales lie: the layouts that kernels read, written from and turned back into the linear one, byte for byte.
+"""Where block scales lie: the orders that kernels read, written from and turned back into the linear one, byte for byte.
 
-A layout of scales alone cuts the (rows, blocks a row) matrix of scale bytes into tiles and stores its axes in another order:
+An order cuts the (rows, blocks of a row) matrix of scale bytes into tiles and stores its axes in another sequence:
 
   linear     [row][block]
   128x4      [row / 128][block / 4][row % 32][row / 32 % 4][block % 4]   CUTLASS, cuBLAS, FlashInfer, vLLM
@@ -8,10 +8,8 @@ A layout of scales alone cuts the (rows, blocks a row) matrix of scale bytes int
   deepgemm   [block / 4][row][block % 4]                                 DeepGEMM: four bytes to an int32, MN-major
   k_major    [block][row]
 
-and is padded with zeros to whole tiles.  Two more hold codes and scales in one tensor:
-
-  interleaved  for every block its codes, then its scale byte
-  appended     all codes, then all scale bytes
+and is padded with zeros to whole tiles.  Two more layouts hold codes and scales in one tensor: interleaved (for every block its
+codes, then its scale) and appended (all codes, then all scales).
 
 Sources: NVIDIA cuBLAS documentation, "1D block scaling factors layout" (128x4); FlashInfer, get_sf_out_offset_8x4; DeepGEMM,
 get_mn_major_tma_aligned_packed_ue8m0_tensor.  This module knows bytes; which tensor holds them is a dialect's business.
@@ -20,22 +18,19 @@ get_mn_major_tma_aligned_packed_ue8m0_tensor.  This module knows bytes; which te
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from functools import cache
 
 from fp4convert.errors import InputError
-
-Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """One order of scale bytes.
 
-    rows, blocks  factors that a row and a block index are split into, fastest last; the first of each is what is left
-    order         the axes (those of rows, then those of blocks) as they are stored, slowest first
+    rows, blocks  factors that a row's and a block's index are split into, slowest first, below what is left of it
+    order         the axes (what is left of rows, their factors, what is left of blocks, theirs) as they are stored, slowest first
     padding       rows and blocks are padded to multiples of these
     """
 
@@ -50,21 +45,32 @@ class Layout:
         rows, blocks = (-(-size // multiple) * multiple for size, multiple in zip(shape, self.padding, strict=True))
         return rows, blocks
 
-    def arrange(self, block_scales: Bytes) -> Bytes:
-        """(rows, blocks) linear bytes -> the stored bytes, flat, with their padding."""
-        padded = np.zeros(self.padded((block_scales.shape[0], block_scales.shape[1])), np.uint8)
-        padded[: block_scales.shape[0], : block_scales.shape[1]] = block_scales
-        return np.ascontiguousarray(padded.reshape(self._split(padded.shape)).transpose(self.order)).reshape(-1)
+    def arrange(self, block_scales: memoryview, shape: tuple[int, int]) -> memoryview:
+        """(rows, blocks) linear bytes -> the stored bytes, with their padding."""
+        import numpy as np
 
-    def restore(self, stored: Bytes, shape: tuple[int, int]) -> Bytes:
-        """The linear bytes of (rows, blocks) behind what `arrange` stored; raises InputError where the number is not that."""
+        padded = np.zeros(self.padded(shape), np.uint8)
+        padded[: shape[0], : shape[1]] = np.frombuffer(block_scales, np.uint8).reshape(shape)
+        axes = padded.reshape(self._split(padded.shape)).transpose(self.order)
+        return np.ascontiguousarray(axes).reshape(-1).data
+
+    def restore(self, stored: memoryview, shape: tuple[int, int]) -> memoryview:
+        """The linear bytes of (rows, blocks) behind what `arrange` stored; raises InputError where their number is not that."""
+        import numpy as np
+
         padded = self.padded(shape)
-        if stored.size != math.prod(padded):
-            detail = f"{stored.size} scale bytes; {self.name} has {math.prod(padded)} for {shape[0]} x {shape[1]}"
+        if stored.nbytes != math.prod(padded):
+            detail = f"{stored.nbytes} scale bytes; {self.name} has {math.prod(padded)} for {shape[0]} x {shape[1]}"
             raise InputError("scale-layout", detail)
         split = self._split(padded)
-        axes = stored.reshape([split[axis] for axis in self.order]).transpose(np.argsort(self.order))
-        return np.ascontiguousarray(axes.reshape(padded)[: shape[0], : shape[1]])
+        tiles = np.frombuffer(stored, np.uint8).reshape([split[axis] for axis in self.order])
+        linear = tiles.transpose(np.argsort(self.order)).reshape(padded)[: shape[0], : shape[1]]
+        return np.ascontiguousarray(linear).reshape(-1).data
+
+    def restored(self, read: Callable[[], memoryview], shape: tuple[int, int]) -> Callable[[int, int], memoryview]:
+        """A function (first, last + 1) -> linear bytes of whole rows, which which restores them all when first asked."""
+        linear = cache(lambda: self.restore(read(), shape))
+        return lambda first, last: linear()[first * shape[1] : last * shape[1]]
 
     def _split(self, padded: tuple[int, ...]) -> tuple[int, ...]:
         rows, blocks = padded
@@ -82,30 +88,25 @@ LAYOUTS = {
         Layout("k_major", (), (), (1, 0), (1, 1)),
     )
 }
-JOINED = ("interleaved", "appended")
 
 
-def join(packed: Bytes, block_scales: Bytes, kind: str) -> Bytes:
-    """Codes and scales of whole rows as one run of bytes.
-
-    packed        (rows, columns / 2)
-    block_scales  (rows, blocks), linear
-    kind          interleaved: (rows, blocks * (bytes of a block + 1)); appended: flat
-    """
-    if kind == "appended":
-        return np.concatenate([packed.reshape(-1), block_scales.reshape(-1)])
-    rows, blocks = block_scales.shape
-    return np.concatenate([packed.reshape(rows, blocks, -1), block_scales[..., None]], axis=-1).reshape(rows, -1)
+def padding_of(name: str) -> list[int] | None:
+    """What rows and blocks are padded to multiples of in that layout, where it pads them."""
+    padding = LAYOUTS[name].padding if name in LAYOUTS else (1, 1)
+    return None if padding == (1, 1) else list(padding)
 
 
-def part(joined: Bytes, shape: tuple[int, int], block_nbytes: int, kind: str) -> tuple[Bytes, Bytes]:
-    """What `join` joined: codes (rows, blocks * block_nbytes) and scales (rows, blocks) for a shape of (rows, blocks)."""
-    rows, blocks = shape
-    if joined.size != rows * blocks * (block_nbytes + 1):
-        detail = f"{joined.size} bytes; {kind} has {rows * blocks * (block_nbytes + 1)} for {rows} x {blocks} blocks"
-        raise InputError("scale-layout", detail)
-    if kind == "appended":
-        packed, block_scales = np.split(joined.reshape(-1), [rows * blocks * block_nbytes])
-        return packed.reshape(rows, -1), block_scales.reshape(rows, blocks)
-    whole = joined.reshape(rows, blocks, block_nbytes + 1)
-    return np.ascontiguousarray(whole[..., :-1]).reshape(rows, -1), np.ascontiguousarray(whole[..., -1])
+def interleave(packed: memoryview, block_scales: memoryview) -> memoryview:
+    """For every block its codes, then its scale byte."""
+    import numpy as np
+
+    codes = np.frombuffer(packed, np.uint8).reshape(block_scales.nbytes, -1)
+    return np.column_stack([codes, np.frombuffer(block_scales, np.uint8)]).reshape(-1).data
+
+
+def part(interleaved: memoryview, block_nbytes: int) -> tuple[memoryview, memoryview]:
+    """The codes, `block_nbytes` to a block, and the scale bytes that `interleave` joined."""
+    import numpy as np
+
+    blocks = np.frombuffer(interleaved, np.uint8).reshape(-1, block_nbytes + 1)
+    return np.ascontiguousarray(blocks[:, :-1]).reshape(-1).data, np.ascontiguousarray(blocks[:, -1]).data

@@ -1,7 +1,7 @@
 """The folder being written: whose it is, what is finished in it, and no final name that ever holds partial bytes.
 
   OUT/.fp4convert/plan.json         the plan being carried out: its identity, and every file it writes
-  OUT/.fp4convert/done/<task>.json  {"file", "sha256"} of a finished shard; the task's key names it
+  OUT/.fp4convert/done/<task>.json  {"files": {file: sha256}} of a finished task; its key names it
   OUT/.fp4convert/tmp/              files on their way: written, fsynced, renamed into OUT, folder fsynced
   OUT/.fp4convert/lock              held while a run writes; the system frees it when the process ends
 
@@ -23,9 +23,9 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from fp4convert.errors import OutputError
-from fp4convert.plan import Task
-from fp4convert.shard import ShardWriter, hash_file, told
+from fp4convert.shard import ShardWriter, TensorRef, hash_file, told
 from fp4convert.sources import PLAN_FILE
+from fp4convert.tasks import Task
 
 STATE, _, PLAN = PLAN_FILE.partition("/")
 READ_NBYTES = 1 << 20
@@ -63,6 +63,37 @@ class Purpose:
         return Purpose(dict(entry["identity"]), dict(entry["traits"]), tuple(entry["files"]), entry["last"])
 
 
+class TaskWriter:
+    """The shards of one task on their way, filled together."""
+
+    def __init__(self, folder: Path, task: Task) -> None:
+        self._folder = folder
+        self._writers: dict[str, ShardWriter] = {}
+        try:
+            for shard in task.shards:
+                self._writers[shard.file] = ShardWriter(self.path(shard.file), shard.header, shard.outputs)
+        except BaseException:
+            self.discard()
+            raise
+
+    def path(self, file: str) -> Path:
+        """Where a shard is until it is whole."""
+        return self._folder / file
+
+    def append(self, ref: TensorRef, data: memoryview) -> None:
+        """Write the next bytes of that output."""
+        self._writers[ref.file].append(ref, data)
+
+    def finish(self) -> dict[str, str]:
+        """Flush and close every shard: file -> sha256."""
+        return {file: writer.finish() for file, writer in self._writers.items()}
+
+    def discard(self) -> None:
+        """Close, and leave nothing behind."""
+        for writer in self._writers.values():
+            writer.discard()
+
+
 class OutputFolder:
     """The output while this process holds its lock."""
 
@@ -73,30 +104,29 @@ class OutputFolder:
         self.hashes: dict[str, str] = {}
 
     def adopt(self, task: Task) -> bool:
-        """True where the task's shard is finished and still has its hash; it then counts as written."""
+        """True where the task's shards are finished and still have their hashes; they then count as written."""
         record = self._state / "done" / f"{task.key}.json"
-        path = self.root / task.file
-        if not record.exists() or not path.exists() or path.stat().st_size != task.nbytes:
-            return False
         try:
-            sha256 = str(json.loads(record.read_text(encoding="utf-8"))["sha256"])
+            files = dict(json.loads(record.read_text(encoding="utf-8"))["files"])
+            for shard in task.shards:
+                path = self.root / shard.file
+                if path.stat().st_size != shard.nbytes or hash_file(path) != files[shard.file]:
+                    return False
         except (ValueError, KeyError, TypeError, RecursionError, OSError):
-            return False  # a damaged record proves nothing: the shard is written again
-        if hash_file(path) != sha256:
-            return False
-        self.hashes[task.file] = sha256
+            return False  # not there, or damaged: it proves nothing, and the shards are written again
+        self.hashes |= {shard.file: str(files[shard.file]) for shard in task.shards}
         return True
 
-    def write_shards(self, tasks: Iterable[Task], fill: Callable[[Task, ShardWriter], bool]) -> None:
-        """Create each shard, let `fill` append every tensor, then put it under its final name.
+    def write_shards(self, tasks: Iterable[Task], fill: Callable[[Task, TaskWriter], bool]) -> None:
+        """Create the shards of each task, let `fill` append every tensor, then put them under their final names.
 
-        fill  returns whether the shard is whole; one that is not, is discarded
-        While one shard is flushed, hashed and named, the next is filled.
+        fill  returns whether the shards are whole; those that are not, are discarded
+        While one task's shards are flushed, hashed and named, the next ones are filled.
         """
         with ThreadPoolExecutor(1) as finisher:
             last: Future[None] | None = None
             for task in tasks:
-                writer = ShardWriter(self._state / "tmp" / task.file, task.header, task.outputs)
+                writer = TaskWriter(self._state / "tmp", task)
                 try:
                     is_whole = fill(task, writer)
                     if last is not None:
@@ -105,20 +135,21 @@ class OutputFolder:
                     writer.discard()
                     raise
                 if is_whole:
-                    last = finisher.submit(self._name_shard, task, writer)
+                    last = finisher.submit(self._name_shards, task, writer)
                 else:
                     writer.discard()
             if last is not None:
                 last.result()
 
-    def _name_shard(self, task: Task, writer: ShardWriter) -> None:
+    def _name_shards(self, task: Task, writer: TaskWriter) -> None:
         try:
-            sha256 = writer.finish()
+            hashes = writer.finish()
         except BaseException:
             writer.discard()
             raise
-        self._publish(writer.path, task.file, sha256)
-        self._put(f"done/{task.key}.json", json.dumps({"file": task.file, "sha256": sha256}, sort_keys=True))
+        for file, sha256 in hashes.items():
+            self._publish(writer.path(file), file, sha256)
+        self._put(f"done/{task.key}.json", json.dumps({"files": hashes}, sort_keys=True))
 
     def write_text(self, file: str, text: str) -> None:
         """A small file of ours, under its final name at once."""

@@ -6,110 +6,20 @@ number of workers all follow from this one value.
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from fp4convert.dialects import Ignored, Packed, dialect_named, form_of, is_quantized_tensor
+from fp4convert.dialects import Ignored, Packed, dialect_to_write, form_of, is_quantized_tensor
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, format_named
+from fp4convert.formats import FLOAT_TYPES
 from fp4convert.recipe import Recipe, ScaleGroup, Target, build_recipe, matches, scale_group
-from fp4convert.shard import Header, TensorRef, TensorSpec, lay_out
+from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
+from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
 
-Action = Literal["quantize", "dequantize", "transcode", "copy", "skip"]
 DTYPES = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}  # a user's word -> safetensors' name
 MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
-METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so; a shard's own metadata stays
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one tensor (or the tensors of one four-bit module) becomes.
-
-    action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as it is
-    refs     what is read; exactly one, except of a module that is four-bit already
-    shape    (rows, columns) of the matrix; () where it stays
-    group    name of the scale group, or None
-    amax_of  every member of the scale group (or the tensor alone), in whichever shard; the common amax sets the global
-             scale, and tells whether all of them are finite; to transcode, every tensor of the group; empty otherwise
-    outputs  where the result goes; all in the step's own shard
-    """
-
-    module: str
-    action: Action
-    reason: str
-    refs: tuple[TensorRef, ...]
-    shape: tuple[int, ...]
-    group: str | None
-    amax_of: tuple[TensorRef, ...]
-    outputs: tuple[TensorRef, ...]
-
-    @property
-    def source_bytes(self) -> int:
-        return sum(ref.nbytes for ref in self.refs)
-
-    @property
-    def output_bytes(self) -> int:
-        return sum(ref.nbytes for ref in self.outputs)
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One input shard -> one output shard of the same name; tasks do not depend on each other.
-
-    key     equal keys promise equal output bytes: a hash of target, steps, and what changes when a shard that they read may have
-    header  the output's header bytes; nbytes, the size of the whole output
-    """
-
-    file: str
-    key: str
-    header: bytes
-    nbytes: int
-    steps: tuple[Step, ...]
-
-    @property
-    def outputs(self) -> list[TensorRef]:
-        """The tensors of the output shard."""
-        return [ref for step in self.steps for ref in step.outputs]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Every task, and what the result's records need to know."""
-
-    target: Target
-    tasks: tuple[Task, ...]
-    ignored: Ignored
-    warnings: tuple[str, ...]
-
-    @property
-    def steps(self) -> Iterator[Step]:
-        return (step for task in self.tasks for step in task.steps)
-
-    @property
-    def source_bytes(self) -> int:
-        """Bytes of the tensors that are read."""
-        return sum(step.source_bytes for step in self.steps)
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of the shards that are written, headers included."""
-        return sum(task.nbytes for task in self.tasks)
-
-    @property
-    def quantized(self) -> list[str]:
-        """Modules that are four-bit in the result."""
-        return [step.module for step in self.steps if step.action in ("quantize", "transcode")]
-
-    @property
-    def index(self) -> dict[str, object]:
-        """The model.safetensors.index.json of the output."""
-        outputs = [ref for task in self.tasks for ref in task.outputs]
-        weight_map = {ref.name: ref.file for ref in sorted(outputs, key=lambda ref: ref.name)}
-        return {"metadata": {"total_size": sum(ref.nbytes for ref in outputs)}, "weight_map": weight_map}
 
 
 def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
@@ -118,22 +28,24 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     Raises InputError where the checkpoint is already quantized, or where an output would take the name of another tensor.
     """
     _refuse_quantized(checkpoint)
-    dialect, form = dialect_named(str(recipe.target.dialect), recipe.format), form_of(recipe.target)
+    dialect, form = dialect_to_write(recipe.target), form_of(recipe.target)
     verdicts = {ref.name: _verdict(ref, recipe) for ref in checkpoint.tensors}
     chosen = [ref for ref in checkpoint.tensors if verdicts[ref.name][0] == "quantize"]
     groups, warnings = _scale_groups(chosen, recipe)
+    dialect.stems({module_of(ref.name): (ref.shape[0], ref.shape[1]) for ref in chosen})
 
-    def decide(ref: TensorRef) -> _Draft:
+    def decide(ref: TensorRef) -> Draft:
         action, reason = verdicts[ref.name]
         if action != "quantize":
-            return _Draft(action, reason, (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),))
+            return Draft(action, reason, (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),))
         shape = (ref.shape[0], ref.shape[1])
-        specs = dialect.outputs(_module_of(ref.name), shape, form)
+        specs = dialect.outputs(module_of(ref.name), shape, form)
         group = groups[ref.name]
-        return _Draft(action, reason, (ref,), specs, shape, group.name, group.members)
+        return Draft(action, reason, (ref,), specs, shape, group=group.name, amax_of=group.members)
 
-    tasks = tuple(_task(checkpoint, shard, [decide(ref) for ref in shard.tensors], recipe.target) for shard in checkpoint.shards)
-    _refuse_collisions(tasks)
+    writing = Writing(checkpoint, recipe.target, dialect, form)
+    tasks = tuple(writing.task(shard, [decide(ref) for ref in shard.tensors]) for shard in checkpoint.shards)
+    refuse_collisions(tasks)
     if not chosen:
         warnings.append(f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists")
     if not checkpoint.config:
@@ -147,7 +59,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
         *warnings,
     )
     kept = _kept_modules(checkpoint, {ref.name for ref in chosen})
-    patterns = recipe.patterns_to_declare(kept, [_module_of(ref.name) for ref in chosen])
+    patterns = recipe.patterns_to_declare(kept, [module_of(ref.name) for ref in chosen])
     return Plan(recipe.target, tasks, Ignored(tuple(kept), patterns), notes)
 
 
@@ -162,11 +74,24 @@ def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: s
     if dtype not in DTYPES:
         raise InputError("unknown-dtype", f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
 
-    def spell(module: str, shape: tuple[int, int]) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(f"{module}.weight", DTYPES[dtype], shape),)
-
     target = Target(dtype)
-    return Plan(target, _module_tasks(checkpoint, modules, spell, target), Ignored((), ()), ())
+    for module, packed in modules.items():
+        if packed.stem != module:
+            detail = f"{module} is a part of the stack {packed.stem}; this version makes no stack of ordinary weights"
+            raise InputError("stacked-experts", detail, "Transcode it to another dialect first.", module)
+    drafts = {
+        module: Draft(
+            "dequantize",
+            "four-bit",
+            packed.refs,
+            (TensorSpec(f"{module}.weight", DTYPES[dtype], packed.shape),),
+            packed.shape,
+        )
+        for module, packed in modules.items()
+    }
+    left_out = {ref.name for packed in modules.values() for ref in packed.companions}
+    tasks = _module_tasks(Writing(checkpoint, target), modules, drafts, left_out)
+    return Plan(target, tasks, Ignored((), ()), ())
 
 
 def plan_transcode(checkpoint: Checkpoint, modules: dict[str, Packed], target: Target) -> Plan:
@@ -175,97 +100,56 @@ def plan_transcode(checkpoint: Checkpoint, modules: dict[str, Packed], target: T
     modules  the sound quantized modules, as `artifact` found them
     Raises   InputError for what the dialect cannot hold, or where an output would take the name of another tensor
     """
-    dialect, form = dialect_named(str(target.dialect), format_named(target.format)), form_of(target)
-
-    def spell(module: str, shape: tuple[int, int]) -> tuple[TensorSpec, ...]:
-        return dialect.outputs(module, shape, form)
-
+    dialect, form = dialect_to_write(target), form_of(target)
     recipe = build_recipe(target, checkpoint.model_types)
-    tasks = _module_tasks(checkpoint, modules, spell, target, recipe.groups)
+    if not dialect.HOLDS_EMBEDDINGS:
+        _refuse_embeddings(modules, recipe, str(target.dialect))
+    shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
+    for module, packed in modules.items():
+        shared[scale_group(module, recipe.groups) or module] += packed.refs
+    drafts = {}
+    for stem, shape in dialect.stems({module: packed.shape for module, packed in modules.items()}).items():
+        slots = dialect.slots(stem, shape)
+        members = list(dict.fromkeys(rows.module for slot in slots for rows in slot))
+        refs = tuple(dict.fromkeys(ref for member in members for ref in modules[member].refs))
+        group = tuple(dict.fromkeys(ref for member in members for ref in shared[scale_group(member, recipe.groups) or member]))
+        specs = dialect.outputs(stem, shape, form)
+        drafts[stem] = Draft("transcode", "four-bit", refs, specs, shape, slots, amax_of=group)
+    tasks = _module_tasks(Writing(checkpoint, target, dialect, form), modules, drafts, set())
     kept = _kept_modules(checkpoint, {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)})
     patterns = recipe.patterns_to_declare(kept, list(modules))
     return Plan(target, tasks, Ignored(tuple(kept), patterns), ())
 
 
-def _module_tasks(
-    checkpoint: Checkpoint,
-    modules: dict[str, Packed],
-    spell: Callable[[str, tuple[int, int]], tuple[TensorSpec, ...]],
-    target: Target,
-    groups: tuple[tuple[str, ...], ...] = (),
-) -> tuple[Task, ...]:
-    """Tasks that make something else of every four-bit module, where its packed codes are, and copy the rest.
-
-    Companions mean nothing beside ordinary weights, and stay beside four-bit ones.
-    """
-    action: Action = "transcode" if target.dialect else "dequantize"
-    left_out = {module: packed.companions if action == "dequantize" else () for module, packed in modules.items()}
-    home = {ref.name: module for module, packed in modules.items() for ref in (*packed.refs, *left_out[module])}
-    shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
-    for module, packed in modules.items():
-        shared[scale_group(module, groups) or module] += packed.refs
-
-    def decide(shard: Header) -> list[_Draft]:
-        drafts = []
-        for ref in shard.tensors:
-            module = home.get(ref.name)
-            if module is None:
-                drafts.append(_Draft("copy", "not quantized", (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),)))
-            elif ref == modules[module].refs[0]:
-                packed = modules[module]
-                group = tuple(shared[scale_group(module, groups) or module]) if action == "transcode" else ()
-                drafts.append(_Draft(action, "four-bit", packed.refs, spell(module, packed.shape), packed.shape, amax_of=group))
-        return drafts
-
-    tasks = tuple(_task(checkpoint, shard, decide(shard), target) for shard in checkpoint.shards)
-    _refuse_collisions(tasks)
-    return tasks
+def _refuse_embeddings(modules: Iterable[str], recipe: Recipe, dialect: str) -> None:
+    for module in modules:
+        if recipe.reason_to_keep(module) == "an embedding":
+            detail = f"{module} is a four-bit embedding, which no engine of dialect {dialect} reads"
+            raise InputError("dialect-module", detail, "Choose another --dialect.", module)
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A step whose outputs have no place yet."""
-
-    action: Action
-    reason: str
-    refs: tuple[TensorRef, ...]
-    specs: tuple[TensorSpec, ...]
-    shape: tuple[int, ...] = ()
-    group: str | None = None
-    amax_of: tuple[TensorRef, ...] = ()
+def _module_tasks(writing: Writing, modules: dict[str, Packed], drafts: dict[str, Draft], left_out: set[str]) -> tuple[Task, ...]:
+    """Tasks that carry out each draft where the first of its packed codes are, and copy every other tensor."""
+    consumed = left_out | {ref.name for packed in modules.values() for ref in packed.refs}
+    at: dict[str, list[Draft]] = defaultdict(list)
+    for stem, draft in drafts.items():
+        at[draft.refs[0].file].append(replace(draft, module=stem))
+    tasks = []
+    for shard in writing.checkpoint.shards:
+        copies = [
+            Draft("copy", "not quantized", (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),))
+            for ref in shard.tensors
+            if ref.name not in consumed
+        ]
+        tasks.append(writing.task(shard, [*copies, *at[shard.file]]))
+    refuse_collisions(tasks)
+    return tuple(tasks)
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
     name: str | None
     members: tuple[TensorRef, ...]
-
-
-def _task(checkpoint: Checkpoint, shard: Header, drafts: list[_Draft], target: Target) -> Task:
-    header, placed = lay_out(shard.file, (spec for draft in drafts for spec in draft.specs), METADATA | shard.metadata)
-    place = {ref.name: ref for ref in placed}
-    steps = tuple(
-        Step(
-            module=_module_of(draft.specs[0].name),
-            action=draft.action,
-            reason=draft.reason,
-            refs=draft.refs,
-            shape=draft.shape,
-            group=draft.group,
-            amax_of=draft.amax_of,
-            outputs=tuple(place[spec.name] for spec in draft.specs),
-        )
-        for draft in drafts
-    )
-    end = max((ref.start + ref.nbytes for ref in placed), default=len(header))
-    files = sorted({shard.file, *(ref.file for draft in drafts for ref in (*draft.refs, *draft.amax_of))})
-    promise = f"{target!r} {[checkpoint.stamps[file] for file in files]} {steps!r}"
-    key = hashlib.sha256(promise.encode("utf-8", "surrogatepass")).hexdigest()
-    return Task(shard.file, key, header, end, steps)
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _verdict(ref: TensorRef, recipe: Recipe) -> tuple[Action, str]:
@@ -276,7 +160,7 @@ def _verdict(ref: TensorRef, recipe: Recipe) -> tuple[Action, str]:
         return "copy", "not a linear layer's weight"
     if len(ref.shape) != MATRIX_DIMENSIONS:
         return "copy", f"{len(ref.shape)}-dimensional, not a matrix"
-    if reason := recipe.reason_to_keep(_module_of(ref.name)):
+    if reason := recipe.reason_to_keep(module_of(ref.name)):
         return "copy", reason
     if ref.dtype not in FLOAT_TYPES:
         return "skip", f"{ref.dtype}, not one of {', '.join(FLOAT_TYPES)}"
@@ -295,7 +179,7 @@ def _scale_groups(chosen: list[TensorRef], recipe: Recipe) -> tuple[dict[str, _G
     gathered: dict[ScaleGroup, list[TensorRef]] = defaultdict(list)
     groups: dict[str, _Group] = {}
     for ref in chosen:
-        if key := scale_group(_module_of(ref.name), recipe.groups):
+        if key := scale_group(module_of(ref.name), recipe.groups):
             gathered[key].append(ref)
         else:
             groups[ref.name] = _Group(None, (ref,))
@@ -310,7 +194,7 @@ def _incomplete_groups(gathered: dict[ScaleGroup, list[TensorRef]]) -> list[str]
     for key, refs in gathered.items():
         if len(refs) < len(key.members):
             lacking[key.members].append(key)
-    present = {_module_of(ref.name).rpartition(".")[2] for refs in gathered.values() for ref in refs}
+    present = {module_of(ref.name).rpartition(".")[2] for refs in gathered.values() for ref in refs}
     return [_incomplete(members, keys, present) for members, keys in lacking.items()]
 
 
@@ -324,8 +208,8 @@ def _incomplete(members: tuple[str, ...], keys: list[ScaleGroup], present: set[s
 
 def _kept_modules(checkpoint: Checkpoint, chosen: set[str]) -> list[str]:
     """Modules with a matrix or a stack that stays, and none that is quantized."""
-    kept = {_module_of(ref.name) for ref in checkpoint.tensors if len(ref.shape) >= MATRIX_DIMENSIONS and ref.name not in chosen}
-    return sorted(kept - {_module_of(name) for name in chosen} - {""})
+    kept = {module_of(ref.name) for ref in checkpoint.tensors if len(ref.shape) >= MATRIX_DIMENSIONS and ref.name not in chosen}
+    return sorted(kept - {module_of(name) for name in chosen} - {""})
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
@@ -337,17 +221,6 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
         if is_quantized_tensor(ref):
             detail = f"{ref.file}: {ref.name!r} says that the checkpoint is already quantized; {tail}"
             raise InputError("already-quantized", detail, "Start from the original weights.", ref.name)
-
-
-def _refuse_collisions(tasks: Iterable[Task]) -> None:
-    seen: set[str] = set()
-    for task in tasks:
-        for step in task.steps:
-            for ref in step.outputs:
-                if ref.name in seen:
-                    detail = f"{task.file}: the output {ref.name!r} already exists; expected names that do not collide"
-                    raise InputError("name-collision", detail, f"Leave one out: --exclude {step.module!r}.", ref.name)
-                seen.add(ref.name)
 
 
 def _left_out(checkpoint: Checkpoint) -> list[str]:
@@ -376,7 +249,7 @@ def _custom_code(checkpoint: Checkpoint) -> list[str]:
 
 
 def _unmatched(checkpoint: Checkpoint, recipe: Recipe) -> list[str]:
-    modules = {_module_of(ref.name) for ref in checkpoint.tensors}
+    modules = {module_of(ref.name) for ref in checkpoint.tensors}
     return [
         f"{option} {pattern!r} matches no module; a module's name is its tensor's without .weight"
         for option, patterns in (("--include", recipe.include), ("--exclude", recipe.exclude))

@@ -42,13 +42,18 @@ class ScaleGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is made: a four-bit format by a dialect and a rule, or (dequantized) a float type by neither."""
+    """What is made: a four-bit format by a dialect and a rule, or (dequantized) a float type by neither.
+
+    scale_layout  the dialect's own where it is None
+    """
 
     format: str
     dialect: str | None = None
     scale_rule: str | None = None
     activations: int = 16
     input_scale: float | None = None
+    scale_layout: str | None = None
+    kv_cache: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

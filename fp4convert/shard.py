@@ -17,13 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn, cast
+from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol, cast
 
 from fp4convert.errors import InputError, OutputError
 
 FLOAT_DIGITS = 300  # an integer of fewer digits fits a float64
 DEPTH_LIMIT = 125  # of a value inside an entry; the reference reader allows 127 in all
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference reader
+DEFAULT_METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
+ENGINE_NOTES = ("_quantization_metadata",)  # what says that tensors are quantized: written anew, or left out
 DTYPE_BITS = {
     **{"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32},
     **{"F16": 16, "BF16": 16, "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8},
@@ -36,6 +38,7 @@ DTYPE_BITS = {
 class TensorRef:
     """The address of one stored tensor; holds no data.
 
+    dtype  safetensors' name, or GGUF's name of a type of blocks, whose shape counts bytes
     file   name of the shard, relative to its checkpoint
     start  absolute byte offset in that file
     """
@@ -52,25 +55,39 @@ class TensorRef:
 
     @property
     def nbytes(self) -> int:
-        return self.elements * DTYPE_BITS[self.dtype] // 8
+        return self.elements * DTYPE_BITS.get(self.dtype, 8) // 8
 
 
 class TensorSpec(NamedTuple):
-    """A tensor to be written: everything but its place."""
+    """A tensor to be written: everything but its place.
+
+    is_apart  it goes into the second file of its shard, the one for scales alone
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    is_apart: bool = False
+
+
+class Frame(Protocol):
+    """What a file holds beside its tensors, and how it places them."""
+
+    def lay_out(self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]) -> tuple[bytes, tuple[TensorRef, ...]]:
+        """The bytes that stand before the tensors, and the address of each tensor, in the order of the file.
+
+        notes  what engines want to read in the file itself, by its key
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one shard says of itself: its tensors in file order, its metadata, its size in bytes."""
+    """What one shard says of itself: its tensors in file order, its frame, its size in bytes."""
 
     file: str
     nbytes: int
     tensors: tuple[TensorRef, ...]
-    metadata: dict[str, str]
+    frame: Frame
 
 
 def read_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> Header:
@@ -96,7 +113,7 @@ def read_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> He
         raise _bad(file, "header", "has a header whose __metadata__ does not map strings to strings")
     refs = sorted((_entry(file, name, entry, 8 + length) for name, entry in entries.items()), key=_place)
     _check_tiling(file, refs, 8 + length, nbytes)
-    return Header(file, nbytes, tuple(refs), metadata)
+    return Header(file, nbytes, tuple(refs), SafetensorsFrame(metadata))
 
 
 def parse_json_object(text: bytes, where: str, has_constants: bool = False) -> dict[str, object]:
@@ -208,25 +225,34 @@ def _check_tiling(file: str, refs: Sequence[TensorRef], data_start: int, nbytes:
         raise _bad(file, "trailing-bytes", f"has {nbytes - end} bytes after its last tensor; expected none")
 
 
-def lay_out(file: str, specs: Iterable[TensorSpec], metadata: dict[str, str]) -> tuple[bytes, tuple[TensorRef, ...]]:
-    """The header bytes of a shard and the address of each tensor in it, in the order of the file.
+@dataclass(frozen=True, slots=True)
+class SafetensorsFrame:
+    """A safetensors file's __metadata__."""
 
-    Wider dtypes stand first, so that every tensor is aligned to its own type, then names decide: the bytes do not depend on the
-    order of `specs`, and an artifact carried to another dialect and back is the same file.
-    """
-    ordered = sorted(specs, key=lambda spec: (-DTYPE_BITS[spec.dtype], spec.name))
-    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    places, end = [], 0
-    for spec in ordered:
-        nbytes = math.prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8
-        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [end, end + nbytes]}
-        places.append(end)
-        end += nbytes
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    refs = tuple(TensorRef(*spec, file, start + place) for spec, place in zip(ordered, places, strict=True))
-    return len(text).to_bytes(8, "little") + text, refs
+    metadata: dict[str, str]
+
+    def lay_out(self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]) -> tuple[bytes, tuple[TensorRef, ...]]:
+        """The header bytes of a shard and the address of each tensor in it.
+
+        Wider dtypes stand first, so that every tensor is aligned to its own type, then names decide: the bytes do not depend
+        on the order of `specs`, and an artifact carried to another dialect and back is the same file.
+        """
+        ordered = sorted(specs, key=lambda spec: (-DTYPE_BITS[spec.dtype], spec.name))
+        kept = {key: value for key, value in self.metadata.items() if key not in ENGINE_NOTES}
+        entries: dict[str, object] = {"__metadata__": DEFAULT_METADATA | kept | notes}
+        places, end = [], 0
+        for spec in ordered:
+            nbytes = math.prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8
+            entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [end, end + nbytes]}
+            places.append(end)
+            end += nbytes
+        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+        text += b" " * (-len(text) % 8)
+        start = 8 + len(text)
+        refs = tuple(
+            TensorRef(spec.name, spec.dtype, spec.shape, file, start + place) for spec, place in zip(ordered, places, strict=True)
+        )
+        return len(text).to_bytes(8, "little") + text, refs
 
 
 class ShardWriter:
@@ -269,13 +295,18 @@ class ShardWriter:
             flushed = pool.submit(os.fsync, self._fd)
             sha256 = hash_file(self.path)
             flushed.result()
-        os.close(self._fd)
+        self._close()
         return sha256
 
     def discard(self) -> None:
         """Close, and leave nothing behind."""
-        os.close(self._fd)
+        self._close()
         self.path.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
 
 
 @contextmanager

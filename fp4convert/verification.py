@@ -14,7 +14,7 @@ from fp4convert.artifact import RECORD, Artifact, Finding, is_healthy
 from fp4convert.backends import processors
 from fp4convert.codec import FLOAT_DTYPES, block_steps, dequantize
 from fp4convert.errors import InputError
-from fp4convert.formats import Quantized, row_panels
+from fp4convert.formats import Blocks, row_panels
 from fp4convert.recipe import ScaleGroup, group_members, scale_group
 from fp4convert.shard import TensorRef, hash_stream
 from fp4convert.sources import Source
@@ -201,7 +201,7 @@ def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list
         return dict(zip((ref.name for ref in pairs.values()), measured, strict=True)), findings
 
 
-def _measure(q: Quantized, ref: TensorRef, source: Source) -> _Sums:
+def _measure(q: Blocks, ref: TensorRef, source: Source) -> _Sums:
     data = source.read(ref)
     row_nbytes = data.nbytes // q.shape[0]
     signal = noise = max_abs = product = output = 0.0

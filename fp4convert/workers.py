@@ -13,6 +13,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -20,14 +22,27 @@ import numpy as np
 from fp4convert.artifact import Artifact
 from fp4convert.backends import Backend, processors
 from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.dialects import dialect_named
+from fp4convert.dialects import Part, Speller, dialect_named, form_of
 from fp4convert.errors import DeviceError, NumericError
-from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Format, Matrix, Quantized, format_named, row_panels
-from fp4convert.plan import Action, Step, Task
-from fp4convert.recast import NOTHING, Recast, global_exponent, largest_exponent, recast
+from fp4convert.formats import (
+    FLOAT_TYPES,
+    GLOBAL_RANGE,
+    PANEL_ELEMENTS,
+    Blocks,
+    Fetched,
+    Format,
+    Matrix,
+    Quantized,
+    format_named,
+    row_panels,
+)
+from fp4convert.output import TaskWriter
+from fp4convert.recast import NOTHING, global_exponent, largest_exponent, recast
 from fp4convert.recipe import Target, group_members, scale_group
-from fp4convert.shard import ShardWriter, TensorRef
+from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
+from fp4convert.stacks import Slot, alternate, part_of
+from fp4convert.tasks import Action, Step, Task
 
 COPY_NBYTES = 8 << 20
 
@@ -61,7 +76,7 @@ class Worker(Protocol):
     action: Action  # what its steps are called in a plan
     made: str  # what its tensors are called afterwards
 
-    def __call__(self, steps: list[Step], writer: ShardWriter, stop: threading.Event) -> None: ...
+    def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,28 +117,25 @@ class Quantizer:
         self._source = source
         self._backend = backend
         self.format = format_named(target.format)
-        self._input_scale = target.input_scale
         self._rule = target.scale_rule or self.format.default_rule
-        self._dialect = dialect_named(str(target.dialect), self.format)
+        dialect = dialect_named(str(target.dialect))
+        has_place = dialect.GLOBAL_SCALE_KIND is not None or not self.format.has_global_scale
+        self._given_amax = None if has_place else GLOBAL_RANGE  # without a place for it the global scale is 1
+        self._speller = Speller(dialect, form_of(target), target.input_scale)
         self.device = backend.name
         self.threads = backend.threads
 
-    def __call__(self, steps: list[Step], writer: ShardWriter, stop: threading.Event) -> None:
+    def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         measured = steps[0].amax_of
         if not measured:
             return _copy(self._source, steps, writer, stop)
-        started: set[int] = set()
         try:
             with closing(self._panels(measured, [step.refs[0] for step in steps])) as panels:
-                for number, q in panels:
-                    if stop.is_set():
-                        return
+                for number, own in groupby(panels, key=itemgetter(0)):
                     step = steps[number]
-                    parts = self._dialect.encode(step.module, q)
-                    if number not in started:
-                        parts |= self._dialect.encode_global(step.module, q, self._input_scale)
-                    _append(step, parts, writer)
-                    started.add(number)
+                    parts = self._speller.parts(step.module, step.shape, (q for _, q in own))
+                    if not _append(step, parts, writer, stop):
+                        return
         except NumericError:
             found = [error for ref in measured if (error := find_not_finite(ref, self._source.read(ref)))]
             if not found:
@@ -133,7 +145,7 @@ class Quantizer:
 
     def _panels(self, measured: Sequence[TensorRef], members: Sequence[TensorRef]) -> Generator[tuple[int, Quantized]]:
         group, own = ([_Stored(self._source, ref) for ref in refs] for refs in (measured, members))
-        yield from self._backend.quantize_group(group, own, self.format, self._rule)
+        yield from self._backend.quantize_group(group, own, self.format, self._rule, self._given_amax)
 
 
 class Dequantizer:
@@ -148,7 +160,7 @@ class Dequantizer:
         self.device = backend.name
         self.threads = backend.threads
 
-    def __call__(self, steps: list[Step], writer: ShardWriter, stop: threading.Event) -> None:
+    def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         for step in steps:
             if step.action != "dequantize":
                 _copy(self._artifact.source, [step], writer, stop)
@@ -178,30 +190,44 @@ class Transcoder:
     def __init__(self, artifact: Artifact, target: Target) -> None:
         self._artifact = artifact
         self._format = format_named(target.format)
-        self._dialect = dialect_named(str(target.dialect), self._format)
+        self._dialect = dialect_named(str(target.dialect))
+        self._form = form_of(target)
         self.threads = processors()
 
-    def __call__(self, steps: list[Step], writer: ShardWriter, stop: threading.Event) -> None:
+    def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         for step in steps:
             if step.action != "transcode":
                 _copy(self._artifact.source, [step], writer, stop)
                 continue
-            for number, q in enumerate(carry(self._artifact, step.module, self._format)):
-                if stop.is_set():
-                    return
-                parts = self._dialect.encode(step.module, q.rows)
-                if number == 0:
-                    parts |= self._dialect.encode_global(step.module, q.rows, self._artifact.input_scale(step.module))
-                _append(step, parts, writer)
+            speller = Speller(self._dialect, self._form, self._artifact.input_scale(step.slots[0][0].module))
+            if not _append(step, speller.parts(step.module, step.shape, self._panels(step.slots)), writer, stop):
+                return
+
+    def _panels(self, slots: tuple[Slot, ...]) -> Iterator[Quantized]:
+        for slot in slots:
+            yield from alternate([part_of(carried(self._artifact, rows.module, self._format), rows) for rows in slot])
 
 
-def carry(artifact: Artifact, module: str, fmt: Format) -> Iterator[Recast]:
-    """The panels of a module, as they are or as NVFP4."""
-    q = artifact.decode(module)
-    exponent = global_exponent(_largest_of_group(artifact, module)) if fmt is not q.format else 0
-    for first, last in row_panels(q.shape):
-        rows = q.rows(first, last)
-        yield recast(rows, exponent) if fmt is not q.format else Recast(rows, rows.block_scales.nbytes)
+def carried(artifact: Artifact, module: str, fmt: Format) -> Blocks:
+    """A module as it is, or as NVFP4 under the global scale that its scale group needs."""
+    stored = artifact.decode(module)
+    if fmt is stored.format:
+        return stored
+    exponent = global_exponent(_largest_of_group(artifact, module))
+
+    def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
+        rows = recast(stored.rows(first, last), exponent).rows
+        return rows.packed, rows.block_scales
+
+    return Fetched(fmt, stored.shape, 2.0**exponent, "multiplier", fetch)
+
+
+def count_kept(artifact: Artifact, module: str) -> tuple[int, int]:
+    """How many MXFP4 blocks a module has, and how many keep every value as NVFP4."""
+    stored = artifact.decode(module)
+    exponent = global_exponent(_largest_of_group(artifact, module))
+    kept = sum(recast(stored.rows(first, last), exponent).kept_blocks for first, last in row_panels(stored.shape))
+    return stored.shape[0] * stored.shape[1] // stored.format.block_size, kept
 
 
 def _largest_of_group(artifact: Artifact, module: str) -> int:
@@ -218,14 +244,17 @@ def _largest_of_group(artifact: Artifact, module: str) -> int:
     return largest
 
 
-def _append(step: Step, parts: dict[str, memoryview], writer: ShardWriter) -> None:
-    """Write parts at the places that the step has for their names."""
+def _append(step: Step, parts: Iterator[Part], writer: TaskWriter, stop: threading.Event) -> bool:
+    """Write parts at the places that the step has for their names; False where it was stopped before the last."""
     place = {output.name: output for output in step.outputs}
-    for name, part in parts.items():
+    for name, part in parts:
+        if stop.is_set():
+            return False
         writer.append(place[name], part)
+    return True
 
 
-def _copy(source: Source, steps: list[Step], writer: ShardWriter, stop: threading.Event) -> None:
+def _copy(source: Source, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
     for step in steps:
         data = source.read(step.refs[0])
         for start in range(0, data.nbytes, COPY_NBYTES):
@@ -257,7 +286,7 @@ def _pattern(ref: TensorRef) -> str:
     return shlex.quote(f"[r]{pattern[1:]}" if pattern.startswith("re:") else pattern)
 
 
-def fill_shard(task: Task, writer: ShardWriter, worker: Worker, settings: Settings) -> None:
+def fill_shard(task: Task, writer: TaskWriter, worker: Worker, settings: Settings) -> None:
     """Do all steps of a shard in threads; raises UnsoundShardError after the sound ones are done."""
     stop = threading.Event()
 

@@ -11,10 +11,10 @@ PACKAGE = ROOT / "fp4convert"
 FLOORS = [
     {"errors"},
     {"formats", "cubins"},
-    {"codec", "shard", "recipe", "gpus", "layout"},
+    {"codec", "shard", "recipe", "gpus", "layout", "stacks"},
     {"sources", "dialects", "lane", "recast"},
-    {"plan", "backends"},
-    {"output", "artifact", "doctor"},
+    {"tasks", "backends"},
+    {"plan", "output", "artifact", "doctor"},
     {"workers", "verification"},
     {"convert", "render"},
     {"cli"},

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from fp4convert.errors import DeviceError, InputError
-from fp4convert.formats import Format, Quantized, Weights
+from fp4convert.formats import Blocks, Format, Quantized, Weights
 from fp4convert.gpus import survey
 
 
@@ -24,16 +24,17 @@ class Backend(Protocol):
         """How many callers it serves at once."""
 
     def quantize_group(
-        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str
+        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str, given_amax: float | None = None
     ) -> Iterator[tuple[int, Quantized]]:
         """(number of the member, its next panel), member by member, under one amax; equals codec.quantize.
 
-        measured  whose largest magnitude is the group's: the members, and what shares their scale elsewhere
-        Yields    panels that are valid until the next is asked for
-        Raises    NumericError, before the first panel, where anything measured holds Inf or NaN
+        measured    whose largest magnitude is the group's: the members, and what shares their scale elsewhere
+        given_amax  what sets the global scale in place of the group's amax; values beyond it saturate
+        Yields      panels that are valid until the next is asked for
+        Raises      NumericError, before the first panel, where anything measured holds Inf or NaN
         """
 
-    def dequantize_panels(self, q: Quantized, dtype: str) -> Iterator[memoryview]:
+    def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         """The values in order, as bytes of `dtype` (safetensors' name); equals codec.dequantize, rounded once.
 
         Yields    panels that are valid until the next is asked for

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fp4convert.backends import processors
 from fp4convert.codec import FLOAT_DTYPES, check_range, global_scale_of, not_finite
-from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Format, Matrix, Quantized, Weights, check_rule, row_panels
+from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Blocks, Format, Matrix, Quantized, Weights, check_rule, row_panels
 
 PANEL_ELEMENT_NBYTES = 4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
 LEVELS = {2: "x86-64-v2 (SSE4.2)", 3: "x86-64-v3 (AVX2)", 4: "x86-64-v4 (AVX-512)", 0: "baseline"}
@@ -42,7 +42,7 @@ class Cpu:
         return threads * PANEL_ELEMENT_NBYTES * max(PANEL_ELEMENTS, widest)
 
     def quantize_group(
-        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str
+        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str, given_amax: float | None = None
     ) -> Iterator[tuple[int, Quantized]]:
         group_amax = 0.0
         for panel in (panel for weights in measured for panel in _panels(weights)):
@@ -52,9 +52,9 @@ class Cpu:
             group_amax = max(group_amax, amax)
         for number, weights in enumerate(members):
             for panel in _panels(weights):
-                yield number, self.quantize(panel, fmt, rule, group_amax)
+                yield number, self.quantize(panel, fmt, rule, group_amax if given_amax is None else given_amax)
 
-    def dequantize_panels(self, q: Quantized, dtype: str) -> Iterator[memoryview]:
+    def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         for first, last in row_panels(q.shape):
             yield self.dequantize(q.rows(first, last), dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp4convert.codec import global_scale_of
+from fp4convert.codec import global_scale_of, not_finite
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, NVFP4, Format, Matrix, Quantized, Weights, row_panels
+from fp4convert.formats import FLOAT_TYPES, NVFP4, Blocks, Format, Matrix, Quantized, Weights, row_panels
 from fp4convert.gpus import Gpu
 from fp4convert.lane import GEMV_VECTORS, GPU_PANEL_ELEMENTS, LANES, MAX_ELEMENT_NBYTES, Kernels, Lane, told
 
@@ -35,14 +36,18 @@ class Cuda:
         return min(threads, self.threads) * 2 * (MAX_ELEMENT_NBYTES + 1) * max(GPU_PANEL_ELEMENTS, widest)
 
     def quantize_group(
-        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str
+        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str, given_amax: float | None = None
     ) -> Iterator[tuple[int, Quantized]]:
         with self._take() as lane:
             lane.reserve(measured)
             lane.measure(measured, keep=members)
+            if given_amax is not None:
+                if not math.isfinite(lane.amax()):
+                    raise not_finite()
+                lane.give_amax(given_amax)
             yield from lane.quantize(members, fmt, rule)
 
-    def dequantize_panels(self, q: Quantized, dtype: str) -> Iterator[memoryview]:
+    def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         with self._take() as lane:
             yield from lane.dequantize(q, dtype)
 

@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Protocol, cast
+from itertools import chain
+from typing import Literal, NamedTuple, Protocol, cast
 
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, Format, Kind, Quantized, format_named
+from fp4convert.formats import Blocks, Format, Kind, Quantized, format_named
 from fp4convert.recipe import Target, matches
 from fp4convert.shard import TensorRef, TensorSpec
+from fp4convert.stacks import Piece, Rows, Slot
 
-_PACKED_SUFFIXES = ("_blocks", "_scales", ".qweight", ".qzeros")  # of dialects that this version does not read
 ACTIVATIONS_FP4 = 4
 SMALLEST_INPUT_SCALE = 2.0**-100  # it and its inverse are far inside float32
-MODULES = {"compressed-tensors": "compressed_tensors", "modelopt": "modelopt"}
+SMALLEST_SCALE = 2.0**-126  # smallest normal float32; its reciprocal is one too
+MODULES = {  # in the order in which an artifact is asked whether it is one of them
+    "compressed-tensors": "compressed_tensors",
+    "modelopt": "modelopt",
+    "quark": "quark",
+    "gpt-oss": "gpt_oss",
+    "deepseek": "deepseek",
+    "mlx": "mlx",
+    "comfy": "comfy",
+    "plain": "plain",
+}
+_PACKED_DTYPES = ("U8", "I8", "I32", "U32")
 Json = dict[str, object]
+Read = Callable[[str], memoryview]
+Part = tuple[str, memoryview]
+
+
+class Doubt(NamedTuple):
+    """Something wrong with a record, as a finding's level, code and detail."""
+
+    level: Literal["error", "warning"]
+    code: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
     """What an artifact says of its weights beside their names.
 
-    activations  16: only weights are quantized; 4: engines quantize activations too, NVFP4 with an input scale
+    activations   16: only weights are quantized; 4: engines quantize activations too, NVFP4 with an input scale
+    scale_layout  in which order block scales lie; a name in layout.py
+    kv_cache      "fp8" where engines keep the cache of keys and values in FP8, or None
+    shapes        (rows, columns) of the modules whose tensors cannot tell
     """
 
     format: Format
     activations: int = 16
+    scale_layout: str = "linear"
+    kv_cache: str | None = None
+    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def has_input_scale(self) -> bool:
@@ -36,17 +65,43 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
+class Clues:
+    """What a folder of weights says of itself.
+
+    config           config.json
+    hf_quant_config  hf_quant_config.json, which some producers write beside or instead
+    tensors          by name
+    """
+
+    config: Json
+    hf_quant_config: Json
+    tensors: Mapping[str, TensorRef]
+
+    @property
+    def record(self) -> Json:
+        """config.json's quantization_config."""
+        declared = self.config.get("quantization_config")
+        return declared if isinstance(declared, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
 class Packed:
     """A quantized module as it is stored.
 
-    refs        what its matrix is decoded from, the packed codes first
-    shape       (rows, columns)
-    companions  its other tensors, such as an input scale, which only a quantized module has
+    refs          what its matrix is decoded from, the packed codes first
+    shape         (rows, columns)
+    companions    its other tensors, such as an input scale, which only a quantized module has
+    stem          what its tensors are named after: the module itself, or the stack that it is a part of
+    stored_shape  of the matrix, or stack of matrices, of that name
+    pieces        where its rows are in it
     """
 
     refs: tuple[TensorRef, ...]
     shape: tuple[int, int]
-    companions: tuple[TensorRef, ...] = ()
+    companions: tuple[TensorRef, ...]
+    stem: str
+    stored_shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,84 +124,188 @@ class Ignored:
 class Dialect(Protocol):
     """Names, places and records of one kind of artifact; a module with these names is one.
 
-    FORMATS            the formats it can say
-    GLOBAL_SCALE_KIND  whether its global scale is a multiplier or a divisor
+    A stem is what the tensors of one stored matrix are named after.  Its shape is (rows, columns), and longer for a stack.
+
+    READS, WRITES      the formats it is read and written in; what engines refuse is only read
+    LAYOUTS            the scale layouts it can say, its own first
+    NIBBLE_ORDER       low_first: element 2i in bits 0-3 of a byte; high_first; half_split: as GGUF
+    GLOBAL_SCALE_KIND  whether its global scale is a multiplier or a divisor; None: it has no place for one, so that it is 1
+    SHARES_SCALES      its engines multiply the members of a scale group as one matrix, with one global scale
+    HOLDS_EMBEDDINGS   its engines read four-bit embeddings
+    PACKED             ending of the tensor of packed codes
     SUFFIXES           endings of a quantized module's tensors, which no unquantized checkpoint has
     COMPANIONS         endings of a quantized module's other tensors, which mean nothing to ordinary weights
     """
 
-    FORMATS: tuple[Format, ...]
-    GLOBAL_SCALE_KIND: Kind
+    READS: tuple[Format, ...]
+    WRITES: tuple[Format, ...]
+    LAYOUTS: tuple[str, ...]
+    NIBBLE_ORDER: str
+    GLOBAL_SCALE_KIND: Kind | None
+    SHARES_SCALES: bool
+    HOLDS_EMBEDDINGS: bool
+    PACKED: str
     SUFFIXES: tuple[str, ...]
     COMPANIONS: tuple[str, ...]
 
     @staticmethod
-    def outputs(module: str, shape: tuple[int, int], form: Form) -> tuple[TensorSpec, ...]:
-        """The tensors that stand for one matrix of (rows, columns)."""
+    def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
+        """The matrices to store for modules of those shapes; InputError for modules that this dialect has no place for."""
 
     @staticmethod
-    def encode(module: str, rows: Quantized) -> dict[str, memoryview]:
-        """Bytes of some whole rows, to be appended to the outputs of those names."""
+    def slots(stem: str, shape: tuple[int, ...]) -> tuple[Slot, ...]:
+        """Which modules' rows a stored matrix of that shape holds."""
 
     @staticmethod
-    def encode_global(module: str, q: Quantized, input_scale: float | None) -> dict[str, memoryview]:
-        """Bytes that stand once per matrix: its global scale, and its input scale, given as a multiplier, where it has one."""
+    def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
+        """The tensors that stand for one stored matrix, the packed codes first."""
 
     @staticmethod
-    def decode(module: str, shape: tuple[int, int], fmt: Format, read: Callable[[str], memoryview]) -> Quantized:
-        """The matrix behind the tensors of that module; `read` gives a tensor's bytes by its name."""
+    def notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
+        """What engines want to read in the file that holds those stems."""
 
     @staticmethod
-    def decode_input_scale(module: str, read: Callable[[str], memoryview]) -> float:
+    def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
+        """Bytes to append to outputs, by name, for the whole rows that come in panels, one after the other."""
+
+    @staticmethod
+    def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
+        """Bytes that stand once per matrix: its global scale, and its input scale, given as a multiplier, where it has one.
+
+        Raises InputError where they cannot be said.
+        """
+
+    @staticmethod
+    def find(tensors: Mapping[str, TensorRef]) -> list[str]:
+        """The stems that at least one tensor says to be quantized, in order."""
+
+    @staticmethod
+    def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
+        """The shape of the matrix whose packed codes that tensor is, or None where it is none."""
+
+    @staticmethod
+    def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
+        """The matrix behind the tensors of that stem, a stack's matrices below each other; `read` gives bytes by name."""
+
+    @staticmethod
+    def decode_input_scale(module: str, read: Read) -> float:
         """The input scale of that module as a multiplier, not rounded."""
 
     @staticmethod
     def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
-        """What its engines read: file name -> object; the one for config.json is its quantization_config."""
+        """What its engines read: file name -> object; the keys of config.json's take their places in it."""
 
     @staticmethod
-    def recognise(quantization_config: Mapping[str, object]) -> Form | None:
-        """The form that such a record declares, or None where it is not this dialect's."""
+    def recognise(clues: Clues) -> Form | None:
+        """The form that such a folder declares, or None where it is not this dialect's."""
 
     @staticmethod
-    def is_ignored(quantization_config: Mapping[str, object], module: str) -> bool:
-        """True where engines that read this record would take the module for an ordinary one."""
+    def judge(clues: Clues) -> Iterator[Doubt]:
+        """What is wrong with such records by themselves."""
+
+    @staticmethod
+    def is_ignored(clues: Clues, module: str) -> bool:
+        """True where engines that read these records would take the module for an ordinary one."""
 
 
-def dialect_named(name: str, fmt: Format | None = None) -> Dialect:
-    """The dialect of that name; InputError where it is unknown or cannot say `fmt`."""
+def dialect_named(name: str) -> Dialect:
+    """The dialect of that name; InputError names the known ones."""
     if name not in MODULES:
         raise InputError("unknown-dialect", f"dialect {name!r} is not known; expected one of {', '.join(MODULES)}")
-    dialect = cast(Dialect, import_module(f"fp4convert.dialects.{MODULES[name]}"))
-    if fmt is not None and fmt not in dialect.FORMATS:
-        able = ", ".join(known.name for known in dialect.FORMATS)
-        raise InputError(
-            "dialect-format",
-            f"dialect {name} cannot hold {fmt.name}; it holds {able}",
-            "Choose another --dialect or --format.",
+    return cast(Dialect, import_module(f"fp4convert.dialects.{MODULES[name]}"))
+
+
+def dialect_to_write(target: Target) -> Dialect:
+    """The dialect of what is made; InputError where it cannot say its format, layout or cache."""
+    name, form = str(target.dialect), form_of(target)
+    dialect = dialect_named(name)
+    if form.format not in dialect.WRITES:
+        able = ", ".join(known.name for known in dialect.WRITES)
+        detail = f"dialect {name} cannot hold {form.format.name}; it holds {able}"
+        raise InputError("dialect-format", detail, "Choose another --dialect or --format.")
+    if target.scale_layout is not None and target.scale_layout not in dialect.LAYOUTS:
+        detail = (
+            f"dialect {name} cannot hold block scales that lie {target.scale_layout!r}; it holds {', '.join(dialect.LAYOUTS)}"
         )
+        raise InputError("dialect-layout", detail, "Choose another --scale-layout, or --dialect plain, which holds them all.")
     return dialect
 
 
 def form_of(target: Target) -> Form:
     """The form of what is made."""
-    return Form(format_named(target.format), target.activations)
+    layout = target.scale_layout or dialect_named(str(target.dialect)).LAYOUTS[0]
+    return Form(format_named(target.format), target.activations, layout, target.kv_cache)
 
 
-def quantized_modules(dialect: Dialect, names: Iterable[str]) -> list[str]:
-    """The modules that at least one of those tensor names says to be quantized, in order."""
-    found = (name.removesuffix(ending) for name in names for ending in dialect.SUFFIXES if name.endswith(ending))
-    return sorted(set(found))
+def each_alone(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
+    """`stems` of a dialect that stores every module by itself."""
+    return dict(shapes)
+
+
+def whole(stem: str, shape: tuple[int, ...]) -> tuple[Slot, ...]:
+    """`slots` of a dialect that stores every module by itself."""
+    return ((Rows(stem, 0, shape[0]),),)
+
+
+def no_notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
+    """`notes` of a dialect whose engines read none."""
+    return {}
+
+
+def no_doubts(clues: Clues) -> Iterator[Doubt]:
+    """`judge` of a dialect whose records cannot contradict themselves."""
+    return iter(())
+
+
+def never_ignored(clues: Clues, module: str) -> bool:
+    """`is_ignored` of a dialect whose records name no module."""
+    return False
+
+
+def half_columns(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
+    """`stored_shape` where packed codes are (rows, columns / 2)."""
+    return whole_blocks((packed.shape[0], packed.shape[1] * 2), form) if len(packed.shape) == 2 else None
+
+
+def whole_blocks(shape: tuple[int, ...], form: Form) -> tuple[int, ...] | None:
+    """The shape itself where it holds at least one block and no part of one."""
+    return shape if math.prod(shape) and shape[-1] % form.format.block_size == 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Speller:
+    """Makes all bytes of a stem out of its panels."""
+
+    dialect: Dialect
+    form: Form
+    input_scale: float | None
+
+    def parts(self, stem: str, shape: tuple[int, ...], panels: Iterator[Quantized]) -> Iterator[Part]:
+        """What to append to the outputs of that stem, by name; no panels, no parts."""
+        for first in panels:
+            yield from self.dialect.encode_scalars(stem, first, self.input_scale)
+            yield from self.dialect.encode(stem, shape, self.form, chain((first,), panels))
+
+
+def stems_named(tensors: Mapping[str, TensorRef], endings: tuple[str, ...]) -> list[str]:
+    """The stems that at least one tensor's name gives, in order."""
+    return sorted({name.removesuffix(ending) for name in tensors for ending in endings if name.endswith(ending)})
+
+
+def is_fp8(tensors: Mapping[str, TensorRef], name: str) -> bool:
+    """True where that tensor is there and FP8: its module has scales, and is not four-bit."""
+    return name in tensors and tensors[name].dtype.startswith("F8_")
 
 
 def is_quantized_tensor(ref: TensorRef) -> bool:
     """True for a tensor that only an already quantized checkpoint has, in any dialect."""
     if any(ref.name.endswith(dialect_named(known).SUFFIXES) for known in MODULES):
         return True
-    return (ref.name.endswith(_PACKED_SUFFIXES) and ref.dtype not in FLOAT_TYPES) or ref.name.endswith(".weight_scale_inv")
+    is_matrix = ref.name.endswith((".weight", "_blocks", "_scales", ".qweight", ".qzeros")) and len(ref.shape) > 1
+    return (is_matrix and ref.dtype in _PACKED_DTYPES) or ref.name.endswith(".weight_scale_inv")
 
 
-def encode_global_scale(q: Quantized, kind: Kind) -> memoryview:
+def encode_global_scale(q: Blocks, kind: Kind) -> memoryview:
     """The four bytes of a global scale as that kind."""
     if q.global_scale is None:
         raise RuntimeError(f"{q.format.name} has no global scale")
@@ -184,8 +343,19 @@ def check_input_scale(fmt: Format, activations: int, input_scale: float | None) 
 
 
 def encode_scalar(value: float, is_inverse: bool = False) -> memoryview:
-    """The four bytes of a float32; inverted it is fl(1/x): float64, then one rounding."""
+    """The four bytes of a float32; inverted it is fl(1/x): float64, then one rounding.
+
+    Raises InputError where the reciprocal is no positive normal float32
+    """
+    if is_inverse and not SMALLEST_SCALE <= value <= 1 / SMALLEST_SCALE:
+        detail = f"a scale is {value:g}, whose reciprocal is no float32; expected a positive number that has one"
+        raise InputError("scale-without-inverse", detail, "Dequantize the artifact, and quantize the result.")
     return memoryview(struct.pack("<f", 1 / value if is_inverse else value))
+
+
+def decode_scalar(stored: memoryview) -> float:
+    """The float32 in those four bytes."""
+    return float(struct.unpack("<f", stored)[0])
 
 
 def strings(value: object) -> list[str]:

@@ -14,57 +14,90 @@ from __future__ import annotations
 
 import math
 import re
-import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from fp4convert.dialects import ACTIVATIONS_FP4, Form, Ignored, encode_global_scale, encode_scalar, strings
-from fp4convert.formats import MXFP4, NVFP4, Format, Kind, Quantized
+from fp4convert.dialects import (
+    ACTIVATIONS_FP4,
+    Clues,
+    Doubt,
+    Form,
+    Ignored,
+    Json,
+    Part,
+    Read,
+    decode_scalar,
+    each_alone,
+    encode_global_scale,
+    encode_scalar,
+    half_columns,
+    no_notes,
+    stems_named,
+    strings,
+    whole,
+)
+from fp4convert.formats import MXFP4, NVFP4, Blocks, Kind, Quantized
 from fp4convert.recipe import matches
-from fp4convert.shard import TensorSpec
+from fp4convert.shard import TensorRef, TensorSpec
 
-FORMATS = (NVFP4, MXFP4)
-GLOBAL_SCALE_KIND: Kind = "divisor"
+READS = WRITES = (NVFP4, MXFP4)
+LAYOUTS = ("linear",)
+NIBBLE_ORDER = "low_first"
+GLOBAL_SCALE_KIND: Kind | None = "divisor"
+SHARES_SCALES = True
+HOLDS_EMBEDDINGS = False
+PACKED = ".weight_packed"
 SUFFIXES = (".weight_packed", ".weight_scale", ".weight_global_scale")
 COMPANIONS = (".input_global_scale", ".input_scale")  # the first is an output where the form says so
 _SCALE_DTYPE = {NVFP4: "F8_E4M3", MXFP4: "U8"}
+_STRATEGIES = ((NVFP4.block_size, "tensor_group"), (MXFP4.block_size, "group"))
+_FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+stems, slots, notes, stored_shape = each_alone, whole, no_notes, half_columns
 
 
-def outputs(module: str, shape: tuple[int, int], form: Form) -> tuple[TensorSpec, ...]:
+def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
     rows, columns = shape
     specs = [
-        TensorSpec(f"{module}.weight_packed", "U8", (rows, columns // 2)),
-        TensorSpec(f"{module}.weight_scale", _SCALE_DTYPE[form.format], (rows, columns // form.format.block_size)),
+        TensorSpec(f"{stem}.weight_packed", "U8", (rows, columns // 2)),
+        TensorSpec(f"{stem}.weight_scale", _SCALE_DTYPE[form.format], (rows, columns // form.format.block_size)),
     ]
     if form.format.has_global_scale:
-        specs.append(TensorSpec(f"{module}.weight_global_scale", "F32", (1,)))
+        specs.append(TensorSpec(f"{stem}.weight_global_scale", "F32", (1,)))
     if form.has_input_scale:
-        specs.append(TensorSpec(f"{module}.input_global_scale", "F32", (1,)))
+        specs.append(TensorSpec(f"{stem}.input_global_scale", "F32", (1,)))
     return tuple(specs)
 
 
-def encode(module: str, rows: Quantized) -> dict[str, memoryview]:
-    return {f"{module}.weight_packed": rows.packed, f"{module}.weight_scale": rows.block_scales}
+def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
+    for rows in panels:
+        yield f"{stem}.weight_packed", rows.packed
+        yield f"{stem}.weight_scale", rows.block_scales
 
 
-def encode_global(module: str, q: Quantized, input_scale: float | None) -> dict[str, memoryview]:
-    parts = {f"{module}.weight_global_scale": encode_global_scale(q, GLOBAL_SCALE_KIND)} if q.format.has_global_scale else {}
+def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
+    if q.format.has_global_scale:
+        yield f"{stem}.weight_global_scale", encode_global_scale(q, "divisor")
     if input_scale is not None:
-        parts[f"{module}.input_global_scale"] = encode_scalar(input_scale, is_inverse=True)
-    return parts
+        yield f"{stem}.input_global_scale", encode_scalar(input_scale, is_inverse=True)
 
 
-def decode(module: str, shape: tuple[int, int], fmt: Format, read: Callable[[str], memoryview]) -> Quantized:
-    divisor = struct.unpack("<f", read(f"{module}.weight_global_scale"))[0] if fmt.has_global_scale else None
-    packed, block_scales = read(f"{module}.weight_packed"), read(f"{module}.weight_scale")
-    return Quantized(fmt, shape, packed, block_scales, divisor, "divisor")
+def find(tensors: Mapping[str, TensorRef]) -> list[str]:
+    """All but FP8 modules, which have a .weight beside their .weight_scale."""
+    return [stem for stem in stems_named(tensors, SUFFIXES) if f"{stem}.weight" not in tensors]
 
 
-def decode_input_scale(module: str, read: Callable[[str], memoryview]) -> float:
-    (divisor,) = struct.unpack("<f", read(f"{module}.input_global_scale"))
+def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
+    divisor = decode_scalar(read(f"{stem}.weight_global_scale")) if form.format.has_global_scale else None
+    rows, columns = shape
+    packed, block_scales = read(f"{stem}.weight_packed"), read(f"{stem}.weight_scale")
+    return Quantized(form.format, (rows, columns), packed, block_scales, divisor, "divisor")
+
+
+def decode_input_scale(module: str, read: Read) -> float:
+    divisor = decode_scalar(read(f"{module}.input_global_scale"))
     return 1 / divisor if divisor else math.inf
 
 
-def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, dict[str, object]]:
+def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
     fmt = form.format
     weights = {
         "num_bits": 4,
@@ -77,15 +110,16 @@ def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str,
     }
     inputs = {**weights, **({"dynamic": "local", "observer": "static_minmax"} if fmt is NVFP4 else {"dynamic": True})}
     activations = inputs if form.activations == ACTIVATIONS_FP4 else None
-    return {
-        "config.json": {
-            "quant_method": "compressed-tensors",
-            "format": f"{fmt.name}-pack-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
-            "ignore": _declare(ignored),
-        }
+    record: Json = {
+        "quant_method": "compressed-tensors",
+        "format": f"{fmt.name}-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
+        "ignore": _declare(ignored),
     }
+    if form.kv_cache:
+        record["kv_cache_scheme"] = dict(_FP8_CACHE)
+    return {"config.json": {"quantization_config": record}}
 
 
 def _declare(ignored: Ignored) -> list[str]:
@@ -105,19 +139,43 @@ def _expression(pattern: str) -> str:
     return f"re:{''.join(spelled)}$"
 
 
-def recognise(quantization_config: Mapping[str, object]) -> Form | None:
-    if quantization_config.get("quant_method") != "compressed-tensors":
+def recognise(clues: Clues) -> Form | None:
+    if clues.record.get("quant_method") != "compressed-tensors":
         return None
-    declared = str(quantization_config.get("format", ""))
-    fmt = next((fmt for fmt in FORMATS if declared == f"{fmt.name}-pack-quantized"), None)
-    groups = quantization_config.get("config_groups")
-    schemes = groups.values() if isinstance(groups, dict) else ()
-    inputs = [scheme.get("input_activations") for scheme in schemes if isinstance(scheme, dict)]
+    declared = {str(clues.record.get("format", ""))} | {str(scheme.get("format", "")) for scheme in _schemes(clues)}
+    found = [fmt for fmt in READS if f"{fmt.name}-pack-quantized" in declared]
+    if len(found) != 1:
+        return None
+    inputs = [scheme.get("input_activations") for scheme in _schemes(clues)]
     is_w4a4 = any(isinstance(numbers, dict) and numbers.get("num_bits") == ACTIVATIONS_FP4 for numbers in inputs)
-    return Form(fmt, ACTIVATIONS_FP4 if is_w4a4 else 16) if fmt else None
+    cache = clues.record.get("kv_cache_scheme")
+    kv_cache = "fp8" if isinstance(cache, dict) and cache.get("num_bits") == 8 else None
+    return Form(found[0], ACTIVATIONS_FP4 if is_w4a4 else 16, kv_cache=kv_cache)
 
 
-def is_ignored(quantization_config: Mapping[str, object], module: str) -> bool:
+def _schemes(clues: Clues) -> list[dict[str, object]]:
+    groups = clues.record.get("config_groups")
+    return [scheme for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
+
+
+def judge(clues: Clues) -> Iterator[Doubt]:
+    """What engines load without a word, and then compute garbage with."""
+    if clues.record.get("quant_method") != "compressed-tensors":
+        return
+    if clues.record.get("quantization_status") != "compressed":
+        detail = 'quantization_status is not "compressed": transformers would take the packed codes for weights'
+        yield Doubt("error", "record-status", detail)
+    for scheme in _schemes(clues):
+        weights = scheme.get("weights")
+        numbers = weights if isinstance(weights, dict) else {}
+        if numbers.get("num_bits") != 4:
+            continue
+        if (numbers.get("group_size"), numbers.get("strategy")) not in _STRATEGIES:
+            detail = f"a group of modules has strategy {numbers.get('strategy')!r} and group_size {numbers.get('group_size')!r}"
+            yield Doubt("error", "record-strategy", f'{detail}; expected "tensor_group" of 16 or "group" of 32')
+
+
+def is_ignored(clues: Clues, module: str) -> bool:
     """`ignore` holds exact names, and expressions after "re:" that are matched from the start."""
-    patterns = strings(quantization_config.get("ignore"))
+    patterns = strings(clues.record.get("ignore"))
     return any(pattern == module or (pattern.startswith("re:") and matches(pattern, module)) for pattern in patterns)

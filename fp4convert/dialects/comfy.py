@@ -1,0 +1,126 @@
+"""comfy: NVFP4 as ComfyUI reads it.
+
+  M.weight          U8       [rows, columns / 2], the even column in bits 4-7 (high first)
+  M.weight_scale    F8_E4M3  [rows to 128, blocks to 4], in the order 128x4 of cuBLAS
+  M.weight_scale_2  F32      [], a multiplier: amax / 2688
+  M.input_scale     F32      [], a multiplier, with four-bit activations; without it ComfyUI scales them as they come
+  M.comfy_quant     U8       JSON: {"format": "nvfp4"}
+
+The file's own metadata names the modules again under "_quantization_metadata".  Rows must be a multiple of 16.
+Where rows divide by 128 and blocks by 4, names, dtypes and shapes are modelopt's, and only comfy_quant tells them apart.
+Source: comfy-kitchen 0.2.40, tensor/nvfp4 and float_utils; ComfyUI, QUANTIZATION.md.  Readers: ComfyUI.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+
+from fp4convert.dialects import (
+    ACTIVATIONS_FP4,
+    Clues,
+    Form,
+    Ignored,
+    Json,
+    Part,
+    Read,
+    decode_scalar,
+    encode_global_scale,
+    encode_scalar,
+    half_columns,
+    never_ignored,
+    no_doubts,
+    stems_named,
+    whole,
+)
+from fp4convert.errors import InputError
+from fp4convert.formats import NVFP4, Blocks, Fetched, Kind, Quantized
+from fp4convert.layout import LAYOUTS as ORDERS
+from fp4convert.shard import TensorRef, TensorSpec
+
+READS = WRITES = (NVFP4,)
+LAYOUTS = ("128x4",)
+NIBBLE_ORDER = "high_first"
+GLOBAL_SCALE_KIND: Kind | None = "multiplier"
+SHARES_SCALES = False
+HOLDS_EMBEDDINGS = True
+PACKED = ".weight"
+SUFFIXES = (".comfy_quant", ".weight_scale_2")
+COMPANIONS = (".input_scale",)
+_MARK = json.dumps({"format": "nvfp4"}, separators=(",", ":")).encode()
+_SWAPPED = bytes(byte >> 4 | (byte & 15) << 4 for byte in range(256))
+slots, stored_shape, is_ignored, judge = whole, half_columns, never_ignored, no_doubts
+
+
+def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
+    for module, (rows, columns) in shapes.items():
+        if rows % 16:
+            detail = f"{module} is {rows} x {columns}; ComfyUI pads rows to a multiple of 16, and its shape would be another"
+            raise InputError("dialect-shape", detail, "Choose another --dialect, or leave the module as it is.", module)
+    return dict(shapes)
+
+
+def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
+    rows, columns = shape
+    padded = ORDERS["128x4"].padded((rows, columns // form.format.block_size))
+    specs = (
+        TensorSpec(f"{stem}.weight", "U8", (rows, columns // 2)),
+        TensorSpec(f"{stem}.weight_scale", "F8_E4M3", padded),
+        TensorSpec(f"{stem}.weight_scale_2", "F32", ()),
+        TensorSpec(f"{stem}.comfy_quant", "U8", (len(_MARK),)),
+    )
+    return (*specs, TensorSpec(f"{stem}.input_scale", "F32", ())) if form.has_input_scale else specs
+
+
+def notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
+    layers = {stem: {"format": "nvfp4"} for stem in sorted(stems)}
+    return {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})} if layers else {}
+
+
+def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
+    block_scales = bytearray()
+    for rows in panels:
+        yield f"{stem}.weight", memoryview(bytes(rows.packed).translate(_SWAPPED))
+        block_scales += rows.block_scales
+    linear = (shape[0], shape[1] // form.format.block_size)
+    yield f"{stem}.weight_scale", ORDERS["128x4"].arrange(memoryview(block_scales), linear)
+
+
+def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
+    yield f"{stem}.weight_scale_2", encode_global_scale(q, "multiplier")
+    yield f"{stem}.comfy_quant", memoryview(_MARK)
+    if input_scale is not None:
+        yield f"{stem}.input_scale", encode_scalar(input_scale)
+
+
+def find(tensors: Mapping[str, TensorRef]) -> list[str]:
+    return stems_named(tensors, SUFFIXES)
+
+
+def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
+    rows, columns = shape
+    packed = read(f"{stem}.weight")
+    block_scales = ORDERS["128x4"].restored(lambda: read(f"{stem}.weight_scale"), (rows, columns // form.format.block_size))
+
+    def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
+        codes = bytes(packed[first * columns // 2 : last * columns // 2]).translate(_SWAPPED)
+        return memoryview(codes), block_scales(first, last)
+
+    return Fetched(form.format, (rows, columns), decode_scalar(read(f"{stem}.weight_scale_2")), "multiplier", fetch)
+
+
+def decode_input_scale(module: str, read: Read) -> float:
+    return decode_scalar(read(f"{module}.input_scale"))
+
+
+def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
+    return {}
+
+
+def recognise(clues: Clues) -> Form | None:
+    marked = stems_named(clues.tensors, (".comfy_quant",))
+    nvfp4 = [stem for stem in marked if f"{stem}.weight_scale_2" in clues.tensors]
+    if not nvfp4:
+        return None
+    has_inputs = all(f"{stem}.input_scale" in clues.tensors for stem in nvfp4)
+    return Form(NVFP4, ACTIVATIONS_FP4 if has_inputs else 16, "128x4")

@@ -1,0 +1,153 @@
+"""plain: packed codes in one file, scales in another, and our own record, as texts about NVFP4 draw it.
+
+model.safetensors (or shards of it), beside everything that stays:
+  M.weight        U8   [rows, columns / 2]
+scales.safetensors (scales-00001-of-00002.safetensors beside model-00001-of-00002.safetensors):
+  M.block_scale   F8_E4M3 or F8_E8M0 [rows, blocks] where they are linear, U8 [all bytes] in another order
+  M.global_scale  F32  [], a multiplier
+  M.input_scale   F32  [], a multiplier, with four-bit activations
+
+In the layouts that join codes and scales there is no M.block_scale:
+  interleaved     M.weight is U8 [rows, blocks * (bytes of a block + 1)]
+  appended        M.weight is U8 [all codes, then all scales], and our record holds the shapes
+
+No engine reads it: it is for people who feed kernels themselves.  quantization_config.json alone says what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from fp4convert.dialects import (
+    Clues,
+    Form,
+    Ignored,
+    Json,
+    Part,
+    Read,
+    decode_scalar,
+    each_alone,
+    encode_global_scale,
+    encode_scalar,
+    half_columns,
+    never_ignored,
+    no_doubts,
+    no_notes,
+    stems_named,
+    whole,
+    whole_blocks,
+)
+from fp4convert.formats import MXFP4, NVFP4, Blocks, Fetched, Kind, Quantized
+from fp4convert.layout import LAYOUTS as ORDERS
+from fp4convert.layout import interleave, part
+from fp4convert.shard import TensorRef, TensorSpec
+
+READS = WRITES = (NVFP4, MXFP4)
+LAYOUTS = ("linear", "128x4", "8x4", "deepgemm", "k_major", "interleaved", "appended")
+NIBBLE_ORDER = "low_first"
+GLOBAL_SCALE_KIND: Kind | None = "multiplier"
+SHARES_SCALES = False
+HOLDS_EMBEDDINGS = True
+PACKED = ".weight"
+SUFFIXES = (".block_scale", ".global_scale")
+COMPANIONS = (".input_scale",)
+stems, slots, notes, is_ignored, judge = each_alone, whole, no_notes, never_ignored, no_doubts
+
+
+def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
+    rows, columns = shape
+    blocks, block_nbytes = columns // form.format.block_size, form.format.block_size // 2
+    scale_dtype = "F8_E4M3" if form.format is NVFP4 else "F8_E8M0"
+    if form.scale_layout == "interleaved":
+        specs = [TensorSpec(f"{stem}.weight", "U8", (rows, blocks * (block_nbytes + 1)))]
+    elif form.scale_layout == "appended":
+        specs = [TensorSpec(f"{stem}.weight", "U8", (rows * blocks * (block_nbytes + 1),))]
+    elif form.scale_layout == "linear":
+        specs = [TensorSpec(f"{stem}.weight", "U8", (rows, columns // 2))]
+        specs.append(TensorSpec(f"{stem}.block_scale", scale_dtype, (rows, blocks), is_apart=True))
+    else:
+        padded_rows, padded_blocks = ORDERS[form.scale_layout].padded((rows, blocks))
+        specs = [TensorSpec(f"{stem}.weight", "U8", (rows, columns // 2))]
+        specs.append(TensorSpec(f"{stem}.block_scale", "U8", (padded_rows * padded_blocks,), is_apart=True))
+    if form.format.has_global_scale:
+        specs.append(TensorSpec(f"{stem}.global_scale", "F32", (), is_apart=True))
+    if form.has_input_scale:
+        specs.append(TensorSpec(f"{stem}.input_scale", "F32", (), is_apart=True))
+    return tuple(specs)
+
+
+def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
+    linear = (shape[0], shape[1] // form.format.block_size)
+    block_scales = bytearray()
+    for rows in panels:
+        if form.scale_layout == "interleaved":
+            yield f"{stem}.weight", interleave(rows.packed, rows.block_scales)
+        else:
+            yield f"{stem}.weight", rows.packed
+            block_scales += rows.block_scales
+    if form.scale_layout == "appended":
+        yield f"{stem}.weight", memoryview(block_scales)
+    elif form.scale_layout != "interleaved":
+        yield f"{stem}.block_scale", ORDERS[form.scale_layout].arrange(memoryview(block_scales), linear)
+
+
+def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
+    if q.format.has_global_scale:
+        yield f"{stem}.global_scale", encode_global_scale(q, "multiplier")
+    if input_scale is not None:
+        yield f"{stem}.input_scale", encode_scalar(input_scale)
+
+
+def find(tensors: Mapping[str, TensorRef]) -> list[str]:
+    """With their scales joined to their codes, modules of MXFP4 are known by the type of their weights alone."""
+    named = stems_named(tensors, SUFFIXES)
+    packed = [stem for stem in stems_named(tensors, (".weight",)) if tensors[f"{stem}.weight"].dtype == "U8"]
+    return sorted({*named, *packed})
+
+
+def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
+    block_nbytes = form.format.block_size // 2 + 1
+    if form.scale_layout == "appended":
+        return form.shapes.get(stem)
+    if form.scale_layout != "interleaved":
+        return half_columns(stem, packed, form)
+    if len(packed.shape) != 2 or packed.shape[1] % block_nbytes:
+        return None
+    return whole_blocks((packed.shape[0], packed.shape[1] // block_nbytes * form.format.block_size), form)
+
+
+def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
+    rows, columns = shape
+    blocks = columns // form.format.block_size
+    multiplier = decode_scalar(read(f"{stem}.global_scale")) if form.format.has_global_scale else None
+    stored = read(f"{stem}.weight")
+    if form.scale_layout == "interleaved":
+        width = stored.nbytes // rows
+
+        def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
+            return part(stored[first * width : last * width], form.format.block_size // 2)
+
+        return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch)
+    if form.scale_layout == "appended":
+        split = rows * columns // 2
+        return Quantized(form.format, (rows, columns), stored[:split], stored[split:], multiplier)
+    if form.scale_layout == "linear":
+        return Quantized(form.format, (rows, columns), stored, read(f"{stem}.block_scale"), multiplier)
+    block_scales = ORDERS[form.scale_layout].restored(lambda: read(f"{stem}.block_scale"), (rows, blocks))
+
+    def fetch_scales(first: int, last: int) -> tuple[memoryview, memoryview]:
+        return stored[first * columns // 2 : last * columns // 2], block_scales(first, last)
+
+    return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch_scales)
+
+
+def decode_input_scale(module: str, read: Read) -> float:
+    return decode_scalar(read(f"{module}.input_scale"))
+
+
+def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
+    return {}
+
+
+def recognise(clues: Clues) -> Form | None:
+    return None

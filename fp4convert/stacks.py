@@ -1,0 +1,94 @@
+"""Whose rows a stored matrix holds: modules that stand below each other in a stack, or whose rows take turns.
+
+gpt-oss keeps all experts of a layer in one tensor, gate and up row by row in turn; GGUF keeps the two halves of every head of
+q and k in turn.  Rows move whole: nothing here looks at a code or a scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from fp4convert.formats import Blocks, Fetched, Quantized, row_panels
+
+
+class Rows(NamedTuple):
+    """Rows first..last-1 of a module."""
+
+    module: str
+    first: int
+    last: int
+
+
+class Piece(NamedTuple):
+    """`height` rows of a module from `start` on: rows first, first + step, ... of the matrix that stores them."""
+
+    start: int
+    first: int
+    step: int
+    height: int
+
+
+Slot = tuple[Rows, ...]
+"""Modules whose rows take turns in a stored matrix, equally many of each; the next slot begins below them."""
+
+
+def pieces_of(slots: Sequence[Slot]) -> dict[str, tuple[Piece, ...]]:
+    """Where the rows of every module are in a matrix of those slots."""
+    found: dict[str, tuple[Piece, ...]] = {}
+    first = 0
+    for slot in slots:
+        for place, rows in enumerate(slot):
+            piece = Piece(rows.first, first + place, len(slot), rows.last - rows.first)
+            found[rows.module] = (*found.get(rows.module, ()), piece)
+        first += sum(rows.last - rows.first for rows in slot)
+    return found
+
+
+def gather(stored: Blocks, shape: tuple[int, int], pieces: tuple[Piece, ...]) -> Blocks:
+    """The blocks of a module of that shape, out of the matrix that stores it."""
+    if pieces == (Piece(0, 0, 1, stored.shape[0]),):
+        return stored
+
+    def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
+        parts = []
+        for piece in pieces:
+            begin, end = (min(max(row - piece.start, 0), piece.height) for row in (first, last))
+            if begin < end:
+                q = stored.rows(piece.first + begin * piece.step, piece.first + (end - 1) * piece.step + 1)
+                parts.append(_in_turn([q], piece.step))
+        packed, block_scales = (b"".join(table) for table in zip(*parts, strict=True))
+        return memoryview(packed), memoryview(block_scales)
+
+    return Fetched(stored.format, shape, stored.global_scale, stored.kind, fetch)
+
+
+def part_of(blocks: Blocks, rows: Rows) -> Blocks:
+    """Those rows of a module whose blocks they are."""
+    if (rows.first, rows.last) == (0, blocks.shape[0]):
+        return blocks
+    return gather(blocks, (rows.last - rows.first, blocks.shape[1]), (Piece(0, rows.first, 1, rows.last - rows.first),))
+
+
+def alternate(members: Sequence[Blocks]) -> Iterator[Quantized]:
+    """Panels of a matrix in which rows of the members, equally many of each, take turns."""
+    if len(members) == 1:
+        yield from (members[0].rows(first, last) for first, last in row_panels(members[0].shape))
+        return
+    for first, last in row_panels(members[0].shape):
+        panels = [member.rows(first, last) for member in members]
+        packed, block_scales = (memoryview(table) for table in _in_turn(panels))
+        shape = (len(members) * (last - first), members[0].shape[1])
+        yield replace(panels[0], shape=shape, packed=packed, block_scales=block_scales)
+
+
+def _in_turn(members: Sequence[Quantized], step: int = 1) -> tuple[bytes, bytes]:
+    """Codes and block scales of every step-th row of each member, the members in turn."""
+    height = members[0].shape[0]
+
+    def weave(tables: list[memoryview]) -> bytes:
+        width = tables[0].nbytes // height
+        return b"".join(table[row * width : (row + 1) * width] for row in range(0, height, step) for table in tables)
+
+    return weave([q.packed.cast("B") for q in members]), weave([q.block_scales.cast("B") for q in members])

@@ -1,0 +1,209 @@
+"""What a plan is made of: steps and tasks, every output at its place.
+
+A draft says what becomes of a tensor; laid out beside the others of its shard it is a step, and nothing is left to decide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from fp4convert.dialects import Dialect, Form, Ignored
+from fp4convert.errors import InputError
+from fp4convert.recipe import Target
+from fp4convert.shard import Header, TensorRef, TensorSpec
+from fp4convert.sources import Checkpoint
+from fp4convert.stacks import Slot
+
+Action = Literal["quantize", "dequantize", "transcode", "copy", "skip"]
+MADE_FOUR_BIT = ("quantize", "transcode")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one tensor (or the tensors of one four-bit module) becomes.
+
+    module   what its outputs are named after: a module, or a stem of the dialect that holds several
+    action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as it is
+    refs     what is read; exactly one, except of a module that is four-bit already
+    shape    (rows, columns) of the matrix, longer for a stack; () where it stays
+    slots    whose rows the result holds, where it was four-bit before
+    group    name of the scale group, or None
+    amax_of  every member of the scale group (or the tensor alone), in whichever shard; the common amax sets the global
+             scale, and tells whether all of them are finite; to transcode, every tensor of the group; empty otherwise
+    outputs  where the result goes; all in the step's own shard
+    """
+
+    module: str
+    action: Action
+    reason: str
+    refs: tuple[TensorRef, ...]
+    shape: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    group: str | None
+    amax_of: tuple[TensorRef, ...]
+    outputs: tuple[TensorRef, ...]
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(ref.nbytes for ref in self.refs)
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(ref.nbytes for ref in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file to be written: what stands before its tensors, its size, and the tensors."""
+
+    file: str
+    header: bytes
+    nbytes: int
+    outputs: tuple[TensorRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One input shard -> one output shard of the same name, and a second where scales stand apart; no task needs another.
+
+    key      equal keys promise equal output bytes: a hash of target, steps, and what changes when a shard that they read may have
+    sources  the shards that are read
+    """
+
+    key: str
+    sources: tuple[str, ...]
+    shards: tuple[Shard, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def outputs(self) -> list[TensorRef]:
+        """The tensors of the output shards."""
+        return [ref for shard in self.shards for ref in shard.outputs]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every task, and what the result's records need to know."""
+
+    target: Target
+    tasks: tuple[Task, ...]
+    ignored: Ignored
+    warnings: tuple[str, ...]
+
+    @property
+    def steps(self) -> Iterator[Step]:
+        return (step for task in self.tasks for step in task.steps)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of the tensors that are read."""
+        return sum(step.source_bytes for step in self.steps)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the shards that are written, headers included."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def shards(self) -> list[Shard]:
+        """Every file that is written."""
+        return [shard for task in self.tasks for shard in task.shards]
+
+    @property
+    def quantized(self) -> list[str]:
+        """Modules that are four-bit in the result, or the stacks that hold them."""
+        return [step.module for step in self.steps if step.action in MADE_FOUR_BIT]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Their shapes."""
+        return {step.module: step.shape for step in self.steps if step.action in MADE_FOUR_BIT}
+
+    @property
+    def index(self) -> dict[str, object]:
+        """The model.safetensors.index.json of the output."""
+        outputs = [ref for task in self.tasks for ref in task.outputs]
+        weight_map = {ref.name: ref.file for ref in sorted(outputs, key=lambda ref: ref.name)}
+        return {"metadata": {"total_size": sum(ref.nbytes for ref in outputs)}, "weight_map": weight_map}
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A step whose outputs have no place yet."""
+
+    action: Action
+    reason: str
+    refs: tuple[TensorRef, ...]
+    specs: tuple[TensorSpec, ...]
+    shape: tuple[int, ...] = ()
+    slots: tuple[Slot, ...] = ()
+    group: str | None = None
+    amax_of: tuple[TensorRef, ...] = ()
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """What is written, and how; without a dialect where it is ordinary weights."""
+
+    checkpoint: Checkpoint
+    target: Target
+    dialect: Dialect | None = None
+    form: Form | None = None
+
+    def task(self, shard: Header, drafts: list[Draft]) -> Task:
+        """The drafts of one shard, each output at its place."""
+        shards = tuple(self._shards(shard, drafts))
+        place = {ref.name: ref for written in shards for ref in written.outputs}
+        steps = tuple(
+            Step(
+                module=draft.module or module_of(draft.specs[0].name),
+                action=draft.action,
+                reason=draft.reason,
+                refs=draft.refs,
+                shape=draft.shape,
+                slots=draft.slots,
+                group=draft.group,
+                amax_of=draft.amax_of,
+                outputs=tuple(place[spec.name] for spec in draft.specs),
+            )
+            for draft in drafts
+        )
+        sources = sorted({shard.file, *(ref.file for draft in drafts for ref in (*draft.refs, *draft.amax_of))})
+        promise = f"{self.target!r} {[self.checkpoint.stamps[file] for file in sources]} {steps!r}"
+        key = hashlib.sha256(promise.encode("utf-8", "surrogatepass")).hexdigest()
+        return Task(key, tuple(sources), shards, steps)
+
+    def _shards(self, shard: Header, drafts: list[Draft]) -> Iterator[Shard]:
+        """The file of that name, and the one for scales apart where there are any."""
+        notes = {}
+        if self.dialect and self.form:
+            made = [draft for draft in drafts if draft.action in MADE_FOUR_BIT]
+            notes = self.dialect.notes(self.form, [draft.module or module_of(draft.specs[0].name) for draft in made])
+        specs = [spec for draft in drafts for spec in draft.specs]
+        for file, chosen in (
+            (shard.file, [spec for spec in specs if not spec.is_apart]),
+            (f"scales{shard.file.removeprefix('model')}", [spec for spec in specs if spec.is_apart]),
+        ):
+            if chosen or file == shard.file:
+                header, placed = shard.frame.lay_out(file, chosen, notes)
+                end = max((ref.start + ref.nbytes for ref in placed), default=len(header))
+                yield Shard(file, header, end, placed)
+
+
+def refuse_collisions(tasks: Iterable[Task]) -> None:
+    seen: set[str] = set()
+    for task in tasks:
+        for step in task.steps:
+            for ref in step.outputs:
+                if ref.name in seen:
+                    detail = f"{ref.file}: the output {ref.name!r} already exists; expected names that do not collide"
+                    raise InputError("name-collision", detail, f"Leave one out: --exclude {step.module!r}.", ref.name)
+                seen.add(ref.name)
+
+
+def module_of(name: str) -> str:
+    return name.rpartition(".")[0]
