@@ -32,8 +32,9 @@ SourceArgument = Annotated[str, typer.Argument(help="Checkpoint: a folder with s
 ArtifactArgument = Annotated[str, typer.Argument(help="Folder with four-bit weights.")]
 FormatOption = Annotated[str, typer.Option("--format", help="Target: nvfp4 or mxfp4.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="New folder. Default: ./NAME-FORMAT.")]
-DialectOption = Annotated[str, typer.Option(help="How the artifact is spelled: compressed-tensors or modelopt.")]
+DialectOption = Annotated[str, typer.Option(help="How the artifact is spelled; see the README.")]
 LayoutOption = Annotated[str | None, typer.Option(help="Order of block scales in dialect plain. Default: linear.")]
+TemplateOption = Annotated[str | None, typer.Option(help="Dialect gguf: a GGUF file of the model, whose frame it gets.")]
 RuleOption = Annotated[str | None, typer.Option(help="nvfp4: amax; mxfp4: floor, even (default) or ceil.")]
 ActivationsOption = Annotated[int, typer.Option(help="16: weights alone; 4: for the FP4 tensor cores, activations too.")]
 InputScaleOption = Annotated[float | None, typer.Option(help="With --activations 4, nvfp4: a multiplier. Default: 1.0.")]
@@ -165,9 +166,10 @@ def doctor_command(json: JsonOption = False) -> None:
 def transcode_command(
     artifact: ArtifactArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="New folder.")],
-    dialect: Annotated[str, typer.Option(help="How the result is spelled: compressed-tensors or modelopt.")],
+    dialect: Annotated[str, typer.Option(help="How the result is spelled; see the README.")],
     format: Annotated[str | None, typer.Option("--format", help="nvfp4, for an mxfp4 artifact. Default: as it is.")] = None,
     scale_layout: LayoutOption = None,
+    template: TemplateOption = None,
     workers: WorkersOption = 0,
     force: ForceOption = False,
     json: JsonOption = False,
@@ -178,14 +180,15 @@ def transcode_command(
     Example: fp4convert transcode ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-modelopt --dialect modelopt
     """
     from fp4convert import artifact as artifacts
-    from fp4convert import convert, render
+    from fp4convert import convert, render, sources
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
     opened = artifacts.open_artifact(artifact)
-    todo = convert.prepare_transcode(opened, dialect, format, scale_layout)
+    donor = sources.open_source(template) if template else None
+    todo = convert.prepare_transcode(opened, convert.TranscodeRequest(dialect, format, scale_layout), donor)
     with screen.progress(todo.source_bytes, "transcode") as report:
-        result = convert.transcode(opened, todo, output, crew.Settings("cpu", workers, force, report))
+        result = convert.transcode(opened, todo, output, crew.Settings("cpu", workers, force, report), donor)
     screen.show(result.as_json(), render.draw_result)
 
 

@@ -25,6 +25,7 @@ from fp4convert.plan import DTYPES, plan_dequantize, plan_quantize, plan_transco
 from fp4convert.recipe import Target, build_recipe
 from fp4convert.sources import INDEX, Source
 from fp4convert.tasks import Plan, Task
+from fp4convert.template import Framed, place_modules
 from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder, UnsoundShardError, Worker, count_kept, fill_shard
 
 RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
@@ -101,20 +102,35 @@ def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings)
     source = artifact.source
     config = _with_dtype(source.checkpoint.config, FLOAT_TYPES[DTYPES[plan.target.format]].config_name)
     config = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
-    texts = {**_index_text(plan), "config.json": _json(config)}
-    replaced = RECORDS | texts.keys()
-    job = _Job(source, plan, texts, "config.json", replaced)
+    texts = _index_text(plan)
+    last = plan.shards[-1].file
+    if artifact.spelling.CONTAINER == "safetensors":
+        last = "config.json"
+        texts[last] = _json(config)
+    job = _Job(source, plan, texts, last, RECORDS | texts.keys())
     return _carry_out(job, Dequantizer(artifact, open_backend(settings.device)), output, settings)
 
 
-def prepare_transcode(artifact: Artifact, dialect: str, fmt: str | None, scale_layout: str | None = None) -> Plan:
-    """The plan that `transcode` carries out; InputError for what cannot be said without a change, or an artifact with errors.
+@dataclass(frozen=True, slots=True)
+class TranscodeRequest:
+    """What `transcode` is asked for.
 
-    fmt           the artifact's own where None; nvfp4 for an MXFP4 artifact
+    format        the artifact's own where None; nvfp4 for an MXFP4 artifact
     scale_layout  the dialect's own where None
     """
+
+    dialect: str
+    format: str | None = None
+    scale_layout: str | None = None
+
+
+def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Source | None = None) -> Plan:
+    """The plan that `transcode` carries out; InputError for what cannot be said without a change, or an artifact with errors.
+
+    donor  a GGUF file, whose frame the result gets
+    """
     _refuse_unsound(artifact)
-    made = format_named(fmt or artifact.format.name)
+    made = format_named(request.format or artifact.format.name)
     is_same = made is artifact.format
     if not is_same and artifact.format.has_global_scale:
         detail = f"{artifact.format.name} cannot be carried into {made.name}: its block scales are no powers of two"
@@ -122,12 +138,17 @@ def prepare_transcode(artifact: Artifact, dialect: str, fmt: str | None, scale_l
     recorded = str(artifact.record.get("scale_rule"))
     rule = recorded if is_same and recorded in made.scale_rules else None
     activations = artifact.form.activations if is_same else 16
-    target = Target(made.name, dialect, rule, activations, None, scale_layout, artifact.form.kv_cache)
+    target = Target(made.name, request.dialect, rule, activations, None, request.scale_layout, artifact.form.kv_cache)
     spelling = dialect_to_write(target)
     if is_same:
         for module in artifact.modules:
             _check_scalars(artifact, module, spelling)
-    return plan_transcode(artifact.source.checkpoint, artifact.modules, target)
+    if donor is None:
+        return plan_transcode(artifact.source.checkpoint, artifact.modules, target)
+    if spelling.CONTAINER != "gguf":
+        raise InputError("template", f"--template means nothing for dialect {request.dialect}; it is for gguf", "Leave it out.")
+    framed = Framed(donor, artifact.source).checkpoint
+    return plan_transcode(framed, artifact.modules, target, place_modules(artifact, donor))
 
 
 def _check_scalars(artifact: Artifact, module: str, spelling: Dialect) -> None:
@@ -140,14 +161,15 @@ def _check_scalars(artifact: Artifact, module: str, spelling: Dialect) -> None:
         raise InputError(error.code, message, error.next_step, module) from None
 
 
-def transcode(artifact: Artifact, plan: Plan, output: Path, settings: Settings) -> Result:
+def transcode(artifact: Artifact, plan: Plan, output: Path, settings: Settings, donor: Source | None = None) -> Result:
     """Carry out a plan of prepare_transcode: the same codes and block scales under other names.
 
     Raises OutputError as open_output does.
     """
-    job = _artifact_job(artifact.source, plan)
+    source = Framed(donor, artifact.source) if donor else artifact.source
+    job = _artifact_job(source, plan)
     carried = describe_carried(artifact, plan)
-    result = _carry_out(job, Transcoder(artifact, plan.target), output, settings, partial(_write_record, plan))
+    result = _carry_out(job, Transcoder(artifact, source, plan.target), output, settings, partial(_write_record, plan))
     return replace(result, carried=carried)
 
 
@@ -219,9 +241,10 @@ def _refuse_unsound(artifact: Artifact) -> None:
 
 def _artifact_job(source: Source, plan: Plan) -> _Job:
     """The conversion whose result is an artifact: shards, then the records that engines read, last our own."""
-    records = _dialect_of(plan).records(form_of(plan.target), plan.ignored, plan.quantized)
+    spelling = _dialect_of(plan)
+    records = spelling.records(form_of(plan.target), plan.ignored, plan.quantized)
     config = {key: value for key, value in source.checkpoint.config.items() if key not in QUANTIZATION_KEYS}
-    if config or "config.json" in records:
+    if "config.json" in records or (config and spelling.CONTAINER == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
     texts = {**_index_text(plan), **{file: _json(record) for file, record in records.items()}}
     return _Job(source, plan, texts, RECORD, RECORDS | texts.keys())

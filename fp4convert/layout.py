@@ -96,17 +96,35 @@ def padding_of(name: str) -> list[int] | None:
     return None if padding == (1, 1) else list(padding)
 
 
-def interleave(packed: memoryview, block_scales: memoryview) -> memoryview:
-    """For every block its codes, then its scale byte."""
+def interleave(*parts: tuple[memoryview, int]) -> memoryview:
+    """Runs of so many bytes of each part in turn."""
     import numpy as np
 
-    codes = np.frombuffer(packed, np.uint8).reshape(block_scales.nbytes, -1)
-    return np.column_stack([codes, np.frombuffer(block_scales, np.uint8)]).reshape(-1).data
+    return np.concatenate([np.frombuffer(part, np.uint8).reshape(-1, nbytes) for part, nbytes in parts], axis=-1).reshape(-1).data
 
 
-def part(interleaved: memoryview, block_nbytes: int) -> tuple[memoryview, memoryview]:
-    """The codes, `block_nbytes` to a block, and the scale bytes that `interleave` joined."""
+def part(interleaved: memoryview, *sizes: int) -> list[memoryview]:
+    """The parts that `interleave` joined, of runs of so many bytes."""
     import numpy as np
 
-    blocks = np.frombuffer(interleaved, np.uint8).reshape(-1, block_nbytes + 1)
-    return np.ascontiguousarray(blocks[:, :-1]).reshape(-1).data, np.ascontiguousarray(blocks[:, -1]).data
+    runs = np.frombuffer(interleaved, np.uint8).reshape(-1, sum(sizes))
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    return [np.ascontiguousarray(runs[:, end - size : end]).reshape(-1).data for end, size in zip(ends, sizes, strict=True)]
+
+
+def to_halves(packed: memoryview, nbytes: int) -> memoryview:
+    """Pairs of neighbours -> runs of `nbytes` bytes, the first half of a run's codes in bits 0-3, the second in bits 4-7."""
+    import numpy as np
+
+    pairs = np.frombuffer(packed, np.uint8).reshape(-1, nbytes)
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(-1, 2 * nbytes)
+    return np.ascontiguousarray(codes[:, :nbytes] | codes[:, nbytes:] << 4).reshape(-1).data
+
+
+def from_halves(halves: memoryview, nbytes: int) -> memoryview:
+    """What `to_halves` made them from."""
+    import numpy as np
+
+    stored = np.frombuffer(halves, np.uint8).reshape(-1, nbytes)
+    codes = np.concatenate([stored & 15, stored >> 4], axis=-1)
+    return np.ascontiguousarray(codes[:, 0::2] | codes[:, 1::2] << 4).reshape(-1).data

@@ -7,15 +7,16 @@ number of workers all follow from this one value.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from fp4convert.dialects import Ignored, Packed, dialect_to_write, form_of, is_quantized_tensor
+from fp4convert.dialects import Dialect, Ignored, Packed, dialect_to_write, form_of, is_quantized_tensor
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
 from fp4convert.recipe import Recipe, ScaleGroup, Target, build_recipe, matches, scale_group
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
+from fp4convert.stacks import Slot
 from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
 
 DTYPES = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}  # a user's word -> safetensors' name
@@ -29,7 +30,11 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     """
     _refuse_quantized(checkpoint)
     dialect, form = dialect_to_write(recipe.target), form_of(recipe.target)
+    _refuse_other_container(checkpoint, dialect, str(recipe.target.dialect))
     verdicts = {ref.name: _verdict(ref, recipe) for ref in checkpoint.tensors}
+    for ref in checkpoint.tensors:
+        if verdicts[ref.name][0] == "quantize" and (reason := dialect.unfit((ref.shape[0], ref.shape[1]), form)):
+            verdicts[ref.name] = ("skip", reason)
     chosen = [ref for ref in checkpoint.tensors if verdicts[ref.name][0] == "quantize"]
     groups, warnings = _scale_groups(chosen, recipe)
     dialect.stems({module_of(ref.name): (ref.shape[0], ref.shape[1]) for ref in chosen})
@@ -48,7 +53,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     refuse_collisions(tasks)
     if not chosen:
         warnings.append(f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists")
-    if not checkpoint.config:
+    if not checkpoint.config and dialect.CONTAINER == "safetensors":
         warnings.append("the source has no config.json, or an empty one; the one written holds the quantization record alone")
     notes = (
         *checkpoint.warnings,
@@ -94,37 +99,81 @@ def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: s
     return Plan(target, tasks, Ignored((), ()), ())
 
 
-def plan_transcode(checkpoint: Checkpoint, modules: dict[str, Packed], target: Target) -> Plan:
+class Stored(NamedTuple):
+    """What becomes of some modules: the shape of the matrix that stores them, whose rows it holds, and what it replaces.
+
+    home  a tensor whose place it takes; the first of its packed codes
+    """
+
+    shape: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    home: TensorRef
+
+
+def plan_transcode(
+    checkpoint: Checkpoint, modules: dict[str, Packed], target: Target, placed: dict[str, Stored] | None = None
+) -> Plan:
     """The plan that spells the four-bit modules of an artifact in another dialect, every other tensor as it is.
 
-    modules  the sound quantized modules, as `artifact` found them
-    Raises   InputError for what the dialect cannot hold, or where an output would take the name of another tensor
+    checkpoint  the artifact's own, or the one whose other tensors are kept
+    modules     the sound quantized modules, as `artifact` found them
+    placed      what is stored in that other checkpoint, by stem
+    Raises      InputError for what the dialect cannot hold, or where an output would take the name of another tensor
     """
     dialect, form = dialect_to_write(target), form_of(target)
+    _refuse_other_container(checkpoint, dialect, str(target.dialect))
     recipe = build_recipe(target, checkpoint.model_types)
-    if not dialect.HOLDS_EMBEDDINGS:
-        _refuse_embeddings(modules, recipe, str(target.dialect))
+    _refuse_unfit(modules, dialect, recipe)
+    if placed is None:
+        placed = _place(modules, dialect)
     shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
     for module, packed in modules.items():
         shared[scale_group(module, recipe.groups) or module] += packed.refs
     drafts = {}
-    for stem, shape in dialect.stems({module: packed.shape for module, packed in modules.items()}).items():
-        slots = dialect.slots(stem, shape)
-        members = list(dict.fromkeys(rows.module for slot in slots for rows in slot))
+    for stem, stored in placed.items():
+        members = list(dict.fromkeys(rows.module for slot in stored.slots for rows in slot))
         refs = tuple(dict.fromkeys(ref for member in members for ref in modules[member].refs))
         group = tuple(dict.fromkeys(ref for member in members for ref in shared[scale_group(member, recipe.groups) or member]))
-        specs = dialect.outputs(stem, shape, form)
-        drafts[stem] = Draft("transcode", "four-bit", refs, specs, shape, slots, amax_of=group)
-    tasks = _module_tasks(Writing(checkpoint, target, dialect, form), modules, drafts, set())
+        specs = dialect.outputs(stem, stored.shape, form)
+        drafts[stem] = Draft("transcode", "four-bit", refs, specs, stored.shape, stored.slots, amax_of=group, home=stored.home)
+    left_out = {stored.home.name for stored in placed.values()}
+    tasks = _module_tasks(Writing(checkpoint, target, dialect, form), modules, drafts, left_out)
     kept = _kept_modules(checkpoint, {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)})
     patterns = recipe.patterns_to_declare(kept, list(modules))
     return Plan(target, tasks, Ignored(tuple(kept), patterns), ())
 
 
-def _refuse_embeddings(modules: Iterable[str], recipe: Recipe, dialect: str) -> None:
-    for module in modules:
-        if recipe.reason_to_keep(module) == "an embedding":
-            detail = f"{module} is a four-bit embedding, which no engine of dialect {dialect} reads"
+def _place(modules: dict[str, Packed], dialect: Dialect) -> dict[str, Stored]:
+    """Every matrix that the dialect stores for those modules, where the first of its modules is now."""
+    placed = {}
+    for stem, shape in dialect.stems({module: packed.shape for module, packed in modules.items()}).items():
+        slots = dialect.slots(stem, shape)
+        placed[stem] = Stored(shape, slots, modules[slots[0][0].module].refs[0])
+    return placed
+
+
+def _refuse_other_container(checkpoint: Checkpoint, dialect: Dialect, name: str) -> None:
+    """InputError where names and rows are those of one kind of file, and the dialect belongs to the other."""
+    for shard in checkpoint.shards:
+        if shard.frame.container == dialect.CONTAINER:
+            continue
+        if dialect.CONTAINER == "gguf":
+            detail = f"{shard.file}: dialect gguf needs llama.cpp's names, order of rows and keys; expected a GGUF file"
+            next_step = "Make a bf16 GGUF of the model first; quantize it, or give it: transcode --template FILE.gguf."
+        else:
+            detail = f"{shard.file}: a GGUF file has llama.cpp's names and order of rows, which dialect {name} knows nothing of"
+            next_step = "Use --dialect gguf, or start from the model's safetensors."
+        raise InputError("dialect-container", detail, next_step)
+
+
+def _refuse_unfit(modules: dict[str, Packed], dialect: Dialect, recipe: Recipe) -> None:
+    """InputError for a module that the dialect has no place for."""
+    for module, packed in modules.items():
+        if reason := dialect.unfit(packed.shape, form_of(recipe.target)):
+            detail = f"{module} has {reason}; dialect {recipe.target.dialect} has no place for it"
+            raise InputError("dialect-shape", detail, "Choose another --dialect.", module)
+        if not dialect.HOLDS_EMBEDDINGS and recipe.reason_to_keep(module) == "an embedding":
+            detail = f"{module} is a four-bit embedding, which no engine of dialect {recipe.target.dialect} reads"
             raise InputError("dialect-module", detail, "Choose another --dialect.", module)
 
 
@@ -133,7 +182,7 @@ def _module_tasks(writing: Writing, modules: dict[str, Packed], drafts: dict[str
     consumed = left_out | {ref.name for packed in modules.values() for ref in packed.refs}
     at: dict[str, list[Draft]] = defaultdict(list)
     for stem, draft in drafts.items():
-        at[draft.refs[0].file].append(replace(draft, module=stem))
+        at[(draft.home or draft.refs[0]).file].append(replace(draft, module=stem))
     tasks = []
     for shard in writing.checkpoint.shards:
         copies = [

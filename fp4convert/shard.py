@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol, cast
+from typing import Any, BinaryIO, ClassVar, NamedTuple, NoReturn, Protocol, cast
 
 from fp4convert.errors import InputError, OutputError
 
@@ -71,7 +71,12 @@ class TensorSpec(NamedTuple):
 
 
 class Frame(Protocol):
-    """What a file holds beside its tensors, and how it places them."""
+    """What a file holds beside its tensors, and how it places them.
+
+    container  safetensors or gguf
+    """
+
+    container: ClassVar[str]
 
     def lay_out(self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]) -> tuple[bytes, tuple[TensorRef, ...]]:
         """The bytes that stand before the tensors, and the address of each tensor, in the order of the file.
@@ -230,6 +235,7 @@ class SafetensorsFrame:
     """A safetensors file's __metadata__."""
 
     metadata: dict[str, str]
+    container: ClassVar[str] = "safetensors"
 
     def lay_out(self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]) -> tuple[bytes, tuple[TensorRef, ...]]:
         """The header bytes of a shard and the address of each tensor in it.

@@ -132,7 +132,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A step whose outputs have no place yet."""
+    """A step whose outputs have no place yet.
+
+    module  as the step's; where it is empty, that of its first output
+    home    a tensor of the shard that the outputs belong to; where it is None, the first that is read
+    """
 
     action: Action
     reason: str
@@ -143,6 +147,7 @@ class Draft:
     group: str | None = None
     amax_of: tuple[TensorRef, ...] = ()
     module: str = ""
+    home: TensorRef | None = None
 
 
 @dataclass(frozen=True, slots=True)

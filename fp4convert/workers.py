@@ -187,8 +187,9 @@ class Transcoder:
     made = "transcoded"
     device = "cpu"
 
-    def __init__(self, artifact: Artifact, target: Target) -> None:
+    def __init__(self, artifact: Artifact, source: Source, target: Target) -> None:
         self._artifact = artifact
+        self._source = source  # of what is copied
         self._format = format_named(target.format)
         self._dialect = dialect_named(str(target.dialect))
         self._form = form_of(target)
@@ -197,7 +198,7 @@ class Transcoder:
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         for step in steps:
             if step.action != "transcode":
-                _copy(self._artifact.source, [step], writer, stop)
+                _copy(self._source, [step], writer, stop)
                 continue
             speller = Speller(self._dialect, self._form, self._artifact.input_scale(step.slots[0][0].module))
             if not _append(step, speller.parts(step.module, step.shape, self._panels(step.slots)), writer, stop):

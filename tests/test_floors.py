@@ -10,12 +10,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp4convert"
 FLOORS = [
     {"errors"},
-    {"formats", "cubins"},
-    {"codec", "shard", "recipe", "gpus", "layout", "stacks"},
+    {"formats", "cubins", "shard"},
+    {"codec", "gguf_shard", "recipe", "gpus", "layout", "stacks"},
     {"sources", "dialects", "lane", "recast"},
     {"tasks", "backends"},
     {"plan", "output", "artifact", "doctor"},
-    {"workers", "verification"},
+    {"workers", "verification", "template"},
     {"convert", "render"},
     {"cli"},
     {"__main__"},
@@ -28,10 +28,11 @@ ROOMS = {
     "cupy_backends": {"cubins"},
     "huggingface_hub": set(),
     "safetensors": set(),
+    "gguf": {"gguf_shard"},
     "rich": {"render"},
     "typer": {"cli"},
     "ctypes": {"backends", "gpus"},
-    "numpy": {"codec", "layout", "recast", "lane", "backends", "verification", "workers"},
+    "numpy": {"codec", "layout", "recast", "lane", "backends", "verification", "workers", "template"},
     "ml_dtypes": {"codec"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -27,9 +27,11 @@ MODULES = {  # in the order in which an artifact is asked whether it is one of t
     "deepseek": "deepseek",
     "mlx": "mlx",
     "comfy": "comfy",
+    "gguf": "gguf",
     "plain": "plain",
 }
 _PACKED_DTYPES = ("U8", "I8", "I32", "U32")
+_GGUF_TYPES = ("MXFP4", "NVFP4")
 Json = dict[str, object]
 Read = Callable[[str], memoryview]
 Part = tuple[str, memoryview]
@@ -127,6 +129,7 @@ class Dialect(Protocol):
     A stem is what the tensors of one stored matrix are named after.  Its shape is (rows, columns), and longer for a stack.
 
     READS, WRITES      the formats it is read and written in; what engines refuse is only read
+    CONTAINER          the kind of file that holds it: safetensors or gguf
     LAYOUTS            the scale layouts it can say, its own first
     NIBBLE_ORDER       low_first: element 2i in bits 0-3 of a byte; high_first; half_split: as GGUF
     GLOBAL_SCALE_KIND  whether its global scale is a multiplier or a divisor; None: it has no place for one, so that it is 1
@@ -139,6 +142,7 @@ class Dialect(Protocol):
 
     READS: tuple[Format, ...]
     WRITES: tuple[Format, ...]
+    CONTAINER: str
     LAYOUTS: tuple[str, ...]
     NIBBLE_ORDER: str
     GLOBAL_SCALE_KIND: Kind | None
@@ -155,6 +159,10 @@ class Dialect(Protocol):
     @staticmethod
     def slots(stem: str, shape: tuple[int, ...]) -> tuple[Slot, ...]:
         """Which modules' rows a stored matrix of that shape holds."""
+
+    @staticmethod
+    def unfit(shape: tuple[int, int], form: Form) -> str | None:
+        """Why a matrix of that shape, of whole blocks, has no place in it; None where it has one."""
 
     @staticmethod
     def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
@@ -247,6 +255,11 @@ def whole(stem: str, shape: tuple[int, ...]) -> tuple[Slot, ...]:
     return ((Rows(stem, 0, shape[0]),),)
 
 
+def always_fit(shape: tuple[int, int], form: Form) -> str | None:
+    """`unfit` of a dialect that holds any matrix of whole blocks."""
+    return None
+
+
 def no_notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
     """`notes` of a dialect whose engines read none."""
     return {}
@@ -302,7 +315,7 @@ def is_quantized_tensor(ref: TensorRef) -> bool:
     if any(ref.name.endswith(dialect_named(known).SUFFIXES) for known in MODULES):
         return True
     is_matrix = ref.name.endswith((".weight", "_blocks", "_scales", ".qweight", ".qzeros")) and len(ref.shape) > 1
-    return (is_matrix and ref.dtype in _PACKED_DTYPES) or ref.name.endswith(".weight_scale_inv")
+    return ref.dtype in _GGUF_TYPES or (is_matrix and ref.dtype in _PACKED_DTYPES) or ref.name.endswith(".weight_scale_inv")
 
 
 def encode_global_scale(q: Blocks, kind: Kind) -> memoryview:

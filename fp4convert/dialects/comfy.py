@@ -25,6 +25,7 @@ from fp4convert.dialects import (
     Part,
     Read,
     decode_scalar,
+    each_alone,
     encode_global_scale,
     encode_scalar,
     half_columns,
@@ -33,12 +34,12 @@ from fp4convert.dialects import (
     stems_named,
     whole,
 )
-from fp4convert.errors import InputError
 from fp4convert.formats import NVFP4, Blocks, Fetched, Kind, Quantized
 from fp4convert.layout import LAYOUTS as ORDERS
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (NVFP4,)
+CONTAINER = "safetensors"
 LAYOUTS = ("128x4",)
 NIBBLE_ORDER = "high_first"
 GLOBAL_SCALE_KIND: Kind | None = "multiplier"
@@ -49,15 +50,11 @@ SUFFIXES = (".comfy_quant", ".weight_scale_2")
 COMPANIONS = (".input_scale",)
 _MARK = json.dumps({"format": "nvfp4"}, separators=(",", ":")).encode()
 _SWAPPED = bytes(byte >> 4 | (byte & 15) << 4 for byte in range(256))
-slots, stored_shape, is_ignored, judge = whole, half_columns, never_ignored, no_doubts
+stems, slots, stored_shape, is_ignored, judge = each_alone, whole, half_columns, never_ignored, no_doubts
 
 
-def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-    for module, (rows, columns) in shapes.items():
-        if rows % 16:
-            detail = f"{module} is {rows} x {columns}; ComfyUI pads rows to a multiple of 16, and its shape would be another"
-            raise InputError("dialect-shape", detail, "Choose another --dialect, or leave the module as it is.", module)
-    return dict(shapes)
+def unfit(shape: tuple[int, int], form: Form) -> str | None:
+    return f"{shape[0]} rows, which ComfyUI pads to a multiple of 16" if shape[0] % 16 else None
 
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:

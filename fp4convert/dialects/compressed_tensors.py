@@ -25,6 +25,7 @@ from fp4convert.dialects import (
     Json,
     Part,
     Read,
+    always_fit,
     decode_scalar,
     each_alone,
     encode_global_scale,
@@ -40,6 +41,7 @@ from fp4convert.recipe import matches
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (NVFP4, MXFP4)
+CONTAINER = "safetensors"
 LAYOUTS = ("linear",)
 NIBBLE_ORDER = "low_first"
 GLOBAL_SCALE_KIND: Kind | None = "divisor"
@@ -51,7 +53,7 @@ COMPANIONS = (".input_global_scale", ".input_scale")  # the first is an output w
 _SCALE_DTYPE = {NVFP4: "F8_E4M3", MXFP4: "U8"}
 _STRATEGIES = ((NVFP4.block_size, "tensor_group"), (MXFP4.block_size, "group"))
 _FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-stems, slots, notes, stored_shape = each_alone, whole, no_notes, half_columns
+stems, slots, notes, stored_shape, unfit = each_alone, whole, no_notes, half_columns, always_fit
 
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:

@@ -20,6 +20,7 @@ from fp4convert.dialects import (
     Json,
     Part,
     Read,
+    always_fit,
     half_columns,
     is_fp8,
     never_ignored,
@@ -33,6 +34,7 @@ from fp4convert.formats import MXFP4, Blocks, Kind, Quantized
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (MXFP4,)
+CONTAINER = "safetensors"
 LAYOUTS = ("linear",)
 NIBBLE_ORDER = "low_first"
 GLOBAL_SCALE_KIND: Kind | None = None
@@ -42,7 +44,7 @@ PACKED = ".weight"
 SUFFIXES: tuple[str, ...] = ()  # ".scale" ends names of ordinary norms too
 COMPANIONS = ()
 _EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.w[123]")
-slots, notes, stored_shape, is_ignored, judge = whole, no_notes, half_columns, never_ignored, no_doubts
+slots, notes, stored_shape, is_ignored, judge, unfit = whole, no_notes, half_columns, never_ignored, no_doubts, always_fit
 
 
 def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:

@@ -15,13 +15,27 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from fp4convert.dialects import Clues, Form, Ignored, Json, Part, Read, no_doubts, no_notes, stems_named, strings, whole_blocks
+from fp4convert.dialects import (
+    Clues,
+    Form,
+    Ignored,
+    Json,
+    Part,
+    Read,
+    always_fit,
+    no_doubts,
+    no_notes,
+    stems_named,
+    strings,
+    whole_blocks,
+)
 from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, Blocks, Kind, Quantized
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.stacks import Rows, Slot
 
 READS = WRITES = (MXFP4,)
+CONTAINER = "safetensors"
 LAYOUTS = ("linear",)
 NIBBLE_ORDER = "low_first"
 GLOBAL_SCALE_KIND: Kind | None = None
@@ -33,7 +47,7 @@ COMPANIONS = ()
 _MEMBERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(gate|up|down)_proj")
 _BLOCK_NBYTES = MXFP4.block_size // 2
-notes, judge = no_notes, no_doubts
+notes, judge, unfit = no_notes, no_doubts, always_fit
 
 
 def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:

@@ -19,6 +19,7 @@ from fp4convert.dialects import (
     Json,
     Part,
     Read,
+    always_fit,
     each_alone,
     never_ignored,
     no_doubts,
@@ -32,6 +33,7 @@ from fp4convert.formats import FORMATS, MXFP4, NVFP4, Blocks, Kind, Quantized
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (NVFP4, MXFP4)
+CONTAINER = "safetensors"
 LAYOUTS = ("linear",)
 NIBBLE_ORDER = "low_first"
 GLOBAL_SCALE_KIND: Kind | None = None
@@ -41,7 +43,7 @@ PACKED = ".weight"
 SUFFIXES = (".scales",)
 COMPANIONS = ()
 CODES_PER_WORD = 8
-stems, slots, notes, is_ignored, judge = each_alone, whole, no_notes, never_ignored, no_doubts
+stems, slots, notes, is_ignored, judge, unfit = each_alone, whole, no_notes, never_ignored, no_doubts, always_fit
 
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:

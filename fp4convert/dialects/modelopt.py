@@ -28,6 +28,7 @@ from fp4convert.dialects import (
     Json,
     Part,
     Read,
+    always_fit,
     decode_scalar,
     each_alone,
     encode_global_scale,
@@ -44,6 +45,7 @@ from fp4convert.shard import TensorRef, TensorSpec
 
 READS = (NVFP4, MXFP4)
 WRITES = (NVFP4,)
+CONTAINER = "safetensors"
 LAYOUTS = ("linear",)
 NIBBLE_ORDER = "low_first"
 GLOBAL_SCALE_KIND: Kind | None = "multiplier"
@@ -54,7 +56,7 @@ SUFFIXES = (".weight_scale", ".weight_scale_2")
 COMPANIONS = (".input_scale", ".k_scale", ".v_scale")
 _ALGORITHMS = {ACTIVATIONS_FP4: "NVFP4", 16: "W4A16_NVFP4"}
 _MX_ALGORITHMS = ("mxfp4", "MXFP4", "W4A8_MXFP4_FP8")
-stems, slots, notes, stored_shape = each_alone, whole, no_notes, half_columns
+stems, slots, notes, stored_shape, unfit = each_alone, whole, no_notes, half_columns, always_fit
 
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:

@@ -25,6 +25,7 @@ from fp4convert.dialects import (
     Json,
     Part,
     Read,
+    always_fit,
     decode_scalar,
     each_alone,
     encode_global_scale,
@@ -43,6 +44,7 @@ from fp4convert.layout import interleave, part
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (NVFP4, MXFP4)
+CONTAINER = "safetensors"
 LAYOUTS = ("linear", "128x4", "8x4", "deepgemm", "k_major", "interleaved", "appended")
 NIBBLE_ORDER = "low_first"
 GLOBAL_SCALE_KIND: Kind | None = "multiplier"
@@ -51,7 +53,7 @@ HOLDS_EMBEDDINGS = True
 PACKED = ".weight"
 SUFFIXES = (".block_scale", ".global_scale")
 COMPANIONS = (".input_scale",)
-stems, slots, notes, is_ignored, judge = each_alone, whole, no_notes, never_ignored, no_doubts
+stems, slots, notes, is_ignored, judge, unfit = each_alone, whole, no_notes, never_ignored, no_doubts, always_fit
 
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
@@ -81,7 +83,7 @@ def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quant
     block_scales = bytearray()
     for rows in panels:
         if form.scale_layout == "interleaved":
-            yield f"{stem}.weight", interleave(rows.packed, rows.block_scales)
+            yield f"{stem}.weight", interleave((rows.packed, form.format.block_size // 2), (rows.block_scales, 1))
         else:
             yield f"{stem}.weight", rows.packed
             block_scales += rows.block_scales
@@ -125,7 +127,8 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
         width = stored.nbytes // rows
 
         def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
-            return part(stored[first * width : last * width], form.format.block_size // 2)
+            packed, scales = part(stored[first * width : last * width], form.format.block_size // 2, 1)
+            return packed, scales
 
         return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch)
     if form.scale_layout == "appended":

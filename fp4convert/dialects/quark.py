@@ -23,6 +23,7 @@ from fp4convert.dialects import (
     Json,
     Part,
     Read,
+    always_fit,
     decode_scalar,
     each_alone,
     encode_global_scale,
@@ -39,6 +40,7 @@ from fp4convert.formats import MXFP4, NVFP4, Blocks, Kind, Quantized
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (MXFP4, NVFP4)
+CONTAINER = "safetensors"
 LAYOUTS = ("linear",)
 NIBBLE_ORDER = "low_first"
 GLOBAL_SCALE_KIND: Kind | None = "multiplier"
@@ -47,7 +49,7 @@ HOLDS_EMBEDDINGS = False
 PACKED = ".weight"
 SUFFIXES = (".weight_scale", ".weight_scale_2")
 COMPANIONS = (".input_scale_2", ".input_scale")
-stems, slots, notes, stored_shape, judge = each_alone, whole, no_notes, half_columns, no_doubts
+stems, slots, notes, stored_shape, judge, unfit = each_alone, whole, no_notes, half_columns, no_doubts, always_fit
 
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:

@@ -1,4 +1,4 @@
-"""A checkpoint on this disk: a folder, one .safetensors file, or a snapshot in the Hub's cache."""
+"""A checkpoint on this disk: a folder, one .safetensors or .gguf file, or a snapshot in the Hub's cache."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fp4convert.errors import InputError, SourceError
+from fp4convert.gguf_shard import GGUF, read_gguf_header
 from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
 from fp4convert.sources import INDEX, Checkpoint, check_index, check_unique, read_index
 
@@ -81,10 +82,13 @@ class LocalSource:
 
     def _open(self, may_be_empty: bool) -> Checkpoint:
         names = [self._single] if self._single else sorted(os.listdir(self._folder))
-        if self._single and not self._single.endswith(WEIGHTS):
+        if self._single and not self._single.endswith((WEIGHTS, GGUF)):
             raise _no_weights(self._folder / self._single, names)
         weight_map = self._index() if INDEX in names else None
-        found = [name for name in names if name.endswith(WEIGHTS)]
+        found = [name for name in names if name.endswith(WEIGHTS)] or [name for name in names if name.endswith(GGUF)]
+        if len(found) > 1 and found[0].endswith(GGUF):
+            detail = f"{self._folder}: {len(found)} GGUF files, the first {found[0]}; expected one, each is a model of its own"
+            raise InputError("gguf", detail, f"Choose one: {self._folder / found[0]}.")
         unlisted = [SINGLE] if SINGLE in found else found  # without an index, as engines read a folder
         if weight_map is not None and SINGLE in set(found) - set(weight_map.values()):
             detail = f"the folder holds both {SINGLE} and {INDEX}, which does not name it; expected one of them"
@@ -114,6 +118,8 @@ class LocalSource:
             return read_index(stream.read())
 
     def _header(self, name: str) -> Header:
+        if name.endswith(GGUF):
+            return read_gguf_header(_regular(self._folder, name))
         with self.open_file(name) as stream:
             size = os.fstat(stream.fileno()).st_size
             return read_header(name, size, lambda offset, length: os.pread(stream.fileno(), length, offset))
@@ -186,6 +192,4 @@ def _no_weights(where: Path, names: list[str]) -> InputError:
         return InputError(
             "pickle", detail, "Convert them first, in a sandbox: save_pretrained of transformers writes safetensors."
         )
-    if ".gguf" in endings:
-        return InputError("gguf", f"{where}: a GGUF file, which is not a source yet; expected safetensors")
     return InputError("no-weights", detail)

@@ -1,0 +1,146 @@
+"""gguf: MXFP4 (type 39) and NVFP4 (type 40) as llama.cpp reads them, blocks and scales in one tensor.
+
+  M.weight       MXFP4: for 32 columns the E8M0 byte, then 16 bytes; NVFP4: for 64 columns four E4M3 bytes, then 4 x 8 bytes
+  M.scale        nvfp4: F32 [1], a multiplier: amax / 2688
+  M.input_scale  nvfp4 with four-bit activations: F32 [1], a multiplier
+
+A block's first half is in bits 0-3 of its bytes, its second half in bits 4-7.  llama.cpp reads -0 as 0, an E4M3 scale without
+its sign and a NaN scale as 0 or as infinity: scales with a sign or NaN are refused.  Columns must divide by 64 for NVFP4.
+Names and the order of rows are llama.cpp's own, so only a GGUF file, or a donor's frame, becomes one.
+Source: llama.cpp, ggml-common.h and ggml-quants.c (block_mxfp4, block_nvfp4).  Readers: llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from fp4convert.dialects import (
+    ACTIVATIONS_FP4,
+    Clues,
+    Doubt,
+    Form,
+    Ignored,
+    Json,
+    Part,
+    Read,
+    decode_scalar,
+    each_alone,
+    encode_global_scale,
+    encode_scalar,
+    never_ignored,
+    no_notes,
+    whole,
+    whole_blocks,
+)
+from fp4convert.errors import InputError
+from fp4convert.formats import MXFP4, NVFP4, Blocks, Fetched, Format, Kind, Quantized
+from fp4convert.layout import from_halves, interleave, part, to_halves
+from fp4convert.shard import TensorRef, TensorSpec
+
+READS = WRITES = (MXFP4, NVFP4)
+CONTAINER = "gguf"
+LAYOUTS = ("gguf",)
+NIBBLE_ORDER = "half_split"
+GLOBAL_SCALE_KIND: Kind | None = "multiplier"
+SHARES_SCALES = False
+HOLDS_EMBEDDINGS = True
+PACKED = ".weight"
+SUFFIXES: tuple[str, ...] = ()  # the type of M.weight tells
+COMPANIONS = (".input_scale",)
+_TYPES = {"MXFP4": MXFP4, "NVFP4": NVFP4}
+_BLOCKS_PER_RUN = {MXFP4: 1, NVFP4: 4}
+stems, slots, notes, is_ignored = each_alone, whole, no_notes, never_ignored
+
+
+def unfit(shape: tuple[int, int], form: Form) -> str | None:
+    columns = _BLOCKS_PER_RUN[form.format] * form.format.block_size
+    return f"{shape[1]} columns, not a multiple of the {columns} of GGUF's type" if shape[1] % columns else None
+
+
+def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
+    rows, columns = shape
+    row_nbytes = columns // form.format.block_size * (form.format.block_size // 2 + 1)
+    specs = [TensorSpec(f"{stem}.weight", form.format.name.upper(), (rows, row_nbytes))]
+    if form.format.has_global_scale:
+        specs.append(TensorSpec(f"{stem}.scale", "F32", (1,)))
+    if form.has_input_scale:
+        specs.append(TensorSpec(f"{stem}.input_scale", "F32", (1,)))
+    return tuple(specs)
+
+
+def _sizes(fmt: Format) -> tuple[int, int]:
+    """Bytes of scales, and of codes, in one run."""
+    return _BLOCKS_PER_RUN[fmt], _BLOCKS_PER_RUN[fmt] * fmt.block_size // 2
+
+
+def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
+    scales_nbytes, codes_nbytes = _sizes(form.format)
+    worst = 126 if form.format is NVFP4 else 254  # above it a sign, or NaN
+    for rows in panels:
+        if max(rows.block_scales.cast("B")) > worst:
+            detail = f"{stem} has a block scale with a sign, or one that is NaN, which llama.cpp reads as another number"
+            raise InputError("dialect-block-scale", detail, "Dequantize the artifact, and quantize the result.", stem)
+        codes = to_halves(rows.packed, form.format.block_size // 2)
+        yield f"{stem}.weight", interleave((rows.block_scales, scales_nbytes), (codes, codes_nbytes))
+
+
+def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
+    if q.format.has_global_scale:
+        yield f"{stem}.scale", encode_global_scale(q, "multiplier")
+    if input_scale is not None:
+        yield f"{stem}.input_scale", encode_scalar(input_scale)
+
+
+def find(tensors: Mapping[str, TensorRef]) -> list[str]:
+    """Matrices of one four-bit type, NVFP4 where there are both."""
+    form = _form(tensors)
+    kind = form.format.name.upper() if form else ""
+    matrices = (name for name, ref in tensors.items() if ref.dtype == kind and len(ref.shape) == 2)
+    return sorted(name.removesuffix(".weight") for name in matrices)
+
+
+def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
+    columns = packed.shape[-1] // (form.format.block_size // 2 + 1) * form.format.block_size
+    return whole_blocks((*packed.shape[:-1], columns), form) if len(packed.shape) == 2 else None
+
+
+def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
+    rows, columns = shape
+    stored = read(f"{stem}.weight")
+    width = stored.nbytes // rows
+    multiplier = decode_scalar(read(f"{stem}.scale")) if form.format.has_global_scale else None
+
+    def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
+        block_scales, codes = part(stored[first * width : last * width], *_sizes(form.format))
+        return from_halves(codes, form.format.block_size // 2), block_scales
+
+    return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch)
+
+
+def decode_input_scale(module: str, read: Read) -> float:
+    return decode_scalar(read(f"{module}.input_scale"))
+
+
+def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
+    return {}
+
+
+def recognise(clues: Clues) -> Form | None:
+    return _form(clues.tensors)
+
+
+def _form(tensors: Mapping[str, TensorRef]) -> Form | None:
+    for name, fmt in reversed(_TYPES.items()):
+        stems_found = [ref.name.removesuffix(".weight") for ref in tensors.values() if ref.dtype == name]
+        if stems_found:
+            has_inputs = fmt.has_global_scale and all(f"{stem}.input_scale" in tensors for stem in stems_found)
+            return Form(fmt, ACTIVATIONS_FP4 if has_inputs else 16, LAYOUTS[0])
+    return None
+
+
+def judge(clues: Clues) -> Iterator[Doubt]:
+    stacks = [ref for ref in clues.tensors.values() if ref.dtype in _TYPES and len(ref.shape) > 2]
+    if stacks:
+        yield Doubt("warning", "stack-unread", f"{len(stacks)} stacks of experts are not looked into, the first {stacks[0].name}")
+    if len({ref.dtype for ref in clues.tensors.values()} & _TYPES.keys()) > 1:
+        yield Doubt("warning", "formats-mixed", "the file holds MXFP4 and NVFP4; only what is NVFP4 is looked into")

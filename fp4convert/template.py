@@ -1,0 +1,129 @@
+"""An artifact in the frame of a GGUF file: whose place each module takes, and in which order its rows stand there.
+
+The donor is a GGUF file of the same model, unquantized.  llama.cpp's own map gives it the names; its weights tell everything
+else: every module is compared with the tensor whose place it takes, so that another model, or rows in an order that nobody
+knows, end in an error and not in an artifact.  Known orders are the model's own, and that of llama.cpp's Llama, in which the two
+halves of every head of q and k take turns (convert_hf_to_gguf.py, LlamaModel.permute).  Rows move whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from fp4convert.artifact import Artifact
+from fp4convert.codec import FLOAT_DTYPES, dequantize
+from fp4convert.errors import InputError
+from fp4convert.formats import FLOAT_TYPES, Blocks
+from fp4convert.gguf_shard import GgufFrame, block_names
+from fp4convert.plan import Stored
+from fp4convert.shard import TensorRef
+from fp4convert.sources import Source
+from fp4convert.stacks import Piece, Rows, Slot, pieces_of
+
+COMPARED_ROWS = 24  # of every module
+NMSE_LIMIT = 0.1  # four-bit weights are about 0.01 from their own, and about 2 from any others
+
+
+class Framed:
+    """A source of two: the checkpoint of a donor, and the bytes of an artifact beside it."""
+
+    def __init__(self, donor: Source, artifact: Source) -> None:
+        self.name = donor.name
+        self._donor = donor
+        self._artifact = artifact
+        stamps = {**artifact.checkpoint.stamps, **donor.checkpoint.stamps}
+        self.checkpoint = replace(donor.checkpoint, sidecars=(), stamps=stamps)
+        self._files = {shard.file for shard in donor.checkpoint.shards}
+
+    def read(self, ref: TensorRef) -> memoryview:
+        return self._owner(ref.file).read(ref)
+
+    def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
+        self._owner(ref.file).read_into(ref, start, buffer)
+
+    def has_file(self, file: str) -> bool:
+        return self._donor.has_file(file)
+
+    def open_file(self, file: str) -> BinaryIO:
+        return self._donor.open_file(file)
+
+    def file_nbytes(self, file: str) -> int:
+        return self._donor.file_nbytes(file)
+
+    def check_unchanged(self, shard: str) -> None:
+        self._owner(shard).check_unchanged(shard)
+
+    def holds(self, path: Path) -> bool:
+        return self._donor.holds(path) or self._artifact.holds(path)
+
+    def _owner(self, file: str) -> Source:
+        return self._donor if file in self._files else self._artifact
+
+
+def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
+    """For every module of an artifact the tensor of the donor whose place it takes: stem -> what is stored there.
+
+    Raises InputError where the donor is no unquantized GGUF file of the same model
+    """
+    frames = [shard.frame for shard in donor.checkpoint.shards]
+    if len(frames) != 1 or not isinstance(frames[0], GgufFrame):
+        raise InputError("template", f"{donor.name}: --template needs one GGUF file", "Give it: --template FILE.gguf.")
+    tensors = {ref.name: ref for ref in donor.checkpoint.tensors}
+    names = block_names(frames[0], artifact.modules)
+    placed = {}
+    for module, packed in artifact.modules.items():
+        stem = names.get(module)
+        ref = tensors.get(f"{stem}.weight")
+        if stem is None or ref is None:
+            detail = f"{module}: the GGUF file has no tensor for it; expected {stem or 'one that llama.cpp knows'}"
+            raise InputError("template-name", detail, "Give a GGUF file of the same model: --template FILE.gguf.", module)
+        if ref.dtype not in FLOAT_TYPES or ref.shape != packed.shape:
+            detail = f"{module}: expected floats of {list(packed.shape)} at {ref.name}, found {ref.dtype} {list(ref.shape)}"
+            raise InputError("template-differs", detail, "Give an unquantized GGUF file: --template FILE.gguf.", module)
+        placed[stem] = Stored(packed.shape, _order(artifact.decode(module), module, donor, ref), ref)
+    return placed
+
+
+def _order(blocks: Blocks, module: str, donor: Source, ref: TensorRef) -> tuple[Slot, ...]:
+    """The order in which the donor holds a module's rows; InputError where it is none of those known."""
+    least = np.inf
+    for slots in _orders(module, blocks.shape[0], donor):
+        error = _nmse(blocks, pieces_of(slots)[module], donor, ref)
+        if error < NMSE_LIMIT:
+            return slots
+        least = min(least, error)
+    detail = f"{module} is not what the GGUF file holds at {ref.name}, in no order of rows that is known"
+    how = f"; the least error is {least:.2f} of the weights' own power, expected under {NMSE_LIMIT}"
+    raise InputError("template-differs", detail + how, "Give a GGUF file of the same model: --template FILE.gguf.", module)
+
+
+def _orders(module: str, rows: int, donor: Source) -> Iterator[tuple[Slot, ...]]:
+    """The model's own order, then the halves of as many heads as the donor says that q, or k, has."""
+    yield ((Rows(module, 0, rows),),)
+    frame = donor.checkpoint.shards[0].frame
+    facts = frame.facts if isinstance(frame, GgufFrame) else {}
+    for key in ("head_count", "head_count_kv"):
+        heads = facts.get(f"{facts.get('general.architecture')}.attention.{key}")
+        if isinstance(heads, int) and heads > 0 and rows % (2 * heads) == 0:
+            half = rows // heads // 2
+            begins = range(0, rows, 2 * half)
+            yield tuple((Rows(module, first, first + half), Rows(module, first + half, first + 2 * half)) for first in begins)
+
+
+def _nmse(blocks: Blocks, pieces: tuple[Piece, ...], donor: Source, ref: TensorRef) -> float:
+    """The error of some rows as a share of their power in the donor."""
+    rows, columns = blocks.shape
+    stored = np.frombuffer(donor.read(ref), FLOAT_DTYPES[ref.dtype]).reshape(rows, columns)
+    signal = noise = 0.0
+    for row in sorted({round(number * (rows - 1) / COMPARED_ROWS) for number in range(COMPARED_ROWS + 1)}):
+        piece = next(piece for piece in pieces if piece.start <= row < piece.start + piece.height)
+        x = stored[piece.first + (row - piece.start) * piece.step].astype(np.float64)
+        difference = x - dequantize(blocks.rows(row, row + 1)).ravel()
+        signal += float(x @ x)
+        noise += float(difference @ difference)
+    return noise / signal if signal else float(noise > 0)
