@@ -128,7 +128,7 @@ def test_engine_agrees_with_the_plain_model(artifacts: dict[str, Path], tmp_path
     logits, plain = (_logits(_load(folder)) for folder in (artifacts[fmt], tmp_path / "plain"))
     assert logits.isfinite().all()
     assert logits.std() > 0.01
-    assert (logits - plain).abs().max() < 0.1 * logits.std()
+    assert (logits - plain).abs().max() < 0.2 * logits.std()
 
 
 @every_format
