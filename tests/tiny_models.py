@@ -35,6 +35,14 @@ def make_llama(folder: Path, dtype: str = "bf16", is_tied: bool = False) -> Path
     return _save(LlamaForCausalLM, LlamaConfig(intermediate_size=256, tie_word_embeddings=is_tied, **SHAPE), folder, dtype)
 
 
+def make_qwen3(folder: Path) -> Path:
+    """The folder, now with a two-layer Qwen3 of 14 linear layers, whose queries and keys are normalized."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(intermediate_size=256, head_dim=32, tie_word_embeddings=False, **SHAPE)
+    return _save(Qwen3ForCausalLM, config, folder, "bf16")
+
+
 def make_mixtral(folder: Path) -> Path:
     """The folder, now with a two-layer Mixtral of four experts; transformers saves them one by one, as w1, w2 and w3."""
     from transformers import MixtralConfig, MixtralForCausalLM

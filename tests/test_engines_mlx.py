@@ -1,0 +1,203 @@
+"""MLX: mlx-lm loads and runs what the command writes, and the command reads what MLX itself quantized."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import differing, fp4convert, fp4convert_json, is_quantized, make_llama, read_json, read_tensors
+from torch_formulas import mxfp4_weight, nvfp4_weight
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(sys.platform != "linux", reason="the CPU build of MLX is for Linux"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+MODULES = 14
+GROUP_SIZES = {"mxfp4": 32, "nvfp4": 16}
+EMBEDDINGS = {"model.embed_tokens.weight", "lm_head.weight"}
+every_format = pytest.mark.parametrize("fmt", GROUP_SIZES)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def artifacts(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Format -> the command's artifact: MXFP4 respelled, NVFP4 quantized with a global scale of 1."""
+    folder = tmp_path_factory.mktemp("artifacts")
+    fp4convert("quantize", source, "--format", "mxfp4", "-o", folder / "first", "-q")
+    fp4convert("transcode", folder / "first", "-o", folder / "mxfp4", "--dialect", "mlx", "-q")
+    fp4convert("quantize", source, "--format", "nvfp4", "--dialect", "mlx", "-o", folder / "nvfp4", "-q")
+    return {fmt: folder / fmt for fmt in GROUP_SIZES}
+
+
+@pytest.fixture(scope="module")
+def restored(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Format -> the artifact's weights, turned back by the command in float32."""
+    folder = tmp_path_factory.mktemp("restored")
+    return {fmt: _restored(artifact, folder / fmt) for fmt, artifact in artifacts.items()}
+
+
+@pytest.fixture(scope="module")
+def owns(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Format -> what mlx-lm's own conversion writes, embeddings and head quantized as well."""
+    return {fmt: make_mlx(source, fmt, tmp_path_factory.mktemp(fmt)) for fmt in GROUP_SIZES}
+
+
+def make_mlx(source: Path, fmt: str, folder: Path) -> Path:
+    from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+
+    model, config = load_model(source)
+    quantized, record = quantize_model(model, config, GROUP_SIZES[fmt], 4, mode=fmt)
+    save_model(folder, quantized)
+    save_config(record, folder / "config.json")
+    return folder
+
+
+def _restored(artifact: Path, folder: Path, dtype: str = "fp32") -> dict[str, Any]:
+    """Every weight that was four-bit, by the command."""
+    fp4convert("dequantize", artifact, "-o", folder, "--dtype", dtype, "-q")
+    scaled = {f"{name.removesuffix('.scales')}.weight" for name in read_tensors(artifact) if name.endswith(".scales")}
+    return {name: tensor for name, tensor in read_tensors(folder).items() if name in scaled}
+
+
+def _load(folder: Path) -> Any:
+    """The model as mlx-lm loads it; strict: a tensor that is missing or of another shape is an error."""
+    from mlx_lm.utils import load_model
+
+    return load_model(folder)[0]
+
+
+def _torch(array: Any) -> Any:
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.array(array))
+
+
+def _engine_weights(model: Any) -> dict[str, Any]:
+    """Name -> float32 weight of every four-bit module that mlx-lm made, by mx.dequantize."""
+    import mlx.core as mx
+
+    return {
+        f"{name}.weight": _torch(mx.dequantize(module.weight, module.scales, mode=module.mode, dtype=mx.float32))
+        for name, module in model.named_modules()
+        if "scales" in module
+    }
+
+
+def _logits(model: Any) -> Any:
+    import mlx.core as mx
+    import numpy as np
+
+    return _torch(model(mx.array(np.arange(1, 49).reshape(3, 16))).astype(mx.float32))
+
+
+def _formula(tensors: dict[str, Any], fmt: str) -> dict[str, Any]:
+    """What the tensors of an MLX checkpoint are worth; eight codes of a U32 lie as little-endian bytes of two codes do."""
+    import torch
+
+    formula = {"mxfp4": mxfp4_weight, "nvfp4": nvfp4_weight}[fmt]
+    modules = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
+    return {f"{m}.weight": formula(tensors[f"{m}.weight"].view(torch.uint8), tensors[f"{m}.scales"]) for m in modules}
+
+
+@every_format
+def test_engine_holds_the_weights_that_dequantize_writes(artifacts: dict[str, Path], restored: Any, fmt: str) -> None:
+    """Every bit of every float32, the sign of zeros included."""
+    weights = _engine_weights(_load(artifacts[fmt]))
+    assert len(weights) == MODULES
+    assert differing(weights, restored[fmt]) == []
+
+
+@every_format
+def test_dequantize_equals_the_formula(artifacts: dict[str, Path], restored: Any, fmt: str) -> None:
+    assert differing(restored[fmt], _formula(read_tensors(artifacts[fmt]), fmt)) == []
+
+
+@every_format
+def test_engine_agrees_with_the_plain_model(artifacts: dict[str, Path], tmp_path: Path, fmt: str) -> None:
+    """mlx-lm runs both; only the order of its sums differs."""
+    _restored(artifacts[fmt], tmp_path / "plain", "bf16")
+    logits, plain = (_logits(_load(folder)) for folder in (artifacts[fmt], tmp_path / "plain"))
+    assert logits.isfinite().all()
+    assert logits.std() > 0.01
+    assert (logits - plain).abs().max() < 0.2 * logits.std()
+
+
+@every_format
+def test_record_is_the_one_that_mlx_writes(artifacts: dict[str, Path], owns: dict[str, Path], fmt: str) -> None:
+    """But for modules that are left alone, of which mlx-lm's own conversion has none."""
+    ours, theirs = (read_json(folder / "config.json") for folder in (artifacts[fmt], owns[fmt]))
+    for key in ("quantization", "quantization_config"):
+        assert {name: value for name, value in ours[key].items() if value is not False} == theirs[key]
+
+
+def test_other_global_scales_are_refused(source: Path, tmp_path: Path) -> None:
+    """MLX's layers have no place for one: nothing is multiplied in silence, nothing is written."""
+    fp4convert("quantize", source, "--format", "nvfp4", "-o", tmp_path / "nvfp4", "-q")
+    options = ("-o", tmp_path / "mlx", "--dialect", "mlx", "--json")
+    text = fp4convert("transcode", tmp_path / "nvfp4", *options, expect=2)
+    assert '"dialect-global-scale"' in text
+    assert [path.name for path in tmp_path.iterdir()] == ["nvfp4"]
+
+
+@every_format
+def test_inspect_knows_mlxs_own_checkpoint(owns: dict[str, Path], fmt: str) -> None:
+    found = fp4convert_json("inspect", owns[fmt])
+    assert (found["format"], found["dialect"]) == (fmt, "mlx")
+    assert found["tensors"] == {"quantized": MODULES + len(EMBEDDINGS), "other": 5}
+    assert found["activations"] == 16
+    assert found["healthy"]
+
+
+@every_format
+def test_dequantize_equals_mlxs_own(owns: dict[str, Path], tmp_path: Path, fmt: str) -> None:
+    restored = _restored(owns[fmt], tmp_path / "restored")
+    assert {name for name in restored if not is_quantized(name)} == EMBEDDINGS
+    assert differing(restored, _engine_weights(_load(owns[fmt]))) == []
+    assert differing(restored, _formula(read_tensors(owns[fmt]), fmt)) == []
+
+
+@every_format
+def test_transcoded_checkpoint_holds_the_same_bytes(owns: dict[str, Path], tmp_path: Path, fmt: str) -> None:
+    """In compressed-tensors, NVFP4 has a global scale: it is 1."""
+    import torch
+
+    fp4convert("transcode", owns[fmt], "-o", tmp_path / "other", "--dialect", "compressed-tensors", "-q")
+    expected = {}
+    for name, tensor in (theirs := read_tensors(owns[fmt])).items():
+        module, _, part = name.rpartition(".")
+        if part == "scales":
+            expected[f"{module}.weight_scale"] = tensor.view(torch.float8_e4m3fn) if fmt == "nvfp4" else tensor
+            expected |= {f"{module}.weight_global_scale": torch.ones(1)} if fmt == "nvfp4" else {}
+        elif f"{module}.scales" in theirs:
+            expected[f"{module}.weight_packed"] = tensor.view(torch.uint8)
+        else:
+            expected[name] = tensor
+    assert differing(read_tensors(tmp_path / "other"), expected) == []
+    fp4convert("transcode", tmp_path / "other", "-o", tmp_path / "back", "--dialect", "mlx", "-q")
+    assert differing(read_tensors(tmp_path / "back"), theirs) == []
+
+
+@every_format
+def test_transcoded_checkpoint_dequantizes_to_the_same(owns: dict[str, Path], tmp_path: Path, fmt: str) -> None:
+    fp4convert("transcode", owns[fmt], "-o", tmp_path / "other", "--dialect", "compressed-tensors", "-q")
+    fp4convert("dequantize", tmp_path / "other", "-o", tmp_path / "after", "--dtype", "fp32", "-q")
+    before, after = _restored(owns[fmt], tmp_path / "before"), read_tensors(tmp_path / "after")
+    assert differing({name: after[name] for name in before}, before) == []
+
+
+@every_format
+def test_engine_loads_what_came_back(owns: dict[str, Path], tmp_path: Path, fmt: str) -> None:
+    fp4convert("transcode", owns[fmt], "-o", tmp_path / "other", "--dialect", "compressed-tensors", "-q")
+    fp4convert("transcode", tmp_path / "other", "-o", tmp_path / "back", "--dialect", "mlx", "-q")
+    ours, theirs = _load(tmp_path / "back"), _load(owns[fmt])
+    assert differing(_engine_weights(ours), _engine_weights(theirs)) == []
+    assert _logits(ours).equal(_logits(theirs))
