@@ -138,8 +138,9 @@ def plan_transcode(
         drafts[stem] = Draft("transcode", "four-bit", refs, specs, stored.shape, stored.slots, amax_of=group, home=stored.home)
     left_out = {stored.home.name for stored in placed.values()}
     tasks = _module_tasks(Writing(checkpoint, target, dialect, form), modules, drafts, left_out)
-    kept = _kept_modules(checkpoint, {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)})
-    patterns = recipe.patterns_to_declare(kept, list(modules))
+    four_bit = {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)}
+    kept = _kept_modules(checkpoint, left_out | four_bit)
+    patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
     return Plan(target, tasks, Ignored(tuple(kept), patterns), ())
 
 
