@@ -209,7 +209,7 @@ def test_transcoded_export_holds_the_same_bytes(exports: dict[str, Path], tmp_pa
     expected = {f"{name}_packed" if name.removesuffix(".weight") in modules else name: theirs[name] for name in theirs}
     assert differing(ours, expected) == []
     assert fp4convert_json("inspect", tmp_path / "other")["activations"] == ACTIVATIONS[name]
-    before, after = (_restored(folder, tmp_path / folder.name / "fp32") for folder in (exports[name], tmp_path / "other"))
+    before, after = _restored(exports[name], tmp_path / "before"), _restored(tmp_path / "other", tmp_path / "after")
     assert differing(before, after) == []
 
 
