@@ -50,11 +50,19 @@ def owns(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     return {fmt: make_mlx(source, fmt, tmp_path_factory.mktemp(fmt)) for fmt in GROUP_SIZES}
 
 
-def make_mlx(source: Path, fmt: str, folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def linears(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same with the embeddings left alone, which no other engine reads in four bits."""
+    return {fmt: make_mlx(source, fmt, tmp_path_factory.mktemp(fmt), left="embed") for fmt in GROUP_SIZES}
+
+
+def make_mlx(source: Path, fmt: str, folder: Path, left: str = "-") -> Path:
     from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
     model, config = load_model(source)
-    quantized, record = quantize_model(model, config, GROUP_SIZES[fmt], 4, mode=fmt)
+    quantized, record = quantize_model(
+        model, config, GROUP_SIZES[fmt], 4, mode=fmt, quant_predicate=lambda name, module: left not in name
+    )
     save_model(folder, quantized)
     save_config(record, folder / "config.json")
     return folder
@@ -166,13 +174,13 @@ def test_dequantize_equals_mlxs_own(owns: dict[str, Path], tmp_path: Path, fmt: 
 
 
 @every_format
-def test_transcoded_checkpoint_holds_the_same_bytes(owns: dict[str, Path], tmp_path: Path, fmt: str) -> None:
+def test_transcoded_checkpoint_holds_the_same_bytes(linears: dict[str, Path], tmp_path: Path, fmt: str) -> None:
     """In compressed-tensors, NVFP4 has a global scale: it is 1."""
     import torch
 
-    fp4convert("transcode", owns[fmt], "-o", tmp_path / "other", "--dialect", "compressed-tensors", "-q")
+    fp4convert("transcode", linears[fmt], "-o", tmp_path / "other", "--dialect", "compressed-tensors", "-q")
     expected = {}
-    for name, tensor in (theirs := read_tensors(owns[fmt])).items():
+    for name, tensor in (theirs := read_tensors(linears[fmt])).items():
         module, _, part = name.rpartition(".")
         if part == "scales":
             expected[f"{module}.weight_scale"] = tensor.view(torch.float8_e4m3fn) if fmt == "nvfp4" else tensor
@@ -187,17 +195,23 @@ def test_transcoded_checkpoint_holds_the_same_bytes(owns: dict[str, Path], tmp_p
 
 
 @every_format
-def test_transcoded_checkpoint_dequantizes_to_the_same(owns: dict[str, Path], tmp_path: Path, fmt: str) -> None:
-    fp4convert("transcode", owns[fmt], "-o", tmp_path / "other", "--dialect", "compressed-tensors", "-q")
+def test_transcoded_checkpoint_dequantizes_to_the_same(linears: dict[str, Path], tmp_path: Path, fmt: str) -> None:
+    fp4convert("transcode", linears[fmt], "-o", tmp_path / "other", "--dialect", "compressed-tensors", "-q")
     fp4convert("dequantize", tmp_path / "other", "-o", tmp_path / "after", "--dtype", "fp32", "-q")
-    before, after = _restored(owns[fmt], tmp_path / "before"), read_tensors(tmp_path / "after")
+    before, after = _restored(linears[fmt], tmp_path / "before"), read_tensors(tmp_path / "after")
     assert differing({name: after[name] for name in before}, before) == []
 
 
 @every_format
-def test_engine_loads_what_came_back(owns: dict[str, Path], tmp_path: Path, fmt: str) -> None:
-    fp4convert("transcode", owns[fmt], "-o", tmp_path / "other", "--dialect", "compressed-tensors", "-q")
+def test_engine_loads_what_came_back(linears: dict[str, Path], tmp_path: Path, fmt: str) -> None:
+    fp4convert("transcode", linears[fmt], "-o", tmp_path / "other", "--dialect", "compressed-tensors", "-q")
     fp4convert("transcode", tmp_path / "other", "-o", tmp_path / "back", "--dialect", "mlx", "-q")
-    ours, theirs = _load(tmp_path / "back"), _load(owns[fmt])
+    ours, theirs = _load(tmp_path / "back"), _load(linears[fmt])
     assert differing(_engine_weights(ours), _engine_weights(theirs)) == []
     assert _logits(ours).equal(_logits(theirs))
+
+
+def test_four_bit_embeddings_are_refused_elsewhere(owns: dict[str, Path], tmp_path: Path) -> None:
+    options = ("-o", tmp_path / "other", "--dialect", "compressed-tensors", "--json")
+    assert '"dialect-module"' in fp4convert("transcode", owns["mxfp4"], *options, expect=2)
+    assert not list(tmp_path.iterdir())
