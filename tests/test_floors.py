@@ -12,7 +12,7 @@ FLOORS = [
     {"errors"},
     {"formats", "cubins", "shard"},
     {"codec", "gguf_shard", "recipe", "gpus", "layout", "stacks"},
-    {"sources", "dialects", "lane", "recast"},
+    {"sources", "dialects", "lane", "recast", "detection"},
     {"tasks", "backends"},
     {"plan", "output", "artifact", "doctor"},
     {"workers", "verification", "template"},
@@ -32,7 +32,7 @@ ROOMS = {
     "rich": {"render"},
     "typer": {"cli"},
     "ctypes": {"backends", "gpus"},
-    "numpy": {"codec", "layout", "recast", "lane", "backends", "verification", "workers", "template"},
+    "numpy": {"codec", "layout", "detection", "recast", "lane", "backends", "verification", "workers", "template"},
     "ml_dtypes": {"codec"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
