@@ -15,7 +15,7 @@ _HOME = {
     "describe_plan": "convert",
     "quantize": "convert",
     "open_artifact": "artifact",
-    "describe_artifact": "artifact",
+    "inspect": "inspection",
     "prepare_dequantize": "convert",
     "dequantize": "convert",
     "Gate": "verification",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from fp4convert.dialects import (
@@ -49,11 +49,13 @@ class Finding:
 class Artifact:
     """Four-bit weights on a disk.
 
+    clues    what its records and names say
     record   our quantization_config.json, or {} for a foreign artifact
     modules  the quantized modules whose tensors are all there and sound
     """
 
     source: Source
+    clues: Clues
     form: Form
     dialect: str
     record: dict[str, object]
@@ -86,6 +88,16 @@ class Artifact:
             return scale
         (stored,) = struct.unpack("<f", encode_scalar(scale, is_inverse=True))
         return float(stored)
+
+    @property
+    def declared_layout(self) -> str | None:
+        """The order of block scales that our record says, or the dialect itself; None where neither does."""
+        recorded = self.record.get("scale_layout")
+        return str(recorded) if recorded is not None else None
+
+    def is_ignored(self, module: str) -> bool:
+        """True where a record takes the module for an ordinary one."""
+        return self.spelling.is_ignored(self.clues, module)
 
     def _read(self, name: str) -> memoryview:
         return self.source.read(self.tensors[name])
@@ -152,7 +164,7 @@ def open_artifact(reference: str) -> Artifact:
         )
     if not is_unfinished:
         findings += _judge_records(clues, record, dialect, modules)
-    return Artifact(source, form, dialect, record, tensors, modules, tuple(findings))
+    return Artifact(source, clues, form, dialect, record, tensors, modules, tuple(findings))
 
 
 def _read_json(source: Source, file: str) -> dict[str, object]:
@@ -243,8 +255,7 @@ def _judge_records(clues: Clues, record: dict[str, object], dialect: str, module
     spelling = dialect_named(dialect)
     recognised = spelling.recognise(clues)
     if record:
-        has_own = bool(spelling.records(_form_recorded(record), Ignored((), ()), ()))
-        if has_own and (recognised is None or recognised.format.name != record["format"]):
+        if has_records(spelling, _form_recorded(record)) and (recognised is None or recognised.format.name != record["format"]):
             detail = f"config.json does not declare {record['format']} as {dialect} does; engines would not load it"
             yield Finding("error", "records-disagree", None, detail)
         for key, expected in layout_of(recognised or _form_recorded(record), spelling).items():
@@ -264,31 +275,9 @@ def _judge_records(clues: Clues, record: dict[str, object], dialect: str, module
             yield Finding("error", "ignored-but-quantized", module, "a record lists it under ignore")
 
 
-def describe_artifact(artifact: Artifact) -> dict[str, object]:
-    """The document of `inspect --json`: what the artifact is, from headers and records alone.
-
-    scale_layout: "declared" is what our record says (None where there is none); "detected" is None: nothing was measured.
-    """
-    quantized = dict.fromkeys(ref for packed in artifact.modules.values() for ref in packed.refs)
-    elements = sum(rows * columns for rows, columns in (packed.shape for packed in artifact.modules.values()))
-    layout = layout_of(artifact.form, artifact.spelling)
-    weights = [ref for ref in quantized if not ref.name.endswith(artifact.spelling.COMPANIONS)]
-    bits = round(8 * sum(ref.nbytes for ref in weights) / elements, 4) if elements else None
-    return {
-        "format": artifact.format.name,
-        "dialect": artifact.dialect,
-        **{key: layout[key] for key in ("block_size", "element_dtype", "scale_dtype")},
-        "scale_layout": {"declared": artifact.record.get("scale_layout"), "detected": None},
-        **{key: layout[key] for key in ("global_scale", "nibble_order", "activations")},
-        "tensors": {
-            "quantized": len(artifact.modules),
-            "other": len(artifact.tensors) - len(quantized),
-        },
-        "bits_per_weight": bits,
-        "share_read": 0.0,
-        "findings": [asdict(finding) for finding in artifact.findings],
-        "healthy": is_healthy(artifact.findings),
-    }
+def has_records(spelling: Dialect, form: Form) -> bool:
+    """True where engines of that dialect read a record of their own."""
+    return bool(spelling.records(form, Ignored((), ()), ()))
 
 
 def is_healthy(findings: tuple[Finding, ...]) -> bool:

@@ -88,15 +88,22 @@ def quantize_command(
 
 
 @app.command("inspect")
-def inspect_command(artifact: ArtifactArgument, json: JsonOption = False) -> None:
-    """Tell what an artifact is, from its headers and records alone.
+def inspect_command(
+    artifact: ArtifactArgument,
+    source: Annotated[str | None, typer.Option(help="The original checkpoint, which decides what statistics cannot.")] = None,
+    full: Annotated[bool, typer.Option(help="Read every block scale, however many.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Tell what an artifact is and whether it is healthy, from its headers, records and scales.
 
     Exit code 6 when something is wrong with it. Example: fp4convert inspect ./Llama-3.1-8B-NVFP4
     """
     from fp4convert import artifact as artifacts
-    from fp4convert import render
+    from fp4convert import inspection, render, sources
 
-    description = artifacts.describe_artifact(artifacts.open_artifact(artifact))
+    opened = artifacts.open_artifact(artifact)
+    original = sources.open_source(source) if source else None
+    description = inspection.inspect(opened, original, full)
     render.Screen(json).show(description, render.draw_artifact)
     raise typer.Exit(0 if description["healthy"] else 6)
 

@@ -158,12 +158,12 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
         "format": f"{artifact['format']}: {codes}",
         "dialect": artifact["dialect"],
         "global scale": f"{stored['dtype']}, stored as a {stored['stored_as']}" if stored else "none",
-        "scale layout": f"{layout['declared']} (declared)" if layout["declared"] else "not declared",
+        "scale layout": f"{layout['declared'] or 'not'} declared, {layout['detected'] or 'none'} detected",
         "nibble order": artifact["nibble_order"],
         "activations": "16 bits" if artifact["activations"] == 16 else "4 bits, quantized by the engine",
         "tensors": f"{counts['quantized']} quantized, {counts['other']} other",
         "bits per weight": "none" if bits is None else f"{bits:.3f} (codes, block scales and global scales)",
-        "share read": "headers and records only",
+        "share read": f"{100 * artifact['share_read']:.0f} % of the block scales",
     }
     for key, value in rows.items():
         screen.line(f"{key:<16}{value}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -12,10 +11,10 @@ import numpy as np
 
 from fp4convert.artifact import RECORD, Artifact, Finding, is_healthy
 from fp4convert.backends import processors
-from fp4convert.codec import FLOAT_DTYPES, block_steps, dequantize
+from fp4convert.codec import FLOAT_DTYPES, dequantize
 from fp4convert.errors import InputError
 from fp4convert.formats import Blocks, row_panels
-from fp4convert.recipe import ScaleGroup, group_members, scale_group
+from fp4convert.inspection import check_scales
 from fp4convert.shard import TensorRef, hash_stream
 from fp4convert.sources import Source
 
@@ -87,7 +86,12 @@ def verify(artifact: Artifact, source: Source | None, gate: Gate) -> Report:
     for option, value in (("--min-sqnr", gate.min_sqnr_db), ("--max-nmse", gate.max_nmse)):
         if value is not None and not math.isfinite(value):
             raise InputError("bad-gate", f"{option} {value} asks nothing; expected a finite number")
-    findings = [*artifact.findings, *_check_hashes(artifact), *_check_scales(artifact), *_check_kept(artifact)]
+    findings = [
+        *artifact.findings,
+        *_check_hashes(artifact),
+        *check_scales(artifact, list(artifact.modules)),
+        *_check_kept(artifact),
+    ]
     sums: dict[str, _Sums] = {}
     if source is not None:
         sums, differences = _compare(artifact, source)
@@ -130,48 +134,6 @@ def _check_kept(artifact: Artifact) -> Iterator[Finding]:
             values = np.frombuffer(artifact.source.read(ref), FLOAT_DTYPES[ref.dtype])
             if bad := int(np.count_nonzero(~np.isfinite(values))):
                 yield Finding("warning", "kept-not-finite", ref.name, f"it was kept with {bad} values that are NaN or Inf")
-
-
-def _check_scales(artifact: Artifact) -> list[Finding]:
-    """Findings on every block scale, global scale and input scale, and on scale groups whose members differ in them."""
-    findings = []
-    stored: dict[str, float] = {}
-    for module in artifact.modules:
-        q = artifact.decode(module)
-        bad = negative = 0
-        for first, last in row_panels(q.shape):
-            steps = block_steps(q.rows(first, last))
-            bad += int(np.count_nonzero(~np.isfinite(steps)))
-            negative += int(np.count_nonzero(steps < 0))
-        if bad:
-            findings.append(Finding("error", "scale-not-finite", module, f"{bad} blocks have no finite scale"))
-        if negative:
-            findings.append(Finding("error", "scale-negative", module, f"{negative} blocks have a negative scale"))
-        if q.global_scale is not None:
-            stored[module] = q.global_scale
-            if not (math.isfinite(q.global_scale) and q.global_scale > 0):
-                findings.append(Finding("error", "global-scale", module, f"its global scale is {q.global_scale}"))
-    findings += _check_groups(artifact, stored, "group-scales-differ", "global scales")
-    inputs = {module: scale for module in artifact.modules if (scale := artifact.input_scale(module)) is not None}
-    for module, scale in inputs.items():
-        if not (math.isfinite(scale) and scale > 0):
-            findings.append(Finding("error", "input-scale", module, f"as a multiplier its input scale is {scale}"))
-    return findings + _check_groups(artifact, inputs, "group-inputs-differ", "input scales")
-
-
-def _check_groups(artifact: Artifact, stored: dict[str, float], code: str, what: str) -> list[Finding]:
-    """A finding for every scale group whose members store different scales."""
-    findings = []
-    groups = group_members(artifact.source.checkpoint.model_types)
-    gathered: dict[ScaleGroup, list[str]] = defaultdict(list)
-    for module in stored:
-        if key := scale_group(module, groups):
-            gathered[key].append(module)
-    for members in gathered.values():
-        if len({stored[module] for module in members}) > 1:
-            detail = f"{', '.join(members)} have different {what}; engines that fuse them use only one"
-            findings.append(Finding("error", code, members[0], detail))
-    return findings
 
 
 def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list[Finding]]:

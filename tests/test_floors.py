@@ -15,8 +15,9 @@ FLOORS = [
     {"sources", "dialects", "lane", "recast", "detection"},
     {"tasks", "backends"},
     {"plan", "output", "artifact", "doctor"},
-    {"workers", "verification", "template"},
-    {"convert", "render"},
+    {"workers", "suspicion", "template"},
+    {"inspection"},
+    {"convert", "verification", "render"},
     {"cli"},
     {"__main__"},
 ]
@@ -32,7 +33,19 @@ ROOMS = {
     "rich": {"render"},
     "typer": {"cli"},
     "ctypes": {"backends", "gpus"},
-    "numpy": {"codec", "layout", "detection", "recast", "lane", "backends", "verification", "workers", "template"},
+    "numpy": {
+        "suspicion",
+        "inspection",
+        "codec",
+        "layout",
+        "detection",
+        "recast",
+        "lane",
+        "backends",
+        "verification",
+        "workers",
+        "template",
+    },
     "ml_dtypes": {"codec"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))

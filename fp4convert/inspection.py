@@ -1,0 +1,255 @@
+"""What an artifact really is: its records and headers, and what its scales say of them.
+
+Block scales are read whole where they are few, and of some modules otherwise; scales that stand once per module are always read.
+Each finding's code is explained in docs/findings.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4convert.artifact import Artifact, Finding, has_records, is_healthy, layout_of
+from fp4convert.codec import block_steps
+from fp4convert.detection import StoredScales, detect_layout
+from fp4convert.formats import GLOBAL_RANGE, NVFP4, Blocks, Quantized, row_panels
+from fp4convert.layout import LAYOUTS
+from fp4convert.recipe import Target, build_recipe, group_members, scale_group
+from fp4convert.shard import TensorRef
+from fp4convert.sources import Source
+from fp4convert.suspicion import suspect
+
+ALL_NBYTES, SAMPLE_NBYTES = 64 << 20, 48 << 20  # of block scales: read whole up to the first, else about the second
+SMALLEST_AMAX, LARGEST_AMAX = 2.0**-20, 2.0**14  # that weights have
+ZEROS_SHARE = 0.01  # of blocks; what rounding to zero leaves in honest artifacts is less
+FEW_SCALES, LOWEST_BYTE = 6, 0x40  # E4M3 scales are many, or small, or powers of two
+WIDE_OCTAVES = 8  # between the 5th and the 95th percentile of the block scales of a matrix
+
+
+@dataclass(frozen=True, slots=True)
+class _Histogram:
+    """How often each scale byte occurs in a module, and what one code unit is worth under it."""
+
+    counts: NDArray[np.int64]
+    steps: NDArray[np.float32]
+
+    def where(self, chosen: NDArray[np.bool_]) -> int:
+        return int(self.counts[chosen].sum())
+
+
+def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[str, object]:
+    """The document of `inspect --json`.
+
+    source   the original weights, which decide what statistics cannot
+    is_full  read every block scale, however many
+    """
+    chosen = choose_modules(artifact, is_full)
+    findings = [*artifact.findings, *_check_names(artifact), *check_scales(artifact, chosen)]
+    detected = detect_layout(_stored_scales(artifact, chosen), artifact.form.scale_layout)
+    if source is not None:
+        suspicion = suspect(artifact, source, chosen)
+        findings += suspicion.findings
+        detected = suspicion.layout or detected
+    elif detected and detected != artifact.form.scale_layout:
+        detail = f"block scales are declared {artifact.form.scale_layout} and lie {detected}; engines would compute garbage"
+        findings.append(Finding("error", "scale-layout", None, detail))
+    read, whole = (sum(_scale_nbytes(artifact, module) for module in part) for part in (chosen, artifact.modules))
+    return _describe(artifact, detected, read / whole if whole else 0.0, tuple(findings))
+
+
+def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:
+    """The modules whose block scales are read: all, or some from everywhere."""
+    nbytes = sum(_scale_nbytes(artifact, module) for module in artifact.modules)
+    modules = sorted(artifact.modules)
+    if is_full or nbytes <= ALL_NBYTES:
+        return modules
+    chosen, left = [], SAMPLE_NBYTES
+    for module in modules[:: math.ceil(nbytes / SAMPLE_NBYTES)]:
+        left -= _scale_nbytes(artifact, module)
+        if left < 0:
+            break
+        chosen.append(module)
+    return chosen
+
+
+def _scale_nbytes(artifact: Artifact, module: str) -> int:
+    rows, columns = artifact.modules[module].shape
+    return rows * columns // artifact.format.block_size
+
+
+def _stored_scales(artifact: Artifact, modules: Iterable[str]) -> Iterator[StoredScales]:
+    """Block scales as they are stored, where they have a tensor of their own."""
+    layout = LAYOUTS.get(artifact.form.scale_layout)
+    for module in modules:
+        if layout is None or artifact.modules[module].stem != module:
+            continue
+        q = artifact.decode(module)
+        rows, columns = q.shape
+        shape = (rows, columns // q.format.block_size)
+        linear = b"".join(q.rows(first, last).block_scales for first, last in row_panels(q.shape))
+        yield StoredScales(np.frombuffer(layout.arrange(memoryview(linear), shape), np.uint8), shape, q.format)
+
+
+def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
+    """Findings on the block scales of those modules, and on the global and input scales of all."""
+    findings: list[Finding] = []
+    histograms = []
+    for module in modules:
+        histogram = _histogram(artifact.decode(module))
+        histograms.append(histogram)
+        findings += _judge_histogram(artifact, module, histogram)
+    findings += _judge_dtype(artifact, histograms)
+    stored = {module: scale for module in artifact.modules if (scale := artifact.decode(module).global_scale) is not None}
+    for module, scale in stored.items():
+        findings += _judge_global_scale(module, scale, is_divisor=artifact.decode(module).kind == "divisor")
+    findings += _check_groups(artifact, stored, "group-scales-differ", "global scales")
+    inputs = {module: scale for module in artifact.modules if (scale := artifact.input_scale(module)) is not None}
+    for module, scale in inputs.items():
+        if not (math.isfinite(scale) and scale > 0):
+            findings.append(Finding("error", "input-scale", module, f"as a multiplier its input scale is {scale}"))
+    return findings + _check_groups(artifact, inputs, "group-inputs-differ", "input scales")
+
+
+def _histogram(q: Blocks) -> _Histogram:
+    counts = np.zeros(256, np.int64)
+    for first, last in row_panels(q.shape):
+        counts += np.bincount(np.frombuffer(q.rows(first, last).block_scales, np.uint8), minlength=256)
+    every_byte = memoryview(bytes(range(256)))
+    one_each = Quantized(q.format, (256, q.format.block_size), every_byte, every_byte, q.global_scale, q.kind)
+    return _Histogram(counts, block_steps(one_each))
+
+
+def _judge_histogram(artifact: Artifact, module: str, histogram: _Histogram) -> Iterator[Finding]:
+    if bad := histogram.where(~np.isfinite(histogram.steps)):
+        yield Finding("error", "scale-not-finite", module, f"{bad} blocks have no finite scale")
+    if negative := histogram.where(histogram.steps < 0):
+        yield Finding("error", "scale-negative", module, f"{negative} blocks have a negative scale")
+    if histogram.where(histogram.steps == 0) and (erased := _erased_blocks(artifact.decode(module), histogram.steps)):
+        detail = f"{erased} blocks hold values, and have the scale zero"
+        is_rounding = erased <= ZEROS_SHARE * histogram.counts.sum()
+        yield Finding("warning" if is_rounding else "error", "scale-zero", module, detail)
+
+
+def _erased_blocks(q: Blocks, steps: NDArray[np.float32]) -> int:
+    """Blocks whose scale is zero and whose codes are not."""
+    count = 0
+    for first, last in row_panels(q.shape):
+        rows = q.rows(first, last)
+        is_zero = steps[np.frombuffer(rows.block_scales, np.uint8)] == 0
+        packed = np.frombuffer(rows.packed, np.uint8).reshape(is_zero.size, -1)[is_zero]
+        count += int((packed & 0x77).any(axis=-1).sum())
+    return count
+
+
+def _judge_dtype(artifact: Artifact, histograms: list[_Histogram]) -> Iterator[Finding]:
+    """Bytes that make no sense as what they are declared, in most of the modules."""
+    odd = sum(_is_odd_e4m3(each) if artifact.format is NVFP4 else _is_odd_e8m0(each) for each in histograms)
+    if 2 * odd > len(histograms):
+        other = "e8m0" if artifact.format is NVFP4 else "fp8_e4m3"
+        detail = f"in {odd} of {len(histograms)} modules the block scales look like {other}, not {artifact.format.scale_dtype}"
+        yield Finding("error", "scale-dtype", None, detail)
+
+
+def _is_odd_e4m3(histogram: _Histogram) -> bool:
+    """True for a handful of neighbouring large values, as exponents are, though scales have mantissas."""
+    present = np.flatnonzero(histogram.counts)
+    is_handful = 1 < present.size <= FEW_SCALES and present[0] >= LOWEST_BYTE
+    return bool(is_handful and (present % 8).any() and np.ptp(present) < 2 * FEW_SCALES)
+
+
+def _is_odd_e8m0(histogram: _Histogram) -> bool:
+    """True where exponents are spread as no weights are; byte 0 stands for blocks without values."""
+    counts = histogram.counts[1:255]
+    if not counts.any():
+        return False
+    below = np.cumsum(counts) / counts.sum()
+    return bool(np.searchsorted(below, 0.95) - np.searchsorted(below, 0.05) > WIDE_OCTAVES)
+
+
+def _judge_global_scale(module: str, stored: float, is_divisor: bool) -> Iterator[Finding]:
+    """The amax that a global scale implies: 2688 times the multiplier."""
+    if not (math.isfinite(stored) and stored > 0):
+        yield Finding("error", "global-scale", module, f"its global scale is {stored}")
+        return
+    amax, inverse = GLOBAL_RANGE * stored, GLOBAL_RANGE / stored
+    if is_divisor:
+        amax, inverse = inverse, amax
+    if SMALLEST_AMAX <= amax <= LARGEST_AMAX:
+        return
+    detail = f"its global scale {stored:g} says that the largest weight is {amax:.3g}"
+    if SMALLEST_AMAX <= inverse <= LARGEST_AMAX:
+        detail += f"; it is the reciprocal of what it is declared as, which says {inverse:.3g}"
+        yield Finding("error", "global-scale-reciprocal", module, detail)
+    else:
+        yield Finding("warning", "global-scale-range", module, detail)
+
+
+def _check_groups(artifact: Artifact, stored: dict[str, float], code: str, what: str) -> list[Finding]:
+    """A finding for every scale group whose members store different scales; an error where engines make one matrix of them."""
+    findings = []
+    groups = group_members(artifact.source.checkpoint.model_types)
+    gathered: dict[object, list[str]] = defaultdict(list)
+    for module in stored:
+        if key := scale_group(module, groups):
+            gathered[key].append(module)
+    for members in gathered.values():
+        if len({stored[module] for module in members}) > 1:
+            detail = f"{', '.join(members)} have different {what}; engines that fuse them use only one"
+            findings.append(Finding("error" if artifact.spelling.SHARES_SCALES else "warning", code, members[0], detail))
+    return findings
+
+
+def _check_names(artifact: Artifact) -> Iterator[Finding]:
+    """Findings on what is quantized that should not be, and what is not, though records say so."""
+    for warning in artifact.source.checkpoint.warnings:
+        yield Finding("error", "index-omits", None, f"{warning}: engines that follow the index do not load them")
+    recipe = build_recipe(Target(artifact.format.name), artifact.source.checkpoint.model_types)
+    is_strict = not artifact.spelling.HOLDS_EMBEDDINGS
+    for module in artifact.modules:
+        reason = recipe.reason_to_keep(module)
+        if reason == "a router":
+            detail = "it is a router, which few engines read quantized, and which loses most by it"
+            yield Finding("error" if is_strict else "warning", "router-quantized", module, detail)
+        elif reason == "an embedding" and is_strict:
+            yield Finding("error", "embedding-quantized", module, f"engines of dialect {artifact.dialect} read none in four bits")
+        elif reason and "tower" in reason:
+            yield Finding("warning", "tower-quantized", module, "it is part of a vision or audio tower, which most engines keep")
+    if has_records(artifact.spelling, artifact.form):
+        yield from _check_kept(artifact)
+
+
+def _check_kept(artifact: Artifact) -> Iterator[Finding]:
+    """Linear layers that stay, as their quantized namesakes in other layers show, and that no record ignores."""
+    leaves = {module.rpartition(".")[2] for module in artifact.modules if not module.rpartition(".")[2].isdigit()}
+    for ref in artifact.tensors.values():
+        module, _, ending = ref.name.rpartition(".")
+        is_linear = ending == "weight" and len(ref.shape) == 2 and module.rpartition(".")[2] in leaves
+        if is_linear and ref.dtype in ("BF16", "F16", "F32") and not artifact.is_ignored(module):
+            detail = "it is not quantized, other layers' are, and no record ignores it: engines would look for its scales"
+            yield Finding("error", "kept-not-ignored", module, detail)
+
+
+def _describe(artifact: Artifact, detected: str | None, share: float, findings: tuple[Finding, ...]) -> dict[str, object]:
+    """scale_layout: "declared" is what our record says (None where there is none), "detected" None where nothing decides."""
+    quantized: dict[TensorRef, None] = dict.fromkeys(ref for packed in artifact.modules.values() for ref in packed.refs)
+    elements = sum(rows * columns for rows, columns in (packed.shape for packed in artifact.modules.values()))
+    layout = layout_of(artifact.form, artifact.spelling)
+    weights = [ref for ref in quantized if not ref.name.endswith(artifact.spelling.COMPANIONS)]
+    bits = round(8 * sum(ref.nbytes for ref in weights) / elements, 4) if elements else None
+    return {
+        "format": artifact.format.name,
+        "dialect": artifact.dialect,
+        **{key: layout[key] for key in ("block_size", "element_dtype", "scale_dtype")},
+        "scale_layout": {"declared": artifact.declared_layout, "detected": detected},
+        **{key: layout[key] for key in ("global_scale", "nibble_order", "activations")},
+        "tensors": {"quantized": len(artifact.modules), "other": len(artifact.tensors) - len(quantized)},
+        "bits_per_weight": bits,
+        "share_read": round(share, 4),
+        "findings": [asdict(finding) for finding in findings],
+        "healthy": is_healthy(findings),
+    }
