@@ -95,6 +95,13 @@ class Artifact:
         recorded = self.record.get("scale_layout")
         return str(recorded) if recorded is not None else None
 
+    def cache_scales(self, spelling: Dialect) -> dict[str, str]:
+        """The scales of an FP8 cache of keys and values, and their names in another dialect."""
+        if not self.form.kv_cache:
+            return {}
+        pairs = zip(self.spelling.CACHE_SCALES, spelling.CACHE_SCALES, strict=False)
+        return {name: name.removesuffix(own) + other for own, other in pairs for name in self.tensors if name.endswith(f".{own}")}
+
     def is_ignored(self, module: str) -> bool:
         """True where a record takes the module for an ordinary one."""
         return self.spelling.is_ignored(self.clues, module)

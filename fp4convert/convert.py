@@ -1,16 +1,8 @@
-"""A whole conversion: carry out a plan, shard by shard, and write the records that make the result an artifact.
-
-No decisions here: the plan made them all.
-"""
+"""What each command asks for, checked and planned; and the records that make the result an artifact."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -18,15 +10,16 @@ from pathlib import Path
 from fp4convert.artifact import RECORD, Artifact, make_record
 from fp4convert.backends import open_backend
 from fp4convert.dialects import Dialect, check_input_scale, dialect_named, dialect_to_write, form_of, is_reversible
-from fp4convert.errors import InputError, NumericError
+from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, format_named
-from fp4convert.output import OutputFolder, Purpose, TaskWriter, open_output
+from fp4convert.job import Job, Result, as_text, carry_out
+from fp4convert.output import OutputFolder
 from fp4convert.plan import DTYPES, plan_dequantize, plan_quantize, plan_transcode
 from fp4convert.recipe import Target, build_recipe
 from fp4convert.sources import INDEX, Source
-from fp4convert.tasks import Plan, Task
+from fp4convert.tasks import Plan
 from fp4convert.template import Framed, place_modules
-from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder, UnsoundShardError, Worker, count_kept, fill_shard
+from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder, count_kept
 
 RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
 QUANTIZATION_KEYS = frozenset({"quantization_config", "quantization", "expert_dtype"})  # of config.json, in any dialect
@@ -47,27 +40,6 @@ class Request:
     exclude: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a finished conversion tells; the keys of --json."""
-
-    output: str
-    format: str
-    dialect: str | None
-    scale_rule: str | None
-    device: str
-    source_bytes: int
-    output_bytes: int
-    seconds: float
-    tensors: dict[str, int]
-    digest: str
-    carried: dict[str, object] | None = None
-
-    def as_json(self) -> dict[str, object]:
-        """The document; `carried` where something was transcoded."""
-        return {key: value for key, value in asdict(self).items() if key != "carried" or value is not None}
-
-
 def prepare_quantize(source: Source, request: Request) -> Plan:
     """The plan that `quantize` carries out; InputError for anything that the request or the source has wrong."""
     fmt = format_named(request.format)
@@ -85,13 +57,14 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     are written, where weights are NaN or Inf: then neither index nor records are written.
     """
     worker = Quantizer(source, plan.target, open_backend(settings.device))
-    return _carry_out(_artifact_job(source, plan), worker, output, settings, partial(_write_record, plan))
+    return carry_out(_artifact_job(source, plan), worker, output, settings, partial(_write_record, plan))
 
 
 def prepare_dequantize(artifact: Artifact, dtype: str) -> Plan:
     """The plan that `dequantize` carries out; InputError for an unknown dtype or an artifact with errors."""
     _refuse_unsound(artifact)
-    return plan_dequantize(artifact.source.checkpoint, artifact.modules, dtype)
+    cache_scales = artifact.cache_scales(artifact.spelling)
+    return plan_dequantize(artifact.source.checkpoint, artifact.modules, dtype, cache_scales)
 
 
 def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings) -> Result:
@@ -106,9 +79,9 @@ def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings)
     last = plan.shards[-1].file
     if artifact.spelling.CONTAINER == "safetensors":
         last = "config.json"
-        texts[last] = _json(config)
-    job = _Job(source, plan, texts, last, RECORDS | texts.keys())
-    return _carry_out(job, Dequantizer(artifact, open_backend(settings.device)), output, settings)
+        texts[last] = as_text(config)
+    job = Job(source, plan, texts, last, RECORDS | texts.keys())
+    return carry_out(job, Dequantizer(artifact, open_backend(settings.device)), output, settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +117,8 @@ def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Sour
         for module in artifact.modules:
             _check_scalars(artifact, module, spelling)
     if donor is None:
-        return plan_transcode(artifact.source.checkpoint, artifact.modules, target)
+        renamed = artifact.cache_scales(spelling)
+        return plan_transcode(artifact.source.checkpoint, artifact.modules, target, renamed=renamed)
     if spelling.CONTAINER != "gguf":
         raise InputError("template", f"--template means nothing for dialect {request.dialect}; it is for gguf", "Leave it out.")
     framed = Framed(donor, artifact.source).checkpoint
@@ -169,7 +143,7 @@ def transcode(artifact: Artifact, plan: Plan, output: Path, settings: Settings, 
     source = Framed(donor, artifact.source) if donor else artifact.source
     job = _artifact_job(source, plan)
     carried = describe_carried(artifact, plan)
-    result = _carry_out(job, Transcoder(artifact, source, plan.target), output, settings, partial(_write_record, plan))
+    result = carry_out(job, Transcoder(artifact, source, plan.target), output, settings, partial(_write_record, plan))
     return replace(result, carried=carried)
 
 
@@ -239,126 +213,21 @@ def _refuse_unsound(artifact: Artifact) -> None:
             raise InputError("unsound-artifact", detail, "See: fp4convert inspect.", finding.tensor)
 
 
-def _artifact_job(source: Source, plan: Plan) -> _Job:
+def _artifact_job(source: Source, plan: Plan) -> Job:
     """The conversion whose result is an artifact: shards, then the records that engines read, last our own."""
     spelling = _dialect_of(plan)
     records = spelling.records(form_of(plan.target), plan.ignored, plan.quantized)
     config = {key: value for key, value in source.checkpoint.config.items() if key not in QUANTIZATION_KEYS}
     if "config.json" in records or (config and spelling.CONTAINER == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
-    texts = {**_index_text(plan), **{file: _json(record) for file, record in records.items()}}
-    return _Job(source, plan, texts, RECORD, RECORDS | texts.keys())
+    texts = {**_index_text(plan), **{file: as_text(record) for file, record in records.items()}}
+    return Job(source, plan, texts, RECORD, RECORDS | texts.keys())
 
 
 def _write_record(plan: Plan, folder: OutputFolder) -> None:
     producer = {"name": "fp4convert", "version": version("fp4convert")}
     record = make_record(plan.target, plan.ignored, plan.shapes, producer, folder.hashes)
-    folder.write_text(RECORD, _json(record))
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """One conversion.
-
-    texts     small files of ours, in the order in which they are written after the shards
-    last      the file whose presence says that the folder is finished
-    replaced  files of the source that do not travel, because ours take their place
-    """
-
-    source: Source
-    plan: Plan
-    texts: dict[str, str]
-    last: str
-    replaced: frozenset[str]
-
-    @property
-    def sidecars(self) -> list[str]:
-        return [file for file in self.source.checkpoint.sidecars if file not in self.replaced]
-
-    @property
-    def output_nbytes(self) -> int:
-        """Everything that will be written, but for the last record."""
-        small = sum(len(text.encode("utf-8", "surrogatepass")) for text in self.texts.values())
-        return self.plan.output_bytes + small + sum(self.source.file_nbytes(file) for file in self.sidecars)
-
-    def purpose(self) -> Purpose:
-        shards = self.source.checkpoint.shards
-        headers = [[shard.file, shard.nbytes, [[ref.name, ref.dtype, ref.shape] for ref in shard.tensors]] for shard in shards]
-        return Purpose(
-            identity={"source": _sha256(headers), "format": self.plan.target.format, "dialect": self.plan.target.dialect},
-            traits={
-                "the version of fp4convert": version("fp4convert"),
-                "the options": _sha256([asdict(self.plan.target), self.plan.quantized, self.texts]),
-                "the source's files or their times": _sha256([self.source.checkpoint.stamps, self.sidecars]),
-            },
-            files=(*(shard.file for shard in self.plan.shards), *self.sidecars, *self.texts),
-            last=self.last,
-        )
-
-
-def _carry_out(
-    job: _Job,
-    worker: Worker,
-    output: Path,
-    settings: Settings,
-    conclude: Callable[[OutputFolder], None] = lambda folder: None,
-) -> Result:
-    started = time.monotonic()
-    for file in job.sidecars:
-        if file.partition("/")[0] in {RECORD, *job.texts}:
-            raise InputError(
-                "file-name", f"{file}: the source has a folder where the result has a file; expected none", "Rename it."
-            )
-    if job.source.holds(output):
-        detail = f"{output} lies inside the source; expected a folder outside it, so that the source stays as it is"
-        raise InputError("output-in-source", detail, "Choose another: -o FOLDER.")
-    unsound: dict[str, NumericError] = {}
-
-    def fill(task: Task, writer: TaskWriter) -> bool:
-        try:
-            fill_shard(task, writer, worker, settings)
-        except UnsoundShardError as found:
-            unsound.update({str(error.tensor): error for error in found.errors})
-            return False
-        for file in task.sources:
-            job.source.check_unchanged(file)
-        return True
-
-    with open_output(output, job.purpose(), job.output_nbytes, settings.is_forced) as folder:
-        folder.write_shards((task for task in job.plan.tasks if not folder.adopt(task)), fill)
-        if unsound:
-            raise _summary(list(unsound.values()))
-        for shard in job.source.checkpoint.shards:
-            job.source.check_unchanged(shard.file)
-        for file in job.sidecars:
-            with job.source.open_file(file) as stream:
-                folder.write_copy(file, stream)
-        for file, text in job.texts.items():
-            folder.write_text(file, text)
-        conclude(folder)
-        digest, output_bytes = folder.digest(), folder.nbytes()
-    actions = Counter(step.action for step in job.plan.steps)
-    return Result(
-        output=str(output),
-        format=job.plan.target.format,
-        dialect=job.plan.target.dialect,
-        scale_rule=job.plan.target.scale_rule,
-        device=worker.device,
-        source_bytes=job.source.checkpoint.nbytes,
-        output_bytes=output_bytes,
-        seconds=round(time.monotonic() - started, 3),
-        tensors={worker.made: actions[worker.action], "copied": actions["copy"], "skipped": actions["skip"]},
-        digest=digest,
-    )
-
-
-def _summary(errors: list[NumericError]) -> NumericError:
-    """One error for all unsound tensors, with the options that complete the run."""
-    lines = "\n".join(error.message for error in errors)
-    next_step = errors[0].next_step
-    if errors[0].code == "not-finite":
-        next_step = f"Run the same command again with {' '.join(error.next_step for error in errors)}"
-    return NumericError(errors[0].code, lines, next_step, errors[0].tensor)
+    folder.write_text(RECORD, as_text(record))
 
 
 def _with_dtype(config: dict[str, object], dtype: str) -> dict[str, object]:
@@ -382,12 +251,4 @@ def _dialect_of(plan: Plan) -> Dialect:
 
 
 def _index_text(plan: Plan) -> dict[str, str]:
-    return {INDEX: _json(plan.index)} if len(plan.shards) > 1 else {}
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-
-
-def _sha256(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return {INDEX: as_text(plan.index)} if len(plan.shards) > 1 else {}

@@ -7,6 +7,7 @@ number of workers all follow from this one value.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -68,18 +69,20 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     return Plan(recipe.target, tasks, Ignored(tuple(kept), patterns), notes)
 
 
-def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: str) -> Plan:
+def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: str, cache_scales: Collection[str] = ()) -> Plan:
     """The plan that turns an artifact back into a checkpoint whose four-bit modules are bf16, fp16 or fp32.
 
     Companions of a four-bit module are left out: they would mean nothing beside ordinary weights.
 
-    modules  the sound quantized modules, as `artifact` found them
-    Raises   InputError for an unknown dtype, or where a restored weight would take the name of another tensor
+    modules       the sound quantized modules, as `artifact` found them
+    cache_scales  tensors that only an engine with a quantized cache wants; left out too
+    Raises        InputError for an unknown dtype, or where a restored weight would take the name of another tensor
     """
     if dtype not in DTYPES:
         raise InputError("unknown-dtype", f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
 
     target = Target(dtype)
+    _refuse_fp8(checkpoint, modules)
     for module, packed in modules.items():
         if packed.stem != module:
             detail = f"{module} is a part of the stack {packed.stem}; this version makes no stack of ordinary weights"
@@ -94,7 +97,7 @@ def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: s
         )
         for module, packed in modules.items()
     }
-    left_out = {ref.name for packed in modules.values() for ref in packed.companions}
+    left_out = {ref.name for packed in modules.values() for ref in packed.companions} | set(cache_scales)
     tasks = _module_tasks(Writing(checkpoint, target), modules, drafts, left_out)
     return Plan(target, tasks, Ignored((), ()), ())
 
@@ -111,19 +114,25 @@ class Stored(NamedTuple):
 
 
 def plan_transcode(
-    checkpoint: Checkpoint, modules: dict[str, Packed], target: Target, placed: dict[str, Stored] | None = None
+    checkpoint: Checkpoint,
+    modules: dict[str, Packed],
+    target: Target,
+    placed: dict[str, Stored] | None = None,
+    renamed: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan that spells the four-bit modules of an artifact in another dialect, every other tensor as it is.
 
     checkpoint  the artifact's own, or the one whose other tensors are kept
     modules     the sound quantized modules, as `artifact` found them
     placed      what is stored in that other checkpoint, by stem
+    renamed     new names of tensors that are kept
     Raises      InputError for what the dialect cannot hold, or where an output would take the name of another tensor
     """
     dialect, form = dialect_to_write(target), form_of(target)
     _refuse_other_container(checkpoint, dialect, str(target.dialect))
     recipe = build_recipe(target, checkpoint.model_types)
     _refuse_unfit(modules, dialect, recipe)
+    _refuse_fp8(checkpoint, modules)
     if placed is None:
         placed = _place(modules, dialect)
     shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
@@ -137,7 +146,7 @@ def plan_transcode(
         specs = dialect.outputs(stem, stored.shape, form)
         drafts[stem] = Draft("transcode", "four-bit", refs, specs, stored.shape, stored.slots, amax_of=group, home=stored.home)
     left_out = {stored.home.name for stored in placed.values()}
-    tasks = _module_tasks(Writing(checkpoint, target, dialect, form), modules, drafts, left_out)
+    tasks = _module_tasks(Writing(checkpoint, target, dialect, form, renamed or {}), modules, drafts, left_out)
     four_bit = {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)}
     kept = _kept_modules(checkpoint, left_out | four_bit)
     patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
@@ -151,6 +160,16 @@ def _place(modules: dict[str, Packed], dialect: Dialect) -> dict[str, Stored]:
         slots = dialect.slots(stem, shape)
         placed[stem] = Stored(shape, slots, modules[slots[0][0].module].refs[0])
     return placed
+
+
+def _refuse_fp8(checkpoint: Checkpoint, modules: dict[str, Packed]) -> None:
+    """InputError where matrices beside the four-bit ones are FP8, whose scales only their own dialect explains."""
+    ours = {ref.name for packed in modules.values() for ref in packed.refs}
+    found = [ref.name for ref in checkpoint.tensors if ref.dtype.startswith("F8_") and ref.name not in ours]
+    matrices = [name for name in found if name.endswith(".weight")]
+    if matrices:
+        detail = f"{len(matrices)} matrices are FP8, the first {matrices[0]!r}; this version carries four-bit ones and floats"
+        raise InputError("fp8-modules", detail, "Start from the original weights.", matrices[0])
 
 
 def _refuse_other_container(checkpoint: Checkpoint, dialect: Dialect, name: str) -> None:
@@ -187,7 +206,7 @@ def _module_tasks(writing: Writing, modules: dict[str, Packed], drafts: dict[str
     tasks = []
     for shard in writing.checkpoint.shards:
         copies = [
-            Draft("copy", "not quantized", (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),))
+            Draft("copy", "not quantized", (ref,), (TensorSpec(writing.renamed.get(ref.name, ref.name), ref.dtype, ref.shape),))
             for ref in shard.tensors
             if ref.name not in consumed
         ]

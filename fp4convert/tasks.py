@@ -6,8 +6,8 @@ A draft says what becomes of a tensor; laid out beside the others of its shard i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fp4convert.dialects import Dialect, Form, Ignored
@@ -152,12 +152,16 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """What is written, and how; without a dialect where it is ordinary weights."""
+    """What is written, and how; without a dialect where it is ordinary weights.
+
+    renamed  new names of tensors that are kept
+    """
 
     checkpoint: Checkpoint
     target: Target
     dialect: Dialect | None = None
     form: Form | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def task(self, shard: Header, drafts: list[Draft]) -> Task:
         """The drafts of one shard, each output at its place."""
@@ -191,7 +195,7 @@ class Writing:
         specs = [spec for draft in drafts for spec in draft.specs]
         for file, chosen in (
             (shard.file, [spec for spec in specs if not spec.is_apart]),
-            (f"scales{shard.file.removeprefix('model')}", [spec for spec in specs if spec.is_apart]),
+            (scales_file(shard.file), [spec for spec in specs if spec.is_apart]),
         ):
             if chosen or file == shard.file:
                 header, placed = shard.frame.lay_out(file, chosen, notes)
@@ -201,13 +205,24 @@ class Writing:
 
 def refuse_collisions(tasks: Iterable[Task]) -> None:
     seen: set[str] = set()
+    files: set[str] = set()
     for task in tasks:
+        for shard in task.shards:
+            if shard.file in files:
+                detail = f"two shards of the result would be {shard.file}; expected names that do not collide"
+                raise InputError("name-collision", detail, "Rename the shard of that name.")
+            files.add(shard.file)
         for step in task.steps:
             for ref in step.outputs:
                 if ref.name in seen:
                     detail = f"{ref.file}: the output {ref.name!r} already exists; expected names that do not collide"
                     raise InputError("name-collision", detail, f"Leave one out: --exclude {step.module!r}.", ref.name)
                 seen.add(ref.name)
+
+
+def scales_file(file: str) -> str:
+    """The file for scales beside a shard."""
+    return f"scales{file.removeprefix('model')}" if file.startswith("model") else f"scales-{file}"
 
 
 def module_of(name: str) -> str:

@@ -16,7 +16,7 @@ FLOORS = [
     {"tasks", "backends"},
     {"plan", "output", "artifact", "doctor"},
     {"workers", "suspicion", "template"},
-    {"inspection"},
+    {"inspection", "job"},
     {"convert", "verification", "render"},
     {"cli"},
     {"__main__"},

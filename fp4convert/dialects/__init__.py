@@ -138,6 +138,7 @@ class Dialect(Protocol):
     PACKED             ending of the tensor of packed codes
     SUFFIXES           endings of a quantized module's tensors, which no unquantized checkpoint has
     COMPANIONS         endings of a quantized module's other tensors, which mean nothing to ordinary weights
+    CACHE_SCALES       endings, below an attention, of the scales of an FP8 cache of keys and of values; empty: it can say none
     """
 
     READS: tuple[Format, ...]
@@ -151,6 +152,7 @@ class Dialect(Protocol):
     PACKED: str
     SUFFIXES: tuple[str, ...]
     COMPANIONS: tuple[str, ...]
+    CACHE_SCALES: tuple[str, ...]
 
     @staticmethod
     def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
@@ -236,6 +238,9 @@ def dialect_to_write(target: Target) -> Dialect:
             f"dialect {name} cannot hold block scales that lie {target.scale_layout!r}; it holds {', '.join(dialect.LAYOUTS)}"
         )
         raise InputError("dialect-layout", detail, "Choose another --scale-layout, or --dialect plain, which holds them all.")
+    if target.kv_cache and not dialect.CACHE_SCALES:
+        detail = f"the artifact asks for an {target.kv_cache} cache of keys and values, which dialect {name} cannot say"
+        raise InputError("dialect-cache", detail, "Choose another --dialect.")
     return dialect
 
 

@@ -48,6 +48,7 @@ HOLDS_EMBEDDINGS = True
 PACKED = ".weight"
 SUFFIXES = (".comfy_quant", ".weight_scale_2")
 COMPANIONS = (".input_scale",)
+CACHE_SCALES: tuple[str, ...] = ()
 _MARK = json.dumps({"format": "nvfp4"}, separators=(",", ":")).encode()
 _SWAPPED = bytes(byte >> 4 | (byte & 15) << 4 for byte in range(256))
 stems, slots, stored_shape, is_ignored, judge = each_alone, whole, half_columns, never_ignored, no_doubts
