@@ -236,7 +236,8 @@ def _read_modules(tensors: dict[str, TensorRef], form: Form, dialect: Dialect) -
             findings.append(Finding("error", "packed-shape", stem, detail))
             continue
         specs = dialect.outputs(stem, shape, form)
-        faults = [fault for spec in specs if (fault := _fault(tensors.get(spec.name), spec))]
+        exact = [spec for spec in specs if not (spec.name.endswith(dialect.LABELS) and spec.name in tensors)]
+        faults = [fault for spec in exact if (fault := _fault(tensors.get(spec.name), spec))]
         findings += faults
         if not faults:
             names = (stem + ending for ending in dialect.COMPANIONS)

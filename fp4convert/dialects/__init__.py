@@ -138,6 +138,7 @@ class Dialect(Protocol):
     PACKED             ending of the tensor of packed codes
     SUFFIXES           endings of a quantized module's tensors, which no unquantized checkpoint has
     COMPANIONS         endings of a quantized module's other tensors, which mean nothing to ordinary weights
+    LABELS             endings of tensors that say to engines what a module is, in text of any length
     CACHE_SCALES       endings, below an attention, of the scales of an FP8 cache of keys and of values; empty: it can say none
     """
 
@@ -152,6 +153,7 @@ class Dialect(Protocol):
     PACKED: str
     SUFFIXES: tuple[str, ...]
     COMPANIONS: tuple[str, ...]
+    LABELS: tuple[str, ...]
     CACHE_SCALES: tuple[str, ...]
 
     @staticmethod

@@ -48,6 +48,7 @@ HOLDS_EMBEDDINGS = True
 PACKED = ".weight"
 SUFFIXES = (".comfy_quant", ".weight_scale_2")
 COMPANIONS = (".input_scale",)
+LABELS = (".comfy_quant",)
 CACHE_SCALES: tuple[str, ...] = ()
 _MARK = json.dumps({"format": "nvfp4"}, separators=(",", ":")).encode()
 _SWAPPED = bytes(byte >> 4 | (byte & 15) << 4 for byte in range(256))
@@ -92,7 +93,13 @@ def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    return stems_named(tensors, SUFFIXES)
+    """All but layers of other types, which are marked too."""
+    marked = [stem for stem in stems_named(tensors, (".comfy_quant",)) if _is_packed(tensors, stem)]
+    return sorted({*marked, *stems_named(tensors, (".weight_scale_2",))})
+
+
+def _is_packed(tensors: Mapping[str, TensorRef], stem: str) -> bool:
+    return f"{stem}.weight" in tensors and tensors[f"{stem}.weight"].dtype == "U8"
 
 
 def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:

@@ -43,6 +43,7 @@ HOLDS_EMBEDDINGS = False
 PACKED = ".weight"
 SUFFIXES: tuple[str, ...] = ()  # ".scale" ends names of ordinary norms too
 COMPANIONS = ()
+LABELS: tuple[str, ...] = ()
 CACHE_SCALES: tuple[str, ...] = ()
 _EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.w[123]")
 slots, notes, stored_shape, is_ignored, judge, unfit = whole, no_notes, half_columns, never_ignored, no_doubts, always_fit

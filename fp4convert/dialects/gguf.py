@@ -47,6 +47,7 @@ HOLDS_EMBEDDINGS = True
 PACKED = ".weight"
 SUFFIXES: tuple[str, ...] = ()  # the type of M.weight tells
 COMPANIONS = (".input_scale",)
+LABELS: tuple[str, ...] = ()
 CACHE_SCALES: tuple[str, ...] = ()
 _TYPES = {"MXFP4": MXFP4, "NVFP4": NVFP4}
 _BLOCKS_PER_RUN = {MXFP4: 1, NVFP4: 4}

@@ -42,6 +42,7 @@ HOLDS_EMBEDDINGS = True
 PACKED = ".weight"
 SUFFIXES = (".scales",)
 COMPANIONS = ()
+LABELS: tuple[str, ...] = ()
 CACHE_SCALES: tuple[str, ...] = ()
 CODES_PER_WORD = 8
 stems, slots, notes, is_ignored, judge, unfit = each_alone, whole, no_notes, never_ignored, no_doubts, always_fit
