@@ -102,7 +102,8 @@ def decode_input_scale(module: str, read: Read) -> float:
 
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
-    folded = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in (*ignored.apart(), *ignored.patterns)}
+    exact = [pattern for pattern in ignored.patterns if not set(pattern) & set("*?[:")]  # transformers compiles them: no globs
+    folded = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in (*ignored.modules, *exact)}
     record = {"quant_method": "mxfp4", "modules_to_not_convert": sorted(folded)}
     return {"config.json": {"quantization_config": record}}
 
@@ -112,7 +113,6 @@ def recognise(clues: Clues) -> Form | None:
 
 
 def is_ignored(clues: Clues, module: str) -> bool:
-    """`modules_to_not_convert` holds beginnings of names, as expressions in which a dot fits anything."""
-    return any(
-        re.match(re.escape(name).replace(r"\*", ".*"), module) for name in strings(clues.record.get("modules_to_not_convert"))
-    )
+    """`modules_to_not_convert` holds beginnings of names, up to a dot or the end, in which "*" fits anything."""
+    names = strings(clues.record.get("modules_to_not_convert"))
+    return any(re.match(re.escape(name).replace(r"\*", ".*") + r"(?:\.|$)", module) for name in names)
