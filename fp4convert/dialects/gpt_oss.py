@@ -103,7 +103,9 @@ def decode_input_scale(module: str, read: Read) -> float:
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
     exact = [pattern for pattern in ignored.patterns if not set(pattern) & set("*?[:")]  # transformers compiles them: no globs
-    folded = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in (*ignored.modules, *exact)}
+    stems = tuple(quantized)  # their own biases may stay
+    kept = [name for name in (*ignored.modules, *exact) if not any(stem.startswith(f"{name}.") for stem in stems)]
+    folded = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in kept}
     record = {"quant_method": "mxfp4", "modules_to_not_convert": sorted(folded)}
     return {"config.json": {"quantization_config": record}}
 
