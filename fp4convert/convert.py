@@ -251,4 +251,6 @@ def _dialect_of(plan: Plan) -> Dialect:
 
 
 def _index_text(plan: Plan) -> dict[str, str]:
-    return {INDEX: as_text(plan.index)} if len(plan.shards) > 1 else {}
+    """The index of several shards, or of one whose name says that there are others."""
+    is_alone = len(plan.shards) == 1 and "-of-" not in plan.shards[0].file
+    return {} if is_alone else {INDEX: as_text(plan.index)}

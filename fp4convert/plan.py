@@ -210,7 +210,8 @@ def _module_tasks(writing: Writing, modules: dict[str, Packed], drafts: dict[str
             for ref in shard.tensors
             if ref.name not in consumed
         ]
-        tasks.append(writing.task(shard, [*copies, *at[shard.file]]))
+        if copies or at[shard.file] or not shard.tensors:  # a shard of which nothing is left is none
+            tasks.append(writing.task(shard, [*copies, *at[shard.file]]))
     refuse_collisions(tasks)
     return tuple(tasks)
 

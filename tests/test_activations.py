@@ -108,7 +108,7 @@ def errors_of(folder: Path) -> list[tuple[str, str | None]]:
 def test_bytes_of_an_input_scale(input_scale, multiplier, divisor):
     q = Quantized(NVFP4, (1, 16), memoryview(bytes(8)), memoryview(bytes(1)), 2.0, "divisor")
     for name, expected in ((CT, divisor), (MO, multiplier)):
-        parts = dialect_named(name).encode_global("m", q, input_scale)
+        parts = dict(dialect_named(name).encode_scalars("m", q, input_scale))
         assert len(parts) == 2
         assert bytes(parts[f"m.{INPUT_SCALE[name]}"])[::-1].hex() == expected
 
@@ -117,7 +117,7 @@ def test_an_inverted_input_scale_is_rounded_once():
     """No float32 is nearer to 1/X, in exact fractions; rounding X first would often miss it."""
     q = Quantized(NVFP4, (1, 16), memoryview(bytes(8)), memoryview(bytes(1)), 2.0, "divisor")
     for x in np.exp2(np.random.default_rng(2).uniform(-100, 100, 500)).tolist():
-        (stored,) = struct.unpack("<f", dialect_named(CT).encode_global("m", q, x)["m.input_global_scale"])
+        (stored,) = struct.unpack("<f", dict(dialect_named(CT).encode_scalars("m", q, x))["m.input_global_scale"])
         neighbours = (float(np.nextafter(np.float32(stored), np.float32(end))) for end in (0, np.inf))
         error = abs(Fraction(stored) - 1 / Fraction(x))
         assert all(error <= abs(Fraction(other) - 1 / Fraction(x)) for other in neighbours)
@@ -244,7 +244,8 @@ def test_an_input_scale_of_the_other_dialects_shape_is_an_error(dialect, quantiz
 def test_a_w4a4_record_without_input_scales_is_an_error(has_our_record, dialect, quantize):
     """The engines' record says W4A4, and ours (where there is one) too; the tensors are those of W4A16."""
     four, folder = quantize("four", "nvfp4", dialect, "--activations", 4), quantize("sixteen", "nvfp4", dialect)
-    (folder / "config.json").write_bytes((four / "config.json").read_bytes())
+    for file in {"config.json", "hf_quant_config.json"} & {path.name for path in four.iterdir()}:
+        (folder / file).write_bytes((four / file).read_bytes())
     if has_our_record:
         rewrite(folder, OURS, activations=4)
     else:
@@ -264,7 +265,8 @@ def test_one_record_alone_that_lies_is_an_error(activations, format, dialect, qu
     rewrite(folder, OURS, activations=activations)
     assert errors_of(folder) == []
     rewrite(folder, "config.json", **lie)
-    assert errors_of(folder) == [("record-wrong", None)]
+    disagree = [("records-disagree", None)] if dialect == MO else []  # with hf_quant_config.json
+    assert errors_of(folder) == [("record-wrong", None), *disagree]
 
 
 @pytest.mark.parametrize("is_dry", [True, False])

@@ -12,7 +12,7 @@ from fp4convert.dialects import Form, dialect_named
 from fp4convert.formats import FORMATS
 from fp4convert.plan import Plan, plan_quantize
 from fp4convert.recipe import Target, build_recipe
-from fp4convert.shard import Header, TensorRef
+from fp4convert.shard import Header, SafetensorsFrame, TensorRef
 from fp4convert.sources import Checkpoint
 
 pytestmark = pytest.mark.engine
@@ -129,7 +129,7 @@ def plan_of(model: Any) -> Plan:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             refs.append(TensorRef(name, "BF16", tuple(tensor.shape), "model.safetensors", 0))
-    header = Header("model.safetensors", 0, tuple(refs), {})
+    header = Header("model.safetensors", 0, tuple(refs), SafetensorsFrame({}))
     config = model.config.to_dict()
     checkpoint = Checkpoint(None, None, config, (header,), (), (), (), {"model.safetensors": ""})
     return plan_quantize(checkpoint, build_recipe(Target("nvfp4", "compressed-tensors"), checkpoint.model_types))
@@ -149,7 +149,7 @@ def test_the_engine_takes_for_quantized_what_is_quantized(name: str) -> None:
     }
     assert not strays, "only linear layers can be quantized"
     record = dialect_named("compressed-tensors").records(Form(FORMATS["nvfp4"]), plan.ignored, plan.quantized)["config.json"]
-    taken = {module for module, _ in match_named_modules(model, ["Linear"], record["ignore"])}
+    taken = {module for module, _ in match_named_modules(model, ["Linear"], record["quantization_config"]["ignore"])}
     assert taken == set(plan.quantized)
 
 

@@ -137,8 +137,8 @@ def test_a_source_written_during_a_run_ends_it(source, tmp_path, monkeypatch):
 
     def fill_then_write(task, *rest):
         fill(task, *rest)
-        data = (source / task.file).read_bytes()
-        (source / task.file).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        data = (source / task.sources[-1]).read_bytes()
+        (source / task.sources[-1]).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
     monkeypatch.setattr(convert, "fill_shard", fill_then_write)
     outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json")

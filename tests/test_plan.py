@@ -46,7 +46,7 @@ def step_of(plan, name):
         ("model.embed_tokens.weight", weight(), "copy", "an embedding"),
         ("lm_head.weight", weight(), "copy", "an output head"),
         ("a.mlp.gate.weight", weight(), "copy", "a router"),
-        ("a.o_proj.weight", ("I8", (32, 64), bytes(2048)), "skip", "I8, not one of BF16, F16, F32"),
+        ("a.o_proj.weight", ("I16", (32, 64), bytes(4096)), "skip", "I16, not one of BF16, F16, F32"),
         ("a.o_proj.weight", ("F64", (32, 64), bytes(16384)), "skip", "F64, not one of BF16, F16, F32"),
         ("a.o_proj.weight", ("BF16", (0, 64), b""), "skip", "empty"),
         ("a.o_proj.weight", ("BF16", (64, 0), b""), "skip", "empty"),
@@ -177,7 +177,7 @@ def test_planning_is_pure_and_knows_no_path(tmp_path):
     shutil.copytree(folder, tmp_path / "elsewhere" / "n")
     first, again, elsewhere = plan_of(folder), plan_of(folder), plan_of(tmp_path / "elsewhere" / "n")
     assert first == again
-    assert [(task.header, task.steps) for task in first.tasks] == [(task.header, task.steps) for task in elsewhere.tasks]
+    assert [(task.shards, task.steps) for task in first.tasks] == [(task.shards, task.steps) for task in elsewhere.tasks]
     assert (first.ignored, first.warnings, first.target) == (elsewhere.ignored, elsewhere.warnings, elsewhere.target)
     assert str(tmp_path) not in json.dumps(first.index) + repr(first)
 
@@ -216,14 +216,15 @@ def test_the_planned_sizes_are_those_on_the_disk(format, dialect, tmp_path):
 def test_an_output_shard_has_the_name_of_its_source_and_holds_its_tensors(format, dialect, tmp_path):
     fmt = {"nvfp4": NVFP4, "mxfp4": MXFP4}[format]
     plan = plan_of(write_llama(tmp_path / "m"), fmt, dialect)
-    assert [task.file for task in plan.tasks] == [FIRST, SECOND]
+    assert [shard.file for shard in plan.shards] == [FIRST, SECOND]
     for task, tensors in zip(plan.tasks, llama_shards().values(), strict=True):
         assert {step.refs[0].name for step in task.steps} == set(tensors)
-        end = len(task.header)
+        (shard,) = task.shards
+        end = len(shard.header)
         for ref in sorted((ref for step in task.steps for ref in step.outputs), key=lambda ref: ref.start):
-            assert (ref.file, ref.start) == (task.file, end)
+            assert (ref.file, ref.start) == (shard.file, end)
             end += ref.nbytes
-        assert task.nbytes == end
+        assert shard.nbytes == end
 
 
 def test_equal_tasks_have_equal_keys_and_a_touched_shard_another(tmp_path):
@@ -245,6 +246,14 @@ def test_an_output_that_takes_the_name_of_another_tensor_is_refused(tmp_path):
     assert caught.value.code in ("already-quantized", "name-collision")
 
 
+@pytest.mark.parametrize(("dtype", "nbytes"), [("U8", 1), ("I8", 1), ("I32", 4), ("U32", 4)])
+def test_a_weight_of_integers_is_quantized_already(dtype, nbytes, tmp_path):
+    """Its scales beside it would be copied, and mean something else to engines."""
+    with pytest.raises(InputError) as caught:
+        plan_of(write(tmp_path / "m", {"a.o_proj.weight": (dtype, (32, 64), bytes(2048 * nbytes))}))
+    assert (caught.value.code, caught.value.tensor) == ("already-quantized", "a.o_proj.weight")
+
+
 @pytest.mark.parametrize("record", [{"quant_method": "fp8"}, {"quant_method": "modelopt", "quant_algo": "NVFP4"}])
 def test_a_config_that_says_quantized_is_refused(record, tmp_path):
     folder = write(tmp_path / "m", {"a.weight": weight()}, {"quantization_config": record})
@@ -256,5 +265,5 @@ def test_a_config_that_says_quantized_is_refused(record, tmp_path):
 def test_one_chosen_file_is_planned_alone(tmp_path):
     folder = write_llama(tmp_path / "m")
     plan = plan_of(folder / SECOND)
-    assert [task.file for task in plan.tasks] == [SECOND]
+    assert [(task.sources, [shard.file for shard in task.shards]) for task in plan.tasks] == [((SECOND,), [SECOND])]
     assert any("lack members" in warning for warning in plan.warnings)

@@ -13,7 +13,7 @@ from safetensors import deserialize
 from safetensors.numpy import save_file
 
 from fp4convert.errors import InputError
-from fp4convert.shard import TensorSpec, lay_out, parse_json_object, read_header
+from fp4convert.shard import SafetensorsFrame, TensorSpec, parse_json_object, read_header
 
 BITS = {
     **{"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16},
@@ -21,6 +21,7 @@ BITS = {
     **{"F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
 }
 SMALL = b'\x38\0\0\0\0\0\0\0{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}   \x01\x02'
+LAID_OUT = b'\x58\0\0\0\0\0\0\0{"__metadata__":{"format":"pt"},"b":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}    '
 U8 = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
 
 
@@ -42,31 +43,46 @@ def refusal(data: bytes) -> InputError:
 def test_a_small_file_typed_by_hand_is_read():
     header = header_of(SMALL)
     (ref,) = header.tensors
-    assert (header.file, header.nbytes, header.metadata) == ("x.safetensors", 66, {})
+    assert (header.file, header.nbytes, header.frame) == ("x.safetensors", 66, SafetensorsFrame({}))
     assert (ref.name, ref.dtype, ref.shape, ref.file, ref.start) == ("a", "U8", (2,), "x.safetensors", 64)
     assert (ref.elements, ref.nbytes) == (2, 2)
 
 
 def test_a_small_file_typed_by_hand_is_laid_out():
-    head, (ref,) = lay_out("x.safetensors", [TensorSpec("a", "U8", (2,))], {})
-    assert head + b"\x01\x02" == SMALL
-    assert ref.start == 64
+    head, (ref,) = SafetensorsFrame({}).lay_out("x.safetensors", [TensorSpec("b", "U8", (2,))], {})
+    assert head == LAID_OUT
+    assert (ref.name, ref.dtype, ref.shape, ref.file, ref.start) == ("b", "U8", (2,), "x.safetensors", 96)
 
 
 def test_metadata_stand_first_and_names_are_utf8():
-    head, _ = lay_out("x", [TensorSpec("é\x1b", "U8", (1,))], {"format": "pt"})
-    text = '{"__metadata__":{"format":"pt"},"é\\u001b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.encode()
+    head, _ = SafetensorsFrame({"who": "é"}).lay_out("x", [TensorSpec("é\x1b", "U8", (1,))], {})
+    text = '{"__metadata__":{"format":"pt","who":"é"},"é\\u001b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.encode()
     assert head[8:].rstrip(b" ") == text
     assert struct.unpack("<Q", head[:8])[0] == len(head) - 8
 
 
-@pytest.mark.parametrize("dtype", BITS)
-def test_every_dtype_is_read_as_safetensors_reads_it(dtype):
-    nbytes = 8 * BITS[dtype] // 8
-    data = shard_of({"a": {"dtype": dtype, "shape": [2, 4], "data_offsets": [0, nbytes]}}, bytes(nbytes))
-    ((name, foreign),) = deserialize(data)
-    (ref,) = header_of(data).tensors
-    assert (ref.name, ref.dtype, ref.shape, ref.nbytes) == (name, foreign["dtype"], tuple(foreign["shape"]), nbytes)
+@pytest.mark.parametrize(
+    ("metadata", "notes", "expected"),
+    [
+        ({}, {}, {"format": "pt"}),
+        ({"format": "mlx"}, {}, {"format": "mlx"}),
+        ({}, {"_quantization_metadata": "new"}, {"format": "pt", "_quantization_metadata": "new"}),
+        ({"_quantization_metadata": "old", "who": "me"}, {}, {"format": "pt", "who": "me"}),
+        ({"_quantization_metadata": "old"}, {"_quantization_metadata": "new"}, {"format": "pt", "_quantization_metadata": "new"}),
+    ],
+)
+def test_what_a_file_says_of_its_quantization_is_written_anew(metadata, notes, expected):
+    head, _ = SafetensorsFrame(metadata).lay_out("x", [TensorSpec("a", "U8", (1,))], notes)
+    assert json.loads(head[8:])["__metadata__"] == expected
+
+
+def test_wide_types_stand_first_and_then_names_decide():
+    names = {"c": "U8", "b": "F32", "a": "U8", "d": "F32", "e": "BF16"}
+    specs = [TensorSpec(name, dtype, (1,)) for name, dtype in names.items()]
+    head, refs = SafetensorsFrame({}).lay_out("x", specs, {})
+    assert [ref.name for ref in refs] == ["b", "d", "e", "a", "c"]
+    assert [ref.start - len(head) for ref in refs] == [0, 4, 8, 10, 11]
+    assert SafetensorsFrame({}).lay_out("x", specs[::-1], {}) == (head, refs)
 
 
 def test_what_safetensors_writes_is_read(tmp_path):
@@ -79,7 +95,7 @@ def test_what_safetensors_writes_is_read(tmp_path):
     save_file(tensors, path, {"format": "pt", "who": "é"})
     data = path.read_bytes()
     header = header_of(data)
-    assert header.metadata == {"format": "pt", "who": "é"}
+    assert header.frame == SafetensorsFrame({"format": "pt", "who": "é"})
     found = {ref.name: (ref.dtype, ref.shape, data[ref.start : ref.start + ref.nbytes]) for ref in header.tensors}
     assert found == {"b": ("F16", (2, 3), bytes(range(12))), "a": ("I64", (), bytes(range(8))), "c": ("U8", (0, 7), b"")}
 
@@ -87,7 +103,7 @@ def test_what_safetensors_writes_is_read(tmp_path):
 def test_what_is_laid_out_is_read_by_safetensors_and_aligned():
     specs = [TensorSpec(f"t{number}", dtype, (number % 3, 4)) for number, dtype in enumerate(sorted(BITS) * 2)]
     specs.append(TensorSpec("scalar", "F32", ()))
-    head, refs = lay_out("x", specs, {"format": "pt"})
+    head, refs = SafetensorsFrame({}).lay_out("x", specs, {})
     data = head + bytes(sum(ref.nbytes for ref in refs))
     foreign = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in deserialize(data)}
     assert foreign == {spec.name: (spec.dtype, spec.shape) for spec in specs}

@@ -319,7 +319,8 @@ def is_fp8(tensors: Mapping[str, TensorRef], name: str) -> bool:
 
 def is_quantized_tensor(ref: TensorRef) -> bool:
     """True for a tensor that only an already quantized checkpoint has, in any dialect."""
-    if any(ref.name.endswith(dialect_named(known).SUFFIXES) for known in MODULES):
+    suffixes = [ending for known in MODULES for ending in dialect_named(known).SUFFIXES if ending.startswith(".")]
+    if ref.name.endswith(tuple(suffixes)):  # "_scales" ends ordinary names too
         return True
     is_matrix = ref.name.endswith((".weight", "_blocks", "_scales", ".qweight", ".qzeros")) and len(ref.shape) > 1
     return ref.dtype in _GGUF_TYPES or (is_matrix and ref.dtype in _PACKED_DTYPES) or ref.name.endswith(".weight_scale_inv")

@@ -118,7 +118,10 @@ def decode_input_scale(module: str, read: Read) -> float:
 
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
-    folded = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in (*ignored.apart(), *ignored.patterns)}
+    exact = [pattern for pattern in ignored.patterns if not set(pattern) & set("*?[:")]  # transformers compiles them: no globs
+    stems = tuple(quantized)  # their own biases may stay
+    kept = [name for name in (*ignored.modules, *exact) if not any(stem.startswith(f"{name}.") for stem in stems)]
+    folded = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in kept}
     record = {"quant_method": "mxfp4", "modules_to_not_convert": sorted(folded)}
     return {"config.json": {"quantization_config": record}}
 
@@ -128,7 +131,6 @@ def recognise(clues: Clues) -> Form | None:
 
 
 def is_ignored(clues: Clues, module: str) -> bool:
-    """`modules_to_not_convert` holds beginnings of names, as expressions in which a dot fits anything."""
-    return any(
-        re.match(re.escape(name).replace(r"\*", ".*"), module) for name in strings(clues.record.get("modules_to_not_convert"))
-    )
+    """`modules_to_not_convert` holds beginnings of names, up to a dot or the end, in which "*" fits anything."""
+    names = strings(clues.record.get("modules_to_not_convert"))
+    return any(re.match(re.escape(name).replace(r"\*", ".*") + r"(?:\.|$)", module) for name in names)

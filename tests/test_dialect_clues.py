@@ -1,0 +1,223 @@
+"""What a folder says of itself: whose it is, what is wrong with its records, and which modules engines would ignore."""
+
+import pytest
+from typed_records import (
+    CT,
+    CT_MXFP4_RECORD,
+    CT_NVFP4_INPUTS,
+    CT_NVFP4_RECORD,
+    DEEPSEEK_RECORD,
+    MLX_MXFP4,
+    MLX_NVFP4,
+    MO,
+    MO_FILE,
+    MO_NUMBERS,
+    MO_RECORD,
+    MO_W4A4_FILE,
+    MO_W4A4_RECORD,
+    QUARK_MXFP4_BLOCKS,
+    clues,
+    quark_record,
+    with_formats,
+    with_inputs,
+    with_weights,
+)
+
+from fp4convert.dialects import Clues, Form, dialect_named
+from fp4convert.formats import MXFP4, NVFP4
+
+M = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "form"),
+    [
+        ({"quantization": MLX_MXFP4}, "mlx", Form(MXFP4)),
+        ({"quantization_config": MLX_NVFP4}, "mlx", Form(NVFP4)),
+        ({"quantization": {**MLX_NVFP4, "group_size": 32}}, "mlx", None),
+        ({"quantization": {**MLX_MXFP4, "bits": 8}}, "mlx", None),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "mlx", None),
+        ({"quantization": {"group_size": 64, "bits": 4, "mode": "affine"}}, "mlx", None),
+        ({"quantization": "nvfp4"}, "mlx", None),
+        ({"expert_dtype": "fp4"}, "deepseek", None),
+        ({"quantization_config": DEEPSEEK_RECORD}, "deepseek", None),
+        ({"quantization_config": DEEPSEEK_RECORD, "expert_dtype": "fp8"}, "deepseek", None),
+        ({"quantization_config": {"quant_method": "mxfp8"}}, "gpt-oss", None),
+        ({"quantization_config": quark_record({"dtype": "int4", "group_size": 32}, None)}, "quark", None),
+        ({"quantization_config": quark_record({"dtype": "fp4", "group_size": 64}, None)}, "quark", None),
+        ({"quantization_config": quark_record([], None)}, "quark", None),
+        ({"quantization_config": {"quant_method": "quark"}}, "quark", None),
+        ({"quantization_config": quark_record(QUARK_MXFP4_BLOCKS, {"dtype": "fp8_e4m3"})}, "quark", Form(MXFP4)),
+    ],
+)
+def test_other_records_of_these_engines(config, name, form):
+    assert dialect_named(name).recognise(Clues(config, {}, {})) == form
+
+
+@pytest.mark.parametrize(
+    ("tensors", "form"),
+    [
+        ({"a.comfy_quant": "U8", "a.weight_scale_2": "F32"}, Form(NVFP4, 16, "128x4")),
+        ({"a.comfy_quant": "U8", "a.weight_scale_2": "F32", "a.input_scale": "F32"}, Form(NVFP4, 4, "128x4")),
+        (
+            {
+                "a.comfy_quant": "U8",
+                "a.weight_scale_2": "F32",
+                "a.input_scale": "F32",
+                "b.comfy_quant": "U8",
+                "b.weight_scale_2": "F32",
+            },
+            Form(NVFP4, 16, "128x4"),
+        ),
+        ({"a.comfy_quant": "U8", "a.weight_scale": "F32"}, None),
+        ({"a.weight_scale_2": "F32", "a.weight_scale": "F8_E4M3"}, None),
+    ],
+)
+def test_comfy_is_known_by_its_tensors(tensors, form):
+    assert dialect_named("comfy").recognise(clues(None, tensors)) == form
+
+
+@pytest.mark.parametrize(
+    ("hf", "form"),
+    [
+        (MO_FILE, Form(NVFP4)),
+        (MO_W4A4_FILE, Form(NVFP4, 4)),
+        ({**MO_FILE, "quantization": {**MO_FILE["quantization"], "kv_cache_quant_algo": "FP8"}}, Form(NVFP4, kv_cache="fp8")),
+        ({"quantization": {"quant_algo": "MXFP4"}}, Form(MXFP4)),
+        ({"quantization": {"quant_algo": "FP8"}}, None),
+        ({"quantization": 7}, None),
+        ({}, None),
+    ],
+)
+def test_modelopt_is_known_by_its_second_record_alone(hf, form):
+    assert dialect_named(MO).recognise(clues(None, hf=hf)) == form
+    assert dialect_named(MO).recognise(clues({"quant_method": "fp8"}, hf=hf)) is None
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "form"),
+    [
+        (("FP8", "W4A16_NVFP4"), Form(NVFP4)),
+        (("FP8", "NVFP4"), Form(NVFP4, 4)),
+        (("W4A16_NVFP4", "NVFP4"), Form(NVFP4)),
+        (("FP8",), None),
+        ((), None),
+    ],
+)
+def test_mixed_precision_is_what_its_modules_are(algorithms, form):
+    layers = {f"m.{number}": {"quant_algo": algorithm} for number, algorithm in enumerate(algorithms)}
+    mixed = {"quant_method": MO, "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    assert dialect_named(MO).recognise(clues(mixed)) == form
+
+
+def doubts(name: str, told: Clues) -> list[tuple[str, str]]:
+    return [(doubt.level, doubt.code) for doubt in dialect_named(name).judge(told)]
+
+
+@pytest.mark.parametrize(
+    ("record", "codes"),
+    [
+        (CT_NVFP4_RECORD, []),
+        ({**CT_NVFP4_RECORD, "quantization_status": "frozen"}, [("error", "record-status")]),
+        ({key: value for key, value in CT_NVFP4_RECORD.items() if key != "quantization_status"}, [("error", "record-status")]),
+        (with_weights(CT_NVFP4_RECORD, strategy="group"), [("error", "record-strategy")]),
+        (with_weights(CT_MXFP4_RECORD, strategy="tensor_group"), [("error", "record-strategy")]),
+        (with_weights(CT_NVFP4_RECORD, strategy=None), [("error", "record-strategy")]),
+        (with_weights(CT_NVFP4_RECORD, group_size=32), [("error", "record-strategy")]),
+        (with_weights(CT_NVFP4_RECORD, num_bits=8, strategy="channel"), []),
+        ({**CT_NVFP4_RECORD, "quant_method": "other", "quantization_status": None}, []),
+    ],
+)
+def test_what_engines_would_load_in_silence_is_an_error(record, codes):
+    assert doubts(CT, clues(record)) == codes
+
+
+@pytest.mark.parametrize(
+    ("record", "hf", "codes"),
+    [
+        (MO_RECORD, MO_FILE, []),
+        (MO_RECORD, {}, []),
+        (MO_RECORD, MO_W4A4_FILE, [("error", "records-disagree")]),
+        ({**MO_RECORD, "ignore": ["lm_head"]}, MO_FILE, [("error", "records-disagree")]),
+        ({**MO_W4A4_RECORD, "ignore": []}, MO_FILE, [("error", "records-disagree")] * 2),
+        ({"quant_method": MO, "quant_algo": "MXFP4"}, {}, [("warning", "record-refused")]),
+    ],
+)
+def test_two_records_of_modelopt_must_agree(record, hf, codes):
+    assert doubts(MO, clues(record, hf=hf)) == codes
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "module", "is_ignored"),
+    [
+        ("quark", {"exclude": ["lm_head", "*.gate"]}, "model.mlp.gate", True),
+        ("quark", {"exclude": ["lm_head", "*.gate"]}, "model.mlp.gate_proj", False),
+        ("quark", {"exclude": ["head"]}, "lm_head", False),
+        (CT, {"ignore": ["re:.*gate"]}, "model.mlp.gate_proj", True),
+        (CT, {"ignore": ["gate"]}, "model.mlp.gate", False),
+        (MO, {"ignore": ["gate"]}, "model.mlp.gate_proj", True),
+        (MO, {"ignore": ["*.gate"]}, "model.mlp.gate_proj", False),
+        ("gpt-oss", {"modules_to_not_convert": ["model.layers.*.mlp.router"]}, "model.layers.3.mlp.router", True),
+        ("gpt-oss", {"modules_to_not_convert": ["model.layers.*.self_attn"]}, "model.layers.3.self_attn.q_proj", True),
+        ("gpt-oss", {"modules_to_not_convert": ["model.layers.*.mlp.gate"]}, "model.layers.3.mlp.gate_proj", False),
+        ("gpt-oss", {"modules_to_not_convert": ["model.layers.*.mlp"]}, "model.layers.3.mlp.experts.0.up_proj", True),
+        ("mlx", {"ignore": ["lm_head"]}, "lm_head", False),
+        ("quark", {"exclude": "lm_head"}, "lm_head", False),
+    ],
+)
+def test_modules_that_engines_would_ignore(name, record, module, is_ignored):
+    assert dialect_named(name).is_ignored(clues(record), module) is is_ignored
+
+
+def test_modelopt_ignores_by_its_second_record_alone():
+    assert dialect_named(MO).is_ignored(clues(None, hf=MO_FILE), "lm_head")
+    assert not dialect_named(MO).is_ignored(clues(None, hf=MO_FILE), M)
+
+
+@pytest.mark.parametrize(
+    ("name", "declared", "form"),
+    [
+        (MO, MO_W4A4_RECORD, Form(NVFP4, 4)),
+        (MO, MO_RECORD, Form(NVFP4)),
+        (MO, {**MO_W4A4_RECORD, "config_groups": {}}, Form(NVFP4, 4)),
+        (MO, with_inputs(MO_W4A4_RECORD, None), Form(NVFP4)),
+        (MO, with_inputs(MO_W4A4_RECORD, None, None), Form(NVFP4)),
+        (MO, with_inputs(MO_W4A4_RECORD, None, MO_NUMBERS), Form(NVFP4, 4)),
+        (MO, {**MO_W4A4_RECORD, "config_groups": MO_RECORD["config_groups"]}, Form(NVFP4)),
+        (MO, {**MO_W4A4_RECORD, "quant_algo": "W4A16_NVFP4"}, Form(NVFP4)),
+        (MO, {**MO_W4A4_RECORD, "quant_algo": "W4A8_NVFP4_FP8"}, None),
+        (CT, with_inputs(CT_NVFP4_RECORD, None, CT_NVFP4_INPUTS), Form(NVFP4, 4)),
+        (CT, with_inputs(CT_NVFP4_RECORD), Form(NVFP4)),
+        (CT, {**CT_MXFP4_RECORD, "config_groups": None}, Form(MXFP4)),
+        (CT, {**CT_MXFP4_RECORD, "config_groups": {"group_0": "W4A4"}}, Form(MXFP4)),
+        (CT, {**CT_MXFP4_RECORD, "format": "mixed-precision"}, None),
+        (CT, with_formats(CT_NVFP4_RECORD, "nvfp4-pack-quantized"), Form(NVFP4)),
+        (CT, with_formats(CT_NVFP4_RECORD, "nvfp4-pack-quantized", "float-quantized"), Form(NVFP4)),
+        (CT, with_formats(CT_NVFP4_RECORD, "nvfp4-pack-quantized", "mxfp4-pack-quantized"), None),
+    ],
+)
+def test_activations_are_recognised(name, declared, form):
+    """ModelOpt's NVFP4 with no input_activations in any group is for weights alone: so vLLM 0.33 reads it."""
+    assert dialect_named(name).recognise(clues(declared)) == form
+
+
+@pytest.mark.parametrize(
+    ("name", "declared", "fmt"),
+    [
+        (MO, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, NVFP4),
+        (MO, {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, NVFP4),
+        (MO, {"quant_method": "modelopt", "quant_algo": "FP8"}, None),
+        (MO, {"quant_method": "modelopt"}, None),
+        (MO, {"quant_algo": "NVFP4"}, None),
+        (MO, {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, None),
+        (CT, {"quant_method": "compressed-tensors", "format": "pack-quantized"}, None),
+        (CT, {"quant_method": "compressed-tensors"}, None),
+        (CT, {"quant_method": "compressed-tensors", "format": ["nvfp4-pack-quantized"]}, None),
+        (CT, {"quant_method": "quark"}, None),
+        (CT, {}, None),
+    ],
+)
+def test_only_the_own_records_are_recognised(name, declared, fmt):
+    assert dialect_named(name).recognise(clues(declared)) == (
+        fmt and Form(fmt, 4 if declared.get("quant_algo") == "NVFP4" else 16)
+    )
