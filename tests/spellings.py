@@ -37,9 +37,9 @@ class Module:
 
 
 def module_of(seed: int, fmt: str, shape: tuple[int, int], multiplier: float | None, inputs: float | None = None) -> Module:
-    """Random codes of both signs, and scales that are numbers."""
+    """Random codes of both signs, and scales that weights have: numbers, and exponents within seven octaves."""
     chance, (rows, columns) = np.random.default_rng(seed), shape
-    lowest, highest = (1, 0x7E) if fmt == "nvfp4" else (100, 140)
+    lowest, highest = (1, 0x7E) if fmt == "nvfp4" else (114, 121)
     scales = chance.integers(lowest, highest + 1, (rows, columns // BLOCK[fmt]), np.uint8)
     return Module(chance.integers(0, 16, shape, np.uint8), scales, multiplier, inputs)
 
