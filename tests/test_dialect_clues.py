@@ -25,6 +25,7 @@ from typed_records import (
 
 from fp4convert.dialects import Clues, Form, dialect_named
 from fp4convert.formats import MXFP4, NVFP4
+from fp4convert.shard import TensorRef
 
 M = "model.layers.0.mlp.up_proj"
 
@@ -221,3 +222,23 @@ def test_only_the_own_records_are_recognised(name, declared, fmt):
     assert dialect_named(name).recognise(clues(declared)) == (
         fmt and Form(fmt, 4 if declared.get("quant_algo") == "NVFP4" else 16)
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "stems"),
+    [
+        (CT, {"b.weight_packed": "U8", "a.0.weight_packed": "U8", "a.0.bias": "BF16"}, ["a.0", "b"]),
+        (CT, {"a.weight_scale": "F32", "a.weight": "F8_E4M3"}, []),
+        (MO, {"b.weight_scale_2": "F32", "a.0.weight_scale_2": "F32", "lm_head.weight": "BF16"}, ["a.0", "b"]),
+        (MO, {"a.weight_scale": "F32", "a.weight": "F8_E4M3", "b.weight_scale": "U8"}, ["b"]),
+        ("quark", {"a.weight_scale": "U8", "b.weight_scale": "F32", "b.weight": "F8_E4M3"}, ["a"]),
+        ("gpt-oss", {"x.down_proj_blocks": "U8", "x.down_proj_scales": "U8", "x.down_proj_bias": "BF16"}, ["x.down_proj"]),
+        ("deepseek", {"l.experts.0.w1.scale": "F8_E8M0", "norm.scale": "F32", "l.attn.scale": "F8_E8M0"}, ["l.experts.0.w1"]),
+        ("deepseek", {"l.experts.0.w1.scale": "F8_E8M0", "l.experts.0.w1.weight": "F8_E4M3"}, []),
+        ("mlx", {"a.scales": "U8", "b.scales": "BF16", "b.biases": "BF16"}, ["a"]),
+        ("comfy", {"a.comfy_quant": "U8", "b.weight_scale_2": "F32", "c.weight": "BF16"}, ["a", "b"]),
+        ("plain", {"a.block_scale": "U8", "b.global_scale": "F32", "c.weight": "U8", "d.weight": "BF16"}, ["a", "b", "c"]),
+    ],
+)
+def test_modules_are_found_by_their_tensors(name, tensors, stems):
+    assert dialect_named(name).find({known: TensorRef(known, dtype, (4,), "x", 0) for known, dtype in tensors.items()}) == stems

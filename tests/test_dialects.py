@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 from checkpoints import read_folder, run, write_single
-from spellings import PLAIN_LAYOUTS, arranged
+from spellings import PLAIN_LAYOUTS, arranged, module_of, write_artifact
 
 from fp4convert.dialects import MODULES, Form, Speller, dialect_named, dialect_to_write, is_quantized_tensor
 from fp4convert.errors import InputError
@@ -257,8 +257,6 @@ def test_rows_of_gate_and_up_take_turns(tmp_path):
 
 def test_the_file_of_comfy_names_its_modules(tmp_path):
     """In both shards those that it holds, and no more once they are spelled otherwise."""
-    from spellings import module_of, write_artifact
-
     modules = {name: module_of(1, "nvfp4", (16, 32), 0.5) for name in ("a", "b")}
     artifact = write_artifact(tmp_path / "a", MO, "nvfp4", modules, is_split=True)
     assert run("transcode", artifact, "-o", tmp_path / "b", "--dialect", "comfy", "-q").code == 0
@@ -337,26 +335,6 @@ def test_no_global_scale_is_no_tensor():
 def test_names_that_only_quantized_checkpoints_have(name, is_quantized):
     dtype = "U8" if is_quantized else "BF16"
     assert is_quantized_tensor(TensorRef(name, dtype, (4, 4), "model.safetensors", 0)) is is_quantized
-
-
-@pytest.mark.parametrize(
-    ("name", "tensors", "stems"),
-    [
-        (CT, {"b.weight_packed": "U8", "a.0.weight_packed": "U8", "a.0.bias": "BF16"}, ["a.0", "b"]),
-        (CT, {"a.weight_scale": "F32", "a.weight": "F8_E4M3"}, []),
-        (MO, {"b.weight_scale_2": "F32", "a.0.weight_scale_2": "F32", "lm_head.weight": "BF16"}, ["a.0", "b"]),
-        (MO, {"a.weight_scale": "F32", "a.weight": "F8_E4M3", "b.weight_scale": "U8"}, ["b"]),
-        ("quark", {"a.weight_scale": "U8", "b.weight_scale": "F32", "b.weight": "F8_E4M3"}, ["a"]),
-        ("gpt-oss", {"x.down_proj_blocks": "U8", "x.down_proj_scales": "U8", "x.down_proj_bias": "BF16"}, ["x.down_proj"]),
-        ("deepseek", {"l.experts.0.w1.scale": "F8_E8M0", "norm.scale": "F32", "l.attn.scale": "F8_E8M0"}, ["l.experts.0.w1"]),
-        ("deepseek", {"l.experts.0.w1.scale": "F8_E8M0", "l.experts.0.w1.weight": "F8_E4M3"}, []),
-        ("mlx", {"a.scales": "U8", "b.scales": "BF16", "b.biases": "BF16"}, ["a"]),
-        ("comfy", {"a.comfy_quant": "U8", "b.weight_scale_2": "F32", "c.weight": "BF16"}, ["a", "b"]),
-        ("plain", {"a.block_scale": "U8", "b.global_scale": "F32", "c.weight": "U8", "d.weight": "BF16"}, ["a", "b", "c"]),
-    ],
-)
-def test_modules_are_found_by_their_tensors(name, tensors, stems):
-    assert dialect_named(name).find({known: TensorRef(known, dtype, (4,), "x", 0) for known, dtype in tensors.items()}) == stems
 
 
 @pytest.mark.parametrize(
