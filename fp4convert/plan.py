@@ -38,7 +38,10 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
             verdicts[ref.name] = ("skip", reason)
     chosen = [ref for ref in checkpoint.tensors if verdicts[ref.name][0] == "quantize"]
     groups, warnings = _scale_groups(chosen, recipe)
-    dialect.stems({module_of(ref.name): (ref.shape[0], ref.shape[1]) for ref in chosen})
+    shapes = {module_of(ref.name): (ref.shape[0], ref.shape[1]) for ref in chosen}
+    if dialect.stems(shapes) != shapes:
+        detail = f"dialect {recipe.target.dialect} stacks modules, which this version does not while it quantizes"
+        raise InputError("dialect-stacks", detail, "Quantize to another --dialect, and transcode the result.")
 
     def decide(ref: TensorRef) -> Draft:
         action, reason = verdicts[ref.name]

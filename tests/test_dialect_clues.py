@@ -236,7 +236,8 @@ def test_only_the_own_records_are_recognised(name, declared, fmt):
         ("deepseek", {"l.experts.0.w1.scale": "F8_E8M0", "norm.scale": "F32", "l.attn.scale": "F8_E8M0"}, ["l.experts.0.w1"]),
         ("deepseek", {"l.experts.0.w1.scale": "F8_E8M0", "l.experts.0.w1.weight": "F8_E4M3"}, []),
         ("mlx", {"a.scales": "U8", "b.scales": "BF16", "b.biases": "BF16"}, ["a"]),
-        ("comfy", {"a.comfy_quant": "U8", "b.weight_scale_2": "F32", "c.weight": "BF16"}, ["a", "b"]),
+        ("comfy", {"a.comfy_quant": "U8", "a.weight": "U8", "b.weight_scale_2": "F32", "c.weight": "BF16"}, ["a", "b"]),
+        ("comfy", {"a.comfy_quant": "U8", "a.weight": "F8_E4M3", "a.weight_scale": "F32"}, []),
         ("plain", {"a.block_scale": "U8", "b.global_scale": "F32", "c.weight": "U8", "d.weight": "BF16"}, ["a", "b", "c"]),
     ],
 )

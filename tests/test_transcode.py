@@ -322,7 +322,10 @@ def test_scales_of_a_kv_cache_are_not_lost_in_silence(source, tmp_path):
     [
         (("--dialect", CT, "--format", "mxfp4"), "not-lossless"),
         (("--dialect", MO, "--format", "mxfp4"), "not-lossless"),
-        (("--dialect", "gguf"), "unknown-dialect"),
+        (("--dialect", "gguf"), "dialect-container"),
+        (("--dialect", "tensorrt"), "unknown-dialect"),
+        (("--dialect", MO, "--scale-layout", "128x4"), "dialect-layout"),
+        (("--dialect", "plain", "--scale-layout", "64x2"), "dialect-layout"),
         (("--dialect", CT, "--format", "fp8"), "unknown-format"),
     ],
 )

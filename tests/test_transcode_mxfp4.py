@@ -136,7 +136,8 @@ def test_eighteen_powers_keep_every_value(dialect, lowest, highest, tmp_path):
     assert set(check(artifact, tmp_path / "out", dialect, document).values()) == {ROWS * BLOCKS}
     assert document["tensors"] == {"transcoded": 7, "copied": 1, "skipped": 0}
     found = run("inspect", tmp_path / "out", "--json").json
-    assert (found["format"], found["dialect"], found["findings"]) == ("nvfp4", dialect, [])
+    assert (found["format"], found["dialect"], found["healthy"]) == ("nvfp4", dialect, True)
+    assert {finding["code"] for finding in found["findings"]} <= {"global-scale-range"}  # of exponents that no model has
     assert run("verify", tmp_path / "out").code == 0
 
 

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Literal, NamedTuple, Protocol, cast
 
 from fp4convert.errors import InputError
-from fp4convert.formats import Blocks, Format, Kind, Quantized, format_named
+from fp4convert.formats import FLOAT_TYPES, Blocks, Format, Kind, Quantized, format_named
 from fp4convert.recipe import Target, matches
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.stacks import Piece, Rows, Slot
@@ -129,6 +129,7 @@ class Dialect(Protocol):
     A stem is what the tensors of one stored matrix are named after.  Its shape is (rows, columns), and longer for a stack.
 
     READS, WRITES      the formats it is read and written in; what engines refuse is only read
+    ACTIVATIONS        the formats in which it can say that engines quantize activations to four bits
     CONTAINER          the kind of file that holds it: safetensors or gguf
     LAYOUTS            the scale layouts it can say, its own first
     NIBBLE_ORDER       low_first: element 2i in bits 0-3 of a byte; high_first; half_split: as GGUF
@@ -144,6 +145,7 @@ class Dialect(Protocol):
 
     READS: tuple[Format, ...]
     WRITES: tuple[Format, ...]
+    ACTIVATIONS: tuple[Format, ...]
     CONTAINER: str
     LAYOUTS: tuple[str, ...]
     NIBBLE_ORDER: str
@@ -240,6 +242,9 @@ def dialect_to_write(target: Target) -> Dialect:
             f"dialect {name} cannot hold block scales that lie {target.scale_layout!r}; it holds {', '.join(dialect.LAYOUTS)}"
         )
         raise InputError("dialect-layout", detail, "Choose another --scale-layout, or --dialect plain, which holds them all.")
+    if form.activations == ACTIVATIONS_FP4 and form.format not in dialect.ACTIVATIONS:
+        detail = f"dialect {name} cannot say that activations of {form.format.name} are four-bit"
+        raise InputError("dialect-activations", detail, "Choose another --dialect, or --activations 16.")
     if target.kv_cache and not dialect.CACHE_SCALES:
         detail = f"the artifact asks for an {target.kv_cache} cache of keys and values, which dialect {name} cannot say"
         raise InputError("dialect-cache", detail, "Choose another --dialect.")
@@ -319,11 +324,11 @@ def is_fp8(tensors: Mapping[str, TensorRef], name: str) -> bool:
 
 def is_quantized_tensor(ref: TensorRef) -> bool:
     """True for a tensor that only an already quantized checkpoint has, in any dialect."""
-    suffixes = [ending for known in MODULES for ending in dialect_named(known).SUFFIXES if ending.startswith(".")]
-    if ref.name.endswith(tuple(suffixes)):  # "_scales" ends ordinary names too
-        return True
+    endings = {ending for known in MODULES for ending in dialect_named(known).SUFFIXES if ending.startswith(".")}
+    telling = tuple(ending for ending in endings if ref.dtype not in FLOAT_TYPES or ending.startswith(".weight_"))
     is_matrix = ref.name.endswith((".weight", "_blocks", "_scales", ".qweight", ".qzeros")) and len(ref.shape) > 1
-    return ref.dtype in _GGUF_TYPES or (is_matrix and ref.dtype in _PACKED_DTYPES) or ref.name.endswith(".weight_scale_inv")
+    is_packed = is_matrix and ref.dtype in _PACKED_DTYPES
+    return ref.dtype in _GGUF_TYPES or is_packed or ref.name.endswith((*telling, ".weight_scale_inv"))
 
 
 def encode_global_scale(q: Blocks, kind: Kind) -> memoryview:

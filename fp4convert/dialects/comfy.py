@@ -39,6 +39,7 @@ from fp4convert.layout import LAYOUTS as ORDERS
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (NVFP4,)
+ACTIVATIONS = (NVFP4,)
 CONTAINER = "safetensors"
 LAYOUTS = ("128x4",)
 NIBBLE_ORDER = "high_first"

@@ -41,6 +41,7 @@ from fp4convert.recipe import matches
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (NVFP4, MXFP4)
+ACTIVATIONS = (NVFP4, MXFP4)
 CONTAINER = "safetensors"
 LAYOUTS = ("linear",)
 NIBBLE_ORDER = "low_first"

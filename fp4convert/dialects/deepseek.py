@@ -30,10 +30,11 @@ from fp4convert.dialects import (
     whole,
 )
 from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4, Blocks, Kind, Quantized
+from fp4convert.formats import MXFP4, Blocks, Format, Kind, Quantized
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (MXFP4,)
+ACTIVATIONS: tuple[Format, ...] = ()
 CONTAINER = "safetensors"
 LAYOUTS = ("linear",)
 NIBBLE_ORDER = "low_first"

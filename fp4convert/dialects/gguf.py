@@ -38,6 +38,7 @@ from fp4convert.layout import from_halves, interleave, part, to_halves
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (MXFP4, NVFP4)
+ACTIVATIONS = (NVFP4,)
 CONTAINER = "gguf"
 LAYOUTS = ("gguf",)
 NIBBLE_ORDER = "half_split"

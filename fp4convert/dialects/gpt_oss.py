@@ -30,11 +30,12 @@ from fp4convert.dialects import (
     whole_blocks,
 )
 from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4, Blocks, Kind, Quantized
+from fp4convert.formats import MXFP4, Blocks, Format, Kind, Quantized
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.stacks import Rows, Slot
 
 READS = WRITES = (MXFP4,)
+ACTIVATIONS: tuple[Format, ...] = ()
 CONTAINER = "safetensors"
 LAYOUTS = ("linear",)
 NIBBLE_ORDER = "low_first"
@@ -121,8 +122,7 @@ def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str,
     exact = [pattern for pattern in ignored.patterns if not set(pattern) & set("*?[:")]  # transformers compiles them: no globs
     stems = tuple(quantized)  # their own biases may stay
     kept = [name for name in (*ignored.modules, *exact) if not any(stem.startswith(f"{name}.") for stem in stems)]
-    folded = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in kept}
-    record = {"quant_method": "mxfp4", "modules_to_not_convert": sorted(folded)}
+    record = {"quant_method": "mxfp4", "modules_to_not_convert": sorted(set(kept))}
     return {"config.json": {"quantization_config": record}}
 
 

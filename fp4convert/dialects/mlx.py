@@ -29,10 +29,11 @@ from fp4convert.dialects import (
     whole_blocks,
 )
 from fp4convert.errors import InputError
-from fp4convert.formats import FORMATS, MXFP4, NVFP4, Blocks, Kind, Quantized
+from fp4convert.formats import FORMATS, MXFP4, NVFP4, Blocks, Format, Kind, Quantized
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (NVFP4, MXFP4)
+ACTIVATIONS: tuple[Format, ...] = ()
 CONTAINER = "safetensors"
 LAYOUTS = ("linear",)
 NIBBLE_ORDER = "low_first"
@@ -67,9 +68,6 @@ def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[
         detail = f"{stem} has the global scale {q.global_scale:g}, stored as a {q.kind}; mlx has no place for one, expected 1"
         next_step = "Quantize the original weights with --dialect mlx, or dequantize the artifact first."
         raise InputError("dialect-global-scale", detail, next_step, stem)
-    if input_scale is not None:
-        detail = "mlx quantizes no activations; expected an artifact with 16-bit activations"
-        raise InputError("dialect-activations", detail, "Leave out --activations 4.", stem)
     yield from ()
 
 

@@ -45,6 +45,7 @@ from fp4convert.shard import TensorRef, TensorSpec
 
 READS = (NVFP4, MXFP4)
 WRITES = (NVFP4,)
+ACTIVATIONS = (NVFP4,)
 CONTAINER = "safetensors"
 LAYOUTS = ("linear",)
 NIBBLE_ORDER = "low_first"

@@ -44,6 +44,7 @@ from fp4convert.layout import interleave, part
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (NVFP4, MXFP4)
+ACTIVATIONS = (NVFP4, MXFP4)
 CONTAINER = "safetensors"
 LAYOUTS = ("linear", "128x4", "8x4", "deepgemm", "k_major", "interleaved", "appended")
 NIBBLE_ORDER = "low_first"

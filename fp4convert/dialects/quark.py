@@ -40,6 +40,7 @@ from fp4convert.formats import MXFP4, NVFP4, Blocks, Kind, Quantized
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (MXFP4, NVFP4)
+ACTIVATIONS = (MXFP4, NVFP4)
 CONTAINER = "safetensors"
 LAYOUTS = ("linear",)
 NIBBLE_ORDER = "low_first"
