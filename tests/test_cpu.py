@@ -7,11 +7,24 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from adversarial import DTYPES, LARGEST, PLAIN, Values, assert_same_bytes, every_finite, gaussian, matrix, rounded, wide_range
+from adversarial import (
+    DTYPES,
+    LARGEST,
+    PLAIN,
+    Values,
+    assert_same_bytes,
+    every_finite,
+    gaussian,
+    generator,
+    matrix,
+    rounded,
+    wide_range,
+)
 
 from fp4convert import codec
 from fp4convert.backends.cpu import Cpu, _library
@@ -83,6 +96,43 @@ def test_any_number_of_blocks_at_any_address(cpus: Cpus, dtype: str, fmt: Format
         for level, cpu in cpus.items():
             found = raw_quantize(cpu, values, dtype, fmt, rule, blocks % 31)
             assert_same_bytes(found, expected, values, f"level {level}, {dtype}, {rule}, {blocks} blocks")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_given_amax_takes_the_place_of_the_groups(dtype: str) -> None:
+    """2688 makes the global scale 1, whatever the weights are: what mlx stores, which has no place for one."""
+    values = rounded(generator(7).normal(0, 900, (33, 512)), dtype)
+    whole = _Held(matrix(values, dtype))
+    ((_, found),) = Cpu().quantize_group([whole], [whole], NVFP4, "amax", 2688.0)
+    assert found.global_scale == 1.0
+    assert_same_bytes(found, codec.quantize(values.astype(np.float32), NVFP4, "amax", 2688.0), values, "amax")
+    values[32, 511] = np.inf
+    spoiled = _Held(matrix(values, dtype))
+    with pytest.raises(NumericError):
+        next(Cpu().quantize_group([spoiled], [spoiled], NVFP4, "amax", 2688.0))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Weights in memory."""
+
+    matrix: Matrix
+
+    @property
+    def dtype(self) -> str:
+        return self.matrix.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape
+
+    def rows(self, first: int, last: int) -> Matrix:
+        row_nbytes = self.matrix.data.nbytes // self.shape[0]
+        data = self.matrix.data[first * row_nbytes : last * row_nbytes]
+        return Matrix(data, self.dtype, (last - first, self.shape[1]))
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        buffer[:] = self.rows(first, last).data
 
 
 def unaligned(x: Matrix) -> Matrix:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adversarial import DTYPES, Values, assert_same_bytes, gaussian, generator, matrix, random_bits
+from adversarial import DTYPES, Values, assert_same_bytes, gaussian, generator, matrix, random_bits, rounded
 from checkpoints import LAYER, bf16, llama_shards, run, write_checkpoint, write_llama, write_single
 from lazy_cuda import Machine
 from simt import KERNELS, compile_for_host
@@ -103,6 +103,19 @@ def test_a_group_is_quantized_under_one_amax_with_any_room(machine, dtype, fmt, 
     again = sum(len(each.fetched) for each in measured) - sum(panels)
     assert again == {0: panels[0] + panels[1], 1 << 30: 0}.get(room_nbytes, again)
     assert again < panels[0] + panels[1] or not room_nbytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_given_amax_takes_the_place_of_the_groups(machine, dtype):
+    """2688 makes the global scale 1, whatever the weights are; what lies beyond saturates, and NaN is still found."""
+    values = rounded(generator(7).normal(0, 900, (33, 512)), dtype)
+    weights = Recorded(values, dtype)
+    (found,) = gathered(open_backend("cuda").quantize_group([weights], [weights], NVFP4, "amax", 2688.0), [values.shape])
+    assert found.global_scale == 1.0
+    assert_same_bytes(found, codec.quantize(values.astype(np.float32), NVFP4, "amax", 2688.0), values, "amax")
+    values[32, 511] = np.nan
+    with pytest.raises(NumericError):
+        next(open_backend("cuda").quantize_group([Recorded(values, dtype)], [Recorded(values, dtype)], NVFP4, "amax", 2688.0))
 
 
 def test_without_device_memory_for_them_panels_are_fetched_twice(machine):
@@ -247,7 +260,14 @@ def test_vectors_that_do_not_fit_are_refused(machine, columns, dtype):
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
-    ("fmt", "dialect"), [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("nvfp4", "modelopt")]
+    ("fmt", "dialect"),
+    [
+        ("nvfp4", "compressed-tensors"),
+        ("mxfp4", "compressed-tensors"),
+        ("nvfp4", "modelopt"),
+        ("nvfp4", "mlx"),
+        ("nvfp4", "comfy"),
+    ],
 )
 def test_the_same_artifact_as_on_the_cpu(machine, fmt, dialect, count, tmp_path):
     machine.count = count
