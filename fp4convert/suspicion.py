@@ -21,7 +21,7 @@ from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
 
 COMPARED_MODULES = 64
-COMPARED_ELEMENTS = 1 << 20  # of each
+COMPARED_ELEMENTS = 1 << 17  # of each: 4096 blocks at least
 RESIDUAL_LIMIT = 0.1  # 1 - cosine^2; four-bit weights have about 0.01, and others nearly 1
 CLEARLY_BETTER, SAME_RESIDUAL = 2, 1e-3  # scales that lie wrong leave 5 to 20 times what rounding leaves
 FACTOR_LIMIT = 0.06  # rounding alone leaves up to 0.02 in ordinary weights
