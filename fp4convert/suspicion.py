@@ -126,24 +126,26 @@ def _readings(q: Blocks, declared: str, last: int) -> Iterator[tuple[str, Quanti
 
 def _fit(x: NDArray[np.float64], rows: Quantized) -> _Match:
     y = _finite(dequantize(rows))
-    power, made, common = float(x @ x), float(y @ y), float(x @ y)
+    power, made, common = _dot(x, x), _dot(y, y), _dot(x, y)
     if not power or not made:
         return _Match(float(power != made), 1.0, False)
     residual, factor = 1 - common * common / (power * made), common / made
     is_off = abs(factor - 1) > FACTOR_LIMIT and residual < RESIDUAL_LIMIT
-    return _Match(residual, factor, is_off and _noise(x, y) > ROUNDING_EXCESS * _noise(x, _nearest(x, rows)))
+    return _Match(residual, factor, is_off and _dot(x - y, x - y) > ROUNDING_EXCESS * _least_noise(x, rows))
 
 
-def _nearest(x: NDArray[np.float64], rows: Quantized) -> NDArray[np.float64]:
-    """The values of the nearest codes under the same scales."""
+def _least_noise(x: NDArray[np.float64], rows: Quantized) -> float:
+    """What the nearest codes leave under the same scales."""
     steps = block_steps(rows)[:, None]
     with np.errstate(all="ignore"):
         quotients = np.nan_to_num(x.reshape(steps.size, -1).astype(np.float32) / steps)
-        return _finite(decode_e2m1(encode_e2m1(quotients)) * steps)
+        difference = x - _finite(decode_e2m1(encode_e2m1(quotients)) * steps)
+    return _dot(difference, difference)
 
 
-def _noise(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
-    return float(np.square(x - y).sum())
+def _dot(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    """Without BLAS, whose threads cost more than they bring for so little."""
+    return float(np.multiply(x, y).sum())
 
 
 def _finite(values: Float32s) -> NDArray[np.float64]:
