@@ -33,13 +33,14 @@ from fp4convert.sources import PLAN_FILE, Source, open_source
 from fp4convert.stacks import gather, pieces_of
 
 RECORD = "quantization_config.json"
+Level = Literal["error", "warning", "note"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Something wrong (error), doubtful (warning) or worth knowing (note)."""
 
-    level: Literal["error", "warning", "note"]
+    level: Level
     code: str
     tensor: str | None
     detail: str

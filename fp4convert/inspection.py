@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.artifact import Artifact, Finding, has_records, is_healthy, layout_of
+from fp4convert.artifact import Artifact, Finding, Level, has_records, is_healthy, layout_of
 from fp4convert.codec import block_steps
 from fp4convert.detection import StoredScales, detect_layout
 from fp4convert.formats import GLOBAL_RANGE, NVFP4, Blocks, Quantized, row_panels
@@ -107,12 +107,18 @@ def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
     stored = {module: scale for module in artifact.modules if (scale := artifact.decode(module).global_scale) is not None}
     for module, scale in stored.items():
         findings += _judge_global_scale(module, scale, is_divisor=artifact.decode(module).kind == "divisor")
-    findings += _check_groups(artifact, stored, "group-scales-differ", "global scales")
+    level: Level = "error" if artifact.spelling.SHARES_SCALES else "warning"
+    for members in _unequal_groups(artifact, stored):
+        detail = f"{', '.join(members)} have different global scales; engines that fuse them use only one"
+        findings.append(Finding(level, "group-scales-differ", members[0], detail))
     inputs = {module: scale for module in artifact.modules if (scale := artifact.input_scale(module)) is not None}
     for module, scale in inputs.items():
         if not (math.isfinite(scale) and scale > 0):
             findings.append(Finding("error", "input-scale", module, f"as a multiplier its input scale is {scale}"))
-    return findings + _check_groups(artifact, inputs, "group-inputs-differ", "input scales")
+    for members in _unequal_groups(artifact, inputs):
+        detail = f"{', '.join(members)} have different input scales; engines that fuse them use only one"
+        findings.append(Finding(level, "group-inputs-differ", members[0], detail))
+    return findings
 
 
 def _histogram(q: Blocks) -> _Histogram:
@@ -189,19 +195,14 @@ def _judge_global_scale(module: str, stored: float, is_divisor: bool) -> Iterato
         yield Finding("warning", "global-scale-range", module, detail)
 
 
-def _check_groups(artifact: Artifact, stored: dict[str, float], code: str, what: str) -> list[Finding]:
-    """A finding for every scale group whose members store different scales; an error where engines make one matrix of them."""
-    findings = []
+def _unequal_groups(artifact: Artifact, stored: dict[str, float]) -> list[list[str]]:
+    """The members of every scale group that store different scales."""
     groups = group_members(artifact.source.checkpoint.model_types)
     gathered: dict[object, list[str]] = defaultdict(list)
     for module in stored:
         if key := scale_group(module, groups):
             gathered[key].append(module)
-    for members in gathered.values():
-        if len({stored[module] for module in members}) > 1:
-            detail = f"{', '.join(members)} have different {what}; engines that fuse them use only one"
-            findings.append(Finding("error" if artifact.spelling.SHARES_SCALES else "warning", code, members[0], detail))
-    return findings
+    return [members for members in gathered.values() if len({stored[module] for module in members}) > 1]
 
 
 def _check_names(artifact: Artifact) -> Iterator[Finding]:

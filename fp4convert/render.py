@@ -158,7 +158,7 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
         "format": f"{artifact['format']}: {codes}",
         "dialect": artifact["dialect"],
         "global scale": f"{stored['dtype']}, stored as a {stored['stored_as']}" if stored else "none",
-        "scale layout": f"{layout['declared'] or 'not'} declared, {layout['detected'] or 'none'} detected",
+        "scale layout": f"{_declared(layout['declared'])}, {_detected(layout['detected'])}",
         "nibble order": artifact["nibble_order"],
         "activations": "16 bits" if artifact["activations"] == 16 else "4 bits, quantized by the engine",
         "tensors": f"{counts['quantized']} quantized, {counts['other']} other",
@@ -169,6 +169,14 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
         screen.line(f"{key:<16}{value}")
     _draw_findings(screen, artifact["findings"])
     _draw_verdict(screen, artifact["healthy"], "healthy", "not healthy")
+
+
+def _declared(layout: str | None) -> str:
+    return f"{layout} (declared)" if layout else "undeclared"
+
+
+def _detected(layout: str | None) -> str:
+    return f"{layout} (detected)" if layout else "unknown by statistics"
 
 
 def draw_verification(screen: Screen, report: Document) -> None:

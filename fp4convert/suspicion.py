@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.artifact import Artifact, Finding
-from fp4convert.codec import FLOAT_DTYPES, dequantize
+from fp4convert.codec import FLOAT_DTYPES, Float32s, block_steps, decode_e2m1, dequantize, encode_e2m1
 from fp4convert.errors import InputError
 from fp4convert.formats import Blocks, Quantized, row_panels
 from fp4convert.layout import LAYOUTS
@@ -21,9 +21,11 @@ from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
 
 COMPARED_MODULES = 64
-COMPARED_ELEMENTS = 1 << 20  # of each
+COMPARED_ELEMENTS = 1 << 17  # of each: 4096 blocks at least
 RESIDUAL_LIMIT = 0.1  # 1 - cosine^2; four-bit weights have about 0.01, and others nearly 1
-FACTOR_LIMIT = 0.06  # rounding alone leaves up to 0.03
+CLEARLY_BETTER, SAME_RESIDUAL = 2, 1e-3  # scales that lie wrong leave 5 to 20 times what rounding leaves
+FACTOR_LIMIT = 0.06  # rounding alone leaves up to 0.02 in ordinary weights
+ROUNDING_EXCESS = 1.1  # the noise of codes over that of the nearest ones, which have the least that their scales allow
 _SWAPPED = bytes(byte >> 4 | (byte & 15) << 4 for byte in range(256))
 
 
@@ -45,10 +47,15 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """How well the values of a reading fit: what is left of the weights' power, and the factor that fits best."""
+    """How well the values of a reading fit.
+
+    residual  what is left of the weights' power with the factor that fits best
+    is_off    this factor is not 1, and not because a few values are rounded alike: nearer codes would fit much better
+    """
 
     residual: float
     factor: float
+    is_off: bool
 
 
 def suspect(artifact: Artifact, source: Source, modules: Sequence[str]) -> Suspicion:
@@ -65,20 +72,27 @@ def suspect(artifact: Artifact, source: Source, modules: Sequence[str]) -> Suspi
         raise InputError("source-differs", detail, "Give the weights that it was made from: --source SOURCE.")
     chosen = list(known)[:: max(1, len(known) // COMPARED_MODULES)]
     matches = {module: _match(artifact, module, source, known[module]) for module in chosen}
-    means = {
-        reading: float(np.median([found[reading].residual for found in matches.values() if reading in found]))
-        for reading in {reading for found in matches.values() for reading in found}
-    }
+    readings = [reading for reading in matches[chosen[0]] if all(reading in found for found in matches.values())]
     declared = _Reading(artifact.form.scale_layout, False)
-    best = min(means, key=lambda reading: (means[reading], reading != declared))
-    if means[declared] < RESIDUAL_LIMIT:
-        best = declared
-    if means[best] >= RESIDUAL_LIMIT:
+    medians = {reading: float(np.median([found[reading].residual for found in matches.values()])) for reading in readings}
+    best = _choose(medians, declared)
+    if medians[best] >= RESIDUAL_LIMIT:
         detail = (
-            f"read in no known way they are the weights of {source.name}: {100 * means[best]:.0f} % of their power is missing"
+            f"read in no known way they are the weights of {source.name}: {100 * medians[best]:.0f} % of their power is missing"
         )
         return Suspicion(None, (Finding("error", "source-differs", None, detail),))
-    return Suspicion(best.layout, (*_judge(artifact, best), *_judge_modules(matches, best)))
+    findings = [*_judge_reading(artifact, None, best, declared)]
+    for module, found in matches.items():
+        own = _choose({reading: match.residual for reading, match in found.items()}, best)
+        findings += [*_judge_reading(artifact, module, own, best), *_judge_match(module, found[own])]
+    return Suspicion(best.layout, tuple(findings))
+
+
+def _choose(residuals: dict[_Reading, float], expected: _Reading) -> _Reading:
+    """The reading that fits best, or the expected one where none fits clearly better."""
+    best = min(residuals, key=lambda reading: residuals[reading])
+    is_clear = CLEARLY_BETTER * residuals[best] + SAME_RESIDUAL < residuals[expected]
+    return best if is_clear and residuals[best] < RESIDUAL_LIMIT else expected
 
 
 def _match(artifact: Artifact, module: str, source: Source, ref: TensorRef) -> dict[_Reading, _Match]:
@@ -91,8 +105,7 @@ def _match(artifact: Artifact, module: str, source: Source, ref: TensorRef) -> d
     for layout, rows in _readings(q, artifact.form.scale_layout, last):
         for is_swapped in (False, True):
             packed = memoryview(bytes(rows.packed).translate(_SWAPPED)) if is_swapped else rows.packed
-            y = dequantize(replace(rows, packed=packed)).ravel().astype(np.float64)
-            found[_Reading(layout, is_swapped)] = _fit(x, y)
+            found[_Reading(layout, is_swapped)] = _fit(x, replace(rows, packed=packed))
     return found
 
 
@@ -111,29 +124,50 @@ def _readings(q: Blocks, declared: str, last: int) -> Iterator[tuple[str, Quanti
             yield name, replace(rows, block_scales=layout.restore(stored, shape)[: last * shape[1]])
 
 
-def _fit(x: NDArray[np.float64], y: NDArray[np.float64]) -> _Match:
-    y = np.where(np.isfinite(y), y, 0.0)
-    power, made, common = float(x @ x), float(y @ y), float(x @ y)
+def _fit(x: NDArray[np.float64], rows: Quantized) -> _Match:
+    y = _finite(dequantize(rows))
+    power, made, common = _dot(x, x), _dot(y, y), _dot(x, y)
     if not power or not made:
-        return _Match(float(power != made), 1.0)
-    return _Match(1 - common * common / (power * made), common / made)
+        return _Match(float(power != made), 1.0, False)
+    residual, factor = 1 - common * common / (power * made), common / made
+    is_off = abs(factor - 1) > FACTOR_LIMIT and residual < RESIDUAL_LIMIT
+    return _Match(residual, factor, is_off and _dot(x - y, x - y) > ROUNDING_EXCESS * _least_noise(x, rows))
 
 
-def _judge(artifact: Artifact, best: _Reading) -> Iterator[Finding]:
-    if best.layout != artifact.form.scale_layout:
-        detail = f"block scales are declared {artifact.form.scale_layout}; by the source they lie {best.layout}"
-        yield Finding("error", "scale-layout", None, detail)
-    if best.is_swapped:
-        order = artifact.spelling.NIBBLE_ORDER
-        yield Finding("error", "nibble-order", None, f"codes are declared {order}; by the source their nibbles are swapped")
+def _least_noise(x: NDArray[np.float64], rows: Quantized) -> float:
+    """What the nearest codes leave under the same scales."""
+    steps = block_steps(rows)[:, None]
+    with np.errstate(all="ignore"):
+        quotients = np.nan_to_num(x.reshape(steps.size, -1).astype(np.float32) / steps)
+        difference = x - _finite(decode_e2m1(encode_e2m1(quotients)) * steps)
+    return _dot(difference, difference)
 
 
-def _judge_modules(matches: dict[str, dict[_Reading, _Match]], best: _Reading) -> Iterator[Finding]:
-    for module, found in matches.items():
-        match = found[best]
-        if match.residual >= RESIDUAL_LIMIT:
-            detail = f"it is not what the source holds: {100 * match.residual:.0f} % of the weights' power is missing"
-            yield Finding("error", "source-differs", module, detail)
-        elif abs(match.factor - 1) > FACTOR_LIMIT:
-            detail = f"its values are the source's only after multiplication by {match.factor:.4g}: a scale is wrong"
-            yield Finding("error", "scale-factor", module, detail)
+def _dot(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    """Without BLAS, whose threads cost more than they bring for so little."""
+    return float(np.multiply(x, y).sum())
+
+
+def _finite(values: Float32s) -> NDArray[np.float64]:
+    """Flat, with zeros for what is not finite."""
+    return np.where(np.isfinite(values), values, 0).ravel().astype(np.float64)
+
+
+def _judge_reading(artifact: Artifact, module: str | None, found: _Reading, expected: _Reading) -> Iterator[Finding]:
+    """Findings where the module, or all of them, are read otherwise than expected."""
+    if found.layout != expected.layout:
+        detail = f"by the source block scales lie {found.layout}, not {expected.layout}"
+        yield Finding("error", "scale-layout", module, detail)
+    if found.is_swapped != expected.is_swapped:
+        how = "swapped" if found.is_swapped else "as declared, and those of others are swapped"
+        detail = f"codes are declared {artifact.spelling.NIBBLE_ORDER}; by the source their nibbles are {how}"
+        yield Finding("error", "nibble-order", module, detail)
+
+
+def _judge_match(module: str, match: _Match) -> Iterator[Finding]:
+    if match.residual >= RESIDUAL_LIMIT:
+        detail = f"it is not what the source holds: {100 * match.residual:.0f} % of the weights' power is missing"
+        yield Finding("error", "source-differs", module, detail)
+    elif match.is_off:
+        detail = f"its values are the source's only after multiplication by {match.factor:.4g}: a scale is wrong"
+        yield Finding("error", "scale-factor", module, detail)
