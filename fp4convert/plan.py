@@ -21,6 +21,7 @@ from fp4convert.stacks import Slot
 from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
 
 DTYPES = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}  # a user's word -> safetensors' name
+UNSAID = "not every four-bit module has one, or the record says nothing of them"
 MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
 
 
@@ -145,12 +146,20 @@ def plan_transcode(
         group = tuple(dict.fromkeys(ref for member in members for ref in shared[scale_group(member, recipe.groups) or member]))
         specs = dialect.outputs(stem, stored.shape, form)
         drafts[stem] = Draft("transcode", "four-bit", refs, specs, stored.shape, stored.slots, amax_of=group, home=stored.home)
-    left_out = {stored.home.name for stored in placed.values()}
-    tasks = _module_tasks(Writing(checkpoint, target, dialect, form, renamed or {}), modules, drafts, left_out)
+    homes = {stored.home.name for stored in placed.values()}
+    idle = idle_scales(modules, renamed or {})
+    tasks = _module_tasks(Writing(checkpoint, target, dialect, form, renamed or {}), modules, drafts, homes | set(idle))
     four_bit = {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)}
-    kept = _kept_modules(checkpoint, left_out | four_bit)
+    kept = _kept_modules(checkpoint, homes | four_bit)
     patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
-    return Plan(target, tasks, Ignored(tuple(kept), patterns), ())
+    warnings = [f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []
+    return Plan(target, tasks, Ignored(tuple(kept), patterns), tuple(warnings))
+
+
+def idle_scales(modules: Mapping[str, Packed], cache_scales: Collection[str]) -> list[str]:
+    """Scales beside four-bit modules that mean nothing for the artifact as a whole: only some modules have input scales."""
+    names = (ref.name for packed in modules.values() for ref in packed.companions if ref not in packed.refs)
+    return [name for name in names if name not in cache_scales]
 
 
 def _place(modules: dict[str, Packed], dialect: Dialect) -> dict[str, Stored]:
