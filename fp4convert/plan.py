@@ -83,7 +83,7 @@ def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: s
         raise InputError("unknown-dtype", f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
 
     target = Target(dtype)
-    _refuse_fp8(checkpoint, modules)
+    _refuse_other_matrices(checkpoint, modules)
     for module, packed in modules.items():
         if packed.stem != module:
             detail = f"{module} is a part of the stack {packed.stem}; this version makes no stack of ordinary weights"
@@ -133,7 +133,7 @@ def plan_transcode(
     _refuse_other_container(checkpoint, dialect, str(target.dialect))
     recipe = build_recipe(target, checkpoint.model_types)
     _refuse_unfit(modules, dialect, recipe)
-    _refuse_fp8(checkpoint, modules)
+    _refuse_other_matrices(checkpoint, modules)
     if placed is None:
         placed = _place(modules, dialect)
     shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
@@ -171,14 +171,18 @@ def _place(modules: dict[str, Packed], dialect: Dialect) -> dict[str, Stored]:
     return placed
 
 
-def _refuse_fp8(checkpoint: Checkpoint, modules: dict[str, Packed]) -> None:
-    """InputError where matrices beside the four-bit ones are FP8, whose scales only their own dialect explains."""
-    ours = {ref.name for packed in modules.values() for ref in packed.refs}
-    found = [ref.name for ref in checkpoint.tensors if ref.dtype.startswith("F8_") and ref.name not in ours]
-    matrices = [name for name in found if name.endswith(".weight")]
+def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -> None:
+    """InputError for quantized matrices beside the four-bit ones of one format, which the result's records would not tell."""
+    ours = {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)}
+    others = [ref for ref in checkpoint.tensors if ref.name not in ours]
+    next_step = "Start from the original weights."
+    matrices = [ref.name for ref in others if ref.dtype.startswith("F8_") and ref.name.endswith(".weight")]
     if matrices:
         detail = f"{len(matrices)} matrices are FP8, the first {matrices[0]!r}; this version carries four-bit ones and floats"
-        raise InputError("fp8-modules", detail, "Start from the original weights.", matrices[0])
+        raise InputError("fp8-modules", detail, next_step, matrices[0])
+    if found := [ref.name for ref in others if is_quantized_tensor(ref)]:
+        detail = f"{len(found)} tensors are quantized in another way, the first {found[0]!r}"
+        raise InputError("mixed-modules", f"{detail}; this version carries four-bit matrices of one format", next_step, found[0])
 
 
 def _refuse_other_container(checkpoint: Checkpoint, dialect: Dialect, name: str) -> None:
