@@ -194,6 +194,7 @@ def transcode_command(
     opened = artifacts.open_artifact(artifact)
     donor = sources.open_source(template) if template else None
     todo = convert.prepare_transcode(opened, convert.TranscodeRequest(dialect, format, scale_layout), donor)
+    screen.warn(todo.warnings)
     with screen.progress(todo.source_bytes, "transcode") as report:
         result = convert.transcode(opened, todo, output, crew.Settings("cpu", workers, force, report), donor)
     screen.show(result.as_json(), render.draw_result)

@@ -1,12 +1,14 @@
-"""GGUF bytes: what one file holds, read with llama.cpp's own package, and a file laid out in the frame of another.
+"""GGUF bytes: what one file holds, and a file laid out in the frame of another.
 
 The key-value section is carried byte for byte, whatever it holds; only the list of tensors is written anew.  A tensor of one of
 GGUF's types of blocks has that type's name as its dtype, and a shape whose last part counts bytes.
-Source: ggml, docs/gguf.md.
+llama.cpp's package gguf knows types and names.  Its reader is not used: it trusts every count and length of a damaged file.
+Source: ggml, docs/gguf.md, and src/gguf.cpp for what llama.cpp refuses.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +20,12 @@ from fp4convert.errors import InputError
 from fp4convert.shard import DTYPE_BITS, Header, TensorRef, TensorSpec
 
 GGUF = ".gguf"
-_HEAD = struct.Struct("<4sIQQ")  # magic, version, tensors, keys
-_VERSION = 3
+_HEAD = "4sIQQ"  # magic, version, tensors, keys
+_MAGIC, _VERSION, _VERSIONS = b"GGUF", 3, (2, 3)
+_NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # a value's kind -> its struct code
+_STRING, _LIST = 8, 9
+_ALIGNMENT, _WIDEST, _MOST_DIMENSIONS = 32, 1 << 20, 4
+_LIMIT = 1 << 30  # bytes before the tensors; the longest vocabularies need some 20 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ class GgufFrame:
             infos += struct.pack(f"<{len(dimensions)}QIQ", *dimensions, kind, offset)
             offsets.append(offset)
             offset += -(-TensorRef(spec.name, spec.dtype, spec.shape, file, 0).nbytes // self.alignment) * self.alignment
-        head = _HEAD.pack(b"GGUF", _VERSION, len(ordered), self.keys) + self.text + infos
+        head = struct.pack(f"<{_HEAD}", _MAGIC, _VERSION, len(ordered), self.keys) + self.text + infos
         head += bytes(-len(head) % self.alignment)
         refs = (
             TensorRef(spec.name, spec.dtype, spec.shape, file, len(head) + place)
@@ -60,34 +66,129 @@ class GgufFrame:
         return head, tuple(refs)
 
     def _place(self, spec: TensorSpec) -> tuple[int, str]:
+        if spec.name in self.places:
+            return self.places[spec.name], ""
         weight = f"{spec.name.rpartition('.')[0]}.weight"
-        return self.places.get(spec.name, self.places.get(weight, len(self.places))), spec.name[::-1]
+        return self.places.get(weight, len(self.places)), spec.name
 
 
 def read_gguf_header(path: Path) -> Header:
     """The header of a GGUF file; InputError where it is none, damaged, truncated, or one part of several."""
-    gguf = _package()
-    nbytes = path.stat().st_size
     try:
-        reader = gguf.GGUFReader(path)
-        facts = {name: field.contents() for name, field in reader.fields.items() if len(field.types) == 1}
-        tensors = [_ref(gguf, path.name, tensor) for tensor in reader.tensors]
-    except (ValueError, KeyError, IndexError, OverflowError, MemoryError, UnicodeDecodeError, OSError) as error:
-        detail = f"{path.name}: no sound GGUF file ({str(error)[:100]}); expected one that llama.cpp loads"
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _parse(path.name, _Cursor(data))
+    except (ValueError, OSError) as error:  # of mmap: the file is empty, or no file
+        detail = f"{path.name}: no sound GGUF file: {error}; expected one that llama.cpp loads"
         raise InputError("gguf", detail, "Download the file again.") from None
-    if reader.endianess != gguf.GGUFEndian.LITTLE:
-        raise InputError("gguf", f"{path.name}: a big-endian GGUF file; expected a little-endian one")
+
+
+class _Cursor:
+    """Reads a file from its beginning; ValueError where it ends too early."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.at = 0
+
+    def take(self, nbytes: int) -> bytes:
+        self.skip(nbytes)
+        return self.data[self.at - nbytes : self.at]
+
+    def skip(self, nbytes: int) -> None:
+        self.at += nbytes
+        if self.at > min(len(self.data), _LIMIT):
+            raise ValueError(f"its head needs more than {self.at} bytes, of {len(self.data)} that it has and {_LIMIT} allowed")
+
+    def unpack(self, code: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))
+
+    def text(self) -> bytes:
+        return self.take(self.unpack("Q")[0])
+
+    def name(self) -> str:
+        stored = self.text()
+        try:
+            return stored.decode("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"the name {stored[:60]!r} is not UTF-8") from None
+
+    def value(self, kind: int) -> object:
+        """A single number or string; None for a list, which is passed over."""
+        if kind == _STRING:
+            return self.text().decode("utf-8", "replace")
+        if kind in _NUMBERS:
+            return self.unpack(_NUMBERS[kind])[0]
+        if kind != _LIST:
+            raise ValueError(f"a value of the unknown kind {kind}")
+        items, count = self.unpack("IQ")
+        if items in _NUMBERS:
+            self.skip(count * struct.calcsize(f"<{_NUMBERS[items]}"))
+        elif items != _STRING:
+            raise ValueError(f"a list of the unknown kind {items}")
+        else:
+            for _ in range(count):
+                self.skip(self.unpack("Q")[0])
+        return None
+
+
+def _parse(file: str, cursor: _Cursor) -> Header:
+    magic, version, count, keys = cursor.unpack(_HEAD)
+    if magic != _MAGIC:
+        raise ValueError(f"it begins with {magic!r}")
+    if version not in _VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
+        raise ValueError("it is big-endian" if swapped else f"it is of version {version}")
+    begin, facts = cursor.at, dict[str, object]()
+    for _ in range(keys):
+        key = cursor.name()
+        if key in facts:
+            raise ValueError(f"the key {key!r} stands twice")
+        facts[key] = cursor.value(cursor.unpack("I")[0])
     if isinstance(parts := facts.get("split.count"), int) and parts > 1:
-        detail = f"{path.name}: one of {parts} parts of a GGUF file; expected a whole one"
+        detail = f"{file}: one of {parts} parts of a GGUF file; expected a whole one"
         raise InputError("gguf-split", detail, "Join them: llama-gguf-split --merge FIRST OUT.")
-    end = max((ref.start + ref.nbytes for ref in tensors), default=0)
+    alignment = facts.get("general.alignment", _ALIGNMENT)
+    if not isinstance(alignment, int) or not 0 < alignment <= _WIDEST or alignment & (alignment - 1):
+        raise ValueError(f"its tensors are aligned to {alignment!r} bytes")
+    text = cursor.data[begin : cursor.at]
+    tensors = _place(file, [_read_tensor(cursor) for _ in range(count)], -(-cursor.at // alignment) * alignment, alignment)
+    end, nbytes = max((ref.start + ref.nbytes for ref in tensors), default=0), len(cursor.data)
     if end > nbytes:
-        raise InputError("truncated", f"{path.name}: is truncated: its tensors end at byte {end}, the file has {nbytes}")
-    start = min((tensor.field.offset for tensor in reader.tensors), default=reader.data_offset)
-    text = bytes(reader.data[_HEAD.size : start])
+        raise InputError("truncated", f"{file}: is truncated: its tensors end at byte {end}, the file has {nbytes}")
     places = {ref.name: number for number, ref in enumerate(tensors)}
-    keys = int(reader.fields["GGUF.kv_count"].contents())
-    return Header(path.name, nbytes, tuple(tensors), GgufFrame(keys, text, int(reader.alignment), places, facts))
+    if len(places) < count:
+        raise ValueError("two of its tensors have one name")
+    single = {key: value for key, value in facts.items() if value is not None}
+    return Header(file, nbytes, tensors, GgufFrame(keys, text, alignment, places, single))
+
+
+def _read_tensor(cursor: _Cursor) -> tuple[TensorSpec, int]:
+    """A tensor, and where it lies behind the head."""
+    gguf, name = _package(), cursor.name()
+    (dimensions,) = cursor.unpack("I")
+    if not 1 <= dimensions <= _MOST_DIMENSIONS:
+        raise ValueError(f"{name!r} has {dimensions} dimensions")
+    *sizes, number, offset = cursor.unpack(f"{dimensions}qIQ")
+    try:
+        kind = gguf.GGMLQuantizationType(number)
+        block, block_nbytes = gguf.GGML_QUANT_SIZES[kind]
+    except (ValueError, KeyError):
+        raise ValueError(f"{name!r} is of type {number}, which the installed package gguf does not know") from None
+    row, *others = sizes
+    if min(sizes) < 0 or row % block:
+        raise ValueError(f"{name!r} has the sizes {sizes}, rows in blocks of {block}")
+    row = row if kind.name in DTYPE_BITS else row // block * block_nbytes
+    return TensorSpec(name, kind.name, (*reversed(others), row)), offset
+
+
+def _place(file: str, described: list[tuple[TensorSpec, int]], start: int, alignment: int) -> tuple[TensorRef, ...]:
+    """The addresses of tensors that lie one behind the other, as llama.cpp wants them."""
+    refs, expected = [], 0
+    for spec, offset in described:
+        if offset != expected:
+            raise ValueError(f"{spec.name!r} lies at offset {offset}; behind the one before it, {expected}")
+        refs.append(TensorRef(spec.name, spec.dtype, spec.shape, file, start + offset))
+        expected += -(-refs[-1].nbytes // alignment) * alignment
+    return tuple(refs)
 
 
 def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
@@ -104,15 +205,6 @@ def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
         raise InputError("gguf", detail, "Install a newer one: pip install --upgrade gguf.")
     names = gguf.get_tensor_name_map(number, blocks)
     return {module: name for module in modules if (name := names.get_name(module)) is not None}
-
-
-def _ref(gguf: ModuleType, file: str, tensor: Any) -> TensorRef:
-    """A tensor's address; blocks of a row count as bytes."""
-    kind, shape = tensor.tensor_type, tuple(int(size) for size in reversed(tensor.shape))
-    block, block_nbytes = gguf.GGML_QUANT_SIZES[kind]
-    if kind.name not in DTYPE_BITS:
-        shape = (*shape[:-1], shape[-1] // block * block_nbytes)
-    return TensorRef(tensor.name, kind.name, shape, file, int(tensor.data_offset))
 
 
 def _described(spec: TensorSpec) -> tuple[int, list[int]]:

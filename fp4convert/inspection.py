@@ -19,6 +19,7 @@ from fp4convert.codec import block_steps
 from fp4convert.detection import StoredScales, detect_layout
 from fp4convert.formats import GLOBAL_RANGE, NVFP4, Blocks, Quantized, row_panels
 from fp4convert.layout import LAYOUTS
+from fp4convert.plan import UNSAID, idle_scales
 from fp4convert.recipe import Target, build_recipe, group_members, scale_group
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
@@ -49,7 +50,7 @@ def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[st
     is_full  read every block scale, however many
     """
     chosen = choose_modules(artifact, is_full)
-    findings = [*artifact.findings, *_check_names(artifact), *check_scales(artifact, chosen)]
+    findings = [*artifact.findings, *_check_names(artifact), *_check_idle(artifact), *check_scales(artifact, chosen)]
     detected = detect_layout(_stored_scales(artifact, chosen), artifact.form.scale_layout)
     if source is not None:
         suspicion = suspect(artifact, source, chosen)
@@ -222,6 +223,12 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
             yield Finding("warning", "tower-quantized", module, "it is part of a vision or audio tower, which most engines keep")
     if has_records(artifact.spelling, artifact.form):
         yield from _check_kept(artifact)
+
+
+def _check_idle(artifact: Artifact) -> Iterator[Finding]:
+    if idle := idle_scales(artifact.modules, artifact.cache_scales(artifact.spelling)):
+        detail = f"{len(idle)} scales beside four-bit modules, the first {idle[0]}: {UNSAID}; transcode leaves them out"
+        yield Finding("note", "scales-idle", None, detail)
 
 
 def _check_kept(artifact: Artifact) -> Iterator[Finding]:

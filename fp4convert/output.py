@@ -71,7 +71,7 @@ class TaskWriter:
         self._writers: dict[str, ShardWriter] = {}
         try:
             for shard in task.shards:
-                self._writers[shard.file] = ShardWriter(self.path(shard.file), shard.header, shard.outputs)
+                self._writers[shard.file] = ShardWriter(self.path(shard.file), shard.header, shard.outputs, shard.nbytes)
         except BaseException:
             self.discard()
             raise

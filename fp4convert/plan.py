@@ -21,6 +21,7 @@ from fp4convert.stacks import Slot
 from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
 
 DTYPES = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}  # a user's word -> safetensors' name
+UNSAID = "not every four-bit module has one, or the record says nothing of them"
 MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
 
 
@@ -85,7 +86,7 @@ def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: s
         raise InputError("unknown-dtype", f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
 
     target = Target(dtype)
-    _refuse_fp8(checkpoint, modules)
+    _refuse_other_matrices(checkpoint, modules)
     for module, packed in modules.items():
         if packed.stem != module:
             detail = f"{module} is a part of the stack {packed.stem}; this version makes no stack of ordinary weights"
@@ -135,7 +136,7 @@ def plan_transcode(
     _refuse_other_container(checkpoint, dialect, str(target.dialect))
     recipe = build_recipe(target, checkpoint.model_types)
     _refuse_unfit(modules, dialect, recipe)
-    _refuse_fp8(checkpoint, modules)
+    _refuse_other_matrices(checkpoint, modules)
     if placed is None:
         placed = _place(modules, dialect)
     shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
@@ -148,12 +149,20 @@ def plan_transcode(
         group = tuple(dict.fromkeys(ref for member in members for ref in shared[scale_group(member, recipe.groups) or member]))
         specs = dialect.outputs(stem, stored.shape, form)
         drafts[stem] = Draft("transcode", "four-bit", refs, specs, stored.shape, stored.slots, amax_of=group, home=stored.home)
-    left_out = {stored.home.name for stored in placed.values()}
-    tasks = _module_tasks(Writing(checkpoint, target, dialect, form, renamed or {}), modules, drafts, left_out)
+    homes = {stored.home.name for stored in placed.values()}
+    idle = idle_scales(modules, renamed or {})
+    tasks = _module_tasks(Writing(checkpoint, target, dialect, form, renamed or {}), modules, drafts, homes | set(idle))
     four_bit = {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)}
-    kept = _kept_modules(checkpoint, left_out | four_bit)
+    kept = _kept_modules(checkpoint, homes | four_bit)
     patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
-    return Plan(target, tasks, Ignored(tuple(kept), patterns), ())
+    warnings = [f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []
+    return Plan(target, tasks, Ignored(tuple(kept), patterns), tuple(warnings))
+
+
+def idle_scales(modules: Mapping[str, Packed], cache_scales: Collection[str]) -> list[str]:
+    """Scales beside four-bit modules that mean nothing for the artifact as a whole: only some modules have input scales."""
+    names = (ref.name for packed in modules.values() for ref in packed.companions if ref not in packed.refs)
+    return [name for name in names if name not in cache_scales]
 
 
 def _place(modules: dict[str, Packed], dialect: Dialect) -> dict[str, Stored]:
@@ -165,14 +174,18 @@ def _place(modules: dict[str, Packed], dialect: Dialect) -> dict[str, Stored]:
     return placed
 
 
-def _refuse_fp8(checkpoint: Checkpoint, modules: dict[str, Packed]) -> None:
-    """InputError where matrices beside the four-bit ones are FP8, whose scales only their own dialect explains."""
-    ours = {ref.name for packed in modules.values() for ref in packed.refs}
-    found = [ref.name for ref in checkpoint.tensors if ref.dtype.startswith("F8_") and ref.name not in ours]
-    matrices = [name for name in found if name.endswith(".weight")]
+def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -> None:
+    """InputError for quantized matrices beside the four-bit ones of one format, which the result's records would not tell."""
+    ours = {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)}
+    others = [ref for ref in checkpoint.tensors if ref.name not in ours]
+    next_step = "Start from the original weights."
+    matrices = [ref.name for ref in others if ref.dtype.startswith("F8_") and ref.name.endswith(".weight")]
     if matrices:
         detail = f"{len(matrices)} matrices are FP8, the first {matrices[0]!r}; this version carries four-bit ones and floats"
-        raise InputError("fp8-modules", detail, "Start from the original weights.", matrices[0])
+        raise InputError("fp8-modules", detail, next_step, matrices[0])
+    if found := [ref.name for ref in others if is_quantized_tensor(ref)]:
+        detail = f"{len(found)} tensors are quantized in another way, the first {found[0]!r}"
+        raise InputError("mixed-modules", f"{detail}; this version carries four-bit matrices of one format", next_step, found[0])
 
 
 def _refuse_other_container(checkpoint: Checkpoint, dialect: Dialect, name: str) -> None:

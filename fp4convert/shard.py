@@ -74,9 +74,13 @@ class Frame(Protocol):
     """What a file holds beside its tensors, and how it places them.
 
     container  safetensors or gguf
+    alignment  of which the whole file is a multiple
     """
 
     container: ClassVar[str]
+
+    @property
+    def alignment(self) -> int: ...
 
     def lay_out(self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]) -> tuple[bytes, tuple[TensorRef, ...]]:
         """The bytes that stand before the tensors, and the address of each tensor, in the order of the file.
@@ -236,6 +240,7 @@ class SafetensorsFrame:
 
     metadata: dict[str, str]
     container: ClassVar[str] = "safetensors"
+    alignment: ClassVar[int] = 1
 
     def lay_out(self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]) -> tuple[bytes, tuple[TensorRef, ...]]:
         """The header bytes of a shard and the address of each tensor in it.
@@ -262,20 +267,21 @@ class SafetensorsFrame:
 
 
 class ShardWriter:
-    """One shard on its way: the header first, then each tensor's bytes appended at the place the plan gave it.
+    """One shard on its way: the header first, then each tensor's bytes appended at the place the plan gave it; zeros between.
 
     Threads may append to different tensors at once.
     """
 
-    def __init__(self, path: Path, header: bytes, outputs: Sequence[TensorRef]) -> None:
+    def __init__(self, path: Path, header: bytes, outputs: Sequence[TensorRef], nbytes: int) -> None:
         self.path = path
         self._outputs = outputs
-        self._nbytes = max((ref.start + ref.nbytes for ref in outputs), default=len(header))
+        self._nbytes = nbytes
         self._filled = {ref.name: 0 for ref in outputs}
         with told(path, self._nbytes):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._fd, 0, self._nbytes)
+                os.posix_fallocate(self._fd, 0, nbytes)
+            os.ftruncate(self._fd, nbytes)
             self._pwrite(memoryview(header), 0)
 
     def append(self, ref: TensorRef, data: memoryview) -> None:

@@ -200,7 +200,7 @@ class Writing:
             if chosen or file == shard.file:
                 header, placed = shard.frame.lay_out(file, chosen, notes)
                 end = max((ref.start + ref.nbytes for ref in placed), default=len(header))
-                yield Shard(file, header, end, placed)
+                yield Shard(file, header, -(-end // shard.frame.alignment) * shard.frame.alignment, placed)
 
 
 def refuse_collisions(tasks: Iterable[Task]) -> None:

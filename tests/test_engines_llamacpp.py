@@ -299,3 +299,34 @@ def test_inspect_knows_the_file(make: Make, fmt: str, way: str) -> None:
     assert (found["format"], found["dialect"]) == (fmt, "gguf")
     assert found["tensors"]["quantized"] == MODULES
     assert found["healthy"]
+    assert found["findings"] == []
+
+
+@every_way
+@every_format
+@every_kind
+def test_inspect_and_verify_measure_against_the_template(make: Make, kind: str, fmt: str, way: str) -> None:
+    models = make(kind, fmt)
+    folder = models.made(way).parent
+    assert fp4convert_json("inspect", folder, "--source", models.template)["findings"] == []
+    report = fp4convert_json("verify", folder, "--source", models.template, "--min-sqnr", 15)
+    assert report["passed"]
+    assert len(report["tensors"]) == MODULES
+    assert all(row["cosine"] > 0.99 for row in report["tensors"])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@every_format
+@every_kind
+def test_engine_runs_the_dequantized_file(make: Make, tmp_path: Path, kind: str, fmt: str, dtype: str) -> None:
+    """It holds what the four-bit file is worth, rounded to its dtype, and nothing that only four-bit tensors need."""
+    models = make(kind, fmt)
+    fp4convert("dequantize", models.quantized.parent, "-o", tmp_path / "restored", "--dtype", dtype, "-q")
+    (path,) = (tmp_path / "restored").glob("*.gguf")
+    tensors, template = _read(path), _read(models.template)
+    assert list(tensors) == list(template)
+    assert {tensors[name].tensor_type.name for name in _four_bit(models.quantized)} == {{"bf16": "BF16", "fp32": "F32"}[dtype]}
+    expected, found = (_weights(each, models.checkpoint, kind) for each in (models.quantized, path))
+    for name, weight in expected.items():
+        assert found[name].allclose(weight, rtol=2.0 ** {"bf16": -8, "fp32": -22}[dtype], atol=0), name
+    assert _distance(_run(path), _expected(models.checkpoint, found)) < 0.02

@@ -151,8 +151,8 @@ def recognise(clues: Clues) -> Form | None:
     found = [fmt for fmt in READS if f"{fmt.name}-pack-quantized" in declared]
     if len(found) != 1:
         return None
-    inputs = [scheme.get("input_activations") for scheme in _schemes(clues)]
-    is_w4a4 = any(isinstance(numbers, dict) and numbers.get("num_bits") == ACTIVATIONS_FP4 for numbers in inputs)
+    inputs = [_bits(scheme, "input_activations") for scheme in _schemes(clues) if _bits(scheme, "weights") == 4]
+    is_w4a4 = bool(inputs) and all(bits == ACTIVATIONS_FP4 for bits in inputs)
     cache = clues.record.get("kv_cache_scheme")
     kv_cache = "fp8" if isinstance(cache, dict) and cache.get("num_bits") == 8 else None
     return Form(found[0], ACTIVATIONS_FP4 if is_w4a4 else 16, kv_cache=kv_cache)
@@ -161,6 +161,11 @@ def recognise(clues: Clues) -> Form | None:
 def _schemes(clues: Clues) -> list[dict[str, object]]:
     groups = clues.record.get("config_groups")
     return [scheme for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
+
+
+def _bits(scheme: dict[str, object], key: str) -> object:
+    numbers = scheme.get(key)
+    return numbers.get("num_bits") if isinstance(numbers, dict) else None
 
 
 def judge(clues: Clues) -> Iterator[Doubt]:

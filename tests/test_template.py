@@ -1,0 +1,207 @@
+"""A donor's frame: rows find their order in it, and any file that is not the model's own is refused, with nothing written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from checkpoints import LAYER, Outcome, llama_shards, run, values_of, write_llama
+from gguf.quants import dequantize, quantize
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "lm_head": "output",
+    f"{LAYER}.input_layernorm": "blk.0.attn_norm",
+    f"{LAYER}.self_attn.q_proj": "blk.0.attn_q",
+    f"{LAYER}.self_attn.k_proj": "blk.0.attn_k",
+    f"{LAYER}.self_attn.v_proj": "blk.0.attn_v",
+    f"{LAYER}.self_attn.o_proj": "blk.0.attn_output",
+    f"{LAYER}.mlp.gate_proj": "blk.0.ffn_gate",
+    f"{LAYER}.mlp.up_proj": "blk.0.ffn_up",
+    f"{LAYER}.mlp.down_proj": "blk.0.ffn_down",
+}
+HEADS = {"blk.0.attn_q.weight": 4, "blk.0.attn_k.weight": 2}
+MODULES = 7
+Arrays = dict[str, np.ndarray]
+
+
+def model() -> Arrays:
+    """The model's tensors under llama.cpp's names, in the order of its own rows."""
+    tensors = {name: tensor for shard in llama_shards().values() for name, tensor in shard.items()}
+    arrays = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        arrays[f"{NAMES[module]}.{part}"] = values_of(tensor).astype(np.float32)
+    return arrays
+
+
+def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
+    """As convert_hf_to_gguf.py does it: the two halves of every head take turns."""
+    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def write_donor(path: Path, arrays: Arrays, kind: str = "BF16", architecture: str = "llama") -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(1)
+    writer.add_head_count(HEADS["blk.0.attn_q.weight"])
+    writer.add_head_count_kv(HEADS["blk.0.attn_k.weight"])
+    for name, array in arrays.items():
+        dtype = gguf.GGMLQuantizationType[kind if array.ndim > 1 else "F32"]
+        writer.add_tensor(name, quantize(array, dtype), raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def llamas(arrays: Arrays) -> Arrays:
+    """With q and k in the order of llama.cpp's Llama."""
+    return {name: permuted(array, HEADS[name]) if name in HEADS else array for name, array in arrays.items()}
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("artifacts")
+    source = write_llama(folder / "source")
+    for fmt in ("mxfp4", "nvfp4"):
+        assert run("quantize", source, "--format", fmt, "-o", folder / fmt, "-q").code == 0
+    return {fmt: folder / fmt for fmt in ("source", "mxfp4", "nvfp4")}
+
+
+def transcode(artifact: Path, donor: Path, output: Path) -> Outcome:
+    return run("transcode", artifact, "-o", output, "--dialect", "gguf", "--template", donor, "--json")
+
+
+def refused(code: str, outcome: Outcome, output: Path) -> None:
+    assert outcome.code == 2, outcome.out + outcome.err
+    assert outcome.json["error"]["code"] == code, outcome.err
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("kind", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize("order", [llamas, dict])
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+def test_rows_find_their_order(
+    artifacts: dict[str, Path], tmp_path: Path, fmt: str, order: Callable[[Arrays], Arrays], kind: str
+) -> None:
+    """Every tensor is close to the donor's in that order, by llama.cpp's own package; q is far from itself in the other."""
+    arrays = order(model())
+    outcome = transcode(artifacts[fmt], write_donor(tmp_path / "donor.gguf", arrays, kind), tmp_path / "out")
+    assert outcome.code == 0, outcome.err
+    stored = {each.name: each for each in gguf.GGUFReader(tmp_path / "out" / "donor.gguf").tensors}
+    assert sum(each.tensor_type.name == fmt.upper() for each in stored.values()) == MODULES
+    for name, array in arrays.items():
+        found = dequantize(stored[name].data, stored[name].tensor_type)
+        if scale := stored.get(name.removesuffix("weight") + "scale"):
+            found = found * scale.data
+        assert np.linalg.norm(found - array) < 0.15 * np.linalg.norm(array), name
+    found = dequantize(stored["blk.0.attn_q.weight"].data, stored["blk.0.attn_q.weight"].tensor_type)
+    assert abs(np.corrcoef(permuted(found, 4).ravel(), arrays["blk.0.attn_q.weight"].ravel())[0, 1]) < 0.5
+
+
+def without(arrays: Arrays, *names: str) -> Arrays:
+    return {name: array for name, array in arrays.items() if name not in names}
+
+
+Q, DOWN = "blk.0.attn_q.weight", "blk.0.ffn_down.weight"
+DONORS: dict[str, tuple[str, Callable[[Arrays], Arrays]]] = {
+    "another model": ("template-differs", lambda arrays: {name: array[::-1].copy() for name, array in arrays.items()}),
+    "one other matrix": ("template-differs", lambda arrays: {**arrays, DOWN: -arrays[DOWN]}),
+    "weights twice as large": ("template-differs", lambda arrays: {**arrays, DOWN: 2 * arrays[DOWN]}),
+    "weights of zero": ("template-differs", lambda arrays: {**arrays, DOWN: 0 * arrays[DOWN]}),
+    "weights that are NaN": ("template-differs", lambda arrays: {**arrays, DOWN: np.full_like(arrays[DOWN], np.nan)}),
+    "heads of another size": ("template-differs", lambda arrays: {**arrays, Q: permuted(arrays[Q], 8)}),
+    "more rows": ("template-differs", lambda arrays: {**arrays, DOWN: np.concatenate([arrays[DOWN]] * 2)}),
+    "fewer columns": ("template-differs", lambda arrays: {**arrays, DOWN: arrays[DOWN][:, :64].copy()}),
+    "turned": ("template-differs", lambda arrays: {**arrays, DOWN: arrays[DOWN].T.copy()}),
+    "no q": ("template-name", lambda arrays: without(arrays, Q)),
+    "no tensors": ("template-name", lambda arrays: {}),
+    "names of transformers": ("template-name", lambda arrays: {f"model.{name}": array for name, array in arrays.items()}),
+}
+
+
+@pytest.mark.parametrize("case", DONORS)
+def test_a_donor_of_another_model_is_refused(artifacts: dict[str, Path], tmp_path: Path, case: str) -> None:
+    code, change = DONORS[case]
+    donor = write_donor(tmp_path / "donor.gguf", change(model()))
+    for fmt in ("mxfp4", "nvfp4"):
+        refused(code, transcode(artifacts[fmt], donor, tmp_path / "out"), tmp_path / "out")
+
+
+def test_a_quantized_donor_is_refused(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    for number, kind in enumerate(("MXFP4", "Q8_0")):
+        donor = write_donor(tmp_path / f"donor{number}.gguf", model(), kind)
+        refused("template-differs", transcode(artifacts["mxfp4"], donor, tmp_path / "out"), tmp_path / "out")
+
+
+def test_a_donor_of_another_kind_is_refused(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    refused("template", transcode(artifacts["mxfp4"], artifacts["source"], out), out)
+    refused("template", transcode(artifacts["mxfp4"], artifacts["mxfp4"], out), out)
+    unknown = write_donor(tmp_path / "donor.gguf", model(), architecture="nobodys")
+    refused("gguf", transcode(artifacts["mxfp4"], unknown, out), out)
+    refused("gguf", transcode(artifacts["mxfp4"], _damaged(unknown), out), out)
+    donor = write_donor(tmp_path / "sound.gguf", model())
+    arguments = ("transcode", artifacts["mxfp4"], "-o", out, "--template", donor, "--json")
+    refused("template", run(*arguments, "--dialect", "modelopt", "--format", "nvfp4"), out)
+
+
+def _damaged(donor: Path) -> Path:
+    path = donor.with_name("damaged.gguf")
+    path.write_bytes(donor.read_bytes()[:300])
+    return path
+
+
+def test_a_tied_output_stays_tied(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    donor = write_donor(tmp_path / "donor.gguf", llamas(without(model(), "output.weight")))
+    assert transcode(artifacts["mxfp4"], donor, tmp_path / "out").code == 0
+    names = {each.name for each in gguf.GGUFReader(tmp_path / "out" / "donor.gguf").tensors}
+    assert names == set(without(model(), "output.weight"))
+
+
+def test_a_dialect_and_a_file_of_different_kinds_are_refused(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    out, donor = tmp_path / "out", write_donor(tmp_path / "donor.gguf", model())
+    quantize_options = ("--format", "mxfp4", "-o", out, "--json")
+    refused("dialect-container", run("quantize", artifacts["source"], "--dialect", "gguf", *quantize_options), out)
+    refused("dialect-container", run("quantize", donor, "--dialect", "compressed-tensors", *quantize_options), out)
+    refused("dialect-container", run("quantize", donor, *quantize_options), out)
+    refused("dialect-container", run("transcode", artifacts["mxfp4"], "-o", out, "--dialect", "gguf", "--json"), out)
+
+
+def test_a_gguf_file_is_quantized_inspected_verified_and_turned_back(tmp_path: Path) -> None:
+    """The donor's bytes are what is kept, in the same order; dequantized, the file has the donor's names and shapes again."""
+    donor, out = write_donor(tmp_path / "donor.gguf", llamas(model())), tmp_path / "out"
+    for fmt in ("mxfp4", "nvfp4"):
+        options = ("--format", fmt, "--dialect", "gguf", "-q")
+        assert run("quantize", donor, "-o", out / fmt, *options).code == 0
+        for command in ("inspect", "verify"):
+            for more in ((), ("--source", donor)):
+                outcome = run(command, out / fmt, *more, "--json")
+                assert (outcome.code, [each["level"] for each in outcome.json["findings"]]) == (0, []), outcome.out
+        assert len(outcome.json["tensors"]) == MODULES
+        for dtype in ("bf16", "fp32"):
+            assert run("dequantize", out / fmt, "-o", out / f"{fmt}-{dtype}", "--dtype", dtype, "-q").code == 0
+            restored = gguf.GGUFReader(out / f"{fmt}-{dtype}" / "donor.gguf")
+            first = gguf.GGUFReader(donor)
+            assert [(each.name, each.shape.tolist()) for each in restored.tensors] == [
+                (each.name, each.shape.tolist()) for each in first.tensors
+            ]
+            assert {each.tensor_type.name for each in restored.tensors} <= {"BF16", "F32"}
+            assert not (out / f"{fmt}-{dtype}" / "config.json").exists()
+
+
+def test_what_stays_whole_is_the_same_file(tmp_path: Path) -> None:
+    """Byte for byte, as llama.cpp's own writer wrote it, with the zeros behind a last tensor of three numbers."""
+    arrays = {**llamas(model()), "blk.0.attn_norm.bias": np.ones(3, np.float32)}
+    donor = write_donor(tmp_path / "donor.gguf", arrays)
+    options = ("--format", "mxfp4", "--dialect", "gguf", "--exclude", "*", "-q")
+    assert run("quantize", donor, "-o", tmp_path / "out", *options).code == 0
+    assert (tmp_path / "out" / "donor.gguf").read_bytes() == donor.read_bytes()
+    record = json.loads((tmp_path / "out" / "quantization_config.json").read_text())
+    assert record["dialect"] == "gguf"
