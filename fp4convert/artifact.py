@@ -12,24 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fp4convert.dialects import (
-    ACTIVATIONS_FP4,
-    MODULES,
-    Clues,
-    Dialect,
-    Form,
-    Ignored,
-    Packed,
-    dialect_named,
-    encode_scalar,
-    form_of,
-)
+from fp4convert.dialects import MODULES, Clues, Dialect, Ignored, Packed, dialect_named, form_of
 from fp4convert.errors import InputError
 from fp4convert.formats import Blocks, Format, format_named
 from fp4convert.layout import padding_of
 from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef, TensorSpec, parse_json_object
 from fp4convert.sources import PLAN_FILE, Source, open_source
+from fp4convert.spelling import ACTIVATIONS_FP4, Form, encode_scalar
 from fp4convert.stacks import gather, pieces_of
 
 RECORD = "quantization_config.json"
@@ -85,7 +75,7 @@ class Artifact:
     def stored_input_scale(self, module: str) -> float | None:
         """The input scale as it is stored: a float32, as an exact Python float."""
         scale = self.input_scale(module)
-        if scale is None or self.spelling.GLOBAL_SCALE_KIND == "multiplier":
+        if scale is None or self.spelling.TRAITS.global_scale_kind == "multiplier":
             return scale
         (stored,) = struct.unpack("<f", encode_scalar(scale, is_inverse=True))
         return float(stored)
@@ -100,7 +90,7 @@ class Artifact:
         """The scales of an FP8 cache of keys and values, and their names in another dialect."""
         if not self.form.kv_cache:
             return {}
-        pairs = zip(self.spelling.CACHE_SCALES, spelling.CACHE_SCALES, strict=False)
+        pairs = zip(self.spelling.TRAITS.cache_scales, spelling.TRAITS.cache_scales, strict=False)
         return {name: name.removesuffix(own) + other for own, other in pairs for name in self.tensors if name.endswith(f".{own}")}
 
     def is_ignored(self, module: str) -> bool:
@@ -138,7 +128,7 @@ def make_record(
 
 def layout_of(form: Form, spelling: Dialect) -> dict[str, object]:
     """Where every byte is and what it means, for a form in a dialect; the first keys of our record."""
-    fmt, kind = form.format, spelling.GLOBAL_SCALE_KIND
+    fmt, kind = form.format, spelling.TRAITS.global_scale_kind
     return {
         "format": fmt.name,
         "block_size": fmt.block_size,
@@ -146,7 +136,7 @@ def layout_of(form: Form, spelling: Dialect) -> dict[str, object]:
         "scale_dtype": fmt.scale_dtype,
         "scale_layout": form.scale_layout,
         "scale_padding": padding_of(form.scale_layout),
-        "nibble_order": spelling.NIBBLE_ORDER,
+        "nibble_order": spelling.TRAITS.nibble_order,
         "block_axis": -1,
         "global_scale": {"dtype": "fp32", "stored_as": kind} if fmt.has_global_scale and kind else None,
         "activations": form.activations,
@@ -227,7 +217,7 @@ def _read_modules(tensors: dict[str, TensorRef], form: Form, dialect: Dialect) -
     """The sound quantized modules with their shapes, and a finding for each tensor that is missing or misshapen."""
     modules, findings = {}, []
     for stem in dialect.find(tensors):
-        packed = tensors.get(stem + dialect.PACKED)
+        packed = tensors.get(stem + dialect.TRAITS.packed)
         if packed is None:
             findings.append(Finding("error", "packed-missing", stem, "its scales are there, its packed codes are not"))
             continue
@@ -237,11 +227,11 @@ def _read_modules(tensors: dict[str, TensorRef], form: Form, dialect: Dialect) -
             findings.append(Finding("error", "packed-shape", stem, detail))
             continue
         specs = dialect.outputs(stem, shape, form)
-        exact = [spec for spec in specs if not (spec.name.endswith(dialect.LABELS) and spec.name in tensors)]
+        exact = [spec for spec in specs if not (spec.name.endswith(dialect.TRAITS.labels) and spec.name in tensors)]
         faults = [fault for spec in exact if (fault := _fault(tensors.get(spec.name), spec))]
         findings += faults
         if not faults:
-            names = (stem + ending for ending in dialect.COMPANIONS)
+            names = (stem + ending for ending in dialect.TRAITS.companions)
             companions = tuple(tensors[name] for name in names if name in tensors)
             refs = tuple(tensors[spec.name] for spec in specs)
             for module, pieces in pieces_of(dialect.slots(stem, shape)).items():

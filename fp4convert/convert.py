@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp4convert.artifact import RECORD, Artifact, make_record
 from fp4convert.backends import open_backend
-from fp4convert.dialects import Dialect, check_input_scale, dialect_named, dialect_to_write, form_of, is_reversible
+from fp4convert.dialects import Dialect, check_input_scale, dialect_named, dialect_to_write, form_of
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, format_named
 from fp4convert.job import Job, Result, as_text, carry_out
@@ -17,6 +17,7 @@ from fp4convert.output import OutputFolder
 from fp4convert.plan import DTYPES, plan_dequantize, plan_quantize, plan_transcode
 from fp4convert.recipe import Target, build_recipe
 from fp4convert.sources import INDEX, Source
+from fp4convert.spelling import is_reversible
 from fp4convert.tasks import Plan
 from fp4convert.template import Framed, place_modules
 from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder, count_kept
@@ -77,7 +78,7 @@ def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings)
     config = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     texts = _index_text(plan)
     last = plan.shards[-1].file
-    if artifact.spelling.CONTAINER == "safetensors":
+    if artifact.spelling.TRAITS.container == "safetensors":
         last = "config.json"
         texts[last] = as_text(config)
     job = Job(source, plan, texts, last, RECORDS | texts.keys())
@@ -119,7 +120,7 @@ def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Sour
     if donor is None:
         renamed = artifact.cache_scales(spelling)
         return plan_transcode(artifact.source.checkpoint, artifact.modules, target, renamed=renamed)
-    if spelling.CONTAINER != "gguf":
+    if spelling.TRAITS.container != "gguf":
         raise InputError("template", f"--template means nothing for dialect {request.dialect}; it is for gguf", "Leave it out.")
     framed = Framed(donor, artifact.source).checkpoint
     return plan_transcode(framed, artifact.modules, target, place_modules(artifact, donor))
@@ -154,12 +155,12 @@ def describe_carried(artifact: Artifact, plan: Plan) -> dict[str, object]:
     lossy    MXFP4 modules with blocks that NVFP4 cannot say; blocks, kept_blocks count those of all
     """
     made = format_named(plan.target.format)
-    kind = _dialect_of(plan).GLOBAL_SCALE_KIND
+    kind = _dialect_of(plan).TRAITS.global_scale_kind
     rounded, lossy, blocks, kept = [], [], 0, 0
     for module in artifact.modules:
         if made is artifact.format:
             stored = [artifact.decode(module).global_scale, artifact.stored_input_scale(module)]
-            if kind and kind != artifact.spelling.GLOBAL_SCALE_KIND and not all(map(is_reversible, stored)):
+            if kind and kind != artifact.spelling.TRAITS.global_scale_kind and not all(map(is_reversible, stored)):
                 rounded.append(module)
             continue
         all_blocks, kept_blocks = count_kept(artifact, module)
@@ -218,7 +219,7 @@ def _artifact_job(source: Source, plan: Plan) -> Job:
     spelling = _dialect_of(plan)
     records = spelling.records(form_of(plan.target), plan.ignored, plan.quantized)
     config = {key: value for key, value in source.checkpoint.config.items() if key not in QUANTIZATION_KEYS}
-    if "config.json" in records or (config and spelling.CONTAINER == "safetensors"):
+    if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
     texts = {**_index_text(plan), **{file: as_text(record) for file, record in records.items()}}
     return Job(source, plan, texts, RECORD, RECORDS | texts.keys())

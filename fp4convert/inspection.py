@@ -108,7 +108,7 @@ def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
     stored = {module: scale for module in artifact.modules if (scale := artifact.decode(module).global_scale) is not None}
     for module, scale in stored.items():
         findings += _judge_global_scale(module, scale, is_divisor=artifact.decode(module).kind == "divisor")
-    level: Level = "error" if artifact.spelling.SHARES_SCALES else "warning"
+    level: Level = "error" if artifact.spelling.TRAITS.shares_scales else "warning"
     for members in _unequal_groups(artifact, stored):
         detail = f"{', '.join(members)} have different global scales; engines that fuse them use only one"
         findings.append(Finding(level, "group-scales-differ", members[0], detail))
@@ -211,7 +211,7 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
     for warning in artifact.source.checkpoint.warnings:
         yield Finding("error", "index-omits", None, f"{warning}: engines that follow the index do not load them")
     recipe = build_recipe(Target(artifact.format.name), artifact.source.checkpoint.model_types)
-    is_strict = not artifact.spelling.HOLDS_EMBEDDINGS
+    is_strict = not artifact.spelling.TRAITS.holds_embeddings
     for module in artifact.modules:
         reason = recipe.reason_to_keep(module)
         if reason == "a router":
@@ -247,7 +247,7 @@ def _describe(artifact: Artifact, detected: str | None, share: float, findings: 
     quantized: dict[TensorRef, None] = dict.fromkeys(ref for packed in artifact.modules.values() for ref in packed.refs)
     elements = sum(rows * columns for rows, columns in (packed.shape for packed in artifact.modules.values()))
     layout = layout_of(artifact.form, artifact.spelling)
-    weights = [ref for ref in quantized if not ref.name.endswith(artifact.spelling.COMPANIONS)]
+    weights = [ref for ref in quantized if not ref.name.endswith(artifact.spelling.TRAITS.companions)]
     bits = round(8 * sum(ref.nbytes for ref in weights) / elements, 4) if elements else None
     return {
         "format": artifact.format.name,

@@ -58,7 +58,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     refuse_collisions(tasks)
     if not chosen:
         warnings.append(f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists")
-    if not checkpoint.config and dialect.CONTAINER == "safetensors":
+    if not checkpoint.config and dialect.TRAITS.container == "safetensors":
         warnings.append("the source has no config.json, or an empty one; the one written holds the quantization record alone")
     notes = (
         *checkpoint.warnings,
@@ -191,9 +191,9 @@ def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -
 def _refuse_other_container(checkpoint: Checkpoint, dialect: Dialect, name: str) -> None:
     """InputError where names and rows are those of one kind of file, and the dialect belongs to the other."""
     for shard in checkpoint.shards:
-        if shard.frame.container == dialect.CONTAINER:
+        if shard.frame.container == dialect.TRAITS.container:
             continue
-        if dialect.CONTAINER == "gguf":
+        if dialect.TRAITS.container == "gguf":
             detail = f"{shard.file}: dialect gguf needs llama.cpp's names, order of rows and keys; expected a GGUF file"
             next_step = "Make a bf16 GGUF of the model first; quantize it, or give it: transcode --template FILE.gguf."
         else:
@@ -208,7 +208,7 @@ def _refuse_unfit(modules: dict[str, Packed], dialect: Dialect, recipe: Recipe) 
         if reason := dialect.unfit(packed.shape, form_of(recipe.target)):
             detail = f"{module} has {reason}; dialect {recipe.target.dialect} has no place for it"
             raise InputError("dialect-shape", detail, "Choose another --dialect.", module)
-        if not dialect.HOLDS_EMBEDDINGS and recipe.reason_to_keep(module) == "an embedding":
+        if not dialect.TRAITS.holds_embeddings and recipe.reason_to_keep(module) == "an embedding":
             detail = f"{module} is a four-bit embedding, which no engine of dialect {recipe.target.dialect} reads"
             raise InputError("dialect-module", detail, "Choose another --dialect.", module)
 

@@ -160,7 +160,7 @@ def _judge_reading(artifact: Artifact, module: str | None, found: _Reading, expe
         yield Finding("error", "scale-layout", module, detail)
     if found.is_swapped != expected.is_swapped:
         how = "swapped" if found.is_swapped else "as declared, and those of others are swapped"
-        detail = f"codes are declared {artifact.spelling.NIBBLE_ORDER}; by the source their nibbles are {how}"
+        detail = f"codes are declared {artifact.spelling.TRAITS.nibble_order}; by the source their nibbles are {how}"
         yield Finding("error", "nibble-order", module, detail)
 
 

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fp4convert.dialects import Dialect, Form, Ignored
+from fp4convert.dialects import Dialect, Ignored
 from fp4convert.errors import InputError
 from fp4convert.recipe import Target
 from fp4convert.shard import Header, TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
+from fp4convert.spelling import Form
 from fp4convert.stacks import Slot
 
 Action = Literal["quantize", "dequantize", "transcode", "copy", "skip"]

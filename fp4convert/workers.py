@@ -22,7 +22,7 @@ import numpy as np
 from fp4convert.artifact import Artifact
 from fp4convert.backends import Backend, processors
 from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.dialects import Part, Speller, dialect_named, form_of
+from fp4convert.dialects import Speller, dialect_named, form_of
 from fp4convert.errors import DeviceError, NumericError
 from fp4convert.formats import (
     FLOAT_TYPES,
@@ -41,6 +41,7 @@ from fp4convert.recast import NOTHING, global_exponent, largest_exponent, recast
 from fp4convert.recipe import Target, group_members, scale_group
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
+from fp4convert.spelling import Part
 from fp4convert.stacks import Slot, alternate, part_of
 from fp4convert.tasks import Action, Step, Task
 
@@ -119,7 +120,7 @@ class Quantizer:
         self.format = format_named(target.format)
         self._rule = target.scale_rule or self.format.default_rule
         dialect = dialect_named(str(target.dialect))
-        has_place = dialect.GLOBAL_SCALE_KIND is not None or not self.format.has_global_scale
+        has_place = dialect.TRAITS.global_scale_kind is not None or not self.format.has_global_scale
         self._given_amax = None if has_place else GLOBAL_RANGE  # without a place for it the global scale is 1
         self._speller = Speller(dialect, form_of(target), target.input_scale)
         self.device = backend.name

@@ -23,9 +23,10 @@ from typed_records import (
     with_weights,
 )
 
-from fp4convert.dialects import Clues, Form, dialect_named
+from fp4convert.dialects import Clues, dialect_named
 from fp4convert.formats import MXFP4, NVFP4
 from fp4convert.shard import TensorRef
+from fp4convert.spelling import Form
 
 M = "model.layers.0.mlp.up_proj"
 

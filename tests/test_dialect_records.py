@@ -31,8 +31,9 @@ from typed_records import (
     with_inputs,
 )
 
-from fp4convert.dialects import MODULES, Clues, Form, Ignored, dialect_named
+from fp4convert.dialects import MODULES, Clues, Ignored, dialect_named
 from fp4convert.formats import MXFP4, NVFP4
+from fp4convert.spelling import Form
 
 M = "model.layers.0.mlp.up_proj"
 

@@ -8,11 +8,12 @@ import pytest
 from checkpoints import read_folder, run, write_single
 from spellings import PLAIN_LAYOUTS, arranged, module_of, write_artifact
 
-from fp4convert.dialects import MODULES, Form, Speller, dialect_named, dialect_to_write, is_quantized_tensor
+from fp4convert.dialects import MODULES, Speller, dialect_named, dialect_to_write, is_quantized_tensor
 from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4, Quantized
 from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef
+from fp4convert.spelling import Form
 
 CT, MO = "compressed-tensors", "modelopt"
 M = "model.layers.0.mlp.up_proj"
@@ -85,7 +86,7 @@ def spell(name: str, form: Form, q: Quantized, panels: list[Quantized], input_sc
 def test_names_dtypes_and_shapes(name, form, expected):
     specs = dialect_named(name).outputs(M, SHAPE, form)
     assert {spec.name: (spec.dtype, spec.shape) for spec in specs} == {f"{M}.{part}": kind for part, kind in expected.items()}
-    assert specs[0].name == M + dialect_named(name).PACKED, "the packed codes stand first"
+    assert specs[0].name == M + dialect_named(name).TRAITS.packed, "the packed codes stand first"
     is_apart = {spec.name for spec in specs if spec.is_apart}
     assert is_apart == ({f"{M}.{part}" for part in expected if part != "weight"} if name == "plain" else set())
 
@@ -130,7 +131,7 @@ def test_names_dtypes_and_shapes_of_stacks():
 def test_what_is_encoded_is_decoded(name, form, expected):
     """From panels of any height; of the kind that the dialect stores, so that nothing is inverted."""
     dialect = dialect_named(name)
-    q = quantized(form, SHAPE, kind=dialect.GLOBAL_SCALE_KIND or "multiplier")
+    q = quantized(form, SHAPE, kind=dialect.TRAITS.global_scale_kind or "multiplier")
     if name == "mlx" and form is NV:
         q = Quantized(NVFP4, SHAPE, q.packed, q.block_scales, 1.0)
     parts = spell(name, form, q, [q.rows(0, 10), q.rows(10, 11), q.rows(11, 48)])

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from tiny_models import fp4convert, offline
 
-from fp4convert.dialects import Form, dialect_named
+from fp4convert.dialects import dialect_named
 from fp4convert.formats import FORMATS
 from fp4convert.plan import Plan, plan_quantize
 from fp4convert.recipe import Target, build_recipe
 from fp4convert.shard import Header, SafetensorsFrame, TensorRef
 from fp4convert.sources import Checkpoint
+from fp4convert.spelling import Form
 
 pytestmark = pytest.mark.engine
 H = 64

@@ -11,7 +11,7 @@ PACKAGE = ROOT / "fp4convert"
 FLOORS = [
     {"errors"},
     {"formats", "cubins", "shard"},
-    {"codec", "gguf_shard", "recipe", "gpus", "layout", "stacks"},
+    {"codec", "gguf_shard", "recipe", "gpus", "layout", "stacks", "spelling"},
     {"sources", "dialects", "lane", "recast", "detection"},
     {"tasks", "backends"},
     {"plan", "output", "artifact", "doctor"},

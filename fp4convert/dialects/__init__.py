@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
 from typing import Literal, NamedTuple, Protocol, cast
@@ -14,11 +12,10 @@ from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, Blocks, Format, Kind, Quantized, format_named
 from fp4convert.recipe import Target, matches
 from fp4convert.shard import TensorRef, TensorSpec
+from fp4convert.spelling import ACTIVATIONS_FP4, Form, Part, Read
 from fp4convert.stacks import Piece, Rows, Slot
 
-ACTIVATIONS_FP4 = 4
 SMALLEST_INPUT_SCALE = 2.0**-100  # it and its inverse are far inside float32
-SMALLEST_SCALE = 2.0**-126  # smallest normal float32; its reciprocal is one too
 MODULES = {  # in the order in which an artifact is asked whether it is one of them
     "compressed-tensors": "compressed_tensors",
     "modelopt": "modelopt",
@@ -33,8 +30,6 @@ MODULES = {  # in the order in which an artifact is asked whether it is one of t
 _PACKED_DTYPES = ("U8", "I8", "I32", "U32")
 _GGUF_TYPES = ("MXFP4", "NVFP4")
 Json = dict[str, object]
-Read = Callable[[str], memoryview]
-Part = tuple[str, memoryview]
 
 
 class Doubt(NamedTuple):
@@ -43,27 +38,6 @@ class Doubt(NamedTuple):
     level: Literal["error", "warning"]
     code: str
     detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What an artifact says of its weights beside their names.
-
-    activations   16: only weights are quantized; 4: engines quantize activations too, NVFP4 with an input scale
-    scale_layout  in which order block scales lie; a name in layout.py
-    kv_cache      "fp8" where engines keep the cache of keys and values in FP8, or None
-    shapes        (rows, columns) of the modules whose tensors cannot tell
-    """
-
-    format: Format
-    activations: int = 16
-    scale_layout: str = "linear"
-    kv_cache: str | None = None
-    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def has_input_scale(self) -> bool:
-        return self.activations == ACTIVATIONS_FP4 and self.format.has_global_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,40 +97,53 @@ class Ignored:
         return [module for module in self.modules if not any(matches(pattern, module) for pattern in self.patterns)]
 
 
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a dialect can say, and what its engines do.
+
+    writes             the formats it is written in
+    only_reads         those that engines refuse, but artifacts are in
+    activations        the formats in which it can say that engines quantize activations to four bits
+    container          the kind of file that holds it: safetensors or gguf
+    layouts            the scale layouts it can say, its own first
+    nibble_order       low_first: element 2i in bits 0-3 of a byte; high_first; half_split: as GGUF
+    global_scale_kind  whether its global scale is a multiplier or a divisor; None: it has no place for one, so that it is 1
+    shares_scales      its engines multiply the members of a scale group as one matrix, with one global scale
+    holds_embeddings   its engines read four-bit embeddings
+    packed             ending of the tensor of packed codes
+    suffixes           endings of a quantized module's tensors, which no unquantized checkpoint has
+    companions         endings of a quantized module's other tensors, which mean nothing to ordinary weights
+    labels             endings of tensors that say to engines what a module is, in text of any length
+    cache_scales       endings, below an attention, of the scales of an FP8 cache of keys and of values; empty: it can say none
+    """
+
+    writes: tuple[Format, ...]
+    only_reads: tuple[Format, ...] = ()
+    activations: tuple[Format, ...] = ()
+    container: str = "safetensors"
+    layouts: tuple[str, ...] = ("linear",)
+    nibble_order: str = "low_first"
+    global_scale_kind: Kind | None = None
+    shares_scales: bool = False
+    holds_embeddings: bool = False
+    packed: str = ".weight"
+    suffixes: tuple[str, ...] = ()
+    companions: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    cache_scales: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> tuple[Format, ...]:
+        return self.writes + self.only_reads
+
+
 class Dialect(Protocol):
     """Names, places and records of one kind of artifact; a module with these names is one.
 
     A stem is what the tensors of one stored matrix are named after.  Its shape is (rows, columns), and longer for a stack.
-
-    READS, WRITES      the formats it is read and written in; what engines refuse is only read
-    ACTIVATIONS        the formats in which it can say that engines quantize activations to four bits
-    CONTAINER          the kind of file that holds it: safetensors or gguf
-    LAYOUTS            the scale layouts it can say, its own first
-    NIBBLE_ORDER       low_first: element 2i in bits 0-3 of a byte; high_first; half_split: as GGUF
-    GLOBAL_SCALE_KIND  whether its global scale is a multiplier or a divisor; None: it has no place for one, so that it is 1
-    SHARES_SCALES      its engines multiply the members of a scale group as one matrix, with one global scale
-    HOLDS_EMBEDDINGS   its engines read four-bit embeddings
-    PACKED             ending of the tensor of packed codes
-    SUFFIXES           endings of a quantized module's tensors, which no unquantized checkpoint has
-    COMPANIONS         endings of a quantized module's other tensors, which mean nothing to ordinary weights
-    LABELS             endings of tensors that say to engines what a module is, in text of any length
-    CACHE_SCALES       endings, below an attention, of the scales of an FP8 cache of keys and of values; empty: it can say none
     """
 
-    READS: tuple[Format, ...]
-    WRITES: tuple[Format, ...]
-    ACTIVATIONS: tuple[Format, ...]
-    CONTAINER: str
-    LAYOUTS: tuple[str, ...]
-    NIBBLE_ORDER: str
-    GLOBAL_SCALE_KIND: Kind | None
-    SHARES_SCALES: bool
-    HOLDS_EMBEDDINGS: bool
-    PACKED: str
-    SUFFIXES: tuple[str, ...]
-    COMPANIONS: tuple[str, ...]
-    LABELS: tuple[str, ...]
-    CACHE_SCALES: tuple[str, ...]
+    TRAITS: Traits
 
     @staticmethod
     def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
@@ -233,19 +220,18 @@ def dialect_to_write(target: Target) -> Dialect:
     """The dialect of what is made; InputError where it cannot say its format, layout or cache."""
     name, form = str(target.dialect), form_of(target)
     dialect = dialect_named(name)
-    if form.format not in dialect.WRITES:
-        able = ", ".join(known.name for known in dialect.WRITES)
+    if form.format not in dialect.TRAITS.writes:
+        able = ", ".join(known.name for known in dialect.TRAITS.writes)
         detail = f"dialect {name} cannot hold {form.format.name}; it holds {able}"
         raise InputError("dialect-format", detail, "Choose another --dialect or --format.")
-    if target.scale_layout is not None and target.scale_layout not in dialect.LAYOUTS:
-        detail = (
-            f"dialect {name} cannot hold block scales that lie {target.scale_layout!r}; it holds {', '.join(dialect.LAYOUTS)}"
-        )
+    if target.scale_layout is not None and target.scale_layout not in dialect.TRAITS.layouts:
+        able = ", ".join(dialect.TRAITS.layouts)
+        detail = f"dialect {name} cannot hold block scales that lie {target.scale_layout!r}; it holds {able}"
         raise InputError("dialect-layout", detail, "Choose another --scale-layout, or --dialect plain, which holds them all.")
-    if form.activations == ACTIVATIONS_FP4 and form.format not in dialect.ACTIVATIONS:
+    if form.activations == ACTIVATIONS_FP4 and form.format not in dialect.TRAITS.activations:
         detail = f"dialect {name} cannot say that activations of {form.format.name} are four-bit"
         raise InputError("dialect-activations", detail, "Choose another --dialect, or --activations 16.")
-    if target.kv_cache and not dialect.CACHE_SCALES:
+    if target.kv_cache and not dialect.TRAITS.cache_scales:
         detail = f"the artifact asks for an {target.kv_cache} cache of keys and values, which dialect {name} cannot say"
         raise InputError("dialect-cache", detail, "Choose another --dialect.")
     return dialect
@@ -253,7 +239,7 @@ def dialect_to_write(target: Target) -> Dialect:
 
 def form_of(target: Target) -> Form:
     """The form of what is made."""
-    layout = target.scale_layout or dialect_named(str(target.dialect)).LAYOUTS[0]
+    layout = target.scale_layout or dialect_named(str(target.dialect)).TRAITS.layouts[0]
     return Form(format_named(target.format), target.activations, layout, target.kv_cache)
 
 
@@ -287,16 +273,6 @@ def never_ignored(clues: Clues, module: str) -> bool:
     return False
 
 
-def half_columns(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
-    """`stored_shape` where packed codes are (rows, columns / 2)."""
-    return whole_blocks((packed.shape[0], packed.shape[1] * 2), form) if len(packed.shape) == 2 else None
-
-
-def whole_blocks(shape: tuple[int, ...], form: Form) -> tuple[int, ...] | None:
-    """The shape itself where it holds at least one block and no part of one."""
-    return shape if math.prod(shape) and shape[-1] % form.format.block_size == 0 else None
-
-
 @dataclass(frozen=True, slots=True)
 class Speller:
     """Makes all bytes of a stem out of its panels."""
@@ -324,26 +300,11 @@ def is_fp8(tensors: Mapping[str, TensorRef], name: str) -> bool:
 
 def is_quantized_tensor(ref: TensorRef) -> bool:
     """True for a tensor that only an already quantized checkpoint has, in any dialect."""
-    endings = {ending for known in MODULES for ending in dialect_named(known).SUFFIXES if ending.startswith(".")}
+    endings = {ending for known in MODULES for ending in dialect_named(known).TRAITS.suffixes if ending.startswith(".")}
     telling = tuple(ending for ending in endings if ref.dtype not in FLOAT_TYPES or ending.startswith(".weight_"))
     is_matrix = ref.name.endswith((".weight", "_blocks", "_scales", ".qweight", ".qzeros")) and len(ref.shape) > 1
     is_packed = is_matrix and ref.dtype in _PACKED_DTYPES
     return ref.dtype in _GGUF_TYPES or is_packed or ref.name.endswith((*telling, ".weight_scale_inv"))
-
-
-def encode_global_scale(q: Blocks, kind: Kind) -> memoryview:
-    """The four bytes of a global scale as that kind."""
-    if q.global_scale is None:
-        raise RuntimeError(f"{q.format.name} has no global scale")
-    return encode_scalar(q.global_scale, is_inverse=q.kind != kind)
-
-
-def is_reversible(scalar: float | None) -> bool:
-    """True where the float32 reciprocal of the float32 reciprocal is the float32 itself; of nothing, too."""
-    if scalar is None:
-        return True
-    (there,) = struct.unpack("<f", encode_scalar(scalar, is_inverse=True))
-    return bytes(encode_scalar(there, is_inverse=True)) == bytes(encode_scalar(scalar))
 
 
 def check_input_scale(fmt: Format, activations: int, input_scale: float | None) -> float | None:
@@ -366,22 +327,6 @@ def check_input_scale(fmt: Format, activations: int, input_scale: float | None) 
         detail = f"--input-scale {wide:g}; expected a number from {SMALLEST_INPUT_SCALE:g} to {1 / SMALLEST_INPUT_SCALE:g}"
         raise InputError("bad-input-scale", detail)
     return wide
-
-
-def encode_scalar(value: float, is_inverse: bool = False) -> memoryview:
-    """The four bytes of a float32; inverted it is fl(1/x): float64, then one rounding.
-
-    Raises InputError where the reciprocal is no positive normal float32
-    """
-    if is_inverse and not SMALLEST_SCALE <= value <= 1 / SMALLEST_SCALE:
-        detail = f"a scale is {value:g}, whose reciprocal is no float32; expected a positive number that has one"
-        raise InputError("scale-without-inverse", detail, "Dequantize the artifact, and quantize the result.")
-    return memoryview(struct.pack("<f", 1 / value if is_inverse else value))
-
-
-def decode_scalar(stored: memoryview) -> float:
-    """The float32 in those four bytes."""
-    return float(struct.unpack("<f", stored)[0])
 
 
 def strings(value: object) -> list[str]:

@@ -16,44 +16,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 
-from fp4convert.dialects import (
-    ACTIVATIONS_FP4,
-    Clues,
-    Form,
-    Ignored,
-    Json,
-    Part,
-    Read,
-    decode_scalar,
-    each_alone,
-    encode_global_scale,
-    encode_scalar,
-    half_columns,
-    never_ignored,
-    no_doubts,
-    stems_named,
-    whole,
-)
-from fp4convert.formats import NVFP4, Blocks, Fetched, Kind, Quantized
+from fp4convert.dialects import Clues, Ignored, Json, Traits, each_alone, never_ignored, no_doubts, stems_named, whole
+from fp4convert.formats import NVFP4, Blocks, Fetched, Quantized
 from fp4convert.layout import LAYOUTS as ORDERS
 from fp4convert.shard import TensorRef, TensorSpec
+from fp4convert.spelling import ACTIVATIONS_FP4, Form, Part, Read, Scalars, half_columns
 
-READS = WRITES = (NVFP4,)
-ACTIVATIONS = (NVFP4,)
-CONTAINER = "safetensors"
-LAYOUTS = ("128x4",)
-NIBBLE_ORDER = "high_first"
-GLOBAL_SCALE_KIND: Kind | None = "multiplier"
-SHARES_SCALES = False
-HOLDS_EMBEDDINGS = True
-PACKED = ".weight"
-SUFFIXES = (".comfy_quant", ".weight_scale_2")
-COMPANIONS = (".input_scale",)
-LABELS = (".comfy_quant",)
-CACHE_SCALES: tuple[str, ...] = ()
+TRAITS = Traits(
+    writes=(NVFP4,),
+    activations=(NVFP4,),
+    layouts=("128x4",),
+    nibble_order="high_first",
+    global_scale_kind="multiplier",
+    holds_embeddings=True,
+    suffixes=(".comfy_quant", ".weight_scale_2"),
+    companions=(".input_scale",),
+    labels=(".comfy_quant",),
+)
+SCALARS = Scalars(".weight_scale_2", ".input_scale")
+stems, slots, stored_shape, is_ignored, judge = each_alone, whole, half_columns, never_ignored, no_doubts
+decode_input_scale = SCALARS.decode_input
 _MARK = json.dumps({"format": "nvfp4"}, separators=(",", ":")).encode()
 _SWAPPED = bytes(byte >> 4 | (byte & 15) << 4 for byte in range(256))
-stems, slots, stored_shape, is_ignored, judge = each_alone, whole, half_columns, never_ignored, no_doubts
 
 
 def unfit(shape: tuple[int, int], form: Form) -> str | None:
@@ -66,10 +50,9 @@ def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, 
     specs = (
         TensorSpec(f"{stem}.weight", "U8", (rows, columns // 2)),
         TensorSpec(f"{stem}.weight_scale", "F8_E4M3", padded),
-        TensorSpec(f"{stem}.weight_scale_2", "F32", ()),
         TensorSpec(f"{stem}.comfy_quant", "U8", (len(_MARK),)),
     )
-    return (*specs, TensorSpec(f"{stem}.input_scale", "F32", ())) if form.has_input_scale else specs
+    return (*specs, *SCALARS.specs(stem, form))
 
 
 def notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
@@ -87,10 +70,8 @@ def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quant
 
 
 def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
-    yield f"{stem}.weight_scale_2", encode_global_scale(q, "multiplier")
     yield f"{stem}.comfy_quant", memoryview(_MARK)
-    if input_scale is not None:
-        yield f"{stem}.input_scale", encode_scalar(input_scale)
+    yield from SCALARS.encode(stem, q, input_scale)
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
@@ -112,11 +93,7 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
         codes = bytes(packed[first * columns // 2 : last * columns // 2]).translate(_SWAPPED)
         return memoryview(codes), block_scales(first, last)
 
-    return Fetched(form.format, (rows, columns), decode_scalar(read(f"{stem}.weight_scale_2")), "multiplier", fetch)
-
-
-def decode_input_scale(module: str, read: Read) -> float:
-    return decode_scalar(read(f"{module}.input_scale"))
+    return Fetched(form.format, (rows, columns), SCALARS.decode_global(stem, form, read), SCALARS.kind, fetch)
 
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:

@@ -12,94 +12,37 @@ Source: compressed-tensors 0.20, compressors/nvfp4 and compressors/mxfp4.  Reade
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from fp4convert.dialects import (
-    ACTIVATIONS_FP4,
-    Clues,
-    Doubt,
-    Form,
-    Ignored,
-    Json,
-    Part,
-    Read,
-    always_fit,
-    decode_scalar,
-    each_alone,
-    encode_global_scale,
-    encode_scalar,
-    half_columns,
-    no_notes,
-    stems_named,
-    strings,
-    whole,
-)
-from fp4convert.formats import MXFP4, NVFP4, Blocks, Kind, Quantized
+from fp4convert.dialects import Clues, Doubt, Ignored, Json, Traits, always_fit, each_alone, no_notes, stems_named, strings, whole
+from fp4convert.formats import MXFP4, NVFP4
 from fp4convert.recipe import matches
-from fp4convert.shard import TensorRef, TensorSpec
+from fp4convert.shard import TensorRef
+from fp4convert.spelling import ACTIVATIONS_FP4, Form, Scalars, Table
 
-READS = WRITES = (NVFP4, MXFP4)
-ACTIVATIONS = (NVFP4, MXFP4)
-CONTAINER = "safetensors"
-LAYOUTS = ("linear",)
-NIBBLE_ORDER = "low_first"
-GLOBAL_SCALE_KIND: Kind | None = "divisor"
-SHARES_SCALES = True
-HOLDS_EMBEDDINGS = False
-PACKED = ".weight_packed"
-SUFFIXES = (".weight_packed", ".weight_scale", ".weight_global_scale")
-COMPANIONS = (".input_global_scale", ".input_scale")  # the first is an output where the form says so
-LABELS: tuple[str, ...] = ()
-CACHE_SCALES = ("k_scale", "v_scale")
-_SCALE_DTYPE = {NVFP4: "F8_E4M3", MXFP4: "U8"}
+TRAITS = Traits(
+    writes=(NVFP4, MXFP4),
+    activations=(NVFP4, MXFP4),
+    global_scale_kind="divisor",
+    shares_scales=True,
+    packed=".weight_packed",
+    suffixes=(".weight_packed", ".weight_scale", ".weight_global_scale"),
+    companions=(".input_global_scale", ".input_scale"),  # the first is an output where the form says so
+    cache_scales=("k_scale", "v_scale"),
+)
+SCALARS = Scalars(".weight_global_scale", ".input_global_scale", (1,), "divisor")
+TABLE = Table((".weight_packed", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS)
+outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
+encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
+stems, slots, notes, unfit = each_alone, whole, no_notes, always_fit
 _STRATEGIES = ((NVFP4.block_size, "tensor_group"), (MXFP4.block_size, "group"))
 _FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-stems, slots, notes, stored_shape, unfit = each_alone, whole, no_notes, half_columns, always_fit
-
-
-def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
-    rows, columns = shape
-    specs = [
-        TensorSpec(f"{stem}.weight_packed", "U8", (rows, columns // 2)),
-        TensorSpec(f"{stem}.weight_scale", _SCALE_DTYPE[form.format], (rows, columns // form.format.block_size)),
-    ]
-    if form.format.has_global_scale:
-        specs.append(TensorSpec(f"{stem}.weight_global_scale", "F32", (1,)))
-    if form.has_input_scale:
-        specs.append(TensorSpec(f"{stem}.input_global_scale", "F32", (1,)))
-    return tuple(specs)
-
-
-def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
-    for rows in panels:
-        yield f"{stem}.weight_packed", rows.packed
-        yield f"{stem}.weight_scale", rows.block_scales
-
-
-def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
-    if q.format.has_global_scale:
-        yield f"{stem}.weight_global_scale", encode_global_scale(q, "divisor")
-    if input_scale is not None:
-        yield f"{stem}.input_global_scale", encode_scalar(input_scale, is_inverse=True)
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
     """All but FP8 modules, which have a .weight beside their .weight_scale."""
-    return [stem for stem in stems_named(tensors, SUFFIXES) if f"{stem}.weight" not in tensors]
-
-
-def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
-    divisor = decode_scalar(read(f"{stem}.weight_global_scale")) if form.format.has_global_scale else None
-    rows, columns = shape
-    packed, block_scales = read(f"{stem}.weight_packed"), read(f"{stem}.weight_scale")
-    return Quantized(form.format, (rows, columns), packed, block_scales, divisor, "divisor")
-
-
-def decode_input_scale(module: str, read: Read) -> float:
-    divisor = decode_scalar(read(f"{module}.input_global_scale"))
-    return 1 / divisor if divisor else math.inf
+    return [stem for stem in stems_named(tensors, TRAITS.suffixes) if f"{stem}.weight" not in tensors]
 
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
@@ -148,7 +91,7 @@ def recognise(clues: Clues) -> Form | None:
     if clues.record.get("quant_method") != "compressed-tensors":
         return None
     declared = {str(clues.record.get("format", ""))} | {str(scheme.get("format", "")) for scheme in _schemes(clues)}
-    found = [fmt for fmt in READS if f"{fmt.name}-pack-quantized" in declared]
+    found = [fmt for fmt in TRAITS.reads if f"{fmt.name}-pack-quantized" in declared]
     if len(found) != 1:
         return None
     inputs = [_bits(scheme, "input_activations") for scheme in _schemes(clues) if _bits(scheme, "weights") == 4]

@@ -11,17 +11,14 @@ Source: vLLM 0.33, models/deepseek_v4 (names and views); no published file was c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from fp4convert.dialects import (
     Clues,
-    Form,
     Ignored,
     Json,
-    Part,
-    Read,
+    Traits,
     always_fit,
-    half_columns,
     is_fp8,
     never_ignored,
     no_doubts,
@@ -30,24 +27,17 @@ from fp4convert.dialects import (
     whole,
 )
 from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4, Blocks, Format, Kind, Quantized
-from fp4convert.shard import TensorRef, TensorSpec
+from fp4convert.formats import MXFP4
+from fp4convert.shard import TensorRef
+from fp4convert.spelling import Form, Scalars, Table
 
-READS = WRITES = (MXFP4,)
-ACTIVATIONS: tuple[Format, ...] = ()
-CONTAINER = "safetensors"
-LAYOUTS = ("linear",)
-NIBBLE_ORDER = "low_first"
-GLOBAL_SCALE_KIND: Kind | None = None
-SHARES_SCALES = False
-HOLDS_EMBEDDINGS = False
-PACKED = ".weight"
-SUFFIXES: tuple[str, ...] = ()  # ".scale" ends names of ordinary norms too
-COMPANIONS = ()
-LABELS: tuple[str, ...] = ()
-CACHE_SCALES: tuple[str, ...] = ()
+TRAITS = Traits(writes=(MXFP4,))  # no suffixes: ".scale" ends names of ordinary norms too
+SCALARS = Scalars(None)
+TABLE = Table((".weight", "I8"), ".scale", {MXFP4: "F8_E8M0"}, SCALARS)
+outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
+encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
+slots, notes, is_ignored, judge, unfit = whole, no_notes, never_ignored, no_doubts, always_fit
 _EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.w[123]")
-slots, notes, stored_shape, is_ignored, judge, unfit = whole, no_notes, half_columns, never_ignored, no_doubts, always_fit
 
 
 def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
@@ -58,37 +48,10 @@ def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
     return dict(shapes)
 
 
-def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
-    rows, columns = shape
-    return (
-        TensorSpec(f"{stem}.weight", "I8", (rows, columns // 2)),
-        TensorSpec(f"{stem}.scale", "F8_E8M0", (rows, columns // form.format.block_size)),
-    )
-
-
-def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
-    for rows in panels:
-        yield f"{stem}.weight", rows.packed
-        yield f"{stem}.scale", rows.block_scales
-
-
-def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
-    yield from ()
-
-
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
     return [
         stem for stem in stems_named(tensors, (".scale",)) if _EXPERT.fullmatch(stem) and not is_fp8(tensors, f"{stem}.weight")
     ]
-
-
-def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
-    rows, columns = shape
-    return Quantized(form.format, (rows, columns), read(f"{stem}.weight"), read(f"{stem}.scale"), None)
-
-
-def decode_input_scale(module: str, read: Read) -> float:
-    raise RuntimeError("deepseek has no input scales")
 
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:

@@ -14,45 +14,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from fp4convert.dialects import (
-    ACTIVATIONS_FP4,
-    Clues,
-    Doubt,
-    Form,
-    Ignored,
-    Json,
-    Part,
-    Read,
-    decode_scalar,
-    each_alone,
-    encode_global_scale,
-    encode_scalar,
-    never_ignored,
-    no_notes,
-    whole,
-    whole_blocks,
-)
+from fp4convert.dialects import Clues, Doubt, Ignored, Json, Traits, each_alone, never_ignored, no_notes, whole
 from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4, NVFP4, Blocks, Fetched, Format, Kind, Quantized
+from fp4convert.formats import MXFP4, NVFP4, Blocks, Fetched, Format, Quantized
 from fp4convert.layout import from_halves, interleave, part, to_halves
 from fp4convert.shard import TensorRef, TensorSpec
+from fp4convert.spelling import ACTIVATIONS_FP4, Form, Part, Read, Scalars, whole_blocks
 
-READS = WRITES = (MXFP4, NVFP4)
-ACTIVATIONS = (NVFP4,)
-CONTAINER = "gguf"
-LAYOUTS = ("gguf",)
-NIBBLE_ORDER = "half_split"
-GLOBAL_SCALE_KIND: Kind | None = "multiplier"
-SHARES_SCALES = False
-HOLDS_EMBEDDINGS = True
-PACKED = ".weight"
-SUFFIXES: tuple[str, ...] = ()  # the type of M.weight tells
-COMPANIONS = (".input_scale",)
-LABELS: tuple[str, ...] = ()
-CACHE_SCALES: tuple[str, ...] = ()
+TRAITS = Traits(
+    writes=(MXFP4, NVFP4),
+    activations=(NVFP4,),
+    container="gguf",
+    layouts=("gguf",),
+    nibble_order="half_split",
+    global_scale_kind="multiplier",
+    holds_embeddings=True,
+    companions=(".input_scale",),  # no suffixes: the type of M.weight tells
+)
+SCALARS = Scalars(".scale", ".input_scale", (1,))
+encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
+stems, slots, notes, is_ignored = each_alone, whole, no_notes, never_ignored
 _TYPES = {"MXFP4": MXFP4, "NVFP4": NVFP4}
 _BLOCKS_PER_RUN = {MXFP4: 1, NVFP4: 4}
-stems, slots, notes, is_ignored = each_alone, whole, no_notes, never_ignored
 
 
 def unfit(shape: tuple[int, int], form: Form) -> str | None:
@@ -63,12 +46,7 @@ def unfit(shape: tuple[int, int], form: Form) -> str | None:
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
     rows, columns = shape
     row_nbytes = columns // form.format.block_size * (form.format.block_size // 2 + 1)
-    specs = [TensorSpec(f"{stem}.weight", form.format.name.upper(), (rows, row_nbytes))]
-    if form.format.has_global_scale:
-        specs.append(TensorSpec(f"{stem}.scale", "F32", (1,)))
-    if form.has_input_scale:
-        specs.append(TensorSpec(f"{stem}.input_scale", "F32", (1,)))
-    return tuple(specs)
+    return (TensorSpec(f"{stem}.weight", form.format.name.upper(), (rows, row_nbytes)), *SCALARS.specs(stem, form))
 
 
 def _sizes(fmt: Format) -> tuple[int, int]:
@@ -85,13 +63,6 @@ def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quant
             raise InputError("dialect-block-scale", detail, "Dequantize the artifact, and quantize the result.", stem)
         codes = to_halves(rows.packed, form.format.block_size // 2)
         yield f"{stem}.weight", interleave((rows.block_scales, scales_nbytes), (codes, codes_nbytes))
-
-
-def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
-    if q.format.has_global_scale:
-        yield f"{stem}.scale", encode_global_scale(q, "multiplier")
-    if input_scale is not None:
-        yield f"{stem}.input_scale", encode_scalar(input_scale)
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
@@ -111,17 +82,13 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     rows, columns = shape
     stored = read(f"{stem}.weight")
     width = stored.nbytes // rows
-    multiplier = decode_scalar(read(f"{stem}.scale")) if form.format.has_global_scale else None
+    multiplier = SCALARS.decode_global(stem, form, read)
 
     def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
         block_scales, codes = part(stored[first * width : last * width], *_sizes(form.format))
         return from_halves(codes, form.format.block_size // 2), block_scales
 
     return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch)
-
-
-def decode_input_scale(module: str, read: Read) -> float:
-    return decode_scalar(read(f"{module}.input_scale"))
 
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
@@ -137,7 +104,7 @@ def _form(tensors: Mapping[str, TensorRef]) -> Form | None:
         stems_found = [ref.name.removesuffix(".weight") for ref in tensors.values() if ref.dtype == name]
         if stems_found:
             has_inputs = fmt.has_global_scale and all(f"{stem}.input_scale" in tensors for stem in stems_found)
-            return Form(fmt, ACTIVATIONS_FP4 if has_inputs else 16, LAYOUTS[0])
+            return Form(fmt, ACTIVATIONS_FP4 if has_inputs else 16, TRAITS.layouts[0])
     return None
 
 

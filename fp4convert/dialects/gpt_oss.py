@@ -13,44 +13,23 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
-from fp4convert.dialects import (
-    Clues,
-    Form,
-    Ignored,
-    Json,
-    Part,
-    Read,
-    always_fit,
-    no_doubts,
-    no_notes,
-    stems_named,
-    strings,
-    whole_blocks,
-)
+from fp4convert.dialects import Clues, Ignored, Json, Traits, always_fit, no_doubts, no_notes, stems_named, strings
 from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4, Blocks, Format, Kind, Quantized
+from fp4convert.formats import MXFP4
 from fp4convert.shard import TensorRef, TensorSpec
+from fp4convert.spelling import Form, Scalars, Table, whole_blocks
 from fp4convert.stacks import Rows, Slot
 
-READS = WRITES = (MXFP4,)
-ACTIVATIONS: tuple[Format, ...] = ()
-CONTAINER = "safetensors"
-LAYOUTS = ("linear",)
-NIBBLE_ORDER = "low_first"
-GLOBAL_SCALE_KIND: Kind | None = None
-SHARES_SCALES = False
-HOLDS_EMBEDDINGS = False
-PACKED = "_blocks"
-SUFFIXES = ("_blocks", "_scales")
-COMPANIONS = ()
-LABELS: tuple[str, ...] = ()
-CACHE_SCALES: tuple[str, ...] = ()
+TRAITS = Traits(writes=(MXFP4,), packed="_blocks", suffixes=("_blocks", "_scales"))
+SCALARS = Scalars(None)
+TABLE = Table(("_blocks", "U8"), "_scales", {MXFP4: "U8"}, SCALARS)
+encode, decode, encode_scalars, decode_input_scale = TABLE.encode, TABLE.decode, SCALARS.encode, SCALARS.decode_input
+notes, judge, unfit = no_notes, no_doubts, always_fit
 _MEMBERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(gate|up|down)_proj")
 _BLOCK_NBYTES = MXFP4.block_size // 2
-notes, judge, unfit = no_notes, no_doubts, always_fit
 
 
 def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
@@ -89,33 +68,14 @@ def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, 
     )
 
 
-def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
-    for rows in panels:
-        yield f"{stem}_blocks", rows.packed
-        yield f"{stem}_scales", rows.block_scales
-
-
-def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
-    yield from ()
-
-
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    return stems_named(tensors, SUFFIXES)
+    return stems_named(tensors, TRAITS.suffixes)
 
 
 def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
     if len(packed.shape) != 4 or packed.shape[1] % len(_MEMBERS.get(stem.rpartition(".")[2], "1")):
         return None
     return whole_blocks((*packed.shape[:2], packed.shape[2] * form.format.block_size), form)
-
-
-def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
-    experts, rows, columns = shape
-    return Quantized(form.format, (experts * rows, columns), read(f"{stem}_blocks"), read(f"{stem}_scales"), None)
-
-
-def decode_input_scale(module: str, read: Read) -> float:
-    raise RuntimeError("gpt-oss has no input scales")
 
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:

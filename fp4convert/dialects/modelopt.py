@@ -20,86 +20,44 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from fp4convert.dialects import (
-    ACTIVATIONS_FP4,
     Clues,
     Doubt,
-    Form,
     Ignored,
     Json,
-    Part,
-    Read,
+    Traits,
     always_fit,
-    decode_scalar,
     each_alone,
-    encode_global_scale,
-    encode_scalar,
-    half_columns,
     is_fp8,
     no_notes,
     stems_named,
     strings,
     whole,
 )
-from fp4convert.formats import MXFP4, NVFP4, Blocks, Kind, Quantized
-from fp4convert.shard import TensorRef, TensorSpec
+from fp4convert.formats import MXFP4, NVFP4
+from fp4convert.shard import TensorRef
+from fp4convert.spelling import ACTIVATIONS_FP4, Form, Scalars, Table
 
-READS = (NVFP4, MXFP4)
-WRITES = (NVFP4,)
-ACTIVATIONS = (NVFP4,)
-CONTAINER = "safetensors"
-LAYOUTS = ("linear",)
-NIBBLE_ORDER = "low_first"
-GLOBAL_SCALE_KIND: Kind | None = "multiplier"
-SHARES_SCALES = True
-HOLDS_EMBEDDINGS = False
-PACKED = ".weight"
-SUFFIXES = (".weight_scale", ".weight_scale_2")
-COMPANIONS = (".input_scale", ".k_scale", ".v_scale")
-LABELS: tuple[str, ...] = ()
-CACHE_SCALES = ("k_proj.k_scale", "v_proj.v_scale")
+TRAITS = Traits(
+    writes=(NVFP4,),
+    only_reads=(MXFP4,),
+    activations=(NVFP4,),
+    global_scale_kind="multiplier",
+    shares_scales=True,
+    suffixes=(".weight_scale", ".weight_scale_2"),
+    companions=(".input_scale", ".k_scale", ".v_scale"),
+    cache_scales=("k_proj.k_scale", "v_proj.v_scale"),
+)
+SCALARS = Scalars(".weight_scale_2", ".input_scale")
+TABLE = Table((".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS)
+outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
+encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
+stems, slots, notes, unfit = each_alone, whole, no_notes, always_fit
 _ALGORITHMS = {ACTIVATIONS_FP4: "NVFP4", 16: "W4A16_NVFP4"}
 _MX_ALGORITHMS = ("mxfp4", "MXFP4", "W4A8_MXFP4_FP8")
-stems, slots, notes, stored_shape, unfit = each_alone, whole, no_notes, half_columns, always_fit
-
-
-def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
-    rows, columns = shape
-    is_nvfp4 = form.format is NVFP4
-    specs = [
-        TensorSpec(f"{stem}.weight", "U8", (rows, columns // 2)),
-        TensorSpec(f"{stem}.weight_scale", "F8_E4M3" if is_nvfp4 else "U8", (rows, columns // form.format.block_size)),
-    ]
-    if is_nvfp4:
-        specs.append(TensorSpec(f"{stem}.weight_scale_2", "F32", ()))
-    if form.has_input_scale:
-        specs.append(TensorSpec(f"{stem}.input_scale", "F32", ()))
-    return tuple(specs)
-
-
-def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
-    for rows in panels:
-        yield f"{stem}.weight", rows.packed
-        yield f"{stem}.weight_scale", rows.block_scales
-
-
-def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
-    yield f"{stem}.weight_scale_2", encode_global_scale(q, "multiplier")
-    if input_scale is not None:
-        yield f"{stem}.input_scale", encode_scalar(input_scale)
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    return [stem for stem in stems_named(tensors, SUFFIXES) if not is_fp8(tensors, f"{stem}.weight")]
-
-
-def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
-    multiplier = decode_scalar(read(f"{stem}.weight_scale_2")) if form.format.has_global_scale else None
-    rows, columns = shape
-    return Quantized(form.format, (rows, columns), read(f"{stem}.weight"), read(f"{stem}.weight_scale"), multiplier)
-
-
-def decode_input_scale(module: str, read: Read) -> float:
-    return decode_scalar(read(f"{module}.input_scale"))
+    return [stem for stem in stems_named(tensors, TRAITS.suffixes) if not is_fp8(tensors, f"{stem}.weight")]
 
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:

@@ -20,42 +20,34 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from fp4convert.dialects import (
     Clues,
-    Form,
     Ignored,
     Json,
-    Part,
-    Read,
+    Traits,
     always_fit,
-    decode_scalar,
     each_alone,
-    encode_global_scale,
-    encode_scalar,
-    half_columns,
     never_ignored,
     no_doubts,
     no_notes,
     stems_named,
     whole,
-    whole_blocks,
 )
-from fp4convert.formats import MXFP4, NVFP4, Blocks, Fetched, Kind, Quantized
+from fp4convert.formats import MXFP4, NVFP4, Blocks, Fetched, Quantized
 from fp4convert.layout import LAYOUTS as ORDERS
 from fp4convert.layout import interleave, part
 from fp4convert.shard import TensorRef, TensorSpec
+from fp4convert.spelling import Form, Part, Read, Scalars, half_columns, whole_blocks
 
-READS = WRITES = (NVFP4, MXFP4)
-ACTIVATIONS = (NVFP4, MXFP4)
-CONTAINER = "safetensors"
-LAYOUTS = ("linear", "128x4", "8x4", "deepgemm", "k_major", "interleaved", "appended")
-NIBBLE_ORDER = "low_first"
-GLOBAL_SCALE_KIND: Kind | None = "multiplier"
-SHARES_SCALES = False
-HOLDS_EMBEDDINGS = True
-PACKED = ".weight"
-SUFFIXES = (".block_scale", ".global_scale")
-COMPANIONS = (".input_scale",)
-LABELS: tuple[str, ...] = ()
-CACHE_SCALES: tuple[str, ...] = ()
+TRAITS = Traits(
+    writes=(NVFP4, MXFP4),
+    activations=(NVFP4, MXFP4),
+    layouts=("linear", "128x4", "8x4", "deepgemm", "k_major", "interleaved", "appended"),
+    global_scale_kind="multiplier",
+    holds_embeddings=True,
+    suffixes=(".block_scale", ".global_scale"),
+    companions=(".input_scale",),
+)
+SCALARS = Scalars(".global_scale", ".input_scale", is_apart=True)
+encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
 stems, slots, notes, is_ignored, judge, unfit = each_alone, whole, no_notes, never_ignored, no_doubts, always_fit
 
 
@@ -74,11 +66,7 @@ def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, 
         padded_rows, padded_blocks = ORDERS[form.scale_layout].padded((rows, blocks))
         specs = [TensorSpec(f"{stem}.weight", "U8", (rows, columns // 2))]
         specs.append(TensorSpec(f"{stem}.block_scale", "U8", (padded_rows * padded_blocks,), is_apart=True))
-    if form.format.has_global_scale:
-        specs.append(TensorSpec(f"{stem}.global_scale", "F32", (), is_apart=True))
-    if form.has_input_scale:
-        specs.append(TensorSpec(f"{stem}.input_scale", "F32", (), is_apart=True))
-    return tuple(specs)
+    return (*specs, *SCALARS.specs(stem, form))
 
 
 def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
@@ -96,16 +84,9 @@ def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quant
         yield f"{stem}.block_scale", ORDERS[form.scale_layout].arrange(memoryview(block_scales), linear)
 
 
-def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
-    if q.format.has_global_scale:
-        yield f"{stem}.global_scale", encode_global_scale(q, "multiplier")
-    if input_scale is not None:
-        yield f"{stem}.input_scale", encode_scalar(input_scale)
-
-
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
     """With their scales joined to their codes, modules of MXFP4 are known by the type of their weights alone."""
-    named = stems_named(tensors, SUFFIXES)
+    named = stems_named(tensors, TRAITS.suffixes)
     packed = [stem for stem in stems_named(tensors, (".weight",)) if tensors[f"{stem}.weight"].dtype == "U8"]
     return sorted({*named, *packed})
 
@@ -124,7 +105,7 @@ def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | 
 def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     rows, columns = shape
     blocks = columns // form.format.block_size
-    multiplier = decode_scalar(read(f"{stem}.global_scale")) if form.format.has_global_scale else None
+    multiplier = SCALARS.decode_global(stem, form, read)
     stored = read(f"{stem}.weight")
     if form.scale_layout == "interleaved":
         width = stored.nbytes // rows
@@ -145,10 +126,6 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
         return stored[first * columns // 2 : last * columns // 2], block_scales(first, last)
 
     return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch_scales)
-
-
-def decode_input_scale(module: str, read: Read) -> float:
-    return decode_scalar(read(f"{module}.input_scale"))
 
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:

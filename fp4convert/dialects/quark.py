@@ -12,23 +12,16 @@ Source: amd-quark 0.13, torch/export; vLLM 0.33, quantization/quark.  Readers: v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from fp4convert.dialects import (
-    ACTIVATIONS_FP4,
     Clues,
-    Form,
     Ignored,
     Json,
-    Part,
-    Read,
+    Traits,
     always_fit,
-    decode_scalar,
     each_alone,
-    encode_global_scale,
-    encode_scalar,
-    half_columns,
     is_fp8,
     no_doubts,
     no_notes,
@@ -36,64 +29,26 @@ from fp4convert.dialects import (
     strings,
     whole,
 )
-from fp4convert.formats import MXFP4, NVFP4, Blocks, Kind, Quantized
-from fp4convert.shard import TensorRef, TensorSpec
+from fp4convert.formats import MXFP4, NVFP4
+from fp4convert.shard import TensorRef
+from fp4convert.spelling import ACTIVATIONS_FP4, Form, Scalars, Table
 
-READS = WRITES = (MXFP4, NVFP4)
-ACTIVATIONS = (MXFP4, NVFP4)
-CONTAINER = "safetensors"
-LAYOUTS = ("linear",)
-NIBBLE_ORDER = "low_first"
-GLOBAL_SCALE_KIND: Kind | None = "multiplier"
-SHARES_SCALES = False
-HOLDS_EMBEDDINGS = False
-PACKED = ".weight"
-SUFFIXES = (".weight_scale", ".weight_scale_2")
-COMPANIONS = (".input_scale_2", ".input_scale")
-LABELS: tuple[str, ...] = ()
-CACHE_SCALES: tuple[str, ...] = ()
-stems, slots, notes, stored_shape, judge, unfit = each_alone, whole, no_notes, half_columns, no_doubts, always_fit
-
-
-def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
-    rows, columns = shape
-    scale_dtype = "F8_E4M3" if form.format is NVFP4 else "U8"
-    specs = [
-        TensorSpec(f"{stem}.weight", "U8", (rows, columns // 2)),
-        TensorSpec(f"{stem}.weight_scale", scale_dtype, (rows, columns // form.format.block_size)),
-    ]
-    if form.format.has_global_scale:
-        specs.append(TensorSpec(f"{stem}.weight_scale_2", "F32", ()))
-    if form.has_input_scale:
-        specs.append(TensorSpec(f"{stem}.input_scale_2", "F32", ()))
-    return tuple(specs)
-
-
-def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
-    for rows in panels:
-        yield f"{stem}.weight", rows.packed
-        yield f"{stem}.weight_scale", rows.block_scales
-
-
-def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
-    if q.format.has_global_scale:
-        yield f"{stem}.weight_scale_2", encode_global_scale(q, "multiplier")
-    if input_scale is not None:
-        yield f"{stem}.input_scale_2", encode_scalar(input_scale)
+TRAITS = Traits(
+    writes=(MXFP4, NVFP4),
+    activations=(MXFP4, NVFP4),
+    global_scale_kind="multiplier",
+    suffixes=(".weight_scale", ".weight_scale_2"),
+    companions=(".input_scale_2", ".input_scale"),
+)
+SCALARS = Scalars(".weight_scale_2", ".input_scale_2")
+TABLE = Table((".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS)
+outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
+encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
+stems, slots, notes, judge, unfit = each_alone, whole, no_notes, no_doubts, always_fit
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    return [stem for stem in stems_named(tensors, SUFFIXES) if not is_fp8(tensors, f"{stem}.weight")]
-
-
-def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
-    multiplier = decode_scalar(read(f"{stem}.weight_scale_2")) if form.format.has_global_scale else None
-    rows, columns = shape
-    return Quantized(form.format, (rows, columns), read(f"{stem}.weight"), read(f"{stem}.weight_scale"), multiplier)
-
-
-def decode_input_scale(module: str, read: Read) -> float:
-    return decode_scalar(read(f"{module}.input_scale_2"))
+    return [stem for stem in stems_named(tensors, TRAITS.suffixes) if not is_fp8(tensors, f"{stem}.weight")]
 
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
@@ -164,7 +119,9 @@ def recognise(clues: Clues) -> Form | None:
     declared = clues.record.get("global_quant_config")
     scheme = declared if isinstance(declared, dict) else {}
     weights, inputs = (_first(scheme.get(key)) for key in ("weight", "input_tensors"))
-    fmt = next((fmt for fmt in READS if fmt.block_size == weights.get("group_size") and weights.get("dtype") == "fp4"), None)
+    fmt = next(
+        (fmt for fmt in TRAITS.reads if fmt.block_size == weights.get("group_size") and weights.get("dtype") == "fp4"), None
+    )
     activations = ACTIVATIONS_FP4 if inputs.get("dtype") == "fp4" else 16
     return Form(fmt, activations) if fmt else None
 
