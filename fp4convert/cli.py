@@ -91,7 +91,7 @@ def quantize_command(
 def inspect_command(
     artifact: ArtifactArgument,
     source: Annotated[str | None, typer.Option(help="The original checkpoint, which decides what statistics cannot.")] = None,
-    full: Annotated[bool, typer.Option(help="Read every block scale, however many.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Read every block scale, however many.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Tell what an artifact is and whether it is healthy, from its headers, records and scales.

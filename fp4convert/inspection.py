@@ -71,10 +71,9 @@ def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:
         return modules
     chosen, left = [], SAMPLE_NBYTES
     for module in modules[:: math.ceil(nbytes / SAMPLE_NBYTES)]:
-        left -= _scale_nbytes(artifact, module)
-        if left < 0:
-            break
-        chosen.append(module)
+        if (module_nbytes := _scale_nbytes(artifact, module)) <= left:
+            chosen.append(module)
+            left -= module_nbytes
     return chosen
 
 

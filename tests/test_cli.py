@@ -200,10 +200,6 @@ def test_help_and_version_load_no_numpy():
         assert modules_after(*arguments).isdisjoint((*HEAVY, "numpy", "ml_dtypes"))
 
 
-def test_inspection_loads_no_numpy(artifact):
-    assert modules_after("inspect", artifact).isdisjoint(("numpy", "ml_dtypes"))
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_signals_end_the_command_with_their_code(options, number, code, tmp_path):

@@ -76,12 +76,12 @@ def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
         "format          nvfp4: fp4_e2m1 codes, 16 to a block, fp8_e4m3 block scales",
         "dialect         compressed-tensors",
         "global scale    fp32, stored as a divisor",
-        "scale layout    linear (declared)",
+        "scale layout    linear (declared), unknown by statistics",
         "nibble order    low_first",
         "activations     16 bits",
         "tensors         7 quantized, 4 other",
         "bits per weight 4.507 (codes, block scales and global scales)",
-        "share read      headers and records only",
+        "share read      100 % of the block scales",
         "healthy",
     ]
 

@@ -1,0 +1,136 @@
+"""suspicion.py where its judgements turn: which reading is named, and which factor is one of rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import pack_shard, read_shard, run, write_single
+from liars import MODEL
+
+from fp4convert.artifact import open_artifact
+from fp4convert.errors import InputError
+from fp4convert.inspection import inspect
+from fp4convert.sources import open_source
+from fp4convert.suspicion import COMPARED_MODULES, suspect
+
+NAMES = [f"layers.{n}.o_proj" for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> tuple[Path, Path]:
+    """Normal weights, and an artifact of them: statistics on scales say nothing."""
+    root = tmp_path_factory.mktemp("pair")
+    rng = np.random.default_rng(1)
+    tensors = {}
+    for name in NAMES:
+        x = rng.standard_normal((128, 256), np.float32)
+        tensors[f"{name}.weight"] = ("F32", x.shape, x.tobytes())
+    source = write_single(root / "source", tensors)
+    assert run("quantize", source, "--format", "nvfp4", "--dialect", "modelopt", "-o", root / "out").code == 0
+    return source, root / "out"
+
+
+def told(pair: tuple[Path, Path], folder: Path, **changes: np.ndarray) -> list[tuple[str, str | None]]:
+    """Findings beside the source, after these tensors' bytes were replaced; an underscore for each dot but the last."""
+    source, honest = pair
+    folder.mkdir()
+    for file in honest.iterdir():
+        if file.is_file():
+            (folder / file.name).write_bytes(file.read_bytes())
+    tensors = read_shard(honest / MODEL)
+    for name, values in changes.items():
+        dtype, shape, _ = tensors[name]
+        tensors[name] = (dtype, shape, values.tobytes())
+    (folder / MODEL).write_bytes(pack_shard(tensors))
+    document = inspect(open_artifact(str(folder)), open_source(str(source)), False)
+    return [(finding["code"], finding["tensor"]) for finding in document["findings"]]
+
+
+def stored(pair: tuple[Path, Path], name: str, dtype: str = "u1") -> np.ndarray:
+    _, shape, data = read_shard(pair[1] / MODEL)[name]
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_wrong"), [(1, False), (1.04, False), (0.96, False), (1.08, True), (0.93, True), (4, True)]
+)
+def test_a_factor_of_more_than_six_per_cent_is_told(factor, is_wrong, pair, tmp_path):
+    name = f"{NAMES[1]}.weight_scale_2"
+    changed = (stored(pair, name, "<f4") * np.float32(factor)).astype("<f4")
+    assert told(pair, tmp_path / "liar", **{name: changed}) == ([("scale-factor", NAMES[1])] if is_wrong else [])
+
+
+def test_the_other_order_of_all_and_of_one(pair, tmp_path):
+    changes = {f"{name}.weight_scale": np.ascontiguousarray(stored(pair, f"{name}.weight_scale").T) for name in NAMES}
+    assert told(pair, tmp_path / "all", **changes) == [("scale-layout", None)]
+    changes.pop(f"{NAMES[0]}.weight_scale")
+    assert told(pair, tmp_path / "two", **changes) == [("scale-layout", None), ("scale-layout", NAMES[0])]
+    changes.pop(f"{NAMES[1]}.weight_scale")
+    assert told(pair, tmp_path / "one", **changes) == [("scale-layout", NAMES[2])]
+
+
+def test_two_lies_at_once(pair, tmp_path):
+    changes = {f"{name}.weight_scale": np.ascontiguousarray(stored(pair, f"{name}.weight_scale").T) for name in NAMES}
+    for name in NAMES:
+        packed = stored(pair, f"{name}.weight")
+        changes[f"{name}.weight"] = packed >> 4 | packed << 4
+    assert told(pair, tmp_path / "liar", **changes) == [("scale-layout", None), ("nibble-order", None)]
+
+
+def test_scales_that_are_all_alike_lie_as_declared(tmp_path):
+    """Every reading is the same; the declared one stands."""
+    x = np.where(np.random.default_rng(0).random((128, 256)) < 0.5, -1, 1).astype(np.float32)
+    source = write_single(tmp_path / "source", {"x.o_proj.weight": ("F32", x.shape, x.tobytes())})
+    assert run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "out").code == 0
+    suspicion = suspect(open_artifact(str(tmp_path / "out")), open_source(str(source)), ["x.o_proj"])
+    assert (suspicion.layout, suspicion.findings) == ("linear", ())
+
+
+def test_zeros_and_nan_are_no_traceback(pair, tmp_path):
+    nan = np.full((128, 16), 0x7F, np.uint8)
+    found = told(pair, tmp_path / "nan", **{f"{NAMES[0]}.weight_scale": nan})
+    assert ("scale-not-finite", NAMES[0]) in found
+    assert ("source-differs", NAMES[0]) in found
+    zero = write_single(tmp_path / "zero", {"x.o_proj.weight": ("F32", (64, 64), bytes(16384))})
+    assert run("quantize", zero, "--format", "nvfp4", "-o", tmp_path / "out").code == 0
+    assert run("inspect", tmp_path / "out", "--source", zero, "--json").json["findings"] == []
+
+
+def test_modules_of_any_shape_are_compared(tmp_path):
+    """Of some, 128x4 has as many bytes as linear, of others more: only what all could lie in is a candidate for all."""
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for name, shape in zip(NAMES, ((128, 256), (128, 256), (100, 112)), strict=True):
+        x = rng.standard_normal(shape, np.float32)
+        tensors[f"{name}.weight"] = ("F32", shape, x.tobytes())
+    source = write_single(tmp_path / "source", tensors)
+    for fmt in ("nvfp4", "mxfp4"):
+        assert run("quantize", source, "--format", fmt, "-o", tmp_path / fmt).code == 0
+        assert run("inspect", tmp_path / fmt, "--source", source, "--json").json["findings"] == []
+        out = tmp_path / f"plain-{fmt}"
+        options = ("--dialect", "plain", "--scale-layout", "128x4")
+        assert run("transcode", tmp_path / fmt, "-o", out, *options).code == 0
+        assert run("inspect", out, "--source", source, "--json").json["findings"] == []
+
+
+def test_a_source_without_these_modules_is_bad_input(pair, tmp_path):
+    other = write_single(tmp_path / "other", {f"{NAMES[0]}.weight": ("F32", (64, 64), bytes(16384))})
+    with pytest.raises(InputError) as caught:
+        suspect(open_artifact(str(pair[1])), open_source(str(other)), NAMES)
+    assert caught.value.code == "source-differs"
+
+
+def test_some_modules_from_everywhere_are_compared(tmp_path, monkeypatch):
+    count = 2 * COMPARED_MODULES
+    x = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
+    names = [f"layers.{n:03}.o_proj" for n in range(count)]
+    source = write_single(tmp_path / "source", {f"{name}.weight": ("F32", x.shape, x.tobytes()) for name in names})
+    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out").code == 0
+    compared: list[str] = []
+    artifact = open_artifact(str(tmp_path / "out"))
+    decode = type(artifact).decode
+    monkeypatch.setattr(type(artifact), "decode", lambda self, module: compared.append(module) or decode(self, module))
+    assert suspect(artifact, open_source(str(source)), names).findings == ()
+    assert compared == names[::2]
