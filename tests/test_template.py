@@ -45,14 +45,18 @@ def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def write_donor(path: Path, arrays: Arrays, kind: str = "BF16", architecture: str = "llama") -> Path:
+def write_donor(
+    path: Path, arrays: Arrays, kind: str = "BF16", architecture: str = "llama", kinds: dict[str, str] | None = None
+) -> Path:
+    """kinds  types of single tensors; NVFP4, which the package cannot make, is all zeros"""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
     writer.add_head_count(HEADS["blk.0.attn_q.weight"])
     writer.add_head_count_kv(HEADS["blk.0.attn_k.weight"])
     for name, array in arrays.items():
-        dtype = gguf.GGMLQuantizationType[kind if array.ndim > 1 else "F32"]
-        writer.add_tensor(name, quantize(array, dtype), raw_dtype=dtype)
+        dtype = gguf.GGMLQuantizationType[(kinds or {}).get(name) or (kind if array.ndim > 1 else "F32")]
+        zeros = np.zeros((*array.shape[:-1], array.shape[-1] // 64 * 36), np.uint8)
+        writer.add_tensor(name, zeros if dtype.name == "NVFP4" else quantize(array, dtype), raw_dtype=dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -205,3 +209,22 @@ def test_what_stays_whole_is_the_same_file(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "donor.gguf").read_bytes() == donor.read_bytes()
     record = json.loads((tmp_path / "out" / "quantization_config.json").read_text())
     assert record["dialect"] == "gguf"
+
+
+STACK = {"blk.0.ffn_down_exps.weight": np.ones((2, 64, 64), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("more", "kinds", "warning"),
+    [
+        ({}, {"blk.0.attn_q.weight": "NVFP4", DOWN: "MXFP4"}, "formats-mixed"),
+        (STACK, {"blk.0.attn_q.weight": "MXFP4", **dict.fromkeys(STACK, "MXFP4")}, "stack-unread"),
+    ],
+)
+def test_four_bit_tensors_that_would_stay_so_are_refused(
+    tmp_path: Path, more: Arrays, kinds: dict[str, str], warning: str
+) -> None:
+    donor, out = write_donor(tmp_path / "donor.gguf", {**model(), **more}, kinds=kinds), tmp_path / "out"
+    found = run("inspect", donor, "--json").json
+    assert warning in [finding["code"] for finding in found["findings"]]
+    refused("mixed-modules", run("dequantize", donor, "-o", out, "--json"), out)
