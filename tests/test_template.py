@@ -228,3 +228,26 @@ def test_four_bit_tensors_that_would_stay_so_are_refused(
     found = run("inspect", donor, "--json").json
     assert warning in [finding["code"] for finding in found["findings"]]
     refused("mixed-modules", run("dequantize", donor, "-o", out, "--json"), out)
+
+
+def test_nvfp4_of_llama_quantize_has_no_global_scales(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    """A scale that is missing is 1: the file is sound, and its weights are what llama.cpp's own package decodes."""
+    donor = write_donor(tmp_path / "donor.gguf", model())
+    assert transcode(artifacts["nvfp4"], donor, tmp_path / "first").code == 0
+    stored = gguf.GGUFReader(tmp_path / "first" / "donor.gguf").tensors
+    writer = gguf.GGUFWriter(tmp_path / "bare.gguf", "llama")
+    bare = {each.name: each for each in stored if not each.name.endswith(".scale")}
+    assert len(bare) == len(stored) - MODULES
+    for each in bare.values():
+        writer.add_tensor(each.name, each.data, raw_dtype=each.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = run("inspect", tmp_path / "bare.gguf", "--json").json
+    assert (found["format"], found["tensors"]["quantized"]) == ("nvfp4", MODULES)
+    assert found["findings"] == []
+    assert run("dequantize", tmp_path / "bare.gguf", "-o", tmp_path / "out", "--dtype", "fp32", "-q").code == 0
+    for each in gguf.GGUFReader(tmp_path / "out" / "bare.gguf").tensors:
+        expected = dequantize(bare[each.name].data, bare[each.name].tensor_type)
+        assert np.array_equal(dequantize(each.data, each.tensor_type), expected), each.name

@@ -138,6 +138,7 @@ class Dialect(Protocol):
     PACKED             ending of the tensor of packed codes
     SUFFIXES           endings of a quantized module's tensors, which no unquantized checkpoint has
     COMPANIONS         endings of a quantized module's other tensors, which mean nothing to ordinary weights
+    IMPLIED            endings of scales that are 1 where a module has none
     LABELS             endings of tensors that say to engines what a module is, in text of any length
     CACHE_SCALES       endings, below an attention, of the scales of an FP8 cache of keys and of values; empty: it can say none
     """
@@ -153,6 +154,7 @@ class Dialect(Protocol):
     PACKED: str
     SUFFIXES: tuple[str, ...]
     COMPANIONS: tuple[str, ...]
+    IMPLIED: tuple[str, ...]
     LABELS: tuple[str, ...]
     CACHE_SCALES: tuple[str, ...]
 

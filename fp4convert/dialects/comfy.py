@@ -48,6 +48,7 @@ HOLDS_EMBEDDINGS = True
 PACKED = ".weight"
 SUFFIXES = (".comfy_quant", ".weight_scale_2")
 COMPANIONS = (".input_scale",)
+IMPLIED: tuple[str, ...] = ()
 LABELS = (".comfy_quant",)
 CACHE_SCALES: tuple[str, ...] = ()
 _MARK = json.dumps({"format": "nvfp4"}, separators=(",", ":")).encode()

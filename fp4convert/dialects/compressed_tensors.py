@@ -50,6 +50,7 @@ HOLDS_EMBEDDINGS = False
 PACKED = ".weight_packed"
 SUFFIXES = (".weight_packed", ".weight_scale", ".weight_global_scale")
 COMPANIONS = (".input_global_scale", ".input_scale")  # the first is an output where the form says so
+IMPLIED: tuple[str, ...] = ()
 LABELS: tuple[str, ...] = ()
 CACHE_SCALES = ("k_scale", "v_scale")
 _SCALE_DTYPE = {NVFP4: "F8_E4M3", MXFP4: "U8"}

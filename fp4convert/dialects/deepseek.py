@@ -43,6 +43,7 @@ HOLDS_EMBEDDINGS = False
 PACKED = ".weight"
 SUFFIXES: tuple[str, ...] = ()  # ".scale" ends names of ordinary norms too
 COMPANIONS = ()
+IMPLIED: tuple[str, ...] = ()
 LABELS: tuple[str, ...] = ()
 CACHE_SCALES: tuple[str, ...] = ()
 _EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.w[123]")

@@ -44,6 +44,7 @@ HOLDS_EMBEDDINGS = False
 PACKED = "_blocks"
 SUFFIXES = ("_blocks", "_scales")
 COMPANIONS = ()
+IMPLIED: tuple[str, ...] = ()
 LABELS: tuple[str, ...] = ()
 CACHE_SCALES: tuple[str, ...] = ()
 _MEMBERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

@@ -42,6 +42,7 @@ HOLDS_EMBEDDINGS = True
 PACKED = ".weight"
 SUFFIXES = (".scales",)
 COMPANIONS = ()
+IMPLIED: tuple[str, ...] = ()
 LABELS: tuple[str, ...] = ()
 CACHE_SCALES: tuple[str, ...] = ()
 CODES_PER_WORD = 8

@@ -54,6 +54,7 @@ HOLDS_EMBEDDINGS = False
 PACKED = ".weight"
 SUFFIXES = (".weight_scale", ".weight_scale_2")
 COMPANIONS = (".input_scale", ".k_scale", ".v_scale")
+IMPLIED: tuple[str, ...] = ()
 LABELS: tuple[str, ...] = ()
 CACHE_SCALES = ("k_proj.k_scale", "v_proj.v_scale")
 _ALGORITHMS = {ACTIVATIONS_FP4: "NVFP4", 16: "W4A16_NVFP4"}

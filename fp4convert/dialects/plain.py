@@ -53,6 +53,7 @@ HOLDS_EMBEDDINGS = True
 PACKED = ".weight"
 SUFFIXES = (".block_scale", ".global_scale")
 COMPANIONS = (".input_scale",)
+IMPLIED: tuple[str, ...] = ()
 LABELS: tuple[str, ...] = ()
 CACHE_SCALES: tuple[str, ...] = ()
 stems, slots, notes, is_ignored, judge, unfit = each_alone, whole, no_notes, never_ignored, no_doubts, always_fit

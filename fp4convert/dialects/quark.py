@@ -49,6 +49,7 @@ HOLDS_EMBEDDINGS = False
 PACKED = ".weight"
 SUFFIXES = (".weight_scale", ".weight_scale_2")
 COMPANIONS = (".input_scale_2", ".input_scale")
+IMPLIED: tuple[str, ...] = ()
 LABELS: tuple[str, ...] = ()
 CACHE_SCALES: tuple[str, ...] = ()
 stems, slots, notes, stored_shape, judge, unfit = each_alone, whole, no_notes, half_columns, no_doubts, always_fit
