@@ -98,7 +98,8 @@ class Artifact:
         return self.spelling.is_ignored(self.clues, module)
 
     def _read(self, name: str) -> memoryview:
-        return self.source.read(self.tensors[name])
+        """The bytes of a tensor; where a sound module lacks it, it is a scale that is implied to be 1."""
+        return self.source.read(self.tensors[name]) if name in self.tensors else encode_scalar(1.0)
 
 
 def make_record(
@@ -227,13 +228,14 @@ def _read_modules(tensors: dict[str, TensorRef], form: Form, dialect: Dialect) -
             findings.append(Finding("error", "packed-shape", stem, detail))
             continue
         specs = dialect.outputs(stem, shape, form)
-        exact = [spec for spec in specs if not (spec.name.endswith(dialect.TRAITS.labels) and spec.name in tensors)]
+        free = {True: dialect.TRAITS.labels, False: dialect.TRAITS.implied}  # to be of any length; to be missing
+        exact = [spec for spec in specs if not spec.name.endswith(free[spec.name in tensors])]
         faults = [fault for spec in exact if (fault := _fault(tensors.get(spec.name), spec))]
         findings += faults
         if not faults:
             names = (stem + ending for ending in dialect.TRAITS.companions)
             companions = tuple(tensors[name] for name in names if name in tensors)
-            refs = tuple(tensors[spec.name] for spec in specs)
+            refs = tuple(tensors[spec.name] for spec in specs if spec.name in tensors)
             for module, pieces in pieces_of(dialect.slots(stem, shape)).items():
                 rows = sum(piece.height for piece in pieces)
                 modules[module] = Packed(refs, (rows, shape[-1]), companions, stem, shape, pieces)

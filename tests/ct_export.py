@@ -54,7 +54,8 @@ def _observe(model: Any) -> None:
         if hasattr(module, "weight_global_scale"):
             largest = max(amax[_group(name)])
             global_scale = module.weight_global_scale.data = generate_gparam(-largest, largest)
-        blocks = weight.unflatten(-1, (-1, args.group_size)) if args.group_size else weight.flatten()
+        width = args.group_size or weight.shape[-1]
+        blocks = weight.flatten() if args.strategy == "tensor" else weight.unflatten(-1, (-1, width))
         block_scales, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args, global_scale)
         module.weight_scale.data = block_scales.reshape(module.weight_scale.shape)
         if hasattr(module, "input_global_scale"):

@@ -41,8 +41,10 @@ COMPRESSED: dict[str, Schemes] = {
     "mxfp4": (("MXFP4", "Linear"),),
     "w4a4-beside-w4a16": (("NVFP4", MLP), ("NVFP4A16", ATTENTION)),
     "beside-fp8": (("NVFP4", MLP), ("FP8", ATTENTION)),
+    "beside-int8": (("NVFP4", MLP), ("W8A8", ATTENTION)),
 }
-SOUND = [name for name in COMPRESSED if name != "beside-fp8"]
+REFUSED = {"beside-fp8": "fp8-modules", "beside-int8": "mixed-modules"}
+SOUND = [name for name in COMPRESSED if name not in REFUSED]
 Exports = dict[str, Path]
 
 
@@ -147,12 +149,13 @@ def test_modelopts_exports_dequantize_as_the_formula_says(modelopt: Exports, sou
     assert restored.keys() == read_tensors(source).keys()
 
 
-def test_fp8_matrices_are_refused(modelopt: Exports, compressed: dict[str, Any], tmp_path: Path) -> None:
+def test_matrices_of_eight_bits_are_refused(modelopt: Exports, compressed: dict[str, Any], tmp_path: Path) -> None:
     """Nothing is on the disk afterwards."""
-    for export in (modelopt["beside-fp8"], compressed["beside-fp8"][0]):
-        _refused("fp8-modules", "dequantize", export, "-o", tmp_path / "restored")
-        for dialect in ("compressed-tensors", "modelopt", "quark", "plain"):
-            _refused("fp8-modules", "transcode", export, "-o", tmp_path / "other", "--dialect", dialect)
+    exports = [("fp8-modules", modelopt["beside-fp8"]), *((code, compressed[name][0]) for name, code in REFUSED.items())]
+    for code, export in exports:
+        _refused(code, "dequantize", export, "-o", tmp_path / "restored")
+        for dialect in ("modelopt", "quark"):
+            _refused(code, "transcode", export, "-o", tmp_path / "other", "--dialect", dialect)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -218,14 +221,14 @@ def test_modelopts_mxfp4_travels_to_compressed_tensors_and_quark(modelopt: Expor
 
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_inspect_knows_compressed_tensors_exports(compressed: dict[str, Any], name: str) -> None:
-    mixed = {"beside-fp8": (4, IN_MLP), "w4a4-beside-w4a16": (16, MODULES)}
+    mixed = {**dict.fromkeys(REFUSED, (4, IN_MLP)), "w4a4-beside-w4a16": (16, MODULES)}
     plain = {"nvfp4": 4, "mxfp4": 4, "nvfp4a16": 16, "mxfp4a16": 16, "cache": 16}
     fmt = "mxfp4" if name.startswith("mxfp4") else "nvfp4"
     export = compressed[name][0]
     assert _facts(export) == ("compressed-tensors", fmt, *(mixed.get(name) or (plain[name], MODULES)))
     assert _findings(export) == ([("note", "scales-idle")] if name == "w4a4-beside-w4a16" else [])
     record = read_json(export / "config.json")["quantization_config"]
-    assert record["format"] == ("mixed-precision" if name == "beside-fp8" else f"{fmt}-pack-quantized")
+    assert record["format"] == ("mixed-precision" if name in REFUSED else f"{fmt}-pack-quantized")
 
 
 @pytest.mark.parametrize("name", SOUND)

@@ -45,14 +45,18 @@ def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def write_donor(path: Path, arrays: Arrays, kind: str = "BF16", architecture: str = "llama") -> Path:
+def write_donor(
+    path: Path, arrays: Arrays, kind: str = "BF16", architecture: str = "llama", kinds: dict[str, str] | None = None
+) -> Path:
+    """kinds  types of single tensors; NVFP4, which the package cannot make, is all zeros"""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
     writer.add_head_count(HEADS["blk.0.attn_q.weight"])
     writer.add_head_count_kv(HEADS["blk.0.attn_k.weight"])
     for name, array in arrays.items():
-        dtype = gguf.GGMLQuantizationType[kind if array.ndim > 1 else "F32"]
-        writer.add_tensor(name, quantize(array, dtype), raw_dtype=dtype)
+        dtype = gguf.GGMLQuantizationType[(kinds or {}).get(name) or (kind if array.ndim > 1 else "F32")]
+        zeros = np.zeros((*array.shape[:-1], array.shape[-1] // 64 * 36), np.uint8)
+        writer.add_tensor(name, zeros if dtype.name == "NVFP4" else quantize(array, dtype), raw_dtype=dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -205,3 +209,45 @@ def test_what_stays_whole_is_the_same_file(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "donor.gguf").read_bytes() == donor.read_bytes()
     record = json.loads((tmp_path / "out" / "quantization_config.json").read_text())
     assert record["dialect"] == "gguf"
+
+
+STACK = {"blk.0.ffn_down_exps.weight": np.ones((2, 64, 64), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("more", "kinds", "warning"),
+    [
+        ({}, {"blk.0.attn_q.weight": "NVFP4", DOWN: "MXFP4"}, "formats-mixed"),
+        (STACK, {"blk.0.attn_q.weight": "MXFP4", **dict.fromkeys(STACK, "MXFP4")}, "stack-unread"),
+    ],
+)
+def test_four_bit_tensors_that_would_stay_so_are_refused(
+    tmp_path: Path, more: Arrays, kinds: dict[str, str], warning: str
+) -> None:
+    donor, out = write_donor(tmp_path / "donor.gguf", {**model(), **more}, kinds=kinds), tmp_path / "out"
+    found = run("inspect", donor, "--json").json
+    assert warning in [finding["code"] for finding in found["findings"]]
+    refused("mixed-modules", run("dequantize", donor, "-o", out, "--json"), out)
+
+
+def test_nvfp4_of_llama_quantize_has_no_global_scales(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    """A scale that is missing is 1: the file is sound, and its weights are what llama.cpp's own package decodes."""
+    donor = write_donor(tmp_path / "donor.gguf", model())
+    assert transcode(artifacts["nvfp4"], donor, tmp_path / "first").code == 0
+    stored = gguf.GGUFReader(tmp_path / "first" / "donor.gguf").tensors
+    writer = gguf.GGUFWriter(tmp_path / "bare.gguf", "llama")
+    bare = {each.name: each for each in stored if not each.name.endswith(".scale")}
+    assert len(bare) == len(stored) - MODULES
+    for each in bare.values():
+        writer.add_tensor(each.name, each.data, raw_dtype=each.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = run("inspect", tmp_path / "bare.gguf", "--json").json
+    assert (found["format"], found["tensors"]["quantized"]) == ("nvfp4", MODULES)
+    assert found["findings"] == []
+    assert run("dequantize", tmp_path / "bare.gguf", "-o", tmp_path / "out", "--dtype", "fp32", "-q").code == 0
+    for each in gguf.GGUFReader(tmp_path / "out" / "bare.gguf").tensors:
+        expected = dequantize(bare[each.name].data, bare[each.name].tensor_type)
+        assert np.array_equal(dequantize(each.data, each.tensor_type), expected), each.name

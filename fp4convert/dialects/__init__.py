@@ -113,6 +113,7 @@ class Traits:
     packed             ending of the tensor of packed codes
     suffixes           endings of a quantized module's tensors, which no unquantized checkpoint has
     companions         endings of a quantized module's other tensors, which mean nothing to ordinary weights
+    implied            endings of scales that are 1 where a module has none
     labels             endings of tensors that say to engines what a module is, in text of any length
     cache_scales       endings, below an attention, of the scales of an FP8 cache of keys and of values; empty: it can say none
     """
@@ -129,6 +130,7 @@ class Traits:
     packed: str = ".weight"
     suffixes: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
+    implied: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     cache_scales: tuple[str, ...] = ()
 

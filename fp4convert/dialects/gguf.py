@@ -1,7 +1,7 @@
 """gguf: MXFP4 (type 39) and NVFP4 (type 40) as llama.cpp reads them, blocks and scales in one tensor.
 
   M.weight       MXFP4: for 32 columns the E8M0 byte, then 16 bytes; NVFP4: for 64 columns four E4M3 bytes, then 4 x 8 bytes
-  M.scale        nvfp4: F32 [1], a multiplier: amax / 2688
+  M.scale        nvfp4: F32 [1], a multiplier: amax / 2688; llama-quantize writes none, which is 1
   M.input_scale  nvfp4 with four-bit activations: F32 [1], a multiplier
 
 A block's first half is in bits 0-3 of its bytes, its second half in bits 4-7.  llama.cpp reads -0 as 0, an E4M3 scale without
@@ -30,6 +30,7 @@ TRAITS = Traits(
     global_scale_kind="multiplier",
     holds_embeddings=True,
     companions=(".input_scale",),  # no suffixes: the type of M.weight tells
+    implied=(".scale",),
 )
 SCALARS = Scalars(".scale", ".input_scale", (1,))
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
