@@ -28,12 +28,14 @@ app = typer.Typer(
     help="Turn a checkpoint into NVFP4 or MXFP4 safetensors that inference engines load.",
 )
 
-SourceArgument = Annotated[str, typer.Argument(help="Checkpoint: a folder with safetensors, or one .safetensors file.")]
-ArtifactArgument = Annotated[str, typer.Argument(help="Folder with four-bit weights.")]
+SourceArgument = Annotated[str, typer.Argument(help="Checkpoint: a folder with safetensors, one .safetensors or .gguf file.")]
+ArtifactArgument = Annotated[str, typer.Argument(help="Folder with four-bit weights, or one file.")]
 FormatOption = Annotated[str, typer.Option("--format", help="Target: nvfp4 or mxfp4.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="New folder. Default: ./NAME-FORMAT.")]
-DialectOption = Annotated[str, typer.Option(help="How the artifact is spelled; see the README.")]
-LayoutOption = Annotated[str | None, typer.Option(help="Order of block scales in dialect plain. Default: linear.")]
+DialectOption = Annotated[str, typer.Option(help="compressed-tensors, modelopt, quark, deepseek, mlx, comfy, plain or gguf.")]
+LayoutOption = Annotated[
+    str | None, typer.Option(help="plain: linear (default), 128x4, 8x4, deepgemm, k_major, interleaved, appended.")
+]
 TemplateOption = Annotated[str | None, typer.Option(help="Dialect gguf: a GGUF file of the model, whose frame it gets.")]
 RuleOption = Annotated[str | None, typer.Option(help="nvfp4: amax; mxfp4: floor, even (default) or ceil.")]
 ActivationsOption = Annotated[int, typer.Option(help="16: weights alone; 4: for the FP4 tensor cores, activations too.")]
@@ -173,7 +175,9 @@ def doctor_command(json: JsonOption = False) -> None:
 def transcode_command(
     artifact: ArtifactArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="New folder.")],
-    dialect: Annotated[str, typer.Option(help="How the result is spelled; see the README.")],
+    dialect: Annotated[
+        str, typer.Option(help="compressed-tensors, modelopt, quark, gpt-oss, deepseek, mlx, comfy, gguf or plain.")
+    ],
     format: Annotated[str | None, typer.Option("--format", help="nvfp4, for an mxfp4 artifact. Default: as it is.")] = None,
     scale_layout: LayoutOption = None,
     template: TemplateOption = None,

@@ -56,6 +56,12 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     writing = Writing(checkpoint, recipe.target, dialect, form)
     tasks = tuple(writing.task(shard, [decide(ref) for ref in shard.tensors]) for shard in checkpoint.shards)
     refuse_collisions(tasks)
+    if not dialect.TRAITS.holds_embeddings:
+        warnings += [
+            f"{module} is an embedding, which no engine of dialect {recipe.target.dialect} reads in four bits"
+            for module in shapes
+            if replace(recipe, include=()).reason_to_keep(module) == "an embedding"
+        ]
     if not chosen:
         warnings.append(f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists")
     if not checkpoint.config and dialect.TRAITS.container == "safetensors":

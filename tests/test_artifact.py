@@ -210,7 +210,6 @@ def test_mxfp4_scales_as_e8m0_are_found(artifact):
 def test_a_config_that_does_not_say_it_is_found(format, dialect, artifact):
     """Engines read modelopt's hf_quant_config.json where config.json says nothing."""
     folder = artifact(format, dialect)
-    (folder / "hf_quant_config.json").unlink(missing_ok=True)
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))

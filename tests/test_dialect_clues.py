@@ -188,7 +188,8 @@ def test_modelopt_ignores_by_its_second_record_alone():
         (MO, {**MO_W4A4_RECORD, "config_groups": MO_RECORD["config_groups"]}, Form(NVFP4)),
         (MO, {**MO_W4A4_RECORD, "quant_algo": "W4A16_NVFP4"}, Form(NVFP4)),
         (MO, {**MO_W4A4_RECORD, "quant_algo": "W4A8_NVFP4_FP8"}, None),
-        (CT, with_inputs(CT_NVFP4_RECORD, None, CT_NVFP4_INPUTS), Form(NVFP4, 4)),
+        (CT, with_inputs(CT_NVFP4_RECORD, None, CT_NVFP4_INPUTS), Form(NVFP4)),  # some with, some without: weights alone
+        (CT, with_inputs(CT_NVFP4_RECORD, CT_NVFP4_INPUTS, CT_NVFP4_INPUTS), Form(NVFP4, 4)),
         (CT, with_inputs(CT_NVFP4_RECORD), Form(NVFP4)),
         (CT, {**CT_MXFP4_RECORD, "config_groups": None}, Form(MXFP4)),
         (CT, {**CT_MXFP4_RECORD, "config_groups": {"group_0": "W4A4"}}, Form(MXFP4)),

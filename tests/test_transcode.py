@@ -298,10 +298,8 @@ def test_nothing_of_the_other_dialect_is_left(dialect, source, tmp_path):
     other = MO if dialect == CT else CT
     quantize(source, tmp_path / "before", other)
     transcode(tmp_path / "before", tmp_path / "after", dialect)
-    assert {path.name for path in (tmp_path / "after").iterdir()} == {
-        *(FIRST, SECOND, INDEX, "config.json", "tokenizer.json", OURS, ".fp4convert"),
-        *([HF] if dialect == MO else []),
-    }
+    files = {FIRST, SECOND, INDEX, "config.json", "tokenizer.json", OURS, ".fp4convert", *([HF] if dialect == MO else [])}
+    assert {path.name for path in (tmp_path / "after").iterdir()} == files
     config = json.loads((tmp_path / "after" / "config.json").read_text())
     assert config.pop("quantization_config")["quant_method"] == dialect
     assert config == json.loads((source / "config.json").read_text())
