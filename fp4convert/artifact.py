@@ -65,8 +65,14 @@ class Artifact:
     def decode(self, module: str) -> Blocks:
         """The matrix of that module; its bytes stay where they are until they are touched."""
         packed = self.modules[module]
-        stored = self.spelling.decode(packed.stem, packed.stored_shape, self.form, self._read)
-        return gather(stored, packed.shape, packed.pieces)
+        return gather(self._decode(packed), packed.shape, packed.pieces)
+
+    def decode_stem(self, stem: str) -> Blocks:
+        """The stored matrix of that name, which is a module's own, or a stack's matrices below each other."""
+        return self._decode(self.modules.get(stem) or next(packed for packed in self.modules.values() if packed.stem == stem))
+
+    def _decode(self, packed: Packed) -> Blocks:
+        return self.spelling.decode(packed.stem, packed.stored_shape, self.form, self._read)
 
     def input_scale(self, module: str) -> float | None:
         """The input scale of that module, a multiplier, where the form has one."""

@@ -82,7 +82,8 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
 def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: str, cache_scales: Collection[str] = ()) -> Plan:
     """The plan that turns an artifact back into a checkpoint whose four-bit modules are bf16, fp16 or fp32.
 
-    Companions of a four-bit module are left out: they would mean nothing beside ordinary weights.
+    Companions of a four-bit module are left out: they would mean nothing beside ordinary weights.  A stack of experts becomes
+    one as transformers keeps it: (experts, columns, rows), under its own name.
 
     modules       the sound quantized modules, as `artifact` found them
     cache_scales  tensors that only an engine with a quantized cache wants; left out too
@@ -93,20 +94,13 @@ def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: s
 
     target = Target(dtype)
     _refuse_other_matrices(checkpoint, modules)
-    for module, packed in modules.items():
-        if packed.stem != module:
-            detail = f"{module} is a part of the stack {packed.stem}; this version makes no stack of ordinary weights"
-            raise InputError("stacked-experts", detail, "Transcode it to another dialect first.", module)
-    drafts = {
-        module: Draft(
-            "dequantize",
-            "four-bit",
-            packed.refs,
-            (TensorSpec(f"{module}.weight", DTYPES[dtype], packed.shape),),
-            packed.shape,
-        )
-        for module, packed in modules.items()
-    }
+    drafts = {}
+    for packed in modules.values():
+        shape = packed.stored_shape
+        spec = TensorSpec(f"{packed.stem}.weight", DTYPES[dtype], shape)
+        if len(shape) == STACK_DIMENSIONS:
+            spec = TensorSpec(packed.stem, DTYPES[dtype], (shape[0], shape[2], shape[1]))
+        drafts[packed.stem] = Draft("dequantize", "four-bit", packed.refs, (spec,), shape)
     left_out = {ref.name for packed in modules.values() for ref in packed.companions} | set(cache_scales)
     tasks = _module_tasks(Writing(checkpoint, target), modules, drafts, left_out)
     return Plan(target, tasks, Ignored((), ()), ())

@@ -42,10 +42,11 @@ from fp4convert.recipe import Target, group_members, scale_group
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
 from fp4convert.spelling import Part
-from fp4convert.stacks import Slot, alternate, part_of
+from fp4convert.stacks import Rows, Slot, alternate, part_of
 from fp4convert.tasks import Action, Step, Task
 
 COPY_NBYTES = 8 << 20
+MATRIX_DIMENSIONS = 2
 
 Progress = Callable[[str, int], None]
 """Called with a tensor's name and how many of its source bytes are done."""
@@ -178,7 +179,17 @@ class Dequantizer:
                 raise UnsoundShardError([named]) from None
 
     def _panels(self, step: Step) -> Generator[memoryview]:
-        yield from self._backend.dequantize_panels(self._artifact.decode(step.module), step.outputs[0].dtype)
+        """The values in the order of the output: rows, or for a stack each of its matrices transposed."""
+        stored, dtype = self._artifact.decode_stem(step.module), step.outputs[0].dtype
+        if len(step.shape) == MATRIX_DIMENSIONS:
+            yield from self._backend.dequantize_panels(stored, dtype)
+            return
+        experts, rows, columns = step.shape
+        for first in range(0, experts * rows, rows):
+            expert = part_of(stored, Rows(step.module, first, first + rows))
+            values = b"".join(self._backend.dequantize_panels(expert, dtype))
+            matrix = np.frombuffer(values, FLOAT_DTYPES[dtype]).reshape(rows, columns)
+            yield np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint8).data
 
 
 class Transcoder:

@@ -164,14 +164,6 @@ def test_embeddings_of_nvfp4_into_modelopt(tmp_path):
     assert transcoded(artifact, tmp_path, "mlx").code == 0
 
 
-def test_a_stack_is_not_made_of_ordinary_weights(tmp_path):
-    artifact = write_artifact(tmp_path / "a", "gpt-oss", "mxfp4", stack())
-    error = refused(run("dequantize", artifact, "-o", tmp_path / "out", "--json"), tmp_path)
-    assert error["code"] == "stacked-experts"
-    assert transcoded(artifact, tmp_path, "quark").code == 0
-    assert run("dequantize", tmp_path / "out", "-o", tmp_path / "restored", "-q").code == 0
-
-
 @pytest.mark.parametrize("target", ["mlx", "gpt-oss"])
 def test_four_bit_activations_of_mxfp4_where_no_record_says_them(target, tmp_path):
     """Refused, or weights alone: in no case an artifact that inspect finds wrong."""

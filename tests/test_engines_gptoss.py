@@ -178,3 +178,21 @@ def test_engine_loads_what_came_back(native: Path, back: Path) -> None:
     assert logits.isfinite().all()
     assert logits.std() > 0.001
     assert logits.equal(_logits(_load(native)))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_dequantized_stacks_load_as_a_plain_model(native: Path, tmp_path: Path, dtype: str) -> None:
+    """Stacks of ordinary weights, transposed as transformers holds them: the model that Mxfp4Config(dequantize=True) makes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    fp4convert("dequantize", native, "-o", tmp_path / "plain", "--dtype", dtype, "-q")
+    expected = {
+        name: tensor.to({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]) for name, tensor in _expected(native).items()
+    }
+    restored = read_tensors(tmp_path / "plain")
+    assert not any(name.endswith(("_blocks", "_scales")) for name in restored)
+    assert differing({name: restored[name] for name in expected}, expected) == []
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(info.values()), info
+    assert _logits(model.eval()).equal(_logits(_load(native)))
