@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fp4convert.dialects import MODULES, Clues, Dialect, Ignored, Packed, dialect_named, form_of
@@ -88,7 +88,7 @@ class Artifact:
 
     @property
     def declared_layout(self) -> str | None:
-        """The order of block scales that our record says, or the dialect itself; None where neither does."""
+        """The order of block scales that our record says; None where there is none."""
         recorded = self.record.get("scale_layout")
         return str(recorded) if recorded is not None else None
 
@@ -122,7 +122,7 @@ def make_record(
     """
     form, spelling = form_of(target), dialect_named(str(target.dialect))
     return {
-        **layout_of(form, spelling),
+        **describe_form(form, spelling),
         **({"shapes": {module: list(shape) for module, shape in shapes.items()}} if form.scale_layout == "appended" else {}),
         "dialect": target.dialect,
         "scale_rule": target.scale_rule,
@@ -133,7 +133,7 @@ def make_record(
     }
 
 
-def layout_of(form: Form, spelling: Dialect) -> dict[str, object]:
+def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
     """Where every byte is and what it means, for a form in a dialect; the first keys of our record."""
     fmt, kind = form.format, spelling.TRAITS.global_scale_kind
     return {
@@ -158,7 +158,11 @@ def open_artifact(reference: str) -> Artifact:
     record = _read_json(source, RECORD)
     tensors = {ref.name: ref for ref in source.checkpoint.tensors}
     clues = Clues(source.checkpoint.config, _read_json(source, "hf_quant_config.json"), tensors)
-    form, dialect = _identity(reference, clues, record or _identity_begun(source))
+    begun = {} if record else _identity_begun(source)
+    if begun and begun.get("dialect") is None:
+        detail = f"{reference} holds ordinary weights, which dequantize made or was making; expected four-bit ones"
+        raise InputError("not-an-artifact", detail, "Give the artifact that it was made from.")
+    form, dialect = _identity(reference, clues, record or begun)
     modules, findings = _read_modules(tensors, form, dialect_named(dialect))
     if is_unfinished:
         detail = f"{RECORD} is not written yet: the conversion did not end; run its command again to continue"
@@ -191,7 +195,7 @@ def _identity(reference: str, clues: Clues, record: dict[str, object]) -> tuple[
     """Form and dialect, as our record says or else the runtime's."""
     if record:
         try:
-            return _form_recorded(record), _known_dialect(str(record.get("dialect")))
+            return _recorded(record), str(record.get("dialect"))
         except InputError as error:
             raise InputError(error.code, f"{RECORD}: {error.message}", "See what wrote it, and with which version.") from None
     for name in MODULES:
@@ -199,7 +203,7 @@ def _identity(reference: str, clues: Clues, record: dict[str, object]) -> tuple[
             return form, name
     known = ", ".join(MODULES)
     detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}, no record or names of {known}"
-    raise InputError("not-an-artifact", detail)
+    raise InputError("not-an-artifact", detail, "Quantize it: fp4convert quantize SOURCE --format nvfp4.")
 
 
 def _form_recorded(record: dict[str, object]) -> Form:
@@ -215,9 +219,15 @@ def _form_recorded(record: dict[str, object]) -> Form:
     return Form(format_named(str(record.get("format"))), activations, layout, cache, shapes)
 
 
-def _known_dialect(name: str) -> str:
-    dialect_named(name)
-    return name
+def _recorded(record: dict[str, object]) -> Form:
+    """The form that our record says, in a layout that its dialect has; InputError where it has none of that name."""
+    form, layouts = _form_recorded(record), dialect_named(str(record.get("dialect"))).TRAITS.layouts
+    if len(layouts) == 1:
+        return replace(form, scale_layout=layouts[0])
+    if form.scale_layout not in layouts:
+        detail = f"scale_layout {form.scale_layout!r} is not known; expected one of {', '.join(layouts)}"
+        raise InputError("unknown-layout", detail)
+    return form
 
 
 def _read_modules(tensors: dict[str, TensorRef], form: Form, dialect: Dialect) -> tuple[dict[str, Packed], list[Finding]]:
@@ -265,7 +275,7 @@ def _judge_records(clues: Clues, record: dict[str, object], dialect: str, module
         if has_records(spelling, _form_recorded(record)) and (recognised is None or recognised.format.name != record["format"]):
             detail = f"config.json does not declare {record['format']} as {dialect} does; engines would not load it"
             yield Finding("error", "records-disagree", None, detail)
-        for key, expected in layout_of(recognised or _form_recorded(record), spelling).items():
+        for key, expected in describe_form(recognised or _form_recorded(record), spelling).items():
             if record.get(key) != expected:
                 detail = f"{RECORD} says {key} = {record.get(key)!r}, and {dialect} has {expected!r}"
                 yield Finding("error", "record-wrong", None, detail)

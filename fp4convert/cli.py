@@ -82,7 +82,7 @@ def quantize_command(
     todo = convert.prepare_quantize(opened, request)
     screen.warn([*todo.warnings, *gpus.unused(device)])
     if dry_run:
-        return screen.show(convert.describe_plan(todo, crew.Settings(device, workers)), render.draw_plan)
+        return screen.show(convert.describe_plan(opened, todo, crew.Settings(device, workers)), render.draw_plan)
     target = output or Path(f"{opened.name}-{format.upper()}")
     with screen.progress(todo.source_bytes, "quantize") as report:
         result = convert.quantize(opened, todo, target, crew.Settings(device, workers, force, report))
@@ -152,9 +152,9 @@ def dequantize_command(
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
-    screen.warn(gpus.unused(device))
     opened = artifacts.open_artifact(artifact)
     todo = convert.prepare_dequantize(opened, dtype)
+    screen.warn([*todo.warnings, *gpus.unused(device)])
     with screen.progress(todo.source_bytes, "dequantize") as report:
         result = convert.dequantize(opened, todo, output, crew.Settings(device, workers, force, report))
     screen.show(result.as_json(), render.draw_result)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from fp4convert.artifact import RECORD, Artifact, make_record
 from fp4convert.backends import open_backend
+from fp4convert.carrying import Carrier
 from fp4convert.dialects import Dialect, check_input_scale, dialect_named, dialect_to_write, form_of
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, format_named
+from fp4convert.formats import FLOAT_TYPES, format_named, row_panels
 from fp4convert.job import Job, Result, as_text, carry_out
 from fp4convert.output import OutputFolder
 from fp4convert.plan import DTYPES, plan_dequantize, plan_quantize, plan_transcode
@@ -20,7 +21,7 @@ from fp4convert.sources import INDEX, Source
 from fp4convert.spelling import is_reversible
 from fp4convert.tasks import Plan
 from fp4convert.template import Framed, place_modules
-from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder, count_kept
+from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder
 
 RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
 QUANTIZATION_KEYS = frozenset({"quantization_config", "quantization", "expert_dtype"})  # of config.json, in any dialect
@@ -54,7 +55,7 @@ def prepare_quantize(source: Source, request: Request) -> Plan:
 def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:
     """Carry out a plan of prepare_quantize; the artifact's record is written last.
 
-    Raises InputError for a device that is not there; OutputError as open_output does; NumericError, after all sound shards
+    Raises DeviceError for a device that is not there; OutputError as open_output does; NumericError, after all sound shards
     are written, where weights are NaN or Inf: then neither index nor records are written.
     """
     worker = Quantizer(source, plan.target, open_backend(settings.device))
@@ -71,7 +72,7 @@ def prepare_dequantize(artifact: Artifact, dtype: str) -> Plan:
 def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings) -> Result:
     """Carry out a plan of prepare_dequantize: ordinary weights again, with the values that engines compute.
 
-    Raises InputError for a device that is not there; NumericError beyond fp16's range; OutputError as open_output does.
+    Raises DeviceError for a device that is not there; NumericError beyond fp16's range; OutputError as open_output does.
     """
     source = artifact.source
     config = _with_dtype(source.checkpoint.config, FLOAT_TYPES[DTYPES[plan.target.format]].config_name)
@@ -114,16 +115,25 @@ def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Sour
     activations = artifact.form.activations if is_same else 16
     target = Target(made.name, request.dialect, rule, activations, None, request.scale_layout, artifact.form.kv_cache)
     spelling = dialect_to_write(target)
-    if is_same:
-        for module in artifact.modules:
-            _check_scalars(artifact, module, spelling)
+    for module in artifact.modules if is_same else ():
+        _check_scalars(artifact, module, spelling)
+        _check_block_scales(artifact, module, spelling)
     if donor is None:
         renamed = artifact.cache_scales(spelling)
-        return plan_transcode(artifact.source.checkpoint, artifact.modules, target, renamed=renamed)
+        plan = plan_transcode(artifact.source.checkpoint, artifact.modules, target, renamed=renamed)
+        return _warned(artifact, plan)
     if spelling.TRAITS.container != "gguf":
         raise InputError("template", f"--template means nothing for dialect {request.dialect}; it is for gguf", "Leave it out.")
     framed = Framed(donor, artifact.source).checkpoint
-    return plan_transcode(framed, artifact.modules, target, place_modules(artifact, donor))
+    return _warned(artifact, plan_transcode(framed, artifact.modules, target, place_modules(artifact, donor)))
+
+
+def _warned(artifact: Artifact, plan: Plan) -> Plan:
+    """The plan, with what a cast loses beside values."""
+    if artifact.form.activations == plan.target.activations:
+        return plan
+    lost = "activations become 16-bit: four-bit ones of nvfp4 need input scales, which an mxfp4 artifact does not have"
+    return replace(plan, warnings=(*plan.warnings, lost))
 
 
 def _check_scalars(artifact: Artifact, module: str, spelling: Dialect) -> None:
@@ -136,6 +146,18 @@ def _check_scalars(artifact: Artifact, module: str, spelling: Dialect) -> None:
         raise InputError(error.code, message, error.next_step, module) from None
 
 
+def _check_block_scales(artifact: Artifact, module: str, spelling: Dialect) -> None:
+    """InputError where engines of the dialect would read a block scale as another number."""
+    highest = spelling.TRAITS.highest_scale.get(artifact.format)
+    if highest is None:
+        return
+    q, sayable = artifact.decode(module), bytes(range(highest + 1))
+    panels = (q.rows(first, last) for first, last in row_panels(q.shape))
+    if count := sum(len(bytes(rows.block_scales).translate(None, sayable)) for rows in panels):
+        detail = f"{module} has {count} block scales with a sign, or that are NaN; engines would read them as other numbers"
+        raise InputError("dialect-block-scale", detail, "See: fp4convert inspect --full.", module)
+
+
 def transcode(artifact: Artifact, plan: Plan, output: Path, settings: Settings, donor: Source | None = None) -> Result:
     """Carry out a plan of prepare_transcode: the same codes and block scales under other names.
 
@@ -143,18 +165,19 @@ def transcode(artifact: Artifact, plan: Plan, output: Path, settings: Settings, 
     """
     source = Framed(donor, artifact.source) if donor else artifact.source
     job = _artifact_job(source, plan)
-    carried = describe_carried(artifact, plan)
-    result = carry_out(job, Transcoder(artifact, source, plan.target), output, settings, partial(_write_record, plan))
+    carrier = Carrier(artifact, format_named(plan.target.format))
+    carried = describe_carried(artifact, plan, carrier)
+    result = carry_out(job, Transcoder(artifact, source, carrier, plan.target), output, settings, partial(_write_record, plan))
     return replace(result, carried=carried)
 
 
-def describe_carried(artifact: Artifact, plan: Plan) -> dict[str, object]:
+def describe_carried(artifact: Artifact, plan: Plan, carrier: Carrier) -> dict[str, object]:
     """How many modules keep every bit, and which do not.
 
     rounded  their global scale or input scale is stored as its reciprocal, and that of the reciprocal is another float32
     lossy    MXFP4 modules with blocks that NVFP4 cannot say; blocks, kept_blocks count those of all
     """
-    made = format_named(plan.target.format)
+    made = carrier.format
     kind = _dialect_of(plan).TRAITS.global_scale_kind
     rounded, lossy, blocks, kept = [], [], 0, 0
     for module in artifact.modules:
@@ -163,7 +186,7 @@ def describe_carried(artifact: Artifact, plan: Plan) -> dict[str, object]:
             if kind and kind != artifact.spelling.TRAITS.global_scale_kind and not all(map(is_reversible, stored)):
                 rounded.append(module)
             continue
-        all_blocks, kept_blocks = count_kept(artifact, module)
+        all_blocks, kept_blocks = carrier.count_kept(module)
         blocks, kept = blocks + all_blocks, kept + kept_blocks
         if all_blocks != kept_blocks:
             lossy.append(module)
@@ -176,10 +199,13 @@ def describe_carried(artifact: Artifact, plan: Plan) -> dict[str, object]:
     return document if made is artifact.format else {**document, "lossy": lossy, "blocks": blocks, "kept_blocks": kept}
 
 
-def describe_plan(plan: Plan, settings: Settings) -> dict[str, object]:
-    """The document of `quantize --dry-run --json`; memory is what workers hold beside mapped pages.
+def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, object]:
+    """The document of `quantize --dry-run --json`.
 
-    Raises InputError for a device that is not there.
+    source_bytes, output_bytes  of tensors and of shards; the result of the run counts whole files
+    peak_memory_bytes           what workers hold beside mapped pages
+    peak_disk_bytes             of everything that is written, but for our own record
+    Raises DeviceError for a device that is not there.
     """
     backend = open_backend(settings.device)
     widest = max((step.shape[1] for step in plan.steps if step.shape), default=0)
@@ -190,7 +216,7 @@ def describe_plan(plan: Plan, settings: Settings) -> dict[str, object]:
         "source_bytes": plan.source_bytes,
         "output_bytes": plan.output_bytes,
         "peak_memory_bytes": BASE_NBYTES + held_nbytes,
-        "peak_disk_bytes": plan.output_bytes,
+        "peak_disk_bytes": _artifact_job(source, plan).output_nbytes,
         "tensors": [
             {
                 "name": step.refs[0].name,

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.artifact import Artifact, Finding, Level, has_records, is_healthy, layout_of
+from fp4convert.artifact import Artifact, Finding, Level, describe_form, has_records, is_healthy
 from fp4convert.codec import block_steps
 from fp4convert.detection import StoredScales, detect_layout
-from fp4convert.formats import GLOBAL_RANGE, NVFP4, Blocks, Quantized, row_panels
-from fp4convert.layout import LAYOUTS
+from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Quantized, row_panels
+from fp4convert.layout import LAYOUTS, arrange_scales
 from fp4convert.plan import UNSAID, idle_scales
 from fp4convert.recipe import Target, build_recipe, group_members, scale_group
 from fp4convert.shard import TensorRef
@@ -91,8 +91,7 @@ def _stored_scales(artifact: Artifact, modules: Iterable[str]) -> Iterator[Store
         q = artifact.decode(module)
         rows, columns = q.shape
         shape = (rows, columns // q.format.block_size)
-        linear = b"".join(q.rows(first, last).block_scales for first, last in row_panels(q.shape))
-        yield StoredScales(np.frombuffer(layout.arrange(memoryview(linear), shape), np.uint8), shape, q.format)
+        yield StoredScales(np.frombuffer(arrange_scales(q, layout), np.uint8), shape, q.format)
 
 
 def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
@@ -212,13 +211,13 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
     recipe = build_recipe(Target(artifact.format.name), artifact.source.checkpoint.model_types)
     is_strict = not artifact.spelling.TRAITS.holds_embeddings
     for module in artifact.modules:
-        reason = recipe.reason_to_keep(module)
-        if reason == "a router":
+        kind = recipe.kind_of(module)
+        if kind == "router":
             detail = "it is a router, which few engines read quantized, and which loses most by it"
             yield Finding("error" if is_strict else "warning", "router-quantized", module, detail)
-        elif reason == "an embedding" and is_strict:
+        elif kind == "embedding" and is_strict:
             yield Finding("error", "embedding-quantized", module, f"engines of dialect {artifact.dialect} read none in four bits")
-        elif reason and "tower" in reason:
+        elif kind == "tower":
             yield Finding("warning", "tower-quantized", module, "it is part of a vision or audio tower, which most engines keep")
     if has_records(artifact.spelling, artifact.form):
         yield from _check_kept(artifact)
@@ -236,7 +235,7 @@ def _check_kept(artifact: Artifact) -> Iterator[Finding]:
     for ref in artifact.tensors.values():
         module, _, ending = ref.name.rpartition(".")
         is_linear = ending == "weight" and len(ref.shape) == 2 and module.rpartition(".")[2] in leaves
-        if is_linear and ref.dtype in ("BF16", "F16", "F32") and not artifact.is_ignored(module):
+        if is_linear and ref.dtype in FLOAT_TYPES and not artifact.is_ignored(module):
             detail = "it is not quantized, other layers' are, and no record ignores it: engines would look for its scales"
             yield Finding("error", "kept-not-ignored", module, detail)
 
@@ -245,7 +244,7 @@ def _describe(artifact: Artifact, detected: str | None, share: float, findings: 
     """scale_layout: "declared" is what our record says (None where there is none), "detected" None where nothing decides."""
     quantized: dict[TensorRef, None] = dict.fromkeys(ref for packed in artifact.modules.values() for ref in packed.refs)
     elements = sum(rows * columns for rows, columns in (packed.shape for packed in artifact.modules.values()))
-    layout = layout_of(artifact.form, artifact.spelling)
+    layout = describe_form(artifact.form, artifact.spelling)
     weights = [ref for ref in quantized if not ref.name.endswith(artifact.spelling.TRAITS.companions)]
     bits = round(8 * sum(ref.nbytes for ref in weights) / elements, 4) if elements else None
     return {

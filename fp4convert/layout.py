@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from fp4convert.errors import InputError
+from fp4convert.formats import Blocks, row_panels
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Layout:
         return np.ascontiguousarray(linear).reshape(-1).data
 
     def restored(self, read: Callable[[], memoryview], shape: tuple[int, int]) -> Callable[[int, int], memoryview]:
-        """A function (first, last + 1) -> linear bytes of whole rows, which which restores them all when first asked."""
+        """A function (first, last + 1) -> linear bytes of whole rows, which restores them all when first asked."""
         linear = cache(lambda: self.restore(read(), shape))
         return lambda first, last: linear()[first * shape[1] : last * shape[1]]
 
@@ -90,6 +91,15 @@ LAYOUTS = {
 }
 
 
+def arrange_scales(q: Blocks, layout: Layout) -> memoryview:
+    """All block scales of a matrix in that order, with their padding."""
+    linear = b"".join(q.rows(first, last).block_scales for first, last in row_panels(q.shape))
+    return layout.arrange(memoryview(linear), (q.shape[0], q.shape[1] // q.format.block_size))
+
+
+_SWAPPED = bytes(byte >> 4 | (byte & 15) << 4 for byte in range(256))
+
+
 def padding_of(name: str) -> list[int] | None:
     """What rows and blocks are padded to multiples of in that layout, where it pads them."""
     padding = LAYOUTS[name].padding if name in LAYOUTS else (1, 1)
@@ -103,13 +113,18 @@ def interleave(*parts: tuple[memoryview, int]) -> memoryview:
     return np.concatenate([np.frombuffer(part, np.uint8).reshape(-1, nbytes) for part, nbytes in parts], axis=-1).reshape(-1).data
 
 
-def part(interleaved: memoryview, *sizes: int) -> list[memoryview]:
+def split_runs(interleaved: memoryview, *sizes: int) -> list[memoryview]:
     """The parts that `interleave` joined, of runs of so many bytes."""
     import numpy as np
 
     runs = np.frombuffer(interleaved, np.uint8).reshape(-1, sum(sizes))
     ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
     return [np.ascontiguousarray(runs[:, end - size : end]).reshape(-1).data for end, size in zip(ends, sizes, strict=True)]
+
+
+def swap_nibbles(packed: memoryview) -> memoryview:
+    """Bytes whose bits 0-3 and 4-7 have changed places."""
+    return memoryview(bytes(packed).translate(_SWAPPED))
 
 
 def to_halves(packed: memoryview, nbytes: int) -> memoryview:

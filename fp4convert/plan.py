@@ -15,7 +15,7 @@ from fp4convert.dialects import Dialect, Ignored, Packed, dialect_to_write, form
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
 from fp4convert.recipe import Recipe, ScaleGroup, Target, build_recipe, matches, scale_group
-from fp4convert.shard import TensorRef, TensorSpec
+from fp4convert.shard import DTYPE_BITS, TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
 from fp4convert.stacks import Slot
 from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
@@ -60,20 +60,13 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
         warnings += [
             f"{module} is an embedding, which no engine of dialect {recipe.target.dialect} reads in four bits"
             for module in shapes
-            if replace(recipe, include=()).reason_to_keep(module) == "an embedding"
+            if recipe.kind_of(module) == "embedding"
         ]
     if not chosen:
         warnings.append(f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists")
     if not checkpoint.config and dialect.TRAITS.container == "safetensors":
         warnings.append("the source has no config.json, or an empty one; the one written holds the quantization record alone")
-    notes = (
-        *checkpoint.warnings,
-        *_left_out(checkpoint),
-        *_stacks(checkpoint),
-        *_custom_code(checkpoint),
-        *_unmatched(checkpoint, recipe),
-        *warnings,
-    )
+    notes = (*_notes_on(checkpoint), *_stacks(checkpoint), *_unmatched(checkpoint, recipe), *warnings)
     kept = _kept_modules(checkpoint, {ref.name for ref in chosen})
     patterns = recipe.patterns_to_declare(kept, [module_of(ref.name) for ref in chosen])
     return Plan(recipe.target, tasks, Ignored(tuple(kept), patterns), notes)
@@ -103,7 +96,12 @@ def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: s
         drafts[packed.stem] = Draft("dequantize", "four-bit", packed.refs, (spec,), shape)
     left_out = {ref.name for packed in modules.values() for ref in packed.companions} | set(cache_scales)
     tasks = _module_tasks(Writing(checkpoint, target), modules, drafts, left_out)
-    return Plan(target, tasks, Ignored((), ()), ())
+    warnings = [f"{len(left_out)} scales are left out: ordinary weights need none"] if left_out else []
+    four_bit = {ref.name for packed in modules.values() for ref in packed.refs}
+    typed = [ref.name for ref in checkpoint.tensors if ref.dtype not in DTYPE_BITS and ref.name not in four_bit]
+    if typed:
+        warnings.append(f"{len(typed)} tensors stay in GGUF's own types, the first {typed[0]!r}")
+    return Plan(target, tasks, Ignored((), ()), (*_notes_on(checkpoint), *warnings))
 
 
 class Stored(NamedTuple):
@@ -156,7 +154,7 @@ def plan_transcode(
     kept = _kept_modules(checkpoint, homes | four_bit)
     patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
     warnings = [f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []
-    return Plan(target, tasks, Ignored(tuple(kept), patterns), tuple(warnings))
+    return Plan(target, tasks, Ignored(tuple(kept), patterns), (*_notes_on(checkpoint), *warnings))
 
 
 def idle_scales(modules: Mapping[str, Packed], cache_scales: Collection[str]) -> list[str]:
@@ -208,7 +206,7 @@ def _refuse_unfit(modules: dict[str, Packed], dialect: Dialect, recipe: Recipe) 
         if reason := dialect.unfit(packed.shape, form_of(recipe.target)):
             detail = f"{module} has {reason}; dialect {recipe.target.dialect} has no place for it"
             raise InputError("dialect-shape", detail, "Choose another --dialect.", module)
-        if not dialect.TRAITS.holds_embeddings and recipe.reason_to_keep(module) == "an embedding":
+        if not dialect.TRAITS.holds_embeddings and recipe.kind_of(module) == "embedding":
             detail = f"{module} is a four-bit embedding, which no engine of dialect {recipe.target.dialect} reads"
             raise InputError("dialect-module", detail, "Choose another --dialect.", module)
 
@@ -307,6 +305,11 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
         if is_quantized_tensor(ref):
             detail = f"{ref.file}: {ref.name!r} says that the checkpoint is already quantized; {tail}"
             raise InputError("already-quantized", detail, "Start from the original weights.", ref.name)
+
+
+def _notes_on(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """What a person should know of a source, whatever becomes of it."""
+    return (*checkpoint.warnings, *_left_out(checkpoint), *_custom_code(checkpoint))
 
 
 def _left_out(checkpoint: Checkpoint) -> list[str]:

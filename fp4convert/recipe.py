@@ -22,11 +22,13 @@ from fp4convert.formats import Format, check_rule, format_named
 class KeepRule:
     """Modules that stay as they are, and why.
 
+    kind           what they are, for what depends on it: embedding, router, tower; or nothing of these
     may_be_absent  engines must know of them even where the checkpoint holds none: a tied head
     """
 
     patterns: tuple[str, ...]
     reason: str
+    kind: str
     may_be_absent: bool
 
 
@@ -76,6 +78,10 @@ class Recipe:
             return None
         return next((rule.reason for rule in self.keep if any(matches(pattern, module) for pattern in rule.patterns)), None)
 
+    def kind_of(self, module: str) -> str:
+        """What the recipes' rules take a module for; nothing where none speaks of it."""
+        return next((rule.kind for rule in self.keep if any(matches(pattern, module) for pattern in rule.patterns)), "")
+
     def patterns_to_declare(self, kept: Sequence[str], quantized: Sequence[str]) -> tuple[str, ...]:
         """Patterns of modules that stay, for the engines' records: short, and true under the engines' own prefixes.
 
@@ -109,7 +115,9 @@ def build_recipe(
         _compiled(pattern)
     tables = _tables(model_types)
     rows = (row for table in tables for row in table.get("keep", ()))
-    keep = tuple(KeepRule(tuple(row["modules"]), row["reason"], row.get("may_be_absent", False)) for row in rows)
+    keep = tuple(
+        KeepRule(tuple(row["modules"]), row["reason"], row.get("kind", ""), row.get("may_be_absent", False)) for row in rows
+    )
     target = replace(target, scale_rule=check_rule(fmt, target.scale_rule or fmt.default_rule))
     return Recipe(fmt, target, keep, group_members(model_types), tuple(include), tuple(exclude))
 

@@ -102,7 +102,7 @@ class Table:
     """Names and types of a matrix that is stored as packed codes and linear block scales, each a tensor.
 
     packed        ending and dtype of the packed codes
-    codes         how many of them are in one item of that dtype
+    codes_per_item  how many of them are in one item of that dtype
     block_scales  ending of the block scales' name
     scale_dtypes  their dtype, by format
     """
@@ -111,14 +111,14 @@ class Table:
     block_scales: str
     scale_dtypes: Mapping[Format, str]
     scalars: Scalars
-    codes: int = 2
+    codes_per_item: int = 2
 
     def outputs(self, stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
         """Dialect.outputs."""
         *above, columns = shape
         ending, dtype = self.packed
         return (
-            TensorSpec(stem + ending, dtype, (*above, columns // self.codes)),
+            TensorSpec(stem + ending, dtype, (*above, columns // self.codes_per_item)),
             TensorSpec(stem + self.block_scales, self.scale_dtypes[form.format], (*above, columns // form.format.block_size)),
             *self.scalars.specs(stem, form),
         )
@@ -126,7 +126,7 @@ class Table:
     def stored_shape(self, stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
         """Dialect.stored_shape."""
         *above, items = packed.shape
-        return whole_blocks((*above, items * self.codes), form) if len(above) == 1 else None
+        return whole_blocks((*above, items * self.codes_per_item), form) if len(above) == 1 else None
 
     def encode(self, stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
         """Dialect.encode."""

@@ -64,7 +64,7 @@ def gather(stored: Blocks, shape: tuple[int, int], pieces: tuple[Piece, ...]) ->
     return Fetched(stored.format, shape, stored.global_scale, stored.kind, fetch)
 
 
-def part_of(blocks: Blocks, rows: Rows) -> Blocks:
+def rows_of(blocks: Blocks, rows: Rows) -> Blocks:
     """Those rows of a module whose blocks they are."""
     if (rows.first, rows.last) == (0, blocks.shape[0]):
         return blocks

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from fp4convert.artifact import Artifact, Finding
 from fp4convert.codec import FLOAT_DTYPES, Float32s, block_steps, decode_e2m1, dequantize, encode_e2m1
 from fp4convert.errors import InputError
-from fp4convert.formats import Blocks, Quantized, row_panels
-from fp4convert.layout import LAYOUTS
+from fp4convert.formats import Blocks, Quantized
+from fp4convert.layout import LAYOUTS, arrange_scales, swap_nibbles
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
 
@@ -26,7 +26,6 @@ RESIDUAL_LIMIT = 0.1  # 1 - cosine^2; four-bit weights have about 0.01, and othe
 CLEARLY_BETTER, SAME_RESIDUAL = 2, 1e-3  # scales that lie wrong leave 5 to 20 times what rounding leaves
 FACTOR_LIMIT = 0.06  # rounding alone leaves up to 0.02 in ordinary weights
 ROUNDING_EXCESS = 1.1  # the noise of codes over that of the nearest ones, which have the least that their scales allow
-_SWAPPED = bytes(byte >> 4 | (byte & 15) << 4 for byte in range(256))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ def _match(artifact: Artifact, module: str, source: Source, ref: TensorRef) -> d
     found = {}
     for layout, rows in _readings(q, artifact.form.scale_layout, last):
         for is_swapped in (False, True):
-            packed = memoryview(bytes(rows.packed).translate(_SWAPPED)) if is_swapped else rows.packed
+            packed = swap_nibbles(rows.packed) if is_swapped else rows.packed
             found[_Reading(layout, is_swapped)] = _fit(x, replace(rows, packed=packed))
     return found
 
@@ -116,8 +115,7 @@ def _readings(q: Blocks, declared: str, last: int) -> Iterator[tuple[str, Quanti
     if declared not in LAYOUTS:
         return
     shape = (q.shape[0], q.shape[1] // q.format.block_size)
-    linear = b"".join(q.rows(first, end).block_scales for first, end in row_panels(q.shape))
-    stored = LAYOUTS[declared].arrange(memoryview(linear), shape)
+    stored = arrange_scales(q, LAYOUTS[declared])
     for name, layout in LAYOUTS.items():
         padded = layout.padded(shape)
         if name != declared and padded[0] * padded[1] == stored.nbytes:

@@ -21,6 +21,7 @@ import numpy as np
 
 from fp4convert.artifact import Artifact
 from fp4convert.backends import Backend, processors
+from fp4convert.carrying import Carrier
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.dialects import Speller, dialect_named, form_of
 from fp4convert.errors import DeviceError, NumericError
@@ -28,21 +29,16 @@ from fp4convert.formats import (
     FLOAT_TYPES,
     GLOBAL_RANGE,
     PANEL_ELEMENTS,
-    Blocks,
-    Fetched,
-    Format,
     Matrix,
     Quantized,
     format_named,
-    row_panels,
 )
 from fp4convert.output import TaskWriter
-from fp4convert.recast import NOTHING, global_exponent, largest_exponent, recast
-from fp4convert.recipe import Target, group_members, scale_group
+from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
 from fp4convert.spelling import Part
-from fp4convert.stacks import Rows, Slot, alternate, part_of
+from fp4convert.stacks import Rows, Slot, alternate, rows_of
 from fp4convert.tasks import Action, Step, Task
 
 COPY_NBYTES = 8 << 20
@@ -186,7 +182,7 @@ class Dequantizer:
             return
         experts, rows, columns = step.shape
         for first in range(0, experts * rows, rows):
-            expert = part_of(stored, Rows(step.module, first, first + rows))
+            expert = rows_of(stored, Rows(step.module, first, first + rows))
             values = b"".join(self._backend.dequantize_panels(expert, dtype))
             matrix = np.frombuffer(values, FLOAT_DTYPES[dtype]).reshape(rows, columns)
             yield np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint8).data
@@ -199,10 +195,10 @@ class Transcoder:
     made = "transcoded"
     device = "cpu"
 
-    def __init__(self, artifact: Artifact, source: Source, target: Target) -> None:
+    def __init__(self, artifact: Artifact, source: Source, carrier: Carrier, target: Target) -> None:
         self._artifact = artifact
         self._source = source  # of what is copied
-        self._format = format_named(target.format)
+        self._carrier = carrier
         self._dialect = dialect_named(str(target.dialect))
         self._form = form_of(target)
         self.threads = processors()
@@ -218,43 +214,7 @@ class Transcoder:
 
     def _panels(self, slots: tuple[Slot, ...]) -> Iterator[Quantized]:
         for slot in slots:
-            yield from alternate([part_of(carried(self._artifact, rows.module, self._format), rows) for rows in slot])
-
-
-def carried(artifact: Artifact, module: str, fmt: Format) -> Blocks:
-    """A module as it is, or as NVFP4 under the global scale that its scale group needs."""
-    stored = artifact.decode(module)
-    if fmt is stored.format:
-        return stored
-    exponent = global_exponent(_largest_of_group(artifact, module))
-
-    def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
-        rows = recast(stored.rows(first, last), exponent).rows
-        return rows.packed, rows.block_scales
-
-    return Fetched(fmt, stored.shape, 2.0**exponent, "multiplier", fetch)
-
-
-def count_kept(artifact: Artifact, module: str) -> tuple[int, int]:
-    """How many MXFP4 blocks a module has, and how many keep every value as NVFP4."""
-    stored = artifact.decode(module)
-    exponent = global_exponent(_largest_of_group(artifact, module))
-    kept = sum(recast(stored.rows(first, last), exponent).kept_blocks for first, last in row_panels(stored.shape))
-    return stored.shape[0] * stored.shape[1] // stored.format.block_size, kept
-
-
-def _largest_of_group(artifact: Artifact, module: str) -> int:
-    """The largest exponent of the modules that share a scale with that one."""
-    group = scale_group(module, group_members(artifact.source.checkpoint.model_types))
-    members = [f"{group.parent}.{member}".lstrip(".") for member in group.members] if group else [module]
-    largest = NOTHING
-    for member in (member for member in members if member in artifact.modules):
-        q = artifact.decode(member)
-        try:
-            largest = max(largest, *(largest_exponent(q.rows(first, last)) for first, last in row_panels(q.shape)))
-        except NumericError as error:
-            raise NumericError(error.code, f"{member}: {error.message}", error.next_step, member) from None
-    return largest
+            yield from alternate([rows_of(self._carrier.blocks(rows.module), rows) for rows in slot])
 
 
 def _append(step: Step, parts: Iterator[Part], writer: TaskWriter, stop: threading.Event) -> bool:

@@ -12,7 +12,7 @@ from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
 from fp4convert.codec import Bytes
 from fp4convert.errors import InputError
-from fp4convert.layout import LAYOUTS, from_halves, interleave, padding_of, part, to_halves
+from fp4convert.layout import LAYOUTS, from_halves, interleave, padding_of, split_runs, to_halves
 
 SHAPES = [(1, 1), (130, 5), (5, 6), (300, 9), (128, 4), (256, 8)]
 
@@ -168,8 +168,8 @@ def test_parts_take_turns_and_come_apart() -> None:
     packed, block_scales = memoryview(bytes.fromhex("1011121320212223")), memoryview(bytes.fromhex("a0a1b0b1"))
     assert bytes(interleave((packed, 2), (block_scales, 1))).hex() == "1011a01213a12021b02223b1"
     assert bytes(interleave((block_scales, 2), (packed, 4))).hex() == "a0a110111213b0b120212223"
-    assert [bytes(each) for each in part(interleave((packed, 2), (block_scales, 1)), 2, 1)] == [packed, block_scales]
-    assert [bytes(each) for each in part(interleave((block_scales, 2), (packed, 4)), 2, 4)] == [block_scales, packed]
+    assert [bytes(each) for each in split_runs(interleave((packed, 2), (block_scales, 1)), 2, 1)] == [packed, block_scales]
+    assert [bytes(each) for each in split_runs(interleave((block_scales, 2), (packed, 4)), 2, 4)] == [block_scales, packed]
 
 
 def test_halves_of_a_run() -> None:

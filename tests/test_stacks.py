@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fp4convert import formats, stacks
 from fp4convert.formats import MXFP4, Fetched, Quantized
-from fp4convert.stacks import Piece, Rows, alternate, gather, part_of, pieces_of
+from fp4convert.stacks import Piece, Rows, alternate, gather, pieces_of, rows_of
 
 COLUMNS = 64  # 32 bytes of codes and two scales to a row
 HEIGHTS = st.integers(1, 9)
@@ -111,7 +111,7 @@ def test_part_of_is_a_slice(data):
     first, last = sorted((data.draw(st.integers(0, rows - 1)), data.draw(st.integers(1, rows))))
     last = max(last, first + 1)
     tables = matrix_of(rows)
-    found = part_of(blocks_of(tables), Rows("m", first, last))
+    found = rows_of(blocks_of(tables), Rows("m", first, last))
     assert found.shape == (last - first, COLUMNS)
     panels = [found.rows(*piece) for piece in cut(data.draw, last - first)]
     assert joined(panels) == as_bytes(tuple(table[first:last] for table in tables))
@@ -120,7 +120,7 @@ def test_part_of_is_a_slice(data):
 def test_the_whole_is_handed_on_as_it_is():
     stored = blocks_of(matrix_of(5))
     assert gather(stored, (5, COLUMNS), (Piece(0, 0, 1, 5),)) is stored
-    assert part_of(stored, Rows("m", 0, 5)) is stored
+    assert rows_of(stored, Rows("m", 0, 5)) is stored
 
 
 def test_half_of_a_matrix_is_not_the_whole():

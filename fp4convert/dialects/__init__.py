@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import chain
 from typing import Literal, NamedTuple, Protocol, cast
@@ -12,7 +12,7 @@ from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, Blocks, Format, Kind, Quantized, format_named
 from fp4convert.recipe import Target, matches
 from fp4convert.shard import TensorRef, TensorSpec
-from fp4convert.spelling import ACTIVATIONS_FP4, Form, Part, Read
+from fp4convert.spelling import ACTIVATIONS_FP4, Form, Part, Read, Scalars
 from fp4convert.stacks import Piece, Rows, Slot
 
 SMALLEST_INPUT_SCALE = 2.0**-100  # it and its inverse are far inside float32
@@ -28,6 +28,8 @@ MODULES = {  # in the order in which an artifact is asked whether it is one of t
     "plain": "plain",
 }
 _PACKED_DTYPES = ("U8", "I8", "I32", "U32")
+_PACKED_ENDINGS = (".weight", "_blocks", "_scales", ".qweight", ".qzeros")  # the last two of GPTQ and AWQ
+_FP8_ENDING = ".weight_scale_inv"  # DeepSeek's
 _GGUF_TYPES = ("MXFP4", "NVFP4")
 Json = dict[str, object]
 
@@ -107,9 +109,10 @@ class Traits:
     container          the kind of file that holds it: safetensors or gguf
     layouts            the scale layouts it can say, its own first
     nibble_order       low_first: element 2i in bits 0-3 of a byte; high_first; half_split: as GGUF
-    global_scale_kind  whether its global scale is a multiplier or a divisor; None: it has no place for one, so that it is 1
+    scalars            its global scale and input scale
     shares_scales      its engines multiply the members of a scale group as one matrix, with one global scale
     holds_embeddings   its engines read four-bit embeddings
+    highest_scale      the largest byte of a block scale that its engines read as what it is, by format; any where it is not named
     packed             ending of the tensor of packed codes
     suffixes           endings of a quantized module's tensors, which no unquantized checkpoint has
     companions         endings of a quantized module's other tensors, which mean nothing to ordinary weights
@@ -119,20 +122,26 @@ class Traits:
     """
 
     writes: tuple[Format, ...]
+    scalars: Scalars
     only_reads: tuple[Format, ...] = ()
     activations: tuple[Format, ...] = ()
     container: str = "safetensors"
     layouts: tuple[str, ...] = ("linear",)
     nibble_order: str = "low_first"
-    global_scale_kind: Kind | None = None
     shares_scales: bool = False
     holds_embeddings: bool = False
+    highest_scale: Mapping[Format, int] = field(default_factory=dict)
     packed: str = ".weight"
     suffixes: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
     implied: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     cache_scales: tuple[str, ...] = ()
+
+    @property
+    def global_scale_kind(self) -> Kind | None:
+        """Whether its global scale is a multiplier or a divisor; None: it has no place for one, so that it is 1."""
+        return self.scalars.kind if self.scalars.global_scale else None
 
     @property
     def reads(self) -> tuple[Format, ...]:
@@ -229,7 +238,8 @@ def dialect_to_write(target: Target) -> Dialect:
     if target.scale_layout is not None and target.scale_layout not in dialect.TRAITS.layouts:
         able = ", ".join(dialect.TRAITS.layouts)
         detail = f"dialect {name} cannot hold block scales that lie {target.scale_layout!r}; it holds {able}"
-        raise InputError("dialect-layout", detail, "Choose another --scale-layout, or --dialect plain, which holds them all.")
+        other = "" if name == "plain" else ", or --dialect plain, which holds them all"
+        raise InputError("dialect-layout", detail, f"Choose another --scale-layout{other}.")
     if form.activations == ACTIVATIONS_FP4 and form.format not in dialect.TRAITS.activations:
         detail = f"dialect {name} cannot say that activations of {form.format.name} are four-bit"
         raise InputError("dialect-activations", detail, "Choose another --dialect, or --activations 16.")
@@ -304,9 +314,9 @@ def is_quantized_tensor(ref: TensorRef) -> bool:
     """True for a tensor that only an already quantized checkpoint has, in any dialect."""
     endings = {ending for known in MODULES for ending in dialect_named(known).TRAITS.suffixes if ending.startswith(".")}
     telling = tuple(ending for ending in endings if ref.dtype not in FLOAT_TYPES or ending.startswith(".weight_"))
-    is_matrix = ref.name.endswith((".weight", "_blocks", "_scales", ".qweight", ".qzeros")) and len(ref.shape) > 1
+    is_matrix = ref.name.endswith(_PACKED_ENDINGS) and len(ref.shape) > 1
     is_packed = is_matrix and ref.dtype in _PACKED_DTYPES
-    return ref.dtype in _GGUF_TYPES or is_packed or ref.name.endswith((*telling, ".weight_scale_inv"))
+    return ref.dtype in _GGUF_TYPES or is_packed or ref.name.endswith((*telling, _FP8_ENDING))
 
 
 def check_input_scale(fmt: Format, activations: int, input_scale: float | None) -> float | None:

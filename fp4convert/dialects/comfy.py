@@ -19,25 +19,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from fp4convert.dialects import Clues, Ignored, Json, Traits, each_alone, never_ignored, no_doubts, stems_named, whole
 from fp4convert.formats import NVFP4, Blocks, Fetched, Quantized
 from fp4convert.layout import LAYOUTS as ORDERS
+from fp4convert.layout import swap_nibbles
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.spelling import ACTIVATIONS_FP4, Form, Part, Read, Scalars, half_columns
 
+SCALARS = Scalars(".weight_scale_2", ".input_scale")
 TRAITS = Traits(
     writes=(NVFP4,),
+    scalars=SCALARS,
     activations=(NVFP4,),
     layouts=("128x4",),
     nibble_order="high_first",
-    global_scale_kind="multiplier",
     holds_embeddings=True,
     suffixes=(".comfy_quant", ".weight_scale_2"),
     companions=(".input_scale",),
     labels=(".comfy_quant",),
 )
-SCALARS = Scalars(".weight_scale_2", ".input_scale")
 stems, slots, stored_shape, is_ignored, judge = each_alone, whole, half_columns, never_ignored, no_doubts
 decode_input_scale = SCALARS.decode_input
 _MARK = json.dumps({"format": "nvfp4"}, separators=(",", ":")).encode()
-_SWAPPED = bytes(byte >> 4 | (byte & 15) << 4 for byte in range(256))
 
 
 def unfit(shape: tuple[int, int], form: Form) -> str | None:
@@ -63,7 +63,7 @@ def notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
 def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
     block_scales = bytearray()
     for rows in panels:
-        yield f"{stem}.weight", memoryview(bytes(rows.packed).translate(_SWAPPED))
+        yield f"{stem}.weight", swap_nibbles(rows.packed)
         block_scales += rows.block_scales
     linear = (shape[0], shape[1] // form.format.block_size)
     yield f"{stem}.weight_scale", ORDERS["128x4"].arrange(memoryview(block_scales), linear)
@@ -90,8 +90,7 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     block_scales = ORDERS["128x4"].restored(lambda: read(f"{stem}.weight_scale"), (rows, columns // form.format.block_size))
 
     def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
-        codes = bytes(packed[first * columns // 2 : last * columns // 2]).translate(_SWAPPED)
-        return memoryview(codes), block_scales(first, last)
+        return swap_nibbles(packed[first * columns // 2 : last * columns // 2]), block_scales(first, last)
 
     return Fetched(form.format, (rows, columns), SCALARS.decode_global(stem, form, read), SCALARS.kind, fetch)
 

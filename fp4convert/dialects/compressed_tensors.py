@@ -21,17 +21,17 @@ from fp4convert.recipe import matches
 from fp4convert.shard import TensorRef
 from fp4convert.spelling import ACTIVATIONS_FP4, Form, Scalars, Table
 
+SCALARS = Scalars(".weight_global_scale", ".input_global_scale", (1,), "divisor")
 TRAITS = Traits(
     writes=(NVFP4, MXFP4),
+    scalars=SCALARS,
     activations=(NVFP4, MXFP4),
-    global_scale_kind="divisor",
     shares_scales=True,
     packed=".weight_packed",
     suffixes=(".weight_packed", ".weight_scale", ".weight_global_scale"),
     companions=(".input_global_scale", ".input_scale"),  # the first is an output where the form says so
     cache_scales=("k_scale", "v_scale"),
 )
-SCALARS = Scalars(".weight_global_scale", ".input_global_scale", (1,), "divisor")
 TABLE = Table((".weight_packed", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS)
 outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input

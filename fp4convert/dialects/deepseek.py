@@ -31,8 +31,8 @@ from fp4convert.formats import MXFP4
 from fp4convert.shard import TensorRef
 from fp4convert.spelling import Form, Scalars, Table
 
-TRAITS = Traits(writes=(MXFP4,))  # no suffixes: ".scale" ends names of ordinary norms too
 SCALARS = Scalars(None)
+TRAITS = Traits(writes=(MXFP4,), scalars=SCALARS)  # no suffixes: ".scale" ends names of ordinary norms too
 TABLE = Table((".weight", "I8"), ".scale", {MXFP4: "F8_E8M0"}, SCALARS)
 outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input

@@ -15,24 +15,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from fp4convert.dialects import Clues, Doubt, Ignored, Json, Traits, each_alone, never_ignored, no_notes, whole
-from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4, Blocks, Fetched, Format, Quantized
-from fp4convert.layout import from_halves, interleave, part, to_halves
+from fp4convert.layout import from_halves, interleave, split_runs, to_halves
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.spelling import ACTIVATIONS_FP4, Form, Part, Read, Scalars, whole_blocks
 
+SCALARS = Scalars(".scale", ".input_scale", (1,))
 TRAITS = Traits(
     writes=(MXFP4, NVFP4),
+    scalars=SCALARS,
     activations=(NVFP4,),
     container="gguf",
     layouts=("gguf",),
     nibble_order="half_split",
-    global_scale_kind="multiplier",
     holds_embeddings=True,
     companions=(".input_scale",),  # no suffixes: the type of M.weight tells
     implied=(".scale",),
+    highest_scale={NVFP4: 126, MXFP4: 254},  # above it a sign, or NaN
 )
-SCALARS = Scalars(".scale", ".input_scale", (1,))
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
 stems, slots, notes, is_ignored = each_alone, whole, no_notes, never_ignored
 _TYPES = {"MXFP4": MXFP4, "NVFP4": NVFP4}
@@ -57,11 +57,7 @@ def _sizes(fmt: Format) -> tuple[int, int]:
 
 def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
     scales_nbytes, codes_nbytes = _sizes(form.format)
-    worst = 126 if form.format is NVFP4 else 254  # above it a sign, or NaN
     for rows in panels:
-        if max(rows.block_scales.cast("B")) > worst:
-            detail = f"{stem} has a block scale with a sign, or one that is NaN, which llama.cpp reads as another number"
-            raise InputError("dialect-block-scale", detail, "Dequantize the artifact, and quantize the result.", stem)
         codes = to_halves(rows.packed, form.format.block_size // 2)
         yield f"{stem}.weight", interleave((rows.block_scales, scales_nbytes), (codes, codes_nbytes))
 
@@ -86,7 +82,7 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     multiplier = SCALARS.decode_global(stem, form, read)
 
     def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
-        block_scales, codes = part(stored[first * width : last * width], *_sizes(form.format))
+        block_scales, codes = split_runs(stored[first * width : last * width], *_sizes(form.format))
         return from_halves(codes, form.format.block_size // 2), block_scales
 
     return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch)

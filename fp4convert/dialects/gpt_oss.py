@@ -22,8 +22,8 @@ from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.spelling import Form, Scalars, Table, whole_blocks
 from fp4convert.stacks import Rows, Slot
 
-TRAITS = Traits(writes=(MXFP4,), packed="_blocks", suffixes=("_blocks", "_scales"))
 SCALARS = Scalars(None)
+TRAITS = Traits(writes=(MXFP4,), scalars=SCALARS, packed="_blocks", suffixes=("_blocks", "_scales"))
 TABLE = Table(("_blocks", "U8"), "_scales", {MXFP4: "U8"}, SCALARS)
 encode, decode, encode_scalars, decode_input_scale = TABLE.encode, TABLE.decode, SCALARS.encode, SCALARS.decode_input
 notes, judge, unfit = no_notes, no_doubts, always_fit
@@ -73,7 +73,7 @@ def find(tensors: Mapping[str, TensorRef]) -> list[str]:
 
 
 def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
-    if len(packed.shape) != 4 or packed.shape[1] % len(_MEMBERS.get(stem.rpartition(".")[2], "1")):
+    if len(packed.shape) != 4 or packed.shape[1] % len(_MEMBERS.get(stem.rpartition(".")[2], (stem,))):
         return None
     return whole_blocks((*packed.shape[:2], packed.shape[2] * form.format.block_size), form)
 

@@ -29,9 +29,9 @@ from fp4convert.formats import FORMATS, MXFP4, NVFP4
 from fp4convert.shard import TensorRef
 from fp4convert.spelling import Form, Scalars, Table
 
-TRAITS = Traits(writes=(NVFP4, MXFP4), holds_embeddings=True, suffixes=(".scales",))
 SCALARS = Scalars(None)
-TABLE = Table((".weight", "U32"), ".scales", {NVFP4: "U8", MXFP4: "U8"}, SCALARS, codes=8)
+TRAITS = Traits(writes=(NVFP4, MXFP4), scalars=SCALARS, holds_embeddings=True, suffixes=(".scales",))
+TABLE = Table((".weight", "U32"), ".scales", {NVFP4: "U8", MXFP4: "U8"}, SCALARS, codes_per_item=8)
 outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
 stems, slots, notes, is_ignored, judge, unfit = each_alone, whole, no_notes, never_ignored, no_doubts, always_fit

@@ -37,17 +37,17 @@ from fp4convert.formats import MXFP4, NVFP4
 from fp4convert.shard import TensorRef
 from fp4convert.spelling import ACTIVATIONS_FP4, Form, Scalars, Table
 
+SCALARS = Scalars(".weight_scale_2", ".input_scale")
 TRAITS = Traits(
     writes=(NVFP4,),
+    scalars=SCALARS,
     only_reads=(MXFP4,),
     activations=(NVFP4,),
-    global_scale_kind="multiplier",
     shares_scales=True,
     suffixes=(".weight_scale", ".weight_scale_2"),
     companions=(".input_scale", ".k_scale", ".v_scale"),
     cache_scales=("k_proj.k_scale", "v_proj.v_scale"),
 )
-SCALARS = Scalars(".weight_scale_2", ".input_scale")
 TABLE = Table((".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS)
 outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input

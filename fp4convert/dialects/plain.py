@@ -33,20 +33,20 @@ from fp4convert.dialects import (
 )
 from fp4convert.formats import MXFP4, NVFP4, Blocks, Fetched, Quantized
 from fp4convert.layout import LAYOUTS as ORDERS
-from fp4convert.layout import interleave, part
+from fp4convert.layout import interleave, split_runs
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.spelling import Form, Part, Read, Scalars, half_columns, whole_blocks
 
+SCALARS = Scalars(".global_scale", ".input_scale", is_apart=True)
 TRAITS = Traits(
     writes=(NVFP4, MXFP4),
+    scalars=SCALARS,
     activations=(NVFP4, MXFP4),
     layouts=("linear", "128x4", "8x4", "deepgemm", "k_major", "interleaved", "appended"),
-    global_scale_kind="multiplier",
     holds_embeddings=True,
     suffixes=(".block_scale", ".global_scale"),
     companions=(".input_scale",),
 )
-SCALARS = Scalars(".global_scale", ".input_scale", is_apart=True)
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
 stems, slots, notes, is_ignored, judge, unfit = each_alone, whole, no_notes, never_ignored, no_doubts, always_fit
 
@@ -111,7 +111,7 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
         width = stored.nbytes // rows
 
         def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
-            packed, scales = part(stored[first * width : last * width], form.format.block_size // 2, 1)
+            packed, scales = split_runs(stored[first * width : last * width], form.format.block_size // 2, 1)
             return packed, scales
 
         return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch)
