@@ -18,6 +18,9 @@ _HOME = {
     "inspect": "inspection",
     "prepare_dequantize": "convert",
     "dequantize": "convert",
+    "TranscodeRequest": "convert",
+    "prepare_transcode": "convert",
+    "transcode": "convert",
     "Gate": "verification",
     "verify": "verification",
 }

@@ -23,6 +23,7 @@ from fp4convert.spelling import ACTIVATIONS_FP4, Form, encode_scalar
 from fp4convert.stacks import gather, pieces_of
 
 RECORD = "quantization_config.json"
+SCALAR_NBYTES = 8
 Level = Literal["error", "warning", "note"]
 
 
@@ -104,8 +105,18 @@ class Artifact:
         return self.spelling.is_ignored(self.clues, module)
 
     def _read(self, name: str) -> memoryview:
-        """The bytes of a tensor; where a sound module lacks it, it is a scale that is implied to be 1."""
-        return self.source.read(self.tensors[name]) if name in self.tensors else encode_scalar(1.0)
+        """The bytes of a tensor; where a sound module lacks it, it is a scale that is implied to be 1.
+
+        A scalar is read by itself: through a mapping, the system would fetch much around it.
+        """
+        ref = self.tensors.get(name)
+        if ref is None:
+            return encode_scalar(1.0)
+        if ref.nbytes > SCALAR_NBYTES:
+            return self.source.read(ref)
+        buffer = memoryview(bytearray(ref.nbytes))
+        self.source.read_into(ref, 0, buffer)
+        return buffer
 
 
 def make_record(

@@ -221,6 +221,6 @@ def _package() -> ModuleType:
         import gguf
     except ImportError:
         detail = "GGUF files need llama.cpp's package gguf, which is not installed"
-        raise InputError("no-gguf", detail, "Install it: pip install 'fp4convert[gguf]'.") from None
+        raise InputError("no-gguf", detail, "Install it: pip install gguf.") from None
     package: ModuleType = gguf
     return package

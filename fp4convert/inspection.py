@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.artifact import Artifact, Finding, Level, describe_form, has_records, is_healthy
+from fp4convert.artifact import Artifact, Finding, Level, describe_form, is_healthy
 from fp4convert.codec import block_steps
 from fp4convert.detection import StoredScales, detect_layout
 from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Quantized, row_panels
@@ -30,6 +30,8 @@ SMALLEST_AMAX, LARGEST_AMAX = 2.0**-20, 2.0**14  # that weights have
 ZEROS_SHARE = 0.01  # of blocks; what rounding to zero leaves in honest artifacts is less
 FEW_SCALES, LOWEST_BYTE = 6, 0x40  # E4M3 scales are many, or small, or powers of two
 WIDE_OCTAVES = 8  # between the 5th and the 95th percentile of the block scales of a matrix
+LARGEST_E4M3 = 0x7E  # 448, which the block with the largest weight of a scale group has
+GUESSED = ("scale-dtype", "global-scale-reciprocal", "global-scale-range")  # what a source that fits refutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[st
     detected = detect_layout(_stored_scales(artifact, chosen), artifact.form.scale_layout)
     if source is not None:
         suspicion = suspect(artifact, source, chosen)
+        if not any(finding.level == "error" for finding in suspicion.findings):
+            findings = [finding for finding in findings if finding.code not in GUESSED]
         findings += suspicion.findings
         detected = suspicion.layout or detected
     elif detected and detected != artifact.form.scale_layout:
@@ -152,9 +156,15 @@ def _erased_blocks(q: Blocks, steps: NDArray[np.float32]) -> int:
 
 
 def _judge_dtype(artifact: Artifact, histograms: list[_Histogram]) -> Iterator[Finding]:
-    """Bytes that make no sense as what they are declared, in most of the modules."""
-    odd = sum(_is_odd_e4m3(each) if artifact.format is NVFP4 else _is_odd_e8m0(each) for each in histograms)
-    if 2 * odd > len(histograms):
+    """Bytes that make no sense as what they are declared, in most of the modules.
+
+    The largest E4M3 scale of a group is 448: a sign of E4M3 where exponents are declared, and of honesty where it is itself.
+    """
+    is_nvfp4 = artifact.format is NVFP4
+    odd = sum(_is_odd_e4m3(each) if is_nvfp4 else _is_odd_e8m0(each) for each in histograms)
+    full = sum(bool(each.counts[LARGEST_E4M3] and not each.counts[LARGEST_E4M3 + 1 : 128].any()) for each in histograms)
+    is_sure = 8 * full < len(histograms) if is_nvfp4 else 4 * full >= len(histograms)
+    if 2 * odd > len(histograms) and is_sure:
         other = "e8m0" if artifact.format is NVFP4 else "fp8_e4m3"
         detail = f"in {odd} of {len(histograms)} modules the block scales look like {other}, not {artifact.format.scale_dtype}"
         yield Finding("error", "scale-dtype", None, detail)
@@ -214,12 +224,13 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
         kind = recipe.kind_of(module)
         if kind == "router":
             detail = "it is a router, which few engines read quantized, and which loses most by it"
-            yield Finding("error" if is_strict else "warning", "router-quantized", module, detail)
+            yield Finding("warning", "router-quantized", module, detail)
         elif kind == "embedding" and is_strict:
-            yield Finding("error", "embedding-quantized", module, f"engines of dialect {artifact.dialect} read none in four bits")
+            detail = f"engines of dialect {artifact.dialect} read no embedding in four bits, if it is one"
+            yield Finding("warning", "embedding-quantized", module, detail)
         elif kind == "tower":
             yield Finding("warning", "tower-quantized", module, "it is part of a vision or audio tower, which most engines keep")
-    if has_records(artifact.spelling, artifact.form):
+    if artifact.spelling.TRAITS.ignores_by_name:
         yield from _check_kept(artifact)
 
 

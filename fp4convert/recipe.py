@@ -138,12 +138,18 @@ def matches(pattern: str, module: str) -> bool:
     return _compiled(pattern).match(module) is not None
 
 
+_ENDLESS = re.compile(r"\([^()]*[*+][^()]*\)[*+]")  # a repeat of what repeats: its time can double with every letter
+
+
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     if not pattern.startswith("re:"):
         return re.compile(fnmatch.translate(pattern))
     try:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # what may once mean something else
+            if _ENDLESS.search(pattern):
+                detail = f"{pattern!r} repeats what is repeated inside, which can take for ever; expected a simpler expression"
+                raise InputError("bad-pattern", detail)
             return re.compile(pattern.removeprefix("re:"))
     except re.error as error:
         raise InputError("bad-pattern", f"{pattern!r} is no regular expression: {error}") from None

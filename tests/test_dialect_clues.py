@@ -24,6 +24,7 @@ from typed_records import (
 )
 
 from fp4convert.dialects import Clues, dialect_named
+from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4
 from fp4convert.shard import TensorRef
 from fp4convert.spelling import Form
@@ -126,7 +127,10 @@ def doubts(name: str, told: Clues) -> list[tuple[str, str]]:
         (with_weights(CT_MXFP4_RECORD, strategy="tensor_group"), [("error", "record-strategy")]),
         (with_weights(CT_NVFP4_RECORD, strategy=None), [("error", "record-strategy")]),
         (with_weights(CT_NVFP4_RECORD, group_size=32), [("error", "record-strategy")]),
-        (with_weights(CT_NVFP4_RECORD, num_bits=8, strategy="channel"), []),
+        (with_weights(CT_NVFP4_RECORD, num_bits=8), [("error", "record-strategy")]),
+        (with_weights(CT_NVFP4_RECORD, type="int"), [("error", "record-strategy")]),
+        (with_weights(CT_NVFP4_RECORD, symmetric=False), [("error", "record-strategy")]),
+        (with_formats(CT_NVFP4_RECORD, "nvfp4-pack-quantized", "float-quantized"), []),
         ({**CT_NVFP4_RECORD, "quant_method": "other", "quantization_status": None}, []),
     ],
 )
@@ -196,7 +200,6 @@ def test_modelopt_ignores_by_its_second_record_alone():
         (CT, {**CT_MXFP4_RECORD, "format": "mixed-precision"}, None),
         (CT, with_formats(CT_NVFP4_RECORD, "nvfp4-pack-quantized"), Form(NVFP4)),
         (CT, with_formats(CT_NVFP4_RECORD, "nvfp4-pack-quantized", "float-quantized"), Form(NVFP4)),
-        (CT, with_formats(CT_NVFP4_RECORD, "nvfp4-pack-quantized", "mxfp4-pack-quantized"), None),
     ],
 )
 def test_activations_are_recognised(name, declared, form):
@@ -245,3 +248,9 @@ def test_only_the_own_records_are_recognised(name, declared, fmt):
 )
 def test_modules_are_found_by_their_tensors(name, tensors, stems):
     assert dialect_named(name).find({known: TensorRef(known, dtype, (4,), "x", 0) for known, dtype in tensors.items()}) == stems
+
+
+def test_two_four_bit_formats_in_one_artifact_are_bad_input():
+    with pytest.raises(InputError) as refused:
+        dialect_named(CT).recognise(clues(with_formats(CT_NVFP4_RECORD, "nvfp4-pack-quantized", "mxfp4-pack-quantized")))
+    assert refused.value.code == "formats-mixed"

@@ -1,6 +1,7 @@
 """The house stands: imports go down only, heavy packages stay in their rooms, files and functions stay small."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,6 +104,20 @@ def test_functions_stay_small(file):
             is_command = file.name == "cli.py" and node.name.endswith("_command")
             count = len([argument for argument in node.args.args if argument.arg != "self"]) + len(node.args.kwonlyargs)
             assert is_command or file.parent.name == "tests" or count <= 5, f"{node.name} has {count} parameters"
+
+
+def test_every_room_stands_in_the_readmes_picture():
+    picture = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The house")[2]
+    drawn = {name: int(floor) for floor, line in floors_of(picture) for name in re.findall(r"(\w+)(?:\.py|/)\s", line)}
+    assert {room: drawn.get(room) for room in FLOOR} == FLOOR
+
+
+def floors_of(picture: str) -> Iterator[tuple[str, str]]:
+    """(number, line) of every line of the picture's package; a line without a number belongs to the one above."""
+    floor = ""
+    for line in picture.partition("fp4convert/\n")[2].partition("tests/")[0].splitlines():
+        floor = (re.match(r"  floor (\d+)", line) or [floor, floor])[1]
+        yield floor, f"{line} "
 
 
 def test_no_module_has_the_name_of_a_public_function():

@@ -154,10 +154,17 @@ def test_when_e4m3_looks_like_e8m0(values, is_odd, tmp_path):
 
 @pytest.mark.parametrize(("width", "is_odd"), [(8, False), (9, False), (11, True), (60, True)])
 def test_when_e8m0_looks_like_e4m3(width, is_odd, tmp_path):
-    """The 5th and the 95th percentile lie more than 8 octaves apart."""
-    stored = np.resize(np.arange(100, 100 + width, dtype=np.uint8), (64, 32))
+    """The 5th and the 95th percentile lie more than 8 octaves apart, and the largest is 448's byte."""
+    stored = np.resize(np.arange(127 - width, 127, dtype=np.uint8), (64, 32))
     found = told(write_ct(tmp_path / "a", {OUT: stored}, "mxfp4"))
     assert found == ({"scale-dtype": ("error", None)} if is_odd else {})
+    assert told(write_ct(tmp_path / "b", {OUT: stored - 1}, "mxfp4")) == {}, "wide, as outliers make it"
+
+
+def test_weights_on_a_grid_have_few_scales(tmp_path):
+    """Few and neighbours, and the largest is 448: the scales of weights that were integers."""
+    stored = np.resize(np.array([0x71, 0x78, 0x7C, 0x7E], np.uint8), (64, 32))
+    assert told(write_ct(tmp_path / "a", {OUT: stored})) == {}
 
 
 def test_most_modules_must_look_odd(tmp_path):

@@ -316,7 +316,7 @@ def towers(dialect: str, tmp_path: Path) -> dict[str, str]:
 
 
 def test_a_router_a_tower_and_an_embedding(tmp_path):
-    expected = {"router-quantized": "error", "tower-quantized": "warning", "embedding-quantized": "error"}
+    expected = {"router-quantized": "warning", "tower-quantized": "warning", "embedding-quantized": "warning"}
     assert towers("modelopt", tmp_path) == expected
 
 

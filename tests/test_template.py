@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -251,3 +252,33 @@ def test_nvfp4_of_llama_quantize_has_no_global_scales(artifacts: dict[str, Path]
     for each in gguf.GGUFReader(tmp_path / "out" / "bare.gguf").tensors:
         expected = dequantize(bare[each.name].data, bare[each.name].tensor_type)
         assert np.array_equal(dequantize(each.data, each.tensor_type), expected), each.name
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF, 0x80, 0xB8])
+def test_scales_that_llama_cpp_reads_as_others_are_refused(artifacts: dict[str, Path], tmp_path: Path, byte: int) -> None:
+    """NaN, or with a sign; whatever row they are in, the artifact is blamed and not the donor."""
+    folder = tmp_path / "artifact"
+    shutil.copytree(artifacts["nvfp4"], folder)
+    for path in folder.glob("*.safetensors"):
+        shard = bytearray(path.read_bytes())
+        header = json.loads(shard[8 : 8 + int.from_bytes(shard[:8], "little")])
+        if entry := header.get(f"{LAYER}.mlp.down_proj.weight_scale"):
+            shard[8 + int.from_bytes(shard[:8], "little") + entry["data_offsets"][0]] = byte
+        path.write_bytes(shard)
+    donor = write_donor(tmp_path / "donor.gguf", llamas(model()))
+    outcome = transcode(folder, donor, tmp_path / "out")
+    refused("dialect-block-scale", outcome, tmp_path / "out")
+    assert outcome.json["error"]["tensor"] == f"{LAYER}.mlp.down_proj"
+
+
+def test_files_that_stay_behind_are_named(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "artifact"
+    shutil.copytree(artifacts["nvfp4"], folder)
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    for command in (
+        ("transcode", folder, "-o", tmp_path / "a", "--dialect", "modelopt"),
+        ("dequantize", folder, "-o", tmp_path / "b"),
+    ):
+        outcome = run(*command)
+        assert outcome.code == 0
+        assert "'pytorch_model.bin'" in outcome.err

@@ -207,7 +207,9 @@ def test_four_bit_activations_become_sixteen(dialect, tmp_path):
     """MXFP4 has no input scales to carry over: the result is for weights alone."""
     artifact = write_mxfp4(tmp_path / "artifact", scales_within(110, 127), activations=4)
     assert run("inspect", artifact, "--json").json["activations"] == 4
-    transcode(artifact, tmp_path / "out", dialect)
+    outcome = run("transcode", artifact, "-o", tmp_path / "out", "--dialect", dialect, "--format", "nvfp4")
+    assert outcome.code == 0
+    assert "activations become 16-bit" in outcome.err
     assert run("inspect", tmp_path / "out", "--json").json["activations"] == 16
     assert not [name for name in read_folder(tmp_path / "out") if "input" in name]
 

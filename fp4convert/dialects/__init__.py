@@ -111,6 +111,7 @@ class Traits:
     nibble_order       low_first: element 2i in bits 0-3 of a byte; high_first; half_split: as GGUF
     scalars            its global scale and input scale
     shares_scales      its engines multiply the members of a scale group as one matrix, with one global scale
+    ignores_by_name    its records name the modules that stay; otherwise what has no scales stays
     holds_embeddings   its engines read four-bit embeddings
     highest_scale      the largest byte of a block scale that its engines read as what it is, by format; any where it is not named
     packed             ending of the tensor of packed codes
@@ -129,6 +130,7 @@ class Traits:
     layouts: tuple[str, ...] = ("linear",)
     nibble_order: str = "low_first"
     shares_scales: bool = False
+    ignores_by_name: bool = False
     holds_embeddings: bool = False
     highest_scale: Mapping[Format, int] = field(default_factory=dict)
     packed: str = ".weight"

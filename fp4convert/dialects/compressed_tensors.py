@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from fp4convert.dialects import Clues, Doubt, Ignored, Json, Traits, always_fit, each_alone, no_notes, stems_named, strings, whole
+from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4
 from fp4convert.recipe import matches
 from fp4convert.shard import TensorRef
@@ -25,6 +26,7 @@ SCALARS = Scalars(".weight_global_scale", ".input_global_scale", (1,), "divisor"
 TRAITS = Traits(
     writes=(NVFP4, MXFP4),
     scalars=SCALARS,
+    ignores_by_name=True,
     activations=(NVFP4, MXFP4),
     shares_scales=True,
     packed=".weight_packed",
@@ -92,7 +94,10 @@ def recognise(clues: Clues) -> Form | None:
         return None
     declared = {str(clues.record.get("format", ""))} | {str(scheme.get("format", "")) for scheme in _schemes(clues)}
     found = [fmt for fmt in TRAITS.reads if f"{fmt.name}-pack-quantized" in declared]
-    if len(found) != 1:
+    if len(found) > 1:
+        detail = "config.json: groups of NVFP4 and of MXFP4 in one artifact; this version reads one four-bit format at a time"
+        raise InputError("formats-mixed", detail, "Convert them apart.")
+    if not found:
         return None
     inputs = [_bits(scheme, "input_activations") for scheme in _schemes(clues) if _bits(scheme, "weights") == 4]
     is_w4a4 = bool(inputs) and all(bits == ACTIVATIONS_FP4 for bits in inputs)
@@ -119,16 +124,28 @@ def judge(clues: Clues) -> Iterator[Doubt]:
         detail = 'quantization_status is not "compressed": transformers would take the packed codes for weights'
         yield Doubt("error", "record-status", detail)
     for scheme in _schemes(clues):
+        own = str(scheme.get("format") or clues.record.get("format", ""))
         weights = scheme.get("weights")
-        numbers = weights if isinstance(weights, dict) else {}
-        if numbers.get("num_bits") != 4:
-            continue
-        if (numbers.get("group_size"), numbers.get("strategy")) not in _STRATEGIES:
-            detail = f"a group of modules has strategy {numbers.get('strategy')!r} and group_size {numbers.get('group_size')!r}"
-            yield Doubt("error", "record-strategy", f'{detail}; expected "tensor_group" of 16 or "group" of 32')
+        if own.endswith("-pack-quantized") and own.startswith(tuple(fmt.name for fmt in TRAITS.reads)):
+            yield from _judge_scheme(weights if isinstance(weights, dict) else {}, scheme.get("targets"))
+
+
+def _judge_scheme(weights: Json, targets: object) -> Iterator[Doubt]:
+    """What a group of four-bit modules says of its weights."""
+    if (weights.get("group_size"), weights.get("strategy")) not in _STRATEGIES:
+        detail = f"a group of modules has strategy {weights.get('strategy')!r} and group_size {weights.get('group_size')!r}"
+        yield Doubt("error", "record-strategy", f'{detail}; expected "tensor_group" of 16 or "group" of 32')
+    kind = (weights.get("num_bits"), weights.get("type"), weights.get("symmetric", True))
+    if kind != (4, "float", True):
+        detail = f"a group of modules has num_bits {kind[0]!r}, type {kind[1]!r} and symmetric {kind[2]!r}"
+        yield Doubt("error", "record-strategy", f'{detail}; expected 4, "float" and true')
+    if not strings(targets):
+        yield Doubt("error", "record-strategy", 'a group of modules has no targets; expected ["Linear"]')
 
 
 def is_ignored(clues: Clues, module: str) -> bool:
-    """`ignore` holds exact names, and expressions after "re:" that are matched from the start."""
+    """`ignore` holds exact names, names of classes, and expressions after "re:" that are matched from the start."""
     patterns = strings(clues.record.get("ignore"))
-    return any(pattern == module or (pattern.startswith("re:") and matches(pattern, module)) for pattern in patterns)
+    return "Linear" in patterns or any(
+        pattern == module or (pattern.startswith("re:") and matches(pattern, module)) for pattern in patterns
+    )

@@ -29,6 +29,7 @@ from fp4convert.formats import FORMATS, MXFP4, NVFP4
 from fp4convert.shard import TensorRef
 from fp4convert.spelling import Form, Scalars, Table
 
+MXFP8_WORDS = 8  # to a scale
 SCALARS = Scalars(None)
 TRAITS = Traits(writes=(NVFP4, MXFP4), scalars=SCALARS, holds_embeddings=True, suffixes=(".scales",))
 TABLE = Table((".weight", "U32"), ".scales", {NVFP4: "U8", MXFP4: "U8"}, SCALARS, codes_per_item=8)
@@ -38,8 +39,14 @@ stems, slots, notes, is_ignored, judge, unfit = each_alone, whole, no_notes, nev
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    stems_found = stems_named(tensors, TRAITS.suffixes)
-    return [stem for stem in stems_found if tensors[f"{stem}.scales"].dtype == "U8"]
+    """Not those of other widths, which have other shares of scales: 2 words to a scale are nvfp4, 4 mxfp4, 8 mxfp8."""
+    return [stem for stem in stems_named(tensors, TRAITS.suffixes) if _is_four_bit(tensors, stem)]
+
+
+def _is_four_bit(tensors: Mapping[str, TensorRef], stem: str) -> bool:
+    block_scales, packed = tensors[f"{stem}.scales"], tensors.get(f"{stem}.weight")
+    words, scales = (ref.shape[-1] if ref and ref.shape else 0 for ref in (packed, block_scales))
+    return block_scales.dtype == "U8" and words != MXFP8_WORDS * scales
 
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:

@@ -41,6 +41,7 @@ SCALARS = Scalars(".weight_scale_2", ".input_scale")
 TRAITS = Traits(
     writes=(NVFP4,),
     scalars=SCALARS,
+    ignores_by_name=True,
     only_reads=(MXFP4,),
     activations=(NVFP4,),
     shares_scales=True,
@@ -140,6 +141,13 @@ def judge(clues: Clues) -> Iterator[Doubt]:
     nested = _nested(clues)
     if not clues.record or not nested:
         return
+    size = form.format.block_size if form else None
+    for file, record in (("config.json", clues.record), ("hf_quant_config.json", nested)):
+        if size and record.get("group_size", size) != size:
+            yield Doubt("error", "record-strategy", f"{file} says group_size {record['group_size']!r}; expected {size}")
+    caches = ["fp8" if nested.get("kv_cache_quant_algo") == "FP8" else None, form.kv_cache if form else None]
+    if caches[0] != caches[1]:
+        yield Doubt("error", "records-disagree", "only one of config.json and hf_quant_config.json asks for an FP8 cache")
     first, second = clues.record.get("quant_algo"), nested.get("quant_algo")
     if first != second:
         yield Doubt("error", "records-disagree", f"config.json says {first!r}, hf_quant_config.json {second!r}")
@@ -150,6 +158,9 @@ def judge(clues: Clues) -> Iterator[Doubt]:
 
 
 def is_ignored(clues: Clues, module: str) -> bool:
-    """`ignore` holds wildcards; engines also look for each entry as a part of the name."""
+    """`ignore` holds wildcards, and engines also look for each entry as a part of the name; MIXED_PRECISION names the others."""
+    listed = clues.record.get("quantized_layers", _nested(clues).get("quantized_layers"))
+    if isinstance(listed, dict) and not any(name == module or module.startswith(f"{name}.") for name in listed):
+        return True
     patterns = strings(clues.record.get("ignore")) or strings(_nested(clues).get("exclude_modules"))
     return any(pattern in module or fnmatchcase(module, pattern) for pattern in patterns)

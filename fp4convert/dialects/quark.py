@@ -37,6 +37,7 @@ SCALARS = Scalars(".weight_scale_2", ".input_scale_2")
 TRAITS = Traits(
     writes=(MXFP4, NVFP4),
     scalars=SCALARS,
+    ignores_by_name=True,
     activations=(MXFP4, NVFP4),
     suffixes=(".weight_scale", ".weight_scale_2"),
     companions=(".input_scale_2", ".input_scale"),

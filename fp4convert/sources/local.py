@@ -175,7 +175,7 @@ def _regular(folder: Path, name: str) -> Path:
         raise InputError(
             "file-name", f"the name of {name!r} is not UTF-8; expected one that records can hold", "Rename it."
         ) from None
-    except (OSError, RuntimeError) as error:  # RuntimeError: a link that leads to itself
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a link that leads to itself; ValueError: NUL
         raise InputError("unreadable", f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not any(target.is_relative_to(place) for place in allowed):
         raise InputError("link-outside", f"{name} is a link to {target}, outside the folder; expected a file in it")
