@@ -130,7 +130,6 @@ def doubts(name: str, told: Clues) -> list[tuple[str, str]]:
         (with_weights(CT_NVFP4_RECORD, num_bits=8), [("error", "record-strategy")]),
         (with_weights(CT_NVFP4_RECORD, type="int"), [("error", "record-strategy")]),
         (with_weights(CT_NVFP4_RECORD, symmetric=False), [("error", "record-strategy")]),
-        (with_formats(CT_NVFP4_RECORD, "nvfp4-pack-quantized", "float-quantized"), []),
         ({**CT_NVFP4_RECORD, "quant_method": "other", "quantization_status": None}, []),
     ],
 )
