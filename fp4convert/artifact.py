@@ -29,7 +29,7 @@ from fp4convert.formats import Blocks, Format, format_named
 from fp4convert.layout import padding_of
 from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef, TensorSpec, parse_json_object
-from fp4convert.sources import PLAN_FILE, Source, open_source
+from fp4convert.sources import PLAN_FILE, Access, Source, open_source
 from fp4convert.stacks import gather, pieces_of
 
 RECORD = "quantization_config.json"
@@ -153,10 +153,10 @@ def layout_of(form: Form, spelling: Dialect) -> dict[str, object]:
     }
 
 
-def open_artifact(reference: str) -> Artifact:
-    """The artifact in that folder; raises InputError where there is none."""
+def open_artifact(reference: str, access: Access | None = None) -> Artifact:
+    """The artifact in that folder or repository; raises what open_source raises, and InputError where it is no artifact."""
     is_unfinished = os.path.exists(os.path.join(reference, PLAN_FILE)) and not os.path.exists(os.path.join(reference, RECORD))
-    source = open_source(reference, may_be_empty=is_unfinished)
+    source = open_source(reference, access, is_unfinished)
     record = _read_json(source, RECORD)
     tensors = {ref.name: ref for ref in source.checkpoint.tensors}
     clues = Clues(source.checkpoint.config, _read_json(source, "hf_quant_config.json"), tensors)

@@ -10,6 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -103,7 +104,8 @@ def carry_out(
 
     def fill(task: Task, writer: TaskWriter) -> bool:
         try:
-            fill_shard(task, writer, worker, settings)
+            with job.source.stream(task.steps[0].refs[0].file) if task.steps else nullcontext():
+                fill_shard(task, writer, worker, settings)
         except UnsoundShardError as found:
             unsound.update({str(error.tensor): error for error in found.errors})
             return False

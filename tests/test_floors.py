@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp4convert"
 FLOORS = [
     {"errors"},
-    {"formats", "cubins", "shard"},
+    {"formats", "cubins", "shard", "ranges", "pieces"},
     {"codec", "gguf_shard", "recipe", "gpus", "layout", "stacks"},
     {"sources", "dialects", "lane", "recast", "detection"},
     {"tasks", "backends"},
@@ -27,7 +27,7 @@ ROOMS = {
     "transformers": set(),
     "cupy": {"gpus", "lane"},
     "cupy_backends": {"cubins"},
-    "huggingface_hub": set(),
+    "huggingface_hub": {"sources"},
     "safetensors": set(),
     "gguf": {"gguf_shard"},
     "rich": {"render"},
