@@ -235,8 +235,6 @@ def _list_files(repo: str, access: Access, patience: Patience) -> Listing:
     files, cached = (
         {name.removeprefix(folder): value for name, value in named.items() if name.startswith(folder)} for named in listing[1:]
     )
-    for name in files:
-        _check_name(repo, name)
     renamed = {name: cast(RemoteFile, file)._replace(name=name) for name, file in files.items()}
     return Listing(listing.commit, renamed, cast(dict[str, Path], cached))
 
@@ -250,6 +248,10 @@ def _check_name(repo: str, name: str) -> None:
         is_sound = False
     if not is_sound:
         raise InputError("file-name", f"{repo} lists a file {name!r}; expected a path inside the repository")
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))
 
 
 def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
@@ -284,7 +286,8 @@ def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
     for item in info.siblings or []:
         oid = item.lfs.sha256 if item.lfs else item.blob_id
         path, nbytes = item.rfilename, item.lfs.size if item.lfs else item.size
-        if any(part.startswith(".") and part != ".." for part in path.split("/")) or oid is None or nbytes is None:
+        _check_name(repo, path)
+        if _is_hidden(path) or oid is None or nbytes is None:
             continue
         url = hf_hub_url(repo, path, revision=commit, endpoint=constants.ENDPOINT)
         files[path] = RemoteFile(path, url, nbytes, oid, commit)
@@ -318,6 +321,6 @@ def _list_cache(repo: str, access: Access) -> Listing:
         detail = f"{repo} is not in the Hub's cache, and HF_HUB_OFFLINE keeps it from being fetched"
         raise SourceError("offline", detail, "Unset HF_HUB_OFFLINE, or give a folder on this disk.") from None
     cached = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
-    cached = {name: path for name, path in cached.items() if not any(part.startswith(".") for part in name.split("/"))}
+    cached = {name: path for name, path in cached.items() if not _is_hidden(name)}
     files = {name: RemoteFile(name, "", path.stat().st_size, path.resolve().name, root.name) for name, path in cached.items()}
     return Listing(root.name, files, cached)
