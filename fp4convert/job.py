@@ -9,8 +9,8 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -113,7 +113,7 @@ def carry_out(
             job.source.check_unchanged(file)
         return True
 
-    with open_output(output, job.purpose(), job.output_nbytes, settings.is_forced) as folder:
+    with _stopping(job.source), open_output(output, job.purpose(), job.output_nbytes, settings.is_forced) as folder:
         folder.write_shards((task for task in job.plan.tasks if not folder.adopt(task)), fill)
         if unsound:
             raise _summary(list(unsound.values()))
@@ -139,6 +139,16 @@ def carry_out(
         tensors={worker.made: actions[worker.action], "copied": actions["copy"], "skipped": actions["skip"]},
         digest=digest,
     )
+
+
+@contextmanager
+def _stopping(source: Source) -> Iterator[None]:
+    """Leaves no thread that reads behind where something ends the work early."""
+    try:
+        yield
+    except BaseException:
+        source.stop()
+        raise
 
 
 def _summary(errors: list[NumericError]) -> NumericError:

@@ -301,8 +301,8 @@ def fill_shard(task: Task, writer: TaskWriter, worker: Worker, settings: Setting
             settings.progress(step.refs[0].name, step.source_bytes)
 
     with ThreadPoolExecutor(settings.workers or worker.threads) as pool:
-        futures = [pool.submit(do, steps) for steps in _by_scale_group(task, worker.source.is_streamed)]
         try:
+            futures = [pool.submit(do, steps) for steps in _by_scale_group(task, worker.source.is_streamed)]
             unsound: list[NumericError] = []
             for future in futures:
                 error = future.exception()
