@@ -25,7 +25,7 @@ from fp4convert.dialects import (
     form_of,
 )
 from fp4convert.errors import InputError
-from fp4convert.formats import Blocks, Format, format_named
+from fp4convert.formats import Blocks, Format, Span, format_named
 from fp4convert.layout import padding_of
 from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef, TensorSpec, parse_json_object
@@ -43,6 +43,21 @@ class Finding:
     code: str
     tensor: str | None
     detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """The bytes of a tensor where they are; a Span."""
+
+    source: Source
+    ref: TensorRef
+
+    @property
+    def nbytes(self) -> int:
+        return self.ref.nbytes
+
+    def __getitem__(self, part: slice, /) -> memoryview:
+        return self.source.read_range(self.ref, *part.indices(self.nbytes)[:2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +121,8 @@ class Artifact:
         """True where a record takes the module for an ordinary one."""
         return self.spelling.is_ignored(self.clues, module)
 
-    def _read(self, name: str) -> memoryview:
-        return self.source.read(self.tensors[name])
+    def _read(self, name: str) -> Span:
+        return _Tensor(self.source, self.tensors[name])
 
 
 def make_record(

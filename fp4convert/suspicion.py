@@ -86,7 +86,7 @@ def _match(artifact: Artifact, module: str, source: Source, ref: TensorRef) -> d
     q = artifact.decode(module)
     last = min(q.shape[0], max(1, COMPARED_ELEMENTS // q.shape[1]))
     row_nbytes = ref.nbytes // q.shape[0]
-    x = np.frombuffer(bytes(source.read(ref)[: last * row_nbytes]), FLOAT_DTYPES[ref.dtype]).astype(np.float64)
+    x = np.frombuffer(source.read_range(ref, 0, last * row_nbytes), FLOAT_DTYPES[ref.dtype]).astype(np.float64)
     found = {}
     for layout, rows in _readings(q, artifact.form.scale_layout, last):
         for is_swapped in (False, True):
@@ -103,7 +103,7 @@ def _readings(q: Blocks, declared: str, last: int) -> Iterator[tuple[str, Quanti
     if declared not in LAYOUTS:
         return
     shape = (q.shape[0], q.shape[1] // q.format.block_size)
-    linear = b"".join(q.rows(first, end).block_scales for first, end in row_panels(q.shape))
+    linear = b"".join(q.scales(first, end) for first, end in row_panels(q.shape))
     stored = LAYOUTS[declared].arrange(memoryview(linear), shape)
     for name, layout in LAYOUTS.items():
         padded = layout.padded(shape)

@@ -140,7 +140,7 @@ class Quantizer:
                     if not _append(step, parts, writer, stop):
                         return
         except NumericError:
-            found = [error for ref in measured if (error := find_not_finite(ref, self.source.read(ref)))]
+            found = [error for ref in measured if (error := find_not_finite(self.source, ref))]
             if not found:
                 detail = f"{self.device} found NaN or Inf in {measured[0].name}, which has none"
                 raise DeviceError("device-failed", detail, "Run the same command again, or with --device cpu.") from None
@@ -268,18 +268,18 @@ def _copy(source: Source, steps: list[Step], writer: TaskWriter, stop: threading
             writer.append(step.outputs[0], source.read_range(ref, start, min(start + COPY_NBYTES, ref.nbytes)))
 
 
-def find_not_finite(ref: TensorRef, data: memoryview) -> NumericError | None:
+def find_not_finite(source: Source, ref: TensorRef) -> NumericError | None:
     """The error for a tensor that holds NaN or Inf: how many, and where the first is; None where all are finite."""
-    raw = np.frombuffer(data, FLOAT_DTYPES[ref.dtype])
-    count, first = 0, -1
-    for start in range(0, raw.size, PANEL_ELEMENTS):
-        bad = np.flatnonzero(~np.isfinite(raw[start : start + PANEL_ELEMENTS]))
+    dtype = np.dtype(FLOAT_DTYPES[ref.dtype])
+    count, first, kind = 0, -1, ""
+    for start in range(0, ref.nbytes, PANEL_ELEMENTS * dtype.itemsize):
+        values = np.frombuffer(source.read_range(ref, start, min(start + PANEL_ELEMENTS * dtype.itemsize, ref.nbytes)), dtype)
+        bad = np.flatnonzero(~np.isfinite(values))
         if bad.size and not count:
-            first = start + int(bad[0])
+            first, kind = start // dtype.itemsize + int(bad[0]), "NaN" if np.isnan(values[bad[0]]) else "Inf"
         count += bad.size
     if not count:
         return None
-    kind = "NaN" if np.isnan(raw[first]) else "Inf"
     index = [first // ref.shape[-1], first % ref.shape[-1]]
     detail = f"{ref.file}: {ref.name} has {count} values that are NaN or Inf, the first {kind} at {index}"
     return NumericError("not-finite", f"{detail}; weights must be finite", f"--exclude {_pattern(ref)}", ref.name)

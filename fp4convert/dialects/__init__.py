@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Literal, NamedTuple, Protocol, cast
 
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, Blocks, Format, Kind, Quantized, format_named
+from fp4convert.formats import FLOAT_TYPES, Blocks, Format, Kind, Quantized, Span, format_named
 from fp4convert.recipe import Target, matches
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.stacks import Piece, Rows, Slot
@@ -33,7 +33,7 @@ MODULES = {  # in the order in which an artifact is asked whether it is one of t
 _PACKED_DTYPES = ("U8", "I8", "I32", "U32")
 _GGUF_TYPES = ("MXFP4", "NVFP4")
 Json = dict[str, object]
-Read = Callable[[str], memoryview]
+Read = Callable[[str], Span]
 Part = tuple[str, memoryview]
 
 
@@ -379,9 +379,9 @@ def encode_scalar(value: float, is_inverse: bool = False) -> memoryview:
     return memoryview(struct.pack("<f", 1 / value if is_inverse else value))
 
 
-def decode_scalar(stored: memoryview) -> float:
+def decode_scalar(stored: Span) -> float:
     """The float32 in those four bytes."""
-    return float(struct.unpack("<f", stored)[0])
+    return float(struct.unpack("<f", stored[:])[0])
 
 
 def strings(value: object) -> list[str]:

@@ -106,13 +106,15 @@ def _is_packed(tensors: Mapping[str, TensorRef], stem: str) -> bool:
 def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     rows, columns = shape
     packed = read(f"{stem}.weight")
-    block_scales = ORDERS["128x4"].restored(lambda: read(f"{stem}.weight_scale"), (rows, columns // form.format.block_size))
+    shape_of_scales = (rows, columns // form.format.block_size)
+    block_scales = ORDERS["128x4"].restored(lambda: read(f"{stem}.weight_scale")[:], shape_of_scales)
 
     def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
         codes = bytes(packed[first * columns // 2 : last * columns // 2]).translate(_SWAPPED)
         return memoryview(codes), block_scales(first, last)
 
-    return Fetched(form.format, (rows, columns), decode_scalar(read(f"{stem}.weight_scale_2")), "multiplier", fetch)
+    multiplier = decode_scalar(read(f"{stem}.weight_scale_2"))
+    return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch, block_scales)
 
 
 def decode_input_scale(module: str, read: Read) -> float:

@@ -36,7 +36,7 @@ from fp4convert.dialects import (
     strings,
     whole,
 )
-from fp4convert.formats import MXFP4, NVFP4, Blocks, Kind, Quantized
+from fp4convert.formats import MXFP4, NVFP4, Blocks, Kind, Quantized, Spans
 from fp4convert.recipe import matches
 from fp4convert.shard import TensorRef, TensorSpec
 
@@ -94,7 +94,7 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     divisor = decode_scalar(read(f"{stem}.weight_global_scale")) if form.format.has_global_scale else None
     rows, columns = shape
     packed, block_scales = read(f"{stem}.weight_packed"), read(f"{stem}.weight_scale")
-    return Quantized(form.format, (rows, columns), packed, block_scales, divisor, "divisor")
+    return Spans(form.format, (rows, columns), packed, block_scales, divisor, "divisor")
 
 
 def decode_input_scale(module: str, read: Read) -> float:

@@ -30,7 +30,7 @@ from fp4convert.dialects import (
     whole,
 )
 from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4, Blocks, Format, Kind, Quantized
+from fp4convert.formats import MXFP4, Blocks, Format, Kind, Quantized, Spans
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (MXFP4,)
@@ -84,7 +84,7 @@ def find(tensors: Mapping[str, TensorRef]) -> list[str]:
 
 def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     rows, columns = shape
-    return Quantized(form.format, (rows, columns), read(f"{stem}.weight"), read(f"{stem}.scale"), None)
+    return Spans(form.format, (rows, columns), read(f"{stem}.weight"), read(f"{stem}.scale"), None)
 
 
 def decode_input_scale(module: str, read: Read) -> float:

@@ -30,7 +30,7 @@ from fp4convert.dialects import (
     whole_blocks,
 )
 from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4, Blocks, Format, Kind, Quantized
+from fp4convert.formats import MXFP4, Blocks, Format, Kind, Quantized, Spans
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.stacks import Rows, Slot
 
@@ -111,7 +111,7 @@ def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | 
 
 def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     experts, rows, columns = shape
-    return Quantized(form.format, (experts * rows, columns), read(f"{stem}_blocks"), read(f"{stem}_scales"), None)
+    return Spans(form.format, (experts * rows, columns), read(f"{stem}_blocks"), read(f"{stem}_scales"), None)
 
 
 def decode_input_scale(module: str, read: Read) -> float:

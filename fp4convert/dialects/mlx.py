@@ -29,7 +29,7 @@ from fp4convert.dialects import (
     whole_blocks,
 )
 from fp4convert.errors import InputError
-from fp4convert.formats import FORMATS, MXFP4, NVFP4, Blocks, Format, Kind, Quantized
+from fp4convert.formats import FORMATS, MXFP4, NVFP4, Blocks, Format, Kind, Quantized, Spans
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (NVFP4, MXFP4)
@@ -85,7 +85,7 @@ def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | 
 def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     rows, columns = shape
     global_scale = 1.0 if form.format.has_global_scale else None
-    return Quantized(form.format, (rows, columns), read(f"{stem}.weight"), read(f"{stem}.scales"), global_scale)
+    return Spans(form.format, (rows, columns), read(f"{stem}.weight"), read(f"{stem}.scales"), global_scale)
 
 
 def decode_input_scale(module: str, read: Read) -> float:

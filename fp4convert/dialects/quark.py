@@ -36,7 +36,7 @@ from fp4convert.dialects import (
     strings,
     whole,
 )
-from fp4convert.formats import MXFP4, NVFP4, Blocks, Kind, Quantized
+from fp4convert.formats import MXFP4, NVFP4, Blocks, Kind, Quantized, Spans
 from fp4convert.shard import TensorRef, TensorSpec
 
 READS = WRITES = (MXFP4, NVFP4)
@@ -89,7 +89,7 @@ def find(tensors: Mapping[str, TensorRef]) -> list[str]:
 def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     multiplier = decode_scalar(read(f"{stem}.weight_scale_2")) if form.format.has_global_scale else None
     rows, columns = shape
-    return Quantized(form.format, (rows, columns), read(f"{stem}.weight"), read(f"{stem}.weight_scale"), multiplier)
+    return Spans(form.format, (rows, columns), read(f"{stem}.weight"), read(f"{stem}.weight_scale"), multiplier)
 
 
 def decode_input_scale(module: str, read: Read) -> float:
