@@ -85,7 +85,8 @@ def quantize_command(
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
-    opened = sources.open_source(source, _access(screen.warn, revision, subfolder, token, memory))
+    begun = output or Path(f"{Path(source).name}-{format.upper()}")
+    opened = sources.open_source(source, _access(screen.warn, (revision, subfolder), token, memory, begun))
     patterns = (tuple(include or ()), tuple(exclude or ()))
     request = convert.Request(format, dialect, scale_rule, activations, input_scale, *patterns)
     todo = convert.prepare_quantize(opened, request)
@@ -116,8 +117,8 @@ def inspect_command(
     from fp4convert import inspection, render, sources
 
     screen = render.Screen(json)
-    opened = artifacts.open_artifact(artifact, _access(screen.warn, revision, subfolder, token))
-    original = sources.open_source(source, _access(screen.warn, token=token)) if source else None
+    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token))
+    original = sources.open_source(source, _access(screen.warn, (None, None), token)) if source else None
     description = inspection.inspect(opened, original, full)
     screen.show(description, render.draw_artifact)
     raise typer.Exit(0 if description["healthy"] else 6)
@@ -142,8 +143,8 @@ def verify_command(
     from fp4convert import render, sources, verification
 
     screen = render.Screen(json)
-    opened = artifacts.open_artifact(artifact, _access(screen.warn, revision, subfolder, token))
-    original = sources.open_source(source, _access(screen.warn, token=token)) if source else None
+    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token))
+    original = sources.open_source(source, _access(screen.warn, (None, None), token)) if source else None
     report = verification.verify(opened, original, verification.Gate(min_sqnr, max_nmse))
     screen.show(report.as_json(), render.draw_verification)
     raise typer.Exit(0 if report.passed else 6)
@@ -174,7 +175,7 @@ def dequantize_command(
 
     screen = render.Screen(json, quiet)
     screen.warn(gpus.unused(device))
-    opened = artifacts.open_artifact(artifact, _access(screen.warn, revision, subfolder, token, memory))
+    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token, memory, output))
     todo = convert.prepare_dequantize(opened, dtype)
     with screen.progress(todo.source_bytes, "dequantize") as report:
         result = convert.dequantize(opened, todo, output, crew.Settings(device, workers, force, report))
@@ -218,7 +219,7 @@ def transcode_command(
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
-    opened = artifacts.open_artifact(artifact, _access(screen.warn, revision, subfolder, token, memory))
+    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token, memory, output))
     donor = sources.open_source(template) if template else None
     todo = convert.prepare_transcode(opened, convert.TranscodeRequest(dialect, format, scale_layout), donor)
     with screen.progress(todo.source_bytes, "transcode") as report:
@@ -228,12 +229,13 @@ def transcode_command(
 
 def _access(
     tell: Callable[[list[str]], None],
-    revision: str | None = None,
-    subfolder: str | None = None,
-    token: str | None = None,
+    where: tuple[str | None, str | None],
+    token: str | None,
     memory: float = 1.0,
+    output: Path | None = None,
 ) -> Access:
-    return Access(revision, subfolder, token, int(memory * (1 << 30)), lambda line: tell([line]))
+    """How the Hub is asked; `where` is a revision and a subfolder."""
+    return Access(*where, token, int(memory * (1 << 30)), lambda line: tell([line]), output)
 
 
 def _version(wanted: bool) -> None:

@@ -16,8 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fp4convert.artifact import RECORD
-from fp4convert.errors import InputError, NumericError
+from fp4convert.errors import InputError, NumericError, SourceError
 from fp4convert.output import OutputFolder, Purpose, TaskWriter, open_output
+from fp4convert.pieces import CORRUPT
 from fp4convert.sources import Source
 from fp4convert.tasks import Plan, Task
 from fp4convert.workers import Settings, UnsoundShardError, Worker, fill_shard
@@ -81,6 +82,7 @@ class Job:
             },
             files=(*(shard.file for shard in self.plan.shards), *self.sidecars, *self.texts),
             last=self.last,
+            origin={"repo": self.source.checkpoint.repo, "revision": self.source.checkpoint.revision},
         )
 
 
@@ -92,17 +94,19 @@ def carry_out(
     conclude: Callable[[OutputFolder], None] = lambda folder: None,
 ) -> Result:
     started = time.monotonic()
-    for file in job.sidecars:
-        if file.partition("/")[0] in {RECORD, *job.texts}:
-            raise InputError(
-                "file-name", f"{file}: the source has a folder where the result has a file; expected none", "Rename it."
-            )
-    if job.source.holds(output):
-        detail = f"{output} lies inside the source; expected a folder outside it, so that the source stays as it is"
-        raise InputError("output-in-source", detail, "Choose another: -o FOLDER.")
+    _check_places(job, output)
     unsound: dict[str, NumericError] = {}
 
     def fill(task: Task, writer: TaskWriter) -> bool:
+        try:
+            return fill_once(task, writer)
+        except SourceError as error:
+            if error.code != CORRUPT:
+                raise
+            writer.begin_again()
+            return fill_once(task, writer)
+
+    def fill_once(task: Task, writer: TaskWriter) -> bool:
         try:
             with job.source.stream(task.steps[0].refs[0].file) if task.steps else nullcontext():
                 fill_shard(task, writer, worker, settings)
@@ -139,6 +143,18 @@ def carry_out(
         tensors={worker.made: actions[worker.action], "copied": actions["copy"], "skipped": actions["skip"]},
         digest=digest,
     )
+
+
+def _check_places(job: Job, output: Path) -> None:
+    """InputError where a file of the source or the output folder would be in the way."""
+    for file in job.sidecars:
+        if file.partition("/")[0] in {RECORD, *job.texts}:
+            raise InputError(
+                "file-name", f"{file}: the source has a folder where the result has a file; expected none", "Rename it."
+            )
+    if job.source.holds(output):
+        detail = f"{output} lies inside the source; expected a folder outside it, so that the source stays as it is"
+        raise InputError("output-in-source", detail, "Choose another: -o FOLDER.")
 
 
 @contextmanager

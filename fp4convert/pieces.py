@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from fp4convert.errors import SourceError
 
+CORRUPT = "source-corrupt"
 CONNECTIONS = 4  # pieces fetched at once; one connection of a busy storage gives a quarter of what four give
 PIECE_NBYTES = 16 << 20
 LEAST_NBYTES = 1 << 20  # below it, a range is not worth splitting
@@ -81,6 +82,11 @@ class Pieces:
             with self._released:
                 self._held_nbytes -= nbytes
                 self._released.notify_all()
+
+    def forget(self, file: str) -> None:
+        """Fetch every piece of a file anew when it is next wanted."""
+        with self._lock:
+            self._known = {piece: future for piece, future in self._known.items() if piece.file != file}
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,5 +1,6 @@
 """What a network does to a long download: either the bytes are right, or the command says what is wrong."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -7,7 +8,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from checkpoints import FIRST, SECOND, run, start, write_llama, write_zeros
+from checkpoints import FIRST, SECOND, run, start, weight, write_llama, write_single, write_zeros
 from fakehub import SIGNATURE, TOKEN
 from test_hub import NVFP4, ask
 
@@ -93,15 +94,37 @@ def test_what_does_not_pass_is_exit_3(fault, code, word, hub, folder, tmp_path):
     assert not (tmp_path / "q" / "quantization_config.json").exists()
 
 
-def test_a_flipped_bit_is_found_and_a_second_run_completes(hub, folder, tmp_path):
+def test_a_flipped_bit_is_found_and_the_shard_is_fetched_once_more(hub, folder, tmp_path):
     local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
-    hub.fault("flip", match=SECOND, at=50_000, after=2)  # the header came before, and what the first shard measures
+    fault = hub.fault("flip", match=SECOND, at=50_000, after=2)  # the header came before, and what the first shard measures
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == local["digest"]
+    assert fault.times == 0
+
+
+def test_a_shard_that_comes_damaged_twice_is_not_written_and_another_run_completes(hub, folder, tmp_path):
+    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    hub.fault("flip", match=SECOND, at=50_000, after=2, times=2)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q")
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt")
     assert SECOND in outcome.json["error"]["message"]
     assert (tmp_path / "q" / FIRST).exists()
     assert not (tmp_path / "q" / SECOND).exists()
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == local["digest"]
+
+
+def test_a_run_that_was_broken_off_goes_on_with_its_commit_though_the_branch_moved(hub, folder, tmp_path):
+    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    hub.fault("status", match=SECOND, after=2, times=MANY)
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").code == 3
+    hub.faults.clear()
+    commit = hub.repos["org/m"].branches["main"]
+    hub.add("org/m", write_single(tmp_path / "other", {"a.o_proj.weight": weight()}))
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == local["digest"]
+    assert json.loads((tmp_path / "q" / ".fp4convert" / "plan.json").read_text())["source"] == {
+        "repo": "org/m",
+        "revision": commit,
+    }
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["error"]["exit"] == 5  # finished: main is another model
 
 
 def test_tries_are_counted_only_without_progress(hub, folder):

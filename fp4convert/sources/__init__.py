@@ -5,6 +5,7 @@ A source makes a Checkpoint of what it finds (addresses, no data) with the check
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
@@ -36,6 +37,7 @@ class Access:
     token         None for the one that the Hub's own client knows
     memory_nbytes what is kept of it in memory
     tell          gets a line for people when the Hub makes everything wait
+    output        where an unfinished plan may lie, which says of which commit it is
     """
 
     revision: str | None = None
@@ -43,6 +45,7 @@ class Access:
     token: str | None = None
     memory_nbytes: int = 1 << 30
     tell: Callable[[str], None] = lambda line: None
+    output: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,17 @@ def open_source(reference: str, access: Access | None = None, may_be_empty: bool
     from fp4convert.sources.hub import HubSource
 
     return HubSource(reference, access or Access())
+
+
+def commit_begun(output: Path | None, repo: str) -> str | None:
+    """The commit of a repository that an unfinished output is made from; None where there is none."""
+    try:
+        plan = json.loads((output / PLAN_FILE).read_text(encoding="utf-8")) if output else {}
+        if not output or plan["source"]["repo"] != repo or (output / plan["last"]).exists():
+            return None
+        return str(plan["source"]["revision"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # no plan, or a damaged one, which open_output judges
 
 
 def _model_types(config: dict[str, object]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from fp4convert.errors import Fp4Error, InputError, SourceError
-from fp4convert.pieces import CONNECTIONS, PIECE_NBYTES, Piece, Pieces, Stream, corrupt, hasher, split
+from fp4convert.pieces import CONNECTIONS, CORRUPT, PIECE_NBYTES, Piece, Pieces, Stream, corrupt, hasher, split
 from fp4convert.ranges import PASSING, Patience, RangeReader, RemoteFile, no_access, pause_of
 from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
 from fp4convert.sources import (
@@ -27,6 +27,7 @@ from fp4convert.sources import (
     check_index,
     check_unique,
     choose_shards,
+    commit_begun,
     no_weights,
     read_index,
     sort_others,
@@ -124,6 +125,12 @@ class HubSource:
         try:
             yield
             stream.end()
+        except SourceError as error:
+            if error.code == CORRUPT:
+                self._pieces.forget(file)
+                if remote.url:
+                    self._cached.pop(file, None)
+            raise
         finally:
             stream.stop()
             del self._streams[file]
@@ -265,7 +272,12 @@ def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
     api = HfApi(endpoint=constants.ENDPOINT, token=access.token)
     for failures in range(1, patience.tries + 1):
         try:
-            info = api.model_info(repo, revision=access.revision, files_metadata=True, timeout=patience.timeout_seconds)
+            info = api.model_info(
+                repo,
+                revision=access.revision or commit_begun(access.output, repo),
+                files_metadata=True,
+                timeout=patience.timeout_seconds,
+            )
             break
         except HFValidationError:
             raise InputError("no-source", f"{repo}: no such folder, and no name that the Hub knows") from None
