@@ -50,6 +50,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Discard what an earl
 RevisionOption = Annotated[str | None, typer.Option(help="On the Hub: branch, tag or commit. Default: main.")]
 SubfolderOption = Annotated[str | None, typer.Option(help="On the Hub: folder of the repository.")]
 TokenOption = Annotated[str | None, typer.Option(help="For the Hub. Better: hf auth login, or HF_TOKEN.")]
+TransportOption = Annotated[str, typer.Option(help="From the Hub: http, or xet (through hf_xet).")]
 MemoryOption = Annotated[float, typer.Option(min=0, help="GB of what the Hub sends that are kept for a second reading.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for errors too.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
@@ -73,6 +74,7 @@ def quantize_command(
     subfolder: SubfolderOption = None,
     token: TokenOption = None,
     memory: MemoryOption = 1.0,
+    transport: TransportOption = "http",
     force: ForceOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -86,7 +88,7 @@ def quantize_command(
 
     screen = render.Screen(json, quiet)
     begun = output or Path(f"{Path(source).name}-{format.upper()}")
-    opened = sources.open_source(source, _access(screen.warn, (revision, subfolder), token, memory, begun))
+    opened = sources.open_source(source, _access(screen.warn, (revision, subfolder), token, (memory, transport), begun))
     patterns = (tuple(include or ()), tuple(exclude or ()))
     request = convert.Request(format, dialect, scale_rule, activations, input_scale, *patterns)
     todo = convert.prepare_quantize(opened, request)
@@ -161,6 +163,7 @@ def dequantize_command(
     subfolder: SubfolderOption = None,
     token: TokenOption = None,
     memory: MemoryOption = 1.0,
+    transport: TransportOption = "http",
     force: ForceOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -175,7 +178,7 @@ def dequantize_command(
 
     screen = render.Screen(json, quiet)
     screen.warn(gpus.unused(device))
-    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token, memory, output))
+    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token, (memory, transport), output))
     todo = convert.prepare_dequantize(opened, dtype)
     with screen.progress(todo.source_bytes, "dequantize") as report:
         result = convert.dequantize(opened, todo, output, crew.Settings(device, workers, force, report))
@@ -206,6 +209,7 @@ def transcode_command(
     subfolder: SubfolderOption = None,
     token: TokenOption = None,
     memory: MemoryOption = 1.0,
+    transport: TransportOption = "http",
     force: ForceOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -219,7 +223,7 @@ def transcode_command(
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
-    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token, memory, output))
+    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token, (memory, transport), output))
     donor = sources.open_source(template) if template else None
     todo = convert.prepare_transcode(opened, convert.TranscodeRequest(dialect, format, scale_layout), donor)
     with screen.progress(todo.source_bytes, "transcode") as report:
@@ -231,11 +235,12 @@ def _access(
     tell: Callable[[list[str]], None],
     where: tuple[str | None, str | None],
     token: str | None,
-    memory: float = 1.0,
+    way: tuple[float, str] = (1.0, "http"),
     output: Path | None = None,
 ) -> Access:
-    """How the Hub is asked; `where` is a revision and a subfolder."""
-    return Access(*where, token, int(memory * (1 << 30)), lambda line: tell([line]), output)
+    """How the Hub is asked; `where` is a revision and a subfolder, `way` the GB of memory and the transport."""
+    memory, transport = way
+    return Access(*where, token, int(memory * (1 << 30)), lambda line: tell([line]), transport, output)
 
 
 def _version(wanted: bool) -> None:

@@ -87,6 +87,7 @@ class RangeReader:
         self._tell = tell
         self._places: dict[str, str] = {}
         self._etags: dict[str, str] = {}
+        self._xet_names: dict[str, str] = {}
         self._lock = threading.Lock()
         self._mine = threading.local()
         self._open: set[http.client.HTTPConnection] = set()
@@ -122,6 +123,12 @@ class RangeReader:
                 if failures >= self._patience.tries:
                     self._give_up(file, start + done, error)
                 self._wait(failures, error)
+
+    def xet_name(self, file: RemoteFile) -> str | None:
+        """What a file is called in the Hub's Xet storage, where it is there; the first byte is read to be told."""
+        if file.url not in self._places:
+            self.read_into(file, 0, memoryview(bytearray(1)))
+        return self._xet_names.get(file.url)
 
     def _give_up(self, file: RemoteFile, at: int, error: Exception) -> NoReturn:
         reason = (
@@ -204,6 +211,8 @@ class RangeReader:
             reply = self._request("HEAD", place, self._headers)
             reply.read()
             self._judge_resolved(file, reply)
+            if name := reply.getheader("X-Xet-Hash"):
+                self._xet_names[file.url] = name
             if not 300 <= reply.status < 400:
                 break
             place = urljoin(place, reply.getheader("Location") or "")

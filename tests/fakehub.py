@@ -92,6 +92,8 @@ class FakeHub:
         self.seen: list[Seen] = []
         self.link_uses: int | None = None  # requests that a signed link serves before it expires
         self.nbytes_per_second: float | None = None  # of a connection
+        self.xet_names: dict[str, str] = {}  # oid -> name in the chunk storage
+        self.chunks = ""  # folder of that storage
         self.lock = threading.Lock()
         self.signed: dict[str, int] = {}
         self._hub, self._storage = self._serve(_Hub), self._serve(_Storage)
@@ -118,6 +120,16 @@ class FakeHub:
         repo.commits[commit] = files
         repo.branches["main"] = commit
         return commit
+
+    def store_chunks(self, folder: Path, chunks: Path) -> None:
+        """Put the large files of a folder into a chunk storage, where hf_xet finds them."""
+        import hf_xet
+
+        self.chunks = f"local://{chunks}"
+        with hf_xet.XetSession().new_upload_commit(endpoint=self.chunks) as commit:
+            files = [path for path in folder.iterdir() if _file(path).is_large]
+            started = {_file(path).oid: commit.start_upload_file(str(path)) for path in files}
+        self.xet_names |= {oid: upload.result().xet_info.hash for oid, upload in started.items()}
 
     def fault(self, kind: str, **options: object) -> Fault:
         fault = Fault(kind, **options)  # type: ignore[arg-type]
@@ -263,6 +275,8 @@ class _Hub(_Handler):
         path = unquote(urlsplit(self.path).path)
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             return self._list(match[1], match[2] or "main")
+        if re.fullmatch(r"/api/models/[^/]+/[^/]+/xet-read-token/[0-9a-f]{40}", path):
+            return self.answer(200, json.dumps({"casUrl": self.fake.chunks, "accessToken": "x", "exp": 1 << 40}).encode())
         if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._resolve(match[1], match[2], match[3])
         return self.answer(404)
@@ -308,6 +322,8 @@ class _Hub(_Handler):
             return self.send_file(file, headers)
         headers["X-Linked-Size"] = str(file.nbytes + (1 if lie and lie.kind == "size" else 0))
         headers["X-Linked-ETag"] = f'"{"f" * 64 if lie and lie.kind == "oid" else file.oid}"'
+        if file.oid in self.fake.xet_names:
+            headers["X-Xet-Hash"] = self.fake.xet_names[file.oid]
         return self.answer(302, b"", {**headers, "Location": self.fake.sign(f"/{name}/{commit}/{path}")})
 
 

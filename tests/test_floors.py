@@ -11,7 +11,7 @@ PACKAGE = ROOT / "fp4convert"
 FLOORS = [
     {"errors"},
     {"formats", "cubins", "shard", "ranges", "pieces"},
-    {"codec", "gguf_shard", "recipe", "gpus", "layout", "stacks"},
+    {"codec", "gguf_shard", "recipe", "gpus", "layout", "stacks", "xet"},
     {"sources", "dialects", "lane", "recast", "detection"},
     {"tasks", "backends"},
     {"plan", "output", "artifact", "doctor"},
@@ -28,6 +28,7 @@ ROOMS = {
     "cupy": {"gpus", "lane"},
     "cupy_backends": {"cubins"},
     "huggingface_hub": {"sources"},
+    "hf_xet": {"xet"},
     "safetensors": set(),
     "gguf": {"gguf_shard"},
     "rich": {"render"},

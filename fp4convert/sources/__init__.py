@@ -37,6 +37,7 @@ class Access:
     token         None for the one that the Hub's own client knows
     memory_nbytes what is kept of it in memory
     tell          gets a line for people when the Hub makes everything wait
+    transport     http, or xet for hf_xet
     output        where an unfinished plan may lie, which says of which commit it is
     """
 
@@ -45,6 +46,7 @@ class Access:
     token: str | None = None
     memory_nbytes: int = 1 << 30
     tell: Callable[[str], None] = lambda line: None
+    transport: str = "http"
     output: Path | None = None
 
 

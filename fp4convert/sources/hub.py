@@ -32,9 +32,11 @@ from fp4convert.sources import (
     read_index,
     sort_others,
 )
+from fp4convert.xet import XetReader
 
 HEAD_NBYTES = 32 << 10  # of a shard, read at once: most headers are shorter
 HEADERS_AT_ONCE = 8
+TRANSPORTS = ("http", "xet")
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -52,13 +54,20 @@ class HubSource:
     is_streamed = True
 
     def __init__(self, reference: str, access: Access, patience: Patience | None = None) -> None:
+        from huggingface_hub import constants
         from huggingface_hub.utils._headers import build_hf_headers
 
+        if access.transport not in TRANSPORTS:
+            raise InputError("transport", f"transport {access.transport!r} is not known; expected {' or '.join(TRANSPORTS)}")
         patience = patience or Patience()
         self.name = reference.partition("/")[2]
         self._repo = reference
         self._commit, self._files, self._cached = _list_files(reference, access, patience)
-        self._reader = RangeReader(build_hf_headers(token=access.token, library_name="fp4convert"), patience, access.tell)
+        headers = build_hf_headers(token=access.token, library_name="fp4convert")
+        self._reader: RangeReader | XetReader = RangeReader(headers, patience, access.tell)
+        if access.transport == "xet":
+            token_url = f"{constants.ENDPOINT}/api/models/{reference}/xet-read-token/{self._commit}"
+            self._reader = XetReader(self._reader, token_url, headers)
         self._pieces = Pieces(self._fill, access.memory_nbytes)
         self._streams: dict[str, Stream] = {}
         self.checkpoint = self._open()
