@@ -94,7 +94,7 @@ def quantize_command(
     todo = convert.prepare_quantize(opened, request)
     screen.warn([*todo.warnings, *gpus.unused(device)])
     if dry_run:
-        return screen.show(convert.describe_plan(todo, crew.Settings(device, workers)), render.draw_plan)
+        return screen.show(convert.describe_plan(opened, todo, crew.Settings(device, workers)), render.draw_plan)
     target = output or Path(f"{opened.name}-{format.upper()}")
     with screen.progress(todo.source_bytes, "quantize") as report:
         result = convert.quantize(opened, todo, target, crew.Settings(device, workers, force, report))

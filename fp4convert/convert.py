@@ -175,7 +175,7 @@ def describe_carried(artifact: Artifact, plan: Plan) -> dict[str, object]:
     return document if made is artifact.format else {**document, "lossy": lossy, "blocks": blocks, "kept_blocks": kept}
 
 
-def describe_plan(plan: Plan, settings: Settings) -> dict[str, object]:
+def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, object]:
     """The document of `quantize --dry-run --json`; memory is what workers hold beside mapped pages.
 
     Raises InputError for a device that is not there.
@@ -188,7 +188,7 @@ def describe_plan(plan: Plan, settings: Settings) -> dict[str, object]:
         "dialect": plan.target.dialect,
         "source_bytes": plan.source_bytes,
         "output_bytes": plan.output_bytes,
-        "peak_memory_bytes": BASE_NBYTES + held_nbytes,
+        "peak_memory_bytes": BASE_NBYTES + held_nbytes + min(source.held_nbytes, source.checkpoint.nbytes),
         "peak_disk_bytes": plan.output_bytes,
         "tensors": [
             {

@@ -42,6 +42,7 @@ class Pieces:
         self._budget_nbytes = budget_nbytes
         self._pool = ThreadPoolExecutor(CONNECTIONS, "fetch")
         self._known: dict[Piece, Future[memoryview]] = {}  # least recently used first
+        self._nbytes = 0  # of all that are known
         self._lock = threading.Lock()
         self._held_nbytes = 0
         self._released = threading.Condition()
@@ -51,7 +52,9 @@ class Pieces:
         with self._lock:
             future = self._known.pop(piece, None)
             if future is None or (future.done() and future.exception()):
-                self._make_room(piece.stop - piece.start)
+                if future is None:
+                    self._nbytes += piece.stop - piece.start
+                    self._make_room()
                 future = self._pool.submit(self._fetched, piece)
             self._known[piece] = future
             return future
@@ -61,13 +64,13 @@ class Pieces:
         self._read_into(piece.file, piece.start, data)
         return data.toreadonly()
 
-    def _make_room(self, nbytes: int) -> None:
-        total = nbytes + sum(piece.stop - piece.start for piece in self._known)
-        for piece in [piece for piece, future in self._known.items() if future.done()]:
-            if total <= self._budget_nbytes:
-                return
-            total -= piece.stop - piece.start
-            del self._known[piece]
+    def _make_room(self) -> None:
+        for piece in list(self._known) if self._nbytes > self._budget_nbytes else ():
+            if self._known[piece].done():
+                del self._known[piece]
+                self._nbytes -= piece.stop - piece.start
+                if self._nbytes <= self._budget_nbytes:
+                    return
 
     @contextmanager
     def room_for(self, nbytes: int) -> Iterator[None]:
@@ -86,7 +89,9 @@ class Pieces:
     def forget(self, file: str) -> None:
         """Fetch every piece of a file anew when it is next wanted."""
         with self._lock:
-            self._known = {piece: future for piece, future in self._known.items() if piece.file != file}
+            for piece in [piece for piece in self._known if piece.file == file]:
+                del self._known[piece]
+                self._nbytes -= piece.stop - piece.start
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -36,6 +36,7 @@ class Framed:
     def __init__(self, donor: Source, artifact: Source) -> None:
         self.name = donor.name
         self.is_streamed = donor.is_streamed
+        self.held_nbytes = donor.held_nbytes + artifact.held_nbytes
         self._donor = donor
         self._artifact = artifact
         stamps = {**artifact.checkpoint.stamps, **donor.checkpoint.stamps}

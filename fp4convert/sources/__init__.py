@@ -99,6 +99,10 @@ class Source(Protocol):
     def is_streamed(self) -> bool:
         """True where bytes come best in the order of the file."""
 
+    @property
+    def held_nbytes(self) -> int:
+        """What may be kept in memory of the bytes that were read."""
+
     def read(self, ref: TensorRef) -> memoryview:
         """The bytes of one tensor, read-only."""
 

@@ -7,6 +7,7 @@ With HF_HUB_OFFLINE the cache is all there is.
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from typing import BinaryIO, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from fp4convert.errors import Fp4Error, InputError, SourceError
-from fp4convert.pieces import CONNECTIONS, CORRUPT, PIECE_NBYTES, Piece, Pieces, Stream, corrupt, hasher, split
+from fp4convert.pieces import CONNECTIONS, CORRUPT, PIECE_NBYTES, SPARE_NBYTES, Piece, Pieces, Stream, corrupt, hasher, split
 from fp4convert.ranges import PASSING, Patience, RangeReader, RemoteFile, no_access, pause_of
 from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
 from fp4convert.sources import (
@@ -36,6 +37,7 @@ from fp4convert.xet import XetReader
 
 HEAD_NBYTES = 32 << 10  # of a shard, read at once: most headers are shorter
 HEADERS_AT_ONCE = 8
+BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # how the cache names its files
 TRANSPORTS = ("http", "xet")
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -69,6 +71,7 @@ class HubSource:
             token_url = f"{constants.ENDPOINT}/api/models/{reference}/xet-read-token/{self._commit}"
             self._reader = XetReader(self._reader, token_url, headers)
         self._pieces = Pieces(self._fill, access.memory_nbytes)
+        self.held_nbytes = access.memory_nbytes + SPARE_NBYTES
         self._streams: dict[str, Stream] = {}
         self.checkpoint = self._open()
 
@@ -343,5 +346,8 @@ def _list_cache(repo: str, access: Access) -> Listing:
         raise SourceError("offline", detail, "Unset HF_HUB_OFFLINE, or give a folder on this disk.") from None
     cached = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
     cached = {name: path for name, path in cached.items() if not _is_hidden(name)}
+    if unnamed := [name for name, path in cached.items() if not BLOB.fullmatch(path.resolve().name)]:
+        detail = f"{repo}: the Hub's cache holds {unnamed[0]} under no hash, so it cannot be checked"
+        raise SourceError("offline", detail, f"Give the folder itself: {root}.")
     files = {name: RemoteFile(name, "", path.stat().st_size, path.resolve().name, root.name) for name, path in cached.items()}
     return Listing(root.name, files, cached)

@@ -30,6 +30,7 @@ class LocalSource:
     """Maps shards into memory; a tensor's bytes are read when they are touched and belong to the page cache."""
 
     is_streamed = False
+    held_nbytes = 0
 
     def __init__(self, path: Path, may_be_empty: bool = False) -> None:
         self._folder = path if path.is_dir() else path.parent
