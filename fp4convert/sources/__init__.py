@@ -155,7 +155,7 @@ def open_source(reference: str, access: Access | None = None, may_be_empty: bool
         return LocalSource(path, may_be_empty)
     if not re.fullmatch(REPOSITORY, reference):
         detail = f"{reference}: no such file or folder; expected a checkpoint on this disk, or organisation/name on the Hub"
-        raise InputError("no-source", detail)
+        raise InputError("no-source", detail, "Look for a typing error in the path or the name.")
     from fp4convert.sources.hub import HubSource
 
     return HubSource(reference, access or Access())
