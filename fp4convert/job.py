@@ -107,11 +107,14 @@ def carry_out(
             return fill_once(task, writer)
 
     def fill_once(task: Task, writer: TaskWriter) -> bool:
-        try:
-            with job.source.stream(task.steps[0].refs[0].file) if task.steps else nullcontext():
+        found: list[NumericError] = []
+        with job.source.stream(task.steps[0].refs[0].file) if task.steps else nullcontext():
+            try:
                 fill_shard(task, writer, worker, settings)
-        except UnsoundShardError as found:
-            unsound.update({str(error.tensor): error for error in found.errors})
+            except UnsoundShardError as caught:
+                found = caught.errors
+        if found:
+            unsound.update({str(error.tensor): error for error in found})
             return False
         for file in task.sources:
             job.source.check_unchanged(file)

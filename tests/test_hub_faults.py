@@ -101,6 +101,15 @@ def test_a_flipped_bit_is_found_and_the_shard_is_fetched_once_more(hub, folder, 
     assert fault.times == 0
 
 
+def test_what_only_came_as_nan_is_not_told_as_such(hub, tmp_path):
+    folder = write_single(tmp_path / "nan", {"a.o_proj.weight": ("BF16", (1, 16), b"\x80\x7e" * 16)})  # one bit below Inf
+    hub.add("org/nan", folder)
+    size = (folder / "model.safetensors").stat().st_size
+    fault = hub.fault("flip", where="hub", match="model.safetensors", at=size - 1, after=1)
+    assert ask("quantize", "org/nan", *NVFP4, "-o", tmp_path / "q").code == 0
+    assert fault.times == 0
+
+
 def test_a_shard_that_comes_damaged_twice_is_not_written_and_another_run_completes(hub, folder, tmp_path):
     local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
     hub.fault("flip", match=SECOND, at=50_000, after=2, times=2)
