@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 
 _HOME = {
+    "Access": "sources",
     "open_source": "sources",
     "Request": "convert",
     "Settings": "workers",

@@ -14,16 +14,15 @@ from typing import Literal
 
 from fp4convert.dialects import MODULES, Clues, Dialect, Ignored, Packed, dialect_named, form_of
 from fp4convert.errors import InputError
-from fp4convert.formats import Blocks, Format, format_named
+from fp4convert.formats import Blocks, Format, Span, format_named
 from fp4convert.layout import padding_of
 from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef, TensorSpec, parse_json_object
-from fp4convert.sources import PLAN_FILE, Source, open_source
+from fp4convert.sources import PLAN_FILE, Access, Source, open_source
 from fp4convert.spelling import ACTIVATIONS_FP4, Form, encode_scalar
 from fp4convert.stacks import gather, pieces_of
 
 RECORD = "quantization_config.json"
-SCALAR_NBYTES = 8
 Level = Literal["error", "warning", "note"]
 
 
@@ -35,6 +34,21 @@ class Finding:
     code: str
     tensor: str | None
     detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """The bytes of a tensor where they are; a Span."""
+
+    source: Source
+    ref: TensorRef
+
+    @property
+    def nbytes(self) -> int:
+        return self.ref.nbytes
+
+    def __getitem__(self, part: slice, /) -> memoryview:
+        return self.source.read_range(self.ref, *part.indices(self.nbytes)[:2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +118,10 @@ class Artifact:
         """True where a record takes the module for an ordinary one."""
         return self.spelling.is_ignored(self.clues, module)
 
-    def _read(self, name: str) -> memoryview:
-        """The bytes of a tensor; where a sound module lacks it, it is a scale that is implied to be 1.
-
-        A scalar is read by itself: through a mapping, the system would fetch much around it.
-        """
+    def _read(self, name: str) -> Span:
+        """The bytes of a tensor; where a sound module lacks it, it is a scale that is implied to be 1."""
         ref = self.tensors.get(name)
-        if ref is None:
-            return encode_scalar(1.0)
-        if ref.nbytes > SCALAR_NBYTES:
-            return self.source.read(ref)
-        buffer = memoryview(bytearray(ref.nbytes))
-        self.source.read_into(ref, 0, buffer)
-        return buffer
+        return encode_scalar(1.0) if ref is None else _Tensor(self.source, ref)
 
 
 def make_record(
@@ -162,10 +167,10 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
     }
 
 
-def open_artifact(reference: str) -> Artifact:
-    """The artifact in that folder; raises InputError where there is none."""
+def open_artifact(reference: str, access: Access | None = None) -> Artifact:
+    """The artifact in that folder or repository; raises what open_source raises, and InputError where it is no artifact."""
     is_unfinished = os.path.exists(os.path.join(reference, PLAN_FILE)) and not os.path.exists(os.path.join(reference, RECORD))
-    source = open_source(reference, may_be_empty=is_unfinished)
+    source = open_source(reference, access, is_unfinished)
     record = _read_json(source, RECORD)
     tensors = {ref.name: ref for ref in source.checkpoint.tensors}
     clues = Clues(source.checkpoint.config, _read_json(source, "hf_quant_config.json"), tensors)

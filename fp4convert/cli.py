@@ -1,7 +1,8 @@
 """The commands: each parses, calls one function of the floor below, and prints.  No logic lives here.
 
 Results go to stdout, progress, warnings and errors to stderr; with --json stdout holds one document, also for an error.
-Exit codes: 0 done, 1 our bug, 2 bad input or usage, 5 output side, 6 findings, 130 and 143 interrupted.
+Exit codes: 0 done, 1 our bug, 2 bad input or usage, 3 source unreachable or changed, 4 no access to it, 5 output side,
+6 findings, 130 and 143 interrupted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shlex
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
@@ -19,6 +21,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from fp4convert.errors import Fp4Error, InputError, Interrupted
+from fp4convert.sources import Access
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,8 +31,8 @@ app = typer.Typer(
     help="Turn a checkpoint into NVFP4 or MXFP4 safetensors that inference engines load.",
 )
 
-SourceArgument = Annotated[str, typer.Argument(help="Checkpoint: a folder with safetensors, one .safetensors or .gguf file.")]
-ArtifactArgument = Annotated[str, typer.Argument(help="Folder with four-bit weights, or one file.")]
+SourceArgument = Annotated[str, typer.Argument(help="A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.")]
+ArtifactArgument = Annotated[str, typer.Argument(help="Four-bit weights: a folder, one file, or ORG/NAME on the Hub.")]
 FormatOption = Annotated[str, typer.Option("--format", help="Target: nvfp4 or mxfp4.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="New folder. Default: ./NAME-FORMAT.")]
 DialectOption = Annotated[str, typer.Option(help="compressed-tensors, modelopt, quark, deepseek, mlx, comfy, plain or gguf.")]
@@ -46,6 +49,11 @@ DeviceOption = Annotated[str, typer.Option(help="auto (GPUs, else the CPU), cpu,
 WorkersOption = Annotated[int, typer.Option(min=0, help="Threads; 0 is as many as suit the device.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Discard what an earlier run of fp4convert left in the output.")]
+RevisionOption = Annotated[str | None, typer.Option(help="On the Hub: branch, tag or commit. Default: main.")]
+SubfolderOption = Annotated[str | None, typer.Option(help="On the Hub: folder of the repository.")]
+TokenOption = Annotated[str | None, typer.Option(help="For the Hub. Better: hf auth login, or HF_TOKEN.")]
+TransportOption = Annotated[str, typer.Option(help="From the Hub: http, or xet (through hf_xet).")]
+MemoryOption = Annotated[float, typer.Option(min=0, help="GB of what the Hub sends that are kept for a second reading.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for errors too.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
 
@@ -64,6 +72,11 @@ def quantize_command(
     device: DeviceOption = "auto",
     workers: WorkersOption = 0,
     dry_run: DryRunOption = False,
+    revision: RevisionOption = None,
+    subfolder: SubfolderOption = None,
+    token: TokenOption = None,
+    memory: MemoryOption = 1.0,
+    transport: TransportOption = "http",
     force: ForceOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -76,7 +89,8 @@ def quantize_command(
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
-    opened = sources.open_source(source)
+    begun = output or Path(f"{Path(source).name}-{format.upper()}")
+    opened = sources.open_source(source, _access(screen.warn, (revision, subfolder), token, (memory, transport), begun))
     patterns = (tuple(include or ()), tuple(exclude or ()))
     request = convert.Request(format, dialect, scale_rule, activations, input_scale, *patterns)
     todo = convert.prepare_quantize(opened, request)
@@ -94,6 +108,9 @@ def inspect_command(
     artifact: ArtifactArgument,
     source: Annotated[str | None, typer.Option(help="The original checkpoint, which decides what statistics cannot.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Read every block scale, however many.")] = False,
+    revision: RevisionOption = None,
+    subfolder: SubfolderOption = None,
+    token: TokenOption = None,
     json: JsonOption = False,
 ) -> None:
     """Tell what an artifact is and whether it is healthy, from its headers, records and scales.
@@ -103,10 +120,11 @@ def inspect_command(
     from fp4convert import artifact as artifacts
     from fp4convert import inspection, render, sources
 
-    opened = artifacts.open_artifact(artifact)
-    original = sources.open_source(source) if source else None
+    screen = render.Screen(json)
+    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token))
+    original = sources.open_source(source, _access(screen.warn, (None, None), token)) if source else None
     description = inspection.inspect(opened, original, full)
-    render.Screen(json).show(description, render.draw_artifact)
+    screen.show(description, render.draw_artifact)
     raise typer.Exit(0 if description["healthy"] else 6)
 
 
@@ -116,6 +134,9 @@ def verify_command(
     source: Annotated[str | None, typer.Option(help="The original checkpoint, to measure every tensor against.")] = None,
     min_sqnr: Annotated[float | None, typer.Option(help="Fail when a tensor's SQNR is below this many dB.")] = None,
     max_nmse: Annotated[float | None, typer.Option(help="Fail when a tensor's normalised squared error is above this.")] = None,
+    revision: RevisionOption = None,
+    subfolder: SubfolderOption = None,
+    token: TokenOption = None,
     json: JsonOption = False,
 ) -> None:
     """Re-hash every file and read every scale; with --source, measure every tensor.
@@ -125,10 +146,11 @@ def verify_command(
     from fp4convert import artifact as artifacts
     from fp4convert import render, sources, verification
 
-    opened = artifacts.open_artifact(artifact)
-    original = sources.open_source(source) if source else None
+    screen = render.Screen(json)
+    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token))
+    original = sources.open_source(source, _access(screen.warn, (None, None), token)) if source else None
     report = verification.verify(opened, original, verification.Gate(min_sqnr, max_nmse))
-    render.Screen(json).show(report.as_json(), render.draw_verification)
+    screen.show(report.as_json(), render.draw_verification)
     raise typer.Exit(0 if report.passed else 6)
 
 
@@ -139,6 +161,11 @@ def dequantize_command(
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     device: DeviceOption = "auto",
     workers: WorkersOption = 0,
+    revision: RevisionOption = None,
+    subfolder: SubfolderOption = None,
+    token: TokenOption = None,
+    memory: MemoryOption = 1.0,
+    transport: TransportOption = "http",
     force: ForceOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -152,7 +179,7 @@ def dequantize_command(
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
-    opened = artifacts.open_artifact(artifact)
+    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token, (memory, transport), output))
     todo = convert.prepare_dequantize(opened, dtype)
     screen.warn([*todo.warnings, *gpus.unused(device)])
     with screen.progress(todo.source_bytes, "dequantize") as report:
@@ -182,6 +209,11 @@ def transcode_command(
     scale_layout: LayoutOption = None,
     template: TemplateOption = None,
     workers: WorkersOption = 0,
+    revision: RevisionOption = None,
+    subfolder: SubfolderOption = None,
+    token: TokenOption = None,
+    memory: MemoryOption = 1.0,
+    transport: TransportOption = "http",
     force: ForceOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -195,13 +227,25 @@ def transcode_command(
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
-    opened = artifacts.open_artifact(artifact)
+    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token, (memory, transport), output))
     donor = sources.open_source(template) if template else None
     todo = convert.prepare_transcode(opened, convert.TranscodeRequest(dialect, format, scale_layout), donor)
     screen.warn(todo.warnings)
     with screen.progress(todo.source_bytes, "transcode") as report:
         result = convert.transcode(opened, todo, output, crew.Settings("cpu", workers, force, report), donor)
     screen.show(result.as_json(), render.draw_result)
+
+
+def _access(
+    tell: Callable[[list[str]], None],
+    where: tuple[str | None, str | None],
+    token: str | None,
+    way: tuple[float, str] = (1.0, "http"),
+    output: Path | None = None,
+) -> Access:
+    """How the Hub is asked; `where` is a revision and a subfolder, `way` the GB of memory and the transport."""
+    memory, transport = way
+    return Access(*where, token, int(memory * (1 << 30)), lambda line: tell([line]), transport, output)
 
 
 def _version(wanted: bool) -> None:
@@ -255,7 +299,7 @@ def main() -> None:
     except Fp4Error as error:
         _fail(error)
     except _Stopped as stopped:
-        command = shlex.join(["fp4convert", *sys.argv[1:]])
+        command = shlex.join(["fp4convert", *_without_token(sys.argv[1:])])
         _fail(Interrupted(command, is_terminated=stopped.number == signal.SIGTERM))
     except Exception as error:
         if not hasattr(error, "format_message"):
@@ -264,6 +308,12 @@ def main() -> None:
         if not message:  # the bare command: its help has been printed
             sys.exit(InputError.exit_code)
         _fail(InputError("usage", message, "See: fp4convert --help."))
+
+
+def _without_token(arguments: list[str]) -> list[str]:
+    """The arguments, but for --token and what follows it: no message holds a token."""
+    pairs = zip(["", *arguments], arguments, strict=False)
+    return [argument for before, argument in pairs if before != "--token" and not argument.startswith("--token")]
 
 
 def _fail(error: Fp4Error) -> NoReturn:

@@ -215,7 +215,7 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "dialect": plan.target.dialect,
         "source_bytes": plan.source_bytes,
         "output_bytes": plan.output_bytes,
-        "peak_memory_bytes": BASE_NBYTES + held_nbytes,
+        "peak_memory_bytes": BASE_NBYTES + held_nbytes + min(source.held_nbytes, source.checkpoint.nbytes),
         "peak_disk_bytes": _artifact_job(source, plan).output_nbytes,
         "tensors": [
             {

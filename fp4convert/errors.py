@@ -5,6 +5,7 @@ Fp4Error                1  (never raised itself; anything else that escapes is o
 │   └── NumericError    2  weights that four bits cannot hold (NaN, Inf)
 ├── DeviceError         2  a GPU that is not there, lacks memory or fails; resumable
 ├── SourceError         3  the source went away or changed; resumable
+├── AccessError         4  the Hub gives no access: a licence, a token; resumable
 ├── OutputError         5  the output side: disk full, read-only, other content; resumable
 └── Interrupted       130  Ctrl-C; 143 for SIGTERM; resumable
 """
@@ -56,6 +57,12 @@ class SourceError(Fp4Error):
     """The source cannot be reached, or is not what it was; a re-run continues."""
 
     exit_code = 3
+
+
+class AccessError(Fp4Error):
+    """The Hub does not let this person in; once it does, a re-run continues."""
+
+    exit_code = 4
 
 
 class OutputError(Fp4Error):

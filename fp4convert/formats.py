@@ -111,6 +111,18 @@ class Quantized:
         block_scales = self.block_scales[first * scales_per_row : last * scales_per_row]
         return replace(self, shape=(last - first, columns), packed=packed, block_scales=block_scales)
 
+    def scales(self, first: int, last: int) -> memoryview:
+        return self.rows(first, last).block_scales
+
+
+class Span(Protocol):
+    """Bytes somewhere, fetched by slices without a step; a memoryview is one."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> memoryview: ...
+
 
 class Blocks(Protocol):
     """A four-bit matrix somewhere, fetched by ranges of whole rows, as often as is wanted; a Quantized is one."""
@@ -130,12 +142,38 @@ class Blocks(Protocol):
     def rows(self, first: int, last: int) -> Quantized:
         """Rows first..last-1 in canonical form."""
 
+    def scales(self, first: int, last: int) -> memoryview:
+        """The block scales of rows first..last-1, linear, without their codes where these lie elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Blocks that lie somewhere in canonical form."""
+
+    format: Format
+    shape: tuple[int, int]
+    packed: Span
+    block_scales: Span
+    global_scale: float | None
+    kind: Kind = "multiplier"
+
+    def rows(self, first: int, last: int) -> Quantized:
+        half = self.shape[1] // 2
+        packed = self.packed[first * half : last * half]
+        shape = (last - first, self.shape[1])
+        return Quantized(self.format, shape, packed, self.scales(first, last), self.global_scale, self.kind)
+
+    def scales(self, first: int, last: int) -> memoryview:
+        width = self.shape[1] // self.format.block_size
+        return self.block_scales[first * width : last * width]
+
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """Blocks that are put into canonical form as they are fetched.
 
-    fetch  (first, last + 1) of a range of rows -> its packed codes and its block scales
+    fetch         (first, last + 1) of a range of rows -> its packed codes and its block scales
+    fetch_scales  -> its block scales alone, where that is less work
     """
 
     format: Format
@@ -143,10 +181,14 @@ class Fetched:
     global_scale: float | None
     kind: Kind
     fetch: Callable[[int, int], tuple[memoryview, memoryview]]
+    fetch_scales: Callable[[int, int], memoryview] | None = None
 
     def rows(self, first: int, last: int) -> Quantized:
         packed, block_scales = self.fetch(first, last)
         return Quantized(self.format, (last - first, self.shape[1]), packed, block_scales, self.global_scale, self.kind)
+
+    def scales(self, first: int, last: int) -> memoryview:
+        return self.fetch_scales(first, last) if self.fetch_scales else self.fetch(first, last)[1]
 
 
 def row_panels(shape: tuple[int, int], elements: int = PANEL_ELEMENTS) -> Iterator[tuple[int, int]]:

@@ -1,6 +1,7 @@
 """What an artifact really is: its records and headers, and what its scales say of them.
 
-Block scales are read whole where they are few, and of some modules otherwise; scales that stand once per module are always read.
+Block scales are read whole where they are few, and of some modules otherwise; scales that stand once per module are always read
+from a disk, and from the Hub for the same modules and those that share theirs.
 Each finding's code is explained in docs/findings.md.
 """
 
@@ -8,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +28,17 @@ from fp4convert.sources import Source
 from fp4convert.suspicion import suspect
 
 ALL_NBYTES, SAMPLE_NBYTES = 64 << 20, 48 << 20  # of block scales: read whole up to the first, else about the second
+REMOTE_NBYTES, REMOTE_MODULES = 16 << 20, 96  # of a repository on the Hub: a download of seconds, whatever its size
+LOOK_NBYTES = 1 << 16  # of a module's codes, where scales are zero
+REQUESTS = 8  # at once
 SMALLEST_AMAX, LARGEST_AMAX = 2.0**-20, 2.0**14  # that weights have
 ZEROS_SHARE = 0.01  # of blocks; what rounding to zero leaves in honest artifacts is less
 FEW_SCALES, LOWEST_BYTE = 6, 0x40  # E4M3 scales are many, or small, or powers of two
 WIDE_OCTAVES = 8  # between the 5th and the 95th percentile of the block scales of a matrix
 LARGEST_E4M3 = 0x7E  # 448, which the block with the largest weight of a scale group has
 GUESSED = ("scale-dtype", "global-scale-reciprocal", "global-scale-range")  # what a source that fits refutes
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +76,16 @@ def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[st
 
 def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:
     """The modules whose block scales are read: all, or some from everywhere."""
-    nbytes = sum(_scale_nbytes(artifact, module) for module in artifact.modules)
     modules = sorted(artifact.modules)
-    if is_full or nbytes <= ALL_NBYTES:
+    nbytes, count = sum(_read_nbytes(artifact, module) for module in modules), len(modules)
+    at_once, left, most = (REMOTE_NBYTES, REMOTE_NBYTES, REMOTE_MODULES)
+    if not artifact.source.is_streamed:
+        at_once, left, most = ALL_NBYTES, SAMPLE_NBYTES, count
+    if is_full or (nbytes <= at_once and count <= most):
         return modules
-    chosen, left = [], SAMPLE_NBYTES
-    for module in modules[:: math.ceil(nbytes / SAMPLE_NBYTES)]:
-        if (module_nbytes := _scale_nbytes(artifact, module)) <= left:
+    chosen = []
+    for module in modules[:: max(math.ceil(nbytes / left), math.ceil(count / most))]:
+        if (module_nbytes := _read_nbytes(artifact, module)) <= left:
             chosen.append(module)
             left -= module_nbytes
     return chosen
@@ -84,6 +94,32 @@ def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:
 def _scale_nbytes(artifact: Artifact, module: str) -> int:
     rows, columns = artifact.modules[module].shape
     return rows * columns // artifact.format.block_size
+
+
+def _read_nbytes(artifact: Artifact, module: str) -> int:
+    """What is read for a module's block scales: its codes too where they lie among them."""
+    is_apart = artifact.form.scale_layout in LAYOUTS
+    return _scale_nbytes(artifact, module) * (1 if is_apart else artifact.format.block_size // 2 + 1)
+
+
+def _each(artifact: Artifact, read: Callable[[str], T], modules: Iterable[str]) -> dict[str, T]:
+    """What `read` gives for each module; asked side by side where every answer takes its time."""
+    if not artifact.source.is_streamed:
+        return {module: read(module) for module in modules}
+    from concurrent.futures import ThreadPoolExecutor
+
+    asked = list(modules)
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        return dict(zip(asked, pool.map(read, asked), strict=True))
+
+
+def _beside(artifact: Artifact, modules: Sequence[str]) -> list[str]:
+    """The modules whose single scales are read: all, or from the Hub those modules and what shares a scale with them."""
+    if not artifact.source.is_streamed:
+        return list(artifact.modules)
+    groups = group_members(artifact.source.checkpoint.model_types)
+    keys = {key for module in modules if (key := scale_group(module, groups))}
+    return [module for module in artifact.modules if module in modules or scale_group(module, groups) in keys]
 
 
 def _stored_scales(artifact: Artifact, modules: Iterable[str]) -> Iterator[StoredScales]:
@@ -101,20 +137,20 @@ def _stored_scales(artifact: Artifact, modules: Iterable[str]) -> Iterator[Store
 def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
     """Findings on the block scales of those modules, and on the global and input scales of all."""
     findings: list[Finding] = []
-    histograms = []
-    for module in modules:
-        histogram = _histogram(artifact.decode(module))
-        histograms.append(histogram)
+    histograms = _each(artifact, lambda module: _histogram(artifact.decode(module)), modules)
+    for module, histogram in histograms.items():
         findings += _judge_histogram(artifact, module, histogram)
-    findings += _judge_dtype(artifact, histograms)
-    stored = {module: scale for module in artifact.modules if (scale := artifact.decode(module).global_scale) is not None}
+    findings += _judge_dtype(artifact, list(histograms.values()))
+    singles = _beside(artifact, modules)
+    found = _each(artifact, lambda module: artifact.decode(module).global_scale, singles)
+    stored = {module: scale for module, scale in found.items() if scale is not None}
     for module, scale in stored.items():
         findings += _judge_global_scale(module, scale, is_divisor=artifact.decode(module).kind == "divisor")
     level: Level = "error" if artifact.spelling.TRAITS.shares_scales else "warning"
     for members in _unequal_groups(artifact, stored):
         detail = f"{', '.join(members)} have different global scales; engines that fuse them use only one"
         findings.append(Finding(level, "group-scales-differ", members[0], detail))
-    inputs = {module: scale for module in artifact.modules if (scale := artifact.input_scale(module)) is not None}
+    inputs = {module: scale for module, scale in _each(artifact, artifact.input_scale, singles).items() if scale is not None}
     for module, scale in inputs.items():
         if not (math.isfinite(scale) and scale > 0):
             findings.append(Finding("error", "input-scale", module, f"as a multiplier its input scale is {scale}"))
@@ -127,7 +163,7 @@ def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
 def _histogram(q: Blocks) -> _Histogram:
     counts = np.zeros(256, np.int64)
     for first, last in row_panels(q.shape):
-        counts += np.bincount(np.frombuffer(q.rows(first, last).block_scales, np.uint8), minlength=256)
+        counts += np.bincount(np.frombuffer(q.scales(first, last), np.uint8), minlength=256)
     every_byte = memoryview(bytes(range(256)))
     one_each = Quantized(q.format, (256, q.format.block_size), every_byte, every_byte, q.global_scale, q.kind)
     return _Histogram(counts, block_steps(one_each))
@@ -138,21 +174,30 @@ def _judge_histogram(artifact: Artifact, module: str, histogram: _Histogram) -> 
         yield Finding("error", "scale-not-finite", module, f"{bad} blocks have no finite scale")
     if negative := histogram.where(histogram.steps < 0):
         yield Finding("error", "scale-negative", module, f"{negative} blocks have a negative scale")
-    if histogram.where(histogram.steps == 0) and (erased := _erased_blocks(artifact.decode(module), histogram.steps)):
+    if histogram.where(histogram.steps == 0) and (
+        erased := _erased_blocks(artifact.decode(module), histogram.steps, artifact.source.is_streamed)
+    ):
         detail = f"{erased} blocks hold values, and have the scale zero"
         is_rounding = erased <= ZEROS_SHARE * histogram.counts.sum()
         yield Finding("warning" if is_rounding else "error", "scale-zero", module, detail)
 
 
-def _erased_blocks(q: Blocks, steps: NDArray[np.float32]) -> int:
-    """Blocks whose scale is zero and whose codes are not."""
-    count = 0
+def _erased_blocks(q: Blocks, steps: NDArray[np.float32], is_remote: bool) -> int:
+    """Blocks whose scale is zero and whose codes are not; from the Hub, some rows that have any speak for all of them."""
+    width, row_nbytes = q.shape[1] // q.format.block_size, q.shape[1] // 2
+    zeros = seen = erased = 0
     for first, last in row_panels(q.shape):
-        rows = q.rows(first, last)
-        is_zero = steps[np.frombuffer(rows.block_scales, np.uint8)] == 0
-        packed = np.frombuffer(rows.packed, np.uint8).reshape(is_zero.size, -1)[is_zero]
-        count += int((packed & 0x77).any(axis=-1).sum())
-    return count
+        is_zero = (steps[np.frombuffer(q.scales(first, last), np.uint8)] == 0).reshape(-1, width)
+        zeros += int(is_zero.sum())
+        if not is_zero.any() or (is_remote and seen):
+            continue
+        begin = int(is_zero.any(axis=1).argmax()) if is_remote else 0
+        is_zero = is_zero[begin : begin + max(1, LOOK_NBYTES // row_nbytes)] if is_remote else is_zero
+        rows = q.rows(first + begin, first + begin + len(is_zero))
+        packed = np.frombuffer(rows.packed, np.uint8).reshape(*is_zero.shape, -1)[is_zero]
+        seen += int(is_zero.sum())
+        erased += int((packed & 0x77).any(axis=-1).sum())
+    return round(erased * zeros / seen) if seen else 0
 
 
 def _judge_dtype(artifact: Artifact, histograms: list[_Histogram]) -> Iterator[Finding]:

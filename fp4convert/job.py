@@ -9,14 +9,16 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from fp4convert.artifact import RECORD
-from fp4convert.errors import InputError, NumericError
+from fp4convert.errors import InputError, NumericError, SourceError
 from fp4convert.output import OutputFolder, Purpose, TaskWriter, open_output
+from fp4convert.pieces import CORRUPT
 from fp4convert.sources import Source
 from fp4convert.tasks import Plan, Task
 from fp4convert.workers import Settings, UnsoundShardError, Worker, fill_shard
@@ -80,6 +82,7 @@ class Job:
             },
             files=(*(shard.file for shard in self.plan.shards), *self.sidecars, *self.texts),
             last=self.last,
+            origin={"repo": self.source.checkpoint.repo, "revision": self.source.checkpoint.revision},
         )
 
 
@@ -91,27 +94,33 @@ def carry_out(
     conclude: Callable[[OutputFolder], None] = lambda folder: None,
 ) -> Result:
     started = time.monotonic()
-    for file in job.sidecars:
-        if file.partition("/")[0] in {RECORD, *job.texts}:
-            raise InputError(
-                "file-name", f"{file}: the source has a folder where the result has a file; expected none", "Rename it."
-            )
-    if job.source.holds(output):
-        detail = f"{output} lies inside the source; expected a folder outside it, so that the source stays as it is"
-        raise InputError("output-in-source", detail, "Choose another: -o FOLDER.")
+    _check_places(job, output)
     unsound: dict[str, NumericError] = {}
 
     def fill(task: Task, writer: TaskWriter) -> bool:
         try:
-            fill_shard(task, writer, worker, settings)
-        except UnsoundShardError as found:
-            unsound.update({str(error.tensor): error for error in found.errors})
+            return fill_once(task, writer)
+        except SourceError as error:
+            if error.code != CORRUPT:
+                raise
+            writer.begin_again()
+            return fill_once(task, writer)
+
+    def fill_once(task: Task, writer: TaskWriter) -> bool:
+        found: list[NumericError] = []
+        with job.source.stream(task.steps[0].refs[0].file) if task.steps else nullcontext():
+            try:
+                fill_shard(task, writer, worker, settings)
+            except UnsoundShardError as caught:
+                found = caught.errors
+        if found:
+            unsound.update({str(error.tensor): error for error in found})
             return False
         for file in task.sources:
             job.source.check_unchanged(file)
         return True
 
-    with open_output(output, job.purpose(), job.output_nbytes, settings.is_forced) as folder:
+    with _stopping(job.source), open_output(output, job.purpose(), job.output_nbytes, settings.is_forced) as folder:
         folder.write_shards((task for task in job.plan.tasks if not folder.adopt(task)), fill)
         if unsound:
             raise _summary(list(unsound.values()))
@@ -137,6 +146,28 @@ def carry_out(
         tensors={worker.made: actions[worker.action], "copied": actions["copy"], "skipped": actions["skip"]},
         digest=digest,
     )
+
+
+def _check_places(job: Job, output: Path) -> None:
+    """InputError where a file of the source or the output folder would be in the way."""
+    for file in job.sidecars:
+        if file.partition("/")[0] in {RECORD, *job.texts}:
+            raise InputError(
+                "file-name", f"{file}: the source has a folder where the result has a file; expected none", "Rename it."
+            )
+    if job.source.holds(output):
+        detail = f"{output} lies inside the source; expected a folder outside it, so that the source stays as it is"
+        raise InputError("output-in-source", detail, "Choose another: -o FOLDER.")
+
+
+@contextmanager
+def _stopping(source: Source) -> Iterator[None]:
+    """Leaves no thread that reads behind where something ends the work early."""
+    try:
+        yield
+    except BaseException:
+        source.stop()
+        raise
 
 
 def _summary(errors: list[NumericError]) -> NumericError:

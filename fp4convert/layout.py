@@ -93,7 +93,7 @@ LAYOUTS = {
 
 def arrange_scales(q: Blocks, layout: Layout) -> memoryview:
     """All block scales of a matrix in that order, with their padding."""
-    linear = b"".join(q.rows(first, last).block_scales for first, last in row_panels(q.shape))
+    linear = b"".join(q.scales(first, last) for first, last in row_panels(q.shape))
     return layout.arrange(memoryview(linear), (q.shape[0], q.shape[1] // q.format.block_size))
 
 

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -39,12 +39,14 @@ class Purpose:
     traits    everything else that decides the output's bytes, by the words in which a message names it
     files     every file the run will write, relative to the folder
     last      the file written last; while it is absent the folder is unfinished
+    origin    repository and commit that a re-run goes on with
     """
 
     identity: dict[str, object]
     traits: dict[str, str]
     files: tuple[str, ...]
     last: str
+    origin: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def plan_id(self) -> str:
@@ -52,7 +54,7 @@ class Purpose:
 
     def as_json(self) -> dict[str, object]:
         named = {"identity": self.identity, "traits": self.traits, "last": self.last, "files": list(self.files)}
-        return {"plan": self.plan_id, **named}
+        return {"plan": self.plan_id, **named, "source": self.origin}
 
     @staticmethod
     def from_json(text: str) -> Purpose:
@@ -83,6 +85,11 @@ class TaskWriter:
     def append(self, ref: TensorRef, data: memoryview) -> None:
         """Write the next bytes of that output."""
         self._writers[ref.file].append(ref, data)
+
+    def begin_again(self) -> None:
+        """Write everything anew, from the first byte of every output."""
+        for writer in self._writers.values():
+            writer.begin_again()
 
     def finish(self) -> dict[str, str]:
         """Flush and close every shard: file -> sha256."""

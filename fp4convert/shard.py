@@ -276,13 +276,17 @@ class ShardWriter:
         self.path = path
         self._outputs = outputs
         self._nbytes = nbytes
-        self._filled = {ref.name: 0 for ref in outputs}
+        self.begin_again()
         with told(path, self._nbytes):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._fd, 0, nbytes)
             os.ftruncate(self._fd, nbytes)
             self._pwrite(memoryview(header), 0)
+
+    def begin_again(self) -> None:
+        """Take nothing of what was appended for written."""
+        self._filled = {ref.name: 0 for ref in self._outputs}
 
     def append(self, ref: TensorRef, data: memoryview) -> None:
         """Write the next bytes of that output."""

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fp4convert.errors import InputError
-from fp4convert.formats import Blocks, Format, Kind, Quantized
+from fp4convert.formats import Blocks, Format, Kind, Quantized, Span, Spans
 from fp4convert.shard import TensorRef, TensorSpec
 
 ACTIVATIONS_FP4 = 4
 SMALLEST_SCALE = 2.0**-126  # smallest normal float32; its reciprocal is one too
-Read = Callable[[str], memoryview]
+Read = Callable[[str], Span]
 Part = tuple[str, memoryview]
 
 
@@ -139,7 +139,7 @@ class Table:
         *above, columns = shape
         stored, scales = read(stem + self.packed[0]), read(stem + self.block_scales)
         global_scale = self.scalars.decode_global(stem, form, read)
-        return Quantized(form.format, (math.prod(above), columns), stored, scales, global_scale, self.scalars.kind)
+        return Spans(form.format, (math.prod(above), columns), stored, scales, global_scale, self.scalars.kind)
 
 
 def half_columns(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
@@ -171,6 +171,6 @@ def encode_scalar(value: float, is_inverse: bool = False) -> memoryview:
     return memoryview(struct.pack("<f", 1 / value if is_inverse else value))
 
 
-def decode_scalar(stored: memoryview) -> float:
+def decode_scalar(stored: Span) -> float:
     """The float32 in those four bytes."""
-    return float(struct.unpack("<f", stored)[0])
+    return float(struct.unpack("<f", stored[:])[0])

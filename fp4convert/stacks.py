@@ -51,17 +51,23 @@ def gather(stored: Blocks, shape: tuple[int, int], pieces: tuple[Piece, ...]) ->
     if pieces == (Piece(0, 0, 1, stored.shape[0]),):
         return stored
 
-    def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
-        parts = []
+    def places(first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Where these rows are: the first, behind the last, and how many of each step are others' but one."""
         for piece in pieces:
             begin, end = (min(max(row - piece.start, 0), piece.height) for row in (first, last))
             if begin < end:
-                q = stored.rows(piece.first + begin * piece.step, piece.first + (end - 1) * piece.step + 1)
-                parts.append(_in_turn([q], piece.step))
+                yield piece.first + begin * piece.step, piece.first + (end - 1) * piece.step + 1, piece.step
+
+    def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
+        parts = [_in_turn([stored.rows(begin, end)], step) for begin, end, step in places(first, last)]
         packed, block_scales = (b"".join(table) for table in zip(*parts, strict=True))
         return memoryview(packed), memoryview(block_scales)
 
-    return Fetched(stored.format, shape, stored.global_scale, stored.kind, fetch)
+    def fetch_scales(first: int, last: int) -> memoryview:
+        parts = (_weave([stored.scales(begin, end)], end - begin, step) for begin, end, step in places(first, last))
+        return memoryview(b"".join(parts))
+
+    return Fetched(stored.format, shape, stored.global_scale, stored.kind, fetch, fetch_scales)
 
 
 def rows_of(blocks: Blocks, rows: Rows) -> Blocks:
@@ -86,9 +92,11 @@ def alternate(members: Sequence[Blocks]) -> Iterator[Quantized]:
 def _in_turn(members: Sequence[Quantized], step: int = 1) -> tuple[bytes, bytes]:
     """Codes and block scales of every step-th row of each member, the members in turn."""
     height = members[0].shape[0]
+    return _weave([q.packed for q in members], height, step), _weave([q.block_scales for q in members], height, step)
 
-    def weave(tables: list[memoryview]) -> bytes:
-        width = tables[0].nbytes // height
-        return b"".join(table[row * width : (row + 1) * width] for row in range(0, height, step) for table in tables)
 
-    return weave([q.packed.cast("B") for q in members]), weave([q.block_scales.cast("B") for q in members])
+def _weave(tables: Sequence[memoryview], height: int, step: int) -> bytes:
+    """Every step-th row of each table, the tables in turn."""
+    flat = [table.cast("B") for table in tables]
+    width = flat[0].nbytes // height
+    return b"".join(table[row * width : (row + 1) * width] for row in range(0, height, step) for table in flat)

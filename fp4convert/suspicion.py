@@ -102,8 +102,8 @@ def _match(artifact: Artifact, module: str, source: Source, ref: TensorRef) -> d
     """Every reading of a module, compared with some of its rows from all over."""
     q = artifact.decode(module)
     chunks = _chunks(q.shape)
-    row_nbytes, data = ref.nbytes // q.shape[0], source.read(ref)
-    stored = b"".join(data[first * row_nbytes : last * row_nbytes] for first, last in chunks)
+    row_nbytes = ref.nbytes // q.shape[0]
+    stored = b"".join(source.read_range(ref, first * row_nbytes, last * row_nbytes) for first, last in chunks)
     x = np.frombuffer(stored, FLOAT_DTYPES[ref.dtype]).astype(np.float64)
     found = {}
     for layout, rows in _readings(q, artifact.form.scale_layout, chunks):

@@ -9,6 +9,7 @@ halves of every head of q and k take turns (convert_hf_to_gguf.py, LlamaModel.pe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -34,6 +35,8 @@ class Framed:
 
     def __init__(self, donor: Source, artifact: Source) -> None:
         self.name = donor.name
+        self.is_streamed = donor.is_streamed
+        self.held_nbytes = donor.held_nbytes + artifact.held_nbytes
         self._donor = donor
         self._artifact = artifact
         stamps = {**artifact.checkpoint.stamps, **donor.checkpoint.stamps}
@@ -45,6 +48,9 @@ class Framed:
 
     def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
         self._owner(ref.file).read_into(ref, start, buffer)
+
+    def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
+        return self._owner(ref.file).read_range(ref, start, stop)
 
     def has_file(self, file: str) -> bool:
         return self._donor.has_file(file)
@@ -60,6 +66,16 @@ class Framed:
 
     def holds(self, path: Path) -> bool:
         return self._donor.holds(path) or self._artifact.holds(path)
+
+    def stream(self, file: str) -> AbstractContextManager[None]:
+        return self._owner(file).stream(file)
+
+    def room_for(self, nbytes: int) -> AbstractContextManager[None]:
+        return self._artifact.room_for(nbytes)
+
+    def stop(self) -> None:
+        self._donor.stop()
+        self._artifact.stop()
 
     def _owner(self, file: str) -> Source:
         return self._donor if file in self._files else self._artifact

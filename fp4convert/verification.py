@@ -19,6 +19,7 @@ from fp4convert.shard import TensorRef, hash_stream
 from fp4convert.sources import Source
 
 DIFFERENT = 0.5  # of the weights' power; other weights have about 2, and odd ones lose up to 0.3 by rounding
+PART_NBYTES = 8 << 20
 MEASURED_ELEMENTS = 1 << 20  # at once: 8 MB for each float64 copy
 
 
@@ -132,8 +133,9 @@ def _check_kept(artifact: Artifact) -> Iterator[Finding]:
     ours = {ref.name for packed in artifact.modules.values() for ref in (*packed.refs, *packed.companions)}
     for ref in artifact.tensors.values():
         if ref.name not in ours and ref.dtype in FLOAT_DTYPES:
-            values = np.frombuffer(artifact.source.read(ref), FLOAT_DTYPES[ref.dtype])
-            if bad := int(np.count_nonzero(~np.isfinite(values))):
+            kind = FLOAT_DTYPES[ref.dtype]
+            parts = (np.frombuffer(artifact.source.read_range(ref, *part), kind) for part in _parts(ref))
+            if bad := sum(int(np.count_nonzero(~np.isfinite(values))) for values in parts):
                 yield Finding("warning", "kept-not-finite", ref.name, f"it was kept with {bad} values that are NaN or Inf")
 
 
@@ -157,20 +159,24 @@ def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list
         kept = artifact.tensors.get(name)
         if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
             findings.append(Finding("error", "kept-missing", name, "the source has it, the artifact has it not, or otherwise"))
-        elif artifact.source.read(kept) != source.read(ref):
+        elif any(artifact.source.read_range(kept, *part) != source.read_range(ref, *part) for part in _parts(ref)):
             findings.append(Finding("error", "kept-differs", name, "it was kept, but its bytes are not the source's"))
     with ThreadPoolExecutor(processors()) as pool:
         measured = pool.map(lambda module: _measure(artifact.decode(module), pairs[module], source), pairs)
         return dict(zip((ref.name for ref in pairs.values()), measured, strict=True)), findings
 
 
+def _parts(ref: TensorRef) -> Iterator[tuple[int, int]]:
+    """Ranges of a tensor's bytes that are held at once."""
+    return ((start, min(start + PART_NBYTES, ref.nbytes)) for start in range(0, ref.nbytes, PART_NBYTES))
+
+
 def _measure(q: Blocks, ref: TensorRef, source: Source) -> _Sums:
-    data = source.read(ref)
-    row_nbytes = data.nbytes // q.shape[0]
+    row_nbytes = ref.nbytes // q.shape[0]
     signal = noise = max_abs = product = output = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for first, last in row_panels(q.shape, MEASURED_ELEMENTS):
-            panel = data[first * row_nbytes : last * row_nbytes].tobytes()
+            panel = source.read_range(ref, first * row_nbytes, last * row_nbytes).tobytes()
             x = np.frombuffer(panel, FLOAT_DTYPES[ref.dtype]).astype(np.float64)
             y = dequantize(q.rows(first, last)).ravel().astype(np.float64)
             difference = x - y

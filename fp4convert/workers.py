@@ -69,6 +69,7 @@ class UnsoundShardError(Exception):
 class Worker(Protocol):
     """Does the steps of one scale group of one shard, or of one tensor."""
 
+    source: Source  # what is read
     device: str
     threads: int  # how many groups at once serve it best
     action: Action  # what its steps are called in a plan
@@ -98,7 +99,7 @@ class _Stored:
         return self.shape[1] * FLOAT_TYPES[self.dtype].nbytes
 
     def rows(self, first: int, last: int) -> Matrix:
-        data = self.source.read(self.ref)[first * self._row_nbytes : last * self._row_nbytes]
+        data = self.source.read_range(self.ref, first * self._row_nbytes, last * self._row_nbytes)
         return Matrix(data, self.dtype, (last - first, self.shape[1]))
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
@@ -112,7 +113,7 @@ class Quantizer:
     made = "quantized"
 
     def __init__(self, source: Source, target: Target, backend: Backend) -> None:
-        self._source = source
+        self.source = source
         self._backend = backend
         self.format = format_named(target.format)
         self._rule = target.scale_rule or self.format.default_rule
@@ -126,23 +127,25 @@ class Quantizer:
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         measured = steps[0].amax_of
         if not measured:
-            return _copy(self._source, steps, writer, stop)
+            return _copy(self.source, steps, writer, stop)
         try:
-            with closing(self._panels(measured, [step.refs[0] for step in steps])) as panels:
+            members = [step.refs[0] for step in steps]
+            room = self.source.room_for(sum(ref.nbytes for ref in members))
+            with room, closing(self._panels(measured, members)) as panels:
                 for number, own in groupby(panels, key=itemgetter(0)):
                     step = steps[number]
                     parts = self._speller.parts(step.module, step.shape, (q for _, q in own))
                     if not _append(step, parts, writer, stop):
                         return
         except NumericError:
-            found = [error for ref in measured if (error := find_not_finite(ref, self._source.read(ref)))]
+            found = [error for ref in measured if (error := find_not_finite(self.source, ref))]
             if not found:
                 detail = f"{self.device} found NaN or Inf in {measured[0].name}, which has none"
                 raise DeviceError("device-failed", detail, "Run the same command again, or with --device cpu.") from None
             raise UnsoundShardError(found) from None
 
     def _panels(self, measured: Sequence[TensorRef], members: Sequence[TensorRef]) -> Generator[tuple[int, Quantized]]:
-        group, own = ([_Stored(self._source, ref) for ref in refs] for refs in (measured, members))
+        group, own = ([_Stored(self.source, ref) for ref in refs] for refs in (measured, members))
         yield from self._backend.quantize_group(group, own, self.format, self._rule, self._given_amax)
 
 
@@ -153,6 +156,7 @@ class Dequantizer:
     made = "dequantized"
 
     def __init__(self, artifact: Artifact, backend: Backend) -> None:
+        self.source = artifact.source
         self._artifact = artifact
         self._backend = backend
         self.device = backend.name
@@ -161,7 +165,7 @@ class Dequantizer:
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         for step in steps:
             if step.action != "dequantize":
-                _copy(self._artifact.source, [step], writer, stop)
+                _copy(self.source, [step], writer, stop)
                 continue
             output = step.outputs[0]
             try:
@@ -197,7 +201,7 @@ class Transcoder:
 
     def __init__(self, artifact: Artifact, source: Source, carrier: Carrier, target: Target) -> None:
         self._artifact = artifact
-        self._source = source  # of what is copied
+        self.source = source  # of what is copied; modules are the artifact's
         self._carrier = carrier
         self._dialect = dialect_named(str(target.dialect))
         self._form = form_of(target)
@@ -206,7 +210,7 @@ class Transcoder:
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         for step in steps:
             if step.action != "transcode":
-                _copy(self._source, [step], writer, stop)
+                _copy(self.source, [step], writer, stop)
                 continue
             speller = Speller(self._dialect, self._form, self._artifact.input_scale(step.slots[0][0].module))
             if not _append(step, speller.parts(step.module, step.shape, self._panels(step.slots)), writer, stop):
@@ -229,25 +233,25 @@ def _append(step: Step, parts: Iterator[Part], writer: TaskWriter, stop: threadi
 
 def _copy(source: Source, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
     for step in steps:
-        data = source.read(step.refs[0])
-        for start in range(0, data.nbytes, COPY_NBYTES):
+        ref = step.refs[0]
+        for start in range(0, ref.nbytes, COPY_NBYTES):
             if stop.is_set():
                 return
-            writer.append(step.outputs[0], data[start : start + COPY_NBYTES])
+            writer.append(step.outputs[0], source.read_range(ref, start, min(start + COPY_NBYTES, ref.nbytes)))
 
 
-def find_not_finite(ref: TensorRef, data: memoryview) -> NumericError | None:
+def find_not_finite(source: Source, ref: TensorRef) -> NumericError | None:
     """The error for a tensor that holds NaN or Inf: how many, and where the first is; None where all are finite."""
-    raw = np.frombuffer(data, FLOAT_DTYPES[ref.dtype])
-    count, first = 0, -1
-    for start in range(0, raw.size, PANEL_ELEMENTS):
-        bad = np.flatnonzero(~np.isfinite(raw[start : start + PANEL_ELEMENTS]))
+    dtype = np.dtype(FLOAT_DTYPES[ref.dtype])
+    count, first, kind = 0, -1, ""
+    for start in range(0, ref.nbytes, PANEL_ELEMENTS * dtype.itemsize):
+        values = np.frombuffer(source.read_range(ref, start, min(start + PANEL_ELEMENTS * dtype.itemsize, ref.nbytes)), dtype)
+        bad = np.flatnonzero(~np.isfinite(values))
         if bad.size and not count:
-            first = start + int(bad[0])
+            first, kind = start // dtype.itemsize + int(bad[0]), "NaN" if np.isnan(values[bad[0]]) else "Inf"
         count += bad.size
     if not count:
         return None
-    kind = "NaN" if np.isnan(raw[first]) else "Inf"
     index = [first // ref.shape[-1], first % ref.shape[-1]]
     detail = f"{ref.file}: {ref.name} has {count} values that are NaN or Inf, the first {kind} at {index}"
     return NumericError("not-finite", f"{detail}; weights must be finite", f"--exclude {_pattern(ref)}", ref.name)
@@ -269,8 +273,8 @@ def fill_shard(task: Task, writer: TaskWriter, worker: Worker, settings: Setting
             settings.progress(step.refs[0].name, step.source_bytes)
 
     with ThreadPoolExecutor(settings.workers or worker.threads) as pool:
-        futures = [pool.submit(do, steps) for steps in _by_scale_group(task)]
         try:
+            futures = [pool.submit(do, steps) for steps in _by_scale_group(task, worker.source.is_streamed)]
             unsound: list[NumericError] = []
             for future in futures:
                 error = future.exception()
@@ -280,15 +284,18 @@ def fill_shard(task: Task, writer: TaskWriter, worker: Worker, settings: Setting
                     raise error
         except BaseException:
             stop.set()
+            worker.source.stop()
             pool.shutdown(cancel_futures=True)
             raise
     if unsound:
         raise UnsoundShardError(unsound)
 
 
-def _by_scale_group(task: Task) -> list[list[Step]]:
-    """The steps of a shard, members of a scale group together, largest first."""
+def _by_scale_group(task: Task, is_streamed: bool) -> list[list[Step]]:
+    """The steps of a shard, members of a scale group together: largest first, or as they lie in a file that is streamed."""
     gathered: dict[str, list[Step]] = defaultdict(list)
     for step in task.steps:
         gathered[step.group or step.refs[0].name].append(step)
+    if is_streamed:
+        return sorted(gathered.values(), key=lambda steps: min(step.refs[0].start for step in steps))
     return sorted(gathered.values(), key=lambda steps: -sum(step.source_bytes for step in steps))

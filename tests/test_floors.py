@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp4convert"
 FLOORS = [
     {"errors"},
-    {"formats", "cubins", "shard"},
-    {"codec", "gguf_shard", "recipe", "gpus", "layout", "stacks", "spelling"},
+    {"formats", "cubins", "shard", "ranges", "pieces"},
+    {"codec", "gguf_shard", "recipe", "gpus", "layout", "stacks", "spelling", "xet"},
     {"sources", "dialects", "lane", "recast", "detection"},
     {"tasks", "backends"},
     {"plan", "output", "artifact", "doctor"},
@@ -29,7 +29,8 @@ ROOMS = {
     "transformers": set(),
     "cupy": {"gpus", "lane"},
     "cupy_backends": {"cubins"},
-    "huggingface_hub": set(),
+    "huggingface_hub": {"sources"},
+    "hf_xet": {"xet"},
     "safetensors": set(),
     "gguf": {"gguf_shard"},
     "rich": {"render"},

@@ -27,7 +27,8 @@ WEIGHTS = {"num_bits": 4, "type": "float"}
 def of_shapes(count: int, shape: tuple[int, int]) -> Any:
     """All that choose_modules looks at."""
     modules = {f"layers.{n:04}.o_proj": SimpleNamespace(shape=shape) for n in range(count)}
-    return SimpleNamespace(modules=modules, format=NVFP4)
+    local, linear = SimpleNamespace(is_streamed=False), SimpleNamespace(scale_layout="linear")
+    return SimpleNamespace(modules=modules, format=NVFP4, form=linear, source=local)
 
 
 def test_up_to_64_megabytes_everything_is_read():

@@ -151,11 +151,12 @@ def test_a_folder_without_safetensors_is_refused(files, code, tmp_path):
     assert caught.value.code == code
 
 
-def test_nothing_there_names_the_way_to_the_hub(tmp_path):
+@pytest.mark.parametrize("reference", ["absent", "./absent/m", "/absent/m", "a/b/c", "../m", "a b/c", "org/m?x=1", "org/"])
+def test_what_is_neither_here_nor_a_name_of_the_hub(reference):
     with pytest.raises(InputError) as caught:
-        open_source("meta-llama/Llama-3.1-8B")
+        open_source(reference)
     assert caught.value.code == "no-source"
-    assert "meta-llama/Llama-3.1-8B" in caught.value.next_step
+    assert "organisation/name on the Hub" in caught.value.message
 
 
 def test_the_stamp_changes_when_a_shard_does(tmp_path):

@@ -87,12 +87,13 @@ def _is_packed(tensors: Mapping[str, TensorRef], stem: str) -> bool:
 def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     rows, columns = shape
     packed = read(f"{stem}.weight")
-    block_scales = ORDERS["128x4"].restored(lambda: read(f"{stem}.weight_scale"), (rows, columns // form.format.block_size))
+    shape_of_scales = (rows, columns // form.format.block_size)
+    block_scales = ORDERS["128x4"].restored(lambda: read(f"{stem}.weight_scale")[:], shape_of_scales)
 
     def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
         return swap_nibbles(packed[first * columns // 2 : last * columns // 2]), block_scales(first, last)
 
-    return Fetched(form.format, (rows, columns), SCALARS.decode_global(stem, form, read), SCALARS.kind, fetch)
+    return Fetched(form.format, (rows, columns), SCALARS.decode_global(stem, form, read), SCALARS.kind, fetch, block_scales)
 
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:

@@ -31,7 +31,7 @@ from fp4convert.dialects import (
     stems_named,
     whole,
 )
-from fp4convert.formats import MXFP4, NVFP4, Blocks, Fetched, Quantized
+from fp4convert.formats import MXFP4, NVFP4, Blocks, Fetched, Quantized, Spans
 from fp4convert.layout import LAYOUTS as ORDERS
 from fp4convert.layout import interleave, split_runs
 from fp4convert.shard import TensorRef, TensorSpec
@@ -116,16 +116,20 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
 
         return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch)
     if form.scale_layout == "appended":
-        split = rows * columns // 2
-        return Quantized(form.format, (rows, columns), stored[:split], stored[split:], multiplier)
+        split, half = rows * columns // 2, columns // 2
+
+        def fetch_apart(first: int, last: int) -> tuple[memoryview, memoryview]:
+            return stored[first * half : last * half], stored[split + first * blocks : split + last * blocks]
+
+        return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch_apart)
     if form.scale_layout == "linear":
-        return Quantized(form.format, (rows, columns), stored, read(f"{stem}.block_scale"), multiplier)
-    block_scales = ORDERS[form.scale_layout].restored(lambda: read(f"{stem}.block_scale"), (rows, blocks))
+        return Spans(form.format, (rows, columns), stored, read(f"{stem}.block_scale"), multiplier)
+    block_scales = ORDERS[form.scale_layout].restored(lambda: read(f"{stem}.block_scale")[:], (rows, blocks))
 
     def fetch_scales(first: int, last: int) -> tuple[memoryview, memoryview]:
         return stored[first * columns // 2 : last * columns // 2], block_scales(first, last)
 
-    return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch_scales)
+    return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch_scales, block_scales)
 
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:

@@ -5,17 +5,49 @@ A source makes a Checkpoint of what it finds (addresses, no data) with the check
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
 
 from fp4convert.errors import InputError
+from fp4convert.gguf_shard import GGUF
 from fp4convert.shard import Header, TensorRef, parse_json_object
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+REPOSITORY = r"[A-Za-z0-9_-][\w.-]*/[\w.-]+"  # organisation/name
+WEIGHTS = ".safetensors"
+OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pkl", ".npz"})
+PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 PLAN_FILE = ".fp4convert/plan.json"  # in a folder that fp4convert writes: the plan being carried out, or carried out
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a repository on the Hub is opened; a path on this disk needs none of it.
+
+    revision      branch, tag or commit; None for the main branch
+    subfolder     of the repository, where the checkpoint is
+    token         None for the one that the Hub's own client knows
+    memory_nbytes what is kept of it in memory
+    tell          gets a line for people when the Hub makes everything wait
+    transport     http, or xet for hf_xet
+    output        where an unfinished plan may lie, which says of which commit it is
+    """
+
+    revision: str | None = None
+    subfolder: str | None = None
+    token: str | None = None
+    memory_nbytes: int = 1 << 30
+    tell: Callable[[str], None] = lambda line: None
+    transport: str = "http"
+    output: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +95,19 @@ class Source(Protocol):
     @property
     def checkpoint(self) -> Checkpoint: ...
 
+    @property
+    def is_streamed(self) -> bool:
+        """True where bytes come best in the order of the file."""
+
+    @property
+    def held_nbytes(self) -> int:
+        """What may be kept in memory of the bytes that were read."""
+
     def read(self, ref: TensorRef) -> memoryview:
-        """The bytes of one tensor, read-only, valid until `close`."""
+        """The bytes of one tensor, read-only."""
+
+    def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
+        """Bytes start..stop-1 of one tensor, read-only; no others are fetched for it, but ahead of it in a stream."""
 
     def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
         """The bytes of one tensor from `start` on, as many as `buffer` holds; SourceError where they are gone."""
@@ -84,24 +127,49 @@ class Source(Protocol):
     def holds(self, path: Path) -> bool:
         """True where that path is the source's folder or lies inside it."""
 
+    def stream(self, file: str) -> AbstractContextManager[None]:
+        """Meanwhile the shard's tensors are read, all of them; SourceError at the end where its bytes were not the right ones."""
 
-def open_source(reference: str, may_be_empty: bool = False) -> Source:
-    """The source of that name: a folder or one .safetensors file.
+    def room_for(self, nbytes: int) -> AbstractContextManager[None]:
+        """Meanwhile so many bytes are read more than once; waits until there is memory for them."""
+
+    def stop(self) -> None:
+        """Make reads in other threads fail soon; nothing is read afterwards."""
+
+
+def open_source(reference: str, access: Access | None = None, may_be_empty: bool = False) -> Source:
+    """The source of that name: a folder or one file on this disk, else a repository on the Hub.
 
     may_be_empty  accept a folder without weights: a conversion that has not got to its first shard
-    Raises        InputError where it is neither, or is not a sound checkpoint
+    Raises        InputError where it is none of them, or is not a sound checkpoint; SourceError where the Hub cannot be reached
+                  or has nothing cached, AccessError where it gives no access
     """
     path = Path(reference)
     try:
         is_there = path.exists()
     except OSError as error:
         raise InputError("no-source", f"{reference[:100]}: {error.strerror}; expected a folder or a file") from None
-    if not is_there:
-        detail = f"{reference}: no such file or folder; expected a checkpoint on this disk"
-        raise InputError("no-source", detail, f"From the Hub, first: hf download {reference} --local-dir FOLDER")
-    from fp4convert.sources.local import LocalSource
+    if is_there:
+        from fp4convert.sources.local import LocalSource
 
-    return LocalSource(path, may_be_empty)
+        return LocalSource(path, may_be_empty)
+    if not re.fullmatch(REPOSITORY, reference):
+        detail = f"{reference}: no such file or folder; expected a checkpoint on this disk, or organisation/name on the Hub"
+        raise InputError("no-source", detail, "Look for a typing error in the path or the name.")
+    from fp4convert.sources.hub import HubSource
+
+    return HubSource(reference, access or Access())
+
+
+def commit_begun(output: Path | None, repo: str) -> str | None:
+    """The commit of a repository that an unfinished output is made from; None where there is none."""
+    try:
+        plan = json.loads((output / PLAN_FILE).read_text(encoding="utf-8")) if output else {}
+        if not output or plan["source"]["repo"] != repo or (output / plan["last"]).exists():
+            return None
+        return str(plan["source"]["revision"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # no plan, or a damaged one, which open_output judges
 
 
 def _model_types(config: dict[str, object]) -> Iterator[str]:
@@ -156,3 +224,46 @@ def check_unique(shards: Sequence[Header]) -> None:
                 detail = f"{ref.name!r} is in two shards, {owner[ref.name]} and {shard.file}; expected one"
                 raise InputError("tensor-twice", detail, "Remove the file that does not belong.", ref.name)
             owner[ref.name] = shard.file
+
+
+def choose_shards(where: object, names: Collection[str], weight_map: dict[str, str] | None) -> list[str]:
+    """The files that are the checkpoint, of those beside one another: what the index names, or else what engines read.
+
+    where   how messages name the place
+    Raises  InputError where there are none, or where names contradict the index
+    """
+    found = sorted(name for name in names if name.endswith(WEIGHTS)) or sorted(name for name in names if name.endswith(GGUF))
+    if len(found) > 1 and found[0].endswith(GGUF):
+        detail = f"{where}: {len(found)} GGUF files, the first {found[0]}; expected one, each is a model of its own"
+        raise InputError("gguf", detail, f"Choose one: {where}/{found[0]}.")
+    unlisted = [SINGLE] if SINGLE in found else found  # without an index, as engines read a folder
+    if weight_map is not None and SINGLE in set(found) - set(weight_map.values()):
+        detail = f"the folder holds both {SINGLE} and {INDEX}, which does not name it; expected one of them"
+        raise InputError("index-and-single", detail, "Remove the one that does not belong.")
+    shards = unlisted if weight_map is None else sorted(set(weight_map.values()))
+    for missing in sorted(set(shards) - set(names)):
+        raise InputError("missing-shard", f"{missing} is missing, the index names it", "Download the file again.")
+    return shards
+
+
+def no_weights(where: object, names: Iterable[str]) -> InputError:
+    """The error for a place without weights that can be read."""
+    detail = f"{where}: no safetensors file; expected model.safetensors or shards with an index"
+    if {os.path.splitext(name)[1] for name in names} & PICKLES:
+        detail = f"{where}: only pickle weights (.bin, .pt), which run code when they are loaded; expected safetensors"
+        return InputError(
+            "pickle", detail, "Convert them first, in a sandbox: save_pretrained of transformers writes safetensors."
+        )
+    return InputError("no-weights", detail)
+
+
+def sort_others(files: Iterable[str], shards: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of all files beside the shards, those that travel unchanged, and weights in another form, which stay behind."""
+    sidecars: list[str] = []
+    left_out: list[str] = []
+    for file in files:
+        if file not in shards and file not in ("config.json", INDEX):
+            is_root_weight = "/" not in file and file.endswith(WEIGHTS)
+            is_weight = is_root_weight or os.path.splitext(file)[1] in OTHER_WEIGHTS
+            (left_out if is_weight else sidecars).append(file)
+    return tuple(sidecars), tuple(left_out)

@@ -6,22 +6,31 @@ import mmap
 import os
 import stat
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
 from fp4convert.errors import InputError, SourceError
 from fp4convert.gguf_shard import GGUF, read_gguf_header
 from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
-from fp4convert.sources import INDEX, Checkpoint, check_index, check_unique, read_index
-
-WEIGHTS = ".safetensors"
-SINGLE = "model.safetensors"
-OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pkl", ".npz"})
-PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+from fp4convert.sources import (
+    INDEX,
+    WEIGHTS,
+    Checkpoint,
+    check_index,
+    check_unique,
+    choose_shards,
+    no_weights,
+    read_index,
+    sort_others,
+)
 
 
 class LocalSource:
     """Maps shards into memory; a tensor's bytes are read when they are touched and belong to the page cache."""
+
+    is_streamed = False
+    held_nbytes = 0
 
     def __init__(self, path: Path, may_be_empty: bool = False) -> None:
         self._folder = path if path.is_dir() else path.parent
@@ -37,6 +46,13 @@ class LocalSource:
             if ref.file not in self._maps:
                 self._maps[ref.file] = self._map(ref.file)
         return memoryview(self._maps[ref.file])[ref.start : ref.start + ref.nbytes]
+
+    def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
+        if stop - start > SCALAR_NBYTES:
+            return self.read(ref)[start:stop]
+        buffer = memoryview(bytearray(stop - start))  # through a mapping, the system would fetch much around it
+        self.read_into(ref, start, buffer)
+        return buffer
 
     def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
         with self._lock:
@@ -77,27 +93,26 @@ class LocalSource:
             detail = f"{shard} changed while it was read; expected one that stays as it is"
             raise SourceError("source-changed", detail, "Run the command again once it does.")
 
+    def stream(self, file: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def room_for(self, nbytes: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def stop(self) -> None:
+        """Nothing to do: a disk does not keep anyone waiting."""
+
     def holds(self, path: Path) -> bool:
         return self._single is None and path.resolve().is_relative_to(self._folder.resolve())
 
     def _open(self, may_be_empty: bool) -> Checkpoint:
         names = [self._single] if self._single else sorted(os.listdir(self._folder))
         if self._single and not self._single.endswith((WEIGHTS, GGUF)):
-            raise _no_weights(self._folder / self._single, names)
+            raise no_weights(self._folder / self._single, names)
         weight_map = self._index() if INDEX in names else None
-        found = [name for name in names if name.endswith(WEIGHTS)] or [name for name in names if name.endswith(GGUF)]
-        if len(found) > 1 and found[0].endswith(GGUF):
-            detail = f"{self._folder}: {len(found)} GGUF files, the first {found[0]}; expected one, each is a model of its own"
-            raise InputError("gguf", detail, f"Choose one: {self._folder / found[0]}.")
-        unlisted = [SINGLE] if SINGLE in found else found  # without an index, as engines read a folder
-        if weight_map is not None and SINGLE in set(found) - set(weight_map.values()):
-            detail = f"the folder holds both {SINGLE} and {INDEX}, which does not name it; expected one of them"
-            raise InputError("index-and-single", detail, "Remove the one that does not belong.")
-        shards = unlisted if weight_map is None else sorted(set(weight_map.values()))
+        shards = choose_shards(self._folder, names, weight_map)
         if not shards and not may_be_empty:
-            raise _no_weights(self._folder, names)
-        for missing in sorted(set(shards) - set(names)):
-            raise InputError("missing-shard", f"{missing} is missing, the index names it", "Download the file again.")
+            raise no_weights(self._folder, names)
         headers = tuple(self._header(name) for name in shards)
         check_unique(headers)
         warnings = check_index(headers, weight_map) if weight_map else []
@@ -133,26 +148,19 @@ class LocalSource:
 
     def _others(self, shards: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Files that travel unchanged, and weights in another form that stay behind; hidden files are neither."""
-        if self._single:
-            return (), ()
-        sidecars: list[str] = []
-        left_out: list[str] = []
-        for folder, folders, files in os.walk(self._folder):
+        found: list[str] = []
+        for folder, folders, files in () if self._single else os.walk(self._folder):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for link in (name for name in folders if os.path.islink(os.path.join(folder, name))):
                 raise InputError(
                     "folder-link", f"{link} is a link to a folder; expected a folder, or files", "Copy what it leads to."
                 )
-            for name in sorted(name for name in files if not name.startswith(".")):
-                relative = os.path.relpath(os.path.join(folder, name), self._folder)
-                is_root_weight = relative == name and name.endswith(WEIGHTS)
-                if relative in shards or relative in ("config.json", INDEX):
-                    continue
-                is_weight = is_root_weight or os.path.splitext(name)[1] in OTHER_WEIGHTS
-                (left_out if is_weight else sidecars).append(relative)
+            names = sorted(name for name in files if not name.startswith("."))
+            found += [os.path.relpath(os.path.join(folder, name), self._folder) for name in names]
+        sidecars, left_out = sort_others(found, shards)
         for name in sidecars:
             _regular(self._folder, name)
-        return tuple(sidecars), tuple(left_out)
+        return sidecars, left_out
 
 
 def _stamp(path: Path) -> str:
@@ -182,14 +190,3 @@ def _regular(folder: Path, name: str) -> Path:
     if not stat.S_ISREG(mode):
         raise InputError("not-a-file", f"{name} is not a regular file; expected one")
     return path
-
-
-def _no_weights(where: Path, names: list[str]) -> InputError:
-    endings = {os.path.splitext(name)[1] for name in names}
-    detail = f"{where}: no safetensors file; expected model.safetensors or shards with an index"
-    if endings & PICKLES:
-        detail = f"{where}: only pickle weights (.bin, .pt), which run code when they are loaded; expected safetensors"
-        return InputError(
-            "pickle", detail, "Convert them first, in a sandbox: save_pretrained of transformers writes safetensors."
-        )
-    return InputError("no-weights", detail)

@@ -1,0 +1,182 @@
+"""Pieces of files in memory: fetched by a few threads, ahead of those who read them, kept up to a budget, hashed as they flow.
+
+A file that is read from its first byte to its last has a Stream: it brings the pieces in the order of the file, a few ahead of
+the readers, and hashes them.  Nobody waits for it: a reader who wants a piece that is not there has it fetched at once.
+Where pieces come from, others decide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from fp4convert.errors import SourceError
+
+CORRUPT = "source-corrupt"
+CONNECTIONS = 4  # pieces fetched at once; one connection of a busy storage gives a quarter of what four give
+PIECE_NBYTES = 16 << 20
+LEAST_NBYTES = 1 << 20  # below it, a range is not worth splitting
+AHEAD = 4  # pieces of a stream that nobody has asked for yet
+SPARE_NBYTES = (AHEAD + CONNECTIONS) * PIECE_NBYTES  # of the budget: what scale groups leave to everything else
+
+
+class Piece(NamedTuple):
+    file: str
+    start: int
+    stop: int
+
+
+class Pieces:
+    """The pieces that are in memory or on their way; the least recently used go first.
+
+    read_into  (file, start, buffer): fills the buffer, called by several threads
+    budget     bytes to be kept; pieces on their way come on top where it is less than they are
+    """
+
+    def __init__(self, read_into: Callable[[str, int, memoryview], None], budget_nbytes: int) -> None:
+        self._read_into = read_into
+        self._budget_nbytes = budget_nbytes
+        self._pool = ThreadPoolExecutor(CONNECTIONS, "fetch")
+        self._known: dict[Piece, Future[memoryview]] = {}  # least recently used first
+        self._nbytes = 0  # of all that are known
+        self._lock = threading.Lock()
+        self._held_nbytes = 0
+        self._released = threading.Condition()
+
+    def fetch(self, piece: Piece) -> Future[memoryview]:
+        """The bytes of a piece, read-only, as soon as they are there."""
+        with self._lock:
+            future = self._known.pop(piece, None)
+            if future is None or (future.done() and future.exception()):
+                if future is None:
+                    self._nbytes += piece.stop - piece.start
+                    self._make_room()
+                future = self._pool.submit(self._fetched, piece)
+            self._known[piece] = future
+            return future
+
+    def _fetched(self, piece: Piece) -> memoryview:
+        data = memoryview(bytearray(piece.stop - piece.start))
+        self._read_into(piece.file, piece.start, data)
+        return data.toreadonly()
+
+    def _make_room(self) -> None:
+        for piece in list(self._known) if self._nbytes > self._budget_nbytes else ():
+            if self._known[piece].done():
+                del self._known[piece]
+                self._nbytes -= piece.stop - piece.start
+                if self._nbytes <= self._budget_nbytes:
+                    return
+
+    @contextmanager
+    def room_for(self, nbytes: int) -> Iterator[None]:
+        """Waits until so much, which will be read more than once, fits beside what others read so; one always may."""
+        limit = max(0, self._budget_nbytes - SPARE_NBYTES)
+        with self._released:
+            self._released.wait_for(lambda: not self._held_nbytes or self._held_nbytes + nbytes <= limit)
+            self._held_nbytes += nbytes
+        try:
+            yield
+        finally:
+            with self._released:
+                self._held_nbytes -= nbytes
+                self._released.notify_all()
+
+    def forget(self, file: str) -> None:
+        """Fetch every piece of a file anew when it is next wanted."""
+        with self._lock:
+            for piece in [piece for piece in self._known if piece.file == file]:
+                del self._known[piece]
+                self._nbytes -= piece.stop - piece.start
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def split(file: str, start: int, stop: int) -> list[Piece]:
+    """A range as pieces that are fetched side by side; nothing beside it is fetched."""
+    nbytes = min(PIECE_NBYTES, max(LEAST_NBYTES, -(-(stop - start) // CONNECTIONS)))
+    return [Piece(file, first, min(first + nbytes, stop)) for first in range(start, stop, nbytes)]
+
+
+class Stream:
+    """One file on its way from its first byte to its last.
+
+    oid  what the content is known by: 64 hex digits are its sha256, 40 are git's hash of it
+    """
+
+    def __init__(self, pieces: Pieces, file: str, nbytes: int, oid: str) -> None:
+        self._pieces = pieces
+        self._all = [Piece(file, at, min(at + PIECE_NBYTES, nbytes)) for at in range(0, nbytes, PIECE_NBYTES)]
+        self._oid = oid
+        self._hash = hasher(nbytes, oid)
+        self._wanted: set[int] = set()
+        self._changed = threading.Condition()
+        self._is_ending = self._is_stopped = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"stream {file}", daemon=True)
+        self._thread.start()
+
+    def cover(self, start: int, stop: int) -> list[Piece]:
+        """The pieces that hold a range."""
+        numbers = range(start // PIECE_NBYTES, -(-stop // PIECE_NBYTES))
+        if not self._wanted.issuperset(numbers):
+            with self._changed:
+                self._wanted.update(numbers)
+                self._changed.notify()
+        return [self._all[number] for number in numbers]
+
+    def end(self) -> None:
+        """Bring and hash what is left; SourceError where the content is not what its hash says."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        if self._hash.hexdigest() != self._oid:
+            raise corrupt(self._all[0].file, self._oid, self._hash.hexdigest())
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            for number, piece in enumerate(self._all):
+                self._wait_for_readers(number)
+                if self._is_stopped:
+                    return
+                for later in self._all[number : number + CONNECTIONS]:
+                    self._pieces.fetch(later)
+                self._hash.update(self._pieces.fetch(piece).result())
+        except BaseException as error:  # raised again where the stream ends
+            self._error = error
+
+    def _wait_for_readers(self, number: int) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._is_ending
+                    or self._is_stopped
+                    or number - sum(wanted < number for wanted in self._wanted) < AHEAD
+                    or number in self._wanted
+                )
+            )
+
+
+def hasher(nbytes: int, oid: str) -> hashlib._Hash:
+    """A fresh hash of the kind that an oid is; git's begins with what and how long the content is."""
+    return hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False) if len(oid) == 40 else hashlib.sha256()
+
+
+def corrupt(file: str, oid: str, found: str) -> SourceError:
+    detail = f"{file} came damaged: its hash is {found[:16]}..., and the Hub lists {oid[:16]}..."
+    return SourceError(
+        "source-corrupt", detail, "Run the same command again; where the file is in the Hub's cache, remove it there."
+    )

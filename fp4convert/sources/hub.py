@@ -1,0 +1,353 @@
+"""A repository on the Hub at one commit: found with huggingface_hub, read by range requests, never stored on this disk.
+
+What the Hub's own cache holds already is read from there.  Either way a shard that is read whole is hashed as it flows.
+With HF_HUB_OFFLINE the cache is all there is.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NamedTuple, cast
+from urllib.parse import urlsplit
+
+from fp4convert.errors import Fp4Error, InputError, SourceError
+from fp4convert.pieces import CONNECTIONS, CORRUPT, PIECE_NBYTES, SPARE_NBYTES, Piece, Pieces, Stream, corrupt, hasher, split
+from fp4convert.ranges import PASSING, Patience, RangeReader, RemoteFile, no_access, pause_of
+from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
+from fp4convert.sources import (
+    INDEX,
+    WEIGHTS,
+    Access,
+    Checkpoint,
+    check_index,
+    check_unique,
+    choose_shards,
+    commit_begun,
+    no_weights,
+    read_index,
+    sort_others,
+)
+from fp4convert.xet import XetReader
+
+HEAD_NBYTES = 32 << 10  # of a shard, read at once: most headers are shorter
+HEADERS_AT_ONCE = 8
+BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # how the cache names its files
+TRANSPORTS = ("http", "xet")
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class Listing(NamedTuple):
+    """The files of a repository at a commit, by name below the subfolder; those in the cache have a path, too."""
+
+    commit: str
+    files: dict[str, RemoteFile]
+    cached: dict[str, Path]
+
+
+class HubSource:
+    """Fetches pieces of shards when they are asked for, and keeps them while the memory that it may use lasts."""
+
+    is_streamed = True
+
+    def __init__(self, reference: str, access: Access, patience: Patience | None = None) -> None:
+        from huggingface_hub import constants
+        from huggingface_hub.utils._headers import build_hf_headers
+
+        if access.transport not in TRANSPORTS:
+            raise InputError("transport", f"transport {access.transport!r} is not known; expected {' or '.join(TRANSPORTS)}")
+        patience = patience or Patience()
+        self.name = reference.partition("/")[2]
+        self._repo = reference
+        self._commit, self._files, self._cached = _list_files(reference, access, patience)
+        headers = build_hf_headers(token=access.token, library_name="fp4convert")
+        self._reader: RangeReader | XetReader = RangeReader(headers, patience, access.tell)
+        if access.transport == "xet":
+            token_url = f"{constants.ENDPOINT}/api/models/{reference}/xet-read-token/{self._commit}"
+            self._reader = XetReader(self._reader, token_url, headers)
+        self._pieces = Pieces(self._fill, access.memory_nbytes)
+        self.held_nbytes = access.memory_nbytes + SPARE_NBYTES
+        self._streams: dict[str, Stream] = {}
+        self.checkpoint = self._open()
+
+    def read(self, ref: TensorRef) -> memoryview:
+        return self.read_range(ref, 0, ref.nbytes)
+
+    def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
+        parts = list(self._views(ref.file, ref.start + start, ref.start + stop))
+        if len(parts) == 1:
+            return parts[0]
+        whole = memoryview(bytearray(stop - start))
+        _copy_into(parts, whole)
+        return whole.toreadonly()
+
+    def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
+        _copy_into(self._views(ref.file, ref.start + start, ref.start + start + buffer.nbytes), buffer)
+
+    def _views(self, file: str, start: int, stop: int) -> Iterator[memoryview]:
+        """The bytes of a range, in parts that follow one another."""
+        stream = self._streams.get(file)
+        pieces = stream.cover(start, stop) if stream else split(file, start, stop)
+        coming = [self._pieces.fetch(piece) for piece in pieces]
+        for piece, data in zip(pieces, coming, strict=True):
+            yield data.result()[max(start - piece.start, 0) : stop - piece.start]
+
+    def _fill(self, file: str, start: int, buffer: memoryview) -> None:
+        if file not in self._cached:
+            return self._reader.read_into(self._files[file], start, buffer)
+        with self._cached[file].open("rb", buffering=0) as stream:
+            stream.seek(start)
+            done = 0
+            while done < buffer.nbytes:
+                count = stream.readinto(buffer[done:])
+                if not count:
+                    raise SourceError("source-changed", f"{file} changed in the Hub's cache: it ends at byte {start + done}")
+                done += count
+
+    def has_file(self, file: str) -> bool:
+        return file in self._files
+
+    def open_file(self, file: str) -> BinaryIO:
+        self._check_there(file)
+        return cast(BinaryIO, _RemoteStream(self._pieces, self._files[file]))
+
+    def file_nbytes(self, file: str) -> int:
+        self._check_there(file)
+        return self._files[file].nbytes
+
+    def _check_there(self, file: str) -> None:
+        if file not in self._files:
+            raise InputError("unreadable", f"{file} cannot be read: {self._repo} does not have it at commit {self._commit}")
+
+    def check_unchanged(self, shard: str) -> None:
+        """Nothing to ask: a commit does not change, and every reply was compared with it."""
+
+    def holds(self, path: Path) -> bool:
+        return False
+
+    @contextmanager
+    def stream(self, file: str) -> Iterator[None]:
+        remote = self._files[file]
+        stream = self._streams[file] = Stream(self._pieces, file, remote.nbytes, remote.oid)
+        try:
+            yield
+            stream.end()
+        except SourceError as error:
+            if error.code == CORRUPT:
+                self._pieces.forget(file)
+                if remote.url:
+                    self._cached.pop(file, None)
+            raise
+        finally:
+            stream.stop()
+            del self._streams[file]
+
+    def room_for(self, nbytes: int) -> AbstractContextManager[None]:
+        return self._pieces.room_for(nbytes)
+
+    def stop(self) -> None:
+        self._reader.stop()
+        self._pieces.close()
+        for stream in list(self._streams.values()):
+            stream.stop()
+
+    def _open(self) -> Checkpoint:
+        where = f"{self._repo} at commit {self._commit}"
+        names = [name for name in self._files if "/" not in name]
+        weight_map = read_index(self._text(INDEX)) if INDEX in names else None
+        shards = choose_shards(where, names, weight_map)
+        if not shards:
+            raise no_weights(where, names)
+        if not shards[0].endswith(WEIGHTS):
+            detail = f"{where} holds GGUF files; from the Hub, safetensors are read"
+            raise InputError("gguf", detail, f"Download it: hf download {self._repo} {shards[0]} --local-dir FOLDER.")
+        with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
+            headers = tuple(pool.map(self._header, shards))
+        check_unique(headers)
+        sidecars, left_out = sort_others(self._files, shards)
+        return Checkpoint(
+            repo=self._repo,
+            revision=self._commit,
+            config=self._config(),
+            shards=headers,
+            sidecars=sidecars,
+            left_out=left_out,
+            warnings=tuple(check_index(headers, weight_map) if weight_map else ()),
+            stamps={name: self._files[name].oid for name in shards},
+        )
+
+    def _text(self, file: str) -> bytes:
+        with self.open_file(file) as stream:
+            return stream.read()
+
+    def _config(self) -> dict[str, object]:
+        if "config.json" not in self._files:
+            return {}
+        return parse_json_object(self._text("config.json"), "config.json", has_constants=True)
+
+    def _header(self, name: str) -> Header:
+        nbytes = self._files[name].nbytes
+        head = memoryview(bytearray(min(nbytes, HEAD_NBYTES)))
+        self._fill(name, 0, head)
+
+        def read(offset: int, length: int) -> bytes:
+            data = memoryview(bytearray(length))
+            known = head[offset : offset + length]
+            data[: known.nbytes] = known
+            if known.nbytes < length:
+                self._fill(name, offset + known.nbytes, data[known.nbytes :])
+            return bytes(data)
+
+        return read_header(name, nbytes, read)
+
+
+class _RemoteStream(io.RawIOBase):
+    """A file from its first byte to its last; SourceError at its end where the content is not what its hash says."""
+
+    def __init__(self, pieces: Pieces, file: RemoteFile) -> None:
+        self._pieces = pieces
+        self._file = file
+        self._hash = hasher(file.nbytes, file.oid)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: object) -> int:
+        view = memoryview(buffer).cast("B")  # type: ignore[arg-type]
+        at, nbytes = self._at, self._file.nbytes
+        if at == nbytes:
+            if self._hash.hexdigest() != self._file.oid:
+                raise corrupt(self._file.name, self._file.oid, self._hash.hexdigest())
+            return 0
+        first = at - at % PIECE_NBYTES
+        starts = range(first, min(nbytes, first + CONNECTIONS * PIECE_NBYTES), PIECE_NBYTES)
+        coming = [self._pieces.fetch(Piece(self._file.name, start, min(start + PIECE_NBYTES, nbytes))) for start in starts]
+        data = coming[0].result()[at - first :][: view.nbytes]
+        view[: data.nbytes] = data
+        self._hash.update(data)
+        self._at += data.nbytes
+        return data.nbytes
+
+
+def _copy_into(parts: Iterator[memoryview] | list[memoryview], buffer: memoryview) -> None:
+    done = 0
+    for part in parts:
+        buffer[done : done + part.nbytes] = part
+        done += part.nbytes
+
+
+def _list_files(repo: str, access: Access, patience: Patience) -> Listing:
+    from huggingface_hub import constants
+
+    endpoint = urlsplit(constants.ENDPOINT)
+    if endpoint.scheme != "https" and endpoint.hostname not in LOOPBACK:
+        detail = f"HF_ENDPOINT is {endpoint.scheme}://{endpoint.netloc}, which would carry the token in the clear; expected https"
+        raise InputError("plain-http", detail, "Set HF_ENDPOINT to an https address.")
+    listing = _list_cache(repo, access) if constants.HF_HUB_OFFLINE else _list_hub(repo, access, patience)
+    folder = f"{access.subfolder.strip('/')}/" if access.subfolder else ""
+    files, cached = (
+        {name.removeprefix(folder): value for name, value in named.items() if name.startswith(folder)} for named in listing[1:]
+    )
+    renamed = {name: cast(RemoteFile, file)._replace(name=name) for name, file in files.items()}
+    return Listing(listing.commit, renamed, cast(dict[str, Path], cached))
+
+
+def _check_name(repo: str, name: str) -> None:
+    """InputError for a name that would lead out of a folder it is copied to."""
+    try:
+        name.encode("utf-8")
+        is_sound = not PurePosixPath(name).is_absolute() and not {"", ".", ".."} & set(name.split("/")) and "\0" not in name
+    except UnicodeEncodeError:
+        is_sound = False
+    if not is_sound:
+        raise InputError("file-name", f"{repo} lists a file {name!r}; expected a path inside the repository")
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
+    """What the Hub lists, asked until it answers."""
+    from huggingface_hub import HfApi, constants, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    no_reply = cast(
+        type[Exception], HfHubHTTPError.__bases__[0]
+    )  # of the HTTP library that this version of huggingface_hub is built on
+    api = HfApi(endpoint=constants.ENDPOINT, token=access.token)
+    for failures in range(1, patience.tries + 1):
+        try:
+            info = api.model_info(
+                repo,
+                revision=access.revision or commit_begun(access.output, repo),
+                files_metadata=True,
+                timeout=patience.timeout_seconds,
+            )
+            break
+        except HFValidationError:
+            raise InputError("no-source", f"{repo}: no such folder, and no name that the Hub knows") from None
+        except HfHubHTTPError as error:
+            if error.response.status_code not in PASSING:
+                raise _refusal(repo, access, error.response.status_code, error.response.headers.get("X-Error-Code")) from None
+            reason, seconds = f"HTTP {error.response.status_code}", pause_of(error.response.headers.get)
+        except (no_reply, OSError) as error:
+            reason, seconds = type(error).__name__, None
+        if failures == patience.tries:
+            detail = f"{repo}: {urlsplit(constants.ENDPOINT).netloc} does not answer, the last of {failures} tries: {reason}"
+            raise SourceError("source-unreachable", detail, "Run it again, or give a folder on this disk.")
+        if seconds is not None:
+            access.tell(f"rate limited by the Hub: waiting {seconds:.0f} s")
+        time.sleep(patience.wait_seconds(failures) if seconds is None else seconds)
+    commit = str(info.sha)
+    files, cached = {}, {}
+    for item in info.siblings or []:
+        oid = item.lfs.sha256 if item.lfs else item.blob_id
+        path, nbytes = item.rfilename, item.lfs.size if item.lfs else item.size
+        _check_name(repo, path)
+        if _is_hidden(path) or oid is None or nbytes is None:
+            continue
+        url = hf_hub_url(repo, path, revision=commit, endpoint=constants.ENDPOINT)
+        files[path] = RemoteFile(path, url, nbytes, oid, commit)
+        found = try_to_load_from_cache(repo, path, revision=commit)
+        if isinstance(found, str) and Path(found).resolve().name == oid and Path(found).stat().st_size == nbytes:
+            cached[path] = Path(found)
+    return Listing(commit, files, cached)
+
+
+def _refusal(repo: str, access: Access, status: int, code: str | None) -> Fp4Error:
+    from huggingface_hub import constants
+
+    if code == "RevisionNotFound":
+        detail = f"{repo}: the Hub has no revision {access.revision!r} of it"
+        return InputError("no-revision", detail, "Give a branch, a tag or a commit: --revision REV.")
+    if status == 404:
+        return InputError("no-source", f"{repo}: no such folder or file here, and no such repository on the Hub")
+    if status in (401, 403):
+        return no_access(repo, f"{constants.ENDPOINT}/{repo}", status, code)
+    return SourceError("source-unreachable", f"{repo}: the Hub answers HTTP {status}", "Run it again later.")
+
+
+def _list_cache(repo: str, access: Access) -> Listing:
+    """What the cache holds of the revision; every blob there is named after its hash."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        root = Path(snapshot_download(repo, revision=access.revision, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError):
+        detail = f"{repo} is not in the Hub's cache, and HF_HUB_OFFLINE keeps it from being fetched"
+        raise SourceError("offline", detail, "Unset HF_HUB_OFFLINE, or give a folder on this disk.") from None
+    cached = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
+    cached = {name: path for name, path in cached.items() if not _is_hidden(name)}
+    if unnamed := [name for name, path in cached.items() if not BLOB.fullmatch(path.resolve().name)]:
+        detail = f"{repo}: the Hub's cache holds {unnamed[0]} under no hash, so it cannot be checked"
+        raise SourceError("offline", detail, f"Give the folder itself: {root}.")
+    files = {name: RemoteFile(name, "", path.stat().st_size, path.resolve().name, root.name) for name, path in cached.items()}
+    return Listing(root.name, files, cached)

@@ -1,0 +1,266 @@
+"""What a network does to a long download: either the bytes are right, or the command says what is wrong."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+from checkpoints import FIRST, SECOND, run, start, weight, write_llama, write_single, write_zeros
+from fakehub import SIGNATURE, TOKEN
+from test_hub import NVFP4, ask
+
+from fp4convert.errors import Fp4Error, SourceError
+from fp4convert.ranges import Patience, RangeReader, RemoteFile, pause_of
+from fp4convert.sources import open_source
+
+DROP = {"kind": "drop", "at": 700}
+
+
+@pytest.fixture
+def folder(tmp_path, hub):
+    folder = write_llama(tmp_path / "m", **{"tokenizer.json": b"{}" * 2000})
+    hub.add("org/m", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [{**DROP, "times": 25}],
+        [{**DROP, "times": 4, "is_reset": True}],
+        [{"kind": "stall", "at": 700, "times": 2}],
+        [{"kind": "status", "status": 503, "times": 5}],
+        [
+            {"kind": "status", "status": 500},
+            {"kind": "status", "status": 504, "where": "hub", "match": "resolve", "method": "HEAD"},
+        ],
+        [{"kind": "status", "status": 502, "where": "hub", "match": "api/models", "times": 3}],
+        [{"kind": "status", "status": 403, "times": 2}],
+        [{"kind": "status", "status": 404}],
+        [{"kind": "status", "status": 400}],
+        [{"kind": "ignore-range", "times": 2}],
+        [{"kind": "gzip"}],
+        [{"kind": "status", "status": 429, "headers": {"Retry-After": "1"}}],
+        [{"kind": "status", "status": 429, "where": "hub", "match": "api/models", "headers": {"RateLimit": '"api";r=0;t=1'}}],
+        [{**DROP, "times": 3}, {"kind": "status", "status": 403}, {"kind": "ignore-range"}, {"kind": "status"}],
+    ],
+    ids=lambda faults: "+".join(f"{fault['kind']}{fault.get('status', '')}" for fault in faults),
+)
+def test_what_passes_changes_no_byte(faults, hub, folder, tmp_path):
+    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    made = [hub.fault(**fault) for fault in faults]
+    outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
+    assert (outcome.code, outcome.err.replace("warning: rate limited by the Hub: waiting 1 s\n", "")) == (0, "")
+    assert outcome.json["digest"] == local["digest"]
+    assert [fault.times for fault in made] == [0] * len(made)
+
+
+def test_links_that_expire_are_resolved_again(hub, folder, tmp_path):
+    hub.link_uses = 1
+    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == local["digest"]
+    assert len(hub.signed) > 4
+
+
+MANY = 1000
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "word"),
+    [
+        ({"kind": "status", "status": 503, "times": MANY}, "source-unreachable", "HTTP 503"),
+        ({"kind": "status", "status": 403, "times": MANY}, "source-unreachable", "HTTP 403"),
+        ({"kind": "ignore-range", "times": MANY}, "source-unreachable", "HTTP 200 where 206"),
+        ({"kind": "gzip", "times": MANY}, "source-unreachable", "compressed"),
+        ({"kind": "drop", "at": 0, "times": MANY}, "source-unreachable", "ended early"),
+        ({"kind": "etag", "after": 2}, "source-changed", "ETag"),
+        ({"kind": "status", "status": 416, "after": 2}, "source-changed", "no such range"),
+        ({"kind": "commit", "where": "hub", "method": "HEAD", "match": SECOND}, "source-changed", "commit ffff"),
+        ({"kind": "size", "where": "hub", "method": "HEAD", "match": SECOND}, "source-changed", "bytes and now has"),
+        ({"kind": "oid", "where": "hub", "method": "HEAD", "match": SECOND}, "source-changed", "another hash"),
+        ({"kind": "status", "status": 404, "where": "hub", "method": "HEAD", "match": SECOND}, "source-changed", "any more"),
+        ({"kind": "status", "status": 503, "where": "hub", "match": "api/models", "times": MANY}, "source-unreachable", "503"),
+    ],
+    ids=lambda value: value.get("kind") if isinstance(value, dict) else None,
+)
+def test_what_does_not_pass_is_exit_3(fault, code, word, hub, folder, tmp_path):
+    hub.fault(**fault)
+    outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q")
+    assert (outcome.code, outcome.json["error"]["code"]) == (3, code)
+    assert word in outcome.json["error"]["message"]
+    assert not (tmp_path / "q" / "quantization_config.json").exists()
+
+
+def test_a_flipped_bit_is_found_and_the_shard_is_fetched_once_more(hub, folder, tmp_path):
+    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    fault = hub.fault("flip", match=SECOND, at=50_000, after=2)  # the header came before, and what the first shard measures
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == local["digest"]
+    assert fault.times == 0
+
+
+def test_what_only_came_as_nan_is_not_told_as_such(hub, tmp_path):
+    folder = write_single(tmp_path / "nan", {"a.o_proj.weight": ("BF16", (1, 16), b"\x80\x7e" * 16)})  # one bit below Inf
+    hub.add("org/nan", folder)
+    size = (folder / "model.safetensors").stat().st_size
+    fault = hub.fault("flip", where="hub", match="model.safetensors", at=size - 1, after=1)
+    assert ask("quantize", "org/nan", *NVFP4, "-o", tmp_path / "q").code == 0
+    assert fault.times == 0
+
+
+def test_a_shard_that_comes_damaged_twice_is_not_written_and_another_run_completes(hub, folder, tmp_path):
+    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    hub.fault("flip", match=SECOND, at=50_000, after=2, times=2)
+    outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q")
+    assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt")
+    assert SECOND in outcome.json["error"]["message"]
+    assert (tmp_path / "q" / FIRST).exists()
+    assert not (tmp_path / "q" / SECOND).exists()
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == local["digest"]
+
+
+def test_a_run_that_was_broken_off_goes_on_with_its_commit_though_the_branch_moved(hub, folder, tmp_path):
+    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    hub.fault("status", match=SECOND, after=2, times=MANY)
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").code == 3
+    hub.faults.clear()
+    commit = hub.repos["org/m"].branches["main"]
+    hub.add("org/m", write_single(tmp_path / "other", {"a.o_proj.weight": weight()}))
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == local["digest"]
+    assert json.loads((tmp_path / "q" / ".fp4convert" / "plan.json").read_text())["source"] == {
+        "repo": "org/m",
+        "revision": commit,
+    }
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["error"]["exit"] == 5  # finished: main is another model
+
+
+def test_tries_are_counted_only_without_progress(hub, folder):
+    hub.fault("drop", at=100, times=40)
+    source = open_source("org/m")
+    for ref in source.checkpoint.tensors:
+        source.read(ref)
+    assert len([seen for seen in hub.seen if seen.where == "storage"]) > 40
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("org/gated", (), "", (4, "gated", "Accept the licence at")),
+        ("org/private", (), "", (4, "no-access", "HF_TOKEN")),
+        ("org/absent", (), "", (4, "no-access", "HF_TOKEN")),
+        ("org/absent", (), TOKEN, (2, "no-source", None)),
+        ("org/m", (), "hf_wrong", (4, "no-access", "HF_TOKEN")),
+        ("org/m", ("--token", "hf_wrong"), TOKEN, (4, "no-access", "HF_TOKEN")),
+        ("org/m", ("--revision", "v9"), TOKEN, (2, "no-revision", "--revision")),
+        ("org/m", ("--subfolder", "nowhere"), TOKEN, (2, "no-weights", None)),
+    ],
+)
+def test_no_access_says_what_to_do(case, hub, folder, monkeypatch):
+    repo, arguments, token, expected = case
+    hub.add("org/gated", folder, is_gated=True)
+    hub.add("org/private", folder, is_private=True)
+    monkeypatch.setenv("HF_TOKEN", token)
+    outcome = ask("quantize", repo, *NVFP4, *arguments)
+    error = outcome.json["error"]
+    assert (outcome.code, error["code"]) == expected[:2]
+    assert (expected[2] or "") in (error["next"] or "")
+    assert "hf_wrong" not in outcome.out + outcome.err
+    assert len(hub.seen) < 8  # nobody tries again
+
+
+def test_a_token_given_reads_what_is_gated(hub, folder, tmp_path, monkeypatch):
+    hub.add("org/gated", folder, is_gated=True)
+    monkeypatch.setenv("HF_TOKEN", "")
+    assert ask("quantize", "org/gated", *NVFP4, "-o", tmp_path / "q", "--token", TOKEN).code == 0
+
+
+def test_a_token_never_goes_over_plain_http(hub, folder, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://hub.example")
+    outcome = ask("quantize", "org/m", *NVFP4)
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "plain-http")
+    assert hub.seen == []
+
+
+def test_a_limit_of_the_rate_pauses_every_thread(hub, tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "f").write_bytes(bytes(1 << 20))
+    commit = hub.add("org/f", tmp_path / "r")
+    file = hub.repos["org/f"].commits[commit]["f"]
+    told = []
+    reader = RangeReader({}, Patience(5.0, first_seconds=0.01), told.append)
+    remote = RemoteFile("f", f"{hub.endpoint}/org/f/resolve/{commit}/f", file.nbytes, file.oid, commit)
+    reader.read_into(remote, 0, memoryview(bytearray(10)))
+    hub.fault("status", status=429, headers={"Retry-After": "1"})
+    hub.seen.clear()
+    threads = [
+        threading.Thread(target=lambda: [reader.read_into(remote, at, memoryview(bytearray(10))) for at in range(100)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    times = sorted(seen.at for seen in hub.seen)
+    gaps = [after - before for before, after in pairwise(times)]
+    assert max(gaps) > 0.9
+    assert times.index(times[gaps.index(max(gaps))]) < 8
+    assert told == ["rate limited by the Hub: waiting 1 s"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, None),
+        ({"Retry-After": "7"}, 7),
+        ({"Retry-After": "86400"}, 900),
+        ({"Retry-After": "soon"}, None),
+        ({"RateLimit": '"resolvers";r=0;t=55', "Retry-After": "7"}, 55),
+        ({"RateLimit": '"resolvers";r=12;t=55'}, None),
+        ({"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"}, 0),
+    ],
+)
+def test_how_long_a_server_asks_to_wait(headers, seconds):
+    assert pause_of(headers.get) == seconds
+
+
+def test_a_reader_that_is_stopped_fails_at_once(hub, folder):
+    source = open_source("org/m")
+    hub.fault("stall", at=10, seconds=3, times=MANY)
+    ref = next(iter(source.checkpoint.tensors))
+    threading.Timer(0.2, source.stop).start()
+    began = time.monotonic()
+    with pytest.raises(Fp4Error) as caught:
+        source.read(ref)
+    assert isinstance(caught.value, SourceError)
+    assert time.monotonic() - began < 0.8
+
+
+def test_an_interrupted_download_ends_soon_and_names_no_token(hub, tmp_path):
+    hub.add("org/zeros", write_zeros(tmp_path / "z", count=1))
+    hub.nbytes_per_second = 1e6
+    with start("quantize", "org/zeros", "--format", "mxfp4", "-o", tmp_path / "q", "--token", TOKEN) as process:
+        for _ in range(1000):
+            if len(hub.seen) > 5:
+                break
+            time.sleep(0.01)
+        process.terminate()
+        began = time.monotonic()
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert time.monotonic() - began < 2
+    assert "interrupted" in err
+    assert TOKEN not in out + err
+    assert SIGNATURE not in out + err
+
+
+def test_help_and_local_runs_load_no_client_of_the_hub(folder, tmp_path):
+    code = "import sys; from fp4convert.cli import main\ntry: main()\nexcept SystemExit: print(sorted(sys.modules))"
+    for arguments in (("--help",), ("quantize", folder, "--format", "nvfp4", "--dry-run")):
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        assert "huggingface_hub" not in loaded
+        assert "http.client" not in loaded

@@ -1,0 +1,119 @@
+"""Pieces in memory: fetched once while there is room, hashed in the order of the file, and never more than the budget."""
+
+import hashlib
+import random
+import threading
+import time
+
+import pytest
+
+from fp4convert import pieces
+from fp4convert.errors import SourceError
+from fp4convert.pieces import Piece, Pieces, Stream, hasher, split
+
+NBYTES = 64 << 10
+DATA = random.Random(0).randbytes(NBYTES)
+SHA256 = hashlib.sha256(DATA).hexdigest()
+
+
+class File:
+    """Bytes to be fetched, and what was."""
+
+    def __init__(self) -> None:
+        self.fetched: list[tuple[int, int]] = []
+        self.failures = 0
+
+    def read_into(self, file: str, start: int, buffer: memoryview) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise SourceError("source-unreachable", "no")
+        self.fetched.append((start, start + buffer.nbytes))
+        buffer[:] = DATA[start : start + buffer.nbytes]
+
+
+@pytest.fixture
+def file(monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 1 << 10)
+    return File()
+
+
+@pytest.mark.parametrize("stop", [1, 1000, 1 << 20, (1 << 20) + 1, 5_000_000, 100_000_000])
+def test_a_range_is_split_into_parts_that_follow_one_another(stop):
+    parts = split("f", 7, 7 + stop)
+    assert (parts[0].start, parts[-1].stop) == (7, 7 + stop)
+    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+    assert all(0 < part.stop - part.start <= pieces.PIECE_NBYTES for part in parts)
+    assert split("f", 7, 7) == []
+
+
+def test_a_piece_is_fetched_once_while_there_is_room(file):
+    kept = Pieces(file.read_into, 2 << 10)
+    for number in (0, 1, 0, 1, 2, 2, 1, 0):
+        piece = Piece("f", number << 10, (number + 1) << 10)
+        assert bytes(kept.fetch(piece).result()) == DATA[piece.start : piece.stop]
+    assert [start >> 10 for start, _ in file.fetched] == [0, 1, 2, 0]
+
+
+def test_what_failed_is_asked_for_again(file):
+    kept, file.failures = Pieces(file.read_into, 1 << 20), 1
+    with pytest.raises(SourceError):
+        kept.fetch(Piece("f", 0, 10)).result()
+    assert bytes(kept.fetch(Piece("f", 0, 10)).result()) == DATA[:10]
+
+
+def test_bytes_are_read_only(file):
+    with pytest.raises(TypeError):
+        Pieces(file.read_into, 1 << 20).fetch(Piece("f", 0, 10)).result()[0] = 1
+
+
+def test_a_stream_stays_a_few_pieces_ahead_and_brings_the_rest_when_it_ends(file):
+    stream = Stream(Pieces(file.read_into, 1 << 20), "f", NBYTES, SHA256)
+    time.sleep(0.1)
+    assert len(file.fetched) <= pieces.AHEAD + pieces.CONNECTIONS
+    assert [piece.start for piece in stream.cover(1000, 3000)] == [0, 1024, 2048]
+    stream.end()
+    assert sorted(file.fetched) == [(at, at + 1024) for at in range(0, NBYTES, 1024)]
+
+
+@pytest.mark.parametrize("budget", [0, 4 << 10, 1 << 20])
+def test_a_stream_ends_whatever_the_readers_do(budget, file):
+    kept = Pieces(file.read_into, budget)
+    stream = Stream(kept, "f", NBYTES, SHA256)
+    order = list(range(0, NBYTES, 500))
+    random.Random(1).shuffle(order)
+    for start in order:
+        stop = min(start + 500, NBYTES)
+        covers = stream.cover(start, stop)
+        found = b"".join(bytes(kept.fetch(piece).result()) for piece in covers)
+        assert found[start - covers[0].start :][: stop - start] == DATA[start:stop]
+    stream.end()
+
+
+def test_a_stream_with_another_hash_is_an_error(file):
+    with pytest.raises(SourceError) as caught:
+        Stream(Pieces(file.read_into, 1 << 20), "f", NBYTES, "0" * 64).end()
+    assert caught.value.code == "source-corrupt"
+    Stream(Pieces(file.read_into, 1 << 20), "f", NBYTES, hashlib.sha1(b"blob %d\0" % NBYTES + DATA).hexdigest()).end()
+
+
+def test_the_hash_of_git_is_known():
+    empty = hasher(0, "0" * 40)
+    assert empty.hexdigest() == "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"  # git hash-object /dev/null
+
+
+def test_room_is_given_to_one_at_least_and_to_others_as_it_is_freed(file):
+    kept, order = Pieces(file.read_into, pieces.SPARE_NBYTES + 100), []
+
+    def use(name: str, nbytes: int) -> None:
+        with kept.room_for(nbytes):
+            order.append(name)
+
+    with kept.room_for(1000):  # more than there is
+        waiting = threading.Thread(target=use, args=("second", 60))
+        waiting.start()
+        time.sleep(0.05)
+        assert order == []
+    waiting.join(5)
+    with kept.room_for(40):
+        use("third", 60)
+    assert order == ["second", "third"]
