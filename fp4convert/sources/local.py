@@ -25,6 +25,8 @@ from fp4convert.sources import (
     sort_others,
 )
 
+SCALAR_NBYTES = 8
+
 
 class LocalSource:
     """Maps shards into memory; a tensor's bytes are read when they are touched and belong to the page cache."""
