@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -26,6 +27,10 @@ from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder
 RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
 QUANTIZATION_KEYS = frozenset({"quantization_config", "quantization", "expert_dtype"})  # of config.json, in any dialect
 CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})  # engines stumble over it; what the weights are is not in doubt
+UNSAID_ENDINGS = (  # smoothing, order of activations, offsets, low-rank parts, scales of a cache in another dialect
+    *(".pre_quant_scale", ".weight_g_idx", ".weight_zero_point", ".svdquant_lora_a", ".svdquant_lora_b", ".output_scale"),
+    *(".k_zero_point", ".v_zero_point"),
+)
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
 
 
@@ -45,9 +50,11 @@ class Request:
 def prepare_quantize(source: Source, request: Request) -> Plan:
     """The plan that `quantize` carries out; InputError for anything that the request or the source has wrong."""
     fmt = format_named(request.format)
-    dialect_to_write(Target(fmt.name, request.dialect))
+    traits = dialect_to_write(Target(fmt.name, request.dialect)).TRAITS
     input_scale = check_input_scale(fmt, request.activations, request.input_scale)
-    target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, input_scale)
+    reads_any = traits.global_scale_kind and all(shard.frame.reads_global_scales for shard in source.checkpoint.shards)
+    is_unit = fmt.has_global_scale and not reads_any
+    target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, input_scale, has_unit_scale=is_unit)
     recipe = build_recipe(target, source.checkpoint.model_types, (request.include, request.exclude))
     return plan_quantize(source.checkpoint, recipe)
 
@@ -65,6 +72,8 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
 def prepare_dequantize(artifact: Artifact, dtype: str) -> Plan:
     """The plan that `dequantize` carries out; InputError for an unknown dtype or an artifact with errors."""
     _refuse_unsound(artifact)
+    for module in artifact.modules:
+        _refuse_odd_scale(artifact, module)
     cache_scales = artifact.cache_scales(artifact.spelling)
     return plan_dequantize(artifact.source.checkpoint, artifact.modules, dtype, cache_scales)
 
@@ -116,6 +125,7 @@ def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Sour
     target = Target(made.name, request.dialect, rule, activations, None, request.scale_layout, artifact.form.kv_cache)
     spelling = dialect_to_write(target)
     for module in artifact.modules if is_same else ():
+        _refuse_odd_scale(artifact, module)
         _check_scalars(artifact, module, spelling)
         _check_block_scales(artifact, module, spelling)
     if donor is None:
@@ -124,8 +134,20 @@ def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Sour
         return _warned(artifact, plan)
     if spelling.TRAITS.container != "gguf":
         raise InputError("template", f"--template means nothing for dialect {request.dialect}; it is for gguf", "Leave it out.")
+    _check_unit_scales(artifact, donor)
     framed = Framed(donor, artifact.source).checkpoint
     return _warned(artifact, plan_transcode(framed, artifact.modules, target, place_modules(artifact, donor)))
+
+
+def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
+    """InputError where llama.cpp reads no global scale for the donor's architecture, and a module has one."""
+    if all(shard.frame.reads_global_scales for shard in donor.checkpoint.shards):
+        return
+    for module in artifact.modules:
+        if artifact.decode(module).global_scale not in (None, 1.0):
+            detail = f"{module} has a global scale other than 1, which llama.cpp passes over for models of this architecture"
+            next_step = "Quantize the GGUF file itself: fp4convert quantize FILE.gguf --dialect gguf."
+            raise InputError("dialect-global-scale", detail, next_step, module)
 
 
 def _warned(artifact: Artifact, plan: Plan) -> Plan:
@@ -134,6 +156,14 @@ def _warned(artifact: Artifact, plan: Plan) -> Plan:
         return plan
     lost = "activations become 16-bit: four-bit ones of nvfp4 need input scales, which an mxfp4 artifact does not have"
     return replace(plan, warnings=(*plan.warnings, lost))
+
+
+def _refuse_odd_scale(artifact: Artifact, module: str) -> None:
+    """InputError where a global scale is no positive number, which would make every value of its module wrong."""
+    stored = artifact.decode(module).global_scale
+    if stored is not None and not 0 < stored < math.inf:
+        detail = f"{module}: its global scale is {stored}; expected a positive number"
+        raise InputError("global-scale", detail, "See: fp4convert inspect.", module)
 
 
 def _check_scalars(artifact: Artifact, module: str, spelling: Dialect) -> None:
@@ -233,6 +263,9 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
 
 
 def _refuse_unsound(artifact: Artifact) -> None:
+    if unsaid := [name for name in artifact.tensors if name.endswith(UNSAID_ENDINGS)]:
+        detail = f"{len(unsaid)} tensors change what the weights mean, the first {unsaid[0]!r}; fp4convert does not apply them"
+        raise InputError("unsaid-tensors", detail, "Start from the original weights.", unsaid[0])
     for finding in artifact.findings:
         if finding.level == "error" and finding.code not in CLEAR_ENOUGH:
             where = f"{finding.tensor}: " if finding.tensor else ""

@@ -20,6 +20,7 @@ from fp4convert.errors import InputError
 from fp4convert.shard import DTYPE_BITS, Header, TensorRef, TensorSpec
 
 GGUF = ".gguf"
+SCALED_ARCHITECTURES = ("llama", "qwen3", "mistral3")  # run with llama.cpp of 2026-10; ten others gave NaN or garbage
 _HEAD = "4sIQQ"  # magic, version, tensors, keys
 _MAGIC, _VERSION, _VERSIONS = b"GGUF", 3, (2, 3)
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # a value's kind -> its struct code
@@ -45,6 +46,11 @@ class GgufFrame:
     places: dict[str, int]
     facts: dict[str, object]
     container: ClassVar[str] = "gguf"
+
+    @property
+    def reads_global_scales(self) -> bool:
+        """llama.cpp loads a .scale for every architecture, and most of its graphs pass over it."""
+        return self.facts.get("general.architecture") in SCALED_ARCHITECTURES
 
     def lay_out(self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]) -> tuple[bytes, tuple[TensorRef, ...]]:
         """The bytes before the tensors, and each tensor's address: in the frame's order, a new one behind its module's weight."""

@@ -7,7 +7,7 @@ number of workers all follow from this one value.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -35,7 +35,9 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     _refuse_other_container(checkpoint, dialect, str(recipe.target.dialect))
     verdicts = {ref.name: _verdict(ref, recipe) for ref in checkpoint.tensors}
     for ref in checkpoint.tensors:
-        if verdicts[ref.name][0] == "quantize" and (reason := dialect.unfit((ref.shape[0], ref.shape[1]), form)):
+        if verdicts[ref.name][0] == "quantize" and (
+            reason := dialect.unfit(module_of(ref.name), (ref.shape[0], ref.shape[1]), form)
+        ):
             verdicts[ref.name] = ("skip", reason)
     chosen = [ref for ref in checkpoint.tensors if verdicts[ref.name][0] == "quantize"]
     groups, warnings = _scale_groups(chosen, recipe)
@@ -56,6 +58,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     writing = Writing(checkpoint, recipe.target, dialect, form)
     tasks = tuple(writing.task(shard, [decide(ref) for ref in shard.tensors]) for shard in checkpoint.shards)
     refuse_collisions(tasks)
+    _refuse_lookalikes(tasks, dialect, shapes)
     if not dialect.TRAITS.holds_embeddings:
         warnings += [
             f"{module} is an embedding, which no engine of dialect {recipe.target.dialect} reads in four bits"
@@ -133,10 +136,10 @@ def plan_transcode(
     dialect, form = dialect_to_write(target), form_of(target)
     _refuse_other_container(checkpoint, dialect, str(target.dialect))
     recipe = build_recipe(target, checkpoint.model_types)
-    _refuse_unfit(modules, dialect, recipe)
     _refuse_other_matrices(checkpoint, modules)
     if placed is None:
         placed = _place(modules, dialect)
+    _refuse_unfit(placed, modules, dialect, recipe)
     shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
     for module, packed in modules.items():
         shared[scale_group(module, recipe.groups) or module] += packed.refs
@@ -161,6 +164,14 @@ def idle_scales(modules: Mapping[str, Packed], cache_scales: Collection[str]) ->
     """Scales beside four-bit modules that mean nothing for the artifact as a whole: only some modules have input scales."""
     names = (ref.name for packed in modules.values() for ref in packed.companions if ref not in packed.refs)
     return [name for name in names if name not in cache_scales]
+
+
+def _refuse_lookalikes(tasks: Iterable[Task], dialect: Dialect, chosen: Collection[str]) -> None:
+    """InputError where readers would take a tensor that stays for a part of a four-bit module."""
+    outputs = {ref.name: ref for task in tasks for ref in task.outputs}
+    if others := sorted(set(dialect.find(outputs)) - set(chosen)):
+        detail = f"{others[0]} stays, and its tensors have the names and types of four-bit ones in this dialect"
+        raise InputError("name-collision", detail, "Choose another --dialect.", others[0])
 
 
 def _place(modules: dict[str, Packed], dialect: Dialect) -> dict[str, Stored]:
@@ -200,12 +211,14 @@ def _refuse_other_container(checkpoint: Checkpoint, dialect: Dialect, name: str)
         raise InputError("dialect-container", detail, next_step)
 
 
-def _refuse_unfit(modules: dict[str, Packed], dialect: Dialect, recipe: Recipe) -> None:
-    """InputError for a module that the dialect has no place for."""
-    for module, packed in modules.items():
-        if reason := dialect.unfit(packed.shape, form_of(recipe.target)):
-            detail = f"{module} has {reason}; dialect {recipe.target.dialect} has no place for it"
-            raise InputError("dialect-shape", detail, "Choose another --dialect.", module)
+def _refuse_unfit(placed: dict[str, Stored], modules: Iterable[str], dialect: Dialect, recipe: Recipe) -> None:
+    """InputError for what the dialect has no place for."""
+    for stem, stored in placed.items():
+        rows, columns = stored.shape[-2:]
+        if reason := dialect.unfit(stem, (rows, columns), form_of(recipe.target)):
+            detail = f"{stem} has {reason}; dialect {recipe.target.dialect} has no place for it"
+            raise InputError("dialect-shape", detail, "Choose another --dialect.", stem)
+    for module in modules:
         if not dialect.TRAITS.holds_embeddings and recipe.kind_of(module) == "embedding":
             detail = f"{module} is a four-bit embedding, which no engine of dialect {recipe.target.dialect} reads"
             raise InputError("dialect-module", detail, "Choose another --dialect.", module)

@@ -46,7 +46,8 @@ class ScaleGroup(NamedTuple):
 class Target:
     """What is made: a four-bit format by a dialect and a rule, or (dequantized) a float type by neither.
 
-    scale_layout  the dialect's own where it is None
+    scale_layout    the dialect's own where it is None
+    has_unit_scale  the global scale is 1, whatever the weights are: engines read no other
     """
 
     format: str
@@ -56,6 +57,7 @@ class Target:
     input_scale: float | None = None
     scale_layout: str | None = None
     kv_cache: str | None = None
+    has_unit_scale: bool = False
 
 
 @dataclass(frozen=True, slots=True)

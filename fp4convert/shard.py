@@ -73,11 +73,15 @@ class TensorSpec(NamedTuple):
 class Frame(Protocol):
     """What a file holds beside its tensors, and how it places them.
 
-    container  safetensors or gguf
+    container            safetensors or gguf
+    reads_global_scales  engines that read such a file apply the global scales in it
     alignment  of which the whole file is a multiple
     """
 
     container: ClassVar[str]
+
+    @property
+    def reads_global_scales(self) -> bool: ...
 
     @property
     def alignment(self) -> int: ...
@@ -240,6 +244,7 @@ class SafetensorsFrame:
 
     metadata: dict[str, str]
     container: ClassVar[str] = "safetensors"
+    reads_global_scales: ClassVar[bool] = True
     alignment: ClassVar[int] = 1
 
     def lay_out(self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]) -> tuple[bytes, tuple[TensorRef, ...]]:

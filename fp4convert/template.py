@@ -101,6 +101,8 @@ def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
         if ref.dtype not in FLOAT_TYPES or ref.shape != packed.shape:
             detail = f"{module}: expected floats of {list(packed.shape)} at {ref.name}, found {ref.dtype} {list(ref.shape)}"
             raise InputError("template-differs", detail, "Give an unquantized GGUF file: --template FILE.gguf.", module)
+        if stem in placed:
+            raise InputError("template-name", f"{module}: another module takes the place of {stem} too", "Leave one out.", module)
         placed[stem] = Stored(packed.shape, _order(artifact.decode(module), module, donor, ref), ref)
     return placed
 

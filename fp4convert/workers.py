@@ -118,8 +118,7 @@ class Quantizer:
         self.format = format_named(target.format)
         self._rule = target.scale_rule or self.format.default_rule
         dialect = dialect_named(str(target.dialect))
-        has_place = dialect.TRAITS.global_scale_kind is not None or not self.format.has_global_scale
-        self._given_amax = None if has_place else GLOBAL_RANGE  # without a place for it the global scale is 1
+        self._given_amax = GLOBAL_RANGE if target.has_unit_scale else None
         self._speller = Speller(dialect, form_of(target), target.input_scale)
         self.device = backend.name
         self.threads = backend.threads

@@ -219,3 +219,40 @@ def test_fp8_modules_beside_nvfp4_in_comfy(tmp_path):
     }
     tensors = {**read_shard(artifact / "model.safetensors"), **fp8}
     assert run("inspect", write_single(tmp_path / "mixed", tensors, {"model_type": "x"})).code == 0
+
+
+@pytest.mark.parametrize("number", ["00", "01", "9" * 5000])
+def test_experts_with_odd_numbers_are_no_experts(number, tmp_path):
+    made = {f"{EXPERTS}.{n}.{member}": module_of(0, "mxfp4", (16, 64), None) for n in ("0", number) for member in GPT_OSS}
+    artifact = write_artifact(tmp_path / "a", "quark", "mxfp4", made)
+    assert refused(transcoded(artifact, tmp_path, "gpt-oss"), tmp_path)["code"] == "dialect-module"
+
+
+@pytest.mark.parametrize("ending", ["pre_quant_scale", "weight_g_idx", "weight_zero_point", "svdquant_lora_a", "output_scale"])
+def test_tensors_that_change_the_weights_are_never_passed_over(ending, tmp_path):
+    artifact = write_artifact(tmp_path / "a", "modelopt", "nvfp4", modules("nvfp4", ("a",)))
+    tensors = {**read_shard(artifact / "model.safetensors"), f"a.{ending}": ("F32", (1,), bytes(4))}
+    config = json.loads((artifact / "config.json").read_text())
+    folder = write_single(tmp_path / "with", tensors, config)
+    assert refused(transcoded(folder, tmp_path, "compressed-tensors"), tmp_path)["code"] == "unsaid-tensors"
+    assert refused(run("dequantize", folder, "-o", tmp_path / "out", "--json"), tmp_path)["code"] == "unsaid-tensors"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+def test_values_under_an_odd_global_scale_are_never_written(value, tmp_path):
+    artifact = write_artifact(tmp_path / "a", "modelopt", "nvfp4", modules("nvfp4", ("a",), multiplier=value))
+    for command in (
+        ("dequantize", artifact, "-o", tmp_path / "out", "--json"),
+        ("transcode", artifact, "-o", tmp_path / "out", "--dialect", "quark", "--json"),
+    ):
+        assert refused(run(*command), tmp_path)["code"] == "global-scale"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "name"), [("plain", "foo.global_scale"), ("plain", "foo.block_scale"), ("deepseek", "l.experts.0.w1.scale")]
+)
+def test_what_stays_is_never_taken_for_four_bit(dialect, name, tmp_path):
+    chosen = "l.experts.0.w2.weight" if dialect == "deepseek" else "a.o_proj.weight"
+    fmt = "mxfp4" if dialect == "deepseek" else "nvfp4"
+    outcome = quantized({chosen: weight(1), name: ("F32", (1,), bytes(4))}, tmp_path, dialect, "--format", fmt)
+    assert refused(outcome, tmp_path)["code"] == "name-collision"

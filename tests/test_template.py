@@ -282,3 +282,36 @@ def test_files_that_stay_behind_are_named(artifacts: dict[str, Path], tmp_path: 
         outcome = run(*command)
         assert outcome.code == 0
         assert "'pytorch_model.bin'" in outcome.err
+
+
+def test_where_llama_cpp_passes_over_global_scales_they_are_one(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    """It loads a .scale for every architecture, and most of its graphs do not multiply with it."""
+    donor = write_donor(tmp_path / "donor.gguf", model(), architecture="qwen2")
+    assert run("quantize", donor, "--format", "nvfp4", "--dialect", "gguf", "-o", tmp_path / "own", "-q").code == 0
+    found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "own" / "donor.gguf").tensors}
+    assert {float(data[0]) for name, data in found.items() if name.endswith(".scale")} == {1.0}
+    refused("dialect-global-scale", transcode(artifacts["nvfp4"], donor, tmp_path / "out"), tmp_path / "out")
+    assert transcode(artifacts["mxfp4"], donor, tmp_path / "mxfp4").code == 0
+
+
+def test_a_matrix_without_a_place_for_its_global_scale_stays(tmp_path: Path) -> None:
+    """llama.cpp loads no file with a .scale that it does not know, such as an embedding's."""
+    donor = write_donor(tmp_path / "donor.gguf", model())
+    options = ("--dialect", "gguf", "--include", "token_embd", "-q")
+    for fmt, count in (("nvfp4", MODULES), ("mxfp4", MODULES + 1)):
+        outcome = run("quantize", donor, "--format", fmt, *options, "-o", tmp_path / fmt, "--json")
+        assert outcome.json["tensors"]["quantized"] == count
+
+
+@pytest.mark.parametrize("command", [("quantize", "--format", "mxfp4"), ("transcode", "--dialect", "quark")])
+def test_the_folder_of_a_single_file_is_never_the_output(
+    artifacts: dict[str, Path], tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """--force would remove what is read."""
+    folder = tmp_path / "artifact"
+    shutil.copytree(artifacts["mxfp4"] if command[0] == "transcode" else artifacts["source"], folder)
+    (single,) = sorted(folder.glob("*.safetensors"))[:1]
+    before = single.read_bytes()
+    outcome = run(command[0], single, *command[1:], "-o", folder, "--force", "--json")
+    assert outcome.code in (2, 5)
+    assert single.read_bytes() == before

@@ -167,8 +167,8 @@ class Dialect(Protocol):
         """Which modules' rows a stored matrix of that shape holds."""
 
     @staticmethod
-    def unfit(shape: tuple[int, int], form: Form) -> str | None:
-        """Why a matrix of that shape, of whole blocks, has no place in it; None where it has one."""
+    def unfit(module: str, shape: tuple[int, int], form: Form) -> str | None:
+        """Why a module of that shape, of whole blocks, has no place in it; None where it has one."""
 
     @staticmethod
     def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
@@ -245,7 +245,7 @@ def dialect_to_write(target: Target) -> Dialect:
     if form.activations == ACTIVATIONS_FP4 and form.format not in dialect.TRAITS.activations:
         detail = f"dialect {name} cannot say that activations of {form.format.name} are four-bit"
         raise InputError("dialect-activations", detail, "Choose another --dialect, or --activations 16.")
-    if target.kv_cache and not dialect.TRAITS.cache_scales:
+    if target.kv_cache and not (target.kv_cache == "fp8" and dialect.TRAITS.cache_scales):
         detail = f"the artifact asks for an {target.kv_cache} cache of keys and values, which dialect {name} cannot say"
         raise InputError("dialect-cache", detail, "Choose another --dialect.")
     return dialect
@@ -267,7 +267,7 @@ def whole(stem: str, shape: tuple[int, ...]) -> tuple[Slot, ...]:
     return ((Rows(stem, 0, shape[0]),),)
 
 
-def always_fit(shape: tuple[int, int], form: Form) -> str | None:
+def always_fit(module: str, shape: tuple[int, int], form: Form) -> str | None:
     """`unfit` of a dialect that holds any matrix of whole blocks."""
     return None
 

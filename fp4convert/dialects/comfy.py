@@ -40,7 +40,7 @@ decode_input_scale = SCALARS.decode_input
 _MARK = json.dumps({"format": "nvfp4"}, separators=(",", ":")).encode()
 
 
-def unfit(shape: tuple[int, int], form: Form) -> str | None:
+def unfit(module: str, shape: tuple[int, int], form: Form) -> str | None:
     return f"{shape[0]} rows, which ComfyUI pads to a multiple of 16" if shape[0] % 16 else None
 
 

@@ -102,8 +102,13 @@ def recognise(clues: Clues) -> Form | None:
     inputs = [_bits(scheme, "input_activations") for scheme in _schemes(clues) if _bits(scheme, "weights") == 4]
     is_w4a4 = bool(inputs) and all(bits == ACTIVATIONS_FP4 for bits in inputs)
     cache = clues.record.get("kv_cache_scheme")
-    kv_cache = "fp8" if isinstance(cache, dict) and cache.get("num_bits") == 8 else None
+    kv_cache = _cache_named(cache) if isinstance(cache, dict) else None
     return Form(found[0], ACTIVATIONS_FP4 if is_w4a4 else 16, kv_cache=kv_cache)
+
+
+def _cache_named(scheme: Json) -> str:
+    """fp8, or what else a scheme says, such as int8."""
+    return f"{'fp' if scheme.get('type') == 'float' else scheme.get('type')}{scheme.get('num_bits')}"
 
 
 def _schemes(clues: Clues) -> list[dict[str, object]]:
@@ -123,6 +128,8 @@ def judge(clues: Clues) -> Iterator[Doubt]:
     if clues.record.get("quantization_status") != "compressed":
         detail = 'quantization_status is not "compressed": transformers would take the packed codes for weights'
         yield Doubt("error", "record-status", detail)
+    if clues.record.get("transform_config"):
+        yield Doubt("error", "record-transform", "weights are rotated (transform_config), which nothing but its engine undoes")
     for scheme in _schemes(clues):
         own = str(scheme.get("format") or clues.record.get("format", ""))
         weights = scheme.get("weights")

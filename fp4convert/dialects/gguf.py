@@ -36,10 +36,16 @@ TRAITS = Traits(
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
 stems, slots, notes, is_ignored = each_alone, whole, no_notes, never_ignored
 _TYPES = {"MXFP4": MXFP4, "NVFP4": NVFP4}
+_SCALED = (  # what llama.cpp loads a .scale for; any other one makes it refuse the file
+    *(f".attn_{name}" for name in ("q", "k", "v", "qkv", "output", "gate")),
+    *(f".ffn_{name}{kind}" for name in ("gate", "up", "down") for kind in ("", "_shexp")),
+)
 _BLOCKS_PER_RUN = {MXFP4: 1, NVFP4: 4}
 
 
-def unfit(shape: tuple[int, int], form: Form) -> str | None:
+def unfit(module: str, shape: tuple[int, int], form: Form) -> str | None:
+    if form.format.has_global_scale and not module.endswith(_SCALED):
+        return "no place for a global scale in llama.cpp"
     columns = _BLOCKS_PER_RUN[form.format] * form.format.block_size
     return f"{shape[1]} columns, not a multiple of the {columns} of GGUF's type" if shape[1] % columns else None
 

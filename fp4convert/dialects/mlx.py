@@ -10,17 +10,17 @@ Source: mlx 0.32, mx.quantize; mlx-lm 0.32, utils.load_model.  Readers: mlx-lm.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from fp4convert.dialects import (
     Clues,
+    Doubt,
     Ignored,
     Json,
     Traits,
     always_fit,
     each_alone,
     never_ignored,
-    no_doubts,
     no_notes,
     stems_named,
     whole,
@@ -29,13 +29,14 @@ from fp4convert.formats import FORMATS, MXFP4, NVFP4
 from fp4convert.shard import TensorRef
 from fp4convert.spelling import Form, Scalars, Table
 
+MATRIX_DIMENSIONS = 2
 MXFP8_WORDS = 8  # to a scale
 SCALARS = Scalars(None)
 TRAITS = Traits(writes=(NVFP4, MXFP4), scalars=SCALARS, holds_embeddings=True, suffixes=(".scales",))
 TABLE = Table((".weight", "U32"), ".scales", {NVFP4: "U8", MXFP4: "U8"}, SCALARS, codes_per_item=8)
 outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
-stems, slots, notes, is_ignored, judge, unfit = each_alone, whole, no_notes, never_ignored, no_doubts, always_fit
+stems, slots, notes, is_ignored, unfit = each_alone, whole, no_notes, never_ignored, always_fit
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
@@ -45,6 +46,8 @@ def find(tensors: Mapping[str, TensorRef]) -> list[str]:
 
 def _is_four_bit(tensors: Mapping[str, TensorRef], stem: str) -> bool:
     block_scales, packed = tensors[f"{stem}.scales"], tensors.get(f"{stem}.weight")
+    if len(block_scales.shape) > MATRIX_DIMENSIONS:
+        return False
     words, scales = (ref.shape[-1] if ref and ref.shape else 0 for ref in (packed, block_scales))
     return block_scales.dtype == "U8" and words != MXFP8_WORDS * scales
 
@@ -59,3 +62,9 @@ def recognise(clues: Clues) -> Form | None:
     numbers = declared if isinstance(declared, dict) else {}
     fmt = FORMATS.get(str(numbers.get("mode")))
     return Form(fmt) if fmt and numbers.get("bits") == 4 and numbers.get("group_size") == fmt.block_size else None
+
+
+def judge(clues: Clues) -> Iterator[Doubt]:
+    stacks = [ref for name, ref in clues.tensors.items() if name.endswith(".scales") and len(ref.shape) > MATRIX_DIMENSIONS]
+    if stacks:
+        yield Doubt("warning", "stack-unread", f"{len(stacks)} stacks of experts are not looked into, the first {stacks[0].name}")

@@ -77,10 +77,13 @@ def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quant
             yield f"{stem}.weight", interleave((rows.packed, form.format.block_size // 2), (rows.block_scales, 1))
         else:
             yield f"{stem}.weight", rows.packed
-            block_scales += rows.block_scales
+            if form.scale_layout == "linear":
+                yield f"{stem}.block_scale", rows.block_scales
+            else:
+                block_scales += rows.block_scales
     if form.scale_layout == "appended":
         yield f"{stem}.weight", memoryview(block_scales)
-    elif form.scale_layout != "interleaved":
+    elif form.scale_layout not in ("linear", "interleaved"):
         yield f"{stem}.block_scale", ORDERS[form.scale_layout].arrange(memoryview(block_scales), linear)
 
 

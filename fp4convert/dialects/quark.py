@@ -12,18 +12,18 @@ Source: amd-quark 0.13, torch/export; vLLM 0.33, quantization/quark.  Readers: v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from fp4convert.dialects import (
     Clues,
+    Doubt,
     Ignored,
     Json,
     Traits,
     always_fit,
     each_alone,
     is_fp8,
-    no_doubts,
     no_notes,
     stems_named,
     strings,
@@ -45,7 +45,7 @@ TRAITS = Traits(
 TABLE = Table((".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS)
 outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
-stems, slots, notes, judge, unfit = each_alone, whole, no_notes, no_doubts, always_fit
+stems, slots, notes, unfit = each_alone, whole, no_notes, always_fit
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
@@ -131,6 +131,11 @@ def _first(spec: object) -> dict[str, object]:
     """The description of the blocks, where there may be two stages."""
     entry = spec[0] if isinstance(spec, list) and spec else spec
     return entry if isinstance(entry, dict) else {}
+
+
+def judge(clues: Clues) -> Iterator[Doubt]:
+    if "rotation" in str(clues.record.get("algo_config")):
+        yield Doubt("error", "record-transform", "weights are rotated (algo_config), which nothing but its engine undoes")
 
 
 def is_ignored(clues: Clues, module: str) -> bool:

@@ -125,7 +125,7 @@ class Source(Protocol):
         """SourceError where a shard was written, replaced or removed since its header was read."""
 
     def holds(self, path: Path) -> bool:
-        """True where that path is the source's folder or lies inside it."""
+        """True where that path is the source's folder or lies inside it; for a single file, where it is its folder."""
 
     def stream(self, file: str) -> AbstractContextManager[None]:
         """Meanwhile the shard's tensors are read, all of them; SourceError at the end where its bytes were not the right ones."""

@@ -105,7 +105,8 @@ class LocalSource:
         """Nothing to do: a disk does not keep anyone waiting."""
 
     def holds(self, path: Path) -> bool:
-        return self._single is None and path.resolve().is_relative_to(self._folder.resolve())
+        place, folder = path.resolve(), self._folder.resolve()
+        return place == folder if self._single else place.is_relative_to(folder)
 
     def _open(self, may_be_empty: bool) -> Checkpoint:
         names = [self._single] if self._single else sorted(os.listdir(self._folder))
