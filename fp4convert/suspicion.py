@@ -51,7 +51,7 @@ class _Match:
     """How well the values of a reading fit.
 
     residual  what is left of the weights' power with the factor that fits best
-    is_off    this factor is not 1, and not because a few values are rounded alike: nearer codes would fit much better
+    is_off    the factor is not 1, or much is left, and not because of rounding: nearer codes would fit much better
     """
 
     residual: float
@@ -77,9 +77,7 @@ def suspect(artifact: Artifact, source: Source, modules: Sequence[str]) -> Suspi
     declared = _Reading(artifact.form.scale_layout, False)
     medians = {reading: float(np.median([found[reading].residual for found in matches.values()])) for reading in readings}
     best = _choose(medians, declared)
-    if medians[best] >= RESIDUAL_LIMIT:
-        if medians[best] < DIFFERENT:
-            return Suspicion(None, ())
+    if medians[best] >= DIFFERENT:
         detail = (
             f"read in no known way they are the weights of {source.name}: {100 * medians[best]:.0f} % of their power is missing"
         )
@@ -88,7 +86,7 @@ def suspect(artifact: Artifact, source: Source, modules: Sequence[str]) -> Suspi
     for module, found in matches.items():
         own = _choose({reading: match.residual for reading, match in found.items()}, best)
         findings += [*_judge_reading(artifact, module, own, best), *_judge_match(module, found[own])]
-    return Suspicion(best.layout, tuple(findings))
+    return Suspicion(best.layout if medians[best] < RESIDUAL_LIMIT else None, tuple(findings))
 
 
 def _choose(residuals: dict[_Reading, float], expected: _Reading) -> _Reading:
@@ -149,7 +147,7 @@ def _fit(x: NDArray[np.float64], rows: Quantized) -> _Match:
     if not power or not made:
         return _Match(float(power != made), 1.0, False)
     residual, factor = 1 - common * common / (power * made), common / made
-    is_off = abs(factor - 1) > FACTOR_LIMIT and residual < RESIDUAL_LIMIT
+    is_off = abs(factor - 1) > FACTOR_LIMIT or residual >= RESIDUAL_LIMIT
     return _Match(residual, factor, is_off and _dot(x - y, x - y) > ROUNDING_EXCESS * _least_noise(x, rows))
 
 
@@ -184,7 +182,7 @@ def _judge_reading(artifact: Artifact, module: str | None, found: _Reading, expe
 
 
 def _judge_match(module: str, match: _Match) -> Iterator[Finding]:
-    if match.residual >= DIFFERENT:
+    if match.residual >= DIFFERENT or (match.residual >= RESIDUAL_LIMIT and match.is_off):
         detail = f"it is not what the source holds: {100 * match.residual:.0f} % of the weights' power is missing"
         yield Finding("error", "source-differs", module, detail)
     elif match.is_off:
