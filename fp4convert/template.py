@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp4convert.artifact import Artifact
 from fp4convert.codec import FLOAT_DTYPES, dequantize
@@ -26,7 +27,9 @@ from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
 from fp4convert.stacks import Piece, Rows, Slot, pieces_of
 
-COMPARED_ROWS = 24  # of every module
+COMPARED_ROWS = 24  # of every module, and the last
+KEPT_LIMIT = 1e-3  # of the power of what is not quantized; a cast to fp16 or bf16 leaves far less
+MATRIX_DIMENSIONS = 2
 NMSE_LIMIT = 0.1  # four-bit weights are about 0.01 from their own, and about 2 from any others
 
 
@@ -104,7 +107,37 @@ def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
         if stem in placed:
             raise InputError("template-name", f"{module}: another module takes the place of {stem} too", "Leave one out.", module)
         placed[stem] = Stored(packed.shape, _order(artifact.decode(module), module, donor, ref), ref)
+    _compare_kept(artifact, donor, tensors)
     return placed
+
+
+def _compare_kept(artifact: Artifact, donor: Source, tensors: dict[str, TensorRef]) -> None:
+    """InputError where an embedding or another matrix that stays is another one in the donor, whose own is kept."""
+    four_bit = {ref.name for packed in artifact.modules.values() for ref in packed.refs}
+    kept = [ref for ref in artifact.tensors.values() if ref.name not in four_bit and len(ref.shape) == MATRIX_DIMENSIONS]
+    modules = {ref.name.removesuffix(".weight"): ref for ref in kept if ref.dtype in FLOAT_TYPES and ref.name.endswith(".weight")}
+    frame = donor.checkpoint.shards[0].frame
+    names = block_names(frame, modules) if isinstance(frame, GgufFrame) else {}
+    for module, stem in names.items():
+        ref, own = tensors.get(f"{stem}.weight"), modules[module]
+        if ref is None or ref.shape != own.shape or ref.dtype not in FLOAT_TYPES:
+            continue
+        rows = _compared_rows(own.shape[0])
+        ours, theirs = (_floats(source, each, rows) for source, each in ((artifact.source, own), (donor, ref)))
+        if float(((ours - theirs) ** 2).sum()) > KEPT_LIMIT * float((theirs**2).sum()):
+            detail = f"{module} of the artifact is not what the GGUF file holds at {ref.name}, which would be kept"
+            raise InputError("template-differs", detail, "Give a GGUF file of the same model: --template FILE.gguf.", module)
+
+
+def _compared_rows(rows: int) -> list[int]:
+    return sorted({round(number * (rows - 1) / COMPARED_ROWS) for number in range(COMPARED_ROWS + 1)})
+
+
+def _floats(source: Source, ref: TensorRef, rows: list[int]) -> NDArray[np.float64]:
+    """Those rows of a matrix of floats."""
+    width = ref.nbytes // ref.shape[0]
+    data = b"".join(source.read_range(ref, row * width, (row + 1) * width) for row in rows)
+    return np.frombuffer(data, FLOAT_DTYPES[ref.dtype]).astype(np.float64)
 
 
 def _order(blocks: Blocks, module: str, donor: Source, ref: TensorRef) -> tuple[Slot, ...]:
@@ -138,7 +171,7 @@ def _nmse(blocks: Blocks, pieces: tuple[Piece, ...], donor: Source, ref: TensorR
     rows, columns = blocks.shape
     stored = np.frombuffer(donor.read(ref), FLOAT_DTYPES[ref.dtype]).reshape(rows, columns)
     signal = noise = 0.0
-    for row in sorted({round(number * (rows - 1) / COMPARED_ROWS) for number in range(COMPARED_ROWS + 1)}):
+    for row in _compared_rows(rows):
         piece = next(piece for piece in pieces if piece.start <= row < piece.start + piece.height)
         x = stored[piece.first + (row - piece.start) * piece.step].astype(np.float64)
         difference = x - dequantize(blocks.rows(row, row + 1)).ravel()

@@ -315,3 +315,12 @@ def test_the_folder_of_a_single_file_is_never_the_output(
     outcome = run(command[0], single, *command[1:], "-o", folder, "--force", "--json")
     assert outcome.code in (2, 5)
     assert single.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", "output.weight"])
+def test_a_donor_with_another_embedding_is_refused(artifacts: dict[str, Path], tmp_path: Path, name: str) -> None:
+    """The donor's own is kept: two models would be one."""
+    arrays = llamas(model())
+    arrays[name] = np.roll(arrays[name], 1, axis=0)
+    outcome = transcode(artifacts["mxfp4"], write_donor(tmp_path / "donor.gguf", arrays), tmp_path / "out")
+    refused("template-differs", outcome, tmp_path / "out")
