@@ -261,8 +261,9 @@ def _unequal_groups(artifact: Artifact, stored: dict[str, float]) -> list[list[s
 
 def _check_names(artifact: Artifact) -> Iterator[Finding]:
     """Findings on what is quantized that should not be, and what is not, though records say so."""
-    for warning in artifact.source.checkpoint.warnings:
-        yield Finding("error", "index-omits", None, f"{warning}: engines that follow the index do not load them")
+    if omitted := artifact.source.checkpoint.unindexed:
+        detail = f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}: engines that follow it do not load them"
+        yield Finding("error", "index-omits", None, detail)
     recipe = build_recipe(Target(artifact.format.name), artifact.source.checkpoint.model_types)
     is_strict = not artifact.spelling.TRAITS.holds_embeddings
     for module in artifact.modules:

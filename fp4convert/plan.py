@@ -322,7 +322,11 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
 
 def _notes_on(checkpoint: Checkpoint) -> tuple[str, ...]:
     """What a person should know of a source, whatever becomes of it."""
-    return (*checkpoint.warnings, *_left_out(checkpoint), *_custom_code(checkpoint))
+    omitted = checkpoint.unindexed
+    index = (
+        [f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}; they are taken all the same"] if omitted else []
+    )
+    return (*index, *_left_out(checkpoint), *_custom_code(checkpoint))
 
 
 def _left_out(checkpoint: Checkpoint) -> list[str]:

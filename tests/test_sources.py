@@ -18,7 +18,7 @@ def test_shards_stand_in_the_order_of_their_names_and_tensors_in_that_of_the_fil
     assert [shard.file for shard in checkpoint.shards] == [FIRST, SECOND]
     assert [ref.name for ref in checkpoint.tensors] == [name for shard in llama_shards().values() for name in shard]
     assert checkpoint.nbytes == sum((tmp_path / "m" / file).stat().st_size for file in (FIRST, SECOND))
-    assert (checkpoint.repo, checkpoint.revision, checkpoint.warnings) == (None, None, ())
+    assert (checkpoint.repo, checkpoint.revision, checkpoint.unindexed) == (None, None, ())
 
 
 def test_several_shards_need_no_index(tmp_path):
@@ -94,7 +94,7 @@ def test_a_tensor_that_the_index_omits_is_converted_and_told(tmp_path):
     (folder / INDEX).write_bytes(index_text({"a": FIRST, "b": SECOND}))
     checkpoint = open_source(str(folder)).checkpoint
     assert [ref.name for ref in checkpoint.tensors] == ["a", "extra", "b"]
-    assert checkpoint.warnings == ("1 tensors are not in the index, the first 'extra'; they are converted all the same",)
+    assert checkpoint.unindexed == ("extra",)
 
 
 def test_a_shard_that_the_index_does_not_name_stays_behind(tmp_path):

@@ -59,6 +59,7 @@ class Checkpoint:
     shards          headers, in the order of their names
     sidecars        files beside the weights that travel unchanged, relative to the source
     left_out        files that are weights in another form and stay behind
+    unindexed       tensors that the index, where there is one, does not name
     stamps          per shard a word that changes when its bytes may have (for resuming; part of no digest)
     """
 
@@ -68,7 +69,7 @@ class Checkpoint:
     shards: tuple[Header, ...]
     sidecars: tuple[str, ...]
     left_out: tuple[str, ...]
-    warnings: tuple[str, ...]
+    unindexed: tuple[str, ...]
     stamps: dict[str, str]
 
     @property
@@ -203,16 +204,13 @@ def _check_shard_name(tensor: str, file: object) -> None:
         raise InputError("index", f"{INDEX}: {tensor!r} is said to lie in {file!r}; expected a .safetensors file")
 
 
-def check_index(shards: Sequence[Header], weight_map: dict[str, str]) -> list[str]:
-    """Warnings where an index omits tensors; InputError where it contradicts the headers."""
+def check_index(shards: Sequence[Header], weight_map: dict[str, str]) -> tuple[str, ...]:
+    """The tensors that an index omits; InputError where it contradicts the headers."""
     held = {shard.file: {ref.name for ref in shard.tensors} for shard in shards}
     for tensor, file in weight_map.items():
         if tensor not in held[file]:
             raise InputError("index", f"{INDEX}: {tensor!r} is not in {file}, where the index says it is")
-    omitted = [ref.name for shard in shards for ref in shard.tensors if ref.name not in weight_map]
-    if not omitted:
-        return []
-    return [f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}; they are converted all the same"]
+    return tuple(ref.name for shard in shards for ref in shard.tensors if ref.name not in weight_map)
 
 
 def check_unique(shards: Sequence[Header]) -> None:

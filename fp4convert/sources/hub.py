@@ -177,7 +177,7 @@ class HubSource:
             shards=headers,
             sidecars=sidecars,
             left_out=left_out,
-            warnings=tuple(check_index(headers, weight_map) if weight_map else ()),
+            unindexed=check_index(headers, weight_map) if weight_map else (),
             stamps={name: self._files[name].oid for name in shards},
         )
 

@@ -118,7 +118,6 @@ class LocalSource:
             raise no_weights(self._folder, names)
         headers = tuple(self._header(name) for name in shards)
         check_unique(headers)
-        warnings = check_index(headers, weight_map) if weight_map else []
         sidecars, left_out = self._others(shards)
         return Checkpoint(
             repo=None,
@@ -127,7 +126,7 @@ class LocalSource:
             shards=headers,
             sidecars=sidecars,
             left_out=left_out,
-            warnings=tuple(warnings),
+            unindexed=check_index(headers, weight_map) if weight_map else (),
             stamps={name: _stamp(self._folder / name) for name in shards},
         )
 
