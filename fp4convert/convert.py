@@ -24,7 +24,7 @@ from fp4convert.tasks import Plan
 from fp4convert.template import Framed, place_modules
 from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder
 
-RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
+ENGINE_RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
 QUANTIZATION_KEYS = frozenset({"quantization_config", "quantization", "expert_dtype"})  # of config.json, in any dialect
 CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})  # engines stumble over it; what the weights are is not in doubt
 UNSAID_ENDINGS = (  # smoothing, order of activations, offsets, low-rank parts, scales of a cache in another dialect
@@ -91,7 +91,7 @@ def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings)
     if artifact.spelling.TRAITS.container == "safetensors":
         last = "config.json"
         texts[last] = as_text(config)
-    job = Job(source, plan, texts, last, RECORDS | texts.keys())
+    job = Job(source, plan, texts, last, ENGINE_RECORDS | texts.keys())
     return carry_out(job, Dequantizer(artifact, open_backend(settings.device)), output, settings)
 
 
@@ -281,7 +281,7 @@ def _artifact_job(source: Source, plan: Plan) -> Job:
     if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
     texts = {**_index_text(plan), **{file: as_text(record) for file, record in records.items()}}
-    return Job(source, plan, texts, RECORD, RECORDS | texts.keys())
+    return Job(source, plan, texts, RECORD, ENGINE_RECORDS | texts.keys())
 
 
 def _write_record(plan: Plan, folder: OutputFolder) -> None:

@@ -71,6 +71,7 @@ class Job:
         return self.plan.output_bytes + small + sum(self.source.file_nbytes(file) for file in self.sidecars)
 
     def purpose(self) -> Purpose:
+        """What the output folder remembers of this job, to know it again."""
         shards = self.source.checkpoint.shards
         headers = [[shard.file, shard.nbytes, [[ref.name, ref.dtype, ref.shape] for ref in shard.tensors]] for shard in shards]
         return Purpose(
@@ -86,6 +87,43 @@ class Job:
         )
 
 
+class _Filler:
+    """Fills the shards of one task after the other.
+
+    unsound  the error of every tensor because of which a shard cannot be finished, by its name
+    """
+
+    def __init__(self, job: Job, worker: Worker, settings: Settings) -> None:
+        self._source = job.source
+        self._worker = worker
+        self._settings = settings
+        self.unsound: dict[str, NumericError] = {}
+
+    def fill(self, task: Task, writer: TaskWriter) -> bool:
+        """True where the shards are whole; what arrives damaged is fetched once more."""
+        try:
+            return self._fill_once(task, writer)
+        except SourceError as error:
+            if error.code != CORRUPT:
+                raise
+            writer.begin_again()
+            return self._fill_once(task, writer)
+
+    def _fill_once(self, task: Task, writer: TaskWriter) -> bool:
+        found: list[NumericError] = []
+        with self._source.stream(task.steps[0].refs[0].file) if task.steps else nullcontext():
+            try:
+                fill_shard(task, writer, self._worker, self._settings)
+            except UnsoundShardError as caught:
+                found = caught.errors
+        self.unsound |= {str(error.tensor): error for error in found}
+        if found:
+            return False
+        for file in task.sources:
+            self._source.check_unchanged(file)
+        return True
+
+
 def carry_out(
     job: Job,
     worker: Worker,
@@ -93,37 +131,19 @@ def carry_out(
     settings: Settings,
     conclude: Callable[[OutputFolder], None] = lambda folder: None,
 ) -> Result:
+    """Do all of a job that is not done yet, and tell what came of it.
+
+    conclude  writes the job's last file, where that is none of its texts or shards
+    Raises    InputError for an output that cannot be there; NumericError, after all sound shards are written, where weights are
+              NaN or Inf; SourceError where the source changed or is gone; OutputError as open_output does
+    """
     started = time.monotonic()
     _check_places(job, output)
-    unsound: dict[str, NumericError] = {}
-
-    def fill(task: Task, writer: TaskWriter) -> bool:
-        try:
-            return fill_once(task, writer)
-        except SourceError as error:
-            if error.code != CORRUPT:
-                raise
-            writer.begin_again()
-            return fill_once(task, writer)
-
-    def fill_once(task: Task, writer: TaskWriter) -> bool:
-        found: list[NumericError] = []
-        with job.source.stream(task.steps[0].refs[0].file) if task.steps else nullcontext():
-            try:
-                fill_shard(task, writer, worker, settings)
-            except UnsoundShardError as caught:
-                found = caught.errors
-        if found:
-            unsound.update({str(error.tensor): error for error in found})
-            return False
-        for file in task.sources:
-            job.source.check_unchanged(file)
-        return True
-
+    filler = _Filler(job, worker, settings)
     with _stopping(job.source), open_output(output, job.purpose(), job.output_nbytes, settings.is_forced) as folder:
-        folder.write_shards((task for task in job.plan.tasks if not folder.adopt(task)), fill)
-        if unsound:
-            raise _summary(list(unsound.values()))
+        folder.write_shards((task for task in job.plan.tasks if not folder.adopt(task)), filler.fill)
+        if filler.unsound:
+            raise _summary(list(filler.unsound.values()))
         for shard in job.source.checkpoint.shards:
             job.source.check_unchanged(shard.file)
         for file in job.sidecars:

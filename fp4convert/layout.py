@@ -68,7 +68,7 @@ class Layout:
         linear = tiles.transpose(np.argsort(self.order)).reshape(padded)[: shape[0], : shape[1]]
         return np.ascontiguousarray(linear).reshape(-1).data
 
-    def restored(self, read: Callable[[], memoryview], shape: tuple[int, int]) -> Callable[[int, int], memoryview]:
+    def restore_lazily(self, read: Callable[[], memoryview], shape: tuple[int, int]) -> Callable[[int, int], memoryview]:
         """A function (first, last + 1) -> linear bytes of whole rows, which restores them all when first asked."""
         linear = cache(lambda: self.restore(read(), shape))
         return lambda first, last: linear()[first * shape[1] : last * shape[1]]

@@ -112,7 +112,8 @@ def draw_result(screen: Screen, result: Document) -> None:
     counts = result["tensors"]
     made = ", ".join(word for word in (result["format"], result["dialect"], result["scale_rule"]) if word)
     screen.line(result["output"], "bold")
-    converted, kept, skipped = counts.values()
+    (converted,) = (count for how, count in counts.items() if how not in ("copied", "skipped"))
+    kept, skipped = counts["copied"], counts["skipped"]
     screen.line(f"  {converted} tensors converted ({made}), {kept} kept, {skipped} skipped")
     sizes = f"{_megabytes(result['source_bytes'])} -> {_megabytes(result['output_bytes'])}"
     screen.line(f"  {sizes} in {result['seconds']:.2f} s on {result['device']}")

@@ -150,6 +150,10 @@ class Draft:
     module: str = ""
     home: TensorRef | None = None
 
+    @property
+    def name(self) -> str:
+        return self.module or module_of(self.specs[0].name)
+
 
 @dataclass(frozen=True, slots=True)
 class Writing:
@@ -170,7 +174,7 @@ class Writing:
         place = {ref.name: ref for written in shards for ref in written.outputs}
         steps = tuple(
             Step(
-                module=draft.module or module_of(draft.specs[0].name),
+                module=draft.name,
                 action=draft.action,
                 reason=draft.reason,
                 refs=draft.refs,
@@ -192,7 +196,7 @@ class Writing:
         notes = {}
         if self.dialect and self.form:
             made = [draft for draft in drafts if draft.action in MADE_FOUR_BIT]
-            notes = self.dialect.notes(self.form, [draft.module or module_of(draft.specs[0].name) for draft in made])
+            notes = self.dialect.notes(self.form, [draft.name for draft in made])
         specs = [spec for draft in drafts for spec in draft.specs]
         for file, chosen in (
             (shard.file, [spec for spec in specs if not spec.is_apart]),

@@ -140,7 +140,7 @@ def test_another_number_of_bytes_is_refused(name: str, change: int) -> None:
 def test_rows_are_restored_when_they_are_asked_for(name: str) -> None:
     linear, reads = scales((130, 5)), []
     stored = arrange(name, linear)
-    rows = LAYOUTS[name].restored(lambda: reads.append(1) or stored.data, (130, 5))  # type: ignore[func-returns-value]
+    rows = LAYOUTS[name].restore_lazily(lambda: reads.append(1) or stored.data, (130, 5))  # type: ignore[func-returns-value]
     assert not reads
     assert bytes(rows(3, 131)) == linear[3:].tobytes()
     assert bytes(rows(0, 1)) == linear[:1].tobytes()

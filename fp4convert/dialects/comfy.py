@@ -88,7 +88,7 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     rows, columns = shape
     packed = read(f"{stem}.weight")
     shape_of_scales = (rows, columns // form.format.block_size)
-    block_scales = ORDERS["128x4"].restored(lambda: read(f"{stem}.weight_scale")[:], shape_of_scales)
+    block_scales = ORDERS["128x4"].restore_lazily(lambda: read(f"{stem}.weight_scale")[:], shape_of_scales)
 
     def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
         return swap_nibbles(packed[first * columns // 2 : last * columns // 2]), block_scales(first, last)

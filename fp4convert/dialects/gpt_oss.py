@@ -81,8 +81,8 @@ def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | 
 
 def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
     exact = [pattern for pattern in ignored.patterns if not set(pattern) & set("*?[:")]  # transformers compiles them: no globs
-    stems = tuple(quantized)  # their own biases may stay
-    kept = [name for name in (*ignored.modules, *exact) if not any(stem.startswith(f"{name}.") for stem in stems)]
+    stored = tuple(quantized)  # their own biases may stay
+    kept = [name for name in (*ignored.modules, *exact) if not any(stem.startswith(f"{name}.") for stem in stored)]
     record = {"quant_method": "mxfp4", "modules_to_not_convert": sorted(set(kept))}
     return {"config.json": {"quantization_config": record}}
 

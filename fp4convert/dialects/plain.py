@@ -127,7 +127,7 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
         return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch_apart)
     if form.scale_layout == "linear":
         return Spans(form.format, (rows, columns), stored, read(f"{stem}.block_scale"), multiplier)
-    block_scales = ORDERS[form.scale_layout].restored(lambda: read(f"{stem}.block_scale")[:], (rows, blocks))
+    block_scales = ORDERS[form.scale_layout].restore_lazily(lambda: read(f"{stem}.block_scale")[:], (rows, blocks))
 
     def fetch_scales(first: int, last: int) -> tuple[memoryview, memoryview]:
         return stored[first * columns // 2 : last * columns // 2], block_scales(first, last)
