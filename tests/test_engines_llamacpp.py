@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import differing, fp4convert, fp4convert_json, is_quantized, make_llama, make_qwen3, read_tensors
+from tiny_models import differing, fp4convert, fp4convert_json, is_quantized, make_llama, make_qwen2, make_qwen3, read_tensors
 from torch_formulas import decoded, e4m3, mxfp4_weight, unpacked
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -330,3 +330,16 @@ def test_engine_runs_the_dequantized_file(make: Make, tmp_path: Path, kind: str,
     for name, weight in expected.items():
         assert found[name].allclose(weight, rtol=2.0 ** {"bf16": -8, "fp32": -22}[dtype], atol=0), name
     assert _distance(_run(path), _expected(models.checkpoint, found)) < 0.02
+
+
+@every_format
+def test_engine_runs_an_architecture_whose_graph_passes_over_global_scales(tmp_path: Path, fmt: str) -> None:
+    """llama.cpp loads Qwen2's .scale and does not multiply with it: they are 1."""
+    checkpoint = make_qwen2(tmp_path / "checkpoint")
+    template = write_gguf(checkpoint, "qwen2", tmp_path / "tiny.gguf")
+    fp4convert("quantize", template, "--format", fmt, "--dialect", "gguf", "-o", tmp_path / "out", "-q")
+    made = tmp_path / "out" / "tiny.gguf"
+    assert len(_four_bit(made)) == MODULES
+    found = _run(made)
+    assert _distance(found, _expected(checkpoint, _weights(made, checkpoint, "qwen2"))) < 0.02
+    assert _distance(found, _expected(checkpoint, _weights(template, checkpoint, "qwen2"))) > 0.02

@@ -43,6 +43,13 @@ def make_qwen3(folder: Path) -> Path:
     return _save(Qwen3ForCausalLM, config, folder, "bf16")
 
 
+def make_qwen2(folder: Path) -> Path:
+    """The folder, now with a two-layer Qwen2 of 14 linear layers, those of queries, keys and values with biases."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return _save(Qwen2ForCausalLM, Qwen2Config(intermediate_size=256, tie_word_embeddings=False, **SHAPE), folder, "bf16")
+
+
 def make_mixtral(folder: Path) -> Path:
     """The folder, now with a two-layer Mixtral of four experts; transformers saves them one by one, as w1, w2 and w3."""
     from transformers import MixtralConfig, MixtralForCausalLM
