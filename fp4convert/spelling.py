@@ -73,7 +73,8 @@ class Scalars:
         if q.global_scale is not None and self.global_scale:
             yield stem + self.global_scale, encode_scalar(q.global_scale, is_inverse=q.kind != self.kind)
         elif q.global_scale not in (None, 1.0):
-            detail = f"{stem} has the global scale {q.global_scale:g}, stored as a {q.kind}; this dialect has no place for one, expected 1"
+            found = f"{stem} has the global scale {q.global_scale:g}, stored as a {q.kind}"
+            detail = f"{found}; this dialect has no place for one, expected 1"
             next_step = "Quantize the original weights to this dialect, or dequantize the artifact first."
             raise InputError("dialect-global-scale", detail, next_step, stem)
         if input_scale is not None and self.input_scale:
