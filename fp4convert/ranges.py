@@ -134,15 +134,17 @@ class RangeReader:
         reason = (
             str(error) if isinstance(error, _AgainError) else f"{type(error).__name__} {getattr(error, 'strerror', '') or ''}"
         )
-        where = f"{file.name} cannot be read at byte {at} from {urlsplit(file.url).netloc}"
+        where = f"{file.name} cannot be read at byte {at} from {host_of(file.url)}"
         detail = f"{where}: {self._patience.tries} tries without progress, the last: {reason.strip()}"
         raise SourceError("source-unreachable", detail, "Run the same command again: what is finished stays.") from None
 
     def _wait(self, failures: int, error: Exception) -> None:
         seconds = error.pause_seconds if isinstance(error, _AgainError) else None
+        patience = self._patience.wait_seconds(failures)
         if seconds is None:
-            self._stopped.wait(self._patience.wait_seconds(failures))
+            self._stopped.wait(patience)
             return
+        seconds = max(seconds, patience)
         with self._lock:
             until = time.monotonic() + seconds
             is_news = until > self._paused_until + 1
@@ -172,7 +174,8 @@ class RangeReader:
                 raise _AgainError("the reply ended early")
             done += count
             yield count
-        reply.read()
+        if reply.read(1):
+            self._hang_up()  # whatever else comes, nobody asked for it
 
     def _judge_status(self, file: RemoteFile, reply: http.client.HTTPResponse, is_hub: bool) -> None:
         if reply.status in PASSING:
@@ -215,7 +218,7 @@ class RangeReader:
                 self._xet_names[file.url] = name
             if not 300 <= reply.status < 400:
                 break
-            place = urljoin(place, reply.getheader("Location") or "")
+            place = _follow(place, reply.getheader("Location") or "")
             if _origin(place) != _origin(file.url):
                 break
         with self._lock:
@@ -260,7 +263,7 @@ class RangeReader:
 
 def no_access(name: str, url: str, status: int, code: str | None) -> AccessError:
     """The error for a 401 or 403 of the Hub, with what a person can do; `url` leads to the repository or into it."""
-    page = url.partition("/resolve/")[0]
+    page = f"{urlsplit(url).scheme}://{host_of(url)}{urlsplit(url).path.partition('/resolve/')[0]}"
     if code == "GatedRepo":
         detail = f"{name}: the repository is gated, and this token or nobody was granted access (HTTP {status})"
         return AccessError("gated", detail, f"Accept the licence at {page}, then: hf auth login, or set HF_TOKEN.")
@@ -288,6 +291,29 @@ def pause_of(header: Callable[[str], str | None]) -> float | None:
         return max(0.0, min(parsedate_to_datetime(asked).timestamp() - time.time(), LONGEST_PAUSE))
     except (TypeError, ValueError):
         return None
+
+
+def host_of(url: str) -> str:
+    """The host and the port, as messages name a server: without the password that an address may hold."""
+    return urlsplit(url).netloc.rpartition("@")[2]
+
+
+def _follow(place: str, location: str) -> str:
+    """Where a redirect leads; it is tried again where that is no address."""
+    try:
+        target = urljoin(place, location)
+        if target.isascii() and target.isprintable() and " " not in target and urlsplit(target).port != 0:
+            return target
+    except ValueError:
+        pass
+    raise _AgainError("a redirect to what is no address")
+
+
+def check_token(headers: Mapping[str, str]) -> None:
+    """AccessError where the headers hold a token that no request can carry."""
+    if not all(value.isascii() and value.isprintable() for value in headers.values()):
+        detail = "the token holds a character that is not printable ASCII; expected hf_ and letters and digits"
+        raise AccessError("bad-token", detail, "Copy it again from the Hub's settings, or hf auth login.")
 
 
 def _origin(url: str) -> tuple[str, str]:

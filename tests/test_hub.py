@@ -183,6 +183,16 @@ def test_offline_the_cache_is_enough(hub, folder, tmp_path, monkeypatch):
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "offline")
 
 
+def test_half_a_model_without_its_index_is_refused(hub, folder, tmp_path):
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / SECOND).unlink()
+    hub.add("org/half", folder)
+    for place in (folder, "org/half"):
+        outcome = ask("quantize", place, *NVFP4, "-o", tmp_path / "q")
+        assert (outcome.code, outcome.json["error"]["code"]) == (2, "missing-shard")
+        assert "1 shards, whose names say that there are 2" in outcome.json["error"]["message"]
+
+
 @pytest.mark.parametrize("is_offline", [False, True])
 def test_a_damaged_cache_is_noticed(is_offline, hub, folder, tmp_path, monkeypatch):
     from huggingface_hub import constants

@@ -1,10 +1,12 @@
 """What a network does to a long download: either the bytes are right, or the command says what is wrong."""
 
 import json
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -13,7 +15,7 @@ from fakehub import SIGNATURE, TOKEN
 from test_hub import NVFP4, ask
 
 from fp4convert.errors import Fp4Error, SourceError
-from fp4convert.ranges import Patience, RangeReader, RemoteFile, pause_of
+from fp4convert.ranges import Patience, RangeReader, RemoteFile, _AgainError, _follow, no_access, pause_of
 from fp4convert.sources import open_source
 
 DROP = {"kind": "drop", "at": 700}
@@ -168,6 +170,70 @@ def test_no_access_says_what_to_do(case, hub, folder, monkeypatch):
     assert (expected[2] or "") in (error["next"] or "")
     assert "hf_wrong" not in outcome.out + outcome.err
     assert len(hub.seen) < 8  # nobody tries again
+
+
+@pytest.mark.parametrize("token", ["hf_ключ", "hf_a\nb", "hf_\x7f"])
+def test_a_token_that_no_request_can_carry_is_refused_without_showing_it(token, hub, folder):
+    outcome = ask("quantize", "org/m", *NVFP4, "--token", token)
+    assert (outcome.code, outcome.json["error"]["code"]) == (4, "bad-token")
+    assert token not in outcome.out + outcome.err
+    assert hub.seen == []
+
+
+def test_no_message_holds_the_password_of_an_address(hub, folder, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://user:SECRET@hub.example")
+    outcome = ask("quantize", "org/m", *NVFP4)
+    assert "http://hub.example" in outcome.json["error"]["message"]
+    assert "SECRET" not in outcome.out + outcome.err
+    error = no_access("m", "https://user:SECRET@hub.example:8/org/m/resolve/main/f?Signature=SECRET", 403, "GatedRepo")
+    assert "https://hub.example:8/org/m," in (error.next_step or "")
+    assert "SECRET" not in f"{error} {error.next_step}"
+
+
+@pytest.mark.parametrize("location", ["https://зеркало/f", "https://[::/f", "https://host:port/f", "https://host/a b"])
+def test_a_redirect_to_no_address_is_tried_again_and_told(location):
+    with pytest.raises(_AgainError, match="no address"):
+        _follow("https://hub.example/m/resolve/c/f", location)
+
+
+def test_a_server_that_asks_for_no_wait_does_not_use_up_the_tries(hub, folder):
+    reader = RangeReader({}, Patience(5.0, first_seconds=0.2), lambda line: None)
+    commit = hub.repos["org/m"].branches["main"]
+    file = hub.repos["org/m"].commits[commit][SECOND]
+    hub.fault("status", status=429, headers={"Retry-After": "0"}, match=SECOND, times=3)
+    began = time.monotonic()
+    url = f"{hub.endpoint}/org/m/resolve/{commit}/{SECOND}"
+    reader.read_into(RemoteFile(SECOND, url, file.nbytes, file.oid, commit), 0, memoryview(bytearray(10)))
+    assert time.monotonic() - began > 0.7  # the least that three waits take: half of 0.2, 0.4 and 0.8 s
+
+
+def test_what_follows_the_bytes_asked_for_is_not_read():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        threading.Thread(target=_send_without_end, args=(listener,), daemon=True).start()
+        reader = RangeReader({}, Patience(2.0, first_seconds=0.01), print)
+        remote = RemoteFile("f", f"{address}/m/resolve/c/f", 100, "0" * 40, "c")
+        buffer = bytearray(10)
+        reader.read_into(remote, 0, memoryview(buffer))
+    assert bytes(buffer) == b"x" * 10
+
+
+def _send_without_end(listener: socket.socket) -> None:
+    """A HEAD, then a range of ten bytes in a reply of chunks that does not end; each may come on a connection of its own."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"
+    reply = (
+        b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-9/100\r\nTransfer-Encoding: chunked\r\n\r\na\r\nxxxxxxxxxx\r\n"
+    )
+    with suppress(OSError):
+        connection, _ = listener.accept()
+        connection.recv(65536)
+        connection.sendall(head)
+        connection.recv(65536)
+        connection.sendall(reply)
+        while True:
+            connection.sendall(b"a\r\nxxxxxxxxxx\r\n")
 
 
 def test_a_token_given_reads_what_is_gated(hub, folder, tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 REPOSITORY = r"[A-Za-z0-9_-][\w.-]*/[\w.-]+"  # organisation/name
 WEIGHTS = ".safetensors"
+NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d{1,9})\.safetensors")
 OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pkl", ".npz"})
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 PLAN_FILE = ".fp4convert/plan.json"  # in a folder that fp4convert writes: the plan being carried out, or carried out
@@ -238,10 +239,25 @@ def choose_shards(where: object, names: Collection[str], weight_map: dict[str, s
     if weight_map is not None and SINGLE in set(found) - set(weight_map.values()):
         detail = f"the folder holds both {SINGLE} and {INDEX}, which does not name it; expected one of them"
         raise InputError("index-and-single", detail, "Remove the one that does not belong.")
+    if weight_map is None:
+        _check_complete(unlisted)
     shards = unlisted if weight_map is None else sorted(set(weight_map.values()))
     for missing in sorted(set(shards) - set(names)):
         raise InputError("missing-shard", f"{missing} is missing, the index names it", "Download the file again.")
     return shards
+
+
+def _check_complete(shards: Sequence[str]) -> None:
+    """InputError where names say that a checkpoint has more shards than there are, and no index says otherwise."""
+    sets: dict[tuple[str, int], int] = {}
+    for name in shards:
+        if match := NUMBERED.fullmatch(name):
+            key = match[1], int(match[3])
+            sets[key] = sets.get(key, 0) + 1
+    for (stem, expected), found in sets.items():
+        if found < expected:
+            detail = f"{stem}*{WEIGHTS}: {found} shards, whose names say that there are {expected}; there is no index either"
+            raise InputError("missing-shard", detail, "Download the whole checkpoint again.")
 
 
 def no_weights(where: object, names: Iterable[str]) -> InputError:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from fp4convert.errors import Fp4Error, InputError, SourceError
 from fp4convert.pieces import CONNECTIONS, CORRUPT, PIECE_NBYTES, SPARE_NBYTES, Piece, Pieces, Stream, corrupt, hasher, split
-from fp4convert.ranges import PASSING, Patience, RangeReader, RemoteFile, no_access, pause_of
+from fp4convert.ranges import PASSING, Patience, RangeReader, RemoteFile, check_token, host_of, no_access, pause_of
 from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
 from fp4convert.sources import (
     INDEX,
@@ -64,8 +64,9 @@ class HubSource:
         patience = patience or Patience()
         self.name = reference.partition("/")[2]
         self._repo = reference
-        self._commit, self._files, self._cached = _list_files(reference, access, patience)
         headers = build_hf_headers(token=access.token, library_name="fp4convert")
+        check_token(headers)
+        self._commit, self._files, self._cached = _list_files(reference, access, patience)
         self._reader: RangeReader | XetReader = RangeReader(headers, patience, access.tell)
         if access.transport == "xet":
             token_url = f"{constants.ENDPOINT}/api/models/{reference}/xet-read-token/{self._commit}"
@@ -247,7 +248,8 @@ def _list_files(repo: str, access: Access, patience: Patience) -> Listing:
 
     endpoint = urlsplit(constants.ENDPOINT)
     if endpoint.scheme != "https" and endpoint.hostname not in LOOPBACK:
-        detail = f"HF_ENDPOINT is {endpoint.scheme}://{endpoint.netloc}, which would carry the token in the clear; expected https"
+        found = f"{endpoint.scheme}://{host_of(constants.ENDPOINT)}"
+        detail = f"HF_ENDPOINT is {found}, which would carry the token in the clear; expected https"
         raise InputError("plain-http", detail, "Set HF_ENDPOINT to an https address.")
     listing = _list_cache(repo, access) if constants.HF_HUB_OFFLINE else _list_hub(repo, access, patience)
     folder = f"{access.subfolder.strip('/')}/" if access.subfolder else ""
@@ -300,11 +302,12 @@ def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
         except (no_reply, OSError) as error:
             reason, seconds = type(error).__name__, None
         if failures == patience.tries:
-            detail = f"{repo}: {urlsplit(constants.ENDPOINT).netloc} does not answer, the last of {failures} tries: {reason}"
+            detail = f"{repo}: {host_of(constants.ENDPOINT)} does not answer, the last of {failures} tries: {reason}"
             raise SourceError("source-unreachable", detail, "Run it again, or give a folder on this disk.")
+        pause = max(patience.wait_seconds(failures), seconds or 0.0)
         if seconds is not None:
-            access.tell(f"rate limited by the Hub: waiting {seconds:.0f} s")
-        time.sleep(patience.wait_seconds(failures) if seconds is None else seconds)
+            access.tell(f"rate limited by the Hub: waiting {pause:.0f} s")
+        time.sleep(pause)
     commit = str(info.sha)
     files, cached = {}, {}
     for item in info.siblings or []:
