@@ -18,6 +18,7 @@ from fp4convert.errors import Fp4Error, SourceError
 from fp4convert.ranges import Patience, RangeReader, RemoteFile, _AgainError, _follow, no_access, pause_of
 from fp4convert.sources import open_source
 
+TOO_MUCH_NBYTES = 64 << 20
 DROP = {"kind": "drop", "at": 700}
 
 
@@ -210,30 +211,33 @@ def test_a_server_that_asks_for_no_wait_does_not_use_up_the_tries(hub, folder):
 
 
 def test_what_follows_the_bytes_asked_for_is_not_read():
+    sent: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        threading.Thread(target=_send_without_end, args=(listener,), daemon=True).start()
+        server = threading.Thread(target=_send_too_much, args=(listener, sent), daemon=True)
+        server.start()
         reader = RangeReader({}, Patience(2.0, first_seconds=0.01), print)
-        remote = RemoteFile("f", f"{address}/m/resolve/c/f", 100, "0" * 40, "c")
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}/m/resolve/c/f"
         buffer = bytearray(10)
-        reader.read_into(remote, 0, memoryview(buffer))
+        reader.read_into(RemoteFile("f", address, 100, "0" * 40, "c"), 0, memoryview(buffer))
+        server.join(5)
     assert bytes(buffer) == b"x" * 10
+    assert sum(sent) < TOO_MUCH_NBYTES / 2  # what buffers between the two may hold
 
 
-def _send_without_end(listener: socket.socket) -> None:
-    """A HEAD, then a range of ten bytes in a reply of chunks that does not end; each may come on a connection of its own."""
-    head = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"
-    reply = (
-        b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-9/100\r\nTransfer-Encoding: chunked\r\n\r\na\r\nxxxxxxxxxx\r\n"
-    )
+def _send_too_much(listener: socket.socket, sent: list[int]) -> None:
+    """Answers a HEAD, then a range of ten bytes with a reply of chunks that goes on."""
     with suppress(OSError):
         connection, _ = listener.accept()
         connection.recv(65536)
-        connection.sendall(head)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
         connection.recv(65536)
-        connection.sendall(reply)
-        while True:
-            connection.sendall(b"a\r\nxxxxxxxxxx\r\n")
+        head = "HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-9/100\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head.encode() + b"a\r\nxxxxxxxxxx\r\n")
+        chunk = b"10000\r\n" + bytes(1 << 16) + b"\r\n"
+        while sum(sent) < TOO_MUCH_NBYTES:
+            connection.sendall(chunk)
+            sent.append(len(chunk))
+        connection.sendall(b"0\r\n\r\n")
 
 
 def test_a_token_given_reads_what_is_gated(hub, folder, tmp_path, monkeypatch):
