@@ -113,7 +113,7 @@ class LocalSource:
         if self._single and not self._single.endswith((WEIGHTS, GGUF)):
             raise no_weights(self._folder / self._single, names)
         weight_map = self._index() if INDEX in names else None
-        shards = choose_shards(self._folder, names, weight_map)
+        shards = [self._single] if self._single else choose_shards(self._folder, names, weight_map)
         if not shards and not may_be_empty:
             raise no_weights(self._folder, names)
         headers = tuple(self._header(name) for name in shards)
