@@ -129,12 +129,10 @@ def make_record(
     ignored: Ignored,
     shapes: Mapping[str, tuple[int, ...]],
     producer: dict[str, str],
-    files: dict[str, str],
 ) -> dict[str, object]:
-    """Our quantization_config.json of a finished artifact.
+    """Our quantization_config.json, but for its last key: `files`, the sha256 of every other file, known when they are written.
 
     shapes  of the modules
-    files   name -> sha256 of every other file of the artifact
     """
     form, spelling = form_of(target), dialect_named(str(target.dialect))
     return {
@@ -145,7 +143,6 @@ def make_record(
         "ignore": [*ignored.modules, *ignored.patterns],
         "producer": producer,
         "source": {"repo": None, "revision": None},
-        "files": dict(sorted(files.items())),
     }
 
 

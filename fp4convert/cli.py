@@ -54,6 +54,9 @@ SubfolderOption = Annotated[str | None, typer.Option(help="On the Hub: folder of
 TokenOption = Annotated[str | None, typer.Option(help="For the Hub. Better: hf auth login, or HF_TOKEN.")]
 TransportOption = Annotated[str, typer.Option(help="From the Hub: http, or xet (through hf_xet).")]
 MemoryOption = Annotated[float, typer.Option(min=0, help="GB of what the Hub sends that are kept for a second reading.")]
+JoinOption = Annotated[bool, typer.Option("--join", help="One of several such processes, on any machines that share OUTPUT.")]
+IndexOption = Annotated[int | None, typer.Option(help="Do this part alone, from 0; then: fp4convert merge OUTPUT.")]
+PartsOption = Annotated[int | None, typer.Option(help="How many parts. Default for both: Slurm, torchrun, SkyPilot say so.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for errors too.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
 
@@ -78,6 +81,9 @@ def quantize_command(
     memory: MemoryOption = 1.0,
     transport: TransportOption = "http",
     force: ForceOption = False,
+    join: JoinOption = False,
+    shard_index: IndexOption = None,
+    num_shards: PartsOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -85,21 +91,24 @@ def quantize_command(
 
     Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
     """
-    from fp4convert import convert, gpus, render, sources
+    from fp4convert import convert, gpus, render, sharing, sources
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
+    share = sharing.choose_share(join, shard_index, num_shards, os.environ)
     begun = output or Path(f"{Path(source).name}-{format.upper()}")
     opened = sources.open_source(source, _access(screen.warn, (revision, subfolder), token, (memory, transport), begun))
     patterns = (tuple(include or ()), tuple(exclude or ()))
     request = convert.Request(format, dialect, scale_rule, activations, input_scale, *patterns)
     todo = convert.prepare_quantize(opened, request)
     screen.warn([*todo.warnings, *gpus.unused(device)])
+    screen.note([sharing.describe(share)] if share else [])
     if dry_run:
         return screen.show(convert.describe_plan(opened, todo, crew.Settings(device, workers)), render.draw_plan)
     target = output or Path(f"{opened.name}-{format.upper()}")
     with screen.progress(todo.source_bytes, "quantize") as report:
-        result = convert.quantize(opened, todo, target, crew.Settings(device, workers, force, report))
+        settings = crew.Settings(device, workers, force, report, join, share, lambda line: screen.note([line]))
+        result = convert.quantize(opened, todo, target, settings)
     screen.show(result.as_json(), render.draw_result)
 
 
@@ -185,6 +194,20 @@ def dequantize_command(
     with screen.progress(todo.source_bytes, "dequantize") as report:
         result = convert.dequantize(opened, todo, output, crew.Settings(device, workers, force, report))
     screen.show(result.as_json(), render.draw_result)
+
+
+@app.command("merge")
+def merge_command(
+    output: Annotated[Path, typer.Argument(help="The folder that every part was written to, or was copied into.")],
+    json: JsonOption = False,
+) -> None:
+    """End a conversion whose parts are done: read every shard again, compare scale groups, write the index and the records.
+
+    Example: fp4convert merge ./Llama-3.1-8B-NVFP4
+    """
+    from fp4convert import ending, render
+
+    render.Screen(json).show(ending.merge(output), render.draw_merged)
 
 
 @app.command("doctor")

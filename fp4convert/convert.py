@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,10 +11,10 @@ from fp4convert.artifact import RECORD, Artifact, make_record
 from fp4convert.backends import open_backend
 from fp4convert.carrying import Carrier
 from fp4convert.dialects import Dialect, check_input_scale, dialect_named, dialect_to_write, form_of
+from fp4convert.ending import as_text
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, format_named, row_panels
-from fp4convert.job import Job, Result, as_text, carry_out
-from fp4convert.output import OutputFolder
+from fp4convert.job import Job, Result, carry_out
 from fp4convert.plan import DTYPES, plan_dequantize, plan_quantize, plan_transcode
 from fp4convert.recipe import Target, build_recipe
 from fp4convert.sources import INDEX, Source
@@ -66,7 +65,7 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     are written, where weights are NaN or Inf: then neither index nor records are written.
     """
     worker = Quantizer(source, plan.target, open_backend(settings.device))
-    return carry_out(_artifact_job(source, plan), worker, output, settings, partial(_write_record, plan))
+    return carry_out(_artifact_job(source, plan), worker, output, settings)
 
 
 def prepare_dequantize(artifact: Artifact, dtype: str) -> Plan:
@@ -91,7 +90,7 @@ def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings)
     if artifact.spelling.TRAITS.container == "safetensors":
         last = "config.json"
         texts[last] = as_text(config)
-    job = Job(source, plan, texts, last, ENGINE_RECORDS | texts.keys())
+    job = Job(source, plan, texts, None, last, ENGINE_RECORDS | texts.keys())
     return carry_out(job, Dequantizer(artifact, open_backend(settings.device)), output, settings)
 
 
@@ -197,7 +196,7 @@ def transcode(artifact: Artifact, plan: Plan, output: Path, settings: Settings, 
     job = _artifact_job(source, plan)
     carrier = Carrier(artifact, format_named(plan.target.format))
     carried = describe_carried(artifact, plan, carrier)
-    result = carry_out(job, Transcoder(artifact, source, carrier, plan.target), output, settings, partial(_write_record, plan))
+    result = carry_out(job, Transcoder(artifact, source, carrier, plan.target), output, settings)
     return replace(result, carried=carried)
 
 
@@ -281,13 +280,9 @@ def _artifact_job(source: Source, plan: Plan) -> Job:
     if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
     texts = {**_index_text(plan), **{file: as_text(record) for file, record in records.items()}}
-    return Job(source, plan, texts, RECORD, ENGINE_RECORDS | texts.keys())
-
-
-def _write_record(plan: Plan, folder: OutputFolder) -> None:
     producer = {"name": "fp4convert", "version": version("fp4convert")}
-    record = make_record(plan.target, plan.ignored, plan.shapes, producer, folder.hashes)
-    folder.write_text(RECORD, as_text(record))
+    record = make_record(plan.target, plan.ignored, plan.shapes, producer)
+    return Job(source, plan, texts, record, RECORD, ENGINE_RECORDS | texts.keys())
 
 
 def _with_dtype(config: dict[str, object], dtype: str) -> dict[str, object]:

@@ -1,16 +1,16 @@
 """The folder being written: whose it is, what is finished in it, and no final name that ever holds partial bytes.
 
-  OUT/.fp4convert/plan.json         the plan being carried out: its identity, and every file it writes
-  OUT/.fp4convert/done/<task>.json  {"files": {file: sha256}} of a finished task; its key names it
-  OUT/.fp4convert/tmp/              files on their way: written, fsynced, renamed into OUT, folder fsynced
-  OUT/.fp4convert/lock              held while a run writes; the system frees it when the process ends
+  OUT/.fp4convert/plan.json         the plan being carried out: its identity, every task with its files, the texts written last
+  OUT/.fp4convert/done/<task>.json  {"files": {file: sha256}, "global_scales": {...}} of a finished task; its key names it
+  OUT/.fp4convert/claims/           which process does which task, and which processes are at work
+  OUT/.fp4convert/tmp/<process>/    files on their way: written, fsynced, renamed into OUT, folder fsynced
+  OUT/.fp4convert/ended.json        {"plan": id, "files": {file: sha256}} of everything, written when the last file was
 
-A re-run adopts every finished shard whose bytes still have their hash.  Nothing foreign is ever removed.
+Any number of processes may carry out the same plan at once.  Nothing foreign is ever removed.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,58 +19,32 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO
 
+from fp4convert.claims import Claims
 from fp4convert.errors import OutputError
+from fp4convert.purpose import Done, Listed, Purpose
 from fp4convert.shard import ShardWriter, TensorRef, hash_file, told
 from fp4convert.sources import PLAN_FILE
 from fp4convert.tasks import Task
 
 STATE, _, PLAN = PLAN_FILE.partition("/")
+ENDED = "ended.json"
+PLANNING = "plan"  # the claim of whoever writes plan.json
 READ_NBYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Purpose:
-    """What a run is for.
-
-    identity  source, format and dialect: a folder begun for another identity is refused
-    traits    everything else that decides the output's bytes, by the words in which a message names it
-    files     every file the run will write, relative to the folder
-    last      the file written last; while it is absent the folder is unfinished
-    origin    repository and commit that a re-run goes on with
-    """
-
-    identity: dict[str, object]
-    traits: dict[str, str]
-    files: tuple[str, ...]
-    last: str
-    origin: dict[str, str | None] = field(default_factory=dict)
-
-    @property
-    def plan_id(self) -> str:
-        return hashlib.sha256(json.dumps([self.identity, self.traits], sort_keys=True).encode()).hexdigest()
-
-    def as_json(self) -> dict[str, object]:
-        named = {"identity": self.identity, "traits": self.traits, "last": self.last, "files": list(self.files)}
-        return {"plan": self.plan_id, **named, "source": self.origin}
-
-    @staticmethod
-    def from_json(text: str) -> Purpose:
-        entry = json.loads(text)
-        for file in (entry["last"], *entry["files"]):
-            if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-                raise ValueError(f"{file} is outside the folder")
-        return Purpose(dict(entry["identity"]), dict(entry["traits"]), tuple(entry["files"]), entry["last"])
-
-
 class TaskWriter:
-    """The shards of one task on their way, filled together."""
+    """The shards of one task on their way, filled together.
+
+    global_scales  of scale groups that other shards have members of, too: group -> what this task found
+    """
 
     def __init__(self, folder: Path, task: Task) -> None:
         self._folder = folder
         self._writers: dict[str, ShardWriter] = {}
+        self.global_scales: dict[str, float] = {}
         try:
             for shard in task.shards:
                 self._writers[shard.file] = ShardWriter(self.path(shard.file), shard.header, shard.outputs, shard.nbytes)
@@ -88,6 +62,7 @@ class TaskWriter:
 
     def begin_again(self) -> None:
         """Write everything anew, from the first byte of every output."""
+        self.global_scales.clear()
         for writer in self._writers.values():
             writer.begin_again()
 
@@ -101,31 +76,81 @@ class TaskWriter:
             writer.discard()
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a folder is entered.
+
+    needed_nbytes  everything that the plan writes
+    is_forced      files of another, finished plan may go
+    is_joining     only if the folder is new, or holds the same plan
+    """
+
+    needed_nbytes: int
+    is_forced: bool = False
+    is_joining: bool = False
+
+
+@dataclass(slots=True)
 class OutputFolder:
-    """The output while this process holds its lock."""
+    """The output, as long as this process works in it.
 
-    def __init__(self, root: Path, purpose: Purpose) -> None:
-        self.root = root
-        self._state = root / STATE
-        self._purpose = purpose
-        self.hashes: dict[str, str] = {}
+    hashes     sha256 of every file that this process has written or read again
+    published  called with the path and the name of every file that has got its final name
+    """
 
-    def adopt(self, task: Task) -> bool:
-        """True where the task's shards are finished and still have their hashes; they then count as written."""
-        record = self._state / "done" / f"{task.key}.json"
+    root: Path
+    purpose: Purpose
+    claims: Claims
+    hashes: dict[str, str] = field(default_factory=dict)
+    published: Callable[[Path, str], None] = lambda path, file: None
+
+    @property
+    def state(self) -> Path:
+        return self.root / STATE
+
+    @property
+    def temps(self) -> Path:
+        """Where this process has its files on their way."""
+        return self.state / "tmp" / self.claims.name
+
+    def record_of(self, task: Listed) -> Done | None:
+        """What a finished task wrote; None where it is not finished, or where its files are gone or have other sizes."""
         try:
-            files = dict(json.loads(record.read_text(encoding="utf-8"))["files"])
-            for shard in task.shards:
-                path = self.root / shard.file
-                if path.stat().st_size != shard.nbytes or hash_file(path) != files[shard.file]:
-                    return False
+            done = Done.from_json((self.state / "done" / f"{task.key}.json").read_text(encoding="utf-8"))
+            is_there = done.files.keys() == task.files.keys() and all(
+                (self.root / file).stat().st_size == nbytes for file, nbytes in task.files.items()
+            )
         except (ValueError, KeyError, TypeError, RecursionError, OSError):
-            return False  # not there, or damaged: it proves nothing, and the shards are written again
-        self.hashes |= {shard.file: str(files[shard.file]) for shard in task.shards}
-        return True
+            return None  # not there, or damaged: it proves nothing, and the task is done again
+        return done if is_there else None
+
+    def missing(self) -> list[Listed]:
+        """The tasks of the plan that are not finished."""
+        return [task for task in self.purpose.tasks if self.record_of(task) is None]
+
+    def forget(self, task: Listed) -> None:
+        """Have a task done again."""
+        with told(self.root):
+            (self.state / "done" / f"{task.key}.json").unlink(missing_ok=True)
+        for file in task.files:
+            self.hashes.pop(file, None)
+
+    def claimed(self, tasks: Iterable[Listed]) -> Iterator[Listed]:
+        """Of these tasks, one after the other, those that nobody has finished or is at work on; this process claims them."""
+        for task in tasks:
+            if self.record_of(task) is not None:
+                continue
+            if not self.claims.take(task.key):
+                continue
+            if self.record_of(task) is not None:  # somebody finished it meanwhile
+                self.claims.drop(task.key)
+                continue
+            with told(self.root):
+                (self.root / self.purpose.last).unlink(missing_ok=True)
+            yield task
 
     def write_shards(self, tasks: Iterable[Task], fill: Callable[[Task, TaskWriter], bool]) -> None:
-        """Create the shards of each task, let `fill` append every tensor, then put them under their final names.
+        """Create the shards of each claimed task, let `fill` append every tensor, then put them under their final names.
 
         fill  returns whether the shards are whole; those that are not, are discarded
         While one task's shards are flushed, hashed and named, the next ones are filled.
@@ -133,7 +158,7 @@ class OutputFolder:
         with ThreadPoolExecutor(1) as finisher:
             last: Future[None] | None = None
             for task in tasks:
-                writer = TaskWriter(self._state / "tmp", task)
+                writer = TaskWriter(self.temps, task)
                 try:
                     is_whole = fill(task, writer)
                     if last is not None:
@@ -145,103 +170,136 @@ class OutputFolder:
                     last = finisher.submit(self._name_shards, task, writer)
                 else:
                     writer.discard()
+                    self.claims.drop(task.key)
             if last is not None:
                 last.result()
 
     def _name_shards(self, task: Task, writer: TaskWriter) -> None:
         try:
-            hashes = writer.finish()
+            done = Done(writer.finish(), dict(writer.global_scales))
         except BaseException:
             writer.discard()
             raise
-        for file, sha256 in hashes.items():
-            self._publish(writer.path(file), file, sha256)
-        self._put(f"done/{task.key}.json", json.dumps({"files": hashes}, sort_keys=True))
+        self.settle(Listed.of(task), done, writer.path)
 
-    def write_text(self, file: str, text: str) -> None:
-        """A small file of ours, under its final name at once."""
-        self.write_stream(file, lambda out: out.write(text.encode("utf-8")))
+    def settle(self, task: Listed, done: Done, path: Callable[[str], Path]) -> None:
+        """Put a task's files under their final names and say that it is done; where another process did so first, ours go.
 
-    def write_copy(self, file: str, stream: BinaryIO) -> None:
-        """A file of the source, as it is."""
-        self.write_stream(file, lambda out: shutil.copyfileobj(stream, out, READ_NBYTES))
+        path  where each file is
+        """
+        first = self.record_of(task)
+        for file, sha256 in done.files.items():
+            if first is None:
+                self._publish(path(file), file, sha256)
+            else:
+                path(file).unlink()
+        if first is None:
+            self._put(f"done/{task.key}.json", done.as_json())
+        self.claims.drop(task.key)
 
-    def write_stream(self, file: str, fill: Callable[[BinaryIO], object]) -> None:
-        temp = self._state / "tmp" / "file"
-        with told(self.root / file):
-            with temp.open("wb") as out:
-                fill(out)
-                out.flush()
-                os.fsync(out.fileno())
-            (self.root / file).parent.mkdir(parents=True, exist_ok=True)
-        self._publish(temp, file, hash_file(temp))
+    def write_texts(self, texts: dict[str, str]) -> None:
+        """Small files of ours, each under its final name at once."""
+        for file, text in texts.items():
+            temp = self.write_temp(file, lambda out, text=text: out.write(text.encode("utf-8")))  # type: ignore[misc]
+            self._publish(temp, file, hash_file(temp))
 
-    def digest(self) -> str:
-        """sha256 over the lines "sha256  name" of all files, sorted by name: `sha256sum FILES | sha256sum`."""
-        lines = (f"{sha256}  {file}\n" for file, sha256 in sorted(self.hashes.items()))
-        return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+    def write_copies(self, task: Listed, open_file: Callable[[str], BinaryIO]) -> None:
+        """Files of the source as they are: the task of whoever holds its claim."""
+        temps = {}
+        for number, file in enumerate(task.files):
+            with open_file(file) as stream:
+                temps[file] = self.write_temp(f"{number}", lambda out: shutil.copyfileobj(stream, out, READ_NBYTES))
+        self.settle(task, Done({file: hash_file(temp) for file, temp in temps.items()}), temps.__getitem__)
 
-    def nbytes(self) -> int:
-        """Size of everything written."""
-        return sum((self.root / file).stat().st_size for file in self.hashes)
+    def write_temp(self, name: str, fill: Callable[[BinaryIO], object]) -> Path:
+        """A file on its way, whole and on the disk."""
+        temp = self.temps / f"small-{name}"
+        with told(self.root / name), temp.open("wb") as out:
+            fill(out)
+            out.flush()
+            os.fsync(out.fileno())
+        return temp
 
     def _publish(self, temp: Path, file: str, sha256: str) -> None:
         final = self.root / file
         with told(final):
+            final.parent.mkdir(parents=True, exist_ok=True)
             os.replace(temp, final)
             _fsync_folder(final.parent)
         self.hashes[file] = sha256
+        self.published(final, file)
 
     def _put(self, name: str, text: str) -> None:
-        temp = self._state / "tmp" / "state"
-        with told(self._state / name):
-            with temp.open("w", encoding="utf-8") as out:
-                out.write(text)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(temp, self._state / name)
-            _fsync_folder((self._state / name).parent)
+        final = self.state / name
+        temp = self.write_temp("state", lambda out: out.write(text.encode("utf-8")))
+        with told(final):
+            os.replace(temp, final)
+            _fsync_folder(final.parent)
 
-    def begin(self, is_forced: bool) -> None:
-        """Make the folder this run's own, or refuse; called with the lock held."""
-        old = self._read_plan()
-        if old is not None and old.plan_id != self._purpose.plan_id:
-            self._replace(old, is_forced)
-        for name in ("tmp", "done"):
-            (self._state / name).mkdir(exist_ok=True)
-        self.sweep()
-        if old is None or old.plan_id != self._purpose.plan_id:
-            self._put(PLAN, json.dumps(self._purpose.as_json(), indent=1, sort_keys=True))
+    def put_ended(self, files: dict[str, str]) -> None:
+        """Say that everything is written."""
+        self._put(ENDED, json.dumps({"plan": self.purpose.plan_id, "files": files}, sort_keys=True))
 
-    def sweep(self) -> None:
-        """Remove files on their way, ours or those of a run that died."""
-        temps = self._state / "tmp"
-        for leftover in temps.iterdir() if temps.exists() else ():
-            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+    def begin(self, terms: Terms) -> None:
+        """Make the folder this plan's own, or refuse."""
+        with told(self.root), self.claims.waited_for(PLANNING):
+            others = self.claims.others()
+            old = read_plan(self.root)
+            if old is not None and old.plan_id != self.purpose.plan_id:
+                self._replace(old, others, terms)
+            self._sweep(others)
+            _check_space(self.root, self.purpose, terms.needed_nbytes)
+            if old is None or old.plan_id != self.purpose.plan_id:
+                self._put(PLAN, json.dumps(self.purpose.as_json(), indent=1))
 
-    def _read_plan(self) -> Purpose | None:
-        path = self._state / PLAN
-        if not path.exists():
-            refuse_foreign(self.root)
-            return None
-        try:
-            return Purpose.from_json(path.read_text(encoding="utf-8"))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            detail = f"{path} is damaged; expected the plan that began {self.root}"
-            raise OutputError("other-plan", detail, "Remove the folder yourself, or choose another: -o FOLDER.") from None
+    def _sweep(self, others: list[str]) -> None:
+        """Remove files on their way that no living process fills."""
+        for leftover in (self.state / "tmp").iterdir():
+            if leftover.name not in (self.claims.name, *others):
+                shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
 
-    def _replace(self, old: Purpose, is_forced: bool) -> None:
+    def _replace(self, old: Purpose, others: list[str], terms: Terms) -> None:
         next_step = "Choose another folder with -o, or discard its files with --force."
-        if old.identity != self._purpose.identity and not is_forced:
+        changed = [words for words, trait in self.purpose.traits.items() if old.traits.get(words) != trait]
+        differs = f"{' and '.join(changed) or 'its files'} changed"
+        if others:
+            detail = f"{self.root} is being written by {others[0]} for another plan"
+            raise OutputError("locked", detail, "Wait for it, or choose another folder: -o FOLDER.")
+        if old.identity != self.purpose.identity and (terms.is_joining or not terms.is_forced):
             detail = f"{self.root} holds another plan: another source, format or dialect"
             raise OutputError("other-plan", detail, next_step)
-        if (self.root / old.last).exists() and not is_forced:
-            changed = [words for words, trait in self._purpose.traits.items() if old.traits.get(words) != trait]
-            detail = f"{self.root} holds a finished result, and since then {' and '.join(changed)} changed"
-            raise OutputError("other-plan", detail, next_step)
-        forgotten = old.files if is_forced else set(old.files) - set(self._purpose.files)
+        if terms.is_joining:
+            detail = f"{self.root} holds another plan: {differs}; a worker that joins never replaces one"
+            raise OutputError("other-plan", detail, "Give every worker the same source and options.")
+        if (self.root / old.last).exists() and not terms.is_forced:
+            raise OutputError("other-plan", f"{self.root} holds a finished result, and since then {differs}", next_step)
+        forgotten = old.files if terms.is_forced else set(old.files) - set(self.purpose.files)
         for file in (old.last, *sorted(forgotten)):
             (self.root / file).unlink(missing_ok=True)
+
+
+def read_plan(root: Path) -> Purpose | None:
+    """The plan that a folder holds; None where it is new.  OutputError where it is foreign, or the plan damaged."""
+    path = root / STATE / PLAN
+    if not path.exists():
+        refuse_foreign(root)
+        return None
+    try:
+        return Purpose.from_json(path.read_text(encoding="utf-8"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        detail = f"{path} is damaged; expected the plan that began {root}"
+        raise OutputError("other-plan", detail, "Remove the folder yourself, or choose another: -o FOLDER.") from None
+
+
+def read_ended(root: Path) -> tuple[object, dict[str, str]]:
+    """(what changes whenever a folder is finished once more, the sha256 of every file in it then)."""
+    path = root / STATE / ENDED
+    try:
+        status = path.stat()
+        entry = json.loads(path.read_text(encoding="utf-8"))
+        return (status.st_mtime_ns, status.st_ino), dict(entry["files"])
+    except (ValueError, KeyError, TypeError, RecursionError, OSError):
+        return None, {}
 
 
 def refuse_foreign(root: Path) -> None:
@@ -252,55 +310,56 @@ def refuse_foreign(root: Path) -> None:
 
 
 @contextmanager
-def open_output(root: Path, purpose: Purpose, needed_nbytes: int, is_forced: bool) -> Iterator[OutputFolder]:
-    """The output folder, created and locked.
+def open_output(root: Path, purpose: Purpose, terms: Terms) -> Iterator[OutputFolder]:
+    """The output folder, created, with this process among those that work in it.
 
-    Raises OutputError where it is foreign, holds another plan, is being written, cannot be written, or where the disk has
-    fewer than `needed_nbytes` free (finished shards counted as there)
+    Raises OutputError where it is foreign, holds another plan, cannot be written, or where the disk has too little room
+    (finished shards counted as there)
     """
-    state = root / STATE
     with told(root):
-        is_there, is_ours = root.exists(), (state / PLAN).exists()
+        is_there, is_ours = root.exists(), (root / PLAN_FILE).exists()
     if is_there and not root.is_dir():
         raise OutputError("foreign-output", f"{root} is a file; expected a folder to write to", "Choose another: -o FOLDER.")
     if is_there and not is_ours:
         refuse_foreign(root)
     if not is_ours:
-        _check_space(root, purpose, needed_nbytes)
-    with told(root):
-        state.mkdir(parents=True, exist_ok=True)
-        lock = os.open(state / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        _check_space(root, purpose, terms.needed_nbytes)
+    with entered(root, purpose) as folder:
+        folder.begin(terms)
+        yield folder
+
+
+@contextmanager
+def entered(root: Path, purpose: Purpose) -> Iterator[OutputFolder]:
+    """A folder of ours, with this process among those that work in it."""
+    claims = Claims(root / STATE / "claims")
+    claims.__enter__()
+    folder = OutputFolder(root, purpose, claims)
     try:
-        _lock(root, lock)
-        folder = OutputFolder(root, purpose)
-        try:
-            with told(root):
-                folder.begin(is_forced)
-            if is_ours:  # only now are a dead run's temporary files gone
-                _check_space(root, purpose, needed_nbytes)
-            yield folder
-        finally:
-            folder.sweep()
+        with told(root):
+            for place in (folder.state / "done", folder.temps):
+                place.mkdir(parents=True, exist_ok=True)
+        yield folder
     finally:
-        os.close(lock)
-
-
-def _lock(root: Path, lock: int) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        detail = f"{root} is being written by another run of fp4convert"
-        raise OutputError("locked", detail, "Wait for it, or choose another folder: -o FOLDER.") from None
+        shutil.rmtree(folder.temps, ignore_errors=True)
+        claims.__exit__(None, None, None)
 
 
 def _check_space(root: Path, purpose: Purpose, needed_nbytes: int) -> None:
     existing = next(place for place in (root, *root.absolute().parents) if place.exists())
     present = sum((root / file).stat().st_size for file in purpose.files if (root / file).is_file())
+    coming = sum(path.stat().st_size for path in (root / STATE / "tmp").glob("*/*"))
     stat = os.statvfs(existing)
     free = stat.f_bavail * stat.f_frsize
-    if needed_nbytes - present > free:
-        detail = f"{root} needs {needed_nbytes - present:,} bytes, its disk has {free:,} free"
+    if needed_nbytes - present - coming > free:
+        detail = f"{root} needs {needed_nbytes - present - coming:,} bytes, its disk has {free:,} free"
         raise OutputError("disk-full", detail, "Free some space, or choose another disk: -o FOLDER.")
+
+
+def digest_of(hashes: dict[str, str]) -> str:
+    """sha256 over the lines "sha256  name" of all files, sorted by name: `sha256sum FILES | sha256sum`."""
+    lines = (f"{sha256}  {file}\n" for file, sha256 in sorted(hashes.items()))
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _fsync_folder(folder: Path) -> None:

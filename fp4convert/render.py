@@ -84,6 +84,11 @@ class Screen:
         for warning in () if self.is_quiet else warnings:
             self.err.print(Text("warning: ", "yellow").append(escape(warning), "default"))
 
+    def note(self, lines: Iterable[str]) -> None:
+        """What a person wants to know meanwhile, on stderr."""
+        for line in () if self.is_quiet else lines:
+            self.err.print(Text(escape(line), "dim"))
+
     def fail(self, error: Fp4Error) -> None:
         """One message on stderr: found, where, expected; then the next step. With JSON also a document on stdout."""
         if self.is_json:
@@ -117,7 +122,11 @@ def draw_result(screen: Screen, result: Document) -> None:
     screen.line(f"  {converted} tensors converted ({made}), {kept} kept, {skipped} skipped")
     sizes = f"{_megabytes(result['source_bytes'])} -> {_megabytes(result['output_bytes'])}"
     screen.line(f"  {sizes} in {result['seconds']:.2f} s on {result['device']}")
-    screen.line(f"  digest {result['digest']}")
+    if share := result.get("share"):
+        screen.line(f"  part {share['index']} of {share['of']}: {share['shards']} shards. When every part is done:")
+        screen.line(f"  fp4convert merge {result['output']}")
+    else:
+        screen.line(f"  digest {result['digest']}")
     if carried := result.get("carried"):
         _draw_carried(screen, carried)
 
@@ -134,6 +143,15 @@ def _draw_carried(screen: Screen, carried: Document) -> None:
             screen.line(f"  {len(names)} are not ({what}), the first {names[0]}", "yellow")
     if "blocks" in carried:
         screen.line(f"  {carried['kept_blocks']:,} of {carried['blocks']:,} blocks keep every value")
+
+
+def draw_merged(screen: Screen, merged: Document) -> None:
+    """What `merge` ended."""
+    screen.line(merged["output"], "bold")
+    made = ", ".join(word for word in (merged["format"], merged["dialect"]) if word)
+    size = _megabytes(merged["output_bytes"])
+    screen.line(f"  {merged['shards']} tasks merged ({made}), {size}, every file read again in {merged['seconds']:.2f} s")
+    screen.line(f"  digest {merged['digest']}")
 
 
 def draw_plan(screen: Screen, plan: Document) -> None:

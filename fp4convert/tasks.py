@@ -187,7 +187,7 @@ class Writing:
             for draft in drafts
         )
         sources = sorted({shard.file, *(ref.file for draft in drafts for ref in (*draft.refs, *draft.amax_of))})
-        promise = f"{self.target!r} {[self.checkpoint.stamps[file] for file in sources]} {steps!r}"
+        promise = f"{self.target!r} {shard.file} {[self.checkpoint.stamps[file] for file in sources]} {steps!r}"
         key = hashlib.sha256(promise.encode("utf-8", "surrogatepass")).hexdigest()
         return Task(key, tuple(sources), shards, steps)
 

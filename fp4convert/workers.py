@@ -9,7 +9,7 @@ import glob
 import shlex
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -36,6 +36,7 @@ from fp4convert.formats import (
 from fp4convert.output import TaskWriter
 from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef
+from fp4convert.sharing import Share
 from fp4convert.sources import Source
 from fp4convert.spelling import Part
 from fp4convert.stacks import Rows, Slot, alternate, rows_of
@@ -50,12 +51,22 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to work; nothing here changes a byte of the result."""
+    """How to work; nothing here changes a byte of the result.
+
+    workers     threads; 0 is as many as the device serves best
+    is_forced   files of another, finished plan in the output folder may go
+    is_joining  one of several processes that begin together: none of them may replace a plan
+    share       the part of the tasks that this process does; None for all that nobody else does
+    tell        gets a line for people when everything has to wait
+    """
 
     device: str = "auto"
-    workers: int = 0  # threads; 0 is as many as the device serves best
+    workers: int = 0
     is_forced: bool = False
     progress: Progress = lambda tensor, nbytes: None
+    is_joining: bool = False
+    share: Share | None = None
+    tell: Callable[[str], None] = lambda line: None
 
 
 class UnsoundShardError(Exception):
@@ -133,7 +144,7 @@ class Quantizer:
             with room, closing(self._panels(measured, members)) as panels:
                 for number, own in groupby(panels, key=itemgetter(0)):
                     step = steps[number]
-                    parts = self._speller.parts(step.module, step.shape, (q for _, q in own))
+                    parts = self._speller.parts(step.module, step.shape, _noted(own, step, writer))
                     if not _append(step, parts, writer, stop):
                         return
         except NumericError:
@@ -146,6 +157,14 @@ class Quantizer:
     def _panels(self, measured: Sequence[TensorRef], members: Sequence[TensorRef]) -> Generator[tuple[int, Quantized]]:
         group, own = ([_Stored(self.source, ref) for ref in refs] for refs in (measured, members))
         yield from self._backend.quantize_group(group, own, self.format, self._rule, self._given_amax)
+
+
+def _noted(panels: Iterable[tuple[int, Quantized]], step: Step, writer: TaskWriter) -> Iterator[Quantized]:
+    """The panels; the writer is told the global scale of a group with members in other shards, to be compared with theirs."""
+    for _, q in panels:
+        if step.group and q.global_scale is not None and len({ref.file for ref in step.amax_of}) > 1:
+            writer.global_scales[step.group] = q.global_scale
+        yield q
 
 
 class Dequantizer:

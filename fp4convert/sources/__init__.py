@@ -61,7 +61,7 @@ class Checkpoint:
     sidecars        files beside the weights that travel unchanged, relative to the source
     left_out        files that are weights in another form and stay behind
     unindexed       tensors that the index, where there is one, does not name
-    stamps          per shard a word that changes when its bytes may have (for resuming; part of no digest)
+    stamps          per shard and sidecar a word that changes when its bytes may have (for resuming; part of no digest)
     """
 
     repo: str | None

@@ -179,7 +179,7 @@ class HubSource:
             sidecars=sidecars,
             left_out=left_out,
             unindexed=check_index(headers, weight_map) if weight_map else (),
-            stamps={name: self._files[name].oid for name in shards},
+            stamps={name: self._files[name].oid for name in (*shards, *sidecars)},
         )
 
     def _text(self, file: str) -> bytes:

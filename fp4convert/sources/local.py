@@ -127,7 +127,7 @@ class LocalSource:
             sidecars=sidecars,
             left_out=left_out,
             unindexed=check_index(headers, weight_map) if weight_map else (),
-            stamps={name: _stamp(self._folder / name) for name in shards},
+            stamps={name: _stamp(self._folder / name) for name in (*shards, *sidecars)},
         )
 
     def _index(self) -> dict[str, str]:

@@ -1,0 +1,183 @@
+"""Who does what in a folder that several processes, on one machine or on many, work in at once.
+
+A claim is a file that only its maker creates: it names host and process, and its time is renewed while the process lives.
+A dead process of the same host loses its claims at once; one of another host, or one that hangs, when nobody has seen its time
+change for a minute.  Clocks are never compared: each process watches with its own.  Claims save work, and nothing else: should
+two processes hold one claim, both write the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+from fp4convert.shard import told
+
+LEASE_SECONDS = 60.0  # without a sign of life
+BEAT_SECONDS = 15.0
+WAIT_SECONDS = 0.1
+WORKER = "worker-"  # of the claim that a process holds as long as it works here
+
+
+class Seen(NamedTuple):
+    """A claim of another process: its time, and since when, by our own clock, nobody renewed it."""
+
+    renewed_ns: int
+    since: float
+
+
+class Claims:
+    """The claims in a folder, as this process sees and holds them; a claim `worker-NAME` is held from beginning to end.
+
+    name  of this process: host, process number, and a word that no other has
+    """
+
+    def __init__(self, folder: Path, lease_seconds: float = LEASE_SECONDS, beat_seconds: float = BEAT_SECONDS) -> None:
+        self._folder = folder
+        self._lease_seconds = lease_seconds
+        self._beat_seconds = beat_seconds
+        self._me = _describe_self()
+        host = "".join(letter if letter.isalnum() else "_" for letter in platform.node())[:40]
+        self.name = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._seen: dict[str, Seen] = {}
+        self._held: set[str] = set()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="claims", daemon=True)
+
+    def __enter__(self) -> Claims:
+        with told(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        self.take(WORKER + self.name)
+        self._heart.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        for claim in list(self._held):
+            self.drop(claim)
+
+    def take(self, claim: str) -> bool:
+        """True where this process holds the claim from now on; False where a living one does."""
+        path = self._folder / claim
+        with told(path):
+            try:
+                made = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+            except FileExistsError:
+                return not self._is_alive(claim) and self._remove_dead(claim) and self.take(claim)
+            with os.fdopen(made, "w") as out:
+                json.dump(self._me | {"worker": self.name}, out)
+        with self._lock:
+            self._held.add(claim)
+        return True
+
+    def drop(self, claim: str) -> None:
+        """Hold it no longer; one that was taken from us stays with its new owner."""
+        with self._lock:
+            self._held.discard(claim)
+        path = self._folder / claim
+        with suppress(OSError):
+            if (_read(path) or {}).get("worker") == self.name:
+                path.unlink()
+
+    @contextmanager
+    def waited_for(self, claim: str) -> Iterator[None]:
+        """Holds a claim that others hold only for moments."""
+        while not self.take(claim):
+            time.sleep(WAIT_SECONDS)
+        try:
+            yield
+        finally:
+            self.drop(claim)
+
+    def others(self) -> list[str]:
+        """Names of the other living processes that work in this folder; claims of dead ones are removed."""
+        with told(self._folder):
+            foreign = sorted(set(os.listdir(self._folder)) - self._held)
+            living = [claim for claim in foreign if self._is_alive(claim) or not self._remove_dead(claim)]
+        return [claim.removeprefix(WORKER) for claim in living if claim.startswith(WORKER)]
+
+    def _is_alive(self, claim: str) -> bool:
+        """True while its owner, in another process, may be at work."""
+        path = self._folder / claim
+        try:
+            renewed_ns = path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+        seen = self._seen.get(claim)
+        if seen is None or seen.renewed_ns != renewed_ns:
+            seen = self._seen[claim] = Seen(renewed_ns, time.monotonic())
+        if time.monotonic() - seen.since > self._lease_seconds:
+            return False
+        owner = _read(path)
+        is_here = owner is not None and all(owner.get(key) == self._me[key] for key in ("host", "boot", "processes"))
+        return owner is None or not is_here or _started(owner.get("process")) == owner.get("started")
+
+    def _remove_dead(self, claim: str) -> bool:
+        """True where the claim of a dead process is gone; a fresh one that took its place meanwhile is put back."""
+        path, aside = self._folder / claim, self._folder / f".{uuid.uuid4().hex}"
+        owner = _read(path)
+        try:
+            os.rename(path, aside)
+        except FileNotFoundError:
+            return True
+        is_dead = _read(aside) == owner
+        if not is_dead:
+            with suppress(OSError):
+                os.link(aside, path)
+        aside.unlink(missing_ok=True)
+        self._seen.pop(claim, None)
+        return is_dead
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._beat_seconds):
+            with self._lock:
+                for claim in self._held:
+                    with suppress(OSError):  # taken from us, or the disk is away: the work itself will tell
+                        os.utime(self._folder / claim)
+
+
+def _read(path: Path) -> dict[str, object] | None:
+    """What a claim says; None where it is gone, or is just being written."""
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def _describe_self() -> dict[str, object]:
+    """What tells this process from all others: the machine since it was started, its table of processes, and the process."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        processes = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        boot, processes = "", 0
+    process = os.getpid()
+    return {"host": platform.node(), "boot": boot, "processes": processes, "process": process, "started": _started(process)}
+
+
+def _started(process: object) -> str | None:
+    """When a process of this machine was started, in a word; None where there is none of that number."""
+    if not isinstance(process, int):
+        return None
+    try:
+        if not os.path.exists("/proc/self/stat"):
+            os.kill(process, 0)
+            return ""
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except PermissionError:  # somebody else's process
+        return ""
+    except (OSError, OverflowError):
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else fields[19]

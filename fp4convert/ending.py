@@ -1,0 +1,122 @@
+"""The end of a conversion: every file read again, scale groups compared, then the texts and last the record.
+
+It needs the output folder alone, so whoever is there when the last task is done can do it, or `merge` later.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp4convert.backends import processors
+from fp4convert.errors import InputError, OutputError
+from fp4convert.output import OutputFolder, digest_of, entered, read_ended, read_plan
+from fp4convert.purpose import Listed
+from fp4convert.shard import hash_file, told
+from fp4convert.sources import PLAN_FILE
+
+ENDING = "end"  # the claim of whoever ends the conversion
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A finished folder: the digest, the size and the sha256 of all its files."""
+
+    digest: str
+    nbytes: int
+    files: dict[str, str]
+
+
+def as_text(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def find_harmed(folder: OutputFolder) -> list[Listed]:
+    """Tasks whose files are not what was written; every file that this process has not written itself is read."""
+    records = {task.key: folder.record_of(task) for task in folder.purpose.tasks}
+    unread = [file for done in records.values() if done for file in done.files if file not in folder.hashes]
+    with ThreadPoolExecutor(processors()) as pool:
+        folder.hashes |= zip(unread, pool.map(lambda file: _hash(folder.root / file), unread), strict=True)
+    sound = {key for key, done in records.items() if done and done.files.items() <= folder.hashes.items()}
+    return [task for task in folder.purpose.tasks if task.key not in sound]
+
+
+def find_disputes(folder: OutputFolder) -> dict[str, list[Listed]]:
+    """Scale groups that got another global scale in one shard than in another, and the tasks of all these shards."""
+    found: dict[str, dict[str, float]] = {}
+    for task in folder.purpose.tasks:
+        done = folder.record_of(task)
+        for group, global_scale in done.global_scales.items() if done else ():
+            found.setdefault(group, {})[task.key] = global_scale
+    disputed = {group: scales for group, scales in found.items() if len(set(scales.values())) > 1}
+    return {group: [task for task in folder.purpose.tasks if task.key in scales] for group, scales in disputed.items()}
+
+
+def _hash(path: Path) -> str:
+    try:
+        return hash_file(path)
+    except OSError:
+        return ""  # gone, or the disk cannot read it: it is written again
+
+
+def write_ending(folder: OutputFolder) -> Ending:
+    """Write the texts, then the record; every task is finished and its files were read again."""
+    purpose = folder.purpose
+    folder.write_texts(purpose.texts)
+    files = {file: folder.hashes[file] for file in purpose.files}
+    if purpose.record is not None:
+        folder.write_texts({purpose.last: as_text({**purpose.record, "files": dict(sorted(files.items()))})})
+        files[purpose.last] = folder.hashes[purpose.last]
+    folder.put_ended(files)
+    return _ending(folder, files)
+
+
+def _ending(folder: OutputFolder, files: dict[str, str]) -> Ending:
+    with told(folder.root):
+        nbytes = sum((folder.root / file).stat().st_size for file in files)
+    return Ending(digest_of(files), nbytes, files)
+
+
+def ended_meanwhile(folder: OutputFolder, before: object) -> Ending | None:
+    """What another process ended the folder with since its mark was `before` (read_ended); None where none did."""
+    mark, files = read_ended(folder.root)
+    is_whole = mark != before and files.keys() == {*folder.purpose.files, folder.purpose.last}
+    return _ending(folder, files) if is_whole and not folder.missing() else None
+
+
+def merge(root: Path) -> dict[str, object]:
+    """End a conversion whose every task is done, by whichever processes and in whichever folders; the document of `merge`.
+
+    Raises InputError where the folder is not begun, OutputError where a shard is missing or is not what was written
+    """
+    started = time.monotonic()
+    purpose = read_plan(root) if (root / PLAN_FILE).exists() else None
+    if purpose is None:
+        detail = f"{root} holds no plan of fp4convert ({PLAN_FILE}); expected the output of quantize"
+        raise InputError("no-plan", detail, "Give the folder that was named with -o.")
+    with entered(root, purpose) as folder, folder.claims.waited_for(ENDING):
+        if missing := [file for task in folder.missing() for file in task.files]:
+            detail = f"{root}: {len(missing)} of {len(purpose.files)} files are not written yet, the first {missing[0]}"
+            workers = folder.claims.others()
+            at_work = f"{len(workers)} processes are at work on it: wait." if workers else "Run the command for them."
+            raise OutputError("unfinished", detail, at_work)
+        if harmed := find_harmed(folder):
+            detail = f"{root}: {len(harmed)} shards are not what was written, the first {next(iter(harmed[0].files))}"
+            raise OutputError("damaged", detail, "Run the command that wrote it again: it does them anew.")
+        for group, tasks in find_disputes(folder).items():
+            shards = " and ".join(file for task in tasks for file in task.files)
+            detail = f"{root}: scale group {group} has another global scale in one shard than in another: {shards}"
+            raise OutputError("scale-group", detail, "Run the command that wrote them again: it does them anew.")
+        ending = write_ending(folder)
+    return {
+        "output": str(root),
+        "format": purpose.identity.get("format"),
+        "dialect": purpose.identity.get("dialect"),
+        "shards": len(purpose.tasks),
+        "output_bytes": ending.nbytes,
+        "seconds": round(time.monotonic() - started, 3),
+        "digest": ending.digest,
+    }

@@ -1,0 +1,132 @@
+"""Claims: one process at a time holds one, the dead lose theirs, and no clock is believed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from fp4convert.claims import Claims
+
+FOREIGN = {"host": "elsewhere", "boot": "x", "processes": 1, "process": 1, "started": "1", "worker": "elsewhere-1-00000000"}
+HOLD = """
+import sys, time
+from pathlib import Path
+from fp4convert.claims import Claims
+with Claims(Path(sys.argv[1])) as claims:
+    claims.take("a")
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "claims"
+
+
+def write(folder, claim, entry):
+    folder.mkdir(exist_ok=True)
+    (folder / claim).write_text(json.dumps(entry))
+    return folder / claim
+
+
+def test_one_of_two_gets_it_and_the_other_when_it_is_dropped(folder):
+    with Claims(folder) as one, Claims(folder) as two:
+        assert one.take("a")
+        assert not two.take("a")
+        one.drop("a")
+        assert two.take("a")
+        assert two.others() == [one.name]
+    assert list(folder.iterdir()) == []
+
+
+def test_of_many_at_once_one_gets_it(folder):
+    with Claims(folder) as first:
+        crowd = [Claims(folder) for _ in range(8)]
+        for number in range(20):
+            taken, gate = [], threading.Barrier(len(crowd))
+
+            def grab(claims, number=number, taken=taken, gate=gate):
+                gate.wait()
+                if claims.take(f"a{number}"):
+                    taken.append(claims)
+
+            threads = [threading.Thread(target=grab, args=(claims,)) for claims in crowd]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert len(taken) == 1
+        assert first.others() == []
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped", "alive"])
+def test_what_a_dead_process_of_this_host_held_is_free_at_once(end, folder):
+    with subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        if end == "killed":
+            process.kill()
+            process.wait()
+        elif end == "stopped":
+            process.send_signal(signal.SIGSTOP)
+        with Claims(folder) as claims:
+            assert claims.take("a") == (end == "killed")
+            assert len(claims.others()) == (end != "killed")
+        process.kill()
+
+
+def test_a_process_whose_number_another_has_now_is_dead(folder):
+    with Claims(folder) as claims:
+        own = json.loads((folder / f"worker-{claims.name}").read_text())
+        write(folder, "a", {**own, "started": "12345", "worker": "before"})
+        assert claims.take("a")
+
+
+@pytest.mark.parametrize("skew_seconds", [-1e6, 0.0, 1e6])
+def test_one_of_another_host_is_given_up_after_the_lease_whatever_its_clock_says(skew_seconds, folder):
+    claim = write(folder, "a", FOREIGN)
+    worker = write(folder, f"worker-{FOREIGN['worker']}", FOREIGN)
+    for path in (claim, worker):
+        os.utime(path, (time.time() + skew_seconds,) * 2)
+    with Claims(folder, lease_seconds=0.3) as claims:
+        assert not claims.take("a")
+        assert claims.others() == [FOREIGN["worker"]]
+        time.sleep(0.2)
+        os.utime(claim, (time.time() + skew_seconds + 1,) * 2)  # a sign of life
+        assert not claims.take("a")
+        time.sleep(0.2)
+        assert not claims.take("a")
+        time.sleep(0.2)
+        assert claims.take("a")
+        assert claims.others() == []
+
+
+def test_a_claim_is_renewed_while_it_is_held(folder):
+    with Claims(folder, beat_seconds=0.05) as claims:
+        claims.take("a")
+        os.utime(folder / "a", (0, 0))
+        time.sleep(0.3)
+        assert (folder / "a").stat().st_mtime > 0
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"host": 1}'])
+def test_a_claim_that_says_nothing_is_given_up_after_the_lease(text, folder):
+    folder.mkdir()
+    (folder / "a").write_text(text)
+    with Claims(folder, lease_seconds=0.1) as claims:
+        assert not claims.take("a")
+        time.sleep(0.2)
+        assert claims.take("a")
+
+
+def test_what_was_taken_from_us_is_not_dropped(folder):
+    with Claims(folder) as claims:
+        claims.take("a")
+        write(folder, "a", FOREIGN)
+        claims.drop("a")
+        assert json.loads((folder / "a").read_text()) == FOREIGN
