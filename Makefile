@@ -26,7 +26,7 @@ slow: $(VENV)/test.stamp
 
 # Installs the tools (Debian's names; asks for root) and runs the tests that need them.
 system: $(VENV)/test.stamp
-	apt-get install --yes --quiet gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
+	apt-get install --yes --quiet gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user strace
 	$(BIN)/pytest -m system
 
 # On a machine with an NVIDIA GPU: bytes first, then benchmarks/results/gpu-NAME.md.

@@ -1,7 +1,7 @@
-"""python kill_points.py FOLDER COMMAND...: kill a conversion at its k-th write, fsync or rename, for every k, and run it again.
+"""python kill_points.py FOLDER COMMAND...: kill a conversion at its k-th change of the disk, for every k, and run it again.
 
-Each run is a forked child in which os.pwrite, os.fsync and os.replace are counted; at call k the child sends itself SIGKILL,
-a pwrite after half of its bytes.  Prints one JSON document: how many points there were, and every broken promise.
+Each run is a forked child in which the calls of COUNTED are counted; at call k the child sends itself SIGKILL, a pwrite after
+half of its bytes.  Prints one JSON document: how many points there were, and every broken promise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import fp4convert.convert
 import fp4convert.render  # noqa: F401 - imported once here, not in every child
 from fp4convert.cli import main
 
-COUNTED = ("pwrite", "fsync", "replace")
+COUNTED = ("pwrite", "fsync", "replace", "rename", "link", "unlink", "mkdir", "rmdir")
 STATE = ".fp4convert"
 
 
@@ -52,7 +52,7 @@ def count_calls(kill_at: int) -> None:
     real = {name: getattr(os, name) for name in COUNTED}
 
     def wrap(name: str) -> Callable[..., object]:
-        def counted(*arguments: object) -> object:
+        def counted(*arguments: object, **options: object) -> object:
             nonlocal calls
             calls += 1
             if calls == kill_at:
@@ -60,7 +60,7 @@ def count_calls(kill_at: int) -> None:
                     fd, data, offset = arguments
                     real["pwrite"](fd, data[: len(data) // 2], offset)
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real[name](*arguments)
+            return real[name](*arguments, **options)
 
         return counted
 
@@ -93,8 +93,8 @@ def walk(command: list[str], folder: Path) -> dict[str, object]:
             broken.append(f"point {point}: exit status {status}")
         if convert(command, output) != 0 or hashes(output) != expected:
             broken.append(f"point {point}: the second run did not end like a clean one")
-        if list((output / STATE / "tmp").iterdir()):
-            broken.append(f"point {point}: temporary files stay after the second run")
+        if list((output / STATE / "tmp").iterdir()) or list((output / STATE / "claims").iterdir()):
+            broken.append(f"point {point}: temporary files or claims stay after the second run")
         shutil.rmtree(output)
 
 

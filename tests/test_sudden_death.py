@@ -28,14 +28,15 @@ def test_killed_at_every_write_fsync_and_rename(tmp_path):
     assert outcome["broken"] == []
 
 
-def test_killed_at_random_instants(tmp_path):
-    """Ten kills between the first byte and the last; each later run adopts what the earlier ones finished."""
+@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_killed_at_random_instants(kills, tmp_path):
+    """Kills between the first byte and the last; each later run adopts what the earlier ones finished."""
     layers = {f"layers.{n}.o_proj.weight": ("BF16", (2048, 4096), bf16(2048, 4096, seed=n)) for n in range(6)}
     shards = {f"model-{n}.safetensors": {name: tensor} for n, (name, tensor) in enumerate(layers.items())}
     source = write_checkpoint(tmp_path / "source", shards)
     expected = digest(source, tmp_path / "clean")
     chance = random.Random(4)
-    for _ in range(10):
+    for _ in range(kills):
         with start("quantize", source, "--format", "nvfp4", "-o", tmp_path / "killed", "-q") as process:
             time.sleep(chance.uniform(0.15, 0.45))
             process.kill()
