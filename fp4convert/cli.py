@@ -57,6 +57,7 @@ MemoryOption = Annotated[float, typer.Option(min=0, help="GB of what the Hub sen
 JoinOption = Annotated[bool, typer.Option("--join", help="One of several such processes, on any machines that share OUTPUT.")]
 IndexOption = Annotated[int | None, typer.Option(help="Do this part alone, from 0; then: fp4convert merge OUTPUT.")]
 PartsOption = Annotated[int | None, typer.Option(help="How many parts. Default for both: Slurm, torchrun, SkyPilot say so.")]
+RayOption = Annotated[str | None, typer.Option(help="One worker on every node of this Ray cluster: auto, or HOST:PORT.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for errors too.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
 
@@ -84,6 +85,7 @@ def quantize_command(
     join: JoinOption = False,
     shard_index: IndexOption = None,
     num_shards: PartsOption = None,
+    ray: RayOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -91,13 +93,14 @@ def quantize_command(
 
     Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
     """
-    from fp4convert import convert, gpus, render, sharing, sources
+    from fp4convert import convert, fleet, gpus, render, sharing, sources
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
-    share = sharing.choose_share(join, shard_index, num_shards, os.environ)
+    share = sharing.choose_share(join or ray is not None, shard_index, num_shards, os.environ)
     begun = output or Path(f"{Path(source).name}-{format.upper()}")
-    opened = sources.open_source(source, _access(screen.warn, (revision, subfolder), token, (memory, transport), begun))
+    access = _access(screen.warn, (revision, subfolder), token, (memory, transport), begun)
+    opened = sources.open_source(source, access)
     patterns = (tuple(include or ()), tuple(exclude or ()))
     request = convert.Request(format, dialect, scale_rule, activations, input_scale, *patterns)
     todo = convert.prepare_quantize(opened, request)
@@ -108,7 +111,11 @@ def quantize_command(
     target = output or Path(f"{opened.name}-{format.upper()}")
     with screen.progress(todo.source_bytes, "quantize") as report:
         settings = crew.Settings(device, workers, force, report, join, share, lambda line: screen.note([line]))
-        result = convert.quantize(opened, todo, target, settings)
+        if ray is not None:
+            errand = fleet.Errand(source, access, request, target, settings)
+            result = fleet.quantize_together(ray, errand, opened, todo)
+        else:
+            result = convert.quantize(opened, todo, target, settings)
     screen.show(result.as_json(), render.draw_result)
 
 

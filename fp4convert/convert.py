@@ -14,7 +14,8 @@ from fp4convert.dialects import Dialect, check_input_scale, dialect_named, diale
 from fp4convert.ending import as_text
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, format_named, row_panels
-from fp4convert.job import Job, Result, carry_out
+from fp4convert.job import Job, Result, begin, carry_out
+from fp4convert.output import OutputFolder
 from fp4convert.plan import DTYPES, plan_dequantize, plan_quantize, plan_transcode
 from fp4convert.recipe import Target, build_recipe
 from fp4convert.sources import INDEX, Source
@@ -66,6 +67,11 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     """
     worker = Quantizer(source, plan.target, open_backend(settings.device))
     return carry_out(_artifact_job(source, plan), worker, output, settings)
+
+
+def begin_quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> OutputFolder:
+    """The output folder with the plan in it, for other processes to join; raises what quantize does before it works."""
+    return begin(_artifact_job(source, plan), output, settings)
 
 
 def prepare_dequantize(artifact: Artifact, dtype: str) -> Plan:

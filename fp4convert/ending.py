@@ -70,6 +70,8 @@ def write_ending(folder: OutputFolder) -> Ending:
     if purpose.record is not None:
         folder.write_texts({purpose.last: as_text({**purpose.record, "files": dict(sorted(files.items()))})})
         files[purpose.last] = folder.hashes[purpose.last]
+    with told(folder.root):
+        folder.sweep(folder.claims.others())
     folder.put_ended(files)
     return _ending(folder, files)
 

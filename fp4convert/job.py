@@ -10,14 +10,14 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from fp4convert.artifact import RECORD
 from fp4convert.errors import InputError
-from fp4convert.output import Terms, open_output
+from fp4convert.output import OutputFolder, Terms, open_output
 from fp4convert.purpose import Listed, Purpose
 from fp4convert.shift import Filler, Shift
 from fp4convert.sources import Source
@@ -115,9 +115,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
             NaN or Inf; SourceError where the source changed or is gone; OutputError as open_output does
     """
     started = time.monotonic()
-    _check_places(job, output)
-    terms = Terms(job.output_nbytes, settings.is_forced, settings.is_joining)
-    with _stopping(job.source), open_output(output, job.purpose(), terms) as folder:
+    with _stopping(job.source), _opened(job, output, settings) as folder:
         ending = Shift(job.source, job.plan, folder, settings).work(Filler(job.source, worker, settings))
         own_nbytes = sum((output / file).stat().st_size for file in folder.hashes)
         own_shards = sum(shard.file in folder.hashes for shard in job.plan.shards)
@@ -136,6 +134,17 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
         digest=ending.digest if ending else None,
         share={"index": share.index, "of": share.count, "shards": own_shards} if share else None,
     )
+
+
+def begin(job: Job, output: Path, settings: Settings) -> OutputFolder:
+    """The output folder with the job's plan in it, for other processes to carry out; raises what carry_out does at first."""
+    with _opened(job, output, settings) as folder:
+        return folder
+
+
+def _opened(job: Job, output: Path, settings: Settings) -> AbstractContextManager[OutputFolder]:
+    _check_places(job, output)
+    return open_output(output, job.purpose(), Terms(job.output_nbytes, settings.is_forced, settings.is_joining))
 
 
 def _check_places(job: Job, output: Path) -> None:

@@ -247,13 +247,13 @@ class OutputFolder:
             old = read_plan(self.root)
             if old is not None and old.plan_id != self.purpose.plan_id:
                 self._replace(old, others, terms)
-            self._sweep(others)
+            self.sweep(others)
             _check_space(self.root, self.purpose, terms.needed_nbytes)
             if old is None or old.plan_id != self.purpose.plan_id:
                 self._put(PLAN, json.dumps(self.purpose.as_json(), indent=1))
 
-    def _sweep(self, others: list[str]) -> None:
-        """Remove files on their way that no living process fills."""
+    def sweep(self, others: list[str]) -> None:
+        """Remove files on their way that neither this process nor these others fill."""
         for leftover in (self.state / "tmp").iterdir():
             if leftover.name not in (self.claims.name, *others):
                 shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()

@@ -43,7 +43,7 @@ def choose_share(is_joining: bool, index: int | None, count: int | None, environ
     """find_share, but for processes that join: those take whatever task is free.  InputError for both at once."""
     if is_joining and (index, count) != (None, None):
         raise InputError(
-            "share", "--join takes tasks as they come, --shard-index and --num-shards deal them out; expected one way"
+            "share", "--join and --ray take tasks as they come, --shard-index and --num-shards deal them out; expected one way"
         )
     return None if is_joining else find_share(index, count, environment)
 

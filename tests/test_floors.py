@@ -21,6 +21,7 @@ FLOORS = [
     {"shift"},
     {"job"},
     {"convert", "verification", "render"},
+    {"fleet"},
     {"cli"},
     {"__main__"},
 ]
@@ -34,6 +35,7 @@ ROOMS = {
     "hf_xet": {"xet"},
     "safetensors": set(),
     "gguf": {"gguf_shard"},
+    "ray": {"fleet"},
     "rich": {"render"},
     "typer": {"cli"},
     "ctypes": {"backends", "gpus"},

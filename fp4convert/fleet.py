@@ -1,0 +1,186 @@
+"""One worker on every node of a Ray cluster.  Ray starts them and schedules nothing else: each takes whatever task is free.
+
+The output folder is on a disk that all nodes share, and fp4convert is installed on each.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fp4convert.convert import Request, begin_quantize, prepare_quantize, quantize
+from fp4convert.errors import DeviceError, Fp4Error, InputError
+from fp4convert.job import Result
+from fp4convert.output import OutputFolder
+from fp4convert.purpose import Listed
+from fp4convert.sources import Access, Source, open_source
+from fp4convert.tasks import Plan
+from fp4convert.workers import Settings
+
+LOOK_SECONDS = 1.0
+LATE_SECONDS = 30.0  # for the others, once one worker has seen the end
+CONNECT_SECONDS = 5.0
+OLDEST = (2, 50)
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """What every worker is sent to do: `quantize`, together with all others.
+
+    reference  the source, as every node finds it
+    """
+
+    reference: str
+    access: Access
+    request: Request
+    output: Path
+    settings: Settings
+
+    def __call__(self) -> Result | dict[str, Any]:
+        """The result of the whole, or what went wrong, in words that travel."""
+        try:
+            source = open_source(self.reference, self.access)
+            return quantize(source, prepare_quantize(source, self.request), self.output, replace(self.settings, is_joining=True))
+        except Fp4Error as error:
+            return {"kind": type(error).__name__, "said": (error.code, error.message, error.next_step, error.tensor)}
+
+
+def quantize_together(address: str, errand: Errand, source: Source, plan: Plan) -> Result:
+    """Carry out a plan of prepare_quantize by workers on all nodes; this process begins the folder, and watches.
+
+    errand  with this process's own settings; `source` is what it names
+    Raises  InputError where Ray is not there; DeviceError where every worker is lost; what quantize raises
+    """
+    with redirect_stdout(sys.stderr), _connected(address) as ray:  # Ray prints what its nodes have to say
+        folder = begin_quantize(source, plan, errand.output, errand.settings)
+        watch = _Watch(folder, plan, errand.settings)
+        workers = dict(_start(ray, _sent(errand, source)))
+        results, refused = _wait_for(ray, workers, watch)
+    if results:
+        return replace(max(results, key=lambda result: result.seconds), output=str(errand.output))
+    if refused:
+        raise _as_error(refused[0])
+    raise DeviceError("workers-lost", f"every worker on {address} is lost", "Run the same command again: what is finished stays.")
+
+
+def _sent(errand: Errand, source: Source) -> Errand:
+    """The errand as it means the same on every node: whole paths, the commit that was found, nothing that prints."""
+    checkpoint, settings = source.checkpoint, errand.settings
+    reference = errand.reference if checkpoint.repo else str(Path(errand.reference).absolute())
+    access = replace(errand.access, revision=checkpoint.revision, tell=Access().tell, output=None)
+    return Errand(reference, access, errand.request, errand.output.absolute(), Settings(settings.device, settings.workers))
+
+
+class _Watch:
+    """Tells the progress of all workers, by what is finished in the folder."""
+
+    def __init__(self, folder: OutputFolder, plan: Plan, settings: Settings) -> None:
+        self._folder = folder
+        self._left = {task.key: task for task in plan.tasks}
+        self._settings = settings
+        self.tell = settings.tell
+
+    def look(self) -> None:
+        for task in [task for key, task in self._left.items() if self._folder.record_of(Listed.of(task))]:
+            del self._left[task.key]
+            for step in task.steps:
+                self._settings.progress(step.refs[0].name, step.source_bytes)
+
+
+def _wait_for(ray: ModuleType, workers: dict[Any, str], watch: _Watch) -> tuple[list[Result], list[dict[str, Any]]]:
+    """What the workers returned, and what those that could not go on said; the lost are neither."""
+    results: list[Result] = []
+    refused: list[dict[str, Any]] = []
+    until = float("inf")
+    try:
+        while workers and time.monotonic() < until:
+            ended, _ = ray.wait(list(workers), num_returns=1, timeout=LOOK_SECONDS)
+            for worker in ended:
+                node = workers.pop(worker)
+                outcome = _outcome(ray, worker)
+                if isinstance(outcome, Result):
+                    results.append(outcome)
+                    until = time.monotonic() + LATE_SECONDS
+                elif isinstance(outcome, dict):
+                    refused.append(outcome)
+                    watch.tell(f"the worker on {node} ended: {outcome['said'][1]}")
+                else:
+                    watch.tell(f"the worker on {node} is lost ({outcome}); the others do its work")
+            watch.look()
+    finally:
+        for worker in workers:
+            ray.cancel(worker)
+    return results, refused
+
+
+def _outcome(ray: ModuleType, worker: Any) -> object:
+    """What a worker returned; in a word, how it was lost."""
+    try:
+        return ray.get(worker)
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None)
+        return type(cause or error).__name__
+
+
+def _start(ray: ModuleType, errand: Errand) -> Iterator[tuple[Any, str]]:
+    """(worker, name of its node) on every node that has a processor."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    for node in _nodes(ray):
+        place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        needs = {"num_cpus": 1, "num_gpus": node["Resources"].get("GPU", 0), "max_retries": 0}
+        yield ray.remote(_run).options(**needs, scheduling_strategy=place).remote(errand), node["NodeManagerHostname"]
+
+
+def _nodes(ray: Any) -> list[dict[str, Any]]:
+    """The nodes that live and have a processor."""
+    return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+
+
+def _run(errand: Errand) -> Result | dict[str, Any]:
+    return errand()
+
+
+def _as_error(outcome: dict[str, Any]) -> Fp4Error:
+    import fp4convert.errors
+
+    error: Fp4Error = getattr(fp4convert.errors, outcome["kind"])(*outcome["said"])
+    return error
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[ModuleType]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        found = version("ray")
+    except PackageNotFoundError:
+        raise InputError(
+            "no-ray", "--ray needs Ray, which is not installed", "Install it: pip install 'fp4convert[ray]'."
+        ) from None
+    if tuple(map(int, found.split(".")[:2])) < OLDEST:
+        raise InputError("no-ray", f"Ray is {found}; expected 2.50 or newer, as on the cluster", "pip install 'fp4convert[ray]'.")
+    import ray
+
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if port.isdigit():  # where nothing listens, Ray waits for minutes
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise InputError("no-ray", f"no Ray cluster answers at {address}: {reason}", "Look for it: ray status.") from None
+    try:
+        if not _nodes(ray):
+            raise InputError("no-ray", f"the Ray cluster at {address} has no node with a processor to spare", "Look: ray status.")
+        yield ray
+    finally:
+        ray.shutdown()

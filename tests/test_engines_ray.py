@@ -1,0 +1,96 @@
+"""A Ray cluster of four nodes on this machine: the bytes are those of one process, also when a node dies meanwhile."""
+
+import json
+import os
+import threading
+import time
+
+import pytest
+from checkpoints import bf16, pack_header, run, start
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+
+STATE = ".fp4convert"
+SHARDS = 40
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory):
+    """Forty shards that take a while, with scale groups that cross from each to the next; random rows at the head of zeros."""
+    folder, shape = tmp_path_factory.mktemp("ray") / "layers", (4096, 4096)
+    nbytes = 2 * shape[0] * shape[1]
+    folder.mkdir()
+    for number in range(SHARDS):
+        names = f"layers.{number}.mlp.up_proj.weight", f"layers.{number + 1}.mlp.gate_proj.weight"
+        header = {
+            name: {"dtype": "BF16", "shape": shape, "data_offsets": [k * nbytes, (k + 1) * nbytes]}
+            for k, name in enumerate(names)
+        }
+        with (folder / f"model-{number:02}.safetensors").open("wb") as out:
+            out.write(pack_header(json.dumps(header).encode()))
+            start = out.tell()
+            for k in range(2):
+                out.seek(start + k * nbytes)
+                out.write(bf16(16, 4096, seed=2 * number + k))
+            out.truncate(start + 2 * nbytes)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(layers, tmp_path_factory):
+    out = tmp_path_factory.mktemp("alone") / "out"
+    return run("quantize", layers, "--format", "nvfp4", "-o", out, "--json", "-q").json["digest"]
+
+
+@pytest.fixture
+def cluster():
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_DISABLE_MEMORY_MONITOR="1", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
+    from ray.cluster_utils import Cluster
+
+    size = {"num_cpus": 1, "object_store_memory": 100 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
+    cluster.others = [cluster.add_node(**size) for _ in range(3)]
+    yield cluster
+    cluster.shutdown()
+
+
+def on_cluster(cluster, layers, out, *options):
+    return start(
+        "quantize", layers, "--format", "nvfp4", "-o", out, "--json", "--ray", cluster.address, "--workers", "1", *options
+    )
+
+
+def test_four_nodes_and_one_that_is_killed_give_the_same_digest(cluster, layers, expected, tmp_path):
+    out = tmp_path / "out"
+    with on_cluster(cluster, layers, out) as process:
+        for _ in range(4000):
+            if (out / STATE / "done").exists() and len(list((out / STATE / "done").iterdir())) > 3:
+                break
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        done = len(list((out / STATE / "done").iterdir()))
+        threading.Thread(target=cluster.remove_node, args=(cluster.others[1],), kwargs={"allow_graceful": False}).start()
+        text, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert 0 < done < SHARDS
+    assert "is lost" in err
+    assert json.loads(text)["digest"] == expected
+    assert json.loads(text)["output"] == str(out)
+    assert list((out / STATE / "tmp").iterdir()) == []
+    again = on_cluster(cluster, layers, out)
+    assert json.loads(again.communicate(timeout=120)[0])["digest"] == expected
+
+
+def test_what_is_wrong_is_told_as_by_one_process(cluster, layers, tmp_path):
+    with on_cluster(cluster, layers, tmp_path / "out", "--device", "cuda:9") as process:
+        text, _ = process.communicate(timeout=120)
+    assert (process.returncode, json.loads(text)["error"]["exit"]) == (2, 2)
+    assert "device" in json.loads(text)["error"]["code"]
+
+
+def test_a_cluster_that_is_not_there_is_refused_before_anything_is_written(layers, tmp_path):
+    with start("quantize", layers, "--format", "nvfp4", "-o", tmp_path / "out", "--json", "--ray", "127.0.0.1:1") as process:
+        text, err = process.communicate(timeout=120)
+    assert (process.returncode, json.loads(text)["error"]["code"]) == (2, "no-ray"), err
+    assert not (tmp_path / "out").exists()
