@@ -14,7 +14,7 @@ from fp4convert.sources import Source
 from fp4convert.tasks import Plan, Task
 from fp4convert.workers import Settings, UnsoundShardError, Worker, fill_shard
 
-WAIT_SECONDS = 0.5  # between looks at what others do
+FIRST_SECONDS, LONGEST_SECONDS = 0.1, 3.0  # between looks at what others do: many wait, and a shared disk has to answer all
 TRIES = 3  # to write files that afterwards are what was written
 
 
@@ -67,6 +67,7 @@ class Shift:
         self._folder = folder
         self._settings = settings
         self._mark, _ = read_ended(folder.root)
+        self._pause_seconds = FIRST_SECONDS
         self._tries: dict[str, int] = {}
         self._disputed: set[str] = set()
 
@@ -108,7 +109,13 @@ class Shift:
                 if not is_told:
                     self._tell_whom(left)
                 is_told = True
-                time.sleep(WAIT_SECONDS)
+                self._pause()
+            else:
+                self._pause_seconds = FIRST_SECONDS
+
+    def _pause(self) -> None:
+        time.sleep(self._pause_seconds)
+        self._pause_seconds = min(1.5 * self._pause_seconds, LONGEST_SECONDS)
 
     def _tell_whom(self, left: list[Listed]) -> None:
         others = self._folder.claims.others()
@@ -120,7 +127,7 @@ class Shift:
         """The end, where nobody else is at it and all is as it was written; else None, and what is harmed is to be done again."""
         folder = self._folder
         if not folder.claims.take(ENDING):
-            time.sleep(WAIT_SECONDS)
+            self._pause()
             return None
         try:
             if ending := ended_meanwhile(folder, self._mark):
