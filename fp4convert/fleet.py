@@ -27,6 +27,7 @@ from fp4convert.workers import Settings
 
 LOOK_SECONDS = 1.0
 LATE_SECONDS = 30.0  # for the others, once one worker has seen the end
+LEAVE_SECONDS = 1.0  # for workers to drop their claims
 CONNECT_SECONDS = 5.0
 OLDEST = (2, 50)
 
@@ -102,7 +103,7 @@ def _wait_for(ray: ModuleType, workers: dict[Any, str], watch: _Watch) -> tuple[
     until = float("inf")
     try:
         while workers and time.monotonic() < until:
-            ended, _ = ray.wait(list(workers), num_returns=1, timeout=LOOK_SECONDS)
+            ended = _ended(ray, workers)
             for worker in ended:
                 node = workers.pop(worker)
                 outcome = _outcome(ray, worker)
@@ -118,7 +119,18 @@ def _wait_for(ray: ModuleType, workers: dict[Any, str], watch: _Watch) -> tuple[
     finally:
         for worker in workers:
             ray.cancel(worker)
+        if workers:
+            ray.wait(list(workers), num_returns=len(workers), timeout=LEAVE_SECONDS)
     return results, refused
+
+
+def _ended(ray: ModuleType, workers: dict[Any, str]) -> list[Any]:
+    """The next worker that has ended, or nothing for a second."""
+    try:
+        return list(ray.wait(list(workers), num_returns=1, timeout=LOOK_SECONDS)[0])
+    except Exception as error:
+        stop = error.__cause__  # Ray wraps what our handlers of signals raise
+        raise stop if stop is not None and not isinstance(stop, Exception) else error from None
 
 
 def _outcome(ray: ModuleType, worker: Any) -> object:

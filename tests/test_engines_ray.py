@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import threading
 import time
 
@@ -61,14 +62,19 @@ def on_cluster(cluster, layers, out, *options):
     )
 
 
+def wait_for_shards(out, process):
+    for _ in range(4000):
+        if (out / STATE / "done").exists() and len(list((out / STATE / "done").iterdir())) > 3:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    raise TimeoutError(out)
+
+
 def test_four_nodes_and_one_that_is_killed_give_the_same_digest(cluster, layers, expected, tmp_path):
     out = tmp_path / "out"
     with on_cluster(cluster, layers, out) as process:
-        for _ in range(4000):
-            if (out / STATE / "done").exists() and len(list((out / STATE / "done").iterdir())) > 3:
-                break
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+        wait_for_shards(out, process)
         done = len(list((out / STATE / "done").iterdir()))
         threading.Thread(target=cluster.remove_node, args=(cluster.others[1],), kwargs={"allow_graceful": False}).start()
         text, err = process.communicate(timeout=120)
@@ -94,3 +100,23 @@ def test_a_cluster_that_is_not_there_is_refused_before_anything_is_written(layer
         text, err = process.communicate(timeout=120)
     assert (process.returncode, json.loads(text)["error"]["code"]) == (2, "no-ray"), err
     assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupt_ends_driver_and_workers_and_the_command_continues(cluster, layers, expected, tmp_path):
+    out = tmp_path / "out"
+    with on_cluster(cluster, layers, out) as process:
+        wait_for_shards(out, process)
+        asked = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - asked < 2
+    assert process.returncode == 130, err
+    assert "Continue with: fp4convert quantize" in err
+    assert "--ray" in err
+    for _ in range(100):
+        if not list((out / STATE / "claims").iterdir()):
+            break
+        time.sleep(0.05)
+    assert list((out / STATE / "claims").iterdir()) == []
+    assert not (out / "quantization_config.json").exists()
+    assert run("quantize", layers, "--format", "nvfp4", "-o", out, "--json", "-q").json["digest"] == expected
