@@ -8,7 +8,7 @@ import sys
 
 from measure import ROOT, machine
 
-PARTS = ("kernels", "conversion", "startup")
+PARTS = ("kernels", "conversion", "planning", "startup")
 
 
 def main() -> None:

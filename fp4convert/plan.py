@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fp4convert.dialects import Dialect, Ignored, Packed, dialect_to_write, form_of, is_quantized_tensor
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
-from fp4convert.recipe import Recipe, ScaleGroup, Target, build_recipe, matches, scale_group
+from fp4convert.recipe import Recipe, ScaleGroup, Target, build_recipe, matches, matches_any, scale_group
 from fp4convert.shard import DTYPE_BITS, TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
 from fp4convert.stacks import Slot
@@ -59,10 +59,11 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     tasks = tuple(writing.task(shard, [decide(ref) for ref in shard.tensors]) for shard in checkpoint.shards)
     refuse_collisions(tasks)
     _refuse_lookalikes(tasks, dialect, shapes)
+    included = [module for module in shapes if matches_any(recipe.include, module)]  # no other fits a rule of what stays
     if not dialect.TRAITS.holds_embeddings:
         warnings += [
             f"{module} is an embedding, which no engine of dialect {recipe.target.dialect} reads in four bits"
-            for module in shapes
+            for module in included
             if recipe.kind_of(module) == "embedding"
         ]
     if not chosen:
@@ -71,7 +72,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
         warnings.append("the source has no config.json, or an empty one; the one written holds the quantization record alone")
     notes = (*_notes_on(checkpoint), *_stacks(checkpoint), *_unmatched(checkpoint, recipe), *warnings)
     kept = _kept_modules(checkpoint, {ref.name for ref in chosen})
-    patterns = recipe.patterns_to_declare(kept, [module_of(ref.name) for ref in chosen])
+    patterns = recipe.patterns_to_declare(kept, included)
     return Plan(recipe.target, tasks, Ignored(tuple(kept), patterns), notes)
 
 
@@ -291,6 +292,8 @@ def _incomplete_groups(gathered: dict[ScaleGroup, list[TensorRef]]) -> list[str]
     for key, refs in gathered.items():
         if len(refs) < len(key.members):
             lacking[key.members].append(key)
+    if not lacking:
+        return []
     present = {module_of(ref.name).rpartition(".")[2] for refs in gathered.values() for ref in refs}
     return [_incomplete(members, keys, present) for members, keys in lacking.items()]
 
@@ -355,10 +358,12 @@ def _custom_code(checkpoint: Checkpoint) -> list[str]:
 
 
 def _unmatched(checkpoint: Checkpoint, recipe: Recipe) -> list[str]:
+    if not recipe.include and not recipe.exclude:
+        return []
     modules = {module_of(ref.name) for ref in checkpoint.tensors}
     return [
         f"{option} {pattern!r} matches no module; a module's name is its tensor's without .weight"
         for option, patterns in (("--include", recipe.include), ("--exclude", recipe.exclude))
         for pattern in patterns
-        if not any(matches(pattern, module) for module in modules)
+        if pattern not in modules and not any(matches(pattern, module) for module in modules)
     ]

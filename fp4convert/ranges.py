@@ -230,6 +230,9 @@ class RangeReader:
             raise _passing(reply)
         if reply.status in (401, 403):
             raise no_access(file.name, file.url, reply.status, reply.getheader("X-Error-Code"))
+        if reply.status >= 500:  # of mirrors, which lack what the Hub has
+            detail = f"{file.name}: {host_of(file.url)} answers HTTP {reply.status}"
+            raise SourceError("source-unreachable", detail, "Run it again later.")
         if reply.status >= 400:
             raise _changed(file, f"the Hub does not have it any more (HTTP {reply.status})")
         commit, nbytes, etag = (reply.getheader(f"X-{name}") for name in ("Repo-Commit", "Linked-Size", "Linked-ETag"))

@@ -62,41 +62,54 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is made; what stays; which sibling modules share a scale."""
+    """What is made; what stays; which sibling modules share a scale.
+
+    kept_patterns  those of all rules
+    """
 
     format: Format
     target: Target
     keep: tuple[KeepRule, ...]
+    kept_patterns: tuple[str, ...]
     groups: tuple[tuple[str, ...], ...]
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 
     def reason_to_keep(self, module: str) -> str | None:
         """Why that module stays, or None: --exclude before --include before the recipes' own rules."""
-        for pattern in self.exclude:
-            if matches(pattern, module):
-                return f"excluded by {pattern!r}"
-        if any(matches(pattern, module) for pattern in self.include):
+        if matches_any(self.exclude, module):
+            return next(f"excluded by {pattern!r}" for pattern in self.exclude if matches(pattern, module))
+        if matches_any(self.include, module):
             return None
-        return next((rule.reason for rule in self.keep if any(matches(pattern, module) for pattern in rule.patterns)), None)
+        rule = self._rule_for(module)
+        return rule.reason if rule else None
 
     def kind_of(self, module: str) -> str:
         """What the recipes' rules take a module for; nothing where none speaks of it."""
-        return next((rule.kind for rule in self.keep if any(matches(pattern, module) for pattern in rule.patterns)), "")
+        rule = self._rule_for(module)
+        return rule.kind if rule else ""
+
+    def _rule_for(self, module: str) -> KeepRule | None:
+        if not matches_any(self.kept_patterns, module):  # of most modules this is all that is asked
+            return None
+        return next(rule for rule in self.keep if matches_any(rule.patterns, module))
 
     def patterns_to_declare(self, kept: Sequence[str], quantized: Sequence[str]) -> tuple[str, ...]:
         """Patterns of modules that stay, for the engines' records: short, and true under the engines' own prefixes.
 
         Those that fit something kept, or may be tied and absent; none that fits a quantized module.
+
+        quantized  those of them that a pattern may fit
         """
         rules = [(self.exclude, False), *((rule.patterns, rule.may_be_absent) for rule in self.keep)]
-        return tuple(
+        fitting = tuple(
             pattern
             for patterns, may_be_absent in rules
             for pattern in patterns
-            if (may_be_absent or any(matches(pattern, module) for module in kept))
-            and not any(matches(pattern, module) for module in quantized)
+            if may_be_absent or any(matches(pattern, module) for module in kept)
         )
+        fitted = [module for module in quantized if matches_any(fitting, module)]  # rare, where modules are many
+        return tuple(pattern for pattern in fitting if not any(matches(pattern, module) for module in fitted))
 
 
 def build_recipe(
@@ -121,7 +134,8 @@ def build_recipe(
         KeepRule(tuple(row["modules"]), row["reason"], row.get("kind", ""), row.get("may_be_absent", False)) for row in rows
     )
     target = replace(target, scale_rule=check_rule(fmt, target.scale_rule or fmt.default_rule))
-    return Recipe(fmt, target, keep, group_members(model_types), tuple(include), tuple(exclude))
+    kept_patterns = tuple(pattern for rule in keep for pattern in rule.patterns)
+    return Recipe(fmt, target, keep, kept_patterns, group_members(model_types), tuple(include), tuple(exclude))
 
 
 def group_members(model_types: Collection[str]) -> tuple[tuple[str, ...], ...]:
@@ -138,6 +152,36 @@ def scale_group(module: str, groups: tuple[tuple[str, ...], ...]) -> ScaleGroup 
 def matches(pattern: str, module: str) -> bool:
     """True where a glob fits the whole name, or a "re:" expression its beginning."""
     return _compiled(pattern).match(module) is not None
+
+
+def matches_any(patterns: tuple[str, ...], module: str) -> bool:
+    """True where one of the patterns matches."""
+    return _sieve(patterns).holds(module)
+
+
+class _Sieve:
+    """Many patterns as one question: most are text with stars around it, which strings find far sooner than expressions do."""
+
+    def __init__(self, patterns: tuple[str, ...]) -> None:
+        texts = {pattern for pattern in patterns if not pattern.startswith("re:") and not set(pattern.strip("*")) & set("*?[")}
+        self._names = frozenset(pattern for pattern in texts if "*" not in pattern)
+        starred = [pattern for pattern in texts if "*" in pattern]
+        self._inside = [text.strip("*") for text in starred if text[0] == text[-1] == "*"]
+        self._beginnings = tuple(text.rstrip("*") for text in starred if text[0] != "*")
+        self._ends = tuple(text.lstrip("*") for text in starred if text[-1] != "*")
+        self._expressions = [_compiled(pattern) for pattern in patterns if pattern not in texts]
+
+    def holds(self, module: str) -> bool:
+        return (
+            module in self._names
+            or module.startswith(self._beginnings)
+            or module.endswith(self._ends)
+            or any(map(module.__contains__, self._inside))
+            or any(expression.match(module) for expression in self._expressions)
+        )
+
+
+_sieve = cache(_Sieve)
 
 
 _ENDLESS = re.compile(r"\([^()]*[*+][^()]*\)[*+]")  # a repeat of what repeats: its time can double with every letter

@@ -16,6 +16,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from rich.console import Console
@@ -30,6 +31,7 @@ _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 CLOSED_PIPE = 141  # as a shell shows a program whose reader went away
 LOG_SECONDS = 5.0
 CELL_WIDTH = 100
+JSON_PIECES = 10_000  # words and signs of a document that are written together
 PIPE_WIDTH = 1000  # a pipe keeps rows whole
 
 
@@ -59,7 +61,10 @@ class Screen:
         """The document as JSON for a machine, or drawn for a person."""
         try:
             if self.is_json:
-                print(json.dumps(document, indent=2))
+                pieces = json.JSONEncoder(indent=2).iterencode(document)
+                while part := "".join(islice(pieces, JSON_PIECES)):  # never all at once: a plan can have tens of megabytes
+                    sys.stdout.write(part)
+                print()
             else:
                 draw(self, document)
             sys.stdout.flush()

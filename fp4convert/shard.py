@@ -259,7 +259,7 @@ class SafetensorsFrame:
         places, end = [], 0
         for spec in ordered:
             nbytes = math.prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8
-            entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [end, end + nbytes]}
+            entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (end, end + nbytes)}
             places.append(end)
             end += nbytes
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")

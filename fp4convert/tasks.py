@@ -6,8 +6,10 @@ A draft says what becomes of a tensor; laid out beside the others of its shard i
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
 from fp4convert.dialects import Dialect, Ignored
@@ -20,6 +22,7 @@ from fp4convert.stacks import Slot
 
 Action = Literal["quantize", "dequantize", "transcode", "copy", "skip"]
 MADE_FOUR_BIT = ("quantize", "transcode")
+_ADDRESS = attrgetter("name", "dtype", "shape", "file", "start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +190,11 @@ class Writing:
             for draft in drafts
         )
         sources = sorted({shard.file, *(ref.file for draft in drafts for ref in (*draft.refs, *draft.amax_of))})
-        promise = f"{self.target!r} {shard.file} {[self.checkpoint.stamps[file] for file in sources]} {steps!r}"
-        key = hashlib.sha256(promise.encode("utf-8", "surrogatepass")).hexdigest()
-        return Task(key, tuple(sources), shards, steps)
+        promise = [repr(self.target), [self.checkpoint.stamps[file] for file in sources], [_told(step) for step in steps]]
+        key = hashlib.sha256(json.dumps(promise).encode())
+        for written in shards:
+            key.update(json.dumps([written.file, written.nbytes, len(written.header)]).encode() + written.header)
+        return Task(key.hexdigest(), tuple(sources), shards, steps)
 
     def _shards(self, shard: Header, drafts: list[Draft]) -> Iterator[Shard]:
         """The file of that name, and the one for scales apart where there are any."""
@@ -204,7 +209,7 @@ class Writing:
         ):
             if chosen or file == shard.file:
                 header, placed = shard.frame.lay_out(file, chosen, notes)
-                end = max((ref.start + ref.nbytes for ref in placed), default=len(header))
+                end = placed[-1].start + placed[-1].nbytes if placed else len(header)
                 yield Shard(file, header, -(-end // shard.frame.alignment) * shard.frame.alignment, placed)
 
 
@@ -223,6 +228,12 @@ def refuse_collisions(tasks: Iterable[Task]) -> None:
                     detail = f"{ref.file}: the output {ref.name!r} already exists; expected names that do not collide"
                     raise InputError("name-collision", detail, f"Leave one out: --exclude {step.module!r}.", ref.name)
                 seen.add(ref.name)
+
+
+def _told(step: Step) -> list[object]:
+    """What a step says of its bytes beside the header of its shard, for JSON."""
+    read = [[_ADDRESS(ref) for ref in refs] for refs in (step.refs, step.amax_of)]
+    return [step.module, step.action, step.shape, step.slots, *read]
 
 
 def scales_file(file: str) -> str:

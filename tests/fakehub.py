@@ -172,6 +172,11 @@ class _Server(ThreadingHTTPServer):
         """Connections that break are what the tests are for."""
 
 
+def _path_info(path: str, file: File) -> dict[str, object]:
+    large = {"lfs": {"oid": file.oid, "size": file.nbytes, "pointerSize": 134}} if file.is_large else {}
+    return {"type": "file", "path": path, "size": file.nbytes, "oid": "0" * 40 if file.is_large else file.oid, **large}
+
+
 def _file(path: Path) -> File:
     nbytes = path.stat().st_size
     if nbytes >= LFS_NBYTES:
@@ -281,6 +286,17 @@ class _Hub(_Handler):
             return self._resolve(match[1], match[2], match[3])
         return self.answer(404)
 
+    def do_POST(self) -> None:
+        """What a commit holds at some paths; pull-through mirrors ask so."""
+        asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)/paths-info/([^/]+)", unquote(urlsplit(self.path).path))
+        repo = self.fake.repos.get(match[1]) if match else None
+        if match is None or self._refuse(repo, is_file=False) or repo is None:
+            return None if match else self.answer(404)
+        files = repo.commits.get(repo.branches.get(match[2], match[2]), {})
+        listed = [_path_info(path, files[path]) for path in asked.get("paths", []) if path in files]
+        return self.answer(200, json.dumps(listed).encode())
+
     def _refuse(self, repo: Repo | None, is_file: bool) -> bool:
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if token and token != TOKEN:
@@ -329,6 +345,9 @@ class _Hub(_Handler):
 
 class _Storage(_Handler):
     where = "storage"
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)

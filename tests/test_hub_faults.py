@@ -85,6 +85,7 @@ MANY = 1000
         ({"kind": "size", "where": "hub", "method": "HEAD", "match": SECOND}, "source-changed", "bytes and now has"),
         ({"kind": "oid", "where": "hub", "method": "HEAD", "match": SECOND}, "source-changed", "another hash"),
         ({"kind": "status", "status": 404, "where": "hub", "method": "HEAD", "match": SECOND}, "source-changed", "any more"),
+        ({"kind": "status", "status": 501, "where": "hub", "method": "HEAD", "match": SECOND}, "source-unreachable", "HTTP 501"),
         ({"kind": "status", "status": 503, "where": "hub", "match": "api/models", "times": MANY}, "source-unreachable", "503"),
     ],
     ids=lambda value: value.get("kind") if isinstance(value, dict) else None,

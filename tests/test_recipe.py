@@ -1,10 +1,12 @@
 """What stays and which modules share a scale, as configs/*.toml and the command line say it."""
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4
-from fp4convert.recipe import Target, build_recipe, matches
+from fp4convert.recipe import Target, build_recipe, matches, matches_any
 
 
 def recipe(model_type: str = "llama", include=(), exclude=(), fmt=NVFP4, rule=None):
@@ -34,6 +36,15 @@ def recipe(model_type: str = "llama", include=(), exclude=(), fmt=NVFP4, rule=No
 )
 def test_a_glob_fits_the_whole_name_and_an_expression_its_beginning(pattern, module, fits):
     assert matches(pattern, module) is fits
+
+
+@given(st.lists(st.text("ab.*?[]", max_size=4), max_size=4), st.text("ab.*\n", max_size=5))
+@example(["*"], "")
+@example([""], "")
+@example(["**a*"], "ba")
+@example(["re:a.b"], "axbc")
+def test_many_patterns_at_once_match_what_one_of_them_matches(patterns, module):
+    assert matches_any(tuple(patterns), module) is any(matches(pattern, module) for pattern in patterns)
 
 
 @pytest.mark.parametrize("pattern", ["re:(", "re:*a", "re:[z-a]"])

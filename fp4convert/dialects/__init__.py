@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from itertools import chain
 from typing import Literal, NamedTuple, Protocol, cast
 
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, Blocks, Format, Kind, Quantized, format_named
-from fp4convert.recipe import Target, matches
+from fp4convert.recipe import Target, matches_any
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.spelling import ACTIVATIONS_FP4, Form, Part, Read, Scalars
 from fp4convert.stacks import Piece, Rows, Slot
@@ -96,7 +97,7 @@ class Ignored:
 
     def apart(self) -> list[str]:
         """Modules that no pattern fits."""
-        return [module for module in self.modules if not any(matches(pattern, module) for pattern in self.patterns)]
+        return [module for module in self.modules if not matches_any(self.patterns, module)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,11 +315,16 @@ def is_fp8(tensors: Mapping[str, TensorRef], name: str) -> bool:
 
 def is_quantized_tensor(ref: TensorRef) -> bool:
     """True for a tensor that only an already quantized checkpoint has, in any dialect."""
-    endings = {ending for known in MODULES for ending in dialect_named(known).TRAITS.suffixes if ending.startswith(".")}
-    telling = tuple(ending for ending in endings if ref.dtype not in FLOAT_TYPES or ending.startswith(".weight_"))
     is_matrix = ref.name.endswith(_PACKED_ENDINGS) and len(ref.shape) > 1
     is_packed = is_matrix and ref.dtype in _PACKED_DTYPES
-    return ref.dtype in _GGUF_TYPES or is_packed or ref.name.endswith((*telling, _FP8_ENDING))
+    return ref.dtype in _GGUF_TYPES or is_packed or ref.name.endswith(_telling_endings(ref.dtype in FLOAT_TYPES))
+
+
+@cache
+def _telling_endings(is_float: bool) -> tuple[str, ...]:
+    """Endings of names that only quantized checkpoints have, for tensors of floats or of anything else."""
+    endings = {ending for known in MODULES for ending in dialect_named(known).TRAITS.suffixes if ending.startswith(".")}
+    return (*(ending for ending in endings if not is_float or ending.startswith(".weight_")), _FP8_ENDING)
 
 
 def check_input_scale(fmt: Format, activations: int, input_scale: float | None) -> float | None:

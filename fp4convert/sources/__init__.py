@@ -187,8 +187,11 @@ def read_index(text: bytes) -> dict[str, str]:
     weight_map = parse_json_object(text, f"{INDEX}: index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError("index", f"{INDEX}: no weight_map that maps tensors to files")
+    sound: set[object] = set()
     for tensor, file in weight_map.items():
-        _check_shard_name(tensor, file)
+        if not isinstance(file, str) or file not in sound:
+            _check_shard_name(tensor, file)
+            sound.add(file)
     folded = Counter(file.lower() for file in set(weight_map.values()))
     if twins := sorted(file for file in set(weight_map.values()) if folded[file.lower()] > 1):
         detail = f"{INDEX}: weight_map names {twins[0]!r} and {twins[1]!r}, which differ only in case"

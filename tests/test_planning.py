@@ -1,0 +1,77 @@
+"""Twice the tensors are twice the work, from the headers to the plan as it is drawn: a trillion parameters plan in seconds.
+
+Work is counted in calls, which no other process disturbs; loops inside a built-in function make none, so time counts, too.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fp4convert import render
+from fp4convert.convert import Request, describe_plan, prepare_quantize
+from fp4convert.job import as_text
+from fp4convert.sources import open_source
+from fp4convert.workers import Settings
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from planning import write_checkpoint
+
+LAYERS, EXPERTS, SHARDS = 8, 200, 10
+PATTERNS = tuple(f"model.layers.{layer}.self_attn.o_proj" for layer in range(4))
+
+
+def plan(folder: Path) -> None:
+    """Everything that a dry run does, and the text of the index."""
+    source = open_source(str(folder))
+    request = Request("nvfp4", include=("lm_head", "re:.*gate$"), exclude=PATTERNS)
+    planned = prepare_quantize(source, request)
+    assert as_text(planned.index)
+    render.Screen().show(describe_plan(source, planned, Settings("cpu")), render.draw_plan)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A checkpoint of 4,900 tensors in 10 shards, and one of twice as many in twice as many."""
+    scratch = tmp_path_factory.mktemp("planning")
+    made = [scratch / name for name in ("once", "twice")]
+    for times, folder in enumerate(made, 1):
+        folder.mkdir()
+        assert write_checkpoint(folder, times * LAYERS, EXPERTS, times * SHARDS) == times * LAYERS * (3 * EXPERTS + 14) + 3
+    plan(made[0])  # what is loaded or compiled once
+    return made
+
+
+def calls_of(folder: Path) -> int:
+    count = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        plan(folder)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def seconds_of(folder: Path) -> float:
+    begun = time.process_time()
+    plan(folder)
+    return time.process_time() - begun
+
+
+def test_twice_the_tensors_are_twice_the_calls(folders):
+    once, twice = (calls_of(folder) for folder in folders)
+    assert 1.8 < twice / once < 2.2
+
+
+def test_twice_the_tensors_take_twice_the_time(folders):
+    """Four times, and more where something is compared with everything."""
+    once, twice = (min(seconds_of(folder) for _ in range(2)) for folder in folders)
+    assert twice / once < 3
