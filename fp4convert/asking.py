@@ -67,6 +67,11 @@ class Asker:
         """Make every question to come, and every wait between two tries, end at once."""
         self._stopped.set()
 
+    def check(self) -> None:
+        """OutputError once `stop` was called."""
+        if self._stopped.is_set():
+            raise OutputError("push-stopped", f"{self._repo}: pushing was stopped", AGAIN)
+
     def ask(self, trouble: str, call: Callable[[], T]) -> T:
         """What the call returns, made again until the Hub answers.
 
@@ -78,8 +83,7 @@ class Asker:
 
         no_reply = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of the HTTP library that huggingface_hub is built on
         for failures in range(1, self._patience.tries + 1):
-            if self._stopped.is_set():
-                raise OutputError("push-stopped", f"{self._repo}: pushing was stopped", AGAIN)
+            self.check()
             get_session().timeout = ANSWER_FACTOR * self._patience.timeout_seconds  # it would wait forever
             try:
                 return call()

@@ -12,7 +12,7 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -28,6 +28,7 @@ from fp4convert.sources import WEIGHTS
 BRANCH = "main"
 ENGINE_RECORD = "hf_quant_config.json"  # of an earlier artifact in another dialect: it would contradict ours
 RECORD_LIMIT = 64 << 20  # bytes of an earlier artifact's record that are read
+POLL_SECONDS = 0.2
 Progress = Callable[[str, int], None]
 
 
@@ -145,11 +146,7 @@ class Pusher:
 
         path  stays as it is until then
         """
-        if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name="push", daemon=True)
-            self._worker.start()
-        self._started[name] = Future()
-        self._queue.put((Ware(name, path, sha256), self._started[name]))
+        self._start(Ware(name, path, sha256)).add_done_callback(self._tell_failure)
 
     def commit(self, folder: Path, files: Mapping[str, str], card: str, report: Progress = lambda name, nbytes: None) -> str:
         """Make sure that every file is up, and name them all in one commit; its address.
@@ -183,6 +180,15 @@ class Pusher:
         if self._worker is not None:
             self._worker.join(timeout=0.5)
 
+    def _start(self, ware: Ware) -> Future[None]:
+        """Hand a file to the one thread that uploads: the others stay free for signals and for work."""
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name="push", daemon=True)
+            self._worker.start()
+        future = self._started[ware.name] = Future()
+        self._queue.put((ware, future))
+        return future
+
     def _work(self) -> None:
         for ware, future in iter(self._queue.get, None):
             try:
@@ -190,15 +196,23 @@ class Pusher:
                 future.set_result(None)
             except Exception as error:  # a bug of ours, too, comes to light in `commit`
                 future.set_exception(error)
-                if isinstance(error, Fp4Error) and not self._asker.is_stopped:
-                    self._tell(f"not uploaded yet, and tried again at the end: {error.message}")
+
+    def _tell_failure(self, future: Future[None]) -> None:
+        error = future.exception()
+        if isinstance(error, Fp4Error) and not self._asker.is_stopped:
+            self._tell(f"not uploaded yet, and tried again at the end: {error.message}")
 
     def _finish(self, ware: Ware) -> None:
         """Wait for a file that is on its way, and send it where it did not arrive."""
-        if started := self._started.get(ware.name):
-            with suppress(Fp4Error):
-                started.result()
-        self._upload(ware)
+        with suppress(Fp4Error):
+            if started := self._started.get(ware.name):
+                self._wait(started)
+        self._wait(self._start(ware))
+
+    def _wait(self, future: Future[None]) -> None:
+        while not wait([future], POLL_SECONDS).done:
+            self._asker.check()
+        future.result()
 
     def _upload(self, ware: Ware) -> None:
         if self._begun.holds(ware) or self._uploaded.get(ware.name, ("", None))[0] == ware.sha256:
@@ -286,8 +300,11 @@ def _check_name(name: str) -> None:
     try:
         name.encode("utf-8")
         CommitOperationDelete(name)
+        is_sound = not {"", ".", ".."} & set(name.split("/"))
     except ValueError:
-        raise InputError("file-name", f"{name!r}: the Hub has no place for a file of that name", "Rename it.") from None
+        is_sound = False
+    if not is_sound:
+        raise InputError("file-name", f"{name!r}: the Hub has no place for a file of that name", "Rename it.")
 
 
 def _addition(ware: Ware) -> Any:

@@ -102,7 +102,7 @@ def test_what_names_no_repository(repo, hub, made, told):
     assert not hub.seen
 
 
-@pytest.mark.parametrize("name", ["caf\udce9.txt", "a/../b", ".git/config"])
+@pytest.mark.parametrize("name", ["caf\udce9.txt", "a/../b", "/a", ".git/config"])
 def test_names_that_the_hub_cannot_hold_are_refused_before_anything(name, hub, made, told):
     assert refusal(InputError, Made(made.folder, {name: "0" * 64}), told).code == "file-name"
     assert not hub.seen
