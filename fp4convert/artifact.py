@@ -23,6 +23,7 @@ from fp4convert.spelling import ACTIVATIONS_FP4, Form, encode_scalar
 from fp4convert.stacks import gather, pieces_of
 
 RECORD = "quantization_config.json"
+CARD = "README.md"  # the model card: for people, who edit it
 Level = Literal["error", "warning", "note"]
 
 

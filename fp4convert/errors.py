@@ -5,8 +5,8 @@ Fp4Error                1  (never raised itself; anything else that escapes is o
 │   └── NumericError    2  weights that four bits cannot hold (NaN, Inf)
 ├── DeviceError         2  a GPU that is not there, lacks memory or fails; resumable
 ├── SourceError         3  the source went away or changed; resumable
-├── AccessError         4  the Hub gives no access: a licence, a token; resumable
-├── OutputError         5  the output side: disk full, read-only, other content; resumable
+├── AccessError         4  the Hub gives no access, or none to write: a licence, a token; resumable
+├── OutputError         5  the output side: disk full, read-only, other content, a Hub that takes nothing; resumable
 └── Interrupted       130  Ctrl-C; 143 for SIGTERM; resumable
 """
 
@@ -66,7 +66,7 @@ class AccessError(Fp4Error):
 
 
 class OutputError(Fp4Error):
-    """The output folder or its disk refused; what was finished stays, and a re-run continues."""
+    """The output folder, its disk, or the repository it is pushed to refused; what was finished stays, and a re-run continues."""
 
     exit_code = 5
 

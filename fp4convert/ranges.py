@@ -23,12 +23,13 @@ from typing import NamedTuple, NoReturn
 from urllib.parse import SplitResult, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from fp4convert.errors import AccessError, SourceError
+from fp4convert.errors import AccessError, InputError, SourceError
 
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # replies that another try may not get
 LONGEST_PAUSE = 900.0  # seconds; of what a server asks for
 HOPS = 5  # redirects inside the Hub
 CHUNK_NBYTES = 1 << 20  # read from a socket at once
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _RATE_LIMIT = re.compile(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
 
@@ -310,6 +311,15 @@ def _follow(place: str, location: str) -> str:
     except ValueError:
         pass
     raise _AgainError("a redirect to what is no address")
+
+
+def check_endpoint(endpoint: str) -> None:
+    """InputError where the Hub's address would carry the token in the clear."""
+    parts = urlsplit(endpoint)
+    if parts.scheme != "https" and parts.hostname not in LOOPBACK:
+        found = f"{parts.scheme}://{host_of(endpoint)}"
+        detail = f"HF_ENDPOINT is {found}, which would carry the token in the clear; expected https"
+        raise InputError("plain-http", detail, "Set HF_ENDPOINT to an https address.")
 
 
 def check_token(headers: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from fp4convert.artifact import RECORD, Artifact, Finding, is_healthy
+from fp4convert.artifact import CARD, RECORD, Artifact, Finding, is_healthy
 from fp4convert.backends import processors
 from fp4convert.codec import FLOAT_DTYPES, dequantize
 from fp4convert.errors import InputError
@@ -104,12 +104,13 @@ def verify(artifact: Artifact, source: Source | None, gate: Gate) -> Report:
 
 
 def _check_hashes(artifact: Artifact) -> Iterator[Finding]:
-    """Findings on files that are not what was written, not there, or not ours."""
+    """Findings on files that are not what was written, not there, or not ours; the model card is everybody's."""
     if not artifact.record:
         yield Finding("note", "no-hashes", None, "the artifact records no hashes, so its files could not be compared with them")
         return
     recorded = artifact.record.get("files")
-    hashes = recorded if isinstance(recorded, dict) else {}
+    hashes = {**recorded} if isinstance(recorded, dict) else {}
+    hashes.pop(CARD, None)
     for file, sha256 in hashes.items():
         try:
             with artifact.source.open_file(file) as stream:
@@ -124,7 +125,7 @@ def _check_hashes(artifact: Artifact) -> Iterator[Finding]:
         if file not in hashes:
             yield Finding("error", "file-unrecorded", None, f"{file} holds weights, and the record does not name it")
     for file in checkpoint.sidecars:
-        if file not in hashes and file != RECORD:
+        if file not in hashes and file not in (RECORD, CARD):
             yield Finding("warning", "file-unrecorded", None, f"{file} was added later: the record does not name it")
 
 

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakehub import TOKEN, FakeHub
+from checkpoints import write_llama
+from fakehub import TOKEN
+from fakehub_uploads import UploadHub
+from pushing import FastTime, Made, check_secrets, make
 from tiny_models import offline
 
 from fp4convert.ranges import Patience
@@ -23,18 +26,42 @@ def _offline(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
     """A Hub on the loopback device that this process asks, and soon gives up on; its storage must never see a token."""
     from huggingface_hub import constants
 
-    fake = FakeHub()
+    fake = UploadHub()
     template = fake.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     known = {"ENDPOINT": fake.endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": str(tmp_path / "cache")}
-    for name, value in {**known, "HF_HUB_OFFLINE": False}.items():
+    for name, value in {**known, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
         monkeypatch.setattr(constants, name, value)
     for name, value in (("HF_ENDPOINT", fake.endpoint), ("HF_HOME", str(tmp_path / "home")), ("HF_TOKEN", TOKEN)):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("fp4convert.sources.hub.Patience", lambda: Patience(1.0, first_seconds=0.01))
+    for asking in ("fp4convert.sources.hub", "fp4convert.push"):
+        monkeypatch.setattr(f"{asking}.Patience", lambda: Patience(1.0, first_seconds=0.01))
     yield fake
     fake.close()
     assert {seen.token for seen in fake.seen if seen.where == "storage"} <= {None}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """An artifact in two shards, ready to be pushed."""
+    root = tmp_path_factory.mktemp("push")
+    return make(write_llama(root / "m", **{"tokenizer.json": b"{}" * 2000, "notes.txt": b"n"}), root / "q")
+
+
+@pytest.fixture
+def told(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[str]]:
+    """What people are told of a push; it holds no secret, and nothing else is printed or logged.
+
+    huggingface_hub's own pauses are skipped.
+    """
+    monkeypatch.setattr("huggingface_hub.utils._http.time", FastTime)
+    lines: list[str] = []
+    yield lines
+    check_secrets("\n".join(lines))
+    assert capfd.readouterr() == ("", "")
+    assert [record.getMessage() for record in caplog.get_records("call") if record.name.startswith("huggingface_hub")] == []

@@ -46,12 +46,21 @@ class Repo:
     is_gated: bool
     is_private: bool
 
+    def commit(self, files: dict[str, File]) -> str:
+        """Put a commit of exactly these files on the main branch."""
+        listed = json.dumps([[path, file.oid] for path, file in files.items()])
+        commit = hashlib.sha1(f"{len(self.commits)}{listed}".encode()).hexdigest()
+        self.commits[commit] = files
+        self.branches["main"] = commit
+        return commit
+
 
 @dataclass(slots=True)
 class Fault:
     """What goes wrong at some requests.
 
-    kind    status, drop, stall, flip, ignore-range, etag, gzip, or commit, size, oid: lies of the hub
+    kind    status, drop, stall, flip, ignore-range, etag, gzip, or commit, size, oid: lies of the hub; of what is sent
+            to it, also cut-before and cut-after: no reply, and it had no effect or had it
     where   hub or storage
     times   at how many requests
     after   requests that pass before
@@ -96,9 +105,13 @@ class FakeHub:
         self.chunks = ""  # folder of that storage
         self.lock = threading.Lock()
         self.signed: dict[str, int] = {}
-        self._hub, self._storage = self._serve(_Hub), self._serve(_Storage)
+        self._hub, self._storage = (self._serve(handler) for handler in self.handlers())
         self.endpoint = f"http://127.0.0.1:{self._hub.server_address[1]}"
         self.storage = f"http://localhost:{self._storage.server_address[1]}"
+
+    def handlers(self) -> tuple[type[BaseHTTPRequestHandler], type[BaseHTTPRequestHandler]]:
+        """What the hub and the storage answer."""
+        return Hub, Storage
 
     def _serve(self, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
         server = _Server(("127.0.0.1", 0), type(handler.__name__, (handler,), {"fake": self}))
@@ -113,13 +126,8 @@ class FakeHub:
     def add(self, name: str, folder: Path, is_gated: bool = False, is_private: bool = False) -> str:
         """Commit all files of a folder to the main branch of a repository; returns the commit."""
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        files = {path.relative_to(folder).as_posix(): _file(path) for path in paths}
-        repo = self.repos.setdefault(name, Repo({}, {}, is_gated, is_private))
-        listed = json.dumps([[path, file.oid] for path, file in files.items()])
-        commit = hashlib.sha1(f"{len(repo.commits)}{listed}".encode()).hexdigest()
-        repo.commits[commit] = files
-        repo.branches["main"] = commit
-        return commit
+        files = {path.relative_to(folder).as_posix(): read_file(path) for path in paths}
+        return self.repos.setdefault(name, Repo({}, {}, is_gated, is_private)).commit(files)
 
     def store_chunks(self, folder: Path, chunks: Path) -> None:
         """Put the large files of a folder into a chunk storage, where hf_xet finds them."""
@@ -127,8 +135,8 @@ class FakeHub:
 
         self.chunks = f"local://{chunks}"
         with hf_xet.XetSession().new_upload_commit(endpoint=self.chunks) as commit:
-            files = [path for path in folder.iterdir() if _file(path).is_large]
-            started = {_file(path).oid: commit.start_upload_file(str(path)) for path in files}
+            files = [path for path in folder.iterdir() if read_file(path).is_large]
+            started = {read_file(path).oid: commit.start_upload_file(str(path)) for path in files}
         self.xet_names |= {oid: upload.result().xet_info.hash for oid, upload in started.items()}
 
     def fault(self, kind: str, **options: object) -> Fault:
@@ -177,7 +185,7 @@ def _path_info(path: str, file: File) -> dict[str, object]:
     return {"type": "file", "path": path, "size": file.nbytes, "oid": "0" * 40 if file.is_large else file.oid, **large}
 
 
-def _file(path: Path) -> File:
+def read_file(path: Path) -> File:
     nbytes = path.stat().st_size
     if nbytes >= LFS_NBYTES:
         return File(path, nbytes, _sha256(path))
@@ -268,7 +276,7 @@ class _Handler(BaseHTTPRequestHandler):
             os.close(self.connection.detach()) if fault.is_reset else self.connection.shutdown(socket.SHUT_RDWR)
 
 
-class _Hub(_Handler):
+class Hub(_Handler):
     where = "hub"
 
     def do_HEAD(self) -> None:
@@ -291,13 +299,13 @@ class _Hub(_Handler):
         asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
         match = re.fullmatch(r"/api/models/([^/]+/[^/]+)/paths-info/([^/]+)", unquote(urlsplit(self.path).path))
         repo = self.fake.repos.get(match[1]) if match else None
-        if match is None or self._refuse(repo, is_file=False) or repo is None:
+        if match is None or self.refuse(repo, is_file=False) or repo is None:
             return None if match else self.answer(404)
         files = repo.commits.get(repo.branches.get(match[2], match[2]), {})
         listed = [_path_info(path, files[path]) for path in asked.get("paths", []) if path in files]
         return self.answer(200, json.dumps(listed).encode())
 
-    def _refuse(self, repo: Repo | None, is_file: bool) -> bool:
+    def refuse(self, repo: Repo | None, is_file: bool) -> bool:
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if token and token != TOKEN:
             self.answer(401, b"{}", {"X-Error-Message": "Invalid credentials in Authorization header"})
@@ -311,7 +319,7 @@ class _Hub(_Handler):
 
     def _list(self, name: str, revision: str) -> None:
         repo = self.fake.repos.get(name)
-        if self._refuse(repo, is_file=False) or repo is None:
+        if self.refuse(repo, is_file=False) or repo is None:
             return None
         commit = repo.branches.get(revision, revision)
         if commit not in repo.commits:
@@ -321,12 +329,13 @@ class _Hub(_Handler):
             large = {"lfs": {"sha256": file.oid, "size": file.nbytes, "pointerSize": 134}} if file.is_large else {}
             blob = "0" * 40 if file.is_large else file.oid
             siblings.append({"rfilename": path, "size": file.nbytes, "blobId": blob, **large})
-        body = {"_id": "1", "id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": []}
+        names = {"_id": "1", "id": name, "modelId": name, "tags": [], "private": repo.is_private}
+        body = {**names, "sha": commit, "siblings": siblings}
         return self.answer(200, json.dumps(body).encode())
 
     def _resolve(self, name: str, commit: str, path: str) -> None:
         repo = self.fake.repos.get(name)
-        if self._refuse(repo, is_file=True) or repo is None:
+        if self.refuse(repo, is_file=True) or repo is None:
             return None
         commit = repo.branches.get(commit, commit)
         file = repo.commits.get(commit, {}).get(path)
@@ -343,7 +352,7 @@ class _Hub(_Handler):
         return self.answer(302, b"", {**headers, "Location": self.fake.sign(f"/{name}/{commit}/{path}")})
 
 
-class _Storage(_Handler):
+class Storage(_Handler):
     where = "storage"
 
     def do_HEAD(self) -> None:

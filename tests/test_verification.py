@@ -223,6 +223,12 @@ def test_an_artifact_without_hashes_says_so(artifact):
     assert [(finding["level"], finding["code"]) for finding in document["findings"]] == [("note", "no-hashes")]
 
 
+def test_the_model_card_may_be_written_by_anybody(artifact):
+    folder = artifact()
+    (folder / "README.md").write_text("# Mine")
+    assert verify(folder)["findings"] == []
+
+
 def test_another_source_is_found(artifact, tmp_path):
     shards = {"x.o_proj.weight": weight(), f"{DOWN}.weight": weight(0, 64, 64)}
     errors = errors_of(verify(artifact(), "--source", write_single(tmp_path / "other", shards)))

@@ -14,11 +14,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple, cast
-from urllib.parse import urlsplit
 
 from fp4convert.errors import Fp4Error, InputError, SourceError
 from fp4convert.pieces import CONNECTIONS, CORRUPT, PIECE_NBYTES, SPARE_NBYTES, Piece, Pieces, Stream, corrupt, hasher, split
-from fp4convert.ranges import PASSING, Patience, RangeReader, RemoteFile, check_token, host_of, no_access, pause_of
+from fp4convert.ranges import (
+    PASSING,
+    Patience,
+    RangeReader,
+    RemoteFile,
+    check_endpoint,
+    check_token,
+    host_of,
+    no_access,
+    pause_of,
+)
 from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
 from fp4convert.sources import (
     INDEX,
@@ -39,7 +48,6 @@ HEAD_NBYTES = 32 << 10  # of a shard, read at once: most headers are shorter
 HEADERS_AT_ONCE = 8
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # how the cache names its files
 TRANSPORTS = ("http", "xet")
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Listing(NamedTuple):
@@ -246,11 +254,7 @@ def _copy_into(parts: Iterator[memoryview] | list[memoryview], buffer: memoryvie
 def _list_files(repo: str, access: Access, patience: Patience) -> Listing:
     from huggingface_hub import constants
 
-    endpoint = urlsplit(constants.ENDPOINT)
-    if endpoint.scheme != "https" and endpoint.hostname not in LOOPBACK:
-        found = f"{endpoint.scheme}://{host_of(constants.ENDPOINT)}"
-        detail = f"HF_ENDPOINT is {found}, which would carry the token in the clear; expected https"
-        raise InputError("plain-http", detail, "Set HF_ENDPOINT to an https address.")
+    check_endpoint(constants.ENDPOINT)
     listing = _list_cache(repo, access) if constants.HF_HUB_OFFLINE else _list_hub(repo, access, patience)
     folder = f"{access.subfolder.strip('/')}/" if access.subfolder else ""
     files, cached = (

@@ -1,0 +1,214 @@
+"""An artifact reaches its repository in one commit, whole, or not at all; and neither the token nor a link is ever told."""
+
+import hashlib
+import time
+
+import pytest
+from checkpoints import FIRST, SECOND, run, write_llama, write_single
+from fakehub import File
+from pushing import CARD, MANY, REPO, Made, check_secrets, make, push, refusal, requests
+
+from fp4convert.artifact import RECORD
+from fp4convert.errors import AccessError, InputError, OutputError
+from fp4convert.push import Pusher
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Made:
+    """An artifact whose one shard has another name."""
+    root = tmp_path_factory.mktemp("other")
+    return make(write_single(root / "m", {"a.o_proj.weight": ("BF16", (32, 64), b"\x80\x3f" * 2048)}), root / "q")
+
+
+def test_every_byte_arrives_in_one_commit(hub, made, told):
+    address = push(made, told)
+    repo = hub.repos[REPO]
+    assert len(repo.commits) == 2  # the first came with the repository
+    assert address == f"{hub.endpoint}/{REPO}/commit/{repo.branches['main']}"
+    found = hub.read(REPO)
+    assert found.pop(".gitattributes")
+    assert found.pop("README.md") == CARD.encode()
+    assert found == made.bytes()
+    assert told == []
+
+
+def test_what_was_pushed_is_an_artifact_of_its_own(hub, told, tmp_path):
+    own = b"---\nlicense: mit\n---\n# Theirs\n"
+    made = make(write_llama(tmp_path / "m", **{"README.md": own}), tmp_path / "q")
+    push(made, told)
+    assert hub.read(REPO)["README.md"] == CARD.encode()
+    assert (made.folder / "README.md").read_bytes() == own
+    report = run("verify", REPO, "--source", tmp_path / "m", "--json").json
+    assert (report["passed"], report["findings"]) == (True, [])
+
+
+def test_shards_go_up_before_the_commit_is_asked_for(hub, made, told):
+    pusher = Pusher(REPO, False, None, told.append)
+    pusher.begin()
+    pusher.add(made.folder / FIRST, FIRST, made.files[FIRST])
+    for _ in range(1000):
+        if made.files[FIRST] in hub.stored:
+            break
+        time.sleep(0.01)
+    assert made.files[FIRST] in hub.stored
+    assert len(hub.repos[REPO].commits) == 1
+    pusher.stop()
+
+
+def test_adding_waits_for_nothing(hub, made, told):
+    pusher = Pusher(REPO, False, None, told.append)
+    pusher.begin()
+    hub.fault("status", method="PUT", status=503, times=MANY)
+    began = time.monotonic()
+    for name, sha256 in made.files.items():
+        pusher.add(made.folder / name, name, sha256)
+    assert time.monotonic() - began < 0.2
+    pusher.stop()
+
+
+def test_no_token_goes_to_the_storage(hub, made, told):
+    push(made, told)
+    sent = [seen for seen in hub.seen if seen.where == "storage"]
+    assert len(sent) >= 2
+    assert {seen.token for seen in sent} == {None}
+
+
+def test_no_file_holds_a_secret(hub, made, told, tmp_path):
+    push(made, told)
+    for path in (*made.folder.rglob("*"), *(tmp_path / "home").rglob("*")):
+        if path.is_file():
+            check_secrets(path.read_bytes().decode("latin-1"))
+
+
+def test_a_new_repository_is_private_where_that_is_asked_for(hub, made, told):
+    push(made, told, is_private=True)
+    assert hub.repos[REPO].is_private
+
+
+def test_a_new_repository_is_what_the_hub_makes_it_otherwise(hub, made, told):
+    push(made, told)
+    assert not hub.repos[REPO].is_private
+
+
+def test_private_weights_do_not_go_to_a_public_repository(hub, made, told):
+    hub.create(REPO)
+    assert refusal(OutputError, made, told, is_private=True).code == "public-repo"
+    assert not hub.stored
+
+
+@pytest.mark.parametrize("repo", ["q", "me/", "me/q/r", "me/a--b", "me/q.git", "/me/q", "me/q r", ""])
+def test_what_names_no_repository(repo, hub, made, told):
+    assert refusal(InputError, made, told, repo=repo).code == "repo-name"
+    assert not hub.seen
+
+
+@pytest.mark.parametrize("name", ["caf\udce9.txt", "a/../b", "/a", ".git/config"])
+def test_names_that_the_hub_cannot_hold_are_refused_before_anything(name, hub, made, told):
+    assert refusal(InputError, Made(made.folder, {name: "0" * 64}), told).code == "file-name"
+    assert not hub.seen
+
+
+def test_without_a_token_nothing_is_asked(hub, made, told, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    assert refusal(AccessError, made, told).exit_code == 4
+    assert not hub.seen
+
+
+def test_a_wrong_token(hub, made, told, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    error = refusal(AccessError, made, told)
+    assert (error.exit_code, error.code) == (4, "no-write")
+    assert "hf_wrong" not in error.message
+
+
+def test_no_right_to_make_a_repository(hub, made, told):
+    error = refusal(AccessError, made, told, repo="org/q")
+    assert (error.exit_code, error.code) == (4, "no-write")
+    assert "HTTP 403" in error.message
+
+
+def test_no_right_to_write_to_one_that_can_be_read(hub, made, told, tmp_path):
+    (tmp_path / "r").mkdir()
+    hub.add("org/q", tmp_path / "r")
+    assert refusal(AccessError, made, told, repo="org/q").code == "no-write"
+    hub.repos["org/q"].is_gated = True
+    assert refusal(AccessError, made, told, repo="org/q").code == "gated"
+    assert not requests(hub, "POST", "preupload")
+
+
+def test_a_right_lost_meanwhile(hub, made, told):
+    hub.fault("status", where="hub", method="POST", match="/commit/", status=403, times=MANY)
+    assert refusal(AccessError, made, told).exit_code == 4
+
+
+def test_offline(hub, made, told, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert refusal(InputError, made, told).code == "offline"
+
+
+def test_a_hub_that_would_carry_the_token_in_the_clear(hub, made, told, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://hub.example")
+    assert refusal(InputError, made, told).code == "plain-http"
+
+
+def test_files_that_nobody_added_are_uploaded_by_the_commit(hub, made, told):
+    pusher = Pusher(REPO, False, None, told.append)
+    pusher.begin()
+    reported: dict[str, int] = {}
+    pusher.commit(made.folder, made.files, CARD, reported.__setitem__)
+    assert {name: hub.read(REPO)[name] for name in made.files} == made.bytes()
+    assert reported == {name: len(data) for name, data in {**made.bytes(), "README.md": CARD.encode()}.items()}
+
+
+def test_what_an_earlier_artifact_left_leaves_with_the_commit_and_nothing_else(hub, made, other, told):
+    push(other, told)
+    extra = {"images/a.png": b"png", "notes.md": b"ours", "extra/a.safetensors": b"x" * 2000, "hf_quant_config.json": b"{}"}
+    for name, data in extra.items():
+        hub.head(REPO)[name] = File(hub.keep(data), len(data), hashlib.sha256(data).hexdigest())
+    push(made, told)
+    head = hub.head(REPO)
+    assert "model.safetensors" not in head
+    assert "hf_quant_config.json" not in head
+    assert {".gitattributes", "images/a.png", "notes.md", "extra/a.safetensors"} <= set(head)
+    assert told == [f"{REPO}: what an earlier artifact left is removed: hf_quant_config.json, model.safetensors"]
+    assert len(hub.repos[REPO].commits) == 3
+    push(other, told)
+    assert {FIRST, SECOND, "model.safetensors.index.json"} & set(hub.head(REPO)) == set()
+
+
+@pytest.mark.parametrize("record", [None, b"{}", b"[", b'{"producer": {"name": "auto-round"}}'])
+def test_weights_of_somebody_else_are_not_touched(record, hub, made, told, tmp_path):
+    folder = write_llama(tmp_path / "theirs", **({} if record is None else {RECORD: record}))
+    before = hub.add(REPO, folder)
+    error = refusal(OutputError, made, told)
+    assert (error.exit_code, error.code) == (5, "foreign-repo")
+    assert FIRST in error.message
+    assert hub.repos[REPO].branches["main"] == before
+    assert not hub.stored
+
+
+def test_nothing_leaves_a_repository_without_an_artifact(hub, made, told):
+    hub.create(REPO)
+    hub.head(REPO)["hf_quant_config.json"] = File(hub.keep(b"{}"), 2, "0" * 40)
+    push(made, told)
+    assert "hf_quant_config.json" in hub.head(REPO)
+
+
+def test_a_repository_that_ignores_files_gets_them_all_the_same(hub, made, told):
+    hub.create(REPO)
+    hub.head(REPO)[".gitignore"] = File(hub.keep(b"*.safetensors\n"), 14, "0" * 40)
+    push(made, told)
+    assert FIRST in hub.head(REPO)
+
+
+def test_a_card_that_the_hub_refuses(hub, made, told):
+    hub.card_errors = ['"license" must be one of [mit]; see https://hub.example/docs?Signature=x']
+    error = refusal(OutputError, made, told)
+    assert error.code == "push-refused"
+    assert '"license" must be one of [mit]' in error.message
+    assert "https" not in error.message
+
+
+def test_the_servers_own_words_are_not_printed(hub, made, told, recwarn):
+    push(made, told)
+    assert [warning for warning in recwarn if warning.category is UserWarning] == []

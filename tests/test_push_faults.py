@@ -1,0 +1,321 @@
+"""What goes wrong on the way to the Hub passes or is told; it never makes a second commit, or half of one."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from checkpoints import FIRST, SECOND
+from fakehub import Repo
+from fakehub_uploads import UploadHub
+from pushing import CARD, MANY, REPO, push, refusal, requests
+
+from fp4convert.artifact import RECORD
+from fp4convert.errors import OutputError
+from fp4convert.push import Pusher
+from fp4convert.ranges import Patience
+
+
+def test_a_hub_that_is_not_there(hub, made, told, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    error = refusal(OutputError, made, told)
+    assert (error.exit_code, error.code) == (5, "hub-unreachable")
+    assert "6 tries at 127.0.0.1:1, the last: ConnectError" in error.message
+
+
+PASSING = [
+    {"kind": "status", "status": 503, "where": "hub", "method": "POST", "match": "repos/create", "times": 2},
+    {"kind": "status", "status": 429, "where": "hub", "method": "GET", "match": "auth-check", "headers": {"Retry-After": "0"}},
+    {"kind": "status", "status": 500, "where": "hub", "method": "GET", "match": "api/models/me/q/revision"},
+    {"kind": "status", "status": 503, "where": "hub", "method": "POST", "match": "preupload", "times": 8},
+    {"kind": "status", "status": 429, "where": "hub", "method": "POST", "match": "batch", "headers": {"RateLimit": "r=0;t=1"}},
+    {"kind": "status", "status": 503, "where": "storage", "method": "PUT", "times": 8},
+    {"kind": "status", "status": 403, "where": "storage", "method": "PUT", "times": 2},
+    {"kind": "cut-before", "where": "storage", "method": "PUT", "times": 3},
+    {"kind": "cut-after", "where": "storage", "method": "PUT", "times": 3},
+    {"kind": "status", "status": 502, "where": "hub", "method": "POST", "match": "verify"},
+    {"kind": "status", "status": 503, "where": "hub", "method": "POST", "match": "validate-yaml"},
+    {"kind": "status", "status": 503, "where": "hub", "method": "POST", "match": "commit", "times": 3},
+    {"kind": "status", "status": 429, "where": "hub", "method": "POST", "match": "commit", "headers": {"Retry-After": "0"}},
+    {"kind": "cut-before", "where": "hub", "method": "POST", "match": "commit"},
+]
+
+
+@pytest.mark.parametrize(
+    "fault", PASSING, ids=lambda fault: f"{fault['kind']}-{fault.get('status', '')}-{fault.get('match', '')}"
+)
+def test_what_passes_is_waited_for(fault, hub, made, told):
+    expected = hub.fault(**fault)
+    push(made, told)
+    assert expected.times == 0
+    assert len(hub.repos[REPO].commits) == 2
+    assert {name: hub.read(REPO)[name] for name in made.files} == made.bytes()
+
+
+def test_everybody_is_told_of_a_rate_limit(hub, made, told):
+    hub.fault("status", where="hub", method="POST", match="commit", status=429, headers={"Retry-After": "1"})
+    began = time.monotonic()
+    push(made, told)
+    assert time.monotonic() - began >= 1
+    assert told == ["rate limited by the Hub: waiting 1 s"]
+
+
+def test_a_rate_limit_that_huggingface_hub_obeys_itself_is_told_too(hub, made, told):
+    hub.fault("status", where="hub", method="POST", match="batch", status=429, headers={"Retry-After": "3"})
+    push(made, told)
+    assert told == ["the Hub: Rate limited. Waiting 4.0s before retry [Retry 1/5]."]
+
+
+def test_what_does_not_pass_is_exit_5_and_goes_on_later(hub, made, told):
+    down = hub.fault("status", method="PUT", status=503, times=MANY)
+    error = refusal(OutputError, made, told)
+    assert (error.exit_code, error.code) == (5, "hub-unreachable")
+    assert "HTTP 503" in error.message
+    assert len(hub.repos[REPO].commits) == 1
+    down.times = 0
+    push(made, told)
+    assert {name: hub.read(REPO)[name] for name in made.files} == made.bytes()
+
+
+def test_an_upload_that_fails_is_told_and_tried_again(hub, made, told):
+    down = hub.fault("status", method="PUT", status=503, times=MANY)
+    pusher = Pusher(REPO, False, None, told.append)
+    pusher.begin()
+    pusher.add(made.folder / FIRST, FIRST, made.files[FIRST])
+    assert isinstance(pusher._started[FIRST].exception(), OutputError)
+    down.times = 0
+    pusher.commit(made.folder, made.files, CARD)
+    (line,) = told
+    assert line.startswith("not uploaded yet, and tried again at the end")
+    assert FIRST in line
+    assert {name: hub.read(REPO)[name] for name in made.files} == made.bytes()
+
+
+def test_a_bug_in_the_background_does_not_stay_there(hub, made, told):
+    pusher = Pusher(REPO, False, None, told.append)
+    pusher.begin()
+    pusher.add(made.folder / FIRST, FIRST, 7)
+    with pytest.raises(TypeError):
+        pusher.commit(made.folder, made.files, CARD)
+
+
+def test_a_reply_lost_after_the_commit_was_made(hub, made, told):
+    lost = hub.fault("cut-after", where="hub", method="POST", match="/commit/")
+    address = push(made, told)
+    assert lost.times == 0
+    repo = hub.repos[REPO]
+    assert len(repo.commits) == 2
+    assert address.endswith(repo.branches["main"])
+    assert requests(hub, "POST", "/commit/") == 1
+
+
+def test_a_commit_that_comes_to_light_only_when_it_is_made_again(hub, made, told):
+    """The head still looks old when the other worker has committed; the Hub answers 412."""
+    pusher, twin = (Pusher(REPO, False, None, told.append) for _ in range(2))
+    for one in (pusher, twin):
+        one.begin()
+    for name, sha256 in made.files.items():
+        pusher.add(made.folder / name, name, sha256)
+        pusher._started[name].result()
+    twin.commit(made.folder, made.files, CARD)
+    looks, look = iter([pusher._begun]), pusher._look
+    pusher._look = lambda revision: next(looks, None) or look(revision)
+    assert pusher.commit(made.folder, made.files, CARD).endswith(hub.repos[REPO].branches["main"])
+    assert requests(hub, "POST", "/commit/") == 2
+    assert len(hub.repos[REPO].commits) == 2
+
+
+def test_two_workers_that_both_finish_make_one_commit(hub, made, told):
+    pushers = [Pusher(REPO, False, None, told.append) for _ in range(2)]
+    for pusher in pushers:
+        pusher.begin()
+    addresses = {pusher.commit(made.folder, made.files, CARD) for pusher in pushers}
+    assert len(addresses) == 1
+    assert len(hub.repos[REPO].commits) == 2
+
+
+def test_a_head_that_moved_is_left_alone(hub, made, told, tmp_path):
+    pusher = Pusher(REPO, False, None, told.append)
+    pusher.begin()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text("{}")
+    theirs = hub.add(REPO, tmp_path / "theirs")
+    with pytest.raises(OutputError) as caught:
+        pusher.commit(made.folder, made.files, CARD)
+    assert (caught.value.exit_code, caught.value.code) == (5, "repo-moved")
+    assert "somebody else committed" in caught.value.message
+    assert "Run the same command again" in caught.value.next_step
+    assert hub.repos[REPO].branches["main"] == theirs
+    sent = requests(hub, "PUT", "upload")
+    push(made, told)  # as the message says
+    assert requests(hub, "PUT", "upload") == sent
+    assert hub.read(REPO)["config.json"] == (made.folder / "config.json").read_bytes()
+
+
+def test_the_commit_names_its_parent(hub, made, told, tmp_path):
+    """Somebody commits between our look at the head and our commit: the Hub, not we, must notice."""
+    pusher = Pusher(REPO, False, None, told.append)
+    pusher.begin()
+    (tmp_path / "theirs").mkdir()
+    look = pusher._look
+
+    def look_and_lose(revision):
+        head = look(revision)
+        pusher._look = look
+        hub.add(REPO, tmp_path / "theirs")
+        return head
+
+    pusher._look = look_and_lose
+    with pytest.raises(OutputError, match="somebody else committed"):
+        pusher.commit(made.folder, made.files, CARD)
+    assert len(hub.repos[REPO].commits) == 2
+
+
+def test_a_run_after_the_commit_does_nothing(hub, made, told):
+    first = push(made, told)
+    hub.seen.clear()
+    assert push(made, told) == first
+    assert {(seen.method, seen.path.partition("?")[0]) for seen in hub.seen if seen.method != "GET"} == {
+        ("POST", "/api/repos/create"),
+        ("HEAD", f"/{REPO}/resolve/{first[-40:]}/{RECORD}"),
+    }
+
+
+def test_after_a_crash_only_the_rest_is_uploaded(hub, made, told):
+    pusher = Pusher(REPO, False, None, told.append)
+    pusher.begin()
+    pusher.add(made.folder / FIRST, FIRST, made.files[FIRST])
+    pusher._started[FIRST].result()
+    pusher.stop()
+    hub.seen.clear()
+    push(made, told)
+    sent = {seen.path.partition("?")[0].rpartition("/")[2] for seen in hub.seen if seen.method == "PUT"}
+    assert made.files[FIRST] not in sent
+    assert made.files[SECOND] in sent
+    assert {name: hub.read(REPO)[name] for name in made.files} == made.bytes()
+
+
+def test_a_commit_without_one_of_the_files_is_noticed(hub, made, told, monkeypatch):
+    commit = Repo.commit
+    forget = lambda files: {name: file for name, file in files.items() if name != SECOND}  # noqa: E731
+    monkeypatch.setattr("fakehub.Repo.commit", lambda repo, files: commit(repo, forget(files)))
+    error = refusal(OutputError, made, told)
+    assert (error.exit_code, error.code) == (5, "push-incomplete")
+    assert SECOND in error.message
+
+
+def test_a_hub_that_never_answers_is_not_waited_for(hub, made, told, monkeypatch):
+    monkeypatch.setattr("fp4convert.push.Patience", lambda: Patience(0.05, first_seconds=0.01))
+    stalled = hub.fault("stall", where="hub", method="POST", match="/commit/", seconds=1.5)
+    began = time.monotonic()
+    push(made, told)
+    assert stalled.times == 0
+    assert time.monotonic() - began < 1.5
+    assert len(hub.repos[REPO].commits) == 2
+
+
+def test_a_file_that_is_gone(hub, made, told):
+    pusher = Pusher(REPO, False, None, told.append)
+    pusher.begin()
+    with pytest.raises(OutputError, match="is not there any more"):
+        pusher.commit(made.folder, {**made.files, "gone.json": "0" * 64}, CARD)
+
+
+def test_a_stop_ends_soon(hub, made, told):
+    pusher = Pusher(REPO, False, None, told.append)
+    pusher.begin()
+    hub.fault("status", method="PUT", status=503, times=MANY)
+    for name, sha256 in made.files.items():
+        pusher.add(made.folder / name, name, sha256)
+    time.sleep(0.05)
+    began = time.monotonic()
+    pusher.stop()
+    assert time.monotonic() - began < 1
+    pusher._worker.join()
+    assert told == []
+    with pytest.raises(OutputError, match="stopped"):
+        pusher.commit(made.folder, made.files, CARD)
+
+
+def test_a_stop_ends_a_commit_that_waits(hub, made, told):
+    pusher = Pusher(REPO, False, None, told.append)
+    pusher.begin()
+    hub.fault("status", where="hub", method="POST", match="/commit/", status=429, headers={"Retry-After": "60"}, times=MANY)
+    threading.Timer(0.5, pusher.stop).start()
+    began = time.monotonic()
+    with pytest.raises(OutputError, match="stopped"):
+        pusher.commit(made.folder, made.files, CARD)
+    assert time.monotonic() - began < 3
+    assert told == ["rate limited by the Hub: waiting 60 s"]
+
+
+def test_a_stop_ends_a_commit_whose_upload_hangs(hub, made, told):
+    pusher = Pusher(REPO, False, None, told.append)
+    pusher.begin()
+    hub.fault("stall", method="PUT", seconds=4)
+    threading.Timer(0.5, pusher.stop).start()
+    began = time.monotonic()
+    with pytest.raises(OutputError, match="stopped"):
+        pusher.commit(made.folder, made.files, CARD)
+    assert time.monotonic() - began < 2
+    with pytest.raises(OutputError, match="stopped"):
+        pusher.commit(made.folder, made.files, CARD)
+
+
+LEFT = """
+import sys
+from pathlib import Path
+from fp4convert.push import Pusher
+pusher = Pusher("me/q", False, None, print)
+pusher.begin()
+pusher.add(Path(sys.argv[1]), "model.safetensors", sys.argv[2])
+sys.stdin.readline()
+pusher.stop()
+"""
+
+
+def test_a_process_ends_though_an_upload_is_under_way(hub, made):
+    hub.fault("stall", method="PUT", seconds=30)
+    command = [sys.executable, "-c", LEFT, str(made.folder / FIRST), made.files[FIRST]]
+    environment = {**os.environ, "HF_HUB_DISABLE_XET": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, **pipes, text=True, env=environment) as process:
+        for _ in range(1000):
+            if not hub.faults[0].times:
+                break
+            time.sleep(0.01)
+        began = time.monotonic()
+        out, _ = process.communicate("\n", timeout=20)
+    assert hub.faults[0].times == 0
+    assert time.monotonic() - began < 2
+    assert (process.returncode, out) == (0, "")
+
+
+@pytest.fixture
+def chunks(hub, monkeypatch, tmp_path) -> UploadHub:
+    """Large files go to the Hub's Xet storage, as they do where nothing is said."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
+    hub.chunks, hub.takes_unsent = f"local://{tmp_path / 'chunks'}", True
+    return hub
+
+
+def test_through_the_xet_storage(chunks, made, told, tmp_path):
+    push(made, told)
+    head = chunks.head(REPO)
+    assert {name: head[name].oid for name in made.files if head[name].is_large}.items() <= made.files.items()
+    assert not requests(chunks, "PUT", "upload")
+    assert sum(path.stat().st_size for path in (tmp_path / "chunks").rglob("*") if path.is_file()) > 50_000
+    assert told == []
+
+
+def test_a_token_of_the_xet_storage_that_comes_late(chunks, made, told):
+    late = chunks.fault("status", where="hub", match="xet-write-token", status=503)
+    push(made, told)
+    assert late.times == 0
+
+
+def test_an_xet_storage_that_is_closed(chunks, made, told):
+    chunks.fault("status", where="hub", match="xet-write-token", status=403, times=MANY)
+    assert refusal(OutputError, made, told).code == "hub-unreachable"
