@@ -58,6 +58,8 @@ JoinOption = Annotated[bool, typer.Option("--join", help="One of several such pr
 IndexOption = Annotated[int | None, typer.Option(help="Do this part alone, from 0; then: fp4convert merge OUTPUT.")]
 PartsOption = Annotated[int | None, typer.Option(help="How many parts. Default for both: Slurm, torchrun, SkyPilot say so.")]
 RayOption = Annotated[str | None, typer.Option(help="One worker on every node of this Ray cluster: auto, or HOST:PORT.")]
+PushOption = Annotated[str | None, typer.Option("--push-to-hub", help="Upload the result to this repository, ORG/NAME.")]
+PrivateOption = Annotated[bool, typer.Option("--private", help="With --push-to-hub: into a repository that is not public.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for errors too.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
 
@@ -86,6 +88,8 @@ def quantize_command(
     shard_index: IndexOption = None,
     num_shards: PartsOption = None,
     ray: RayOption = None,
+    push_to_hub: PushOption = None,
+    private: PrivateOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -93,11 +97,12 @@ def quantize_command(
 
     Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
     """
-    from fp4convert import convert, fleet, gpus, render, sharing, sources
+    from fp4convert import convert, fleet, gpus, publishing, render, sharing, sources
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
     share = sharing.choose_share(join or ray is not None, shard_index, num_shards, os.environ)
+    goal = publishing.choose_publication(push_to_hub, private, token)
     begun = output or Path(f"{Path(source).name}-{format.upper()}")
     access = _access(screen.warn, (revision, subfolder), token, (memory, transport), begun)
     opened = sources.open_source(source, access)
@@ -111,11 +116,8 @@ def quantize_command(
     target = output or Path(f"{opened.name}-{format.upper()}")
     with screen.progress(todo.source_bytes, "quantize") as report:
         settings = crew.Settings(device, workers, force, report, join, share, lambda line: screen.note([line]))
-        if ray is not None:
-            errand = fleet.Errand(source, access, request, target, settings)
-            result = fleet.quantize_together(ray, errand, opened, todo)
-        else:
-            result = convert.quantize(opened, todo, target, settings)
+        errand = fleet.Errand(source, access, request, target, settings)
+        result = publishing.fulfil(publishing.Order(errand, ray, goal), opened, todo)
     screen.show(result.as_json(), render.draw_result)
 
 

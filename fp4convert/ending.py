@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp4convert.artifact import CARD
 from fp4convert.backends import processors
 from fp4convert.errors import InputError, OutputError
 from fp4convert.output import OutputFolder, digest_of, entered, read_ended, read_plan
@@ -68,7 +69,8 @@ def write_ending(folder: OutputFolder) -> Ending:
     folder.write_texts(purpose.texts)
     files = {file: folder.hashes[file] for file in purpose.files}
     if purpose.record is not None:
-        folder.write_texts({purpose.last: as_text({**purpose.record, "files": dict(sorted(files.items()))})})
+        listed = {file: sha256 for file, sha256 in sorted(files.items()) if file != CARD}
+        folder.write_texts({purpose.last: as_text({**purpose.record, "files": listed})})
         files[purpose.last] = folder.hashes[purpose.last]
     with told(folder.root):
         folder.sweep(folder.claims.others())

@@ -81,7 +81,7 @@ def _sent(errand: Errand, source: Source) -> Errand:
 
 
 class _Watch:
-    """Tells the progress of all workers, by what is finished in the folder."""
+    """Tells what all workers have finished, by what is in the folder."""
 
     def __init__(self, folder: OutputFolder, plan: Plan, settings: Settings) -> None:
         self._folder = folder
@@ -90,8 +90,13 @@ class _Watch:
         self.tell = settings.tell
 
     def look(self) -> None:
-        for task in [task for key, task in self._left.items() if self._folder.record_of(Listed.of(task))]:
+        for task in list(self._left.values()):
+            done = self._folder.record_of(Listed.of(task))
+            if done is None:
+                continue
             del self._left[task.key]
+            for file, sha256 in done.files.items():
+                self._settings.published(self._folder.root / file, file, sha256)
             for step in task.steps:
                 self._settings.progress(step.refs[0].name, step.source_bytes)
 

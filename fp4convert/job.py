@@ -32,6 +32,7 @@ class Result:
     output_bytes  of the whole; after one of several parts, of what this process wrote
     digest        of the whole; None after one of several parts
     share         which part, and how many shards it wrote; None for the whole
+    pushed        address of the commit that holds it on the Hub; None where it is here alone
     """
 
     output: str
@@ -46,10 +47,12 @@ class Result:
     digest: str | None
     carried: dict[str, object] | None = None
     share: dict[str, int] | None = None
+    pushed: str | None = None
 
     def as_json(self) -> dict[str, object]:
-        """The document; `carried` where something was transcoded, `share` after one of several parts."""
-        return {key: value for key, value in asdict(self).items() if key not in ("carried", "share") or value is not None}
+        """The document; `carried` where something was transcoded, `share` after one of several parts, `pushed` to the Hub."""
+        rare = ("carried", "share", "pushed")
+        return {key: value for key, value in asdict(self).items() if key not in rare or value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
     """
     started = time.monotonic()
     with _stopping(job.source), _opened(job, output, settings) as folder:
+        folder.published = settings.published
         ending = Shift(job.source, job.plan, folder, settings).work(Filler(job.source, worker, settings))
         own_nbytes = sum((output / file).stat().st_size for file in folder.hashes)
         own_shards = sum(shard.file in folder.hashes for shard in job.plan.shards)

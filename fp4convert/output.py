@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from fp4convert.artifact import CARD
 from fp4convert.claims import Claims
 from fp4convert.errors import OutputError
 from fp4convert.purpose import Done, Listed, Purpose
@@ -33,6 +34,7 @@ STATE, _, PLAN = PLAN_FILE.partition("/")
 ENDED = "ended.json"
 PLANNING = "plan"  # the claim of whoever writes plan.json
 READ_NBYTES = 1 << 20
+Published = Callable[[Path, str, str], None]
 
 
 class TaskWriter:
@@ -95,14 +97,14 @@ class OutputFolder:
     """The output, as long as this process works in it.
 
     hashes     sha256 of every file that this process has written or read again
-    published  called with the path and the name of every file that has got its final name
+    published  called with the path, the name and the sha256 of every file that has got its final name
     """
 
     root: Path
     purpose: Purpose
     claims: Claims
     hashes: dict[str, str] = field(default_factory=dict)
-    published: Callable[[Path, str], None] = lambda path, file: None
+    published: Published = lambda path, file, sha256: None
 
     @property
     def state(self) -> Path:
@@ -227,7 +229,7 @@ class OutputFolder:
             os.replace(temp, final)
             _fsync_folder(final.parent)
         self.hashes[file] = sha256
-        self.published(final, file)
+        self.published(final, file, sha256)
 
     def _put(self, name: str, text: str) -> None:
         final = self.state / name
@@ -357,8 +359,8 @@ def _check_space(root: Path, purpose: Purpose, needed_nbytes: int) -> None:
 
 
 def digest_of(hashes: dict[str, str]) -> str:
-    """sha256 over the lines "sha256  name" of all files, sorted by name: `sha256sum FILES | sha256sum`."""
-    lines = (f"{sha256}  {file}\n" for file, sha256 in sorted(hashes.items()))
+    """sha256 over the lines "sha256  name" of all files but the model card, sorted by name: `sha256sum FILES | sha256sum`."""
+    lines = (f"{sha256}  {file}\n" for file, sha256 in sorted(hashes.items()) if file != CARD)
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 

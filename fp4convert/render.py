@@ -132,6 +132,8 @@ def draw_result(screen: Screen, result: Document) -> None:
         screen.line(f"  fp4convert merge {result['output']}")
     else:
         screen.line(f"  digest {result['digest']}")
+    if pushed := result.get("pushed"):
+        screen.line(f"  pushed: {pushed}")
     if carried := result.get("carried"):
         _draw_carried(screen, carried)
 

@@ -33,7 +33,7 @@ from fp4convert.formats import (
     Quantized,
     format_named,
 )
-from fp4convert.output import TaskWriter
+from fp4convert.output import Published, TaskWriter
 from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef
 from fp4convert.sharing import Share
@@ -58,6 +58,7 @@ class Settings:
     is_joining  one of several processes that begin together: none of them may replace a plan
     share       the part of the tasks that this process does; None for all that nobody else does
     tell        gets a line for people when everything has to wait
+    published   called with the path, the name and the sha256 of every file that this process has finished
     """
 
     device: str = "auto"
@@ -67,6 +68,7 @@ class Settings:
     is_joining: bool = False
     share: Share | None = None
     tell: Callable[[str], None] = lambda line: None
+    published: Published = lambda path, file, sha256: None
 
 
 class UnsoundShardError(Exception):

@@ -22,6 +22,7 @@ FLOORS = [
     {"job"},
     {"convert", "verification", "render", "card"},
     {"fleet"},
+    {"publishing"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,0 +1,130 @@
+"""`quantize --push-to-hub`: what the folder holds is in the repository, in one commit, whoever did the work."""
+
+import json
+import re
+
+import pytest
+from checkpoints import FIRST, run, start, write_llama, write_zeros
+from fakehub import TOKEN
+from pushing import FastTime, check_secrets
+
+NVFP4 = ("--format", "nvfp4", "--json")
+PUSH = ("--push-to-hub", "me/q")
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._http.time", FastTime)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_llama(tmp_path / "m", **{"tokenizer.json": b"{}" * 2000, "README.md": b"---\nlicense: mit\n---\n# Theirs\n"})
+
+
+def push(*arguments: object):
+    outcome = run("quantize", *arguments)
+    check_secrets(outcome.out + outcome.err)
+    return outcome
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_the_repository_holds_what_the_folder_holds(hub, source, tmp_path):
+    outcome = push(source, *NVFP4, "-o", tmp_path / "q", *PUSH)
+    repo = hub.repos["me/q"]
+    assert (outcome.code, len(repo.commits)) == (0, 2)  # the first came with the repository
+    assert outcome.json["pushed"] == f"{hub.endpoint}/me/q/commit/{repo.branches['main']}"
+    found = hub.read("me/q")
+    card = found.pop("README.md").decode()
+    assert found.pop(".gitattributes")
+    here = files_of(tmp_path / "q")
+    assert here.pop("README.md").startswith(b"---\nlicense: mit")
+    assert found == here
+    assert f"| digest | {outcome.json['digest']} |" in card
+    assert "license: mit" in card
+    assert "# Theirs" in card
+    command = re.search(r"^fp4convert quantize .*$", card, re.MULTILINE)[0]
+    assert command == "fp4convert quantize ./m --format nvfp4 --dialect compressed-tensors --activations 16"
+    assert run("inspect", "me/q").code == 0
+
+
+def test_again_it_changes_nothing_and_after_a_loss_it_sends_what_is_missing(hub, source, tmp_path):
+    first = push(source, *NVFP4, "-o", tmp_path / "q", *PUSH).json
+    sent = hub.sent_nbytes()
+    assert push(source, *NVFP4, "-o", tmp_path / "q", *PUSH).json["pushed"] == first["pushed"]
+    assert len(hub.repos["me/q"].commits) == 2
+    assert hub.sent_nbytes() - sent < 20_000
+
+
+def test_a_person_reads_where_it_is(hub, source, tmp_path):
+    outcome = push(source, "--format", "nvfp4", "-o", tmp_path / "q", *PUSH, "--private")
+    assert f"pushed: {hub.endpoint}/me/q/commit/" in outcome.out
+    assert hub.repos["me/q"].is_private
+
+
+def test_without_the_right_to_write_nothing_is_converted(hub, source, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
+    outcome = run("quantize", source, *NVFP4, "-o", tmp_path / "q", *PUSH)
+    assert (outcome.code, outcome.json["error"]["exit"]) == (4, 4)
+    assert "hf_of_somebody_else" not in outcome.out + outcome.err
+    assert not list((tmp_path / "q").glob("*.safetensors"))
+    assert hub.repos == {}
+
+
+def test_a_folder_that_is_refused_makes_no_repository(hub, source, tmp_path):
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q" / "thesis.txt").write_bytes(b"x")
+    assert push(source, *NVFP4, "-o", tmp_path / "q", *PUSH).json["error"]["code"] == "foreign-output"
+    assert hub.repos == {}
+
+
+@pytest.mark.parametrize("options", [("--private",), (*PUSH, "--shard-index", 0, "--num-shards", 2)])
+def test_what_means_nothing_is_refused(options, hub, source, tmp_path):
+    assert push(source, *NVFP4, "-o", tmp_path / "q", *options).code == 2
+    assert not (tmp_path / "q").exists()
+    assert hub.repos == {}
+
+
+def test_parts_that_were_merged_are_pushed_by_the_same_command(hub, source, tmp_path):
+    for index in range(2):
+        run("quantize", source, *NVFP4, "-o", tmp_path / "q", "--shard-index", index, "--num-shards", 2)
+    merged = run("merge", tmp_path / "q", "--json").json
+    pushed = push(source, *NVFP4, "-o", tmp_path / "q", *PUSH, "--num-shards", 1).json
+    assert pushed["digest"] == merged["digest"]
+    assert set(files_of(tmp_path / "q")) <= set(hub.read("me/q"))
+
+
+def test_workers_that_join_push_together(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    source, out = write_zeros(tmp_path / "source", count=6, rows=1024), tmp_path / "q"
+    processes = [start("quantize", source, *NVFP4, "-q", "-o", out, "--join", *PUSH) for _ in range(2)]
+    results = []
+    for process in processes:
+        text, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        check_secrets(text + err)
+        results.append(json.loads(text))
+    assert results[0]["digest"] == results[1]["digest"]
+    assert len(hub.repos["me/q"].commits) == 2
+    assert set(files_of(out)) <= set(hub.read("me/q"))
+
+
+def test_what_the_hub_refuses_leaves_the_artifact_here(hub, source, tmp_path):
+    hub.fault("status", where="hub", match="/commit/", method="POST", status=413, times=1000)
+    outcome = push(source, *NVFP4, "-o", tmp_path / "q", *PUSH)
+    assert (outcome.code, outcome.json["error"]["exit"]) == (5, 5)
+    assert run("inspect", tmp_path / "q").code == 0
+    hub.faults.clear()
+    assert push(source, *NVFP4, "-o", tmp_path / "q", *PUSH).code == 0
+    assert hub.read("me/q")[FIRST] == (tmp_path / "q" / FIRST).read_bytes()
+
+
+def test_an_artifact_from_the_hub_names_where_it_came_from(hub, source, tmp_path):
+    commit = hub.add("org/m", source)
+    push("org/m", *NVFP4, "-o", tmp_path / "q", *PUSH, "--token", TOKEN)
+    card = hub.read("me/q")["README.md"].decode()
+    assert "base_model: org/m" in card
+    assert f"--revision {commit}" in card
