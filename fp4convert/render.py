@@ -11,7 +11,6 @@ import math
 import os
 import re
 import sys
-import time
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,18 +18,20 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from fp4convert.errors import Fp4Error, OutputError
+from fp4convert.progress import Meter, Phases, duration_text, rate_text, size_text
 
 Document = dict[str, Any]  # what --json prints; keys as in the README
 ACTIONS = ("quantize", "skip", "copy")  # the order of a drawn plan
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # control, format (bidi), surrogate, private, unassigned, separators
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 CLOSED_PIPE = 141  # as a shell shows a program whose reader went away
-LOG_SECONDS = 5.0
 CELL_WIDTH = 100
+BAR_WIDTH, SHORTEST_BAR = 40, 8
+STATUS_WIDTH = len("999 GB of 999 GB (100 %), 999 MB/s, 59 min 59 s left")
 JSON_PIECES = 10_000  # words and signs of a document that are written together
 PIPE_WIDTH = 1000  # a pipe keeps rows whole
 
@@ -105,28 +106,64 @@ class Screen:
 
     @contextmanager
     def progress(self, total_nbytes: int, verb: str) -> Iterator[Callable[[str, int], None]]:
-        """A bar on a terminal, a line every few seconds elsewhere; both on stderr."""
-        if self.is_quiet or not self.err.is_terminal:
-            yield _log_lines(total_nbytes, verb, self.is_quiet)
-            return
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        """`phases` with one of them."""
+        with self.phases() as phases:
+            yield phases.begin(verb, total_nbytes)
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self.err, transient=True) as bar:
-            task = bar.add_task(verb, total=total_nbytes)
-            yield lambda tensor, nbytes: bar.advance(task, nbytes)
+    @contextmanager
+    def phases(self) -> Iterator[Phases]:
+        """A bar for each phase on a terminal, a line every few seconds elsewhere and in CI; both on stderr."""
+        is_bare = "CI" in os.environ or self.err.is_dumb_terminal or not (self.err.is_terminal and sys.stderr.isatty())
+        phases = Phases(_print_progress if is_bare and not self.is_quiet else None)
+        if is_bare or self.is_quiet:
+            yield phases
+            phases.end()
+            return
+        from rich.live import Live
+
+        with Live(get_renderable=lambda: _bars(phases.meters, self.err.width), console=self.err, transient=True):
+            yield phases
+
+
+def _print_progress(line: str, tensor: str) -> None:
+    name = f", {_shorten(escape(tensor))}" if tensor else ""
+    print(f"{line}{name}", file=sys.stderr, flush=True)
+
+
+def _bars(meters: Sequence[Meter], width: int) -> RenderableType:
+    """A row for each phase, with a bar where there is room for one; below them the tensor that was done last."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    verbs = max((len(meter.verb) for meter in meters), default=0)
+    room = min(BAR_WIDTH, width - verbs - STATUS_WIDTH - 2)
+    rows = Table.grid(padding=(0, 1))
+    for meter in meters:
+        done = meter.total_nbytes if meter.is_over else meter.done_nbytes
+        bar = [ProgressBar(meter.total_nbytes or None, done, room)] if room >= SHORTEST_BAR else []
+        rows.add_row(Text(meter.verb), *bar, Text(meter.status(), no_wrap=True))
+    tensor = meters[-1].tensor if meters and not meters[-1].is_over else ""
+    return Group(rows, Text(_shorten(escape(tensor), width - 3), "dim", no_wrap=True, overflow="ellipsis"))
 
 
 def draw_result(screen: Screen, result: Document) -> None:
-    """What a conversion did, in lines to paste."""
-    counts = result["tensors"]
-    made = ", ".join(word for word in (result["format"], result["dialect"], result["scale_rule"]) if word)
+    """What a conversion did, in lines to paste: the same whatever command made it.
+
+    adopted_bytes    of the source, whose result was there already; they count for no rate
+    bits_per_weight  of the quantized tensors
+    """
+    counts, bits = result["tensors"], result.get("bits_per_weight")
+    named = {"": result["format"], "dialect ": result["dialect"], "rule ": result["scale_rule"]}
+    ((how, converted),) = ((how, count) for how, count in counts.items() if how not in ("copied", "skipped"))
     screen.line(result["output"], "bold")
-    (converted,) = (count for how, count in counts.items() if how not in ("copied", "skipped"))
-    kept, skipped = counts["copied"], counts["skipped"]
-    screen.line(f"  {converted} tensors converted ({made}), {kept} kept, {skipped} skipped")
-    sizes = f"{_megabytes(result['source_bytes'])} -> {_megabytes(result['output_bytes'])}"
-    screen.line(f"  {sizes} in {result['seconds']:.2f} s on {result['device']}")
+    screen.line(f"  {', '.join(f'{word}{name}' for word, name in named.items() if name)}")
+    screen.line(f"  {converted} tensors {how}, {counts['copied']} kept, {counts['skipped']} skipped")
+    before, after = result["source_bytes"], result["output_bytes"]
+    weights = f", {bits:.3f} bits per weight where it is quantized" if bits else ""
+    screen.line(f"  {size_text(before)} -> {size_text(after)} ({100 * after / max(before, 1):.0f} %){weights}")
+    worked, seconds = before - result.get("adopted_bytes", 0), result["seconds"]
+    rate = f", {rate_text(worked / seconds)}" if worked and seconds else ""
+    screen.line(f"  in {duration_text(seconds)} on {result['device']}{rate}")
     if share := result.get("share"):
         screen.line(f"  part {share['index']} of {share['of']}: {share['shards']} shards. When every part is done:")
         screen.line(f"  fp4convert merge {result['output']}")
@@ -156,8 +193,8 @@ def draw_merged(screen: Screen, merged: Document) -> None:
     """What `merge` ended."""
     screen.line(merged["output"], "bold")
     made = ", ".join(word for word in (merged["format"], merged["dialect"]) if word)
-    size = _megabytes(merged["output_bytes"])
-    screen.line(f"  {merged['shards']} tasks merged ({made}), {size}, every file read again in {merged['seconds']:.2f} s")
+    size, seconds = size_text(merged["output_bytes"]), duration_text(merged["seconds"])
+    screen.line(f"  {merged['shards']} tasks merged ({made}), {size}, every file read again in {seconds}")
     screen.line(f"  digest {merged['digest']}")
 
 
@@ -170,9 +207,9 @@ def draw_plan(screen: Screen, plan: Document) -> None:
     for (pattern, action, reason), tensors in sorted(folded.items(), key=lambda item: ACTIONS.index(item[0][1])):
         group = _fold(tensors[0]["group"] or "").rpartition(".")[2]
         before, after = (sum(tensor[key] for tensor in tensors) for key in ("source_bytes", "output_bytes"))
-        rows.append((pattern, len(tensors), action, reason, group, _megabytes(before), _megabytes(after)))
+        rows.append((pattern, len(tensors), action, reason, group, size_text(before), size_text(after)))
     screen.table(("tensors", "count", "action", "reason", "group", "before", "after"), rows)
-    screen.line(f"total {_megabytes(plan['source_bytes'])} -> {_megabytes(plan['output_bytes'])}", "bold")
+    screen.line(f"total {size_text(plan['source_bytes'])} -> {size_text(plan['output_bytes'])}", "bold")
 
 
 def draw_artifact(screen: Screen, artifact: Document) -> None:
@@ -225,9 +262,7 @@ def draw_examination(screen: Screen, found: Document) -> None:
     cache, cpu, disk = found["cubin_cache"], found["cpu"], found["disk"]
     driver = f"NVIDIA, runs CUDA {found['driver']}, shows {found['gpus_shown']} GPU(s)" if found["driver"] else "none"
     kept = (
-        f"{cache['files']} files, {_megabytes(cache['bytes'])}"
-        if cache["writable"]
-        else "not writable: compiled anew by each run"
+        f"{cache['files']} files, {size_text(cache['bytes'])}" if cache["writable"] else "not writable: compiled anew by each run"
     )
     rows = {
         "fp4convert": f"{found['fp4convert']}, Python {found['python']}",
@@ -272,22 +307,8 @@ def _fold(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def _log_lines(total: int, verb: str, is_quiet: bool) -> Callable[[str, int], None]:
-    done = 0
-    last = time.monotonic()
-
-    def report(tensor: str, nbytes: int) -> None:
-        nonlocal done, last
-        done += nbytes
-        if not is_quiet and time.monotonic() - last > LOG_SECONDS:
-            last = time.monotonic()
-            print(f"{verb}: {_megabytes(done)} of {_megabytes(total)}", file=sys.stderr, flush=True)
-
-    return report
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= CELL_WIDTH else f"{text[: CELL_WIDTH // 2]}...{text[-CELL_WIDTH // 2 :]}"
+def _shorten(text: str, width: int = CELL_WIDTH) -> str:
+    return text if len(text) <= width else f"{text[: width // 2]}...{text[-width // 2 :]}"
 
 
 def _badness(tensor: Document) -> float:
@@ -299,7 +320,3 @@ def _badness(tensor: Document) -> float:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.2f} MB"

@@ -1,12 +1,20 @@
 """What a person sees: nothing that acts on a terminal, the layers folded, the worst first, and the next step of every error."""
 
+import fcntl
 import json
+import os
+import pty
 import re
+import struct
+import subprocess
+import sys
+import termios
+from contextlib import suppress
 
 import pytest
 from checkpoints import LAYER, hidden_characters, run, weight, write_checkpoint, write_llama, write_single
 
-from fp4convert.render import escape
+from fp4convert.render import Screen, draw_result, escape
 
 
 @pytest.mark.parametrize(
@@ -65,9 +73,86 @@ def test_a_drawn_result_ends_with_the_digest(tmp_path):
     digest = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json").json["digest"]
     lines = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out").out.splitlines()
     assert lines[0] == str(tmp_path / "out")
-    assert re.fullmatch(r"  7 tensors \w+ \(nvfp4, compressed-tensors, amax\), 4 kept, 0 skipped", lines[1])
-    assert re.fullmatch(r"  0\.09 MB -> 0\.\d\d MB in \d+\.\d\d s on cpu", lines[2])
-    assert lines[3] == f"  digest {digest}"
+    assert lines[1:3] == ["  nvfp4, dialect compressed-tensors, rule amax", "  7 tensors quantized, 4 kept, 0 skipped"]
+    assert re.fullmatch(r"  0\.09 MB -> 0\.05 MB \(\d\d %\)", lines[3])
+    assert re.fullmatch(r"  in \d+\.\d\d s on cpu, [\d.]+ MB/s", lines[4])
+    assert lines[5:] == [f"  digest {digest}"]
+
+
+RESULT = {"output": "out", "format": "bf16", "dialect": None, "scale_rule": None, "device": "cuda:0", "digest": "d"}
+
+
+def test_a_drawn_result_tells_what_it_knows(capsys):
+    counts = {"dequantized": 7, "copied": 4, "skipped": 0}
+    more = {"source_bytes": 9 * 10**9, "output_bytes": 32 * 10**9, "seconds": 100.0, "tensors": counts}
+    draw_result(Screen(), {**RESULT, **more, "bits_per_weight": 4.5, "adopted_bytes": 8 * 10**9})
+    assert capsys.readouterr().out.splitlines() == [
+        "out",
+        "  bf16",
+        "  7 tensors dequantized, 4 kept, 0 skipped",
+        "  9.00 GB -> 32.0 GB (356 %), 4.500 bits per weight where it is quantized",
+        "  in 1 min 40 s on cuda:0, 10.0 MB/s",
+        "  digest d",
+    ]
+
+
+SHOWN = """
+import time
+from fp4convert.render import Screen
+with Screen().phases() as phases:
+    phases.begin("plan")
+    report = phases.begin("quantize", 15_300_000_000)
+    for number in range(30):
+        report(f"model.layers.{number}.mlp.experts.133.gate_proj\\x1b[31m.weight", 400_000_000)
+        time.sleep(0.05)
+"""
+
+
+def shown_on_a_terminal(width, **environment):
+    """What the program prints on a terminal of that width, with what drives the terminal taken out."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    known = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR", "COLUMNS", "TERM")}
+    streams = {"stdin": slave, "stdout": slave, "stderr": slave}
+    with subprocess.Popen([sys.executable, "-c", SHOWN], **streams, env={**known, "TERM": "xterm", **environment}):
+        os.close(slave)
+        printed = b""
+        with suppress(OSError):  # how a terminal says that its program has ended
+            while data := os.read(master, 1 << 16):
+                printed += data
+    os.close(master)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Zhlm]", "", printed.decode()).replace("\r", "\n").split("\n")
+
+
+@pytest.mark.parametrize(("width", "has_bar"), [(40, False), (60, False), (80, True), (200, True)])
+def test_on_a_terminal_every_phase_has_a_row_that_fits(width, has_bar):
+    lines = shown_on_a_terminal(width)
+    assert max(map(len, lines)) <= width
+    last = [line for line in lines if line.startswith("quantize")][-1]
+    assert "of 15.3 GB (" in last
+    assert (("s left" in last) and ("/s, " in last)) is (width > 40)
+    assert any("━" in line for line in lines) is has_bar
+    assert any(line.startswith("plan ") for line in lines)
+    tensors = [line for line in lines if line.startswith("model.layers.")]
+    assert all(line.rstrip().endswith(".weight") for line in tensors)
+    assert any(r"\x1b[31m" in line for line in tensors) or width == 40
+
+
+@pytest.mark.parametrize("environment", [{"CI": "true"}, {"TERM": "dumb"}])
+def test_in_ci_and_on_a_terminal_that_cannot_move_there_is_no_bar(environment):
+    assert "".join(shown_on_a_terminal(80, **environment)) == ""  # nor a line: it was over too soon
+
+
+def test_a_line_of_a_log_is_escaped_and_quiet_says_nothing(capsys, monkeypatch):
+    monkeypatch.setattr("fp4convert.progress.LINE_SECONDS", 0.0)
+    for is_quiet in (False, True):
+        with Screen(is_quiet=is_quiet).progress(1000, "quantize") as report:
+            report("a\x1b[31m" + "b" * 200, 500)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith(r"quantize: 0.00 MB of 0.00 MB (50 %), a\x1b[31mbbb")
+    assert len(lines[0]) < 160
+    assert lines[1].startswith("quantize: 0.00 MB in 0.")
 
 
 def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
