@@ -1,7 +1,8 @@
 """Pieces of files in memory: fetched by a few threads, ahead of those who read them, kept up to a budget, hashed as they flow.
 
 A file that is read from its first byte to its last has a Stream: it brings the pieces in the order of the file, a few ahead of
-the readers, and hashes them.  Nobody waits for it: a reader who wants a piece that is not there has it fetched at once.
+the readers, and hashes them.  Readers who run ahead of the hash wait for it, lest a piece is fetched for them and again for it;
+one who wants a piece from elsewhere in the file has it fetched at once.
 Where pieces come from, others decide.
 """
 
@@ -9,18 +10,22 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
+from weakref import finalize
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fp4convert.errors import SourceError
 
 CORRUPT = "source-corrupt"
-CONNECTIONS = 4  # pieces fetched at once; one connection of a busy storage gives a quarter of what four give
-PIECE_NBYTES = 16 << 20
+CONNECTIONS = 8  # pieces fetched at once; a storage that limits each connection gives eight times what it gives one
+PIECE_NBYTES = 8 << 20
 LEAST_NBYTES = 1 << 20  # below it, a range is not worth splitting
-AHEAD = 4  # pieces of a stream that nobody has asked for yet
+AHEAD = 4  # pieces of a stream that nobody has asked for yet; as many may have been asked for that are not hashed yet
 SPARE_NBYTES = (AHEAD + CONNECTIONS) * PIECE_NBYTES  # of the budget: what scale groups leave to everything else
 
 
@@ -30,18 +35,43 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Pieces:
-    """The pieces that are in memory or on their way; the least recently used go first.
+class Buffers:
+    """Memory for pieces, used again once nobody looks at it: pages that the system has to make cost more than what fills them."""
 
-    read_into  (file, start, buffer): fills the buffer, called by several threads
-    budget     bytes to be kept; pieces on their way come on top where it is less than they are
+    def __init__(self) -> None:
+        self._free: list[NDArray[np.uint8]] = []
+
+    def take(self, nbytes: int) -> memoryview:
+        """So many bytes, holding anything; free again when no view of them is left."""
+        if nbytes > PIECE_NBYTES or nbytes <= PIECE_NBYTES // 2:
+            return np.empty(nbytes, np.uint8).data
+        try:
+            whole = self._free.pop()
+        except IndexError:
+            whole = np.empty(PIECE_NBYTES, np.uint8)
+        lent = whole[:nbytes]
+        finalize(lent, self._free.append, whole).atexit = False
+        return lent.data
+
+
+class Pieces:
+    """The pieces that are in memory or on their way; first those go that were read, then the least recently used.
+
+    read_into    (file, start, buffer): fills the buffer, called by several threads
+    budget       bytes to be kept; pieces on their way come on top where it is less than they are
+    connections  how many pieces are fetched at once; None for as many as are found right here
     """
 
-    def __init__(self, read_into: Callable[[str, int, memoryview], None], budget_nbytes: int) -> None:
+    def __init__(
+        self, read_into: Callable[[str, int, memoryview], None], budget_nbytes: int, connections: int | None = None
+    ) -> None:
         self._read_into = read_into
         self._budget_nbytes = budget_nbytes
-        self._pool = ThreadPoolExecutor(CONNECTIONS, "fetch")
+        self.buffers = Buffers()
+        self.connections = connections or CONNECTIONS
+        self._pool = ThreadPoolExecutor(self.connections, "fetch")
         self._known: dict[Piece, Future[memoryview]] = {}  # least recently used first
+        self._spent: set[Piece] = set()  # of these, what a stream needs no more but for a second reading
         self._nbytes = 0  # of all that are known
         self._lock = threading.Lock()
         self._held_nbytes = 0
@@ -60,16 +90,29 @@ class Pieces:
             return future
 
     def _fetched(self, piece: Piece) -> memoryview:
-        data = memoryview(bytearray(piece.stop - piece.start))
+        data = self.buffers.take(piece.stop - piece.start)
         self._read_into(piece.file, piece.start, data)
         return data.toreadonly()
 
+    def spend(self, pieces: Iterable[Piece]) -> None:
+        """Let go of pieces before others, but for as many bytes as room was made for."""
+        with self._lock:
+            self._spent.update(piece for piece in pieces if piece in self._known)
+
     def _make_room(self) -> None:
-        for piece in list(self._known) if self._nbytes > self._budget_nbytes else ():
+        if self._nbytes > (kept_nbytes := SPARE_NBYTES + self._held_nbytes):
+            self._drop([piece for piece in self._known if piece in self._spent], kept_nbytes)
+        if self._nbytes > self._budget_nbytes:
+            self._drop(list(self._known), self._budget_nbytes)
+
+    def _drop(self, pieces: list[Piece], kept_nbytes: int) -> None:
+        """Remove the first of these pieces that are there, until no more than so many bytes are known."""
+        for piece in pieces:
             if self._known[piece].done():
                 del self._known[piece]
+                self._spent.discard(piece)
                 self._nbytes -= piece.stop - piece.start
-                if self._nbytes <= self._budget_nbytes:
+                if self._nbytes <= kept_nbytes:
                     return
 
     @contextmanager
@@ -91,6 +134,7 @@ class Pieces:
         with self._lock:
             for piece in [piece for piece in self._known if piece.file == file]:
                 del self._known[piece]
+                self._spent.discard(piece)
                 self._nbytes -= piece.stop - piece.start
 
     def close(self) -> None:
@@ -115,6 +159,9 @@ class Stream:
         self._oid = oid
         self._hash = hasher(nbytes, oid)
         self._wanted: set[int] = set()
+        self._unread = [piece.stop - piece.start for piece in self._all]
+        self._at = 0  # number of the piece that is hashed next
+        self._is_waiting = False
         self._changed = threading.Condition()
         self._is_ending = self._is_stopped = False
         self._error: BaseException | None = None
@@ -122,20 +169,34 @@ class Stream:
         self._thread.start()
 
     def cover(self, start: int, stop: int) -> list[Piece]:
-        """The pieces that hold a range."""
+        """The pieces that hold a range, once the hash is not far from its end, or waits for readers itself."""
         numbers = range(start // PIECE_NBYTES, -(-stop // PIECE_NBYTES))
         if not self._wanted.issuperset(numbers):
             with self._changed:
                 self._wanted.update(numbers)
-                self._changed.notify()
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: numbers[0] - self._at < AHEAD or self._is_waiting or self._is_stopped)
         return [self._all[number] for number in numbers]
+
+    def have_read(self, start: int, stop: int) -> None:
+        """Note that a reader has that range; pieces that were read to their last byte need not stay."""
+        for number in range(start // PIECE_NBYTES, -(-stop // PIECE_NBYTES)):
+            piece = self._all[number]
+            with self._changed:
+                self._unread[number] -= min(stop, piece.stop) - max(start, piece.start)
+            self._spend(number)
+
+    def _spend(self, number: int) -> None:
+        if self._unread[number] <= 0 and number < self._at:
+            self._pieces.spend([self._all[number]])
 
     def end(self) -> None:
         """Bring and hash what is left; SourceError where the content is not what its hash says."""
         with self._changed:
             self._is_ending = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join()
+        self._pieces.spend(self._all)
         if self._error is not None:
             raise self._error
         if self._hash.hexdigest() != self._oid:
@@ -144,30 +205,35 @@ class Stream:
     def stop(self) -> None:
         with self._changed:
             self._is_stopped = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _run(self) -> None:
         try:
-            for number, piece in enumerate(self._all):
+            for number in range(len(self._all)):
                 self._wait_for_readers(number)
                 if self._is_stopped:
                     return
-                for later in self._all[number : number + CONNECTIONS]:
-                    self._pieces.fetch(later)
-                self._hash.update(self._pieces.fetch(piece).result())
+                coming = [self._pieces.fetch(later) for later in self._all[number : number + self._pieces.connections]]
+                self._hash.update(coming[0].result())
+                with self._changed:
+                    self._at = number + 1
+                    self._changed.notify_all()
+                self._spend(number)
         except BaseException as error:  # raised again where the stream ends
             self._error = error
+        finally:
+            self.stop()
 
     def _wait_for_readers(self, number: int) -> None:
+        def may_go_on() -> bool:
+            is_over = self._is_ending or self._is_stopped or number in self._wanted
+            return is_over or number - sum(wanted < number for wanted in self._wanted) < AHEAD
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._is_ending
-                    or self._is_stopped
-                    or number - sum(wanted < number for wanted in self._wanted) < AHEAD
-                    or number in self._wanted
-                )
-            )
+            self._is_waiting = not may_go_on()
+            self._changed.notify_all()
+            self._changed.wait_for(may_go_on)
+            self._is_waiting = False
 
 
 def hasher(nbytes: int, oid: str) -> hashlib._Hash:

@@ -37,6 +37,7 @@ ROOMS = {
     "typer": {"cli"},
     "ctypes": {"backends", "gpus"},
     "numpy": {
+        "pieces",
         "suspicion",
         "inspection",
         "codec",

@@ -9,7 +9,7 @@ import pytest
 
 from fp4convert import pieces
 from fp4convert.errors import SourceError
-from fp4convert.pieces import Piece, Pieces, Stream, hasher, split
+from fp4convert.pieces import Buffers, Piece, Pieces, Stream, hasher, split
 
 NBYTES = 64 << 10
 DATA = random.Random(0).randbytes(NBYTES)
@@ -117,3 +117,78 @@ def test_room_is_given_to_one_at_least_and_to_others_as_it_is_freed(file):
     with kept.room_for(40):
         use("third", 60)
     assert order == ["second", "third"]
+
+
+def test_memory_is_used_again_once_nobody_looks_at_it(file):
+    buffers = Buffers()
+    first, other = buffers.take(1 << 10), buffers.take(1000)
+    first[:] = b"x" * 1024
+    look = first[500:600].toreadonly()
+    del first
+    assert bytes(look) == b"x" * 100
+    assert bytes(buffers.take(1 << 10)[:1]) != b"x"
+    del look
+    assert bytes(buffers.take(1 << 10)[:1]) == b"x"
+    assert other.nbytes == 1000
+    assert buffers.take(5000).nbytes == 5000  # larger than a piece
+
+
+def test_a_reader_who_is_faster_than_the_hash_has_nothing_fetched_twice(file, monkeypatch):
+    monkeypatch.setattr(pieces, "SPARE_NBYTES", 12 << 10)
+    kept = Pieces(file.read_into, 12 << 10)
+    stream = Stream(kept, "f", NBYTES, SHA256)
+    stream._hash = SlowHash(hasher(NBYTES, SHA256))
+    for start in range(0, NBYTES, 1 << 10):
+        for piece in stream.cover(start, start + (1 << 10)):
+            kept.fetch(piece).result()
+        stream.have_read(start, start + (1 << 10))
+    stream.end()
+    assert len(file.fetched) == NBYTES >> 10
+
+
+class SlowHash:
+    """A hash that takes longer than the network."""
+
+    def __init__(self, own) -> None:
+        self._own = own
+        self.hexdigest = own.hexdigest
+
+    def update(self, data: memoryview) -> None:
+        time.sleep(0.002)
+        self._own.update(data)
+
+
+def test_what_was_read_stays_only_for_those_who_read_it_again(file, monkeypatch):
+    monkeypatch.setattr(pieces, "SPARE_NBYTES", 4 << 10)
+    kept = Pieces(file.read_into, 1 << 20)
+    for held_nbytes, number in ((16 << 10, 20), (0, 4)):
+        stream = Stream(kept, "f", NBYTES, SHA256)
+        with kept.room_for(held_nbytes):
+            for start in range(0, NBYTES, 1 << 10):
+                kept.fetch(stream.cover(start, start + (1 << 10))[0]).result()
+                stream.have_read(start, start + (1 << 10))
+            stream.end()
+            file.fetched.clear()
+            for start in range(NBYTES - (number - 6 << 10), NBYTES, 1 << 10):
+                kept.fetch(Piece("f", start, start + (1 << 10))).result()
+            assert file.fetched == []
+            kept.fetch(Piece("f", NBYTES - (number + 14 << 10), NBYTES - (number + 13 << 10))).result()
+            assert len(file.fetched) == 1
+        kept.forget("f")
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+def test_no_more_pieces_are_fetched_at_once_than_there_are_connections(connections, file):
+    now, most, lock = [0], [0], threading.Lock()
+
+    def read_into(name: str, start: int, buffer: memoryview) -> None:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.002)
+        file.read_into(name, start, buffer)
+        with lock:
+            now[0] -= 1
+
+    Stream(Pieces(read_into, 1 << 20, connections), "f", NBYTES, SHA256).end()
+    assert most == [connections]

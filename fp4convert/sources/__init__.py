@@ -36,9 +36,10 @@ class Access:
     revision      branch, tag or commit; None for the main branch
     subfolder     of the repository, where the checkpoint is
     token         None for the one that the Hub's own client knows
-    memory_nbytes what is kept of it in memory
+    memory_nbytes what is kept of it in memory for a second reading
     tell          gets a line for people when the Hub makes everything wait
     transport     http, or xet for hf_xet
+    connections   at once; None for as many as pieces.py finds right
     output        where an unfinished plan may lie, which says of which commit it is
     """
 
@@ -49,6 +50,7 @@ class Access:
     tell: Callable[[str], None] = lambda line: None
     transport: str = "http"
     output: Path | None = None
+    connections: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class HubSource:
         if access.transport == "xet":
             token_url = f"{constants.ENDPOINT}/api/models/{reference}/xet-read-token/{self._commit}"
             self._reader = XetReader(self._reader, token_url, headers)
-        self._pieces = Pieces(self._fill, access.memory_nbytes)
+        self._pieces = Pieces(self._fill, access.memory_nbytes + SPARE_NBYTES, access.connections)
         self.held_nbytes = access.memory_nbytes + SPARE_NBYTES
         self._streams: dict[str, Stream] = {}
         self.checkpoint = self._open()
@@ -83,7 +83,7 @@ class HubSource:
         parts = list(self._views(ref.file, ref.start + start, ref.start + stop))
         if len(parts) == 1:
             return parts[0]
-        whole = memoryview(bytearray(stop - start))
+        whole = self._pieces.buffers.take(stop - start)
         _copy_into(parts, whole)
         return whole.toreadonly()
 
@@ -97,6 +97,8 @@ class HubSource:
         coming = [self._pieces.fetch(piece) for piece in pieces]
         for piece, data in zip(pieces, coming, strict=True):
             yield data.result()[max(start - piece.start, 0) : stop - piece.start]
+        if stream:
+            stream.have_read(start, stop)
 
     def _fill(self, file: str, start: int, buffer: memoryview) -> None:
         if file not in self._cached:
