@@ -3,6 +3,7 @@
 A file that is read from its first byte to its last has a Stream: it brings the pieces in the order of the file, a few ahead of
 the readers, and hashes them.  Readers who run ahead of the hash wait for it, lest a piece is fetched for them and again for it;
 one who wants a piece from elsewhere in the file has it fetched at once.
+A piece that no stream hashes is fetched by two requests and compared, until two bring the same bytes.
 Where pieces come from, others decide.
 """
 
@@ -24,15 +25,19 @@ from fp4convert.errors import SourceError
 CORRUPT = "source-corrupt"
 CONNECTIONS = 8  # pieces fetched at once; a storage that limits each connection gives eight times what it gives one
 PIECE_NBYTES = 8 << 20
+REQUESTS = 4  # for a piece that comes differently each time, after the first
 LEAST_NBYTES = 1 << 20  # below it, a range is not worth splitting
 AHEAD = 4  # pieces of a stream that nobody has asked for yet; as many may have been asked for that are not hashed yet
 SPARE_NBYTES = (AHEAD + CONNECTIONS) * PIECE_NBYTES  # of the budget: what scale groups leave to everything else
 
 
 class Piece(NamedTuple):
+    """A range of a file; whoever asks for it hashes the whole file, or does not."""
+
     file: str
     start: int
     stop: int
+    is_hashed: bool = False
 
 
 class Buffers:
@@ -60,11 +65,19 @@ class Pieces:
     read_into    (file, start, buffer): fills the buffer, called by several threads
     budget       bytes to be kept; pieces on their way come on top where it is less than they are
     connections  how many pieces are fetched at once; None for as many as are found right here
+    is_sure      True for a file whose bytes need no second request
     """
 
     def __init__(
-        self, read_into: Callable[[str, int, memoryview], None], budget_nbytes: int, connections: int | None = None
+        self,
+        read_into: Callable[[str, int, memoryview], None],
+        budget_nbytes: int,
+        connections: int | None = None,
+        is_sure: Callable[[str], bool] = lambda file: False,
     ) -> None:
+        self._is_sure = is_sure
+        self.failure = SourceError("source-stopped", "reading was stopped")  # for whoever asks after the end
+        self._is_closed = False
         self._read_into = read_into
         self._budget_nbytes = budget_nbytes
         self.buffers = Buffers()
@@ -78,21 +91,41 @@ class Pieces:
         self._released = threading.Condition()
 
     def fetch(self, piece: Piece) -> Future[memoryview]:
-        """The bytes of a piece, read-only, as soon as they are there."""
+        """The bytes of a piece, read-only, as soon as they are there; SourceError after the end."""
         with self._lock:
+            if self._is_closed:
+                raise self.failure
             future = self._known.pop(piece, None)
             if future is None or (future.done() and future.exception()):
                 if future is None:
                     self._nbytes += piece.stop - piece.start
                     self._make_room()
-                future = self._pool.submit(self._fetched, piece)
+                future = self._submit(piece)
             self._known[piece] = future
             return future
+
+    def _submit(self, piece: Piece) -> Future[memoryview]:
+        if piece.is_hashed or self._is_sure(piece.file):
+            return self._pool.submit(self._fetched, piece)
+        other = self._pool.submit(self._fetched, piece)  # begun first: one that waits for it waits for nothing behind itself
+        return self._pool.submit(self._agreed, piece, other)
 
     def _fetched(self, piece: Piece) -> memoryview:
         data = self.buffers.take(piece.stop - piece.start)
         self._read_into(piece.file, piece.start, data)
         return data.toreadonly()
+
+    def _agreed(self, piece: Piece, other: Future[memoryview]) -> memoryview:
+        found = [self._fetched(piece)]
+        latest = other.result()
+        while not any(_is_same(latest, each) for each in found):
+            if len(found) == REQUESTS:
+                detail = f"{piece.file}: bytes {piece.start}-{piece.stop - 1} came differently in each of {REQUESTS + 1} requests"
+                self.failure = SourceError(CORRUPT, detail, "Run the same command again.")
+                raise self.failure
+            found.append(latest)
+            latest = self._fetched(piece)
+        return latest
 
     def spend(self, pieces: Iterable[Piece]) -> None:
         """Let go of pieces before others, but for as many bytes as room was made for."""
@@ -138,6 +171,8 @@ class Pieces:
                 self._nbytes -= piece.stop - piece.start
 
     def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -150,12 +185,14 @@ def split(file: str, start: int, stop: int) -> list[Piece]:
 class Stream:
     """One file on its way from its first byte to its last.
 
-    oid  what the content is known by: 64 hex digits are its sha256, 40 are git's hash of it
+    oid   what the content is known by: 64 hex digits are its sha256, 40 are git's hash of it
+    head  its first bytes as they came before; they must be the same
     """
 
-    def __init__(self, pieces: Pieces, file: str, nbytes: int, oid: str) -> None:
+    def __init__(self, pieces: Pieces, file: str, nbytes: int, oid: str, head: bytes = b"") -> None:
         self._pieces = pieces
-        self._all = [Piece(file, at, min(at + PIECE_NBYTES, nbytes)) for at in range(0, nbytes, PIECE_NBYTES)]
+        self._all = [Piece(file, at, min(at + PIECE_NBYTES, nbytes), True) for at in range(0, nbytes, PIECE_NBYTES)]
+        self._head = head
         self._oid = oid
         self._hash = hasher(nbytes, oid)
         self._wanted: set[int] = set()
@@ -214,7 +251,9 @@ class Stream:
                 if self._is_stopped:
                     return
                 coming = [self._pieces.fetch(later) for later in self._all[number : number + self._pieces.connections]]
-                self._hash.update(coming[0].result())
+                data = coming[0].result()
+                self._compare_head(self._all[number], data)
+                self._hash.update(data)
                 with self._changed:
                     self._at = number + 1
                     self._changed.notify_all()
@@ -223,6 +262,12 @@ class Stream:
             self._error = error
         finally:
             self.stop()
+
+    def _compare_head(self, piece: Piece, data: memoryview) -> None:
+        known = memoryview(self._head)[piece.start : piece.stop]
+        if not _is_same(known, data[: known.nbytes]):
+            detail = f"{piece.file} begins with other bytes than when its header was read"
+            raise SourceError(CORRUPT, detail, "Run the same command again.")
 
     def _wait_for_readers(self, number: int) -> None:
         def may_go_on() -> bool:
@@ -236,6 +281,10 @@ class Stream:
             self._is_waiting = False
 
 
+def _is_same(one: memoryview, other: memoryview) -> bool:
+    return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
+
+
 def hasher(nbytes: int, oid: str) -> hashlib._Hash:
     """A fresh hash of the kind that an oid is; git's begins with what and how long the content is."""
     return hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False) if len(oid) == 40 else hashlib.sha256()
@@ -243,6 +292,4 @@ def hasher(nbytes: int, oid: str) -> hashlib._Hash:
 
 def corrupt(file: str, oid: str, found: str) -> SourceError:
     detail = f"{file} came damaged: its hash is {found[:16]}..., and the Hub lists {oid[:16]}..."
-    return SourceError(
-        "source-corrupt", detail, "Run the same command again; where the file is in the Hub's cache, remove it there."
-    )
+    return SourceError(CORRUPT, detail, "Run the same command again; where the file is in the Hub's cache, remove it there.")

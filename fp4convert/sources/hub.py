@@ -1,6 +1,7 @@
 """A repository on the Hub at one commit: found with huggingface_hub, read by range requests, never stored on this disk.
 
-What the Hub's own cache holds already is read from there.  Either way a shard that is read whole is hashed as it flows.
+What the Hub's own cache holds already is read from there.  Either way a shard that is read whole is hashed as it flows.  What is
+read beside that comes by two requests that must agree, or from a file of the cache that is hashed before it is first used so.
 With HF_HUB_OFFLINE the cache is all there is.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -71,9 +73,14 @@ class HubSource:
         if access.transport == "xet":
             token_url = f"{constants.ENDPOINT}/api/models/{reference}/xet-read-token/{self._commit}"
             self._reader = XetReader(self._reader, token_url, headers)
-        self._pieces = Pieces(self._fill, access.memory_nbytes + SPARE_NBYTES, access.connections)
+        self._pieces = Pieces(
+            self._fill, access.memory_nbytes + SPARE_NBYTES, access.connections, lambda file: file in self._cached
+        )
         self.held_nbytes = access.memory_nbytes + SPARE_NBYTES
         self._streams: dict[str, Stream] = {}
+        self._heads: dict[str, bytes] = {}  # what each shard's header was made of
+        self._sound: set[str] = set()  # files of the cache that were hashed
+        self._lock = threading.Lock()
         self.checkpoint = self._open()
 
     def read(self, ref: TensorRef) -> memoryview:
@@ -93,12 +100,31 @@ class HubSource:
     def _views(self, file: str, start: int, stop: int) -> Iterator[memoryview]:
         """The bytes of a range, in parts that follow one another."""
         stream = self._streams.get(file)
+        if not stream and file in self._cached:
+            self._check_cached(file)
         pieces = stream.cover(start, stop) if stream else split(file, start, stop)
         coming = [self._pieces.fetch(piece) for piece in pieces]
         for piece, data in zip(pieces, coming, strict=True):
             yield data.result()[max(start - piece.start, 0) : stop - piece.start]
         if stream:
             stream.have_read(start, stop)
+
+    def _check_cached(self, file: str) -> None:
+        """Hash a file of the cache once; what is damaged there is fetched instead, or SourceError offline."""
+        with self._lock:
+            if file in self._sound or file not in self._cached:
+                return
+            remote, found = self._files[file], hasher(self._files[file].nbytes, self._files[file].oid)
+            with self._cached[file].open("rb") as stream:
+                while data := stream.read(PIECE_NBYTES):
+                    found.update(data)
+            if found.hexdigest() == remote.oid:
+                self._sound.add(file)
+            elif remote.url:
+                del self._cached[file]
+            else:
+                self._pieces.failure = corrupt(file, remote.oid, found.hexdigest())
+                raise self._pieces.failure
 
     def _fill(self, file: str, start: int, buffer: memoryview) -> None:
         if file not in self._cached:
@@ -136,7 +162,7 @@ class HubSource:
     @contextmanager
     def stream(self, file: str) -> Iterator[None]:
         remote = self._files[file]
-        stream = self._streams[file] = Stream(self._pieces, file, remote.nbytes, remote.oid)
+        stream = self._streams[file] = Stream(self._pieces, file, remote.nbytes, remote.oid, self._heads.get(file, b""))
         try:
             yield
             stream.end()
@@ -195,16 +221,14 @@ class HubSource:
 
     def _header(self, name: str) -> Header:
         nbytes = self._files[name].nbytes
-        head = memoryview(bytearray(min(nbytes, HEAD_NBYTES)))
-        self._fill(name, 0, head)
+        head = self._pieces.fetch(Piece(name, 0, min(nbytes, HEAD_NBYTES))).result()
 
         def read(offset: int, length: int) -> bytes:
-            data = memoryview(bytearray(length))
-            known = head[offset : offset + length]
-            data[: known.nbytes] = known
-            if known.nbytes < length:
-                self._fill(name, offset + known.nbytes, data[known.nbytes :])
-            return bytes(data)
+            stop = offset + length
+            beyond = [self._pieces.fetch(piece) for piece in split(name, head.nbytes, stop)] if stop > head.nbytes else []
+            data = b"".join([head[offset:stop], *(piece.result() for piece in beyond)])
+            self._heads[name] = self._heads.get(name, b"")[:offset] + data
+            return data
 
         return read_header(name, nbytes, read)
 
@@ -230,7 +254,7 @@ class _RemoteStream(io.RawIOBase):
             return 0
         first = at - at % PIECE_NBYTES
         starts = range(first, min(nbytes, first + CONNECTIONS * PIECE_NBYTES), PIECE_NBYTES)
-        coming = [self._pieces.fetch(Piece(self._file.name, start, min(start + PIECE_NBYTES, nbytes))) for start in starts]
+        coming = [self._pieces.fetch(Piece(self._file.name, start, min(start + PIECE_NBYTES, nbytes), True)) for start in starts]
         data = coming[0].result()[at - first :][: view.nbytes]
         view[: data.nbytes] = data
         self._hash.update(data)
