@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import NamedTuple
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 from weakref import finalize
 
 import numpy as np
@@ -28,6 +29,7 @@ PIECE_NBYTES = 8 << 20
 REQUESTS = 4  # for a piece that comes differently each time, after the first
 LEAST_NBYTES = 1 << 20  # below it, a range is not worth splitting
 AHEAD = 4  # pieces of a stream that nobody has asked for yet; as many may have been asked for that are not hashed yet
+T = TypeVar("T")
 SPARE_NBYTES = (AHEAD + CONNECTIONS) * PIECE_NBYTES  # of the budget: what scale groups leave to everything else
 
 
@@ -59,6 +61,52 @@ class Buffers:
         return lent.data
 
 
+class Fetchers:
+    """A few threads that do what waits for a network; the end of the program waits for none of them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._threads: list[threading.Thread] = []
+        self._asked: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
+        self._coming: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+
+    def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Its result as soon as it is there; work begins in the order in which it is asked for."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._coming.add(future)
+            if len(self._threads) < self._count:
+                self._threads.append(threading.Thread(target=self._run, name="fetch", daemon=True))
+                self._threads[-1].start()
+        self._asked.put((future, work, arguments))
+        return future
+
+    def _run(self) -> None:
+        while self._error is None:
+            future, work, arguments = self._asked.get()
+            try:
+                result, error = work(*arguments), None
+            except BaseException as caught:  # raised again where the result is wanted
+                result, error = None, caught
+            with self._lock:
+                if future in self._coming:
+                    self._coming.remove(future)
+                    future.set_exception(error) if error else future.set_result(result)
+            del future, work, arguments, result, error  # lest they keep memory while the next is awaited
+
+    def close(self, error: Exception) -> None:
+        """Everybody who waits for a result, or asks for another, gets this error at once."""
+        with self._lock:
+            self._error = error
+            coming, self._coming = self._coming, set()
+        for future in coming:
+            future.set_exception(error)
+
+
 class Pieces:
     """The pieces that are in memory or on their way; first those go that were read, then the least recently used.
 
@@ -77,12 +125,11 @@ class Pieces:
     ) -> None:
         self._is_sure = is_sure
         self.failure = SourceError("source-stopped", "reading was stopped")  # for whoever asks after the end
-        self._is_closed = False
         self._read_into = read_into
         self._budget_nbytes = budget_nbytes
         self.buffers = Buffers()
         self.connections = connections or CONNECTIONS
-        self._pool = ThreadPoolExecutor(self.connections, "fetch")
+        self._pool = Fetchers(self.connections)
         self._known: dict[Piece, Future[memoryview]] = {}  # least recently used first
         self._spent: set[Piece] = set()  # of these, what a stream needs no more but for a second reading
         self._nbytes = 0  # of all that are known
@@ -93,8 +140,6 @@ class Pieces:
     def fetch(self, piece: Piece) -> Future[memoryview]:
         """The bytes of a piece, read-only, as soon as they are there; SourceError after the end."""
         with self._lock:
-            if self._is_closed:
-                raise self.failure
             future = self._known.pop(piece, None)
             if future is None or (future.done() and future.exception()):
                 if future is None:
@@ -171,9 +216,8 @@ class Pieces:
                 self._nbytes -= piece.stop - piece.start
 
     def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Nothing more comes: who waits, or asks, gets the error."""
+        self._pool.close(self.failure)
 
 
 def split(file: str, start: int, stop: int) -> list[Piece]:

@@ -16,7 +16,7 @@ from fp4convert.errors import InputError
 from fp4convert.formats import Blocks, row_panels
 from fp4convert.inspection import check_scales
 from fp4convert.shard import TensorRef, hash_stream
-from fp4convert.sources import Source
+from fp4convert.sources import Source, stopping
 
 DIFFERENT = 0.5  # of the weights' power; other weights have about 2, and odd ones lose up to 0.3 by rounding
 PART_NBYTES = 8 << 20
@@ -159,7 +159,8 @@ def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list
     for shard in source.checkpoint.shards:
         kept_refs = [ref for ref in shard.tensors if ref.name in originals]
         modules = [module for module, ref in pairs.items() if ref.file == shard.file]
-        with source.stream(shard.file), ThreadPoolExecutor(processors()) as pool:
+        threads = ThreadPoolExecutor(processors())
+        with source.stream(shard.file), threads as pool, stopping(source, artifact.source):
             findings += (found for ref in kept_refs if (found := _compare_kept(artifact, source, ref)))
             measured = pool.map(lambda module: _measure(artifact.decode(module), pairs[module], source), modules)
             sums |= zip((pairs[module].name for module in modules), measured, strict=True)

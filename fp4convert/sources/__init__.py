@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
@@ -139,6 +139,17 @@ class Source(Protocol):
 
     def stop(self) -> None:
         """Make reads in other threads fail soon; nothing is read afterwards."""
+
+
+@contextmanager
+def stopping(*sources: Source) -> Iterator[None]:
+    """Whatever ends the work early makes reads in other threads fail soon; enter it inside of what waits for these threads."""
+    try:
+        yield
+    except BaseException:
+        for source in sources:
+            source.stop()
+        raise
 
 
 def open_source(reference: str, access: Access | None = None, may_be_empty: bool = False) -> Source:

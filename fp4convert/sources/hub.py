@@ -19,7 +19,19 @@ from typing import BinaryIO, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from fp4convert.errors import Fp4Error, InputError, SourceError
-from fp4convert.pieces import CONNECTIONS, CORRUPT, PIECE_NBYTES, SPARE_NBYTES, Piece, Pieces, Stream, corrupt, hasher, split
+from fp4convert.pieces import (
+    CONNECTIONS,
+    CORRUPT,
+    PIECE_NBYTES,
+    SPARE_NBYTES,
+    Fetchers,
+    Piece,
+    Pieces,
+    Stream,
+    corrupt,
+    hasher,
+    split,
+)
 from fp4convert.ranges import PASSING, Patience, RangeReader, RemoteFile, check_token, host_of, no_access, pause_of
 from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
 from fp4convert.sources import (
@@ -34,6 +46,7 @@ from fp4convert.sources import (
     no_weights,
     read_index,
     sort_others,
+    stopping,
 )
 from fp4convert.xet import XetReader
 
@@ -68,7 +81,8 @@ class HubSource:
         self._repo = reference
         headers = build_hf_headers(token=access.token, library_name="fp4convert")
         check_token(headers)
-        self._commit, self._files, self._cached = _list_files(reference, access, patience)
+        listing = Fetchers(1).submit(_list_files, reference, access, patience)  # an interrupt does not wait for name servers
+        self._commit, self._files, self._cached = listing.result()
         self._reader: RangeReader | XetReader = RangeReader(headers, patience, access.tell)
         if access.transport == "xet":
             token_url = f"{constants.ENDPOINT}/api/models/{reference}/xet-read-token/{self._commit}"
@@ -81,7 +95,8 @@ class HubSource:
         self._heads: dict[str, bytes] = {}  # what each shard's header was made of
         self._sound: set[str] = set()  # files of the cache that were hashed
         self._lock = threading.Lock()
-        self.checkpoint = self._open()
+        with stopping(self):
+            self.checkpoint = self._open()
 
     def read(self, ref: TensorRef) -> memoryview:
         return self.read_range(ref, 0, ref.nbytes)
@@ -180,8 +195,8 @@ class HubSource:
         return self._pieces.room_for(nbytes)
 
     def stop(self) -> None:
-        self._reader.stop()
         self._pieces.close()
+        self._reader.stop()
         for stream in list(self._streams.values()):
             stream.stop()
 
@@ -195,7 +210,7 @@ class HubSource:
         if not shards[0].endswith(WEIGHTS):
             detail = f"{where} holds GGUF files; from the Hub, safetensors are read"
             raise InputError("gguf", detail, f"Download it: hf download {self._repo} {shards[0]} --local-dir FOLDER.")
-        with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
+        with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool, stopping(self):
             headers = tuple(pool.map(self._header, shards))
         check_unique(headers)
         sidecars, left_out = sort_others(self._files, shards)
