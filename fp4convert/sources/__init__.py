@@ -1,4 +1,4 @@
-"""Where the weights come from: every module here offers a Source, and nothing above asks which.
+"""Where the weights come from: local and hub offer a Source each, and nothing above asks which.
 
 A source makes a Checkpoint of what it finds (addresses, no data) with the checks below, and gives the bytes behind it.
 """
