@@ -24,7 +24,7 @@ from fp4convert.layout import LAYOUTS, arrange_scales
 from fp4convert.plan import UNSAID, idle_scales
 from fp4convert.recipe import Target, build_recipe, group_members, scale_group
 from fp4convert.shard import TensorRef
-from fp4convert.sources import Source
+from fp4convert.sources import Source, stopping
 from fp4convert.suspicion import suspect
 
 ALL_NBYTES, SAMPLE_NBYTES = 64 << 20, 48 << 20  # of block scales: read whole up to the first, else about the second
@@ -109,7 +109,7 @@ def _each(artifact: Artifact, read: Callable[[str], T], modules: Iterable[str]) 
     from concurrent.futures import ThreadPoolExecutor
 
     asked = list(modules)
-    with ThreadPoolExecutor(REQUESTS) as pool:
+    with ThreadPoolExecutor(REQUESTS) as pool, stopping(artifact.source):
         return dict(zip(asked, pool.map(read, asked), strict=True))
 
 

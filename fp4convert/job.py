@@ -9,8 +9,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +19,7 @@ from fp4convert.errors import InputError
 from fp4convert.output import OutputFolder, Terms, open_output
 from fp4convert.purpose import Listed, Purpose
 from fp4convert.shift import Filler, Shift
-from fp4convert.sources import Source
+from fp4convert.sources import Source, stopping
 from fp4convert.tasks import Plan
 from fp4convert.workers import Settings, Worker
 
@@ -118,7 +117,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
             NaN or Inf; SourceError where the source changed or is gone; OutputError as open_output does
     """
     started = time.monotonic()
-    with _stopping(job.source), _opened(job, output, settings) as folder:
+    with stopping(job.source), _opened(job, output, settings) as folder:
         folder.published = settings.published
         ending = Shift(job.source, job.plan, folder, settings).work(Filler(job.source, worker, settings))
         own_nbytes = sum((output / file).stat().st_size for file in folder.hashes)
@@ -161,16 +160,6 @@ def _check_places(job: Job, output: Path) -> None:
     if job.source.holds(output):
         detail = f"{output} lies inside the source; expected a folder outside it, so that the source stays as it is"
         raise InputError("output-in-source", detail, "Choose another: -o FOLDER.")
-
-
-@contextmanager
-def _stopping(source: Source) -> Iterator[None]:
-    """Leaves no thread that reads behind where something ends the work early."""
-    try:
-        yield
-    except BaseException:
-        source.stop()
-        raise
 
 
 def _sha256(value: object) -> str:

@@ -1,7 +1,9 @@
 """Pieces of files in memory: fetched by a few threads, ahead of those who read them, kept up to a budget, hashed as they flow.
 
 A file that is read from its first byte to its last has a Stream: it brings the pieces in the order of the file, a few ahead of
-the readers, and hashes them.  Nobody waits for it: a reader who wants a piece that is not there has it fetched at once.
+the readers, and hashes them.  Readers who run ahead of the hash wait for it, lest a piece is fetched for them and again for it;
+one who wants a piece from elsewhere in the file has it fetched at once.
+A piece that no stream hashes is fetched by two requests and compared, until two bring the same bytes.
 Where pieces come from, others decide.
 """
 
@@ -9,67 +11,186 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import NamedTuple
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+from weakref import finalize
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fp4convert.errors import SourceError
 
 CORRUPT = "source-corrupt"
-CONNECTIONS = 4  # pieces fetched at once; one connection of a busy storage gives a quarter of what four give
-PIECE_NBYTES = 16 << 20
+CONNECTIONS = 8  # pieces fetched at once; a storage that limits each connection gives eight times what it gives one
+PIECE_NBYTES = 8 << 20
+REQUESTS = 4  # for a piece that comes differently each time, after the first
 LEAST_NBYTES = 1 << 20  # below it, a range is not worth splitting
-AHEAD = 4  # pieces of a stream that nobody has asked for yet
+AHEAD = 4  # pieces of a stream that nobody has asked for yet; as many may have been asked for that are not hashed yet
+T = TypeVar("T")
 SPARE_NBYTES = (AHEAD + CONNECTIONS) * PIECE_NBYTES  # of the budget: what scale groups leave to everything else
 
 
 class Piece(NamedTuple):
+    """A range of a file; whoever asks for it hashes the whole file, or does not."""
+
     file: str
     start: int
     stop: int
+    is_hashed: bool = False
+
+
+class Buffers:
+    """Memory for pieces, used again once nobody looks at it: pages that the system has to make cost more than what fills them."""
+
+    def __init__(self) -> None:
+        self._free: list[NDArray[np.uint8]] = []
+
+    def take(self, nbytes: int) -> memoryview:
+        """So many bytes, holding anything; free again when no view of them is left."""
+        if nbytes > PIECE_NBYTES or nbytes <= PIECE_NBYTES // 2:
+            return np.empty(nbytes, np.uint8).data
+        try:
+            whole = self._free.pop()
+        except IndexError:
+            whole = np.empty(PIECE_NBYTES, np.uint8)
+        lent = whole[:nbytes]
+        finalize(lent, self._free.append, whole).atexit = False
+        return lent.data
+
+
+class Fetchers:
+    """A few threads that do what waits for a network; the end of the program waits for none of them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._threads: list[threading.Thread] = []
+        self._asked: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
+        self._coming: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+
+    def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Its result as soon as it is there; work begins in the order in which it is asked for."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._coming.add(future)
+            if len(self._threads) < self._count:
+                self._threads.append(threading.Thread(target=self._run, name="fetch", daemon=True))
+                self._threads[-1].start()
+        self._asked.put((future, work, arguments))
+        return future
+
+    def _run(self) -> None:
+        while self._error is None:
+            future, work, arguments = self._asked.get()
+            try:
+                result, error = work(*arguments), None
+            except BaseException as caught:  # raised again where the result is wanted
+                result, error = None, caught
+            with self._lock:
+                if future in self._coming:
+                    self._coming.remove(future)
+                    future.set_exception(error) if error else future.set_result(result)
+            del future, work, arguments, result, error  # lest they keep memory while the next is awaited
+
+    def close(self, error: Exception) -> None:
+        """Everybody who waits for a result, or asks for another, gets this error at once."""
+        with self._lock:
+            self._error = error
+            coming, self._coming = self._coming, set()
+        for future in coming:
+            future.set_exception(error)
 
 
 class Pieces:
-    """The pieces that are in memory or on their way; the least recently used go first.
+    """The pieces that are in memory or on their way; first those go that were read, then the least recently used.
 
-    read_into  (file, start, buffer): fills the buffer, called by several threads
-    budget     bytes to be kept; pieces on their way come on top where it is less than they are
+    read_into    (file, start, buffer): fills the buffer, called by several threads
+    budget       bytes to be kept; pieces on their way come on top where it is less than they are
+    connections  how many pieces are fetched at once; None for as many as are found right here
+    is_sure      True for a file whose bytes need no second request
     """
 
-    def __init__(self, read_into: Callable[[str, int, memoryview], None], budget_nbytes: int) -> None:
+    def __init__(
+        self,
+        read_into: Callable[[str, int, memoryview], None],
+        budget_nbytes: int,
+        connections: int | None = None,
+        is_sure: Callable[[str], bool] = lambda file: False,
+    ) -> None:
+        self._is_sure = is_sure
+        self.failure = SourceError("source-stopped", "reading was stopped")  # for whoever asks after the end
         self._read_into = read_into
         self._budget_nbytes = budget_nbytes
-        self._pool = ThreadPoolExecutor(CONNECTIONS, "fetch")
+        self.buffers = Buffers()
+        self.connections = connections or CONNECTIONS
+        self._pool = Fetchers(self.connections)
         self._known: dict[Piece, Future[memoryview]] = {}  # least recently used first
+        self._spent: set[Piece] = set()  # of these, what a stream needs no more but for a second reading
         self._nbytes = 0  # of all that are known
         self._lock = threading.Lock()
         self._held_nbytes = 0
         self._released = threading.Condition()
 
     def fetch(self, piece: Piece) -> Future[memoryview]:
-        """The bytes of a piece, read-only, as soon as they are there."""
+        """The bytes of a piece, read-only, as soon as they are there; SourceError after the end."""
         with self._lock:
             future = self._known.pop(piece, None)
             if future is None or (future.done() and future.exception()):
                 if future is None:
                     self._nbytes += piece.stop - piece.start
                     self._make_room()
-                future = self._pool.submit(self._fetched, piece)
+                future = self._submit(piece)
             self._known[piece] = future
             return future
 
+    def _submit(self, piece: Piece) -> Future[memoryview]:
+        if piece.is_hashed or self._is_sure(piece.file):
+            return self._pool.submit(self._fetched, piece)
+        other = self._pool.submit(self._fetched, piece)  # begun first: one that waits for it waits for nothing behind itself
+        return self._pool.submit(self._agreed, piece, other)
+
     def _fetched(self, piece: Piece) -> memoryview:
-        data = memoryview(bytearray(piece.stop - piece.start))
+        data = self.buffers.take(piece.stop - piece.start)
         self._read_into(piece.file, piece.start, data)
         return data.toreadonly()
 
+    def _agreed(self, piece: Piece, other: Future[memoryview]) -> memoryview:
+        found = [self._fetched(piece)]
+        latest = other.result()
+        while not any(_is_same(latest, each) for each in found):
+            if len(found) == REQUESTS:
+                detail = f"{piece.file}: bytes {piece.start}-{piece.stop - 1} came differently in each of {REQUESTS + 1} requests"
+                self.failure = SourceError(CORRUPT, detail, "Run the same command again.")
+                raise self.failure
+            found.append(latest)
+            latest = self._fetched(piece)
+        return latest
+
+    def spend(self, pieces: Iterable[Piece]) -> None:
+        """Let go of pieces before others, but for as many bytes as room was made for."""
+        with self._lock:
+            self._spent.update(piece for piece in pieces if piece in self._known)
+
     def _make_room(self) -> None:
-        for piece in list(self._known) if self._nbytes > self._budget_nbytes else ():
+        if self._nbytes > (kept_nbytes := SPARE_NBYTES + self._held_nbytes):
+            self._drop([piece for piece in self._known if piece in self._spent], kept_nbytes)
+        if self._nbytes > self._budget_nbytes:
+            self._drop(list(self._known), self._budget_nbytes)
+
+    def _drop(self, pieces: list[Piece], kept_nbytes: int) -> None:
+        """Remove the first of these pieces that are there, until no more than so many bytes are known."""
+        for piece in pieces:
             if self._known[piece].done():
                 del self._known[piece]
+                self._spent.discard(piece)
                 self._nbytes -= piece.stop - piece.start
-                if self._nbytes <= self._budget_nbytes:
+                if self._nbytes <= kept_nbytes:
                     return
 
     @contextmanager
@@ -91,10 +212,12 @@ class Pieces:
         with self._lock:
             for piece in [piece for piece in self._known if piece.file == file]:
                 del self._known[piece]
+                self._spent.discard(piece)
                 self._nbytes -= piece.stop - piece.start
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Nothing more comes: who waits, or asks, gets the error."""
+        self._pool.close(self.failure)
 
 
 def split(file: str, start: int, stop: int) -> list[Piece]:
@@ -106,15 +229,20 @@ def split(file: str, start: int, stop: int) -> list[Piece]:
 class Stream:
     """One file on its way from its first byte to its last.
 
-    oid  what the content is known by: 64 hex digits are its sha256, 40 are git's hash of it
+    oid   what the content is known by: 64 hex digits are its sha256, 40 are git's hash of it
+    head  its first bytes as they came before; they must be the same
     """
 
-    def __init__(self, pieces: Pieces, file: str, nbytes: int, oid: str) -> None:
+    def __init__(self, pieces: Pieces, file: str, nbytes: int, oid: str, head: bytes = b"") -> None:
         self._pieces = pieces
-        self._all = [Piece(file, at, min(at + PIECE_NBYTES, nbytes)) for at in range(0, nbytes, PIECE_NBYTES)]
+        self._all = [Piece(file, at, min(at + PIECE_NBYTES, nbytes), True) for at in range(0, nbytes, PIECE_NBYTES)]
+        self._head = head
         self._oid = oid
         self._hash = hasher(nbytes, oid)
         self._wanted: set[int] = set()
+        self._unread = [piece.stop - piece.start for piece in self._all]
+        self._at = 0  # number of the piece that is hashed next
+        self._is_waiting = False
         self._changed = threading.Condition()
         self._is_ending = self._is_stopped = False
         self._error: BaseException | None = None
@@ -122,20 +250,34 @@ class Stream:
         self._thread.start()
 
     def cover(self, start: int, stop: int) -> list[Piece]:
-        """The pieces that hold a range."""
+        """The pieces that hold a range, once the hash is not far from its end, or waits for readers itself."""
         numbers = range(start // PIECE_NBYTES, -(-stop // PIECE_NBYTES))
         if not self._wanted.issuperset(numbers):
             with self._changed:
                 self._wanted.update(numbers)
-                self._changed.notify()
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: numbers[0] - self._at < AHEAD or self._is_waiting or self._is_stopped)
         return [self._all[number] for number in numbers]
+
+    def have_read(self, start: int, stop: int) -> None:
+        """Note that a reader has that range; pieces that were read to their last byte need not stay."""
+        for number in range(start // PIECE_NBYTES, -(-stop // PIECE_NBYTES)):
+            piece = self._all[number]
+            with self._changed:
+                self._unread[number] -= min(stop, piece.stop) - max(start, piece.start)
+            self._spend(number)
+
+    def _spend(self, number: int) -> None:
+        if self._unread[number] <= 0 and number < self._at:
+            self._pieces.spend([self._all[number]])
 
     def end(self) -> None:
         """Bring and hash what is left; SourceError where the content is not what its hash says."""
         with self._changed:
             self._is_ending = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join()
+        self._pieces.spend(self._all)
         if self._error is not None:
             raise self._error
         if self._hash.hexdigest() != self._oid:
@@ -144,30 +286,47 @@ class Stream:
     def stop(self) -> None:
         with self._changed:
             self._is_stopped = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _run(self) -> None:
         try:
-            for number, piece in enumerate(self._all):
+            for number in range(len(self._all)):
                 self._wait_for_readers(number)
                 if self._is_stopped:
                     return
-                for later in self._all[number : number + CONNECTIONS]:
-                    self._pieces.fetch(later)
-                self._hash.update(self._pieces.fetch(piece).result())
+                coming = [self._pieces.fetch(later) for later in self._all[number : number + self._pieces.connections]]
+                data = coming[0].result()
+                self._compare_head(self._all[number], data)
+                self._hash.update(data)
+                with self._changed:
+                    self._at = number + 1
+                    self._changed.notify_all()
+                self._spend(number)
         except BaseException as error:  # raised again where the stream ends
             self._error = error
+        finally:
+            self.stop()
+
+    def _compare_head(self, piece: Piece, data: memoryview) -> None:
+        known = memoryview(self._head)[piece.start : piece.stop]
+        if not _is_same(known, data[: known.nbytes]):
+            detail = f"{piece.file} begins with other bytes than when its header was read"
+            raise SourceError(CORRUPT, detail, "Run the same command again.")
 
     def _wait_for_readers(self, number: int) -> None:
+        def may_go_on() -> bool:
+            is_over = self._is_ending or self._is_stopped or number in self._wanted
+            return is_over or number - sum(wanted < number for wanted in self._wanted) < AHEAD
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._is_ending
-                    or self._is_stopped
-                    or number - sum(wanted < number for wanted in self._wanted) < AHEAD
-                    or number in self._wanted
-                )
-            )
+            self._is_waiting = not may_go_on()
+            self._changed.notify_all()
+            self._changed.wait_for(may_go_on)
+            self._is_waiting = False
+
+
+def _is_same(one: memoryview, other: memoryview) -> bool:
+    return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
 
 
 def hasher(nbytes: int, oid: str) -> hashlib._Hash:
@@ -177,6 +336,4 @@ def hasher(nbytes: int, oid: str) -> hashlib._Hash:
 
 def corrupt(file: str, oid: str, found: str) -> SourceError:
     detail = f"{file} came damaged: its hash is {found[:16]}..., and the Hub lists {oid[:16]}..."
-    return SourceError(
-        "source-corrupt", detail, "Run the same command again; where the file is in the Hub's cache, remove it there."
-    )
+    return SourceError(CORRUPT, detail, "Run the same command again; where the file is in the Hub's cache, remove it there.")

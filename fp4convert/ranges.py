@@ -30,6 +30,17 @@ LONGEST_PAUSE = 900.0  # seconds; of what a server asks for
 HOPS = 5  # redirects inside the Hub
 CHUNK_NBYTES = 1 << 20  # read from a socket at once
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+AGAIN = "See that this host can be reached from here (proxy, HF_ENDPOINT); the same command goes on with what is finished."
+FAILURES: tuple[tuple[type[BaseException], str], ...] = (
+    (ConnectionRefusedError, "it refuses the connection: nothing listens there"),
+    (socket.gaierror, "no such host is known here (DNS)"),
+    (ssl.SSLCertVerificationError, "its certificate is not trusted here (TLS)"),
+    (ssl.SSLError, "no secure connection could be made (TLS)"),
+    (TimeoutError, "it did not answer in time"),
+    (ConnectionError, "it broke the connection off"),
+    (http.client.IncompleteRead, "the reply ended early"),
+    (http.client.HTTPException, "it does not speak HTTP"),
+)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _RATE_LIMIT = re.compile(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
 
@@ -132,12 +143,10 @@ class RangeReader:
         return self._xet_names.get(file.url)
 
     def _give_up(self, file: RemoteFile, at: int, error: Exception) -> NoReturn:
-        reason = (
-            str(error) if isinstance(error, _AgainError) else f"{type(error).__name__} {getattr(error, 'strerror', '') or ''}"
-        )
+        reason = str(error) if isinstance(error, _AgainError) else plain_words(error)
         where = f"{file.name} cannot be read at byte {at} from {host_of(file.url)}"
-        detail = f"{where}: {self._patience.tries} tries without progress, the last: {reason.strip()}"
-        raise SourceError("source-unreachable", detail, "Run the same command again: what is finished stays.") from None
+        detail = f"{where}: {self._patience.tries} tries without progress, the last: {reason}"
+        raise SourceError("source-unreachable", detail, AGAIN) from None
 
     def _wait(self, failures: int, error: Exception) -> None:
         seconds = error.pause_seconds if isinstance(error, _AgainError) else None
@@ -295,6 +304,19 @@ def pause_of(header: Callable[[str], str | None]) -> float | None:
         return max(0.0, min(parsedate_to_datetime(asked).timestamp() - time.time(), LONGEST_PAUSE))
     except (TypeError, ValueError):
         return None
+
+
+def plain_words(error: BaseException) -> str:
+    """What happened on the network, for a person; what the error came from says it best."""
+    known: BaseException | None = error
+    while known is not None:
+        for kind, words in FAILURES:
+            if isinstance(known, kind):
+                return words
+        if isinstance(known, OSError) and known.strerror:
+            return known.strerror
+        known = known.__cause__ or known.__context__
+    return FAILURES[4][1] if "Timeout" in type(error).__name__ else type(error).__name__
 
 
 def host_of(url: str) -> str:

@@ -16,7 +16,7 @@ from fp4convert.errors import InputError
 from fp4convert.formats import Blocks, row_panels
 from fp4convert.inspection import check_scales
 from fp4convert.shard import TensorRef, hash_stream
-from fp4convert.sources import Source
+from fp4convert.sources import Source, stopping
 
 DIFFERENT = 0.5  # of the weights' power; other weights have about 2, and odd ones lose up to 0.3 by rounding
 PART_NBYTES = 8 << 20
@@ -156,15 +156,26 @@ def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list
     ours = {ref.name for packed in artifact.modules.values() for ref in (*packed.refs, *packed.companions)}
     for name in sorted(artifact.tensors.keys() - ours - originals.keys()):
         findings.append(Finding("error", "tensor-foreign", name, "it comes from no tensor of the source"))
-    for name, ref in originals.items():
-        kept = artifact.tensors.get(name)
-        if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
-            findings.append(Finding("error", "kept-missing", name, "the source has it, the artifact has it not, or otherwise"))
-        elif any(artifact.source.read_range(kept, *part) != source.read_range(ref, *part) for part in _parts(ref)):
-            findings.append(Finding("error", "kept-differs", name, "it was kept, but its bytes are not the source's"))
-    with ThreadPoolExecutor(processors()) as pool:
-        measured = pool.map(lambda module: _measure(artifact.decode(module), pairs[module], source), pairs)
-        return dict(zip((ref.name for ref in pairs.values()), measured, strict=True)), findings
+    sums: dict[str, _Sums] = {}
+    for shard in source.checkpoint.shards:
+        kept_refs = [ref for ref in shard.tensors if ref.name in originals]
+        modules = [module for module, ref in pairs.items() if ref.file == shard.file]
+        threads = ThreadPoolExecutor(processors())
+        with source.stream(shard.file), threads as pool, stopping(source, artifact.source):
+            findings += (found for ref in kept_refs if (found := _compare_kept(artifact, source, ref)))
+            measured = pool.map(lambda module: _measure(artifact.decode(module), pairs[module], source), modules)
+            sums |= zip((pairs[module].name for module in modules), measured, strict=True)
+    return {ref.name: sums[ref.name] for ref in pairs.values()}, findings
+
+
+def _compare_kept(artifact: Artifact, source: Source, ref: TensorRef) -> Finding | None:
+    """A finding where a tensor of the source that was not quantized is another one in the artifact."""
+    kept = artifact.tensors.get(ref.name)
+    if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
+        return Finding("error", "kept-missing", ref.name, "the source has it, the artifact has it not, or otherwise")
+    if any(artifact.source.read_range(kept, *part) != source.read_range(ref, *part) for part in _parts(ref)):
+        return Finding("error", "kept-differs", ref.name, "it was kept, but its bytes are not the source's")
+    return None
 
 
 def _parts(ref: TensorRef) -> Iterator[tuple[int, int]]:

@@ -41,6 +41,7 @@ ROOMS = {
     "typer": {"cli"},
     "ctypes": {"backends", "gpus"},
     "numpy": {
+        "pieces",
         "suspicion",
         "inspection",
         "codec",

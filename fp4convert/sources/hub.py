@@ -1,33 +1,35 @@
 """A repository on the Hub at one commit: found with huggingface_hub, read by range requests, never stored on this disk.
 
-What the Hub's own cache holds already is read from there.  Either way a shard that is read whole is hashed as it flows.
+What the Hub's own cache holds already is read from there.  Either way a shard that is read whole is hashed as it flows.  What is
+read beside that comes by two requests that must agree, or from a file of the cache that is hashed before it is first used so.
 With HF_HUB_OFFLINE the cache is all there is.
 """
 
 from __future__ import annotations
 
 import io
-import re
-import time
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path, PurePosixPath
-from typing import BinaryIO, NamedTuple, cast
+from pathlib import Path
+from typing import BinaryIO, cast
 
-from fp4convert.errors import Fp4Error, InputError, SourceError
-from fp4convert.pieces import CONNECTIONS, CORRUPT, PIECE_NBYTES, SPARE_NBYTES, Piece, Pieces, Stream, corrupt, hasher, split
-from fp4convert.ranges import (
-    PASSING,
-    Patience,
-    RangeReader,
-    RemoteFile,
-    check_endpoint,
-    check_token,
-    host_of,
-    no_access,
-    pause_of,
+from fp4convert.errors import InputError, SourceError
+from fp4convert.pieces import (
+    CONNECTIONS,
+    CORRUPT,
+    PIECE_NBYTES,
+    SPARE_NBYTES,
+    Fetchers,
+    Piece,
+    Pieces,
+    Stream,
+    corrupt,
+    hasher,
+    split,
 )
+from fp4convert.ranges import Patience, RangeReader, RemoteFile, check_token
 from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
 from fp4convert.sources import (
     INDEX,
@@ -37,25 +39,17 @@ from fp4convert.sources import (
     check_index,
     check_unique,
     choose_shards,
-    commit_begun,
     no_weights,
     read_index,
     sort_others,
+    stopping,
 )
+from fp4convert.sources.listing import list_files
 from fp4convert.xet import XetReader
 
 HEAD_NBYTES = 32 << 10  # of a shard, read at once: most headers are shorter
 HEADERS_AT_ONCE = 8
-BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # how the cache names its files
 TRANSPORTS = ("http", "xet")
-
-
-class Listing(NamedTuple):
-    """The files of a repository at a commit, by name below the subfolder; those in the cache have a path, too."""
-
-    commit: str
-    files: dict[str, RemoteFile]
-    cached: dict[str, Path]
 
 
 class HubSource:
@@ -74,15 +68,22 @@ class HubSource:
         self._repo = reference
         headers = build_hf_headers(token=access.token, library_name="fp4convert")
         check_token(headers)
-        self._commit, self._files, self._cached = _list_files(reference, access, patience)
+        listing = Fetchers(1).submit(list_files, reference, access, patience)  # an interrupt does not wait for name servers
+        self._commit, self._files, self._cached = listing.result()
         self._reader: RangeReader | XetReader = RangeReader(headers, patience, access.tell)
         if access.transport == "xet":
             token_url = f"{constants.ENDPOINT}/api/models/{reference}/xet-read-token/{self._commit}"
             self._reader = XetReader(self._reader, token_url, headers)
-        self._pieces = Pieces(self._fill, access.memory_nbytes)
+        self._pieces = Pieces(
+            self._fill, access.memory_nbytes + SPARE_NBYTES, access.connections, lambda file: file in self._cached
+        )
         self.held_nbytes = access.memory_nbytes + SPARE_NBYTES
         self._streams: dict[str, Stream] = {}
-        self.checkpoint = self._open()
+        self._heads: dict[str, bytes] = {}  # what each shard's header was made of
+        self._sound: set[str] = set()  # files of the cache that were hashed
+        self._lock = threading.Lock()
+        with stopping(self):
+            self.checkpoint = self._open()
 
     def read(self, ref: TensorRef) -> memoryview:
         return self.read_range(ref, 0, ref.nbytes)
@@ -91,7 +92,7 @@ class HubSource:
         parts = list(self._views(ref.file, ref.start + start, ref.start + stop))
         if len(parts) == 1:
             return parts[0]
-        whole = memoryview(bytearray(stop - start))
+        whole = self._pieces.buffers.take(stop - start)
         _copy_into(parts, whole)
         return whole.toreadonly()
 
@@ -101,10 +102,31 @@ class HubSource:
     def _views(self, file: str, start: int, stop: int) -> Iterator[memoryview]:
         """The bytes of a range, in parts that follow one another."""
         stream = self._streams.get(file)
+        if not stream and file in self._cached:
+            self._check_cached(file)
         pieces = stream.cover(start, stop) if stream else split(file, start, stop)
         coming = [self._pieces.fetch(piece) for piece in pieces]
         for piece, data in zip(pieces, coming, strict=True):
             yield data.result()[max(start - piece.start, 0) : stop - piece.start]
+        if stream:
+            stream.have_read(start, stop)
+
+    def _check_cached(self, file: str) -> None:
+        """Hash a file of the cache once; what is damaged there is fetched instead, or SourceError offline."""
+        with self._lock:
+            if file in self._sound or file not in self._cached:
+                return
+            remote, found = self._files[file], hasher(self._files[file].nbytes, self._files[file].oid)
+            with self._cached[file].open("rb") as stream:
+                while data := stream.read(PIECE_NBYTES):
+                    found.update(data)
+            if found.hexdigest() == remote.oid:
+                self._sound.add(file)
+            elif remote.url:
+                del self._cached[file]
+            else:
+                self._pieces.failure = corrupt(file, remote.oid, found.hexdigest())
+                raise self._pieces.failure
 
     def _fill(self, file: str, start: int, buffer: memoryview) -> None:
         if file not in self._cached:
@@ -142,7 +164,7 @@ class HubSource:
     @contextmanager
     def stream(self, file: str) -> Iterator[None]:
         remote = self._files[file]
-        stream = self._streams[file] = Stream(self._pieces, file, remote.nbytes, remote.oid)
+        stream = self._streams[file] = Stream(self._pieces, file, remote.nbytes, remote.oid, self._heads.get(file, b""))
         try:
             yield
             stream.end()
@@ -160,8 +182,8 @@ class HubSource:
         return self._pieces.room_for(nbytes)
 
     def stop(self) -> None:
-        self._reader.stop()
         self._pieces.close()
+        self._reader.stop()
         for stream in list(self._streams.values()):
             stream.stop()
 
@@ -175,7 +197,7 @@ class HubSource:
         if not shards[0].endswith(WEIGHTS):
             detail = f"{where} holds GGUF files; from the Hub, safetensors are read"
             raise InputError("gguf", detail, f"Download it: hf download {self._repo} {shards[0]} --local-dir FOLDER.")
-        with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
+        with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool, stopping(self):
             headers = tuple(pool.map(self._header, shards))
         check_unique(headers)
         sidecars, left_out = sort_others(self._files, shards)
@@ -201,16 +223,14 @@ class HubSource:
 
     def _header(self, name: str) -> Header:
         nbytes = self._files[name].nbytes
-        head = memoryview(bytearray(min(nbytes, HEAD_NBYTES)))
-        self._fill(name, 0, head)
+        head = self._pieces.fetch(Piece(name, 0, min(nbytes, HEAD_NBYTES))).result()
 
         def read(offset: int, length: int) -> bytes:
-            data = memoryview(bytearray(length))
-            known = head[offset : offset + length]
-            data[: known.nbytes] = known
-            if known.nbytes < length:
-                self._fill(name, offset + known.nbytes, data[known.nbytes :])
-            return bytes(data)
+            stop = offset + length
+            beyond = [self._pieces.fetch(piece) for piece in split(name, head.nbytes, stop)] if stop > head.nbytes else []
+            data = b"".join([head[offset:stop], *(piece.result() for piece in beyond)])
+            self._heads[name] = self._heads.get(name, b"")[:offset] + data
+            return data
 
         return read_header(name, nbytes, read)
 
@@ -236,7 +256,7 @@ class _RemoteStream(io.RawIOBase):
             return 0
         first = at - at % PIECE_NBYTES
         starts = range(first, min(nbytes, first + CONNECTIONS * PIECE_NBYTES), PIECE_NBYTES)
-        coming = [self._pieces.fetch(Piece(self._file.name, start, min(start + PIECE_NBYTES, nbytes))) for start in starts]
+        coming = [self._pieces.fetch(Piece(self._file.name, start, min(start + PIECE_NBYTES, nbytes), True)) for start in starts]
         data = coming[0].result()[at - first :][: view.nbytes]
         view[: data.nbytes] = data
         self._hash.update(data)
@@ -249,112 +269,3 @@ def _copy_into(parts: Iterator[memoryview] | list[memoryview], buffer: memoryvie
     for part in parts:
         buffer[done : done + part.nbytes] = part
         done += part.nbytes
-
-
-def _list_files(repo: str, access: Access, patience: Patience) -> Listing:
-    from huggingface_hub import constants
-
-    check_endpoint(constants.ENDPOINT)
-    listing = _list_cache(repo, access) if constants.HF_HUB_OFFLINE else _list_hub(repo, access, patience)
-    folder = f"{access.subfolder.strip('/')}/" if access.subfolder else ""
-    files, cached = (
-        {name.removeprefix(folder): value for name, value in named.items() if name.startswith(folder)} for named in listing[1:]
-    )
-    renamed = {name: cast(RemoteFile, file)._replace(name=name) for name, file in files.items()}
-    return Listing(listing.commit, renamed, cast(dict[str, Path], cached))
-
-
-def _check_name(repo: str, name: str) -> None:
-    """InputError for a name that would lead out of a folder it is copied to."""
-    try:
-        name.encode("utf-8")
-        is_sound = not PurePosixPath(name).is_absolute() and not {"", ".", ".."} & set(name.split("/")) and "\0" not in name
-    except UnicodeEncodeError:
-        is_sound = False
-    if not is_sound:
-        raise InputError("file-name", f"{repo} lists a file {name!r}; expected a path inside the repository")
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in name.split("/"))
-
-
-def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
-    """What the Hub lists, asked until it answers."""
-    from huggingface_hub import HfApi, constants, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    no_reply = cast(
-        type[Exception], HfHubHTTPError.__bases__[0]
-    )  # of the HTTP library that this version of huggingface_hub is built on
-    api = HfApi(endpoint=constants.ENDPOINT, token=access.token)
-    for failures in range(1, patience.tries + 1):
-        try:
-            info = api.model_info(
-                repo,
-                revision=access.revision or commit_begun(access.output, repo),
-                files_metadata=True,
-                timeout=patience.timeout_seconds,
-            )
-            break
-        except HFValidationError:
-            raise InputError("no-source", f"{repo}: no such folder, and no name that the Hub knows") from None
-        except HfHubHTTPError as error:
-            if error.response.status_code not in PASSING:
-                raise _refusal(repo, access, error.response.status_code, error.response.headers.get("X-Error-Code")) from None
-            reason, seconds = f"HTTP {error.response.status_code}", pause_of(error.response.headers.get)
-        except (no_reply, OSError) as error:
-            reason, seconds = type(error).__name__, None
-        if failures == patience.tries:
-            detail = f"{repo}: {host_of(constants.ENDPOINT)} does not answer, the last of {failures} tries: {reason}"
-            raise SourceError("source-unreachable", detail, "Run it again, or give a folder on this disk.")
-        pause = max(patience.wait_seconds(failures), seconds or 0.0)
-        if seconds is not None:
-            access.tell(f"rate limited by the Hub: waiting {pause:.0f} s")
-        time.sleep(pause)
-    commit = str(info.sha)
-    files, cached = {}, {}
-    for item in info.siblings or []:
-        oid = item.lfs.sha256 if item.lfs else item.blob_id
-        path, nbytes = item.rfilename, item.lfs.size if item.lfs else item.size
-        _check_name(repo, path)
-        if _is_hidden(path) or oid is None or nbytes is None:
-            continue
-        url = hf_hub_url(repo, path, revision=commit, endpoint=constants.ENDPOINT)
-        files[path] = RemoteFile(path, url, nbytes, oid, commit)
-        found = try_to_load_from_cache(repo, path, revision=commit)
-        if isinstance(found, str) and Path(found).resolve().name == oid and Path(found).stat().st_size == nbytes:
-            cached[path] = Path(found)
-    return Listing(commit, files, cached)
-
-
-def _refusal(repo: str, access: Access, status: int, code: str | None) -> Fp4Error:
-    from huggingface_hub import constants
-
-    if code == "RevisionNotFound":
-        detail = f"{repo}: the Hub has no revision {access.revision!r} of it"
-        return InputError("no-revision", detail, "Give a branch, a tag or a commit: --revision REV.")
-    if status == 404:
-        return InputError("no-source", f"{repo}: no such folder or file here, and no such repository on the Hub")
-    if status in (401, 403):
-        return no_access(repo, f"{constants.ENDPOINT}/{repo}", status, code)
-    return SourceError("source-unreachable", f"{repo}: the Hub answers HTTP {status}", "Run it again later.")
-
-
-def _list_cache(repo: str, access: Access) -> Listing:
-    """What the cache holds of the revision; every blob there is named after its hash."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        root = Path(snapshot_download(repo, revision=access.revision, local_files_only=True))
-    except (LocalEntryNotFoundError, ValueError):
-        detail = f"{repo} is not in the Hub's cache, and HF_HUB_OFFLINE keeps it from being fetched"
-        raise SourceError("offline", detail, "Unset HF_HUB_OFFLINE, or give a folder on this disk.") from None
-    cached = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
-    cached = {name: path for name, path in cached.items() if not _is_hidden(name)}
-    if unnamed := [name for name, path in cached.items() if not BLOB.fullmatch(path.resolve().name)]:
-        detail = f"{repo}: the Hub's cache holds {unnamed[0]} under no hash, so it cannot be checked"
-        raise SourceError("offline", detail, f"Give the folder itself: {root}.")
-    files = {name: RemoteFile(name, "", path.stat().st_size, path.resolve().name, root.name) for name, path in cached.items()}
-    return Listing(root.name, files, cached)

@@ -1,0 +1,201 @@
+"""A repository on the Hub against a bare download of the same bytes: how fast it is hashed and quantized, in what memory.
+
+The Hub is tests/fakehub.py in a process of its own, on the loopback device, and shares the cores of this machine.  The bare
+download is one connection of http.client, read into one buffer, without a check.
+"""
+
+from __future__ import annotations
+
+import datetime
+import http.client
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from conversion import COMMAND, HIDDEN, MLP, make_checkpoint
+from huggingface_hub import constants
+from measure import ROOT, machine, seconds, table, verdict
+
+from fp4convert.sources import Access, open_source
+
+ROUNDS = 7
+GIGABYTES = 4
+CHUNK_NBYTES = 1 << 20
+SLOW = 20e6  # bytes a second that a busy storage gives a connection
+SLOW_GIGABYTES = 0.44
+MEMORY = 0.25  # GB: the largest scale group
+REPOSITORY = "org/model"
+GROUP_NBYTES = 2 * 2 * HIDDEN * MLP  # gate_proj and up_proj
+
+
+def serve(folder: str, nbytes_per_second: float, is_copying: bool, chunks: str | None) -> None:
+    """Be the Hub until standard input ends; the first line of output is the endpoint and the commit."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from fakehub import FakeHub
+
+    hub = FakeHub()
+    hub.nbytes_per_second = nbytes_per_second or None
+    hub.is_copying = is_copying
+    commit = hub.add(REPOSITORY, Path(folder))
+    if chunks:
+        hub.store_chunks(Path(folder), Path(chunks))
+    print(hub.endpoint, commit, flush=True)
+    sys.stdin.read()
+    hub.close()
+
+
+@contextmanager
+def hub_of(folder: Path, nbytes_per_second: float = 0, is_copying: bool = False, chunks: Path | None = None) -> Iterator[str]:
+    """Where a Hub of one repository resolves its files, while HF_ENDPOINT leads there."""
+    arguments = [str(folder), nbytes_per_second, is_copying, str(chunks) if chunks else None]
+    words = [sys.executable, __file__, "serve", *map(json.dumps, arguments)]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    if process.stdin is None or process.stdout is None:
+        raise RuntimeError("no pipes")
+    endpoint, commit = process.stdout.readline().split()
+    constants.ENDPOINT = endpoint
+    constants.HUGGINGFACE_CO_URL_TEMPLATE = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    os.environ.update(HF_ENDPOINT=endpoint, HF_HUB_CACHE=str(folder / ".cache"))
+    try:
+        yield f"{endpoint}/{REPOSITORY}/resolve/{commit}/"
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+def download(place: str, names: list[str]) -> None:
+    """Every file through one connection, into one buffer."""
+    buffer = memoryview(bytearray(CHUNK_NBYTES))
+    connection, host = None, ""
+    for name in names:
+        parts = urlsplit(place + name)
+        asked = http.client.HTTPConnection(parts.netloc)
+        asked.request("HEAD", parts.path)
+        link = urlsplit(asked.getresponse().getheader("Location") or "")
+        asked.close()
+        if connection is None or host != link.netloc:
+            connection, host = http.client.HTTPConnection(link.netloc), link.netloc
+        connection.request("GET", f"{link.path}?{link.query}")
+        reply = connection.getresponse()
+        while reply.readinto(buffer):
+            pass
+
+
+def hash_alone(connections: int | None = None) -> None:
+    """Every shard through the reader, which hashes it; nobody else wants it."""
+    source = open_source(REPOSITORY, Access(connections=connections))
+    for shard in source.checkpoint.shards:
+        with source.stream(shard.file):
+            pass
+    source.stop()
+
+
+def hash_through(connections: int) -> Callable[[], None]:
+    return lambda: hash_alone(connections)
+
+
+def words_of(output: Path, *options: object) -> list[str]:
+    """The command that is measured, writing a new folder."""
+    shutil.rmtree(output, ignore_errors=True)
+    words = [COMMAND, "quantize", REPOSITORY, "--format", "nvfp4", "-o", output, "-q", "--json", *options]
+    return [str(word) for word in words]
+
+
+def quantize(output: Path) -> float:
+    """The seconds that the command itself tells: from the opened repository to the last file."""
+    done = subprocess.run(words_of(output), check=True, capture_output=True, text=True)
+    return float(json.loads(done.stdout)["seconds"])
+
+
+def peak_memory(words: list[str]) -> tuple[int, int]:
+    """Highest RssAnon, polled every 5 ms, and highest RSS of all (VmHWM) of a command, in bytes."""
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    peaks = {"RssAnon": 0, "VmHWM": 0}
+    while process.poll() is None:
+        with suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+                name, _, value = line.partition(":")
+                if name in peaks:
+                    peaks[name] = max(peaks[name], int(value.split()[0]) * 1024)
+        time.sleep(0.005)
+    if process.returncode:
+        raise SystemExit("the conversion failed")
+    return peaks["RssAnon"], peaks["VmHWM"]
+
+
+def _speed(source: Path, output: Path, is_copying: bool) -> list[str]:
+    """Medians of rounds in which all three take turns."""
+    with hub_of(source, is_copying=is_copying) as place:
+        names = sorted(path.name for path in source.glob("*.safetensors"))
+        nbytes = sum((source / name).stat().st_size for name in names)
+        rounds = [(seconds(lambda: download(place, names)), seconds(hash_alone), quantize(output)) for _ in range(ROUNDS + 1)]
+    bare, hashed, quantized = zip(*rounds[1:], strict=True)
+    rates = [f"{nbytes / statistics.median(each) / 1e9:.2f}" for each in (bare, hashed, quantized)]
+    to_bare = statistics.median(b / q for b, q in zip(bare, quantized, strict=True))
+    to_hashed = statistics.median(h / q for h, q in zip(hashed, quantized, strict=True))
+    ratios = [f"{to_bare:.2f}", verdict(to_bare, 0.5), f"{to_hashed:.2f}", verdict(to_hashed, 0.85)]
+    return ["read and send" if is_copying else "sendfile", *rates, *ratios]
+
+
+def _connections(source: Path) -> list[list[str]]:
+    nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    rates = {}
+    with hub_of(source, SLOW):
+        for connections in (1, 2, 4, 8):
+            rates[connections] = nbytes / seconds(hash_through(connections)) / 1e6
+    return [
+        [str(count), f"{rate:.0f}", f"{rate / rates[1]:.1f}", verdict(rate / rates[1], 6) if count == max(rates) else ""]
+        for count, rate in rates.items()
+    ]
+
+
+def _memory(source: Path, output: Path) -> list[list[str]]:
+    bar = 250 + GROUP_NBYTES / 1e6
+    rows = []
+    for options in (("--memory", MEMORY), (), ("--memory", MEMORY, "--transport", "xet")):
+        chunks = source.parent / "chunks" if "xet" in options else None
+        with hub_of(source, chunks=chunks):
+            anonymous, peak = (nbytes / 1e6 for nbytes in peak_memory(words_of(output, *options)))
+        judged = verdict(peak, round(bar), is_floor=False) if options == ("--memory", MEMORY) else ""
+        rows.append([" ".join(map(str, options)) or "default", f"{anonymous:.0f}", f"{peak:.0f}", judged])
+    return rows
+
+
+def report() -> str:
+    scratch = Path(tempfile.mkdtemp(prefix="fp4convert-bench-"))
+    source, small, output = scratch / "source", scratch / "small", scratch / "output"
+    try:
+        make_checkpoint(source, GIGABYTES)
+        make_checkpoint(small, SLOW_GIGABYTES)
+        speeds = [_speed(source, output, is_copying) for is_copying in (False, True)]
+        slow, memory = _connections(small), _memory(source, output)
+    finally:
+        shutil.rmtree(scratch)
+    headings = ["the server's way", "bare GB/s", "hash GB/s", "quantize GB/s", "to bare", "bar", "to hash", "bar"]
+    text = f"## {GIGABYTES} GB over loopback\n\n{table(headings, speeds)}\n"
+    text += f"\n## 20 MB/s a connection\n\n{table(['connections', 'MB/s', 'times one', 'bar'], slow)}\n"
+    memories = table(["options", "peak RssAnon MB", "VmHWM MB", "bar: 250 MB + the largest scale group"], memory)
+    return f"{text}\n## Memory, {GIGABYTES} GB\n\n{memories}\n"
+
+
+def main() -> None:
+    head = f"# From the Hub\n\n{machine()}; {datetime.date.today()}. Repeat with `python benchmarks/hub.py`.\n\n"
+    page = head + report()
+    (ROOT / "benchmarks" / "results" / "hub.md").write_text(page, encoding="utf-8")
+    print(page)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        serve(*map(json.loads, sys.argv[2:]))
+    else:
+        main()

@@ -1,0 +1,130 @@
+"""What a repository on the Hub holds at a commit: asked of the Hub until it answers, or of its cache on this disk."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, cast
+
+from fp4convert.errors import Fp4Error, InputError, SourceError
+from fp4convert.ranges import AGAIN, PASSING, Patience, RemoteFile, check_endpoint, host_of, no_access, pause_of, plain_words
+from fp4convert.sources import Access, commit_begun
+
+BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # how the cache names its files
+
+
+class Listing(NamedTuple):
+    """The files of a repository at a commit, by name below the subfolder; those in the cache have a path, too."""
+
+    commit: str
+    files: dict[str, RemoteFile]
+    cached: dict[str, Path]
+
+
+def list_files(repo: str, access: Access, patience: Patience) -> Listing:
+    """The files below the subfolder that `access` names; raises what open_source raises for a repository."""
+    from huggingface_hub import constants
+
+    check_endpoint(constants.ENDPOINT)
+    listing = _list_cache(repo, access) if constants.HF_HUB_OFFLINE else _list_hub(repo, access, patience)
+    folder = f"{access.subfolder.strip('/')}/" if access.subfolder else ""
+    files, cached = (
+        {name.removeprefix(folder): value for name, value in named.items() if name.startswith(folder)} for named in listing[1:]
+    )
+    renamed = {name: cast(RemoteFile, file)._replace(name=name) for name, file in files.items()}
+    return Listing(listing.commit, renamed, cast(dict[str, Path], cached))
+
+
+def _check_name(repo: str, name: str) -> None:
+    """InputError for a name that would lead out of a folder it is copied to."""
+    try:
+        name.encode("utf-8")
+        is_sound = not PurePosixPath(name).is_absolute() and not {"", ".", ".."} & set(name.split("/")) and "\0" not in name
+    except UnicodeEncodeError:
+        is_sound = False
+    if not is_sound:
+        raise InputError("file-name", f"{repo} lists a file {name!r}; expected a path inside the repository")
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
+    """What the Hub lists, asked until it answers."""
+    from huggingface_hub import HfApi, constants, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    no_reply = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of the HTTP library under this huggingface_hub
+    api = HfApi(endpoint=constants.ENDPOINT, token=access.token)
+    for failures in range(1, patience.tries + 1):
+        try:
+            info = api.model_info(
+                repo,
+                revision=access.revision or commit_begun(access.output, repo),
+                files_metadata=True,
+                timeout=patience.timeout_seconds,
+            )
+            break
+        except HFValidationError:
+            raise InputError("no-source", f"{repo}: no such folder, and no name that the Hub knows") from None
+        except HfHubHTTPError as error:
+            if error.response.status_code not in PASSING:
+                raise _refusal(repo, access, error.response.status_code, error.response.headers.get("X-Error-Code")) from None
+            reason, seconds = f"HTTP {error.response.status_code}", pause_of(error.response.headers.get)
+        except (no_reply, OSError) as error:
+            reason, seconds = plain_words(error), None
+        if failures == patience.tries:
+            detail = f"{repo} cannot be listed by {host_of(constants.ENDPOINT)}: {failures} tries, the last: {reason}"
+            raise SourceError("source-unreachable", detail, AGAIN)
+        pause = max(patience.wait_seconds(failures), seconds or 0.0)
+        if seconds is not None:
+            access.tell(f"rate limited by the Hub: waiting {pause:.0f} s")
+        time.sleep(pause)
+    commit = str(info.sha)
+    files, cached = {}, {}
+    for item in info.siblings or []:
+        oid = item.lfs.sha256 if item.lfs else item.blob_id
+        path, nbytes = item.rfilename, item.lfs.size if item.lfs else item.size
+        _check_name(repo, path)
+        if _is_hidden(path) or oid is None or nbytes is None:
+            continue
+        url = hf_hub_url(repo, path, revision=commit, endpoint=constants.ENDPOINT)
+        files[path] = RemoteFile(path, url, nbytes, oid, commit)
+        found = try_to_load_from_cache(repo, path, revision=commit)
+        if isinstance(found, str) and Path(found).resolve().name == oid and Path(found).stat().st_size == nbytes:
+            cached[path] = Path(found)
+    return Listing(commit, files, cached)
+
+
+def _refusal(repo: str, access: Access, status: int, code: str | None) -> Fp4Error:
+    from huggingface_hub import constants
+
+    if code == "RevisionNotFound":
+        detail = f"{repo}: the Hub has no revision {access.revision!r} of it"
+        return InputError("no-revision", detail, "Give a branch, a tag or a commit: --revision REV.")
+    if status == 404:
+        return InputError("no-source", f"{repo}: no such folder or file here, and no such repository on the Hub")
+    if status in (401, 403):
+        return no_access(repo, f"{constants.ENDPOINT}/{repo}", status, code)
+    return SourceError("source-unreachable", f"{repo}: the Hub answers HTTP {status}", "Run it again later.")
+
+
+def _list_cache(repo: str, access: Access) -> Listing:
+    """What the cache holds of the revision; every blob there is named after its hash."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        root = Path(snapshot_download(repo, revision=access.revision, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError):
+        detail = f"{repo} is not in the Hub's cache, and HF_HUB_OFFLINE keeps it from being fetched"
+        raise SourceError("offline", detail, "Unset HF_HUB_OFFLINE, or give a folder on this disk.") from None
+    cached = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
+    cached = {name: path for name, path in cached.items() if not _is_hidden(name)}
+    if unnamed := [name for name, path in cached.items() if not BLOB.fullmatch(path.resolve().name)]:
+        detail = f"{repo}: the Hub's cache holds {unnamed[0]} under no hash, so it cannot be checked"
+        raise SourceError("offline", detail, f"Give the folder itself: {root}.")
+    files = {name: RemoteFile(name, "", path.stat().st_size, path.resolve().name, root.name) for name, path in cached.items()}
+    return Listing(root.name, files, cached)

@@ -1,0 +1,121 @@
+"""Damage in transit to what no stream hashes: headers, members of a scale group elsewhere, what inspect and verify read."""
+
+import re
+
+import pytest
+from checkpoints import FIRST, SECOND, run, write_llama
+from test_hub import ALL_FILES, NVFP4, ask, cached
+
+from fp4convert.ranges import Patience
+from fp4convert.sources import Access
+from fp4convert.sources.hub import HubSource
+
+EVERY = 1000
+
+
+@pytest.fixture
+def folder(tmp_path, hub):
+    folder = write_llama(tmp_path / "m")
+    hub.add("org/m", folder)
+    return folder
+
+
+def header_nbytes(path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_header_that_came_damaged_is_fetched_again(after, hub, folder, tmp_path):
+    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    at = (folder / SECOND).read_bytes().index(b"lm_head")
+    fault = hub.fault("flip", match=SECOND, at=at, after=after)
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == local["digest"]
+    assert fault.times == 0
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_a_member_in_another_shard_that_came_damaged_is_fetched_again(after, hub, folder, tmp_path):
+    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    fault = hub.fault("flip", match=SECOND, at=1, after=after)  # an exponent of v_proj, which the first shard measures
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == local["digest"]
+    assert fault.times == 0
+
+
+def test_a_header_that_was_damaged_twice_in_the_same_way_is_found_by_the_hash(hub, folder, tmp_path):
+    at = (folder / SECOND).read_bytes().index(b"lm_head")
+    hub.fault("flip", match=SECOND, at=at, times=2)  # a tensor of another name
+    (folder / "model.safetensors.index.json").unlink()
+    hub.add("org/m", folder)
+    outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
+    assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt")
+    assert "header" in outcome.json["error"]["message"]
+    assert outcome.json["error"]["next"] == "Run the same command again."
+    assert not (tmp_path / "b" / SECOND).exists()
+
+
+def test_what_comes_differently_each_time_is_exit_3(hub, folder, tmp_path):
+    for at in range(9):
+        hub.fault("flip", match=SECOND, at=at + 8)
+    outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
+    assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt")
+    assert "in each of 5 requests" in outcome.json["error"]["message"]
+
+
+@pytest.fixture
+def artifact(hub, folder, tmp_path):
+    assert run("quantize", folder, *NVFP4, "-o", tmp_path / "q").code == 0
+    hub.add("org/q", tmp_path / "q")
+    return tmp_path / "q"
+
+
+@pytest.mark.parametrize("after", range(0, 40, 3))
+@pytest.mark.parametrize("command", [("inspect", "org/q"), ("verify", "org/q", "--source", "org/m")])
+def test_inspect_and_verify_blame_no_artifact_for_what_the_network_did(command, after, hub, folder, artifact):
+    names = {"org/q": artifact, "org/m": folder}
+    expected = run(*(names.get(word, word) for word in command), "--json").json
+    fault = hub.fault("flip", match="safetensors", after=after, at=2)
+    outcome = ask(*command, "--json")
+    if "error" in outcome.json:  # a file that is hashed anyway, and came damaged
+        assert (outcome.code, outcome.json["error"]["code"], fault.times) == (3, "source-corrupt", 0)
+    else:
+        assert outcome.json == expected
+
+
+def test_verify_fetches_the_weights_once(hub, folder, artifact):
+    hub.seen.clear()
+    assert ask("verify", "org/q", "--source", "org/m", "--json").code == 0
+    for file in (FIRST, SECOND):
+        begins = header_nbytes(folder / file)
+        asked = [
+            re.fullmatch(r"bytes=(\d+)-(\d+)", seen.range)
+            for seen in hub.seen
+            if "/org/m/" in seen.path and file in seen.path and seen.where == "storage"
+        ]
+        data = sum(int(match[2]) + 1 - max(begins, int(match[1])) for match in asked if int(match[2]) >= 1 << 15)
+        assert data <= (folder / file).stat().st_size
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_a_member_that_is_damaged_in_the_cache_is_never_measured(is_offline, hub, folder, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    names = [name for name in ALL_FILES if (folder / name).exists()]
+    cache = cached(hub, folder, tmp_path, names)
+    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    (shard,) = cache.glob(f"snapshots/*/{SECOND}")
+    data = bytearray(shard.read_bytes())
+    data[header_nbytes(shard) + 1] ^= 0x20  # v_proj, which the first shard measures
+    shard.resolve().write_bytes(data)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
+    if not is_offline:
+        assert outcome.json["digest"] == local["digest"]
+        return
+    assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt")
+    assert not (tmp_path / "b" / FIRST).exists()
+
+
+def test_a_source_is_the_same_through_one_connection(hub, folder):
+    source = HubSource("org/m", Access(connections=1), Patience(1.0))
+    for ref in source.checkpoint.tensors:
+        assert source.read(ref).nbytes == ref.nbytes
