@@ -105,20 +105,21 @@ def quantize_command(
     goal = publishing.choose_publication(push_to_hub, private, token)
     begun = output or Path(f"{Path(source).name}-{format.upper()}")
     access = _access(screen.warn, (revision, subfolder), token, (memory, transport), begun)
-    opened = sources.open_source(source, access)
     patterns = (tuple(include or ()), tuple(exclude or ()))
     request = convert.Request(format, dialect, scale_rule, activations, input_scale, *patterns)
-    todo = convert.prepare_quantize(opened, request)
-    screen.warn([*todo.warnings, *gpus.unused(device)])
-    screen.note([sharing.describe(share)] if share else [])
-    if dry_run:
-        return screen.show(convert.describe_plan(opened, todo, crew.Settings(device, workers)), render.draw_plan)
-    target = output or Path(f"{opened.name}-{format.upper()}")
-    with screen.progress(todo.source_bytes, "quantize") as report:
-        settings = crew.Settings(device, workers, force, report, join, share, lambda line: screen.note([line]))
-        errand = fleet.Errand(source, access, request, target, settings)
-        result = publishing.fulfil(publishing.Order(errand, ray, goal), opened, todo)
-    screen.show(result.as_json(), render.draw_result)
+    with screen.phases() as phases:
+        phases.begin("plan")
+        opened = sources.open_source(source, access)
+        todo = convert.prepare_quantize(opened, request)
+        screen.warn([*todo.warnings, *gpus.unused(device)])
+        screen.note([sharing.describe(share)] if share else [])
+        settings = crew.Settings(device, workers, force, phases, join, share, screen.tell)
+        if dry_run:
+            document = convert.describe_plan(opened, todo, settings)
+        else:
+            errand = fleet.Errand(source, access, request, output or Path(f"{opened.name}-{format.upper()}"), settings)
+            document = publishing.fulfil(publishing.Order(errand, ray, goal), opened, todo).as_json()
+    screen.show(document, render.draw_plan if dry_run else render.draw_result)
 
 
 @app.command("inspect")
@@ -197,11 +198,14 @@ def dequantize_command(
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
-    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token, (memory, transport), output))
-    todo = convert.prepare_dequantize(opened, dtype)
-    screen.warn([*todo.warnings, *gpus.unused(device)])
-    with screen.progress(todo.source_bytes, "dequantize") as report:
-        result = convert.dequantize(opened, todo, output, crew.Settings(device, workers, force, report))
+    with screen.phases() as phases:
+        phases.begin("plan")
+        access = _access(screen.warn, (revision, subfolder), token, (memory, transport), output)
+        opened = artifacts.open_artifact(artifact, access)
+        todo = convert.prepare_dequantize(opened, dtype)
+        screen.warn([*todo.warnings, *gpus.unused(device)])
+        settings = crew.Settings(device, workers, force, phases, tell=screen.tell)
+        result = convert.dequantize(opened, todo, output, settings)
     screen.show(result.as_json(), render.draw_result)
 
 
@@ -209,6 +213,7 @@ def dequantize_command(
 def merge_command(
     output: Annotated[Path, typer.Argument(help="The folder that every part was written to, or was copied into.")],
     json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """End a conversion whose parts are done: read every shard again, compare scale groups, write the index and the records.
 
@@ -216,7 +221,10 @@ def merge_command(
     """
     from fp4convert import ending, render
 
-    render.Screen(json).show(ending.merge(output), render.draw_merged)
+    screen = render.Screen(json, quiet)
+    with screen.phases() as phases:
+        merged = ending.merge(output, phases)
+    screen.show(merged, render.draw_merged)
 
 
 @app.command("doctor")
@@ -259,12 +267,15 @@ def transcode_command(
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
-    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token, (memory, transport), output))
-    donor = sources.open_source(template) if template else None
-    todo = convert.prepare_transcode(opened, convert.TranscodeRequest(dialect, format, scale_layout), donor)
-    screen.warn(todo.warnings)
-    with screen.progress(todo.source_bytes, "transcode") as report:
-        result = convert.transcode(opened, todo, output, crew.Settings("cpu", workers, force, report), donor)
+    with screen.phases() as phases:
+        phases.begin("plan")
+        access = _access(screen.warn, (revision, subfolder), token, (memory, transport), output)
+        opened = artifacts.open_artifact(artifact, access)
+        donor = sources.open_source(template) if template else None
+        todo = convert.prepare_transcode(opened, convert.TranscodeRequest(dialect, format, scale_layout), donor)
+        screen.warn(todo.warnings)
+        settings = crew.Settings("cpu", workers, force, phases, tell=screen.tell)
+        result = convert.transcode(opened, todo, output, settings, donor)
     screen.show(result.as_json(), render.draw_result)
 
 

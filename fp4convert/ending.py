@@ -15,6 +15,7 @@ from fp4convert.artifact import CARD
 from fp4convert.backends import processors
 from fp4convert.errors import InputError, OutputError
 from fp4convert.output import OutputFolder, digest_of, entered, read_ended, read_plan
+from fp4convert.progress import Phases
 from fp4convert.purpose import Listed
 from fp4convert.shard import hash_file, told
 from fp4convert.sources import PLAN_FILE
@@ -35,12 +36,21 @@ def as_text(value: object) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-def find_harmed(folder: OutputFolder) -> list[Listed]:
+def find_harmed(folder: OutputFolder, phases: Phases) -> list[Listed]:
     """Tasks whose files are not what was written; every file that this process has not written itself is read."""
     records = {task.key: folder.record_of(task) for task in folder.purpose.tasks}
-    unread = [file for done in records.values() if done for file in done.files if file not in folder.hashes]
-    with ThreadPoolExecutor(processors()) as pool:
-        folder.hashes |= zip(unread, pool.map(lambda file: _hash(folder.root / file), unread), strict=True)
+    sizes = {file: nbytes for task in folder.purpose.tasks if records[task.key] for file, nbytes in task.files.items()}
+    unread = [file for file in sizes if file not in folder.hashes]
+
+    def read(file: str) -> str:
+        sha256 = _hash(folder.root / file)
+        phases.report(file, sizes[file])
+        return sha256
+
+    if unread:
+        phases.begin("check", sum(sizes[file] for file in unread))
+        with ThreadPoolExecutor(processors()) as pool:
+            folder.hashes |= zip(unread, pool.map(read, unread), strict=True)
     sound = {key for key, done in records.items() if done and done.files.items() <= folder.hashes.items()}
     return [task for task in folder.purpose.tasks if task.key not in sound]
 
@@ -91,7 +101,7 @@ def ended_meanwhile(folder: OutputFolder, before: object) -> Ending | None:
     return _ending(folder, files) if is_whole and not folder.missing() else None
 
 
-def merge(root: Path) -> dict[str, object]:
+def merge(root: Path, phases: Phases) -> dict[str, object]:
     """End a conversion whose every task is done, by whichever processes and in whichever folders; the document of `merge`.
 
     Raises InputError where the folder is not begun, OutputError where a shard is missing or is not what was written
@@ -107,7 +117,7 @@ def merge(root: Path) -> dict[str, object]:
             workers = folder.claims.others()
             at_work = f"{len(workers)} processes are at work on it: wait." if workers else "Run the command for them."
             raise OutputError("unfinished", detail, at_work)
-        if harmed := find_harmed(folder):
+        if harmed := find_harmed(folder, phases):
             detail = f"{root}: {len(harmed)} shards are not what was written, the first {next(iter(harmed[0].files))}"
             raise OutputError("damaged", detail, "Run the command that wrote it again: it does them anew.")
         for group, tasks in find_disputes(folder).items():

@@ -62,6 +62,7 @@ def quantize_together(address: str, errand: Errand, source: Source, plan: Plan) 
     """
     with redirect_stdout(sys.stderr), _connected(address) as ray:  # Ray prints what its nodes have to say
         folder = begin_quantize(source, plan, errand.output, errand.settings)
+        errand.settings.phases.begin("quantize", plan.source_bytes)
         watch = _Watch(folder, plan, errand.settings)
         workers = dict(_start(ray, _sent(errand, source)))
         results, refused = _wait_for(ray, workers, watch)
@@ -98,7 +99,7 @@ class _Watch:
             for file, sha256 in done.files.items():
                 self._settings.published(self._folder.root / file, file, sha256)
             for step in task.steps:
-                self._settings.progress(step.refs[0].name, step.source_bytes)
+                self._settings.phases.report(step.refs[0].name, step.source_bytes)
 
 
 def _wait_for(ray: ModuleType, workers: dict[Any, str], watch: _Watch) -> tuple[list[Result], list[dict[str, Any]]]:

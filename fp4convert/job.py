@@ -28,8 +28,10 @@ from fp4convert.workers import Settings, Worker
 class Result:
     """What a conversion tells at its end; the keys of --json.
 
+    bits_per_weight  of the four-bit modules, scales and all; None where there are none
     output_bytes  of the whole; after one of several parts, of what this process wrote
     digest        of the whole; None after one of several parts
+    adopted_bytes of the source, whose result an earlier run or another process wrote
     share         which part, and how many shards it wrote; None for the whole
     pushed        address of the commit that holds it on the Hub; None where it is here alone
     """
@@ -44,6 +46,8 @@ class Result:
     seconds: float
     tensors: dict[str, int]
     digest: str | None
+    adopted_bytes: int = 0
+    bits_per_weight: float | None = None
     carried: dict[str, object] | None = None
     share: dict[str, int] | None = None
     pushed: str | None = None
@@ -119,7 +123,8 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
     started = time.monotonic()
     with stopping(job.source), _opened(job, output, settings) as folder:
         folder.published = settings.published
-        ending = Shift(job.source, job.plan, folder, settings).work(Filler(job.source, worker, settings))
+        shift = Shift(job.source, job.plan, folder, settings)
+        ending = shift.work(Filler(job.source, worker, settings))
         own_nbytes = sum((output / file).stat().st_size for file in folder.hashes)
         own_shards = sum(shard.file in folder.hashes for shard in job.plan.shards)
     actions = Counter(step.action for step in job.plan.steps)
@@ -135,6 +140,8 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
         seconds=round(time.monotonic() - started, 3),
         tensors={worker.made: actions[worker.action], "copied": actions["copy"], "skipped": actions["skip"]},
         digest=ending.digest if ending else None,
+        adopted_bytes=shift.adopted_nbytes,
+        bits_per_weight=job.plan.bits_per_weight,
         share={"index": share.index, "of": share.count, "shards": own_shards} if share else None,
     )
 

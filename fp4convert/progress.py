@@ -16,7 +16,7 @@ WINDOW_SECONDS = 30.0  # of work, by which a rate is told: what comes next is li
 SAMPLE_SECONDS = 0.1
 SHORTEST_SECONDS = 1.0  # in less, a rate means nothing
 LINE_SECONDS = 5.0  # between two lines of a log
-UNITS = ((1e12, "TB"), (1e9, "GB"))
+UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
 
 
 class Sample(NamedTuple):
@@ -104,7 +104,7 @@ class Meter:
 
 
 class Phases:
-    """What is being done, phase after phase; `begin` gives what threads call with a tensor and its bytes.
+    """What is being done, phase after phase; threads report to the one that was begun last.
 
     say  gets a line and a tensor every few seconds, and a line at the end of a phase that it got one of; None: nobody listens
     """
@@ -117,18 +117,16 @@ class Phases:
         self._latest = 0.0
         self._is_told = False
 
-    def begin(self, verb: str, total_nbytes: int = 0) -> Callable[[str, int], None]:
+    def begin(self, verb: str, total_nbytes: int = 0) -> None:
         """End the phase before, and begin one of so many bytes; 0 where nobody knows."""
         self.end()
-        meter = Meter(verb, total_nbytes, self._clock)
         self._latest, self._is_told = self._clock(), False
-        self.meters.append(meter)
+        self.meters.append(Meter(verb, total_nbytes, self._clock))
 
-        def report(tensor: str, nbytes: int) -> None:
-            meter.report(tensor, nbytes)
-            self._tell(meter)
-
-        return report
+    def report(self, tensor: str, nbytes: int) -> None:
+        """So many bytes more of the phase are done, of that tensor or file."""
+        self.meters[-1].report(tensor, nbytes)
+        self._tell(self.meters[-1])
 
     def skip(self, nbytes: int) -> None:
         """So many bytes of the phase are done already."""
@@ -153,8 +151,8 @@ class Phases:
 
 
 def size_text(nbytes: float) -> str:
-    """A number of bytes in MB, GB or TB, as decimal as disks are sold, with three digits."""
-    divisor, unit = next(((divisor, unit) for divisor, unit in UNITS if nbytes >= 0.9995 * divisor), (1e6, "MB"))
+    """A number of bytes in kB, MB, GB or TB, as decimal as disks are sold, with three digits."""
+    divisor, unit = next(((divisor, unit) for divisor, unit in UNITS if nbytes >= 0.9995 * divisor), (1e3, "kB"))
     value = nbytes / divisor
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 

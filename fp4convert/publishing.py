@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from fp4convert.card import CardRequest, make_card
 from fp4convert.convert import begin_quantize, quantize
 from fp4convert.errors import InputError
 from fp4convert.fleet import Errand, quantize_together
 from fp4convert.job import Result
 from fp4convert.output import read_ended
-from fp4convert.push import Pusher
 from fp4convert.sources import Source
 from fp4convert.tasks import Plan
 from fp4convert.workers import Settings
@@ -72,6 +70,9 @@ def fulfil(order: Order, source: Source, plan: Plan) -> Result:
 
 
 def _publish(order: Order, source: Source, plan: Plan, work: Callable[[Settings], Result]) -> Result:
+    from fp4convert.card import CardRequest, make_card
+    from fp4convert.push import Pusher
+
     goal, errand, settings = order.publication or Publication(""), order.errand, order.errand.settings
     if settings.share is not None:
         detail = f"part {settings.share.index} of {settings.share.count} cannot be pushed: one commit names all files"
@@ -85,6 +86,7 @@ def _publish(order: Order, source: Source, plan: Plan, work: Callable[[Settings]
         options = {**asdict(errand.request), "subfolder": errand.access.subfolder}
         card = make_card(plan, result, source, CardRequest(goal.repo, options))
         _, files = read_ended(errand.output)
-        return replace(result, pushed=pusher.commit(errand.output, files, card))
+        settings.phases.begin("upload", sum((errand.output / file).stat().st_size for file in files))
+        return replace(result, pushed=pusher.commit(errand.output, files, card, settings.phases.report))
     finally:
         pusher.stop()

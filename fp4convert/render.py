@@ -95,6 +95,10 @@ class Screen:
         for line in () if self.is_quiet else lines:
             self.err.print(Text(escape(line), "dim"))
 
+    def tell(self, line: str) -> None:
+        """A line of `note`."""
+        self.note([line])
+
     def fail(self, error: Fp4Error) -> None:
         """One message on stderr: found, where, expected; then the next step. With JSON also a document on stdout."""
         if self.is_json:
@@ -103,12 +107,6 @@ class Screen:
             self.err.print(Text("error: " if number == 0 else "       ", "bold red").append(escape(line), "default"))
         if error.next_step:
             self.err.print(Text(" next: ", "bold").append(escape(error.next_step), "default"))
-
-    @contextmanager
-    def progress(self, total_nbytes: int, verb: str) -> Iterator[Callable[[str, int], None]]:
-        """`phases` with one of them."""
-        with self.phases() as phases:
-            yield phases.begin(verb, total_nbytes)
 
     @contextmanager
     def phases(self) -> Iterator[Phases]:

@@ -21,6 +21,7 @@ TRIES = 3  # to write files that afterwards are what was written
 class Filler:
     """Fills the shards of one task after the other.
 
+    verb     what is done
     unsound  the error of every tensor because of which a shard cannot be finished, by its name
     given_up keys of the tasks that hold them
     """
@@ -29,6 +30,7 @@ class Filler:
         self._source = source
         self._worker = worker
         self._settings = settings
+        self.verb = worker.action
         self.unsound: dict[str, NumericError] = {}
         self.given_up: set[str] = set()
 
@@ -59,14 +61,21 @@ class Filler:
 
 
 class Shift:
-    """One process at work in an output folder."""
+    """One process at work in an output folder.
+
+    adopted_nbytes  of the source, whose result an earlier run or another process wrote
+    """
 
     def __init__(self, source: Source, plan: Plan, folder: OutputFolder, settings: Settings) -> None:
         self._source = source
-        self._plan = plan
         self._folder = folder
         self._settings = settings
         self._mark, _ = read_ended(folder.root)
+        share = settings.share
+        self._mine = share.of(folder.purpose.tasks) if share else folder.purpose.tasks
+        self._tasks = {task.key: task for task in plan.tasks}
+        self._unseen = {task.key for task in self._mine} & self._tasks.keys()
+        self.adopted_nbytes = 0
         self._pause_seconds = FIRST_SECONDS
         self._tries: dict[str, int] = {}
         self._disputed: set[str] = set()
@@ -77,6 +86,7 @@ class Shift:
         Returns  how it ended; None after a part
         Raises   NumericError, after all sound shards are written, where weights are NaN or Inf
         """
+        self._settings.phases.begin(filler.verb, sum(self._tasks[key].source_bytes for key in self._unseen))
         while True:
             self._do_tasks(filler)
             if filler.unsound:
@@ -89,16 +99,15 @@ class Shift:
                 return ending
 
     def _do_tasks(self, filler: Filler) -> None:
-        folder, share = self._folder, self._settings.share
-        known = {task.key: task for task in self._plan.tasks}
-        mine = share.of(folder.purpose.tasks) if share else folder.purpose.tasks
+        folder, known = self._folder, self._tasks
         is_told = False
-        while left := [task for task in mine if task.key not in filler.given_up and folder.record_of(task) is None]:
+        while left := self._left(filler):
             taken = 0
 
             def count(task: Listed) -> Listed:
                 nonlocal taken
                 taken += 1
+                self._unseen.discard(task.key)
                 return task
 
             shards = (task for task in left if task.key in known)
@@ -112,6 +121,17 @@ class Shift:
                 self._pause()
             else:
                 self._pause_seconds = FIRST_SECONDS
+
+    def _left(self, filler: Filler) -> list[Listed]:
+        """What is still to be done; what others did meanwhile, or an earlier run, is no work of ours."""
+        left = [task for task in self._mine if task.key not in filler.given_up and self._folder.record_of(task) is None]
+        adopted = self._unseen - {task.key for task in left} - filler.given_up
+        self._unseen -= adopted
+        if adopted:
+            sizes = {shard.file: shard.nbytes for shard in self._source.checkpoint.shards}
+            self.adopted_nbytes += sum(sizes.get(self._tasks[key].shards[0].file, 0) for key in adopted)  # named as its source
+            self._settings.phases.skip(sum(self._tasks[key].source_bytes for key in adopted))
+        return left
 
     def _pause(self) -> None:
         time.sleep(self._pause_seconds)
@@ -132,7 +152,7 @@ class Shift:
         try:
             if ending := ended_meanwhile(folder, self._mark):
                 return ending
-            harmed = find_harmed(folder) or self._find_disputed()
+            harmed = find_harmed(folder, self._settings.phases) or self._find_disputed()
             for task in harmed:
                 self._forget(task)
             return None if harmed else write_ending(folder)

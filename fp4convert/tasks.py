@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -83,6 +84,11 @@ class Task:
     steps: tuple[Step, ...]
 
     @property
+    def source_bytes(self) -> int:
+        """Bytes of the tensors that are read."""
+        return sum(step.source_bytes for step in self.steps)
+
+    @property
     def outputs(self) -> list[TensorRef]:
         """The tensors of the output shards."""
         return [ref for shard in self.shards for ref in shard.outputs]
@@ -125,6 +131,13 @@ class Plan:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Their shapes."""
         return {step.module: step.shape for step in self.steps if step.action in MADE_FOUR_BIT}
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Of the four-bit modules, scales and all; None where there are none."""
+        made = [step for step in self.steps if step.action in MADE_FOUR_BIT]
+        weights = sum(math.prod(step.shape) for step in made)
+        return 8 * sum(step.output_bytes for step in made) / weights if weights else None
 
     @property
     def index(self) -> dict[str, object]:

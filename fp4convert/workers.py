@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from typing import Protocol
@@ -34,6 +34,7 @@ from fp4convert.formats import (
     format_named,
 )
 from fp4convert.output import Published, TaskWriter
+from fp4convert.progress import Phases
 from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef
 from fp4convert.sharing import Share
@@ -45,15 +46,13 @@ from fp4convert.tasks import Action, Step, Task
 COPY_NBYTES = 8 << 20
 MATRIX_DIMENSIONS = 2
 
-Progress = Callable[[str, int], None]
-"""Called with a tensor's name and how many of its source bytes are done."""
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How to work; nothing here changes a byte of the result.
 
     workers     threads; 0 is as many as the device serves best
+    phases      learns how far the work is
     is_forced   files of another, finished plan in the output folder may go
     is_joining  one of several processes that begin together: none of them may replace a plan
     share       the part of the tasks that this process does; None for all that nobody else does
@@ -64,7 +63,7 @@ class Settings:
     device: str = "auto"
     workers: int = 0
     is_forced: bool = False
-    progress: Progress = lambda tensor, nbytes: None
+    phases: Phases = field(default_factory=Phases)
     is_joining: bool = False
     share: Share | None = None
     tell: Callable[[str], None] = lambda line: None
@@ -290,7 +289,7 @@ def fill_shard(task: Task, writer: TaskWriter, worker: Worker, settings: Setting
     def do(steps: list[Step]) -> None:
         worker(steps, writer, stop)
         for step in steps:
-            settings.progress(step.refs[0].name, step.source_bytes)
+            settings.phases.report(step.refs[0].name, step.source_bytes)
 
     with ThreadPoolExecutor(settings.workers or worker.threads) as pool:
         try:

@@ -113,6 +113,7 @@ def test_the_document_has_exactly_the_promised_keys(tmp_path):
     assert document.pop("seconds") >= 0
     assert len(document.pop("digest")) == 64
     assert document.pop("output_bytes") > 0
+    assert 4.5 < document.pop("bits_per_weight") < 4.51  # a global scale of small matrices counts
     source_bytes = sum((tmp_path / "source" / file).stat().st_size for file in (FIRST, SECOND))
     assert document == {
         "output": str(tmp_path / "out"),
@@ -121,6 +122,7 @@ def test_the_document_has_exactly_the_promised_keys(tmp_path):
         "scale_rule": "amax",
         "device": "cpu",
         "source_bytes": source_bytes,
+        "adopted_bytes": 0,
         "tensors": {"quantized": 7, "copied": 4, "skipped": 0},
     }
 

@@ -27,8 +27,10 @@ def clock():
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [
-        (0, "0.00 MB"),
-        (4_321, "0.00 MB"),
+        (0, "0.00 kB"),
+        (4_321, "4.32 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1.00 MB"),
         (90_870_000, "90.9 MB"),
         (999_400_000, "999 MB"),
         (999_600_000, "1.00 GB"),
@@ -54,7 +56,8 @@ def test_durations_are_said_as_people_say_them(seconds, text):
 def test_a_line_tells_share_rate_time_left_and_tensor(clock):
     said = []
     phases = Phases(lambda line, tensor: said.append((line, tensor)), clock)
-    report = phases.begin("quantize", 15_300_000_000)
+    phases.begin("quantize", 15_300_000_000)
+    report = phases.report
     for number in range(3):
         clock.seconds += 1
         report(f"layers.{number}", 400_000_000)
@@ -74,7 +77,8 @@ def test_a_short_phase_says_nothing(clock):
     phases = Phases(lambda line, tensor: said.append(line), clock)
     phases.begin("plan")
     clock.seconds += 60
-    report = phases.begin("quantize", GB)
+    phases.begin("quantize", GB)
+    report = phases.report
     clock.seconds += LINE_SECONDS / 2
     report("a", GB)
     phases.end()
@@ -84,7 +88,8 @@ def test_a_short_phase_says_nothing(clock):
 def test_what_was_there_already_is_no_work(clock):
     """A resumed run: 9 of 10 GB are adopted in 90 seconds, the last one is made in 10."""
     phases = Phases(clock=clock)
-    report = phases.begin("quantize", 10 * GB)
+    phases.begin("quantize", 10 * GB)
+    report = phases.report
     for _ in range(9):
         clock.seconds += 10
         phases.skip(GB)
@@ -130,7 +135,8 @@ def test_without_a_total_the_time_is_told(clock):
 def test_threads_lose_no_byte():
     lines = []
     phases = Phases(lambda line, tensor: lines.append(line))
-    report = phases.begin("quantize", 4 * 20_000 * 3)
+    phases.begin("quantize", 4 * 20_000 * 3)
+    report = phases.report
     threads = [Thread(target=lambda: [report("a", 3) for _ in range(20_000)]) for _ in range(4)]
     for thread in threads:
         thread.start()

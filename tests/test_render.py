@@ -59,12 +59,12 @@ def test_a_drawn_plan_folds_layers_and_says_why(tmp_path):
     # 12 matrices of 32 x 64: 4096 bytes each; 1024 of codes, 128 of block scales and 4 of a global scale become of it
     assert lines[:5] == [
         "tensors|count|action|reason|group|before|after",
-        "model.layers.*.mlp.gate_proj.weight|12|quantize|a linear layer|gate_proj/up_proj|0.05 MB|0.01 MB",
-        "model.layers.*.mlp.up_proj.weight|12|quantize|a linear layer|gate_proj/up_proj|0.05 MB|0.01 MB",
-        "model.layers.*.odd.weight|1|skip|24 columns, not a multiple of the block of 16|0.00 MB|0.00 MB",
-        "model.embed_tokens.weight|1|copy|an embedding|0.00 MB|0.00 MB",
+        "model.layers.*.mlp.gate_proj.weight|12|quantize|a linear layer|gate_proj/up_proj|49.2 kB|13.9 kB",
+        "model.layers.*.mlp.up_proj.weight|12|quantize|a linear layer|gate_proj/up_proj|49.2 kB|13.9 kB",
+        "model.layers.*.odd.weight|1|skip|24 columns, not a multiple of the block of 16|0.10 kB|0.10 kB",
+        "model.embed_tokens.weight|1|copy|an embedding|4.10 kB|4.10 kB",
     ]
-    assert re.fullmatch(r"total 0\.10 MB -> 0\.04 MB", lines[5])  # 31936 bytes of tensors, and the header
+    assert re.fullmatch(r"total 102 kB -> 3\d\.\d kB", lines[5])  # 31936 bytes of tensors, and the header
     assert len(lines) == 6
 
 
@@ -74,8 +74,8 @@ def test_a_drawn_result_ends_with_the_digest(tmp_path):
     lines = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out").out.splitlines()
     assert lines[0] == str(tmp_path / "out")
     assert lines[1:3] == ["  nvfp4, dialect compressed-tensors, rule amax", "  7 tensors quantized, 4 kept, 0 skipped"]
-    assert re.fullmatch(r"  0\.09 MB -> 0\.05 MB \(\d\d %\)", lines[3])
-    assert re.fullmatch(r"  in \d+\.\d\d s on cpu, [\d.]+ MB/s", lines[4])
+    assert re.fullmatch(r"  87\.5 kB -> 49\.\d kB \(57 %\), 4\.507 bits per weight where it is quantized", lines[3])
+    assert re.fullmatch(r"  in \d+\.\d\d s on cpu", lines[4])  # nothing was left to do: no rate
     assert lines[5:] == [f"  digest {digest}"]
 
 
@@ -101,7 +101,8 @@ import time
 from fp4convert.render import Screen
 with Screen().phases() as phases:
     phases.begin("plan")
-    report = phases.begin("quantize", 15_300_000_000)
+    phases.begin("quantize", 15_300_000_000)
+    report = phases.report
     for number in range(30):
         report(f"model.layers.{number}.mlp.experts.133.gate_proj\\x1b[31m.weight", 400_000_000)
         time.sleep(0.05)
@@ -146,13 +147,14 @@ def test_in_ci_and_on_a_terminal_that_cannot_move_there_is_no_bar(environment):
 def test_a_line_of_a_log_is_escaped_and_quiet_says_nothing(capsys, monkeypatch):
     monkeypatch.setattr("fp4convert.progress.LINE_SECONDS", 0.0)
     for is_quiet in (False, True):
-        with Screen(is_quiet=is_quiet).progress(1000, "quantize") as report:
-            report("a\x1b[31m" + "b" * 200, 500)
+        with Screen(is_quiet=is_quiet).phases() as phases:
+            phases.begin("quantize", 1000)
+            phases.report("a\x1b[31m" + "b" * 200, 500)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith(r"quantize: 0.00 MB of 0.00 MB (50 %), a\x1b[31mbbb")
+    assert lines[0].startswith(r"quantize: 0.50 kB of 1.00 kB (50 %), a\x1b[31mbbb")
     assert len(lines[0]) < 160
-    assert lines[1].startswith("quantize: 0.00 MB in 0.")
+    assert lines[1].startswith("quantize: 0.50 kB in 0.")
 
 
 def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
