@@ -130,10 +130,12 @@ def make_record(
     ignored: Ignored,
     shapes: Mapping[str, tuple[int, ...]],
     producer: dict[str, str],
+    origin: dict[str, object],
 ) -> dict[str, object]:
     """Our quantization_config.json, but for its last key: `files`, the sha256 of every other file, known when they are written.
 
     shapes  of the modules
+    origin  repo and revision of the weights it was made from; None for a folder, whose path is nobody's business
     """
     form, spelling = form_of(target), dialect_named(str(target.dialect))
     return {
@@ -143,7 +145,7 @@ def make_record(
         "scale_rule": target.scale_rule,
         "ignore": [*ignored.modules, *ignored.patterns],
         "producer": producer,
-        "source": {"repo": None, "revision": None},
+        "source": origin,
     }
 
 

@@ -199,7 +199,7 @@ def transcode(artifact: Artifact, plan: Plan, output: Path, settings: Settings, 
     Raises OutputError as open_output does.
     """
     source = Framed(donor, artifact.source) if donor else artifact.source
-    job = _artifact_job(source, plan)
+    job = _artifact_job(source, plan, _origin_of(artifact))
     carrier = Carrier(artifact, format_named(plan.target.format))
     carried = describe_carried(artifact, plan, carrier)
     result = carry_out(job, Transcoder(artifact, source, carrier, plan.target), output, settings)
@@ -278,8 +278,18 @@ def _refuse_unsound(artifact: Artifact) -> None:
             raise InputError("unsound-artifact", detail, "See: fp4convert inspect.", finding.tensor)
 
 
-def _artifact_job(source: Source, plan: Plan) -> Job:
-    """The conversion whose result is an artifact: shards, then the records that engines read, last our own."""
+def _origin_of(artifact: Artifact) -> dict[str, object]:
+    """Where an artifact's record says that its weights come from."""
+    recorded = artifact.record.get("source")
+    known = recorded if isinstance(recorded, dict) else {}
+    return {key: known[key] if isinstance(known.get(key), str) else None for key in ("repo", "revision")}
+
+
+def _artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = None) -> Job:
+    """The conversion whose result is an artifact: shards, then the records that engines read, last our own.
+
+    origin  of the weights; None where it is the source
+    """
     spelling = _dialect_of(plan)
     records = spelling.records(form_of(plan.target), plan.ignored, plan.quantized)
     config = {key: value for key, value in source.checkpoint.config.items() if key not in QUANTIZATION_KEYS}
@@ -287,7 +297,8 @@ def _artifact_job(source: Source, plan: Plan) -> Job:
         records["config.json"] = {**config, **records.get("config.json", {})}
     texts = {**_index_text(plan), **{file: as_text(record) for file, record in records.items()}}
     producer = {"name": "fp4convert", "version": version("fp4convert")}
-    record = make_record(plan.target, plan.ignored, plan.shapes, producer)
+    here: dict[str, object] = {"repo": source.checkpoint.repo, "revision": source.checkpoint.revision}
+    record = make_record(plan.target, plan.ignored, plan.shapes, producer, origin or here)
     return Job(source, plan, texts, record, RECORD, ENGINE_RECORDS | texts.keys())
 
 

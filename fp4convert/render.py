@@ -138,7 +138,7 @@ def _bars(meters: Sequence[Meter], width: int) -> RenderableType:
     rows = Table.grid(padding=(0, 1))
     for meter in meters:
         done = meter.total_nbytes if meter.is_over else meter.done_nbytes
-        bar = [ProgressBar(meter.total_nbytes or None, done, room)] if room >= SHORTEST_BAR else []
+        bar = [ProgressBar(meter.total_nbytes or (0 if meter.is_over else None), done, room)] if room >= SHORTEST_BAR else []
         rows.add_row(Text(meter.verb), *bar, Text(meter.status(), no_wrap=True))
     tensor = meters[-1].tensor if meters and not meters[-1].is_over else ""
     return Group(rows, Text(_shorten(escape(tensor), width - 3), "dim", no_wrap=True, overflow="ellipsis"))

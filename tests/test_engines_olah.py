@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from checkpoints import run, run_alone, write_llama
 from fakehub import TOKEN, FakeHub
+from test_hub import expect
 
 pytestmark = pytest.mark.system
 OLAH = "olah==0.5.4"
@@ -73,10 +74,10 @@ def ask(*arguments: object):
 
 def test_cold_and_warm_it_gives_the_bytes_of_the_folder(mirror, folder, tmp_path):
     mirror.add("org/m", folder)
-    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "local").json
+    expected = expect(mirror, folder, tmp_path / "local")
     for name in ("cold", "warm"):
         before = len(mirror.seen)
-        assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / name).json["digest"] == local["digest"]
+        assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / name).json["digest"] == expected
         fetched = [seen.path for seen in mirror.seen[before:] if seen.where == "storage"]
         assert bool(fetched) is (name == "cold"), fetched
 
@@ -96,9 +97,9 @@ def test_files_of_the_xet_storage_come_over_http(mirror, folder, tmp_path):
     commit = mirror.add("org/m", folder)
     files = mirror.repos["org/m"].commits[commit]
     mirror.xet_names = {file.oid: f"{number:064x}" for number, file in enumerate(files.values()) if file.is_large}
-    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "local").json
+    expected = expect(mirror, folder, tmp_path / "local")
     for name in ("cold", "warm"):
-        assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / name).json["digest"] == local["digest"]
+        assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / name).json["digest"] == expected
 
 
 def test_it_opens_no_gated_repository_without_a_token(mirror, folder, tmp_path, monkeypatch):

@@ -1,11 +1,14 @@
 """A repository on the Hub gives what the same folder gives, and nothing of it lies on the disk meanwhile."""
 
+import hashlib
 import json
+from pathlib import Path
 
 import pytest
 from checkpoints import FIRST, SECOND, Outcome, run, weight, write_checkpoint, write_llama
-from fakehub import SIGNATURE, TOKEN
+from fakehub import SIGNATURE, TOKEN, FakeHub
 
+from fp4convert.artifact import RECORD
 from fp4convert.sources import Access, open_source
 
 NVFP4 = ("--format", "nvfp4", "--json")
@@ -17,6 +20,19 @@ def ask(*arguments: object) -> Outcome:
     assert TOKEN not in outcome.out + outcome.err
     assert SIGNATURE not in outcome.out + outcome.err
     return outcome
+
+
+def expect(hub: FakeHub, folder: Path, out: Path) -> str:
+    """The digest that org/m gives: that of its folder, but that our record names the repository and its newest commit."""
+    assert run("quantize", folder, *NVFP4, "-o", out).code == 0
+    record = json.loads((out / RECORD).read_text())
+    assert record["source"] == {"repo": None, "revision": None}
+    record["source"] = {"repo": "org/m", "revision": hub.repos["org/m"].branches["main"]}
+    (out / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    files = [path for path in out.rglob("*") if path.is_file() and ".fp4convert" not in path.parts and path != out / "README.md"]
+    names = sorted(path.relative_to(out).as_posix() for path in files)
+    lines = "".join(f"{hashlib.sha256((out / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 @pytest.fixture
@@ -35,9 +51,9 @@ def test_a_dry_run_tells_the_same(hub, folder):
 
 def test_every_command_gives_the_same_bytes(hub, folder, tmp_path):
     hub.add("org/m", folder)
-    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    expected = expect(hub, folder, tmp_path / "a")
     remote = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json
-    assert remote["digest"] == local["digest"]
+    assert remote["digest"] == expected
     hub.add("org/q", tmp_path / "a")
     assert ask("inspect", "org/q", "--json").json == run("inspect", tmp_path / "a", "--json").json
     measured = ask("verify", "org/q", "--source", "org/m", "--json")
@@ -116,10 +132,10 @@ def test_the_size_of_pieces_changes_no_byte(piece_nbytes, hub, folder, tmp_path,
         hub.add("org/m", folder)
     monkeypatch.setattr("fp4convert.pieces.PIECE_NBYTES", piece_nbytes)
     monkeypatch.setattr("fp4convert.sources.hub.PIECE_NBYTES", piece_nbytes)
-    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    expected = expect(hub, folder, tmp_path / "a")
     for memory in ("0", "1"):
         remote = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / memory, "--memory", memory).json
-        assert remote["digest"] == local["digest"]
+        assert remote["digest"] == expected
 
 
 def test_a_name_that_leads_outside_is_refused(hub, folder):
@@ -166,8 +182,8 @@ ALL_FILES = (FIRST, SECOND, "model.safetensors.index.json", "config.json", "toke
 
 def test_what_is_in_the_cache_is_not_fetched(hub, folder, tmp_path):
     cached(hub, folder, tmp_path, [FIRST, "config.json"])
-    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
-    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == local["digest"]
+    expected = expect(hub, folder, tmp_path / "a")
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == expected
     assert not [seen for seen in hub.seen if FIRST in seen.path or "config.json" in seen.path]
 
 
@@ -176,8 +192,8 @@ def test_offline_the_cache_is_enough(hub, folder, tmp_path, monkeypatch):
 
     cached(hub, folder, tmp_path, ALL_FILES)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
-    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == local["digest"]
+    expected = expect(hub, folder, tmp_path / "a")
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == expected
     assert hub.seen == []
     outcome = ask("quantize", "org/other", *NVFP4)
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "offline")
@@ -205,7 +221,7 @@ def test_a_damaged_cache_is_noticed(is_offline, hub, folder, tmp_path, monkeypat
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
     if not is_offline:  # fetched instead
-        assert outcome.json["digest"] == run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json["digest"]
+        assert outcome.json["digest"] == expect(hub, folder, tmp_path / "a")
         return
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt")
     assert not (tmp_path / "b" / SECOND).exists()

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from checkpoints import FIRST, SECOND, run, write_llama
-from test_hub import ALL_FILES, NVFP4, ask, cached
+from test_hub import ALL_FILES, NVFP4, ask, cached, expect
 
 from fp4convert.ranges import Patience
 from fp4convert.sources import Access
@@ -26,18 +26,18 @@ def header_nbytes(path) -> int:
 
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_header_that_came_damaged_is_fetched_again(after, hub, folder, tmp_path):
-    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    expected = expect(hub, folder, tmp_path / "a")
     at = (folder / SECOND).read_bytes().index(b"lm_head")
     fault = hub.fault("flip", match=SECOND, at=at, after=after)
-    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == local["digest"]
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == expected
     assert fault.times == 0
 
 
 @pytest.mark.parametrize("after", [2, 3])
 def test_a_member_in_another_shard_that_came_damaged_is_fetched_again(after, hub, folder, tmp_path):
-    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    expected = expect(hub, folder, tmp_path / "a")
     fault = hub.fault("flip", match=SECOND, at=1, after=after)  # an exponent of v_proj, which the first shard measures
-    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == local["digest"]
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == expected
     assert fault.times == 0
 
 
@@ -101,7 +101,7 @@ def test_a_member_that_is_damaged_in_the_cache_is_never_measured(is_offline, hub
 
     names = [name for name in ALL_FILES if (folder / name).exists()]
     cache = cached(hub, folder, tmp_path, names)
-    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    expected = expect(hub, folder, tmp_path / "a")
     (shard,) = cache.glob(f"snapshots/*/{SECOND}")
     data = bytearray(shard.read_bytes())
     data[header_nbytes(shard) + 1] ^= 0x20  # v_proj, which the first shard measures
@@ -109,7 +109,7 @@ def test_a_member_that_is_damaged_in_the_cache_is_never_measured(is_offline, hub
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
     if not is_offline:
-        assert outcome.json["digest"] == local["digest"]
+        assert outcome.json["digest"] == expected
         return
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt")
     assert not (tmp_path / "b" / FIRST).exists()

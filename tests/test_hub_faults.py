@@ -10,9 +10,9 @@ from contextlib import suppress
 from itertools import pairwise
 
 import pytest
-from checkpoints import FIRST, SECOND, run, start, weight, write_llama, write_single, write_zeros
+from checkpoints import FIRST, SECOND, start, weight, write_llama, write_single, write_zeros
 from fakehub import SIGNATURE, TOKEN
-from test_hub import NVFP4, ask
+from test_hub import NVFP4, ask, expect
 
 from fp4convert.errors import Fp4Error, SourceError
 from fp4convert.ranges import Patience, RangeReader, RemoteFile, _AgainError, _follow, no_access, pause_of
@@ -53,18 +53,18 @@ def folder(tmp_path, hub):
     ids=lambda faults: "+".join(f"{fault['kind']}{fault.get('status', '')}" for fault in faults),
 )
 def test_what_passes_changes_no_byte(faults, hub, folder, tmp_path):
-    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    expected = expect(hub, folder, tmp_path / "a")
     made = [hub.fault(**fault) for fault in faults]
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
     assert (outcome.code, outcome.err.replace("warning: rate limited by the Hub: waiting 1 s\n", "")) == (0, "")
-    assert outcome.json["digest"] == local["digest"]
+    assert outcome.json["digest"] == expected
     assert [fault.times for fault in made] == [0] * len(made)
 
 
 def test_links_that_expire_are_resolved_again(hub, folder, tmp_path):
     hub.link_uses = 1
-    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
-    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == local["digest"]
+    expected = expect(hub, folder, tmp_path / "a")
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == expected
     assert len(hub.signed) > 4
 
 
@@ -99,9 +99,9 @@ def test_what_does_not_pass_is_exit_3(fault, code, word, hub, folder, tmp_path):
 
 
 def test_a_flipped_bit_is_found_and_the_shard_is_fetched_once_more(hub, folder, tmp_path):
-    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    expected = expect(hub, folder, tmp_path / "a")
     fault = hub.fault("flip", match=SECOND, at=50_000, after=4)  # the header came before, and what the first shard measures
-    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == local["digest"]
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == expected
     assert fault.times == 0
 
 
@@ -115,24 +115,24 @@ def test_what_only_came_as_nan_is_not_told_as_such(hub, tmp_path):
 
 
 def test_a_shard_that_comes_damaged_twice_is_not_written_and_another_run_completes(hub, folder, tmp_path):
-    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    expected = expect(hub, folder, tmp_path / "a")
     hub.fault("flip", match=SECOND, at=50_000, after=4, times=2)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q")
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-corrupt")
     assert SECOND in outcome.json["error"]["message"]
     assert (tmp_path / "q" / FIRST).exists()
     assert not (tmp_path / "q" / SECOND).exists()
-    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == local["digest"]
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == expected
 
 
 def test_a_run_that_was_broken_off_goes_on_with_its_commit_though_the_branch_moved(hub, folder, tmp_path):
-    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
+    expected = expect(hub, folder, tmp_path / "a")
     hub.fault("status", match=SECOND, after=2, times=MANY)
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").code == 3
     hub.faults.clear()
     commit = hub.repos["org/m"].branches["main"]
     hub.add("org/m", write_single(tmp_path / "other", {"a.o_proj.weight": weight()}))
-    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == local["digest"]
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == expected
     assert json.loads((tmp_path / "q" / ".fp4convert" / "plan.json").read_text())["source"] == {
         "repo": "org/m",
         "revision": commit,

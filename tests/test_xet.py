@@ -1,8 +1,8 @@
 """hf_xet's way to the same bytes, against its own storage in a folder."""
 
 import pytest
-from checkpoints import run, write_llama
-from test_hub import NVFP4, ask
+from checkpoints import write_llama
+from test_hub import NVFP4, ask, expect
 
 XET = ("--transport", "xet")
 
@@ -16,8 +16,8 @@ def folder(hub, tmp_path):
 
 def test_it_gives_the_same_bytes_without_a_large_range(hub, folder, tmp_path):
     hub.store_chunks(folder, tmp_path / "chunks")
-    local = run("quantize", folder, *NVFP4, "-o", tmp_path / "a").json
-    assert ask("quantize", "org/m", *NVFP4, *XET, "-o", tmp_path / "b").json["digest"] == local["digest"]
+    expected = expect(hub, folder, tmp_path / "a")
+    assert ask("quantize", "org/m", *NVFP4, *XET, "-o", tmp_path / "b").json["digest"] == expected
     assert {seen.nbytes for seen in hub.seen if seen.where == "storage"} <= {1}
 
 
