@@ -46,9 +46,10 @@ build: $(VENV)/bin/python
 golden: $(VENV)/test.stamp
 	$(BIN)/python tests/golden/generate.py
 
-# Writes benchmarks/results/cpu.md.
+# Writes benchmarks/results/cpu.md and hub.md.
 bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/bench.py
+	$(BIN)/python benchmarks/hub.py
 
 clean:
 	rm -rf $(VENV) build MiniLM-NVFP4
