@@ -90,7 +90,7 @@ def measure_stages(folder: str) -> dict[str, Cost]:
     """The cost of each stage; run in a process of its own."""
     from fp4convert import render
     from fp4convert.convert import Request, describe_plan, prepare_quantize
-    from fp4convert.job import as_text
+    from fp4convert.ending import as_text
     from fp4convert.sources import open_source
     from fp4convert.workers import Settings
 

@@ -117,8 +117,9 @@ def quantize_command(
         if dry_run:
             document = convert.describe_plan(opened, todo, settings)
         else:
-            errand = fleet.Errand(source, access, request, output or Path(f"{opened.name}-{format.upper()}"), settings)
-            document = publishing.fulfil(publishing.Order(errand, ray, goal), opened, todo).as_json()
+            target = output or Path(f"{opened.name}-{format.upper()}")
+            errand = fleet.Errand(source, access, request, target, device, workers)
+            document = publishing.fulfil(publishing.Order(errand, settings, ray, goal), opened, todo).as_json()
     screen.show(document, render.draw_plan if dry_run else render.draw_result)
 
 

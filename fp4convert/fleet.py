@@ -37,33 +37,37 @@ class Errand:
     """What every worker is sent to do: `quantize`, together with all others.
 
     reference  the source, as every node finds it
+    device     as Settings has it, and workers, too
     """
 
     reference: str
     access: Access
     request: Request
     output: Path
-    settings: Settings
+    device: str = "auto"
+    workers: int = 0
 
     def __call__(self) -> Result | dict[str, Any]:
         """The result of the whole, or what went wrong, in words that travel."""
         try:
             source = open_source(self.reference, self.access)
-            return quantize(source, prepare_quantize(source, self.request), self.output, replace(self.settings, is_joining=True))
+            settings = Settings(self.device, self.workers, is_joining=True)
+            return quantize(source, prepare_quantize(source, self.request), self.output, settings)
         except Fp4Error as error:
             return {"kind": type(error).__name__, "said": (error.code, error.message, error.next_step, error.tensor)}
 
 
-def quantize_together(address: str, errand: Errand, source: Source, plan: Plan) -> Result:
+def quantize_together(address: str, errand: Errand, source: Source, plan: Plan, settings: Settings) -> Result:
     """Carry out a plan of prepare_quantize by workers on all nodes; this process begins the folder, and watches.
 
-    errand  with this process's own settings; `source` is what it names
+    errand    `source` is what it names
+    settings  of this process
     Raises  InputError where Ray is not there; DeviceError where every worker is lost; what quantize raises
     """
     with redirect_stdout(sys.stderr), _connected(address) as ray:  # Ray prints what its nodes have to say
-        folder = begin_quantize(source, plan, errand.output, errand.settings)
-        errand.settings.phases.begin("quantize", plan.source_bytes)
-        watch = _Watch(folder, plan, errand.settings)
+        folder = begin_quantize(source, plan, errand.output, settings)
+        settings.phases.begin("quantize", plan.source_bytes)
+        watch = _Watch(folder, plan, settings)
         workers = dict(_start(ray, _sent(errand, source)))
         results, refused = _wait_for(ray, workers, watch)
     if results:
@@ -75,10 +79,10 @@ def quantize_together(address: str, errand: Errand, source: Source, plan: Plan) 
 
 def _sent(errand: Errand, source: Source) -> Errand:
     """The errand as it means the same on every node: whole paths, the commit that was found, nothing that prints."""
-    checkpoint, settings = source.checkpoint, errand.settings
+    checkpoint = source.checkpoint
     reference = errand.reference if checkpoint.repo else str(Path(errand.reference).absolute())
     access = replace(errand.access, revision=checkpoint.revision, tell=Access().tell, output=None)
-    return Errand(reference, access, errand.request, errand.output.absolute(), Settings(settings.device, settings.workers))
+    return replace(errand, reference=reference, access=access, output=errand.output.absolute())
 
 
 class _Watch:

@@ -40,6 +40,7 @@ class Order:
     """
 
     errand: Errand
+    settings: Settings
     ray: str | None = None
     publication: Publication | None = None
 
@@ -62,10 +63,10 @@ def fulfil(order: Order, source: Source, plan: Plan) -> Result:
     def work(settings: Settings) -> Result:
         if order.ray is None:
             return quantize(source, plan, order.errand.output, settings)
-        return quantize_together(order.ray, replace(order.errand, settings=settings), source, plan)
+        return quantize_together(order.ray, order.errand, source, plan, settings)
 
     if order.publication is None:
-        return work(order.errand.settings)
+        return work(order.settings)
     return _publish(order, source, plan, work)
 
 
@@ -73,7 +74,7 @@ def _publish(order: Order, source: Source, plan: Plan, work: Callable[[Settings]
     from fp4convert.card import CardRequest, make_card
     from fp4convert.push import Pusher
 
-    goal, errand, settings = order.publication or Publication(""), order.errand, order.errand.settings
+    goal, errand, settings = order.publication or Publication(""), order.errand, order.settings
     if settings.share is not None:
         detail = f"part {settings.share.index} of {settings.share.count} cannot be pushed: one commit names all files"
         next_step = "Merge the parts; then the same command with --num-shards 1 finds everything done, and pushes it."

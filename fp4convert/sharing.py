@@ -13,13 +13,14 @@ from fp4convert.errors import InputError
 
 T = TypeVar("T")
 
-# (number of this process, how many there are, first number, step); "" where the launcher does not say
+# (number of this process, how many there are, first number, step); "" where the launcher does not say, or where it may have
+# launched other work: only --num-shards tells that a job array, or an Indexed Job of Kubernetes, shares one conversion
 LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "", ""),  # srun; in a batch script itself the second is not set
-    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP"),
     ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "", ""),
     ("RANK", "WORLD_SIZE", "", ""),  # torchrun
-    ("JOB_COMPLETION_INDEX", "", "", ""),  # Kubernetes; an Indexed Job does not tell its size
+    ("SLURM_ARRAY_TASK_ID", "", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP"),
+    ("JOB_COMPLETION_INDEX", "", "", ""),
 )
 
 
@@ -61,13 +62,13 @@ def find_share(index: int | None, count: int | None, environment: Mapping[str, s
     """
     named_by = ""
     if count != 1 and None in (index, count):
-        launched, total, names = _find_launched(environment)
+        launched, total, names = _find_launched(environment, count)
         if index is None and launched is not None:
             index, named_by = launched, names
         if count is None and total is not None:
             count, named_by = total, names
         if count is None and (index is None or named_by):
-            return None  # nobody asked for parts; a Kubernetes job alone does not tell how many there are
+            return None  # nobody asked for parts
     if count == 1 and index in (None, 0):
         return None
     if index is None or count is None:
@@ -80,8 +81,8 @@ def find_share(index: int | None, count: int | None, environment: Mapping[str, s
     return Share(index, count, named_by) if count > 1 else None
 
 
-def _find_launched(environment: Mapping[str, str]) -> tuple[int | None, int | None, str]:
-    """(index, count, names of the variables) by the first launcher whose variables are there."""
+def _find_launched(environment: Mapping[str, str], count: int | None) -> tuple[int | None, int | None, str]:
+    """(index, count, names of the variables) by the first launcher whose variables are there, and agree with a count given."""
     for number, total, first, step in LAUNCHERS:
         names = [name for name in (number, total, first, step) if name]
         if not all(name in environment for name in names):
@@ -90,12 +91,11 @@ def _find_launched(environment: Mapping[str, str]) -> tuple[int | None, int | No
             values = {name: int(environment[name]) for name in names}
         except ValueError:
             continue  # not what a launcher sets
+        if total and count not in (None, values[total]):
+            continue
         index, rest = divmod(values[number] - values.get(first, 0), values.get(step, 1) or 1)
-        count = values.get(total)
-        if rest or index < 0 or (count is not None and index >= count):
-            detail = f"{number} is {environment[number]}, which is none of {count} numbers in even steps"
-            raise InputError("share", detail, "Give the part yourself: --shard-index K --num-shards N, or --num-shards 1.")
-        return index, count, " and ".join(names[:2])
+        if rest == 0:
+            return index, values.get(total), " and ".join(names[:2] if total else names[:1])
     return None, None, ""
 
 

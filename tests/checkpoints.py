@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from fakehub import SIGNATURE, TOKEN
 from safetensors import deserialize
 
 from fp4convert.cli import main
@@ -160,12 +161,18 @@ def run(*arguments: object) -> Outcome:
         with redirect_stdout(out), redirect_stderr(err):
             main()
     except SystemExit as stopped:
-        code = stopped.code or 0
-        return Outcome(int(code), out.getvalue(), err.getvalue())
+        return _kept_secret(Outcome(int(stopped.code or 0), out.getvalue(), err.getvalue()))
     finally:
         sys.argv = argv
         signal.signal(signal.SIGTERM, handler)
-    return Outcome(0, out.getvalue(), err.getvalue())
+    return _kept_secret(Outcome(0, out.getvalue(), err.getvalue()))
+
+
+def _kept_secret(outcome: Outcome) -> Outcome:
+    """The outcome of a command, which never prints the token or what signs a link."""
+    for secret in (TOKEN, SIGNATURE):
+        assert secret not in outcome.out + outcome.err
+    return outcome
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -183,7 +190,7 @@ def run_alone(*arguments: object, seconds: float = 30) -> Outcome:
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-    return Outcome(process.returncode, out, err)
+    return _kept_secret(Outcome(process.returncode, out, err))
 
 
 def hidden_characters(text: str) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from fp4convert import render
 from fp4convert.convert import Request, describe_plan, prepare_quantize
-from fp4convert.job import as_text
+from fp4convert.ending import as_text
 from fp4convert.sources import open_source
 from fp4convert.workers import Settings
 

@@ -7,6 +7,7 @@ from fp4convert.sharing import Share, choose_share, find_share
 
 SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
 ARRAY = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_STEP": "2"}
+STEP = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # srun in each job of an array
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,11 @@ ARRAY = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY
         (2, 3, SRUN, (2, 3)),
         (None, None, SRUN, (2, 4)),
         (None, None, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # a batch script, not srun
-        (None, None, ARRAY, (3, 4)),
+        (None, None, ARRAY, None),  # it may convert another model in each
+        (None, 4, ARRAY, (3, 4)),
+        (None, 4, {**ARRAY, **STEP}, (3, 4)),
+        (None, None, {**ARRAY, **STEP}, None),
+        (1, None, SRUN, (1, 4)),
         (None, None, {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "a\nb"}, (1, 2)),
         (None, None, {"RANK": "5", "WORLD_SIZE": "8"}, (5, 8)),
         (None, None, {"RANK": "0", "WORLD_SIZE": "1"}, None),
@@ -45,8 +50,9 @@ def test_the_part_is_what_options_or_the_launcher_say(index, count, environment,
         (0, 0, {}),
         (1, 1, {}),
         (None, 2, {"JOB_COMPLETION_INDEX": "3"}),
-        (None, None, {**ARRAY, "SLURM_ARRAY_TASK_ID": "8"}),
-        (None, None, {**ARRAY, "SLURM_ARRAY_TASK_ID": "9"}),
+        (None, 4, {**ARRAY, "SLURM_ARRAY_TASK_ID": "8"}),
+        (None, 4, {**ARRAY, "SLURM_ARRAY_TASK_ID": "9"}),
+        (None, 8, SRUN),
     ],
 )
 def test_half_a_part_or_one_that_cannot_be_is_refused(index, count, environment):
