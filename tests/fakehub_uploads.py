@@ -109,7 +109,7 @@ class _UploadHub(_Writing, Hub):
         return super().do_GET()
 
     def do_POST(self) -> None:  # noqa: N802
-        self.handle_body()
+        return super().do_POST() if "/paths-info/" in self.path else self.handle_body()
 
     def _check_access(self, name: str) -> None:
         repo = self.fake.repos.get(name)
