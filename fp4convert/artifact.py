@@ -24,6 +24,7 @@ from fp4convert.stacks import gather, pieces_of
 
 RECORD = "quantization_config.json"
 CARD = "README.md"  # the model card: for people, who edit it
+UNDIGESTED = frozenset({CARD, "quantization_report.json"})  # no engine reads them, and no digest counts them
 Level = Literal["error", "warning", "note"]
 
 

@@ -289,7 +289,7 @@ def _access(
 ) -> Access:
     """How the Hub is asked; `where` is a revision and a subfolder, `way` the GB of memory and the transport."""
     memory, transport = way
-    return Access(*where, token, int(memory * (1 << 30)), lambda line: tell([line]), transport, output)
+    return Access(*where, token, int(memory * 10**9), lambda line: tell([line]), transport, output)
 
 
 def _version(wanted: bool) -> None:

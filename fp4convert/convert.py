@@ -69,6 +69,12 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     return carry_out(_artifact_job(source, plan), worker, output, settings)
 
 
+def name_files(source: Source, plan: Plan) -> list[str]:
+    """Every file that `quantize` writes."""
+    purpose = _artifact_job(source, plan).purpose()
+    return [*purpose.files, purpose.last]
+
+
 def begin_quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> OutputFolder:
     """The output folder with the plan in it, for other processes to join; raises what quantize does before it works."""
     return begin(_artifact_job(source, plan), output, settings)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4convert.artifact import CARD
+from fp4convert.artifact import UNDIGESTED
 from fp4convert.backends import processors
 from fp4convert.errors import InputError, OutputError
 from fp4convert.output import OutputFolder, digest_of, entered, read_ended, read_plan
@@ -79,7 +79,7 @@ def write_ending(folder: OutputFolder) -> Ending:
     folder.write_texts(purpose.texts)
     files = {file: folder.hashes[file] for file in purpose.files}
     if purpose.record is not None:
-        listed = {file: sha256 for file, sha256 in sorted(files.items()) if file != CARD}
+        listed = {file: sha256 for file, sha256 in sorted(files.items()) if file not in UNDIGESTED}
         folder.write_texts({purpose.last: as_text({**purpose.record, "files": listed})})
         files[purpose.last] = folder.hashes[purpose.last]
     with told(folder.root):
@@ -118,7 +118,8 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
             at_work = f"{len(workers)} processes are at work on it: wait." if workers else "Run the command for them."
             raise OutputError("unfinished", detail, at_work)
         if harmed := find_harmed(folder, phases):
-            detail = f"{root}: {len(harmed)} shards are not what was written, the first {next(iter(harmed[0].files))}"
+            files = [file for task in harmed for file in task.files]
+            detail = f"{root}: {len(files)} files are not what was written, or others beside them, the first {files[0]}"
             raise OutputError("damaged", detail, "Run the command that wrote it again: it does them anew.")
         for group, tasks in find_disputes(folder).items():
             shards = " and ".join(file for task in tasks for file in task.files)
@@ -129,7 +130,7 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
         "output": str(root),
         "format": purpose.identity.get("format"),
         "dialect": purpose.identity.get("dialect"),
-        "shards": len(purpose.tasks),
+        "shards": len(purpose.shards),
         "output_bytes": ending.nbytes,
         "seconds": round(time.monotonic() - started, 3),
         "digest": ending.digest,

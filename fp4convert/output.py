@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from fp4convert.artifact import CARD
+from fp4convert.artifact import UNDIGESTED
 from fp4convert.claims import Claims
 from fp4convert.errors import OutputError
 from fp4convert.purpose import Done, Listed, Purpose
@@ -359,8 +359,8 @@ def _check_space(root: Path, purpose: Purpose, needed_nbytes: int) -> None:
 
 
 def digest_of(hashes: dict[str, str]) -> str:
-    """sha256 over the lines "sha256  name" of all files but the model card, sorted by name: `sha256sum FILES | sha256sum`."""
-    lines = (f"{sha256}  {file}\n" for file, sha256 in sorted(hashes.items()) if file != CARD)
+    """sha256 over the lines "sha256  name" of all files but UNDIGESTED, sorted by name: `sha256sum FILES | sha256sum`."""
+    lines = (f"{sha256}  {file}\n" for file, sha256 in sorted(hashes.items()) if file not in UNDIGESTED)
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from fp4convert.convert import begin_quantize, quantize
+from fp4convert.backends import open_backend
+from fp4convert.convert import begin_quantize, name_files, quantize
 from fp4convert.errors import InputError
 from fp4convert.fleet import Errand, quantize_together
 from fp4convert.job import Result
@@ -79,10 +80,12 @@ def _publish(order: Order, source: Source, plan: Plan, work: Callable[[Settings]
         detail = f"part {settings.share.index} of {settings.share.count} cannot be pushed: one commit names all files"
         next_step = "Merge the parts; then the same command with --num-shards 1 finds everything done, and pushes it."
         raise InputError("share", detail, next_step)
-    purpose = begin_quantize(source, plan, errand.output, settings).purpose
-    pusher = Pusher(goal.repo, goal.is_private, goal.token, settings.tell)
+    pusher = Pusher(goal.repo, goal.is_private, goal.token, settings.tell, name_files(source, plan))
+    if order.ray is None:
+        open_backend(settings.device)
+    begin_quantize(source, plan, errand.output, settings)
     try:
-        pusher.begin([*purpose.files, purpose.last])
+        pusher.begin()
         result = work(replace(settings, published=pusher.add))
         options = {**asdict(errand.request), "subfolder": errand.access.subfolder}
         card = make_card(plan, result, source, CardRequest(goal.repo, options))

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from fp4convert.gguf_shard import GGUF
+from fp4convert.sources import WEIGHTS
 from fp4convert.tasks import Task
 
 
@@ -67,6 +69,11 @@ class Purpose:
     def files(self) -> tuple[str, ...]:
         """Every file the run will write but the last record, relative to the folder."""
         return (*(file for task in self.tasks for file in task.files), *self.texts)
+
+    @property
+    def shards(self) -> list[str]:
+        """The files of weights."""
+        return [file for task in self.tasks for file in task.files if "/" not in file and file.endswith((WEIGHTS, GGUF))]
 
     @property
     def plan_id(self) -> str:

@@ -74,13 +74,18 @@ class Pusher:
     is_private  the repository must not be public; a new one is made private
     token       the one that is logged in where it is None
     tell        gets a line for people when something has to wait, or leaves the repository
+    names       of the files to come
+    Raises      InputError for names that cannot be, AccessError without a token that can be sent; nobody was asked yet
     """
 
-    def __init__(self, repo: str, is_private: bool, token: str | None, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, repo: str, is_private: bool, token: str | None, tell: Callable[[str], None], names: Iterable[str] = ()
+    ) -> None:
         self.repo = repo
         self._is_private = is_private
         self._token = token
         self._tell = tell
+        self._headers = self._check_request(names)
         self._patience = Patience()
         self._asker = Asker(repo, token, self._patience, tell)
         self._parent: Head | None = None
@@ -90,17 +95,15 @@ class Pusher:
         self._worker: threading.Thread | None = None
         self._uploaded: dict[str, tuple[str, Any]] = {}  # name -> sha256, huggingface_hub's operation
 
-    def begin(self, names: Iterable[str] = ()) -> None:
+    def begin(self) -> None:
         """Make sure that the repository is there and may be written to, before anything is converted.
 
-        names   of the files to come
-        Raises  InputError for names that cannot be; AccessError where the token may not write; OutputError where the Hub does
-                not answer, where the repository is public and must not be, or holds weights that fp4convert did not write
+        Raises  AccessError where the token may not write; OutputError where the Hub does not answer, where the repository is
+                public and must not be, or holds weights that fp4convert did not write
         """
-        headers = self._check_request(names)
         self._asker.begin()
         self._parent = self._prepare()
-        self._was_ours = self._is_ours(self._parent, headers)
+        self._was_ours = self._is_ours(self._parent, self._headers)
         self._check_weights(self._parent)
 
     def _prepare(self) -> Head:

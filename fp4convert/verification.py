@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from fp4convert.artifact import CARD, RECORD, Artifact, Finding, is_healthy
+from fp4convert.artifact import RECORD, UNDIGESTED, Artifact, Finding, is_healthy
 from fp4convert.backends import processors
 from fp4convert.codec import FLOAT_DTYPES, dequantize
 from fp4convert.errors import InputError
@@ -109,8 +109,7 @@ def _check_hashes(artifact: Artifact) -> Iterator[Finding]:
         yield Finding("note", "no-hashes", None, "the artifact records no hashes, so its files could not be compared with them")
         return
     recorded = artifact.record.get("files")
-    hashes = {**recorded} if isinstance(recorded, dict) else {}
-    hashes.pop(CARD, None)
+    hashes = {file: sha256 for file, sha256 in recorded.items() if file not in UNDIGESTED} if isinstance(recorded, dict) else {}
     for file, sha256 in hashes.items():
         try:
             with artifact.source.open_file(file) as stream:
@@ -125,7 +124,7 @@ def _check_hashes(artifact: Artifact) -> Iterator[Finding]:
         if file not in hashes:
             yield Finding("error", "file-unrecorded", None, f"{file} holds weights, and the record does not name it")
     for file in checkpoint.sidecars:
-        if file not in hashes and file not in (RECORD, CARD):
+        if file not in hashes and file not in (RECORD, *UNDIGESTED):
             yield Finding("warning", "file-unrecorded", None, f"{file} was added later: the record does not name it")
 
 

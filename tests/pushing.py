@@ -53,8 +53,8 @@ def check_secrets(text: str) -> None:
 
 
 def push(made: Made, told: list[str], repo: str = REPO, is_private: bool = False) -> str:
-    pusher = Pusher(repo, is_private, None, told.append)
-    pusher.begin(made.files)
+    pusher = Pusher(repo, is_private, None, told.append, made.files)
+    pusher.begin()
     for name, sha256 in made.files.items():
         if name.endswith(".safetensors"):
             pusher.add(made.folder / name, name, sha256)

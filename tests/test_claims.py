@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from fp4convert import claims as module
 from fp4convert.claims import Claims
 
 FOREIGN = {"host": "elsewhere", "boot": "x", "processes": 1, "process": 1, "started": "1", "worker": "elsewhere-1-00000000"}
@@ -130,3 +131,21 @@ def test_what_was_taken_from_us_is_not_dropped(folder):
         write(folder, "a", FOREIGN)
         claims.drop("a")
         assert json.loads((folder / "a").read_text()) == FOREIGN
+
+
+def test_a_fresh_claim_in_the_place_of_a_dead_one_is_put_back(folder, monkeypatch):
+    """Between our look at the dead one and its removal, somebody else removed it and took the claim."""
+    write(folder, "a", {**FOREIGN, "worker": "dead"})
+    look = module._read
+
+    def look_late(path):
+        found = look(path)
+        monkeypatch.setattr(module, "_read", look)
+        write(folder, "a", FOREIGN)
+        return found
+
+    with Claims(folder) as claims:
+        monkeypatch.setattr(module, "_read", look_late)
+        assert not claims._remove_dead("a")
+        assert json.loads((folder / "a").read_text()) == FOREIGN
+        assert not claims.take("a")

@@ -137,7 +137,9 @@ def test_a_run_that_was_broken_off_goes_on_with_its_commit_though_the_branch_mov
         "repo": "org/m",
         "revision": commit,
     }
-    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["error"]["exit"] == 5  # finished: main is another model
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == expected  # finished, too
+    moved = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q", "--revision", "main")
+    assert (moved.code, moved.json["error"]["code"]) == (5, "other-plan")
 
 
 def test_tries_are_counted_only_without_progress(hub, folder):

@@ -51,7 +51,7 @@ def test_the_repository_holds_what_the_folder_holds(hub, source, tmp_path):
     assert run("inspect", "me/q").code == 0
 
 
-def test_again_it_changes_nothing_and_after_a_loss_it_sends_what_is_missing(hub, source, tmp_path):
+def test_again_it_changes_nothing(hub, source, tmp_path):
     first = push(source, *NVFP4, "-o", tmp_path / "q", *PUSH).json
     sent = hub.sent_nbytes()
     assert push(source, *NVFP4, "-o", tmp_path / "q", *PUSH).json["pushed"] == first["pushed"]
@@ -79,6 +79,33 @@ def test_a_folder_that_is_refused_makes_no_repository(hub, source, tmp_path):
     (tmp_path / "q" / "thesis.txt").write_bytes(b"x")
     assert push(source, *NVFP4, "-o", tmp_path / "q", *PUSH).json["error"]["code"] == "foreign-output"
     assert hub.repos == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "code"), [(("--push-to-hub", "nobody"), 2), ((*PUSH, "--device", "cuda:9"), 2), ((*PUSH, "--format", "nvfp5"), 2)]
+)
+def test_bad_input_makes_no_folder_and_no_repository(options, code, hub, source, tmp_path):
+    assert push(source, *NVFP4, "-o", tmp_path / "q", *options).code == code
+    assert not (tmp_path / "q").exists()
+    assert hub.repos == {}
+
+
+def test_without_a_token_nothing_is_written(hub, source, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    outcome = push(source, *NVFP4, "-o", tmp_path / "q", *PUSH)
+    assert (outcome.code, outcome.json["error"]["code"]) == (4, "no-token")
+    assert not (tmp_path / "q").exists()
+
+
+def test_a_push_that_failed_is_continued_though_the_source_has_moved(hub, source, tmp_path):
+    commit = hub.add("org/m", source)
+    hub.fault("status", where="hub", match="/commit/", method="POST", status=413, times=1000)
+    assert push("org/m", *NVFP4, "-o", tmp_path / "q", *PUSH).code == 5
+    hub.faults.clear()
+    (source / "notes.txt").write_bytes(b"moved")
+    hub.add("org/m", source)
+    assert push("org/m", *NVFP4, "-o", tmp_path / "q", *PUSH).code == 0
+    assert json.loads(hub.read("me/q")["quantization_config.json"])["source"]["revision"] == commit
 
 
 @pytest.mark.parametrize("options", [("--private",), (*PUSH, "--shard-index", 0, "--num-shards", 2)])

@@ -36,12 +36,18 @@ def test_killed_at_random_instants(kills, tmp_path):
     source = write_checkpoint(tmp_path / "source", shards)
     expected = digest(source, tmp_path / "clean")
     chance = random.Random(4)
+    plan, record = (tmp_path / "killed" / name for name in (".fp4convert/plan.json", "quantization_config.json"))
+    midway = 0
     for _ in range(kills):
-        with start("quantize", source, "--format", "nvfp4", "-o", tmp_path / "killed", "-q") as process:
-            time.sleep(chance.uniform(0.15, 0.45))
+        with start("quantize", source, "--format", "nvfp4", "-o", tmp_path / "killed", "-q", "--workers", "1") as process:
+            while not plan.exists():
+                time.sleep(0.001)
+            time.sleep(chance.uniform(0, 0.3))
             process.kill()
+        midway += not record.exists() and any((tmp_path / "killed" / ".fp4convert" / "done").glob("*.json"))
         if chance.random() < 0.3:
             shutil.rmtree(tmp_path / "killed", ignore_errors=True)
+    assert midway >= kills // 5
     assert digest(source, tmp_path / "killed") == expected
 
 

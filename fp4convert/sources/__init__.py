@@ -177,10 +177,10 @@ def open_source(reference: str, access: Access | None = None, may_be_empty: bool
 
 
 def commit_begun(output: Path | None, repo: str) -> str | None:
-    """The commit of a repository that an unfinished output is made from; None where there is none."""
+    """The commit of a repository that an output was begun from; None where there is none."""
     try:
         plan = json.loads((output / PLAN_FILE).read_text(encoding="utf-8")) if output else {}
-        if not output or plan["source"]["repo"] != repo or (output / plan["last"]).exists():
+        if not output or plan["source"]["repo"] != repo:
             return None
         return str(plan["source"]["revision"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
