@@ -6,7 +6,9 @@ It needs the output folder alone, so whoever is there when the last task is done
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +44,25 @@ def find_harmed(folder: OutputFolder, phases: Phases) -> list[Listed]:
     sizes = {file: nbytes for task in folder.purpose.tasks if records[task.key] for file, nbytes in task.files.items()}
     unread = [file for file in sizes if file not in folder.hashes]
 
+    is_over = threading.Event()
+
     def read(file: str) -> str:
-        sha256 = _hash(folder.root / file)
-        phases.report(file, sizes[file])
-        return sha256
+        def each(nbytes: int) -> None:
+            phases.report(file, nbytes)
+            if is_over.is_set():
+                raise OSError("nobody waits for it")
+
+        return _hash(folder.root / file, each)
 
     if unread:
         phases.begin("check", sum(sizes[file] for file in unread))
         with ThreadPoolExecutor(processors()) as pool:
-            folder.hashes |= zip(unread, pool.map(read, unread), strict=True)
+            try:
+                folder.hashes |= zip(unread, pool.map(read, unread), strict=True)
+            except BaseException:
+                is_over.set()
+                pool.shutdown(cancel_futures=True)
+                raise
     sound = {key for key, done in records.items() if done and done.files.items() <= folder.hashes.items()}
     return [task for task in folder.purpose.tasks if task.key not in sound]
 
@@ -66,9 +78,9 @@ def find_disputes(folder: OutputFolder) -> dict[str, list[Listed]]:
     return {group: [task for task in folder.purpose.tasks if task.key in scales] for group, scales in disputed.items()}
 
 
-def _hash(path: Path) -> str:
+def _hash(path: Path, each: Callable[[int], None]) -> str:
     try:
-        return hash_file(path)
+        return hash_file(path, each)
     except OSError:
         return ""  # gone, or the disk cannot read it: it is written again
 

@@ -72,6 +72,11 @@ class TaskWriter:
         """Flush and close every shard: file -> sha256."""
         return {file: writer.finish() for file, writer in self._writers.items()}
 
+    def stop(self) -> None:
+        """Make `finish`, in another thread, end soon with an OutputError."""
+        for writer in self._writers.values():
+            writer.stop()
+
     def discard(self) -> None:
         """Close, and leave nothing behind."""
         for writer in self._writers.values():
@@ -157,24 +162,30 @@ class OutputFolder:
         fill  returns whether the shards are whole; those that are not, are discarded
         While one task's shards are flushed, hashed and named, the next ones are filled.
         """
+        finishing: TaskWriter | None = None
         with ThreadPoolExecutor(1) as finisher:
             last: Future[None] | None = None
-            for task in tasks:
-                writer = TaskWriter(self.temps, task)
-                try:
-                    is_whole = fill(task, writer)
-                    if last is not None:
-                        last.result()
-                except BaseException:
-                    writer.discard()
-                    raise
-                if is_whole:
-                    last = finisher.submit(self._name_shards, task, writer)
-                else:
-                    writer.discard()
-                    self.claims.drop(task.key)
-            if last is not None:
-                last.result()
+            try:
+                for task in tasks:
+                    writer = TaskWriter(self.temps, task)
+                    try:
+                        is_whole = fill(task, writer)
+                        if last is not None:
+                            last.result()
+                    except BaseException:
+                        writer.discard()
+                        raise
+                    if is_whole:
+                        last, finishing = finisher.submit(self._name_shards, task, writer), writer
+                    else:
+                        writer.discard()
+                        self.claims.drop(task.key)
+                if last is not None:
+                    last.result()
+            except BaseException as error:
+                if finishing and not isinstance(error, Exception):  # an interrupt: nobody wants to wait for a hash
+                    finishing.stop()
+                raise
 
     def _name_shards(self, task: Task, writer: TaskWriter) -> None:
         try:

@@ -15,13 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NamedTuple, NoReturn, Protocol, cast
 
 from fp4convert.errors import InputError, OutputError
 
 FLOAT_DIGITS = 300  # an integer of fewer digits fits a float64
+HASH_NBYTES = 4 << 20  # read and hashed at once
 DEPTH_LIMIT = 125  # of a value inside an entry; the reference reader allows 127 in all
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference reader
 DEFAULT_METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
@@ -281,6 +282,7 @@ class ShardWriter:
         self.path = path
         self._outputs = outputs
         self._nbytes = nbytes
+        self._is_stopped = False
         self.begin_again()
         with told(path, self._nbytes):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -314,10 +316,18 @@ class ShardWriter:
 
         with told(self.path, self._nbytes), ThreadPoolExecutor(1) as pool:
             flushed = pool.submit(os.fsync, self._fd)
-            sha256 = hash_file(self.path)
+            sha256 = hash_file(self.path, self._check_stopped)
             flushed.result()
         self._close()
         return sha256
+
+    def stop(self) -> None:
+        """Make `finish`, in another thread, end soon with an OutputError."""
+        self._is_stopped = True
+
+    def _check_stopped(self, nbytes: int) -> None:
+        if self._is_stopped:
+            raise OutputError("stopped", f"{self.path.name} was not finished")
 
     def discard(self) -> None:
         """Close, and leave nothing behind."""
@@ -342,14 +352,21 @@ def told(path: Path, needed_nbytes: int | None = None) -> Iterator[None]:
         raise OutputError(code, f"{path}: cannot be written{need}: {error.strerror}", next_step) from error
 
 
-def hash_file(path: Path) -> str:
-    """The sha256 of a file, as hex."""
-    with path.open("rb") as stream:
-        return hash_stream(stream)
+def hash_file(path: Path, each: Callable[[int], None] = lambda nbytes: None) -> str:
+    """The sha256 of a file, as hex.
+
+    each  called with the size of every block that was read; what it raises ends the reading
+    """
+    with path.open("rb", buffering=0) as stream:
+        return hash_stream(stream, each)
 
 
-def hash_stream(stream: BinaryIO) -> str:
-    """The sha256 of what is left of a stream, as hex."""
+def hash_stream(stream: BinaryIO, each: Callable[[int], None] = lambda nbytes: None) -> str:
+    """The sha256 of what is left of a stream, as hex; `each` as in hash_file."""
     import hashlib
 
-    return hashlib.file_digest(cast(BufferedReader, stream), "sha256").hexdigest()
+    found, block = hashlib.sha256(), memoryview(bytearray(HASH_NBYTES))
+    while count := cast(RawIOBase, stream).readinto(block):
+        found.update(block[:count])
+        each(count)
+    return found.hexdigest()

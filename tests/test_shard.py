@@ -1,5 +1,6 @@
 """The container: bytes typed by hand, the safetensors package both ways, one refusal per error code, and a differential test."""
 
+import hashlib
 import json
 import math
 import struct
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.numpy import save_file
 
-from fp4convert.errors import InputError
-from fp4convert.shard import SafetensorsFrame, TensorSpec, parse_json_object, read_header
+from fp4convert.errors import InputError, OutputError
+from fp4convert.shard import SafetensorsFrame, ShardWriter, TensorRef, TensorSpec, hash_file, parse_json_object, read_header
 
 BITS = {
     **{"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16},
@@ -276,3 +277,22 @@ def test_a_strange_key_beside_a_sound_entry(extra):
     """Whether safetensors minds it or not, nothing that it refuses is accepted here."""
     text = b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4],%s}}' % extra
     check_no_laxer_than_safetensors(pack_header(text) + bytes(4))
+
+
+def test_a_writer_that_is_told_to_stop_does_not_hash_to_the_end(tmp_path):
+    ref = TensorRef("a", "U8", (3,), "m", 8)
+    writer = ShardWriter(tmp_path / "m", bytes(8), (ref,), 11)
+    writer.append(ref, memoryview(b"abc"))
+    writer.stop()
+    with pytest.raises(OutputError):
+        writer.finish()
+    writer.discard()
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_file_is_hashed_whole_and_every_block_is_told(tmp_path):
+    data = bytes(range(256)) * 40_000  # more than two blocks
+    (tmp_path / "m").write_bytes(data)
+    told = []
+    assert hash_file(tmp_path / "m", told.append) == hashlib.sha256(data).hexdigest()
+    assert (sum(told), len(told)) == (len(data), 3)

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from checkpoints import FIRST, SECOND, bf16, run, start, weight, write_checkpoint, write_llama, write_zeros
 
+from fp4convert.output import entered, read_plan
+from fp4convert.purpose import Done
+
 STATE = ".fp4convert"
 NVFP4 = ("--format", "nvfp4", "--json", "-q")
 
@@ -200,9 +203,6 @@ def test_a_second_result_of_a_task_is_discarded(tmp_path):
     """Another process finished the shard while this one did: what is there stays."""
     source, out = write_llama(tmp_path / "source"), tmp_path / "out"
     quantize(source, out)
-    from fp4convert.output import entered, read_plan
-    from fp4convert.purpose import Done
-
     plan = read_plan(out)
     task = next(task for task in plan.tasks if FIRST in task.files)
     before = (out / FIRST).read_bytes()
@@ -218,21 +218,33 @@ def test_killed_again_and_again_in_a_crowd(layers, tmp_path):
     """Workers come and are killed at random instants; the last ones find the bytes of a clean run."""
     expected, out = quantize(layers, tmp_path / "alone").json["digest"], tmp_path / "out"
     chance, midway = random.Random(6), 0
-    for _ in range(6):
-        crowd = [start("quantize", layers, *NVFP4, "-o", out, "--join") for _ in range(2)]
-        while not list((out / STATE / "claims").glob("worker-*")):
+    for _ in range(8):
+        for shard in chance.sample(sorted(out.glob("*.safetensors")), k=min(8, len(list(out.glob("*.safetensors"))))):
+            shard.unlink()
+        left = len(list(out.glob("*.safetensors")))
+        crowd = [start("quantize", layers, *NVFP4, "-o", out, "--join", "--workers", "1") for _ in range(2)]
+        while len(list(out.glob("*.safetensors"))) <= left:
             time.sleep(0.001)
         for process in crowd:
-            time.sleep(chance.uniform(0, 0.2))
             process.kill()
             process.communicate()
-        midway += not (out / "quantization_config.json").exists() and any((out / STATE / "done").glob("*.json"))
-        if (out / "model-05.safetensors").exists():
-            (out / "model-05.safetensors").unlink()
+            time.sleep(chance.uniform(0, 0.02))
+        midway += left < len(list(out.glob("*.safetensors"))) < 12
     assert midway
     crowd = [start("quantize", layers, *NVFP4, "-o", out, "--join") for _ in range(2)]
     assert {finish(process)["digest"] for process in crowd} == {expected}
     assert list((out / STATE / "tmp").iterdir()) == []
+
+
+def test_a_finished_folder_is_unfinished_while_a_shard_is_done_again(layers, tmp_path):
+    out = tmp_path / "out"
+    quantize(layers, out)
+    (out / "model-03.safetensors").unlink()
+    with entered(out, read_plan(out)) as folder:
+        (task,) = folder.claimed(folder.purpose.tasks)
+        assert "model-03.safetensors" in task.files
+        assert not (out / "quantization_config.json").exists()
+    assert run("inspect", out).code == 6
 
 
 def test_small_files_that_change_in_the_source_are_copied_again(tmp_path):

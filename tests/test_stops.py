@@ -1,11 +1,15 @@
 """Whatever a command waits for: when it is told to stop, it ends."""
 
+import json
+import os
 import signal
 import socket
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
-from checkpoints import run, start, write_llama
+from checkpoints import run, start, write_llama, write_zeros
 from test_hub import NVFP4
 
 EVERY = 10_000
@@ -81,3 +85,34 @@ def _end(process, number: int) -> None:
     assert (process.returncode, time.monotonic() - began < 2) == (143 if number == signal.SIGTERM else 130, True), err
     assert "interrupted" in err
     assert "Traceback" not in err
+
+
+def test_a_long_check_of_what_is_written(tmp_path):
+    """24 GB of holes, which take half a minute to be hashed."""
+    source, out = write_zeros(tmp_path / "m", count=2, rows=1024), tmp_path / "q"
+    assert run("quantize", source, "--format", "nvfp4", "-o", out, "-q").code == 0
+    grow(out, 24 << 30)
+    with start("merge", out) as process:
+        wait_until_it_reads(process.pid, out)
+        _end(process, signal.SIGINT)
+    assert not list((out / ".fp4convert" / "claims").iterdir())
+
+
+def grow(out, nbytes: int) -> None:
+    """Make a finished shard long, and the plan and the record of its task say so."""
+    (plan_file,) = out.glob(".fp4convert/plan.json")
+    plan = json.loads(plan_file.read_text())
+    for task in plan["tasks"]:
+        for file in task["files"]:
+            task["files"][file] = nbytes
+            os.truncate(out / file, nbytes)
+    plan_file.write_text(json.dumps(plan))
+
+
+def wait_until_it_reads(process: int, out) -> None:
+    for _ in range(3000):
+        with suppress(OSError):
+            if any(str(out / "part-") in os.readlink(place) for place in Path(f"/proc/{process}/fd").iterdir()):
+                return
+        time.sleep(0.01)
+    raise TimeoutError
