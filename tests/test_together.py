@@ -73,9 +73,10 @@ def test_both_write_some_of_the_shards(tmp_path):
     assert finish(first)["digest"] == finish(second)["digest"] == quantize(source, tmp_path / "alone").json["digest"]
 
 
-def test_of_three_one_dies_and_the_others_do_its_work(layers, tmp_path):
-    expected, out = quantize(layers, tmp_path / "alone").json["digest"], tmp_path / "out"
-    processes = [start("quantize", layers, *NVFP4, "-o", out, "--workers", "1", "--join") for _ in range(3)]
+def test_of_three_one_dies_and_the_others_do_its_work(tmp_path):
+    source, out = write_zeros(tmp_path / "source", count=30), tmp_path / "out"
+    expected = quantize(source, tmp_path / "alone").json["digest"]
+    processes = [start("quantize", source, *NVFP4, "-o", out, "--workers", "1", "--join") for _ in range(3)]
     while not any(f'"process": {processes[1].pid}' in text for text in claimed_tasks(out)):
         time.sleep(0.001)
         assert processes[1].poll() is None
@@ -244,7 +245,6 @@ def test_a_finished_folder_is_unfinished_while_a_shard_is_done_again(layers, tmp
         (task,) = folder.claimed(folder.purpose.tasks)
         assert "model-03.safetensors" in task.files
         assert not (out / "quantization_config.json").exists()
-    assert run("inspect", out).code == 6
 
 
 def test_small_files_that_change_in_the_source_are_copied_again(tmp_path):
