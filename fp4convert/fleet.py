@@ -6,6 +6,7 @@ The output folder is on a disk that all nodes share, and fp4convert is installed
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 import time
@@ -30,6 +31,10 @@ LATE_SECONDS = 30.0  # for the others, once one worker has seen the end
 LEAVE_SECONDS = 1.0  # for workers to drop their claims
 CONNECT_SECONDS = 5.0
 OLDEST = (2, 50)
+CARRIED = (
+    "HF_ENDPOINT",
+    "HF_HUB_OFFLINE",
+)  # of this process's variables; Ray shows them to everybody, so the token goes another way
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,8 @@ def _sent(errand: Errand, source: Source) -> Errand:
     """The errand as it means the same on every node: whole paths, the commit that was found, nothing that prints."""
     checkpoint = source.checkpoint
     reference = errand.reference if checkpoint.repo else str(Path(errand.reference).absolute())
-    access = replace(errand.access, revision=checkpoint.revision, tell=Access().tell, output=None)
+    token = errand.access.token or (os.environ.get("HF_TOKEN") if checkpoint.repo else None)
+    access = replace(errand.access, revision=checkpoint.revision, token=token, tell=Access().tell, output=None)
     return replace(errand, reference=reference, access=access, output=errand.output.absolute())
 
 
@@ -196,7 +202,8 @@ def _connected(address: str) -> Iterator[ModuleType]:
     try:
         if port.isdigit():  # where nothing listens, Ray waits for minutes
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+        there = {"env_vars": {name: os.environ[name] for name in CARRIED if name in os.environ}}
+        ray.init(address=address, runtime_env=there, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise InputError("no-ray", f"no Ray cluster answers at {address}: {reason}", "Look for it: ray status.") from None

@@ -7,7 +7,9 @@ import threading
 import time
 
 import pytest
-from checkpoints import bf16, pack_header, run, start
+from checkpoints import bf16, pack_header, run, start, write_llama
+from fakehub import TOKEN
+from test_hub import expect
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
@@ -120,3 +122,16 @@ def test_an_interrupt_ends_driver_and_workers_and_the_command_continues(cluster,
     assert list((out / STATE / "claims").iterdir()) == []
     assert not (out / "quantization_config.json").exists()
     assert run("quantize", layers, "--format", "nvfp4", "-o", out, "--json", "-q").json["digest"] == expected
+
+
+def test_workers_ask_the_hub_that_this_process_asks(cluster, hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # engines are kept from asking a hub
+    folder = write_llama(tmp_path / "m")
+    hub.add("org/m", folder, is_private=True)
+    expected = expect(hub, folder, tmp_path / "alone")
+    with start("quantize", "org/m", "--format", "nvfp4", "-o", tmp_path / "out", "--json", "--ray", cluster.address) as process:
+        text, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert json.loads(text)["digest"] == expected
+    assert TOKEN not in text + err
