@@ -73,9 +73,10 @@ def test_killed_at_every_call(call, source, clean, tmp_path):
 def test_a_disk_that_fails_at_any_call_is_exit_5_and_loses_nothing(call, error, source, clean, tmp_path):
     out, broken, point = tmp_path / "out", [], 0
     while True:
-        point += 1
+        point += 1  # strace counts the calls of each thread
         ended = traced(f"{call}:error={error}:when={point}", quantize(source, out))
         if ended.returncode == 0:
+            assert hashes(out) == clean
             break
         if ended.returncode != 5 or "Traceback" in ended.stderr or str(out) not in ended.stderr:
             broken.append((point, ended.returncode, ended.stderr[-300:]))
