@@ -83,7 +83,7 @@ def write_ending(folder: OutputFolder) -> Ending:
         folder.write_texts({purpose.last: as_text({**purpose.record, "files": listed})})
         files[purpose.last] = folder.hashes[purpose.last]
     with told(folder.root):
-        folder.sweep(folder.claims.others())
+        folder.sweep()
     folder.put_ended(files)
     return _ending(folder, files)
 

@@ -15,9 +15,10 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -249,16 +250,19 @@ class OutputFolder:
             old = read_plan(self.root)
             if old is not None and old.plan_id != self.purpose.plan_id:
                 self._replace(old, others, terms)
-            self.sweep(others)
+            self.sweep()
             _check_space(self.root, self.purpose, terms.needed_nbytes)
             if old is None or old.plan_id != self.purpose.plan_id:
                 self._put(PLAN, json.dumps(self.purpose.as_json(), indent=1))
 
-    def sweep(self, others: list[str]) -> None:
-        """Remove files on their way that neither this process nor these others fill."""
-        for leftover in (self.state / "tmp").iterdir():
-            if leftover.name not in (self.claims.name, *others):
-                shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+    def sweep(self) -> None:
+        """Remove files on their way that no living process fills."""
+        leftovers = list((self.state / "tmp").iterdir())
+        living = {self.claims.name, *self.claims.others()}  # asked last: who has a folder there had a claim before
+        for leftover in leftovers:
+            if leftover.name not in living:
+                with suppress(FileNotFoundError):  # its process was just leaving
+                    shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
 
     def _replace(self, old: Purpose, others: list[str], terms: Terms) -> None:
         next_step = "Choose another folder with -o, or discard its files with --force."
@@ -306,7 +310,8 @@ def read_ended(root: Path) -> tuple[object, dict[str, str]]:
 
 def refuse_foreign(root: Path) -> None:
     """OutputError where a folder holds anything that fp4convert did not begin."""
-    if others := sorted(set(os.listdir(root)) - {STATE}):
+    others = sorted(set(os.listdir(root)) - {STATE})
+    if others and not (root / PLAN_FILE).exists():  # looked for last: it comes before all others
         detail = f"{root} is not empty (it holds {others[0]!r}) and was not begun by fp4convert"
         raise OutputError("foreign-output", f"{detail}; expected a new or empty folder", "Choose another: -o FOLDER.")
 
@@ -320,12 +325,12 @@ def open_output(root: Path, purpose: Purpose, terms: Terms) -> Iterator[OutputFo
     """
     with told(root):
         is_there, is_ours = root.exists(), (root / PLAN_FILE).exists()
-    if is_there and not root.is_dir():
-        raise OutputError("foreign-output", f"{root} is a file; expected a folder to write to", "Choose another: -o FOLDER.")
-    if is_there and not is_ours:
-        refuse_foreign(root)
-    if not is_ours:
-        _check_space(root, purpose, terms.needed_nbytes)
+        if is_there and not root.is_dir():
+            raise OutputError("foreign-output", f"{root} is a file; expected a folder to write to", "Choose another: -o FOLDER.")
+        if is_there and not is_ours:
+            refuse_foreign(root)
+        if not is_ours:
+            _check_space(root, purpose, terms.needed_nbytes)
     with entered(root, purpose) as folder:
         folder.begin(terms)
         yield folder
@@ -349,13 +354,22 @@ def entered(root: Path, purpose: Purpose) -> Iterator[OutputFolder]:
 
 def _check_space(root: Path, purpose: Purpose, needed_nbytes: int) -> None:
     existing = next(place for place in (root, *root.absolute().parents) if place.exists())
-    present = sum((root / file).stat().st_size for file in purpose.files if (root / file).is_file())
-    coming = sum(path.stat().st_size for path in (root / STATE / "tmp").glob("*/*"))
-    stat = os.statvfs(existing)
-    free = stat.f_bavail * stat.f_frsize
-    if needed_nbytes - present - coming > free:
-        detail = f"{root} needs {needed_nbytes - present - coming:,} bytes, its disk has {free:,} free"
+    coming = [Path(folder, file) for folder, _, files in os.walk(root / STATE / "tmp") for file in files]
+    missing_nbytes = needed_nbytes - sum(_nbytes_of(path) or 0 for path in (*(root / file for file in purpose.files), *coming))
+    disk = os.statvfs(existing)
+    free = disk.f_bavail * disk.f_frsize
+    if missing_nbytes > free:
+        detail = f"{root} needs {missing_nbytes:,} bytes, its disk has {free:,} free"
         raise OutputError("disk-full", detail, "Free some space, or choose another disk: -o FOLDER.")
+
+
+def _nbytes_of(path: Path) -> int | None:
+    """The size of a file; None where there is none, or no more: other processes move theirs."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def digest_of(hashes: dict[str, str]) -> str:
