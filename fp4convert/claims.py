@@ -29,20 +29,25 @@ WORKER = "worker-"  # of the claim that a process holds as long as it works here
 
 
 class Seen(NamedTuple):
-    """A claim of another process: its time, and since when, by our own clock, nobody renewed it."""
+    """A claim of another process: its time, since when, by our own clock, nobody renewed it, and whether we saw that done."""
 
     renewed_ns: int
     since: float
+    is_renewed: bool
 
 
 class Claims:
     """The claims in a folder, as this process sees and holds them; a claim `worker-NAME` is held from beginning to end.
 
     name  of this process: host, process number, and a word that no other has
+    work  what it does there, in a word that those who do the same have too
     """
 
-    def __init__(self, folder: Path, lease_seconds: float = LEASE_SECONDS, beat_seconds: float = BEAT_SECONDS) -> None:
+    def __init__(
+        self, folder: Path, lease_seconds: float = LEASE_SECONDS, beat_seconds: float = BEAT_SECONDS, work: str = ""
+    ) -> None:
         self._folder = folder
+        self._work = work
         self._lease_seconds = lease_seconds
         self._beat_seconds = beat_seconds
         self._me = _describe_self()
@@ -75,7 +80,7 @@ class Claims:
             except FileExistsError:
                 return not self._is_alive(claim) and self._remove_dead(claim) and self.take(claim)
             with os.fdopen(made, "w") as out:
-                json.dump(self._me | {"worker": self.name}, out)
+                json.dump(self._me | {"worker": self.name, "work": self._work}, out)
         with self._lock:
             self._held.add(claim)
         return True
@@ -106,6 +111,19 @@ class Claims:
             living = [claim for claim in foreign if self._is_alive(claim) or not self._remove_dead(claim)]
         return [claim.removeprefix(WORKER) for claim in living if claim.startswith(WORKER)]
 
+    def others_at_other_work(self) -> list[str]:
+        """Of these others, those that do not do what this process does.
+
+        Of another host's process nobody knows at first whether it lives: it is watched until that shows.
+        """
+        while True:
+            owners = {name: _read(self._folder / f"{WORKER}{name}") or {} for name in self.others()}
+            strangers = [name for name, owner in owners.items() if owner.get("work") != self._work]
+            sure = [name for name in strangers if self._is_here(owners[name]) or self._is_renewed(name)]
+            if sure or not strangers:
+                return sure
+            time.sleep(WAIT_SECONDS)
+
     def _is_alive(self, claim: str) -> bool:
         """True while its owner, in another process, may be at work."""
         path = self._folder / claim
@@ -115,12 +133,19 @@ class Claims:
             return False
         seen = self._seen.get(claim)
         if seen is None or seen.renewed_ns != renewed_ns:
-            seen = self._seen[claim] = Seen(renewed_ns, time.monotonic())
+            seen = self._seen[claim] = Seen(renewed_ns, time.monotonic(), seen is not None)
         if time.monotonic() - seen.since > self._lease_seconds:
             return False
         owner = _read(path)
-        is_here = owner is not None and all(owner.get(key) == self._me[key] for key in ("host", "boot", "processes"))
-        return owner is None or not is_here or _started(owner.get("process")) == owner.get("started")
+        return owner is None or not self._is_here(owner) or _started(owner.get("process")) == owner.get("started")
+
+    def _is_renewed(self, name: str) -> bool:
+        seen = self._seen.get(WORKER + name)
+        return seen is not None and seen.is_renewed
+
+    def _is_here(self, owner: dict[str, object]) -> bool:
+        """True for a process of this machine."""
+        return all(owner.get(key) == self._me[key] for key in ("host", "boot", "processes"))
 
     def _remove_dead(self, claim: str) -> bool:
         """True where the claim of a dead process is gone; a fresh one that took its place meanwhile is put back."""

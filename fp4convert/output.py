@@ -246,10 +246,9 @@ class OutputFolder:
     def begin(self, terms: Terms) -> None:
         """Make the folder this plan's own, or refuse."""
         with told(self.root), self.claims.waited_for(PLANNING):
-            others = self.claims.others()
             old = read_plan(self.root)
             if old is not None and old.plan_id != self.purpose.plan_id:
-                self._replace(old, others, terms)
+                self._replace(old, terms)
             self.sweep()
             _check_space(self.root, self.purpose, terms.needed_nbytes)
             if old is None or old.plan_id != self.purpose.plan_id:
@@ -264,11 +263,11 @@ class OutputFolder:
                 with suppress(FileNotFoundError):  # its process was just leaving
                     shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
 
-    def _replace(self, old: Purpose, others: list[str], terms: Terms) -> None:
+    def _replace(self, old: Purpose, terms: Terms) -> None:
         next_step = "Choose another folder with -o, or discard its files with --force."
         changed = [words for words, trait in self.purpose.traits.items() if old.traits.get(words) != trait]
         differs = f"{' and '.join(changed) or 'its files'} changed"
-        if others:
+        if others := self.claims.others_at_other_work():
             detail = f"{self.root} is being written by {others[0]} for another plan"
             raise OutputError("locked", detail, "Wait for it, or choose another folder: -o FOLDER.")
         if old.identity != self.purpose.identity and (terms.is_joining or not terms.is_forced):
@@ -339,7 +338,7 @@ def open_output(root: Path, purpose: Purpose, terms: Terms) -> Iterator[OutputFo
 @contextmanager
 def entered(root: Path, purpose: Purpose) -> Iterator[OutputFolder]:
     """A folder of ours, with this process among those that work in it."""
-    claims = Claims(root / STATE / "claims")
+    claims = Claims(root / STATE / "claims", work=purpose.plan_id)
     claims.__enter__()
     folder = OutputFolder(root, purpose, claims)
     try:

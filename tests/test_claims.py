@@ -130,3 +130,21 @@ def test_what_was_taken_from_us_is_not_dropped(folder):
         write(folder, "a", FOREIGN)
         claims.drop("a")
         assert json.loads((folder / "a").read_text()) == FOREIGN
+
+
+def test_those_who_do_the_same_are_no_strangers(folder):
+    with Claims(folder, work="a") as one, Claims(folder, work="a"), Claims(folder, work="b") as other:
+        assert len(one.others()) == 2
+        assert one.others_at_other_work() == [other.name]
+
+
+def test_a_stranger_on_another_host_is_watched_until_it_shows_whether_it_lives(folder):
+    worker = write(folder, f"worker-{FOREIGN['worker']}", FOREIGN)
+    began = time.monotonic()
+    with Claims(folder, lease_seconds=5, work="a") as claims:
+        threading.Timer(0.3, os.utime, (worker, (1, 1))).start()
+        assert claims.others_at_other_work() == [FOREIGN["worker"]]
+    assert 0.3 < time.monotonic() - began < 3
+    with Claims(folder, lease_seconds=0.3, work="a") as claims:
+        assert claims.others_at_other_work() == []
+    assert not worker.exists()

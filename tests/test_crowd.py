@@ -61,8 +61,10 @@ def run_all(commands: list[list[str]], folder: Path, delay: float) -> list[tuple
         ("", ["a"] * 4, ()),
         ("finished", ["a", "a", "a", "merge"], ()),
         ("finished", ["merge"] * 3, ()),
+        ("unfinished", ["b"] * 4, ()),
+        ("finished", ["modelopt"] * 3, ("--force",)),
     ],
-    ids=["8-join", "4-new", "merge-too", "merges"],
+    ids=["8-join", "4-new", "merge-too", "merges", "4-unfinished", "3-force"],
 )
 def test_all_of_many_at_once_end_with_the_bytes_of_one(before, names, more, delay, source, clean, tmp_path):  # noqa: PLR0917
     out = tmp_path / "out"
