@@ -148,9 +148,16 @@ class OutputFolder:
             if self.record_of(task) is not None:  # somebody finished it meanwhile
                 self.claims.drop(task.key)
                 continue
+            if not self.temps.is_dir():
+                raise self.given_up()
             with told(self.root):
                 (self.root / self.purpose.last).unlink(missing_ok=True)
             yield task
+
+    def given_up(self) -> OutputError:
+        """The error of a process whose files on their way were removed: what is in the folder now need not be its plan's."""
+        detail = f"{self.temps} was removed by another process, which saw no sign of life of this one, or by hand"
+        return OutputError("given-up", detail, "Run the same command again: what is finished stays.")
 
     def write_shards(self, tasks: Iterable[Task], fill: Callable[[Task, TaskWriter], bool]) -> None:
         """Create the shards of each claimed task, let `fill` append every tensor, then put them under their final names.
@@ -345,7 +352,12 @@ def entered(root: Path, purpose: Purpose) -> Iterator[OutputFolder]:
         with told(root):
             for place in (folder.state / "done", folder.temps):
                 place.mkdir(parents=True, exist_ok=True)
-        yield folder
+        try:
+            yield folder
+        except OutputError as error:
+            if folder.temps.is_dir():
+                raise
+            raise folder.given_up() from error
     finally:
         shutil.rmtree(folder.temps, ignore_errors=True)
         claims.__exit__(None, None, None)

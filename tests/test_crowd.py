@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from checkpoints import run, weight, write_checkpoint
 
+from fp4convert.errors import OutputError
 from fp4convert.output import Terms, entered, read_plan
 
 CROWD = Path(__file__).with_name("crowd.py")
@@ -146,3 +147,14 @@ def test_a_folder_that_another_began_meanwhile_is_not_foreign(source, clean, tmp
 
     monkeypatch.setattr(os, "listdir", list_late)
     assert run(*command(source, out, "a")).code == 0
+
+
+def test_a_process_without_its_files_begins_no_task(clean, tmp_path):
+    out = shutil.copytree(clean["a"], tmp_path / "out")
+    plan = read_plan(out)
+    with entered(out, plan) as folder:
+        shutil.rmtree(folder.temps)
+        folder.forget(plan.tasks[0])
+        with pytest.raises(OutputError, match="no sign of life"):
+            next(folder.claimed(plan.tasks))
+    assert (out / RECORD).exists()

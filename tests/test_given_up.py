@@ -1,6 +1,7 @@
 """Processes that are taken for dead, or die: by whom, how soon, and what they may still do when they wake up."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -61,7 +62,7 @@ def test_clocks_that_differ_split_the_work_all_the_same(skew, source, digests, t
     assert left_behind(out) == []
 
 
-@pytest.mark.parametrize("skew", [-1e6, 0.0, 1e6])
+@pytest.mark.parametrize("skew", [pytest.param(-1e6, marks=pytest.mark.slow), 0.0, pytest.param(1e6, marks=pytest.mark.slow)])
 def test_what_a_dead_process_of_another_host_was_at_is_done_once_more_and_the_rest_is_not(skew, source, digests, tmp_path):
     out = tmp_path / "out"
     dead = quantize(source, out, host="elsewhere", skew=skew)
@@ -83,3 +84,32 @@ def test_a_dead_process_of_another_host_does_not_keep_another_plan_out(source, d
     dead.kill()
     dead.communicate()
     assert finish(quantize(source, out, *OTHER))["digest"] == digests[OTHER]
+
+
+@pytest.mark.parametrize("options", [(), OTHER], ids=["same-plan", "other-plan"])
+def test_a_process_that_wakes_up_after_it_was_given_up_changes_nothing(options, source, digests, tmp_path):
+    out = tmp_path / "out"
+    sleeper = quantize(source, out, host="elsewhere")
+    wait_for_shards(2, out, sleeper)
+    sleeper.send_signal(signal.SIGSTOP)
+    try:
+        assert finish(quantize(source, out, *options))["digest"] == digests[options]
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    finally:
+        sleeper.send_signal(signal.SIGCONT)
+    error = finish(sleeper, 5)["error"]
+    assert (error["code"], error["next"]) == ("given-up", "Run the same command again: what is finished stays.")
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("gone", [STATE, f"{STATE}/tmp", f"{STATE}/claims", f"{STATE}/done", "."])
+def test_a_folder_that_is_removed_under_a_run_ends_it_with_exit_5(gone, source, digests, tmp_path):
+    out = tmp_path / "out"
+    process = quantize(source, out)
+    wait_for_shards(1, out, process)
+    (out / gone).rename(tmp_path / "gone")
+    error = finish(process, 5)["error"]
+    assert error["code"] in ("given-up", "cannot-write")
+    assert str(out) in error["message"]
+    if gone != STATE:  # without its plan, what is left is foreign
+        assert finish(quantize(source, out))["digest"] == digests[()]
