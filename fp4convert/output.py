@@ -121,7 +121,7 @@ class OutputFolder:
         try:
             done = Done.from_json((self.state / "done" / f"{task.key}.json").read_text(encoding="utf-8"))
             is_there = done.files.keys() == task.files.keys() and all(
-                (self.root / file).stat().st_size == nbytes for file, nbytes in task.files.items()
+                _nbytes_of(self.root / file) == nbytes for file, nbytes in task.files.items()
             )
         except (ValueError, KeyError, TypeError, RecursionError, OSError):
             return None  # not there, or damaged: it proves nothing, and the task is done again
@@ -287,7 +287,8 @@ class OutputFolder:
             raise OutputError("other-plan", f"{self.root} holds a finished result, and since then {differs}", next_step)
         forgotten = old.files if terms.is_forced else set(old.files) - set(self.purpose.files)
         for file in (old.last, *sorted(forgotten)):
-            (self.root / file).unlink(missing_ok=True)
+            with told(self.root / file):
+                (self.root / file).unlink(missing_ok=True)
 
 
 def read_plan(root: Path) -> Purpose | None:
