@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 
 import pytest
 
-from fp4convert.claims import Claims
+from fp4convert.claims import Claims, _describe_self
 
 FOREIGN = {"host": "elsewhere", "boot": "x", "processes": 1, "process": 1, "started": "1", "worker": "elsewhere-1-00000000"}
 HOLD = """
@@ -130,6 +131,44 @@ def test_what_was_taken_from_us_is_not_dropped(folder):
         write(folder, "a", FOREIGN)
         claims.drop("a")
         assert json.loads((folder / "a").read_text()) == FOREIGN
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_of_many_at_once_exactly_one_takes_what_a_dead_process_held(is_here, folder, monkeypatch):
+    """Each is slowed down by chance wherever it asks the system, so that it acts on what is true no longer."""
+    own = json.loads(write(folder, "own", _describe_self()).read_text())
+    dead = {**own, "started": "12345", "worker": "before"} if is_here else FOREIGN
+    for name in ("stat", "open", "rename", "unlink"):
+        monkeypatch.setattr(os, name, slowed(getattr(os, name)))
+    lease = 60.0 if is_here else 0.05
+    for number in range(15):
+        write(folder, f"a{number}", dead)
+        crowd, taken, gate = [Claims(folder, lease) for _ in range(8)], [], threading.Barrier(8)
+
+        def grab(claims, number=number, taken=taken, gate=gate):
+            if not is_here:
+                assert not claims.take(f"a{number}")
+                time.sleep(2 * lease)
+            gate.wait()
+            if claims.take(f"a{number}"):
+                taken.append(claims.name)
+
+        threads = [threading.Thread(target=grab, args=(claims,)) for claims in crowd]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(taken) == 1
+        assert json.loads((folder / f"a{number}").read_text())["worker"] == taken[0]
+
+
+def slowed(real):
+    def wait_and_call(*arguments, **options):
+        if random.random() < 0.5:
+            time.sleep(random.expovariate(500))
+        return real(*arguments, **options)
+
+    return wait_and_call
 
 
 def test_those_who_do_the_same_are_no_strangers(folder):
