@@ -25,6 +25,8 @@ def hostile(hub, tmp_path):
     folder = write_single(tmp_path / "hostile", tensors, {"model_type": NAMES[0], "architectures": [NAMES[1]]})
     for name in NAMES:
         (folder / f"{name.replace('/', '_')}.txt").write_text("x")
+    for ending in (".bin", ".py"):  # which warnings name
+        (folder / f"{NAMES[0]}{ending}").write_text("x")
     hub.add("org/m", folder)
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").code == 0
     hub.add("org/q", tmp_path / "q")
