@@ -8,6 +8,7 @@ two processes hold one claim, both write the same bytes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -25,24 +26,30 @@ from fp4convert.shard import told
 LEASE_SECONDS = 60.0  # without a sign of life
 BEAT_SECONDS = 15.0
 WAIT_SECONDS = 0.1
+Owner = dict[str, object]
 WORKER = "worker-"  # of the claim that a process holds as long as it works here
 
 
 class Seen(NamedTuple):
-    """A claim of another process: its time, and since when, by our own clock, nobody renewed it."""
+    """A claim of another process: its time, since when, by our own clock, nobody renewed it, and whether we saw that done."""
 
     renewed_ns: int
     since: float
+    is_renewed: bool
 
 
 class Claims:
     """The claims in a folder, as this process sees and holds them; a claim `worker-NAME` is held from beginning to end.
 
     name  of this process: host, process number, and a word that no other has
+    work  what it does there, in a word that those who do the same have too
     """
 
-    def __init__(self, folder: Path, lease_seconds: float = LEASE_SECONDS, beat_seconds: float = BEAT_SECONDS) -> None:
+    def __init__(
+        self, folder: Path, lease_seconds: float = LEASE_SECONDS, beat_seconds: float = BEAT_SECONDS, work: str = ""
+    ) -> None:
         self._folder = folder
+        self._work = work
         self._lease_seconds = lease_seconds
         self._beat_seconds = beat_seconds
         self._me = _describe_self()
@@ -73,9 +80,10 @@ class Claims:
             try:
                 made = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
             except FileExistsError:
-                return not self._is_alive(claim) and self._remove_dead(claim) and self.take(claim)
+                is_alive, owner = self._judge(claim)
+                return not is_alive and self._remove_dead(claim, owner) and self.take(claim)
             with os.fdopen(made, "w") as out:
-                json.dump(self._me | {"worker": self.name}, out)
+                json.dump(self._me | {"worker": self.name, "work": self._work}, out)
         with self._lock:
             self._held.add(claim)
         return True
@@ -103,40 +111,63 @@ class Claims:
         """Names of the other living processes that work in this folder; claims of dead ones are removed."""
         with told(self._folder):
             foreign = sorted(set(os.listdir(self._folder)) - self._held)
-            living = [claim for claim in foreign if self._is_alive(claim) or not self._remove_dead(claim)]
-        return [claim.removeprefix(WORKER) for claim in living if claim.startswith(WORKER)]
+            judged = {claim: self._judge(claim) for claim in foreign}
+            for claim, (is_alive, owner) in judged.items():
+                if not is_alive:
+                    self._remove_dead(claim, owner)
+        return [claim.removeprefix(WORKER) for claim, (is_alive, _) in judged.items() if is_alive and claim.startswith(WORKER)]
 
-    def _is_alive(self, claim: str) -> bool:
-        """True while its owner, in another process, may be at work."""
+    def others_at_other_work(self) -> list[str]:
+        """Of these others, those that do not do what this process does.
+
+        Of another host's process nobody knows at first whether it lives: it is watched until that shows.
+        """
+        while True:
+            owners = {name: _read(self._folder / f"{WORKER}{name}") or {} for name in self.others()}
+            strangers = [name for name, owner in owners.items() if owner.get("work") != self._work]
+            sure = [name for name in strangers if self._is_here(owners[name]) or self._is_renewed(name)]
+            if sure or not strangers:
+                return sure
+            time.sleep(WAIT_SECONDS)
+
+    def _judge(self, claim: str) -> tuple[bool, Owner | None]:
+        """Whether its owner, in another process, may be at work; and what the claim says of it."""
         path = self._folder / claim
+        owner = _read(path)  # before its time: of one that is replaced meanwhile the time is a new one
         try:
             renewed_ns = path.stat().st_mtime_ns
         except FileNotFoundError:
-            return False
+            return False, owner
         seen = self._seen.get(claim)
         if seen is None or seen.renewed_ns != renewed_ns:
-            seen = self._seen[claim] = Seen(renewed_ns, time.monotonic())
+            seen = self._seen[claim] = Seen(renewed_ns, time.monotonic(), seen is not None)
         if time.monotonic() - seen.since > self._lease_seconds:
-            return False
-        owner = _read(path)
-        is_here = owner is not None and all(owner.get(key) == self._me[key] for key in ("host", "boot", "processes"))
-        return owner is None or not is_here or _started(owner.get("process")) == owner.get("started")
+            return False, owner
+        return owner is None or not self._is_here(owner) or _started(owner.get("process")) == owner.get("started"), owner
 
-    def _remove_dead(self, claim: str) -> bool:
-        """True where the claim of a dead process is gone; a fresh one that took its place meanwhile is put back."""
-        path, aside = self._folder / claim, self._folder / f".{uuid.uuid4().hex}"
-        owner = _read(path)
+    def _is_renewed(self, name: str) -> bool:
+        seen = self._seen.get(WORKER + name)
+        return seen is not None and seen.is_renewed
+
+    def _is_here(self, owner: Owner) -> bool:
+        """True for a process of this machine."""
+        return all(owner.get(key) == self._me[key] for key in ("host", "boot", "processes"))
+
+    def _remove_dead(self, claim: str, owner: Owner | None) -> bool:
+        """True where the claim of that dead process is gone; one process at a time removes it, lest one removes its successor."""
+        path, right, seen = self._folder / claim, f".{_hash([claim, owner])}", self._seen.get(claim)
+        if seen is None or not self.take(right):
+            return False
         try:
-            os.rename(path, aside)
-        except FileNotFoundError:
+            if _read(path) != owner or path.stat().st_mtime_ns != seen.renewed_ns:
+                return False
+            path.unlink()
+            self._seen.pop(claim, None)
             return True
-        is_dead = _read(aside) == owner
-        if not is_dead:
-            with suppress(OSError):
-                os.link(aside, path)
-        aside.unlink(missing_ok=True)
-        self._seen.pop(claim, None)
-        return is_dead
+        except FileNotFoundError:
+            return False
+        finally:
+            self.drop(right)
 
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_seconds):
@@ -146,7 +177,11 @@ class Claims:
                         os.utime(self._folder / claim)
 
 
-def _read(path: Path) -> dict[str, object] | None:
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> Owner | None:
     """What a claim says; None where it is gone, or is just being written."""
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
@@ -155,7 +190,7 @@ def _read(path: Path) -> dict[str, object] | None:
     return entry if isinstance(entry, dict) else None
 
 
-def _describe_self() -> dict[str, object]:
+def _describe_self() -> Owner:
     """What tells this process from all others: the machine since it was started, its table of processes, and the process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -95,7 +95,7 @@ def write_ending(folder: OutputFolder) -> Ending:
         folder.write_texts({purpose.last: as_text({**purpose.record, "files": listed})})
         files[purpose.last] = folder.hashes[purpose.last]
     with told(folder.root):
-        folder.sweep(folder.claims.others())
+        folder.sweep()
     folder.put_ended(files)
     return _ending(folder, files)
 
@@ -119,7 +119,8 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
     Raises InputError where the folder is not begun, OutputError where a shard is missing or is not what was written
     """
     started = time.monotonic()
-    purpose = read_plan(root) if (root / PLAN_FILE).exists() else None
+    with told(root):
+        purpose = read_plan(root) if (root / PLAN_FILE).exists() else None
     if purpose is None:
         detail = f"{root} holds no plan of fp4convert ({PLAN_FILE}); expected the output of quantize"
         raise InputError("no-plan", detail, "Give the folder that was named with -o.")

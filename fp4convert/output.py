@@ -15,9 +15,10 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -125,7 +126,7 @@ class OutputFolder:
         try:
             done = Done.from_json((self.state / "done" / f"{task.key}.json").read_text(encoding="utf-8"))
             is_there = done.files.keys() == task.files.keys() and all(
-                (self.root / file).stat().st_size == nbytes for file, nbytes in task.files.items()
+                _nbytes_of(self.root / file) == nbytes for file, nbytes in task.files.items()
             )
         except (ValueError, KeyError, TypeError, RecursionError, OSError):
             return None  # not there, or damaged: it proves nothing, and the task is done again
@@ -152,9 +153,16 @@ class OutputFolder:
             if self.record_of(task) is not None:  # somebody finished it meanwhile
                 self.claims.drop(task.key)
                 continue
+            if not self.temps.is_dir():
+                raise self.given_up()
             with told(self.root):
                 (self.root / self.purpose.last).unlink(missing_ok=True)
             yield task
+
+    def given_up(self) -> OutputError:
+        """The error of a process whose files on their way were removed: what is in the folder now need not be its plan's."""
+        detail = f"{self.temps} was removed by another process, which saw no sign of life of this one, or by hand"
+        return OutputError("given-up", detail, "Run the same command again: what is finished stays.")
 
     def write_shards(self, tasks: Iterable[Task], fill: Callable[[Task, TaskWriter], bool]) -> None:
         """Create the shards of each claimed task, let `fill` append every tensor, then put them under their final names.
@@ -256,26 +264,28 @@ class OutputFolder:
     def begin(self, terms: Terms) -> None:
         """Make the folder this plan's own, or refuse."""
         with told(self.root), self.claims.waited_for(PLANNING):
-            others = self.claims.others()
             old = read_plan(self.root)
             if old is not None and old.plan_id != self.purpose.plan_id:
-                self._replace(old, others, terms)
-            self.sweep(others)
+                self._replace(old, terms)
+            self.sweep()
             _check_space(self.root, self.purpose, terms.needed_nbytes)
             if old is None or old.plan_id != self.purpose.plan_id:
                 self._put(PLAN, json.dumps(self.purpose.as_json(), indent=1))
 
-    def sweep(self, others: list[str]) -> None:
-        """Remove files on their way that neither this process nor these others fill."""
-        for leftover in (self.state / "tmp").iterdir():
-            if leftover.name not in (self.claims.name, *others):
-                shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+    def sweep(self) -> None:
+        """Remove files on their way that no living process fills."""
+        leftovers = list((self.state / "tmp").iterdir())
+        living = {self.claims.name, *self.claims.others()}  # asked last: who has a folder there had a claim before
+        for leftover in leftovers:
+            if leftover.name not in living:
+                with suppress(FileNotFoundError):  # its process was just leaving
+                    shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
 
-    def _replace(self, old: Purpose, others: list[str], terms: Terms) -> None:
+    def _replace(self, old: Purpose, terms: Terms) -> None:
         next_step = "Choose another folder with -o, or discard its files with --force."
         changed = [words for words, trait in self.purpose.traits.items() if old.traits.get(words) != trait]
         differs = f"{' and '.join(changed) or 'its files'} changed"
-        if others:
+        if others := self.claims.others_at_other_work():
             detail = f"{self.root} is being written by {others[0]} for another plan"
             raise OutputError("locked", detail, "Wait for it, or choose another folder: -o FOLDER.")
         if old.identity != self.purpose.identity and (terms.is_joining or not terms.is_forced):
@@ -288,7 +298,8 @@ class OutputFolder:
             raise OutputError("other-plan", f"{self.root} holds a finished result, and since then {differs}", next_step)
         forgotten = old.files if terms.is_forced else set(old.files) - set(self.purpose.files)
         for file in (old.last, *sorted(forgotten)):
-            (self.root / file).unlink(missing_ok=True)
+            with told(self.root / file):
+                (self.root / file).unlink(missing_ok=True)
 
 
 def read_plan(root: Path) -> Purpose | None:
@@ -317,7 +328,8 @@ def read_ended(root: Path) -> tuple[object, dict[str, str]]:
 
 def refuse_foreign(root: Path) -> None:
     """OutputError where a folder holds anything that fp4convert did not begin."""
-    if others := sorted(set(os.listdir(root)) - {STATE}):
+    others = sorted(set(os.listdir(root)) - {STATE})
+    if others and not (root / PLAN_FILE).exists():  # looked for last: it comes before all others
         detail = f"{root} is not empty (it holds {others[0]!r}) and was not begun by fp4convert"
         raise OutputError("foreign-output", f"{detail}; expected a new or empty folder", "Choose another: -o FOLDER.")
 
@@ -331,12 +343,12 @@ def open_output(root: Path, purpose: Purpose, terms: Terms) -> Iterator[OutputFo
     """
     with told(root):
         is_there, is_ours = root.exists(), (root / PLAN_FILE).exists()
-    if is_there and not root.is_dir():
-        raise OutputError("foreign-output", f"{root} is a file; expected a folder to write to", "Choose another: -o FOLDER.")
-    if is_there and not is_ours:
-        refuse_foreign(root)
-    if not is_ours:
-        _check_space(root, purpose, terms.needed_nbytes)
+        if is_there and not root.is_dir():
+            raise OutputError("foreign-output", f"{root} is a file; expected a folder to write to", "Choose another: -o FOLDER.")
+        if is_there and not is_ours:
+            refuse_foreign(root)
+        if not is_ours:
+            _check_space(root, purpose, terms.needed_nbytes)
     with entered(root, purpose) as folder:
         folder.begin(terms)
         yield folder
@@ -345,14 +357,19 @@ def open_output(root: Path, purpose: Purpose, terms: Terms) -> Iterator[OutputFo
 @contextmanager
 def entered(root: Path, purpose: Purpose) -> Iterator[OutputFolder]:
     """A folder of ours, with this process among those that work in it."""
-    claims = Claims(root / STATE / "claims")
+    claims = Claims(root / STATE / "claims", work=purpose.plan_id)
     claims.__enter__()
     folder = OutputFolder(root, purpose, claims)
     try:
         with told(root):
             for place in (folder.state / "done", folder.temps):
                 place.mkdir(parents=True, exist_ok=True)
-        yield folder
+        try:
+            yield folder
+        except OutputError as error:
+            if folder.temps.is_dir():
+                raise
+            raise folder.given_up() from error
     finally:
         shutil.rmtree(folder.temps, ignore_errors=True)
         claims.__exit__(None, None, None)
@@ -360,13 +377,22 @@ def entered(root: Path, purpose: Purpose) -> Iterator[OutputFolder]:
 
 def _check_space(root: Path, purpose: Purpose, needed_nbytes: int) -> None:
     existing = next(place for place in (root, *root.absolute().parents) if place.exists())
-    present = sum((root / file).stat().st_size for file in purpose.files if (root / file).is_file())
-    coming = sum(path.stat().st_size for path in (root / STATE / "tmp").glob("*/*"))
-    stat = os.statvfs(existing)
-    free = stat.f_bavail * stat.f_frsize
-    if needed_nbytes - present - coming > free:
-        detail = f"{root} needs {needed_nbytes - present - coming:,} bytes, its disk has {free:,} free"
+    coming = [Path(folder, file) for folder, _, files in os.walk(root / STATE / "tmp") for file in files]
+    missing_nbytes = needed_nbytes - sum(_nbytes_of(path) or 0 for path in (*(root / file for file in purpose.files), *coming))
+    disk = os.statvfs(existing)
+    free = disk.f_bavail * disk.f_frsize
+    if missing_nbytes > free:
+        detail = f"{root} needs {missing_nbytes:,} bytes, its disk has {free:,} free"
         raise OutputError("disk-full", detail, "Free some space, or choose another disk: -o FOLDER.")
+
+
+def _nbytes_of(path: Path) -> int | None:
+    """The size of a file; None where there is none, or no more: other processes move theirs."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def digest_of(hashes: dict[str, str]) -> str:

@@ -41,7 +41,10 @@ class Done:
     @staticmethod
     def from_json(text: str) -> Done:
         entry = json.loads(text)
-        return Done(dict(entry["files"]), dict(entry.get("global_scales", {})))
+        done = Done(dict(entry["files"]), dict(entry.get("global_scales", {})))
+        if not {*map(type, done.files.values())} <= {str} or not {*map(type, done.global_scales.values())} <= {float}:
+            raise TypeError("a record of other types")
+        return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +86,15 @@ class Purpose:
         """The document of plan.json; the order of texts and of the record's keys counts."""
         tasks = [task._asdict() for task in self.tasks]
         named = {"identity": self.identity, "traits": self.traits, "tasks": tasks, "texts": self.texts, "record": self.record}
-        return {"plan": self.plan_id, **named, "last": self.last, "source": self.origin}
+        document = {"plan": self.plan_id, **named, "last": self.last, "source": self.origin}
+        return {**document, "sha256": _hash(document)}
 
     @staticmethod
     def from_json(text: str) -> Purpose:
         """The plan that was written; ValueError, KeyError, TypeError or AttributeError where it is damaged."""
-        entry = json.loads(text)
+        entry = dict(json.loads(text))
+        if entry.pop("sha256") != _hash(entry):
+            raise ValueError("changed since it was written")
         purpose = Purpose(
             identity=dict(entry["identity"]),
             traits=dict(entry["traits"]),
@@ -102,3 +108,7 @@ class Purpose:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"{name} is outside the folder")
         return purpose
+
+
+def _hash(document: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(document).encode()).hexdigest()

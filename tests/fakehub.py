@@ -301,7 +301,7 @@ class Hub(_Handler):
             return self._list(match[1], match[2] or "main")
         if re.fullmatch(r"/api/models/[^/]+/[^/]+/xet-read-token/[0-9a-f]{40}", path):
             return self.answer(200, json.dumps({"casUrl": self.fake.chunks, "accessToken": "x", "exp": 1 << 40}).encode())
-        if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path, re.DOTALL):
             return self._resolve(match[1], match[2], match[3])
         return self.answer(404)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -10,8 +11,7 @@ import time
 
 import pytest
 
-from fp4convert import claims as module
-from fp4convert.claims import Claims
+from fp4convert.claims import Claims, _describe_self
 
 FOREIGN = {"host": "elsewhere", "boot": "x", "processes": 1, "process": 1, "started": "1", "worker": "elsewhere-1-00000000"}
 HOLD = """
@@ -133,19 +133,57 @@ def test_what_was_taken_from_us_is_not_dropped(folder):
         assert json.loads((folder / "a").read_text()) == FOREIGN
 
 
-def test_a_fresh_claim_in_the_place_of_a_dead_one_is_put_back(folder, monkeypatch):
-    """Between our look at the dead one and its removal, somebody else removed it and took the claim."""
-    write(folder, "a", {**FOREIGN, "worker": "dead"})
-    look = module._read
+@pytest.mark.parametrize("is_here", [True, False])
+def test_of_many_at_once_exactly_one_takes_what_a_dead_process_held(is_here, folder, monkeypatch):
+    """Each is slowed down by chance wherever it asks the system, so that it acts on what is true no longer."""
+    own = json.loads(write(folder, "own", _describe_self()).read_text())
+    dead = {**own, "started": "12345", "worker": "before"} if is_here else FOREIGN
+    for name in ("stat", "open", "rename", "unlink"):
+        monkeypatch.setattr(os, name, slowed(getattr(os, name)))
+    lease = 60.0 if is_here else 0.05
+    for number in range(15):
+        write(folder, f"a{number}", dead)
+        crowd, taken, gate = [Claims(folder, lease) for _ in range(8)], [], threading.Barrier(8)
 
-    def look_late(path):
-        found = look(path)
-        monkeypatch.setattr(module, "_read", look)
-        write(folder, "a", FOREIGN)
-        return found
+        def grab(claims, number=number, taken=taken, gate=gate):
+            if not is_here:
+                assert not claims.take(f"a{number}")
+                time.sleep(2 * lease)
+            gate.wait()
+            if claims.take(f"a{number}"):
+                taken.append(claims.name)
 
-    with Claims(folder) as claims:
-        monkeypatch.setattr(module, "_read", look_late)
-        assert not claims._remove_dead("a")
-        assert json.loads((folder / "a").read_text()) == FOREIGN
-        assert not claims.take("a")
+        threads = [threading.Thread(target=grab, args=(claims,)) for claims in crowd]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(taken) == 1
+        assert json.loads((folder / f"a{number}").read_text())["worker"] == taken[0]
+
+
+def slowed(real):
+    def wait_and_call(*arguments, **options):
+        if random.random() < 0.5:
+            time.sleep(random.expovariate(500))
+        return real(*arguments, **options)
+
+    return wait_and_call
+
+
+def test_those_who_do_the_same_are_no_strangers(folder):
+    with Claims(folder, work="a") as one, Claims(folder, work="a"), Claims(folder, work="b") as other:
+        assert len(one.others()) == 2
+        assert one.others_at_other_work() == [other.name]
+
+
+def test_a_stranger_on_another_host_is_watched_until_it_shows_whether_it_lives(folder):
+    worker = write(folder, f"worker-{FOREIGN['worker']}", FOREIGN)
+    began = time.monotonic()
+    with Claims(folder, lease_seconds=5, work="a") as claims:
+        threading.Timer(0.3, os.utime, (worker, (1, 1))).start()
+        assert claims.others_at_other_work() == [FOREIGN["worker"]]
+    assert 0.3 < time.monotonic() - began < 3
+    with Claims(folder, lease_seconds=0.3, work="a") as claims:
+        assert claims.others_at_other_work() == []
+    assert not worker.exists()

@@ -5,9 +5,23 @@ import math
 import os
 
 import pytest
-from checkpoints import LAYER, LLAMA, bf16, llama_shards, pack_shard, weight, write_checkpoint, write_llama, write_single
+from checkpoints import (
+    FIRST,
+    INDEX,
+    LAYER,
+    LLAMA,
+    SECOND,
+    bf16,
+    llama_shards,
+    pack_shard,
+    run,
+    weight,
+    write_checkpoint,
+    write_llama,
+    write_single,
+)
 
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, SourceError
 from fp4convert.sources import open_source
 
 SNAPSHOT = "0123456789abcdef0123456789abcdef01234567"
@@ -175,3 +189,46 @@ def test_files_are_found_and_opened_by_name(tmp_path):
         assert stream.read() == b"n"
     with source.open_file("config.json") as stream:
         assert json.load(stream)["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("file", [FIRST, INDEX, "config.json", "tokenizer.json", "deep", "."])
+def test_what_this_user_may_not_read_is_told(file, tmp_path, monkeypatch):
+    folder = write_llama(tmp_path / "m", **{"tokenizer.json": b"{}"})
+    (folder / "deep").mkdir()
+    forbidden = (folder / file, str(folder / file))  # root may read everything: the system's refusal is put on
+
+    def refuse(real):
+        def ask(path, *arguments, **options):
+            if path in forbidden:
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *arguments, **options)
+
+        return ask
+
+    monkeypatch.setattr("pathlib.Path.open", refuse(type(folder).open))
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refuse(getattr(os, name)))
+    outcome = run("quantize", folder, "--format", "nvfp4", "-o", tmp_path / "q", "--json")
+    error = outcome.json["error"]
+    assert (outcome.code, error["code"]) == ((3, "source-unreadable") if file == "tokenizer.json" else (2, "unreadable"))
+    assert "Permission denied" in error["message"]
+
+
+@pytest.mark.parametrize("harm", ["removed", "made a folder", "made a link to outside"])
+@pytest.mark.parametrize("file", [SECOND, "tokenizer.json"])
+def test_what_goes_away_while_it_is_read_is_a_source_that_changed(file, harm, tmp_path):
+    folder = write_llama(tmp_path / "m", **{"tokenizer.json": b"{}"})
+    source = opened(folder)
+    (folder / file).rename(tmp_path / "elsewhere")
+    if harm == "made a folder":
+        (folder / file).mkdir()
+    elif harm == "made a link to outside":
+        (folder / file).symlink_to(tmp_path / "elsewhere")
+    ref = next(ref for ref in source.checkpoint.tensors if ref.file == SECOND)
+    for read in (
+        (lambda: source.read(ref), lambda: source.read_range(ref, 0, 4)) if file == SECOND else (lambda: source.open_file(file),)
+    ):
+        with pytest.raises(SourceError) as caught:
+            read()
+        assert caught.value.code == "source-changed"
+        assert file in caught.value.message

@@ -70,6 +70,51 @@ def test_stops_within_two_seconds_and_says_how_to_continue(tmp_path, number, cod
     assert list((tmp_path / "out" / ".fp4convert" / "tmp").iterdir()) == []
 
 
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("pause", [0.0, 0.02, 0.1])
+def test_asked_twice_it_ends_at_once_and_is_continued(pause, second, tmp_path):
+    source = write_zeros(tmp_path / "source", count=12)
+    with start("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "-q") as process:
+        while not list((tmp_path / "out").glob("part-*")):
+            time.sleep(0.01)
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        time.sleep(pause)
+        asked = time.monotonic()
+        process.send_signal(second)
+        _, err = process.communicate(timeout=30)
+        assert time.monotonic() - asked < STOP_SECONDS / 2
+    assert process.returncode in (130, 143, -signal.SIGINT, -signal.SIGTERM)
+    assert "Traceback" not in err
+    assert digest(source, tmp_path / "out") == digest(source, tmp_path / "clean")
+    assert [path for name in ("tmp", "claims") for path in (tmp_path / "out" / ".fp4convert" / name).iterdir()] == []
+
+
+HANGING = """
+import time
+import fp4convert.output
+from fp4convert.cli import main
+fp4convert.output.shutil.rmtree = lambda *arguments, **options: time.sleep(30)  # a disk that does not answer
+main()
+"""
+
+
+def test_asked_twice_it_ends_though_its_cleaning_up_hangs(tmp_path):
+    source = write_zeros(tmp_path / "source", count=40)
+    command = [sys.executable, "-c", HANGING, "quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "-q"]
+    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
+        while not list((tmp_path / "out").glob("part-*")):
+            time.sleep(0.01)
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.7)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=2)
+    assert process.returncode == -signal.SIGINT
+    assert "Traceback" not in err
+
+
 def test_a_run_again_keeps_what_is_finished(tmp_path):
     """Finished shards are adopted by their hashes, not written again; a damaged one is."""
     source = write_checkpoint(

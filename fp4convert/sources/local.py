@@ -8,7 +8,7 @@ import stat
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from fp4convert.errors import InputError, SourceError
 from fp4convert.gguf_shard import GGUF, read_gguf_header
@@ -41,7 +41,9 @@ class LocalSource:
         self._maps: dict[str, mmap.mmap] = {}
         self._streams: dict[str, BinaryIO] = {}
         self._lock = threading.Lock()
+        self._stamps: dict[str, str] = {}  # of what was there when headers were read
         self.checkpoint = self._open(may_be_empty)
+        self._stamps = self.checkpoint.stamps
 
     def read(self, ref: TensorRef) -> memoryview:
         with self._lock:
@@ -84,7 +86,18 @@ class LocalSource:
         return self._single is None and (self._folder / file).exists()
 
     def open_file(self, file: str) -> BinaryIO:
-        return _regular(self._folder, file).open("rb")
+        try:
+            return _regular(self._folder, file).open("rb")
+        except OSError as error:
+            raise self._lost(file, _unreadable(file, error), "source-unreadable") from None
+        except InputError as error:
+            raise self._lost(file, error, "source-changed") from None
+
+    def _lost(self, file: str, error: InputError, code: str) -> InputError | SourceError:
+        """The same error; of a file that was there when headers were read, as one that a re-run may not meet."""
+        if file not in self._stamps:
+            return error
+        return SourceError(code, f"{error.message}; it was there before", "Run the same command again once it is back.")
 
     def file_nbytes(self, file: str) -> int:
         return _regular(self._folder, file).stat().st_size
@@ -109,7 +122,10 @@ class LocalSource:
         return place == folder if self._single else place.is_relative_to(folder)
 
     def _open(self, may_be_empty: bool) -> Checkpoint:
-        names = [self._single] if self._single else sorted(os.listdir(self._folder))
+        try:
+            names = [self._single] if self._single else sorted(os.listdir(self._folder))
+        except OSError as error:
+            raise _unreadable(self._folder, error) from None
         if self._single and not self._single.endswith((WEIGHTS, GGUF)):
             raise no_weights(self._folder / self._single, names)
         weight_map = self._index() if INDEX in names else None
@@ -151,7 +167,7 @@ class LocalSource:
     def _others(self, shards: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Files that travel unchanged, and weights in another form that stay behind; hidden files are neither."""
         found: list[str] = []
-        for folder, folders, files in () if self._single else os.walk(self._folder):
+        for folder, folders, files in () if self._single else os.walk(self._folder, onerror=_refuse):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for link in (name for name in folders if os.path.islink(os.path.join(folder, name))):
                 raise InputError(
@@ -169,6 +185,14 @@ def _stamp(path: Path) -> str:
     """Changes when the file is written, replaced or renamed over, even by one of equal size and time."""
     status = path.stat()
     return f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+
+
+def _unreadable(place: object, error: OSError) -> InputError:
+    return InputError("unreadable", f"{place} cannot be read: {error.strerror}", "See that this user may read it.")
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise _unreadable(error.filename, error)
 
 
 def _regular(folder: Path, name: str) -> Path:

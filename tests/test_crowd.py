@@ -1,0 +1,160 @@
+"""Processes that come and go at the very moment in which another one looks: nobody is harmed, and nobody is refused by chance."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import run, weight, write_checkpoint
+
+from fp4convert.errors import OutputError
+from fp4convert.output import Terms, entered, read_plan
+
+CROWD = Path(__file__).with_name("crowd.py")
+STATE, RECORD = ".fp4convert", "quantization_config.json"
+DELAYS = (0.002, pytest.param(0.01, marks=pytest.mark.slow))  # seconds
+OPTIONS = {"a": (), "b": ("--exclude", "*.3.*"), "modelopt": ("--dialect", "modelopt"), "mxfp4": ("--format", "mxfp4")}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    shards = {f"model-{n}.safetensors": {f"layers.{n}.o_proj.weight": weight(n)} for n in range(6)}
+    return write_checkpoint(tmp_path_factory.mktemp("crowd") / "source", shards, None, **{"tokenizer.json": b"{}", "e": b""})
+
+
+def command(source: Path, out: Path, name: str, *more: str) -> list[str]:
+    if name == "merge":
+        return ["merge", str(out), "--json"]
+    options = ("--format", "nvfp4", "-o", str(out), "--json", "-q", "--workers", "1")
+    return ["quantize", str(source), *options, *OPTIONS[name], *more]
+
+
+@pytest.fixture(scope="module")
+def clean(source, tmp_path_factory):
+    """Finished folders by the name of their options."""
+    folders = {name: tmp_path_factory.mktemp("clean") / "out" for name in OPTIONS}
+    for name, out in folders.items():
+        assert run(*command(source, out, name)).code == 0
+    return folders
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file() and STATE not in path.relative_to(folder).parts]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def run_all(commands: list[list[str]], folder: Path, delay: float) -> list[tuple[int, dict, str]]:
+    """(exit status, document, standard error) of each."""
+    words = [sys.executable, CROWD, folder, str(delay)]
+    ended = subprocess.run(words, input=json.dumps(commands), capture_output=True, text=True, check=True, timeout=100)
+    return [(status, json.loads(out or "null"), err) for status, out, err in json.loads(ended.stdout)]
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize(
+    ("before", "names", "more"),
+    [
+        ("", ["a"] * 8, ("--join",)),
+        ("", ["a"] * 4, ()),
+        ("finished", ["a", "a", "a", "merge"], ()),
+        ("finished", ["merge"] * 3, ()),
+        ("unfinished", ["b"] * 4, ()),
+        ("finished", ["modelopt"] * 3, ("--force",)),
+    ],
+    ids=["8-join", "4-new", "merge-too", "merges", "4-unfinished", "3-force"],
+)
+def test_all_of_many_at_once_end_with_the_bytes_of_one(before, names, more, delay, source, clean, tmp_path):  # noqa: PLR0917
+    out = tmp_path / "out"
+    if before:
+        shutil.copytree(clean["a"], out)
+    if before == "unfinished":
+        (out / RECORD).unlink()
+    outcomes = run_all([command(source, out, name, *more) for name in names], tmp_path, delay)
+    assert [(status, err) for status, _, err in outcomes if status] == []
+    assert len({document["digest"] for _, document, _ in outcomes}) == 1
+    assert hashes(out) == hashes(clean["a" if names[0] == "merge" else names[0]])
+    assert [path for name in ("claims", "tmp") for path in (out / STATE / name).iterdir()] == []
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("before", ["new", "unfinished"])
+@pytest.mark.parametrize("names", [["a", "b"], ["a", "mxfp4"], ["modelopt", "a"]], ids="+".join)
+def test_of_two_plans_at_once_one_is_carried_out_and_the_other_refused(names, before, delay, source, clean, tmp_path):
+    out = tmp_path / "out"
+    if before == "unfinished":
+        shutil.copytree(clean["a"], out)
+        (out / RECORD).unlink()
+    outcomes = run_all([command(source, out, name, "--force") for name in names], tmp_path, delay)
+    done = [name for name, (status, _, _) in zip(names, outcomes, strict=True) if status == 0]
+    refused = [document["error"] for status, document, _ in outcomes if status]
+    assert done
+    assert [error for error in refused if (error["exit"], error["code"]) != (5, "locked")] == []
+    assert hashes(out) in [hashes(clean[name]) for name in done]
+
+
+def test_one_that_comes_while_another_sweeps_keeps_its_files(clean, tmp_path, monkeypatch):
+    out = shutil.copytree(clean["a"], tmp_path / "out")
+    plan = read_plan(out)
+    with entered(out, plan) as first:
+        newcomer, others = entered(out, plan), first.claims.others
+
+        def others_and_one_more() -> list[str]:
+            names = others()
+            if not (out / STATE / "late").exists():
+                (out / STATE / "late").touch()
+                newcomer.__enter__()
+            return names
+
+        monkeypatch.setattr(first.claims, "others", others_and_one_more)
+        first.begin(Terms(0))
+        assert len(list((out / STATE / "tmp").iterdir())) == 2
+        newcomer.__exit__(None, None, None)
+
+
+def test_one_that_leaves_while_another_sweeps_is_no_error(clean, tmp_path, monkeypatch):
+    out = shutil.copytree(clean["a"], tmp_path / "out")
+    (out / STATE / "tmp" / "leaving").mkdir()
+    remove = shutil.rmtree
+
+    def remove_twice(path: Path, **options: object) -> None:
+        remove(path, ignore_errors=True)
+        remove(path, **options)
+
+    monkeypatch.setattr("fp4convert.output.shutil.rmtree", remove_twice)
+    with entered(out, read_plan(out)) as folder:
+        folder.begin(Terms(0))
+
+
+def test_files_that_are_renamed_while_the_room_is_measured_are_no_error(source, clean, tmp_path):
+    out = tmp_path / "out"
+    (out / STATE / "tmp" / "other").mkdir(parents=True)
+    (out / STATE / "tmp" / "other" / "shard").symlink_to("renamed")  # listed, and not there when it is looked at
+    assert run(*command(source, out, "a")).json["digest"] == run(*command(source, clean["a"], "a")).json["digest"]
+
+
+def test_a_folder_that_another_began_meanwhile_is_not_foreign(source, clean, tmp_path, monkeypatch):
+    out, listdir = tmp_path / "out", os.listdir
+    out.mkdir()
+
+    def list_late(path: object) -> list[str]:
+        if path == out and not (out / STATE).exists():
+            shutil.copytree(clean["a"], out, dirs_exist_ok=True)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", list_late)
+    assert run(*command(source, out, "a")).code == 0
+
+
+def test_a_process_without_its_files_begins_no_task(clean, tmp_path):
+    out = shutil.copytree(clean["a"], tmp_path / "out")
+    plan = read_plan(out)
+    with entered(out, plan) as folder:
+        shutil.rmtree(folder.temps)
+        folder.forget(plan.tasks[0])
+        with pytest.raises(OutputError, match="no sign of life"):
+            next(folder.claimed(plan.tasks))
+    assert (out / RECORD).exists()

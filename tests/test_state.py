@@ -1,0 +1,181 @@
+"""The state of an output folder, damaged in every way: it proves nothing then, and is never followed."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints import FIRST, run, run_alone, write_llama
+
+STATE, RECORD = ".fp4convert", "quantization_config.json"
+DEEP, BIG = b"[" * 100_000, b"9" * 6000
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("state") / "source", **{"tokenizer.json": b"{}", "empty.txt": b""})
+
+
+@pytest.fixture(scope="module")
+def clean(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("state") / "out"
+    assert quantize(source, out).code == 0
+    return out
+
+
+@pytest.fixture
+def out(clean, tmp_path):
+    return shutil.copytree(clean, tmp_path / "out")
+
+
+def quantize(source: Path, out: Path, *options: str):
+    return run("quantize", source, "--format", "nvfp4", "-o", out, "--json", "-q", *options)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and STATE not in path.parts)
+    return {path.name: path.read_bytes() for path in files}
+
+
+def record_of(out: Path) -> Path:
+    """The record of the first shard, which shares a scale group with the second."""
+    return next(path for path in (out / STATE / "done").iterdir() if FIRST in path.read_text())
+
+
+def is_redone(source: Path, out: Path, clean: Path, *codes: str) -> None:
+    """`merge` refuses, and the command itself ends with the bytes of a clean run."""
+    refused = run("merge", out, "--json")
+    assert (refused.code, refused.json["error"]["code"] in codes) == (5, True), refused
+    assert quantize(source, out).code == 0
+    assert contents(out) == contents(clean)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"\0\0", b"\xff", b"NaN", b"null", b"[]", b"7", b'"files"', DEEP, b'{"files": ' + BIG + b"}", b'{"files": {"a'],
+    ids=lambda text: str(text[:12]),
+)
+def test_a_record_that_is_none_has_its_task_done_again(text, source, out, clean):
+    record_of(out).write_bytes(text)
+    is_redone(source, out, clean, "unfinished")
+
+
+@pytest.mark.parametrize(
+    "scale", [float("nan"), float("inf"), -1.0, 1e308, 1, 10**400, True, None, "x", [1.0], {"a": 1.0}], ids=str
+)
+def test_a_global_scale_that_cannot_be_has_its_task_done_again(scale, source, out, clean):
+    entry = json.loads(record_of(out).read_text())
+    assert entry["global_scales"]
+    record_of(out).write_text(json.dumps({**entry, "global_scales": dict.fromkeys(entry["global_scales"], scale)}))
+    is_redone(source, out, clean, "unfinished", "scale-group")
+
+
+@pytest.mark.parametrize("sha256", ["", "0" * 64, "\ud800", 5, None, ["a"]], ids=ascii)
+def test_a_hash_that_is_another_has_its_task_done_again(sha256, source, out, clean):
+    entry = json.loads(record_of(out).read_text())
+    record_of(out).write_text(json.dumps({**entry, "files": {FIRST: sha256}}))
+    is_redone(source, out, clean, "unfinished", "damaged")
+
+
+CHANGES = {
+    "size": lambda plan: plan["tasks"][0]["files"].update({FIRST: "x"}),
+    "size-huge": lambda plan: plan["tasks"][0]["files"].update({FIRST: 10**30}),
+    "no-tasks": lambda plan: plan.update(tasks=[]),
+    "file-nul": lambda plan: plan["tasks"][0]["files"].update({"a\0": 1}),
+    "file-surrogate": lambda plan: plan["tasks"][0]["files"].update({"\ud800": 1}),
+    "key-long": lambda plan: plan["tasks"][0].update(key="a" * 999),
+    "text-number": lambda plan: plan["texts"].update({"config.json": 5}),
+    "text-surrogate": lambda plan: plan["texts"].update({"config.json": "\ud800"}),
+    "text-more": lambda plan: plan["texts"].update({"thesis.txt": "mine"}),
+    "no-texts": lambda plan: plan.update(texts={}),
+    "record": lambda plan: plan.update(record={}),
+    "last-nul": lambda plan: plan.update(last="\0"),
+    "last-folder": lambda plan: plan.update(last=""),
+    "identity": lambda plan: plan.update(identity={"format": "\x1b[31m"}),
+    "traits": lambda plan: plan.update(traits={}),
+    "source": lambda plan: plan.update(source={"repo": "org/m", "revision": "0" * 40}),
+    "hash": lambda plan: plan.pop("sha256"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_that_was_changed_is_refused_by_every_command_that_writes(change, source, out):
+    (out / "thesis.txt").write_bytes(b"years of work")
+    path = out / STATE / "plan.json"
+    plan = json.loads(path.read_text())
+    CHANGES[change](plan)
+    path.write_text(json.dumps(plan))
+    before = contents(out)
+    for outcome in (run("merge", out, "--json"), quantize(source, out), quantize(source, out, "--format", "mxfp4", "--force")):
+        error = outcome.json["error"]
+        assert (outcome.code, error["code"]) == (5, "other-plan")
+        assert "plan.json is damaged" in error["message"]
+    assert contents(out) == before
+
+
+def replace(path: Path, make: str, elsewhere: Path) -> None:
+    """Put something of another kind in a file's place."""
+    path.rename(elsewhere)
+    if make == "folder":
+        path.mkdir()
+    elif make == "pipe":
+        os.mkfifo(path)
+    elif make == "link-to-itself":
+        path.symlink_to(path)
+    elif make == "link-nowhere":
+        path.symlink_to("nowhere")
+    elif make == "link-elsewhere":
+        path.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("make", ["pipe", "link-to-itself", "link-nowhere"])
+@pytest.mark.parametrize("file", [FIRST, "empty.txt"])
+def test_a_file_in_whose_place_is_none_is_written_again(file, make, source, out, clean, tmp_path):
+    replace(out / file, make, tmp_path / "elsewhere")
+    merged = run_alone("merge", out, "--json")  # apart, for reading a pipe would never end
+    assert (merged.code, merged.json["error"]["code"]) == (5, "unfinished")
+    assert run_alone("quantize", source, "--format", "nvfp4", "-o", out).code == 0
+    assert contents(out) == contents(clean)
+    assert not (out / file).is_symlink()
+
+
+@pytest.mark.parametrize("file", [FIRST, "config.json", RECORD, f"{STATE}/plan.json", f"{STATE}/ended.json"])
+def test_a_folder_in_the_place_of_a_file_is_told_and_stays(file, source, out, tmp_path):
+    replace(out / file, "folder", tmp_path / "elsewhere")
+    (out / file / "thesis.txt").write_bytes(b"years of work")
+    for outcome in (quantize(source, out), run("merge", out, "--json"), quantize(source, out, "--format", "mxfp4", "--force")):
+        error = outcome.json["error"]
+        assert (outcome.code, error["exit"]) == (5, 5)
+        assert str(out) in error["message"]
+    assert (out / file / "thesis.txt").read_bytes() == b"years of work"
+
+
+def test_a_link_to_a_shard_elsewhere_is_not_written_through(source, out, clean, tmp_path):
+    replace(out / FIRST, "link-elsewhere", tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_bytes(b"\0" * (clean / FIRST).stat().st_size)
+    is_redone(source, out, clean, "damaged")
+    assert not (out / FIRST).is_symlink()
+    assert not any((tmp_path / "elsewhere").read_bytes())
+
+
+@pytest.mark.parametrize("name", ["done", "claims", "tmp"])
+def test_a_file_in_the_place_of_a_folder_is_told(name, source, out, tmp_path):
+    (out / STATE / name).rename(tmp_path / "elsewhere")
+    (out / STATE / name).write_bytes(b"x")
+    error = quantize(source, out).json["error"]
+    assert (error["exit"], error["code"]) == (5, "cannot-write")
+
+
+def test_parts_of_two_plans_in_one_folder_are_not_merged(source, tmp_path):
+    """Copied together, the second plan lies over the first; its own shards alone count."""
+    parts = {0: (), 1: ("--exclude", "*.o_proj", "--exclude", "*.q_proj")}
+    for index, options in parts.items():
+        share = ("--shard-index", str(index), "--num-shards", "2")
+        assert quantize(source, tmp_path / f"part-{index}", *share, *options).code == 0
+        shutil.copytree(tmp_path / f"part-{index}", tmp_path / "both", dirs_exist_ok=True)
+    merged = run("merge", tmp_path / "both", "--json")
+    assert (merged.code, merged.json["error"]["code"]) == (5, "unfinished")
+    assert FIRST in merged.json["error"]["message"]
+    finished, alone = (quantize(source, tmp_path / name, *parts[1]) for name in ("both", "alone"))
+    assert finished.json["digest"] == alone.json["digest"]
