@@ -40,9 +40,11 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (ConnectionError, "it broke the connection off"),
     (http.client.IncompleteRead, "the reply ended early"),
     (http.client.HTTPException, "it does not speak HTTP"),
+    (UnicodeError, "no host can have that name (DNS)"),
 )
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 _RATE_LIMIT = re.compile(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
+_SECONDS = re.compile(r"\s*[0-9]+\s*")  # other digits, such as a raised 2, are no number
 
 
 class RemoteFile(NamedTuple):
@@ -129,7 +131,7 @@ class RangeReader:
                     done += count
                     if self._stopped.is_set():
                         raise SourceError("source-stopped", f"{file.name}: reading was stopped")
-            except (_AgainError, OSError, http.client.HTTPException) as error:
+            except (_AgainError, OSError, http.client.HTTPException, UnicodeError) as error:
                 self._hang_up()
                 failures = 0 if done > before else failures + 1
                 if failures >= self._patience.tries:
@@ -298,11 +300,11 @@ def pause_of(header: Callable[[str], str | None]) -> float | None:
     asked = header("Retry-After") or ""
     if match := _RATE_LIMIT.search(header("RateLimit") or ""):
         asked = match[1]
-    if asked.strip().isdigit():
+    if _SECONDS.fullmatch(asked):
         return min(float(asked), LONGEST_PAUSE)
     try:
         return max(0.0, min(parsedate_to_datetime(asked).timestamp() - time.time(), LONGEST_PAUSE))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, IndexError):
         return None
 
 
