@@ -325,7 +325,8 @@ def open_output(root: Path, purpose: Purpose, terms: Terms) -> Iterator[OutputFo
     if is_there and not is_ours:
         refuse_foreign(root)
     if not is_ours:
-        _check_space(root, purpose, terms.needed_nbytes)
+        with told(root):
+            _check_space(root, purpose, terms.needed_nbytes)
     with entered(root, purpose) as folder:
         folder.begin(terms)
         yield folder
