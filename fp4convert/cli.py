@@ -103,7 +103,7 @@ def quantize_command(
 
     screen = render.Screen(json, quiet)
     share = sharing.choose_share(join or ray is not None, shard_index, num_shards, os.environ)
-    goal = publishing.choose_publication(push_to_hub, private, token)
+    goal = publishing.choose_publication(push_to_hub, private, _given(token))
     begun = output or Path(f"{Path(source).name}-{format.upper()}")
     access = _access(screen.warn, (revision, subfolder), token, (memory, transport), begun)
     patterns = (tuple(include or ()), tuple(exclude or ()))
@@ -289,7 +289,12 @@ def _access(
 ) -> Access:
     """How the Hub is asked; `where` is a revision and a subfolder, `way` the GB of memory and the transport."""
     memory, transport = way
-    return Access(*where, token, int(min(memory, MOST_MEMORY) * (1 << 30)), lambda line: tell([line]), transport, output)
+    return Access(*where, _given(token), int(min(memory, MOST_MEMORY) * (1 << 30)), lambda line: tell([line]), transport, output)
+
+
+def _given(token: str | None) -> str | None:
+    """None for a token of nothing, as --token "$TOKEN" gives where that is not set."""
+    return (token or "").strip() or None
 
 
 def _version(wanted: bool) -> None:
