@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -22,6 +21,7 @@ import typer
 
 from fp4convert.errors import Fp4Error, InputError, Interrupted
 from fp4convert.sources import Access
+from fp4convert.streams import sturdy_streams
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,6 +53,7 @@ RevisionOption = Annotated[str | None, typer.Option(help="On the Hub: branch, ta
 SubfolderOption = Annotated[str | None, typer.Option(help="On the Hub: folder of the repository.")]
 TokenOption = Annotated[str | None, typer.Option(help="For the Hub. Better: hf auth login, or HF_TOKEN.")]
 TransportOption = Annotated[str, typer.Option(help="From the Hub: http, or xet (through hf_xet).")]
+MOST_MEMORY = 1e6  # GB; inf, too, means no limit
 MemoryOption = Annotated[float, typer.Option(min=0, help="GB of what the Hub sends that are kept for a second reading.")]
 JoinOption = Annotated[bool, typer.Option("--join", help="One of several such processes, on any machines that share OUTPUT.")]
 IndexOption = Annotated[int | None, typer.Option(help="Do this part alone, from 0; then: fp4convert merge OUTPUT.")]
@@ -102,7 +103,7 @@ def quantize_command(
 
     screen = render.Screen(json, quiet)
     share = sharing.choose_share(join or ray is not None, shard_index, num_shards, os.environ)
-    goal = publishing.choose_publication(push_to_hub, private, token)
+    goal = publishing.choose_publication(push_to_hub, private, _given(token))
     begun = output or Path(f"{Path(source).name}-{format.upper()}")
     access = _access(screen.warn, (revision, subfolder), token, (memory, transport), begun)
     patterns = (tuple(include or ()), tuple(exclude or ()))
@@ -289,7 +290,12 @@ def _access(
 ) -> Access:
     """How the Hub is asked; `where` is a revision and a subfolder, `way` the GB of memory and the transport."""
     memory, transport = way
-    return Access(*where, token, int(memory * 10**9), lambda line: tell([line]), transport, output)
+    return Access(*where, _given(token), int(min(memory, MOST_MEMORY) * 10**9), lambda line: tell([line]), transport, output)
+
+
+def _given(token: str | None) -> str | None:
+    """None for a token of nothing, as --token "$TOKEN" gives where that is not set."""
+    return (token or "").strip() or None
 
 
 def _version(wanted: bool) -> None:
@@ -335,9 +341,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     sys.unraisablehook = _send_again
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    with sturdy_streams():
+        _main()
+
+
+def _main() -> None:
     try:
         sys.exit(app(standalone_mode=False))
     except Fp4Error as error:

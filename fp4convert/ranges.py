@@ -15,12 +15,13 @@ import socket
 import ssl
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import NamedTuple, NoReturn
-from urllib.parse import SplitResult, urljoin, urlsplit
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from fp4convert.errors import AccessError, InputError, SourceError
@@ -40,9 +41,11 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (ConnectionError, "it broke the connection off"),
     (http.client.IncompleteRead, "the reply ended early"),
     (http.client.HTTPException, "it does not speak HTTP"),
+    (UnicodeError, "no host can have that name (DNS)"),
 )
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 _RATE_LIMIT = re.compile(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
+_SECONDS = re.compile(r"\s*[0-9]+\s*")  # other digits, such as a raised 2, are no number
 
 
 class RemoteFile(NamedTuple):
@@ -129,7 +132,7 @@ class RangeReader:
                     done += count
                     if self._stopped.is_set():
                         raise SourceError("source-stopped", f"{file.name}: reading was stopped")
-            except (_AgainError, OSError, http.client.HTTPException) as error:
+            except (_AgainError, OSError, http.client.HTTPException, UnicodeError) as error:
                 self._hang_up()
                 failures = 0 if done > before else failures + 1
                 if failures >= self._patience.tries:
@@ -260,9 +263,9 @@ class RangeReader:
             connections[_origin(url)] = _connect(parts, self._patience.timeout_seconds)
             with self._lock:
                 self._open.add(connections[_origin(url)][0])
-        connection, is_absolute = connections[_origin(url)]
-        target = url if is_absolute else parts._replace(scheme="", netloc="").geturl() or "/"
-        connection.request(method, target, headers={"Accept-Encoding": "identity", **headers})
+        connection, of_proxy = connections[_origin(url)]
+        target = parts._replace(scheme="", netloc="").geturl() or "/" if of_proxy is None else url
+        connection.request(method, target, headers={"Accept-Encoding": "identity", **headers, **(of_proxy or {})})
         reply: http.client.HTTPResponse = connection.getresponse()
         return reply
 
@@ -298,11 +301,11 @@ def pause_of(header: Callable[[str], str | None]) -> float | None:
     asked = header("Retry-After") or ""
     if match := _RATE_LIMIT.search(header("RateLimit") or ""):
         asked = match[1]
-    if asked.strip().isdigit():
+    if _SECONDS.fullmatch(asked):
         return min(float(asked), LONGEST_PAUSE)
     try:
         return max(0.0, min(parsedate_to_datetime(asked).timestamp() - time.time(), LONGEST_PAUSE))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, IndexError):
         return None
 
 
@@ -336,12 +339,21 @@ def _follow(place: str, location: str) -> str:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """InputError where the Hub's address would carry the token in the clear."""
-    parts = urlsplit(endpoint)
+    """InputError where the Hub's address is none, would carry the token in the clear, or lies behind a proxy that is none."""
+    parts = urlsplit("")
+    with suppress(ValueError):
+        parts = urlsplit(endpoint if urlsplit(endpoint).port != 0 else "")
+    if not parts.hostname or parts.scheme not in ("http", "https"):
+        raise InputError(
+            "endpoint",
+            f"HF_ENDPOINT is {endpoint.rpartition('@')[2][:60]!r}; expected https://HOST",
+            "Set it to a Hub, or unset it.",
+        )
     if parts.scheme != "https" and parts.hostname not in LOOPBACK:
         found = f"{parts.scheme}://{host_of(endpoint)}"
         detail = f"HF_ENDPOINT is {found}, which would carry the token in the clear; expected https"
         raise InputError("plain-http", detail, "Set HF_ENDPOINT to an https address.")
+    _proxy_of(parts)
 
 
 def check_token(headers: Mapping[str, str]) -> None:
@@ -356,16 +368,33 @@ def _origin(url: str) -> tuple[str, str]:
     return parts.scheme, parts.netloc.lower()
 
 
-def _connect(parts: SplitResult, timeout_seconds: float) -> tuple[http.client.HTTPConnection, bool]:
-    """A connection that opens when it is used, and whether requests on it name the whole URL, as a proxy for http wants."""
-    host = parts.hostname or ""
-    proxy = None if proxy_bypass(host) else getproxies().get(parts.scheme)
-    way = urlsplit(proxy) if proxy else parts
+def _proxy_of(parts: SplitResult) -> SplitResult | None:
+    """The proxy that the environment names for an address; None for the direct way, InputError for one that cannot be used."""
+    known = getproxies()
+    found = None if proxy_bypass(parts.hostname or "") else known.get(parts.scheme) or known.get("all")
+    if not found:
+        return None
+    with suppress(ValueError):
+        proxy = urlsplit(found if "://" in found else f"http://{found}")
+        if proxy.scheme == "http" and proxy.hostname and proxy.port != 0:
+            return proxy
+    detail = f"the proxy for {parts.scheme} is {found.rpartition('@')[2][:60]!r}; expected http://HOST:PORT"
+    raise InputError("proxy", detail, f"Set {parts.scheme}_proxy to one that speaks HTTP, or set NO_PROXY.")
+
+
+def _credentials(proxy: SplitResult) -> dict[str, str]:
+    """The header that a proxy with a password wants."""
+    words = f"{unquote(proxy.username or '')}:{unquote(proxy.password or '')}"
+    return {"Proxy-Authorization": f"Basic {b64encode(words.encode()).decode()}"} if proxy.username else {}
+
+
+def _connect(parts: SplitResult, timeout_seconds: float) -> tuple[http.client.HTTPConnection, dict[str, str] | None]:
+    """A connection that opens when it is used; where its requests name the whole URL, as a proxy for http wants, its headers."""
+    proxy = _proxy_of(parts)
+    host, port = (proxy.hostname or "", proxy.port or http.client.HTTP_PORT) if proxy else (parts.hostname or "", parts.port)
     if parts.scheme == "https":
-        secure = http.client.HTTPSConnection(
-            way.hostname or "", way.port, timeout=timeout_seconds, context=ssl.create_default_context()
-        )
+        secure = http.client.HTTPSConnection(host, port, timeout=timeout_seconds, context=ssl.create_default_context())
         if proxy:
-            secure.set_tunnel(host, parts.port)
-        return secure, False
-    return http.client.HTTPConnection(way.hostname or "", way.port, timeout=timeout_seconds), bool(proxy)
+            secure.set_tunnel(parts.hostname or "", parts.port, _credentials(proxy))
+        return secure, None
+    return http.client.HTTPConnection(host, port, timeout=timeout_seconds), _credentials(proxy) if proxy else None

@@ -70,7 +70,7 @@ class Screen:
                 draw(self, document)
             sys.stdout.flush()
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left has nowhere to go
+            _forget_stdout()
             if isinstance(error, BrokenPipeError):
                 sys.exit(CLOSED_PIPE)
             raise OutputError("cannot-print", f"standard output cannot be written: {error.strerror}") from None
@@ -102,7 +102,10 @@ class Screen:
     def fail(self, error: Fp4Error) -> None:
         """One message on stderr: found, where, expected; then the next step. With JSON also a document on stdout."""
         if self.is_json:
-            print(json.dumps(error.as_json(), indent=2))
+            try:
+                print(json.dumps(error.as_json(), indent=2), flush=True)
+            except OSError:
+                _forget_stdout()
         for number, line in enumerate(error.message.split("\n")):
             self.err.print(Text("error: " if number == 0 else "       ", "bold red").append(escape(line), "default"))
         if error.next_step:
@@ -121,6 +124,11 @@ class Screen:
 
         with Live(get_renderable=lambda: _bars(phases.meters, self.err.width), console=self.err, transient=True):
             yield phases
+
+
+def _forget_stdout() -> None:
+    """What is left to be written there has nowhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_progress(line: str, tensor: str) -> None:

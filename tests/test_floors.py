@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp4convert"
 FLOORS = [
-    {"errors"},
+    {"errors", "streams"},
     {"formats", "cubins", "shard", "ranges", "pieces", "progress", "sharing"},
     {"asking", "claims", "codec", "gguf_shard", "recipe", "gpus", "layout", "stacks", "spelling", "xet"},
     {"sources", "dialects", "lane", "recast", "detection"},

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from fp4convert.errors import Fp4Error, InputError, SourceError
 from fp4convert.ranges import AGAIN, PASSING, Patience, RemoteFile, check_endpoint, host_of, no_access, pause_of, plain_words
 from fp4convert.sources import Access, commit_begun
 
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # how the cache names its files
+COMMIT = re.compile(r"[0-9a-f]{40}")
+LARGEST = 1 << 62  # bytes of a file: more can be neither asked for nor written
+NO_LIST = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)  # what reading another reply raises
 
 
 class Listing(NamedTuple):
@@ -53,7 +56,7 @@ def _is_hidden(name: str) -> bool:
 
 def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
     """What the Hub lists, asked until it answers."""
-    from huggingface_hub import HfApi, constants, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     no_reply = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of the HTTP library under this huggingface_hub
@@ -75,6 +78,8 @@ def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
             reason, seconds = f"HTTP {error.response.status_code}", pause_of(error.response.headers.get)
         except (no_reply, OSError) as error:
             reason, seconds = plain_words(error), None
+        except NO_LIST:
+            reason, seconds = "its reply is no list of files; does a proxy or a login page answer instead?", None
         if failures == patience.tries:
             detail = f"{repo} cannot be listed by {host_of(constants.ENDPOINT)}: {failures} tries, the last: {reason}"
             raise SourceError("source-unreachable", detail, AGAIN)
@@ -82,20 +87,41 @@ def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
         if seconds is not None:
             access.tell(f"rate limited by the Hub: waiting {pause:.0f} s")
         time.sleep(pause)
-    commit = str(info.sha)
-    files, cached = {}, {}
+    commit, files, cached = _known_commit(repo, info.sha), {}, {}
     for item in info.siblings or []:
-        oid = item.lfs.sha256 if item.lfs else item.blob_id
-        path, nbytes = item.rfilename, item.lfs.size if item.lfs else item.size
-        _check_name(repo, path)
-        if _is_hidden(path) or oid is None or nbytes is None:
+        file = _file_of(repo, commit, item)
+        if file is None:
             continue
-        url = hf_hub_url(repo, path, revision=commit, endpoint=constants.ENDPOINT)
-        files[path] = RemoteFile(path, url, nbytes, oid, commit)
-        found = try_to_load_from_cache(repo, path, revision=commit)
-        if isinstance(found, str) and Path(found).resolve().name == oid and Path(found).stat().st_size == nbytes:
-            cached[path] = Path(found)
+        files[file.name] = file
+        found = try_to_load_from_cache(repo, file.name, revision=commit)
+        if isinstance(found, str) and Path(found).resolve().name == file.oid and Path(found).stat().st_size == file.nbytes:
+            cached[file.name] = Path(found)
     return Listing(commit, files, cached)
+
+
+def _known_commit(repo: str, found: object) -> str:
+    if not isinstance(found, str) or not COMMIT.fullmatch(found):
+        raise _no_list(repo, f"{str(found)[:60]!r} for a commit; expected 40 hex digits")
+    return found
+
+
+def _file_of(repo: str, commit: str, item: Any) -> RemoteFile | None:
+    """What the Hub lists as one file; None for one that is hidden, or of which it does not say what it is."""
+    from huggingface_hub import constants, hf_hub_url
+
+    name, oid, nbytes = (item.rfilename, *((item.lfs.sha256, item.lfs.size) if item.lfs else (item.blob_id, item.size)))
+    if not isinstance(name, str):
+        raise _no_list(repo, "a file without a name")
+    _check_name(repo, name)
+    if _is_hidden(name) or oid is None or nbytes is None:
+        return None
+    if type(nbytes) is not int or not 0 <= nbytes < LARGEST or not isinstance(oid, str) or not BLOB.fullmatch(oid):
+        raise _no_list(repo, f"{name!r} with size {str(nbytes)[:60]} and hash {str(oid)[:80]!r}")
+    return RemoteFile(name, hf_hub_url(repo, name, revision=commit, endpoint=constants.ENDPOINT), nbytes, oid, commit)
+
+
+def _no_list(repo: str, found: str) -> SourceError:
+    return SourceError("bad-listing", f"{repo}: the Hub lists {found}", "See that HF_ENDPOINT is a Hub; run it again later.")
 
 
 def _refusal(repo: str, access: Access, status: int, code: str | None) -> Fp4Error:
