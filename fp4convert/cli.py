@@ -98,11 +98,11 @@ def quantize_command(
 
     Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
     """
-    from fp4convert import convert, fleet, gpus, publishing, render, sharing, sources
+    from fp4convert import cluster, convert, gpus, parts, publishing, render, sources
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
-    share = sharing.choose_share(join or ray is not None, shard_index, num_shards, os.environ)
+    share = parts.choose_share(join or ray is not None, shard_index, num_shards, os.environ)
     goal = publishing.choose_publication(push_to_hub, private, _given(token))
     begun = output or Path(f"{Path(source).name}-{format.upper()}")
     access = _access(screen.warn, (revision, subfolder), token, (memory, transport), begun)
@@ -113,13 +113,13 @@ def quantize_command(
         opened = sources.open_source(source, access)
         todo = convert.prepare_quantize(opened, request)
         screen.warn([*todo.warnings, *gpus.unused(device)])
-        screen.note([sharing.describe(share)] if share else [])
+        screen.note([parts.describe(share)] if share else [])
         settings = crew.Settings(device, workers, force, phases, join, share, screen.tell)
         if dry_run:
             document = convert.describe_plan(opened, todo, settings)
         else:
             target = output or Path(f"{opened.name}-{format.upper()}")
-            errand = fleet.Errand(source, access, request, target, device, workers)
+            errand = cluster.Errand(source, access, request, target, device, workers)
             document = publishing.fulfil(publishing.Order(errand, settings, ray, goal), opened, todo).as_json()
     screen.show(document, render.draw_plan if dry_run else render.draw_result)
 

@@ -71,8 +71,8 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
 
 def name_files(source: Source, plan: Plan) -> list[str]:
     """Every file that `quantize` writes."""
-    purpose = _artifact_job(source, plan).purpose()
-    return [*purpose.files, purpose.last]
+    manifest = _artifact_job(source, plan).manifest()
+    return [*manifest.files, manifest.last]
 
 
 def begin_quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> OutputFolder:

@@ -16,9 +16,9 @@ from pathlib import Path
 from fp4convert.artifact import UNDIGESTED
 from fp4convert.backends import processors
 from fp4convert.errors import InputError, OutputError
-from fp4convert.output import OutputFolder, digest_of, entered, read_ended, read_plan
+from fp4convert.manifest import TaskFiles, read_ended, read_manifest
+from fp4convert.output import OutputFolder, digest_of, entered
 from fp4convert.progress import Phases
-from fp4convert.purpose import Listed
 from fp4convert.shard import hash_file, told
 from fp4convert.sources import PLAN_FILE
 
@@ -38,10 +38,10 @@ def as_text(value: object) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-def find_harmed(folder: OutputFolder, phases: Phases) -> list[Listed]:
+def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:
     """Tasks whose files are not what was written; every file that this process has not written itself is read."""
-    records = {task.key: folder.record_of(task) for task in folder.purpose.tasks}
-    sizes = {file: nbytes for task in folder.purpose.tasks if records[task.key] for file, nbytes in task.files.items()}
+    records = {task.key: folder.record_of(task) for task in folder.manifest.tasks}
+    sizes = {file: nbytes for task in folder.manifest.tasks if records[task.key] for file, nbytes in task.files.items()}
     unread = [file for file in sizes if file not in folder.hashes]
 
     is_over = threading.Event()
@@ -64,18 +64,18 @@ def find_harmed(folder: OutputFolder, phases: Phases) -> list[Listed]:
                 pool.shutdown(cancel_futures=True)
                 raise
     sound = {key for key, done in records.items() if done and done.files.items() <= folder.hashes.items()}
-    return [task for task in folder.purpose.tasks if task.key not in sound]
+    return [task for task in folder.manifest.tasks if task.key not in sound]
 
 
-def find_disputes(folder: OutputFolder) -> dict[str, list[Listed]]:
+def find_disputes(folder: OutputFolder) -> dict[str, list[TaskFiles]]:
     """Scale groups that got another global scale in one shard than in another, and the tasks of all these shards."""
     found: dict[str, dict[str, float]] = {}
-    for task in folder.purpose.tasks:
+    for task in folder.manifest.tasks:
         done = folder.record_of(task)
         for group, global_scale in done.global_scales.items() if done else ():
             found.setdefault(group, {})[task.key] = global_scale
     disputed = {group: scales for group, scales in found.items() if len(set(scales.values())) > 1}
-    return {group: [task for task in folder.purpose.tasks if task.key in scales] for group, scales in disputed.items()}
+    return {group: [task for task in folder.manifest.tasks if task.key in scales] for group, scales in disputed.items()}
 
 
 def _hash(path: Path, each: Callable[[int], None]) -> str:
@@ -87,13 +87,13 @@ def _hash(path: Path, each: Callable[[int], None]) -> str:
 
 def write_ending(folder: OutputFolder) -> Ending:
     """Write the texts, then the record; every task is finished and its files were read again."""
-    purpose = folder.purpose
-    folder.write_texts(purpose.texts)
-    files = {file: folder.hashes[file] for file in purpose.files}
-    if purpose.record is not None:
+    manifest = folder.manifest
+    folder.write_texts(manifest.texts)
+    files = {file: folder.hashes[file] for file in manifest.files}
+    if manifest.record is not None:
         listed = {file: sha256 for file, sha256 in sorted(files.items()) if file not in UNDIGESTED}
-        folder.write_texts({purpose.last: as_text({**purpose.record, "files": listed})})
-        files[purpose.last] = folder.hashes[purpose.last]
+        folder.write_texts({manifest.last: as_text({**manifest.record, "files": listed})})
+        files[manifest.last] = folder.hashes[manifest.last]
     with told(folder.root):
         folder.sweep()
     folder.put_ended(files)
@@ -109,7 +109,7 @@ def _ending(folder: OutputFolder, files: dict[str, str]) -> Ending:
 def ended_meanwhile(folder: OutputFolder, before: object) -> Ending | None:
     """What another process ended the folder with since its mark was `before` (read_ended); None where none did."""
     mark, files = read_ended(folder.root)
-    is_whole = mark != before and files.keys() == {*folder.purpose.files, folder.purpose.last}
+    is_whole = mark != before and files.keys() == {*folder.manifest.files, folder.manifest.last}
     return _ending(folder, files) if is_whole and not folder.missing() else None
 
 
@@ -120,13 +120,13 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
     """
     started = time.monotonic()
     with told(root):
-        purpose = read_plan(root) if (root / PLAN_FILE).exists() else None
-    if purpose is None:
+        manifest = read_manifest(root) if (root / PLAN_FILE).exists() else None
+    if manifest is None:
         detail = f"{root} holds no plan of fp4convert ({PLAN_FILE}); expected the output of quantize"
         raise InputError("no-plan", detail, "Give the folder that was named with -o.")
-    with entered(root, purpose) as folder, folder.claims.waited_for(ENDING):
+    with entered(root, manifest) as folder, folder.claims.waited_for(ENDING):
         if missing := [file for task in folder.missing() for file in task.files]:
-            detail = f"{root}: {len(missing)} of {len(purpose.files)} files are not written yet, the first {missing[0]}"
+            detail = f"{root}: {len(missing)} of {len(manifest.files)} files are not written yet, the first {missing[0]}"
             workers = folder.claims.others()
             at_work = f"{len(workers)} processes are at work on it: wait." if workers else "Run the command for them."
             raise OutputError("unfinished", detail, at_work)
@@ -141,9 +141,9 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
         ending = write_ending(folder)
     return {
         "output": str(root),
-        "format": purpose.identity.get("format"),
-        "dialect": purpose.identity.get("dialect"),
-        "shards": len(purpose.shards),
+        "format": manifest.identity.get("format"),
+        "dialect": manifest.identity.get("dialect"),
+        "shards": len(manifest.shards),
         "output_bytes": ending.nbytes,
         "seconds": round(time.monotonic() - started, 3),
         "digest": ending.digest,

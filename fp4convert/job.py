@@ -15,13 +15,17 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fp4convert.artifact import RECORD
-from fp4convert.errors import InputError
+from fp4convert.ending import ENDING, Ending, ended_meanwhile, find_disputes, find_harmed, write_ending
+from fp4convert.errors import InputError, NumericError, OutputError, SourceError
+from fp4convert.manifest import Manifest, TaskFiles, read_ended
 from fp4convert.output import OutputFolder, Terms, open_output
-from fp4convert.purpose import Listed, Purpose
-from fp4convert.shift import Filler, Shift
+from fp4convert.pieces import CORRUPT
 from fp4convert.sources import Source, stopping
 from fp4convert.tasks import Plan
-from fp4convert.workers import Settings, Worker
+from fp4convert.workers import Filler, Settings, Worker
+
+FIRST_SECONDS, LONGEST_SECONDS = 0.1, 3.0  # between looks at what others do: many wait, and a shared disk has to answer all
+TRIES = 3  # to write files that afterwards are what was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +83,12 @@ class Job:
         return [file for file in self.source.checkpoint.sidecars if file not in self.replaced]
 
     @property
-    def tasks(self) -> tuple[Listed, ...]:
+    def tasks(self) -> tuple[TaskFiles, ...]:
         """Every task of the plan, and one for the files that are copied."""
         copies = {file: self.source.file_nbytes(file) for file in self.sidecars}
         stamps = self.source.checkpoint.stamps
         key = _sha256([[file, nbytes, stamps[file]] for file, nbytes in copies.items()])
-        return (*map(Listed.of, self.plan.tasks), *([Listed(key, copies)] if copies else ()))
+        return (*map(TaskFiles.of, self.plan.tasks), *([TaskFiles(key, copies)] if copies else ()))
 
     @property
     def output_nbytes(self) -> int:
@@ -92,14 +96,14 @@ class Job:
         small = sum(len(text.encode("utf-8", "surrogatepass")) for text in self.texts.values())
         return small + sum(sum(task.files.values()) for task in self.tasks)
 
-    def purpose(self) -> Purpose:
+    def manifest(self) -> Manifest:
         """What the output folder remembers of this job, to know it again and to end it."""
         checkpoint = self.source.checkpoint
         headers = [
             [shard.file, shard.nbytes, [[ref.name, ref.dtype, ref.shape] for ref in shard.tensors]] for shard in checkpoint.shards
         ]
         stamps = {shard.file: checkpoint.stamps[shard.file] for shard in checkpoint.shards}
-        return Purpose(
+        return Manifest(
             identity={"source": _sha256(headers), "format": self.plan.target.format, "dialect": self.plan.target.dialect},
             traits={
                 "the version of fp4convert": version("fp4convert"),
@@ -122,8 +126,8 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
     """
     started = time.monotonic()
     with stopping(job.source), _opened(job, output, settings) as folder:
-        folder.published = settings.published
-        shift = Shift(job.source, job.plan, folder, settings)
+        folder.named = settings.named
+        shift = _Part(job.source, job.plan, folder, settings)
         ending = shift.work(Filler(job.source, worker, settings))
         own_nbytes = sum((output / file).stat().st_size for file in folder.hashes)
         own_shards = sum(shard.file in folder.hashes for shard in job.plan.shards)
@@ -146,6 +150,133 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
     )
 
 
+class _Part:
+    """This process's part in a conversion: tasks that nobody else does, one after the other, and the end, if it comes to us.
+
+    adopted_nbytes  of the source, whose result an earlier run or another process wrote
+    """
+
+    def __init__(self, source: Source, plan: Plan, folder: OutputFolder, settings: Settings) -> None:
+        self._source = source
+        self._folder = folder
+        self._settings = settings
+        self._mark, _ = read_ended(folder.root)
+        share = settings.share
+        self._mine = share.of(folder.manifest.tasks) if share else folder.manifest.tasks
+        self._tasks = {task.key: task for task in plan.tasks}
+        self._unseen = {task.key for task in self._mine} & self._tasks.keys()
+        self.adopted_nbytes = 0
+        self._pause_seconds = FIRST_SECONDS
+        self._tries: dict[str, int] = {}
+        self._disputed: set[str] = set()
+
+    def work(self, filler: Filler) -> Ending | None:
+        """Do what nobody else does, until everything is done; where a part was dealt out, that part alone.
+
+        Returns  how it ended; None after a part
+        Raises   NumericError, after all sound shards are written, where weights are NaN or Inf
+        """
+        self._settings.phases.begin(filler.verb, sum(self._tasks[key].source_bytes for key in self._unseen))
+        while True:
+            self._do_tasks(filler)
+            if filler.unsound:
+                raise _summarize(list(filler.unsound.values()))
+            for shard in self._source.checkpoint.shards:
+                self._source.check_unchanged(shard.file)
+            if self._settings.share is not None:
+                return None
+            if ending := self._try_to_end():
+                return ending
+
+    def _do_tasks(self, filler: Filler) -> None:
+        folder, known = self._folder, self._tasks
+        is_told = False
+        while left := self._left(filler):
+            taken = 0
+
+            def count(task: TaskFiles) -> TaskFiles:
+                nonlocal taken
+                taken += 1
+                self._unseen.discard(task.key)
+                return task
+
+            shards = (task for task in left if task.key in known)
+            folder.write_shards((known[count(task).key] for task in folder.claimed(shards)), filler.fill)
+            for task in folder.claimed(task for task in left if task.key not in known):
+                folder.write_copies(count(task), self._source.open_file)
+            if not taken:
+                if not is_told:
+                    self._tell_whom(left)
+                is_told = True
+                self._pause()
+            else:
+                self._pause_seconds = FIRST_SECONDS
+
+    def _left(self, filler: Filler) -> list[TaskFiles]:
+        """What is still to be done; what others did meanwhile, or an earlier run, is no work of ours."""
+        left = [task for task in self._mine if task.key not in filler.given_up and self._folder.record_of(task) is None]
+        adopted = self._unseen - {task.key for task in left} - filler.given_up
+        self._unseen -= adopted
+        if adopted:
+            sizes = {shard.file: shard.nbytes for shard in self._source.checkpoint.shards}
+            self.adopted_nbytes += sum(sizes.get(self._tasks[key].shards[0].file, 0) for key in adopted)  # named as its source
+            self._settings.phases.skip(sum(self._tasks[key].source_bytes for key in adopted))
+        return left
+
+    def _pause(self) -> None:
+        time.sleep(self._pause_seconds)
+        self._pause_seconds = min(1.5 * self._pause_seconds, LONGEST_SECONDS)
+
+    def _tell_whom(self, left: list[TaskFiles]) -> None:
+        others = self._folder.claims.others()
+        if others:
+            file = next(iter(left[0].files))
+            self._settings.tell(f"waiting for {len(left)} tasks of {len(others)} other processes, the first {file}")
+
+    def _try_to_end(self) -> Ending | None:
+        """The end, where nobody else is at it and all is as it was written; else None, and what is harmed is to be done again."""
+        folder = self._folder
+        if not folder.claims.take(ENDING):
+            self._pause()
+            return None
+        try:
+            if ending := ended_meanwhile(folder, self._mark):
+                return ending
+            harmed = find_harmed(folder, self._settings.phases) or self._find_disputed()
+            for task in harmed:
+                self._forget(task)
+            return None if harmed else write_ending(folder)
+        finally:
+            folder.claims.drop(ENDING)
+
+    def _find_disputed(self) -> list[TaskFiles]:
+        """Tasks that found other global scales for a group than others did: one of them has read what never was in the source."""
+        disputes = find_disputes(self._folder)
+        for group in disputes.keys() & self._disputed:
+            shards = " and ".join(file for task in disputes[group] for file in task.files)
+            detail = f"scale group {group} has another largest magnitude each time it is read, for {shards}"
+            raise SourceError(CORRUPT, detail, "Run the same command again; or read the source from somewhere else.")
+        self._disputed |= disputes.keys()
+        return [task for tasks in disputes.values() for task in tasks]
+
+    def _forget(self, task: TaskFiles) -> None:
+        self._tries[task.key] = self._tries.get(task.key, 0) + 1
+        if self._tries[task.key] > TRIES:
+            file = next(iter(task.files))
+            detail = f"{self._folder.root / file} is not what was written, {TRIES} times; expected a disk that keeps its bytes"
+            raise OutputError("damaged", detail, "Choose another disk: -o FOLDER.")
+        self._folder.forget(task)
+
+
+def _summarize(errors: list[NumericError]) -> NumericError:
+    """One error for all unsound tensors, with the options that complete the run."""
+    lines = "\n".join(error.message for error in errors)
+    next_step = errors[0].next_step
+    if errors[0].code == "not-finite":
+        next_step = f"Run the same command again with {' '.join(error.next_step for error in errors)}"
+    return NumericError(errors[0].code, lines, next_step, errors[0].tensor)
+
+
 def begin(job: Job, output: Path, settings: Settings) -> OutputFolder:
     """The output folder with the job's plan in it, for other processes to carry out; raises what carry_out does at first."""
     with _opened(job, output, settings) as folder:
@@ -154,7 +285,7 @@ def begin(job: Job, output: Path, settings: Settings) -> OutputFolder:
 
 def _opened(job: Job, output: Path, settings: Settings) -> AbstractContextManager[OutputFolder]:
     _check_places(job, output)
-    return open_output(output, job.purpose(), Terms(job.output_nbytes, settings.is_forced, settings.is_joining))
+    return open_output(output, job.manifest(), Terms(job.output_nbytes, settings.is_forced, settings.is_joining))
 
 
 def _check_places(job: Job, output: Path) -> None:

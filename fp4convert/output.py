@@ -26,16 +26,14 @@ from typing import BinaryIO
 from fp4convert.artifact import UNDIGESTED
 from fp4convert.claims import Claims
 from fp4convert.errors import OutputError
-from fp4convert.purpose import Done, Listed, Purpose
+from fp4convert.manifest import ENDED, PLAN, STATE, Done, Manifest, TaskFiles, read_manifest, refuse_foreign
 from fp4convert.shard import ShardWriter, TensorRef, hash_file, told
 from fp4convert.sources import PLAN_FILE
 from fp4convert.tasks import Task
 
-STATE, _, PLAN = PLAN_FILE.partition("/")
-ENDED = "ended.json"
 PLANNING = "plan"  # the claim of whoever writes plan.json
 READ_NBYTES = 1 << 20
-Published = Callable[[Path, str, str], None]
+OnNamed = Callable[[Path, str, str], None]
 
 
 class TaskWriter:
@@ -103,14 +101,14 @@ class OutputFolder:
     """The output, as long as this process works in it.
 
     hashes     sha256 of every file that this process has written or read again
-    published  called with the path, the name and the sha256 of every file that has got its final name
+    named  called with the path, the name and the sha256 of every file that has got its final name
     """
 
     root: Path
-    purpose: Purpose
+    manifest: Manifest
     claims: Claims
     hashes: dict[str, str] = field(default_factory=dict)
-    published: Published = lambda path, file, sha256: None
+    named: OnNamed = lambda path, file, sha256: None
 
     @property
     def state(self) -> Path:
@@ -121,7 +119,7 @@ class OutputFolder:
         """Where this process has its files on their way."""
         return self.state / "tmp" / self.claims.name
 
-    def record_of(self, task: Listed) -> Done | None:
+    def record_of(self, task: TaskFiles) -> Done | None:
         """What a finished task wrote; None where it is not finished, or where its files are gone or have other sizes."""
         try:
             done = Done.from_json((self.state / "done" / f"{task.key}.json").read_text(encoding="utf-8"))
@@ -132,18 +130,18 @@ class OutputFolder:
             return None  # not there, or damaged: it proves nothing, and the task is done again
         return done if is_there else None
 
-    def missing(self) -> list[Listed]:
+    def missing(self) -> list[TaskFiles]:
         """The tasks of the plan that are not finished."""
-        return [task for task in self.purpose.tasks if self.record_of(task) is None]
+        return [task for task in self.manifest.tasks if self.record_of(task) is None]
 
-    def forget(self, task: Listed) -> None:
+    def forget(self, task: TaskFiles) -> None:
         """Have a task done again."""
         with told(self.root):
             (self.state / "done" / f"{task.key}.json").unlink(missing_ok=True)
         for file in task.files:
             self.hashes.pop(file, None)
 
-    def claimed(self, tasks: Iterable[Listed]) -> Iterator[Listed]:
+    def claimed(self, tasks: Iterable[TaskFiles]) -> Iterator[TaskFiles]:
         """Of these tasks, one after the other, those that nobody has finished or is at work on; this process claims them."""
         for task in tasks:
             if self.record_of(task) is not None:
@@ -156,7 +154,7 @@ class OutputFolder:
             if not self.temps.is_dir():
                 raise self.given_up()
             with told(self.root):
-                (self.root / self.purpose.last).unlink(missing_ok=True)
+                (self.root / self.manifest.last).unlink(missing_ok=True)
             yield task
 
     def given_up(self) -> OutputError:
@@ -201,9 +199,9 @@ class OutputFolder:
         except BaseException:
             writer.discard()
             raise
-        self.settle(Listed.of(task), done, writer.path)
+        self.settle(TaskFiles.of(task), done, writer.path)
 
-    def settle(self, task: Listed, done: Done, path: Callable[[str], Path]) -> None:
+    def settle(self, task: TaskFiles, done: Done, path: Callable[[str], Path]) -> None:
         """Put a task's files under their final names and say that it is done; where another process did so first, ours go.
 
         path  where each file is
@@ -211,7 +209,7 @@ class OutputFolder:
         first = self.record_of(task)
         for file, sha256 in done.files.items():
             if first is None:
-                self._publish(path(file), file, sha256)
+                self._give_name(path(file), file, sha256)
             else:
                 path(file).unlink()
         if first is None:
@@ -222,9 +220,9 @@ class OutputFolder:
         """Small files of ours, each under its final name at once."""
         for file, text in texts.items():
             temp = self.write_temp(file, lambda out, text=text: out.write(text.encode("utf-8")))  # type: ignore[misc]
-            self._publish(temp, file, hash_file(temp))
+            self._give_name(temp, file, hash_file(temp))
 
-    def write_copies(self, task: Listed, open_file: Callable[[str], BinaryIO]) -> None:
+    def write_copies(self, task: TaskFiles, open_file: Callable[[str], BinaryIO]) -> None:
         """Files of the source as they are: the task of whoever holds its claim."""
         temps = {}
         for number, file in enumerate(task.files):
@@ -241,14 +239,14 @@ class OutputFolder:
             os.fsync(out.fileno())
         return temp
 
-    def _publish(self, temp: Path, file: str, sha256: str) -> None:
+    def _give_name(self, temp: Path, file: str, sha256: str) -> None:
         final = self.root / file
         with told(final):
             final.parent.mkdir(parents=True, exist_ok=True)
             os.replace(temp, final)
             _fsync_folder(final.parent)
         self.hashes[file] = sha256
-        self.published(final, file, sha256)
+        self.named(final, file, sha256)
 
     def _put(self, name: str, text: str) -> None:
         final = self.state / name
@@ -259,18 +257,18 @@ class OutputFolder:
 
     def put_ended(self, files: dict[str, str]) -> None:
         """Say that everything is written."""
-        self._put(ENDED, json.dumps({"plan": self.purpose.plan_id, "files": files}, sort_keys=True))
+        self._put(ENDED, json.dumps({"plan": self.manifest.plan_id, "files": files}, sort_keys=True))
 
     def begin(self, terms: Terms) -> None:
         """Make the folder this plan's own, or refuse."""
         with told(self.root), self.claims.waited_for(PLANNING):
-            old = read_plan(self.root)
-            if old is not None and old.plan_id != self.purpose.plan_id:
+            old = read_manifest(self.root)
+            if old is not None and old.plan_id != self.manifest.plan_id:
                 self._replace(old, terms)
             self.sweep()
-            _check_space(self.root, self.purpose, terms.needed_nbytes)
-            if old is None or old.plan_id != self.purpose.plan_id:
-                self._put(PLAN, json.dumps(self.purpose.as_json(), indent=1))
+            _check_space(self.root, self.manifest, terms.needed_nbytes)
+            if old is None or old.plan_id != self.manifest.plan_id:
+                self._put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
 
     def sweep(self) -> None:
         """Remove files on their way that no living process fills."""
@@ -281,14 +279,14 @@ class OutputFolder:
                 with suppress(FileNotFoundError):  # its process was just leaving
                     shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
 
-    def _replace(self, old: Purpose, terms: Terms) -> None:
+    def _replace(self, old: Manifest, terms: Terms) -> None:
         next_step = "Choose another folder with -o, or discard its files with --force."
-        changed = [words for words, trait in self.purpose.traits.items() if old.traits.get(words) != trait]
+        changed = [words for words, trait in self.manifest.traits.items() if old.traits.get(words) != trait]
         differs = f"{' and '.join(changed) or 'its files'} changed"
         if others := self.claims.others_at_other_work():
             detail = f"{self.root} is being written by {others[0]} for another plan"
             raise OutputError("locked", detail, "Wait for it, or choose another folder: -o FOLDER.")
-        if old.identity != self.purpose.identity and (terms.is_joining or not terms.is_forced):
+        if old.identity != self.manifest.identity and (terms.is_joining or not terms.is_forced):
             detail = f"{self.root} holds another plan: another source, format or dialect"
             raise OutputError("other-plan", detail, next_step)
         if terms.is_joining:
@@ -296,46 +294,14 @@ class OutputFolder:
             raise OutputError("other-plan", detail, "Give every worker the same source and options.")
         if (self.root / old.last).exists() and not terms.is_forced:
             raise OutputError("other-plan", f"{self.root} holds a finished result, and since then {differs}", next_step)
-        forgotten = old.files if terms.is_forced else set(old.files) - set(self.purpose.files)
+        forgotten = old.files if terms.is_forced else set(old.files) - set(self.manifest.files)
         for file in (old.last, *sorted(forgotten)):
             with told(self.root / file):
                 (self.root / file).unlink(missing_ok=True)
 
 
-def read_plan(root: Path) -> Purpose | None:
-    """The plan that a folder holds; None where it is new.  OutputError where it is foreign, or the plan damaged."""
-    path = root / STATE / PLAN
-    if not path.exists():
-        refuse_foreign(root)
-        return None
-    try:
-        return Purpose.from_json(path.read_text(encoding="utf-8"))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        detail = f"{path} is damaged; expected the plan that began {root}"
-        raise OutputError("other-plan", detail, "Remove the folder yourself, or choose another: -o FOLDER.") from None
-
-
-def read_ended(root: Path) -> tuple[object, dict[str, str]]:
-    """(what changes whenever a folder is finished once more, the sha256 of every file in it then)."""
-    path = root / STATE / ENDED
-    try:
-        status = path.stat()
-        entry = json.loads(path.read_text(encoding="utf-8"))
-        return (status.st_mtime_ns, status.st_ino), dict(entry["files"])
-    except (ValueError, KeyError, TypeError, RecursionError, OSError):
-        return None, {}
-
-
-def refuse_foreign(root: Path) -> None:
-    """OutputError where a folder holds anything that fp4convert did not begin."""
-    others = sorted(set(os.listdir(root)) - {STATE})
-    if others and not (root / PLAN_FILE).exists():  # looked for last: it comes before all others
-        detail = f"{root} is not empty (it holds {others[0]!r}) and was not begun by fp4convert"
-        raise OutputError("foreign-output", f"{detail}; expected a new or empty folder", "Choose another: -o FOLDER.")
-
-
 @contextmanager
-def open_output(root: Path, purpose: Purpose, terms: Terms) -> Iterator[OutputFolder]:
+def open_output(root: Path, manifest: Manifest, terms: Terms) -> Iterator[OutputFolder]:
     """The output folder, created, with this process among those that work in it.
 
     Raises OutputError where it is foreign, holds another plan, cannot be written, or where the disk has too little room
@@ -348,18 +314,18 @@ def open_output(root: Path, purpose: Purpose, terms: Terms) -> Iterator[OutputFo
         if is_there and not is_ours:
             refuse_foreign(root)
         if not is_ours:
-            _check_space(root, purpose, terms.needed_nbytes)
-    with entered(root, purpose) as folder:
+            _check_space(root, manifest, terms.needed_nbytes)
+    with entered(root, manifest) as folder:
         folder.begin(terms)
         yield folder
 
 
 @contextmanager
-def entered(root: Path, purpose: Purpose) -> Iterator[OutputFolder]:
+def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
     """A folder of ours, with this process among those that work in it."""
-    claims = Claims(root / STATE / "claims", work=purpose.plan_id)
+    claims = Claims(root / STATE / "claims", work=manifest.plan_id)
     claims.__enter__()
-    folder = OutputFolder(root, purpose, claims)
+    folder = OutputFolder(root, manifest, claims)
     try:
         with told(root):
             for place in (folder.state / "done", folder.temps):
@@ -375,10 +341,10 @@ def entered(root: Path, purpose: Purpose) -> Iterator[OutputFolder]:
         claims.__exit__(None, None, None)
 
 
-def _check_space(root: Path, purpose: Purpose, needed_nbytes: int) -> None:
+def _check_space(root: Path, manifest: Manifest, needed_nbytes: int) -> None:
     existing = next(place for place in (root, *root.absolute().parents) if place.exists())
     coming = [Path(folder, file) for folder, _, files in os.walk(root / STATE / "tmp") for file in files]
-    missing_nbytes = needed_nbytes - sum(_nbytes_of(path) or 0 for path in (*(root / file for file in purpose.files), *coming))
+    missing_nbytes = needed_nbytes - sum(_nbytes_of(path) or 0 for path in (*(root / file for file in manifest.files), *coming))
     disk = os.statvfs(existing)
     free = disk.f_bavail * disk.f_frsize
     if missing_nbytes > free:

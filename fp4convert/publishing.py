@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from fp4convert.backends import open_backend
+from fp4convert.cluster import Errand, quantize_together
 from fp4convert.convert import begin_quantize, name_files, quantize
 from fp4convert.errors import InputError
-from fp4convert.fleet import Errand, quantize_together
 from fp4convert.job import Result
-from fp4convert.output import read_ended
+from fp4convert.manifest import read_ended
 from fp4convert.sources import Source
 from fp4convert.tasks import Plan
 from fp4convert.workers import Settings
@@ -86,7 +86,7 @@ def _publish(order: Order, source: Source, plan: Plan, work: Callable[[Settings]
     begin_quantize(source, plan, errand.output, settings)
     try:
         pusher.begin()
-        result = work(replace(settings, published=pusher.add))
+        result = work(replace(settings, named=pusher.add))
         options = {**asdict(errand.request), "subfolder": errand.access.subfolder}
         card = make_card(plan, result, source, CardRequest(goal.repo, options))
         _, files = read_ended(errand.output)

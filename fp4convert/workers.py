@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -24,7 +24,7 @@ from fp4convert.backends import Backend, processors
 from fp4convert.carrying import Carrier
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.dialects import Speller, dialect_named, form_of
-from fp4convert.errors import DeviceError, NumericError
+from fp4convert.errors import DeviceError, NumericError, SourceError
 from fp4convert.formats import (
     FLOAT_TYPES,
     GLOBAL_RANGE,
@@ -33,11 +33,12 @@ from fp4convert.formats import (
     Quantized,
     format_named,
 )
-from fp4convert.output import Published, TaskWriter
+from fp4convert.output import OnNamed, TaskWriter
+from fp4convert.parts import Share
+from fp4convert.pieces import CORRUPT
 from fp4convert.progress import Phases
 from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef
-from fp4convert.sharing import Share
 from fp4convert.sources import Source
 from fp4convert.spelling import Part
 from fp4convert.stacks import Rows, Slot, alternate, rows_of
@@ -57,7 +58,7 @@ class Settings:
     is_joining  one of several processes that begin together: none of them may replace a plan
     share       the part of the tasks that this process does; None for all that nobody else does
     tell        gets a line for people when everything has to wait
-    published   called with the path, the name and the sha256 of every file that this process has finished
+    named   called with the path, the name and the sha256 of every file that this process has finished
     """
 
     device: str = "auto"
@@ -67,7 +68,7 @@ class Settings:
     is_joining: bool = False
     share: Share | None = None
     tell: Callable[[str], None] = lambda line: None
-    published: Published = lambda path, file, sha256: None
+    named: OnNamed = lambda path, file, sha256: None
 
 
 class UnsoundShardError(Exception):
@@ -318,3 +319,45 @@ def _by_scale_group(task: Task, is_streamed: bool) -> list[list[Step]]:
     if is_streamed:
         return sorted(gathered.values(), key=lambda steps: min(step.refs[0].start for step in steps))
     return sorted(gathered.values(), key=lambda steps: -sum(step.source_bytes for step in steps))
+
+
+class Filler:
+    """Fills the shards of one task after the other.
+
+    verb     what is done
+    unsound  the error of every tensor because of which a shard cannot be finished, by its name
+    given_up keys of the tasks that hold them
+    """
+
+    def __init__(self, source: Source, worker: Worker, settings: Settings) -> None:
+        self._source = source
+        self._worker = worker
+        self._settings = settings
+        self.verb = worker.action
+        self.unsound: dict[str, NumericError] = {}
+        self.given_up: set[str] = set()
+
+    def fill(self, task: Task, writer: TaskWriter) -> bool:
+        """True where the shards are whole; what arrives damaged is fetched once more."""
+        try:
+            return self._fill_once(task, writer)
+        except SourceError as error:
+            if error.code != CORRUPT:
+                raise
+            writer.begin_again()
+            return self._fill_once(task, writer)
+
+    def _fill_once(self, task: Task, writer: TaskWriter) -> bool:
+        found: list[NumericError] = []
+        with self._source.stream(task.steps[0].refs[0].file) if task.steps else nullcontext():
+            try:
+                fill_shard(task, writer, self._worker, self._settings)
+            except UnsoundShardError as caught:
+                found = caught.errors
+        self.unsound |= {str(error.tensor): error for error in found}
+        if found:
+            self.given_up.add(task.key)
+            return False
+        for file in task.sources:
+            self._source.check_unchanged(file)
+        return True

@@ -12,7 +12,8 @@ import pytest
 from checkpoints import run, weight, write_checkpoint
 
 from fp4convert.errors import OutputError
-from fp4convert.output import Terms, entered, read_plan
+from fp4convert.manifest import read_manifest
+from fp4convert.output import Terms, entered
 
 CROWD = Path(__file__).with_name("crowd.py")
 STATE, RECORD = ".fp4convert", "quantization_config.json"
@@ -98,7 +99,7 @@ def test_of_two_plans_at_once_one_is_carried_out_and_the_other_refused(names, be
 
 def test_one_that_comes_while_another_sweeps_keeps_its_files(clean, tmp_path, monkeypatch):
     out = shutil.copytree(clean["a"], tmp_path / "out")
-    plan = read_plan(out)
+    plan = read_manifest(out)
     with entered(out, plan) as first:
         newcomer, others = entered(out, plan), first.claims.others
 
@@ -125,7 +126,7 @@ def test_one_that_leaves_while_another_sweeps_is_no_error(clean, tmp_path, monke
         remove(path, **options)
 
     monkeypatch.setattr("fp4convert.output.shutil.rmtree", remove_twice)
-    with entered(out, read_plan(out)) as folder:
+    with entered(out, read_manifest(out)) as folder:
         folder.begin(Terms(0))
 
 
@@ -151,7 +152,7 @@ def test_a_folder_that_another_began_meanwhile_is_not_foreign(source, clean, tmp
 
 def test_a_process_without_its_files_begins_no_task(clean, tmp_path):
     out = shutil.copytree(clean["a"], tmp_path / "out")
-    plan = read_plan(out)
+    plan = read_manifest(out)
     with entered(out, plan) as folder:
         shutil.rmtree(folder.temps)
         folder.forget(plan.tasks[0])

@@ -117,8 +117,8 @@ main()
 BUG = (
     IMPATIENT.replace("main()", "import fp4convert.workers as w\ndef fail(*a): raise KeyError('a bug')\nw.fill_shard = fail\n")
     + """
-import fp4convert.shift
-fp4convert.shift.fill_shard = fail
+import fp4convert.workers
+fp4convert.workers.fill_shard = fail
 main()
 """
 )

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from checkpoints import FIRST, SECOND, bf16, run, start, weight, write_checkpoint, write_llama, write_zeros
 
-from fp4convert.output import entered, read_plan
-from fp4convert.purpose import Done
+from fp4convert.manifest import Done, read_manifest
+from fp4convert.output import entered
 
 STATE = ".fp4convert"
 NVFP4 = ("--format", "nvfp4", "--json", "-q")
@@ -204,7 +204,7 @@ def test_a_second_result_of_a_task_is_discarded(tmp_path):
     """Another process finished the shard while this one did: what is there stays."""
     source, out = write_llama(tmp_path / "source"), tmp_path / "out"
     quantize(source, out)
-    plan = read_plan(out)
+    plan = read_manifest(out)
     task = next(task for task in plan.tasks if FIRST in task.files)
     before = (out / FIRST).read_bytes()
     with entered(out, plan) as folder:
@@ -241,8 +241,8 @@ def test_a_finished_folder_is_unfinished_while_a_shard_is_done_again(layers, tmp
     out = tmp_path / "out"
     quantize(layers, out)
     (out / "model-03.safetensors").unlink()
-    with entered(out, read_plan(out)) as folder:
-        (task,) = folder.claimed(folder.purpose.tasks)
+    with entered(out, read_manifest(out)) as folder:
+        (task,) = folder.claimed(folder.manifest.tasks)
         assert "model-03.safetensors" in task.files
         assert not (out / "quantization_config.json").exists()
 

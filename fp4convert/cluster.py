@@ -20,8 +20,8 @@ from typing import Any
 from fp4convert.convert import Request, begin_quantize, prepare_quantize, quantize
 from fp4convert.errors import DeviceError, Fp4Error, InputError
 from fp4convert.job import Result
+from fp4convert.manifest import TaskFiles
 from fp4convert.output import OutputFolder
-from fp4convert.purpose import Listed
 from fp4convert.sources import Access, Source, open_source
 from fp4convert.tasks import Plan
 from fp4convert.workers import Settings
@@ -102,12 +102,12 @@ class _Watch:
 
     def look(self) -> None:
         for task in list(self._left.values()):
-            done = self._folder.record_of(Listed.of(task))
+            done = self._folder.record_of(TaskFiles.of(task))
             if done is None:
                 continue
             del self._left[task.key]
             for file, sha256 in done.files.items():
-                self._settings.published(self._folder.root / file, file, sha256)
+                self._settings.named(self._folder.root / file, file, sha256)
             for step in task.steps:
                 self._settings.phases.report(step.refs[0].name, step.source_bytes)
 

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from fp4convert.errors import OutputError
 from fp4convert.gguf_shard import GGUF
-from fp4convert.sources import WEIGHTS
+from fp4convert.sources import PLAN_FILE, WEIGHTS
 from fp4convert.tasks import Task
 
+STATE, PLAN = PLAN_FILE.split("/")
+ENDED = "ended.json"
 
-class Listed(NamedTuple):
+
+class TaskFiles(NamedTuple):
     """A task as a plan lists it: its key, and the size of every file that it writes."""
 
     key: str
     files: dict[str, int]
 
     @staticmethod
-    def of(task: Task) -> Listed:
-        return Listed(task.key, {shard.file: shard.nbytes for shard in task.shards})
+    def of(task: Task) -> TaskFiles:
+        return TaskFiles(task.key, {shard.file: shard.nbytes for shard in task.shards})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Purpose:
+class Manifest:
     """What a run is for.
 
     identity  source, format and dialect: a folder begun for another identity is refused
@@ -62,7 +67,7 @@ class Purpose:
 
     identity: dict[str, object]
     traits: dict[str, str]
-    tasks: tuple[Listed, ...]
+    tasks: tuple[TaskFiles, ...]
     texts: dict[str, str]
     record: dict[str, object] | None
     last: str
@@ -90,25 +95,68 @@ class Purpose:
         return {**document, "sha256": _hash(document)}
 
     @staticmethod
-    def from_json(text: str) -> Purpose:
+    def from_json(text: str) -> Manifest:
         """The plan that was written; ValueError, KeyError, TypeError or AttributeError where it is damaged."""
         entry = dict(json.loads(text))
         if entry.pop("sha256") != _hash(entry):
             raise ValueError("changed since it was written")
-        purpose = Purpose(
+        manifest = Manifest(
             identity=dict(entry["identity"]),
             traits=dict(entry["traits"]),
-            tasks=tuple(Listed(str(task["key"]), dict(task["files"])) for task in entry["tasks"]),
+            tasks=tuple(TaskFiles(str(task["key"]), dict(task["files"])) for task in entry["tasks"]),
             texts=dict(entry["texts"]),
             record=None if entry["record"] is None else dict(entry["record"]),
             last=str(entry["last"]),
             origin=dict(entry["source"]),
         )
-        for name in (purpose.last, *purpose.files, *(task.key for task in purpose.tasks)):
+        for name in (manifest.last, *manifest.files, *(task.key for task in manifest.tasks)):
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"{name} is outside the folder")
-        return purpose
+        return manifest
 
 
 def _hash(document: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(document).encode()).hexdigest()
+
+
+def read_manifest(root: Path) -> Manifest | None:
+    """The plan that a folder holds; None where it is new.  OutputError where it is foreign, or the plan damaged."""
+    path = root / STATE / PLAN
+    if not path.exists():
+        refuse_foreign(root)
+        return None
+    try:
+        return Manifest.from_json(path.read_text(encoding="utf-8"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        detail = f"{path} is damaged; expected the plan that began {root}"
+        raise OutputError("other-plan", detail, "Remove the folder yourself, or choose another: -o FOLDER.") from None
+
+
+class Ended(NamedTuple):
+    """How a folder was finished last.
+
+    mark   another one each time; None where it never was
+    files  the sha256 of every file in it then
+    """
+
+    mark: object
+    files: dict[str, str]
+
+
+def read_ended(root: Path) -> Ended:
+    """How a folder was finished last."""
+    path = root / STATE / ENDED
+    try:
+        status = path.stat()
+        entry = json.loads(path.read_text(encoding="utf-8"))
+        return Ended((status.st_mtime_ns, status.st_ino), dict(entry["files"]))
+    except (ValueError, KeyError, TypeError, RecursionError, OSError):
+        return Ended(None, {})
+
+
+def refuse_foreign(root: Path) -> None:
+    """OutputError where a folder holds anything that fp4convert did not begin."""
+    others = sorted(set(os.listdir(root)) - {STATE})
+    if others and not (root / PLAN_FILE).exists():  # looked for last: it comes before all others
+        detail = f"{root} is not empty (it holds {others[0]!r}) and was not begun by fp4convert"
+        raise OutputError("foreign-output", f"{detail}; expected a new or empty folder", "Choose another: -o FOLDER.")
