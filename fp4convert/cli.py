@@ -104,8 +104,8 @@ def quantize_command(
     screen = render.Screen(json, quiet)
     share = parts.choose_share(join or ray is not None, shard_index, num_shards, os.environ)
     goal = publishing.choose_publication(push_to_hub, private, _given(token))
-    begun = output or Path(f"{Path(source).name}-{format.upper()}")
-    access = _access(screen.warn, (revision, subfolder), token, (memory, transport), begun)
+    target = output or Path(f"{sources.name_of(source)}-{format.upper()}")
+    access = _access(screen.tell, (revision, subfolder), token, (memory, transport), target)
     patterns = (tuple(include or ()), tuple(exclude or ()))
     request = convert.Request(format, dialect, scale_rule, activations, input_scale, *patterns)
     with screen.phases() as phases:
@@ -118,7 +118,6 @@ def quantize_command(
         if dry_run:
             document = convert.describe_plan(opened, todo, settings)
         else:
-            target = output or Path(f"{opened.name}-{format.upper()}")
             errand = cluster.Errand(source, access, request, target, device, workers)
             document = publishing.fulfil(publishing.Order(errand, settings, ray, goal), opened, todo).as_json()
     screen.show(document, render.draw_plan if dry_run else render.draw_result)
@@ -142,8 +141,8 @@ def inspect_command(
     from fp4convert import inspection, render, sources
 
     screen = render.Screen(json)
-    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token))
-    original = sources.open_source(source, _access(screen.warn, (None, None), token)) if source else None
+    opened = artifacts.open_artifact(artifact, _access(screen.tell, (revision, subfolder), token))
+    original = sources.open_source(source, _access(screen.tell, (None, None), token)) if source else None
     description = inspection.inspect(opened, original, full)
     screen.show(description, render.draw_artifact)
     raise typer.Exit(0 if description["healthy"] else 6)
@@ -168,8 +167,8 @@ def verify_command(
     from fp4convert import render, sources, verification
 
     screen = render.Screen(json)
-    opened = artifacts.open_artifact(artifact, _access(screen.warn, (revision, subfolder), token))
-    original = sources.open_source(source, _access(screen.warn, (None, None), token)) if source else None
+    opened = artifacts.open_artifact(artifact, _access(screen.tell, (revision, subfolder), token))
+    original = sources.open_source(source, _access(screen.tell, (None, None), token)) if source else None
     report = verification.verify(opened, original, verification.Gate(min_sqnr, max_nmse))
     screen.show(report.as_json(), render.draw_verification)
     raise typer.Exit(0 if report.passed else 6)
@@ -202,7 +201,7 @@ def dequantize_command(
     screen = render.Screen(json, quiet)
     with screen.phases() as phases:
         phases.begin("plan")
-        access = _access(screen.warn, (revision, subfolder), token, (memory, transport), output)
+        access = _access(screen.tell, (revision, subfolder), token, (memory, transport), output)
         opened = artifacts.open_artifact(artifact, access)
         todo = convert.prepare_dequantize(opened, dtype)
         screen.warn([*todo.warnings, *gpus.unused(device)])
@@ -271,7 +270,7 @@ def transcode_command(
     screen = render.Screen(json, quiet)
     with screen.phases() as phases:
         phases.begin("plan")
-        access = _access(screen.warn, (revision, subfolder), token, (memory, transport), output)
+        access = _access(screen.tell, (revision, subfolder), token, (memory, transport), output)
         opened = artifacts.open_artifact(artifact, access)
         donor = sources.open_source(template) if template else None
         todo = convert.prepare_transcode(opened, convert.TranscodeRequest(dialect, format, scale_layout), donor)
@@ -282,7 +281,7 @@ def transcode_command(
 
 
 def _access(
-    tell: Callable[[list[str]], None],
+    tell: Callable[[str], None],
     where: tuple[str | None, str | None],
     token: str | None,
     way: tuple[float, str] = (1.0, "http"),
@@ -290,7 +289,7 @@ def _access(
 ) -> Access:
     """How the Hub is asked; `where` is a revision and a subfolder, `way` the GB of memory and the transport."""
     memory, transport = way
-    return Access(*where, _given(token), int(min(memory, MOST_MEMORY) * 10**9), lambda line: tell([line]), transport, output)
+    return Access(*where, _given(token), int(min(memory, MOST_MEMORY) * 10**9), tell, transport, output)
 
 
 def _given(token: str | None) -> str | None:

@@ -280,7 +280,8 @@ class OutputFolder:
                     shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
 
     def _replace(self, old: Manifest, terms: Terms) -> None:
-        next_step = "Choose another folder with -o, or discard its files with --force."
+        discard = "" if terms.is_joining else ", or discard its files with --force"
+        next_step = f"Choose another folder with -o{discard}."
         changed = [words for words, trait in self.manifest.traits.items() if old.traits.get(words) != trait]
         differs = f"{' and '.join(changed) or 'its files'} changed"
         if others := self.claims.others_at_other_work():

@@ -74,9 +74,11 @@ def find_share(index: int | None, count: int | None, environment: Mapping[str, s
     if index is None or count is None:
         detail = f"--shard-index {_said(index)} and --num-shards {_said(count)}; expected both, or a launcher that sets them"
         raise InputError("share", detail, "Give both: --shard-index 0 --num-shards 4 for the first of four processes.")
+    if count < 1:
+        raise InputError("share", f"--num-shards {count}; expected 1 or more", "Say how many processes there are.")
     if not 0 <= index < count:
         whence = f" (from {named_by})" if named_by else ""
-        detail = f"--shard-index {index} of --num-shards {count}{whence}: expected an index from 0 to {max(count - 1, 0)}"
+        detail = f"--shard-index {index} of --num-shards {count}{whence}: expected an index from 0 to {count - 1}"
         raise InputError("share", detail, "Give both: --shard-index 0 --num-shards 4 for the first of four processes.")
     return Share(index, count, named_by) if count > 1 else None
 
@@ -91,8 +93,8 @@ def _find_launched(environment: Mapping[str, str], count: int | None) -> tuple[i
             values = {name: int(environment[name]) for name in names}
         except ValueError:
             continue  # not what a launcher sets
-        if total and count not in (None, values[total]):
-            continue
+        if total and (values[total] == 1 or count not in (None, values[total])):
+            continue  # it launched this process alone, or something else
         index, rest = divmod(values[number] - values.get(first, 0), values.get(step, 1) or 1)
         if rest == 0:
             return index, values.get(total), " and ".join(names[:2] if total else names[:1])

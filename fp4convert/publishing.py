@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
+from fp4convert.artifact import CARD
 from fp4convert.backends import open_backend
 from fp4convert.cluster import Errand, quantize_together
 from fp4convert.convert import begin_quantize, name_files, quantize
@@ -90,7 +91,8 @@ def _publish(order: Order, source: Source, plan: Plan, work: Callable[[Settings]
         options = {**asdict(errand.request), "subfolder": errand.access.subfolder}
         card = make_card(plan, result, source, CardRequest(goal.repo, options))
         _, files = read_ended(errand.output)
-        settings.phases.begin("upload", sum((errand.output / file).stat().st_size for file in files))
+        nbytes = sum((errand.output / file).stat().st_size for file in files if file != CARD)
+        settings.phases.begin("upload", nbytes + len(card.encode("utf-8", "replace")))
         return replace(result, pushed=pusher.commit(errand.output, files, card, settings.phases.report))
     finally:
         pusher.stop()

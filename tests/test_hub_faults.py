@@ -56,7 +56,7 @@ def test_what_passes_changes_no_byte(faults, hub, folder, tmp_path):
     expected = expect(hub, folder, tmp_path / "a")
     made = [hub.fault(**fault) for fault in faults]
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
-    assert (outcome.code, outcome.err.replace("warning: rate limited by the Hub: waiting 1 s\n", "")) == (0, "")
+    assert (outcome.code, outcome.err.replace("rate limited by the Hub: waiting 1 s\n", "")) == (0, "")
     assert outcome.json["digest"] == expected
     assert [fault.times for fault in made] == [0] * len(made)
 

@@ -27,6 +27,7 @@ STEP = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # srun in each job of
         (1, None, SRUN, (1, 4)),
         (None, None, {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "a\nb"}, (1, 2)),
         (None, None, {"RANK": "5", "WORLD_SIZE": "8"}, (5, 8)),
+        (None, None, {**STEP, "RANK": "5", "WORLD_SIZE": "8"}, (5, 8)),  # torchrun under srun
         (None, None, {"RANK": "0", "WORLD_SIZE": "1"}, None),
         (None, 1, {"RANK": "5", "WORLD_SIZE": "8"}, None),
         (None, None, {"RANK": "gold", "WORLD_SIZE": "8"}, None),

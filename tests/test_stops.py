@@ -6,11 +6,14 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkpoints import run, start, write_llama, write_zeros
 from test_hub import NVFP4
+
+from fp4convert.manifest import TaskFiles, read_manifest
 
 EVERY = 10_000
 SLOW = {"Retry-After": "600"}
@@ -100,13 +103,11 @@ def test_a_long_check_of_what_is_written(tmp_path):
 
 def grow(out, nbytes: int) -> None:
     """Make a finished shard long, and the plan and the record of its task say so."""
-    (plan_file,) = out.glob(".fp4convert/plan.json")
-    plan = json.loads(plan_file.read_text())
-    for task in plan["tasks"]:
-        for file in task["files"]:
-            task["files"][file] = nbytes
-            os.truncate(out / file, nbytes)
-    plan_file.write_text(json.dumps(plan))
+    manifest = read_manifest(out)
+    tasks = tuple(TaskFiles(task.key, dict.fromkeys(task.files, nbytes)) for task in manifest.tasks)
+    for file in manifest.shards:
+        os.truncate(out / file, nbytes)
+    (out / ".fp4convert" / "plan.json").write_text(json.dumps(replace(manifest, tasks=tasks).as_json()))
 
 
 def wait_until_it_reads(process: int, out) -> None:

@@ -176,6 +176,15 @@ def open_source(reference: str, access: Access | None = None, may_be_empty: bool
     return HubSource(reference, access or Access())
 
 
+def name_of(reference: str) -> str:
+    """What a person calls a source: the last part of its path, or of its name on the Hub."""
+    path = Path(reference)
+    try:
+        return path.stem if path.is_file() else path.resolve().name
+    except (OSError, ValueError, RuntimeError):  # no path at all, which open_source tells
+        return path.name
+
+
 def commit_begun(output: Path | None, repo: str) -> str | None:
     """The commit of a repository that an output was begun from; None where there is none."""
     try:

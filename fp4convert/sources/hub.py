@@ -39,6 +39,7 @@ from fp4convert.sources import (
     check_index,
     check_unique,
     choose_shards,
+    name_of,
     no_weights,
     read_index,
     sort_others,
@@ -64,7 +65,7 @@ class HubSource:
         if access.transport not in TRANSPORTS:
             raise InputError("transport", f"transport {access.transport!r} is not known; expected {' or '.join(TRANSPORTS)}")
         patience = patience or Patience()
-        self.name = reference.partition("/")[2]
+        self.name = name_of(reference)
         self._repo = reference
         headers = build_hf_headers(token=access.token, library_name="fp4convert")
         check_token(headers)

@@ -20,6 +20,7 @@ from fp4convert.sources import (
     check_index,
     check_unique,
     choose_shards,
+    name_of,
     no_weights,
     read_index,
     sort_others,
@@ -37,7 +38,7 @@ class LocalSource:
     def __init__(self, path: Path, may_be_empty: bool = False) -> None:
         self._folder = path if path.is_dir() else path.parent
         self._single = None if path.is_dir() else path.name
-        self.name = path.resolve().name if path.is_dir() else path.stem
+        self.name = name_of(str(path))
         self._maps: dict[str, mmap.mmap] = {}
         self._streams: dict[str, BinaryIO] = {}
         self._lock = threading.Lock()
