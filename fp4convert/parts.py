@@ -75,7 +75,11 @@ def find_share(index: int | None, count: int | None, environment: Mapping[str, s
         detail = f"--shard-index {_said(index)} and --num-shards {_said(count)}; expected both, or a launcher that sets them"
         raise InputError("share", detail, "Give both: --shard-index 0 --num-shards 4 for the first of four processes.")
     if count < 1:
-        raise InputError("share", f"--num-shards {count}; expected 1 or more", "Say how many processes there are.")
+        raise InputError(
+            "share",
+            f"--num-shards {count}; expected 1 or more",
+            "Say how many processes there are: --shard-index 0 --num-shards 4.",
+        )
     if not 0 <= index < count:
         whence = f" (from {named_by})" if named_by else ""
         detail = f"--shard-index {index} of --num-shards {count}{whence}: expected an index from 0 to {count - 1}"

@@ -155,3 +155,16 @@ def test_an_artifact_from_the_hub_names_where_it_came_from(hub, source, tmp_path
     card = hub.read("me/q")["README.md"].decode()
     assert "base_model: org/m" in card
     assert f"--revision {commit}" in card
+
+
+@pytest.mark.parametrize("repo", ["nonsense", "me/q/r", "me/..", "https://huggingface.co/me/q"])
+def test_a_name_that_cannot_be_is_refused_before_anything_is_written(repo, hub, source, tmp_path):
+    outcome = push(source, *NVFP4, "-o", tmp_path / "q", "--push-to-hub", repo)
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "repo-name")
+    assert not (tmp_path / "q").exists()
+
+
+def test_the_progress_of_an_upload_ends_at_all_of_it(hub, source, tmp_path, monkeypatch):
+    monkeypatch.setattr("fp4convert.progress.LINE_SECONDS", 0.0)
+    told = [line for line in push(source, *NVFP4, "-o", tmp_path / "q", *PUSH).err.splitlines() if line.startswith("upload: ")]
+    assert "(100 %)" in told[-2]
