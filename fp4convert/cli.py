@@ -34,7 +34,7 @@ app = typer.Typer(
 SourceArgument = Annotated[str, typer.Argument(help="A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.")]
 ArtifactArgument = Annotated[str, typer.Argument(help="Four-bit weights: a folder, one file, or ORG/NAME on the Hub.")]
 FormatOption = Annotated[str, typer.Option("--format", help="Target: nvfp4 or mxfp4.")]
-OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="New folder. Default: ./NAME-FORMAT.")]
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", readable=False, help="New folder. Default: ./NAME-FORMAT.")]
 DialectOption = Annotated[str, typer.Option(help="compressed-tensors, modelopt, quark, deepseek, mlx, comfy, plain or gguf.")]
 LayoutOption = Annotated[
     str | None, typer.Option(help="plain: linear (default), 128x4, 8x4, deepgemm, k_major, interleaved, appended.")
@@ -177,7 +177,7 @@ def verify_command(
 @app.command("dequantize")
 def dequantize_command(
     artifact: ArtifactArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="New folder.")],
+    output: Annotated[Path, typer.Option("--output", "-o", readable=False, help="New folder.")],
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     device: DeviceOption = "auto",
     workers: WorkersOption = 0,
@@ -212,7 +212,7 @@ def dequantize_command(
 
 @app.command("merge")
 def merge_command(
-    output: Annotated[Path, typer.Argument(help="The folder that every part was written to, or was copied into.")],
+    output: Annotated[Path, typer.Argument(readable=False, help="The folder that parts were written to, or copied into.")],
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -242,7 +242,7 @@ def doctor_command(json: JsonOption = False) -> None:
 @app.command("transcode")
 def transcode_command(
     artifact: ArtifactArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="New folder.")],
+    output: Annotated[Path, typer.Option("--output", "-o", readable=False, help="New folder.")],
     dialect: Annotated[
         str, typer.Option(help="compressed-tensors, modelopt, quark, gpt-oss, deepseek, mlx, comfy, gguf or plain.")
     ],

@@ -131,15 +131,20 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
         ending = shift.work(Filler(job.source, worker, settings))
         own_nbytes = sum((output / file).stat().st_size for file in folder.hashes)
         own_shards = sum(shard.file in folder.hashes for shard in job.plan.shards)
-    actions = Counter(step.action for step in job.plan.steps)
-    share = settings.share
+        own = set(folder.hashes)
+    share, tasks = settings.share, job.plan.tasks
+    sizes = {shard.file: shard.nbytes for shard in job.source.checkpoint.shards}
+    if share:  # what this part did, and no other
+        tasks = tuple(task for task in tasks if task.shards[0].file in own)
+        sizes = {task.shards[0].file: sizes.get(task.shards[0].file, 0) for task in tasks}
+    actions = Counter(step.action for task in tasks for step in task.steps)
     return Result(
         output=str(output),
         format=job.plan.target.format,
         dialect=job.plan.target.dialect,
         scale_rule=job.plan.target.scale_rule,
         device=worker.device,
-        source_bytes=job.source.checkpoint.nbytes,
+        source_bytes=sum(sizes.values()),
         output_bytes=ending.nbytes if ending else own_nbytes,
         seconds=round(time.monotonic() - started, 3),
         tensors={worker.made: actions[worker.action], "copied": actions["copy"], "skipped": actions["skip"]},

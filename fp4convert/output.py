@@ -11,6 +11,7 @@ Any number of processes may carry out the same plan at once.  Nothing foreign is
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -100,8 +101,8 @@ class Terms:
 class OutputFolder:
     """The output, as long as this process works in it.
 
-    hashes     sha256 of every file that this process has written or read again
-    named  called with the path, the name and the sha256 of every file that has got its final name
+    hashes  sha256 of every file that this process has written or read again
+    named   called with the path, the name and the sha256 of every file that has got its final name
     """
 
     root: Path
@@ -372,5 +373,8 @@ def _fsync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that knows no such thing for folders
+            raise
     finally:
         os.close(fd)

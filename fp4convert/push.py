@@ -16,14 +16,14 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from fp4convert.artifact import CARD, RECORD
 from fp4convert.asking import AGAIN, Asker
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
 from fp4convert.ranges import Patience, RangeReader, RemoteFile, check_endpoint, check_token
-from fp4convert.sources import WEIGHTS
+from fp4convert.sources import OTHER_WEIGHTS, WEIGHTS
 
 BRANCH = "main"
 ENGINE_RECORD = "hf_quant_config.json"  # of an earlier artifact in another dialect: it would contradict ours
@@ -119,7 +119,7 @@ class Pusher:
 
     def _check_weights(self, head: Head) -> None:
         """OutputError where engines would find weights of somebody else beside ours."""
-        if not self._was_ours and (weights := sorted(filter(_is_weights, head.files))):
+        if not self._was_ours and (weights := sorted(filter(_is_any_weights, head.files))):
             detail = f"{self.repo} holds weights that fp4convert did not write, the first {weights[0]!r}"
             raise OutputError("foreign-repo", f"{detail}; expected a repository without, or its own", "Name another.")
 
@@ -294,6 +294,11 @@ class Pusher:
 def _is_weights(name: str) -> bool:
     """True for what engines take for weights, or for their index."""
     return "/" not in name and (name.endswith(WEIGHTS) or name.endswith(f"{WEIGHTS}.index.json"))
+
+
+def _is_any_weights(name: str) -> bool:
+    """True for what engines may take for weights, in any form."""
+    return _is_weights(name) or PurePosixPath(name).suffix in OTHER_WEIGHTS
 
 
 def _check_name(name: str) -> None:

@@ -286,8 +286,7 @@ class ShardWriter:
         self.begin_again()
         with told(path, self._nbytes):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._fd, 0, nbytes)
+            _reserve(self._fd, nbytes)
             os.ftruncate(self._fd, nbytes)
             self._pwrite(memoryview(header), 0)
 
@@ -338,6 +337,16 @@ class ShardWriter:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Have the disk keep so much room, where it can: a full one is known before the first byte."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that reserves nothing
+            raise
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """The output folder: whose it is, what a second run does in it, and what a full or forbidden disk leaves behind."""
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -314,6 +316,19 @@ def test_a_read_only_folder_is_told(source, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o555)
     error = refusal(quantize(source, tmp_path / "locked" / "out"), "cannot-write")
     assert str(tmp_path / "locked") in error["message"]
+
+
+@pytest.mark.parametrize(("code", "expected"), [(errno.EINVAL, 0), (errno.EOPNOTSUPP, 0), (errno.EIO, 5)])
+def test_a_file_system_without_fsync_of_folders_will_do(code, expected, source, tmp_path, monkeypatch):
+    real = os.fsync
+
+    def fsync(fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert quantize(source, tmp_path / "out").code == expected
 
 
 def test_the_state_says_what_a_finished_shard_is(source, tmp_path):

@@ -73,5 +73,6 @@ def test_twice_the_tensors_are_twice_the_calls(folders):
 
 def test_twice_the_tensors_take_twice_the_time(folders):
     """Four times, and more where something is compared with everything."""
-    once, twice = (min(seconds_of(folder) for _ in range(2)) for folder in folders)
+    rounds = [[seconds_of(folder) for folder in folders] for _ in range(5)]  # the best of each, for cores are shared
+    once, twice = map(min, zip(*rounds, strict=True))
     assert twice / once < 3

@@ -187,6 +187,14 @@ def test_weights_of_somebody_else_are_not_touched(record, hub, made, told, tmp_p
     assert not hub.stored
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "onnx/model.onnx", "model-Q4_0.gguf"])
+def test_weights_in_another_form_are_not_touched(name, hub, made, told, tmp_path):
+    (tmp_path / "theirs" / name).parent.mkdir(parents=True)
+    (tmp_path / "theirs" / name).write_bytes(b"x" * 2000)
+    hub.add(REPO, tmp_path / "theirs")
+    assert refusal(OutputError, made, told).code == "foreign-repo"
+
+
 def test_nothing_leaves_a_repository_without_an_artifact(hub, made, told):
     hub.create(REPO)
     hub.head(REPO)["hf_quant_config.json"] = File(hub.keep(b"{}"), 2, "0" * 40)

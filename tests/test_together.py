@@ -111,6 +111,8 @@ def test_a_part_does_its_own_shards_alone(layers, tmp_path):
     written = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert written == [f"model-{number:02}.safetensors" for number in (1, 6, 11)]
     assert part["share"] == {"index": 1, "of": 5, "shards": 3}
+    assert part["tensors"] == {"quantized": 6, "copied": 0, "skipped": 0}
+    assert part["source_bytes"] == sum((layers / file).stat().st_size for file in written)
     assert part["output_bytes"] == sum((tmp_path / "out" / file).stat().st_size for file in written)
 
 
