@@ -71,6 +71,7 @@ def test_twice_the_tensors_are_twice_the_calls(folders):
     assert 1.8 < twice / once < 2.2
 
 
+@pytest.mark.slow  # where cores are shared with other tests, seconds mean little
 def test_twice_the_tensors_take_twice_the_time(folders):
     """Four times, and more where something is compared with everything."""
     rounds = [[seconds_of(folder) for folder in folders] for _ in range(5)]  # the best of each, for cores are shared
