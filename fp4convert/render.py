@@ -165,13 +165,15 @@ def draw_result(screen: Screen, result: Document) -> None:
     screen.line(f"  {', '.join(f'{word}{name}' for word, name in named.items() if name)}")
     screen.line(f"  {converted} tensors {how}, {counts['copied']} kept, {counts['skipped']} skipped")
     before, after = result["source_bytes"], result["output_bytes"]
-    weights = f", {bits:.3f} bits per weight where it is quantized" if bits else ""
-    screen.line(f"  {size_text(before)} -> {size_text(after)} ({100 * after / max(before, 1):.0f} %){weights}")
-    worked, seconds = before - result.get("adopted_bytes", 0), result["seconds"]
+    weights = f", {bits:.3f} bits per weight where it is quantized" if bits and before else ""
+    ratio = f" ({100 * after / before:.0f} %)" if before else ""
+    screen.line(f"  {size_text(before)} -> {size_text(after)}{ratio}{weights}")
+    share, seconds = result.get("share"), result["seconds"]
+    worked = before if share else before - result.get("adopted_bytes", 0)  # a part tells what it did itself
     rate = f", {rate_text(worked / seconds)}" if worked and seconds else ""
     screen.line(f"  in {duration_text(seconds)} on {result['device']}{rate}")
-    if share := result.get("share"):
-        screen.line(f"  part {share['index']} of {share['of']}: {share['shards']} shards. When every part is done:")
+    if share:
+        screen.line(f"  part {share['index']} of {share['of']}, shards written: {share['shards']}. When every part is done:")
         screen.line(f"  fp4convert merge {result['output']}")
     else:
         screen.line(f"  digest {result['digest']}")

@@ -116,6 +116,20 @@ def test_a_part_does_its_own_shards_alone(layers, tmp_path):
     assert part["output_bytes"] == sum((tmp_path / "out" / file).stat().st_size for file in written)
 
 
+def test_a_part_that_finds_nothing_to_do_says_so(layers, tmp_path):
+    for _ in range(2):  # the second finds its shard there already
+        drawn = run("quantize", layers, "--format", "nvfp4", "-o", tmp_path / "out", "--shard-index", 1, "--num-shards", 12)
+    assert drawn.out.splitlines() == [
+        str(tmp_path / "out"),
+        "  nvfp4, dialect compressed-tensors, rule amax",
+        "  0 tensors quantized, 0 kept, 0 skipped",
+        "  0.00 kB -> 0.00 kB",
+        f"  in {drawn.out.splitlines()[4].split()[1]} s on cpu",
+        "  part 1 of 12, shards written: 0. When every part is done:",
+        f"  fp4convert merge {tmp_path / 'out'}",
+    ]
+
+
 def test_merge_tells_what_is_missing_and_changes_nothing(layers, tmp_path):
     out = tmp_path / "out"
     quantize(layers, out, "--shard-index", 0, "--num-shards", 2)
