@@ -17,7 +17,7 @@ from fp4convert.formats import FLOAT_TYPES, format_named, row_panels
 from fp4convert.job import Job, Result, begin, carry_out
 from fp4convert.output import OutputFolder
 from fp4convert.plan import DTYPES, plan_dequantize, plan_quantize, plan_transcode
-from fp4convert.recipe import Target, build_recipe
+from fp4convert.recipe import Choice, Target, build_recipe
 from fp4convert.sources import INDEX, Source
 from fp4convert.spelling import is_reversible
 from fp4convert.tasks import Plan
@@ -40,6 +40,9 @@ class Request:
     input_scale: float | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    recipe: str | None = None
+    stack_order: str | None = None
+    stack_rows: str | None = None
 
 
 def prepare_quantize(source: Source, request: Request) -> Plan:
@@ -50,8 +53,8 @@ def prepare_quantize(source: Source, request: Request) -> Plan:
     reads_any = traits.global_scale_kind and all(shard.frame.reads_global_scales for shard in source.checkpoint.shards)
     is_unit = fmt.has_global_scale and not reads_any
     target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, input_scale, has_unit_scale=is_unit)
-    recipe = build_recipe(target, source.checkpoint.model_types, (request.include, request.exclude))
-    return plan_quantize(source.checkpoint, recipe)
+    choice = Choice(request.recipe, request.include, request.exclude, request.stack_order, request.stack_rows)
+    return plan_quantize(source.checkpoint, build_recipe(target, source.checkpoint.config, choice))
 
 
 def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp4convert"
 FLOORS = [
     {"errors", "streams"},
-    {"formats", "cubins", "shard", "ranges", "pieces", "progress", "parts"},
+    {"formats", "cubins", "shard", "ranges", "pieces", "progress", "parts", "patterns", "recipe_files"},
     {"asking", "claims", "codec", "gguf_shard", "recipe", "gpus", "layout", "stacks", "spelling", "xet"},
     {"sources", "dialects", "lane", "recast", "detection", "grid"},
     {"tasks", "backends"},
