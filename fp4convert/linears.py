@@ -19,7 +19,6 @@ from fp4convert.recipe import Recipe
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
 
-METHODS = frozenset({"fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4", "quark", "mlx"})  # whose tensors are known
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale", ".k_zero_point", ".v_zero_point")
 EXPERT_WORDS = ("expert", ".moe.", "_moe.")
 
@@ -98,7 +97,9 @@ def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
                 f"{ref.file}: {ref.name!r} ({ref.dtype} {list(ref.shape)}) is quantized in a way that fp4convert does not read"
             )
             raise InputError("already-quantized", detail, next_step, ref.name)
-    method = clues.record.get("quant_method", "modelopt" if clues.hf_quant_config else None)
-    if (clues.record or clues.hf_quant_config) and not linears.is_packed and method not in METHODS:
-        detail = f"config.json: the checkpoint is already quantized, by {method!r}, which fp4convert does not read"
-        raise InputError("already-quantized", detail, next_step)
+    if (clues.record or clues.hf_quant_config) and not linears.is_packed:
+        method = clues.record.get("quant_method", "modelopt")
+        detail = f"config.json: the checkpoint is already quantized, by {method!r}, and no tensor is stored in a way that fp4convert reads"
+        raise InputError(
+            "already-quantized", detail, f"{next_step} Where these are, remove quantization_config from config.json."
+        )

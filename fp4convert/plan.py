@@ -21,7 +21,7 @@ from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
 from fp4convert.spelling import Form
 from fp4convert.stacks import Slot
-from fp4convert.tasks import Draft, Plan, Task, Writing, module_of, refuse_collisions
+from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
 from fp4convert.verdicts import Verdict, decide, gathered, incomplete_groups
 
 KEPT_DTYPE = "BF16"  # of what was packed and stays
@@ -46,7 +46,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears) -> P
             if ref.name in home:
                 yield from drafting.of_tensor(ref, home[ref.name])
             elif ref.name not in consumed:
-                yield Draft("copy", _reason(ref, recipe), (ref,), (_as_it_is(ref),))
+                yield Draft(*_why(ref, recipe), (ref,), (_as_it_is(ref),))
 
     writing = Writing(checkpoint, recipe.target, dialect, forms[recipe.target.format])
     tasks = tuple(writing.task(shard, list(drafts(shard.tensors))) for shard in checkpoint.shards)
@@ -143,13 +143,15 @@ def _as_it_is(ref: TensorRef) -> TensorSpec:
     return TensorSpec(ref.name, ref.dtype, ref.shape)
 
 
-def _reason(ref: TensorRef, recipe: Recipe) -> str:
-    """Why a tensor that stands for no linear layer stays."""
+def _why(ref: TensorRef, recipe: Recipe) -> tuple[Action, str]:
+    """What becomes of a tensor that stands for no linear layer, and why."""
     if not ref.name.endswith(WEIGHT):
-        return "not a linear layer's weight"
+        return "copy", "not a linear layer's weight"
     if len(ref.shape) != MATRIX_DIMENSIONS:
-        return f"{len(ref.shape)}-dimensional, not a matrix"
-    return recipe.reason_to_keep(module_of(ref.name)) or f"{ref.dtype}, not one of {', '.join(FLOAT_TYPES)}"
+        return "copy", f"{len(ref.shape)}-dimensional, not a matrix"
+    if reason := recipe.reason_to_keep(module_of(ref.name)):
+        return "copy", reason
+    return "skip", f"{ref.dtype}, not one of {', '.join(FLOAT_TYPES)}"
 
 
 def kept_modules(tasks: Iterable[Task]) -> list[str]:
