@@ -22,7 +22,7 @@ from fp4convert.manifest import Manifest, TaskFiles, read_ended
 from fp4convert.output import OutputFolder, Terms, open_output
 from fp4convert.pieces import CORRUPT
 from fp4convert.sources import Source, stopping
-from fp4convert.tasks import Plan
+from fp4convert.tasks import Action, Plan
 from fp4convert.workers import Filler, Settings, Worker
 
 FIRST_SECONDS, LONGEST_SECONDS = 0.1, 3.0  # between looks at what others do: many wait, and a shared disk has to answer all
@@ -156,7 +156,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
     )
 
 
-def _count(actions: Mapping[str, int], worker: Worker) -> dict[str, int]:
+def _count(actions: Mapping[Action, int], worker: Worker) -> dict[str, int]:
     """How many tensors became what: beside the usual, blocks that were taken over and packed ones that became floats."""
     rare = {"transcoded": actions.get("transcode", 0), "dequantized": actions.get("dequantize", 0)}
     counts = {worker.made: actions.get(worker.action, 0), "copied": actions.get("copy", 0), "skipped": actions.get("skip", 0)}
