@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from fp4convert.artifact import RECORD, Artifact, make_record
+from fp4convert.artifact import Artifact
 from fp4convert.backends import open_backend
 from fp4convert.carrying import Carrier
 from fp4convert.dialects import Dialect, check_input_scale, dialect_named, dialect_to_write, form_of
@@ -18,8 +18,9 @@ from fp4convert.job import Job, Result, begin, carry_out
 from fp4convert.output import OutputFolder
 from fp4convert.plan import DTYPES, plan_dequantize, plan_quantize, plan_transcode
 from fp4convert.recipe import Target, build_recipe
+from fp4convert.record import RECORD, Contents, make_record
 from fp4convert.sources import INDEX, Source
-from fp4convert.spelling import is_reversible
+from fp4convert.spelling import Group, is_reversible
 from fp4convert.tasks import Plan
 from fp4convert.template import Framed, place_modules
 from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder
@@ -297,14 +298,15 @@ def _artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None =
     origin  of the weights; None where it is the source
     """
     spelling = _dialect_of(plan)
-    records = spelling.records(form_of(plan.target), plan.ignored, plan.quantized)
+    groups = (Group(form_of(plan.target), tuple(plan.quantized)),)
+    records = spelling.records(groups, plan.ignored)
     config = {key: value for key, value in source.checkpoint.config.items() if key not in QUANTIZATION_KEYS}
     if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
     texts = {**_index_text(plan), **{file: as_text(record) for file, record in records.items()}}
     producer = {"name": "fp4convert", "version": version("fp4convert")}
     here: dict[str, object] = {"repo": source.checkpoint.repo, "revision": source.checkpoint.revision}
-    record = make_record(plan.target, plan.ignored, plan.shapes, producer, origin or here)
+    record = make_record(plan.target, Contents(groups, plan.ignored, plan.shapes), producer, origin or here)
     return Job(source, plan, texts, record, RECORD, ENGINE_RECORDS | texts.keys())
 
 

@@ -14,7 +14,7 @@ FLOORS = [
     {"formats", "cubins", "shard", "ranges", "pieces", "progress", "parts"},
     {"asking", "claims", "codec", "gguf_shard", "recipe", "gpus", "layout", "stacks", "spelling", "xet"},
     {"sources", "dialects", "lane", "recast", "detection"},
-    {"tasks", "backends"},
+    {"tasks", "backends", "reading", "record"},
     {"plan", "manifest", "artifact", "doctor"},
     {"output", "carrying", "suspicion", "template", "push"},
     {"workers", "inspection", "ending"},
