@@ -97,7 +97,7 @@ def _findings(export: Path) -> list[tuple[str, str]]:
     return [(finding["level"], finding["code"]) for finding in found["findings"]]
 
 
-def _facts(export: Path) -> tuple[str, str, int, int]:
+def _facts(export: Path) -> tuple[str, str, int | None, int]:
     found = fp4convert_json("inspect", export)
     return found["dialect"], found["format"], found["activations"], found["tensors"]["quantized"]
 
@@ -123,8 +123,8 @@ def _refused(expected: str, *arguments: object) -> None:
 def test_inspect_knows_modelopts_exports(modelopt: Exports) -> None:
     assert {name: _facts(export) for name, export in modelopt.items()} == {
         "cache": ("modelopt", "nvfp4", 4, MODULES),
-        "beside-fp8": ("modelopt", "nvfp4", 4, IN_MLP),
-        "w4a4-beside-w4a16": ("modelopt", "nvfp4", 16, MODULES),
+        "beside-fp8": ("modelopt", "mixed", None, MODULES),
+        "w4a4-beside-w4a16": ("modelopt", "nvfp4", None, MODULES),
         "mxfp4": ("modelopt", "mxfp4", 16, MODULES),
     }
     assert {name: _findings(export) for name, export in modelopt.items()} == {
@@ -221,11 +221,12 @@ def test_modelopts_mxfp4_travels_to_compressed_tensors_and_quark(modelopt: Expor
 
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_inspect_knows_compressed_tensors_exports(compressed: dict[str, Any], name: str) -> None:
-    mixed = {**dict.fromkeys(REFUSED, (4, IN_MLP)), "w4a4-beside-w4a16": (16, MODULES)}
+    mixed = {"beside-fp8": (None, MODULES), "beside-int8": (4, IN_MLP), "w4a4-beside-w4a16": (None, MODULES)}
     plain = {"nvfp4": 4, "mxfp4": 4, "nvfp4a16": 16, "mxfp4a16": 16, "cache": 16}
     fmt = "mxfp4" if name.startswith("mxfp4") else "nvfp4"
+    told = "mixed" if name == "beside-fp8" else fmt
     export = compressed[name][0]
-    assert _facts(export) == ("compressed-tensors", fmt, *(mixed.get(name) or (plain[name], MODULES)))
+    assert _facts(export) == ("compressed-tensors", told, *(mixed.get(name) or (plain[name], MODULES)))
     assert _findings(export) == ([("note", "scales-idle")] if name == "w4a4-beside-w4a16" else [])
     record = read_json(export / "config.json")["quantization_config"]
     assert record["format"] == ("mixed-precision" if name in REFUSED else f"{fmt}-pack-quantized")

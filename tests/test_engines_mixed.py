@@ -1,0 +1,146 @@
+"""Artifacts with modules of several forms, judged by those who read them: compressed-tensors with transformers, and ModelOpt.
+
+The codes come from compressed-tensors' compressors and from torch; fp4convert only spells them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Tensor, read_folder
+from ct_export import export_compressed
+from mixing import Eight, Matrices, spell, write_mixed
+from tiny_models import fp4convert_json, make_llama, read_json
+
+from fp4convert.artifact import Artifact, open_artifact
+from fp4convert.dialects import fp8_form, module_form
+from fp4convert.recipe import Target
+from fp4convert.spelling import Form, Granularity, scale_grid
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:transformers .* is not tested with current version"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+CT = "compressed-tensors"
+GRANULARITIES: list[Granularity] = ["tensor", "row", (128, 128), (32, 32)]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def exported(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """compressed-tensors' own NVFP4 in the MLP and MXFP4 in the attention, and what it decompresses."""
+    folder = tmp_path_factory.mktemp("exported")
+    weights = export_compressed(source, (("NVFP4A16", "re:.*mlp.*"), ("MXFP4A16", "re:.*self_attn.*")), folder)
+    return folder, weights
+
+
+def test_an_export_of_two_four_bit_formats_is_read(exported: tuple[Path, dict[str, Any]]) -> None:
+    found = fp4convert_json("inspect", exported[0])
+    assert (found["healthy"], found["findings"], found["dialect"], found["format"]) == (True, [], CT, "mixed")
+    assert [(form["format"], form["modules"]) for form in found["forms"]] == [("nvfp4", 6), ("mxfp4", 8)]
+    assert found["tensors"]["quantized"] == 14
+
+
+def _matrices(artifact: Artifact, target: Target) -> Matrices:
+    """The modules of an artifact, each in its own format."""
+    found = {}
+    for module, packed in artifact.modules.items():
+        form = module_form(target, packed.form.format.name)
+        found[module] = form, artifact.decode(module).rows(0, packed.shape[0])
+    return found
+
+
+def _kept(folder: Path, modules: Matrices) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in read_folder(folder).items() if name.removesuffix(".weight") not in modules}
+
+
+def _load(folder: Path, dtype: str) -> dict[str, Any]:
+    """The weights as transformers has them, decompressed where they are: with dequantize=True it takes one group for all.
+
+    dtype  of scales too: bfloat16 rounds those of FP8
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), output_loading_info=True)
+    assert not any(info.values()), info
+    model.hf_quantizer.compressor.decompress_model(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name.endswith("_proj.weight")}
+
+
+def _assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    import torch
+
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_two_four_bit_formats_are_spelled_as_their_owner_does(
+    exported: tuple[Path, dict[str, Any]], source: Path, tmp_path: Path
+) -> None:
+    target = Target("nvfp4", CT)
+    matrices = _matrices(open_artifact(str(exported[0])), target)
+    theirs = read_folder(exported[0])
+    ours = spell(target, matrices)
+    assert ours == {name: theirs[name] for name in ours}
+    folder = write_mixed(tmp_path / "ours", target, matrices, _kept(source, matrices), read_json(source / "config.json"))
+    _assert_equal(_load(folder, "bfloat16"), exported[1])
+    found = fp4convert_json("inspect", folder)
+    assert (found["healthy"], found["findings"]) == (True, [])
+
+
+def _to_fp8(weight: Any, form: Form) -> tuple[Eight, Any]:
+    """Codes and scales by torch alone, and the values that they stand for."""
+    import torch
+
+    rows, columns = weight.shape
+    grid = scale_grid((rows, columns), form.granularity or "tensor")
+    tall, wide = -(-rows // grid[0]), -(-columns // grid[1])
+    values = weight.float().reshape(grid[0], tall, grid[1], wide)
+    amax = values.abs().amax((1, 3), keepdim=True)
+    scales = torch.where(amax > 0, amax / 448, torch.ones_like(amax))
+    codes = (values / scales).to(torch.float8_e4m3fn)
+    restored = (codes.float() * scales).reshape(rows, columns)
+    stored = codes.reshape(rows, columns).view(torch.uint8).numpy().tobytes()
+    return Eight((rows, columns), stored, scales.reshape(-1).numpy().tobytes()), restored.reshape(rows, columns).to(
+        torch.bfloat16
+    )
+
+
+def _with_fp8(source: Path, exported: tuple[Path, dict[str, Any]], target: Target, form: Form) -> tuple[Matrices, dict[str, Any]]:
+    """The export's MLP beside an attention of FP8, and all values."""
+    from safetensors.torch import load_file
+
+    artifact, expected = open_artifact(str(exported[0])), dict(exported[1])
+    matrices = {module: each for module, each in _matrices(artifact, target).items() if ".mlp." in module}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if ".self_attn." in name:
+            eight, expected[name] = _to_fp8(weight, form)
+            matrices[name.removesuffix(".weight")] = form, eight
+    return matrices, expected
+
+
+@pytest.mark.parametrize("activations", [16, 4])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_transformers_reads_fp8_beside_nvfp4(
+    source: Path, exported: tuple[Path, dict[str, Any]], tmp_path: Path, granularity: Granularity, activations: int
+) -> None:
+    target = Target("nvfp4", CT, None, activations, 1.0 if activations == 4 else None)
+    form = fp8_form(target, granularity)
+    matrices, expected = _with_fp8(source, exported, target, form)
+    folder = write_mixed(tmp_path / "ours", target, matrices, _kept(source, matrices), read_json(source / "config.json"))
+    weights = _load(folder, "float32")
+    _assert_equal({name: tensor.to(expected[name].dtype) for name, tensor in weights.items()}, expected)
+    found = fp4convert_json("inspect", folder)
+    assert (found["healthy"], found["findings"], found["format"]) == (True, [], "mixed")
+    assert [(each["format"], each["modules"]) for each in found["forms"]] == [("nvfp4", 6), ("fp8", 8)]
+    (folder / "quantization_config.json").unlink()
+    assert fp4convert_json("inspect", folder)["forms"] == found["forms"]
