@@ -12,6 +12,7 @@ import pytest
 from checkpoints import Tensor, read_folder
 from ct_export import export_compressed
 from mixing import Eight, Matrices, spell, write_mixed
+from mo_export import FP4, FP8, export_modelopt, with_exceptions
 from tiny_models import fp4convert_json, make_llama, read_json
 
 from fp4convert.artifact import Artifact, open_artifact
@@ -25,7 +26,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-CT = "compressed-tensors"
+CT, MO = "compressed-tensors", "modelopt"
+FP8_ROW = {"num_bits": (4, 3), "axis": 0}
+FP8_BLOCK = {"num_bits": (4, 3), "block_sizes": {-1: 128, -2: 128}}
+W4A4 = {f"*mlp*{which}_quantizer": FP4 for which in ("weight", "input")}
 GRANULARITIES: list[Granularity] = ["tensor", "row", (128, 128), (32, 32)]
 
 
@@ -144,3 +148,58 @@ def test_transformers_reads_fp8_beside_nvfp4(
     assert [(each["format"], each["modules"]) for each in found["forms"]] == [("nvfp4", 6), ("fp8", 8)]
     (folder / "quantization_config.json").unlink()
     assert fp4convert_json("inspect", folder)["forms"] == found["forms"]
+
+
+@pytest.fixture(scope="module")
+def modelopt(tmp_path_factory: pytest.TempPathFactory) -> dict[Granularity, Path]:
+    """ModelOpt's own NVFP4 in the MLP beside FP8 in the attention, for a matrix, for rows, and for blocks of weights alone."""
+    source = make_llama(tmp_path_factory.mktemp("wide"), hidden_size=256)
+    quantizers: dict[Granularity, dict[str, Any]] = {
+        "tensor": {f"*self_attn*{which}_quantizer": FP8 for which in ("weight", "input")},
+        "row": {"*self_attn*weight_quantizer": FP8_ROW, "*self_attn*input_quantizer": {"num_bits": (4, 3), "type": "dynamic"}},
+        (128, 128): {"*self_attn*weight_quantizer": FP8_BLOCK},
+    }
+    return {
+        kind: export_modelopt(source, with_exceptions({**W4A4, **chosen}), tmp_path_factory.mktemp("modelopt"))
+        for kind, chosen in quantizers.items()
+    }
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", (128, 128)])
+def test_modelopts_own_mixed_export(modelopt: dict[Granularity, Path], tmp_path: Path, granularity: Granularity) -> None:
+    """Opened, and spelled again: tensor for tensor and key for key as ModelOpt has it."""
+    export = modelopt[granularity]
+    artifact = open_artifact(str(export))
+    assert [finding for finding in artifact.findings if finding.level != "note"] == []
+    assert {packed.form.granularity for packed in artifact.others.values()} == {granularity}
+    assert (len(artifact.modules), len(artifact.others)) == (6, 8)
+    target = Target("nvfp4", MO, None, 4, 1.0)
+    matrices = dict(_matrices(artifact, target))
+    for module in artifact.others:
+        eight = artifact.decode_fp8(module)
+        matrices[module] = fp8_form(target, granularity), Eight(eight.shape, bytes(eight.codes[:]), bytes(eight.scales[:]))
+    folder = write_mixed(tmp_path / "ours", target, matrices, {}, {})
+    theirs, ours = read_folder(export), read_folder(folder)
+    weights = {name for name in ours if not name.endswith("input_scale")}
+    assert {name: (ours[name][0], ours[name][1]) for name in ours} == {name: theirs[name][:2] for name in ours}
+    assert {name: ours[name] for name in weights} == {name: theirs[name] for name in weights}
+    for file in ("config.json", "hf_quant_config.json"):
+        _assert_said_alike(read_json(folder / file), read_json(export / file))
+
+
+def _assert_said_alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """quantization_config, or the nested record of hf_quant_config.json.
+
+    FP8_PB_WO is written in small letters by ModelOpt, without numbers, and in capitals in what NVIDIA publishes.
+    """
+    left, right = (each.get("quantization_config") or each["quantization"] for each in (ours, theirs))
+    for key in ("quant_algo", "quant_method", "kv_cache_quant_algo"):
+        assert left.get(key) == right.get(key), key
+    capitals = {name: {**layer, "quant_algo": layer["quant_algo"].upper()} for name, layer in right["quantized_layers"].items()}
+    assert left["quantized_layers"] == capitals
+    if any(layer["quant_algo"] == "FP8_PB_WO" for layer in capitals.values()):
+        return
+    by_targets = [
+        {str(sorted(group["targets"])): group for group in each.get("config_groups", {}).values()} for each in (left, right)
+    ]
+    assert by_targets[0] == by_targets[1]
