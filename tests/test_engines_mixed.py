@@ -13,7 +13,7 @@ from checkpoints import Tensor, read_folder
 from ct_export import export_compressed
 from mixing import Eight, Matrices, spell, write_mixed
 from mo_export import FP4, FP8, export_modelopt, with_exceptions
-from tiny_models import fp4convert_json, make_llama, read_json
+from tiny_models import fp4convert, fp4convert_json, make_llama, read_json, read_tensors
 
 from fp4convert.artifact import Artifact, open_artifact
 from fp4convert.dialects import fp8_form, module_form
@@ -51,6 +51,18 @@ def test_an_export_of_two_four_bit_formats_is_read(exported: tuple[Path, dict[st
     assert (found["healthy"], found["findings"], found["dialect"], found["format"]) == (True, [], CT, "mixed")
     assert [(form["format"], form["modules"]) for form in found["forms"]] == [("nvfp4", 6), ("mxfp4", 8)]
     assert found["tensors"]["quantized"] == 14
+
+
+def test_two_four_bit_formats_are_dequantized_and_verified(
+    exported: tuple[Path, dict[str, Any]], source: Path, tmp_path: Path
+) -> None:
+    folder, expected = exported
+    fp4convert("dequantize", folder, "-o", tmp_path / "restored", "--dtype", "bf16", "-q")
+    restored = read_tensors(tmp_path / "restored")
+    _assert_equal({name: restored[name] for name in expected}, expected)
+    report = fp4convert_json("verify", folder, "--source", source, "--min-sqnr", "10")
+    assert report["passed"]
+    assert {error["name"] for error in report["tensors"]} == expected.keys()
 
 
 def _matrices(artifact: Artifact, target: Target) -> Matrices:
