@@ -51,6 +51,8 @@ class StackRule(NamedTuple):
     is_transposed   each expert's matrix is stored as (in, out)
     is_interleaved  rows of the members take turns; else one member stands below the other
     named           of a module: {parent} is the tensor's name without its last part, {expert} a number from 0
+    inputs_key      of config.json, where checkpoints of both orders are in use: how many inputs each matrix has
+    inputs          that number
     """
 
     tensors: tuple[str, ...]
@@ -58,6 +60,8 @@ class StackRule(NamedTuple):
     is_transposed: bool
     is_interleaved: bool
     named: str = NAMED
+    inputs_key: str = ""
+    inputs: int | None = None
 
 
 class FormatRule(NamedTuple):
@@ -103,11 +107,14 @@ def known_file(name: str) -> RecipeFile:
 
 
 def families_of(config: Mapping[str, object]) -> list[RecipeFile]:
-    """The files that name the model of a config.json, or one that it is made of."""
+    """The files that name the model of a config.json, or one that it is made of, each after all that it builds on."""
     wanted = set(_kinds(config))
     likely = (name for name, text in _texts().items() if any(f'"{kind}"' in text for kind in wanted))  # 60 files take time
-    files = map(known_file, likely)
-    return [file for file in files if not wanted.isdisjoint((*file.model_types, *file.class_names))]
+    found: list[RecipeFile] = []
+    for file in map(known_file, likely):
+        if not wanted.isdisjoint((*file.model_types, *file.class_names)):
+            _collect(file.name, Path(), (), found)
+    return found
 
 
 def chosen_files(recipe: str) -> list[RecipeFile]:
@@ -152,6 +159,7 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
                 row["order"] == "in_out",
                 row["rows"] == "interleaved",
                 row["named"],
+                row["inputs"],
             )
             for row in rows["stack"]
         ),
@@ -213,6 +221,7 @@ _ROWS = {
         "order": _word(*STACK_ORDERS),
         "rows": _word(*STACK_ROWS, default="concatenated"),
         "named": _Key("a name with {parent}, {expert} and {member} in it", _is_name, NAMED),
+        "inputs": _TEXT._replace(default=""),
     },
     "format": {"modules": _TEXTS, "format": _word("nvfp4", "mxfp4", "fp8", KEEP, ANY_FORMAT)},
 }
