@@ -260,7 +260,10 @@ def _filled(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
             keep=tuple(rule._replace(patterns=filled(rule.patterns)) for rule in file.keep),
             only=tuple(rule._replace(patterns=filled(rule.patterns)) for rule in file.only),
             stacks=tuple(
-                rule._replace(tensors=filled(rule.tensors), inputs=integer_of(config, rule.inputs_key)) for rule in file.stacks
+                rule._replace(
+                    tensors=filled(rule.tensors), inputs=integer_of(config, rule.inputs_key) if rule.inputs_key else None
+                )
+                for rule in file.stacks
             ),
             formats=tuple(rule._replace(patterns=filled(rule.patterns)) for rule in file.formats),
         )
