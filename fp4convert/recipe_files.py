@@ -128,6 +128,50 @@ def chosen_files(recipe: str) -> list[RecipeFile]:
     return found
 
 
+def describe_known() -> dict[str, object]:
+    """The document of `fp4convert recipes`: every file of configs/, those that a person picks before those of families."""
+    files = sorted(map(known_file, _texts()), key=lambda file: (file.name != DEFAULT, not file.is_mode))
+    return {"recipes": [_head(file) for file in files]}
+
+
+def describe(recipe: str) -> dict[str, object]:
+    """The document of `fp4convert recipes NAME`: what that file says, and before it all that it builds on.
+
+    Raises InputError as chosen_files does
+    """
+    files = chosen_files(recipe)
+    stacks = [
+        {
+            "tensors": rule.tensors,
+            "members": rule.members,
+            "order": STACK_ORDERS[rule.is_transposed],
+            "rows": STACK_ROWS[rule.is_interleaved],
+            "named": rule.named,
+            "inputs": rule.inputs_key or None,
+        }
+        for file in files[::-1]
+        for rule in file.stacks
+    ]
+    keep = [
+        {"reason": rule.reason, "modules": rule.patterns, "for_accuracy": rule.is_for_accuracy}
+        for file in files
+        for rule in file.keep
+    ]
+    return {
+        **_head(files[-1]),
+        "base": [file.name for file in files[:-1]],
+        "keep": keep,
+        "only": [{"reason": rule.reason, "modules": rule.patterns} for file in files for rule in file.only],
+        "groups": list(dict.fromkeys(group for file in files[::-1] for group in file.groups)),
+        "stacks": stacks,
+        "formats": [{"format": rule.format, "modules": rule.patterns} for file in files[::-1] for rule in file.formats],
+    }
+
+
+def _head(file: RecipeFile) -> dict[str, object]:
+    return {"name": file.name, "about": file.about, "model_types": file.model_types, "class_names": file.class_names}
+
+
 def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
     """A file's text, checked; raises InputError that names file, key and what was expected."""
     try:
