@@ -91,15 +91,15 @@ def estimate_seconds(source: Source, plan: Plan, backend: Backend, workers: int)
     """How long the work takes here, and beside it how long the source takes to arrive; the longer of them is the least.
 
     device      that calculates
-    arithmetic  the weights that become four-bit, at the rate of the device with all its threads, measured for 0.1 s
+    arithmetic  the weights that are quantized, at the rate of the device with all its threads, measured for 0.1 s
     hashing     every byte that is written, and of a streamed source every byte that is read, at a measured rate
     work        both; the time of the disk that is written to, and of decoding what is packed, is not in it
     reading     the source, at two rates that a disk or a line may have
     """
-    made = [step.shape for step in plan.steps if step.action in MADE_FOUR_BIT]
-    widest = max(made, key=lambda shape: shape[-1], default=())
+    shapes = [step.shape for step in plan.steps if step.action == "quantize"]
+    widest = max(shapes, key=lambda shape: shape[-1], default=())
     pace = measure_pace(backend, plan.target, widest, workers)
-    arithmetic = sum(map(math.prod, made)) / pace.weights_per_second if pace.weights_per_second else 0.0
+    arithmetic = sum(map(math.prod, shapes)) / pace.weights_per_second if pace.weights_per_second else 0.0
     hashed = plan.output_bytes + (source.checkpoint.nbytes if source.is_streamed else 0)
     hashing = hashed / pace.hashed_bytes_per_second
     return {

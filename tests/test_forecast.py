@@ -235,6 +235,15 @@ def test_warnings_of_a_dry_run_come_after_the_plan_and_are_those_of_the_document
     assert run("quantize", source, "--format", "nvfp4", "--dry-run", "-q").err == ""
 
 
+def test_what_comes_from_the_hub_is_hashed_too(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("fp4convert.forecast.measure_pace", lambda *words: FixedPace)
+    source = write_llama(tmp_path / "m")
+    hub.add("org/m", source)
+    nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    remote, local = (forecast(name)["seconds_estimated"] for name in ("org/m", source))
+    assert remote["hashing"] - local["hashing"] == pytest.approx(nbytes / 2e9)
+
+
 def test_a_dry_run_from_the_hub_transfers_headers_and_small_files(hub, tmp_path):
     """Of 16 GB: the first 32 kB of each shard, what is left of a header, both twice, the index and config.json."""
     folder = write_holes(tmp_path / "m", "qwen3", QWEN3_8B.tensors(), shards=5)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fp4convert.backends import open_backend
+from fp4convert.gpus import survey
 from fp4convert.pace import LARGEST, SMALLEST, measure_pace
 from fp4convert.recipe import Target
 
@@ -91,3 +92,14 @@ def test_the_processor_here_has_a_rate(format):
     pace = measure_pace(open_backend("cpu"), Target(format), (10, 4096), 0)
     assert pace.weights_per_second > 1e6
     assert time.perf_counter() - begun < 5
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_a_rate_once_it_is_warm():
+    from fp4convert.backends.cuda import Cuda
+
+    found = survey()
+    if not found.gpus:
+        pytest.skip(f"no GPU: {found.problem}")
+    rates = [measure_pace(Cuda(found.gpus[:1]), Target("nvfp4"), (10, 4096), 0).weights_per_second for _ in range(3)]
+    assert max(rates) < 3 * min(rates)
