@@ -14,6 +14,7 @@ from itertools import product
 Numbers = tuple[int, ...]
 Ranges = tuple[tuple[int, ...], ...]  # for each place the numbers that stand there, every one with every other
 
+PARAMETERS = frozenset({"bias", "e_score_correction_bias", "weight_scale", "weight_scale_inv", "input_scale"})  # of a module
 _NUMBER = re.compile(r"(?<![^._])(0|[1-9][0-9]{0,8})(?![^._])")  # a word of its own: not that of w1, nor one with zeros before
 
 
@@ -53,22 +54,23 @@ def fold_names(named: Iterable[tuple[str, Hashable]]) -> Iterator[tuple[str, lis
         alike[texts, verdict].setdefault(numbers, []).append(position)
     siblings: dict[tuple[tuple[str, ...], Ranges, Hashable], dict[str, list[int]]] = defaultdict(dict)
     for (texts, verdict), held in alike.items():
-        parent, leaf = split_leaf(texts[-1])
+        parent, word, parameter = split_leaf(texts[-1])
         for ranges in find_ranges(held):
             own = [position for numbers in product(*ranges) for position in held[numbers]]
-            siblings[(*texts[:-1], parent), ranges, verdict][leaf] = own
-    for (texts, ranges, _), leaves in siblings.items():
-        pattern = join_numbers((*texts[:-1], texts[-1] + join_words(list(leaves))), ranges)
-        yield pattern, [position for own in leaves.values() for position in own]
+            siblings[(*texts[:-1], parent, parameter), ranges, verdict][word] = own
+    for ((*texts_before, parent, parameter), ranges, _), words in siblings.items():
+        pattern = join_numbers((*texts_before, f"{parent}{join_words(list(words))}{parameter}"), ranges)
+        yield pattern, [position for own in words.values() for position in own]
 
 
-def split_leaf(name: str) -> tuple[str, str]:
-    """A name before and after its last dot, which belongs to the first; a bias or a scale stays with its module: q_proj.bias."""
-    parent, dot, leaf = name.rpartition(".")
-    if leaf.endswith(("bias", "scale")):
-        parent, dot, module = parent.rpartition(".")
-        leaf = f"{module}.{leaf}" if name != leaf else leaf
-    return f"{parent}{dot}", leaf
+def split_leaf(name: str) -> tuple[str, str, str]:
+    """A name or a pattern in three: what its last word is in, that word, and the parameter of it that is named, or nothing."""
+    parent, dot, word = name.rpartition(".")
+    parameter = ""
+    if dot and word in PARAMETERS:
+        parameter = f".{word}"
+        parent, dot, word = parent.rpartition(".")
+    return f"{parent}{dot}", word, parameter
 
 
 def join_words(words: Sequence[str]) -> str:

@@ -160,8 +160,7 @@ class _Place(NamedTuple):
 
     stack: str
     lowest: int
-    parent: str
-    leaf: str
+    pattern: str
     is_matrix: bool
     at: int
 
@@ -169,9 +168,8 @@ class _Place(NamedTuple):
     def of(cls, pattern: str, name: str, step: Step, at: int) -> _Place:
         """The place of a row, whose lowest name and its step these are."""
         texts, numbers = split_numbers(name)
-        parent, leaf = split_leaf(pattern)
         is_matrix = len(step.shape or step.refs[0].shape) > 1
-        return cls(texts[0] if numbers else "", numbers[0] if numbers else 0, parent, leaf, is_matrix, at)
+        return cls(texts[0] if numbers else "", numbers[0] if numbers else 0, pattern, is_matrix, at)
 
     def order(self, begun: dict[str, int]) -> tuple[object, ...]:
         """Sorts rows: in a stack of layers attention stands first, and what has one parent side by side, matrices first.
@@ -179,8 +177,9 @@ class _Place(NamedTuple):
         begun  where each stack begins
         """
         if self.stack:
-            return 1, begun[self.stack], self.lowest, "att" not in self.parent, self.parent, not self.is_matrix, self.at
-        is_embedding = any(word in self.leaf for word in EMBEDDINGS)
+            parent = split_leaf(self.pattern)[0]
+            return 1, begun[self.stack], self.lowest, "att" not in parent, parent, not self.is_matrix, self.at
+        is_embedding = any(word in self.pattern for word in EMBEDDINGS)
         return (0 if is_embedding else 2), 0, 0, self.is_matrix, "", False, self.at
 
 

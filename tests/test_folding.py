@@ -38,6 +38,8 @@ def unfold(pattern: str) -> set[str]:
         (["m.0.q_proj", "m.0.k_proj", "m.0.v_proj"], ["m.0.{q,k,v}_proj"]),
         (["m.0.w1", "m.0.w3", "m.1.w1", "m.1.w3"], ["m.[0-1].{w1,w3}"]),  # a digit inside a word is no number
         (["m.0.q_proj.bias", "m.0.k_proj.bias"], ["m.0.{q,k}_proj.bias"]),
+        (["m.0.q.bias", "m.0.k.bias", "m.0.sinks"], ["m.0.{q,k}.bias", "m.0.sinks"]),
+        (["m.0.e.a_bias", "m.0.e.b_bias", "m.0.r.bias"], ["m.0.e.{a,b}_bias", "m.0.r.bias"]),
         (["m.0.a", "m.1.a", "m.0.b"], ["m.[0-1].a", "m.0.b"]),  # b of layer 1 is not there
         (["m.block_0.a", "m.block_1.a"], ["m.block_[0-1].a"]),
         (["m.00.a", "m.1.a"], ["m.00.a", "m.1.a"]),  # 00 is no number that could be written again
@@ -84,10 +86,10 @@ def test_names_that_are_there_twice_are_counted_twice():
 def test_patterns_stand_for_their_names_and_no_others():
     chance = random.Random(7)
     for _ in range(300):
-        names = [
-            f"l.{chance.randrange(4)}.{chance.choice(['mlp', 'attn'])}.e.{chance.randrange(4)}.{chance.choice('abc')}_proj"
-            for _ in range(chance.randrange(1, 60))
-        ]
+        names = []
+        for _ in range(chance.randrange(1, 60)):
+            module = f"l.{chance.randrange(4)}.{chance.choice(['mlp', 'attn'])}.e.{chance.randrange(4)}"
+            names.append(f"{module}.{chance.choice('abc')}_proj{chance.choice(['', '', '.bias'])}")
         verdicts = {name: chance.random() < 0.8 for name in names}
         named = list(verdicts.items())
         seen = []
@@ -108,11 +110,8 @@ def test_the_first_position_has_the_lowest_numbers():
 def test_ranges_and_parts_of_names():
     assert find_ranges([(0, 1), (0, 2), (1, 1), (1, 2), (2, 1)]) == [((0, 1), (1, 2)), ((2,), (1,))]
     assert split_numbers("a.3.b_7.w1") == (("a.", ".b_", ".w1"), (3, 7))
-    assert split_leaf("a.b.c") == ("a.b.", "c")
-    assert split_leaf("a.b.q_proj.bias") == ("a.b.", "q_proj.bias")
-    assert [split_leaf(name) for name in ("bias", ".bias", "q.bias", "")] == [
-        ("", "bias"),
-        ("", ".bias"),
-        ("", "q.bias"),
-        ("", ""),
-    ]
+    assert split_leaf("a.b.c") == ("a.b.", "c", "")
+    assert split_leaf("a.[0-1].{q,k}_proj.bias") == ("a.[0-1].", "{q,k}_proj", ".bias")
+    named = {"bias": ("", "bias", ""), ".bias": ("", "", ".bias"), "q.bias": ("", "q", ".bias"), "": ("", "", "")}
+    assert {name: split_leaf(name) for name in named} == named
+    assert split_leaf("a.experts.down_proj_bias") == ("a.experts.", "down_proj_bias", "")
