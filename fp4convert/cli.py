@@ -101,7 +101,7 @@ def quantize_command(
 
     Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
     """
-    from fp4convert import cluster, convert, gpus, parts, publishing, render, sources
+    from fp4convert import cluster, convert, forecast, gpus, overview, parts, publishing, render, sources
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
@@ -115,15 +115,16 @@ def quantize_command(
         phases.begin("plan")
         opened = sources.open_source(source, access)
         todo = convert.prepare_quantize(opened, request)
-        screen.warn([*todo.warnings, *gpus.unused(device)])
+        screen.warn([*(() if dry_run else todo.warnings), *gpus.unused(device)])
         screen.note([parts.describe(share)] if share else [])
         settings = crew.Settings(device, workers, force, phases, join, share, screen.tell)
         if dry_run:
-            document = convert.describe_plan(opened, todo, settings)
+            document: render.Document = forecast.describe_plan(opened, todo, settings)
         else:
             errand = cluster.Errand(source, access, request, target, device, workers)
             document = publishing.fulfil(publishing.Order(errand, settings, ray, goal), opened, todo).as_json()
-    screen.show(document, render.draw_plan if dry_run else render.draw_result)
+    screen.show(document, overview.draw_plan if dry_run else render.draw_result)
+    screen.warn(document["warnings"] if dry_run else ())
 
 
 @app.command("inspect")
