@@ -18,7 +18,7 @@ from fp4convert.formats import Blocks, Format, Span, format_named
 from fp4convert.layout import padding_of
 from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef, TensorSpec, parse_json_object
-from fp4convert.sources import PLAN_FILE, Access, Source, open_source
+from fp4convert.sources import PLAN_FILE, Access, Source, open_source, subfolder_of
 from fp4convert.spelling import ACTIVATIONS_FP4, Form, encode_scalar
 from fp4convert.stacks import gather, pieces_of
 
@@ -170,7 +170,8 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
 
 def open_artifact(reference: str, access: Access | None = None) -> Artifact:
     """The artifact in that folder or repository; raises what open_source raises, and InputError where it is no artifact."""
-    is_unfinished = os.path.exists(os.path.join(reference, PLAN_FILE)) and not os.path.exists(os.path.join(reference, RECORD))
+    folder = os.path.join(reference, subfolder_of(access or Access()))
+    is_unfinished = os.path.exists(os.path.join(folder, PLAN_FILE)) and not os.path.exists(os.path.join(folder, RECORD))
     source = open_source(reference, access, is_unfinished)
     record = _read_json(source, RECORD)
     tensors = {ref.name: ref for ref in source.checkpoint.tensors}

@@ -18,7 +18,8 @@ from fp4convert.job import Job, Result, begin, carry_out
 from fp4convert.output import OutputFolder
 from fp4convert.plan import DTYPES, plan_dequantize, plan_quantize, plan_transcode
 from fp4convert.recipe import Target, build_recipe
-from fp4convert.sources import INDEX, Source
+from fp4convert.sources import Source
+from fp4convert.sources.naming import index_file
 from fp4convert.spelling import is_reversible
 from fp4convert.tasks import Plan
 from fp4convert.template import Framed, place_modules
@@ -330,5 +331,6 @@ def _dialect_of(plan: Plan) -> Dialect:
 
 def _index_text(plan: Plan) -> dict[str, str]:
     """The index of several shards, or of one whose name says that there are others."""
-    is_alone = len(plan.shards) == 1 and "-of-" not in plan.shards[0].file
-    return {} if is_alone else {INDEX: as_text(plan.index)}
+    files = [shard.file for shard in plan.shards]
+    is_alone = len(files) == 1 and "-of-" not in files[0]
+    return {} if is_alone else {index_file(files): as_text(plan.index)}

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from fp4convert.errors import OutputError
 from fp4convert.gguf_shard import GGUF
-from fp4convert.sources import PLAN_FILE, WEIGHTS
+from fp4convert.sources import PLAN_FILE
+from fp4convert.sources.naming import WEIGHTS
 from fp4convert.tasks import Task
 
 STATE, PLAN = PLAN_FILE.split("/")

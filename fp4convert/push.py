@@ -23,7 +23,7 @@ from fp4convert.artifact import CARD, RECORD
 from fp4convert.asking import AGAIN, Asker
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
 from fp4convert.ranges import Patience, RangeReader, RemoteFile, check_endpoint, check_token
-from fp4convert.sources import OTHER_WEIGHTS, WEIGHTS
+from fp4convert.sources.naming import OTHER_WEIGHTS, WEIGHTS
 
 BRANCH = "main"
 ENGINE_RECORD = "hf_quant_config.json"  # of an earlier artifact in another dialect: it would contradict ours
