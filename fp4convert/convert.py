@@ -15,6 +15,7 @@ from fp4convert.ending import as_text
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, format_named, row_panels
 from fp4convert.job import Job, Result, begin, carry_out
+from fp4convert.manifest import Manifest
 from fp4convert.output import OutputFolder
 from fp4convert.plan import DTYPES, plan_dequantize, plan_quantize, plan_transcode
 from fp4convert.recipe import Target, build_recipe
@@ -70,9 +71,14 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     return carry_out(_artifact_job(source, plan), worker, output, settings)
 
 
+def manifest_of(source: Source, plan: Plan) -> Manifest:
+    """What the output folder of `quantize` remembers."""
+    return _artifact_job(source, plan).manifest()
+
+
 def name_files(source: Source, plan: Plan) -> list[str]:
     """Every file that `quantize` writes."""
-    manifest = _artifact_job(source, plan).manifest()
+    manifest = manifest_of(source, plan)
     return [*manifest.files, manifest.last]
 
 

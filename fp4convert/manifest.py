@@ -80,6 +80,12 @@ class Manifest:
         return (*(file for task in self.tasks for file in task.files), *self.texts)
 
     @property
+    def nbytes(self) -> int:
+        """Everything that will be written, but for the last record."""
+        small = sum(len(text.encode("utf-8", "surrogatepass")) for text in self.texts.values())
+        return small + sum(sum(task.files.values()) for task in self.tasks)
+
+    @property
     def shards(self) -> list[str]:
         """The files of weights."""
         return [file for task in self.tasks for file in task.files if "/" not in file and file.endswith((WEIGHTS, GGUF))]

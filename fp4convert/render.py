@@ -177,6 +177,9 @@ def draw_result(screen: Screen, result: Document) -> None:
         screen.line(f"  fp4convert merge {result['output']}")
     else:
         screen.line(f"  digest {result['digest']}")
+    for part in result.get("components", ()):
+        sizes = f"{size_text(part['source_bytes'])} -> {size_text(part['output_bytes'])}"
+        screen.line(f"  {part['name']}: {part['tensors'][how]} tensors {how}, {sizes}")
     if pushed := result.get("pushed"):
         screen.line(f"  pushed: {pushed}")
     if carried := result.get("carried"):
@@ -217,6 +220,9 @@ def draw_plan(screen: Screen, plan: Document) -> None:
         before, after = (sum(tensor[key] for tensor in tensors) for key in ("source_bytes", "output_bytes"))
         rows.append((pattern, len(tensors), action, reason, group, size_text(before), size_text(after)))
     screen.table(("tensors", "count", "action", "reason", "group", "before", "after"), rows)
+    if copied := plan.get("copied_bytes"):
+        names = " and ".join(part["name"] for part in plan["components"])
+        screen.line(f"everything outside {names} is copied as it is: {size_text(copied)}")
     screen.line(f"total {size_text(plan['source_bytes'])} -> {size_text(plan['output_bytes'])}", "bold")
 
 

@@ -21,6 +21,7 @@ FLOORS = [
     {"job"},
     {"convert", "verification", "render", "card"},
     {"cluster"},
+    {"pipelines"},
     {"publishing"},
     {"cli"},
     {"__main__"},

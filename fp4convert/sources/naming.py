@@ -29,7 +29,7 @@ def no_subfolder(where: object, subfolder: str, folders: Iterable[str]) -> Input
     there = sorted(folders)
     some = ", ".join(there[:MOST_NAMED]) + (f" and {len(there) - MOST_NAMED} more" if len(there) > MOST_NAMED else "")
     detail = f"{where} has no folder {subfolder!r}; it has {some or 'no folders'}"
-    return InputError("no-subfolder", detail, f"Choose one: --subfolder {there[0]}." if there else "Leave --subfolder out.")
+    return InputError("no-subfolder", detail, "Choose one: --subfolder FOLDER." if there else "Leave --subfolder out.")
 
 
 def index_file(shards: Iterable[str]) -> str:
