@@ -141,7 +141,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
             NaN or Inf; SourceError where the source changed or is gone; OutputError as open_output does
     """
     started = time.monotonic()
-    with stopping(job.source), _opened(job, output, settings) as folder:
+    with stopping(job.source), opened(job, output, settings) as folder:
         folder.named = settings.named
         shift = _Part(job.source, job.plan, folder, settings)
         ending = shift.work(Filler(job.source, worker, settings))
@@ -305,11 +305,12 @@ def _summarize(errors: list[NumericError]) -> NumericError:
 
 def begin(job: Job, output: Path, settings: Settings) -> OutputFolder:
     """The output folder with the job's plan in it, for other processes to carry out; raises what carry_out does at first."""
-    with _opened(job, output, settings) as folder:
+    with opened(job, output, settings) as folder:
         return folder
 
 
-def _opened(job: Job, output: Path, settings: Settings) -> AbstractContextManager[OutputFolder]:
+def opened(job: Job, output: Path, settings: Settings) -> AbstractContextManager[OutputFolder]:
+    """The output folder with the plan in it, which no other plan replaces meanwhile; raises what carry_out does at first."""
     _check_places(job, output)
     more_nbytes = sum(missing_nbytes(output / folder, part) for folder, part in job.parts.items())
     return open_output(output, job.manifest(), Terms(more_nbytes, settings.is_forced, settings.is_joining))

@@ -21,11 +21,11 @@ from fp4convert.cluster import Errand, quantize_together
 from fp4convert.convert import begin_quantize, describe_plan, manifest_of, name_files, prepare_quantize, quantize
 from fp4convert.dialects import Ignored
 from fp4convert.errors import Fp4Error, InputError, NumericError
-from fp4convert.job import Job, Result, begin, carry_out
-from fp4convert.manifest import read_ended
+from fp4convert.job import Job, Result, carry_out, opened
+from fp4convert.manifest import read_ended, read_manifest
 from fp4convert.output import OutputFolder, TaskWriter, digest_of, missing_nbytes
 from fp4convert.shard import told
-from fp4convert.sources import Source, access_to, open_with_components
+from fp4convert.sources import PLAN_FILE, Source, access_to, open_with_components
 from fp4convert.sources.naming import PIPELINE
 from fp4convert.tasks import Action, Plan, Step
 from fp4convert.workers import Settings
@@ -163,24 +163,45 @@ class PipelineConversion:
         return {**whole, "warnings": self.warnings, "copied_bytes": copied, "components": components}
 
     def begin(self, settings: Settings) -> OutputFolder:
+        with self._begun(settings) as folder:
+            return folder
+
+    @contextmanager
+    def _begun(self, settings: Settings) -> Iterator[OutputFolder]:
         """Every folder with its plan in it, the pipeline's first; InputError for a part, since nobody could end them all."""
         if settings.share is not None:
             detail = f"part {settings.share.index} of {settings.share.count}: a pipeline is several conversions, not dealt out so"
             next_step = "Deal out one at a time: --subfolder transformer; or let processes join (--join), or --num-shards 1."
             raise InputError("share", detail, next_step)
-        folder = begin(self._copying(), self.errand.output, settings)
-        for name, conversion in self.conversions.items():
-            with _named(name):
-                is_unfinished = bool(conversion.begin(settings).missing())
-            if is_unfinished:  # done again, maybe, after it was whole once: nothing is to load the pipeline meanwhile
-                with told(self.errand.output):
-                    (self.errand.output / PIPELINE).unlink(missing_ok=True)
-        return folder
+        with opened(self._copying(), self.errand.output, settings) as folder:
+            for name, conversion in self.conversions.items():
+                with _named(name), told(self.errand.output):
+                    self._reopen(conversion)
+                    if conversion.begin(settings).missing():  # done again after it was whole: nothing loads it meanwhile
+                        self._end.unlink(missing_ok=True)
+            yield folder
+
+    @property
+    def _end(self) -> Path:
+        """The file whose absence makes the whole unfinished."""
+        return self.errand.output / PIPELINE
+
+    def _reopen(self, conversion: Conversion) -> None:
+        """Of an unfinished whole no component is finished, so that its plan may be replaced: changed options go on."""
+        output, manifest = conversion.errand.output, manifest_of(conversion.source, conversion.plan)
+        old = read_manifest(output) if (output / PLAN_FILE).exists() else None
+        if old and not self._end.exists() and old.identity == manifest.identity and old.plan_id != manifest.plan_id:
+            (output / old.last).unlink(missing_ok=True)
 
     def carry_out(self, settings: Settings) -> Result:
-        """Every component, then the copies; where weights are NaN or Inf, the other components, and one error for all."""
-        folder = self.begin(settings)
-        adopted = folder.manifest.nbytes - missing_nbytes(folder.root, folder.manifest)
+        with self._begun(settings) as folder:
+            adopted_nbytes = folder.manifest.nbytes - missing_nbytes(folder.root, folder.manifest)
+            results = self._convert(settings)
+            copied = carry_out(self._copying(), _Copier(self.source), self.errand.output, settings)
+        return self._whole(results, copied, adopted_nbytes)
+
+    def _convert(self, settings: Settings) -> dict[str, Result]:
+        """Every component; where weights are NaN or Inf, the others, and one error for all."""
         results: dict[str, Result] = {}
         unsound: list[NumericError] = []
         for name, conversion in self.conversions.items():
@@ -192,8 +213,7 @@ class PipelineConversion:
             conversion.source.stop()
         if unsound:
             raise _summarize(unsound)
-        copied = carry_out(self._copying(), _Copier(self.source), self.errand.output, settings)
-        return self._whole(results, copied, adopted)
+        return results
 
     def ended_files(self) -> dict[str, str]:
         own = {name: conversion.ended_files() for name, conversion in self.conversions.items()}
