@@ -106,9 +106,13 @@ class Conversion:
     def describe(self, settings: Settings) -> dict[str, object]:
         return describe_plan(self.source, self.plan, settings)
 
-    def begin(self, settings: Settings) -> OutputFolder:
+    def check_device(self, settings: Settings) -> None:
+        """DeviceError where this process does the work, on a device that is not there."""
         if self.ray is None:
             open_backend(settings.device)
+
+    def begin(self, settings: Settings) -> OutputFolder:
+        self.check_device(settings)
         return begin_quantize(self.source, self.plan, self.errand.output, settings)
 
     def carry_out(self, settings: Settings) -> Result:
@@ -173,6 +177,8 @@ class PipelineConversion:
             detail = f"part {settings.share.index} of {settings.share.count}: a pipeline is several conversions, not dealt out so"
             next_step = "Deal out one at a time: --subfolder transformer; or let processes join (--join), or --num-shards 1."
             raise InputError("share", detail, next_step)
+        for conversion in self.conversions.values():
+            conversion.check_device(settings)
         with opened(self._copying(), self.errand.output, settings) as folder:
             for name, conversion in self.conversions.items():
                 with _named(name), told(self.errand.output):
