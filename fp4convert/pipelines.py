@@ -17,7 +17,7 @@ from typing import Protocol
 
 from fp4convert.artifact import UNDIGESTED
 from fp4convert.backends import open_backend
-from fp4convert.cluster import Errand, quantize_together
+from fp4convert.cluster import Errand, check_cluster, quantize_together
 from fp4convert.convert import begin_quantize, describe_plan, manifest_of, name_files, prepare_quantize, quantize
 from fp4convert.dialects import Ignored
 from fp4convert.errors import Fp4Error, InputError, NumericError
@@ -59,6 +59,9 @@ class Work(Protocol):
 
     def describe(self, settings: Settings) -> dict[str, object]:
         """The document of `quantize --dry-run --json`; DeviceError for a device that is not there."""
+
+    def check(self, settings: Settings) -> None:
+        """Nothing; raises what is wrong with the device, the cluster or the part of the work that is asked for."""
 
     def begin(self, settings: Settings) -> OutputFolder:
         """The output folder with the plan in it; raises what carry_out raises before it works."""
@@ -106,13 +109,13 @@ class Conversion:
     def describe(self, settings: Settings) -> dict[str, object]:
         return describe_plan(self.source, self.plan, settings)
 
-    def check_device(self, settings: Settings) -> None:
-        """DeviceError where this process does the work, on a device that is not there."""
+    def check(self, settings: Settings) -> None:
         if self.ray is None:
             open_backend(settings.device)
+        else:
+            check_cluster(self.ray)
 
     def begin(self, settings: Settings) -> OutputFolder:
-        self.check_device(settings)
         return begin_quantize(self.source, self.plan, self.errand.output, settings)
 
     def carry_out(self, settings: Settings) -> Result:
@@ -166,19 +169,20 @@ class PipelineConversion:
         components = [{"name": name, **{key: document[key] for key in sizes}} for name, document in described.items()]
         return {**whole, "warnings": self.warnings, "copied_bytes": copied, "components": components}
 
+    def check(self, settings: Settings) -> None:
+        if settings.share is not None:  # nobody could end all parts of all conversions
+            detail = f"part {settings.share.index} of {settings.share.count}: a pipeline is several conversions, not dealt out so"
+            next_step = "Deal out one at a time: --subfolder transformer; or let processes join (--join), or --num-shards 1."
+            raise InputError("share", detail, next_step)
+        next(iter(self.conversions.values())).check(settings)
+
     def begin(self, settings: Settings) -> OutputFolder:
         with self._begun(settings) as folder:
             return folder
 
     @contextmanager
     def _begun(self, settings: Settings) -> Iterator[OutputFolder]:
-        """Every folder with its plan in it, the pipeline's first; InputError for a part, since nobody could end them all."""
-        if settings.share is not None:
-            detail = f"part {settings.share.index} of {settings.share.count}: a pipeline is several conversions, not dealt out so"
-            next_step = "Deal out one at a time: --subfolder transformer; or let processes join (--join), or --num-shards 1."
-            raise InputError("share", detail, next_step)
-        for conversion in self.conversions.values():
-            conversion.check_device(settings)
+        """Every folder with its plan in it, the pipeline's first."""
         with opened(self._copying(), self.errand.output, settings) as folder:
             for name, conversion in self.conversions.items():
                 with _named(name), told(self.errand.output):
@@ -200,6 +204,7 @@ class PipelineConversion:
             (output / old.last).unlink(missing_ok=True)
 
     def carry_out(self, settings: Settings) -> Result:
+        self.check(settings)
         with self._begun(settings) as folder:
             adopted_nbytes = folder.manifest.nbytes - missing_nbytes(folder.root, folder.manifest)
             results = self._convert(settings)

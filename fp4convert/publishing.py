@@ -63,6 +63,7 @@ def _publish(order: Order, goal: Publication) -> Result:
         next_step = "Merge the parts; then the same command with --num-shards 1 finds everything done, and pushes it."
         raise InputError("share", detail, next_step)
     pusher = Pusher(goal.repo, goal.is_private, goal.token, settings.tell, work.names())
+    work.check(settings)
     work.begin(settings)
     try:
         pusher.begin()

@@ -134,6 +134,7 @@ def test_one_commit_holds_the_whole_pipeline(hub, wan, tmp_path):
     assert f"| digest | {outcome.json['digest']} |" in card
     assert "12 linear layers in NVFP4" in card
     assert "A pipeline." in card
+    assert "vLLM" not in card
     assert quantize(wan, tmp_path / "q", *PUSH).json["pushed"] == outcome.json["pushed"]
     assert len(hub.repos["me/q"].commits) == 2
 
