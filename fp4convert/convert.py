@@ -17,12 +17,14 @@ from fp4convert.formats import FLOAT_TYPES, format_named, row_panels
 from fp4convert.job import Job, Result, begin, carry_out
 from fp4convert.linears import find_linears
 from fp4convert.makers import Dequantizer, Quantizer, Transcoder
+from fp4convert.manifest import Manifest
 from fp4convert.output import OutputFolder
 from fp4convert.plan import plan_quantize
 from fp4convert.recipe import Choice, Target, build_recipe
 from fp4convert.record import RECORD, Contents, make_record
 from fp4convert.respelling import DTYPES, plan_dequantize, plan_transcode
-from fp4convert.sources import INDEX, Source
+from fp4convert.sources import Source
+from fp4convert.sources.naming import index_file
 from fp4convert.spelling import is_reversible
 from fp4convert.tasks import Plan
 from fp4convert.template import Framed, place_modules
@@ -73,9 +75,14 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     return carry_out(artifact_job(source, plan), worker, output, settings)
 
 
+def manifest_of(source: Source, plan: Plan) -> Manifest:
+    """What the output folder of `quantize` remembers."""
+    return artifact_job(source, plan).manifest()
+
+
 def name_files(source: Source, plan: Plan) -> list[str]:
     """Every file that `quantize` writes."""
-    manifest = artifact_job(source, plan).manifest()
+    manifest = manifest_of(source, plan)
     return [*manifest.files, manifest.last]
 
 
@@ -297,5 +304,6 @@ def _dialect_of(plan: Plan) -> Dialect:
 
 def _index_text(plan: Plan) -> dict[str, str]:
     """The index of several shards, or of one whose name says that there are others."""
-    is_alone = len(plan.shards) == 1 and "-of-" not in plan.shards[0].file
-    return {} if is_alone else {INDEX: as_text(plan.index)}
+    files = [shard.file for shard in plan.shards]
+    is_alone = len(files) == 1 and "-of-" not in files[0]
+    return {} if is_alone else {index_file(files): as_text(plan.index)}

@@ -25,9 +25,12 @@ def draw_plan(screen: Screen, plan: Document) -> None:
     widths = [max(len(row[at]) for row in rows) for at in range(len(HEADINGS) - 1)]
     room = max(WHY_WIDTH, screen.out.width - sum(widths) - len(GAP) * len(widths))
     screen.line(_line(HEADINGS, widths), "bold")
-    above = ""
+    above = part_of = ""
     for row, cells in zip(plan["patterns"], rows[1:], strict=True):
-        parent = _parent_of(row["pattern"])
+        parent, component = _parent_of(row["pattern"]), row.get("component", "")
+        if component != part_of:
+            screen.line(f"{component}/", "bold")
+            part_of, above = component, ""
         if parent and parent != above:
             screen.line(shorten(escape(parent.removesuffix("."))), "bold")
         above = parent
@@ -69,6 +72,8 @@ def _totals(plan: Document) -> Iterator[tuple[str, str]]:
         yield name, _sum_text([row for row in rows if row["format"] == name], "modules")
     if kept := [row for row in rows if not row["format"]]:
         yield "stays", _sum_text(kept, "tensors")
+    if copied := plan.get("copied_bytes"):
+        yield "copied", f"{size_text(copied)} outside {' and '.join(part['name'] for part in plan['components'])}"
     before, after, bits = (plan[key] for key in ("source_bytes", "output_bytes", "bits_per_weight"))
     share = f" ({100 * after / before:.0f} %)" if before else ""
     weights = f", {bits:.3f} bits per weight where it is quantized" if bits else ""

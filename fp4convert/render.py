@@ -175,6 +175,9 @@ def draw_result(screen: Screen, result: Document) -> None:
         screen.line(f"  fp4convert merge {result['output']}")
     else:
         screen.line(f"  digest {result['digest']}")
+    for part in result.get("components", ()):
+        sizes = f"{size_text(part['source_bytes'])} -> {size_text(part['output_bytes'])}"
+        screen.line(f"  {part['name']}: {part['tensors'][how]} tensors {how}, {sizes}")
     if pushed := result.get("pushed"):
         screen.line(f"  pushed: {pushed}")
     if carried := result.get("carried"):

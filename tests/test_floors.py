@@ -26,6 +26,7 @@ FLOORS = [
     {"job"},
     {"convert", "verification", "render", "card"},
     {"cluster", "forecast", "overview"},
+    {"pipelines"},
     {"publishing", "options"},
     {"cli"},
     {"__main__"},
