@@ -109,8 +109,11 @@ def _bound(text: str, pattern: str, config: Mapping[str, object]) -> int | None:
 
 
 def integer_of(config: Mapping[str, object], key: str) -> int | None:
-    """The integer under that key of config.json: at the top, then in the config of its text model, then in any other."""
-    return next(_integers(config, key), None)
+    """The integer under that key of config.json: at the top, then in the config of its text model, then in any other.
+
+    None where there is none, and for no key
+    """
+    return next(_integers(config, key), None) if key else None
 
 
 def _integers(config: Mapping[str, object], key: str) -> Iterator[int]:

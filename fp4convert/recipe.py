@@ -261,7 +261,9 @@ def _filled(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
             only=tuple(rule._replace(patterns=filled(rule.patterns)) for rule in file.only),
             stacks=tuple(
                 rule._replace(
-                    tensors=filled(rule.tensors), inputs=integer_of(config, rule.inputs_key) if rule.inputs_key else None
+                    tensors=filled(rule.tensors),
+                    inputs=integer_of(config, rule.inputs_key),
+                    experts=integer_of(config, rule.experts_key),
                 )
                 for rule in file.stacks
             ),

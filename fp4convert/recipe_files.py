@@ -53,6 +53,8 @@ class StackRule(NamedTuple):
     named           of a module: {parent} is the tensor's name without its last part, {expert} a number from 0
     inputs_key      of config.json, where checkpoints of both orders are in use: how many inputs each matrix has
     inputs          that number
+    experts_key     of config.json, for a tensor (experts * rows, columns) with experts below each other: how many there are
+    experts         that number
     """
 
     tensors: tuple[str, ...]
@@ -62,6 +64,8 @@ class StackRule(NamedTuple):
     named: str = NAMED
     inputs_key: str = ""
     inputs: int | None = None
+    experts_key: str = ""
+    experts: int | None = None
 
 
 class FormatRule(NamedTuple):
@@ -148,6 +152,7 @@ def describe(recipe: str) -> dict[str, object]:
             "rows": STACK_ROWS[rule.is_interleaved],
             "named": rule.named,
             "inputs": rule.inputs_key or None,
+            "experts": rule.experts_key or None,
         }
         for file in files[::-1]
         for rule in file.stacks
@@ -204,6 +209,7 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
                 row["rows"] == "interleaved",
                 row["named"],
                 row["inputs"],
+                experts_key=row["experts"],
             )
             for row in rows["stack"]
         ),
@@ -266,6 +272,7 @@ _ROWS = {
         "rows": _word(*STACK_ROWS, default="concatenated"),
         "named": _Key("a name with {parent}, {expert} and {member} in it", _is_name, NAMED),
         "inputs": _TEXT._replace(default=""),
+        "experts": _TEXT._replace(default=""),
     },
     "format": {"modules": _TEXTS, "format": _word("nvfp4", "mxfp4", "fp8", KEEP, ANY_FORMAT)},
 }

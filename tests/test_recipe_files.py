@@ -64,11 +64,14 @@ def test_what_a_file_may_say():
     rows = "interleaved"
     named = "{parent}.x.{expert}.{member}"
     inputs = "hidden_size"
+    experts = "moe_num_experts"
     """
     file = parse(text, "mine.toml", is_users=True)
     assert (file.about, file.bases, file.is_mode) == ("mine", ("mlp_only",), True)
     assert file.keep == (KeepRule(("a", "b.*"), "a toy", "router", True, True),)
-    assert file.stacks == (StackRule(("*.w13",), ("w1", "w3"), True, True, "{parent}.x.{expert}.{member}", "hidden_size"),)
+    named = "{parent}.x.{expert}.{member}"
+    keys = {"inputs_key": "hidden_size", "experts_key": "moe_num_experts"}
+    assert file.stacks == (StackRule(("*.w13",), ("w1", "w3"), True, True, named, **keys),)
 
 
 @pytest.mark.parametrize(
