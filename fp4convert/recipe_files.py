@@ -110,9 +110,9 @@ def known_file(name: str) -> RecipeFile:
     return parse(_texts()[name], name)
 
 
-def families_of(config: Mapping[str, object]) -> list[RecipeFile]:
-    """The files that name the model of a config.json, or one that it is made of, each after all that it builds on."""
-    wanted = set(_kinds(config))
+def families_of(kinds: Iterable[str]) -> list[RecipeFile]:
+    """The files that name one of these model_types and class names, each after all that it builds on."""
+    wanted = set(kinds)
     likely = (name for name, text in _texts().items() if any(f'"{kind}"' in text for kind in wanted))  # 60 files take time
     found: list[RecipeFile] = []
     for file in map(known_file, likely):
@@ -181,8 +181,8 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
     """A file's text, checked; raises InputError that names file, key and what was expected."""
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError("recipe-file", f"{name}: no TOML: {error}") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError("recipe-file", f"{name}: no TOML that can be read: {error}") from None
     if is_users and (taken := [key for key in ("model_types", "class_names") if key in table]):
         detail = f"{name}: {taken[0]} is for fp4convert's own files; a file given with --recipe applies to every model"
         raise InputError("recipe-file", detail, f"Remove {taken[0]}; to build on a family, write: base = NAME.")
@@ -312,23 +312,15 @@ def _collect(name: str, folder: Path, above: tuple[str, ...], found: list[Recipe
 
 
 def _users_file(path: Path) -> RecipeFile:
-    if path.suffix != ".toml" and not path.is_file():
+    try:
+        is_there = path.suffix == ".toml" or path.is_file()
+        text = path.read_text(encoding="utf-8") if is_there else None
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no name of a file
+        raise InputError("recipe-file", f"{path}: cannot be read: {error}") from None
+    if text is None:
         detail = f"recipe {str(path)!r} is not known; expected one of {', '.join(known_names())}, or the path of a TOML file"
         raise InputError("unknown-recipe", detail, "See: fp4convert recipes.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("recipe-file", f"{path}: cannot be read: {error}") from None
     return parse(text, str(path), is_users=True)
-
-
-def _kinds(config: Mapping[str, object]) -> Iterable[str]:
-    """Every model_type and _class_name in a config.json, those of nested configs too."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _kinds(value)
-        elif key in ("model_type", "_class_name") and isinstance(value, str):
-            yield value
 
 
 @cache
