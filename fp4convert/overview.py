@@ -39,9 +39,9 @@ def draw_plan(screen: Screen, plan: Document) -> None:
         style = STYLES.get(row["action"], "green")
         if len(cells[0]) > widths[0]:
             screen.line(cells[0], style)
-            cells = ("", *cells[1:])
+        name = "" if len(cells[0]) > widths[0] else cells[0]
         first, *more = wrap(cells[-1], room) or [""]
-        screen.line(_line((*cells[:-1], first), widths), style)
+        screen.line(_line((name, *cells[1:-1], first), widths), style)
         for part in more:
             screen.line(_line(("",) * len(widths) + (part,), widths))
     screen.line("")
