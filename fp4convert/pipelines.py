@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from fp4convert.artifact import UNDIGESTED
 from fp4convert.backends import open_backend
 from fp4convert.cluster import Errand, check_cluster, quantize_together
 from fp4convert.convert import begin_quantize, describe_plan, manifest_of, name_files, prepare_quantize, quantize
@@ -231,11 +230,6 @@ class PipelineConversion:
         parts = {f"{name}/{file}": sha256 for name, files in own.items() for file, sha256 in files.items()}
         return {**parts, **read_ended(self.errand.output).files}
 
-    def _digest(self) -> str:
-        """That of all files, but for those that the digest of a component does not count either."""
-        uncounted = {f"{name}/{file}" for name in self.conversions for file in UNDIGESTED}
-        return digest_of({file: sha256 for file, sha256 in self.ended_files().items() if file not in uncounted})
-
     def _copying(self) -> Job:
         """The job that copies everything else."""
         with self.source.open_file(PIPELINE) as stream:
@@ -257,7 +251,7 @@ class PipelineConversion:
             output_bytes=sum(result.output_bytes for result in made) + copied_nbytes,
             seconds=round(sum(result.seconds for result in made) + copied.seconds, 3),
             tensors=dict(tensors),
-            digest=self._digest(),
+            digest=digest_of(self.ended_files()),
             adopted_bytes=sum(result.adopted_bytes for result in made) + adopted_nbytes,
             bits_per_weight=self.plan.bits_per_weight,
             components=[{"name": name, **result.as_json()} for name, result in results.items()],

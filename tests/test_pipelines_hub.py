@@ -5,13 +5,24 @@ from pathlib import Path
 
 import pytest
 from checkpoints import run
-from diffusion import DIFFUSERS, FLUX_INDEX, WAN_CONFIG, wan_tensors, write_component, write_flux, write_others, write_wan
+from diffusion import (
+    COMPONENTS,
+    DIFFUSERS,
+    FLUX_INDEX,
+    NVFP4,
+    PIPELINE,
+    RECORD,
+    STATE,
+    WAN_CONFIG,
+    wan_tensors,
+    write_component,
+    write_flux,
+    write_others,
+    write_wan,
+)
 from pushing import FastTime, check_secrets
 
-NVFP4 = ("--format", "nvfp4", "--json", "-q")
 PUSH = ("--push-to-hub", "me/q")
-RECORD, STATE, PIPELINE = "quantization_config.json", ".fp4convert", "model_index.json"
-COMPONENTS = ("transformer", "transformer_2")
 MANY = 1000
 
 
