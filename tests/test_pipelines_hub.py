@@ -1,6 +1,7 @@
 """Pipelines from the Hub, and to it: one commit is read to the end, and one commit holds the whole result."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,22 @@ def test_a_revision_is_that_of_all_components(hub, wan, tmp_path):
     hub.add("org/wan", moved)
     assert quantize("org/wan", tmp_path / "b").code == 2
     assert quantize("org/wan", tmp_path / "b", "--revision", old).json["digest"] == expected
+
+
+def test_the_branch_moves_between_two_components(hub, wan, tmp_path):
+    expected, commit = quantize("org/wan", tmp_path / "a").json["digest"], hub.repos["org/wan"].branches["main"]
+    hub.seen.clear()
+    moved = []
+
+    def move_and_note(handler, kinds, take=hub.take):
+        if PIPELINE in handler.path and not moved:
+            moved.append(hub.add("org/wan", write_flux(tmp_path / "moved")))
+        return take(handler, kinds)
+
+    hub.take = move_and_note
+    assert quantize("org/wan", tmp_path / "q").json["digest"] == expected
+    assert moved
+    assert {part for seen in hub.seen for part in re.findall(r"[0-9a-f]{40}", seen.path)} == {commit}
 
 
 @pytest.mark.parametrize("match", ["transformer_2/", "text_encoder/model", "vae/"])

@@ -27,7 +27,11 @@ from diffusion import (
     write_wan,
 )
 
-from fp4convert.pipelines import Conversion
+from fp4convert.cluster import Errand
+from fp4convert.convert import Request
+from fp4convert.pipelines import Conversion, prepare
+from fp4convert.sources import Access
+from fp4convert.workers import Settings
 
 BAD = "blocks.0.ffn.net.2.weight"
 
@@ -107,6 +111,15 @@ def test_another_pipeline_does_not_take_the_folder_over(wan, tmp_path):
     assert files_of(tmp_path / "q") == before
 
 
+def test_another_pipeline_does_not_take_over_what_is_unfinished(wan, tmp_path):
+    out = tmp_path / "q"
+    command = [sys.executable, "-c", KILLED, "2", "quantize", wan, *NVFP4, "-o", out]
+    assert subprocess.run([*map(str, command)], check=False, timeout=60).returncode == -9
+    before = {path: path.read_bytes() for path in out.rglob("*.json")}
+    assert error_of(quantize(write_flux(tmp_path / "flux"), out))[:2] == (5, "other-plan")
+    assert {path: path.read_bytes() for path in out.rglob("*.json")} == before
+
+
 def test_the_disk_must_hold_all_components_and_copies_before_the_first_byte(wan, tmp_path, monkeypatch):
     needed = quantize(wan, tmp_path / "a", "--dry-run").json["peak_disk_bytes"]
     real = os.statvfs
@@ -126,6 +139,16 @@ def test_the_disk_must_hold_all_components_and_copies_before_the_first_byte(wan,
     assert quantize(wan, tmp_path / "q").code == 0
     free = 0
     assert quantize(wan, tmp_path / "q").code == 0  # all is there
+
+
+def test_every_file_is_told_under_its_name_in_the_result(wan, tmp_path):
+    """As an upload needs it while the rest is still being made."""
+    told: dict[str, tuple[Path, str]] = {}
+    work = prepare(Errand(str(wan), Access(), Request("nvfp4"), tmp_path / "q"))
+    work.carry_out(Settings("cpu", named=lambda path, file, sha256: told.update({file: (path, sha256)})))
+    assert {file: path for file, (path, _) in told.items()} == {file: tmp_path / "q" / file for file in files_of(tmp_path / "q")}
+    assert {file: sha256 for file, (_, sha256) in told.items()} == work.ended_files()
+    assert sorted(told) == sorted(work.names())
 
 
 def test_processes_that_join_share_the_work(wan, tmp_path):
