@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from fp4convert.backends import open_backend
 from fp4convert.cluster import Errand, check_cluster, quantize_together
-from fp4convert.convert import begin_quantize, describe_plan, manifest_of, name_files, prepare_quantize, quantize
+from fp4convert.convert import begin_quantize, manifest_of, name_files, prepare_quantize, quantize
 from fp4convert.dialects import Ignored
 from fp4convert.errors import Fp4Error, InputError, NumericError
+from fp4convert.forecast import READING_RATES, describe_plan
 from fp4convert.job import Job, Result, carry_out, opened
 from fp4convert.manifest import read_ended, read_manifest
 from fp4convert.output import OutputFolder, TaskWriter, digest_of, missing_nbytes
@@ -145,10 +146,14 @@ class PipelineConversion:
 
     @property
     def warnings(self) -> list[str]:
+        return self._collect({name: list(conversion.warnings) for name, conversion in self.conversions.items()})
+
+    def _collect(self, warnings: dict[str, list[str]]) -> list[str]:
+        """The warnings of all components, each with its name, after our own."""
         left_out = self.source.checkpoint.left_out
         beside = f"{len(left_out)} files of weights beside {PIPELINE} are no part of the pipeline and are left out, the first"
-        own = [f"{name}: {line}" for name, conversion in self.conversions.items() for line in conversion.warnings]
-        return [*([f"{beside} {left_out[0]!r}"] if left_out else []), *own]
+        named = [f"{name}: {line}" for name, lines in warnings.items() for line in lines]
+        return [*([f"{beside} {left_out[0]!r}"] if left_out else []), *named]
 
     def names(self) -> list[str]:
         parts = [f"{name}/{file}" for name, conversion in self.conversions.items() for file in conversion.names()]
@@ -157,8 +162,8 @@ class PipelineConversion:
     def describe(self, settings: Settings) -> dict[str, object]:
         """The documents of all components in one, with what is copied; every tensor says whose it is."""
         copied = self._copying().output_nbytes
-        described = {name: conversion.describe(settings) for name, conversion in self.conversions.items()}
-        whole: dict[str, object] = {}
+        described = {name: dict[str, Any](conversion.describe(settings)) for name, conversion in self.conversions.items()}
+        whole: dict[str, Any] = {}
         for name, document in described.items():
             for key, value in document.items():
                 whole[key] = _joined(key, whole[key], _labelled(name, value)) if key in whole else _labelled(name, value)
@@ -166,7 +171,20 @@ class PipelineConversion:
         for key in sizes:
             whole[key] = _joined(key, whole[key], copied)
         components = [{"name": name, **{key: document[key] for key in sizes}} for name, document in described.items()]
-        return {**whole, "warnings": self.warnings, "copied_bytes": copied, "components": components}
+        ours = {
+            "bits_per_weight": self.plan.bits_per_weight,
+            "seconds_estimated": self._with_copies(whole["seconds_estimated"], copied),
+            "warnings": self._collect({name: document["warnings"] for name, document in described.items()}),
+        }
+        return {**whole, **ours, "copied_bytes": copied, "components": components}
+
+    def _with_copies(self, seconds: dict[str, Any], copied_nbytes: int) -> dict[str, object]:
+        """Estimated times and those of the copies, which are hashed at the same rate: once, and as they arrive where they do."""
+        streamed = sum(c.source.checkpoint.nbytes for c in self.conversions.values() if c.source.is_streamed)
+        hashed = self.plan.output_bytes + streamed
+        more = seconds["hashing"] * copied_nbytes * (2 if self.source.is_streamed else 1) / hashed if hashed else 0.0
+        reading = {key: seconds["reading"][key] + copied_nbytes / rate for key, rate in READING_RATES.items()}
+        return {**seconds, "hashing": seconds["hashing"] + more, "work": seconds["work"] + more, "reading": reading}
 
     def check(self, settings: Settings) -> None:
         if settings.share is not None:  # nobody could end all parts of all conversions
@@ -305,6 +323,8 @@ def _joined(key: str, value: object, other: object) -> object:
     """A value of a document for two components: lists follow one another, numbers are added; memory is not held twice."""
     if isinstance(value, list) and isinstance(other, list):
         return [*value, *other]
+    if isinstance(value, dict) and isinstance(other, dict):
+        return {part: _joined(part, value[part], other[part]) for part in value}
     if isinstance(value, int | float) and isinstance(other, int | float) and not isinstance(value, bool):
-        return max(value, other) if key == "peak_memory_bytes" else value + other
+        return max(value, other) if key in ("peak_memory_bytes", "threads") else value + other
     return value

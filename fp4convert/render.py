@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sys
 import unicodedata
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -25,7 +23,6 @@ from fp4convert.errors import Fp4Error, OutputError
 from fp4convert.progress import Meter, Phases, duration_text, rate_text, size_text
 
 Document = dict[str, Any]  # what --json prints; keys as in the README
-ACTIONS = ("quantize", "skip", "copy")  # the order of a drawn plan
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # control, format (bidi), surrogate, private, unassigned, separators
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 CLOSED_PIPE = 141  # as a shell shows a program whose reader went away
@@ -83,7 +80,7 @@ class Screen:
 
         table = Table(*(Column(heading, overflow="fold") for heading in headings), box=None, pad_edge=False)
         for row in rows:
-            table.add_row(*(Text(_shorten(escape(cell))) for cell in row))
+            table.add_row(*(Text(shorten(escape(cell))) for cell in row))
         self.out.print(table)
 
     def warn(self, warnings: Iterable[str]) -> None:
@@ -132,7 +129,7 @@ def _forget_stdout() -> None:
 
 
 def _print_progress(line: str, tensor: str) -> None:
-    name = f", {_shorten(escape(tensor))}" if tensor else ""
+    name = f", {shorten(escape(tensor))}" if tensor else ""
     print(f"{line}{name}", file=sys.stderr, flush=True)
 
 
@@ -149,7 +146,7 @@ def _bars(meters: Sequence[Meter], width: int) -> RenderableType:
         bar = [ProgressBar(meter.total_nbytes or (0 if meter.is_over else None), done, room)] if room >= SHORTEST_BAR else []
         rows.add_row(Text(meter.verb), *bar, Text(meter.status(), no_wrap=True))
     tensor = meters[-1].tensor if meters and not meters[-1].is_over else ""
-    return Group(rows, Text(_shorten(escape(tensor), width - 3), "dim", no_wrap=True, overflow="ellipsis"))
+    return Group(rows, Text(shorten(escape(tensor), width - 3), "dim", no_wrap=True, overflow="ellipsis"))
 
 
 def draw_result(screen: Screen, result: Document) -> None:
@@ -160,10 +157,11 @@ def draw_result(screen: Screen, result: Document) -> None:
     """
     counts, bits = result["tensors"], result.get("bits_per_weight")
     named = {"": result["format"], "dialect ": result["dialect"], "rule ": result["scale_rule"]}
-    ((how, converted),) = ((how, count) for how, count in counts.items() if how not in ("copied", "skipped"))
     screen.line(result["output"], "bold")
     screen.line(f"  {', '.join(f'{word}{name}' for word, name in named.items() if name)}")
-    screen.line(f"  {converted} tensors {how}, {counts['copied']} kept, {counts['skipped']} skipped")
+    (how, converted), *others = counts.items()
+    told = [f"{converted} tensors {how}", *(f"{count} {'kept' if how == 'copied' else how}" for how, count in others)]
+    screen.line(f"  {', '.join(told)}")
     before, after = result["source_bytes"], result["output_bytes"]
     weights = f", {bits:.3f} bits per weight where it is quantized" if bits and before else ""
     ratio = f" ({100 * after / before:.0f} %)" if before else ""
@@ -209,35 +207,42 @@ def draw_merged(screen: Screen, merged: Document) -> None:
     screen.line(f"  digest {merged['digest']}")
 
 
-def draw_plan(screen: Screen, plan: Document) -> None:
-    """The plan, layers folded: one row for every tensor pattern, action and reason."""
-    folded: dict[tuple[str, str, str], list[Document]] = defaultdict(list)
-    for tensor in plan["tensors"]:
-        folded[_fold(tensor["name"]), tensor["action"], tensor["reason"]].append(tensor)
-    rows = []
-    for (pattern, action, reason), tensors in sorted(folded.items(), key=lambda item: ACTIONS.index(item[0][1])):
-        group = _fold(tensors[0]["group"] or "").rpartition(".")[2]
-        before, after = (sum(tensor[key] for tensor in tensors) for key in ("source_bytes", "output_bytes"))
-        rows.append((pattern, len(tensors), action, reason, group, size_text(before), size_text(after)))
-    screen.table(("tensors", "count", "action", "reason", "group", "before", "after"), rows)
-    if copied := plan.get("copied_bytes"):
-        names = " and ".join(part["name"] for part in plan["components"])
-        screen.line(f"everything outside {names} is copied as it is: {size_text(copied)}")
-    screen.line(f"total {size_text(plan['source_bytes'])} -> {size_text(plan['output_bytes'])}", "bold")
+def draw_recipes(screen: Screen, found: Document) -> None:
+    """Every recipe in a line, families with the models that they are for."""
+    width = max(len(recipe["name"]) for recipe in found["recipes"])
+    for recipe in found["recipes"]:
+        models = ", ".join((*recipe["model_types"], *recipe["class_names"]))
+        screen.line(f"{recipe['name']:{width}}  {recipe['about']}")
+        if models:
+            screen.line(f"{'':{width}}  for {models}")
+
+
+def draw_recipe(screen: Screen, recipe: Document) -> None:
+    """What one recipe says, in the words of its file."""
+    screen.line(f"{recipe['name']}: {recipe['about']}")
+    if models := (*recipe["model_types"], *recipe["class_names"]):
+        screen.line(f"for {', '.join(models)}")
+    if recipe["base"]:
+        screen.line(f"builds on {', '.join(recipe['base'])}")
+    for rule in recipe["keep"]:
+        screen.line(f"keeps {', '.join(rule['modules'])}: {rule['reason']}")
+    for rule in recipe["only"]:
+        screen.line(f"quantizes only {', '.join(rule['modules'])}")
+    for rule in recipe["formats"]:
+        screen.line(f"makes {rule['format']} of {', '.join(rule['modules'])}")
+    for members in recipe["groups"]:
+        screen.line(f"one scale for {', '.join(members)}")
+    for rule in recipe["stacks"]:
+        rows = f", {rule['rows']}" if len(rule["members"]) > 1 else ""
+        screen.line(f"takes {', '.join(rule['tensors'])} for stacks of {', '.join(rule['members'])}: {rule['order']}{rows}")
 
 
 def draw_artifact(screen: Screen, artifact: Document) -> None:
     """What `inspect` found out."""
     counts, layout, bits = artifact["tensors"], artifact["scale_layout"], artifact["bits_per_weight"]
-    codes = f"{artifact['element_dtype']} codes, {artifact['block_size']} to a block, {artifact['scale_dtype']} block scales"
-    stored = artifact["global_scale"]
+    order = f"{_declared(layout['declared'])}, {_detected(layout['detected'])}"
     rows = {
-        "format": f"{artifact['format']}: {codes}",
-        "dialect": artifact["dialect"],
-        "global scale": f"{stored['dtype']}, stored as a {stored['stored_as']}" if stored else "none",
-        "scale layout": f"{_declared(layout['declared'])}, {_detected(layout['detected'])}",
-        "nibble order": artifact["nibble_order"],
-        "activations": "16 bits" if artifact["activations"] == 16 else "4 bits, quantized by the engine",
+        **(_form_lines(artifact, order) if "forms" not in artifact else _forms_lines(artifact, order)),
         "tensors": f"{counts['quantized']} quantized, {counts['other']} other",
         "bits per weight": "none" if bits is None else f"{bits:.3f} (codes, block scales and global scales)",
         "share read": f"{100 * artifact['share_read']:.0f} % of the block scales",
@@ -246,6 +251,35 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
         screen.line(f"{key:<16}{value}")
     _draw_findings(screen, artifact["findings"])
     _draw_verdict(screen, artifact["healthy"], "healthy", "not healthy")
+
+
+def _form_lines(artifact: Document, order: str) -> dict[str, str]:
+    """What codes and scales are."""
+    codes = f"{artifact['element_dtype']} codes, {artifact['block_size']} to a block, {artifact['scale_dtype']} block scales"
+    stored = artifact["global_scale"]
+    return {
+        "format": f"{artifact['format']}: {codes}",
+        "dialect": artifact["dialect"],
+        "global scale": f"{stored['dtype']}, stored as a {stored['stored_as']}" if stored else "none",
+        "scale layout": order,
+        "nibble order": artifact["nibble_order"],
+        "activations": "16 bits" if artifact["activations"] == 16 else "4 bits, quantized by the engine",
+    }
+
+
+def _forms_lines(artifact: Document, order: str) -> dict[str, str]:
+    """What they are in modules of each form."""
+    forms = {f"  {form['format']} ({number})": _form_text(form) for number, form in enumerate(artifact["forms"], 1)}
+    return {"format": artifact["format"], **forms, "dialect": artifact["dialect"], "scale layout": order}
+
+
+def _form_text(form: Document) -> str:
+    size = form["block_size"]
+    shared = f"{'x'.join(map(str, size))} to a block" if isinstance(size, list) else f"{size} to a block"
+    if size is None:
+        shared = f"one scale to a {form['granularity']}"
+    what = f"{form['modules']} modules, {form['bits_per_weight']:.3f} bits a weight, activations of {form['activations']} bits"
+    return f"{form['element_dtype']} codes, {shared}, {form['scale_dtype']} scales; {what}"
 
 
 def _declared(layout: str | None) -> str:
@@ -316,12 +350,7 @@ def _draw_verdict(screen: Screen, is_good: bool, good: str, bad: str) -> None:
     screen.line(good if is_good else bad, "bold green" if is_good else "bold red")
 
 
-def _fold(name: str) -> str:
-    """Layer numbers as *."""
-    return re.sub(r"\d+", "*", name)
-
-
-def _shorten(text: str, width: int = CELL_WIDTH) -> str:
+def shorten(text: str, width: int = CELL_WIDTH) -> str:
     return text if len(text) <= width else f"{text[: width // 2]}...{text[-width // 2 :]}"
 
 

@@ -24,7 +24,7 @@ FLUX_INDEX = {
     "transformer": ["diffusers", "FluxTransformer2DModel"],
     "vae": ["diffusers", "AutoencoderKL"],
 }
-WAN_CONFIG = {"_class_name": "WanTransformer3DModel", "_diffusers_version": "0.35.0.dev0", "num_layers": 1}
+WAN_CONFIG = {"_class_name": "WanTransformer3DModel", "_diffusers_version": "0.35.0.dev0", "num_layers": 30}
 WAN_INDEX = {
     "_class_name": "WanPipeline",
     "_diffusers_version": "0.35.0.dev0",
@@ -76,13 +76,13 @@ def wan_tensors(seed: int = 0) -> dict[str, Tensor]:
     return {
         "patch_embedding.weight": ("BF16", (64, 16, 1, 2, 2), bf16(64, 16, 1, 2, 2, seed=seed)),
         "condition_embedder.time_embedder.linear_1.weight": weight(seed + 1, 64),
-        "blocks.0.attn1.to_q.weight": weight(seed + 2, 64),
-        "blocks.0.attn1.to_k.weight": weight(seed + 3, 64),
-        "blocks.0.attn1.to_v.weight": weight(seed + 4, 64),
-        "blocks.0.attn1.to_out.0.weight": weight(seed + 5, 64),
-        "blocks.0.ffn.net.0.proj.weight": weight(seed + 6, 128),
-        "blocks.0.ffn.net.2.weight": weight(seed + 7, 64, 128),
-        "blocks.0.scale_shift_table": ("F32", (1, 6, 64), bytes(4 * 6 * 64)),
+        "blocks.7.attn1.to_q.weight": weight(seed + 2, 64),
+        "blocks.7.attn1.to_k.weight": weight(seed + 3, 64),
+        "blocks.7.attn1.to_v.weight": weight(seed + 4, 64),
+        "blocks.7.attn1.to_out.0.weight": weight(seed + 5, 64),
+        "blocks.7.ffn.net.0.proj.weight": weight(seed + 6, 128),
+        "blocks.7.ffn.net.2.weight": weight(seed + 7, 64, 128),
+        "blocks.7.scale_shift_table": ("F32", (1, 6, 64), bytes(4 * 6 * 64)),
         "proj_out.weight": weight(seed + 8),
     }
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from tiny_models import fp4convert, offline
 
-from fp4convert.dialects import dialect_named
+from fp4convert.dialects import Clues, dialect_named
 from fp4convert.formats import FORMATS
+from fp4convert.linears import linears_of
 from fp4convert.plan import Plan, plan_quantize
 from fp4convert.recipe import Target, build_recipe
 from fp4convert.shard import Header, SafetensorsFrame, TensorRef
 from fp4convert.sources import Checkpoint
-from fp4convert.spelling import Form
+from fp4convert.spelling import Form, Group
 
 pytestmark = pytest.mark.engine
 H = 64
@@ -133,7 +134,9 @@ def plan_of(model: Any) -> Plan:
     header = Header("model.safetensors", 0, tuple(refs), SafetensorsFrame({}))
     config = model.config.to_dict()
     checkpoint = Checkpoint(None, None, config, (header,), (), (), (), {"model.safetensors": ""})
-    return plan_quantize(checkpoint, build_recipe(Target("nvfp4", "compressed-tensors"), checkpoint.model_types))
+    recipe = build_recipe(Target("nvfp4", "compressed-tensors"), config)
+    clues = Clues(config, {}, {ref.name: ref for ref in refs})
+    return plan_quantize(checkpoint, recipe, linears_of(clues, recipe))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -149,7 +152,9 @@ def test_the_engine_takes_for_quantized_what_is_quantized(name: str) -> None:
         module: type(modules[module]).__name__ for module in plan.quantized if not isinstance(modules[module], torch.nn.Linear)
     }
     assert not strays, "only linear layers can be quantized"
-    record = dialect_named("compressed-tensors").records(Form(FORMATS["nvfp4"]), plan.ignored, plan.quantized)["config.json"]
+    record = dialect_named("compressed-tensors").records([Group(Form(FORMATS["nvfp4"]), tuple(plan.quantized))], plan.ignored)[
+        "config.json"
+    ]
     taken = {module for module, _ in match_named_modules(model, ["Linear"], record["quantization_config"]["ignore"])}
     assert taken == set(plan.quantized)
 
