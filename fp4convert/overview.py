@@ -36,12 +36,12 @@ def draw_plan(screen: Screen, plan: Document) -> None:
         if parent and parent != above:
             screen.line(shorten(escape(parent.removesuffix("."))), "bold")
         above = parent
-        style = STYLES.get(row["action"], "green")
-        if len(cells[0]) > widths[0]:
-            screen.line(cells[0], style)
-            cells = ("", *cells[1:])
+        style, name = STYLES.get(row["action"], "green"), cells[0]
+        if len(name) > widths[0]:
+            screen.line(name, style)
+            name = ""
         first, *more = wrap(cells[-1], room) or [""]
-        screen.line(_line((*cells[:-1], first), widths), style)
+        screen.line(_line((name, *cells[1:-1], first), widths), style)
         for part in more:
             screen.line(_line(("",) * len(widths) + (part,), widths))
     screen.line("")
