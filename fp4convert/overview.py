@@ -36,10 +36,10 @@ def draw_plan(screen: Screen, plan: Document) -> None:
         if parent and parent != above:
             screen.line(shorten(escape(parent.removesuffix("."))), "bold")
         above = parent
-        style, name = STYLES.get(row["action"], "green"), cells[0]
-        if len(name) > widths[0]:
-            screen.line(name, style)
-            name = ""
+        style = STYLES.get(row["action"], "green")
+        if len(cells[0]) > widths[0]:
+            screen.line(cells[0], style)
+        name = "" if len(cells[0]) > widths[0] else cells[0]
         first, *more = wrap(cells[-1], room) or [""]
         screen.line(_line((name, *cells[1:-1], first), widths), style)
         for part in more:
