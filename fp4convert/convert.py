@@ -10,28 +10,28 @@ from pathlib import Path
 from fp4convert.artifact import Artifact
 from fp4convert.backends import open_backend
 from fp4convert.carrying import Carrier
-from fp4convert.dialects import Dialect, check_input_scale, dialect_named, dialect_to_write, form_of
+from fp4convert.dialects import Dialect, check_input_scale, dialect_named, dialect_to_write
 from fp4convert.ending import as_text
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, format_named, row_panels
 from fp4convert.job import Job, Result, begin, carry_out
+from fp4convert.linears import find_linears
+from fp4convert.makers import Dequantizer, Quantizer, Transcoder
 from fp4convert.output import OutputFolder
-from fp4convert.plan import DTYPES, plan_dequantize, plan_quantize, plan_transcode
-from fp4convert.recipe import Target, build_recipe
+from fp4convert.plan import plan_quantize
+from fp4convert.recipe import Choice, Target, build_recipe
 from fp4convert.record import RECORD, Contents, make_record
+from fp4convert.respelling import DTYPES, plan_dequantize, plan_transcode
 from fp4convert.sources import INDEX, Source
-from fp4convert.spelling import Group, is_reversible
+from fp4convert.spelling import is_reversible
 from fp4convert.tasks import Plan
 from fp4convert.template import Framed, place_modules
-from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder
+from fp4convert.workers import Settings
 
 ENGINE_RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
-QUANTIZATION_KEYS = frozenset({"quantization_config", "quantization", "expert_dtype"})  # of config.json, in any dialect
-CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})  # engines stumble over it; what the weights are is not in doubt
-UNSAID_ENDINGS = (  # smoothing, order of activations, offsets, low-rank parts, scales of a cache in another dialect
-    *(".pre_quant_scale", ".weight_g_idx", ".weight_zero_point", ".svdquant_lora_a", ".svdquant_lora_b", ".output_scale"),
-    *(".k_zero_point", ".v_zero_point"),
-)
+QUANTIZATION_KEYS = frozenset(
+    {"quantization_config", "compression_config", "quantization", "expert_dtype"}
+)  # of config.json, in any dialect
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
 
 
@@ -46,6 +46,9 @@ class Request:
     input_scale: float | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    recipe: str | None = None
+    stack_order: str | None = None
+    stack_rows: str | None = None
 
 
 def prepare_quantize(source: Source, request: Request) -> Plan:
@@ -56,8 +59,9 @@ def prepare_quantize(source: Source, request: Request) -> Plan:
     reads_any = traits.global_scale_kind and all(shard.frame.reads_global_scales for shard in source.checkpoint.shards)
     is_unit = fmt.has_global_scale and not reads_any
     target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, input_scale, has_unit_scale=is_unit)
-    recipe = build_recipe(target, source.checkpoint.model_types, (request.include, request.exclude))
-    return plan_quantize(source.checkpoint, recipe)
+    choice = Choice(request.recipe, request.include, request.exclude, request.stack_order, request.stack_rows)
+    recipe = build_recipe(target, source.checkpoint.config, choice)
+    return plan_quantize(source.checkpoint, recipe, find_linears(source, recipe))
 
 
 def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:
@@ -83,7 +87,7 @@ def begin_quantize(source: Source, plan: Plan, output: Path, settings: Settings)
 
 def prepare_dequantize(artifact: Artifact, dtype: str) -> Plan:
     """The plan that `dequantize` carries out; InputError for an unknown dtype or an artifact with errors."""
-    _refuse_unsound(artifact)
+    artifact.refuse_unsound()
     for module in artifact.modules:
         _refuse_odd_scale(artifact, module)
     cache_scales = artifact.cache_scales(artifact.spelling)
@@ -97,7 +101,7 @@ def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings)
     """
     source = artifact.source
     config = _with_dtype(source.checkpoint.config, FLOAT_TYPES[DTYPES[plan.target.format]].config_name)
-    config = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    config = _unquantized(config)
     texts = _index_text(plan)
     last = plan.shards[-1].file
     if artifact.spelling.TRAITS.container == "safetensors":
@@ -125,7 +129,7 @@ def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Sour
 
     donor  a GGUF file, whose frame the result gets
     """
-    _refuse_unsound(artifact)
+    artifact.refuse_unsound()
     made = format_named(request.format or artifact.format.name)
     is_same = made is artifact.format
     if not is_same and artifact.format.has_global_scale:
@@ -261,7 +265,7 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "peak_disk_bytes": _artifact_job(source, plan).output_nbytes,
         "tensors": [
             {
-                "name": step.refs[0].name,
+                "name": step.name,
                 "action": step.action,
                 "reason": step.reason,
                 "group": step.group,
@@ -272,17 +276,6 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         ],
         "warnings": list(plan.warnings),
     }
-
-
-def _refuse_unsound(artifact: Artifact) -> None:
-    if unsaid := [name for name in artifact.tensors if name.endswith(UNSAID_ENDINGS)]:
-        detail = f"{len(unsaid)} tensors change what the weights mean, the first {unsaid[0]!r}; fp4convert does not apply them"
-        raise InputError("unsaid-tensors", detail, "Start from the original weights.", unsaid[0])
-    for finding in artifact.findings:
-        if finding.level == "error" and finding.code not in CLEAR_ENOUGH:
-            where = f"{finding.tensor}: " if finding.tensor else ""
-            detail = f"the artifact is not sound: {finding.code}: {where}{finding.detail}"
-            raise InputError("unsound-artifact", detail, "See: fp4convert inspect.", finding.tensor)
 
 
 def _origin_of(artifact: Artifact) -> dict[str, object]:
@@ -298,9 +291,9 @@ def _artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None =
     origin  of the weights; None where it is the source
     """
     spelling = _dialect_of(plan)
-    groups = (Group(form_of(plan.target), tuple(plan.quantized)),)
+    groups = plan.groups
     records = spelling.records(groups, plan.ignored)
-    config = {key: value for key, value in source.checkpoint.config.items() if key not in QUANTIZATION_KEYS}
+    config = _unquantized(source.checkpoint.config)
     if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
     texts = {**_index_text(plan), **{file: as_text(record) for file, record in records.items()}}
@@ -308,6 +301,12 @@ def _artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None =
     here: dict[str, object] = {"repo": source.checkpoint.repo, "revision": source.checkpoint.revision}
     record = make_record(plan.target, Contents(groups, plan.ignored, plan.shapes), producer, origin or here)
     return Job(source, plan, texts, record, RECORD, ENGINE_RECORDS | texts.keys())
+
+
+def _unquantized(config: dict[str, object]) -> dict[str, object]:
+    """The config without a word on quantization, in itself or in the configs of its parts."""
+    kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    return {key: _unquantized(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def _with_dtype(config: dict[str, object], dtype: str) -> dict[str, object]:

@@ -22,10 +22,10 @@ from fp4convert.detection import StoredScales, detect_layout
 from fp4convert.dialects import Packed
 from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Format, Quantized, row_panels
 from fp4convert.layout import LAYOUTS, arrange_scales
-from fp4convert.plan import UNSAID, idle_scales
 from fp4convert.reading import Finding, Level
 from fp4convert.recipe import Target, build_recipe, group_members, scale_group
 from fp4convert.record import MIXED, describe_form
+from fp4convert.respelling import UNSAID, idle_scales
 from fp4convert.sources import Source, stopping
 from fp4convert.suspicion import suspect
 
@@ -121,7 +121,7 @@ def _beside(artifact: Artifact, modules: Sequence[str]) -> list[str]:
     """The modules whose single scales are read: all, or from the Hub those modules and what shares a scale with them."""
     if not artifact.source.is_streamed:
         return list(artifact.modules)
-    groups = group_members(artifact.source.checkpoint.model_types)
+    groups = group_members(artifact.source.checkpoint.config)
     keys = {key for module in modules if (key := scale_group(module, groups))}
     return [module for module in artifact.modules if module in modules or scale_group(module, groups) in keys]
 
@@ -177,7 +177,7 @@ def _check_others(artifact: Artifact) -> Iterator[Finding]:
             yield Finding("error", "scale-not-finite", module, f"{bad} of its {values.size} scales are not finite")
         if negative := int(np.count_nonzero(values < 0)):
             yield Finding("error", "scale-negative", module, f"{negative} of its {values.size} scales are negative")
-    groups = group_members(artifact.source.checkpoint.model_types)
+    groups = group_members(artifact.source.checkpoint.config)
     gathered: dict[object, dict[str, str]] = defaultdict(dict)
     for module, packed in (*artifact.modules.items(), *artifact.others.items()):
         if key := scale_group(module, groups):
@@ -279,7 +279,7 @@ def _judge_global_scale(module: str, stored: float, is_divisor: bool) -> Iterato
 
 def _unequal_groups(artifact: Artifact, stored: dict[str, float]) -> list[list[str]]:
     """The members of every scale group that store different scales."""
-    groups = group_members(artifact.source.checkpoint.model_types)
+    groups = group_members(artifact.source.checkpoint.config)
     gathered: dict[object, list[str]] = defaultdict(list)
     for module in stored:
         if key := scale_group(module, groups):
@@ -292,7 +292,7 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
     if omitted := artifact.source.checkpoint.unindexed:
         detail = f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}: engines that follow it do not load them"
         yield Finding("error", "index-omits", None, detail)
-    recipe = build_recipe(Target(artifact.forms[0].format.name), artifact.source.checkpoint.model_types)
+    recipe = build_recipe(Target(artifact.forms[0].format.name), artifact.source.checkpoint.config)
     is_strict = not artifact.spelling.TRAITS.holds_embeddings
     for module in (*artifact.modules, *artifact.others):
         kind = recipe.kind_of(module)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from fp4convert.dialects import Dialect, Packed
 from fp4convert.formats import FP8
-from fp4convert.recipe import matches
+from fp4convert.patterns import matches
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.spelling import SCALE_DTYPES, Form, Group
 from fp4convert.stacks import pieces_of

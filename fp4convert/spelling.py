@@ -282,7 +282,8 @@ class Table:
         if form.format is INT4:
             scales = scale_grid((above[0], columns), form.granularity or "row")
             packed = TensorSpec(stem + ending, "I32", (above[0], -(-columns // INT4_PER_ITEM)))
-            return (packed, TensorSpec(stem + self.block_scales, form.stored_scales, scales))
+            shape_of = TensorSpec(f"{stem}.weight_shape", "I64", (2,))
+            return (packed, TensorSpec(stem + self.block_scales, form.stored_scales, scales), shape_of)
         return (
             TensorSpec(stem + ending, dtype, (*above, columns // self.codes_per_item)),
             TensorSpec(stem + self.block_scales, self.scale_dtypes[form.format], (*above, columns // form.format.block_size)),
@@ -308,6 +309,16 @@ class Table:
         stored, scales = read(stem + self.packed[0]), read(stem + self.block_scales)
         global_scale = self.scalars.decode_global(stem, form, read)
         return Spans(form.format, (math.prod(above), columns), stored, scales, global_scale, self.scalars.kind)
+
+
+def encode_int4(stem: str, shape: tuple[int, ...], panels: Iterable[tuple[memoryview, memoryview]]) -> Iterator[Part]:
+    """Bytes of packed integers as compressed-tensors names them, by name; panels as Fp8Table.encode has them."""
+    for codes, scales in panels:
+        if codes.nbytes:
+            yield f"{stem}.weight_packed", codes
+        if scales.nbytes:
+            yield f"{stem}.weight_scale", scales
+    yield f"{stem}.weight_shape", memoryview(struct.pack("<2q", *shape))
 
 
 def half_columns(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:

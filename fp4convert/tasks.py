@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
 
-from fp4convert.dialects import Dialect, Ignored
+from fp4convert.codings import Linear
+from fp4convert.dialects import Dialect, Ignored, form_of
 from fp4convert.errors import InputError
 from fp4convert.recipe import Target
 from fp4convert.shard import Header, TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
-from fp4convert.spelling import Form
+from fp4convert.spelling import Form, Group, group_modules
 from fp4convert.stacks import Slot
 
 Action = Literal["quantize", "dequantize", "transcode", "copy", "skip"]
-MADE_FOUR_BIT = ("quantize", "transcode")
 _ADDRESS = attrgetter("name", "dtype", "shape", "file", "start")
 
 
@@ -32,13 +32,16 @@ class Step:
 
     module   what its outputs are named after: a module, or a stem of the dialect that holds several
     action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as it is
-    refs     what is read; exactly one, except of a module that is four-bit already
+    refs     what is read; of a linear layer all that it is decoded from
     shape    (rows, columns) of the matrix, longer for a stack; () where it stays
-    slots    whose rows the result holds, where it was four-bit before
+    slots    whose rows the result holds, where that is no single module
     group    name of the scale group, or None
-    amax_of  every member of the scale group (or the tensor alone), in whichever shard; the common amax sets the global
-             scale, and tells whether all of them are finite; to transcode, every tensor of the group; empty otherwise
+    amax_of  what is read beside for the scales: every tensor of the scale group, in whichever shard
     outputs  where the result goes; all in the step's own shard
+    form     that its module has in the result; None where that is an ordinary tensor
+    linears  whose values the result holds, in the order of the slots; none where a tensor is copied
+    measured every member of the scale group (or the linear layer alone), in whichever shard; the common amax sets the
+             global scale, and tells whether all of them are finite
     """
 
     module: str
@@ -50,14 +53,32 @@ class Step:
     group: str | None
     amax_of: tuple[TensorRef, ...]
     outputs: tuple[TensorRef, ...]
+    form: Form | None = None
+    linears: tuple[Linear, ...] = ()
+    measured: tuple[Linear, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What a person looks for: its tensor, or the module where the tensor holds others too."""
+        return self.linears[0].name if len(self.linears) == 1 else self.refs[0].name
 
     @property
     def source_bytes(self) -> int:
-        return sum(ref.nbytes for ref in self.refs)
+        return sum(linear.nbytes for linear in self.linears) or sum(ref.nbytes for ref in self.refs)
 
     @property
     def output_bytes(self) -> int:
         return sum(ref.nbytes for ref in self.outputs)
+
+    @property
+    def is_made(self) -> bool:
+        """True where the result is no ordinary tensor."""
+        return self.form is not None
+
+    @property
+    def format(self) -> str:
+        """The format that its module has in the result; "" where that is an ordinary tensor."""
+        return self.form.format.name if self.form else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +145,24 @@ class Plan:
 
     @property
     def quantized(self) -> list[str]:
-        """Modules that are four-bit in the result, or the stacks that hold them."""
-        return [step.module for step in self.steps if step.action in MADE_FOUR_BIT]
+        """Modules that are quantized in the result, or the stacks that hold them."""
+        return [step.module for step in self.steps if step.is_made]
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """These modules by their form; one without modules where there are none."""
+        made = ((step.module, step.form) for step in self.steps if step.form is not None)
+        return group_modules(made) or (Group(form_of(self.target), ()),)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Their shapes."""
-        return {step.module: step.shape for step in self.steps if step.action in MADE_FOUR_BIT}
+        return {step.module: step.shape for step in self.steps if step.is_made}
 
     @property
     def bits_per_weight(self) -> float | None:
         """Of the four-bit modules, scales and all; None where there are none."""
-        made = [step for step in self.steps if step.action in MADE_FOUR_BIT]
+        made = [step for step in self.steps if step.is_made]
         weights = sum(math.prod(step.shape) for step in made)
         return 8 * sum(step.output_bytes for step in made) / weights if weights else None
 
@@ -165,6 +192,9 @@ class Draft:
     amax_of: tuple[TensorRef, ...] = ()
     module: str = ""
     home: TensorRef | None = None
+    form: Form | None = None
+    linears: tuple[Linear, ...] = ()
+    measured: tuple[Linear, ...] = ()
 
     @property
     def name(self) -> str:
@@ -199,6 +229,9 @@ class Writing:
                 group=draft.group,
                 amax_of=draft.amax_of,
                 outputs=tuple(place[spec.name] for spec in draft.specs),
+                form=draft.form,
+                linears=draft.linears,
+                measured=draft.measured,
             )
             for draft in drafts
         )
@@ -213,7 +246,7 @@ class Writing:
         """The file of that name, and the one for scales apart where there are any."""
         notes = {}
         if self.dialect and self.form:
-            made = [draft for draft in drafts if draft.action in MADE_FOUR_BIT]
+            made = [draft for draft in drafts if draft.form is not None]
             notes = self.dialect.notes(self.form, [draft.name for draft in made])
         specs = [spec for draft in drafts for spec in draft.specs]
         for file, chosen in (
@@ -246,7 +279,13 @@ def refuse_collisions(tasks: Iterable[Task]) -> None:
 def _told(step: Step) -> list[object]:
     """What a step says of its bytes beside the header of its shard, for JSON."""
     read = [[_ADDRESS(ref) for ref in refs] for refs in (step.refs, step.amax_of)]
-    return [step.module, step.action, step.shape, step.slots, *read]
+    told: list[object] = [step.module, step.action, step.shape, step.slots, *read]
+    return told if not step.linears else [*told, step.form.word if step.form else "", *map(_meaning, step.linears)]
+
+
+def _meaning(linear: Linear) -> list[object]:
+    """What makes the values of a linear layer out of its bytes."""
+    return [linear.module, linear.shape, repr(linear.coding)]
 
 
 def scales_file(file: str) -> str:

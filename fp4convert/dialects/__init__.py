@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple, Protocol, cast
 
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, FP8, MODULE_FORMATS, Blocks, Format, Kind, Quantized, format_named
-from fp4convert.recipe import Target, matches_any
+from fp4convert.patterns import matches_any
+from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.spelling import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form, Fp8Table, Granularity, Group, Part, Read, Scalars
 from fp4convert.stacks import Piece, Rows, Slot
@@ -58,9 +59,12 @@ class Clues:
 
     @property
     def record(self) -> Json:
-        """config.json's quantization_config."""
-        declared = self.config.get("quantization_config")
-        return declared if isinstance(declared, dict) else {}
+        """config.json's quantization_config, or that of the language model in it."""
+        for config in (self.config, *(part for part in self.config.values() if isinstance(part, dict))):
+            for key in ("quantization_config", "compression_config"):
+                if isinstance(declared := config.get(key), dict):
+                    return declared
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from fp4convert.dialects import (
     whole,
 )
 from fp4convert.formats import FP8, INT4, MXFP4, NVFP4, Format
-from fp4convert.recipe import matches
+from fp4convert.patterns import matches
 from fp4convert.shard import TensorRef
 from fp4convert.spelling import (
     ACTIVATIONS_FP4,
@@ -62,6 +62,7 @@ TRAITS = Traits(
     companions=(".input_global_scale", ".input_scale", ".weight_shape"),  # the first is an output where the form says so
     cache_scales=("k_scale", "v_scale"),
     mixes=(NVFP4, MXFP4, FP8, INT4),
+    labels=(".weight_shape",),
     fp8=Fp8Table("row", _scale_shape),
 )
 TABLE = Table((".weight_packed", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS, fp8=TRAITS.fp8)

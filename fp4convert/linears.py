@@ -1,0 +1,101 @@
+"""Which linear layers a source has, and how each is stored: from names, headers and records alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fp4convert.artifact import is_artifact, read_artifact, read_clues, refuse_unsaid
+from fp4convert.codings import Linear
+from fp4convert.codings.floats import STACK_DIMENSIONS, find_floats
+from fp4convert.codings.fp4 import find_fp4
+from fp4convert.codings.fp8 import find_fp8
+from fp4convert.codings.int4 import find_integers
+from fp4convert.dialects import Clues, is_quantized_tensor
+from fp4convert.errors import InputError
+from fp4convert.formats import FLOAT_TYPES
+from fp4convert.recipe import Recipe
+from fp4convert.shard import TensorRef
+from fp4convert.sources import Source
+
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale", ".k_zero_point", ".v_zero_point")
+EXPERT_WORDS = ("expert", ".moe.", "_moe.")
+
+
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """Every linear layer of a source whose matrix can be read.
+
+    of       by module
+    unruled  stacks of expert matrices, whose layout no recipe tells
+    idle     scales of a quantized cache of keys and values beside packed layers, whose engine alone has a use for them
+    """
+
+    of: Mapping[str, Linear]
+    unruled: tuple[TensorRef, ...] = ()
+    idle: tuple[TensorRef, ...] = ()
+
+    @property
+    def is_packed(self) -> bool:
+        """True where one of them is quantized already."""
+        return any(linear.coding.is_packed for linear in self.of.values())
+
+    def by_home(self) -> dict[str, list[Linear]]:
+        """Those of every tensor, by its name."""
+        found: dict[str, list[Linear]] = defaultdict(list)
+        for linear in self.of.values():
+            found[linear.home.name].append(linear)
+        return found
+
+    def consumed(self) -> set[str]:
+        """Names of the tensors that stand for linear layers, and for nothing else."""
+        names = {ref.name for linear in self.of.values() for ref in (linear.home, *linear.refs, *linear.idle)}
+        return names | {ref.name for ref in self.idle}
+
+
+def find_linears(source: Source, recipe: Recipe) -> Linears:
+    """Those of a source; raises what `linears_of` raises, and InputError for a four-bit artifact that is not sound."""
+    clues = read_clues(source)
+    if not is_artifact(source, clues):
+        return linears_of(clues, recipe)
+    artifact = read_artifact(source, source.name)
+    artifact.refuse_unsound()
+    return linears_of(clues, recipe, find_fp4(artifact))
+
+
+def linears_of(clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | None = None) -> Linears:
+    """Those that names, headers and records tell of.
+
+    four_bit  the four-bit modules, where there are any
+    Raises    InputError for weights that are quantized in a way that cannot be read, or whose records contradict them
+    """
+    of = {**find_floats(clues.tensors, recipe.stack_rule), **find_integers(clues), **find_fp8(clues), **(four_bit or {})}
+    is_packed = any(linear.coding.is_packed for linear in of.values())
+    linears = Linears(
+        of,
+        tuple(ref for ref in clues.tensors.values() if is_expert_stack(ref) and recipe.stack_rule(ref.name) is None),
+        tuple(ref for ref in clues.tensors.values() if is_packed and ref.name.endswith(CACHE_SCALES)),
+    )
+    _refuse_unreadable(clues, linears)
+    return linears
+
+
+def is_expert_stack(ref: TensorRef) -> bool:
+    """True for matrices of experts in one tensor: their names tell, not their shapes, which those of convolutions have too."""
+    return len(ref.shape) == STACK_DIMENSIONS and ref.dtype in FLOAT_TYPES and any(word in ref.name for word in EXPERT_WORDS)
+
+
+def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
+    """InputError for whatever is quantized and stands for no linear layer that can be read."""
+    next_step = "Start from the original weights."
+    known = linears.consumed()
+    refuse_unsaid(name for name in clues.tensors if name not in known)
+    for ref in clues.tensors.values():
+        if ref.name not in known and is_quantized_tensor(ref):
+            detail = f"{ref.file}: {ref.name!r} ({ref.dtype} {list(ref.shape)}) is quantized in a way that fp4convert"
+            raise InputError("already-quantized", f"{detail} does not read", next_step, ref.name)
+    if (clues.record or clues.hf_quant_config) and not linears.is_packed:
+        method = clues.record.get("quant_method", "modelopt")
+        detail = f"config.json: the checkpoint is already quantized, by {method!r}; no tensor is stored as fp4convert knows it"
+        raise InputError("already-quantized", detail, f"{next_step} If these are, remove quantization_config from config.json.")

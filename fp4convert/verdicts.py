@@ -1,0 +1,167 @@
+"""What becomes of every linear layer, and why: decided from its name, its shape and how it is stored; pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fp4convert.codings import Linear
+from fp4convert.codings.fp4 import FourBit
+from fp4convert.dialects import Dialect, check_forms, module_form
+from fp4convert.errors import InputError
+from fp4convert.formats import MXFP4, NVFP4, Format
+from fp4convert.linears import Linears
+from fp4convert.recipe import Recipe, ScaleGroup, scale_group
+from fp4convert.shard import TensorRef
+from fp4convert.spelling import Form
+from fp4convert.tasks import Action
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one linear layer becomes.
+
+    form   that it has in the result; None where that is an ordinary tensor
+    group  its scale group; None where it has its scale to itself
+    """
+
+    linear: Linear
+    action: Action
+    reason: str
+    form: Form | None = None
+    group: ScaleGroup | None = None
+
+    @property
+    def is_made(self) -> bool:
+        return self.form is not None
+
+
+def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verdict]:
+    """The verdict on every linear layer, by module, in the order of the source.
+
+    Raises InputError for stacks of experts that would be quantized if anybody told how they are stored, and for forms that the
+    dialect cannot hold beside each other
+    """
+    for stack in linears.unruled:
+        _check_kept(stack, recipe)
+    judge = _Judge(recipe, dialect, {name: module_form(recipe.target, name) for name in recipe.module_formats})
+    verdicts = {module: judge.verdict(linear) for module, linear in linears.of.items()}
+    check_forms(recipe.target, dict.fromkeys(verdict.form for verdict in verdicts.values() if verdict.form))
+    return _agreed(verdicts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """Decides on one linear layer after the other.
+
+    forms  of the modules that become each format
+    """
+
+    recipe: Recipe
+    dialect: Dialect
+    forms: Mapping[str, Form]
+
+    def verdict(self, linear: Linear) -> Verdict:
+        if reason := self.recipe.reason_to_keep(linear.module):
+            return self._stays(linear, "copy", reason)
+        rows, columns = linear.shape
+        if not rows * columns:
+            return self._stays(linear, "skip", "empty")
+        form = self.forms[self.recipe.format_of(linear.module)]
+        fmt = form.format
+        if fmt.is_fp4 and columns % fmt.block_size:
+            return self._stays(linear, "skip", f"{columns} columns, not a multiple of the block of {fmt.block_size}")
+        if reason := self.dialect.unfit(linear.module, linear.shape, form):
+            return self._stays(linear, "skip", reason)
+        group = scale_group(linear.module, self.recipe.groups) if fmt.has_global_scale else None
+        if carried := self._carried(linear, fmt):
+            return Verdict(linear, "transcode", carried, form, group)
+        return Verdict(linear, "quantize", _origin(linear), form, group)
+
+    def _stays(self, linear: Linear, action: Action, reason: str) -> Verdict:
+        """As it is; what is packed becomes bf16, for no engine would know what it was, or stays packed where that is wanted."""
+        if not linear.coding.is_packed:
+            return Verdict(linear, action, reason)
+        if self.recipe.choice.keep_packed:
+            return self._stays_packed(linear, reason)
+        return Verdict(linear, "dequantize", f"{reason}; {linear.coding.word} becomes bf16")
+
+    def _stays_packed(self, linear: Linear, reason: str) -> Verdict:
+        form = linear.coding.form_kept(linear, self.recipe.target)
+        if form is None or (unfit := self.dialect.unfit(linear.module, linear.shape, form)):
+            detail = f"{linear.name} stays, and dialect {self.recipe.target.dialect} cannot hold {linear.coding.word}"
+            next_step = "Leave --keep-packed out, and it becomes bf16; or choose another --dialect."
+            raise InputError("dialect-mixed", f"{detail} ({unfit})" if form else detail, next_step, linear.name)
+        action: Action = "transcode" if form.format.is_fp4 else "copy"
+        return Verdict(linear, action, f"{reason}; it stays {linear.coding.word}", form)
+
+    def _carried(self, linear: Linear, fmt: Format) -> str:
+        """Why its blocks are taken over as they are, or with a power of two; "" where they are not."""
+        coding = linear.coding
+        if not isinstance(coding, FourBit):
+            return ""
+        if fmt.has_global_scale and not self.dialect.TRAITS.global_scale_kind:
+            return ""  # the values must fit a global scale of 1
+        if coding.format is fmt:
+            return f"{coding.word} already: the same codes and scales"
+        return "mxfp4, whose blocks nvfp4 can say" if (coding.format, fmt) == (MXFP4, NVFP4) else ""
+
+
+def _origin(linear: Linear) -> str:
+    return f"a linear layer, from {linear.coding.word}" if linear.coding.is_packed else "a linear layer"
+
+
+def _agreed(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
+    """The same, but that no scale group takes over the blocks of some members and quantizes others."""
+    groups: dict[ScaleGroup, list[str]] = defaultdict(list)
+    for module, verdict in verdicts.items():
+        if verdict.group:
+            groups[verdict.group].append(module)
+    for modules in groups.values():
+        if len({(verdicts[module].action, verdicts[module].linear.coding.word) for module in modules}) > 1:
+            for module in modules:
+                if verdicts[module].action == "transcode":
+                    verdicts[module] = replace(verdicts[module], action="quantize", reason=_origin(verdicts[module].linear))
+    return verdicts
+
+
+def _check_kept(stack: TensorRef, recipe: Recipe) -> None:
+    """InputError for a stack whose layout nobody tells, unless it stays anyway."""
+    if recipe.reason_to_keep(stack.name.removesuffix(".weight")):
+        return
+    detail = f"{stack.file}: {stack.name} {list(stack.shape)} stacks matrices of experts, and no recipe tells how this model does"
+    expected = (
+        "expected --stack-order out_in or in_out, and where a matrix holds gate and up --stack-rows concatenated or interleaved"
+    )
+    next_step = "See the model's own code for both (x @ W is in_out, W @ x out_in); or keep them: --exclude '*experts*'."
+    raise InputError("unknown-stack", f"{detail}; {expected}", next_step, stack.name)
+
+
+def gathered(verdicts: Mapping[str, Verdict]) -> dict[ScaleGroup, list[Linear]]:
+    """The members of every scale group that become four-bit."""
+    found: dict[ScaleGroup, list[Linear]] = defaultdict(list)
+    for verdict in verdicts.values():
+        if verdict.group:
+            found[verdict.group].append(verdict.linear)
+    return found
+
+
+def incomplete_groups(groups: Mapping[ScaleGroup, list[Linear]]) -> list[str]:
+    """One warning for each kind of group that lacks members somewhere."""
+    lacking: dict[tuple[str, ...], list[ScaleGroup]] = defaultdict(list)
+    for key, linears in groups.items():
+        if len(linears) < len(key.members):
+            lacking[key.members].append(key)
+    if not lacking:
+        return []
+    present = {linear.module.rpartition(".")[2] for linears in groups.values() for linear in linears}
+    return [_incomplete(members, keys, present) for members, keys in lacking.items()]
+
+
+def _incomplete(members: tuple[str, ...], keys: list[ScaleGroup], present: set[str]) -> str:
+    where = f"{len(keys)} scale groups {'/'.join(members)} lack members, the first in {keys[0].parent!r}"
+    nowhere = [member for member in members if member not in present]
+    if nowhere:
+        return f"{where}: no {' and no '.join(nowhere)} is quantized anywhere, which is right only where the model has none"
+    return f"{where}: engines that fuse them need all of them quantized, or none"
