@@ -10,23 +10,24 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp4convert"
 FLOORS = [
-    {"errors", "streams"},
-    {"formats", "cubins", "shard", "ranges", "pieces", "progress", "parts", "patterns", "recipe_files"},
+    {"errors", "streams", "stops"},
+    {"formats", "cubins", "shard", "ranges", "pieces", "progress", "parts", "patterns", "recipe_files", "folding"},
     {"asking", "claims", "codec", "gguf_shard", "recipe", "gpus", "layout", "stacks", "spelling", "xet"},
     {"sources", "dialects", "lane", "recast", "detection", "grid"},
     {"backends", "reading", "record"},
     {"artifact", "doctor"},
     {"codings"},
     {"linears", "tasks"},
-    {"verdicts", "manifest"},
+    {"verdicts", "manifest", "pace"},
     {"plan", "output"},
     {"respelling", "carrying", "suspicion", "push"},
     {"makers", "template", "inspection", "ending"},
     {"workers"},
     {"job"},
     {"convert", "verification", "render", "card"},
-    {"cluster"},
-    {"publishing"},
+    {"cluster", "forecast", "overview"},
+    {"pipelines"},
+    {"publishing", "options"},
     {"cli"},
     {"__main__"},
 ]
@@ -42,7 +43,7 @@ ROOMS = {
     "gguf": {"gguf_shard"},
     "ray": {"cluster"},
     "rich": {"render"},
-    "typer": {"cli"},
+    "typer": {"cli", "options"},
     "ctypes": {"backends", "gpus"},
     "numpy": {
         "pieces",
