@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
@@ -11,14 +11,16 @@ import numpy as np
 
 from fp4convert.artifact import UNDIGESTED, Artifact, is_healthy
 from fp4convert.backends import processors
-from fp4convert.codec import FLOAT_DTYPES, dequantize
+from fp4convert.codec import FLOAT_DTYPES, Float32s, dequantize
 from fp4convert.errors import InputError
-from fp4convert.formats import Blocks, row_panels
+from fp4convert.formats import FP8, row_panels
+from fp4convert.grid import Grid, decode_fp8
 from fp4convert.inspection import check_scales
 from fp4convert.reading import Finding
 from fp4convert.record import RECORD
 from fp4convert.shard import TensorRef, hash_stream
 from fp4convert.sources import Source, stopping
+from fp4convert.spelling import scale_grid
 
 DIFFERENT = 0.5  # of the weights' power; other weights have about 2, and odd ones lose up to 0.3 by rounding
 PART_NBYTES = 8 << 20
@@ -132,7 +134,7 @@ def _check_hashes(artifact: Artifact) -> Iterator[Finding]:
 
 def _check_kept(artifact: Artifact) -> Iterator[Finding]:
     """A warning for each tensor that was kept and holds NaN or Inf."""
-    ours = {ref.name for packed in artifact.modules.values() for ref in (*packed.refs, *packed.companions)}
+    ours = _parts_of_modules(artifact)
     for ref in artifact.tensors.values():
         if ref.name not in ours and ref.dtype in FLOAT_DTYPES:
             kind = FLOAT_DTYPES[ref.dtype]
@@ -145,6 +147,7 @@ def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list
     originals = {ref.name: ref for ref in source.checkpoint.tensors}
     findings: list[Finding] = []
     pairs: dict[str, TensorRef] = {}
+    eights = {module: packed for module, packed in artifact.others.items() if packed.form.format is FP8}
     for module, packed in artifact.modules.items():
         ref = originals.pop(f"{module}.weight", None)
         if ref is None or ref.shape != packed.shape or ref.dtype not in FLOAT_DTYPES:
@@ -154,7 +157,11 @@ def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list
             )
         else:
             pairs[module] = ref
-    ours = {ref.name for packed in artifact.modules.values() for ref in (*packed.refs, *packed.companions)}
+    for module, packed in eights.items():
+        ref = originals.get(f"{module}.weight")
+        if ref is not None and ref.dtype in FLOAT_DTYPES and ref.shape == packed.shape:
+            pairs[module] = originals.pop(ref.name)
+    ours = _parts_of_modules(artifact)
     for name in sorted(artifact.tensors.keys() - ours - originals.keys()):
         findings.append(Finding("error", "tensor-foreign", name, "it comes from no tensor of the source"))
     sums: dict[str, _Sums] = {}
@@ -164,9 +171,35 @@ def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list
         threads = ThreadPoolExecutor(processors())
         with source.stream(shard.file), threads as pool, stopping(source, artifact.source):
             findings += (found for ref in kept_refs if (found := _compare_kept(artifact, source, ref)))
-            measured = pool.map(lambda module: _measure(artifact.decode(module), pairs[module], source), modules)
+            measured = pool.map(lambda module: _measure(_values_of(artifact, module), pairs[module], source), modules)
             sums |= zip((pairs[module].name for module in modules), measured, strict=True)
     return {ref.name: sums[ref.name] for ref in pairs.values()}, findings
+
+
+def _parts_of_modules(artifact: Artifact) -> set[str]:
+    """Names of the tensors that belong to quantized modules of any form."""
+    packed = (*artifact.modules.values(), *artifact.others.values())
+    return {ref.name for each in packed for ref in (*each.refs, *each.companions)}
+
+
+def _values_of(artifact: Artifact, module: str) -> Callable[[int, int], Float32s]:
+    """A function from a range of rows to what they stand for."""
+    if module in artifact.modules:
+        q = artifact.decode(module)
+        return lambda first, last: dequantize(q.rows(first, last))
+    eight = artifact.decode_fp8(module)
+    columns = eight.shape[1]
+    stored = np.frombuffer(eight.scales[:], FLOAT_DTYPES[eight.form.stored_scales]).astype(np.float32)
+    words = {"tensor": eight.shape, "row": (1, columns)}
+    granularity = eight.form.granularity or "tensor"
+    block = words[granularity] if isinstance(granularity, str) else granularity
+    scales = stored.reshape(scale_grid(eight.shape, granularity))
+
+    def values(first: int, last: int) -> Float32s:
+        codes = eight.codes[first * columns : last * columns]
+        return decode_fp8(codes, (last - first, columns), Grid(scales, block, first))
+
+    return values
 
 
 def _compare_kept(artifact: Artifact, source: Source, ref: TensorRef) -> Finding | None:
@@ -184,21 +217,22 @@ def _parts(ref: TensorRef) -> Iterator[tuple[int, int]]:
     return ((start, min(start + PART_NBYTES, ref.nbytes)) for start in range(0, ref.nbytes, PART_NBYTES))
 
 
-def _measure(q: Blocks, ref: TensorRef, source: Source) -> _Sums:
-    row_nbytes = ref.nbytes // q.shape[0]
+def _measure(values: Callable[[int, int], Float32s], ref: TensorRef, source: Source) -> _Sums:
+    rows, columns = ref.shape
+    row_nbytes = ref.nbytes // rows
     signal = noise = max_abs = product = output = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
-        for first, last in row_panels(q.shape, MEASURED_ELEMENTS):
+        for first, last in row_panels((rows, columns), MEASURED_ELEMENTS):
             panel = source.read_range(ref, first * row_nbytes, last * row_nbytes).tobytes()
             x = np.frombuffer(panel, FLOAT_DTYPES[ref.dtype]).astype(np.float64)
-            y = dequantize(q.rows(first, last)).ravel().astype(np.float64)
+            y = values(first, last).ravel().astype(np.float64)
             difference = x - y
             signal += float(x @ x)
             noise += float(difference @ difference)
             product += float(x @ y)
             output += float(y @ y)
             max_abs = max(max_abs, float(np.abs(difference).max(initial=0)))
-    return _Sums(q.shape[0] * q.shape[1], signal, noise, max_abs, product, output)
+    return _Sums(rows * columns, signal, noise, max_abs, product, output)
 
 
 def _tensor_error(name: str, sums: _Sums) -> TensorError:
