@@ -126,9 +126,7 @@ def _to_fp8(weight: Any, form: Form) -> tuple[Eight, Any]:
     codes = (values / scales).to(torch.float8_e4m3fn)
     restored = (codes.float() * scales).reshape(rows, columns)
     stored = codes.reshape(rows, columns).view(torch.uint8).numpy().tobytes()
-    return Eight((rows, columns), stored, scales.reshape(-1).numpy().tobytes()), restored.reshape(rows, columns).to(
-        torch.bfloat16
-    )
+    return Eight((rows, columns), stored, scales.reshape(-1).numpy().tobytes()), restored
 
 
 def _with_fp8(source: Path, exported: tuple[Path, dict[str, Any]], target: Target, form: Form) -> tuple[Matrices, dict[str, Any]]:
@@ -163,16 +161,20 @@ def test_transformers_reads_fp8_beside_nvfp4(
 
 
 @pytest.fixture(scope="module")
-def modelopt(tmp_path_factory: pytest.TempPathFactory) -> dict[Granularity, Path]:
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("wide"), hidden_size=256)
+
+
+@pytest.fixture(scope="module")
+def modelopt(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Granularity, Path]:
     """ModelOpt's own NVFP4 in the MLP beside FP8 in the attention, for a matrix, for rows, and for blocks of weights alone."""
-    source = make_llama(tmp_path_factory.mktemp("wide"), hidden_size=256)
     quantizers: dict[Granularity, dict[str, Any]] = {
         "tensor": {f"*self_attn*{which}_quantizer": FP8 for which in ("weight", "input")},
         "row": {"*self_attn*weight_quantizer": FP8_ROW, "*self_attn*input_quantizer": {"num_bits": (4, 3), "type": "dynamic"}},
         (128, 128): {"*self_attn*weight_quantizer": FP8_BLOCK},
     }
     return {
-        kind: export_modelopt(source, with_exceptions({**W4A4, **chosen}), tmp_path_factory.mktemp("modelopt"))
+        kind: export_modelopt(wide, with_exceptions({**W4A4, **chosen}), tmp_path_factory.mktemp("modelopt"))
         for kind, chosen in quantizers.items()
     }
 
@@ -215,3 +217,54 @@ def _assert_said_alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         {str(sorted(group["targets"])): group for group in each.get("config_groups", {}).values()} for each in (left, right)
     ]
     assert by_targets[0] == by_targets[1]
+
+
+RECIPE = """
+about = "NVFP4 beside FP8"
+base = "default"
+[[format]]
+modules = ["*self_attn*"]
+format = "fp8"
+"""
+
+
+def _quantize(source: Path, folder: Path, dialect: str, activations: int) -> Path:
+    (folder / "mixed.toml").write_text(RECIPE)
+    options = ("--format", "nvfp4", "--dialect", dialect, "--activations", activations, "--recipe", folder / "mixed.toml", "-q")
+    fp4convert("quantize", source, "-o", folder / "made", *options)
+    found = fp4convert_json("inspect", folder / "made")
+    assert (found["healthy"], found["findings"]) == (True, [])
+    assert [(form["format"], form["modules"]) for form in found["forms"]] == [("nvfp4", 6), ("fp8", 8)]
+    assert fp4convert_json("verify", folder / "made", "--source", source, "--min-sqnr", "15")["passed"]
+    return folder / "made"
+
+
+@pytest.mark.parametrize("activations", [16, 4])
+def test_quantize_makes_fp8_that_transformers_reads(source: Path, tmp_path: Path, activations: int) -> None:
+    from safetensors.torch import load_file
+
+    weights = _load(_quantize(source, tmp_path, CT, activations), "float32")
+    form = fp8_form(Target("nvfp4", CT), "row")
+    originals = {name: weight for name, weight in load_file(source / "model.safetensors").items() if ".self_attn." in name}
+    expected = {name: _to_fp8(weight, form)[1] for name, weight in originals.items()}
+    _assert_equal({name: weights[name] for name in expected}, expected)
+
+
+def test_quantize_makes_what_modelopt_exports(wide: Path, modelopt: dict[Granularity, Path], tmp_path: Path) -> None:
+    """But for scales of activations, which it calibrates, and codes of FP8, which it rounds to bf16 first, some to the next."""
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file
+
+    ours, theirs = read_folder(_quantize(wide, tmp_path, MO, 4)), read_folder(modelopt["tensor"])
+    assert ours.keys() == theirs.keys()
+    others = [name for name in ours if not name.endswith("input_scale") and ours[name] != theirs[name]]
+    assert {name.rpartition(".")[2] for name in others} == {"weight"}
+    assert all(".self_attn." in name for name in others)
+    weights, exported = load_file(wide / "model.safetensors"), load_file(modelopt["tensor"] / "model.safetensors")
+    for name in others:
+        rounded = (weights[name] / exported[f"{name}_scale"]).to(torch.float8_e4m3fn)
+        assert torch.equal(rounded.float(), exported[name].float())
+        left, right = (np.frombuffer(each[name][2], np.uint8).astype(int) for each in (ours, theirs))
+        assert abs(left - right).max() == 1
+        assert (left != right).mean() < 0.06
