@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fp4convert.errors import InputError
 from fp4convert.formats import Format, check_rule, format_named
-from fp4convert.patterns import compiled, expand, integer_of, matches, matches_any
+from fp4convert.patterns import compiled, configs_in, expand, integer_of, matches, matches_any
 from fp4convert.recipe_files import (
     ANY_FORMAT,
     DEFAULT,
@@ -50,6 +50,7 @@ class Target:
 
     scale_layout    the dialect's own where it is None
     has_unit_scale  the global scale is 1, whatever the weights are: engines read no other
+    via             "fp8" where weights are rounded to FP8 first
     """
 
     format: str
@@ -60,6 +61,7 @@ class Target:
     scale_layout: str | None = None
     kv_cache: str | None = None
     has_unit_scale: bool = False
+    via: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +257,10 @@ def scale_group(module: str, groups: tuple[tuple[str, ...], ...]) -> ScaleGroup 
 
 def _files(config: Mapping[str, object], recipe: str | None) -> list[RecipeFile]:
     """default.toml, then the model's families, then what a person chose."""
+    values = (one.get(key) for one in configs_in(config) for key in ("model_type", "_class_name"))
+    families = families_of(value for value in values if isinstance(value, str))
     chosen = chosen_files(recipe) if recipe is not None else []
-    return list({file.name: file for file in (known_file(DEFAULT), *families_of(config), *chosen)}.values())
+    return list({file.name: file for file in (known_file(DEFAULT), *families, *chosen)}.values())
 
 
 def _filled(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
@@ -276,7 +280,9 @@ def _filled(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
             only=tuple(rule._replace(patterns=filled(rule.patterns)) for rule in file.only),
             stacks=tuple(
                 rule._replace(
-                    tensors=filled(rule.tensors), inputs=integer_of(config, rule.inputs_key) if rule.inputs_key else None
+                    tensors=filled(rule.tensors),
+                    inputs=integer_of(config, rule.inputs_key),
+                    experts=integer_of(config, rule.experts_key),
                 )
                 for rule in file.stacks
             ),
