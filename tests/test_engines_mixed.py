@@ -5,6 +5,7 @@ The codes come from compressed-tensors' compressors and from torch; fp4convert o
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tiny_models import fp4convert, fp4convert_json, make_llama, read_json, read
 
 from fp4convert.artifact import Artifact, open_artifact
 from fp4convert.dialects import fp8_form, module_form
+from fp4convert.formats import FP8 as FP8_FORMAT
 from fp4convert.recipe import Target
 from fp4convert.spelling import Form, Granularity, scale_grid
 
@@ -248,6 +250,52 @@ def test_quantize_makes_fp8_that_transformers_reads(source: Path, tmp_path: Path
     originals = {name: weight for name, weight in load_file(source / "model.safetensors").items() if ".self_attn." in name}
     expected = {name: _to_fp8(weight, form)[1] for name, weight in originals.items()}
     _assert_equal({name: weights[name] for name in expected}, expected)
+
+
+def _blocked(source: Path, folder: Path) -> dict[str, Any]:
+    """The values of the folder's matrices, which are now FP8 in blocks of 128x128, as DeepSeek stores them."""
+    from safetensors.torch import load_file, save_file
+
+    form = Form(FP8_FORMAT, granularity=(128, 128))
+    tensors, values = {}, {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        tensors[name] = weight
+        if name.endswith("_proj.weight"):
+            eight, values[name] = _to_fp8(weight, form)
+            rows, columns = scale_grid(eight.shape, (128, 128))
+            tensors[name] = _tensor(eight.codes, "float8_e4m3fn", eight.shape)
+            tensors[f"{name}_scale_inv"] = _tensor(eight.scales, "float32", (rows, columns))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    record = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps({**read_json(source / "config.json"), "quantization_config": record}))
+    return values
+
+
+def _tensor(data: bytes, dtype: str, shape: tuple[int, int]) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
+
+
+@pytest.mark.parametrize("dialect", [CT, MO])
+def test_fp8_that_stays_is_said_in_the_records(source: Path, tmp_path: Path, dialect: str) -> None:
+    """Queries of 128x128 are one block, and keys of 64 rows a part of one: both are stored like all others."""
+    blocked, made = tmp_path / "blocked", tmp_path / "made"
+    blocked.mkdir()
+    expected = _blocked(source, blocked)
+    options = ("--format", "nvfp4", "--dialect", dialect, "--recipe", "mlp_only", "--keep-packed", "-q")
+    fp4convert("quantize", blocked, "-o", made, *options)
+    found = fp4convert_json("inspect", made)
+    assert (found["healthy"], found["findings"]) == (True, [])
+    assert [(form["format"], form["block_size"], form["modules"]) for form in found["forms"]] == [
+        ("nvfp4", 16, 6),
+        ("fp8", [128, 128], 8),
+    ]
+    assert fp4convert_json("verify", made, "--source", blocked)["passed"]
+    if dialect == CT:
+        weights = _load(made, "float32")
+        attention = [name for name in expected if ".self_attn." in name]
+        _assert_equal({name: weights[name] for name in attention}, {name: expected[name] for name in attention})
 
 
 def test_quantize_makes_what_modelopt_exports(wide: Path, modelopt: dict[Granularity, Path], tmp_path: Path) -> None:
