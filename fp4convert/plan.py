@@ -19,7 +19,6 @@ from fp4convert.patterns import matches
 from fp4convert.recipe import Recipe, ScaleGroup
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
-from fp4convert.sources.naming import NUMBERED
 from fp4convert.stacks import Slot
 from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
 from fp4convert.verdicts import Verdict, decide, gathered, uneven_groups
@@ -59,7 +58,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears) -> P
         *notes_on(checkpoint),
         *_stacks(checkpoint, consumed),
         *_unmatched(recipe, _names_of(checkpoint, linears)),
-        *uneven_groups(verdicts, recipe, _is_part(checkpoint)),
+        *uneven_groups(verdicts, recipe),
         *_left_behind(linears),
         *(_embeddings(asked, recipe) if not dialect.TRAITS.holds_embeddings else ()),
         *(() if made else [f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists"]),
@@ -224,12 +223,6 @@ def _custom_code(checkpoint: Checkpoint) -> list[str]:
     if not programs and "auto_map" not in checkpoint.config:
         return []
     return [f"the model has custom code ({', '.join(programs) or 'elsewhere'}): copied, never run; engines will ask to trust it"]
-
-
-def _is_part(checkpoint: Checkpoint) -> bool:
-    """True where one file of several is all that there is."""
-    numbered = NUMBERED.fullmatch(checkpoint.shards[0].file) if len(checkpoint.shards) == 1 else None
-    return numbered is not None and int(numbered[3]) > 1
 
 
 def _names_of(checkpoint: Checkpoint, linears: Linears) -> set[str]:

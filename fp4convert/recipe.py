@@ -95,6 +95,7 @@ class Recipe:
     only_patterns  those of all rules of only
     formats        the first that fits a module counts
     stacks         the first that fits a tensor counts
+    may_lack       members of groups that some layers of the model do not have
     choice         what a person chose beside these
     """
 
@@ -107,6 +108,7 @@ class Recipe:
     only_patterns: tuple[str, ...] = ()
     stacks: tuple[StackRule, ...] = ()
     formats: tuple[FormatRule, ...] = ()
+    may_lack: frozenset[str] = frozenset()
     choice: Choice = Choice()
 
     @property
@@ -247,6 +249,7 @@ def build_recipe(target: Target, config: Mapping[str, object], choice: Choice = 
         tuple(pattern for rule in only for pattern in rule.patterns),
         tuple(rule for file in later_first for rule in file.stacks),
         tuple(rule for file in later_first for rule in file.formats),
+        frozenset(member for file in files for member in file.may_lack),
         choice,
     )
 

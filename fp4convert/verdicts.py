@@ -157,18 +157,15 @@ def gathered(verdicts: Mapping[str, Verdict]) -> dict[ScaleGroup, list[Linear]]:
     return found
 
 
-def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe, is_part: bool) -> list[str]:
-    """One warning for each kind of scale group whose members do not all become the same.
-
-    is_part  the checkpoint is one file of several: members that are not in it are elsewhere
-    """
+def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
+    """One warning for each kind of scale group that has not all of its members, or whose members do not become the same."""
     forms: dict[ScaleGroup, dict[str, Form | None]] = defaultdict(dict)
     for module, verdict in verdicts.items():
         if key := verdict.group or scale_group(module, recipe.groups):
             forms[key][module.rpartition(".")[2]] = verdict.form
     uneven: dict[tuple[str, ...], list[ScaleGroup]] = defaultdict(list)
     for key, members in forms.items():
-        is_lacking = is_part and len(members) < len(key.members)
+        is_lacking = not recipe.may_lack.union(members).issuperset(key.members)
         if (is_lacking or len(set(members.values())) > 1) and any(members.values()):
             uneven[key.members].append(key)
     return [
