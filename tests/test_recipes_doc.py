@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from checkpoints import Tensor, run, weight, write_single
 
-from fp4convert.recipe import Choice, Recipe, Target, build_recipe
+from fp4convert.recipe import Choice, Recipe, Target, build_recipe, scale_group
 from fp4convert.recipe_files import _FILE, _ROWS, StackRule, parse
 
 ROOT = Path(__file__).parents[1]
@@ -77,6 +77,12 @@ def test_formats(tmp_path):
     assert made.reason_to_keep("model.layers.1.self_attn.q_proj") is None
     assert made.format_of("model.layers.1.self_attn.q_proj") == "fp8"
     assert made.format_of("model.layers.1.mlp.experts.0.up_proj") == "nvfp4"
+
+
+def test_groups(tmp_path):
+    made = recipe(example(PAGE, "## `[[group]]`"), tmp_path)
+    assert scale_group("transformer.blocks.0.ffn.v1", made.groups).members == ("w1", "v1")
+    assert made.may_lack == {"k_proj", "v_proj"}
 
 
 def test_stacks(tmp_path):
