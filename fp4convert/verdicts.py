@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from fp4convert.codings import Linear
@@ -47,7 +47,7 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
     """
     for stack in linears.unruled:
         _check_kept(stack, recipe)
-    judge = _Judge(recipe, dialect, {name: module_form(recipe.target, name) for name in recipe.module_formats})
+    judge = _Judge(recipe, dialect, {name: module_form(recipe.target, name) for name in recipe.module_formats}, linears.of)
     verdicts = {module: judge.verdict(linear) for module, linear in linears.of.items()}
     check_forms(recipe.target, dict.fromkeys(verdict.form for verdict in verdicts.values() if verdict.form))
     return _agreed(verdicts)
@@ -57,12 +57,14 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
 class _Judge:
     """Decides on one linear layer after the other.
 
-    forms  of the modules that become each format
+    forms    of the modules that become each format
+    modules  of the source: a scale group has no members but these
     """
 
     recipe: Recipe
     dialect: Dialect
     forms: Mapping[str, Form]
+    modules: Collection[str]
 
     def verdict(self, linear: Linear) -> Verdict:
         if reason := self.recipe.reason_to_keep(linear.module):
@@ -76,10 +78,17 @@ class _Judge:
             return self._stays(linear, "skip", f"{columns} columns, not a multiple of the block of {fmt.block_size}")
         if reason := self.dialect.unfit(linear.module, linear.shape, form):
             return self._stays(linear, "skip", reason)
-        group = scale_group(linear.module, self.recipe.groups) if fmt.has_global_scale else None
+        group = self._group(linear.module) if fmt.has_global_scale else None
         if carried := self._carried(linear, fmt):
             return Verdict(linear, "transcode", carried, form, group)
         return Verdict(linear, "quantize", _origin(linear), form, group)
+
+    def _group(self, module: str) -> ScaleGroup | None:
+        """Its scale group, of the members that this model has; None where it has no other: experts without a gate."""
+        if not (group := scale_group(module, self.recipe.groups)):
+            return None
+        members = tuple(member for member in group.members if f"{group.parent}.{member}".removeprefix(".") in self.modules)
+        return group._replace(members=members) if len(members) > 1 else None
 
     def _stays(self, linear: Linear, action: Action, reason: str) -> Verdict:
         """As it is; what is packed becomes bf16, for no engine would know what it was, or stays packed where that is wanted."""
@@ -150,20 +159,15 @@ def gathered(verdicts: Mapping[str, Verdict]) -> dict[ScaleGroup, list[Linear]]:
 
 
 def incomplete_groups(groups: Mapping[ScaleGroup, list[Linear]]) -> list[str]:
-    """One warning for each kind of group that lacks members somewhere."""
-    lacking: dict[tuple[str, ...], list[ScaleGroup]] = defaultdict(list)
+    """One warning for each kind of group that has members which stay."""
+    lacking: dict[tuple[tuple[str, ...], tuple[str, ...]], list[ScaleGroup]] = defaultdict(list)
     for key, linears in groups.items():
-        if len(linears) < len(key.members):
-            lacking[key.members].append(key)
-    if not lacking:
-        return []
-    present = {linear.module.rpartition(".")[2] for linears in groups.values() for linear in linears}
-    return [_incomplete(members, keys, present) for members, keys in lacking.items()]
-
-
-def _incomplete(members: tuple[str, ...], keys: list[ScaleGroup], present: set[str]) -> str:
-    where = f"{len(keys)} scale groups {'/'.join(members)} lack members, the first in {keys[0].parent!r}"
-    nowhere = [member for member in members if member not in present]
-    if nowhere:
-        return f"{where}: no {' and no '.join(nowhere)} is quantized anywhere, which is right only where the model has none"
-    return f"{where}: engines that fuse them need all of them quantized, or none"
+        made = {linear.module.rpartition(".")[2] for linear in linears}
+        if staying := tuple(member for member in key.members if member not in made):
+            lacking[key.members, staying].append(key)
+    return [
+        f"{' and '.join(staying)} of {len(keys)} scale {'groups' if len(keys) > 1 else 'group'} {'/'.join(members)}"
+        f" {'stay' if len(staying) > 1 else 'stays'}, the first in {keys[0].parent!r}: engines that fuse them need all of them"
+        " quantized, or none"
+        for (members, staying), keys in lacking.items()
+    ]
