@@ -58,7 +58,9 @@ class Fp8:
         codes, *scales = linear.refs
         if codes.dtype != "F8_E4M3" or not scales:
             return None
-        words: dict[Block, Granularity] = {linear.shape: "tensor", (1, linear.shape[1]): "row"}
+        words: dict[Block, Granularity] = {(1, linear.shape[1]): "row"}
+        if len(scales[0].shape) < 2:  # a matrix of one block has a scale for each of its dimensions
+            words[linear.shape] = "tensor"
         stored = scales[0].dtype if scales[0].dtype in FLOAT_DTYPES else "F32"
         return fp8_form(target, words.get(self.block, self.block), stored)
 
@@ -163,6 +165,9 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
         raise InputError("scales-missing", detail, "Download the checkpoint again; all its shards are needed.", ref.name)
     if not scales:
         return Linear(module, (rows, columns), Fp8("fp8", (rows, columns)), (ref,), idle)
+    if len(scales) > 1:
+        detail = f"{ref.file}: {ref.name} has scales of two names, {scales[0].name} and {scales[1].name}; expected one"
+        raise InputError("scales-shape", detail, "Start from the original weights.", scales[1].name)
     block = _block_of(scales[0].shape, (rows, columns), blocks)
     if block is None or scales[0].dtype not in SCALE_DTYPES:
         told = " or ".join(f"{height}x{width}" for height, width in blocks) or "no size"
@@ -170,7 +175,7 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
         expected = f"expected a float for the matrix, for each row, or for each block (config.json gives {told} of blocks)"
         raise InputError("scales-shape", f"{detail}; {expected}", "Start from the original weights.", scales[0].name)
     kind = {(rows, columns): "", (1, columns): " rows"}.get(block, f" {block[0]}x{block[1]}")
-    return Linear(module, (rows, columns), Fp8(f"fp8{kind}", block), (ref, scales[0]), (*scales[1:], *idle))
+    return Linear(module, (rows, columns), Fp8(f"fp8{kind}", block), (ref, scales[0]), idle)
 
 
 def _block_of(scales: tuple[int, ...], shape: tuple[int, int], blocks: tuple[Block, ...]) -> Block | None:
