@@ -56,6 +56,8 @@ def recorded(record: dict[str, object]) -> dict[str, object]:
 
 FP8 = recorded({"quant_method": "fp8", "weight_block_size": [8, 16]})
 
+SOUND_FP8 = {f"{Q_PROJ}.weight": fp8(), f"{Q_PROJ}.weight_scale_inv": ones(2, 2)}
+
 
 def int_record(*bits: int) -> dict[str, object]:
     groups = {f"g{each}": {"weights": {"num_bits": each, "type": "int", "group_size": 32}} for each in bits}
@@ -97,6 +99,31 @@ INT4 = int_record(4)
             recorded({"quant_method": "fp8"}),
             "scales-shape",
             ["F32 [2, 2] for codes of [16, 32]", "config.json gives no size of blocks"],
+            ORIGINAL,
+        ),
+        (
+            {f"{Q_PROJ}.weight": fp8(), f"{Q_PROJ}.weight_scale_inv": ones(2, 2), f"{Q_PROJ}.weight_scale": ones(2, 2)},
+            FP8,
+            "scales-shape",
+            [f"scales of two names, {Q_PROJ}.weight_scale_inv and {Q_PROJ}.weight_scale; expected one"],
+            ORIGINAL,
+        ),
+        (
+            {
+                **SOUND_FP8,
+                f"{EXPERTS}.gate_up_proj": ("F8_E4M3", (2, 8, 16), bytes(256)),
+                f"{EXPERTS}.gate_up_proj_scale": ones(2),
+            },
+            FP8,
+            "already-quantized",
+            [f"'{EXPERTS}.gate_up_proj' (F8_E4M3 [2, 8, 16])"],
+            ORIGINAL,
+        ),
+        (
+            {**SOUND_FP8, f"{LAYER}.moe.w13": fp8(), f"{LAYER}.moe.w13_scale": ones(1)},
+            FP8,
+            "already-quantized",
+            [f"'{LAYER}.moe.w13' (F8_E4M3 [16, 32])"],
             ORIGINAL,
         ),
         (
@@ -248,3 +275,18 @@ def test_a_stack_without_a_rule_is_told_of_and_a_convolution_is_none(tmp_path):
     linears = linears_in(write_single(tmp_path / "m", tensors))
     assert [ref.name for ref in linears.unruled] == [f"{EXPERTS}.gate_up_proj"]
     assert (dict(linears.of), linears.is_packed) == ({}, False)
+
+
+@pytest.mark.parametrize("name", ["visual.conv.weight", f"{EXPERTS}.gate_up_proj_scale_inv", f"{EXPERTS}.gate_up_proj_bias"])
+def test_what_is_no_stack_of_experts_is_none_though_an_order_is_said(name, tmp_path):
+    folder = write_single(tmp_path / "m", {name: stack(2, 1, 64), f"{EXPERTS}.gate_up_proj": stack(2, 32, 64)})
+    linears = linears_in(folder, Choice(stack_order="out_in", stack_rows="concatenated"))
+    assert {linear.home.name for linear in linears.of.values()} == {f"{EXPERTS}.gate_up_proj"}
+    assert linears.unruled == ()
+
+
+def test_an_expert_that_is_there_twice_is_refused(tmp_path):
+    tensors = {f"{EXPERTS}.down_proj": stack(2, 64, 64), f"{EXPERTS}.1.down_proj.weight": weight(0, 64, 64)}
+    with pytest.raises(InputError, match=f"{EXPERTS}.down_proj holds {EXPERTS}.1.down_proj, which .* is too") as caught:
+        linears_in(write_single(tmp_path / "m", tensors), Choice(stack_order="out_in"))
+    assert (caught.value.code, caught.value.next_step) == ("tensor-twice", "Remove the one that does not belong.")
