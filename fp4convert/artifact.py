@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,6 +25,11 @@ from fp4convert.stacks import gather, pieces_of
 RECORD = "quantization_config.json"
 CARD = "README.md"  # the model card: for people, who edit it
 UNDIGESTED = frozenset({CARD, "quantization_report.json"})  # no engine reads them, and no digest counts them
+CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})  # engines stumble over it; what the weights are is not in doubt
+UNSAID_ENDINGS = (  # smoothing, order of activations, offsets, low-rank parts, scales of a cache in another dialect
+    *(".pre_quant_scale", ".weight_g_idx", ".weight_zero_point", ".svdquant_lora_a", ".svdquant_lora_b", ".output_scale"),
+    *(".k_zero_point", ".v_zero_point"),
+)
 Level = Literal["error", "warning", "note"]
 
 
@@ -116,6 +121,15 @@ class Artifact:
         pairs = zip(self.spelling.TRAITS.cache_scales, spelling.TRAITS.cache_scales, strict=False)
         return {name: name.removesuffix(own) + other for own, other in pairs for name in self.tensors if name.endswith(f".{own}")}
 
+    def refuse_unsound(self) -> None:
+        """InputError where its values are not what its blocks say, or something is wrong with it."""
+        refuse_unsaid(self.tensors)
+        for finding in self.findings:
+            if finding.level == "error" and finding.code not in CLEAR_ENOUGH:
+                where = f"{finding.tensor}: " if finding.tensor else ""
+                detail = f"the artifact is not sound: {finding.code}: {where}{finding.detail}"
+                raise InputError("unsound-artifact", detail, "See: fp4convert inspect.", finding.tensor)
+
     def is_ignored(self, module: str) -> bool:
         """True where a record takes the module for an ordinary one."""
         return self.spelling.is_ignored(self.clues, module)
@@ -124,6 +138,13 @@ class Artifact:
         """The bytes of a tensor; where a sound module lacks it, it is a scale that is implied to be 1."""
         ref = self.tensors.get(name)
         return encode_scalar(1.0) if ref is None else _Tensor(self.source, ref)
+
+
+def refuse_unsaid(names: Iterable[str]) -> None:
+    """InputError where one of the tensors of those names changes what weights mean."""
+    if unsaid := [name for name in names if name.endswith(UNSAID_ENDINGS)]:
+        detail = f"{len(unsaid)} tensors change what the weights mean, the first {unsaid[0]!r}; fp4convert does not apply them"
+        raise InputError("unsaid-tensors", detail, "Start from the original weights.", unsaid[0])
 
 
 def make_record(
@@ -171,10 +192,24 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
 def open_artifact(reference: str, access: Access | None = None) -> Artifact:
     """The artifact in that folder or repository; raises what open_source raises, and InputError where it is no artifact."""
     is_unfinished = os.path.exists(os.path.join(reference, PLAN_FILE)) and not os.path.exists(os.path.join(reference, RECORD))
-    source = open_source(reference, access, is_unfinished)
-    record = _read_json(source, RECORD)
+    return read_artifact(open_source(reference, access, is_unfinished), reference, is_unfinished)
+
+
+def read_clues(source: Source) -> Clues:
+    """What a source says of its own quantization."""
     tensors = {ref.name: ref for ref in source.checkpoint.tensors}
-    clues = Clues(source.checkpoint.config, _read_json(source, "hf_quant_config.json"), tensors)
+    return Clues(source.checkpoint.config, _read_json(source, "hf_quant_config.json"), tensors)
+
+
+def is_artifact(source: Source, clues: Clues) -> bool:
+    """True where a record, ours or an engine's, says that there are four-bit modules."""
+    return source.has_file(RECORD) or any(dialect_named(name).recognise(clues) is not None for name in MODULES)
+
+
+def read_artifact(source: Source, reference: str, is_unfinished: bool = False) -> Artifact:
+    """The artifact in a source, which errors call by that reference."""
+    record, clues = _read_json(source, RECORD), read_clues(source)
+    tensors = dict(clues.tensors)
     begun = {} if record else _identity_begun(source)
     if begun and begun.get("dialect") is None:
         detail = f"{reference} holds ordinary weights, which dequantize made or was making; expected four-bit ones"

@@ -45,7 +45,7 @@ class Carrier:
 
 def _exponents(artifact: Artifact) -> dict[str, int]:
     """For every module k of the global scale 2^k of its scale group."""
-    groups = group_members(artifact.source.checkpoint.model_types)
+    groups = group_members(artifact.source.checkpoint.config)
     group_of: dict[str, ScaleGroup | str] = {module: scale_group(module, groups) or module for module in artifact.modules}
     largest: dict[ScaleGroup | str, int] = defaultdict(lambda: NOTHING)
     for module, group in group_of.items():

@@ -17,7 +17,7 @@ from fp4convert.formats import FLOAT_TYPES, format_named, row_panels
 from fp4convert.job import Job, Result, begin, carry_out
 from fp4convert.output import OutputFolder
 from fp4convert.plan import DTYPES, plan_dequantize, plan_quantize, plan_transcode
-from fp4convert.recipe import Target, build_recipe
+from fp4convert.recipe import Choice, Target, build_recipe
 from fp4convert.sources import INDEX, Source
 from fp4convert.spelling import is_reversible
 from fp4convert.tasks import Plan
@@ -26,11 +26,6 @@ from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder
 
 ENGINE_RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
 QUANTIZATION_KEYS = frozenset({"quantization_config", "quantization", "expert_dtype"})  # of config.json, in any dialect
-CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})  # engines stumble over it; what the weights are is not in doubt
-UNSAID_ENDINGS = (  # smoothing, order of activations, offsets, low-rank parts, scales of a cache in another dialect
-    *(".pre_quant_scale", ".weight_g_idx", ".weight_zero_point", ".svdquant_lora_a", ".svdquant_lora_b", ".output_scale"),
-    *(".k_zero_point", ".v_zero_point"),
-)
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
 
 
@@ -45,6 +40,9 @@ class Request:
     input_scale: float | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    recipe: str | None = None
+    stack_order: str | None = None
+    stack_rows: str | None = None
 
 
 def prepare_quantize(source: Source, request: Request) -> Plan:
@@ -55,8 +53,8 @@ def prepare_quantize(source: Source, request: Request) -> Plan:
     reads_any = traits.global_scale_kind and all(shard.frame.reads_global_scales for shard in source.checkpoint.shards)
     is_unit = fmt.has_global_scale and not reads_any
     target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, input_scale, has_unit_scale=is_unit)
-    recipe = build_recipe(target, source.checkpoint.model_types, (request.include, request.exclude))
-    return plan_quantize(source.checkpoint, recipe)
+    choice = Choice(request.recipe, request.include, request.exclude, request.stack_order, request.stack_rows)
+    return plan_quantize(source.checkpoint, build_recipe(target, source.checkpoint.config, choice))
 
 
 def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:
@@ -82,7 +80,7 @@ def begin_quantize(source: Source, plan: Plan, output: Path, settings: Settings)
 
 def prepare_dequantize(artifact: Artifact, dtype: str) -> Plan:
     """The plan that `dequantize` carries out; InputError for an unknown dtype or an artifact with errors."""
-    _refuse_unsound(artifact)
+    artifact.refuse_unsound()
     for module in artifact.modules:
         _refuse_odd_scale(artifact, module)
     cache_scales = artifact.cache_scales(artifact.spelling)
@@ -124,7 +122,7 @@ def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Sour
 
     donor  a GGUF file, whose frame the result gets
     """
-    _refuse_unsound(artifact)
+    artifact.refuse_unsound()
     made = format_named(request.format or artifact.format.name)
     is_same = made is artifact.format
     if not is_same and artifact.format.has_global_scale:
@@ -271,17 +269,6 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         ],
         "warnings": list(plan.warnings),
     }
-
-
-def _refuse_unsound(artifact: Artifact) -> None:
-    if unsaid := [name for name in artifact.tensors if name.endswith(UNSAID_ENDINGS)]:
-        detail = f"{len(unsaid)} tensors change what the weights mean, the first {unsaid[0]!r}; fp4convert does not apply them"
-        raise InputError("unsaid-tensors", detail, "Start from the original weights.", unsaid[0])
-    for finding in artifact.findings:
-        if finding.level == "error" and finding.code not in CLEAR_ENOUGH:
-            where = f"{finding.tensor}: " if finding.tensor else ""
-            detail = f"the artifact is not sound: {finding.code}: {where}{finding.detail}"
-            raise InputError("unsound-artifact", detail, "See: fp4convert inspect.", finding.tensor)
 
 
 def _origin_of(artifact: Artifact) -> dict[str, object]:

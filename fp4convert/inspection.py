@@ -117,7 +117,7 @@ def _beside(artifact: Artifact, modules: Sequence[str]) -> list[str]:
     """The modules whose single scales are read: all, or from the Hub those modules and what shares a scale with them."""
     if not artifact.source.is_streamed:
         return list(artifact.modules)
-    groups = group_members(artifact.source.checkpoint.model_types)
+    groups = group_members(artifact.source.checkpoint.config)
     keys = {key for module in modules if (key := scale_group(module, groups))}
     return [module for module in artifact.modules if module in modules or scale_group(module, groups) in keys]
 
@@ -251,7 +251,7 @@ def _judge_global_scale(module: str, stored: float, is_divisor: bool) -> Iterato
 
 def _unequal_groups(artifact: Artifact, stored: dict[str, float]) -> list[list[str]]:
     """The members of every scale group that store different scales."""
-    groups = group_members(artifact.source.checkpoint.model_types)
+    groups = group_members(artifact.source.checkpoint.config)
     gathered: dict[object, list[str]] = defaultdict(list)
     for module in stored:
         if key := scale_group(module, groups):
@@ -264,7 +264,7 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
     if omitted := artifact.source.checkpoint.unindexed:
         detail = f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}: engines that follow it do not load them"
         yield Finding("error", "index-omits", None, detail)
-    recipe = build_recipe(Target(artifact.format.name), artifact.source.checkpoint.model_types)
+    recipe = build_recipe(Target(artifact.format.name), artifact.source.checkpoint.config)
     is_strict = not artifact.spelling.TRAITS.holds_embeddings
     for module in artifact.modules:
         kind = recipe.kind_of(module)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from fp4convert.dialects import Dialect, Ignored, Packed, dialect_to_write, form_of, is_quantized_tensor
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
-from fp4convert.recipe import Recipe, ScaleGroup, Target, build_recipe, matches, matches_any, scale_group
+from fp4convert.patterns import matches
+from fp4convert.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_group
 from fp4convert.shard import DTYPE_BITS, TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
 from fp4convert.stacks import Slot
@@ -59,7 +60,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     tasks = tuple(writing.task(shard, [decide(ref) for ref in shard.tensors]) for shard in checkpoint.shards)
     refuse_collisions(tasks)
     _refuse_lookalikes(tasks, dialect, shapes)
-    included = [module for module in shapes if matches_any(recipe.include, module)]  # no other fits a rule of what stays
+    included = [module for module in shapes if recipe.is_asked_for(module)]  # no other fits a rule of what stays
     if not dialect.TRAITS.holds_embeddings:
         warnings += [
             f"{module} is an embedding, which no engine of dialect {recipe.target.dialect} reads in four bits"
@@ -136,7 +137,7 @@ def plan_transcode(
     """
     dialect, form = dialect_to_write(target), form_of(target)
     _refuse_other_container(checkpoint, dialect, str(target.dialect))
-    recipe = build_recipe(target, checkpoint.model_types)
+    recipe = build_recipe(target, checkpoint.config)
     _refuse_other_matrices(checkpoint, modules)
     if placed is None:
         placed = _place(modules, dialect)

@@ -1,35 +1,36 @@
-"""What a conversion is asked to do: configs/*.toml and the command line, read into one Recipe.
-
-Patterns are globs on module names, or regular expressions after "re:" (matched from the start, as compressed-tensors does).
-"""
+"""What a conversion is asked to do: recipe files and the command line, joined into one Recipe for one model."""
 
 from __future__ import annotations
 
-import fnmatch
-import re
-import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.abc import Traversable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fp4convert.errors import InputError
 from fp4convert.formats import Format, check_rule, format_named
+from fp4convert.patterns import compiled, expand, matches, matches_any
+from fp4convert.recipe_files import (
+    ANY_FORMAT,
+    DEFAULT,
+    KEEP,
+    STACK_ORDERS,
+    STACK_ROWS,
+    FormatRule,
+    KeepRule,
+    OnlyRule,
+    RecipeFile,
+    StackRule,
+    chosen_files,
+    families_of,
+    known_file,
+)
 
+__all__ = ["Choice", "KeepRule", "Recipe", "ScaleGroup", "StackRule", "Target", "build_recipe", "group_members", "scale_group"]
 
-@dataclass(frozen=True, slots=True)
-class KeepRule:
-    """Modules that stay as they are, and why.
-
-    kind           what they are, for what depends on it: embedding, router, tower; or nothing of these
-    may_be_absent  engines must know of them even where the checkpoint holds none: a tied head
-    """
-
-    patterns: tuple[str, ...]
-    reason: str
-    kind: str
-    may_be_absent: bool
+FUSED = {  # last parts of names that hold a gate and an up projection, whoever made the model
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13": ("w1", "w3"),
+}
 
 
 class ScaleGroup(NamedTuple):
@@ -61,10 +62,30 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """What is made; what stays; which sibling modules share a scale.
+class Choice:
+    """What a person chooses beside the target, in the command line's words.
 
-    kept_patterns  those of all rules
+    recipe       name of a mode or family, or path of a TOML file
+    stack_order  out_in or in_out: of stacks of experts that no recipe knows
+    stack_rows   concatenated or interleaved: of those that hold gate and up in one
+    """
+
+    recipe: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    stack_order: str | None = None
+    stack_rows: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What is made; what stays; which sibling modules share a scale; which tensors are stacks.
+
+    kept_patterns  those of all rules of keep
+    only_patterns  those of all rules of only
+    formats        the first that fits a module counts
+    stacks         the first that fits a tensor counts
+    choice         what a person chose beside these
     """
 
     format: Format
@@ -72,27 +93,78 @@ class Recipe:
     keep: tuple[KeepRule, ...]
     kept_patterns: tuple[str, ...]
     groups: tuple[tuple[str, ...], ...]
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    only: tuple[OnlyRule, ...] = ()
+    only_patterns: tuple[str, ...] = ()
+    stacks: tuple[StackRule, ...] = ()
+    formats: tuple[FormatRule, ...] = ()
+    choice: Choice = Choice()
+
+    @property
+    def include(self) -> tuple[str, ...]:
+        return self.choice.include
+
+    @property
+    def exclude(self) -> tuple[str, ...]:
+        return self.choice.exclude
 
     def reason_to_keep(self, module: str) -> str | None:
-        """Why that module stays, or None: --exclude before --include before the recipes' own rules."""
-        if matches_any(self.exclude, module):
-            return next(f"excluded by {pattern!r}" for pattern in self.exclude if matches(pattern, module))
-        if matches_any(self.include, module):
+        """Why that module stays, or None: --exclude before --include before [[format]] before [[keep]] before [[only]].
+
+        A [[format]] that names the module leaves only what engines do not read in fewer bits.
+        """
+        if matches_any(self.choice.exclude, module):
+            return next(f"excluded by {pattern!r}" for pattern in self.choice.exclude if matches(pattern, module))
+        if matches_any(self.choice.include, module):
             return None
-        rule = self._rule_for(module)
-        return rule.reason if rule else None
+        override = self._override(module)
+        if override == KEEP:
+            return "kept by a [[format]] of the recipe"
+        if rule := self._rule_for(module, is_overridden=override is not None):
+            return rule.reason
+        if self.only_patterns and override is None and not matches_any(self.only_patterns, module):
+            return self.only[-1].reason
+        return None
+
+    def format_of(self, module: str) -> str:
+        """Name of the format that the module becomes where it does not stay."""
+        override = self._override(module)
+        return self.target.format if override in (None, KEEP, ANY_FORMAT) else str(override)
+
+    def is_asked_for(self, module: str) -> bool:
+        """True where a person or a [[format]] names it: it may become four-bit though a rule of keep fits it."""
+        return matches_any(self.choice.include, module) or self._override(module) is not None
 
     def kind_of(self, module: str) -> str:
         """What the recipes' rules take a module for; nothing where none speaks of it."""
         rule = self._rule_for(module)
         return rule.kind if rule else ""
 
-    def _rule_for(self, module: str) -> KeepRule | None:
+    def stack_rule(self, tensor: str) -> StackRule | None:
+        """How that tensor stacks the matrices of experts, or None where nobody says so.
+
+        A person's stack_order and stack_rows settle the tensors that no recipe names.
+        """
+        for rule in self.stacks:
+            if matches_any(rule.tensors, tensor):
+                return rule
+        leaf = tensor.removesuffix(".weight").rpartition(".")[2]
+        order, rows = self.choice.stack_order, self.choice.stack_rows
+        if order is None or (leaf in FUSED and rows is None):
+            return None
+        return StackRule((tensor,), FUSED.get(leaf, (leaf,)), order == "in_out", rows == "interleaved" and leaf in FUSED)
+
+    def _override(self, module: str) -> str | None:
+        """The word of the first [[format]] that names it."""
+        for rule in self.formats:
+            if matches_any(rule.patterns, module):
+                return rule.format
+        return None
+
+    def _rule_for(self, module: str, is_overridden: bool = False) -> KeepRule | None:
         if not matches_any(self.kept_patterns, module):  # of most modules this is all that is asked
             return None
-        return next(rule for rule in self.keep if matches_any(rule.patterns, module))
+        fitting = (rule for rule in self.keep if matches_any(rule.patterns, module))
+        return next((rule for rule in fitting if not (is_overridden and rule.is_for_accuracy)), None)
 
     def patterns_to_declare(self, kept: Sequence[str], quantized: Sequence[str]) -> tuple[str, ...]:
         """Patterns of modules that stay, for the engines' records: short, and true under the engines' own prefixes.
@@ -101,7 +173,9 @@ class Recipe:
 
         quantized  those of them that a pattern may fit
         """
-        rules = [(self.exclude, False), *((rule.patterns, rule.may_be_absent) for rule in self.keep)]
+        named = [rule.patterns for rule in self.formats if rule.format == KEEP]
+        asked = [(patterns, False) for patterns in (self.exclude, *named)]
+        rules = [*asked, *((rule.patterns, rule.may_be_absent) for rule in self.keep)]
         fitting = tuple(
             pattern
             for patterns, may_be_absent in rules
@@ -112,35 +186,36 @@ class Recipe:
         return tuple(pattern for pattern in fitting if not any(matches(pattern, module) for module in fitted))
 
 
-def build_recipe(
-    target: Target,
-    model_types: Collection[str],
-    patterns: tuple[Sequence[str], Sequence[str]] = ((), ()),
-) -> Recipe:
-    """The recipe for a model of those types.
+def build_recipe(target: Target, config: Mapping[str, object], choice: Choice = Choice()) -> Recipe:
+    """The recipe for the model of a config.json.
 
-    target       a scale_rule of None is the format's own
-    model_types  every model_type that config.json names; picks the family files that list one
-    patterns     (include, exclude)
-    Raises       InputError for what no format or dialect has
+    target  a scale_rule of None is the format's own
+    config  its model_types and class names pick family files, its numbers of layers fill ranges in patterns
+    Raises  InputError for what no format, dialect or recipe has
     """
     fmt = format_named(target.format)
-    include, exclude = patterns
-    for pattern in (*include, *exclude):
-        _compiled(pattern)
-    tables = _tables(model_types)
-    rows = (row for table in tables for row in table.get("keep", ()))
-    keep = tuple(
-        KeepRule(tuple(row["modules"]), row["reason"], row.get("kind", ""), row.get("may_be_absent", False)) for row in rows
+    _check(choice)
+    files = [_filled(file, config) for file in _files(config, choice.recipe)]
+    later_first = files[::-1]  # the most special says first how modules are stored, grouped and made
+    keep = tuple(rule for file in files for rule in file.keep)
+    only = tuple(rule for file in files for rule in file.only)
+    return Recipe(
+        fmt,
+        replace(target, scale_rule=check_rule(fmt, target.scale_rule or fmt.default_rule)),
+        keep,
+        tuple(pattern for rule in keep for pattern in rule.patterns),
+        tuple(group for file in later_first for group in file.groups),
+        only,
+        tuple(pattern for rule in only for pattern in rule.patterns),
+        tuple(rule for file in later_first for rule in file.stacks),
+        tuple(rule for file in later_first for rule in file.formats),
+        choice,
     )
-    target = replace(target, scale_rule=check_rule(fmt, target.scale_rule or fmt.default_rule))
-    kept_patterns = tuple(pattern for rule in keep for pattern in rule.patterns)
-    return Recipe(fmt, target, keep, kept_patterns, group_members(model_types), tuple(include), tuple(exclude))
 
 
-def group_members(model_types: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """Names of the modules that share a scale, for a model of those types."""
-    return tuple(tuple(row["members"]) for table in _tables(model_types) for row in table.get("group", ()))
+def group_members(config: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
+    """Names of the modules that share a scale, for the model of that config.json."""
+    return tuple(group for file in _files(config, None)[::-1] for group in file.groups)
 
 
 def scale_group(module: str, groups: tuple[tuple[str, ...], ...]) -> ScaleGroup | None:
@@ -149,72 +224,43 @@ def scale_group(module: str, groups: tuple[tuple[str, ...], ...]) -> ScaleGroup 
     return next((ScaleGroup(parent, members) for members in groups if leaf in members), None)
 
 
-def matches(pattern: str, module: str) -> bool:
-    """True where a glob fits the whole name, or a "re:" expression its beginning."""
-    return _compiled(pattern).match(module) is not None
+def _files(config: Mapping[str, object], recipe: str | None) -> list[RecipeFile]:
+    """default.toml, then the model's families, then what a person chose."""
+    chosen = chosen_files(recipe) if recipe is not None else []
+    return list({file.name: file for file in (known_file(DEFAULT), *families_of(config), *chosen)}.values())
 
 
-def matches_any(patterns: tuple[str, ...], module: str) -> bool:
-    """True where one of the patterns matches."""
-    return _sieve(patterns).holds(module)
+def _filled(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
+    """The file with layer numbers in its patterns; raises InputError that names it."""
 
+    def filled(patterns: Iterable[str]) -> tuple[str, ...]:
+        names = tuple(name for pattern in patterns for name in expand(pattern, config))
+        for name in names:
+            if name.startswith("re:"):
+                compiled(name)
+        return names
 
-class _Sieve:
-    """Many patterns as one question: most are text with stars around it, which strings find far sooner than expressions do."""
-
-    def __init__(self, patterns: tuple[str, ...]) -> None:
-        texts = {pattern for pattern in patterns if not pattern.startswith("re:") and not set(pattern.strip("*")) & set("*?[")}
-        self._names = frozenset(pattern for pattern in texts if "*" not in pattern)
-        starred = [pattern for pattern in texts if "*" in pattern]
-        self._inside = [text.strip("*") for text in starred if text[0] == text[-1] == "*"]
-        self._beginnings = tuple(text.rstrip("*") for text in starred if text[0] != "*")
-        self._ends = tuple(text.lstrip("*") for text in starred if text[-1] != "*")
-        self._expressions = [_compiled(pattern) for pattern in patterns if pattern not in texts]
-
-    def holds(self, module: str) -> bool:
-        return (
-            module in self._names
-            or module.startswith(self._beginnings)
-            or module.endswith(self._ends)
-            or any(map(module.__contains__, self._inside))
-            or any(expression.match(module) for expression in self._expressions)
-        )
-
-
-_sieve = cache(_Sieve)
-
-
-_ENDLESS = re.compile(r"\([^()]*[*+][^()]*\)[*+]")  # a repeat of what repeats: its time can double with every letter
-
-
-@cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    if not pattern.startswith("re:"):
-        return re.compile(fnmatch.translate(pattern))
     try:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # what may once mean something else
-            if _ENDLESS.search(pattern):
-                detail = f"{pattern!r} repeats what is repeated inside, which can take for ever; expected a simpler expression"
-                raise InputError("bad-pattern", detail)
-            return re.compile(pattern.removeprefix("re:"))
-    except re.error as error:
-        raise InputError("bad-pattern", f"{pattern!r} is no regular expression: {error}") from None
+        return replace(
+            file,
+            keep=tuple(rule._replace(patterns=filled(rule.patterns)) for rule in file.keep),
+            only=tuple(rule._replace(patterns=filled(rule.patterns)) for rule in file.only),
+            stacks=tuple(rule._replace(tensors=filled(rule.tensors)) for rule in file.stacks),
+            formats=tuple(rule._replace(patterns=filled(rule.patterns)) for rule in file.formats),
+        )
+    except InputError as error:
+        raise InputError(error.code, f"{file.name}: {error.message}", error.next_step) from None
 
 
-def _tables(model_types: Collection[str]) -> list[dict[str, Any]]:
-    """default.toml, and the family files that list one of the model types."""
-    names = sorted(item.name for item in _configs().iterdir() if item.name.endswith(".toml"))
-    tables = (_table(name) for name in names if name != "default.toml")
-    return [_table("default.toml"), *(table for table in tables if not set(model_types).isdisjoint(table["model_types"]))]
-
-
-def _table(name: str) -> dict[str, Any]:
-    import tomllib
-
-    return tomllib.loads(_configs().joinpath(name).read_text(encoding="utf-8"))
-
-
-def _configs() -> Traversable:
-    from importlib.resources import files
-
-    return files("fp4convert").joinpath("configs")
+def _check(choice: Choice) -> None:
+    for pattern in (*choice.include, *choice.exclude):
+        compiled(pattern)
+    for option, given, words in (
+        ("--stack-order", choice.stack_order, STACK_ORDERS),
+        ("--stack-rows", choice.stack_rows, STACK_ROWS),
+    ):
+        if given is not None and given not in words:
+            raise InputError("unknown-stack", f"{option} {given!r} is not known; expected {' or '.join(words)}")
+    if choice.stack_rows is not None and choice.stack_order is None:
+        detail = "--stack-rows says how gate and up share a stack; expected --stack-order with it"
+        raise InputError("unknown-stack", detail)

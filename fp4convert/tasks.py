@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
 
+from fp4convert.codings import Linear
 from fp4convert.dialects import Dialect, Ignored
 from fp4convert.errors import InputError
 from fp4convert.recipe import Target
@@ -32,13 +33,16 @@ class Step:
 
     module   what its outputs are named after: a module, or a stem of the dialect that holds several
     action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as it is
-    refs     what is read; exactly one, except of a module that is four-bit already
+    refs     what is read; of a linear layer all that it is decoded from
     shape    (rows, columns) of the matrix, longer for a stack; () where it stays
-    slots    whose rows the result holds, where it was four-bit before
+    slots    whose rows the result holds, where that is no single module
     group    name of the scale group, or None
-    amax_of  every member of the scale group (or the tensor alone), in whichever shard; the common amax sets the global
-             scale, and tells whether all of them are finite; to transcode, every tensor of the group; empty otherwise
+    amax_of  what is read beside for the scales: every tensor of the scale group, in whichever shard
     outputs  where the result goes; all in the step's own shard
+    format   that its module is made into; "" where it stays, or becomes floats
+    linears  whose values the result holds, in the order of the slots; none where a tensor is copied
+    measured every member of the scale group (or the linear layer alone), in whichever shard; the common amax sets the
+             global scale, and tells whether all of them are finite
     """
 
     module: str
@@ -50,10 +54,18 @@ class Step:
     group: str | None
     amax_of: tuple[TensorRef, ...]
     outputs: tuple[TensorRef, ...]
+    format: str = ""
+    linears: tuple[Linear, ...] = ()
+    measured: tuple[Linear, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What a person looks for: its tensor, or the module where the tensor holds others too."""
+        return self.linears[0].name if len(self.linears) == 1 else self.refs[0].name
 
     @property
     def source_bytes(self) -> int:
-        return sum(ref.nbytes for ref in self.refs)
+        return sum(linear.nbytes for linear in self.linears) or sum(ref.nbytes for ref in self.refs)
 
     @property
     def output_bytes(self) -> int:
@@ -165,6 +177,9 @@ class Draft:
     amax_of: tuple[TensorRef, ...] = ()
     module: str = ""
     home: TensorRef | None = None
+    format: str = ""
+    linears: tuple[Linear, ...] = ()
+    measured: tuple[Linear, ...] = ()
 
     @property
     def name(self) -> str:
@@ -199,6 +214,9 @@ class Writing:
                 group=draft.group,
                 amax_of=draft.amax_of,
                 outputs=tuple(place[spec.name] for spec in draft.specs),
+                format=draft.format,
+                linears=draft.linears,
+                measured=draft.measured,
             )
             for draft in drafts
         )
@@ -246,7 +264,13 @@ def refuse_collisions(tasks: Iterable[Task]) -> None:
 def _told(step: Step) -> list[object]:
     """What a step says of its bytes beside the header of its shard, for JSON."""
     read = [[_ADDRESS(ref) for ref in refs] for refs in (step.refs, step.amax_of)]
-    return [step.module, step.action, step.shape, step.slots, *read]
+    told = [step.module, step.action, step.shape, step.slots, *read]
+    return told if not step.linears else [*told, step.format, *map(_meaning, step.linears)]
+
+
+def _meaning(linear: Linear) -> list[object]:
+    """What makes the values of a linear layer out of its bytes."""
+    return [linear.module, linear.shape, repr(linear.coding)]
 
 
 def scales_file(file: str) -> str:

@@ -133,7 +133,7 @@ def plan_of(model: Any) -> Plan:
     header = Header("model.safetensors", 0, tuple(refs), SafetensorsFrame({}))
     config = model.config.to_dict()
     checkpoint = Checkpoint(None, None, config, (header,), (), (), (), {"model.safetensors": ""})
-    return plan_quantize(checkpoint, build_recipe(Target("nvfp4", "compressed-tensors"), checkpoint.model_types))
+    return plan_quantize(checkpoint, build_recipe(Target("nvfp4", "compressed-tensors"), checkpoint.config))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

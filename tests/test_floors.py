@@ -11,9 +11,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp4convert"
 FLOORS = [
     {"errors", "streams"},
-    {"formats", "cubins", "shard", "ranges", "pieces", "progress", "parts"},
+    {"formats", "cubins", "shard", "ranges", "pieces", "progress", "parts", "patterns", "recipe_files"},
     {"asking", "claims", "codec", "gguf_shard", "recipe", "gpus", "layout", "stacks", "spelling", "xet"},
-    {"sources", "dialects", "lane", "recast", "detection"},
+    {"sources", "dialects", "lane", "recast", "detection", "grid"},
     {"tasks", "backends"},
     {"plan", "manifest", "artifact", "doctor"},
     {"output", "carrying", "suspicion", "template", "push"},
@@ -44,6 +44,7 @@ ROOMS = {
         "suspicion",
         "inspection",
         "codec",
+        "grid",
         "layout",
         "detection",
         "recast",
@@ -53,7 +54,7 @@ ROOMS = {
         "workers",
         "template",
     },
-    "ml_dtypes": {"codec"},
+    "ml_dtypes": {"codec", "grid"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "kernels").iterdir())]

@@ -22,7 +22,7 @@ assert all(files("fp4convert").joinpath(name).is_file() for name in sys.argv[2:]
 x = formats.Matrix(np.full(16, 6.0, np.float32).view(np.uint8).data, "F32", (1, 16))
 q = backends.open_backend("cpu").quantize(x, formats.NVFP4, "amax", 6.0)
 assert bytes(q.packed) == b"\\x77" * 8
-assert recipe.build_recipe(recipe.Target("nvfp4", "modelopt"), ["llama"]).groups
+assert recipe.build_recipe(recipe.Target("nvfp4", "modelopt"), {"model_type": "llama"}).groups
 """
 
 

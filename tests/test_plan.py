@@ -10,7 +10,7 @@ from checkpoints import write_single as write
 from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4
 from fp4convert.plan import plan_quantize
-from fp4convert.recipe import Target, build_recipe
+from fp4convert.recipe import Choice, Target, build_recipe
 from fp4convert.sources import open_source
 
 ATTENTION = f"{LAYER}.self_attn"
@@ -19,7 +19,7 @@ TARGETS = [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("n
 
 def plan_of(folder, fmt=NVFP4, dialect="compressed-tensors", include=(), exclude=()):
     checkpoint = open_source(str(folder)).checkpoint
-    recipe = build_recipe(Target(fmt.name, dialect), checkpoint.model_types, (include, exclude))
+    recipe = build_recipe(Target(fmt.name, dialect), checkpoint.config, Choice(None, tuple(include), tuple(exclude)))
     return plan_quantize(checkpoint, recipe)
 
 

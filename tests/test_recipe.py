@@ -6,11 +6,14 @@ from hypothesis import strategies as st
 
 from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4
-from fp4convert.recipe import Target, build_recipe, matches, matches_any
+from fp4convert.patterns import matches, matches_any
+from fp4convert.recipe import Choice, Target, build_recipe
 
 
 def recipe(model_type: str = "llama", include=(), exclude=(), fmt=NVFP4, rule=None):
-    return build_recipe(Target(fmt.name, "compressed-tensors", rule), (model_type,), (include, exclude))
+    return build_recipe(
+        Target(fmt.name, "compressed-tensors", rule), {"model_type": model_type}, Choice(None, tuple(include), tuple(exclude))
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ from importlib.resources import files
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4convert import grid as reference
 from fp4convert.backends import processors
-from fp4convert.codec import FLOAT_DTYPES, check_range, global_scale_of, not_finite
+from fp4convert.codec import FLOAT_DTYPES, Bytes, Float32s, check_range, global_scale_of, not_finite
 from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Blocks, Format, Matrix, Quantized, Weights, check_rule, row_panels
+from fp4convert.grid import Grid
 
 PANEL_ELEMENT_NBYTES = 4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
 READ_ELEMENTS = 1 << 20  # of weights at once: 2 MB of bf16, a quarter of a streamed piece, so that few lie across two of them
@@ -86,6 +88,36 @@ class Cpu:
         extra = (stored, int(q.kind == "divisor")) if q.format.has_global_scale else ()
         self._call(f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}", packed, block_scales, values.size, *extra, values)
         return values.view(np.uint8).data
+
+    def decode_fp8(self, codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3") -> Float32s:
+        """(rows, columns) float32 values; equals grid.decode_fp8."""
+        return reference.decode_fp8(codes, shape, grid, dtype)
+
+    def amax_fp8(self, codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3") -> float:
+        """The largest magnitude of the values, exact; not finite where one of them is not."""
+        return reference.amax_fp8(codes, shape, grid, dtype)
+
+    def decode_integers(
+        self, packed: memoryview, shape: tuple[int, int], grid: Grid, bits: int = 4, zero_points: Float32s | None = None
+    ) -> Float32s:
+        """(rows, columns) float32 values; equals grid.decode_integers."""
+        return reference.decode_integers(packed, shape, grid, bits, zero_points)
+
+    def row_amax(self, x: Matrix) -> Float32s:
+        """The largest magnitude of every row, exact; Inf or NaN where the row holds one."""
+        return reference.row_amax(x)
+
+    def quantize_fp8(self, x: Matrix, weight_scales: Float32s) -> Bytes:
+        """(rows, columns) E4M3 codes; equals grid.quantize_fp8."""
+        return reference.quantize_fp8(x, weight_scales)
+
+    def transpose(self, stored: Matrix, columns: range) -> Matrix:
+        """Those columns of a stored matrix as rows; equals grid.transpose."""
+        return reference.transpose(stored, columns)
+
+    def to_bf16(self, values: Float32s) -> memoryview:
+        """The bytes of the values as bf16, half to even; NaN stays NaN."""
+        return reference.to_bf16(values)
 
     def _call(self, name: str, *arguments: Array | int) -> None:
         native = [ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data) for a in arguments]

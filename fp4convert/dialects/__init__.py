@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple, Protocol, cast
 
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, Blocks, Format, Kind, Quantized, format_named
-from fp4convert.recipe import Target, matches_any
+from fp4convert.patterns import matches_any
+from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.spelling import ACTIVATIONS_FP4, Form, Part, Read, Scalars
 from fp4convert.stacks import Piece, Rows, Slot

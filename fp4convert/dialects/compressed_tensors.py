@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fp4convert.dialects import Clues, Doubt, Ignored, Json, Traits, always_fit, each_alone, no_notes, stems_named, strings, whole
 from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4
-from fp4convert.recipe import matches
+from fp4convert.patterns import matches
 from fp4convert.shard import TensorRef
 from fp4convert.spelling import ACTIVATIONS_FP4, Form, Scalars, Table
 

@@ -1,0 +1,65 @@
+"""How a source stores the matrix of a linear layer: every module here finds its kind of them, and gives their rows as floats.
+
+    floats   as it is, or a part of a stack of experts that is transposed or whose rows take turns
+    fp8      E4M3 codes under scales of blocks, rows or the whole
+    int4     compressed-tensors' packed integers under scales of groups
+    fp4      any dialect's four-bit blocks
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from fp4convert.formats import Weights
+from fp4convert.shard import TensorRef
+from fp4convert.sources import Source
+
+
+class Coding(Protocol):
+    """What the bytes of a matrix mean."""
+
+    @property
+    def word(self) -> str:
+        """What a person calls it: bf16, fp8 128x128, int4 32, mxfp4."""
+
+    @property
+    def is_packed(self) -> bool:
+        """True where it is not what an ordinary checkpoint holds."""
+
+    def weights(self, linear: Linear, source: Source) -> Weights:
+        """Its rows as floats; nothing is read before they are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """The matrix of one linear layer at its address; holds no data.
+
+    shape   (rows, columns), as (out_features, in_features)
+    refs    what it is decoded from, the codes first; a matrix of a stack has an address of its own
+    idle    other tensors that only its engine has a use for; they do not travel with its values
+    stack   the tensor that it is a part of, with matrices of other modules; None where it has its own
+    share   one of how many equal parts of what the refs hold it is
+    """
+
+    module: str
+    shape: tuple[int, int]
+    coding: Coding
+    refs: tuple[TensorRef, ...]
+    idle: tuple[TensorRef, ...] = ()
+    stack: TensorRef | None = None
+    share: int = 1
+
+    @property
+    def name(self) -> str:
+        """What a person looks for: its tensor, or the module where the tensor holds others too."""
+        return self.module if self.stack else self.refs[0].name
+
+    @property
+    def nbytes(self) -> int:
+        return sum(ref.nbytes for ref in self.refs) // self.share
+
+    @property
+    def home(self) -> TensorRef:
+        """The stored tensor whose place its outputs take."""
+        return self.stack or self.refs[0]

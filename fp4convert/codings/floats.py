@@ -1,0 +1,188 @@
+"""floats: BF16, F16 or F32 as they are stored, alone or as one matrix of a stack of experts.
+
+A stack is [experts, out, in], or [experts, in, out]; fused matrices stand below each other, or take turns row by row (column by
+column where they are transposed).  What lies in whole rows is read where it lies; the rest is put into rows panel by panel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from fp4convert.backends.cpu import Cpu
+from fp4convert.codec import FLOAT_DTYPES
+from fp4convert.codings import Linear
+from fp4convert.errors import InputError
+from fp4convert.formats import FLOAT_TYPES, Matrix, Weights
+from fp4convert.recipe import StackRule
+from fp4convert.shard import TensorRef
+from fp4convert.sources import Source
+
+WEIGHT = ".weight"
+MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
+ROWS_AT_ONCE = 256  # of a stored matrix whose magnitudes are looked through
+
+
+@dataclass(frozen=True, slots=True)
+class Floats:
+    """Whole rows, one after the other."""
+
+    word: str
+    is_packed = False
+
+    def weights(self, linear: Linear, source: Source) -> Weights:
+        return _Rows(source, linear.refs[0], linear.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """Rows first, first + step, ... of a matrix, or of its transpose."""
+
+    word: str
+    first: int
+    step: int
+    is_transposed: bool
+    is_packed = False
+
+    def weights(self, linear: Linear, source: Source) -> Weights:
+        return (_Columns if self.is_transposed else _EveryOther)(source, linear.refs[0], linear.shape, self.first, self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Weights that lie as they are wanted."""
+
+    source: Source
+    ref: TensorRef
+    shape: tuple[int, int]
+
+    @property
+    def dtype(self) -> str:
+        return self.ref.dtype
+
+    @property
+    def _row_nbytes(self) -> int:
+        return self.shape[1] * FLOAT_TYPES[self.dtype].nbytes
+
+    def rows(self, first: int, last: int) -> Matrix:
+        data = self.source.read_range(self.ref, first * self._row_nbytes, last * self._row_nbytes)
+        return Matrix(data, self.dtype, (last - first, self.shape[1]))
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        self.source.read_into(self.ref, first * self._row_nbytes, buffer)
+
+    def amax(self, first: int, last: int) -> float | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _EveryOther:
+    """Every `step`-th row of a matrix, from row `start` on."""
+
+    source: Source
+    ref: TensorRef
+    shape: tuple[int, int]
+    start: int
+    step: int
+
+    @property
+    def dtype(self) -> str:
+        return self.ref.dtype
+
+    def rows(self, first: int, last: int) -> Matrix:
+        width = self.shape[1] * FLOAT_TYPES[self.dtype].nbytes
+        begin, end = self.start + first * self.step, self.start + (last - 1) * self.step + 1
+        data = np.frombuffer(self.source.read_range(self.ref, begin * width, end * width), np.uint8)
+        rows = np.ascontiguousarray(data.reshape(end - begin, width)[:: self.step])
+        return Matrix(rows.reshape(-1).data, self.dtype, (last - first, self.shape[1]))
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        buffer[:] = self.rows(first, last).data
+
+    def amax(self, first: int, last: int) -> float | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Every `step`-th column of a matrix, from column `start` on, as rows."""
+
+    source: Source
+    ref: TensorRef
+    shape: tuple[int, int]
+    start: int
+    step: int
+    _held: list[memoryview] = field(default_factory=list, compare=False)  # the stored matrix, which every panel needs whole
+
+    @property
+    def dtype(self) -> str:
+        return self.ref.dtype
+
+    def rows(self, first: int, last: int) -> Matrix:
+        stored = (self.ref.shape[0], self.ref.shape[1])
+        return Cpu().transpose(Matrix(self._whole(), self.dtype, stored), self._places(first, last))
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        buffer[:] = self.rows(first, last).data
+
+    def amax(self, first: int, last: int) -> float | None:
+        """Without turning anything round: the bits of magnitudes are in the order of the magnitudes."""
+        places = self._places(first, last)
+        bits = np.dtype(f"<u{FLOAT_TYPES[self.dtype].nbytes}")
+        magnitude = bits.type(np.iinfo(bits).max >> 1)
+        stored = np.frombuffer(self._whole(), bits).reshape(self.ref.shape)[:, places.start : places.stop : places.step]
+        parts = (stored[row : row + ROWS_AT_ONCE] & magnitude for row in range(0, len(stored), ROWS_AT_ONCE))
+        largest = np.array([max(part.max() for part in parts)], bits)
+        return float(largest.view(FLOAT_DTYPES[self.dtype]).astype(np.float32)[0])
+
+    def _whole(self) -> memoryview:
+        """The stored matrix: every panel needs a part of each of its rows."""
+        if not self._held:
+            self._held.append(self.source.read(self.ref))
+        return self._held[0]
+
+    def _places(self, first: int, last: int) -> range:
+        """The stored columns of those rows."""
+        return range(self.start + first * self.step, self.start + (last - 1) * self.step + 1, self.step)
+
+
+def find_floats(tensors: Mapping[str, TensorRef], rule_for: Callable[[str], StackRule | None]) -> dict[str, Linear]:
+    """Every matrix named ".weight", and those of the stacks that a recipe has a rule for."""
+    found: dict[str, Linear] = {}
+    for ref in tensors.values():
+        if ref.dtype not in FLOAT_TYPES:
+            continue
+        if len(ref.shape) == MATRIX_DIMENSIONS and ref.name.endswith(WEIGHT):
+            module = ref.name.removesuffix(WEIGHT)
+            found[module] = Linear(module, (ref.shape[0], ref.shape[1]), _FLOATS[ref.dtype], (ref,))
+        elif len(ref.shape) == STACK_DIMENSIONS and (rule := rule_for(ref.name)):
+            found |= {linear.module: linear for linear in _of_stack(ref, rule)}
+    return found
+
+
+def _of_stack(ref: TensorRef, rule: StackRule) -> Iterator[Linear]:
+    """The matrices of every expert in a stack."""
+    experts, outer, inner = ref.shape
+    rows, columns = (inner, outer) if rule.is_transposed else (outer, inner)
+    members = len(rule.members)
+    if rows % members:
+        detail = f"{ref.file}: {ref.name} has experts of {rows} rows, in which {members} matrices stand; expected a multiple"
+        raise InputError("stack-shape", detail, "Say how they are stored: --stack-order, --stack-rows.", ref.name)
+    shape = (rows // members, columns)
+    width = inner * FLOAT_TYPES[ref.dtype].nbytes
+    for expert in range(experts):
+        matrix = replace(ref, name=f"{ref.name}[{expert}]", shape=(outer, inner), start=ref.start + expert * outer * width)
+        for number, member in enumerate(rule.members):
+            module = rule.module(ref.name, expert, member)
+            if rule.is_transposed or (rule.is_interleaved and members > 1):
+                first, step = (number, members) if rule.is_interleaved else (number * shape[0], 1)
+                coding = Picked(_FLOATS[ref.dtype].word, first, step, rule.is_transposed)
+                yield Linear(module, shape, coding, (matrix,), stack=ref, share=members)
+            else:
+                own = replace(matrix, shape=shape, start=matrix.start + number * shape[0] * width)
+                yield Linear(module, shape, _FLOATS[ref.dtype], (own,), stack=ref)
+
+
+_FLOATS = {dtype: Floats(kind.word) for dtype, kind in FLOAT_TYPES.items()}

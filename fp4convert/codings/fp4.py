@@ -1,0 +1,74 @@
+"""fp4: the four-bit blocks of an artifact, in any dialect, as floats or as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fp4convert.artifact import Artifact
+from fp4convert.codec import dequantize
+from fp4convert.codings import Linear
+from fp4convert.formats import Blocks, Format, Matrix, Weights
+from fp4convert.sources import Source
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FourBit:
+    """Blocks as a dialect stores them."""
+
+    artifact: Artifact = field(repr=False)
+    is_packed = True
+
+    @property
+    def word(self) -> str:
+        return self.artifact.format.name
+
+    @property
+    def format(self) -> Format:
+        return self.artifact.format
+
+    def weights(self, linear: Linear, source: Source) -> Weights:
+        return _Values(linear.module, self.blocks(linear))
+
+    def blocks(self, linear: Linear) -> Blocks:
+        """Codes and scales as they are stored."""
+        return self.artifact.decode(linear.module)
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """What the blocks are worth, as float32."""
+
+    module: str
+    blocks: Blocks
+    dtype = "F32"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.blocks.shape
+
+    def rows(self, first: int, last: int) -> Matrix:
+        values = dequantize(self.blocks.rows(first, last))
+        return Matrix(values.reshape(-1).view(np.uint8).data, "F32", (last - first, self.shape[1]))
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        buffer[:] = self.rows(first, last).data
+
+    def amax(self, first: int, last: int) -> float | None:
+        return None
+
+
+def find_fp4(artifact: Artifact) -> Mapping[str, Linear]:
+    """Every four-bit module of an artifact."""
+    parts: dict[str, int] = {}
+    for packed in artifact.modules.values():
+        parts[packed.stem] = parts.get(packed.stem, 0) + 1
+    found = {}
+    for module, packed in artifact.modules.items():
+        idle = tuple(ref for ref in packed.companions if ref not in packed.refs)
+        share = parts[packed.stem]
+        stack = packed.refs[0] if share > 1 else None
+        found[module] = Linear(module, packed.shape, FourBit(artifact), packed.refs, idle, stack, share)
+    return found

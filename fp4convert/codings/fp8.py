@@ -1,0 +1,141 @@
+"""fp8: E4M3 codes, each worth its value times the scale of its block; a block is a rectangle, a row, or the whole matrix.
+
+  M.weight            F8_E4M3  [rows, columns]
+  M.weight_scale_inv  [rows / 128, columns / 128], a multiplier whatever its name says: DeepSeek V3, Kimi, MiniMax, Qwen
+  M.scale             the same, F8_E8M0 in DeepSeek V4
+  M.weight_scale      F32 or BF16, [] or [1] of the whole, [rows] or [rows, 1] of rows, or of blocks: compressed-tensors, ModelOpt
+  M.scale_weight      F32 [] of the whole: files for ComfyUI
+
+How large a block is, the record says: weight_block_size, or block_structure of a group of compressed-tensors.
+Codes without any scale are numbers as they stand, where no record says otherwise.
+Source: transformers 5.23, integrations/finegrained_fp8; compressed-tensors 0.20, compressors; ModelOpt 0.47, torch/export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp4convert.backends.cpu import Cpu
+from fp4convert.codec import FLOAT_DTYPES, Float32s, decode_e8m0
+from fp4convert.codings import Linear
+from fp4convert.dialects import Clues, Json
+from fp4convert.errors import InputError
+from fp4convert.formats import Matrix, Weights
+from fp4convert.grid import Grid
+from fp4convert.shard import TensorRef
+from fp4convert.sources import Source
+
+WEIGHT = ".weight"
+DTYPES = ("F8_E4M3", "F8_E5M2")
+SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
+SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".scale_weight")
+IDLE = (".input_scale", ".activation_scale", ".scale_input", ".k_scale", ".v_scale", ".output_scale")
+Block = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """Codes and the scales of blocks of that many rows and columns."""
+
+    word: str
+    block: Block
+    is_packed = True
+
+    def weights(self, linear: Linear, source: Source) -> Weights:
+        codes, *scales = linear.refs
+        return _Scaled(source, codes, linear.shape, self.block, *scales)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaled:
+    """Codes times scales, as float32."""
+
+    source: Source
+    codes: TensorRef
+    shape: tuple[int, int]
+    block: Block
+    scales: TensorRef | None = None
+    dtype = "F32"
+
+    def rows(self, first: int, last: int) -> Matrix:
+        shape = (last - first, self.shape[1])
+        values = Cpu().decode_fp8(self._codes(first, last), shape, self._grid(first), self.codes.dtype)
+        return Matrix(values.reshape(-1).view(np.uint8).data, "F32", shape)
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        buffer[:] = self.rows(first, last).data
+
+    def amax(self, first: int, last: int) -> float | None:
+        shape = (last - first, self.shape[1])
+        return Cpu().amax_fp8(self._codes(first, last), shape, self._grid(first), self.codes.dtype)
+
+    def _codes(self, first: int, last: int) -> memoryview:
+        return self.source.read_range(self.codes, first * self.shape[1], last * self.shape[1])
+
+    def _grid(self, first: int) -> Grid:
+        """The scales of the rows from `first` on."""
+        block_rows, block_columns = (min(own, whole) for own, whole in zip(self.block, self.shape, strict=True))
+        across = -(-self.shape[1] // block_columns)
+        scales = np.ones((1, across), np.float32) if self.scales is None else read_scales(self.source, self.scales)
+        return Grid(scales.reshape(-1, across), (block_rows, block_columns), first)
+
+
+def read_scales(source: Source, ref: TensorRef) -> Float32s:
+    """The scales in a tensor as float32, flat; exact."""
+    stored = np.frombuffer(source.read_range(ref, 0, ref.nbytes), np.uint8)
+    if ref.dtype == "F8_E8M0":
+        return decode_e8m0(stored)
+    return stored.view(FLOAT_DTYPES[ref.dtype]).astype(np.float32)
+
+
+def find_fp8(clues: Clues) -> dict[str, Linear]:
+    """Every matrix of FP8 codes; InputError where its scales are missing, or are none of its shape."""
+    blocks, found = tuple(_declared_blocks(clues.record)), {}
+    for ref in clues.tensors.values():
+        if ref.dtype in DTYPES and ref.name.endswith(WEIGHT) and len(ref.shape) == 2:
+            module = ref.name.removesuffix(WEIGHT)
+            found[module] = _linear(module, ref, clues, blocks)
+    return found
+
+
+def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]) -> Linear:
+    rows, columns = ref.shape
+    scales = [clues.tensors[module + ending] for ending in SCALES if module + ending in clues.tensors]
+    idle = tuple(clues.tensors[module + ending] for ending in IDLE if module + ending in clues.tensors)
+    if not scales and (clues.record or clues.hf_quant_config):
+        detail = f"{ref.file}: {ref.name} is FP8, and has no scales; expected {module}{SCALES[0]} or {module}{SCALES[1]}"
+        raise InputError("scales-missing", detail, "Download the checkpoint again; all its shards are needed.", ref.name)
+    if not scales:
+        return Linear(module, (rows, columns), Fp8("fp8", (rows, columns)), (ref,), idle)
+    block = _block_of(scales[0].shape, (rows, columns), blocks)
+    if block is None or scales[0].dtype not in SCALE_DTYPES:
+        told = " or ".join(f"{height}x{width}" for height, width in blocks) or "no size"
+        detail = f"{scales[0].file}: {scales[0].name} is {scales[0].dtype} {list(scales[0].shape)} for codes of {[rows, columns]}"
+        expected = f"expected a float for the matrix, for each row, or for each block (config.json gives {told} of blocks)"
+        raise InputError("scales-shape", f"{detail}; {expected}", "Start from the original weights.", scales[0].name)
+    kind = {(rows, columns): "", (1, columns): " rows"}.get(block, f" {block[0]}x{block[1]}")
+    return Linear(module, (rows, columns), Fp8(f"fp8{kind}", block), (ref, scales[0]), (*scales[1:], *idle))
+
+
+def _block_of(scales: tuple[int, ...], shape: tuple[int, int], blocks: tuple[Block, ...]) -> Block | None:
+    """What shares a scale, in a matrix of that shape whose scales have that one; None where nothing fits."""
+    rows, columns = shape
+    for height, width in blocks:
+        if scales == (-(-rows // height), -(-columns // width)):
+            return height, width
+    if scales in ((), (1,), (1, 1)):
+        return shape
+    return (1, columns) if scales in ((rows,), (rows, 1)) else None
+
+
+def _declared_blocks(record: Json) -> Iterator[Block]:
+    """Sizes of blocks that a record of any engine gives."""
+    groups = record.get("config_groups")
+    schemes = [scheme.get("weights") for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
+    declared = [record.get("weight_block_size"), *(s.get("block_structure") for s in schemes if isinstance(s, dict))]
+    for block in declared:
+        if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+            yield block[0], block[1]

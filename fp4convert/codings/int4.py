@@ -1,0 +1,140 @@
+"""int4: integers of 4 or 8 bits as compressed-tensors packs them, each worth its value times the scale of its group.
+
+  M.weight_packed      I32  [rows, columns / 8]: column 8i + j in bits 4j..4j+3, 8 (of 8 bits: 128) above its value
+  M.weight_scale       float [rows, columns / group_size], or [rows, 1]
+  M.weight_zero_point  I32  [rows / 8, groups], where integers are not symmetric: what is taken off before the scale
+  M.weight_shape       I64 or I32 [2]: rows and columns
+
+Source: compressed-tensors 0.20, compressors/pack_quantized.  Producers: Kimi K2, llm-compressor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp4convert.backends.cpu import Cpu
+from fp4convert.codec import FLOAT_DTYPES, Float32s
+from fp4convert.codings import Linear
+from fp4convert.dialects import Clues, Json
+from fp4convert.errors import InputError
+from fp4convert.formats import Matrix, Weights
+from fp4convert.grid import Grid, read_zero_points
+from fp4convert.shard import TensorRef
+from fp4convert.sources import Source
+
+PACKED, SCALE, ZERO, SHAPE, ORDER = ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx"
+IDLE = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
+ITEM_BITS, ITEM_NBYTES = 32, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """Integers of so many bits, `group` columns under one scale."""
+
+    bits: int
+    group: int
+    has_zero_points: bool
+    is_packed = True
+
+    @property
+    def word(self) -> str:
+        return f"int{self.bits} {self.group}"
+
+    def weights(self, linear: Linear, source: Source) -> Weights:
+        stored = linear.idle[0]  # its shape, in numbers
+        numbers = np.frombuffer(source.read_range(stored, 0, stored.nbytes), np.dtype(f"<i{stored.nbytes // 2}"))
+        if tuple(numbers) != linear.shape:
+            detail = f"{stored.file}: {stored.name} says {numbers.tolist()}, and the integers are of {list(linear.shape)}"
+            raise InputError("packed-shape", detail, "Start from the original weights.", stored.name)
+        return _Unpacked(source, linear.refs, linear.shape, self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpacked:
+    """Integers times scales, as float32."""
+
+    source: Source
+    refs: tuple[TensorRef, ...]
+    shape: tuple[int, int]
+    coding: Integers
+    dtype = "F32"
+
+    def rows(self, first: int, last: int) -> Matrix:
+        packed, scales, *zero_points = self.refs
+        rows, columns = last - first, self.shape[1]
+        width = columns * self.coding.bits // 8
+        codes = self.source.read_range(packed, first * width, last * width)
+        grid = Grid(self._scales(scales, first, last), (1, self.coding.group))
+        zeros = self._zero_points(zero_points[0], scales.shape[1], first, last) if zero_points else None
+        values = Cpu().decode_integers(codes, (rows, columns), grid, self.coding.bits, zeros)
+        return Matrix(values.reshape(-1).view(np.uint8).data, "F32", (rows, columns))
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        buffer[:] = self.rows(first, last).data
+
+    def amax(self, first: int, last: int) -> float | None:
+        return None
+
+    def _scales(self, ref: TensorRef, first: int, last: int) -> Float32s:
+        kind, groups = FLOAT_DTYPES[ref.dtype], ref.shape[1]
+        width = groups * kind.itemsize
+        stored = np.frombuffer(self.source.read_range(ref, first * width, last * width), np.uint8)
+        return stored.view(kind).reshape(-1, groups).astype(np.float32)
+
+    def _zero_points(self, ref: TensorRef, groups: int, first: int, last: int) -> Float32s:
+        """Those of the rows; an item holds those of several rows."""
+        each = ITEM_BITS // self.coding.bits
+        begin, end, width = first // each, -(-last // each), groups * ITEM_NBYTES
+        stored = self.source.read_range(ref, begin * width, end * width)
+        rows = min(end * each, self.shape[0]) - begin * each
+        skipped = first - begin * each
+        return np.ascontiguousarray(read_zero_points(stored, (rows, groups), self.coding.bits)[skipped : skipped + last - first])
+
+
+def find_integers(clues: Clues) -> dict[str, Linear]:
+    """Every matrix of packed integers; InputError where the tensors beside it are missing, or are none of its shape."""
+    refs = [ref for ref in clues.tensors.values() if ref.name.endswith(PACKED) and ref.dtype == "I32" and len(ref.shape) == 2]
+    if not refs:
+        return {}
+    bits = _declared_bits(clues.record, refs[0])
+    found = {}
+    for ref in refs:
+        module = ref.name.removesuffix(PACKED)
+        found[module] = _linear(module, ref, bits, clues)
+    return found
+
+
+def _linear(module: str, ref: TensorRef, bits: int, clues: Clues) -> Linear:
+    rows, columns = ref.shape[0], ref.shape[1] * ITEM_BITS // bits
+    if module + ORDER in clues.tensors:
+        detail = f"{ref.file}: {module} has its columns in an order of their own ({ORDER[1:]}), which fp4convert does not undo"
+        raise InputError("unsaid-tensors", detail, "Start from the original weights.", module + ORDER)
+    scales, shape, zeros = (clues.tensors.get(module + ending) for ending in (SCALE, SHAPE, ZERO))
+    if scales is None or shape is None:
+        missing = module + (SCALE if scales is None else SHAPE)
+        detail = f"{ref.file}: {ref.name} has packed integers, and {missing} is missing"
+        raise InputError("scales-missing", detail, "Download the checkpoint again; all its shards are needed.", missing)
+    groups = scales.shape[1] if len(scales.shape) == 2 else 0
+    is_zeros_fit = zeros is None or (zeros.dtype, zeros.shape) == ("I32", (-(-rows * bits // ITEM_BITS), groups))
+    is_fit = scales.dtype in FLOAT_DTYPES and scales.shape == (rows, groups) and groups and columns % groups == 0
+    if not (is_fit and is_zeros_fit and shape.shape == (2,) and shape.dtype in ("I64", "I32")):
+        found = ", ".join(f"{part.name} {part.dtype} {list(part.shape)}" for part in (scales, shape, zeros) if part)
+        detail = f"{ref.file}: beside {ref.name} {list(ref.shape)} of {bits}-bit integers stand {found}"
+        raise InputError("scales-shape", f"{detail}; expected a scale for each group of columns", "", scales.name)
+    idle = tuple(clues.tensors[module + ending] for ending in IDLE if module + ending in clues.tensors)
+    coding = Integers(bits, columns // groups, zeros is not None)
+    refs = (ref, scales, *([zeros] if zeros else []))
+    return Linear(module, (rows, columns), coding, refs, (shape, *idle))
+
+
+def _declared_bits(record: Json, ref: TensorRef) -> int:
+    """4 or 8, as the record's groups of packed integers say; InputError where they do not, or differ."""
+    groups = record.get("config_groups")
+    schemes = [scheme.get("weights") for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
+    told = {scheme.get("num_bits") for scheme in schemes if isinstance(scheme, dict) and scheme.get("type") == "int"}
+    if len(told) != 1 or not told <= {4, 8}:
+        detail = f"{ref.file}: {ref.name} holds packed integers, and config.json gives {sorted(map(str, told))} for num_bits"
+        raise InputError("packed-bits", f"{detail}; expected one group of 4 or of 8", "Start from the original weights.", ref.name)
+    return 4 if told == {4} else 8

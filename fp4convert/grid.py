@@ -1,0 +1,133 @@
+"""Reference arithmetic of matrices that are stored as FP8 or as integer codes: a code times the scale of its block.
+
+All arithmetic is IEEE float32, round to nearest even, one operation at a time, as in codec.py; the kernels give these bytes.
+FP8: OCP 8-bit floating point v1.0 (e4m3fn, e5m2).  Integers: compressed-tensors 0.20, pack-quantized, of 4 and of 8 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from fp4convert.codec import FLOAT_DTYPES, Bytes, Float32s
+from fp4convert.formats import E4M3_MAX, Matrix
+
+f32 = np.float32
+
+# safetensors' name of an FP8 dtype -> the NumPy dtype that holds its bits
+FP8_DTYPES: dict[str, np.dtype[np.generic]] = {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """The scales of a matrix, or of some rows of it: one to a block, float32, by block row and block column.
+
+    block      rows and columns of a block; those at the edges may be cut
+    first_row  where the rows in question begin, counted from the first row that `scales` covers
+    """
+
+    scales: Float32s
+    block: tuple[int, int]
+    first_row: int = 0
+
+
+def each_scale(grid: Grid, shape: tuple[int, int]) -> Float32s:
+    """The scale of every element of `shape`, broadcast over a block's columns where it has one block column."""
+    rows, columns = (np.arange(size) for size in shape)
+    return grid.scales[(rows[:, None] + grid.first_row) // grid.block[0], columns // grid.block[1]]
+
+
+def decode_fp8(codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3") -> Float32s:
+    """(rows, columns) float32 values fl(code * scale); NaN codes stay NaN."""
+    values = np.frombuffer(codes, FP8_DTYPES[dtype]).reshape(shape).astype(np.float32)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return values * each_scale(grid, shape)
+
+
+def amax_fp8(codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3") -> float:
+    """The largest magnitude of decode_fp8's values, exact; not finite where one of them is not."""
+    return float(np.abs(decode_fp8(codes, shape, grid, dtype)).max(initial=0))
+
+
+def unpack_integers(packed: memoryview, shape: tuple[int, int], bits: int) -> Bytes:
+    """(rows, columns) codes 0..2**bits - 1: little-endian int32 items along each row, the first code in the lowest bits."""
+    stored = np.frombuffer(packed, np.uint8).reshape(shape[0], -1)
+    if bits == 4:
+        stored = np.stack([stored & 15, stored >> 4], axis=-1).reshape(shape[0], -1)
+    return stored[:, : shape[1]]
+
+
+def decode_integers(
+    packed: memoryview, shape: tuple[int, int], grid: Grid, bits: int = 4, zero_points: Float32s | None = None
+) -> Float32s:
+    """(rows, columns) float32 values fl((code - 2**(bits - 1) - zero_point) * scale).
+
+    packed       rows of whole int32 items, which hold 32 / bits codes each; what a row has beyond its columns is padding
+    bits         4 or 8
+    zero_points  whole numbers, one to a scale (`read_zero_points`); all 0 where the codes are symmetric
+    """
+    integers = unpack_integers(packed, shape, bits).astype(np.float32) - f32(1 << bits - 1)
+    if zero_points is not None:
+        integers = integers - each_scale(Grid(zero_points, grid.block, grid.first_row), shape)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return integers * each_scale(grid, shape)
+
+
+def read_zero_points(packed: memoryview, shape: tuple[int, int], bits: int = 4) -> Float32s:
+    """(rows, groups) zero points, which are packed down the columns: an int32 item holds those of 32 / bits rows."""
+    rows, groups = shape
+    items = np.frombuffer(packed, "<i4").reshape(-1, groups)
+    codes = unpack_integers(np.ascontiguousarray(items.T).view(np.uint8).data, (groups, rows), bits)
+    return np.ascontiguousarray(codes.T).astype(np.float32) - f32(1 << bits - 1)
+
+
+def row_amax(x: Matrix) -> Float32s:
+    """The largest magnitude of every row, exact; Inf or NaN where the row holds one."""
+    largest: Float32s = np.abs(_values(x)).max(axis=1, initial=0)
+    return largest
+
+
+def fp8_scales_of(amax: Float32s) -> Float32s:
+    """What one unit of E4M3 is worth in a tensor or a row of that amax: amax / 448, and 1 where that is 0."""
+    with np.errstate(under="ignore"):
+        quotients = np.asarray(amax, np.float32) / f32(E4M3_MAX)
+    return np.where(quotients == 0, f32(1), quotients)
+
+
+def quantize_fp8(x: Matrix, weight_scales: Float32s) -> Bytes:
+    """(rows, columns) E4M3 codes of x / weight_scale: half to even, saturating at 448, the sign kept, also of zero.
+
+    x              finite
+    weight_scales  one, or one to a row; of `fp8_scales_of`
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        q = _values(x) / weight_scales.reshape(-1, 1)
+    codes: Bytes = np.clip(q, -f32(E4M3_MAX), f32(E4M3_MAX)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return codes
+
+
+def transpose(stored: Matrix, columns: range) -> Matrix:
+    """Those columns of a stored matrix as rows: the rows of its transpose, or every second of them.
+
+    stored  of any dtype of one, two or four bytes an element
+    """
+    rows, width = stored.shape
+    raw = np.frombuffer(stored.data, np.uint8)
+    values = raw.reshape(rows, width, -1)[:, columns.start : columns.stop : columns.step]
+    turned = np.ascontiguousarray(values.swapaxes(0, 1))
+    return Matrix(turned.reshape(-1).data, stored.dtype, (len(columns), rows))
+
+
+def to_bf16(values: Float32s) -> memoryview:
+    """The bytes of the values as bf16, half to even; NaN stays NaN."""
+    with np.errstate(over="ignore"):
+        return values.astype(ml_dtypes.bfloat16).reshape(-1).view(np.uint8).data
+
+
+def _values(x: Matrix) -> Float32s:
+    return np.frombuffer(x.data, FLOAT_DTYPES[x.dtype]).reshape(x.shape).astype(np.float32)

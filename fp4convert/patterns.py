@@ -1,0 +1,118 @@
+"""Patterns on names: globs, regular expressions after "re:" (matched from the start, as compressed-tensors does), layer numbers.
+
+`{a:b}` in a pattern of a recipe file stands for the numbers a..b-1: `expand` reads a and b in config.json.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import cache
+
+from fp4convert.errors import InputError
+
+MOST_LAYERS = 4096  # in one range; a config.json that says more is not one of a model
+TEXT_CONFIGS = ("text_config", "language_config", "llm_config")  # where models of several kinds of input keep the layers' numbers
+
+
+def matches(pattern: str, module: str) -> bool:
+    """True where a glob fits the whole name, or a "re:" expression its beginning."""
+    return compiled(pattern).match(module) is not None
+
+
+def matches_any(patterns: tuple[str, ...], module: str) -> bool:
+    """True where one of the patterns matches."""
+    return bool(patterns) and _sieve(patterns).holds(module)
+
+
+class _Sieve:
+    """Many patterns as one question: most are text with stars around it, which strings find far sooner than expressions do."""
+
+    def __init__(self, patterns: tuple[str, ...]) -> None:
+        texts = {pattern for pattern in patterns if not pattern.startswith("re:") and not set(pattern.strip("*")) & set("*?[")}
+        self._names = frozenset(pattern for pattern in texts if "*" not in pattern)
+        starred = [pattern for pattern in texts if "*" in pattern]
+        self._inside = [text.strip("*") for text in starred if text[0] == text[-1] == "*"]
+        self._beginnings = tuple(text.rstrip("*") for text in starred if text[0] != "*")
+        self._ends = tuple(text.lstrip("*") for text in starred if text[-1] != "*")
+        self._expressions = [compiled(pattern) for pattern in patterns if pattern not in texts]
+
+    def holds(self, module: str) -> bool:
+        return (
+            module in self._names
+            or module.startswith(self._beginnings)
+            or module.endswith(self._ends)
+            or any(map(module.__contains__, self._inside))
+            or any(expression.match(module) for expression in self._expressions)
+        )
+
+
+_sieve = cache(_Sieve)
+
+
+_ENDLESS = re.compile(r"\([^()]*[*+][^()]*\)[*+]")  # a repeat of what repeats: its time can double with every letter
+
+
+@cache
+def compiled(pattern: str) -> re.Pattern[str]:
+    """The expression behind a pattern; raises InputError where it is none."""
+    if not pattern.startswith("re:"):
+        return re.compile(fnmatch.translate(pattern))
+    try:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # what may once mean something else
+            if _ENDLESS.search(pattern):
+                detail = f"{pattern!r} repeats what is repeated inside, which can take for ever; expected a simpler expression"
+                raise InputError("bad-pattern", detail)
+            return re.compile(pattern.removeprefix("re:"))
+    except re.error as error:
+        raise InputError("bad-pattern", f"{pattern!r} is no regular expression: {error}") from None
+
+
+_RANGE = re.compile(r"\{([^{}:]*):([^{}:]*)\}")
+_TERM = re.compile(r"([+-]?)(?:(\d+)|([A-Za-z_]\w*))")
+
+
+def expand(pattern: str, config: Mapping[str, object]) -> tuple[str, ...]:
+    """One pattern for each layer number that its `{a:b}` stands for; none where config.json lacks a key of a or b.
+
+    config  of the model: keys are sought at the top, then in the config of its text model, then in any other nested one
+    Raises  InputError where a or b is no sum of integers and keys, or where the range is beyond belief
+    """
+    found = _RANGE.search(pattern)
+    if not found:
+        return (pattern,)
+    first, end = (_bound(text, pattern, config) for text in found.groups())
+    if first is None or end is None:
+        return ()
+    if not 0 <= first <= MOST_LAYERS or end > MOST_LAYERS:
+        detail = f"{pattern!r}: by config.json its layers are {first} to {end - 1}; expected numbers from 0 to {MOST_LAYERS - 1}"
+        raise InputError("layer-range", detail)
+    head, tail = pattern[: found.start()], pattern[found.end() :]
+    return tuple(name for number in range(first, end) for name in expand(f"{head}{number}{tail}", config))
+
+
+def _bound(text: str, pattern: str, config: Mapping[str, object]) -> int | None:
+    """What a or b of a range comes to; None where a key is lacking."""
+    terms = _TERM.findall(text)
+    if "".join("".join(term) for term in terms) != text or not terms or any(not term[0] for term in terms[1:]):
+        detail = f"{pattern!r}: {text!r} is no layer number; expected an integer, a key of config.json, or a sum such as key+1"
+        raise InputError("bad-pattern", detail)
+    total = 0
+    for sign, digits, key in terms:
+        value = int(digits) if digits else next(_integers(config, key), None)
+        if value is None:
+            return None
+        total += -value if sign == "-" else value
+    return total
+
+
+def _integers(config: Mapping[str, object], key: str) -> Iterator[int]:
+    """Every integer under that key, the text model's before those of other nested configs."""
+    value = config.get(key)
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield value
+    for name in sorted(config, key=lambda name: name not in TEXT_CONFIGS):
+        if isinstance(nested := config[name], Mapping):
+            yield from _integers(nested, key)

@@ -1,0 +1,281 @@
+"""What recipe files say: configs/*.toml and those of users, found and checked; recipe.py joins them for one model.
+
+A family file names the models that it is for (`model_types` and `class_names` of config.json) and applies to them by itself.
+A file that names none is a mode, which a person picks; so is a user's own file.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.abc import Traversable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fp4convert.errors import InputError
+
+DEFAULT = "default"  # the file that every model has
+STACK_ORDERS, STACK_ROWS = ("out_in", "in_out"), ("concatenated", "interleaved")
+NAMED = "{parent}.{expert}.{member}"
+KEEP, ANY_FORMAT = "keep", "target"  # words of [[format]] beside the formats' names: it stays; it becomes what is asked for
+
+
+class KeepRule(NamedTuple):
+    """Modules that stay as they are, and why.
+
+    kind             what they are, for what depends on it: embedding, router, tower; or nothing of these
+    may_be_absent    engines must know of them even where the checkpoint holds none: a tied head
+    is_for_accuracy  engines could read them in fewer bits, and a [[format]] that names them goes before this rule
+    """
+
+    patterns: tuple[str, ...]
+    reason: str
+    kind: str = ""
+    may_be_absent: bool = False
+    is_for_accuracy: bool = False
+
+
+class OnlyRule(NamedTuple):
+    """Modules outside of which everything stays, and the reason that those others get."""
+
+    patterns: tuple[str, ...]
+    reason: str
+
+
+class StackRule(NamedTuple):
+    """Tensors that hold one matrix, or several, for each expert: (experts, ...).
+
+    members         the modules of each expert, in the order of their rows
+    is_transposed   each expert's matrix is stored as (in, out)
+    is_interleaved  rows of the members take turns; else one member stands below the other
+    named           of a module: {parent} is the tensor's name without its last part, {expert} a number from 0
+    """
+
+    tensors: tuple[str, ...]
+    members: tuple[str, ...]
+    is_transposed: bool
+    is_interleaved: bool
+    named: str = NAMED
+
+
+class FormatRule(NamedTuple):
+    """Modules that become another format than the one asked for; "keep" and "target" are words for none and that one."""
+
+    patterns: tuple[str, ...]
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeFile:
+    """One file, checked.
+
+    name  of a file of configs/, without its ending; of a user's, its path
+    """
+
+    name: str
+    about: str
+    model_types: tuple[str, ...]
+    class_names: tuple[str, ...]
+    bases: tuple[str, ...]
+    keep: tuple[KeepRule, ...]
+    only: tuple[OnlyRule, ...]
+    groups: tuple[tuple[str, ...], ...]
+    stacks: tuple[StackRule, ...]
+    formats: tuple[FormatRule, ...]
+
+    @property
+    def is_mode(self) -> bool:
+        """True where no model has it by itself."""
+        return not self.model_types and not self.class_names
+
+
+def known_names() -> list[str]:
+    """The names that --recipe takes: of every file of configs/ but default.toml."""
+    return [name for name in _texts() if name != DEFAULT]
+
+
+@cache
+def known_file(name: str) -> RecipeFile:
+    """That file of configs/."""
+    return parse(_texts()[name], name)
+
+
+def families_of(config: Mapping[str, object]) -> list[RecipeFile]:
+    """The files that name the model of a config.json, or one that it is made of."""
+    wanted = set(_kinds(config))
+    likely = (name for name, text in _texts().items() if any(f'"{kind}"' in text for kind in wanted))  # 60 files take time
+    files = map(known_file, likely)
+    return [file for file in files if not wanted.isdisjoint((*file.model_types, *file.class_names))]
+
+
+def chosen_files(recipe: str) -> list[RecipeFile]:
+    """The file that --recipe names, after all that it builds on.
+
+    recipe  a name of known_names, or the path of a TOML file
+    Raises  InputError for one that is not there, that is wrong, or that builds on itself
+    """
+    found: list[RecipeFile] = []
+    _collect(recipe, Path(), (), found)
+    return found
+
+
+def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
+    """A file's text, checked; raises InputError that names file, key and what was expected."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError("recipe-file", f"{name}: no TOML: {error}") from None
+    if is_users and (taken := [key for key in ("model_types", "class_names") if key in table]):
+        detail = f"{name}: {taken[0]} is for fp4convert's own files; a file given with --recipe applies to every model"
+        raise InputError("recipe-file", detail, f"Remove {taken[0]}; to build on a family, write: base = NAME.")
+    known = _checked(table, _FILE, name)
+    rows = {key: [_checked(row, _ROWS[key], f"{name}: [[{key}]] {n}") for n, row in enumerate(known[key], 1)] for key in _ROWS}
+    base = known["base"]
+    return RecipeFile(
+        name,
+        known["about"],
+        tuple(known["model_types"]),
+        tuple(known["class_names"]),
+        (base,) if isinstance(base, str) else tuple(base),
+        tuple(
+            KeepRule(tuple(row["modules"]), row["reason"], row["kind"], row["may_be_absent"], row["for_accuracy"])
+            for row in rows["keep"]
+        ),
+        tuple(OnlyRule(tuple(row["modules"]), row["reason"]) for row in rows["only"]),
+        tuple(tuple(row["members"]) for row in rows["group"]),
+        tuple(
+            StackRule(
+                tuple(row["tensors"]),
+                tuple(row["members"]),
+                row["order"] == "in_out",
+                row["rows"] == "interleaved",
+                row["named"],
+            )
+            for row in rows["stack"]
+        ),
+        tuple(FormatRule(tuple(row["modules"]), row["format"]) for row in rows["format"]),
+    )
+
+
+class _Key(NamedTuple):
+    """A key of a table: what it holds, in words and as a question; no default where it must be there."""
+
+    expected: str
+    is_sound: Callable[[Any], bool]
+    default: object = None
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) and text for text in value)
+
+
+def _is_name(value: object) -> bool:
+    """True for a template of names of modules, one for each expert."""
+    if not isinstance(value, str) or "{expert}" not in value:
+        return False
+    rest = value.replace("{parent}", "").replace("{expert}", "").replace("{member}", "")
+    return not set(rest) & set("{}")
+
+
+def _word(*words: str, default: object = None) -> _Key:
+    return _Key(" or ".join(map(repr, words)), lambda value: value in words, default)
+
+
+def _rows() -> _Key:
+    return _Key("tables, each under double brackets", lambda value: isinstance(value, list), ())
+
+
+_TEXT = _Key("a text", lambda value: isinstance(value, str) and bool(value))
+_TEXTS = _Key("a list of texts, not empty", _is_texts)
+_FLAG = _Key("true or false", lambda value: isinstance(value, bool), False)
+_FILE = {
+    "about": _TEXT._replace(default=""),
+    "model_types": _TEXTS._replace(default=()),
+    "class_names": _TEXTS._replace(default=()),
+    "base": _Key("a name, or a list of names", lambda value: (isinstance(value, str) and bool(value)) or _is_texts(value), ()),
+    **dict.fromkeys(("keep", "only", "group", "stack", "format"), _rows()),
+}
+_ROWS = {
+    "keep": {
+        "modules": _TEXTS,
+        "reason": _TEXT,
+        "kind": _word("embedding", "router", "tower", default=""),
+        "may_be_absent": _FLAG,
+        "for_accuracy": _FLAG,
+    },
+    "only": {"modules": _TEXTS, "reason": _TEXT},
+    "group": {"members": _TEXTS},
+    "stack": {
+        "tensors": _TEXTS,
+        "members": _TEXTS,
+        "order": _word(*STACK_ORDERS),
+        "rows": _word(*STACK_ROWS, default="concatenated"),
+        "named": _Key("a name with {parent}, {expert} and {member} in it", _is_name, NAMED),
+    },
+    "format": {"modules": _TEXTS, "format": _word("nvfp4", "mxfp4", "fp8", KEEP, ANY_FORMAT)},
+}
+
+
+def _checked(table: object, keys: Mapping[str, _Key], where: str) -> dict[str, Any]:
+    """Every key's value, or its default; InputError for another key, a wrong value, or one that is lacking."""
+    if not isinstance(table, dict):
+        raise InputError("recipe-file", f"{where} is no table; expected the keys {', '.join(keys)}")
+    if unknown := [key for key in table if key not in keys]:
+        raise InputError("recipe-file", f"{where}: no key {unknown[0]!r} is known; expected one of {', '.join(keys)}")
+    for key, kind in keys.items():
+        if key in table and not kind.is_sound(table[key]):
+            raise InputError("recipe-file", f"{where}: {key} is {table[key]!r}; expected {kind.expected}")
+        if key not in table and kind.default is None:
+            raise InputError("recipe-file", f"{where}: {key} is lacking; expected {kind.expected}")
+    return {key: table.get(key, kind.default) for key, kind in keys.items()}
+
+
+def _collect(name: str, folder: Path, above: tuple[str, ...], found: list[RecipeFile]) -> None:
+    """Append that file after its bases, each file once.
+
+    folder  what a path is relative to
+    above   the files that build on it
+    """
+    if name in _texts():
+        file, place = known_file(name), folder
+    else:
+        path = folder / name
+        file, place = _users_file(path), path.parent
+    if file.name in above:
+        raise InputError("recipe-cycle", f"{' -> '.join((*above, file.name))}: a recipe builds on itself; expected no circle")
+    for base in file.bases:
+        _collect(base, place, (*above, file.name), found)
+    if file not in found:
+        found.append(file)
+
+
+def _users_file(path: Path) -> RecipeFile:
+    if path.suffix != ".toml" and not path.is_file():
+        detail = f"recipe {str(path)!r} is not known; expected one of {', '.join(known_names())}, or the path of a TOML file"
+        raise InputError("unknown-recipe", detail, "See: fp4convert recipes.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("recipe-file", f"{path}: cannot be read: {error}") from None
+    return parse(text, str(path), is_users=True)
+
+
+def _kinds(config: Mapping[str, object]) -> Iterable[str]:
+    """Every model_type and _class_name in a config.json, those of nested configs too."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _kinds(value)
+        elif key in ("model_type", "_class_name") and isinstance(value, str):
+            yield value
+
+
+@cache
+def _texts() -> dict[str, str]:
+    """The text of every file of configs/, by name."""
+    from importlib.resources import files
+
+    folder: Traversable = files("fp4convert").joinpath("configs")
+    found: Collection[Traversable] = sorted(folder.iterdir(), key=lambda item: item.name)
+    return {item.name[:-5]: item.read_text(encoding="utf-8") for item in found if item.name.endswith(".toml")}
