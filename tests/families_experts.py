@@ -85,6 +85,7 @@ ONE_BY_ONE = (
         (*DENSE_FIRST, *EXPERTS_SECOND, *SHARED_SECOND),
         runs="restored",
         extra=_mtp_layer("model.layers.2", LATENT_TENSORS),
+        beside="model.layers.2.",
     ),
     Family(
         "kimi_k2",
@@ -101,6 +102,7 @@ ONE_BY_ONE = (
         EXPERTS_SECOND,
         runs="restored",
         extra=_mtp_layer("model.layers.2", ATTENTION_TENSORS),
+        beside="model.layers.2.",
     ),
     Family(
         "glm4_moe_lite",
@@ -109,6 +111,7 @@ ONE_BY_ONE = (
         (*EXPERTS_SECOND, *SHARED_SECOND),
         runs="restored",
         extra=_mtp_layer("model.layers.2", LATENT_TENSORS),
+        beside="model.layers.2.",
     ),
     Family(
         "minimax_m2",
@@ -146,6 +149,7 @@ ONE_BY_ONE = (
         (ATTENTION, OUTPUT, *DENSE_FIRST, *EXPERTS_SECOND, *SHARED_SECOND),
         runs="restored",
         # The names of ERNIE-4.5-21B-A3B's one block for multi-token prediction.
+        beside="model.mtp_",
         extra={
             "model.mtp_block.0.self_attn.q_proj.weight": (96, 64),
             "model.mtp_block.0.mlp.gate_proj.weight": (80, 64),

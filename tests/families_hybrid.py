@@ -39,6 +39,7 @@ HYBRID = (
         {**SIZES, **FOUR, **LINEAR, "shared_expert_intermediate_size": 112},
         (GATED_OUTPUT, *EXPERTS, *SHARED_EXPERT),
         runs="restored",
+        beside="mtp.",
         extra={
             **QWEN_MTP,
             **{f"mtp.layers.0.mlp.experts.{expert}.gate_proj.weight": (48, 64) for expert in range(4)},
@@ -49,6 +50,7 @@ HYBRID = (
         "Qwen3_5ForConditionalGeneration",
         {"text_config": {**SIZES, **LINEAR}, "vision_config": QWEN_VISION, **QWEN_TOKENS},
         tuple(line.replace("model.", "model.language_model.", 1) for line in (GATED_OUTPUT, *MLP)),
+        beside="mtp.",
         extra={**QWEN_MTP, "mtp.layers.0.mlp.gate_proj.weight": (80, 64)},
     ),
     Family(
@@ -62,6 +64,7 @@ HYBRID = (
         },
         ("backbone.layers.1.mixer.experts.{0-3}.{up_proj,down_proj}",),  # no gates
         runs="restored",
+        beside="mtp.",
         extra={"mtp.layers.0.eh_proj.weight": (64, 128), "mtp.layers.1.mixer.experts.0.up_proj.weight": (48, 64)},
     ),
     Family(
@@ -90,6 +93,7 @@ HYBRID = (
             *EXPERTS,
         ),
         runs="restored",
+        beside="model.mtp.",
         extra={"model.mtp.layers.0.eh_proj.weight": (64, 128), "model.mtp.embed_tokens.weight": (160, 64)},
     ),
     Family(

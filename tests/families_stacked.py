@@ -56,6 +56,7 @@ STACKED = (
         QWEN_STACKS,
         published=_stacked,
         runs="restored",
+        beside="mtp.",
         extra={
             **QWEN_MTP,
             "mtp.layers.0.mlp.experts.gate_up_proj": (4, 96, 64),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -69,6 +70,7 @@ class Family:
     model_type  the published one, where transformers' class has another
     runs        "artifact": transformers computes the four-bit weights; "restored": it reads what `dequantize` writes
     extra       tensors that the model's class leaves alone, such as layers for multi-token prediction: name -> shape
+    beside      how all of these names begin
     """
 
     name: str
@@ -80,6 +82,7 @@ class Family:
     model_type: str = ""
     runs: str = "artifact"
     extra: Mapping[str, tuple[int, ...]] | None = None
+    beside: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -214,14 +217,28 @@ def _as_divisor(value: Quantized) -> Quantized:
     return replace(value, global_scale=float(np.float32(1) / np.float32(value.global_scale)), kind="divisor")
 
 
+def spelled(values: Mapping[str, Quantized]) -> Tensors:
+    """The tensors of those modules as compressed-tensors stores them."""
+    import torch
+
+    tensors: Tensors = {}
+    for module, value in values.items():
+        rows, columns = value.shape
+        packed = torch.frombuffer(bytearray(value.packed), dtype=torch.uint8).reshape(rows, columns // 2)
+        block_scales = torch.frombuffer(bytearray(value.block_scales), dtype=torch.float8_e4m3fn).reshape(rows, columns // 16)
+        stored = (packed, block_scales, torch.tensor([value.global_scale], dtype=torch.float32))
+        tensors |= {f"{module}.{part}": tensor for part, tensor in zip(PARTS, stored, strict=True)}
+    return tensors
+
+
 def decoded(family: Family, tensors: Tensors) -> Tensors:
-    """The checkpoint, under its own names, with every four-bit matrix replaced by what the reference codec makes of it."""
+    """The checkpoint in bfloat16, with every four-bit matrix replaced by what the reference codec makes of it."""
     import torch
 
     values = encoded(family, tensors)
-    result = {name: tensor.clone() for name, tensor in tensors.items()}
+    result = {name: tensor.to(torch.bfloat16, copy=True) for name, tensor in tensors.items()}
     for module, matrix in matrices(family, result).items():
-        matrix.copy_(torch.from_numpy(codec.dequantize(values[module])))  # rounded once, to the dtype of the source
+        matrix.copy_(torch.from_numpy(codec.dequantize(values[module])))  # rounded once
     return result
 
 
@@ -231,3 +248,36 @@ def stacked_again(family: Family, source: Tensors, restored: Tensors) -> Tensors
     for module, matrix in matrices(family, result).items():
         matrix.copy_(restored[f"{module}.weight"])
     return result
+
+
+def write_values(source: Path, tensors: Tensors, folder: Path) -> Path:
+    """The folder, now with that checkpoint's model and other values, as ordinary weights."""
+    folder.mkdir()
+    config = {key: value for key, value in read_json(source / "config.json").items() if key != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps(config))
+    if (source / "generation_config.json").exists():
+        shutil.copy(source / "generation_config.json", folder)
+    write_shards(tensors, folder)
+    return folder
+
+
+def logits(family: Family, folder: Path, **options: Any) -> Any:
+    """What transformers computes; the test fails where a tensor of the model was missing or of another shape."""
+    import torch
+    import transformers
+
+    kind = getattr(transformers, family.model)
+    if family.model_type:  # else its names are not known for those of the class
+        options["config"] = kind.config_class(**{**read_json(folder / "config.json"), "model_type": kind.config_class.model_type})
+    model, info = kind.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True, **options)
+    assert [name for name in info.pop("unexpected_keys") if not family.extra or not name.startswith(family.beside)] == []
+    assert not any(info.values()), info
+    if model.config.get_text_config().tie_word_embeddings:
+        assert model.get_output_embeddings().weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    inputs = {"input_ids": torch.arange(1, 33).reshape(2, 16)}
+    if family.name == "whisper":
+        random = torch.Generator().manual_seed(0)
+        features = torch.randn((2, 16, 48), generator=random).bfloat16()
+        inputs = {"input_features": features, "decoder_input_ids": inputs["input_ids"]}
+    with torch.no_grad():
+        return model.eval()(**inputs).logits
