@@ -15,14 +15,17 @@ from fp4convert.ending import as_text
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, format_named, row_panels
 from fp4convert.job import Job, Result, begin, carry_out
+from fp4convert.linears import find_linears
+from fp4convert.makers import Dequantizer, Quantizer, Transcoder
 from fp4convert.output import OutputFolder
-from fp4convert.plan import DTYPES, plan_dequantize, plan_quantize, plan_transcode
+from fp4convert.plan import plan_quantize
 from fp4convert.recipe import Choice, Target, build_recipe
+from fp4convert.respelling import DTYPES, plan_dequantize, plan_transcode
 from fp4convert.sources import INDEX, Source
 from fp4convert.spelling import is_reversible
 from fp4convert.tasks import Plan
 from fp4convert.template import Framed, place_modules
-from fp4convert.workers import Dequantizer, Quantizer, Settings, Transcoder
+from fp4convert.workers import Settings
 
 ENGINE_RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
 QUANTIZATION_KEYS = frozenset({"quantization_config", "quantization", "expert_dtype"})  # of config.json, in any dialect
@@ -54,7 +57,8 @@ def prepare_quantize(source: Source, request: Request) -> Plan:
     is_unit = fmt.has_global_scale and not reads_any
     target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, input_scale, has_unit_scale=is_unit)
     choice = Choice(request.recipe, request.include, request.exclude, request.stack_order, request.stack_rows)
-    return plan_quantize(source.checkpoint, build_recipe(target, source.checkpoint.config, choice))
+    recipe = build_recipe(target, source.checkpoint.config, choice)
+    return plan_quantize(source.checkpoint, recipe, find_linears(source, recipe))
 
 
 def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:

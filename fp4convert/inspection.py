@@ -21,8 +21,8 @@ from fp4convert.codec import block_steps
 from fp4convert.detection import StoredScales, detect_layout
 from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Quantized, row_panels
 from fp4convert.layout import LAYOUTS, arrange_scales
-from fp4convert.plan import UNSAID, idle_scales
 from fp4convert.recipe import Target, build_recipe, group_members, scale_group
+from fp4convert.respelling import UNSAID, idle_scales
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source, stopping
 from fp4convert.suspicion import suspect

@@ -19,7 +19,6 @@ from fp4convert.recipe import Recipe
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
 
-METHODS = frozenset({"fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4", "quark", "mlx"})  # whose tensors are known
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale", ".k_zero_point", ".v_zero_point")
 EXPERT_WORDS = ("expert", ".moe.", "_moe.")
 
@@ -56,19 +55,28 @@ class Linears:
 
 
 def find_linears(source: Source, recipe: Recipe) -> Linears:
-    """Raises InputError for weights that are quantized in a way that cannot be read, or whose records contradict them."""
+    """Those of a source; raises what `linears_of` raises, and InputError for a four-bit artifact that is not sound."""
     clues = read_clues(source)
-    four_bit: Mapping[str, Linear] = {}
-    if is_artifact(source, clues):
-        artifact = read_artifact(source, source.name)
-        artifact.refuse_unsound()
-        four_bit = find_fp4(artifact)
-    eight_bit, integers = find_fp8(clues), find_integers(clues)
-    found = {**find_floats(clues.tensors, recipe.stack_rule), **integers, **eight_bit, **four_bit}
-    unruled = tuple(ref for ref in clues.tensors.values() if is_expert_stack(ref) and recipe.stack_rule(ref.name) is None)
-    is_packed = any(linear.coding.is_packed for linear in found.values())
-    idle = tuple(ref for ref in clues.tensors.values() if is_packed and ref.name.endswith(CACHE_SCALES))
-    linears = Linears(found, unruled, idle)
+    if not is_artifact(source, clues):
+        return linears_of(clues, recipe)
+    artifact = read_artifact(source, source.name)
+    artifact.refuse_unsound()
+    return linears_of(clues, recipe, find_fp4(artifact))
+
+
+def linears_of(clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | None = None) -> Linears:
+    """Those that names, headers and records tell of.
+
+    four_bit  the four-bit modules, where there are any
+    Raises    InputError for weights that are quantized in a way that cannot be read, or whose records contradict them
+    """
+    of = {**find_floats(clues.tensors, recipe.stack_rule), **find_integers(clues), **find_fp8(clues), **(four_bit or {})}
+    is_packed = any(linear.coding.is_packed for linear in of.values())
+    linears = Linears(
+        of,
+        tuple(ref for ref in clues.tensors.values() if is_expert_stack(ref) and recipe.stack_rule(ref.name) is None),
+        tuple(ref for ref in clues.tensors.values() if is_packed and ref.name.endswith(CACHE_SCALES)),
+    )
     _refuse_unreadable(clues, linears)
     return linears
 
@@ -85,9 +93,13 @@ def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
     refuse_unsaid(name for name in clues.tensors if name not in known)
     for ref in clues.tensors.values():
         if ref.name not in known and is_quantized_tensor(ref):
-            detail = f"{ref.file}: {ref.name!r} ({ref.dtype} {list(ref.shape)}) is quantized in a way that fp4convert does not read"
+            detail = (
+                f"{ref.file}: {ref.name!r} ({ref.dtype} {list(ref.shape)}) is quantized in a way that fp4convert does not read"
+            )
             raise InputError("already-quantized", detail, next_step, ref.name)
-    method = clues.record.get("quant_method", "modelopt" if clues.hf_quant_config else None)
-    if (clues.record or clues.hf_quant_config) and not linears.is_packed and method not in METHODS:
-        detail = f"config.json: the checkpoint is already quantized, by {method!r}, which fp4convert does not read"
-        raise InputError("already-quantized", detail, next_step)
+    if (clues.record or clues.hf_quant_config) and not linears.is_packed:
+        method = clues.record.get("quant_method", "modelopt")
+        detail = f"config.json: the checkpoint is already quantized, by {method!r}, and no tensor is stored in a way that fp4convert reads"
+        raise InputError(
+            "already-quantized", detail, f"{next_step} Where these are, remove quantization_config from config.json."
+        )

@@ -59,6 +59,11 @@ class StackRule(NamedTuple):
     is_interleaved: bool
     named: str = NAMED
 
+    def module(self, tensor: str, expert: int, member: str) -> str:
+        """The name of one expert's module out of that tensor."""
+        parent = tensor.removesuffix(".weight").rpartition(".")[0]
+        return self.named.format(parent=parent, expert=expert, member=member)
+
 
 class FormatRule(NamedTuple):
     """Modules that become another format than the one asked for; "keep" and "target" are words for none and that one."""

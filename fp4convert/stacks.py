@@ -7,10 +7,10 @@ q and k in turn.  Rows move whole: nothing here looks at a code or a scale.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fp4convert.formats import Blocks, Fetched, Quantized, row_panels
+from fp4convert.formats import Blocks, Fetched, Matrix, Quantized, Weights, row_panels
 
 
 class Rows(NamedTuple):
@@ -95,8 +95,40 @@ def _in_turn(members: Sequence[Quantized], step: int = 1) -> tuple[bytes, bytes]
     return _weave([q.packed for q in members], height, step), _weave([q.block_scales for q in members], height, step)
 
 
-def _weave(tables: Sequence[memoryview], height: int, step: int) -> bytes:
+def _weave(tables: Sequence[memoryview], height: int, step: int = 1) -> bytes:
     """Every step-th row of each table, the tables in turn."""
     flat = [table.cast("B") for table in tables]
     width = flat[0].nbytes // height
     return b"".join(table[row * width : (row + 1) * width] for row in range(0, height, step) for table in flat)
+
+
+@dataclass(frozen=True, slots=True)
+class Woven:
+    """Weights in which rows of the members, equally many of each, take turns."""
+
+    members: tuple[Weights, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.members[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.members[0].shape
+        return rows * len(self.members), columns
+
+    def rows(self, first: int, last: int) -> Matrix:
+        count = len(self.members)
+        if count == 1:
+            return self.members[0].rows(first, last)
+        begin, end = first // count, -(-last // count)
+        woven = memoryview(_weave([member.rows(begin, end).data for member in self.members], end - begin))
+        width = woven.nbytes // (count * (end - begin))
+        data = woven[(first - begin * count) * width : (last - begin * count) * width]
+        return Matrix(data, self.dtype, (last - first, self.shape[1]))
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        buffer[:] = self.rows(first, last).data
+
+    def amax(self, first: int, last: int) -> float | None:
+        return None

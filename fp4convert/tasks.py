@@ -71,6 +71,11 @@ class Step:
     def output_bytes(self) -> int:
         return sum(ref.nbytes for ref in self.outputs)
 
+    @property
+    def is_made(self) -> bool:
+        """True where the result is four-bit."""
+        return self.action in MADE_FOUR_BIT
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -137,17 +142,17 @@ class Plan:
     @property
     def quantized(self) -> list[str]:
         """Modules that are four-bit in the result, or the stacks that hold them."""
-        return [step.module for step in self.steps if step.action in MADE_FOUR_BIT]
+        return [step.module for step in self.steps if step.is_made]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Their shapes."""
-        return {step.module: step.shape for step in self.steps if step.action in MADE_FOUR_BIT}
+        return {step.module: step.shape for step in self.steps if step.is_made}
 
     @property
     def bits_per_weight(self) -> float | None:
         """Of the four-bit modules, scales and all; None where there are none."""
-        made = [step for step in self.steps if step.action in MADE_FOUR_BIT]
+        made = [step for step in self.steps if step.is_made]
         weights = sum(math.prod(step.shape) for step in made)
         return 8 * sum(step.output_bytes for step in made) / weights if weights else None
 
@@ -264,7 +269,7 @@ def refuse_collisions(tasks: Iterable[Task]) -> None:
 def _told(step: Step) -> list[object]:
     """What a step says of its bytes beside the header of its shard, for JSON."""
     read = [[_ADDRESS(ref) for ref in refs] for refs in (step.refs, step.amax_of)]
-    told = [step.module, step.action, step.shape, step.slots, *read]
+    told: list[object] = [step.module, step.action, step.shape, step.slots, *read]
     return told if not step.linears else [*told, step.format, *map(_meaning, step.linears)]
 
 

@@ -22,7 +22,7 @@ from fp4convert.codec import FLOAT_DTYPES, dequantize
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, Blocks
 from fp4convert.gguf_shard import GgufFrame, block_names
-from fp4convert.plan import Stored
+from fp4convert.respelling import Stored
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
 from fp4convert.stacks import Piece, Rows, Slot, pieces_of

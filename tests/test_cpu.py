@@ -134,6 +134,9 @@ class _Held:
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data
 
+    def amax(self, first: int, last: int) -> None:
+        return None
+
 
 def unaligned(x: Matrix) -> Matrix:
     """The same values, one byte past where they were aligned."""

@@ -64,6 +64,9 @@ class Recorded:
         buffer[:] = self.matrix.data[first * row_nbytes : last * row_nbytes]
         self.fetched.append((first, last))
 
+    def amax(self, first: int, last: int) -> None:
+        return None
+
 
 def gathered(panels: Iterator[tuple[int, Quantized]], shapes: Sequence[tuple[int, int]]) -> list[Quantized]:
     """The panels of each member put together; each is read before the next is asked for."""

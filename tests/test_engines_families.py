@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from tiny_models import fp4convert, offline
 
-from fp4convert.dialects import dialect_named
+from fp4convert.dialects import Clues, dialect_named
 from fp4convert.formats import FORMATS
+from fp4convert.linears import linears_of
 from fp4convert.plan import Plan, plan_quantize
 from fp4convert.recipe import Target, build_recipe
 from fp4convert.shard import Header, SafetensorsFrame, TensorRef
@@ -133,7 +134,9 @@ def plan_of(model: Any) -> Plan:
     header = Header("model.safetensors", 0, tuple(refs), SafetensorsFrame({}))
     config = model.config.to_dict()
     checkpoint = Checkpoint(None, None, config, (header,), (), (), (), {"model.safetensors": ""})
-    return plan_quantize(checkpoint, build_recipe(Target("nvfp4", "compressed-tensors"), checkpoint.config))
+    recipe = build_recipe(Target("nvfp4", "compressed-tensors"), config)
+    clues = Clues(config, {}, {ref.name: ref for ref in refs})
+    return plan_quantize(checkpoint, recipe, linears_of(clues, recipe))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -48,8 +48,7 @@ class Cpu:
         self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str, given_amax: float | None = None
     ) -> Iterator[tuple[int, Quantized]]:
         group_amax = 0.0
-        for panel in (panel for weights in measured for panel in _panels(weights)):
-            amax = self.amax(panel)
+        for amax in (amax for weights in measured for amax in self._amaxes(weights)):
             if not math.isfinite(amax):
                 raise not_finite()
             group_amax = max(group_amax, amax)
@@ -60,6 +59,11 @@ class Cpu:
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         for first, last in row_panels(q.shape):
             yield self.dequantize(q.rows(first, last), dtype)
+
+    def _amaxes(self, weights: Weights) -> Iterator[float]:
+        for first, last in row_panels(weights.shape, READ_ELEMENTS):
+            known = weights.amax(first, last)
+            yield self.amax(weights.rows(first, last)) if known is None else known
 
     def amax(self, x: Matrix) -> float:
         """The largest magnitude, exact; Inf or NaN where the data holds one."""

@@ -1,9 +1,9 @@
 """How a source stores the matrix of a linear layer: every module here finds its kind of them, and gives their rows as floats.
 
-    floats   as it is, or a part of a stack of experts that is transposed or whose rows take turns
-    fp8      E4M3 codes under scales of blocks, rows or the whole
-    int4     compressed-tensors' packed integers under scales of groups
-    fp4      any dialect's four-bit blocks
+floats   as it is, or a part of a stack of experts that is transposed or whose rows take turns
+fp8      E4M3 codes under scales of blocks, rows or the whole
+int4     compressed-tensors' packed integers under scales of groups
+fp4      any dialect's four-bit blocks
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Source: transformers 5.23, integrations/finegrained_fp8; compressed-tensors 0.20
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,7 +134,9 @@ def _block_of(scales: tuple[int, ...], shape: tuple[int, int], blocks: tuple[Blo
 def _declared_blocks(record: Json) -> Iterator[Block]:
     """Sizes of blocks that a record of any engine gives."""
     groups = record.get("config_groups")
-    schemes = [scheme.get("weights") for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
+    schemes = (
+        [scheme.get("weights") for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
+    )
     declared = [record.get("weight_block_size"), *(s.get("block_structure") for s in schemes if isinstance(s, dict))]
     for block in declared:
         if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):

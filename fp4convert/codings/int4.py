@@ -132,9 +132,13 @@ def _linear(module: str, ref: TensorRef, bits: int, clues: Clues) -> Linear:
 def _declared_bits(record: Json, ref: TensorRef) -> int:
     """4 or 8, as the record's groups of packed integers say; InputError where they do not, or differ."""
     groups = record.get("config_groups")
-    schemes = [scheme.get("weights") for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
+    schemes = (
+        [scheme.get("weights") for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
+    )
     told = {scheme.get("num_bits") for scheme in schemes if isinstance(scheme, dict) and scheme.get("type") == "int"}
     if len(told) != 1 or not told <= {4, 8}:
         detail = f"{ref.file}: {ref.name} holds packed integers, and config.json gives {sorted(map(str, told))} for num_bits"
-        raise InputError("packed-bits", f"{detail}; expected one group of 4 or of 8", "Start from the original weights.", ref.name)
+        raise InputError(
+            "packed-bits", f"{detail}; expected one group of 4 or of 8", "Start from the original weights.", ref.name
+        )
     return 4 if told == {4} else 8

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from itertools import chain
 from typing import Literal, NamedTuple, Protocol, cast
 
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, Blocks, Format, Kind, Quantized, format_named
+from fp4convert.formats import FLOAT_TYPES, FORMATS, Blocks, Format, Kind, Quantized, format_named
 from fp4convert.patterns import matches_any
-from fp4convert.recipe import Target
+from fp4convert.recipe import Recipe, Target
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.spelling import ACTIVATIONS_FP4, Form, Part, Read, Scalars
 from fp4convert.stacks import Piece, Rows, Slot
@@ -257,6 +257,12 @@ def form_of(target: Target) -> Form:
     """The form of what is made."""
     layout = target.scale_layout or dialect_named(str(target.dialect)).TRAITS.layouts[0]
     return Form(format_named(target.format), target.activations, layout, target.kv_cache)
+
+
+def forms_of(recipe: Recipe) -> dict[str, Form]:
+    """The form of every format that the recipe makes."""
+    wanted = {recipe.target.format, *(rule.format for rule in recipe.formats)} & FORMATS.keys()
+    return {name: form_of(replace(recipe.target, format=name)) for name in wanted}
 
 
 def each_alone(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,272 @@
+"""What workers do with the steps of one scale group, or of one tensor: quantize, dequantize, transcode, copy.
+
+A worker reads panels of whole rows and writes the parts that a dialect makes of them; memory does not grow with the tensor.
+"""
+
+from __future__ import annotations
+
+import glob
+import shlex
+import threading
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
+
+import numpy as np
+
+from fp4convert.artifact import Artifact
+from fp4convert.backends import Backend, processors
+from fp4convert.backends.cpu import Cpu
+from fp4convert.carrying import Carrier, carry, group_exponent
+from fp4convert.codec import FLOAT_DTYPES
+from fp4convert.codings import Linear
+from fp4convert.codings.floats import MATRIX_DIMENSIONS
+from fp4convert.codings.fp4 import FourBit
+from fp4convert.dialects import Speller, dialect_named, form_of
+from fp4convert.errors import DeviceError, NumericError
+from fp4convert.formats import GLOBAL_RANGE, PANEL_ELEMENTS, Blocks, Quantized, Weights, format_named, row_panels
+from fp4convert.output import TaskWriter
+from fp4convert.recipe import Target
+from fp4convert.sources import Source
+from fp4convert.spelling import Part
+from fp4convert.stacks import Rows, Slot, Woven, alternate, rows_of
+from fp4convert.tasks import Action, Step
+
+COPY_NBYTES = 8 << 20
+
+
+class UnsoundShardError(Exception):
+    """A shard that cannot be finished, because of these tensors."""
+
+    def __init__(self, errors: list[NumericError]) -> None:
+        super().__init__()
+        self.errors = errors
+
+
+class Quantizer:
+    """Quantizes the members of a scale group under their common amax, or takes over their blocks; copies what stays."""
+
+    action: Action = "quantize"
+    made = "quantized"
+
+    def __init__(self, source: Source, target: Target, backend: Backend) -> None:
+        self.source = source
+        self._backend = backend
+        self._target = target
+        self._dialect = dialect_named(str(target.dialect))
+        self._given_amax = GLOBAL_RANGE if target.has_unit_scale else None
+        self.device = backend.name
+        self.threads = backend.threads
+
+    def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+        first = steps[0]
+        if not first.linears:
+            return _copy(self.source, steps, writer, stop)
+        if not first.is_made:
+            return self._write_floats(steps, writer, stop)
+        speller = Speller(self._dialect, form_of(replace(self._target, format=first.format)), self._target.input_scale)
+        try:
+            with closing(self._panels(steps)) as panels:
+                for number, own in groupby(panels, key=itemgetter(0)):
+                    step = steps[number]
+                    parts = speller.parts(step.module, step.shape, _noted(own, step, writer))
+                    if not _append(step, parts, writer, stop):
+                        return
+        except NumericError as error:
+            raise UnsoundShardError(self._explain(first, error)) from None
+
+    def _panels(self, steps: list[Step]) -> Generator[tuple[int, Quantized]]:
+        """(number of the step, its next panel), step by step."""
+        measured = steps[0].measured
+        if steps[0].action == "transcode":
+            yield from self._carried(steps)
+        elif steps[0].slots:
+            for number, step in enumerate(steps):
+                for slot in _members(step):
+                    weights = [self._weights(linear) for linear in slot]
+                    yield from ((number, q) for _, q in self._quantized(slot, [Woven(tuple(weights))], weights, step.format))
+        else:
+            members = [self._weights(step.linears[0]) for step in steps]
+            yield from self._quantized(measured, members, [self._weights(linear) for linear in measured], steps[0].format)
+
+    def _quantized(
+        self, held: Sequence[Linear], members: Sequence[Weights], measured: Sequence[Weights], name: str
+    ) -> Iterator[tuple[int, Quantized]]:
+        fmt = format_named(name)
+        rule = self._target.scale_rule if name == self._target.format else None
+        with self.source.room_for(sum(linear.nbytes for linear in held)):
+            yield from self._backend.quantize_group(measured, members, fmt, rule or fmt.default_rule, self._given_amax)
+
+    def _weights(self, linear: Linear) -> Weights:
+        return linear.coding.weights(linear, self.source)
+
+    def _carried(self, steps: list[Step]) -> Iterator[tuple[int, Quantized]]:
+        """The blocks of four-bit modules, cast where the format is another."""
+        fmt = format_named(steps[0].format)
+        stored = {linear.module: _blocks(linear) for linear in steps[0].measured}
+        is_cast = any(q.format is not fmt for q in stored.values())
+        exponent = group_exponent(stored) if is_cast else 0
+        for number, step in enumerate(steps):
+            for slot in _members(step):
+                yield from ((number, q) for q in alternate([carry(stored[linear.module], fmt, exponent) for linear in slot]))
+
+    def _write_floats(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+        """Values of linear layers that stay, in the dtype of the output."""
+        for step in steps:
+            weights, output = self._weights(step.linears[0]), step.outputs[0]
+            for first, last in row_panels(weights.shape):
+                if stop.is_set():
+                    return
+                panel = weights.rows(first, last)
+                if panel.dtype == output.dtype:
+                    writer.append(output, panel.data)
+                else:
+                    writer.append(output, Cpu().to_bf16(np.frombuffer(panel.data, np.float32)))
+
+    def _explain(self, step: Step, error: NumericError) -> list[NumericError]:
+        """What is wrong with which linear layer."""
+        if step.action == "transcode":
+            return [error]
+        found = [unsound for linear in step.measured if (unsound := find_not_finite(self.source, linear))]
+        if not found:
+            detail = f"{self.device} found NaN or Inf in {step.measured[0].name}, which has none"
+            raise DeviceError("device-failed", detail, "Run the same command again, or with --device cpu.") from None
+        return found
+
+
+def _members(step: Step) -> list[tuple[Linear, ...]]:
+    """The linear layers of a step whose rows take turns; one below the other in the result."""
+    if not step.slots:
+        return [step.linears]
+    linears = {linear.module: linear for linear in step.linears}
+    return [tuple(linears[rows.module] for rows in slot) for slot in step.slots]
+
+
+def _blocks(linear: Linear) -> Blocks:
+    if not isinstance(linear.coding, FourBit):
+        raise RuntimeError(f"{linear.module} has no blocks to take over")
+    return linear.coding.blocks(linear)
+
+
+def _noted(panels: Iterable[tuple[int, Quantized]], step: Step, writer: TaskWriter) -> Iterator[Quantized]:
+    """The panels; the writer is told the global scale of a group with members in other shards, to be compared with theirs."""
+    for _, q in panels:
+        if step.group and q.global_scale is not None and len({ref.file for ref in step.amax_of}) > 1:
+            writer.global_scales[step.group] = q.global_scale
+        yield q
+
+
+class Dequantizer:
+    """Writes the values of four-bit modules; copies everything else."""
+
+    action: Action = "dequantize"
+    made = "dequantized"
+
+    def __init__(self, artifact: Artifact, backend: Backend) -> None:
+        self.source = artifact.source
+        self._artifact = artifact
+        self._backend = backend
+        self.device = backend.name
+        self.threads = backend.threads
+
+    def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+        for step in steps:
+            if step.action != "dequantize":
+                _copy(self.source, [step], writer, stop)
+                continue
+            output = step.outputs[0]
+            try:
+                with closing(self._panels(step)) as panels:
+                    for values in panels:
+                        if stop.is_set():
+                            return
+                        writer.append(output, values)
+            except NumericError as error:
+                named = NumericError(error.code, f"{output.name}: {error.message}", error.next_step, output.name)
+                raise UnsoundShardError([named]) from None
+
+    def _panels(self, step: Step) -> Generator[memoryview]:
+        """The values in the order of the output: rows, or for a stack each of its matrices transposed."""
+        stored, dtype = self._artifact.decode_stem(step.module), step.outputs[0].dtype
+        if len(step.shape) == MATRIX_DIMENSIONS:
+            yield from self._backend.dequantize_panels(stored, dtype)
+            return
+        experts, rows, columns = step.shape
+        for first in range(0, experts * rows, rows):
+            expert = rows_of(stored, Rows(step.module, first, first + rows))
+            values = b"".join(self._backend.dequantize_panels(expert, dtype))
+            matrix = np.frombuffer(values, FLOAT_DTYPES[dtype]).reshape(rows, columns)
+            yield np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint8).data
+
+
+class Transcoder:
+    """Spells four-bit modules in another dialect; copies everything else."""
+
+    action: Action = "transcode"
+    made = "transcoded"
+    device = "cpu"
+
+    def __init__(self, artifact: Artifact, source: Source, carrier: Carrier, target: Target) -> None:
+        self._artifact = artifact
+        self.source = source  # of what is copied; modules are the artifact's
+        self._carrier = carrier
+        self._dialect = dialect_named(str(target.dialect))
+        self._form = form_of(target)
+        self.threads = processors()
+
+    def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+        for step in steps:
+            if step.action != "transcode":
+                _copy(self.source, [step], writer, stop)
+                continue
+            speller = Speller(self._dialect, self._form, self._artifact.input_scale(step.slots[0][0].module))
+            if not _append(step, speller.parts(step.module, step.shape, self._panels(step.slots)), writer, stop):
+                return
+
+    def _panels(self, slots: tuple[Slot, ...]) -> Iterator[Quantized]:
+        for slot in slots:
+            yield from alternate([rows_of(self._carrier.blocks(rows.module), rows) for rows in slot])
+
+
+def _append(step: Step, parts: Iterator[Part], writer: TaskWriter, stop: threading.Event) -> bool:
+    """Write parts at the places that the step has for their names; False where it was stopped before the last."""
+    place = {output.name: output for output in step.outputs}
+    for name, part in parts:
+        if stop.is_set():
+            return False
+        writer.append(place[name], part)
+    return True
+
+
+def _copy(source: Source, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+    for step in steps:
+        ref = step.refs[0]
+        for start in range(0, ref.nbytes, COPY_NBYTES):
+            if stop.is_set():
+                return
+            writer.append(step.outputs[0], source.read_range(ref, start, min(start + COPY_NBYTES, ref.nbytes)))
+
+
+def find_not_finite(source: Source, linear: Linear) -> NumericError | None:
+    """The error for a matrix that holds NaN or Inf: how many, and where the first is; None where all are finite."""
+    weights = linear.coding.weights(linear, source)
+    kind, columns = FLOAT_DTYPES[weights.dtype], linear.shape[1]
+    count, place, what = 0, [0, 0], ""
+    for first, last in row_panels(linear.shape, PANEL_ELEMENTS):
+        values = np.frombuffer(weights.rows(first, last).data, kind)
+        bad = np.flatnonzero(~np.isfinite(values))
+        if bad.size and not count:
+            place, what = [first + int(bad[0]) // columns, int(bad[0]) % columns], "NaN" if np.isnan(values[bad[0]]) else "Inf"
+        count += bad.size
+    if not count:
+        return None
+    detail = f"{linear.home.file}: {linear.name} has {count} values that are NaN or Inf, the first {what} at {place}"
+    return NumericError("not-finite", f"{detail}; weights must be finite", f"--exclude {_pattern(linear.module)}", linear.name)
+
+
+def _pattern(module: str) -> str:
+    """A pattern for the shell that fits this module alone, whatever its name holds."""
+    pattern = glob.escape(module)
+    return shlex.quote(f"[r]{pattern[1:]}" if pattern.startswith("re:") else pattern)

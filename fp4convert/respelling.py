@@ -1,0 +1,167 @@
+"""An artifact's headers -> Plan: its four-bit modules spelled in another dialect, or turned back into ordinary weights; pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from fp4convert.codings.floats import STACK_DIMENSIONS
+from fp4convert.dialects import Dialect, Ignored, Packed, dialect_to_write, form_of, is_quantized_tensor
+from fp4convert.errors import InputError
+from fp4convert.formats import FLOAT_TYPES
+from fp4convert.plan import kept_modules, notes_on, refuse_other_container
+from fp4convert.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_group
+from fp4convert.shard import DTYPE_BITS, TensorRef, TensorSpec
+from fp4convert.sources import Checkpoint
+from fp4convert.stacks import Slot
+from fp4convert.tasks import Draft, Plan, Task, Writing, refuse_collisions
+
+DTYPES = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}  # a user's word -> safetensors' name
+UNSAID = "not every four-bit module has one, or the record says nothing of them"
+
+
+def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: str, cache_scales: Collection[str] = ()) -> Plan:
+    """The plan that turns an artifact back into a checkpoint whose four-bit modules are bf16, fp16 or fp32.
+
+    Companions of a four-bit module are left out: they would mean nothing beside ordinary weights.  A stack of experts becomes
+    one as transformers keeps it: (experts, columns, rows), under its own name.
+
+    modules       the sound quantized modules, as `artifact` found them
+    cache_scales  tensors that only an engine with a quantized cache wants; left out too
+    Raises        InputError for an unknown dtype, or where a restored weight would take the name of another tensor
+    """
+    if dtype not in DTYPES:
+        raise InputError("unknown-dtype", f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
+
+    target = Target(dtype)
+    _refuse_other_matrices(checkpoint, modules)
+    drafts = {}
+    for packed in modules.values():
+        shape = packed.stored_shape
+        spec = TensorSpec(f"{packed.stem}.weight", DTYPES[dtype], shape)
+        if len(shape) == STACK_DIMENSIONS:
+            spec = TensorSpec(packed.stem, DTYPES[dtype], (shape[0], shape[2], shape[1]))
+        drafts[packed.stem] = Draft("dequantize", "four-bit", packed.refs, (spec,), shape)
+    left_out = {ref.name for packed in modules.values() for ref in packed.companions} | set(cache_scales)
+    tasks = _module_tasks(Writing(checkpoint, target), modules, drafts, left_out)
+    warnings = [f"{len(left_out)} scales are left out: ordinary weights need none"] if left_out else []
+    four_bit = {ref.name for packed in modules.values() for ref in packed.refs}
+    typed = [ref.name for ref in checkpoint.tensors if ref.dtype not in DTYPE_BITS and ref.name not in four_bit]
+    if typed:
+        warnings.append(f"{len(typed)} tensors stay in GGUF's own types, the first {typed[0]!r}")
+    return Plan(target, tasks, Ignored((), ()), (*notes_on(checkpoint), *warnings))
+
+
+class Stored(NamedTuple):
+    """What becomes of some modules: the shape of the matrix that stores them, whose rows it holds, and what it replaces.
+
+    home  a tensor whose place it takes; the first of its packed codes
+    """
+
+    shape: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    home: TensorRef
+
+
+def plan_transcode(
+    checkpoint: Checkpoint,
+    modules: dict[str, Packed],
+    target: Target,
+    placed: dict[str, Stored] | None = None,
+    renamed: Mapping[str, str] | None = None,
+) -> Plan:
+    """The plan that spells the four-bit modules of an artifact in another dialect, every other tensor as it is.
+
+    checkpoint  the artifact's own, or the one whose other tensors are kept
+    modules     the sound quantized modules, as `artifact` found them
+    placed      what is stored in that other checkpoint, by stem
+    renamed     new names of tensors that are kept
+    Raises      InputError for what the dialect cannot hold, or where an output would take the name of another tensor
+    """
+    dialect, form = dialect_to_write(target), form_of(target)
+    refuse_other_container(checkpoint, dialect, str(target.dialect))
+    recipe = build_recipe(target, checkpoint.config)
+    _refuse_other_matrices(checkpoint, modules)
+    if placed is None:
+        placed = _place(modules, dialect)
+    _refuse_unfit(placed, modules, dialect, recipe)
+    shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
+    for module, packed in modules.items():
+        shared[scale_group(module, recipe.groups) or module] += packed.refs
+    drafts = {}
+    for stem, stored in placed.items():
+        members = list(dict.fromkeys(rows.module for slot in stored.slots for rows in slot))
+        refs = tuple(dict.fromkeys(ref for member in members for ref in modules[member].refs))
+        group = tuple(dict.fromkeys(ref for member in members for ref in shared[scale_group(member, recipe.groups) or member]))
+        specs = dialect.outputs(stem, stored.shape, form)
+        drafts[stem] = Draft("transcode", "four-bit", refs, specs, stored.shape, stored.slots, amax_of=group, home=stored.home)
+    homes = {stored.home.name for stored in placed.values()}
+    idle = idle_scales(modules, renamed or {})
+    tasks = _module_tasks(Writing(checkpoint, target, dialect, form, renamed or {}), modules, drafts, homes | set(idle))
+    kept = kept_modules(tasks)
+    patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
+    warnings = [f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []
+    return Plan(target, tasks, Ignored(tuple(kept), patterns), (*notes_on(checkpoint), *warnings))
+
+
+def idle_scales(modules: Mapping[str, Packed], cache_scales: Collection[str]) -> list[str]:
+    """Scales beside four-bit modules that mean nothing for the artifact as a whole: only some modules have input scales."""
+    names = (ref.name for packed in modules.values() for ref in packed.companions if ref not in packed.refs)
+    return [name for name in names if name not in cache_scales]
+
+
+def _place(modules: dict[str, Packed], dialect: Dialect) -> dict[str, Stored]:
+    """Every matrix that the dialect stores for those modules, where the first of its modules is now."""
+    placed = {}
+    for stem, shape in dialect.stems({module: packed.shape for module, packed in modules.items()}).items():
+        slots = dialect.slots(stem, shape)
+        placed[stem] = Stored(shape, slots, modules[slots[0][0].module].refs[0])
+    return placed
+
+
+def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -> None:
+    """InputError for quantized matrices beside the four-bit ones of one format, which the result's records would not tell."""
+    ours = {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)}
+    others = [ref for ref in checkpoint.tensors if ref.name not in ours]
+    next_step = "Start from the original weights."
+    matrices = [ref.name for ref in others if ref.dtype.startswith("F8_") and ref.name.endswith(".weight")]
+    if matrices:
+        detail = f"{len(matrices)} matrices are FP8, the first {matrices[0]!r}; this version carries four-bit ones and floats"
+        raise InputError("fp8-modules", detail, next_step, matrices[0])
+    if found := [ref.name for ref in others if is_quantized_tensor(ref)]:
+        detail = f"{len(found)} tensors are quantized in another way, the first {found[0]!r}"
+        raise InputError("mixed-modules", f"{detail}; this version carries four-bit matrices of one format", next_step, found[0])
+
+
+def _refuse_unfit(placed: dict[str, Stored], modules: Iterable[str], dialect: Dialect, recipe: Recipe) -> None:
+    """InputError for what the dialect has no place for."""
+    for stem, stored in placed.items():
+        rows, columns = stored.shape[-2:]
+        if reason := dialect.unfit(stem, (rows, columns), form_of(recipe.target)):
+            detail = f"{stem} has {reason}; dialect {recipe.target.dialect} has no place for it"
+            raise InputError("dialect-shape", detail, "Choose another --dialect.", stem)
+    for module in modules:
+        if not dialect.TRAITS.holds_embeddings and recipe.kind_of(module) == "embedding":
+            detail = f"{module} is a four-bit embedding, which no engine of dialect {recipe.target.dialect} reads"
+            raise InputError("dialect-module", detail, "Choose another --dialect.", module)
+
+
+def _module_tasks(writing: Writing, modules: dict[str, Packed], drafts: dict[str, Draft], left_out: set[str]) -> tuple[Task, ...]:
+    """Tasks that carry out each draft where the first of its packed codes are, and copy every other tensor."""
+    consumed = left_out | {ref.name for packed in modules.values() for ref in packed.refs}
+    at: dict[str, list[Draft]] = defaultdict(list)
+    for stem, draft in drafts.items():
+        at[(draft.home or draft.refs[0]).file].append(replace(draft, module=stem))
+    tasks = []
+    for shard in writing.checkpoint.shards:
+        copies = [
+            Draft("copy", "not quantized", (ref,), (TensorSpec(writing.renamed.get(ref.name, ref.name), ref.dtype, ref.shape),))
+            for ref in shard.tensors
+            if ref.name not in consumed
+        ]
+        if copies or at[shard.file] or not shard.tensors:  # a shard of which nothing is left is none
+            tasks.append(writing.task(shard, [*copies, *at[shard.file]]))
+    refuse_collisions(tasks)
+    return tuple(tasks)
