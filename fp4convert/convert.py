@@ -28,7 +28,9 @@ from fp4convert.template import Framed, place_modules
 from fp4convert.workers import Settings
 
 ENGINE_RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
-QUANTIZATION_KEYS = frozenset({"quantization_config", "quantization", "expert_dtype"})  # of config.json, in any dialect
+QUANTIZATION_KEYS = frozenset(
+    {"quantization_config", "compression_config", "quantization", "expert_dtype"}
+)  # of config.json, in any dialect
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
 
 
@@ -98,7 +100,7 @@ def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings)
     """
     source = artifact.source
     config = _with_dtype(source.checkpoint.config, FLOAT_TYPES[DTYPES[plan.target.format]].config_name)
-    config = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    config = _unquantized(config)
     texts = _index_text(plan)
     last = plan.shards[-1].file
     if artifact.spelling.TRAITS.container == "safetensors":
@@ -262,7 +264,7 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "peak_disk_bytes": _artifact_job(source, plan).output_nbytes,
         "tensors": [
             {
-                "name": step.refs[0].name,
+                "name": step.name,
                 "action": step.action,
                 "reason": step.reason,
                 "group": step.group,
@@ -289,7 +291,7 @@ def _artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None =
     """
     spelling = _dialect_of(plan)
     records = spelling.records(form_of(plan.target), plan.ignored, plan.quantized)
-    config = {key: value for key, value in source.checkpoint.config.items() if key not in QUANTIZATION_KEYS}
+    config = _unquantized(source.checkpoint.config)
     if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
     texts = {**_index_text(plan), **{file: as_text(record) for file, record in records.items()}}
@@ -297,6 +299,12 @@ def _artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None =
     here: dict[str, object] = {"repo": source.checkpoint.repo, "revision": source.checkpoint.revision}
     record = make_record(plan.target, plan.ignored, plan.shapes, producer, origin or here)
     return Job(source, plan, texts, record, RECORD, ENGINE_RECORDS | texts.keys())
+
+
+def _unquantized(config: dict[str, object]) -> dict[str, object]:
+    """The config without a word on quantization, in itself or in the configs of its parts."""
+    kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    return {key: _unquantized(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def _with_dtype(config: dict[str, object], dtype: str) -> dict[str, object]:

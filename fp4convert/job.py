@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -21,7 +22,7 @@ from fp4convert.manifest import Manifest, TaskFiles, read_ended
 from fp4convert.output import OutputFolder, Terms, open_output
 from fp4convert.pieces import CORRUPT
 from fp4convert.sources import Source, stopping
-from fp4convert.tasks import Plan
+from fp4convert.tasks import Action, Plan
 from fp4convert.workers import Filler, Settings, Worker
 
 FIRST_SECONDS, LONGEST_SECONDS = 0.1, 3.0  # between looks at what others do: many wait, and a shared disk has to answer all
@@ -147,12 +148,19 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
         source_bytes=sum(sizes.values()),
         output_bytes=ending.nbytes if ending else own_nbytes,
         seconds=round(time.monotonic() - started, 3),
-        tensors={worker.made: actions[worker.action], "copied": actions["copy"], "skipped": actions["skip"]},
+        tensors=_count(actions, worker),
         digest=ending.digest if ending else None,
         adopted_bytes=shift.adopted_nbytes,
         bits_per_weight=job.plan.bits_per_weight,
         share={"index": share.index, "of": share.count, "shards": own_shards} if share else None,
     )
+
+
+def _count(actions: Mapping[Action, int], worker: Worker) -> dict[str, int]:
+    """How many tensors became what: beside the usual, blocks that were taken over and packed ones that became floats."""
+    rare = {"transcoded": actions.get("transcode", 0), "dequantized": actions.get("dequantize", 0)}
+    counts = {worker.made: actions.get(worker.action, 0), "copied": actions.get("copy", 0), "skipped": actions.get("skip", 0)}
+    return {**counts, **{how: count for how, count in rare.items() if count and how not in counts}}
 
 
 class _Part:

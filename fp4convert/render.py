@@ -25,7 +25,7 @@ from fp4convert.errors import Fp4Error, OutputError
 from fp4convert.progress import Meter, Phases, duration_text, rate_text, size_text
 
 Document = dict[str, Any]  # what --json prints; keys as in the README
-ACTIONS = ("quantize", "skip", "copy")  # the order of a drawn plan
+ACTIONS = ("quantize", "transcode", "dequantize", "skip", "copy")  # the order of a drawn plan
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # control, format (bidi), surrogate, private, unassigned, separators
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 CLOSED_PIPE = 141  # as a shell shows a program whose reader went away
@@ -160,10 +160,11 @@ def draw_result(screen: Screen, result: Document) -> None:
     """
     counts, bits = result["tensors"], result.get("bits_per_weight")
     named = {"": result["format"], "dialect ": result["dialect"], "rule ": result["scale_rule"]}
-    ((how, converted),) = ((how, count) for how, count in counts.items() if how not in ("copied", "skipped"))
     screen.line(result["output"], "bold")
     screen.line(f"  {', '.join(f'{word}{name}' for word, name in named.items() if name)}")
-    screen.line(f"  {converted} tensors {how}, {counts['copied']} kept, {counts['skipped']} skipped")
+    (how, converted), *others = counts.items()
+    told = [f"{converted} tensors {how}", *(f"{count} {'kept' if how == 'copied' else how}" for how, count in others)]
+    screen.line(f"  {', '.join(told)}")
     before, after = result["source_bytes"], result["output_bytes"]
     weights = f", {bits:.3f} bits per weight where it is quantized" if bits and before else ""
     ratio = f" ({100 * after / before:.0f} %)" if before else ""

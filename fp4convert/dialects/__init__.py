@@ -59,9 +59,12 @@ class Clues:
 
     @property
     def record(self) -> Json:
-        """config.json's quantization_config."""
-        declared = self.config.get("quantization_config")
-        return declared if isinstance(declared, dict) else {}
+        """config.json's quantization_config, or that of the language model in it."""
+        for config in (self.config, *(part for part in self.config.values() if isinstance(part, dict))):
+            for key in ("quantization_config", "compression_config"):
+                if isinstance(declared := config.get(key), dict):
+                    return declared
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
