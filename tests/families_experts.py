@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from families_dense import ATTENTION, OUTPUT, SIZES
-from family import Family
+from family import Family, Tensors
 
 FOUR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 48}
@@ -48,6 +48,25 @@ def _mtp_layer(prefix: str, attention: dict[str, tuple[int, ...]]) -> dict[str, 
 
 _EXPERTS = ("shared_experts", "experts.0", "experts.1", "experts.2", "experts.3")
 
+
+def unprefixed(tensors: Tensors) -> Tensors:
+    """DeepSeek V4 was published under names without `model.`; transformers adds it when it reads, and leaves it when it saves."""
+    names = {"model.embed_tokens.weight": "embed.weight", **{f"model.hc_head.hc_{part}": f"hc_head_{part}" for part in HC_PARTS}}
+    return {names.get(name, name.removeprefix("model.")): tensor for name, tensor in tensors.items()}
+
+
+HC_PARTS = ("fn", "base", "scale")
+DEEPSEEK_V4 = {
+    **{key: value for key, value in SIZES.items() if key != "intermediate_size"},
+    **{"hidden_size": 128, "moe_intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 96},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "hc_mult": 2, "o_groups": 2, "o_lora_rank": 32},
+    **{"index_n_heads": 2, "index_head_dim": 32, "index_topk": 8, "sliding_window": 16, "num_hash_layers": 1},
+    **{"qk_rope_head_dim": 16, "num_nextn_predict_layers": 1},
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+}
+V4_EXPERTS = ("layers.{0-1}.ffn.experts.{0-3}.(w1 w3)", "layers.{0-1}.ffn.experts.{0-3}.w2")
+
 ONE_BY_ONE = (
     Family(
         "mixtral",
@@ -86,6 +105,16 @@ ONE_BY_ONE = (
         runs="restored",
         extra=_mtp_layer("model.layers.2", LATENT_TENSORS),
         beside="model.layers.2.",
+    ),
+    Family(
+        "deepseek_v4",
+        "DeepseekV4ForCausalLM",
+        DEEPSEEK_V4,
+        V4_EXPERTS,
+        published=unprefixed,
+        runs="restored",
+        extra={"mtp.0.e_proj.weight": (128, 128), "mtp.0.ffn.experts.0.w1.weight": (64, 128)},
+        beside="mtp.",
     ),
     Family(
         "kimi_k2",

@@ -22,7 +22,7 @@ GEMMA4_REST = {
     "audio_config": None,
     **{"image_token_id": 150, "boi_token_id": 151, "eoi_token_id": 152, "audio_token_id": 153, "video_token_id": 154},
 }
-# Of Qwen3-Next's and Qwen3.5's gated attention q_proj makes the gate too, and stays; so k_proj and v_proj stay with it.
+# Of gated attention q_proj makes the gate too, and stays; so k_proj and v_proj stay with it.
 GATED_OUTPUT = "model.layers.1.self_attn.o_proj"
 QWEN_MTP = {
     "mtp.fc.weight": (64, 128),
@@ -49,7 +49,7 @@ HYBRID = (
         "qwen3_5",
         "Qwen3_5ForConditionalGeneration",
         {"text_config": {**SIZES, **LINEAR}, "vision_config": QWEN_VISION, **QWEN_TOKENS},
-        tuple(line.replace("model.", "model.language_model.", 1) for line in (GATED_OUTPUT, *MLP)),
+        tuple(line.replace("model.", "model.language_model.", 1) for line in MLP),
         beside="mtp.",
         extra={**QWEN_MTP, "mtp.layers.0.mlp.gate_proj.weight": (80, 64)},
     ),
@@ -62,7 +62,10 @@ HYBRID = (
             **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1},
             "moe_shared_expert_intermediate_size": 112,
         },
-        ("backbone.layers.1.mixer.experts.{0-3}.{up_proj,down_proj}",),  # no gates
+        (  # no gates
+            "backbone.layers.1.mixer.experts.{0-3}.{up_proj,down_proj}",
+            "backbone.layers.3.mixer.{up_proj,down_proj}",
+        ),
         runs="restored",
         beside="mtp.",
         extra={"mtp.layers.0.eh_proj.weight": (64, 128), "mtp.layers.1.mixer.experts.0.up_proj.weight": (48, 64)},

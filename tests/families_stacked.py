@@ -118,8 +118,6 @@ STACKED = (
             "layer_types": ["sliding_attention", "full_attention"],
         },
         (
-            "model.layers.{0-1}.self_attn.(q_proj k_proj v_proj)",
-            "model.layers.{0-1}.self_attn.o_proj",
             "model.layers.{0-1}.mlp.experts.{0-3}.(gate_proj up_proj)",
             "model.layers.{0-1}.mlp.experts.{0-3}.down_proj",
         ),

@@ -104,6 +104,11 @@ def groups_of(line: str) -> list[tuple[str, ...]]:
     return groups
 
 
+def modules_of(*lines: str) -> list[str]:
+    """Every module that those lines speak of."""
+    return [module for line in lines for group in groups_of(line) for module in group]
+
+
 def _choices(braced: str) -> list[str]:
     chosen: list[str] = []
     for word in braced[1:-1].split(","):

@@ -5,9 +5,15 @@ No value here comes from fp4convert: `unpack` says, in float32, what the stored 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from family import Tensors, write_shards
+from tiny_models import read_json, read_tensors
+from torch_formulas import mxfp4_weight
 
 Parts = dict[str, Any]  # what follows the module's name -> tensor
 E4M3_LARGEST = 448.0
@@ -30,7 +36,33 @@ class Packing:
     files: Mapping[str, Mapping[str, Any]]
 
 
-def fp8_blocks(height: int, width: int, scale_dtype: str = "float32", ending: str = ".weight_scale_inv") -> Packing:
+def pack_checkpoint(folder: Path, packed: Sequence[tuple[Packing, Sequence[str]]]) -> Tensors:
+    """What the judges say of the checkpoint in the folder, which is packed now: codes and scales are dealt out to all shards.
+
+    packed  a packing, and the modules that are; the first one's record is the checkpoint's
+    """
+    tensors = read_tensors(folder)
+    judged = dict(tensors)
+    for packing, modules in packed:
+        for module in modules:
+            parts = packing.pack(tensors.pop(f"{module}.weight"))
+            judged[f"{module}.weight"] = packing.unpack(parts)
+            tensors |= {f"{module}{ending}": tensor for ending, tensor in parts.items()}
+    write_shards(tensors, folder)
+    packing, _ = packed[0]
+    config = {**read_json(folder / "config.json"), "quantization_config": packing.record}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name, record in packing.files.items():
+        (folder / name).write_text(json.dumps(record))
+    return judged
+
+
+def fp8_blocks(
+    height: int,
+    width: int,
+    scale_dtype: str = "float32",
+    ending: str = ".weight_scale_inv",
+) -> Packing:
     """DeepSeek V3's: E4M3 codes and one multiplier for each block; the last ones of a row or column may be smaller.
 
     Source: DeepSeek-V3's inference/kernel.py, weight_dequant_kernel; transformers 5.23 refuses what blocks do not fill.
@@ -62,6 +94,25 @@ def fp8_blocks(height: int, width: int, scale_dtype: str = "float32", ending: st
         record["scale_fmt"] = "ue8m0"
     name = f"fp8-{height}x{width}" + {"float32": "", "float8_e8m0fnu": "-e8m0", "uint8": "-e8m0-bytes"}[scale_dtype]
     return Packing(name, record, pack, unpack, {})
+
+
+def mxfp4_experts() -> Packing:
+    """DeepSeek V4's routed experts: two E2M1 codes in a byte, the first in the low bits, and one E8M0 scale for 32 of them.
+
+    Packed by torchao's to_mx; judged by the formula alone.
+    """
+    import torch
+
+    def pack(weight: Any) -> Parts:
+        from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+        stored, codes = to_mx(weight.float(), torch.float4_e2m1fn_x2, 32)
+        return {".weight": codes.view(torch.int8), ".scale": stored.view(torch.float8_e8m0fnu)}
+
+    def unpack(parts: Parts) -> Any:
+        return mxfp4_weight(parts[".weight"].view(torch.uint8), parts[".scale"].view(torch.uint8))
+
+    return Packing("mxfp4-experts", {}, pack, unpack, {})
 
 
 def modelopt_fp8() -> Packing:

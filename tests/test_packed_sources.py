@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 from families_dense import DECODER, SIZES
 from families_experts import DENSE_FIRST, EXPERTS_SECOND, LATENT, MIXTRAL, SHARED_SECOND
-from family import PARTS, Family, Tensors, build, decoded, encoded, groups_of, logits, spelled, write_shards, write_values
-from packings import Packing, compressed, fp8_blocks, modelopt_fp8
+from family import PARTS, Family, Tensors, build, decoded, encoded, logits, modules_of, spelled, write_values
+from packings import Packing, compressed, fp8_blocks, modelopt_fp8, pack_checkpoint
 from tiny_models import differing, fp4convert, read_json, read_tensors
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
@@ -113,13 +112,12 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Folders, the source's tensors, and what the judge says they are worth, under the names of ordinary weights."""
+    """Folders, and what the judge says they are worth, under the names of ordinary weights."""
 
     case: Case
     source: Path
     artifact: Path
     restored: Path
-    tensors: Tensors
     judged: Tensors
 
 
@@ -128,7 +126,7 @@ def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A source, and what it is worth."""
     case: Case = request.param
     source = build(case.family, tmp_path_factory.mktemp(case.family.name) / "source")
-    return case, source, _pack(case, source)
+    return case, source, pack_checkpoint(source, [(case.packing(), modules_of(*case.packed))])
 
 
 @pytest.fixture(scope="module")
@@ -138,27 +136,7 @@ def done(packed: tuple[Case, Path, Tensors]) -> Conversion:
     artifact, restored = source.parent / "artifact", source.parent / "restored"
     fp4convert("quantize", source, "--format", "nvfp4", "-o", artifact, "-q")
     fp4convert("dequantize", artifact, "-o", restored, "-q")
-    return Conversion(case, source, artifact, restored, read_tensors(source), judged)
-
-
-def _pack(case: Case, source: Path) -> Tensors:
-    """The judge's values; the folder's checkpoint is now packed, its codes and scales dealt out to different shards."""
-    packing, tensors = case.packing(), read_tensors(source)
-    judged = dict(tensors)
-    for module in _modules(case):
-        parts = packing.pack(tensors.pop(f"{module}.weight"))
-        judged[f"{module}.weight"] = packing.unpack(parts)
-        tensors |= {f"{module}{ending}": tensor for ending, tensor in parts.items()}
-    write_shards(tensors, source)
-    config = {**read_json(source / "config.json"), "quantization_config": packing.record}
-    (source / "config.json").write_text(json.dumps(config))
-    for name, record in packing.files.items():
-        (source / name).write_text(json.dumps(record))
-    return judged
-
-
-def _modules(case: Case) -> list[str]:
-    return [module for line in case.packed for group in groups_of(line) for module in group]
+    return Conversion(case, source, artifact, restored, judged)
 
 
 def test_engine_reads_the_source_as_the_judge_does(packed: tuple[Case, Path, Tensors], tmp_path: Path) -> None:
