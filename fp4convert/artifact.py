@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from fp4convert.dialects import MODULES, Clues, Dialect, Ignored, Packed, dialect_named, form_of
+from fp4convert.dialects import MODULES, Clues, Dialect, Ignored, Packed, dialect_named
 from fp4convert.errors import InputError
-from fp4convert.formats import Blocks, Format, Span, format_named
-from fp4convert.layout import padding_of
-from fp4convert.recipe import Target
-from fp4convert.shard import TensorRef, TensorSpec, parse_json_object
+from fp4convert.formats import FP8, Blocks, Format, Span
+from fp4convert.reading import Finding, form_finder, read_modules
+from fp4convert.record import RECORD, describe_form, describe_groups, groups_recorded
+from fp4convert.shard import TensorRef, parse_json_object
 from fp4convert.sources import PLAN_FILE, Access, Source, open_source
-from fp4convert.spelling import ACTIVATIONS_FP4, Form, encode_scalar
-from fp4convert.stacks import gather, pieces_of
+from fp4convert.spelling import Form, Fp8Matrix, Group, encode_scalar
+from fp4convert.stacks import gather
 
-RECORD = "quantization_config.json"
 CARD = "README.md"  # the model card: for people, who edit it
 UNDIGESTED = frozenset({CARD, "quantization_report.json"})  # no engine reads them, and no digest counts them
 CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})  # engines stumble over it; what the weights are is not in doubt
@@ -30,17 +28,6 @@ UNSAID_ENDINGS = (  # smoothing, order of activations, offsets, low-rank parts, 
     *(".pre_quant_scale", ".weight_g_idx", ".weight_zero_point", ".svdquant_lora_a", ".svdquant_lora_b", ".output_scale"),
     *(".k_zero_point", ".v_zero_point"),
 )
-Level = Literal["error", "warning", "note"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something wrong (error), doubtful (warning) or worth knowing (note)."""
-
-    level: Level
-    code: str
-    tensor: str | None
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +50,43 @@ class Artifact:
     """Four-bit weights on a disk.
 
     clues    what its records and names say
+    groups   the forms of its modules, as its records say them
     record   our quantization_config.json, or {} for a foreign artifact
-    modules  the quantized modules whose tensors are all there and sound
+    modules  the four-bit modules whose tensors are all there and sound
+    others   the sound modules that are quantized otherwise: FP8 and int4
     """
 
     source: Source
     clues: Clues
-    form: Form
+    groups: tuple[Group, ...]
     dialect: str
     record: dict[str, object]
     tensors: dict[str, TensorRef]
     modules: dict[str, Packed]
+    others: dict[str, Packed]
     findings: tuple[Finding, ...]
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """The forms of its four-bit modules, which have one scale layout and one cache."""
+        return tuple(group.form for group in self.groups if group.form.format.is_fp4)
+
+    @property
+    def form(self) -> Form:
+        """The form of all its four-bit modules; InputError where they have several."""
+        if len({form.format for form in self.forms}) > 1:
+            detail = f"{self.source.name} holds modules of {describe_groups(self.groups)}; expected one four-bit format"
+            raise InputError("formats-mixed", detail, "Dequantize it, and quantize the result.")
+        return max(self.forms, key=lambda form: form.activations)
 
     @property
     def format(self) -> Format:
         return self.form.format
+
+    @property
+    def is_mixed(self) -> bool:
+        """True where its modules are of several forms."""
+        return len(self.groups) > 1
 
     @property
     def spelling(self) -> Dialect:
@@ -93,12 +101,20 @@ class Artifact:
         """The stored matrix of that name, which is a module's own, or a stack's matrices below each other."""
         return self._decode(self.modules.get(stem) or next(packed for packed in self.modules.values() if packed.stem == stem))
 
+    def decode_fp8(self, module: str) -> Fp8Matrix:
+        """The matrix of that FP8 module, one of the `others`."""
+        packed, table = self.others[module], self.spelling.TRAITS.fp8
+        if table is None or packed.form.format is not FP8:
+            raise RuntimeError(f"{module} is not FP8")
+        return table.decode(module, packed.shape, packed.form, self._read)
+
     def _decode(self, packed: Packed) -> Blocks:
-        return self.spelling.decode(packed.stem, packed.stored_shape, self.form, self._read)
+        return self.spelling.decode(packed.stem, packed.stored_shape, packed.form, self._read)
 
     def input_scale(self, module: str) -> float | None:
-        """The input scale of that module, a multiplier, where the form has one."""
-        return self.spelling.decode_input_scale(module, self._read) if self.form.has_input_scale else None
+        """The input scale of that module, a multiplier, where its form has one."""
+        has_one = self.modules[module].form.has_input_scale
+        return self.spelling.decode_input_scale(module, self._read) if has_one else None
 
     def stored_input_scale(self, module: str) -> float | None:
         """The input scale as it is stored: a float32, as an exact Python float."""
@@ -116,7 +132,7 @@ class Artifact:
 
     def cache_scales(self, spelling: Dialect) -> dict[str, str]:
         """The scales of an FP8 cache of keys and values, and their names in another dialect."""
-        if not self.form.kv_cache:
+        if not self.forms[0].kv_cache:
             return {}
         pairs = zip(self.spelling.TRAITS.cache_scales, spelling.TRAITS.cache_scales, strict=False)
         return {name: name.removesuffix(own) + other for own, other in pairs for name in self.tensors if name.endswith(f".{own}")}
@@ -147,48 +163,6 @@ def refuse_unsaid(names: Iterable[str]) -> None:
         raise InputError("unsaid-tensors", detail, "Start from the original weights.", unsaid[0])
 
 
-def make_record(
-    target: Target,
-    ignored: Ignored,
-    shapes: Mapping[str, tuple[int, ...]],
-    producer: dict[str, str],
-    origin: dict[str, object],
-) -> dict[str, object]:
-    """Our quantization_config.json, but for its last key: `files`, the sha256 of every other file, known when they are written.
-
-    shapes  of the modules
-    origin  repo and revision of the weights it was made from; None for a folder, whose path is nobody's business
-    """
-    form, spelling = form_of(target), dialect_named(str(target.dialect))
-    return {
-        **describe_form(form, spelling),
-        **({"shapes": {module: list(shape) for module, shape in shapes.items()}} if form.scale_layout == "appended" else {}),
-        "dialect": target.dialect,
-        "scale_rule": target.scale_rule,
-        "ignore": [*ignored.modules, *ignored.patterns],
-        "producer": producer,
-        "source": origin,
-    }
-
-
-def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
-    """Where every byte is and what it means, for a form in a dialect; the first keys of our record."""
-    fmt, kind = form.format, spelling.TRAITS.global_scale_kind
-    return {
-        "format": fmt.name,
-        "block_size": fmt.block_size,
-        "element_dtype": "fp4_e2m1",
-        "scale_dtype": fmt.scale_dtype,
-        "scale_layout": form.scale_layout,
-        "scale_padding": padding_of(form.scale_layout),
-        "nibble_order": spelling.TRAITS.nibble_order,
-        "block_axis": -1,
-        "global_scale": {"dtype": "fp32", "stored_as": kind} if fmt.has_global_scale and kind else None,
-        "activations": form.activations,
-        **({"kv_cache": form.kv_cache} if form.kv_cache else {}),
-    }
-
-
 def open_artifact(reference: str, access: Access | None = None) -> Artifact:
     """The artifact in that folder or repository; raises what open_source raises, and InputError where it is no artifact."""
     is_unfinished = os.path.exists(os.path.join(reference, PLAN_FILE)) and not os.path.exists(os.path.join(reference, RECORD))
@@ -203,7 +177,8 @@ def read_clues(source: Source) -> Clues:
 
 def is_artifact(source: Source, clues: Clues) -> bool:
     """True where a record, ours or an engine's, says that there are four-bit modules."""
-    return source.has_file(RECORD) or any(dialect_named(name).recognise(clues) is not None for name in MODULES)
+    found = (group for name in MODULES for group in dialect_named(name).recognise(clues))
+    return source.has_file(RECORD) or any(group.form.format.is_fp4 for group in found)
 
 
 def read_artifact(source: Source, reference: str, is_unfinished: bool = False) -> Artifact:
@@ -214,18 +189,20 @@ def read_artifact(source: Source, reference: str, is_unfinished: bool = False) -
     if begun and begun.get("dialect") is None:
         detail = f"{reference} holds ordinary weights, which dequantize made or was making; expected four-bit ones"
         raise InputError("not-an-artifact", detail, "Give the artifact that it was made from.")
-    form, dialect = _identity(reference, clues, record or begun)
-    modules, findings = _read_modules(tensors, form, dialect_named(dialect))
+    groups, dialect = _identity(reference, clues, record or begun)
+    found, findings = read_modules(tensors, groups, dialect_named(dialect))
+    modules = {module: packed for module, packed in found.items() if packed.form.format.is_fp4}
+    others = {module: packed for module, packed in found.items() if module not in modules}
     if is_unfinished:
         detail = f"{RECORD} is not written yet: the conversion did not end; run its command again to continue"
         findings = [Finding("error", "unfinished", None, detail)]
     elif not modules:
         findings.append(
-            Finding("warning", "nothing-quantized", None, f"no tensor is named as {dialect} names {form.format.name}")
+            Finding("warning", "nothing-quantized", None, f"no tensor is named as {dialect} names {describe_groups(groups)}")
         )
     if not is_unfinished:
-        findings += _judge_records(clues, record, dialect, modules)
-    return Artifact(source, clues, form, dialect, record, tensors, modules, tuple(findings))
+        findings += _judge_records(clues, record, dialect, found)
+    return Artifact(source, clues, groups, dialect, record, tensors, modules, others, tuple(findings))
 
 
 def _read_json(source: Source, file: str) -> dict[str, object]:
@@ -243,94 +220,26 @@ def _identity_begun(source: Source) -> dict[str, object]:
     return identity if isinstance(identity, dict) else {}
 
 
-def _identity(reference: str, clues: Clues, record: dict[str, object]) -> tuple[Form, str]:
-    """Form and dialect, as our record says or else the runtime's."""
+def _identity(reference: str, clues: Clues, record: dict[str, object]) -> tuple[tuple[Group, ...], str]:
+    """Forms and dialect, as our record says or else the runtime's."""
     if record:
         try:
-            return _recorded(record), str(record.get("dialect"))
+            return groups_recorded(record), str(record.get("dialect"))
         except InputError as error:
             raise InputError(error.code, f"{RECORD}: {error.message}", "See what wrote it, and with which version.") from None
     for name in MODULES:
-        if (form := dialect_named(name).recognise(clues)) is not None:
-            return form, name
+        if groups := dialect_named(name).recognise(clues):
+            return groups, name
     known = ", ".join(MODULES)
     detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}, no record or names of {known}"
     raise InputError("not-an-artifact", detail, "Quantize it: fp4convert quantize SOURCE --format nvfp4.")
 
 
-def _form_recorded(record: dict[str, object]) -> Form:
-    activations = ACTIVATIONS_FP4 if record.get("activations") == ACTIVATIONS_FP4 else 16
-    listed = record.get("shapes")
-    shapes = {
-        module: (shape[0], shape[1])
-        for module, shape in (listed.items() if isinstance(listed, dict) else ())
-        if isinstance(shape, list) and len(shape) == 2 and all(type(size) is int and size > 0 for size in shape)
-    }
-    layout, kv_cache = str(record.get("scale_layout", "linear")), record.get("kv_cache")
-    cache = "fp8" if kv_cache == "fp8" else None
-    return Form(format_named(str(record.get("format"))), activations, layout, cache, shapes)
-
-
-def _recorded(record: dict[str, object]) -> Form:
-    """The form that our record says, in a layout that its dialect has; InputError where it has none of that name."""
-    form, layouts = _form_recorded(record), dialect_named(str(record.get("dialect"))).TRAITS.layouts
-    if len(layouts) == 1:
-        return replace(form, scale_layout=layouts[0])
-    if form.scale_layout not in layouts:
-        detail = f"scale_layout {form.scale_layout!r} is not known; expected one of {', '.join(layouts)}"
-        raise InputError("unknown-layout", detail)
-    return form
-
-
-def _read_modules(tensors: dict[str, TensorRef], form: Form, dialect: Dialect) -> tuple[dict[str, Packed], list[Finding]]:
-    """The sound quantized modules with their shapes, and a finding for each tensor that is missing or misshapen."""
-    modules, findings = {}, []
-    for stem in dialect.find(tensors):
-        packed = tensors.get(stem + dialect.TRAITS.packed)
-        if packed is None:
-            findings.append(Finding("error", "packed-missing", stem, "its scales are there, its packed codes are not"))
-            continue
-        shape = dialect.stored_shape(stem, packed, form)
-        if shape is None:
-            detail = f"{packed.dtype} {list(packed.shape)} holds no matrix of whole blocks of {form.format.block_size}"
-            findings.append(Finding("error", "packed-shape", stem, detail))
-            continue
-        specs = dialect.outputs(stem, shape, form)
-        free = {True: dialect.TRAITS.labels, False: dialect.TRAITS.implied}  # to be of any length; to be missing
-        exact = [spec for spec in specs if not spec.name.endswith(free[spec.name in tensors])]
-        faults = [fault for spec in exact if (fault := _fault(tensors.get(spec.name), spec))]
-        findings += faults
-        if not faults:
-            names = (stem + ending for ending in dialect.TRAITS.companions)
-            companions = tuple(tensors[name] for name in names if name in tensors)
-            refs = tuple(tensors[spec.name] for spec in specs if spec.name in tensors)
-            for module, pieces in pieces_of(dialect.slots(stem, shape)).items():
-                rows = sum(piece.height for piece in pieces)
-                modules[module] = Packed(refs, (rows, shape[-1]), companions, stem, shape, pieces)
-    return modules, findings
-
-
-def _fault(found: TensorRef | None, spec: TensorSpec) -> Finding | None:
-    if found is None:
-        return Finding("error", "tensor-missing", spec.name, f"expected {spec.dtype} {list(spec.shape)}, found nothing")
-    if (found.dtype, found.shape) != (spec.dtype, spec.shape):
-        detail = f"expected {spec.dtype} {list(spec.shape)}, found {found.dtype} {list(found.shape)}"
-        return Finding("error", "tensor-shape", spec.name, detail)
-    return None
-
-
 def _judge_records(clues: Clues, record: dict[str, object], dialect: str, modules: Mapping[str, Packed]) -> Iterator[Finding]:
     """Findings where our record, the runtime's and the tensors disagree."""
     spelling = dialect_named(dialect)
-    recognised = spelling.recognise(clues)
     if record:
-        if has_records(spelling, _form_recorded(record)) and (recognised is None or recognised.format.name != record["format"]):
-            detail = f"config.json does not declare {record['format']} as {dialect} does; engines would not load it"
-            yield Finding("error", "records-disagree", None, detail)
-        for key, expected in describe_form(recognised or _form_recorded(record), spelling).items():
-            if record.get(key) != expected:
-                detail = f"{RECORD} says {key} = {record.get(key)!r}, and {dialect} has {expected!r}"
-                yield Finding("error", "record-wrong", None, detail)
+        yield from _compare_records(clues, record, spelling, modules)
     for doubt in spelling.judge(clues):
         yield Finding(doubt.level, doubt.code, None, doubt.detail)
     ours = record.get("ignore")
@@ -344,9 +253,39 @@ def _judge_records(clues: Clues, record: dict[str, object], dialect: str, module
             yield Finding("error", "ignored-but-quantized", module, "a record lists it under ignore")
 
 
-def has_records(spelling: Dialect, form: Form) -> bool:
+def _compare_records(
+    clues: Clues, record: dict[str, object], spelling: Dialect, modules: Mapping[str, Packed]
+) -> Iterator[Finding]:
+    """Findings where our record and the runtime's disagree, on the whole artifact or on single modules."""
+    recorded, recognised, dialect = groups_recorded(record), spelling.recognise(clues), record.get("dialect")
+    ours, theirs = ({group.form.format.name for group in groups} for groups in (recorded, recognised))
+    if has_records(spelling, recorded) and not ours <= theirs:
+        detail = (
+            f"config.json does not declare {' and '.join(sorted(ours - theirs))} as {dialect} does; engines would not load it"
+        )
+        yield Finding("error", "records-disagree", None, detail)
+    if len(recorded) == 1:
+        expected = recognised[0].form if len(recognised) == 1 else recorded[0].form
+        for key, value in describe_form(expected, spelling).items():
+            if record.get(key) != value:
+                detail = f"{RECORD} says {key} = {record.get(key)!r}, and {dialect} has {value!r}"
+                yield Finding("error", "record-wrong", None, detail)
+    elif recognised:
+        first, second = form_finder(recorded), form_finder(recognised)
+        other = [module for module in modules if not _are_alike(first(module), second(module))]
+        if other:
+            detail = f"on {len(other)} modules, the first {other[0]!r}: {RECORD} and config.json say different forms of them"
+            yield Finding("error", "records-disagree", other[0], detail)
+
+
+def _are_alike(ours: Form | None, theirs: Form | None) -> bool:
+    """True for forms that are the same but for the dtype of stored scales, of which engines' records say nothing."""
+    return ours is not None and theirs is not None and replace(ours, stored_scales="") == replace(theirs, stored_scales="")
+
+
+def has_records(spelling: Dialect, groups: Sequence[Group]) -> bool:
     """True where engines of that dialect read a record of their own."""
-    return bool(spelling.records(form, Ignored((), ()), ()))
+    return bool(spelling.records([Group(form, ()) for form, _ in groups], Ignored((), ())))
 
 
 def is_healthy(findings: tuple[Finding, ...]) -> bool:

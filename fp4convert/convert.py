@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from fp4convert.artifact import RECORD, Artifact, make_record
+from fp4convert.artifact import Artifact
 from fp4convert.backends import open_backend
 from fp4convert.carrying import Carrier
-from fp4convert.dialects import Dialect, check_input_scale, dialect_named, dialect_to_write, form_of
+from fp4convert.dialects import Dialect, check_input_scale, dialect_named, dialect_to_write
 from fp4convert.ending import as_text
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, format_named, row_panels
@@ -20,6 +20,7 @@ from fp4convert.makers import Dequantizer, Quantizer, Transcoder
 from fp4convert.output import OutputFolder
 from fp4convert.plan import plan_quantize
 from fp4convert.recipe import Choice, Target, build_recipe
+from fp4convert.record import RECORD, Contents, make_record
 from fp4convert.respelling import DTYPES, plan_dequantize, plan_transcode
 from fp4convert.sources import INDEX, Source
 from fp4convert.spelling import is_reversible
@@ -290,14 +291,15 @@ def _artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None =
     origin  of the weights; None where it is the source
     """
     spelling = _dialect_of(plan)
-    records = spelling.records(form_of(plan.target), plan.ignored, plan.quantized)
+    groups = plan.groups
+    records = spelling.records(groups, plan.ignored)
     config = _unquantized(source.checkpoint.config)
     if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
     texts = {**_index_text(plan), **{file: as_text(record) for file, record in records.items()}}
     producer = {"name": "fp4convert", "version": version("fp4convert")}
     here: dict[str, object] = {"repo": source.checkpoint.repo, "revision": source.checkpoint.revision}
-    record = make_record(plan.target, plan.ignored, plan.shapes, producer, origin or here)
+    record = make_record(plan.target, Contents(groups, plan.ignored, plan.shapes), producer, origin or here)
     return Job(source, plan, texts, record, RECORD, ENGINE_RECORDS | texts.keys())
 
 

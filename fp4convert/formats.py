@@ -1,4 +1,4 @@
-"""The two formats as rows of constants, and the value that every backend makes and every dialect spells.
+"""The formats as rows of constants, and the value that every backend makes and every dialect spells.
 
 Nothing else in the package writes the numbers 16, 32, 6, 448 or 2688.
 Sources: OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0 and MXFP4; NVIDIA's NVFP4 as ModelOpt writes it.
@@ -6,7 +6,7 @@ Sources: OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0 and MXFP4; NVIDIA's N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -26,7 +26,10 @@ Kind = Literal["multiplier", "divisor"]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One four-bit format: E2M1 codes along the last axis, `block_size` of them to a block scale."""
+    """What the codes of a matrix are, and how many of them along the last axis share a block scale.
+
+    block_size  0 where a form says it: one scale for a matrix, for a row, or for a block of rows and columns
+    """
 
     name: str
     block_size: int
@@ -34,11 +37,21 @@ class Format:
     scale_rules: tuple[str, ...]
     default_rule: str
     has_global_scale: bool
+    element_dtype: str = "fp4_e2m1"
+
+    @property
+    def is_fp4(self) -> bool:
+        """True where the codes are E2M1."""
+        return self.block_size > 0
 
 
 NVFP4 = Format("nvfp4", 16, "fp8_e4m3", ("amax",), "amax", has_global_scale=True)
 MXFP4 = Format("mxfp4", 32, "e8m0", ("floor", "even", "ceil"), "even", has_global_scale=False)
-FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
+FP8 = Format("fp8", 0, "fp32", ("amax",), "amax", has_global_scale=False, element_dtype="fp8_e4m3")
+INT4 = Format("int4", 0, "bf16", ("amax",), "amax", has_global_scale=False, element_dtype="int4")
+FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}  # of a whole artifact
+MODULE_FORMATS = {**FORMATS, FP8.name: FP8}  # that a module can become
+STORED_FORMATS = {**MODULE_FORMATS, INT4.name: INT4}  # that a module can be found in
 
 
 class FloatType(NamedTuple):
@@ -201,11 +214,11 @@ def row_panels(shape: tuple[int, int], elements: int = PANEL_ELEMENTS) -> Iterat
     return ((first, min(first + height, rows)) for first in range(0, rows, height))
 
 
-def format_named(name: str) -> Format:
+def format_named(name: str, known: Mapping[str, Format] = FORMATS) -> Format:
     """The format of that name; InputError names the known ones."""
-    if name not in FORMATS:
-        raise InputError("unknown-format", f"format {name!r} is not known; expected one of {', '.join(FORMATS)}")
-    return FORMATS[name]
+    if name not in known:
+        raise InputError("unknown-format", f"format {name!r} is not known; expected one of {', '.join(known)}")
+    return known[name]
 
 
 def check_rule(fmt: Format, rule: str) -> str:

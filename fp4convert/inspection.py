@@ -16,12 +16,14 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.artifact import Artifact, Finding, Level, describe_form, is_healthy
+from fp4convert.artifact import Artifact, is_healthy
 from fp4convert.codec import block_steps
 from fp4convert.detection import StoredScales, detect_layout
 from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Quantized, row_panels
 from fp4convert.layout import LAYOUTS, arrange_scales
+from fp4convert.reading import Finding, Level
 from fp4convert.recipe import Target, build_recipe, group_members, scale_group
+from fp4convert.record import describe_form
 from fp4convert.respelling import UNSAID, idle_scales
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source, stopping

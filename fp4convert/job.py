@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from fp4convert.artifact import RECORD
 from fp4convert.ending import ENDING, Ending, ended_meanwhile, find_disputes, find_harmed, write_ending
 from fp4convert.errors import InputError, NumericError, OutputError, SourceError
 from fp4convert.manifest import Manifest, TaskFiles, read_ended
 from fp4convert.output import OutputFolder, Terms, open_output
 from fp4convert.pieces import CORRUPT
+from fp4convert.record import RECORD
 from fp4convert.sources import Source, stopping
 from fp4convert.tasks import Action, Plan
 from fp4convert.workers import Filler, Settings, Worker

@@ -10,7 +10,6 @@ import shlex
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 
@@ -20,17 +19,18 @@ from fp4convert.artifact import Artifact
 from fp4convert.backends import Backend, processors
 from fp4convert.backends.cpu import Cpu
 from fp4convert.carrying import Carrier, carry, group_exponent
-from fp4convert.codec import FLOAT_DTYPES
+from fp4convert.codec import FLOAT_DTYPES, not_finite
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import MATRIX_DIMENSIONS
 from fp4convert.codings.fp4 import FourBit
 from fp4convert.dialects import Speller, dialect_named, form_of
 from fp4convert.errors import DeviceError, NumericError
-from fp4convert.formats import GLOBAL_RANGE, PANEL_ELEMENTS, Blocks, Quantized, Weights, format_named, row_panels
+from fp4convert.formats import FP8, GLOBAL_RANGE, PANEL_ELEMENTS, Blocks, Quantized, Weights, format_named, row_panels
+from fp4convert.grid import fp8_scales_of
 from fp4convert.output import TaskWriter
 from fp4convert.recipe import Target
 from fp4convert.sources import Source
-from fp4convert.spelling import Part
+from fp4convert.spelling import Form, Part, encode_int4
 from fp4convert.stacks import Rows, Slot, Woven, alternate, rows_of
 from fp4convert.tasks import Action, Step
 
@@ -64,18 +64,37 @@ class Quantizer:
         first = steps[0]
         if not first.linears:
             return _copy(self.source, steps, writer, stop)
-        if not first.is_made:
-            return self._write_floats(steps, writer, stop)
-        speller = Speller(self._dialect, form_of(replace(self._target, format=first.format)), self._target.input_scale)
         try:
-            with closing(self._panels(steps)) as panels:
-                for number, own in groupby(panels, key=itemgetter(0)):
-                    step = steps[number]
-                    parts = speller.parts(step.module, step.shape, _noted(own, step, writer))
-                    if not _append(step, parts, writer, stop):
-                        return
+            if first.form is None:
+                self._write_floats(steps, writer, stop)
+            elif first.form.format.is_fp4:
+                self._write_blocks(steps, first.form, writer, stop)
+            else:
+                self._write_beside(first, first.form, writer, stop)
         except NumericError as error:
             raise UnsoundShardError(self._explain(first, error)) from None
+
+    def _write_blocks(self, steps: list[Step], form: Form, writer: TaskWriter, stop: threading.Event) -> None:
+        """The members of a scale group as blocks of four bits."""
+        speller = Speller(self._dialect, form, self._target.input_scale)
+        with closing(self._panels(steps)) as panels:
+            for number, own in groupby(panels, key=itemgetter(0)):
+                step = steps[number]
+                if not _append(step, speller.parts(step.module, step.shape, _noted(own, step, writer)), writer, stop):
+                    return
+
+    def _write_beside(self, step: Step, form: Form, writer: TaskWriter, stop: threading.Event) -> None:
+        """A module of eight bits, or of integers that stay."""
+        linear = step.linears[0]
+        if step.action == "quantize":
+            panels = quantized_fp8(self._weights(linear), form)
+        else:
+            panels = linear.coding.kept(linear, self.source, form)
+        table = self._dialect.TRAITS.fp8
+        if form.format is FP8 and table:
+            _append(step, table.encode(step.module, form, panels), writer, stop)
+        else:
+            _append(step, encode_int4(step.module, step.shape, panels), writer, stop)
 
     def _panels(self, steps: list[Step]) -> Generator[tuple[int, Quantized]]:
         """(number of the step, its next panel), step by step."""
@@ -134,6 +153,24 @@ class Quantizer:
             detail = f"{self.device} found NaN or Inf in {step.measured[0].name}, which has none"
             raise DeviceError("device-failed", detail, "Run the same command again, or with --device cpu.") from None
         return found
+
+
+def quantized_fp8(weights: Weights, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+    """E4M3 codes and their scales, of rows or of the whole; NumericError where there is Inf or NaN.
+
+    Formula  weight_scale = amax / 448, 1 where that is 0; code = e4m3(x / weight_scale)
+    """
+    panels = list(row_panels(weights.shape))
+    amax = np.concatenate([Cpu().row_amax(weights.rows(*panel)) for panel in panels])
+    if not np.isfinite(amax).all():
+        raise not_finite()
+    if form.granularity == "tensor":
+        amax = amax.max(initial=0, keepdims=True)
+    scales = fp8_scales_of(amax)
+    for first, last in panels:
+        own = scales if form.granularity == "tensor" else scales[first:last]
+        yield Cpu().quantize_fp8(weights.rows(first, last), own).reshape(-1).data, memoryview(b"")
+    yield memoryview(b""), scales.astype(FLOAT_DTYPES[form.stored_scales]).view(np.uint8).data
 
 
 def _members(step: Step) -> list[tuple[Linear, ...]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS, WEIGHT
-from fp4convert.dialects import Dialect, Ignored, dialect_to_write, forms_of
+from fp4convert.dialects import Dialect, Ignored, dialect_to_write, form_of
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
 from fp4convert.linears import Linears
@@ -19,7 +19,6 @@ from fp4convert.patterns import matches
 from fp4convert.recipe import Recipe, ScaleGroup
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
-from fp4convert.spelling import Form
 from fp4convert.stacks import Slot
 from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
 from fp4convert.verdicts import Verdict, decide, gathered, incomplete_groups
@@ -34,11 +33,11 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears) -> P
     Raises   InputError for stacks of experts whose layout nobody tells, for what the dialect cannot say, or where an output would
              take the name of another tensor
     """
-    dialect, forms = dialect_to_write(recipe.target), forms_of(recipe)
+    dialect = dialect_to_write(recipe.target)
     refuse_other_container(checkpoint, dialect, str(recipe.target.dialect))
-    verdicts = decide(linears, recipe, dialect, forms)
+    verdicts = decide(linears, recipe, dialect)
     groups = gathered(verdicts)
-    drafting = _Drafting.of(verdicts, groups, dialect, forms)
+    drafting = _Drafting.of(verdicts, groups, dialect)
     home, consumed = linears.by_home(), linears.consumed()
 
     def drafts(tensors: Iterable[TensorRef]) -> Iterator[Draft]:
@@ -48,7 +47,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears) -> P
             elif ref.name not in consumed:
                 yield Draft(*_why(ref, recipe), (ref,), (_as_it_is(ref),))
 
-    writing = Writing(checkpoint, recipe.target, dialect, forms[recipe.target.format])
+    writing = Writing(checkpoint, recipe.target, dialect, form_of(recipe.target))
     tasks = tuple(writing.task(shard, list(drafts(shard.tensors))) for shard in checkpoint.shards)
     refuse_collisions(tasks)
     _refuse_lookalikes(tasks, dialect, drafting.stems)
@@ -79,7 +78,6 @@ class _Drafting:
     verdicts: Mapping[str, Verdict]
     groups: Mapping[ScaleGroup, list[Linear]]
     dialect: Dialect
-    forms: Mapping[str, Form]
     stems: Mapping[str, tuple[int, ...]]
     slots: Mapping[str, tuple[Slot, ...]]
     _stem_at: Mapping[str, str] = field(default_factory=dict)  # by its first module
@@ -91,14 +89,13 @@ class _Drafting:
         verdicts: Mapping[str, Verdict],
         groups: Mapping[ScaleGroup, list[Linear]],
         dialect: Dialect,
-        forms: Mapping[str, Form],
     ) -> _Drafting:
         shapes = {module: verdict.linear.shape for module, verdict in verdicts.items() if verdict.is_made}
         stems = dialect.stems(shapes)
         slots = {stem: dialect.slots(stem, shape) for stem, shape in stems.items() if stem not in shapes}
         at = {stored[0][0].module: stem for stem, stored in slots.items()}
         held = frozenset(rows.module for stored in slots.values() for slot in stored for rows in slot)
-        return cls(verdicts, groups, dialect, forms, stems, slots, at, held)
+        return cls(verdicts, groups, dialect, stems, slots, at, held)
 
     def of_tensor(self, ref: TensorRef, linears: list[Linear]) -> Iterator[Draft]:
         """What becomes of a stored tensor that holds those; where all of them stay as they are, it stays whole."""
@@ -121,19 +118,21 @@ class _Drafting:
 
     def _made(self, stem: str, verdicts: list[Verdict], slots: tuple[Slot, ...] = ()) -> Draft:
         first, shape = verdicts[0], self.stems[stem]
+        if first.form is None:
+            raise RuntimeError(f"{stem} stays")
         linears = tuple(verdict.linear for verdict in verdicts)
         measured = tuple(self.groups[first.group]) if first.group else linears
         return Draft(
             first.action,
             first.reason,
             tuple(ref for linear in linears for ref in linear.refs),
-            self.dialect.outputs(stem, shape, self.forms[first.format]),
+            self.dialect.outputs(stem, shape, first.form),
             shape,
             slots,
             group=str(first.group) if first.group else None,
             amax_of=tuple(dict.fromkeys(ref for linear in measured for ref in linear.refs)),
             module=stem,
-            format=first.format,
+            form=first.form,
             linears=linears,
             measured=measured,
         )

@@ -19,10 +19,11 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from fp4convert.artifact import CARD, RECORD
+from fp4convert.artifact import CARD
 from fp4convert.asking import AGAIN, Asker
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
 from fp4convert.ranges import Patience, RangeReader, RemoteFile, check_endpoint, check_token
+from fp4convert.record import RECORD
 from fp4convert.sources import OTHER_WEIGHTS, WEIGHTS
 
 BRANCH = "main"

@@ -68,6 +68,7 @@ class Choice:
     recipe       name of a mode or family, or path of a TOML file
     stack_order  out_in or in_out: of stacks of experts that no recipe knows
     stack_rows   concatenated or interleaved: of those that hold gate and up in one
+    keep_packed  modules that are packed already and stay are not turned into bf16
     """
 
     recipe: str | None = None
@@ -75,6 +76,7 @@ class Choice:
     exclude: tuple[str, ...] = ()
     stack_order: str | None = None
     stack_rows: str | None = None
+    keep_packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,11 @@ class Recipe:
         """Name of the format that the module becomes where it does not stay."""
         override = self._override(module)
         return self.target.format if override in (None, KEEP, ANY_FORMAT) else str(override)
+
+    @property
+    def module_formats(self) -> set[str]:
+        """Names of all formats that modules become."""
+        return {self.target.format, *(rule.format for rule in self.formats if rule.format not in (KEEP, ANY_FORMAT))}
 
     def is_asked_for(self, module: str) -> bool:
         """True where a person or a [[format]] names it: it may become four-bit though a rule of keep fits it."""

@@ -96,7 +96,8 @@ def plan_transcode(
         refs = tuple(dict.fromkeys(ref for member in members for ref in modules[member].refs))
         group = tuple(dict.fromkeys(ref for member in members for ref in shared[scale_group(member, recipe.groups) or member]))
         specs = dialect.outputs(stem, stored.shape, form)
-        drafts[stem] = Draft("transcode", "four-bit", refs, specs, stored.shape, stored.slots, amax_of=group, home=stored.home)
+        made = Draft("transcode", "four-bit", refs, specs, stored.shape, stored.slots, amax_of=group)
+        drafts[stem] = replace(made, home=stored.home, form=form)
     homes = {stored.home.name for stored in placed.values()}
     idle = idle_scales(modules, renamed or {})
     tasks = _module_tasks(Writing(checkpoint, target, dialect, form, renamed or {}), modules, drafts, homes | set(idle))

@@ -1,33 +1,44 @@
-"""How tensors stand for a four-bit matrix, as far as dialects do it alike: codes, block scales, and scalars beside them.
+"""How tensors stand for a quantized matrix, as far as dialects do it alike: codes, block scales, and scalars beside them.
 
 A dialect is a Table where each of these is a tensor of its own, with linear block scales; others use its Scalars alone.
+A Fp8Table says the same of FP8 matrices, which some dialects hold beside four-bit ones.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fp4convert.errors import InputError
-from fp4convert.formats import Blocks, Format, Kind, Quantized, Span, Spans
+from fp4convert.formats import FP8, INT4, Blocks, Format, Kind, Quantized, Span, Spans
 from fp4convert.shard import TensorRef, TensorSpec
 
 ACTIVATIONS_FP4 = 4
 SMALLEST_SCALE = 2.0**-126  # smallest normal float32; its reciprocal is one too
 Read = Callable[[str], Span]
 Part = tuple[str, memoryview]
+Granularity = str | tuple[int, int]  # "tensor", "row", or (rows, columns) of a block: what one scale stands for
+SCALE_DTYPES = ("F32", "BF16", "F16")  # of FP8 and int4 scales
+ACTIVATIONS_FP8 = 8
+INT4_PER_ITEM = 8  # codes in an I32
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name that counts layers or experts
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an artifact says of its weights beside their names.
+    """What an artifact says of some of its weights, or of all, beside their names.
 
-    activations   16: only weights are quantized; 4: engines quantize activations too, NVFP4 with an input scale
+    activations   16: only weights are quantized; 4 or 8: engines quantize activations to so many bits, NVFP4 with an input scale
     scale_layout  in which order block scales lie; a name in layout.py
     kv_cache      "fp8" where engines keep the cache of keys and values in FP8, or None
     shapes        (rows, columns) of the modules whose tensors cannot tell
+    granularity   of FP8 and int4
+    stored_scales safetensors' dtype of the scales of FP8 and int4
     """
 
     format: Format
@@ -35,10 +46,76 @@ class Form:
     scale_layout: str = "linear"
     kv_cache: str | None = None
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    granularity: Granularity | None = None
+    stored_scales: str = "F32"
 
     @property
     def has_input_scale(self) -> bool:
         return self.activations == ACTIVATIONS_FP4 and self.format.has_global_scale
+
+    @property
+    def word(self) -> str:
+        """The form in a few letters for people: nvfp4, fp8 row, fp8 128x128."""
+        if self.granularity is None:
+            return self.format.name
+        return f"{self.format.name} {granularity_word(self.granularity)}"
+
+
+def granularity_word(granularity: Granularity) -> str:
+    return granularity if isinstance(granularity, str) else "x".join(map(str, granularity))
+
+
+class Group(NamedTuple):
+    """Modules of one form, as a record names them.
+
+    modules  names; as they are read, also patterns, of which "*" stands for all that no other group names
+    """
+
+    form: Form
+    modules: tuple[str, ...]
+
+
+def group_modules(forms: Iterable[tuple[str, Form]]) -> tuple[Group, ...]:
+    """Modules by their form, in the order in which forms come first."""
+    gathered: list[tuple[Form, list[str]]] = []
+    for module, form in forms:
+        own = next((modules for known, modules in gathered if known == form), None)
+        if own is None:
+            gathered.append((form, own := []))
+        own.append(module)
+    return tuple(Group(form, tuple(modules)) for form, modules in gathered)
+
+
+def everywhere(form: Form | None) -> tuple[Group, ...]:
+    """What `recognise` says of an artifact whose modules are all of one form."""
+    return (Group(form, ("*",)),) if form else ()
+
+
+def merged(found: Iterable[tuple[Form, Iterable[str]]]) -> tuple[Group, ...]:
+    """Groups as a record lists them, those of one form together, and what holds for all that no other names last."""
+    groups = group_modules((name, form) for form, names in found for name in names)
+    return tuple(sorted(groups, key=lambda group: "*" in group.modules))
+
+
+def targets_of(modules: Iterable[str], others: Iterable[str], prefix: str = "") -> list[str]:
+    """Expressions that fit those modules and none of the others.
+
+    Modules whose names differ in numbers alone share one expression where it fits no other.
+
+    prefix  an expression for what engines may put before a name; left out where another name would fit with it
+    """
+    fitting, strange = defaultdict(list), {_NUMBER.sub("0", other) for other in others}
+    endings = {template[dot + 1 :] for template in strange for dot, letter in enumerate(template) if letter == "."}
+    for module in modules:
+        fitting[_NUMBER.sub("0", module)].append(module)
+    targets = []
+    for template, names in fitting.items():
+        before = "re:" + ("" if template in endings else prefix)
+        if template in strange:
+            targets += [f"{before}{re.escape(name)}$" for name in names]
+        else:
+            targets.append(before + r"\d+".join(map(re.escape, _NUMBER.split(names[0]))) + "$")
+    return targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +173,84 @@ class Scalars:
         return 1 / stored if stored else math.inf
 
 
+def scale_grid(shape: tuple[int, int], granularity: Granularity) -> tuple[int, int]:
+    """(rows, columns) of the scales of a matrix of that shape; part of a block has a scale too."""
+    if granularity == "tensor":
+        return (1, 1)
+    if granularity == "row":
+        return (shape[0], 1)
+    if isinstance(granularity, str):
+        raise RuntimeError(f"granularity {granularity!r} is none")
+    return (-(-shape[0] // granularity[0]), -(-shape[1] // granularity[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """A matrix of FP8 somewhere: value = e4m3(code) * its scale.
+
+    codes   rows * columns bytes, E4M3, row-major
+    scales  one for each `form.granularity`, row-major, of the dtype `form.stored_scales`
+    """
+
+    form: Form
+    shape: tuple[int, int]
+    codes: Span
+    scales: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Table:
+    """Names, types and shapes of FP8 matrices in a dialect: M.weight and M.weight_scale.
+
+    made         what one scale stands for where weights become FP8 here
+    scale_shape  of the scales' tensor, by granularity; None for one that the dialect cannot say
+    input_scale  ending of the static scale of activations, which engines want with one scale for a matrix; None: there is none
+    activations  bits to which engines quantize activations, by granularity, where they do not leave the choice
+    """
+
+    made: Granularity
+    scale_shape: Callable[[tuple[int, int], Granularity], tuple[int, ...] | None]
+    input_scale: str | None = None
+    activations: Mapping[Granularity, int] = field(default_factory=dict)
+
+    def unfit(self, shape: tuple[int, int], form: Form) -> str | None:
+        """Why such a matrix has no place here; None where it has one."""
+        if form.granularity is None or self.scale_shape(shape, form.granularity) is None:
+            return f"FP8 with scales of {granularity_word(form.granularity or 'no known kind')}"
+        return None
+
+    def outputs(self, stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
+        """Dialect.outputs."""
+        rows, columns = shape
+        scales = self.scale_shape((rows, columns), form.granularity) if form.granularity else None
+        if scales is None:
+            raise RuntimeError(f"{stem}: {self.unfit((rows, columns), form)} has no place in this dialect")
+        specs = [
+            TensorSpec(f"{stem}.weight", "F8_E4M3", (rows, columns)),
+            TensorSpec(f"{stem}.weight_scale", form.stored_scales, scales),
+        ]
+        if self.input_scale and form.granularity == "tensor":
+            specs.append(TensorSpec(stem + self.input_scale, "F32", ()))
+        return tuple(specs)
+
+    def encode(self, stem: str, form: Form, panels: Iterable[tuple[memoryview, memoryview]]) -> Iterator[Part]:
+        """Bytes to append to outputs, by name.
+
+        panels  codes of whole rows and scales as they are stored, one pair after the other; either may be empty
+        """
+        if self.input_scale and form.granularity == "tensor":
+            yield stem + self.input_scale, encode_scalar(1.0)
+        for codes, scales in panels:
+            if codes.nbytes:
+                yield f"{stem}.weight", codes
+            if scales.nbytes:
+                yield f"{stem}.weight_scale", scales
+
+    def decode(self, stem: str, shape: tuple[int, int], form: Form, read: Read) -> Fp8Matrix:
+        """The matrix behind the tensors of that stem."""
+        return Fp8Matrix(form, shape, read(f"{stem}.weight"), read(f"{stem}.weight_scale"))
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Names and types of a matrix that is stored as packed codes and linear block scales, each a tensor.
@@ -104,6 +259,7 @@ class Table:
     codes_per_item  how many of them are in one item of that dtype
     block_scales  ending of the block scales' name
     scale_dtypes  their dtype, by format
+    fp8           how FP8 matrices stand beside four-bit ones; int4 ones are packed as compressed-tensors does it
     """
 
     packed: tuple[str, str]
@@ -111,11 +267,23 @@ class Table:
     scale_dtypes: Mapping[Format, str]
     scalars: Scalars
     codes_per_item: int = 2
+    fp8: Fp8Table | None = None
+
+    def unfit(self, module: str, shape: tuple[int, int], form: Form) -> str | None:
+        """Dialect.unfit."""
+        return self.fp8.unfit(shape, form) if self.fp8 and form.format is FP8 else None
 
     def outputs(self, stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
         """Dialect.outputs."""
         *above, columns = shape
         ending, dtype = self.packed
+        if self.fp8 and form.format is FP8:
+            return self.fp8.outputs(stem, shape, form)
+        if form.format is INT4:
+            scales = scale_grid((above[0], columns), form.granularity or "row")
+            packed = TensorSpec(stem + ending, "I32", (above[0], -(-columns // INT4_PER_ITEM)))
+            shape_of = TensorSpec(f"{stem}.weight_shape", "I64", (2,))
+            return (packed, TensorSpec(stem + self.block_scales, form.stored_scales, scales), shape_of)
         return (
             TensorSpec(stem + ending, dtype, (*above, columns // self.codes_per_item)),
             TensorSpec(stem + self.block_scales, self.scale_dtypes[form.format], (*above, columns // form.format.block_size)),
@@ -125,6 +293,8 @@ class Table:
     def stored_shape(self, stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
         """Dialect.stored_shape."""
         *above, items = packed.shape
+        if not form.format.is_fp4:
+            return (*above, items * (INT4_PER_ITEM if form.format is INT4 else 1)) if len(above) == 1 else None
         return whole_blocks((*above, items * self.codes_per_item), form) if len(above) == 1 else None
 
     def encode(self, stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
@@ -139,6 +309,16 @@ class Table:
         stored, scales = read(stem + self.packed[0]), read(stem + self.block_scales)
         global_scale = self.scalars.decode_global(stem, form, read)
         return Spans(form.format, (math.prod(above), columns), stored, scales, global_scale, self.scalars.kind)
+
+
+def encode_int4(stem: str, shape: tuple[int, ...], panels: Iterable[tuple[memoryview, memoryview]]) -> Iterator[Part]:
+    """Bytes of packed integers as compressed-tensors names them, by name; panels as Fp8Table.encode has them."""
+    for codes, scales in panels:
+        if codes.nbytes:
+            yield f"{stem}.weight_packed", codes
+        if scales.nbytes:
+            yield f"{stem}.weight_scale", scales
+    yield f"{stem}.weight_shape", memoryview(struct.pack("<2q", *shape))
 
 
 def half_columns(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:

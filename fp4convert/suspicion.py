@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.artifact import Artifact, Finding
+from fp4convert.artifact import Artifact
 from fp4convert.codec import FLOAT_DTYPES, Float32s, block_steps, decode_e2m1, dequantize, encode_e2m1
 from fp4convert.errors import InputError
 from fp4convert.formats import Blocks, Quantized
 from fp4convert.layout import LAYOUTS, arrange_scales, swap_nibbles
+from fp4convert.reading import Finding
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
 

@@ -14,16 +14,15 @@ from operator import attrgetter
 from typing import Literal
 
 from fp4convert.codings import Linear
-from fp4convert.dialects import Dialect, Ignored
+from fp4convert.dialects import Dialect, Ignored, form_of
 from fp4convert.errors import InputError
 from fp4convert.recipe import Target
 from fp4convert.shard import Header, TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
-from fp4convert.spelling import Form
+from fp4convert.spelling import Form, Group, group_modules
 from fp4convert.stacks import Slot
 
 Action = Literal["quantize", "dequantize", "transcode", "copy", "skip"]
-MADE_FOUR_BIT = ("quantize", "transcode")
 _ADDRESS = attrgetter("name", "dtype", "shape", "file", "start")
 
 
@@ -39,7 +38,7 @@ class Step:
     group    name of the scale group, or None
     amax_of  what is read beside for the scales: every tensor of the scale group, in whichever shard
     outputs  where the result goes; all in the step's own shard
-    format   that its module is made into; "" where it stays, or becomes floats
+    form     that its module has in the result; None where that is an ordinary tensor
     linears  whose values the result holds, in the order of the slots; none where a tensor is copied
     measured every member of the scale group (or the linear layer alone), in whichever shard; the common amax sets the
              global scale, and tells whether all of them are finite
@@ -54,7 +53,7 @@ class Step:
     group: str | None
     amax_of: tuple[TensorRef, ...]
     outputs: tuple[TensorRef, ...]
-    format: str = ""
+    form: Form | None = None
     linears: tuple[Linear, ...] = ()
     measured: tuple[Linear, ...] = ()
 
@@ -73,8 +72,13 @@ class Step:
 
     @property
     def is_made(self) -> bool:
-        """True where the result is four-bit."""
-        return self.action in MADE_FOUR_BIT
+        """True where the result is no ordinary tensor."""
+        return self.form is not None
+
+    @property
+    def format(self) -> str:
+        """The format that its module has in the result; "" where that is an ordinary tensor."""
+        return self.form.format.name if self.form else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +145,14 @@ class Plan:
 
     @property
     def quantized(self) -> list[str]:
-        """Modules that are four-bit in the result, or the stacks that hold them."""
+        """Modules that are quantized in the result, or the stacks that hold them."""
         return [step.module for step in self.steps if step.is_made]
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """These modules by their form; one without modules where there are none."""
+        made = ((step.module, step.form) for step in self.steps if step.form is not None)
+        return group_modules(made) or (Group(form_of(self.target), ()),)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -182,7 +192,7 @@ class Draft:
     amax_of: tuple[TensorRef, ...] = ()
     module: str = ""
     home: TensorRef | None = None
-    format: str = ""
+    form: Form | None = None
     linears: tuple[Linear, ...] = ()
     measured: tuple[Linear, ...] = ()
 
@@ -219,7 +229,7 @@ class Writing:
                 group=draft.group,
                 amax_of=draft.amax_of,
                 outputs=tuple(place[spec.name] for spec in draft.specs),
-                format=draft.format,
+                form=draft.form,
                 linears=draft.linears,
                 measured=draft.measured,
             )
@@ -236,7 +246,7 @@ class Writing:
         """The file of that name, and the one for scales apart where there are any."""
         notes = {}
         if self.dialect and self.form:
-            made = [draft for draft in drafts if draft.action in MADE_FOUR_BIT]
+            made = [draft for draft in drafts if draft.form is not None]
             notes = self.dialect.notes(self.form, [draft.name for draft in made])
         specs = [spec for draft in drafts for spec in draft.specs]
         for file, chosen in (
@@ -270,7 +280,7 @@ def _told(step: Step) -> list[object]:
     """What a step says of its bytes beside the header of its shard, for JSON."""
     read = [[_ADDRESS(ref) for ref in refs] for refs in (step.refs, step.amax_of)]
     told: list[object] = [step.module, step.action, step.shape, step.slots, *read]
-    return told if not step.linears else [*told, step.format, *map(_meaning, step.linears)]
+    return told if not step.linears else [*told, step.form.word if step.form else "", *map(_meaning, step.linears)]
 
 
 def _meaning(linear: Linear) -> list[object]:

@@ -8,98 +8,121 @@ from dataclasses import dataclass, replace
 
 from fp4convert.codings import Linear
 from fp4convert.codings.fp4 import FourBit
-from fp4convert.dialects import Dialect
+from fp4convert.dialects import Dialect, check_forms, module_form
 from fp4convert.errors import InputError
-from fp4convert.formats import FORMATS, MXFP4, NVFP4
+from fp4convert.formats import MXFP4, NVFP4, Format
 from fp4convert.linears import Linears
 from fp4convert.recipe import Recipe, ScaleGroup, scale_group
 from fp4convert.shard import TensorRef
 from fp4convert.spelling import Form
-from fp4convert.tasks import MADE_FOUR_BIT, Action
-
-Forms = Mapping[str, Form]  # of the modules that become each format
+from fp4convert.tasks import Action
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What one linear layer becomes.
 
-    format  "" where it stays
-    group   its scale group; None where it has its scale to itself
+    form   that it has in the result; None where that is an ordinary tensor
+    group  its scale group; None where it has its scale to itself
     """
 
     linear: Linear
     action: Action
     reason: str
-    format: str = ""
+    form: Form | None = None
     group: ScaleGroup | None = None
 
     @property
     def is_made(self) -> bool:
-        return self.action in MADE_FOUR_BIT
+        return self.form is not None
 
 
-def decide(linears: Linears, recipe: Recipe, dialect: Dialect, forms: Forms) -> dict[str, Verdict]:
+def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verdict]:
     """The verdict on every linear layer, by module, in the order of the source.
 
-    Raises InputError for stacks of experts that would be quantized if anybody told how they are stored
+    Raises InputError for stacks of experts that would be quantized if anybody told how they are stored, and for forms that the
+    dialect cannot hold beside each other
     """
     for stack in linears.unruled:
         _check_kept(stack, recipe)
-    verdicts = {module: _verdict(linear, recipe, dialect, forms) for module, linear in linears.of.items()}
+    judge = _Judge(recipe, dialect, {name: module_form(recipe.target, name) for name in recipe.module_formats})
+    verdicts = {module: judge.verdict(linear) for module, linear in linears.of.items()}
+    check_forms(recipe.target, dict.fromkeys(verdict.form for verdict in verdicts.values() if verdict.form))
     return _agreed(verdicts)
 
 
-def _verdict(linear: Linear, recipe: Recipe, dialect: Dialect, forms: Forms) -> Verdict:
-    if reason := recipe.reason_to_keep(linear.module):
-        return _stays(linear, "copy", reason)
-    rows, columns = linear.shape
-    if not rows * columns:
-        return _stays(linear, "skip", "empty")
-    name = recipe.format_of(linear.module)
-    form = forms[name]
-    if columns % form.format.block_size:
-        return _stays(linear, "skip", f"{columns} columns, not a multiple of the block of {form.format.block_size}")
-    if reason := dialect.unfit(linear.module, linear.shape, form):
-        return _stays(linear, "skip", reason)
-    group = scale_group(linear.module, recipe.groups) if form.format.has_global_scale else None
-    if carried := _carried(linear, form, dialect):
-        return Verdict(linear, "transcode", carried, name, group)
-    origin = f", from {linear.coding.word}" if linear.coding.is_packed else ""
-    return Verdict(linear, "quantize", f"a linear layer{origin}", name, group)
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """Decides on one linear layer after the other.
 
+    forms  of the modules that become each format
+    """
 
-def _stays(linear: Linear, action: Action, reason: str) -> Verdict:
-    """As it is; what is packed becomes bf16, for no engine would know what it was."""
-    if linear.coding.is_packed:
+    recipe: Recipe
+    dialect: Dialect
+    forms: Mapping[str, Form]
+
+    def verdict(self, linear: Linear) -> Verdict:
+        if reason := self.recipe.reason_to_keep(linear.module):
+            return self._stays(linear, "copy", reason)
+        rows, columns = linear.shape
+        if not rows * columns:
+            return self._stays(linear, "skip", "empty")
+        form = self.forms[self.recipe.format_of(linear.module)]
+        fmt = form.format
+        if fmt.is_fp4 and columns % fmt.block_size:
+            return self._stays(linear, "skip", f"{columns} columns, not a multiple of the block of {fmt.block_size}")
+        if reason := self.dialect.unfit(linear.module, linear.shape, form):
+            return self._stays(linear, "skip", reason)
+        group = scale_group(linear.module, self.recipe.groups) if fmt.has_global_scale else None
+        if carried := self._carried(linear, fmt):
+            return Verdict(linear, "transcode", carried, form, group)
+        return Verdict(linear, "quantize", _origin(linear), form, group)
+
+    def _stays(self, linear: Linear, action: Action, reason: str) -> Verdict:
+        """As it is; what is packed becomes bf16, for no engine would know what it was, or stays packed where that is wanted."""
+        if not linear.coding.is_packed:
+            return Verdict(linear, action, reason)
+        if self.recipe.choice.keep_packed:
+            return self._stays_packed(linear, reason)
         return Verdict(linear, "dequantize", f"{reason}; {linear.coding.word} becomes bf16")
-    return Verdict(linear, action, reason)
+
+    def _stays_packed(self, linear: Linear, reason: str) -> Verdict:
+        form = linear.coding.form_kept(linear, self.recipe.target)
+        if form is None or (unfit := self.dialect.unfit(linear.module, linear.shape, form)):
+            detail = f"{linear.name} stays, and dialect {self.recipe.target.dialect} cannot hold {linear.coding.word}"
+            next_step = "Leave --keep-packed out, and it becomes bf16; or choose another --dialect."
+            raise InputError("dialect-mixed", f"{detail} ({unfit})" if form else detail, next_step, linear.name)
+        action: Action = "transcode" if form.format.is_fp4 else "copy"
+        return Verdict(linear, action, f"{reason}; it stays {linear.coding.word}", form)
+
+    def _carried(self, linear: Linear, fmt: Format) -> str:
+        """Why its blocks are taken over as they are, or with a power of two; "" where they are not."""
+        coding = linear.coding
+        if not isinstance(coding, FourBit):
+            return ""
+        if fmt.has_global_scale and not self.dialect.TRAITS.global_scale_kind:
+            return ""  # the values must fit a global scale of 1
+        if coding.format is fmt:
+            return f"{coding.word} already: the same codes and scales"
+        return "mxfp4, whose blocks nvfp4 can say" if (coding.format, fmt) == (MXFP4, NVFP4) else ""
 
 
-def _carried(linear: Linear, form: Form, dialect: Dialect) -> str:
-    """Why its blocks are taken over as they are, or with a power of two; "" where they are not."""
-    coding = linear.coding
-    if not isinstance(coding, FourBit):
-        return ""
-    if form.format.has_global_scale and not dialect.TRAITS.global_scale_kind:
-        return ""  # the values must fit a global scale of 1
-    if coding.format is form.format:
-        return f"{coding.word} already: the same codes and scales"
-    return "mxfp4, whose blocks nvfp4 can say" if (coding.format, form.format) == (MXFP4, NVFP4) else ""
+def _origin(linear: Linear) -> str:
+    return f"a linear layer, from {linear.coding.word}" if linear.coding.is_packed else "a linear layer"
 
 
 def _agreed(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
     """The same, but that no scale group takes over the blocks of some members and quantizes others."""
     groups: dict[ScaleGroup, list[str]] = defaultdict(list)
     for module, verdict in verdicts.items():
-        if verdict.group and verdict.is_made:
+        if verdict.group:
             groups[verdict.group].append(module)
     for modules in groups.values():
         if len({(verdicts[module].action, verdicts[module].linear.coding.word) for module in modules}) > 1:
             for module in modules:
                 if verdicts[module].action == "transcode":
-                    reason = f"a linear layer, from {verdicts[module].linear.coding.word}"
-                    verdicts[module] = replace(verdicts[module], action="quantize", reason=reason)
+                    verdicts[module] = replace(verdicts[module], action="quantize", reason=_origin(verdicts[module].linear))
     return verdicts
 
 
@@ -119,7 +142,7 @@ def gathered(verdicts: Mapping[str, Verdict]) -> dict[ScaleGroup, list[Linear]]:
     """The members of every scale group that become four-bit."""
     found: dict[ScaleGroup, list[Linear]] = defaultdict(list)
     for verdict in verdicts.values():
-        if verdict.group and verdict.is_made and FORMATS[verdict.format].has_global_scale:
+        if verdict.group:
             found[verdict.group].append(verdict.linear)
     return found
 

@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from fp4convert.artifact import RECORD, UNDIGESTED, Artifact, Finding, is_healthy
+from fp4convert.artifact import UNDIGESTED, Artifact, is_healthy
 from fp4convert.backends import processors
 from fp4convert.codec import FLOAT_DTYPES, dequantize
 from fp4convert.errors import InputError
 from fp4convert.formats import Blocks, row_panels
 from fp4convert.inspection import check_scales
+from fp4convert.reading import Finding
+from fp4convert.record import RECORD
 from fp4convert.shard import TensorRef, hash_stream
 from fp4convert.sources import Source, stopping
 

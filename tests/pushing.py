@@ -14,9 +14,9 @@ from checkpoints import run
 from fakehub import SIGNATURE, TOKEN
 from fakehub_uploads import UploadHub
 
-from fp4convert.artifact import RECORD
 from fp4convert.errors import Fp4Error
 from fp4convert.push import Pusher
+from fp4convert.record import RECORD
 
 REPO = "me/q"
 CARD = "---\nlicense: mit\n---\n\n# A model\n"

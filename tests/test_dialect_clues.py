@@ -24,10 +24,9 @@ from typed_records import (
 )
 
 from fp4convert.dialects import Clues, dialect_named
-from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4, NVFP4
+from fp4convert.formats import FP8, INT4, MXFP4, NVFP4
 from fp4convert.shard import TensorRef
-from fp4convert.spelling import Form
+from fp4convert.spelling import Form, Group, everywhere
 
 M = "model.layers.0.mlp.up_proj"
 
@@ -54,7 +53,7 @@ M = "model.layers.0.mlp.up_proj"
     ],
 )
 def test_other_records_of_these_engines(config, name, form):
-    assert dialect_named(name).recognise(Clues(config, {}, {})) == form
+    assert dialect_named(name).recognise(Clues(config, {}, {})) == everywhere(form)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_other_records_of_these_engines(config, name, form):
     ],
 )
 def test_comfy_is_known_by_its_tensors(tensors, form):
-    assert dialect_named("comfy").recognise(clues(None, tensors)) == form
+    assert dialect_named("comfy").recognise(clues(None, tensors)) == everywhere(form)
 
 
 @pytest.mark.parametrize(
@@ -93,24 +92,34 @@ def test_comfy_is_known_by_its_tensors(tensors, form):
     ],
 )
 def test_modelopt_is_known_by_its_second_record_alone(hf, form):
-    assert dialect_named(MO).recognise(clues(None, hf=hf)) == form
-    assert dialect_named(MO).recognise(clues({"quant_method": "fp8"}, hf=hf)) is None
+    assert dialect_named(MO).recognise(clues(None, hf=hf)) == everywhere(form)
+    assert dialect_named(MO).recognise(clues({"quant_method": "fp8"}, hf=hf)) == ()
+
+
+FP8_TENSOR = Form(FP8, 8, granularity="tensor")
 
 
 @pytest.mark.parametrize(
-    ("algorithms", "form"),
+    ("algorithms", "forms"),
     [
-        (("FP8", "W4A16_NVFP4"), Form(NVFP4)),
-        (("FP8", "NVFP4"), Form(NVFP4, 4)),
-        (("W4A16_NVFP4", "NVFP4"), Form(NVFP4)),
-        (("FP8",), None),
-        ((), None),
+        (("FP8", "W4A16_NVFP4"), (FP8_TENSOR, Form(NVFP4))),
+        (("FP8", "NVFP4"), (FP8_TENSOR, Form(NVFP4, 4))),
+        (("W4A16_NVFP4", "NVFP4"), (Form(NVFP4), Form(NVFP4, 4))),
+        (("NVFP4", "FP8_PB_WO"), (Form(NVFP4, 4), Form(FP8, 16, granularity=(128, 128)))),
+        (("NVFP4", "fp8_pb_wo"), (Form(NVFP4, 4), Form(FP8, 16, granularity=(128, 128)))),
+        (("NVFP4", "FP8_PER_CHANNEL_PER_TOKEN"), (Form(NVFP4, 4), Form(FP8, 8, granularity="row"))),
+        (("NVFP4", "W4A16_AWQ"), (Form(NVFP4, 4),)),
+        (("FP8",), ()),
+        ((), ()),
     ],
 )
-def test_mixed_precision_is_what_its_modules_are(algorithms, form):
+def test_mixed_precision_is_what_its_modules_are(algorithms, forms):
+    """An entry names a module, or all below it, as NVIDIA's entries for `experts` do."""
     layers = {f"m.{number}": {"quant_algo": algorithm} for number, algorithm in enumerate(algorithms)}
     mixed = {"quant_method": MO, "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    assert dialect_named(MO).recognise(clues(mixed)) == form
+    expected = tuple(Group(form, (f"m.{number}", f"m.{number}.*")) for number, form in enumerate(forms))
+    assert dialect_named(MO).recognise(clues(mixed)) == expected
+    assert dialect_named(MO).recognise(clues(None, hf={"quantization": mixed})) == expected
 
 
 def doubts(name: str, told: Clues) -> list[tuple[str, str]]:
@@ -191,7 +200,6 @@ def test_modelopt_ignores_by_its_second_record_alone():
         (MO, {**MO_W4A4_RECORD, "config_groups": MO_RECORD["config_groups"]}, Form(NVFP4)),
         (MO, {**MO_W4A4_RECORD, "quant_algo": "W4A16_NVFP4"}, Form(NVFP4)),
         (MO, {**MO_W4A4_RECORD, "quant_algo": "W4A8_NVFP4_FP8"}, None),
-        (CT, with_inputs(CT_NVFP4_RECORD, None, CT_NVFP4_INPUTS), Form(NVFP4)),  # some with, some without: weights alone
         (CT, with_inputs(CT_NVFP4_RECORD, CT_NVFP4_INPUTS, CT_NVFP4_INPUTS), Form(NVFP4, 4)),
         (CT, with_inputs(CT_NVFP4_RECORD), Form(NVFP4)),
         (CT, {**CT_MXFP4_RECORD, "config_groups": None}, Form(MXFP4)),
@@ -203,7 +211,7 @@ def test_modelopt_ignores_by_its_second_record_alone():
 )
 def test_activations_are_recognised(name, declared, form):
     """ModelOpt's NVFP4 with no input_activations in any group is for weights alone: so vLLM 0.33 reads it."""
-    assert dialect_named(name).recognise(clues(declared)) == form
+    assert dialect_named(name).recognise(clues(declared)) == everywhere(form)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +231,7 @@ def test_activations_are_recognised(name, declared, form):
     ],
 )
 def test_only_the_own_records_are_recognised(name, declared, fmt):
-    assert dialect_named(name).recognise(clues(declared)) == (
+    assert dialect_named(name).recognise(clues(declared)) == everywhere(
         fmt and Form(fmt, 4 if declared.get("quant_algo") == "NVFP4" else 16)
     )
 
@@ -249,7 +257,43 @@ def test_modules_are_found_by_their_tensors(name, tensors, stems):
     assert dialect_named(name).find({known: TensorRef(known, dtype, (4,), "x", 0) for known, dtype in tensors.items()}) == stems
 
 
-def test_two_four_bit_formats_in_one_artifact_are_bad_input():
-    with pytest.raises(InputError) as refused:
-        dialect_named(CT).recognise(clues(with_formats(CT_NVFP4_RECORD, "nvfp4-pack-quantized", "mxfp4-pack-quantized")))
-    assert refused.value.code == "formats-mixed"
+CT_NUMBERS = {  # of weights, by the format of their group
+    "nvfp4-pack-quantized": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    "mxfp4-pack-quantized": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+    "float-quantized": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    "pack-quantized": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+    "int-quantized": {"num_bits": 8, "type": "int", "strategy": "channel"},
+}
+
+
+def ct_groups(*groups: tuple[str, list[str]]) -> dict:
+    schemes = {
+        f"group_{number}": {"format": fmt, "targets": targets, "weights": CT_NUMBERS[fmt], "input_activations": None}
+        for number, (fmt, targets) in enumerate(groups)
+    }
+    return {"quant_method": CT, "format": "mixed-precision", "quantization_status": "compressed", "config_groups": schemes}
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        (
+            [("nvfp4-pack-quantized", ["re:.*mlp.*"]), ("mxfp4-pack-quantized", ["a.q_proj", "a.k_proj"])],
+            [(Form(NVFP4), ("re:.*mlp.*",)), (Form(MXFP4), ("a.q_proj", "a.k_proj"))],
+        ),
+        (
+            [("nvfp4-pack-quantized", ["Linear"]), ("float-quantized", ["re:.*self_attn.*"])],
+            [(Form(FP8, granularity="row"), ("re:.*self_attn.*",)), (Form(NVFP4), ("*",))],
+        ),
+        (
+            [("mxfp4-pack-quantized", ["re:.*experts.*"]), ("pack-quantized", ["lm_head"])],
+            [(Form(MXFP4), ("re:.*experts.*",)), (Form(INT4, granularity=(1, 32)), ("lm_head",))],
+        ),
+        ([("nvfp4-pack-quantized", ["re:.*mlp.*"]), ("int-quantized", ["lm_head"])], [(Form(NVFP4), ("*",))]),
+        ([("float-quantized", ["Linear"]), ("pack-quantized", ["lm_head"])], []),
+    ],
+)
+def test_groups_of_several_formats(groups, expected):
+    """What holds for a whole class of layers comes last, as compressed-tensors has it."""
+    found = dialect_named(CT).recognise(clues(ct_groups(*groups)))
+    assert found == tuple(Group(form, modules) for form, modules in expected)

@@ -33,7 +33,7 @@ from typed_records import (
 
 from fp4convert.dialects import MODULES, Clues, Ignored, dialect_named
 from fp4convert.formats import MXFP4, NVFP4
-from fp4convert.spelling import Form
+from fp4convert.spelling import Form, Group
 
 M = "model.layers.0.mlp.up_proj"
 
@@ -79,13 +79,15 @@ RECORDS = [
 @pytest.mark.parametrize(("name", "form", "files"), RECORDS)
 def test_records_are_what_engines_read(name, form, files):
     """Typed by hand after each dialect's source."""
-    assert dialect_named(name).records(form, Ignored((), ("lm_head", "model.embed_tokens")), (M,)) == files
+    assert dialect_named(name).records([Group(form, (M,))], Ignored((), ("lm_head", "model.embed_tokens"))) == files
 
 
 @pytest.mark.parametrize(("name", "form", "files"), [row for row in RECORDS if row[2]])
 def test_what_is_written_is_recognised_by_its_own_dialect_alone(name, form, files):
     told = Clues(files["config.json"], files.get("hf_quant_config.json", {}), {})
-    assert {known: found for known in MODULES if (found := dialect_named(known).recognise(told)) is not None} == {name: form}
+    assert {known: found for known in MODULES if (found := dialect_named(known).recognise(told))} == {
+        name: (Group(form, ("*",)),)
+    }
     assert list(dialect_named(name).judge(told)) == []
     is_named = name in (CT, MO, "quark", "gpt-oss")
     assert dialect_named(name).is_ignored(told, "lm_head") is is_named
@@ -96,7 +98,7 @@ def test_gpt_oss_names_what_stays_and_says_no_globs():
     """transformers compiles every entry as an expression: one that begins with "*" is none, and the model does not load."""
     modules = ("lm_head", "model.layers.0.mlp.router", "model.layers.1.mlp.router", "model.layers.0.mlp.gate")
     ignored = Ignored(modules, ("lm_head", "*.gate", "*router*", "re:.*gate$"))
-    record = dialect_named("gpt-oss").records(Form(MXFP4), ignored, ())["config.json"]["quantization_config"]
+    record = dialect_named("gpt-oss").records([Group(Form(MXFP4), ())], ignored)["config.json"]["quantization_config"]
     assert record["modules_to_not_convert"] == sorted(modules)
     for entry in record["modules_to_not_convert"]:
         re.compile(entry)
@@ -116,7 +118,7 @@ def is_excluded(module: str, patterns: list[str]) -> bool:
 
 
 def excluded_patterns(ignore: tuple[str, ...], quantized: tuple[str, ...]) -> list[str]:
-    records = dialect_named(MO).records(Form(NVFP4), Ignored(ignore, ()), quantized)
+    records = dialect_named(MO).records([Group(Form(NVFP4), quantized)], Ignored(ignore, ()))
     patterns = records["config.json"]["quantization_config"]["ignore"]
     assert records["hf_quant_config.json"]["quantization"]["exclude_modules"] == patterns
     return patterns
@@ -160,7 +162,7 @@ def test_exactly_the_kept_names_are_excluded(kept, quantized):
 def test_kept_modules_are_ignored_under_any_prefix(module, seen_as, is_ignored):
     """Engines put a prefix before a checkpoint's names, at the front or inside; patterns and expressions hold under it."""
     ignored = Ignored((module,), ("*vision_tower*", "*.gate", "lm_head"))
-    record = dialect_named(CT).records(Form(NVFP4), ignored, ("model.layers.0.mlp.gate_proj",))["config.json"][
+    record = dialect_named(CT).records([Group(Form(NVFP4), ("model.layers.0.mlp.gate_proj",))], ignored)["config.json"][
         "quantization_config"
     ]
     names = [entry for entry in record["ignore"] if not entry.startswith("re:")]

@@ -15,7 +15,7 @@ from fp4convert.plan import Plan, plan_quantize
 from fp4convert.recipe import Target, build_recipe
 from fp4convert.shard import Header, SafetensorsFrame, TensorRef
 from fp4convert.sources import Checkpoint
-from fp4convert.spelling import Form
+from fp4convert.spelling import Form, Group
 
 pytestmark = pytest.mark.engine
 H = 64
@@ -152,7 +152,9 @@ def test_the_engine_takes_for_quantized_what_is_quantized(name: str) -> None:
         module: type(modules[module]).__name__ for module in plan.quantized if not isinstance(modules[module], torch.nn.Linear)
     }
     assert not strays, "only linear layers can be quantized"
-    record = dialect_named("compressed-tensors").records(Form(FORMATS["nvfp4"]), plan.ignored, plan.quantized)["config.json"]
+    record = dialect_named("compressed-tensors").records([Group(Form(FORMATS["nvfp4"]), tuple(plan.quantized))], plan.ignored)[
+        "config.json"
+    ]
     taken = {module for module, _ in match_named_modules(model, ["Linear"], record["quantization_config"]["ignore"])}
     assert taken == set(plan.quantized)
 

@@ -8,7 +8,7 @@ import pytest
 from checkpoints import FIRST, SECOND, Outcome, run, weight, write_checkpoint, write_llama
 from fakehub import SIGNATURE, TOKEN, FakeHub
 
-from fp4convert.artifact import RECORD
+from fp4convert.record import RECORD
 from fp4convert.sources import Access, open_source
 
 NVFP4 = ("--format", "nvfp4", "--json")

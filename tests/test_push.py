@@ -8,9 +8,9 @@ from checkpoints import FIRST, SECOND, run, write_llama, write_single
 from fakehub import File
 from pushing import CARD, MANY, REPO, Made, check_secrets, make, push, refusal, requests
 
-from fp4convert.artifact import RECORD
 from fp4convert.errors import AccessError, InputError, OutputError
 from fp4convert.push import Pusher
+from fp4convert.record import RECORD
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from fakehub import Repo
 from fakehub_uploads import UploadHub
 from pushing import CARD, MANY, REPO, push, refusal, requests
 
-from fp4convert.artifact import RECORD
 from fp4convert.errors import OutputError
 from fp4convert.push import Pusher
 from fp4convert.ranges import Patience
+from fp4convert.record import RECORD
 
 
 def test_a_hub_that_is_not_there(hub, made, told, monkeypatch):

@@ -8,12 +8,15 @@ fp4      any dialect's four-bit blocks
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from fp4convert.formats import Weights
+from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
+from fp4convert.spelling import Form
 
 
 class Coding(Protocol):
@@ -29,6 +32,12 @@ class Coding(Protocol):
 
     def weights(self, linear: Linear, source: Source) -> Weights:
         """Its rows as floats; nothing is read before they are asked for."""
+
+    def form_kept(self, linear: Linear, target: Target) -> Form | None:
+        """The form in which it can stay as it is in what is made; None where it is an ordinary tensor, or no dialect has one."""
+
+    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+        """Its codes and its scales in that form, piece by piece, either of which may be empty; nothing where it has no form."""
 
 
 @dataclass(frozen=True, slots=True)

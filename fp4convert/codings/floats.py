@@ -16,9 +16,10 @@ from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.codings import Linear
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, Matrix, Weights
-from fp4convert.recipe import StackRule
+from fp4convert.recipe import StackRule, Target
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
+from fp4convert.spelling import Form
 
 WEIGHT = ".weight"
 MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
@@ -35,6 +36,12 @@ class Floats:
     def weights(self, linear: Linear, source: Source) -> Weights:
         return _Rows(source, linear.refs[0], linear.shape)
 
+    def form_kept(self, linear: Linear, target: Target) -> Form | None:
+        return None
+
+    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+        return iter(())
+
 
 @dataclass(frozen=True, slots=True)
 class Picked:
@@ -48,6 +55,12 @@ class Picked:
 
     def weights(self, linear: Linear, source: Source) -> Weights:
         return (_Columns if self.is_transposed else _EveryOther)(source, linear.refs[0], linear.shape, self.first, self.step)
+
+    def form_kept(self, linear: Linear, target: Target) -> Form | None:
+        return None
+
+    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+        return iter(())
 
 
 @dataclass(frozen=True, slots=True)

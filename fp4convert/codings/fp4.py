@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,8 +10,11 @@ import numpy as np
 from fp4convert.artifact import Artifact
 from fp4convert.codec import dequantize
 from fp4convert.codings import Linear
+from fp4convert.dialects import module_form
 from fp4convert.formats import Blocks, Format, Matrix, Weights
+from fp4convert.recipe import Target
 from fp4convert.sources import Source
+from fp4convert.spelling import Form
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,18 +22,21 @@ class FourBit:
     """Blocks as a dialect stores them."""
 
     artifact: Artifact = field(repr=False)
+    format: Format
     is_packed = True
 
     @property
     def word(self) -> str:
-        return self.artifact.format.name
-
-    @property
-    def format(self) -> Format:
-        return self.artifact.format
+        return self.format.name
 
     def weights(self, linear: Linear, source: Source) -> Weights:
         return _Values(linear.module, self.blocks(linear))
+
+    def form_kept(self, linear: Linear, target: Target) -> Form | None:
+        return module_form(target, self.format.name)
+
+    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+        return iter(())
 
     def blocks(self, linear: Linear) -> Blocks:
         """Codes and scales as they are stored."""
@@ -70,5 +76,5 @@ def find_fp4(artifact: Artifact) -> Mapping[str, Linear]:
         idle = tuple(ref for ref in packed.companions if ref not in packed.refs)
         share = parts[packed.stem]
         stack = packed.refs[0] if share > 1 else None
-        found[module] = Linear(module, packed.shape, FourBit(artifact), packed.refs, idle, stack, share)
+        found[module] = Linear(module, packed.shape, FourBit(artifact, packed.form.format), packed.refs, idle, stack, share)
     return found

@@ -21,12 +21,14 @@ import numpy as np
 from fp4convert.backends.cpu import Cpu
 from fp4convert.codec import FLOAT_DTYPES, Float32s, decode_e8m0
 from fp4convert.codings import Linear
-from fp4convert.dialects import Clues, Json
+from fp4convert.dialects import Clues, Json, fp8_form
 from fp4convert.errors import InputError
-from fp4convert.formats import Matrix, Weights
+from fp4convert.formats import Matrix, Weights, row_panels
 from fp4convert.grid import Grid
+from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
+from fp4convert.spelling import Form, Granularity
 
 WEIGHT = ".weight"
 DTYPES = ("F8_E4M3", "F8_E5M2")
@@ -47,6 +49,20 @@ class Fp8:
     def weights(self, linear: Linear, source: Source) -> Weights:
         codes, *scales = linear.refs
         return _Scaled(source, codes, linear.shape, self.block, *scales)
+
+    def form_kept(self, linear: Linear, target: Target) -> Form | None:
+        codes, *scales = linear.refs
+        if codes.dtype != "F8_E4M3" or not scales:
+            return None
+        words: dict[Block, Granularity] = {linear.shape: "tensor", (1, linear.shape[1]): "row"}
+        stored = scales[0].dtype if scales[0].dtype in FLOAT_DTYPES else "F32"
+        return fp8_form(target, words.get(self.block, self.block), stored)
+
+    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+        codes, scales = linear.refs
+        for part in row_panels(linear.shape):
+            yield source.read_range(codes, *(row * linear.shape[1] for row in part)), memoryview(b"")
+        yield memoryview(b""), read_scales(source, scales).astype(FLOAT_DTYPES[form.stored_scales]).view(np.uint8).data
 
 
 @dataclass(frozen=True, slots=True)

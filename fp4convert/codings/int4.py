@@ -10,23 +10,26 @@ Source: compressed-tensors 0.20, compressors/pack_quantized.  Producers: Kimi K2
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fp4convert.backends.cpu import Cpu
 from fp4convert.codec import FLOAT_DTYPES, Float32s
 from fp4convert.codings import Linear
-from fp4convert.dialects import Clues, Json
+from fp4convert.dialects import Clues, Json, form_of
 from fp4convert.errors import InputError
-from fp4convert.formats import Matrix, Weights
+from fp4convert.formats import INT4, Matrix, Weights, row_panels
 from fp4convert.grid import Grid, read_zero_points
+from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
+from fp4convert.spelling import Form, Granularity
 
 PACKED, SCALE, ZERO, SHAPE, ORDER = ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx"
 IDLE = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
-ITEM_BITS, ITEM_NBYTES = 32, 4
+ITEM_BITS, ITEM_NBYTES, INT4_BITS = 32, 4, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,19 @@ class Integers:
             raise InputError("packed-shape", detail, "Start from the original weights.", stored.name)
         return _Unpacked(source, linear.refs, linear.shape, self)
 
+    def form_kept(self, linear: Linear, target: Target) -> Form | None:
+        if self.bits != INT4_BITS or self.has_zero_points:
+            return None
+        scales = linear.refs[1]
+        granularity: Granularity = "row" if self.group == linear.shape[1] else (1, self.group)
+        return replace(form_of(target), format=INT4, granularity=granularity, stored_scales=scales.dtype)
+
+    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+        packed, scales = linear.refs
+        for first, last in row_panels(linear.shape):
+            codes, own = (_row_bytes(source, ref, first, last) for ref in (packed, scales))
+            yield codes, own
+
 
 @dataclass(frozen=True, slots=True)
 class _Unpacked:
@@ -64,8 +80,7 @@ class _Unpacked:
     def rows(self, first: int, last: int) -> Matrix:
         packed, scales, *zero_points = self.refs
         rows, columns = last - first, self.shape[1]
-        width = columns * self.coding.bits // 8
-        codes = self.source.read_range(packed, first * width, last * width)
+        codes = _row_bytes(self.source, packed, first, last)
         grid = Grid(self._scales(scales, first, last), (1, self.coding.group))
         zeros = self._zero_points(zero_points[0], scales.shape[1], first, last) if zero_points else None
         values = Cpu().decode_integers(codes, (rows, columns), grid, self.coding.bits, zeros)
@@ -78,10 +93,8 @@ class _Unpacked:
         return None
 
     def _scales(self, ref: TensorRef, first: int, last: int) -> Float32s:
-        kind, groups = FLOAT_DTYPES[ref.dtype], ref.shape[1]
-        width = groups * kind.itemsize
-        stored = np.frombuffer(self.source.read_range(ref, first * width, last * width), np.uint8)
-        return stored.view(kind).reshape(-1, groups).astype(np.float32)
+        stored = np.frombuffer(_row_bytes(self.source, ref, first, last), np.uint8)
+        return stored.view(FLOAT_DTYPES[ref.dtype]).reshape(-1, ref.shape[1]).astype(np.float32)
 
     def _zero_points(self, ref: TensorRef, groups: int, first: int, last: int) -> Float32s:
         """Those of the rows; an item holds those of several rows."""
@@ -91,6 +104,11 @@ class _Unpacked:
         rows = min(end * each, self.shape[0]) - begin * each
         skipped = first - begin * each
         return np.ascontiguousarray(read_zero_points(stored, (rows, groups), self.coding.bits)[skipped : skipped + last - first])
+
+
+def _row_bytes(source: Source, ref: TensorRef, first: int, last: int) -> memoryview:
+    width = ref.nbytes // ref.shape[0]
+    return source.read_range(ref, first * width, last * width)
 
 
 def find_integers(clues: Clues) -> dict[str, Linear]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
@@ -10,11 +10,11 @@ from itertools import chain
 from typing import Literal, NamedTuple, Protocol, cast
 
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, FORMATS, Blocks, Format, Kind, Quantized, format_named
+from fp4convert.formats import FLOAT_TYPES, FP8, MODULE_FORMATS, Blocks, Format, Kind, Quantized, format_named
 from fp4convert.patterns import matches_any
-from fp4convert.recipe import Recipe, Target
+from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef, TensorSpec
-from fp4convert.spelling import ACTIVATIONS_FP4, Form, Part, Read, Scalars
+from fp4convert.spelling import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form, Fp8Table, Granularity, Group, Part, Read, Scalars
 from fp4convert.stacks import Piece, Rows, Slot
 
 SMALLEST_INPUT_SCALE = 2.0**-100  # it and its inverse are far inside float32
@@ -77,6 +77,7 @@ class Packed:
     stem          what its tensors are named after: the module itself, or the stack that it is a part of
     stored_shape  of the matrix, or stack of matrices, of that name
     pieces        where its rows are in it
+    form          what its tensors mean
     """
 
     refs: tuple[TensorRef, ...]
@@ -85,6 +86,7 @@ class Packed:
     stem: str
     stored_shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    form: Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,8 @@ class Traits:
     implied            endings of scales that are 1 where a module has none
     labels             endings of tensors that say to engines what a module is, in text of any length
     cache_scales       endings, below an attention, of the scales of an FP8 cache of keys and of values; empty: it can say none
+    mixes              the formats of which it holds several in one artifact, each module in its own; empty: one format at a time
+    fp8                how it stores FP8 matrices beside four-bit ones
     """
 
     writes: tuple[Format, ...]
@@ -144,6 +148,8 @@ class Traits:
     implied: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     cache_scales: tuple[str, ...] = ()
+    mixes: tuple[Format, ...] = ()
+    fp8: Fp8Table | None = None
 
     @property
     def global_scale_kind(self) -> Kind | None:
@@ -211,12 +217,15 @@ class Dialect(Protocol):
         """The input scale of that module as a multiplier, not rounded."""
 
     @staticmethod
-    def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
-        """What its engines read: file name -> object; the keys of config.json's take their places in it."""
+    def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
+        """What its engines read: file name -> object; the keys of config.json's take their places in it.
+
+        groups  of at least one form; of several where the dialect mixes them
+        """
 
     @staticmethod
-    def recognise(clues: Clues) -> Form | None:
-        """The form that such a folder declares, or None where it is not this dialect's."""
+    def recognise(clues: Clues) -> tuple[Group, ...]:
+        """The forms that such a folder declares, and which modules are of each; none where it is not this dialect's."""
 
     @staticmethod
     def judge(clues: Clues) -> Iterator[Doubt]:
@@ -262,10 +271,35 @@ def form_of(target: Target) -> Form:
     return Form(format_named(target.format), target.activations, layout, target.kv_cache)
 
 
-def forms_of(recipe: Recipe) -> dict[str, Form]:
-    """The form of every format that the recipe makes."""
-    wanted = {recipe.target.format, *(rule.format for rule in recipe.formats)} & FORMATS.keys()
-    return {name: form_of(replace(recipe.target, format=name)) for name in wanted}
+def module_form(target: Target, fmt: str) -> Form:
+    """The form of a module that becomes that format, which need not be the artifact's own; InputError for an unknown one."""
+    own, chosen = form_of(target), format_named(fmt, MODULE_FORMATS)
+    table = dialect_named(str(target.dialect)).TRAITS.fp8
+    return fp8_form(target, table.made if table else "tensor") if chosen is FP8 else replace(own, format=chosen)
+
+
+def fp8_form(target: Target, granularity: Granularity, stored_scales: str = "F32") -> Form:
+    """The form of a matrix that becomes FP8, or stays it, with such scales."""
+    table = dialect_named(str(target.dialect)).TRAITS.fp8
+    wanted = ACTIVATIONS_FP8 if target.activations == ACTIVATIONS_FP4 else 16
+    bits = table.activations.get(granularity, wanted) if table else wanted
+    own = form_of(target)
+    return replace(own, format=FP8, activations=bits, granularity=granularity, stored_scales=stored_scales)
+
+
+def check_forms(target: Target, forms: Iterable[Form]) -> None:
+    """InputError where the dialect of what is made cannot hold modules of those forms beside each other."""
+    name, seen = str(target.dialect), [form_of(target)]
+    mixes = dialect_named(name).TRAITS.mixes
+    for form in forms:
+        if form in seen:
+            continue
+        seen.append(form)
+        if any(each.format not in mixes for each in seen):
+            words = " and ".join(sorted({each.word for each in seen}))
+            able = " and ".join(fmt.name for fmt in mixes) or "one format in an artifact"
+            detail = f"modules are to be {words}, which dialect {name} cannot hold beside each other; it holds {able}"
+            raise InputError("dialect-mixed", detail, "Choose another --dialect, or one format for all modules.")
 
 
 def each_alone(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:

@@ -14,14 +14,14 @@ Source: comfy-kitchen 0.2.40, tensor/nvfp4 and float_utils; ComfyUI, QUANTIZATIO
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp4convert.dialects import Clues, Ignored, Json, Traits, each_alone, never_ignored, no_doubts, stems_named, whole
 from fp4convert.formats import NVFP4, Blocks, Fetched, Quantized
 from fp4convert.layout import LAYOUTS as ORDERS
 from fp4convert.layout import swap_nibbles
 from fp4convert.shard import TensorRef, TensorSpec
-from fp4convert.spelling import ACTIVATIONS_FP4, Form, Part, Read, Scalars, half_columns
+from fp4convert.spelling import ACTIVATIONS_FP4, Form, Group, Part, Read, Scalars, everywhere, half_columns
 
 SCALARS = Scalars(".weight_scale_2", ".input_scale")
 TRAITS = Traits(
@@ -96,14 +96,14 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     return Fetched(form.format, (rows, columns), SCALARS.decode_global(stem, form, read), SCALARS.kind, fetch, block_scales)
 
 
-def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
+def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     return {}
 
 
-def recognise(clues: Clues) -> Form | None:
+def recognise(clues: Clues) -> tuple[Group, ...]:
     marked = stems_named(clues.tensors, (".comfy_quant",))
     nvfp4 = [stem for stem in marked if f"{stem}.weight_scale_2" in clues.tensors]
     if not nvfp4:
-        return None
+        return ()
     has_inputs = all(f"{stem}.input_scale" in clues.tensors for stem in nvfp4)
-    return Form(NVFP4, ACTIVATIONS_FP4 if has_inputs else 16, "128x4")
+    return everywhere(Form(NVFP4, ACTIVATIONS_FP4 if has_inputs else 16, "128x4"))

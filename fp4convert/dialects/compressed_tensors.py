@@ -13,14 +13,42 @@ Source: compressed-tensors 0.20, compressors/nvfp4 and compressors/mxfp4.  Reade
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from fp4convert.dialects import Clues, Doubt, Ignored, Json, Traits, always_fit, each_alone, no_notes, stems_named, strings, whole
-from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4, NVFP4
+from fp4convert.dialects import (
+    Clues,
+    Doubt,
+    Ignored,
+    Json,
+    Traits,
+    each_alone,
+    no_notes,
+    stems_named,
+    strings,
+    whole,
+)
+from fp4convert.formats import FP8, INT4, MXFP4, NVFP4, Format
 from fp4convert.patterns import matches
 from fp4convert.shard import TensorRef
-from fp4convert.spelling import ACTIVATIONS_FP4, Form, Scalars, Table
+from fp4convert.spelling import (
+    ACTIVATIONS_FP4,
+    ACTIVATIONS_FP8,
+    Form,
+    Fp8Table,
+    Granularity,
+    Group,
+    Scalars,
+    Table,
+    everywhere,
+    merged,
+    scale_grid,
+    targets_of,
+)
+
+
+def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int, ...]:
+    return (1,) if granularity == "tensor" else scale_grid(shape, granularity)
+
 
 SCALARS = Scalars(".weight_global_scale", ".input_global_scale", (1,), "divisor")
 TRAITS = Traits(
@@ -31,13 +59,18 @@ TRAITS = Traits(
     shares_scales=True,
     packed=".weight_packed",
     suffixes=(".weight_packed", ".weight_scale", ".weight_global_scale"),
-    companions=(".input_global_scale", ".input_scale"),  # the first is an output where the form says so
+    companions=(".input_global_scale", ".input_scale", ".weight_shape"),  # the first is an output where the form says so
     cache_scales=("k_scale", "v_scale"),
+    mixes=(NVFP4, MXFP4, FP8, INT4),
+    labels=(".weight_shape",),
+    fp8=Fp8Table("row", _scale_shape),
 )
-TABLE = Table((".weight_packed", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS)
-outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
+TABLE = Table((".weight_packed", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS, fp8=TRAITS.fp8)
+outputs, stored_shape, encode, decode, unfit = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode, TABLE.unfit
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
-stems, slots, notes, unfit = each_alone, whole, no_notes, always_fit
+stems, slots, notes = each_alone, whole, no_notes
+_PREFIX = r"(?:.*\.)?"  # that an engine may put before a name
+_SPANNING = ("mixed-precision", "naive-quantized")
 _STRATEGIES = ((NVFP4.block_size, "tensor_group"), (MXFP4.block_size, "group"))
 _FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
@@ -47,7 +80,39 @@ def find(tensors: Mapping[str, TensorRef]) -> list[str]:
     return [stem for stem in stems_named(tensors, TRAITS.suffixes) if f"{stem}.weight" not in tensors]
 
 
-def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
+def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
+    formats = [_word(group.form.format) for group in groups]
+    schemes = [_scheme(group.form, ["Linear"]) for group in groups]
+    if len(groups) > 1:
+        others = [[module for other in groups if other is not group for module in other.modules] for group in groups]
+        schemes = [
+            {**_scheme(group.form, targets_of(group.modules, rest, _PREFIX)), "format": name}
+            for group, rest, name in zip(groups, others, formats, strict=True)
+        ]
+    record: Json = {
+        "quant_method": "compressed-tensors",
+        "format": formats[0] if len(set(formats)) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{number}": scheme for number, scheme in enumerate(schemes)},
+        "ignore": _declare(ignored),
+    }
+    if groups[0].form.kv_cache:
+        record["kv_cache_scheme"] = dict(_FP8_CACHE)
+    return {"config.json": {"quantization_config": record}}
+
+
+def _word(fmt: Format) -> str:
+    """The format of a group, in the words of this dialect."""
+    return {FP8: "float-quantized", INT4: "pack-quantized"}.get(fmt, f"{fmt.name}-pack-quantized")
+
+
+def _scheme(form: Form, targets: list[str]) -> Json:
+    """A group of modules: their names, weights and activations."""
+    numbers = _fp4_numbers(form) if form.format.is_fp4 else _beside_numbers(form)
+    return {"targets": targets, **numbers}
+
+
+def _fp4_numbers(form: Form) -> Json:
     fmt = form.format
     weights = {
         "num_bits": 4,
@@ -59,23 +124,31 @@ def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str,
         "scale_dtype": "torch.float8_e4m3fn" if fmt is NVFP4 else "torch.uint8",
     }
     inputs = {**weights, **({"dynamic": "local", "observer": "static_minmax"} if fmt is NVFP4 else {"dynamic": True})}
-    activations = inputs if form.activations == ACTIVATIONS_FP4 else None
-    record: Json = {
-        "quant_method": "compressed-tensors",
-        "format": f"{fmt.name}-pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
-        "ignore": _declare(ignored),
-    }
-    if form.kv_cache:
-        record["kv_cache_scheme"] = dict(_FP8_CACHE)
-    return {"config.json": {"quantization_config": record}}
+    return {"weights": weights, "input_activations": inputs if form.activations == ACTIVATIONS_FP4 else None}
+
+
+def _beside_numbers(form: Form) -> Json:
+    """Of FP8 and int4: the strategy is what one scale stands for."""
+    bits, kind = (8, "float") if form.format is FP8 else (4, "int")
+    numbers: Json = {"num_bits": bits, "type": kind, "symmetric": True}
+    weights, inputs = {**numbers, "dynamic": False}, {**numbers, "dynamic": True, "strategy": "token"}
+    match form.granularity:
+        case "tensor":
+            weights["strategy"] = "tensor"
+        case (1, int(columns)):
+            weights |= {"strategy": "group", "group_size": columns}
+        case (int(rows), int(columns)):
+            weights |= {"strategy": "block", "block_structure": [rows, columns]}
+            inputs |= {"strategy": "group", "group_size": columns}
+        case _:
+            weights["strategy"] = "channel"
+    return {"weights": weights, "input_activations": inputs if form.activations == ACTIVATIONS_FP8 else None}
 
 
 def _declare(ignored: Ignored) -> list[str]:
     """Exact names, and expressions after "re:"; a module apart is also named under any prefix that an engine adds."""
     names = [name for name in ignored.apart() if not name.startswith("re:")]
-    prefixed = [rf"re:(?:.*\.)?{re.escape(name)}$" for name in ignored.apart()]
+    prefixed = [rf"re:{_PREFIX}{re.escape(name)}$" for name in ignored.apart()]
     return [*names, *prefixed, *(_expression(pattern) for pattern in ignored.patterns)]
 
 
@@ -89,21 +162,58 @@ def _expression(pattern: str) -> str:
     return f"re:{''.join(spelled)}$"
 
 
-def recognise(clues: Clues) -> Form | None:
+def recognise(clues: Clues) -> tuple[Group, ...]:
+    """A module belongs to the group that names it, before one whose expression fits it, before one of its class ("Linear")."""
     if clues.record.get("quant_method") != "compressed-tensors":
-        return None
-    declared = {str(clues.record.get("format", ""))} | {str(scheme.get("format", "")) for scheme in _schemes(clues)}
-    found = [fmt for fmt in TRAITS.reads if f"{fmt.name}-pack-quantized" in declared]
-    if len(found) > 1:
-        detail = "config.json: groups of NVFP4 and of MXFP4 in one artifact; this version reads one four-bit format at a time"
-        raise InputError("formats-mixed", detail, "Convert them apart.")
-    if not found:
-        return None
-    inputs = [_bits(scheme, "input_activations") for scheme in _schemes(clues) if _bits(scheme, "weights") == 4]
-    is_w4a4 = bool(inputs) and all(bits == ACTIVATIONS_FP4 for bits in inputs)
+        return ()
     cache = clues.record.get("kv_cache_scheme")
     kv_cache = _cache_named(cache) if isinstance(cache, dict) else None
-    return Form(found[0], ACTIVATIONS_FP4 if is_w4a4 else 16, kv_cache=kv_cache)
+    found = [(form, scheme) for scheme in _schemes(clues) if (form := _form(clues, scheme, kv_cache))]
+    if not found:
+        bare = _form(clues, {}, kv_cache)
+        return everywhere(bare if bare and bare.format.is_fp4 else None)
+    if not any(form.format.is_fp4 for form, _ in found):
+        return ()
+    if all(form == found[0][0] for form, _ in found):
+        return everywhere(found[0][0])
+    return merged((form, _patterns(strings(scheme.get("targets")))) for form, scheme in found)
+
+
+def _patterns(targets: list[str]) -> list[str]:
+    """Targets as patterns of ours; names of classes hold for all that no other group names."""
+    return list(dict.fromkeys("*" if target[:1].isupper() and "." not in target else target for target in targets))
+
+
+def _form(clues: Clues, scheme: Json, kv_cache: str | None) -> Form | None:
+    """What a group says of its modules; None where it is nothing that this dialect reads."""
+    declared = str(scheme.get("format") or clues.record.get("format", ""))
+    weights = scheme.get("weights")
+    numbers = weights if isinstance(weights, dict) else {}
+    bits = _bits(scheme, "input_activations")
+    fmt = next((known for known in TRAITS.reads if declared == _word(known)), None)
+    if fmt:
+        return Form(fmt, ACTIVATIONS_FP4 if bits == ACTIVATIONS_FP4 else 16, kv_cache=kv_cache)
+    beside = {"8 float": FP8, "4 int": INT4}.get(f"{numbers.get('num_bits')} {numbers.get('type')}")
+    granularity = _granularity(numbers)
+    if beside is None or granularity is None or declared not in ("", _word(beside), *_SPANNING):
+        return None
+    activations = ACTIVATIONS_FP8 if bits == ACTIVATIONS_FP8 else 16
+    return Form(beside, activations, kv_cache=kv_cache, granularity=granularity)
+
+
+def _granularity(weights: Json) -> Granularity | None:
+    """What one scale stands for; None for a strategy that nothing here reads."""
+    structure, size = weights.get("block_structure"), weights.get("group_size")
+    match weights.get("strategy"):
+        case "tensor":
+            return "tensor"
+        case "channel":
+            return "row"
+        case "group" if isinstance(size, int) and size > 0:
+            return (1, size)
+        case "block" if isinstance(structure, list) and len(structure) == 2 and all(type(n) is int and n > 0 for n in structure):
+            return (structure[0], structure[1])
+    return None
 
 
 def _cache_named(scheme: Json) -> str:

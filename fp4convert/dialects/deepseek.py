@@ -11,7 +11,7 @@ Source: vLLM 0.33, models/deepseek_v4 (names and views); no published file was c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from fp4convert.dialects import (
     Clues,
@@ -29,7 +29,7 @@ from fp4convert.dialects import (
 from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4
 from fp4convert.shard import TensorRef
-from fp4convert.spelling import Form, Scalars, Table
+from fp4convert.spelling import Form, Group, Scalars, Table, everywhere
 
 SCALARS = Scalars(None)
 TRAITS = Traits(writes=(MXFP4,), scalars=SCALARS)  # no suffixes: ".scale" ends names of ordinary norms too
@@ -54,7 +54,7 @@ def find(tensors: Mapping[str, TensorRef]) -> list[str]:
     ]
 
 
-def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
+def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     record = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -66,6 +66,6 @@ def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str,
     return {"config.json": {"expert_dtype": "fp4", "quantization_config": record}}
 
 
-def recognise(clues: Clues) -> Form | None:
+def recognise(clues: Clues) -> tuple[Group, ...]:
     is_one = clues.config.get("expert_dtype") == "fp4" and clues.record.get("quant_method") == "fp8"
-    return Form(MXFP4) if is_one else None
+    return everywhere(Form(MXFP4) if is_one else None)

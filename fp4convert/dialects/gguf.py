@@ -12,13 +12,13 @@ Source: llama.cpp, ggml-common.h and ggml-quants.c (block_mxfp4, block_nvfp4).  
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp4convert.dialects import Clues, Doubt, Ignored, Json, Traits, each_alone, never_ignored, no_notes, whole
 from fp4convert.formats import MXFP4, NVFP4, Blocks, Fetched, Format, Quantized
 from fp4convert.layout import from_halves, interleave, split_runs, to_halves
 from fp4convert.shard import TensorRef, TensorSpec
-from fp4convert.spelling import ACTIVATIONS_FP4, Form, Part, Read, Scalars, whole_blocks
+from fp4convert.spelling import ACTIVATIONS_FP4, Form, Group, Part, Read, Scalars, everywhere, whole_blocks
 
 SCALARS = Scalars(".scale", ".input_scale", (1,))
 TRAITS = Traits(
@@ -94,12 +94,12 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch)
 
 
-def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
+def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     return {}
 
 
-def recognise(clues: Clues) -> Form | None:
-    return _form(clues.tensors)
+def recognise(clues: Clues) -> tuple[Group, ...]:
+    return everywhere(_form(clues.tensors))
 
 
 def _form(tensors: Mapping[str, TensorRef]) -> Form | None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from fp4convert.dialects import Clues, Ignored, Json, Traits, always_fit, no_doubts, no_notes, stems_named, strings
 from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4
 from fp4convert.shard import TensorRef, TensorSpec
-from fp4convert.spelling import Form, Scalars, Table, whole_blocks
+from fp4convert.spelling import Form, Group, Scalars, Table, everywhere, whole_blocks
 from fp4convert.stacks import Rows, Slot
 
 SCALARS = Scalars(None)
@@ -79,16 +79,16 @@ def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | 
     return whole_blocks((*packed.shape[:2], packed.shape[2] * form.format.block_size), form)
 
 
-def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
+def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     exact = [pattern for pattern in ignored.patterns if not set(pattern) & set("*?[:")]  # transformers compiles them: no globs
-    stored = tuple(quantized)  # their own biases may stay
+    stored = groups[0].modules  # their own biases may stay
     kept = [name for name in (*ignored.modules, *exact) if not any(stem.startswith(f"{name}.") for stem in stored)]
     record = {"quant_method": "mxfp4", "modules_to_not_convert": sorted(set(kept))}
     return {"config.json": {"quantization_config": record}}
 
 
-def recognise(clues: Clues) -> Form | None:
-    return Form(MXFP4) if clues.record.get("quant_method") == "mxfp4" else None
+def recognise(clues: Clues) -> tuple[Group, ...]:
+    return everywhere(Form(MXFP4) if clues.record.get("quant_method") == "mxfp4" else None)
 
 
 def is_ignored(clues: Clues, module: str) -> bool:

@@ -10,7 +10,7 @@ Source: mlx 0.32, mx.quantize; mlx-lm 0.32, utils.load_model.  Readers: mlx-lm.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from fp4convert.dialects import (
     Clues,
@@ -27,7 +27,7 @@ from fp4convert.dialects import (
 )
 from fp4convert.formats import FORMATS, MXFP4, NVFP4
 from fp4convert.shard import TensorRef
-from fp4convert.spelling import Form, Scalars, Table
+from fp4convert.spelling import Form, Group, Scalars, Table, everywhere
 
 MATRIX_DIMENSIONS = 2
 MXFP8_WORDS = 8  # to a scale
@@ -52,16 +52,17 @@ def _is_four_bit(tensors: Mapping[str, TensorRef], stem: str) -> bool:
     return block_scales.dtype == "U8" and words != MXFP8_WORDS * scales
 
 
-def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
+def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
+    form = groups[0].form
     numbers = {"group_size": form.format.block_size, "bits": 4, "mode": form.format.name}
     return {"config.json": {"quantization": numbers, "quantization_config": numbers}}
 
 
-def recognise(clues: Clues) -> Form | None:
+def recognise(clues: Clues) -> tuple[Group, ...]:
     declared = clues.config.get("quantization", clues.record)
     numbers = declared if isinstance(declared, dict) else {}
     fmt = FORMATS.get(str(numbers.get("mode")))
-    return Form(fmt) if fmt and numbers.get("bits") == 4 and numbers.get("group_size") == fmt.block_size else None
+    return everywhere(Form(fmt) if fmt and numbers.get("bits") == 4 and numbers.get("group_size") == fmt.block_size else None)
 
 
 def judge(clues: Clues) -> Iterator[Doubt]:

@@ -5,7 +5,12 @@
   M.weight_scale_2  F32      [], a multiplier: amax / 2688
   M.input_scale     F32      [], a multiplier, with four-bit activations
 
-A record of the algorithm MIXED_PRECISION names the algorithm of every module: those of FP8 are ordinary tensors here.
+Beside them FP8 modules: M.weight F8_E4M3 [rows, columns] and
+  FP8                       M.weight_scale F32 [], M.input_scale F32 []: engines quantize activations with it, so it must be there
+  FP8_PER_CHANNEL_PER_TOKEN M.weight_scale F32 [rows]
+  FP8_PB_WO                 M.weight_scale F32 [rows / 128, 1, columns / 128, 1]
+A record of the algorithm MIXED_PRECISION names the algorithm of every module ("quantized_layers"); vLLM 0.33 knows FP8,
+NVFP4 and W4A16_NVFP4 in one, later ones and SGLang FP8_PB_WO too.
 MXFP4 (U8 scales of [rows, columns / 32], no others) is only read: no engine takes ModelOpt's own record of it.
 Two records: config.json's quantization_config ("ignore") and hf_quant_config.json ("exclude_modules").  Engines match these
 names as wildcards and also as substrings, so that a module named "output" would exclude "attention.output.dense" too:
@@ -15,7 +20,7 @@ Source: ModelOpt 0.47, torch/export; vLLM 0.33, quantization/modelopt.py.  Reade
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -25,7 +30,6 @@ from fp4convert.dialects import (
     Ignored,
     Json,
     Traits,
-    always_fit,
     each_alone,
     is_fp8,
     no_notes,
@@ -33,9 +37,29 @@ from fp4convert.dialects import (
     strings,
     whole,
 )
-from fp4convert.formats import MXFP4, NVFP4
+from fp4convert.formats import FP8, MXFP4, NVFP4
 from fp4convert.shard import TensorRef
-from fp4convert.spelling import ACTIVATIONS_FP4, Form, Scalars, Table
+from fp4convert.spelling import (
+    ACTIVATIONS_FP4,
+    ACTIVATIONS_FP8,
+    Form,
+    Fp8Table,
+    Granularity,
+    Group,
+    Scalars,
+    Table,
+    everywhere,
+    group_modules,
+    scale_grid,
+)
+
+_FP8_ACTIVATIONS: dict[Granularity, int] = {"tensor": ACTIVATIONS_FP8, "row": ACTIVATIONS_FP8, (128, 128): 16}
+
+
+def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int, ...] | None:
+    rows, columns = scale_grid(shape, granularity)
+    return {"tensor": (), "row": (rows,), (128, 128): (rows, 1, columns, 1)}.get(granularity)
+
 
 SCALARS = Scalars(".weight_scale_2", ".input_scale")
 TRAITS = Traits(
@@ -48,12 +72,15 @@ TRAITS = Traits(
     suffixes=(".weight_scale", ".weight_scale_2"),
     companions=(".input_scale", ".k_scale", ".v_scale"),
     cache_scales=("k_proj.k_scale", "v_proj.v_scale"),
+    mixes=(NVFP4, FP8),
+    fp8=Fp8Table("tensor", _scale_shape, ".input_scale", _FP8_ACTIVATIONS),
 )
-TABLE = Table((".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS)
-outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
+TABLE = Table((".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS, fp8=TRAITS.fp8)
+outputs, stored_shape, encode, decode, unfit = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode, TABLE.unfit
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
-stems, slots, notes, unfit = each_alone, whole, no_notes, always_fit
+stems, slots, notes = each_alone, whole, no_notes
 _ALGORITHMS = {ACTIVATIONS_FP4: "NVFP4", 16: "W4A16_NVFP4"}
+_FP8_ALGORITHMS: dict[Granularity, str] = {"tensor": "FP8", "row": "FP8_PER_CHANNEL_PER_TOKEN", (128, 128): "FP8_PB_WO"}
 _MX_ALGORITHMS = ("mxfp4", "MXFP4", "W4A8_MXFP4_FP8")
 
 
@@ -61,26 +88,28 @@ def find(tensors: Mapping[str, TensorRef]) -> list[str]:
     return [stem for stem in stems_named(tensors, TRAITS.suffixes) if not is_fp8(tensors, f"{stem}.weight")]
 
 
-def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
-    everything = "\n".join(quantized)
+def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
+    everything = "\n".join(module for group in groups for module in group.modules)
     globs = [pattern for pattern in ignored.patterns if not pattern.startswith("re:")]
     covered = Ignored(ignored.modules, tuple(globs)).apart()
     patterns = [f"{name[:-1]}[{name[-1]}]" if name in everything else name for name in (*covered, *globs)]
     producer = {"name": "modelopt", "version": "0.47.0"}
-    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": form.format.block_size}
-    scheme = {"targets": ["Linear"], "weights": numbers}
-    if form.has_input_scale:
-        scheme["input_activations"] = dict(numbers)
-    algorithm = _ALGORITHMS[form.activations]
+    form, is_mixed = groups[0].form, len(groups) > 1
+    algorithm = "MIXED_PRECISION" if is_mixed else _algorithm(form)
+    schemes = [_scheme(group.form, sorted(group.modules) if is_mixed else ["Linear"]) for group in groups]
+    layers = {module: _layer(group.form) for group in groups for module in group.modules}
+    mixed: Json = {"quantized_layers": dict(sorted(layers.items()))} if is_mixed else {}
     record: Json = {
         "quant_method": "modelopt",
         "quant_algo": algorithm,
-        "config_groups": {"group_0": scheme},
+        "config_groups": {f"group_{number}": scheme for number, scheme in enumerate(schemes)},
+        **mixed,
         "ignore": patterns,
         "producer": producer,
     }
     if form.kv_cache:
         record["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    sizes = [group.form.format.block_size for group in groups if group.form.format.is_fp4]
     return {
         "config.json": {"quantization_config": record},
         "hf_quant_config.json": {
@@ -88,43 +117,89 @@ def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str,
             "quantization": {
                 "quant_algo": algorithm,
                 "kv_cache_quant_algo": "FP8" if form.kv_cache else None,
-                "group_size": form.format.block_size,
+                **({"group_size": sizes[0]} if sizes else {}),
                 "exclude_modules": patterns,
+                **mixed,
             },
         },
     }
 
 
-def recognise(clues: Clues) -> Form | None:
+def _algorithm(form: Form) -> str:
+    """The name of a form; of FP8 by what one scale stands for."""
+    return _ALGORITHMS[form.activations] if form.format.is_fp4 else _FP8_ALGORITHMS[form.granularity or "tensor"]
+
+
+def _layer(form: Form) -> Json:
+    """What quantized_layers says of a module."""
+    size = {"group_size": form.format.block_size} if form.format.is_fp4 else {}
+    return {"quant_algo": _algorithm(form), **size}
+
+
+def _scheme(form: Form, targets: list[str]) -> Json:
+    """A group of modules: their names, weights and activations."""
+    numbers: Json = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": form.format.block_size}
+    if form.format.is_fp4:
+        return {"targets": targets, "weights": numbers, **({"input_activations": dict(numbers)} if form.has_input_scale else {})}
+    inputs: Json = {"dynamic": False, "num_bits": 8, "type": "float"}
+    match form.granularity:
+        case (int(rows), int(columns)):
+            return {"targets": targets, "weights": {**inputs, "strategy": "block", "block_structure": [rows, columns]}}
+        case "row":
+            return {"targets": targets, "weights": {**inputs, "strategy": "channel"}, "input_activations": inputs}
+    return {"targets": targets, "weights": dict(inputs), "input_activations": inputs}
+
+
+def recognise(clues: Clues) -> tuple[Group, ...]:
     """config.json's record says it, or else hf_quant_config.json.
 
     Engines take the algorithm NVFP4 for weights alone where no group of modules has input_activations.
     """
     if clues.record:
-        return _of_config(clues.record) if clues.record.get("quant_method") == "modelopt" else None
-    return _form(_nested(clues)) if clues.hf_quant_config else None
+        return _of_config(clues.record) if clues.record.get("quant_method") == "modelopt" else ()
+    return _groups(_nested(clues)) if clues.hf_quant_config else ()
 
 
-def _of_config(record: Json) -> Form | None:
-    form = _form(record)
-    groups = record.get("config_groups")
-    schemes = [scheme for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
-    if form and schemes and not any(scheme.get("input_activations") for scheme in schemes):
-        form = replace(form, activations=16)
+def _of_config(record: Json) -> tuple[Group, ...]:
+    groups = _groups(record)
+    declared = record.get("config_groups")
+    schemes = [scheme for scheme in declared.values() if isinstance(scheme, dict)] if isinstance(declared, dict) else []
     cache = record.get("kv_cache_scheme")
-    return replace(form, kv_cache="fp8") if form and isinstance(cache, dict) and cache.get("num_bits") == 8 else form
+    if isinstance(cache, dict) and cache.get("num_bits") == 8:
+        groups = tuple(Group(replace(form, kv_cache="fp8"), names) for form, names in groups)
+    if schemes and not any(scheme.get("input_activations") for scheme in schemes):
+        groups = tuple(Group(replace(form, activations=16) if form.format.is_fp4 else form, names) for form, names in groups)
+    return groups
 
 
-def _form(record: Json) -> Form | None:
-    """What the algorithm, or those of the single modules, say."""
-    layers = record.get("quantized_layers")
-    named = [entry.get("quant_algo") for entry in layers.values() if isinstance(entry, dict)] if isinstance(layers, dict) else []
-    algorithms = named if record.get("quant_algo") == "MIXED_PRECISION" else [record.get("quant_algo")]
+def _groups(record: Json) -> tuple[Group, ...]:
+    """What the algorithm, or those of the single modules, say; none where no module is four-bit."""
     kv_cache = "fp8" if record.get("kv_cache_quant_algo") == "FP8" else None
-    found = {activations for activations, name in _ALGORITHMS.items() if name in algorithms}
-    if found:
-        return Form(NVFP4, max(found), kv_cache=kv_cache)
-    return Form(MXFP4, kv_cache=kv_cache) if any(name in _MX_ALGORITHMS for name in algorithms) else None
+    if record.get("quant_algo") != "MIXED_PRECISION":
+        form = _form(record.get("quant_algo"), kv_cache)
+        return everywhere(form if form and form.format.is_fp4 else None)
+    layers = record.get("quantized_layers")
+    named = (
+        {name: entry.get("quant_algo") for name, entry in layers.items() if isinstance(entry, dict)}
+        if isinstance(layers, dict)
+        else {}
+    )
+    known = [(name, form) for name, algorithm in named.items() if (form := _form(algorithm, kv_cache))]
+    groups = group_modules((module, form) for name, form in known for module in (name, f"{name}.*"))
+    return groups if any(group.form.format.is_fp4 for group in groups) else ()
+
+
+def _form(algorithm: object, kv_cache: str | None) -> Form | None:
+    """The form of an algorithm; None for one that is not read."""
+    if algorithm in _MX_ALGORITHMS:
+        return Form(MXFP4, kv_cache=kv_cache)
+    for activations, name in _ALGORITHMS.items():
+        if algorithm == name:
+            return Form(NVFP4, activations, kv_cache=kv_cache)
+    for granularity, name in _FP8_ALGORITHMS.items():
+        if str(algorithm).upper() == name:
+            return Form(FP8, _FP8_ACTIVATIONS[granularity], kv_cache=kv_cache, granularity=granularity)
+    return None
 
 
 def _nested(clues: Clues) -> Json:
@@ -133,15 +208,16 @@ def _nested(clues: Clues) -> Json:
 
 
 def judge(clues: Clues) -> Iterator[Doubt]:
-    form = recognise(clues)
-    if form and form.format is MXFP4:
+    groups = recognise(clues)
+    form = groups[0].form if groups else None
+    if any(group.form.format is MXFP4 for group in groups):
         yield Doubt(
             "warning", "record-refused", "vLLM and SGLang know no algorithm of that name, though the artifact is consistent"
         )
     nested = _nested(clues)
     if not clues.record or not nested:
         return
-    size = form.format.block_size if form else None
+    size = next((group.form.format.block_size for group in groups if group.form.format.is_fp4), None)
     for file, record in (("config.json", clues.record), ("hf_quant_config.json", nested)):
         if size and record.get("group_size", size) != size:
             yield Doubt("error", "record-strategy", f"{file} says group_size {record['group_size']!r}; expected {size}")

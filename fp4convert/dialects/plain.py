@@ -16,7 +16,7 @@ No engine reads it: it is for people who feed kernels themselves.  quantization_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp4convert.dialects import (
     Clues,
@@ -35,7 +35,7 @@ from fp4convert.formats import MXFP4, NVFP4, Blocks, Fetched, Quantized, Spans
 from fp4convert.layout import LAYOUTS as ORDERS
 from fp4convert.layout import interleave, split_runs
 from fp4convert.shard import TensorRef, TensorSpec
-from fp4convert.spelling import Form, Part, Read, Scalars, half_columns, whole_blocks
+from fp4convert.spelling import Form, Group, Part, Read, Scalars, half_columns, whole_blocks
 
 SCALARS = Scalars(".global_scale", ".input_scale", is_apart=True)
 TRAITS = Traits(
@@ -135,9 +135,9 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch_scales, block_scales)
 
 
-def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
+def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     return {}
 
 
-def recognise(clues: Clues) -> Form | None:
-    return None
+def recognise(clues: Clues) -> tuple[Group, ...]:
+    return ()

@@ -12,7 +12,7 @@ Source: amd-quark 0.13, torch/export; vLLM 0.33, quantization/quark.  Readers: v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from fp4convert.dialects import (
@@ -31,7 +31,7 @@ from fp4convert.dialects import (
 )
 from fp4convert.formats import MXFP4, NVFP4
 from fp4convert.shard import TensorRef
-from fp4convert.spelling import ACTIVATIONS_FP4, Form, Scalars, Table
+from fp4convert.spelling import ACTIVATIONS_FP4, Form, Group, Scalars, Table, everywhere
 
 SCALARS = Scalars(".weight_scale_2", ".input_scale_2")
 TRAITS = Traits(
@@ -52,7 +52,8 @@ def find(tensors: Mapping[str, TensorRef]) -> list[str]:
     return [stem for stem in stems_named(tensors, TRAITS.suffixes) if not is_fp8(tensors, f"{stem}.weight")]
 
 
-def records(form: Form, ignored: Ignored, quantized: Iterable[str]) -> dict[str, Json]:
+def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
+    form = groups[0].form
     weights = _spec(form, is_dynamic=False)
     inputs = _spec(form, is_dynamic=True) if form.activations == ACTIVATIONS_FP4 else None
     globs = [pattern for pattern in ignored.patterns if not pattern.startswith("re:")]
@@ -114,9 +115,9 @@ def _spec(form: Form, is_dynamic: bool) -> object:
     return blocks if is_mx else [blocks, scales]
 
 
-def recognise(clues: Clues) -> Form | None:
+def recognise(clues: Clues) -> tuple[Group, ...]:
     if clues.record.get("quant_method") != "quark":
-        return None
+        return ()
     declared = clues.record.get("global_quant_config")
     scheme = declared if isinstance(declared, dict) else {}
     weights, inputs = (_first(scheme.get(key)) for key in ("weight", "input_tensors"))
@@ -124,7 +125,7 @@ def recognise(clues: Clues) -> Form | None:
         (fmt for fmt in TRAITS.reads if fmt.block_size == weights.get("group_size") and weights.get("dtype") == "fp4"), None
     )
     activations = ACTIVATIONS_FP4 if inputs.get("dtype") == "fp4" else 16
-    return Form(fmt, activations) if fmt else None
+    return everywhere(Form(fmt, activations) if fmt else None)
 
 
 def _first(spec: object) -> dict[str, object]:

@@ -1,0 +1,148 @@
+"""Our own record of an artifact, quantization_config.json: where every byte is and what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from fp4convert.dialects import Dialect, Ignored, dialect_named
+from fp4convert.errors import InputError
+from fp4convert.formats import FLOAT_TYPES, INT4, STORED_FORMATS, format_named
+from fp4convert.layout import padding_of
+from fp4convert.recipe import Target
+from fp4convert.spelling import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form, Granularity, Group, merged, targets_of
+
+RECORD = "quantization_config.json"
+MIXED = "mixed"  # the format of an artifact whose modules have several forms
+
+
+class Contents(NamedTuple):
+    """What an artifact holds: modules by form, those that stay, and the shapes that tensors alone do not tell."""
+
+    groups: Sequence[Group]
+    ignored: Ignored
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+def make_record(target: Target, contents: Contents, producer: dict[str, str], origin: dict[str, object]) -> dict[str, object]:
+    """Our quantization_config.json, but for its last key: `files`, the sha256 of every other file, known when they are written.
+
+    origin  repo and revision of the weights it was made from; None for a folder, whose path is nobody's business
+    """
+    groups, ignored, shapes = contents
+    form, spelling = groups[0].form, dialect_named(str(target.dialect))
+    is_mixed = len(groups) > 1
+    return {
+        **({"format": MIXED, "modules": _describe_groups(groups, spelling)} if is_mixed else describe_form(form, spelling)),
+        **({"shapes": {module: list(shape) for module, shape in shapes.items()}} if form.scale_layout == "appended" else {}),
+        "dialect": target.dialect,
+        "scale_rule": target.scale_rule,
+        "ignore": [*ignored.modules, *ignored.patterns],
+        "producer": producer,
+        "source": origin,
+    }
+
+
+def _describe_groups(groups: Sequence[Group], spelling: Dialect) -> list[dict[str, object]]:
+    """An entry for every pattern: the first that fits a module says its form."""
+    entries = []
+    for group in groups:
+        others = [module for other in groups if other is not group for module in other.modules]
+        described = describe_form(group.form, spelling)
+        entries += [{"pattern": pattern, **described} for pattern in targets_of(group.modules, others)]
+    return entries
+
+
+def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
+    """Where every byte is and what it means, for a form in a dialect; the first keys of our record."""
+    fmt, kind = form.format, spelling.TRAITS.global_scale_kind
+    cache = {"kv_cache": form.kv_cache} if form.kv_cache else {}
+    if not fmt.is_fp4:
+        return {**_describe_beside(form), **cache}
+    return {
+        "format": fmt.name,
+        "block_size": fmt.block_size,
+        "element_dtype": fmt.element_dtype,
+        "scale_dtype": fmt.scale_dtype,
+        "scale_layout": form.scale_layout,
+        "scale_padding": padding_of(form.scale_layout),
+        "nibble_order": spelling.TRAITS.nibble_order,
+        "block_axis": -1,
+        "global_scale": {"dtype": "fp32", "stored_as": kind} if fmt.has_global_scale and kind else None,
+        "activations": form.activations,
+        **cache,
+    }
+
+
+def _describe_beside(form: Form) -> dict[str, object]:
+    """The same of FP8 and int4: `granularity` is what one scale stands for, `block_size` the rows and columns of a block."""
+    is_block = isinstance(form.granularity, tuple)
+    return {
+        "format": form.format.name,
+        "block_size": list(form.granularity or ()) if is_block else None,
+        "granularity": "block" if is_block else form.granularity,
+        "element_dtype": form.format.element_dtype,
+        "scale_dtype": FLOAT_TYPES[form.stored_scales].word,
+        "scale_layout": "linear",
+        "scale_padding": None,
+        "nibble_order": "low_first" if form.format is INT4 else None,
+        "block_axis": -1,
+        "global_scale": None,
+        "activations": form.activations,
+    }
+
+
+def groups_recorded(record: Mapping[str, object]) -> tuple[Group, ...]:
+    """The forms that our record says, and of which modules, in a layout that its dialect has; InputError where that is none."""
+    layouts = dialect_named(str(record.get("dialect"))).TRAITS.layouts
+    if record.get("format") != MIXED:
+        return (Group(_in_layout(_form_recorded(record), layouts), ("*",)),)
+    listed = record.get("modules")
+    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    if not entries:
+        raise InputError("record-modules", 'format "mixed" and no "modules"; expected a form for every pattern')
+    return merged((_in_layout(_form_recorded(entry), layouts), [str(entry.get("pattern"))]) for entry in entries)
+
+
+def _in_layout(form: Form, layouts: tuple[str, ...]) -> Form:
+    if len(layouts) == 1:
+        return replace(form, scale_layout=layouts[0])
+    if form.scale_layout not in layouts:
+        detail = f"scale_layout {form.scale_layout!r} is not known; expected one of {', '.join(layouts)}"
+        raise InputError("unknown-layout", detail)
+    return form
+
+
+def _form_recorded(record: Mapping[str, object]) -> Form:
+    fmt = format_named(str(record.get("format")), STORED_FORMATS)
+    known = (ACTIVATIONS_FP4,) if fmt.is_fp4 else (ACTIVATIONS_FP8,)
+    declared = record.get("activations")
+    activations = declared if isinstance(declared, int) and declared in known else 16
+    cache = "fp8" if record.get("kv_cache") == "fp8" else None
+    if not fmt.is_fp4:
+        words = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}
+        stored = words.get(str(record.get("scale_dtype")), "F32")
+        return Form(fmt, activations, kv_cache=cache, granularity=_granularity_recorded(record), stored_scales=stored)
+    listed = record.get("shapes")
+    shapes = {
+        module: (shape[0], shape[1])
+        for module, shape in (listed.items() if isinstance(listed, dict) else ())
+        if isinstance(shape, list) and len(shape) == 2 and all(type(size) is int and size > 0 for size in shape)
+    }
+    return Form(fmt, activations, str(record.get("scale_layout", "linear")), cache, shapes)
+
+
+def _granularity_recorded(record: Mapping[str, object]) -> Granularity:
+    match record.get("granularity"), record.get("block_size"):
+        case "tensor" | "row" as word, _:
+            return word
+        case _, [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return (rows, columns)
+    detail = f"granularity {record.get('granularity')!r}, block_size {record.get('block_size')!r}"
+    raise InputError("record-modules", f'{detail}; expected "tensor", "row", or "block" of [rows, columns]')
+
+
+def describe_groups(groups: Sequence[Group]) -> str:
+    """The forms in a few words, for people."""
+    return " + ".join(dict.fromkeys(group.form.word for group in groups))
