@@ -9,18 +9,51 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
 from fp4convert.errors import Fp4Error, InputError, Interrupted
+from fp4convert.options import (
+    MOST_MEMORY,
+    ActivationsOption,
+    ArtifactArgument,
+    DeviceOption,
+    DialectOption,
+    DryRunOption,
+    ExcludeOption,
+    ForceOption,
+    FormatOption,
+    IncludeOption,
+    IndexOption,
+    InputScaleOption,
+    JoinOption,
+    JsonOption,
+    LayoutOption,
+    MemoryOption,
+    OutputOption,
+    PartsOption,
+    PrivateOption,
+    PushOption,
+    QuietOption,
+    RayOption,
+    RecipeOption,
+    RevisionOption,
+    RuleOption,
+    SourceArgument,
+    StackOrderOption,
+    StackRowsOption,
+    SubfolderOption,
+    TemplateOption,
+    TokenOption,
+    TransportOption,
+    WorkersOption,
+)
 from fp4convert.sources import Access
+from fp4convert.stops import Stopped, listen
 from fp4convert.streams import sturdy_streams
 
 app = typer.Typer(
@@ -30,39 +63,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Turn a checkpoint into NVFP4 or MXFP4 safetensors that inference engines load.",
 )
-
-SourceArgument = Annotated[str, typer.Argument(help="A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.")]
-ArtifactArgument = Annotated[str, typer.Argument(help="Four-bit weights: a folder, one file, or ORG/NAME on the Hub.")]
-FormatOption = Annotated[str, typer.Option("--format", help="Target: nvfp4 or mxfp4.")]
-OutputOption = Annotated[Path | None, typer.Option("--output", "-o", readable=False, help="New folder. Default: ./NAME-FORMAT.")]
-DialectOption = Annotated[str, typer.Option(help="compressed-tensors, modelopt, quark, deepseek, mlx, comfy, plain or gguf.")]
-LayoutOption = Annotated[
-    str | None, typer.Option(help="plain: linear (default), 128x4, 8x4, deepgemm, k_major, interleaved, appended.")
-]
-TemplateOption = Annotated[str | None, typer.Option(help="Dialect gguf: a GGUF file of the model, whose frame it gets.")]
-RuleOption = Annotated[str | None, typer.Option(help="nvfp4: amax; mxfp4: floor, even (default) or ceil.")]
-ActivationsOption = Annotated[int, typer.Option(help="16: weights alone; 4: for the FP4 tensor cores, activations too.")]
-InputScaleOption = Annotated[float | None, typer.Option(help="With --activations 4, nvfp4: a multiplier. Default: 1.0.")]
-IncludeOption = Annotated[list[str] | None, typer.Option(help="Quantize these modules too, though the recipe keeps them.")]
-ExcludeOption = Annotated[list[str] | None, typer.Option(help="Keep these modules as they are. Glob, or re:REGEX.")]
-DeviceOption = Annotated[str, typer.Option(help="auto (GPUs, else the CPU), cpu, cuda or cuda:N. The bytes are the same.")]
-WorkersOption = Annotated[int, typer.Option(min=0, help="Threads; 0 is as many as suit the device.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Discard what an earlier run of fp4convert left in the output.")]
-RevisionOption = Annotated[str | None, typer.Option(help="On the Hub: branch, tag or commit. Default: main.")]
-SubfolderOption = Annotated[str | None, typer.Option(help="On the Hub: folder of the repository.")]
-TokenOption = Annotated[str | None, typer.Option(help="For the Hub. Better: hf auth login, or HF_TOKEN.")]
-TransportOption = Annotated[str, typer.Option(help="From the Hub: http, or xet (through hf_xet).")]
-MOST_MEMORY = 1e6  # GB; inf, too, means no limit
-MemoryOption = Annotated[float, typer.Option(min=0, help="GB of what the Hub sends that are kept for a second reading.")]
-JoinOption = Annotated[bool, typer.Option("--join", help="One of several such processes, on any machines that share OUTPUT.")]
-IndexOption = Annotated[int | None, typer.Option(help="Do this part alone, from 0; then: fp4convert merge OUTPUT.")]
-PartsOption = Annotated[int | None, typer.Option(help="How many parts. Default for both: Slurm, torchrun, SkyPilot say so.")]
-RayOption = Annotated[str | None, typer.Option(help="One worker on every node of this Ray cluster: auto, or HOST:PORT.")]
-PushOption = Annotated[str | None, typer.Option("--push-to-hub", help="Upload the result to this repository, ORG/NAME.")]
-PrivateOption = Annotated[bool, typer.Option("--private", help="With --push-to-hub: into a repository that is not public.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for errors too.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
 
 
 @app.command("quantize")
@@ -76,6 +76,9 @@ def quantize_command(
     input_scale: InputScaleOption = None,
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
+    recipe: RecipeOption = None,
+    stack_order: StackOrderOption = None,
+    stack_rows: StackRowsOption = None,
     device: DeviceOption = "auto",
     workers: WorkersOption = 0,
     dry_run: DryRunOption = False,
@@ -106,8 +109,8 @@ def quantize_command(
     goal = publishing.choose_publication(push_to_hub, private, _given(token))
     target = output or Path(f"{sources.name_of(source)}-{format.upper()}")
     access = _access(screen.tell, (revision, subfolder), token, (memory, transport), target)
-    patterns = (tuple(include or ()), tuple(exclude or ()))
-    request = convert.Request(format, dialect, scale_rule, activations, input_scale, *patterns)
+    choice = (tuple(include or ()), tuple(exclude or ()), recipe, stack_order, stack_rows)
+    request = convert.Request(format, dialect, scale_rule, activations, input_scale, *choice)
     with screen.phases() as phases:
         phases.begin("plan")
         opened = sources.open_source(source, access)
@@ -239,6 +242,23 @@ def doctor_command(json: JsonOption = False) -> None:
     render.Screen(json).show(doctor.examine(Path()), render.draw_examination)
 
 
+@app.command("recipes")
+def recipes_command(
+    name: Annotated[str | None, typer.Argument(help="One of them, or a TOML file: what it keeps, groups and stacks.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """List the recipes: modes to pick, and what is kept in the models of each family.
+
+    Example: fp4convert recipes deepseek
+    """
+    from fp4convert import recipe_files, render
+
+    if name is None:
+        render.Screen(json).show(recipe_files.describe_known(), render.draw_recipes)
+    else:
+        render.Screen(json).show(recipe_files.describe(name), render.draw_recipe)
+
+
 @app.command("transcode")
 def transcode_command(
     artifact: ArtifactArgument,
@@ -312,34 +332,9 @@ def _options(
     pass
 
 
-class _Stopped(BaseException):
-    """Ctrl-C, or SIGTERM as Slurm and Kubernetes send it before they take the machine away."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_DFL)  # asked a second time, the process ends at once
-    raise _Stopped(number)
-
-
-def _send_again(lost: sys.UnraisableHookArgs) -> None:
-    """A stop that came while an object was cleared away, where Python drops exceptions, comes once more."""
-    if isinstance(lost.exc_value, _Stopped):
-        number = lost.exc_value.number
-        signal.signal(number, _stop)
-        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
-    else:
-        sys.__unraisablehook__(lost)
-
-
 def main() -> None:
     """Run the command line; every expected failure becomes one message and its exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
-    sys.unraisablehook = _send_again
+    listen()
     with sturdy_streams():
         _main()
 
@@ -349,9 +344,9 @@ def _main() -> None:
         sys.exit(app(standalone_mode=False))
     except Fp4Error as error:
         _fail(error)
-    except _Stopped as stopped:
+    except Stopped as stopped:
         command = shlex.join(["fp4convert", *_without_token(sys.argv[1:])])
-        _fail(Interrupted(command, is_terminated=stopped.number == signal.SIGTERM))
+        _fail(Interrupted(command, stopped.is_terminated))
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise

@@ -101,11 +101,16 @@ def _bound(text: str, pattern: str, config: Mapping[str, object]) -> int | None:
         raise InputError("bad-pattern", detail)
     total = 0
     for sign, digits, key in terms:
-        value = int(digits) if digits else next(_integers(config, key), None)
+        value = int(digits) if digits else integer_of(config, key)
         if value is None:
             return None
         total += -value if sign == "-" else value
     return total
+
+
+def integer_of(config: Mapping[str, object], key: str) -> int | None:
+    """The integer under that key of config.json: at the top, then in the config of its text model, then in any other."""
+    return next(_integers(config, key), None)
 
 
 def _integers(config: Mapping[str, object], key: str) -> Iterator[int]:

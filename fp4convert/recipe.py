@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fp4convert.errors import InputError
 from fp4convert.formats import Format, check_rule, format_named
-from fp4convert.patterns import compiled, expand, matches, matches_any
+from fp4convert.patterns import compiled, expand, integer_of, matches, matches_any
 from fp4convert.recipe_files import (
     ANY_FORMAT,
     DEFAULT,
@@ -30,6 +30,7 @@ __all__ = ["Choice", "KeepRule", "Recipe", "ScaleGroup", "StackRule", "Target", 
 FUSED = {  # last parts of names that hold a gate and an up projection, whoever made the model
     "gate_up_proj": ("gate_proj", "up_proj"),
     "w13": ("w1", "w3"),
+    "w13_weight": ("w1", "w3"),
 }
 
 
@@ -146,19 +147,32 @@ class Recipe:
         rule = self._rule_for(module)
         return rule.kind if rule else ""
 
-    def stack_rule(self, tensor: str) -> StackRule | None:
+    def stack_rule(self, tensor: str, shape: tuple[int, ...] = ()) -> StackRule | None:
         """How that tensor stacks the matrices of experts, or None where nobody says so.
 
         A person's stack_order and stack_rows settle the tensors that no recipe names.
+
+        shape   (experts, ...) of the tensor; decides, with config.json, where checkpoints of both orders are in use
+        Raises  InputError where it does not, and no stack_order is chosen
         """
         for rule in self.stacks:
             if matches_any(rule.tensors, tensor):
-                return rule
+                return rule if rule.inputs is None or not shape else self._turned(rule, tensor, shape)
         leaf = tensor.removesuffix(".weight").rpartition(".")[2]
         order, rows = self.choice.stack_order, self.choice.stack_rows
         if order is None or (leaf in FUSED and rows is None):
             return None
         return StackRule((tensor,), FUSED.get(leaf, (leaf,)), order == "in_out", rows == "interleaved" and leaf in FUSED)
+
+    def _turned(self, rule: StackRule, tensor: str, shape: tuple[int, ...]) -> StackRule:
+        """The rule, in the order in which the tensor has as many inputs as config.json says."""
+        fitting = [axis == 1 for axis in (1, 2) if axis < len(shape) and shape[axis] == rule.inputs]
+        if len(fitting) == 1:
+            return rule._replace(is_transposed=fitting[0])
+        if self.choice.stack_order is not None:
+            return rule._replace(is_transposed=self.choice.stack_order == "in_out")
+        detail = f"{tensor} is {list(shape)}, and {rule.inputs_key} is {rule.inputs}, which does not tell inputs from outputs"
+        raise InputError("stack-order", detail, f"Say --stack-order {' or '.join(STACK_ORDERS)}.", tensor)
 
     def _override(self, module: str) -> str | None:
         """The word of the first [[format]] that names it."""
@@ -252,7 +266,12 @@ def _filled(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
             file,
             keep=tuple(rule._replace(patterns=filled(rule.patterns)) for rule in file.keep),
             only=tuple(rule._replace(patterns=filled(rule.patterns)) for rule in file.only),
-            stacks=tuple(rule._replace(tensors=filled(rule.tensors)) for rule in file.stacks),
+            stacks=tuple(
+                rule._replace(
+                    tensors=filled(rule.tensors), inputs=integer_of(config, rule.inputs_key) if rule.inputs_key else None
+                )
+                for rule in file.stacks
+            ),
             formats=tuple(rule._replace(patterns=filled(rule.patterns)) for rule in file.formats),
         )
     except InputError as error:

@@ -51,6 +51,8 @@ class StackRule(NamedTuple):
     is_transposed   each expert's matrix is stored as (in, out)
     is_interleaved  rows of the members take turns; else one member stands below the other
     named           of a module: {parent} is the tensor's name without its last part, {expert} a number from 0
+    inputs_key      of config.json, where checkpoints of both orders are in use: how many inputs each matrix has
+    inputs          that number
     """
 
     tensors: tuple[str, ...]
@@ -58,6 +60,8 @@ class StackRule(NamedTuple):
     is_transposed: bool
     is_interleaved: bool
     named: str = NAMED
+    inputs_key: str = ""
+    inputs: int | None = None
 
     def module(self, tensor: str, expert: int, member: str) -> str:
         """The name of one expert's module out of that tensor."""
@@ -108,11 +112,14 @@ def known_file(name: str) -> RecipeFile:
 
 
 def families_of(config: Mapping[str, object]) -> list[RecipeFile]:
-    """The files that name the model of a config.json, or one that it is made of."""
+    """The files that name the model of a config.json, or one that it is made of, each after all that it builds on."""
     wanted = set(_kinds(config))
     likely = (name for name, text in _texts().items() if any(f'"{kind}"' in text for kind in wanted))  # 60 files take time
-    files = map(known_file, likely)
-    return [file for file in files if not wanted.isdisjoint((*file.model_types, *file.class_names))]
+    found: list[RecipeFile] = []
+    for file in map(known_file, likely):
+        if not wanted.isdisjoint((*file.model_types, *file.class_names)):
+            _collect(file.name, Path(), (), found)
+    return found
 
 
 def chosen_files(recipe: str) -> list[RecipeFile]:
@@ -124,6 +131,50 @@ def chosen_files(recipe: str) -> list[RecipeFile]:
     found: list[RecipeFile] = []
     _collect(recipe, Path(), (), found)
     return found
+
+
+def describe_known() -> dict[str, object]:
+    """The document of `fp4convert recipes`: every file of configs/, those that a person picks before those of families."""
+    files = sorted(map(known_file, _texts()), key=lambda file: (file.name != DEFAULT, not file.is_mode))
+    return {"recipes": [_head(file) for file in files]}
+
+
+def describe(recipe: str) -> dict[str, object]:
+    """The document of `fp4convert recipes NAME`: what that file says, and before it all that it builds on.
+
+    Raises InputError as chosen_files does
+    """
+    files = chosen_files(recipe)
+    stacks = [
+        {
+            "tensors": rule.tensors,
+            "members": rule.members,
+            "order": STACK_ORDERS[rule.is_transposed],
+            "rows": STACK_ROWS[rule.is_interleaved],
+            "named": rule.named,
+            "inputs": rule.inputs_key or None,
+        }
+        for file in files[::-1]
+        for rule in file.stacks
+    ]
+    keep = [
+        {"reason": rule.reason, "modules": rule.patterns, "for_accuracy": rule.is_for_accuracy}
+        for file in files
+        for rule in file.keep
+    ]
+    return {
+        **_head(files[-1]),
+        "base": [file.name for file in files[:-1]],
+        "keep": keep,
+        "only": [{"reason": rule.reason, "modules": rule.patterns} for file in files for rule in file.only],
+        "groups": list(dict.fromkeys(group for file in files[::-1] for group in file.groups)),
+        "stacks": stacks,
+        "formats": [{"format": rule.format, "modules": rule.patterns} for file in files[::-1] for rule in file.formats],
+    }
+
+
+def _head(file: RecipeFile) -> dict[str, object]:
+    return {"name": file.name, "about": file.about, "model_types": file.model_types, "class_names": file.class_names}
 
 
 def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
@@ -157,6 +208,7 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
                 row["order"] == "in_out",
                 row["rows"] == "interleaved",
                 row["named"],
+                row["inputs"],
             )
             for row in rows["stack"]
         ),
@@ -218,6 +270,7 @@ _ROWS = {
         "order": _word(*STACK_ORDERS),
         "rows": _word(*STACK_ROWS, default="concatenated"),
         "named": _Key("a name with {parent}, {expert} and {member} in it", _is_name, NAMED),
+        "inputs": _TEXT._replace(default=""),
     },
     "format": {"modules": _TEXTS, "format": _word("nvfp4", "mxfp4", "fp8", KEEP, ANY_FORMAT)},
 }

@@ -221,6 +221,36 @@ def draw_plan(screen: Screen, plan: Document) -> None:
     screen.line(f"total {size_text(plan['source_bytes'])} -> {size_text(plan['output_bytes'])}", "bold")
 
 
+def draw_recipes(screen: Screen, found: Document) -> None:
+    """Every recipe in a line, families with the models that they are for."""
+    width = max(len(recipe["name"]) for recipe in found["recipes"])
+    for recipe in found["recipes"]:
+        models = ", ".join((*recipe["model_types"], *recipe["class_names"]))
+        screen.line(f"{recipe['name']:{width}}  {recipe['about']}")
+        if models:
+            screen.line(f"{'':{width}}  for {models}")
+
+
+def draw_recipe(screen: Screen, recipe: Document) -> None:
+    """What one recipe says, in the words of its file."""
+    screen.line(f"{recipe['name']}: {recipe['about']}")
+    if models := (*recipe["model_types"], *recipe["class_names"]):
+        screen.line(f"for {', '.join(models)}")
+    if recipe["base"]:
+        screen.line(f"builds on {', '.join(recipe['base'])}")
+    for rule in recipe["keep"]:
+        screen.line(f"keeps {', '.join(rule['modules'])}: {rule['reason']}")
+    for rule in recipe["only"]:
+        screen.line(f"quantizes only {', '.join(rule['modules'])}")
+    for rule in recipe["formats"]:
+        screen.line(f"makes {rule['format']} of {', '.join(rule['modules'])}")
+    for members in recipe["groups"]:
+        screen.line(f"one scale for {', '.join(members)}")
+    for rule in recipe["stacks"]:
+        rows = f", {rule['rows']}" if len(rule["members"]) > 1 else ""
+        screen.line(f"takes {', '.join(rule['tensors'])} for stacks of {', '.join(rule['members'])}: {rule['order']}{rows}")
+
+
 def draw_artifact(screen: Screen, artifact: Document) -> None:
     """What `inspect` found out."""
     counts, layout, bits = artifact["tensors"], artifact["scale_layout"], artifact["bits_per_weight"]

@@ -1,0 +1,44 @@
+"""The options and arguments that commands share: their types, names and help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SourceArgument = Annotated[str, typer.Argument(help="A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.")]
+ArtifactArgument = Annotated[str, typer.Argument(help="Four-bit weights: a folder, one file, or ORG/NAME on the Hub.")]
+FormatOption = Annotated[str, typer.Option("--format", help="Target: nvfp4 or mxfp4.")]
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", readable=False, help="New folder. Default: ./NAME-FORMAT.")]
+DialectOption = Annotated[str, typer.Option(help="compressed-tensors, modelopt, quark, deepseek, mlx, comfy, plain or gguf.")]
+LayoutOption = Annotated[
+    str | None, typer.Option(help="plain: linear (default), 128x4, 8x4, deepgemm, k_major, interleaved, appended.")
+]
+TemplateOption = Annotated[str | None, typer.Option(help="Dialect gguf: a GGUF file of the model, whose frame it gets.")]
+RuleOption = Annotated[str | None, typer.Option(help="nvfp4: amax; mxfp4: floor, even (default) or ceil.")]
+ActivationsOption = Annotated[int, typer.Option(help="16: weights alone; 4: for the FP4 tensor cores, activations too.")]
+InputScaleOption = Annotated[float | None, typer.Option(help="With --activations 4, nvfp4: a multiplier. Default: 1.0.")]
+IncludeOption = Annotated[list[str] | None, typer.Option(help="Quantize these modules too, though the recipe keeps them.")]
+ExcludeOption = Annotated[list[str] | None, typer.Option(help="Keep these modules as they are. Glob, or re:REGEX.")]
+RecipeOption = Annotated[str | None, typer.Option(help="A mode or family that fp4convert recipes lists, or a TOML file.")]
+StackOrderOption = Annotated[str | None, typer.Option(help="Of expert stacks that no recipe knows: out_in or in_out.")]
+StackRowsOption = Annotated[str | None, typer.Option(help="Of gate and up in one such stack: concatenated or interleaved.")]
+DeviceOption = Annotated[str, typer.Option(help="auto (GPUs, else the CPU), cpu, cuda or cuda:N. The bytes are the same.")]
+WorkersOption = Annotated[int, typer.Option(min=0, help="Threads; 0 is as many as suit the device.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Discard what an earlier run of fp4convert left in the output.")]
+RevisionOption = Annotated[str | None, typer.Option(help="On the Hub: branch, tag or commit. Default: main.")]
+SubfolderOption = Annotated[str | None, typer.Option(help="On the Hub: folder of the repository.")]
+TokenOption = Annotated[str | None, typer.Option(help="For the Hub. Better: hf auth login, or HF_TOKEN.")]
+TransportOption = Annotated[str, typer.Option(help="From the Hub: http, or xet (through hf_xet).")]
+MOST_MEMORY = 1e6  # GB; inf, too, means no limit
+MemoryOption = Annotated[float, typer.Option(min=0, help="GB of what the Hub sends that are kept for a second reading.")]
+JoinOption = Annotated[bool, typer.Option("--join", help="One of several such processes, on any machines that share OUTPUT.")]
+IndexOption = Annotated[int | None, typer.Option(help="Do this part alone, from 0; then: fp4convert merge OUTPUT.")]
+PartsOption = Annotated[int | None, typer.Option(help="How many parts. Default for both: Slurm, torchrun, SkyPilot say so.")]
+RayOption = Annotated[str | None, typer.Option(help="One worker on every node of this Ray cluster: auto, or HOST:PORT.")]
+PushOption = Annotated[str | None, typer.Option("--push-to-hub", help="Upload the result to this repository, ORG/NAME.")]
+PrivateOption = Annotated[bool, typer.Option("--private", help="With --push-to-hub: into a repository that is not public.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for errors too.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
