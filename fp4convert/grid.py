@@ -125,7 +125,7 @@ def transpose(stored: Matrix, columns: range) -> Matrix:
 
 def to_bf16(values: Float32s) -> memoryview:
     """The bytes of the values as bf16, half to even; NaN stays NaN."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(ml_dtypes.bfloat16).reshape(-1).view(np.uint8).data
 
 

@@ -1,5 +1,5 @@
-/* The CPU library's entry points: each picks the copy of quantize.c and dequantize.c made for this processor.
- * quantize.c and dequantize.c say what names and arguments mean; kernels for other devices carry the same.
+/* The CPU library's entry points: each picks the copy of its kernel made for this processor.
+ * The other .c files say what names and arguments mean; kernels for other devices carry those of quantize.c and dequantize.c.
  */
 #include <stdint.h>
 
@@ -11,7 +11,24 @@
     E(dequantize_nvfp4_##d, (const uint8_t *p, const uint8_t *s, int64_t n, const float *g, int64_t is_divisor, t *y),  \
       (p, s, n, g, is_divisor, y))                                                                                      \
     E(dequantize_mxfp4_##d, (const uint8_t *p, const uint8_t *s, int64_t n, t *y), (p, s, n, y))
-#define ENTRIES(E) FOR_DTYPE(E, bf16, uint16_t) FOR_DTYPE(E, fp16, uint16_t) FOR_DTYPE(E, fp32, float)
+/* From here on, entry points that CUDA has no kernels for. */
+#define TO_FP8(E, d, t)                                                                                                 \
+    E(row_amax_##d, (const t *x, int64_t rows, int64_t columns, uint32_t *amax_bits), (x, rows, columns, amax_bits))    \
+    E(quantize_fp8_##d, (const t *x, int64_t rows, int64_t columns, const float *s, int64_t is_per_row, uint8_t *c),    \
+      (x, rows, columns, s, is_per_row, c))
+#define FOR_NBYTES(E, N, t)                                                                                             \
+    E(transpose_##N, (const t *x, int64_t rows, int64_t width, int64_t first, int64_t step, int64_t count, t *y),       \
+      (x, rows, width, first, step, count, y))
+#define FOR_GRID(E)                                                                                                     \
+    E(decode_fp8, (const uint8_t *c, const float *s, const void *grid, float *y), (c, s, grid, y))                      \
+    E(amax_fp8, (const uint8_t *c, const float *s, const void *grid, uint32_t *amax_bits), (c, s, grid, amax_bits))     \
+    E(decode_int4, (const uint8_t *p, const float *s, const float *z, const void *grid, float *y), (p, s, z, grid, y))  \
+    E(decode_int8, (const uint8_t *p, const float *s, const float *z, const void *grid, float *y), (p, s, z, grid, y))  \
+    E(round_bf16, (const float *x, int64_t n, uint16_t *y), (x, n, y))
+#define ENTRIES(E)                                                                                                      \
+    FOR_DTYPE(E, bf16, uint16_t) FOR_DTYPE(E, fp16, uint16_t) FOR_DTYPE(E, fp32, float)                                 \
+    TO_FP8(E, bf16, uint16_t) TO_FP8(E, fp16, uint16_t) TO_FP8(E, fp32, float)                                          \
+    FOR_NBYTES(E, 1, uint8_t) FOR_NBYTES(E, 2, uint16_t) FOR_NBYTES(E, 4, uint32_t) FOR_GRID(E)
 
 #ifdef __x86_64__
 static int level;

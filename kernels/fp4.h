@@ -85,6 +85,12 @@ FP4_FN unsigned e4m3_encode(float v) {
     return v < 0x1p-6f ? subnormal : normal;
 }
 
+/* Any q but NaN, half to even, saturating at 448; the sign is kept, also of zero. */
+FP4_FN unsigned e4m3_encode_signed(float q) {
+    unsigned bits = fp4_bits(q);
+    return e4m3_encode(fp4_min(fp4_float(bits & 0x7FFFFFFFu), 448.0f)) | (bits >> 24 & 0x80u);
+}
+
 /* byte in 0..0x7E */
 FP4_FN float e4m3_decode_positive(unsigned byte) {
     float subnormal = (float)(int)byte * 0x1p-9f;

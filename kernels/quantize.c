@@ -124,19 +124,58 @@ INLINE void widen_maxima_fp32(const float *restrict x, int blocks, int width, ui
     }
 }
 
+/* sound_blocks: codes of as many leading blocks of a sound chunk as have a fast way; returns their number.
+ *
+ * A block to a 64-byte vector, and no division: x / step comes from two corrections of x * fl(1 / step).  The first brings it
+ * within one unit in its last place, so that its residual is exact, and with a correctly rounded inverse the second rounds
+ * correctly (Markstein, IBM J. Res. Dev. 34, 1990).  Sound blocks are those where residuals stay normal, no x but zero underflows,
+ * no code saturates (6.9: the inverse is not exact) and the step's mantissa is not all ones. */
+#ifdef __AVX512BW__
+#define ALL16(value) _mm512_set1_ps(value)
+
+INLINE int is_sound(float step, float inverse, float block_amax) {
+    return (step >= 0x1p-100f) & (step <= 1.0f) & ((fp4_bits(step) & 0x7FFFFFu) != 0x7FFFFFu) & (block_amax * inverse < 6.9f);
+}
+
+INLINE int sound_blocks(const float *restrict x, const float *restrict step, const float *restrict inverse, int blocks,
+                        uint8_t *restrict packed) {
+    for (int b = 0; b < blocks; b++) {
+        __m512 s = ALL16(step[b]), r = ALL16(inverse[b]), value = _mm512_loadu_ps(x + b * 16), v = _mm512_abs_ps(value), q = v * r;
+        q = _mm512_fmadd_ps(_mm512_fnmadd_ps(q, s, v), r, q);
+        q = _mm512_fmadd_ps(_mm512_fnmadd_ps(q, s, v), r, q);
+        __m512 fine = _mm512_fmadd_ps(q, ALL16(2.0f), ALL16(E2M1_INTEGERS)); /* as e2m1_round */
+        __m512 coarse = _mm512_fmadd_ps(q, ALL16(0.5f), ALL16(E2M1_INTEGERS + 4.0f));
+        __m512 rounded = _mm512_min_ps(_mm512_min_ps(fine, q + (E2M1_INTEGERS + 2.0f)), coarse);
+        __m512i sign = _mm512_srli_epi32((__m512i)(value + 0.0f), 28); /* -0.0 is not below zero */
+        __m512i codes = ((__m512i)rounded & _mm512_set1_epi32(7)) | (sign & _mm512_set1_epi32(8));
+        _mm_storel_epi64((__m128i *)(packed + b * 8), _mm512_cvtepi64_epi8(codes | _mm512_srli_epi64(codes, 28)));
+    }
+    return blocks;
+}
+#else
+INLINE int is_sound(float step, float inverse, float block_amax) { return (void)step, (void)inverse, (void)block_amax, 0; }
+INLINE int sound_blocks(const float *x, const float *step, const float *inverse, int blocks, uint8_t *packed) {
+    return (void)x, (void)step, (void)inverse, (void)blocks, (void)packed, 0;
+}
+#endif
+
 /* x, and maxima of its blocks as float32 bits; blocks <= CHUNK */
 static void nvfp4_chunk(const float *restrict x, const uint32_t *restrict maxima, int blocks, float global_scale,
                         uint8_t *restrict packed, uint8_t *restrict block_scales) {
-    float block_step[CHUNK];
+    float block_step[CHUNK], inverse[CHUNK];
     uint16_t codes[CHUNK * 16];
+    int sound = 1, done = 0;
     for (int b = 0; b < blocks; b++) {
         unsigned block_scale = nvfp4_block_scale(fp4_float(maxima[b]), global_scale);
         block_scales[b] = (uint8_t)block_scale;
         block_step[b] = e4m3_decode_positive(block_scale) * global_scale;
+        inverse[b] = 1.0f / block_step[b];
+        sound &= is_sound(block_step[b], inverse[b], fp4_float(maxima[b]));
     }
-    for (int b = 0; b < blocks; b++)
-        for (int j = 0; j < 16; j++) codes[b * 16 + j] = (uint16_t)e2m1_encode(x[b * 16 + j] / block_step[b]);
-    pack_codes(codes, blocks * 16, packed);
+    if (sound) done = sound_blocks(x, block_step, inverse, blocks, packed);
+    for (int b = done; b < blocks; b++)
+        for (int j = b * 16; j < b * 16 + 16; j++) codes[j] = (uint16_t)e2m1_encode(x[j] / block_step[b]);
+    pack_codes(codes + done * 16, (blocks - done) * 16, packed + done * 8);
 }
 
 /* The same for MXFP4; a product with a power of two is the division by its inverse. */
@@ -155,16 +194,17 @@ static void mxfp4_chunk(const float *restrict x, const uint32_t *restrict maxima
 }
 
 /* n % 16 == 0; finite.  F16C's conversion is exact, subnormals too; compilers do not find it in the scalar form. */
-INLINE void widen_fp16(const uint16_t *restrict x, int n, float *restrict wide) {
+INLINE const float *widen_fp16(const uint16_t *restrict x, int n, float *restrict wide) {
 #ifdef __F16C__
     typedef short i16x8 __attribute__((vector_size(16)));
     for (int i = 0; i < n; i += 8) STORE(wide + i, __builtin_ia32_vcvtph2ps256(LOAD(i16x8, x + i)));
 #else
     for (int i = 0; i < n; i++) wide[i] = fp4_from_finite_fp16(x[i]);
 #endif
+    return wide;
 }
 
-INLINE void widen_fp32(const float *restrict x, int n, float *restrict wide) { memcpy(wide, x, (size_t)n * sizeof *x); }
+INLINE const float *widen_fp32(const float *restrict x, int n, float *restrict wide) { (void)n, (void)wide; return x; }
 
 #define DEFINE_QUANTIZE(dtype, type)                                                                              \
     void NAME(quantize_nvfp4_##dtype)(const type *restrict x, int64_t n, const float *restrict amax,              \
@@ -174,8 +214,8 @@ INLINE void widen_fp32(const float *restrict x, int n, float *restrict wide) { m
         for (int64_t start = 0; start < n; start += CHUNK * 16) {                                                 \
             int length = (int)(n - start < CHUNK * 16 ? n - start : CHUNK * 16);                                  \
             widen_maxima_##dtype(x + start, length / 16, 16, maxima);                                             \
-            widen_##dtype(x + start, length, wide);                                                               \
-            nvfp4_chunk(wide, maxima, length / 16, global_scale, packed + start / 2, block_scales + start / 16);  \
+            const float *values = widen_##dtype(x + start, length, wide);                                         \
+            nvfp4_chunk(values, maxima, length / 16, global_scale, packed + start / 2, block_scales + start / 16); \
         }                                                                                                         \
     }                                                                                                             \
     void NAME(quantize_mxfp4_##dtype)(const type *restrict x, int64_t n, int64_t rule, uint8_t *restrict packed,  \
@@ -185,8 +225,8 @@ INLINE void widen_fp32(const float *restrict x, int n, float *restrict wide) { m
         for (int64_t start = 0; start < n; start += CHUNK * 32) {                                                 \
             int length = (int)(n - start < CHUNK * 32 ? n - start : CHUNK * 32);                                  \
             widen_maxima_##dtype(x + start, length / 32, 32, maxima);                                             \
-            widen_##dtype(x + start, length, wide);                                                               \
-            mxfp4_chunk(wide, maxima, length / 32, rule, packed + start / 2, block_scales + start / 32);          \
+            const float *values = widen_##dtype(x + start, length, wide);                                         \
+            mxfp4_chunk(values, maxima, length / 32, rule, packed + start / 2, block_scales + start / 32);        \
         }                                                                                                         \
     }
 DEFINE_QUANTIZE(fp16, uint16_t)

@@ -5,6 +5,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __AVX512BW__
+#include <immintrin.h>
+#endif
+
 #include "fp4.h"
 
 #define PASTE_(name, level) name##_v##level

@@ -2,7 +2,11 @@
  *
  *   in   int64 n; n bf16; n fp16; n fp32; float32 amax of the three
  *   out  for each type: amax bits; NVFP4 packed, scales; MXFP4 packed, scales for rules 0, 1, 2;
- *        then for each type: NVFP4 (multiplier, divisor) and MXFP4 of the bf16 input, dequantized to it
+ *        then for each type: NVFP4 (multiplier, divisor) and MXFP4 of the bf16 input, dequantized to it;
+ *        then for each type: amax bits of four rows, FP8 codes of one scale 1;
+ *        then the bytes of the fp32 input as 4 rows of n FP8 codes in blocks of 3 x 100 under the first fp32 values as scales: their
+ *        amax bits, their values; as int4 of 2 n columns in groups of 100, as int8 of n; the fp32 input as bf16;
+ *        the fp32 input as 8 rows of n / 8, every second column as a row; the same of its first half as two bytes, its first quarter as one
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -13,10 +17,20 @@
     void quantize_nvfp4_##d(const t *, int64_t, const float *, uint8_t *, uint8_t *);                        \
     void quantize_mxfp4_##d(const t *, int64_t, int64_t, uint8_t *, uint8_t *);                              \
     void dequantize_nvfp4_##d(const uint8_t *, const uint8_t *, int64_t, const float *, int64_t, t *);       \
-    void dequantize_mxfp4_##d(const uint8_t *, const uint8_t *, int64_t, t *);
+    void dequantize_mxfp4_##d(const uint8_t *, const uint8_t *, int64_t, t *);                               \
+    void row_amax_##d(const t *, int64_t, int64_t, uint32_t *);                                              \
+    void quantize_fp8_##d(const t *, int64_t, int64_t, const float *, int64_t, uint8_t *);
 DECLARE(bf16, uint16_t)
 DECLARE(fp16, uint16_t)
 DECLARE(fp32, float)
+void decode_fp8(const uint8_t *, const float *, const void *, float *);
+void amax_fp8(const uint8_t *, const float *, const void *, uint32_t *);
+void decode_int4(const uint8_t *, const float *, const float *, const void *, float *);
+void decode_int8(const uint8_t *, const float *, const float *, const void *, float *);
+void round_bf16(const float *, int64_t, uint16_t *);
+void transpose_1(const uint8_t *, int64_t, int64_t, int64_t, int64_t, int64_t, uint8_t *);
+void transpose_2(const uint16_t *, int64_t, int64_t, int64_t, int64_t, int64_t, uint16_t *);
+void transpose_4(const uint32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t *);
 
 #define QUANTIZE(d, t, x, amax)                                     \
     {                                                               \
@@ -43,6 +57,39 @@ DECLARE(fp32, float)
     dequantize_mxfp4_##d(packed, scales, n, (t *)values);                           \
     fwrite(values, sizeof(t), n, out);
 
+#define TO_FP8(d, t)                                      \
+    {                                                     \
+        uint32_t bits[4] = {0};                           \
+        const float one = 1.0f;                           \
+        row_amax_##d(d, 4, n / 4, bits);                  \
+        fwrite(bits, 4, 4, out);                          \
+        quantize_fp8_##d(d, 4, n / 4, &one, 0, codes);    \
+        fwrite(codes, 1, n, out);                         \
+    }
+
+static void run_grids(const float *fp32, int64_t n, FILE *out) {
+    float *values = malloc(32 * n);
+    const uint8_t *stored = (const uint8_t *)fp32;
+    const int64_t fp8[5] = {4, n, 3, 100, 1}, int4[5] = {4, 2 * n, 1, 100, 0}, int8[5] = {4, n, 1, 100, 0};
+    uint32_t bits = 0;
+    amax_fp8(stored, fp32, fp8, &bits);
+    fwrite(&bits, 4, 1, out);
+    decode_fp8(stored, fp32, fp8, values);
+    fwrite(values, 4, 4 * n, out);
+    decode_int4(stored, fp32, NULL, int4, values);
+    fwrite(values, 4, 8 * n, out);
+    decode_int8(stored, fp32, NULL, int8, values);
+    fwrite(values, 4, 4 * n, out);
+    round_bf16(fp32, n, (uint16_t *)values);
+    fwrite(values, 2, n, out);
+    transpose_4((const uint32_t *)fp32, 8, n / 8, 0, 2, n / 16, (uint32_t *)values);
+    fwrite(values, 4, n / 2, out);
+    transpose_2((const uint16_t *)fp32, 8, n / 8, 0, 2, n / 16, (uint16_t *)values);
+    fwrite(values, 2, n / 2, out);
+    transpose_1(stored, 8, n / 8, 0, 2, n / 16, (uint8_t *)values);
+    fwrite(values, 1, n / 2, out);
+}
+
 int main(int argc, char **argv) {
     FILE *in = argc == 3 ? fopen(argv[1], "rb") : NULL, *out = argc == 3 ? fopen(argv[2], "wb") : NULL;
     int64_t n;
@@ -50,7 +97,7 @@ int main(int argc, char **argv) {
     if (!in || !out || fread(&n, 8, 1, in) != 1) return 2;
     uint16_t *bf16 = malloc(2 * n), *fp16 = malloc(2 * n);
     float *fp32 = malloc(4 * n);
-    uint8_t *packed = malloc(n / 2), *scales = malloc(n / 16);
+    uint8_t *packed = malloc(n / 2), *scales = malloc(n / 16), *codes = malloc(n);
     void *values = malloc(4 * n);
     size_t want = (size_t)n;
     if (fread(bf16, 2, want, in) != want || fread(fp16, 2, want, in) != want || fread(fp32, 4, want, in) != want) return 2;
@@ -61,5 +108,9 @@ int main(int argc, char **argv) {
     DEQUANTIZE(bf16, uint16_t)
     DEQUANTIZE(fp16, uint16_t)
     DEQUANTIZE(fp32, float)
+    TO_FP8(bf16, uint16_t)
+    TO_FP8(fp16, uint16_t)
+    TO_FP8(fp32, float)
+    run_grids(fp32, n, out);
     return fclose(out) != 0;
 }

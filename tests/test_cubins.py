@@ -132,7 +132,8 @@ def test_entry_points_are_those_of_the_head_comment(built, source, count):
 
 
 def test_entry_points_are_those_of_the_cpu_library(built):
-    text = (cubins.kernels_folder() / "cpu.c").read_text()
+    both, _, rest = (cubins.kernels_folder() / "cpu.c").read_text().partition("that CUDA has no kernels for")
+    text = both + rest[rest.index("#define ENTRIES") :]
     stems, dtypes = re.findall(r"E\((\w+)_##d,", text), re.findall(r"FOR_DTYPE\(E, (\w+), \w*(?:_t|float)\)", text)
     expected = {f"{stem}_{dtype}" for stem, dtype in product(stems, dtypes)}
     assert len(expected) == 15

@@ -19,6 +19,7 @@ EACH(decode_e4m3, unsigned, float, e4m3_decode)
 EACH(decode_e8m0, unsigned, float, e8m0_decode)
 EACH(encode_e2m1, float, unsigned, e2m1_encode)
 EACH(encode_e4m3, float, unsigned, e4m3_encode)
+EACH(encode_e4m3_signed, float, unsigned, e4m3_encode_signed)
 EACH(from_bf16, unsigned short, float, fp4_from_bf16)
 EACH(from_fp16, unsigned short, float, fp4_from_fp16)
 EACH(to_bf16, float, unsigned short, fp4_to_bf16)
@@ -80,6 +81,9 @@ def test_e2m1_and_e4m3_are_encoded_half_to_even(header):
     scales = finite[(finite >= 0) & (finite <= 448)]
     expected = scales.astype(ml_dtypes.float8_e4m3fn).view(np.uint8) & 0x7F
     assert (call(header, "encode_e4m3", scales, np.uint32) == expected).all()
+    anything = floats[~np.isnan(floats)]  # Inf too
+    expected = np.clip(anything, np.float32(-448), np.float32(448)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert (call(header, "encode_e4m3_signed", anything, np.uint32) == expected).all()
 
 
 @pytest.mark.parametrize(("name", "kind"), [("from_bf16", ml_dtypes.bfloat16), ("from_fp16", np.float16)])

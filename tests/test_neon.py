@@ -3,14 +3,16 @@
 import shutil
 import struct
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from fp4convert import codec
-from fp4convert.formats import MXFP4, NVFP4, Quantized
+from fp4convert import codec, grid
+from fp4convert.formats import MXFP4, NVFP4, Matrix, Quantized
+from fp4convert.grid import Grid
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).parents[1]
@@ -26,7 +28,8 @@ def program(tmp_path_factory) -> Path:
     for tool in (COMPILER, EMULATOR):
         assert shutil.which(tool), f"{tool} is missing: make system installs it"
     folder = tmp_path_factory.mktemp("neon")
-    sources = {"quantize.c": ["-DFP4_LEVEL=0"], "dequantize.c": ["-DFP4_LEVEL=0"], "cpu.c": []}
+    leveled = ("quantize.c", "dequantize.c", "grid.c", "transpose.c")
+    sources = {**{name: ["-DFP4_LEVEL=0"] for name in leveled}, "cpu.c": []}
     for name, defines in sources.items():
         subprocess.run([COMPILER, *FLAGS, *defines, "-c", ROOT / "kernels" / name, "-o", folder / f"{name}.o"], check=True)
     objects = [folder / f"{name}.o" for name in sources]
@@ -62,7 +65,31 @@ def expected_bytes(x: dict[str, np.ndarray]) -> bytes:
             stored = Quantized(NVFP4, nvfp4.shape, nvfp4.packed, nvfp4.block_scales, amax, kind)
             parts.append(codec.dequantize(stored).astype(dtype).tobytes())
         parts.append(codec.dequantize(mxfp4).astype(dtype).tobytes())
-    return b"".join(parts)
+    return b"".join([*parts, *expected_of_fp8(x), *expected_of_grids(x["fp32"])])
+
+
+def expected_of_fp8(x: dict[str, np.ndarray]) -> Iterator[bytes]:
+    for kind, dtype in (("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")):
+        rows = Matrix(x[kind].view(np.uint8).data, dtype, (4, COLUMNS // 4))
+        yield grid.row_amax(rows).tobytes()
+        yield grid.quantize_fp8(rows, np.ones(1, np.float32)).tobytes()
+
+
+def expected_of_grids(values: np.ndarray) -> Iterator[bytes]:
+    stored = values.view(np.uint8).data
+    width = -(-COLUMNS // 100)
+    fp8 = Grid(values[: 2 * width].reshape(2, width), (3, 100), 1)
+    decoded = grid.decode_fp8(stored, (4, COLUMNS), fp8)
+    yield np.array(np.nan if np.isnan(decoded).any() else np.abs(decoded).max(), np.float32).tobytes()
+    yield decoded.tobytes()
+    for bits, columns in ((4, 2 * COLUMNS), (8, COLUMNS)):
+        width = -(-columns // 100)
+        scales = values[: 4 * width].reshape(4, width)
+        yield grid.decode_integers(stored, (4, columns), Grid(scales, (1, 100)), bits).tobytes()
+    yield bytes(grid.to_bf16(values))
+    for kind in (np.uint32, np.uint16, np.uint8):
+        square = values.view(kind)[:COLUMNS].reshape(8, COLUMNS // 8)
+        yield square[:, ::2].T.tobytes()
 
 
 @pytest.mark.parametrize("seed", range(8))

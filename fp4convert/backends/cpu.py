@@ -11,11 +11,10 @@ from importlib.resources import files
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert import grid as reference
 from fp4convert.backends import processors
 from fp4convert.codec import FLOAT_DTYPES, Bytes, Float32s, check_range, global_scale_of, not_finite
 from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Blocks, Format, Matrix, Quantized, Weights, check_rule, row_panels
-from fp4convert.grid import Grid
+from fp4convert.grid import Grid, amax_fp8, decode_fp8
 
 PANEL_ELEMENT_NBYTES = 4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
 READ_ELEMENTS = 1 << 20  # of weights at once: 2 MB of bf16, a quarter of a streamed piece, so that few lie across two of them
@@ -95,33 +94,60 @@ class Cpu:
 
     def decode_fp8(self, codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3") -> Float32s:
         """(rows, columns) float32 values; equals grid.decode_fp8."""
-        return reference.decode_fp8(codes, shape, grid, dtype)
+        if dtype != "F8_E4M3":
+            return decode_fp8(codes, shape, grid, dtype)
+        values = np.empty(shape, np.float32)
+        self._call("decode_fp8", _held(codes, shape), *_native(grid, shape), values)
+        return values
 
     def amax_fp8(self, codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3") -> float:
-        """The largest magnitude of the values, exact; not finite where one of them is not."""
-        return reference.amax_fp8(codes, shape, grid, dtype)
+        """The largest magnitude of those values, exact; not finite where one of them is not."""
+        if dtype != "F8_E4M3":
+            return amax_fp8(codes, shape, grid, dtype)
+        bits = np.zeros(1, np.uint32)
+        self._call("amax_fp8", _held(codes, shape), *_native(grid, shape), bits)
+        return float(bits.view(np.float32)[0])
 
     def decode_integers(
         self, packed: memoryview, shape: tuple[int, int], grid: Grid, bits: int = 4, zero_points: Float32s | None = None
     ) -> Float32s:
         """(rows, columns) float32 values; equals grid.decode_integers."""
-        return reference.decode_integers(packed, shape, grid, bits, zero_points)
+        scales, layout = _native(grid, shape)
+        zeros = 0 if zero_points is None else _checked(zero_points, scales.shape)
+        values = np.empty(shape, np.float32)
+        items = _held(packed, (shape[0], -(-shape[1] * bits // 32), 4))
+        self._call(f"decode_int{bits}", items, scales, zeros, layout, values)
+        return values
 
     def row_amax(self, x: Matrix) -> Float32s:
         """The largest magnitude of every row, exact; Inf or NaN where the row holds one."""
-        return reference.row_amax(x)
+        bits = np.zeros(x.shape[0], np.uint32)
+        self._call(f"row_amax_{FLOAT_TYPES[x.dtype].word}", _aligned(x), *x.shape, bits)
+        return bits.view(np.float32)
 
     def quantize_fp8(self, x: Matrix, weight_scales: Float32s) -> Bytes:
         """(rows, columns) E4M3 codes; equals grid.quantize_fp8."""
-        return reference.quantize_fp8(x, weight_scales)
+        is_per_row = weight_scales.size != 1
+        scales = _checked(weight_scales.reshape(-1), (x.shape[0] if is_per_row else 1,))
+        codes = np.empty(x.shape, np.uint8)
+        self._call(f"quantize_fp8_{FLOAT_TYPES[x.dtype].word}", _aligned(x), *x.shape, scales, int(is_per_row), codes)
+        return codes
 
     def transpose(self, stored: Matrix, columns: range) -> Matrix:
         """Those columns of a stored matrix as rows; equals grid.transpose."""
-        return reference.transpose(stored, columns)
+        raw, (rows, width) = np.frombuffer(stored.data, np.uint8), stored.shape
+        nbytes = raw.size // (rows * width)
+        if columns and not 0 <= columns[0] <= columns[-1] < width:
+            raise ValueError(f"columns {columns} of a matrix of {width}")
+        turned = np.empty(len(columns) * rows * nbytes, np.uint8)
+        self._call(f"transpose_{nbytes}", raw, rows, width, columns.start, columns.step, len(columns), turned)
+        return Matrix(turned.data, stored.dtype, (len(columns), rows))
 
     def to_bf16(self, values: Float32s) -> memoryview:
         """The bytes of the values as bf16, half to even; NaN stays NaN."""
-        return reference.to_bf16(values)
+        rounded = np.empty(values.size, np.uint16)
+        self._call("round_bf16", np.ascontiguousarray(values), values.size, rounded)
+        return rounded.view(np.uint8).data
 
     def _call(self, name: str, *arguments: Array | int) -> None:
         native = [ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data) for a in arguments]
@@ -137,6 +163,25 @@ def _aligned(x: Matrix) -> Array:
     kind = FLOAT_DTYPES[x.dtype]
     raw = np.frombuffer(x.data, np.uint8)
     return (raw if raw.ctypes.data % kind.itemsize == 0 else raw.copy()).view(kind)
+
+
+def _held(stored: memoryview, shape: tuple[int, ...]) -> Array:
+    """The bytes, which are those of that shape; ValueError where they are not."""
+    return np.frombuffer(stored, np.uint8).reshape(shape)
+
+
+def _native(grid: Grid, shape: tuple[int, int]) -> tuple[Float32s, NDArray[np.int64]]:
+    """The scales, and what the kernels call a grid; the scales cover every block of `shape`."""
+    height, width = grid.block
+    scales = _checked(grid.scales, (-(-(grid.first_row + shape[0]) // height), -(-shape[1] // width)))
+    return scales, np.array([*shape, height, width, grid.first_row], np.int64)
+
+
+def _checked(scales: Float32s, shape: tuple[int, ...]) -> Float32s:
+    """The scales, contiguous, of which there are at least as many rows as `shape` has, and as many columns."""
+    if scales.shape[0] < shape[0] or scales.shape[1:] != shape[1:]:
+        raise ValueError(f"scales of shape {scales.shape}; expected {shape}")
+    return np.ascontiguousarray(scales, np.float32)
 
 
 @cache
