@@ -45,7 +45,7 @@ class Form:
     activations: int = 16
     scale_layout: str = "linear"
     kv_cache: str | None = None
-    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict, hash=False)
     granularity: Granularity | None = None
     stored_scales: str = "F32"
 
