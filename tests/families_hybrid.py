@@ -32,6 +32,7 @@ QWEN_MTP = {
     "mtp.layers.0.self_attn.o_proj.weight": (64, 96),
 }
 
+
 HYBRID = (
     Family(
         "qwen3_next",
@@ -83,10 +84,10 @@ HYBRID = (
     ),
     Family(
         "longcat_flash",
-        "LongcatFlashForCausalLM",
+        "LongcatFlashForCausalLM",  # zero experts have no weights, and transformers 5.23 wants some
         {
             **{**LATENT, "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 80, "expert_ffn_hidden_size": 48},
-            **{"moe_topk": 2, "zero_expert_num": 1, "num_nextn_predict_layers": 1},
+            **{"moe_topk": 2, "zero_expert_num": 0, "num_nextn_predict_layers": 1},
         },
         (
             "model.layers.{0-1}.self_attn.{0-1}.(q_a_proj kv_a_proj_with_mqa)",

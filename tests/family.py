@@ -241,7 +241,7 @@ def decoded(family: Family, tensors: Tensors) -> Tensors:
     import torch
 
     values = encoded(family, tensors)
-    result = {name: tensor.to(torch.bfloat16, copy=True) for name, tensor in tensors.items()}
+    result = {name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).clone() for name, tensor in tensors.items()}
     for module, matrix in matrices(family, result).items():
         matrix.copy_(torch.from_numpy(codec.dequantize(values[module])))  # rounded once
     return result
