@@ -15,7 +15,7 @@ from fp4convert.dialects import MODULES, Clues, Dialect, Ignored, Packed, dialec
 from fp4convert.errors import InputError
 from fp4convert.formats import FP8, Blocks, Format, Span
 from fp4convert.reading import Finding, form_finder, read_modules
-from fp4convert.record import RECORD, describe_form, describe_groups, groups_recorded
+from fp4convert.record import MIXED, RECORD, describe_form, describe_groups, groups_recorded
 from fp4convert.shard import TensorRef, parse_json_object
 from fp4convert.sources import PLAN_FILE, Access, Source, open_source
 from fp4convert.spelling import Form, Fp8Matrix, Group, encode_scalar
@@ -84,6 +84,11 @@ class Artifact:
         return self.form.format
 
     @property
+    def scale_layout(self) -> str:
+        """In which order the block scales of four-bit modules lie, whatever their form."""
+        return self.forms[0].scale_layout
+
+    @property
     def is_mixed(self) -> bool:
         """True where its modules are of several forms."""
         return len(self.groups) > 1
@@ -127,6 +132,8 @@ class Artifact:
     @property
     def declared_layout(self) -> str | None:
         """The order of block scales that our record says; None where there is none."""
+        if self.record.get("format") == MIXED:
+            return self.scale_layout
         recorded = self.record.get("scale_layout")
         return str(recorded) if recorded is not None else None
 

@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.artifact import Artifact, is_healthy
-from fp4convert.codec import block_steps
+from fp4convert.codec import FLOAT_DTYPES, block_steps
 from fp4convert.detection import StoredScales, detect_layout
-from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Quantized, row_panels
+from fp4convert.dialects import Packed
+from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Format, Quantized, row_panels
 from fp4convert.layout import LAYOUTS, arrange_scales
 from fp4convert.reading import Finding, Level
 from fp4convert.recipe import Target, build_recipe, group_members, scale_group
-from fp4convert.record import describe_form
+from fp4convert.record import MIXED, describe_form
 from fp4convert.respelling import UNSAID, idle_scales
-from fp4convert.shard import TensorRef
 from fp4convert.sources import Source, stopping
 from fp4convert.suspicion import suspect
 
@@ -47,6 +47,7 @@ T = TypeVar("T")
 class _Histogram:
     """How often each scale byte occurs in a module, and what one code unit is worth under it."""
 
+    format: Format
     counts: NDArray[np.int64]
     steps: NDArray[np.float32]
 
@@ -62,15 +63,15 @@ def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[st
     """
     chosen = choose_modules(artifact, is_full)
     findings = [*artifact.findings, *_check_names(artifact), *_check_idle(artifact), *check_scales(artifact, chosen)]
-    detected = detect_layout(_stored_scales(artifact, chosen), artifact.form.scale_layout)
+    detected = detect_layout(_stored_scales(artifact, chosen), artifact.scale_layout)
     if source is not None:
         suspicion = suspect(artifact, source, chosen)
         if not any(finding.level == "error" for finding in suspicion.findings):
             findings = [finding for finding in findings if finding.code not in GUESSED]
         findings += suspicion.findings
         detected = suspicion.layout or detected
-    elif detected and detected != artifact.form.scale_layout:
-        detail = f"block scales are declared {artifact.form.scale_layout} and lie {detected}; engines would compute garbage"
+    elif detected and detected != artifact.scale_layout:
+        detail = f"block scales are declared {artifact.scale_layout} and lie {detected}; engines would compute garbage"
         findings.append(Finding("error", "scale-layout", None, detail))
     read, whole = (sum(_scale_nbytes(artifact, module) for module in part) for part in (chosen, artifact.modules))
     return _describe(artifact, detected, read / whole if whole else 0.0, tuple(findings))
@@ -94,14 +95,15 @@ def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:
 
 
 def _scale_nbytes(artifact: Artifact, module: str) -> int:
-    rows, columns = artifact.modules[module].shape
-    return rows * columns // artifact.format.block_size
+    packed = artifact.modules[module]
+    rows, columns = packed.shape
+    return rows * columns // packed.form.format.block_size
 
 
 def _read_nbytes(artifact: Artifact, module: str) -> int:
     """What is read for a module's block scales: its codes too where they lie among them."""
-    is_apart = artifact.form.scale_layout in LAYOUTS
-    return _scale_nbytes(artifact, module) * (1 if is_apart else artifact.format.block_size // 2 + 1)
+    is_apart = artifact.scale_layout in LAYOUTS
+    return _scale_nbytes(artifact, module) * (1 if is_apart else artifact.modules[module].form.format.block_size // 2 + 1)
 
 
 def _each(artifact: Artifact, read: Callable[[str], T], modules: Iterable[str]) -> dict[str, T]:
@@ -126,7 +128,7 @@ def _beside(artifact: Artifact, modules: Sequence[str]) -> list[str]:
 
 def _stored_scales(artifact: Artifact, modules: Iterable[str]) -> Iterator[StoredScales]:
     """Block scales as they are stored, where they have a tensor of their own."""
-    layout = LAYOUTS.get(artifact.form.scale_layout)
+    layout = LAYOUTS.get(artifact.scale_layout)
     for module in modules:
         if layout is None or artifact.modules[module].stem != module:
             continue
@@ -142,7 +144,8 @@ def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
     histograms = _each(artifact, lambda module: _histogram(artifact.decode(module)), modules)
     for module, histogram in histograms.items():
         findings += _judge_histogram(artifact, module, histogram)
-    findings += _judge_dtype(artifact, list(histograms.values()))
+    for fmt in {form.format for form in artifact.forms}:
+        findings += _judge_dtype(fmt, [each for each in histograms.values() if each.format is fmt])
     singles = _beside(artifact, modules)
     found = _each(artifact, lambda module: artifact.decode(module).global_scale, singles)
     stored = {module: scale for module, scale in found.items() if scale is not None}
@@ -152,6 +155,7 @@ def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
     for members in _unequal_groups(artifact, stored):
         detail = f"{', '.join(members)} have different global scales; engines that fuse them use only one"
         findings.append(Finding(level, "group-scales-differ", members[0], detail))
+    findings += _check_others(artifact)
     inputs = {module: scale for module, scale in _each(artifact, artifact.input_scale, singles).items() if scale is not None}
     for module, scale in inputs.items():
         if not (math.isfinite(scale) and scale > 0):
@@ -162,13 +166,35 @@ def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
     return findings
 
 
+def _check_others(artifact: Artifact) -> Iterator[Finding]:
+    """Findings on the scales of FP8 and int4 modules, and on scale groups of several forms."""
+    named = [f"{module}.weight_scale" for module in artifact.others]
+    for ref in (artifact.tensors[name] for name in named):
+        stored = artifact.source.read_range(ref, 0, ref.nbytes).tobytes()
+        values = np.frombuffer(stored, FLOAT_DTYPES[ref.dtype]).astype(np.float32)
+        module = ref.name.removesuffix(".weight_scale")
+        if bad := int(np.count_nonzero(~np.isfinite(values))):
+            yield Finding("error", "scale-not-finite", module, f"{bad} of its {values.size} scales are not finite")
+        if negative := int(np.count_nonzero(values < 0)):
+            yield Finding("error", "scale-negative", module, f"{negative} of its {values.size} scales are negative")
+    groups = group_members(artifact.source.checkpoint.config)
+    gathered: dict[object, dict[str, str]] = defaultdict(dict)
+    for module, packed in (*artifact.modules.items(), *artifact.others.items()):
+        if key := scale_group(module, groups):
+            gathered[key][module] = packed.form.word
+    for members in gathered.values():
+        if len(set(members.values())) > 1:
+            detail = f"{', '.join(members)} are {', '.join(members.values())}; engines that fuse them refuse the artifact"
+            yield Finding("error", "group-forms-differ", next(iter(members)), detail)
+
+
 def _histogram(q: Blocks) -> _Histogram:
     counts = np.zeros(256, np.int64)
     for first, last in row_panels(q.shape):
         counts += np.bincount(np.frombuffer(q.scales(first, last), np.uint8), minlength=256)
     every_byte = memoryview(bytes(range(256)))
     one_each = Quantized(q.format, (256, q.format.block_size), every_byte, every_byte, q.global_scale, q.kind)
-    return _Histogram(counts, block_steps(one_each))
+    return _Histogram(q.format, counts, block_steps(one_each))
 
 
 def _judge_histogram(artifact: Artifact, module: str, histogram: _Histogram) -> Iterator[Finding]:
@@ -202,18 +228,18 @@ def _erased_blocks(q: Blocks, steps: NDArray[np.float32], is_remote: bool) -> in
     return round(erased * zeros / seen) if seen else 0
 
 
-def _judge_dtype(artifact: Artifact, histograms: list[_Histogram]) -> Iterator[Finding]:
+def _judge_dtype(fmt: Format, histograms: list[_Histogram]) -> Iterator[Finding]:
     """Bytes that make no sense as what they are declared, in most of the modules.
 
     The largest E4M3 scale of a group is 448: a sign of E4M3 where exponents are declared, and of honesty where it is itself.
     """
-    is_nvfp4 = artifact.format is NVFP4
+    is_nvfp4 = fmt is NVFP4
     odd = sum(_is_odd_e4m3(each) if is_nvfp4 else _is_odd_e8m0(each) for each in histograms)
     full = sum(bool(each.counts[LARGEST_E4M3] and not each.counts[LARGEST_E4M3 + 1 : 128].any()) for each in histograms)
     is_sure = 8 * full < len(histograms) if is_nvfp4 else 4 * full >= len(histograms)
     if 2 * odd > len(histograms) and is_sure:
-        other = "e8m0" if artifact.format is NVFP4 else "fp8_e4m3"
-        detail = f"in {odd} of {len(histograms)} modules the block scales look like {other}, not {artifact.format.scale_dtype}"
+        other = "e8m0" if is_nvfp4 else "fp8_e4m3"
+        detail = f"in {odd} of {len(histograms)} modules the block scales look like {other}, not {fmt.scale_dtype}"
         yield Finding("error", "scale-dtype", None, detail)
 
 
@@ -266,14 +292,14 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
     if omitted := artifact.source.checkpoint.unindexed:
         detail = f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}: engines that follow it do not load them"
         yield Finding("error", "index-omits", None, detail)
-    recipe = build_recipe(Target(artifact.format.name), artifact.source.checkpoint.config)
+    recipe = build_recipe(Target(artifact.forms[0].format.name), artifact.source.checkpoint.config)
     is_strict = not artifact.spelling.TRAITS.holds_embeddings
-    for module in artifact.modules:
+    for module in (*artifact.modules, *artifact.others):
         kind = recipe.kind_of(module)
         if kind == "router":
             detail = "it is a router, which few engines read quantized, and which loses most by it"
             yield Finding("warning", "router-quantized", module, detail)
-        elif kind == "embedding" and is_strict:
+        elif kind == "embedding" and is_strict and module in artifact.modules:
             detail = f"engines of dialect {artifact.dialect} read no embedding in four bits, if it is one"
             yield Finding("warning", "embedding-quantized", module, detail)
         elif kind == "tower":
@@ -283,14 +309,16 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
 
 
 def _check_idle(artifact: Artifact) -> Iterator[Finding]:
-    if idle := idle_scales(artifact.modules, artifact.cache_scales(artifact.spelling)):
+    has_inputs = all(form.has_input_scale for form in artifact.forms if form.format.has_global_scale)
+    if idle := idle_scales(artifact.modules, artifact.cache_scales(artifact.spelling), has_inputs):
         detail = f"{len(idle)} scales beside four-bit modules, the first {idle[0]}: {UNSAID}; transcode leaves them out"
         yield Finding("note", "scales-idle", None, detail)
 
 
 def _check_kept(artifact: Artifact) -> Iterator[Finding]:
     """Linear layers that stay, as their quantized namesakes in other layers show, and that no record ignores."""
-    leaves = {module.rpartition(".")[2] for module in artifact.modules if not module.rpartition(".")[2].isdigit()}
+    quantized = (*artifact.modules, *artifact.others)
+    leaves = {leaf for module in quantized if not (leaf := module.rpartition(".")[2]).isdigit()}
     for ref in artifact.tensors.values():
         module, _, ending = ref.name.rpartition(".")
         is_linear = ending == "weight" and len(ref.shape) == 2 and module.rpartition(".")[2] in leaves
@@ -300,21 +328,49 @@ def _check_kept(artifact: Artifact) -> Iterator[Finding]:
 
 
 def _describe(artifact: Artifact, detected: str | None, share: float, findings: tuple[Finding, ...]) -> dict[str, object]:
-    """scale_layout: "declared" is what our record says (None where there is none), "detected" None where nothing decides."""
-    quantized: dict[TensorRef, None] = dict.fromkeys(ref for packed in artifact.modules.values() for ref in packed.refs)
-    elements = sum(rows * columns for rows, columns in (packed.shape for packed in artifact.modules.values()))
-    layout = describe_form(artifact.form, artifact.spelling)
-    weights = [ref for ref in quantized if not ref.name.endswith(artifact.spelling.TRAITS.companions)]
-    bits = round(8 * sum(ref.nbytes for ref in weights) / elements, 4) if elements else None
+    """scale_layout: "declared" is what our record says (None where there is none), "detected" None where nothing decides.
+
+    Of a mixed artifact, "forms" says more; what its forms do not agree on is None.
+    """
+    packed = [*artifact.modules.values(), *artifact.others.values()]
+    quantized = {ref.name for each in packed for ref in each.refs}
+    forms = _describe_forms(artifact)
+
+    def common(key: str) -> object:
+        values = [form.get(key) for form in forms]
+        return values[0] if all(value == values[0] for value in values) else None
+
     return {
-        "format": artifact.format.name,
+        "format": common("format") or MIXED,
         "dialect": artifact.dialect,
-        **{key: layout[key] for key in ("block_size", "element_dtype", "scale_dtype")},
+        **{key: common(key) for key in ("block_size", "element_dtype", "scale_dtype")},
         "scale_layout": {"declared": artifact.declared_layout, "detected": detected},
-        **{key: layout[key] for key in ("global_scale", "nibble_order", "activations")},
-        "tensors": {"quantized": len(artifact.modules), "other": len(artifact.tensors) - len(quantized)},
-        "bits_per_weight": bits,
+        **{key: common(key) for key in ("global_scale", "nibble_order", "activations")},
+        **({"forms": forms} if len(forms) > 1 else {}),
+        "tensors": {"quantized": len(packed), "other": len(artifact.tensors) - len(quantized)},
+        "bits_per_weight": _bits(artifact, packed),
         "share_read": round(share, 4),
         "findings": [asdict(finding) for finding in findings],
         "healthy": is_healthy(findings),
     }
+
+
+def _describe_forms(artifact: Artifact) -> list[dict[str, object]]:
+    """Every form that modules have, in the order of the records, with their number; the declared one where there are none."""
+    gathered: dict[str, tuple[dict[str, object], list[Packed]]] = {}
+    for each in (*artifact.modules.values(), *artifact.others.values()):
+        described = describe_form(each.form, artifact.spelling)
+        gathered.setdefault(str(described), (described, []))[1].append(each)
+    forms = [
+        {**described, "modules": len(packed), "bits_per_weight": _bits(artifact, packed)}
+        for described, packed in gathered.values()
+    ]
+    return forms or [describe_form(artifact.forms[0], artifact.spelling)]
+
+
+def _bits(artifact: Artifact, packed: Iterable[Packed]) -> float | None:
+    """Bits that a weight takes in those modules with its scales, but for those of activations."""
+    tensors = {ref.name: ref for each in packed for ref in each.refs}
+    elements = sum(rows * columns for rows, columns in (each.shape for each in packed))
+    stored = sum(ref.nbytes for name, ref in tensors.items() if not name.endswith(artifact.spelling.TRAITS.companions))
+    return round(8 * stored / elements, 4) if elements else None

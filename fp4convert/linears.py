@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fp4convert.artifact import is_artifact, read_artifact, read_clues, refuse_unsaid
@@ -70,7 +70,8 @@ def linears_of(clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | No
     four_bit  the four-bit modules, where there are any
     Raises    InputError for weights that are quantized in a way that cannot be read, or whose records contradict them
     """
-    of = {**find_floats(clues.tensors, recipe.stack_rule), **find_integers(clues), **find_fp8(clues), **(four_bit or {})}
+    floats = find_floats(clues.tensors, recipe.stack_rule, set(_hidden_sizes(clues.config)))
+    of = {**floats, **find_integers(clues), **find_fp8(clues), **(four_bit or {})}
     is_packed = any(linear.coding.is_packed for linear in of.values())
     linears = Linears(
         of,
@@ -79,6 +80,15 @@ def linears_of(clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | No
     )
     _refuse_unreadable(clues, linears)
     return linears
+
+
+def _hidden_sizes(config: Mapping[str, object]) -> Iterator[int]:
+    """Every hidden_size that a config.json names, those of nested configs too."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _hidden_sizes(value)
+        elif key == "hidden_size" and isinstance(value, int):
+            yield value
 
 
 def is_expert_stack(ref: TensorRef) -> bool:

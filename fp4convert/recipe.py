@@ -150,16 +150,20 @@ class Recipe:
     def stack_rule(self, tensor: str, shape: tuple[int, ...] = ()) -> StackRule | None:
         """How that tensor stacks the matrices of experts, or None where nobody says so.
 
-        A person's stack_order and stack_rows settle the tensors that no recipe names.
+        A person's stack_order and stack_rows settle the tensors that no recipe names, and go before what one says.
 
         shape   (experts, ...) of the tensor; decides, with config.json, where checkpoints of both orders are in use
         Raises  InputError where it does not, and no stack_order is chosen
         """
+        order, rows = self.choice.stack_order, self.choice.stack_rows
         for rule in self.stacks:
             if matches_any(rule.tensors, tensor):
-                return rule if rule.inputs is None or not shape else self._turned(rule, tensor, shape)
+                if order is None and rows is None and rule.inputs is not None and shape:
+                    return self._turned(rule, tensor, shape)
+                is_transposed = rule.is_transposed if order is None else order == "in_out"
+                is_interleaved = rule.is_interleaved if rows is None else rows == "interleaved"
+                return rule._replace(is_transposed=is_transposed, is_interleaved=is_interleaved and len(rule.members) > 1)
         leaf = tensor.removesuffix(".weight").rpartition(".")[2]
-        order, rows = self.choice.stack_order, self.choice.stack_rows
         if order is None or (leaf in FUSED and rows is None):
             return None
         return StackRule((tensor,), FUSED.get(leaf, (leaf,)), order == "in_out", rows == "interleaved" and leaf in FUSED)

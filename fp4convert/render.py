@@ -254,15 +254,9 @@ def draw_recipe(screen: Screen, recipe: Document) -> None:
 def draw_artifact(screen: Screen, artifact: Document) -> None:
     """What `inspect` found out."""
     counts, layout, bits = artifact["tensors"], artifact["scale_layout"], artifact["bits_per_weight"]
-    codes = f"{artifact['element_dtype']} codes, {artifact['block_size']} to a block, {artifact['scale_dtype']} block scales"
-    stored = artifact["global_scale"]
+    order = f"{_declared(layout['declared'])}, {_detected(layout['detected'])}"
     rows = {
-        "format": f"{artifact['format']}: {codes}",
-        "dialect": artifact["dialect"],
-        "global scale": f"{stored['dtype']}, stored as a {stored['stored_as']}" if stored else "none",
-        "scale layout": f"{_declared(layout['declared'])}, {_detected(layout['detected'])}",
-        "nibble order": artifact["nibble_order"],
-        "activations": "16 bits" if artifact["activations"] == 16 else "4 bits, quantized by the engine",
+        **(_form_lines(artifact, order) if "forms" not in artifact else _forms_lines(artifact, order)),
         "tensors": f"{counts['quantized']} quantized, {counts['other']} other",
         "bits per weight": "none" if bits is None else f"{bits:.3f} (codes, block scales and global scales)",
         "share read": f"{100 * artifact['share_read']:.0f} % of the block scales",
@@ -271,6 +265,35 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
         screen.line(f"{key:<16}{value}")
     _draw_findings(screen, artifact["findings"])
     _draw_verdict(screen, artifact["healthy"], "healthy", "not healthy")
+
+
+def _form_lines(artifact: Document, order: str) -> dict[str, str]:
+    """What codes and scales are."""
+    codes = f"{artifact['element_dtype']} codes, {artifact['block_size']} to a block, {artifact['scale_dtype']} block scales"
+    stored = artifact["global_scale"]
+    return {
+        "format": f"{artifact['format']}: {codes}",
+        "dialect": artifact["dialect"],
+        "global scale": f"{stored['dtype']}, stored as a {stored['stored_as']}" if stored else "none",
+        "scale layout": order,
+        "nibble order": artifact["nibble_order"],
+        "activations": "16 bits" if artifact["activations"] == 16 else "4 bits, quantized by the engine",
+    }
+
+
+def _forms_lines(artifact: Document, order: str) -> dict[str, str]:
+    """What they are in modules of each form."""
+    forms = {f"  {form['format']} ({number})": _form_text(form) for number, form in enumerate(artifact["forms"], 1)}
+    return {"format": artifact["format"], **forms, "dialect": artifact["dialect"], "scale layout": order}
+
+
+def _form_text(form: Document) -> str:
+    size = form["block_size"]
+    shared = f"{'x'.join(map(str, size))} to a block" if isinstance(size, list) else f"{size} to a block"
+    if size is None:
+        shared = f"one scale to a {form['granularity']}"
+    what = f"{form['modules']} modules, {form['bits_per_weight']:.3f} bits a weight, activations of {form['activations']} bits"
+    return f"{form['element_dtype']} codes, {shared}, {form['scale_dtype']} scales; {what}"
 
 
 def _declared(layout: str | None) -> str:

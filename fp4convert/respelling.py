@@ -99,7 +99,7 @@ def plan_transcode(
         made = Draft("transcode", "four-bit", refs, specs, stored.shape, stored.slots, amax_of=group)
         drafts[stem] = replace(made, home=stored.home, form=form)
     homes = {stored.home.name for stored in placed.values()}
-    idle = idle_scales(modules, renamed or {})
+    idle = idle_scales(modules, renamed or {}, form.has_input_scale)
     tasks = _module_tasks(Writing(checkpoint, target, dialect, form, renamed or {}), modules, drafts, homes | set(idle))
     kept = kept_modules(tasks)
     patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
@@ -107,9 +107,17 @@ def plan_transcode(
     return Plan(target, tasks, Ignored(tuple(kept), patterns), (*notes_on(checkpoint), *warnings))
 
 
-def idle_scales(modules: Mapping[str, Packed], cache_scales: Collection[str]) -> list[str]:
-    """Scales beside four-bit modules that mean nothing for the artifact as a whole: only some modules have input scales."""
-    names = (ref.name for packed in modules.values() for ref in packed.companions if ref not in packed.refs)
+def idle_scales(modules: Mapping[str, Packed], cache_scales: Collection[str], has_inputs: bool) -> list[str]:
+    """Scales beside four-bit modules that mean nothing for the artifact as a whole: only some modules have input scales.
+
+    has_inputs  all of them have
+    """
+    names = (
+        ref.name
+        for packed in modules.values()
+        for ref in packed.companions
+        if ref not in packed.refs or (packed.form.has_input_scale and not has_inputs)
+    )
     return [name for name in names if name not in cache_scales]
 
 

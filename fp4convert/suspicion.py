@@ -75,7 +75,7 @@ def suspect(artifact: Artifact, source: Source, modules: Sequence[str]) -> Suspi
     chosen = list(known)[:: max(1, len(known) // COMPARED_MODULES)]
     matches = {module: _match(artifact, module, source, known[module]) for module in chosen}
     readings = [reading for reading in matches[chosen[0]] if all(reading in found for found in matches.values())]
-    declared = _Reading(artifact.form.scale_layout, False)
+    declared = _Reading(artifact.scale_layout, False)
     medians = {reading: float(np.median([found[reading].residual for found in matches.values()])) for reading in readings}
     best = _choose(medians, declared)
     if medians[best] >= DIFFERENT:
@@ -105,7 +105,7 @@ def _match(artifact: Artifact, module: str, source: Source, ref: TensorRef) -> d
     stored = b"".join(source.read_range(ref, first * row_nbytes, last * row_nbytes) for first, last in chunks)
     x = np.frombuffer(stored, FLOAT_DTYPES[ref.dtype]).astype(np.float64)
     found = {}
-    for layout, rows in _readings(q, artifact.form.scale_layout, chunks):
+    for layout, rows in _readings(q, artifact.scale_layout, chunks):
         for is_swapped in (False, True):
             packed = swap_nibbles(rows.packed) if is_swapped else rows.packed
             found[_Reading(layout, is_swapped)] = _fit(x, replace(rows, packed=packed))

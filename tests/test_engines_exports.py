@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ct_export import Schemes, export_compressed
+from mo_export import FP4, FP8, Quantizers, export_modelopt, with_exceptions
 from tiny_models import differing, fp4convert, fp4convert_json, make_llama, read_json, read_tensors
 from torch_formulas import quark_weights
 
@@ -22,9 +23,7 @@ pytestmark = [
 ]
 
 MODULES, IN_MLP = 14, 6
-FP4 = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
-FP8 = {"num_bits": (4, 3), "axis": None}
-MODELOPT: dict[str, dict[str, dict[str, Any]]] = {  # quantizers
+MODELOPT: dict[str, Quantizers] = {
     "cache": {"*weight_quantizer": FP4, "*input_quantizer": FP4, "*[kv]_bmm_quantizer": FP8},
     "beside-fp8": {
         **{f"*mlp*{which}_quantizer": FP4 for which in ("weight", "input")},
@@ -58,27 +57,9 @@ def modelopt(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Exports:
     """What ModelOpt exports: with an FP8 cache, two of mixed precision, and MXFP4."""
     from modelopt.torch import quantization
 
-    left_alone = [entry for entry in quantization.NVFP4_DEFAULT_CFG["quant_cfg"] if entry.get("enable") is False]
-    configs = {"mxfp4": quantization.MXFP4_DEFAULT_CFG}
-    for name, quantizers in MODELOPT.items():
-        chosen = [{"quantizer_name": pattern, "cfg": numbers} for pattern, numbers in quantizers.items()]
-        configs[name] = {"quant_cfg": [left_alone[0], *chosen, *left_alone[1:]], "algorithm": "max"}
-    return {name: _export(source, config, tmp_path_factory.mktemp(name)) for name, config in configs.items()}
-
-
-def _export(source: Path, config: dict[str, Any], folder: Path) -> Path:
-    import torch
-    from modelopt.torch import quantization
-    from modelopt.torch.export import export_hf_checkpoint
-    from transformers import AutoModelForCausalLM
-
-    def calibrate(model: Any) -> None:
-        with torch.no_grad():
-            model(torch.arange(1, 17).reshape(1, -1))
-
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    export_hf_checkpoint(quantization.quantize(model, config, forward_loop=calibrate), export_dir=folder)
-    return folder
+    chosen: dict[str, Quantizers] = {name: with_exceptions(quantizers) for name, quantizers in MODELOPT.items()}
+    configs = {**chosen, "mxfp4": quantization.MXFP4_DEFAULT_CFG}
+    return {name: export_modelopt(source, config, tmp_path_factory.mktemp(name)) for name, config in configs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +78,7 @@ def _findings(export: Path) -> list[tuple[str, str]]:
     return [(finding["level"], finding["code"]) for finding in found["findings"]]
 
 
-def _facts(export: Path) -> tuple[str, str, int, int]:
+def _facts(export: Path) -> tuple[str, str, int | None, int]:
     found = fp4convert_json("inspect", export)
     return found["dialect"], found["format"], found["activations"], found["tensors"]["quantized"]
 
@@ -123,8 +104,8 @@ def _refused(expected: str, *arguments: object) -> None:
 def test_inspect_knows_modelopts_exports(modelopt: Exports) -> None:
     assert {name: _facts(export) for name, export in modelopt.items()} == {
         "cache": ("modelopt", "nvfp4", 4, MODULES),
-        "beside-fp8": ("modelopt", "nvfp4", 4, IN_MLP),
-        "w4a4-beside-w4a16": ("modelopt", "nvfp4", 16, MODULES),
+        "beside-fp8": ("modelopt", "mixed", None, MODULES),
+        "w4a4-beside-w4a16": ("modelopt", "nvfp4", None, MODULES),
         "mxfp4": ("modelopt", "mxfp4", 16, MODULES),
     }
     assert {name: _findings(export) for name, export in modelopt.items()} == {
@@ -221,11 +202,12 @@ def test_modelopts_mxfp4_travels_to_compressed_tensors_and_quark(modelopt: Expor
 
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_inspect_knows_compressed_tensors_exports(compressed: dict[str, Any], name: str) -> None:
-    mixed = {**dict.fromkeys(REFUSED, (4, IN_MLP)), "w4a4-beside-w4a16": (16, MODULES)}
+    mixed = {"beside-fp8": (None, MODULES), "beside-int8": (4, IN_MLP), "w4a4-beside-w4a16": (None, MODULES)}
     plain = {"nvfp4": 4, "mxfp4": 4, "nvfp4a16": 16, "mxfp4a16": 16, "cache": 16}
     fmt = "mxfp4" if name.startswith("mxfp4") else "nvfp4"
+    told = "mixed" if name == "beside-fp8" else fmt
     export = compressed[name][0]
-    assert _facts(export) == ("compressed-tensors", fmt, *(mixed.get(name) or (plain[name], MODULES)))
+    assert _facts(export) == ("compressed-tensors", told, *(mixed.get(name) or (plain[name], MODULES)))
     assert _findings(export) == ([("note", "scales-idle")] if name == "w4a4-beside-w4a16" else [])
     record = read_json(export / "config.json")["quantization_config"]
     assert record["format"] == ("mixed-precision" if name in REFUSED else f"{fmt}-pack-quantized")

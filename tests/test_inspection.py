@@ -15,6 +15,7 @@ from checkpoints import run, write_single
 from fp4convert.artifact import Artifact, open_artifact
 from fp4convert.formats import NVFP4
 from fp4convert.inspection import ALL_NBYTES, SAMPLE_NBYTES, check_scales, choose_modules, inspect
+from fp4convert.spelling import Form
 
 KEYS = (
     *("format", "dialect", "block_size", "element_dtype", "scale_dtype", "scale_layout", "global_scale", "nibble_order"),
@@ -26,9 +27,8 @@ WEIGHTS = {"num_bits": 4, "type": "float"}
 
 def of_shapes(count: int, shape: tuple[int, int]) -> Any:
     """All that choose_modules looks at."""
-    modules = {f"layers.{n:04}.o_proj": SimpleNamespace(shape=shape) for n in range(count)}
-    local, linear = SimpleNamespace(is_streamed=False), SimpleNamespace(scale_layout="linear")
-    return SimpleNamespace(modules=modules, format=NVFP4, form=linear, source=local)
+    modules = {f"layers.{n:04}.o_proj": SimpleNamespace(shape=shape, form=Form(NVFP4)) for n in range(count)}
+    return SimpleNamespace(modules=modules, scale_layout="linear", source=SimpleNamespace(is_streamed=False))
 
 
 def test_up_to_64_megabytes_everything_is_read():
@@ -55,7 +55,7 @@ def test_of_more_at_most_48_megabytes_from_everywhere(count, shape):
 
 def test_a_module_above_the_budget_hides_no_other():
     artifact = of_shapes(100, (1024, 1024))
-    artifact.modules["embed_tokens"] = SimpleNamespace(shape=(1 << 18, 5120))
+    artifact.modules["embed_tokens"] = SimpleNamespace(shape=(1 << 18, 5120), form=Form(NVFP4))
     assert sorted(artifact.modules)[0] == "embed_tokens"
     assert len(choose_modules(artifact, False)) == 50
 

@@ -28,11 +28,12 @@ QUANTIZED_NAMES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 INDEX = "model.safetensors.index.json"
 
 
-def make_llama(folder: Path, dtype: str = "bf16", is_tied: bool = False) -> Path:
+def make_llama(folder: Path, dtype: str = "bf16", is_tied: bool = False, **shape: int) -> Path:
     """The folder, now with a two-layer Llama of 14 linear layers in one file."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _save(LlamaForCausalLM, LlamaConfig(intermediate_size=256, tie_word_embeddings=is_tied, **SHAPE), folder, dtype)
+    sizes = {"intermediate_size": 256, **SHAPE, **shape}
+    return _save(LlamaForCausalLM, LlamaConfig(tie_word_embeddings=is_tied, **sizes), folder, dtype)
 
 
 def make_qwen3(folder: Path) -> Path:

@@ -6,7 +6,7 @@ column where they are transposed).  What lies in whole rows is read where it lie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from fp4convert.spelling import Form
 
 WEIGHT = ".weight"
 MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
+OUTPUT_MEMBERS = ("down_proj", "w2", "output_linear", "fc2", "wo")  # their rows are the hidden vector
 ROWS_AT_ONCE = 256  # of a stored matrix whose magnitudes are looked through
 
 
@@ -161,8 +162,13 @@ class _Columns:
         return range(self.start + first * self.step, self.start + (last - 1) * self.step + 1, self.step)
 
 
-def find_floats(tensors: Mapping[str, TensorRef], rule_for: Callable[[str], StackRule | None]) -> dict[str, Linear]:
-    """Every matrix named ".weight", and those of the stacks that a recipe has a rule for."""
+def find_floats(
+    tensors: Mapping[str, TensorRef], rule_for: Callable[[str], StackRule | None], hidden: Collection[int] = ()
+) -> dict[str, Linear]:
+    """Every matrix named ".weight", and those of the stacks that a recipe has a rule for.
+
+    hidden  what config.json calls a hidden size, to tell when a rule has the order of a stack wrong
+    """
     found: dict[str, Linear] = {}
     for ref in tensors.values():
         if ref.dtype not in FLOAT_TYPES:
@@ -171,31 +177,50 @@ def find_floats(tensors: Mapping[str, TensorRef], rule_for: Callable[[str], Stac
             module = ref.name.removesuffix(WEIGHT)
             found[module] = Linear(module, (ref.shape[0], ref.shape[1]), _FLOATS[ref.dtype], (ref,))
         elif len(ref.shape) == STACK_DIMENSIONS and (rule := rule_for(ref.name)):
+            _check_order(ref, rule, hidden)
             found |= {linear.module: linear for linear in _of_stack(ref, rule)}
     return found
+
+
+def _check_order(ref: TensorRef, rule: StackRule, hidden: Collection[int]) -> None:
+    """InputError where experts would read, or write, vectors of another size than the model has: two spellings of one family."""
+    _, outer, inner = ref.shape
+    rows, columns = (inner, outer) if rule.is_transposed else (outer, inner)
+    is_output = rule.members[-1] in OUTPUT_MEMBERS
+    found, other = (rows, columns) if is_output else (columns, rows)
+    if hidden and found not in hidden and other in hidden:
+        order = "out_in" if rule.is_transposed else "in_out"
+        detail = f"{ref.file}: {ref.name} {list(ref.shape)} would be read as experts of {rows} rows and {columns} columns"
+        expected = f"{detail}, which do not fit the hidden size of config.json ({', '.join(map(str, sorted(hidden)))})"
+        raise InputError("stack-shape", expected, f"Say how they are stored: --stack-order {order}.", ref.name)
 
 
 def _of_stack(ref: TensorRef, rule: StackRule) -> Iterator[Linear]:
     """The matrices of every expert in a stack."""
     experts, outer, inner = ref.shape
-    rows, columns = (inner, outer) if rule.is_transposed else (outer, inner)
     members = len(rule.members)
-    if rows % members:
-        detail = f"{ref.file}: {ref.name} has experts of {rows} rows, in which {members} matrices stand; expected a multiple"
+    if (inner if rule.is_transposed else outer) % members:
+        detail = f"{ref.file}: {ref.name} {list(ref.shape)} holds {members} matrices for each expert, of equally many rows"
         raise InputError("stack-shape", detail, "Say how they are stored: --stack-order, --stack-rows.", ref.name)
-    shape = (rows // members, columns)
-    width = inner * FLOAT_TYPES[ref.dtype].nbytes
     for expert in range(experts):
-        matrix = replace(ref, name=f"{ref.name}[{expert}]", shape=(outer, inner), start=ref.start + expert * outer * width)
+        nbytes = outer * inner * FLOAT_TYPES[ref.dtype].nbytes
+        matrix = replace(ref, name=f"{ref.name}[{expert}]", shape=(outer, inner), start=ref.start + expert * nbytes)
         for number, member in enumerate(rule.members):
             module = rule.module(ref.name, expert, member)
-            if rule.is_transposed or (rule.is_interleaved and members > 1):
-                first, step = (number, members) if rule.is_interleaved else (number * shape[0], 1)
-                coding = Picked(_FLOATS[ref.dtype].word, first, step, rule.is_transposed)
-                yield Linear(module, shape, coding, (matrix,), stack=ref, share=members)
-            else:
-                own = replace(matrix, shape=shape, start=matrix.start + number * shape[0] * width)
-                yield Linear(module, shape, _FLOATS[ref.dtype], (own,), stack=ref)
+            yield replace(_part_of(matrix, rule, number), module=module, stack=ref)
+
+
+def _part_of(matrix: TensorRef, rule: StackRule, number: int) -> Linear:
+    """One of the fused matrices of an expert, under the expert's name."""
+    outer, inner = matrix.shape
+    members, kind = len(rule.members), _FLOATS[matrix.dtype]
+    rows, columns = (inner // members, outer) if rule.is_transposed else (outer // members, inner)
+    if rule.is_transposed or rule.is_interleaved:
+        first, step = (number, members) if rule.is_interleaved else (number * rows, 1)
+        coding = Picked(kind.word, first, step, rule.is_transposed)
+        return Linear(matrix.name, (rows, columns), coding, (matrix,), share=members)
+    start = matrix.start + number * rows * columns * FLOAT_TYPES[matrix.dtype].nbytes
+    return Linear(matrix.name, (rows, columns), kind, (replace(matrix, shape=(rows, columns), start=start),))
 
 
 _FLOATS = {dtype: Floats(kind.word) for dtype, kind in FLOAT_TYPES.items()}

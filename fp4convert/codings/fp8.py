@@ -4,9 +4,10 @@
   M.weight_scale_inv  [rows / 128, columns / 128], a multiplier whatever its name says: DeepSeek V3, Kimi, MiniMax, Qwen
   M.scale             the same, F8_E8M0 in DeepSeek V4
   M.weight_scale      F32 or BF16, [] or [1] of the whole, [rows] or [rows, 1] of rows, or of blocks: compressed-tensors, ModelOpt
+  M.weight_scale      U8, E8M0 [rows, columns / 32]: MXFP8
   M.scale_weight      F32 [] of the whole: files for ComfyUI
 
-How large a block is, the record says: weight_block_size, or block_structure of a group of compressed-tensors.
+How large a block is, the record says: weight_block_size, or block_structure or group_size of a group of compressed-tensors.
 Codes without any scale are numbers as they stand, where no record says otherwise.
 Source: transformers 5.23, integrations/finegrained_fp8; compressed-tensors 0.20, compressors; ModelOpt 0.47, torch/export.
 """
@@ -32,9 +33,11 @@ from fp4convert.spelling import Form, Granularity
 
 WEIGHT = ".weight"
 DTYPES = ("F8_E4M3", "F8_E5M2")
-SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
+E8M0_DTYPES = ("F8_E8M0", "U8")
+SCALE_DTYPES = (*FLOAT_DTYPES, *E8M0_DTYPES)
 SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".scale_weight")
 IDLE = (".input_scale", ".activation_scale", ".scale_input", ".k_scale", ".v_scale", ".output_scale")
+BITS = 8
 Block = tuple[int, int]
 
 
@@ -102,7 +105,7 @@ class _Scaled:
 def read_scales(source: Source, ref: TensorRef) -> Float32s:
     """The scales in a tensor as float32, flat; exact."""
     stored = np.frombuffer(source.read_range(ref, 0, ref.nbytes), np.uint8)
-    if ref.dtype == "F8_E8M0":
+    if ref.dtype in E8M0_DTYPES:
         return decode_e8m0(stored)
     return stored.view(FLOAT_DTYPES[ref.dtype]).astype(np.float32)
 
@@ -153,7 +156,9 @@ def _declared_blocks(record: Json) -> Iterator[Block]:
     schemes = (
         [scheme.get("weights") for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
     )
-    declared = [record.get("weight_block_size"), *(s.get("block_structure") for s in schemes if isinstance(s, dict))]
+    known = [scheme for scheme in schemes if isinstance(scheme, dict)]
+    rows_of = [[1, scheme.get("group_size")] for scheme in known if scheme.get("num_bits") == BITS]
+    declared = [record.get("weight_block_size"), *(scheme.get("block_structure") for scheme in known), *rows_of]
     for block in declared:
         if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
             yield block[0], block[1]

@@ -343,7 +343,8 @@ class Speller:
     def parts(self, stem: str, shape: tuple[int, ...], panels: Iterator[Quantized]) -> Iterator[Part]:
         """What to append to the outputs of that stem, by name; no panels, no parts."""
         for first in panels:
-            yield from self.dialect.encode_scalars(stem, first, self.input_scale)
+            input_scale = self.input_scale if self.form.has_input_scale else None
+            yield from self.dialect.encode_scalars(stem, first, input_scale)
             yield from self.dialect.encode(stem, shape, self.form, chain((first,), panels))
 
 
