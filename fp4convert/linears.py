@@ -75,7 +75,7 @@ def linears_of(clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | No
     is_packed = any(linear.coding.is_packed for linear in of.values())
     linears = Linears(
         of,
-        tuple(ref for ref in clues.tensors.values() if is_expert_stack(ref) and recipe.stack_rule(ref.name) is None),
+        tuple(ref for ref in clues.tensors.values() if is_expert_stack(ref) and recipe.stack_rule(ref.name, ref.shape) is None),
         tuple(ref for ref in clues.tensors.values() if is_packed and ref.name.endswith(CACHE_SCALES)),
     )
     _refuse_unreadable(clues, linears)

@@ -158,8 +158,8 @@ class Recipe:
         order, rows = self.choice.stack_order, self.choice.stack_rows
         for rule in self.stacks:
             if matches_any(rule.tensors, tensor):
-                if order is None and rows is None and rule.inputs is not None and shape:
-                    return self._turned(rule, tensor, shape)
+                if order is None and rule.inputs is not None and shape:
+                    rule = self._turned(rule, tensor, shape)
                 is_transposed = rule.is_transposed if order is None else order == "in_out"
                 is_interleaved = rule.is_interleaved if rows is None else rows == "interleaved"
                 return rule._replace(is_transposed=is_transposed, is_interleaved=is_interleaved and len(rule.members) > 1)
@@ -173,8 +173,6 @@ class Recipe:
         fitting = [axis == 1 for axis in (1, 2) if axis < len(shape) and shape[axis] == rule.inputs]
         if len(fitting) == 1:
             return rule._replace(is_transposed=fitting[0])
-        if self.choice.stack_order is not None:
-            return rule._replace(is_transposed=self.choice.stack_order == "in_out")
         detail = f"{tensor} is {list(shape)}, and {rule.inputs_key} is {rule.inputs}, which does not tell inputs from outputs"
         raise InputError("stack-order", detail, f"Say --stack-order {' or '.join(STACK_ORDERS)}.", tensor)
 

@@ -163,7 +163,7 @@ class _Columns:
 
 
 def find_floats(
-    tensors: Mapping[str, TensorRef], rule_for: Callable[[str], StackRule | None], hidden: Collection[int] = ()
+    tensors: Mapping[str, TensorRef], rule_for: Callable[[str, tuple[int, ...]], StackRule | None], hidden: Collection[int] = ()
 ) -> dict[str, Linear]:
     """Every matrix named ".weight", and those of the stacks that a recipe has a rule for.
 
@@ -176,7 +176,7 @@ def find_floats(
         if len(ref.shape) == MATRIX_DIMENSIONS and ref.name.endswith(WEIGHT):
             module = ref.name.removesuffix(WEIGHT)
             found[module] = Linear(module, (ref.shape[0], ref.shape[1]), _FLOATS[ref.dtype], (ref,))
-        elif len(ref.shape) == STACK_DIMENSIONS and (rule := rule_for(ref.name)):
+        elif len(ref.shape) == STACK_DIMENSIONS and (rule := rule_for(ref.name, ref.shape)):
             _check_order(ref, rule, hidden)
             found |= {linear.module: linear for linear in _of_stack(ref, rule)}
     return found
