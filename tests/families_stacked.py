@@ -47,6 +47,14 @@ QWEN3_5_MOE = {
     "vision_config": QWEN_VISION,
     **QWEN_TOKENS,
 }
+QWEN3_VL_MOE = {
+    "text_config": {
+        **{**SIZES, **FOUR},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]},
+    },
+    "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]},
+    **QWEN_TOKENS,
+}
 STACKED = (
     Family(
         "qwen3_5_moe",
@@ -67,17 +75,18 @@ STACKED = (
     Family(
         "qwen3_vl_moe",
         "Qwen3VLMoeForConditionalGeneration",
-        {
-            "text_config": {
-                **{**SIZES, **FOUR},
-                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]},
-            },
-            "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]},
-            **QWEN_TOKENS,
-        },
+        QWEN3_VL_MOE,
         (*TEXT_ATTENTION, *TEXT_EXPERTS),
         QWEN_STACKS_TRANSPOSED,
         published=_transposed,
+        runs="restored",
+    ),
+    Family(  # as transformers 5 saves it
+        "qwen3_vl_moe-saved",
+        "Qwen3VLMoeForConditionalGeneration",
+        QWEN3_VL_MOE,
+        (*TEXT_ATTENTION, *TEXT_EXPERTS),
+        QWEN_STACKS,
         runs="restored",
     ),
     Family(
