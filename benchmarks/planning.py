@@ -89,8 +89,10 @@ class Cost(NamedTuple):
 def measure_stages(folder: str) -> dict[str, Cost]:
     """The cost of each stage; run in a process of its own."""
     from fp4convert import render
-    from fp4convert.convert import Request, describe_plan, prepare_quantize
+    from fp4convert.convert import Request, prepare_quantize
     from fp4convert.ending import as_text
+    from fp4convert.forecast import describe_plan
+    from fp4convert.overview import draw_plan
     from fp4convert.sources import open_source
     from fp4convert.workers import Settings
 
@@ -112,7 +114,7 @@ def measure_stages(folder: str) -> dict[str, Cost]:
     end("text of the index")
     document = describe_plan(source, plan, Settings())
     end("document of the dry run")
-    render.Screen().show(document, render.draw_plan)
+    render.Screen().show(document, draw_plan)
     end("draw it")
     return found
 

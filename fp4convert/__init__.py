@@ -13,7 +13,7 @@ _HOME = {
     "Request": "convert",
     "Settings": "workers",
     "prepare_quantize": "convert",
-    "describe_plan": "convert",
+    "describe_plan": "forecast",
     "quantize": "convert",
     "open_artifact": "artifact",
     "inspect": "inspection",

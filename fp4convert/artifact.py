@@ -17,7 +17,7 @@ from fp4convert.formats import FP8, Blocks, Format, Span
 from fp4convert.reading import Finding, form_finder, read_modules
 from fp4convert.record import MIXED, RECORD, describe_form, describe_groups, groups_recorded
 from fp4convert.shard import TensorRef, parse_json_object
-from fp4convert.sources import PLAN_FILE, Access, Source, open_source
+from fp4convert.sources import PLAN_FILE, Access, Source, open_source, subfolder_of
 from fp4convert.spelling import Form, Fp8Matrix, Group, encode_scalar
 from fp4convert.stacks import gather
 
@@ -172,7 +172,8 @@ def refuse_unsaid(names: Iterable[str]) -> None:
 
 def open_artifact(reference: str, access: Access | None = None) -> Artifact:
     """The artifact in that folder or repository; raises what open_source raises, and InputError where it is no artifact."""
-    is_unfinished = os.path.exists(os.path.join(reference, PLAN_FILE)) and not os.path.exists(os.path.join(reference, RECORD))
+    folder = os.path.join(reference, subfolder_of(access or Access()))
+    is_unfinished = os.path.exists(os.path.join(folder, PLAN_FILE)) and not os.path.exists(os.path.join(folder, RECORD))
     return read_artifact(open_source(reference, access, is_unfinished), reference, is_unfinished)
 
 

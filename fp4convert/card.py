@@ -170,6 +170,8 @@ def _loading(plan: Plan, source: Source, repo: str) -> Iterator[str]:
     """A heading and an example for each engine that is known to load the dialect."""
     kind = (str(plan.target.dialect), plan.target.format)
     architectures = source.checkpoint.config.get("architectures")
+    if source.checkpoint.components or "_class_name" in source.checkpoint.config:
+        return  # of Diffusers, which loads none of these folders; the README says what it does load
     if kind in TRANSFORMERS and architectures and not _has_wrong_experts(plan):
         of = architectures if isinstance(architectures, list) else []
         model = f"AutoModel{CAUSAL}" if any(str(name).endswith(CAUSAL) for name in of) else "AutoModel"

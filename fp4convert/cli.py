@@ -101,7 +101,7 @@ def quantize_command(
 
     Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
     """
-    from fp4convert import cluster, convert, gpus, parts, publishing, render, sources
+    from fp4convert import cluster, convert, gpus, overview, parts, pipelines, publishing, render, sources
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
@@ -113,17 +113,14 @@ def quantize_command(
     request = convert.Request(format, dialect, scale_rule, activations, input_scale, *choice)
     with screen.phases() as phases:
         phases.begin("plan")
-        opened = sources.open_source(source, access)
-        todo = convert.prepare_quantize(opened, request)
-        screen.warn([*todo.warnings, *gpus.unused(device)])
+        work = pipelines.prepare(cluster.Errand(source, access, request, target, device, workers), ray)
+        screen.warn([*(() if dry_run else work.warnings), *gpus.unused(device)])
         screen.note([parts.describe(share)] if share else [])
         settings = crew.Settings(device, workers, force, phases, join, share, screen.tell)
-        if dry_run:
-            document = convert.describe_plan(opened, todo, settings)
-        else:
-            errand = cluster.Errand(source, access, request, target, device, workers)
-            document = publishing.fulfil(publishing.Order(errand, settings, ray, goal), opened, todo).as_json()
-    screen.show(document, render.draw_plan if dry_run else render.draw_result)
+        order = publishing.Order(work, settings, goal)
+        document: render.Document = work.describe(settings) if dry_run else publishing.fulfil(order).as_json()
+    screen.show(document, overview.draw_plan if dry_run else render.draw_result)
+    screen.warn(document["warnings"] if dry_run else ())
 
 
 @app.command("inspect")
@@ -145,7 +142,7 @@ def inspect_command(
 
     screen = render.Screen(json)
     opened = artifacts.open_artifact(artifact, _access(screen.tell, (revision, subfolder), token))
-    original = sources.open_source(source, _access(screen.tell, (None, None), token)) if source else None
+    original = sources.open_original(source, _access(screen.tell, (None, subfolder), token)) if source else None
     description = inspection.inspect(opened, original, full)
     screen.show(description, render.draw_artifact)
     raise typer.Exit(0 if description["healthy"] else 6)
@@ -171,7 +168,7 @@ def verify_command(
 
     screen = render.Screen(json)
     opened = artifacts.open_artifact(artifact, _access(screen.tell, (revision, subfolder), token))
-    original = sources.open_source(source, _access(screen.tell, (None, None), token)) if source else None
+    original = sources.open_original(source, _access(screen.tell, (None, subfolder), token)) if source else None
     report = verification.verify(opened, original, verification.Gate(min_sqnr, max_nmse))
     screen.show(report.as_json(), render.draw_verification)
     raise typer.Exit(0 if report.passed else 6)

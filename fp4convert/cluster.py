@@ -82,6 +82,12 @@ def quantize_together(address: str, errand: Errand, source: Source, plan: Plan, 
     raise DeviceError("workers-lost", f"every worker on {address} is lost", "Run the same command again: what is finished stays.")
 
 
+def check_cluster(address: str) -> None:
+    """Nothing; raises InputError where no cluster answers there."""
+    with redirect_stdout(sys.stderr), _connected(address):
+        pass
+
+
 def _sent(errand: Errand, source: Source) -> Errand:
     """The errand as it means the same on every node: whole paths, the commit that was found, nothing that prints."""
     checkpoint = source.checkpoint

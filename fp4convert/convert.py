@@ -17,22 +17,23 @@ from fp4convert.formats import FLOAT_TYPES, format_named, row_panels
 from fp4convert.job import Job, Result, begin, carry_out
 from fp4convert.linears import find_linears
 from fp4convert.makers import Dequantizer, Quantizer, Transcoder
+from fp4convert.manifest import Manifest
 from fp4convert.output import OutputFolder
 from fp4convert.plan import plan_quantize
 from fp4convert.recipe import Choice, Target, build_recipe
 from fp4convert.record import RECORD, Contents, make_record
 from fp4convert.respelling import DTYPES, plan_dequantize, plan_transcode
-from fp4convert.sources import INDEX, Source
+from fp4convert.sources import Source
+from fp4convert.sources.naming import index_file
 from fp4convert.spelling import is_reversible
 from fp4convert.tasks import Plan
 from fp4convert.template import Framed, place_modules
 from fp4convert.workers import Settings
 
 ENGINE_RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
-QUANTIZATION_KEYS = frozenset(
+QUANTIZATION_KEYS = frozenset(  # of config.json, in any dialect
     {"quantization_config", "compression_config", "quantization", "expert_dtype"}
-)  # of config.json, in any dialect
-BASE_NBYTES = 100 << 20  # the interpreter with its packages
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +72,23 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     are written, where weights are NaN or Inf: then neither index nor records are written.
     """
     worker = Quantizer(source, plan.target, open_backend(settings.device))
-    return carry_out(_artifact_job(source, plan), worker, output, settings)
+    return carry_out(artifact_job(source, plan), worker, output, settings)
+
+
+def manifest_of(source: Source, plan: Plan) -> Manifest:
+    """What the output folder of `quantize` remembers."""
+    return artifact_job(source, plan).manifest()
 
 
 def name_files(source: Source, plan: Plan) -> list[str]:
     """Every file that `quantize` writes."""
-    manifest = _artifact_job(source, plan).manifest()
+    manifest = manifest_of(source, plan)
     return [*manifest.files, manifest.last]
 
 
 def begin_quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> OutputFolder:
     """The output folder with the plan in it, for other processes to join; raises what quantize does before it works."""
-    return begin(_artifact_job(source, plan), output, settings)
+    return begin(artifact_job(source, plan), output, settings)
 
 
 def prepare_dequantize(artifact: Artifact, dtype: str) -> Plan:
@@ -210,7 +216,7 @@ def transcode(artifact: Artifact, plan: Plan, output: Path, settings: Settings, 
     Raises OutputError as open_output does.
     """
     source = Framed(donor, artifact.source) if donor else artifact.source
-    job = _artifact_job(source, plan, _origin_of(artifact))
+    job = artifact_job(source, plan, _origin_of(artifact))
     carrier = Carrier(artifact, format_named(plan.target.format))
     carried = describe_carried(artifact, plan, carrier)
     result = carry_out(job, Transcoder(artifact, source, carrier, plan.target), output, settings)
@@ -245,39 +251,6 @@ def describe_carried(artifact: Artifact, plan: Plan, carrier: Carrier) -> dict[s
     return document if made is artifact.format else {**document, "lossy": lossy, "blocks": blocks, "kept_blocks": kept}
 
 
-def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, object]:
-    """The document of `quantize --dry-run --json`.
-
-    source_bytes, output_bytes  of tensors and of shards; the result of the run counts whole files
-    peak_memory_bytes           what workers hold beside mapped pages
-    peak_disk_bytes             of everything that is written, but for our own record
-    Raises DeviceError for a device that is not there.
-    """
-    backend = open_backend(settings.device)
-    widest = max((step.shape[1] for step in plan.steps if step.shape), default=0)
-    held_nbytes = backend.held_nbytes(settings.workers or backend.threads, widest)
-    return {
-        "format": plan.target.format,
-        "dialect": plan.target.dialect,
-        "source_bytes": plan.source_bytes,
-        "output_bytes": plan.output_bytes,
-        "peak_memory_bytes": BASE_NBYTES + held_nbytes + min(source.held_nbytes, source.checkpoint.nbytes),
-        "peak_disk_bytes": _artifact_job(source, plan).output_nbytes,
-        "tensors": [
-            {
-                "name": step.name,
-                "action": step.action,
-                "reason": step.reason,
-                "group": step.group,
-                "source_bytes": step.source_bytes,
-                "output_bytes": step.output_bytes,
-            }
-            for step in plan.steps
-        ],
-        "warnings": list(plan.warnings),
-    }
-
-
 def _origin_of(artifact: Artifact) -> dict[str, object]:
     """Where an artifact's record says that its weights come from."""
     recorded = artifact.record.get("source")
@@ -285,7 +258,7 @@ def _origin_of(artifact: Artifact) -> dict[str, object]:
     return {key: known[key] if isinstance(known.get(key), str) else None for key in ("repo", "revision")}
 
 
-def _artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = None) -> Job:
+def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = None) -> Job:
     """The conversion whose result is an artifact: shards, then the records that engines read, last our own.
 
     origin  of the weights; None where it is the source
@@ -331,5 +304,6 @@ def _dialect_of(plan: Plan) -> Dialect:
 
 def _index_text(plan: Plan) -> dict[str, str]:
     """The index of several shards, or of one whose name says that there are others."""
-    is_alone = len(plan.shards) == 1 and "-of-" not in plan.shards[0].file
-    return {} if is_alone else {INDEX: as_text(plan.index)}
+    files = [shard.file for shard in plan.shards]
+    is_alone = len(files) == 1 and "-of-" not in files[0]
+    return {} if is_alone else {index_file(files): as_text(plan.index)}

@@ -11,21 +11,23 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
 from fp4convert.ending import ENDING, Ending, ended_meanwhile, find_disputes, find_harmed, write_ending
 from fp4convert.errors import InputError, NumericError, OutputError, SourceError
 from fp4convert.manifest import Manifest, TaskFiles, read_ended
-from fp4convert.output import OutputFolder, Terms, open_output
+from fp4convert.output import OutputFolder, Terms, missing_nbytes, open_output
 from fp4convert.pieces import CORRUPT
 from fp4convert.record import RECORD
 from fp4convert.sources import Source, stopping
 from fp4convert.tasks import Action, Plan
 from fp4convert.workers import Filler, Settings, Worker
 
+OPTIONS = "the options"
 FIRST_SECONDS, LONGEST_SECONDS = 0.1, 3.0  # between looks at what others do: many wait, and a shared disk has to answer all
+LARGE_NBYTES = 16 << 20  # of a file that is copied by itself: what is begun again after an interruption is little
 TRIES = 3  # to write files that afterwards are what was written
 
 
@@ -39,6 +41,7 @@ class Result:
     adopted_bytes of the source, whose result an earlier run or another process wrote
     share         which part, and how many shards it wrote; None for the whole
     pushed        address of the commit that holds it on the Hub; None where it is here alone
+    components    of a pipeline: the name and the result of each conversion that it was made of
     """
 
     output: str
@@ -56,10 +59,11 @@ class Result:
     carried: dict[str, object] | None = None
     share: dict[str, int] | None = None
     pushed: str | None = None
+    components: list[dict[str, object]] | None = None
 
     def as_json(self) -> dict[str, object]:
-        """The document; `carried` where something was transcoded, `share` after one of several parts, `pushed` to the Hub."""
-        rare = ("carried", "share", "pushed")
+        """The document: `carried` after transcoding, `share` after one of several parts, `pushed`, `components` of a pipeline."""
+        rare = ("carried", "share", "pushed", "components")
         return {key: value for key, value in asdict(self).items() if key not in rare or value is not None}
 
 
@@ -70,6 +74,7 @@ class Job:
     texts     small files of ours, in the order in which they are written after the shards
     record    our own record but for the hashes, written last; None where the last of the texts is the last file
     replaced  files of the source that do not travel, because ours take their place
+    parts     what else the result is made of, by the folder in it: they are ended before this job is
     """
 
     source: Source
@@ -78,6 +83,7 @@ class Job:
     record: dict[str, object] | None
     last: str
     replaced: frozenset[str]
+    parts: dict[str, Manifest] = field(default_factory=dict)
 
     @property
     def sidecars(self) -> list[str]:
@@ -85,17 +91,20 @@ class Job:
 
     @property
     def tasks(self) -> tuple[TaskFiles, ...]:
-        """Every task of the plan, and one for the files that are copied."""
+        """Every task of the plan, one for small files that are copied, and one for each large one."""
         copies = {file: self.source.file_nbytes(file) for file in self.sidecars}
+        small = {file: nbytes for file, nbytes in copies.items() if nbytes < LARGE_NBYTES}
+        large = [{file: nbytes} for file, nbytes in copies.items() if file not in small]
+        return (*map(TaskFiles.of, self.plan.tasks), *(self._copies(files) for files in (small, *large) if files))
+
+    def _copies(self, files: dict[str, int]) -> TaskFiles:
         stamps = self.source.checkpoint.stamps
-        key = _sha256([[file, nbytes, stamps[file]] for file, nbytes in copies.items()])
-        return (*map(TaskFiles.of, self.plan.tasks), *([TaskFiles(key, copies)] if copies else ()))
+        return TaskFiles(_sha256([[file, nbytes, stamps[file]] for file, nbytes in files.items()]), files)
 
     @property
     def output_nbytes(self) -> int:
-        """Everything that will be written, but for the last record."""
-        small = sum(len(text.encode("utf-8", "surrogatepass")) for text in self.texts.values())
-        return small + sum(sum(task.files.values()) for task in self.tasks)
+        """Everything that will be written, but for the last record and the parts."""
+        return self.manifest().nbytes
 
     def manifest(self) -> Manifest:
         """What the output folder remembers of this job, to know it again and to end it."""
@@ -104,11 +113,18 @@ class Job:
             [shard.file, shard.nbytes, [[ref.name, ref.dtype, ref.shape] for ref in shard.tensors]] for shard in checkpoint.shards
         ]
         stamps = {shard.file: checkpoint.stamps[shard.file] for shard in checkpoint.shards}
+        source = _sha256([*headers, *(part.identity for part in self.parts.values())])
+        options = [
+            asdict(self.plan.target),
+            self.plan.quantized,
+            self.texts,
+            *(part.traits[OPTIONS] for part in self.parts.values()),
+        ]
         return Manifest(
-            identity={"source": _sha256(headers), "format": self.plan.target.format, "dialect": self.plan.target.dialect},
+            identity={"source": source, "format": self.plan.target.format, "dialect": self.plan.target.dialect},
             traits={
                 "the version of fp4convert": version("fp4convert"),
-                "the options": _sha256([asdict(self.plan.target), self.plan.quantized, self.texts]),
+                OPTIONS: _sha256(options),
                 "the source's files or their times": _sha256([stamps, self.sidecars]),
             },
             tasks=self.tasks,
@@ -126,7 +142,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
             NaN or Inf; SourceError where the source changed or is gone; OutputError as open_output does
     """
     started = time.monotonic()
-    with stopping(job.source), _opened(job, output, settings) as folder:
+    with stopping(job.source), opened(job, output, settings) as folder:
         folder.named = settings.named
         shift = _Part(job.source, job.plan, folder, settings)
         ending = shift.work(Filler(job.source, worker, settings))
@@ -177,7 +193,9 @@ class _Part:
         share = settings.share
         self._mine = share.of(folder.manifest.tasks) if share else folder.manifest.tasks
         self._tasks = {task.key: task for task in plan.tasks}
-        self._unseen = {task.key for task in self._mine} & self._tasks.keys()
+        copied = {task.key: sum(task.files.values()) for task in self._mine}
+        self._sizes = copied | {key: task.source_bytes for key, task in self._tasks.items() if key in copied}
+        self._unseen = set(self._sizes)
         self.adopted_nbytes = 0
         self._pause_seconds = FIRST_SECONDS
         self._tries: dict[str, int] = {}
@@ -189,7 +207,7 @@ class _Part:
         Returns  how it ended; None after a part
         Raises   NumericError, after all sound shards are written, where weights are NaN or Inf
         """
-        self._settings.phases.begin(filler.verb, sum(self._tasks[key].source_bytes for key in self._unseen))
+        self._settings.phases.begin(filler.verb, sum(self._sizes.values()))
         while True:
             self._do_tasks(filler)
             if filler.unsound:
@@ -216,7 +234,9 @@ class _Part:
             shards = (task for task in left if task.key in known)
             folder.write_shards((known[count(task).key] for task in folder.claimed(shards)), filler.fill)
             for task in folder.claimed(task for task in left if task.key not in known):
-                folder.write_copies(count(task), self._source.open_file)
+                folder.write_copies(count(task), self._source.open_file, self._settings.phases.report)
+                for file in task.files:
+                    self._source.check_unchanged(file)
             if not taken:
                 if not is_told:
                     self._tell_whom(left)
@@ -232,8 +252,9 @@ class _Part:
         self._unseen -= adopted
         if adopted:
             sizes = {shard.file: shard.nbytes for shard in self._source.checkpoint.shards}
-            self.adopted_nbytes += sum(sizes.get(self._tasks[key].shards[0].file, 0) for key in adopted)  # named as its source
-            self._settings.phases.skip(sum(self._tasks[key].source_bytes for key in adopted))
+            shards = [self._tasks[key].shards[0].file for key in adopted & self._tasks.keys()]  # named as their sources
+            self.adopted_nbytes += sum(sizes.get(file, 0) for file in shards)
+            self._settings.phases.skip(sum(self._sizes[key] for key in adopted))
         return left
 
     def _pause(self) -> None:
@@ -292,13 +313,15 @@ def _summarize(errors: list[NumericError]) -> NumericError:
 
 def begin(job: Job, output: Path, settings: Settings) -> OutputFolder:
     """The output folder with the job's plan in it, for other processes to carry out; raises what carry_out does at first."""
-    with _opened(job, output, settings) as folder:
+    with opened(job, output, settings) as folder:
         return folder
 
 
-def _opened(job: Job, output: Path, settings: Settings) -> AbstractContextManager[OutputFolder]:
+def opened(job: Job, output: Path, settings: Settings) -> AbstractContextManager[OutputFolder]:
+    """The output folder with the plan in it, which no other plan replaces meanwhile; raises what carry_out does at first."""
     _check_places(job, output)
-    return open_output(output, job.manifest(), Terms(job.output_nbytes, settings.is_forced, settings.is_joining))
+    more_nbytes = sum(missing_nbytes(output / folder, part) for folder, part in job.parts.items())
+    return open_output(output, job.manifest(), Terms(more_nbytes, settings.is_forced, settings.is_joining))
 
 
 def _check_places(job: Job, output: Path) -> None:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from fp4convert.errors import OutputError
 from fp4convert.gguf_shard import GGUF
-from fp4convert.sources import PLAN_FILE, WEIGHTS
+from fp4convert.sources import PLAN_FILE
+from fp4convert.sources.naming import WEIGHTS
 from fp4convert.tasks import Task
 
 STATE, PLAN = PLAN_FILE.split("/")
@@ -77,6 +78,12 @@ class Manifest:
     def files(self) -> tuple[str, ...]:
         """Every file the run will write but the last record, relative to the folder."""
         return (*(file for task in self.tasks for file in task.files), *self.texts)
+
+    @property
+    def nbytes(self) -> int:
+        """Everything that will be written, but for the last record."""
+        small = sum(len(text.encode("utf-8", "surrogatepass")) for text in self.texts.values())
+        return small + sum(sum(task.files.values()) for task in self.tasks)
 
     @property
     def shards(self) -> list[str]:

@@ -29,7 +29,7 @@ WorkersOption = Annotated[int, typer.Option(min=0, help="Threads; 0 is as many a
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Discard what an earlier run of fp4convert left in the output.")]
 RevisionOption = Annotated[str | None, typer.Option(help="On the Hub: branch, tag or commit. Default: main.")]
-SubfolderOption = Annotated[str | None, typer.Option(help="On the Hub: folder of the repository.")]
+SubfolderOption = Annotated[str | None, typer.Option(help="Folder of the source, where the checkpoint is.")]
 TokenOption = Annotated[str | None, typer.Option(help="For the Hub. Better: hf auth login, or HF_TOKEN.")]
 TransportOption = Annotated[str, typer.Option(help="From the Hub: http, or xet (through hf_xet).")]
 MOST_MEMORY = 1e6  # GB; inf, too, means no limit

@@ -87,12 +87,12 @@ class TaskWriter:
 class Terms:
     """How a folder is entered.
 
-    needed_nbytes  everything that the plan writes
-    is_forced      files of another, finished plan may go
-    is_joining     only if the folder is new, or holds the same plan
+    more_nbytes  written to the same disk beside what the plan writes
+    is_forced    files of another, finished plan may go
+    is_joining   only if the folder is new, or holds the same plan
     """
 
-    needed_nbytes: int
+    more_nbytes: int = 0
     is_forced: bool = False
     is_joining: bool = False
 
@@ -223,12 +223,21 @@ class OutputFolder:
             temp = self.write_temp(file, lambda out, text=text: out.write(text.encode("utf-8")))  # type: ignore[misc]
             self._give_name(temp, file, hash_file(temp))
 
-    def write_copies(self, task: TaskFiles, open_file: Callable[[str], BinaryIO]) -> None:
-        """Files of the source as they are: the task of whoever holds its claim."""
+    def write_copies(self, task: TaskFiles, open_file: Callable[[str], BinaryIO], report: Callable[[str, int], None]) -> None:
+        """Files of the source as they are: the task of whoever holds its claim.
+
+        report  is called with a file and how many bytes more of it were copied
+        """
         temps = {}
         for number, file in enumerate(task.files):
-            with open_file(file) as stream:
-                temps[file] = self.write_temp(f"{number}", lambda out: shutil.copyfileobj(stream, out, READ_NBYTES))
+
+            def copy(out: BinaryIO, file: str = file) -> None:
+                with open_file(file) as stream:
+                    while data := stream.read(READ_NBYTES):
+                        out.write(data)
+                        report(file, len(data))
+
+            temps[file] = self.write_temp(f"{number}", copy)
         self.settle(task, Done({file: hash_file(temp) for file, temp in temps.items()}), temps.__getitem__)
 
     def write_temp(self, name: str, fill: Callable[[BinaryIO], object]) -> Path:
@@ -267,7 +276,7 @@ class OutputFolder:
             if old is not None and old.plan_id != self.manifest.plan_id:
                 self._replace(old, terms)
             self.sweep()
-            _check_space(self.root, self.manifest, terms.needed_nbytes)
+            _check_space(self.root, self.manifest, terms.more_nbytes)
             if old is None or old.plan_id != self.manifest.plan_id:
                 self._put(PLAN, json.dumps(self.manifest.as_json(), indent=1))
 
@@ -316,7 +325,7 @@ def open_output(root: Path, manifest: Manifest, terms: Terms) -> Iterator[Output
         if is_there and not is_ours:
             refuse_foreign(root)
         if not is_ours:
-            _check_space(root, manifest, terms.needed_nbytes)
+            _check_space(root, manifest, terms.more_nbytes)
     with entered(root, manifest) as folder:
         folder.begin(terms)
         yield folder
@@ -343,14 +352,19 @@ def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
         claims.__exit__(None, None, None)
 
 
-def _check_space(root: Path, manifest: Manifest, needed_nbytes: int) -> None:
-    existing = next(place for place in (root, *root.absolute().parents) if place.exists())
+def missing_nbytes(root: Path, manifest: Manifest) -> int:
+    """What is still to be written of a plan; all of it where its folder is not there."""
     coming = [Path(folder, file) for folder, _, files in os.walk(root / STATE / "tmp") for file in files]
-    missing_nbytes = needed_nbytes - sum(_nbytes_of(path) or 0 for path in (*(root / file for file in manifest.files), *coming))
+    return manifest.nbytes - sum(_nbytes_of(path) or 0 for path in (*(root / file for file in manifest.files), *coming))
+
+
+def _check_space(root: Path, manifest: Manifest, more_nbytes: int) -> None:
+    existing = next(place for place in (root, *root.absolute().parents) if place.exists())
+    needed = missing_nbytes(root, manifest) + more_nbytes
     disk = os.statvfs(existing)
     free = disk.f_bavail * disk.f_frsize
-    if missing_nbytes > free:
-        detail = f"{root} needs {missing_nbytes:,} bytes, its disk has {free:,} free"
+    if needed > free:
+        detail = f"{root} needs {needed:,} bytes, its disk has {free:,} free"
         raise OutputError("disk-full", detail, "Free some space, or choose another disk: -o FOLDER.")
 
 

@@ -24,7 +24,7 @@ from fp4convert.asking import AGAIN, Asker
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
 from fp4convert.ranges import Patience, RangeReader, RemoteFile, check_endpoint, check_token
 from fp4convert.record import RECORD
-from fp4convert.sources import OTHER_WEIGHTS, WEIGHTS
+from fp4convert.sources.naming import OTHER_WEIGHTS, WEIGHTS
 
 BRANCH = "main"
 ENGINE_RECORD = "hf_quant_config.json"  # of an earlier artifact in another dialect: it would contradict ours
@@ -86,7 +86,10 @@ class Pusher:
         self._is_private = is_private
         self._token = token
         self._tell = tell
-        self._headers = self._check_request(names)
+        named = list(names)
+        self._records = [name for name in named if PurePosixPath(name).name == RECORD] or [RECORD]
+        self._folders = {"", *map(_folder_of, self._records)}  # where weights are ours, or in the way of ours
+        self._headers = self._check_request(named)
         self._patience = Patience()
         self._asker = Asker(repo, token, self._patience, tell)
         self._parent: Head | None = None
@@ -120,7 +123,7 @@ class Pusher:
 
     def _check_weights(self, head: Head) -> None:
         """OutputError where engines would find weights of somebody else beside ours."""
-        if not self._was_ours and (weights := sorted(filter(_is_any_weights, head.files))):
+        if not self._was_ours and (weights := sorted(filter(self._is_any_weights, head.files))):
             detail = f"{self.repo} holds weights that fp4convert did not write, the first {weights[0]!r}"
             raise OutputError("foreign-repo", f"{detail}; expected a repository without, or its own", "Name another.")
 
@@ -250,20 +253,32 @@ class Pusher:
         return self._look(made.oid)
 
     def _is_stale(self, name: str, ours: Collection[str]) -> bool:
-        return self._was_ours and name not in ours and (_is_weights(name) or name == ENGINE_RECORD)
+        is_record = name.rpartition("/")[2] == ENGINE_RECORD and _folder_of(name) in self._folders
+        return self._was_ours and name not in ours and (self._is_weights(name) or is_record)
+
+    def _is_weights(self, name: str) -> bool:
+        """True for what engines take for weights, or for their index."""
+        return _folder_of(name) in self._folders and name.endswith((WEIGHTS, f"{WEIGHTS}.index.json"))
+
+    def _is_any_weights(self, name: str) -> bool:
+        """True for what engines may take for weights, in any form."""
+        return self._is_weights(name) or PurePosixPath(name).suffix in OTHER_WEIGHTS
 
     def _is_ours(self, head: Head, headers: Mapping[str, str]) -> bool:
         """True where the head holds what fp4convert wrote."""
+        return any(self._is_our_record(head, record, headers) for record in self._records)
+
+    def _is_our_record(self, head: Head, record: str, headers: Mapping[str, str]) -> bool:
         from huggingface_hub import constants, hf_hub_url
 
-        nbytes, oid = head.files.get(RECORD, (0, ""))
+        nbytes, oid = head.files.get(record, (0, ""))
         if not 0 < nbytes < RECORD_LIMIT:
             return False
-        url = hf_hub_url(self.repo, RECORD, revision=head.commit, endpoint=constants.ENDPOINT)
+        url = hf_hub_url(self.repo, record, revision=head.commit, endpoint=constants.ENDPOINT)
         data = bytearray(nbytes)
         try:
             reader = RangeReader(headers, self._patience, self._tell)
-            reader.read_into(RemoteFile(RECORD, url, nbytes, oid, head.commit), 0, memoryview(data))
+            reader.read_into(RemoteFile(record, url, nbytes, oid, head.commit), 0, memoryview(data))
             return bool(json.loads(data)["producer"]["name"] == "fp4convert")
         except SourceError as error:
             raise OutputError("hub-unreachable", f"{self.repo}: {error.message}", AGAIN) from None
@@ -292,14 +307,8 @@ class Pusher:
         return self._parent
 
 
-def _is_weights(name: str) -> bool:
-    """True for what engines take for weights, or for their index."""
-    return "/" not in name and (name.endswith(WEIGHTS) or name.endswith(f"{WEIGHTS}.index.json"))
-
-
-def _is_any_weights(name: str) -> bool:
-    """True for what engines may take for weights, in any form."""
-    return _is_weights(name) or PurePosixPath(name).suffix in OTHER_WEIGHTS
+def _folder_of(name: str) -> str:
+    return name.rpartition("/")[0]
 
 
 def _check_name(name: str) -> None:

@@ -158,15 +158,21 @@ class Recipe:
         order, rows = self.choice.stack_order, self.choice.stack_rows
         for rule in self.stacks:
             if matches_any(rule.tensors, tensor):
-                if order is None and rule.inputs is not None and shape:
-                    rule = self._turned(rule, tensor, shape)
-                is_transposed = rule.is_transposed if order is None else order == "in_out"
-                is_interleaved = rule.is_interleaved if rows is None else rows == "interleaved"
-                return rule._replace(is_transposed=is_transposed, is_interleaved=is_interleaved and len(rule.members) > 1)
+                return self._settled(rule, tensor, shape)
         leaf = tensor.removesuffix(".weight").rpartition(".")[2]
         if order is None or (leaf in FUSED and rows is None):
             return None
         return StackRule((tensor,), FUSED.get(leaf, (leaf,)), order == "in_out", rows == "interleaved" and leaf in FUSED)
+
+    def _settled(self, rule: StackRule, tensor: str, shape: tuple[int, ...]) -> StackRule:
+        """The rule with what a person says instead of it."""
+        order, rows = self.choice.stack_order, self.choice.stack_rows
+        if order is not None:
+            rule = rule._replace(is_transposed=order == "in_out")
+        elif rule.inputs is not None and shape:
+            rule = self._turned(rule, tensor, shape)
+        is_interleaved = rule.is_interleaved if rows is None else rows == "interleaved"
+        return rule._replace(is_interleaved=is_interleaved and len(rule.members) > 1)
 
     def _turned(self, rule: StackRule, tensor: str, shape: tuple[int, ...]) -> StackRule:
         """The rule, in the order in which the tensor has as many inputs as config.json says."""

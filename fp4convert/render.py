@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sys
 import unicodedata
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -25,7 +23,6 @@ from fp4convert.errors import Fp4Error, OutputError
 from fp4convert.progress import Meter, Phases, duration_text, rate_text, size_text
 
 Document = dict[str, Any]  # what --json prints; keys as in the README
-ACTIONS = ("quantize", "transcode", "dequantize", "skip", "copy")  # the order of a drawn plan
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # control, format (bidi), surrogate, private, unassigned, separators
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 CLOSED_PIPE = 141  # as a shell shows a program whose reader went away
@@ -83,7 +80,7 @@ class Screen:
 
         table = Table(*(Column(heading, overflow="fold") for heading in headings), box=None, pad_edge=False)
         for row in rows:
-            table.add_row(*(Text(_shorten(escape(cell))) for cell in row))
+            table.add_row(*(Text(shorten(escape(cell))) for cell in row))
         self.out.print(table)
 
     def warn(self, warnings: Iterable[str]) -> None:
@@ -132,7 +129,7 @@ def _forget_stdout() -> None:
 
 
 def _print_progress(line: str, tensor: str) -> None:
-    name = f", {_shorten(escape(tensor))}" if tensor else ""
+    name = f", {shorten(escape(tensor))}" if tensor else ""
     print(f"{line}{name}", file=sys.stderr, flush=True)
 
 
@@ -149,7 +146,7 @@ def _bars(meters: Sequence[Meter], width: int) -> RenderableType:
         bar = [ProgressBar(meter.total_nbytes or (0 if meter.is_over else None), done, room)] if room >= SHORTEST_BAR else []
         rows.add_row(Text(meter.verb), *bar, Text(meter.status(), no_wrap=True))
     tensor = meters[-1].tensor if meters and not meters[-1].is_over else ""
-    return Group(rows, Text(_shorten(escape(tensor), width - 3), "dim", no_wrap=True, overflow="ellipsis"))
+    return Group(rows, Text(shorten(escape(tensor), width - 3), "dim", no_wrap=True, overflow="ellipsis"))
 
 
 def draw_result(screen: Screen, result: Document) -> None:
@@ -178,6 +175,9 @@ def draw_result(screen: Screen, result: Document) -> None:
         screen.line(f"  fp4convert merge {result['output']}")
     else:
         screen.line(f"  digest {result['digest']}")
+    for part in result.get("components", ()):
+        sizes = f"{size_text(part['source_bytes'])} -> {size_text(part['output_bytes'])}"
+        screen.line(f"  {part['name']}: {part['tensors'][how]} tensors {how}, {sizes}")
     if pushed := result.get("pushed"):
         screen.line(f"  pushed: {pushed}")
     if carried := result.get("carried"):
@@ -205,20 +205,6 @@ def draw_merged(screen: Screen, merged: Document) -> None:
     size, seconds = size_text(merged["output_bytes"]), duration_text(merged["seconds"])
     screen.line(f"  {merged['shards']} shards merged ({made}), {size}, every file read again in {seconds}")
     screen.line(f"  digest {merged['digest']}")
-
-
-def draw_plan(screen: Screen, plan: Document) -> None:
-    """The plan, layers folded: one row for every tensor pattern, action and reason."""
-    folded: dict[tuple[str, str, str], list[Document]] = defaultdict(list)
-    for tensor in plan["tensors"]:
-        folded[_fold(tensor["name"]), tensor["action"], tensor["reason"]].append(tensor)
-    rows = []
-    for (pattern, action, reason), tensors in sorted(folded.items(), key=lambda item: ACTIONS.index(item[0][1])):
-        group = _fold(tensors[0]["group"] or "").rpartition(".")[2]
-        before, after = (sum(tensor[key] for tensor in tensors) for key in ("source_bytes", "output_bytes"))
-        rows.append((pattern, len(tensors), action, reason, group, size_text(before), size_text(after)))
-    screen.table(("tensors", "count", "action", "reason", "group", "before", "after"), rows)
-    screen.line(f"total {size_text(plan['source_bytes'])} -> {size_text(plan['output_bytes'])}", "bold")
 
 
 def draw_recipes(screen: Screen, found: Document) -> None:
@@ -364,12 +350,7 @@ def _draw_verdict(screen: Screen, is_good: bool, good: str, bad: str) -> None:
     screen.line(good if is_good else bad, "bold green" if is_good else "bold red")
 
 
-def _fold(name: str) -> str:
-    """Layer numbers as *."""
-    return re.sub(r"\d+", "*", name)
-
-
-def _shorten(text: str, width: int = CELL_WIDTH) -> str:
+def shorten(text: str, width: int = CELL_WIDTH) -> str:
     return text if len(text) <= width else f"{text[: width // 2]}...{text[-width // 2 :]}"
 
 

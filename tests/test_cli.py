@@ -134,10 +134,24 @@ def test_a_dry_run_has_exactly_the_promised_keys_and_writes_nothing(source, tmp_
         "dialect",
         "source_bytes",
         "output_bytes",
+        "bits_per_weight",
+        "added_bytes",
         "peak_memory_bytes",
         "peak_disk_bytes",
+        "seconds_estimated",
+        "patterns",
         "tensors",
         "warnings",
+    ]
+    assert list(document["patterns"][0]) == [
+        "pattern",
+        "count",
+        "action",
+        "reason",
+        "group",
+        "format",
+        "source_bytes",
+        "output_bytes",
     ]
     assert list(document["tensors"][0]) == ["name", "action", "reason", "group", "source_bytes", "output_bytes"]
     assert len(document["tensors"]) == 11

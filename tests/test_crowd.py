@@ -111,7 +111,7 @@ def test_one_that_comes_while_another_sweeps_keeps_its_files(clean, tmp_path, mo
             return names
 
         monkeypatch.setattr(first.claims, "others", others_and_one_more)
-        first.begin(Terms(0))
+        first.begin(Terms())
         assert len(list((out / STATE / "tmp").iterdir())) == 2
         newcomer.__exit__(None, None, None)
 
@@ -127,7 +127,7 @@ def test_one_that_leaves_while_another_sweeps_is_no_error(clean, tmp_path, monke
 
     monkeypatch.setattr("fp4convert.output.shutil.rmtree", remove_twice)
     with entered(out, read_manifest(out)) as folder:
-        folder.begin(Terms(0))
+        folder.begin(Terms())
 
 
 def test_files_that_are_renamed_while_the_room_is_measured_are_no_error(source, clean, tmp_path):

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from checkpoints import bf16, pack_header, run, start, write_llama
+from diffusion import write_wan
 from fakehub import TOKEN
 from test_hub import expect
 
@@ -135,3 +136,20 @@ def test_workers_ask_the_hub_that_this_process_asks(cluster, hub, tmp_path, monk
     assert process.returncode == 0, err
     assert json.loads(text)["digest"] == expected
     assert TOKEN not in text + err
+
+
+def test_a_pipeline_is_done_by_all_nodes_component_by_component(cluster, tmp_path):
+    source = write_wan(tmp_path / "wan")
+    expected = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "alone", "--json", "-q").json["digest"]
+    with on_cluster(cluster, source, tmp_path / "out") as process:
+        text, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    result = json.loads(text)
+    assert (result["digest"], len(result["components"])) == (expected, 2)
+
+
+def test_a_pipeline_for_a_cluster_that_is_not_there_writes_nothing(tmp_path):
+    source = write_wan(tmp_path / "wan")
+    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json", "--ray", "127.0.0.1:1")
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "no-ray")
+    assert not (tmp_path / "out").exists()

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from fp4convert import render
-from fp4convert.convert import Request, describe_plan, prepare_quantize
+from fp4convert.convert import Request, prepare_quantize
 from fp4convert.ending import as_text
+from fp4convert.forecast import describe_plan
+from fp4convert.overview import draw_plan
 from fp4convert.sources import open_source
 from fp4convert.workers import Settings
 
@@ -30,7 +32,7 @@ def plan(folder: Path) -> None:
     request = Request("nvfp4", include=("lm_head", "re:.*gate$"), exclude=PATTERNS)
     planned = prepare_quantize(source, request)
     assert as_text(planned.index)
-    render.Screen().show(describe_plan(source, planned, Settings("cpu")), render.draw_plan)
+    render.Screen().show(describe_plan(source, planned, Settings("cpu")), draw_plan)
 
 
 @pytest.fixture(scope="module")

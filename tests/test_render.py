@@ -42,32 +42,6 @@ def test_every_single_character_is_shown_or_harmless():
         assert not hidden_characters(escape(chr(code)))
 
 
-def test_a_drawn_plan_folds_layers_and_says_why(tmp_path):
-    shards = {
-        "model.safetensors": {
-            **{
-                f"model.layers.{layer}.mlp.{leaf}.weight": weight(layer)
-                for layer in range(12)
-                for leaf in ("gate_proj", "up_proj")
-            },
-            "model.embed_tokens.weight": weight(),
-            f"{LAYER}.odd.weight": weight(0, 2, 24),
-        }
-    }
-    outcome = run("quantize", write_checkpoint(tmp_path / "m", shards), "--format", "nvfp4", "--dry-run")
-    lines = [re.sub(r" {2,}", "|", line).rstrip("|") for line in outcome.out.splitlines()]
-    # 12 matrices of 32 x 64: 4096 bytes each; 1024 of codes, 128 of block scales and 4 of a global scale become of it
-    assert lines[:5] == [
-        "tensors|count|action|reason|group|before|after",
-        "model.layers.*.mlp.gate_proj.weight|12|quantize|a linear layer|gate_proj/up_proj|49.2 kB|13.9 kB",
-        "model.layers.*.mlp.up_proj.weight|12|quantize|a linear layer|gate_proj/up_proj|49.2 kB|13.9 kB",
-        "model.layers.*.odd.weight|1|skip|24 columns, not a multiple of the block of 16|0.10 kB|0.10 kB",
-        "model.embed_tokens.weight|1|copy|an embedding|4.10 kB|4.10 kB",
-    ]
-    assert re.fullmatch(r"total 102 kB -> 3\d\.\d kB", lines[5])  # 31936 bytes of tensors, and the header
-    assert len(lines) == 6
-
-
 def test_a_drawn_result_ends_with_the_digest(tmp_path):
     source = write_llama(tmp_path / "source")
     digest = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json").json["digest"]

@@ -6,7 +6,8 @@ import pytest
 from checkpoints import FIRST, INDEX, SECOND, llama_shards, weight, write_checkpoint, write_single
 
 from fp4convert.errors import InputError
-from fp4convert.sources import open_source, read_index
+from fp4convert.sources import open_source
+from fp4convert.sources.naming import read_index
 
 
 def index_text(weight_map: object) -> bytes:

@@ -31,21 +31,21 @@ from fp4convert.pieces import (
 )
 from fp4convert.ranges import Patience, RangeReader, RemoteFile, check_token
 from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
-from fp4convert.sources import (
-    INDEX,
+from fp4convert.sources import Access, Checkpoint, name_of, stopping
+from fp4convert.sources.listing import list_files
+from fp4convert.sources.naming import (
+    PIPELINE,
     WEIGHTS,
-    Access,
-    Checkpoint,
     check_index,
     check_unique,
     choose_shards,
-    name_of,
+    find_components,
+    find_index,
     no_weights,
     read_index,
     sort_others,
-    stopping,
+    sort_pipeline,
 )
-from fp4convert.sources.listing import list_files
 from fp4convert.xet import XetReader
 
 HEAD_NBYTES = 32 << 10  # of a shard, read at once: most headers are shorter
@@ -191,7 +191,12 @@ class HubSource:
     def _open(self) -> Checkpoint:
         where = f"{self._repo} at commit {self._commit}"
         names = [name for name in self._files if "/" not in name]
-        weight_map = read_index(self._text(INDEX)) if INDEX in names else None
+        if PIPELINE in names:
+            folders = {name.partition("/")[0] for name in self._files if "/" in name}
+            if components := find_components(self._text(PIPELINE), folders):
+                return self._pipeline(components)
+        index = find_index(names)
+        weight_map = read_index(self._text(index), index) if index else None
         shards = choose_shards(where, names, weight_map)
         if not shards:
             raise no_weights(where, names)
@@ -209,9 +214,15 @@ class HubSource:
             shards=headers,
             sidecars=sidecars,
             left_out=left_out,
-            unindexed=check_index(headers, weight_map) if weight_map else (),
+            unindexed=check_index(headers, weight_map, index) if weight_map and index else (),
             stamps={name: self._files[name].oid for name in (*shards, *sidecars)},
         )
+
+    def _pipeline(self, components: tuple[str, ...]) -> Checkpoint:
+        """What lies beside the components of a pipeline."""
+        sidecars, left_out = sort_pipeline(self._files, components)
+        stamps = {name: self._files[name].oid for name in sidecars}
+        return Checkpoint(self._repo, self._commit, {}, (), sidecars, left_out, (), stamps, components)
 
     def _text(self, file: str) -> bytes:
         with self.open_file(file) as stream:

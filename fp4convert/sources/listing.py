@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, cast
 
 from fp4convert.errors import Fp4Error, InputError, SourceError
 from fp4convert.ranges import AGAIN, PASSING, Patience, RemoteFile, check_endpoint, host_of, no_access, pause_of, plain_words
-from fp4convert.sources import Access, commit_begun
+from fp4convert.sources import Access, commit_begun, subfolder_of
+from fp4convert.sources.naming import no_subfolder
 
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # how the cache names its files
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -31,7 +32,11 @@ def list_files(repo: str, access: Access, patience: Patience) -> Listing:
 
     check_endpoint(constants.ENDPOINT)
     listing = _list_cache(repo, access) if constants.HF_HUB_OFFLINE else _list_hub(repo, access, patience)
-    folder = f"{access.subfolder.strip('/')}/" if access.subfolder else ""
+    subfolder = subfolder_of(access)
+    folder = f"{subfolder}/" if subfolder else ""
+    if folder and not any(name.startswith(folder) for name in listing.files):
+        folders = {name.partition("/")[0] for name in listing.files if "/" in name}
+        raise no_subfolder(f"{repo} at commit {listing.commit}", subfolder, folders)
     files, cached = (
         {name.removeprefix(folder): value for name, value in named.items() if name.startswith(folder)} for named in listing[1:]
     )

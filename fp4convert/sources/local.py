@@ -6,6 +6,7 @@ import mmap
 import os
 import stat
 import threading
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import BinaryIO, NoReturn
@@ -13,17 +14,20 @@ from typing import BinaryIO, NoReturn
 from fp4convert.errors import InputError, SourceError
 from fp4convert.gguf_shard import GGUF, read_gguf_header
 from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
-from fp4convert.sources import (
-    INDEX,
+from fp4convert.sources import Checkpoint, name_of
+from fp4convert.sources.naming import (
+    PIPELINE,
     WEIGHTS,
-    Checkpoint,
     check_index,
     check_unique,
     choose_shards,
-    name_of,
+    find_components,
+    find_index,
+    no_subfolder,
     no_weights,
     read_index,
     sort_others,
+    sort_pipeline,
 )
 
 SCALAR_NBYTES = 8
@@ -35,9 +39,12 @@ class LocalSource:
     is_streamed = False
     held_nbytes = 0
 
-    def __init__(self, path: Path, may_be_empty: bool = False) -> None:
-        self._folder = path if path.is_dir() else path.parent
+    def __init__(self, path: Path, may_be_empty: bool = False, subfolder: str = "") -> None:
+        self._root = path if path.is_dir() else path.parent
+        self._folder = self._root / subfolder
         self._single = None if path.is_dir() else path.name
+        if subfolder and (self._single or not self._folder.is_dir()):
+            raise no_subfolder(path, subfolder, () if self._single else _folders_of(path))
         self.name = name_of(str(path))
         self._maps: dict[str, mmap.mmap] = {}
         self._streams: dict[str, BinaryIO] = {}
@@ -119,8 +126,8 @@ class LocalSource:
         """Nothing to do: a disk does not keep anyone waiting."""
 
     def holds(self, path: Path) -> bool:
-        place, folder = path.resolve(), self._folder.resolve()
-        return place == folder if self._single else place.is_relative_to(folder)
+        place, root = path.resolve(), self._root.resolve()
+        return place == root if self._single else place.is_relative_to(root)
 
     def _open(self, may_be_empty: bool) -> Checkpoint:
         try:
@@ -129,13 +136,16 @@ class LocalSource:
             raise _unreadable(self._folder, error) from None
         if self._single and not self._single.endswith((WEIGHTS, GGUF)):
             raise no_weights(self._folder / self._single, names)
-        weight_map = self._index() if INDEX in names else None
+        if PIPELINE in names and not self._single and (components := self._components()):
+            return self._pipeline(components)
+        index = find_index(names)
+        weight_map = self._index(index) if index else None
         shards = [self._single] if self._single else choose_shards(self._folder, names, weight_map)
         if not shards and not may_be_empty:
             raise no_weights(self._folder, names)
         headers = tuple(self._header(name) for name in shards)
         check_unique(headers)
-        sidecars, left_out = self._others(shards)
+        sidecars, left_out = sort_others(self._files(), shards)
         return Checkpoint(
             repo=None,
             revision=None,
@@ -143,13 +153,27 @@ class LocalSource:
             shards=headers,
             sidecars=sidecars,
             left_out=left_out,
-            unindexed=check_index(headers, weight_map) if weight_map else (),
-            stamps={name: _stamp(self._folder / name) for name in (*shards, *sidecars)},
+            unindexed=check_index(headers, weight_map, index) if weight_map and index else (),
+            stamps=self._stamps_of(*shards, *sidecars),
         )
 
-    def _index(self) -> dict[str, str]:
-        with self.open_file(INDEX) as stream:
-            return read_index(stream.read())
+    def _components(self) -> tuple[str, ...]:
+        with self.open_file(PIPELINE) as stream:
+            return find_components(stream.read(), _folders_of(self._folder))
+
+    def _pipeline(self, components: tuple[str, ...]) -> Checkpoint:
+        """What lies beside the components of a pipeline."""
+        sidecars, left_out = sort_pipeline(self._files(components), components)
+        return Checkpoint(None, None, {}, (), sidecars, left_out, (), self._stamps_of(*sidecars), components)
+
+    def _stamps_of(self, *files: str) -> dict[str, str]:
+        for file in files:
+            _regular(self._folder, file)
+        return {file: _stamp(self._folder / file) for file in files}
+
+    def _index(self, index: str) -> dict[str, str]:
+        with self.open_file(index) as stream:
+            return read_index(stream.read(), index)
 
     def _header(self, name: str) -> Header:
         if name.endswith(GGUF):
@@ -165,21 +189,27 @@ class LocalSource:
         with self.open_file("config.json") as stream:
             return parse_json_object(stream.read(), "config.json", has_constants=True)
 
-    def _others(self, shards: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Files that travel unchanged, and weights in another form that stay behind; hidden files are neither."""
+    def _files(self, apart: Collection[str] = ()) -> list[str]:
+        """Every file of the folder, but for hidden ones and those of the folders `apart`."""
         found: list[str] = []
         for folder, folders, files in () if self._single else os.walk(self._folder, onerror=_refuse):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            is_top = folder == str(self._folder)
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and not (is_top and name in apart))
             for link in (name for name in folders if os.path.islink(os.path.join(folder, name))):
                 raise InputError(
                     "folder-link", f"{link} is a link to a folder; expected a folder, or files", "Copy what it leads to."
                 )
             names = sorted(name for name in files if not name.startswith("."))
             found += [os.path.relpath(os.path.join(folder, name), self._folder) for name in names]
-        sidecars, left_out = sort_others(found, shards)
-        for name in sidecars:
-            _regular(self._folder, name)
-        return sidecars, left_out
+        return found
+
+
+def _folders_of(folder: Path) -> list[str]:
+    """The folders in a folder that are not hidden."""
+    try:
+        return [place.name for place in folder.iterdir() if place.is_dir() and not place.name.startswith(".")]
+    except OSError as error:
+        raise _unreadable(folder, error) from None
 
 
 def _stamp(path: Path) -> str:
@@ -200,8 +230,7 @@ def _regular(folder: Path, name: str) -> Path:
     """The path of a regular file inside `folder`; links may lead inside it, or into the blobs of the Hub's own cache."""
     path, root = folder / name, folder.resolve()
     allowed = [root]
-    if root.parent.name == "snapshots":
-        allowed.append(root.parent.parent / "blobs")
+    allowed += [place.parent.parent / "blobs" for place in (root, *root.parents) if place.parent.name == "snapshots"]
     try:
         name.encode("utf-8")
         target = path.resolve()

@@ -1,0 +1,98 @@
+"""Names with numbers in them, folded: layers.0, layers.1, layers.2 as layers.[0-2], and {gate,up}_proj for two siblings.
+
+A pattern stands for exactly the names that were folded into it: one that said more would be a lie about the others.
+It is for people and no glob: [0-61] is a range of numbers here, and a set of characters there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import product
+
+Numbers = tuple[int, ...]
+Ranges = tuple[tuple[int, ...], ...]  # for each place the numbers that stand there, every one with every other
+
+PARAMETERS = frozenset({"bias", "e_score_correction_bias", "weight_scale", "weight_scale_inv", "input_scale"})  # of a module
+_NUMBER = re.compile(r"(?<![^._])(0|[1-9][0-9]{0,8})(?![^._])")  # a word of its own: not that of w1, nor one with zeros before
+
+
+def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
+    """The text around the numbers of a name, and the numbers."""
+    parts = _NUMBER.split(name)
+    return tuple(parts[::2]), tuple(map(int, parts[1::2]))
+
+
+def join_numbers(texts: Sequence[str], ranges: Ranges) -> str:
+    """The pattern of that text around those ranges."""
+    return texts[0] + "".join(f"{_range_text(numbers)}{text}" for numbers, text in zip(ranges, texts[1:], strict=True))
+
+
+def find_ranges(found: Iterable[Numbers]) -> list[Ranges]:
+    """Products of ranges that are together exactly these tuples of one length; first places with equal rests stand together."""
+    by_first: dict[int, list[Numbers]] = defaultdict(list)
+    for numbers in set(found):
+        if not numbers:
+            return [()]
+        by_first[numbers[0]].append(numbers[1:])
+    alike: dict[frozenset[Numbers], list[int]] = defaultdict(list)
+    for first in sorted(by_first):
+        alike[frozenset(by_first[first])].append(first)
+    return [(tuple(firsts), *rest) for rests, firsts in alike.items() for rest in find_ranges(rests)]
+
+
+def fold_names(named: Iterable[tuple[str, Hashable]]) -> Iterator[tuple[str, list[int]]]:
+    """(pattern, positions) for names with their verdicts: only names with equal verdicts stand under one pattern.
+
+    Siblings, whose names differ in the last word alone, stand together where they have the same numbers, too.
+    The first position is that of the lowest numbers, of the sibling that comes first.
+    """
+    alike: dict[tuple[tuple[str, ...], Hashable], dict[Numbers, list[int]]] = defaultdict(dict)
+    for position, (name, verdict) in enumerate(named):
+        texts, numbers = split_numbers(name)
+        alike[texts, verdict].setdefault(numbers, []).append(position)
+    siblings: dict[tuple[tuple[str, ...], Ranges, Hashable], dict[str, list[int]]] = defaultdict(dict)
+    for (texts, verdict), held in alike.items():
+        parent, word, parameter = split_leaf(texts[-1])
+        for ranges in find_ranges(held):
+            own = [position for numbers in product(*ranges) for position in held[numbers]]
+            siblings[(*texts[:-1], parent, parameter), ranges, verdict][word] = own
+    for ((*texts_before, parent, parameter), ranges, _), words in siblings.items():
+        pattern = join_numbers((*texts_before, f"{parent}{join_words(list(words))}{parameter}"), ranges)
+        yield pattern, [position for own in words.values() for position in own]
+
+
+def split_leaf(name: str) -> tuple[str, str, str]:
+    """A name or a pattern in three: what its last word is in, that word, and the parameter of it that is named, or nothing."""
+    parent, dot, word = name.rpartition(".")
+    parameter = ""
+    if dot and word in PARAMETERS:
+        parameter = f".{word}"
+        parent, dot, word = parent.rpartition(".")
+    return f"{parent}{dot}", word, parameter
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Words as one: {gate,up}_proj; what the first and the last parts between underscores have in common stands outside."""
+    if len(words) == 1:
+        return words[0]
+    parts = [word.split("_") for word in words]
+    most = min(map(len, parts)) - 1  # something is left of each
+    before = next((at for at in range(most) if len({part[at] for part in parts}) > 1), most)
+    after = next((at for at in range(most - before) if len({part[-1 - at] for part in parts}) > 1), most - before)
+    inside = ",".join("_".join(part[before : len(part) - after]) for part in parts)
+    common = parts[0]
+    return "_".join([*common[:before], f"{{{inside}}}", *common[len(common) - after :]])
+
+
+def _range_text(numbers: Sequence[int]) -> str:
+    """Ascending numbers: 7, or [0-2,5-60]."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    text = ",".join("-".join(map(str, run)) for run in runs)
+    return f"[{text}]" if len(numbers) > 1 else text

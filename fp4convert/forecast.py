@@ -1,0 +1,227 @@
+"""What a finished plan means for whoever decides on it: rows to read, totals, memory, disk, time, and what it warns of.
+
+Everything follows from the plan and from this machine; of the source nothing is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from fp4convert.backends import Backend, open_backend
+from fp4convert.convert import artifact_job
+from fp4convert.folding import fold_names, split_leaf, split_numbers
+from fp4convert.formats import MODULE_FORMATS, format_named
+from fp4convert.pace import measure_pace
+from fp4convert.progress import size_text
+from fp4convert.sources import Source
+from fp4convert.tasks import Plan, Step
+from fp4convert.workers import Settings
+
+BASE_NBYTES = 100 << 20  # the interpreter with its packages
+UNPACKED = "dequantize"  # what becomes of packed weights that stay
+READING_RATES = {"at_1_gb_per_second": 1e9, "at_100_mb_per_second": 1e8}  # a good disk or line, and a poor one
+RANKS = (2, 4, 8)  # of tensor parallelism
+ROW_PARALLEL = frozenset(  # layers whose columns (K) vLLM, SGLang and TensorRT-LLM divide among ranks
+    {
+        *("o_proj", "out_proj", "wo", "c_proj", "dense_4h_to_h"),
+        *("down_proj", "w2", "fc2", "fc_out", "linear_fc2"),
+    }
+)
+COLUMN_PARALLEL = frozenset(  # whose rows they divide; not k_proj and v_proj, which they repeat where heads are few
+    {
+        *("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3"),
+        *("fc1", "c_fc", "fc_in", "linear_fc1", "dense_h_to_4h", "wi", "wi_0", "wi_1"),
+    }
+)
+EMBEDDINGS = ("embed", "wte", "wpe", "word_embeddings")  # in the name of what stands before the layers
+
+
+def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, object]:
+    """The document of `quantize --dry-run --json`.
+
+    source_bytes, output_bytes  of tensors and of shards; the result of the run counts whole files
+    bits_per_weight             of the four-bit modules
+    added_bytes                 by packed weights that stay and are written as bf16
+    peak_memory_bytes           what workers hold beside mapped pages
+    peak_disk_bytes             of everything that is written, but for our own record
+    Raises DeviceError for a device that is not there.
+    """
+    backend = open_backend(settings.device)
+    sized = [Sized(step, step.source_bytes, step.output_bytes) for step in plan.steps]
+    widest = max((step.shape for step in plan.steps if step.shape), key=lambda shape: shape[-1], default=())
+    held_nbytes = backend.held_nbytes(settings.workers or backend.threads, widest[-1] if widest else 0)
+    return {
+        "format": plan.target.format,
+        "dialect": plan.target.dialect,
+        "source_bytes": sum(step.source_bytes for step in sized),
+        "output_bytes": plan.output_bytes,
+        "bits_per_weight": plan.bits_per_weight,
+        "added_bytes": _added_nbytes(sized),
+        "peak_memory_bytes": BASE_NBYTES + held_nbytes + min(source.held_nbytes, source.checkpoint.nbytes),
+        "peak_disk_bytes": artifact_job(source, plan).output_nbytes,
+        "seconds_estimated": estimate_seconds(source, plan, backend, settings.workers),
+        "patterns": fold_steps(sized),
+        "tensors": [
+            {
+                "name": step.name,
+                "action": step.action,
+                "reason": step.reason,
+                "group": step.group,
+                "source_bytes": source_nbytes,
+                "output_bytes": output_nbytes,
+            }
+            for step, source_nbytes, output_nbytes in sized
+        ],
+        "warnings": [*plan.warnings, *find_doubts(sized, plan)],
+    }
+
+
+class Sized(NamedTuple):
+    """A step with its sizes, which are asked for often and added up anew each time."""
+
+    step: Step
+    source_bytes: int
+    output_bytes: int
+
+
+def estimate_seconds(source: Source, plan: Plan, backend: Backend, workers: int) -> dict[str, object]:
+    """How long the work takes here, and beside it how long the source takes to arrive; the longer of them is the least.
+
+    device      that calculates
+    arithmetic  the weights that are quantized, at the rate of the device with all its threads, measured for 0.1 s
+    hashing     every byte that is written, and of a streamed source every byte that is read, at a measured rate
+    work        both; the time of the disk that is written to, and of decoding what is packed, is not in it
+    reading     the source, at two rates that a disk or a line may have
+    """
+    shapes = [step.shape for step in plan.steps if step.action == "quantize"]
+    widest = max(shapes, key=lambda shape: shape[-1], default=())
+    pace = measure_pace(backend, plan.target, widest, workers)
+    arithmetic = sum(map(math.prod, shapes)) / pace.weights_per_second if pace.weights_per_second else 0.0
+    hashed = plan.output_bytes + (source.checkpoint.nbytes if source.is_streamed else 0)
+    hashing = hashed / pace.hashed_bytes_per_second
+    return {
+        "device": backend.name,
+        "threads": pace.threads,
+        "arithmetic": arithmetic,
+        "hashing": hashing,
+        "work": arithmetic + hashing,
+        "reading": {key: source.checkpoint.nbytes / rate for key, rate in READING_RATES.items()},
+    }
+
+
+class Verdict(NamedTuple):
+    """What is said of a step; those that are told in one row have the same."""
+
+    action: str
+    reason: str
+    group: str | None
+    format: str | None
+
+
+def fold_steps(sized: Sequence[Sized]) -> list[dict[str, object]]:
+    """A row for every kind of module with one verdict, in the order of a model: embeddings, layers, what follows them."""
+    told = [(_name_of(one.step), _verdict_on(one.step), at) for at, one in enumerate(sized)]
+    told.sort(key=lambda item: _rank(*item[:2]))
+    rows = []
+    for pattern, positions in fold_names((name, verdict) for name, verdict, _ in told):
+        name, verdict, first = told[positions[0]]
+        places = [told[position][2] for position in positions]
+        row = {
+            "pattern": pattern,
+            "count": len(places),
+            **verdict._asdict(),
+            "source_bytes": sum(sized[at].source_bytes for at in places),
+            "output_bytes": sum(sized[at].output_bytes for at in places),
+        }
+        rows.append((_Place.of(pattern, name, sized[first].step, min(places)), row))
+    begun: dict[str, int] = {}
+    for place, _ in rows:
+        begun[place.stack] = min(place.at, begun.get(place.stack, place.at))
+    return [row for _, row in sorted(rows, key=lambda item: item[0].order(begun))]
+
+
+def _rank(name: str, verdict: Verdict) -> int:
+    """Sorts siblings in the order in which their scale group names them."""
+    members = verdict.group.split("/") if verdict.group else ()
+    leaf = name.rpartition(".")[2]
+    return members.index(leaf) if leaf in members else 0
+
+
+class _Place(NamedTuple):
+    """Where a row belongs.
+
+    stack   what stands before the first number: layers of one kind; nothing where there is none
+    lowest  that number
+    at      where its first tensor is in the checkpoint
+    """
+
+    stack: str
+    lowest: int
+    pattern: str
+    is_matrix: bool
+    at: int
+
+    @classmethod
+    def of(cls, pattern: str, name: str, step: Step, at: int) -> _Place:
+        """The place of a row, whose lowest name and its step these are."""
+        texts, numbers = split_numbers(name)
+        is_matrix = len(step.shape or step.refs[0].shape) > 1
+        return cls(texts[0] if numbers else "", numbers[0] if numbers else 0, pattern, is_matrix, at)
+
+    def order(self, begun: dict[str, int]) -> tuple[object, ...]:
+        """Sorts rows: in a stack of layers attention stands first, and what has one parent side by side, matrices first.
+
+        begun  where each stack begins
+        """
+        if self.stack:
+            parent = split_leaf(self.pattern)[0]
+            return 1, begun[self.stack], self.lowest, "att" not in parent, parent, not self.is_matrix, self.at
+        is_embedding = any(word in self.pattern for word in EMBEDDINGS)
+        return (0 if is_embedding else 2), 0, 0, self.is_matrix, "", False, self.at
+
+
+def _name_of(step: Step) -> str:
+    """What a person calls it: a linear layer by its module, another weight without that word."""
+    return step.module if step.shape else step.refs[0].name.removesuffix(".weight")
+
+
+def _verdict_on(step: Step) -> Verdict:
+    group = step.group.rpartition(".")[2] if step.group else None
+    return Verdict(step.action, step.reason, group, step.format or None)
+
+
+def find_doubts(sized: Sequence[Sized], plan: Plan) -> list[str]:
+    """What a person should know of a plan as it came out."""
+    before, after = sum(one.source_bytes for one in sized), sum(one.output_bytes for one in sized)
+    larger = []
+    if after > before:
+        added = _added_nbytes(sized)
+        because = f"; packed weights that stay, written as bf16, add {size_text(added)}: see --keep-packed" if added > 0 else ""
+        larger = [f"the result is larger than the source: {size_text(before)} become {size_text(after)}{because}"]
+    return [*larger, *_find_bad_splits(plan)]
+
+
+def _added_nbytes(sized: Sequence[Sized]) -> int:
+    return sum(one.output_bytes - one.source_bytes for one in sized if one.step.action == UNPACKED)
+
+
+def _find_bad_splits(plan: Plan) -> Iterator[str]:
+    """A warning for every kind of layer that some number of ranks cannot divide."""
+    kinds: dict[tuple[str, int, int], list[str]] = defaultdict(list)
+    for step in plan.steps:
+        if (name := step.format or None) and len(step.shape) > 1:
+            leaf = step.module.rpartition(".")[2]
+            if leaf in ROW_PARALLEL:
+                kinds[leaf, step.shape[-1], format_named(name, MODULE_FORMATS).block_size].append(step.module)
+            elif leaf in COLUMN_PARALLEL:
+                kinds[leaf, step.shape[-2], 0].append(step.module)
+    for (leaf, size, block), modules in kinds.items():
+        if bad := [str(ranks) for ranks in RANKS if size % (ranks * max(block, 1))]:
+            evenly = (
+                f"{size} columns cannot be divided into whole blocks of {block}" if block else f"{size} rows cannot be divided"
+            )
+            among = f"among {' or '.join(bad)} ranks of tensor parallelism"
+            yield f"{leaf}: {evenly} {among} ({len(modules)} modules, the first {modules[0]!r})"

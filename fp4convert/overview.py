@@ -1,0 +1,94 @@
+"""A plan on a terminal, for the person who decides on it: modules under their parents, then what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from textwrap import wrap
+
+from fp4convert.folding import join_words, split_leaf
+from fp4convert.progress import duration_text, size_text
+from fp4convert.render import Document, Screen, escape, shorten
+
+HEADINGS = ("modules", "count", "becomes", "before", "after", "why")
+WORDS = {"copy": "stays", "skip": "skipped", "dequantize": "bf16"}  # what becomes of others than four-bit modules
+STYLES = {"copy": "", "skip": "yellow", "dequantize": "yellow"}
+INDENT, GAP = "  ", "  "
+RIGHT = (1, 3, 4)  # columns of numbers
+WHY_WIDTH = 20  # at least
+
+Row = tuple[str, ...]
+
+
+def draw_plan(screen: Screen, plan: Document) -> None:
+    """What becomes of every kind of module, and why; then sizes and time."""
+    rows = [HEADINGS, *map(_cells, plan["patterns"])]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(HEADINGS) - 1)]
+    room = max(WHY_WIDTH, screen.out.width - sum(widths) - len(GAP) * len(widths))
+    screen.line(_line(HEADINGS, widths), "bold")
+    above = part_of = ""
+    for row, cells in zip(plan["patterns"], rows[1:], strict=True):
+        parent, component = _parent_of(row["pattern"]), row.get("component", "")
+        if component != part_of:
+            screen.line(f"{component}/", "bold")
+            part_of, above = component, ""
+        if parent and parent != above:
+            screen.line(shorten(escape(parent.removesuffix("."))), "bold")
+        above = parent
+        first, *more = wrap(cells[-1], room) or [""]
+        screen.line(_line((*cells[:-1], first), widths), STYLES.get(row["action"], "green"))
+        for part in more:
+            screen.line(_line(("",) * len(widths) + (part,), widths))
+    screen.line("")
+    for word, told in _totals(plan):
+        screen.line(f"{word:<9}{told}", "bold" if word == "total" else "")
+
+
+def _line(cells: Row, widths: list[int]) -> str:
+    sized = zip(cells, widths, strict=False)
+    return GAP.join(
+        [*(cell.rjust(width) if at in RIGHT else cell.ljust(width) for at, (cell, width) in enumerate(sized)), cells[-1]]
+    )
+
+
+def _cells(row: Document) -> Row:
+    parent = _parent_of(row["pattern"])
+    name = shorten(escape(row["pattern"].removeprefix(parent)))
+    why = f"one scale: {join_words(row['group'].split('/'))}" if row["group"] else row["reason"]
+    sizes = (size_text(row[key]) for key in ("source_bytes", "output_bytes"))
+    becomes = str(row["format"] or WORDS.get(row["action"], row["action"]))
+    return (f"{INDENT if parent else ''}{name}", f"{row['count']:,}", becomes, *sizes, escape(why))
+
+
+def _parent_of(pattern: str) -> str:
+    """What stands above a row, where that tells of many; otherwise nothing, and the row has its whole name."""
+    parent = split_leaf(pattern)[0]
+    return parent if "[" in parent else ""
+
+
+def _totals(plan: Document) -> Iterator[tuple[str, str]]:
+    """What the rows come to, and what it costs."""
+    rows, seconds = plan["patterns"], plan["seconds_estimated"]
+    for name in dict.fromkeys(row["format"] for row in rows if row["format"]):
+        yield name, _sum_text([row for row in rows if row["format"] == name], "modules")
+    if kept := [row for row in rows if not row["format"]]:
+        yield "stays", _sum_text(kept, "tensors")
+    if copied := plan.get("copied_bytes"):
+        yield "copied", f"{size_text(copied)} outside {' and '.join(part['name'] for part in plan['components'])}"
+    before, after, bits = (plan[key] for key in ("source_bytes", "output_bytes", "bits_per_weight"))
+    share = f" ({100 * after / before:.0f} %)" if before else ""
+    weights = f", {bits:.3f} bits per weight where it is quantized" if bits else ""
+    yield "total", f"{size_text(before)} -> {size_text(after)}{share}{weights}"
+    if plan["added_bytes"] > 0:
+        added = size_text(plan["added_bytes"])
+        yield "bf16", f"adds {added}: packed weights that stay; --keep-packed leaves them as they are"
+    yield "peak", f"memory {size_text(plan['peak_memory_bytes'])}, disk {size_text(plan['peak_disk_bytes'])}"
+    parts = ", ".join(f"{key} {duration_text(seconds[key])}" for key in ("arithmetic", "hashing"))
+    yield "work", f"{duration_text(seconds['work'])} on {seconds['device']}: {parts}; writing to the disk apart"
+    reading = [duration_text(seconds["reading"][f"at_{rate}_per_second"]) for rate in ("1_gb", "100_mb")]
+    yield "source", f"to be read meanwhile, in {reading[0]} at 1 GB/s, in {reading[1]} at 100 MB/s"
+
+
+def _sum_text(rows: list[Document], what: str) -> str:
+    before, after = (sum(row[key] for row in rows) for key in ("source_bytes", "output_bytes"))
+    change = f" -> {size_text(after)}" if after != before else ""
+    return f"{sum(row['count'] for row in rows):,} {what}, {size_text(before)}{change}"

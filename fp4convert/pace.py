@@ -1,0 +1,106 @@
+"""How fast this machine does what a plan is made of, measured in a moment on made-up weights; nothing of a source is read."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from random import Random
+
+from fp4convert.backends import Backend
+from fp4convert.formats import PANEL_ELEMENTS, Matrix, format_named
+from fp4convert.recipe import Target
+
+SECONDS = 0.1  # of arithmetic; of hashing a third
+SMALLEST, LARGEST = 1 << 20, 64 << 20  # weights of a sample: twice as many each time, until what begins a call costs nothing
+UNIT_NBYTES = 1 << 20
+WIDEST = 1 << 20
+ELEMENT_NBYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Rates of this machine.
+
+    threads                  that work at once
+    weights_per_second       of all threads together; None where nothing is quantized
+    hashed_bytes_per_second  of the one thread that hashes what is written
+    """
+
+    threads: int
+    weights_per_second: float | None
+    hashed_bytes_per_second: float
+
+
+def measure_pace(backend: Backend, target: Target, widest: Sequence[int], threads: int) -> Pace:
+    """The rates for a plan; takes a fifth of a second.
+
+    widest   shape of the matrix with the longest rows, which the samples resemble; () where there is none
+    threads  0 is as many as suit the device
+    """
+    threads = threads or backend.threads
+    data = _made_up_weights()
+    hashed = 0
+    begun = time.perf_counter()
+    while (seconds := time.perf_counter() - begun) < SECONDS / 3:
+        hashlib.sha256(data)
+        hashed += len(data)
+    rate = _rate_of_weights(backend, target, _Sample((1, min(widest[-1], WIDEST)), data), threads) if widest else None
+    return Pace(threads, rate, hashed / seconds)
+
+
+def _rate_of_weights(backend: Backend, target: Target, sample: _Sample, threads: int) -> float:
+    """Weights that all threads quantize in a second."""
+    fmt = format_named(target.format)
+    rule, columns = target.scale_rule or fmt.default_rule, sample.shape[1]
+
+    def work(seconds: float) -> int:
+        """Weights done, of one sample at least."""
+        done, count, ended = 0, SMALLEST, time.perf_counter() + seconds
+        while not done or time.perf_counter() < ended:
+            rows = max(1, count // columns)
+            weights = _Sample((rows, columns), sample.data)
+            for _ in backend.quantize_group([weights], [weights], fmt, rule):
+                pass
+            done, count = done + rows * columns, min(2 * count, LARGEST)
+        return done
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, [0.0] * threads))  # what is loaded, compiled or reserved once
+        begun = time.perf_counter()
+        done = sum(pool.map(work, [SECONDS] * threads))
+        return done / (time.perf_counter() - begun)
+
+
+def _made_up_weights() -> bytes:
+    """A panel of finite bf16 numbers of both signs, none much larger than weights are."""
+    random, half = Random(0), UNIT_NBYTES // ELEMENT_NBYTES
+    signs_and_exponents = bytes((byte & 0x80) | 0x3A + (byte & 3) for byte in range(256))
+    unit = bytearray(UNIT_NBYTES)
+    unit[0::2] = random.randbytes(half)
+    unit[1::2] = random.randbytes(half).translate(signs_and_exponents)
+    return bytes(unit) * (PANEL_ELEMENTS * ELEMENT_NBYTES // UNIT_NBYTES)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sample:
+    """Weights of any height, which are the same few rows again and again."""
+
+    shape: tuple[int, int]
+    data: bytes
+    dtype: str = "BF16"
+
+    def rows(self, first: int, last: int) -> Matrix:
+        nbytes = (last - first) * self.shape[1] * ELEMENT_NBYTES
+        data = self.data * -(-nbytes // len(self.data)) if nbytes > len(self.data) else self.data
+        return Matrix(memoryview(data)[:nbytes], self.dtype, (last - first, self.shape[1]))
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        for at in range(0, buffer.nbytes, len(self.data)):
+            part = self.data[: buffer.nbytes - at]
+            buffer[at : at + len(part)] = part
+
+    def amax(self, first: int, last: int) -> float | None:
+        return None

@@ -1,0 +1,320 @@
+"""What `quantize` does with a source: one conversion; of a Diffusers pipeline one of each transformer, and a copy of all else.
+
+A transformer is converted into its own folder of the result, where it is an artifact by itself.  All else is copied as it is by a
+job without shards, which comes last and ends with model_index.json: without that file nothing takes the folder for a pipeline.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from fp4convert.artifact import UNDIGESTED
+from fp4convert.backends import open_backend
+from fp4convert.cluster import Errand, check_cluster, quantize_together
+from fp4convert.convert import begin_quantize, manifest_of, name_files, prepare_quantize, quantize
+from fp4convert.dialects import Ignored
+from fp4convert.errors import Fp4Error, InputError, NumericError
+from fp4convert.forecast import describe_plan
+from fp4convert.job import Job, Result, carry_out, opened
+from fp4convert.manifest import read_ended, read_manifest
+from fp4convert.output import OutputFolder, TaskWriter, digest_of, missing_nbytes
+from fp4convert.shard import told
+from fp4convert.sources import PLAN_FILE, Source, access_to, open_with_components
+from fp4convert.sources.naming import PIPELINE
+from fp4convert.tasks import Action, Plan, Step
+from fp4convert.workers import Settings
+
+AGAIN = "Run the same command again with "  # how the next step of weights that are NaN begins
+
+
+class Work(Protocol):
+    """Everything that one `quantize` does.
+
+    errand  what was asked for
+    source  what it is made from, as a person names it
+    plan    of all tensors
+    """
+
+    @property
+    def errand(self) -> Errand: ...
+
+    @property
+    def source(self) -> Source: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a person should know before."""
+
+    def names(self) -> list[str]:
+        """Every file that it writes."""
+
+    def describe(self, settings: Settings) -> dict[str, object]:
+        """The document of `quantize --dry-run --json`; DeviceError for a device that is not there."""
+
+    def check(self, settings: Settings) -> None:
+        """Nothing; raises what is wrong with the device, the cluster or the part of the work that is asked for."""
+
+    def begin(self, settings: Settings) -> OutputFolder:
+        """The output folder with the plan in it; raises what carry_out raises before it works."""
+
+    def carry_out(self, settings: Settings) -> Result:
+        """Do it; raises what convert.quantize and cluster.quantize_together raise."""
+
+    def ended_files(self) -> dict[str, str]:
+        """The sha256 of every file, once it is done."""
+
+
+def prepare(errand: Errand, ray: str | None = None) -> Work:
+    """The work that the errand's source needs, planned.
+
+    ray     address of the cluster that does it; None for this process
+    Raises  what open_source and prepare_quantize raise
+    """
+    source, components = open_with_components(errand.reference, errand.access)
+    if not components:
+        return Conversion(errand, source, prepare_quantize(source, errand.request), ray)
+    conversions = {}
+    for name, component in components.items():
+        own = replace(errand, access=access_to(errand.access, source, name), output=errand.output / name)
+        with _named(name):
+            conversions[name] = Conversion(own, component, prepare_quantize(component, errand.request), ray)
+    return PipelineConversion(errand, source, conversions)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """One checkpoint into one folder: a Work."""
+
+    errand: Errand
+    source: Source
+    plan: Plan
+    ray: str | None = None
+
+    @property
+    def warnings(self) -> list[str]:
+        return list(self.plan.warnings)
+
+    def names(self) -> list[str]:
+        return name_files(self.source, self.plan)
+
+    def describe(self, settings: Settings) -> dict[str, object]:
+        return describe_plan(self.source, self.plan, settings)
+
+    def check(self, settings: Settings) -> None:
+        if self.ray is None:
+            open_backend(settings.device)
+        else:
+            check_cluster(self.ray)
+
+    def begin(self, settings: Settings) -> OutputFolder:
+        return begin_quantize(self.source, self.plan, self.errand.output, settings)
+
+    def carry_out(self, settings: Settings) -> Result:
+        if self.ray is None:
+            return quantize(self.source, self.plan, self.errand.output, settings)
+        return quantize_together(self.ray, self.errand, self.source, self.plan, settings)
+
+    def ended_files(self) -> dict[str, str]:
+        return read_ended(self.errand.output).files
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineConversion:
+    """A Diffusers pipeline into one folder: a Work.
+
+    source       of what is copied: everything but the components
+    conversions  by the name of the component, which is that of its folder, too
+    """
+
+    errand: Errand
+    source: Source
+    conversions: dict[str, Conversion]
+
+    @property
+    def plan(self) -> Plan:
+        plans = [conversion.plan for conversion in self.conversions.values()]
+        return Plan(plans[0].target, tuple(task for plan in plans for task in plan.tasks), Ignored((), ()), ())
+
+    @property
+    def warnings(self) -> list[str]:
+        left_out = self.source.checkpoint.left_out
+        beside = f"{len(left_out)} files of weights beside {PIPELINE} are no part of the pipeline and are left out, the first"
+        own = [f"{name}: {line}" for name, conversion in self.conversions.items() for line in conversion.warnings]
+        return [*([f"{beside} {left_out[0]!r}"] if left_out else []), *own]
+
+    def names(self) -> list[str]:
+        parts = [f"{name}/{file}" for name, conversion in self.conversions.items() for file in conversion.names()]
+        return [*parts, *self._copying().manifest().files]
+
+    def describe(self, settings: Settings) -> dict[str, object]:
+        """The documents of all components in one, with what is copied; every tensor says whose it is."""
+        copied = self._copying().output_nbytes
+        described = {name: conversion.describe(settings) for name, conversion in self.conversions.items()}
+        whole: dict[str, object] = {}
+        for name, document in described.items():
+            for key, value in document.items():
+                whole[key] = _joined(key, whole[key], _labelled(name, value)) if key in whole else _labelled(name, value)
+        sizes = ("source_bytes", "output_bytes", "peak_disk_bytes")
+        for key in sizes:
+            whole[key] = _joined(key, whole[key], copied)
+        components = [{"name": name, **{key: document[key] for key in sizes}} for name, document in described.items()]
+        bits = {"bits_per_weight": self.plan.bits_per_weight}
+        return {**whole, **bits, "warnings": self.warnings, "copied_bytes": copied, "components": components}
+
+    def check(self, settings: Settings) -> None:
+        if settings.share is not None:  # nobody could end all parts of all conversions
+            detail = f"part {settings.share.index} of {settings.share.count}: a pipeline is several conversions, not dealt out so"
+            next_step = "Deal out one at a time: --subfolder transformer; or let processes join (--join), or --num-shards 1."
+            raise InputError("share", detail, next_step)
+        next(iter(self.conversions.values())).check(settings)
+
+    def begin(self, settings: Settings) -> OutputFolder:
+        with self._begun(settings) as folder:
+            return folder
+
+    @contextmanager
+    def _begun(self, settings: Settings) -> Iterator[OutputFolder]:
+        """Every folder with its plan in it, the pipeline's first."""
+        with opened(self._copying(), self.errand.output, settings) as folder:
+            for name, conversion in self.conversions.items():
+                with _named(name), told(self.errand.output):
+                    self._reopen(conversion)
+                    if conversion.begin(settings).missing():  # done again after it was whole: nothing loads it meanwhile
+                        self._end.unlink(missing_ok=True)
+            yield folder
+
+    @property
+    def _end(self) -> Path:
+        """The file whose absence makes the whole unfinished."""
+        return self.errand.output / PIPELINE
+
+    def _reopen(self, conversion: Conversion) -> None:
+        """Of an unfinished whole no component is finished, so that its plan may be replaced: changed options go on."""
+        output, manifest = conversion.errand.output, manifest_of(conversion.source, conversion.plan)
+        old = read_manifest(output) if (output / PLAN_FILE).exists() else None
+        if old and not self._end.exists() and old.identity == manifest.identity and old.plan_id != manifest.plan_id:
+            (output / old.last).unlink(missing_ok=True)
+
+    def carry_out(self, settings: Settings) -> Result:
+        self.check(settings)
+        with self._begun(settings) as folder:
+            adopted_nbytes = folder.manifest.nbytes - missing_nbytes(folder.root, folder.manifest)
+            results = self._convert(settings)
+            copied = carry_out(self._copying(), _Copier(self.source), self.errand.output, settings)
+        return self._whole(results, copied, adopted_nbytes)
+
+    def _convert(self, settings: Settings) -> dict[str, Result]:
+        """Every component; where weights are NaN or Inf, the others, and one error for all."""
+        results: dict[str, Result] = {}
+        unsound: list[NumericError] = []
+        for name, conversion in self.conversions.items():
+            try:
+                with _named(name):
+                    results[name] = conversion.carry_out(replace(settings, named=partial(_named_below, settings, name)))
+            except NumericError as error:
+                unsound.append(error)
+            conversion.source.stop()
+        if unsound:
+            raise _summarize(unsound)
+        return results
+
+    def ended_files(self) -> dict[str, str]:
+        own = {name: conversion.ended_files() for name, conversion in self.conversions.items()}
+        parts = {f"{name}/{file}": sha256 for name, files in own.items() for file, sha256 in files.items()}
+        return {**parts, **read_ended(self.errand.output).files}
+
+    def _digest(self) -> str:
+        """That of all files, but for those that the digest of a component does not count either."""
+        uncounted = {f"{name}/{file}" for name in self.conversions for file in UNDIGESTED}
+        return digest_of({file: sha256 for file, sha256 in self.ended_files().items() if file not in uncounted})
+
+    def _copying(self) -> Job:
+        """The job that copies everything else."""
+        with self.source.open_file(PIPELINE) as stream:
+            texts = {PIPELINE: stream.read().decode("utf-8")}
+        plan = replace(self.plan, tasks=())
+        parts = {name: manifest_of(conversion.source, conversion.plan) for name, conversion in self.conversions.items()}
+        return Job(self.source, plan, texts, None, PIPELINE, frozenset(texts), parts)
+
+    def _whole(self, results: dict[str, Result], copied: Result, adopted_nbytes: int) -> Result:
+        """The results of all components and of the copies as one."""
+        made, copied_nbytes = list(results.values()), copied.output_bytes
+        tensors: Counter[str] = Counter()
+        for result in made:
+            tensors.update(result.tensors)
+        return replace(
+            made[0],
+            output=str(self.errand.output),
+            source_bytes=sum(result.source_bytes for result in made) + copied_nbytes,
+            output_bytes=sum(result.output_bytes for result in made) + copied_nbytes,
+            seconds=round(sum(result.seconds for result in made) + copied.seconds, 3),
+            tensors=dict(tensors),
+            digest=self._digest(),
+            adopted_bytes=sum(result.adopted_bytes for result in made) + adopted_nbytes,
+            bits_per_weight=self.plan.bits_per_weight,
+            components=[{"name": name, **result.as_json()} for name, result in results.items()],
+        )
+
+
+class _Copier:
+    """The Worker of a plan without tensors."""
+
+    action: Action = "copy"
+    made = "copied"
+    device = "cpu"
+    threads = 1
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+        raise RuntimeError("a pipeline's own plan has no tensors")
+
+
+def _named_below(settings: Settings, name: str, path: Path, file: str, sha256: str) -> None:
+    settings.named(path, f"{name}/{file}", sha256)
+
+
+@contextmanager
+def _named(component: str) -> Iterator[None]:
+    """Meanwhile errors say of which component they are."""
+    try:
+        yield
+    except Fp4Error as error:
+        lines = "\n".join(f"{component}: {line}" for line in error.message.split("\n"))
+        raise type(error)(error.code, lines, error.next_step, error.tensor) from None
+
+
+def _summarize(errors: list[NumericError]) -> NumericError:
+    """One error for all components, with the options that complete the run."""
+    options = dict.fromkeys(error.next_step.removeprefix(AGAIN) for error in errors)
+    next_step = AGAIN + " ".join(options) if errors[0].next_step.startswith(AGAIN) else errors[0].next_step
+    return NumericError(errors[0].code, "\n".join(error.message for error in errors), next_step, errors[0].tensor)
+
+
+def _labelled(name: str, value: object) -> object:
+    """The entries of a list, each with the component that it is of."""
+    if not isinstance(value, list):
+        return value
+    return [{**entry, "component": name} if isinstance(entry, dict) else entry for entry in value]
+
+
+def _joined(key: str, value: object, other: object) -> object:
+    """A value of a document for two components: lists follow one another, numbers are added; memory is not held twice."""
+    if isinstance(value, list) and isinstance(other, list):
+        return [*value, *other]
+    if isinstance(value, dict) and isinstance(other, dict):
+        return {part: _joined(part, value[part], other[part]) for part in value}
+    if isinstance(value, int | float) and isinstance(other, int | float) and not isinstance(value, bool):
+        return max(value, other) if key in ("peak_memory_bytes", "threads") else value + other
+    return value

@@ -1,0 +1,123 @@
+"""The plan on a terminal: what becomes of the experts, the attention and the embedding, at a glance on 100 columns."""
+
+import re
+
+import pytest
+from checkpoints import LAYER, run, weight, write_checkpoint
+from true_shapes import deepseek_v3, write_holes
+
+from fp4convert.overview import draw_plan
+from fp4convert.render import Screen
+
+SECONDS = {
+    "device": "cpu",
+    "threads": 2,
+    "arithmetic": 131.0,
+    "hashing": 197.0,
+    "work": 328.0,
+    "reading": {"at_1_gb_per_second": 1369.0, "at_100_mb_per_second": 13690.0},
+}
+
+
+def row(pattern, action="quantize", reason="a linear layer", **more):
+    known = {"count": 1, "group": None, "format": "nvfp4" if action == "quantize" else None}
+    return {"pattern": pattern, "action": action, "reason": reason, **known, "source_bytes": 2000, "output_bytes": 500, **more}
+
+
+def draw(capsys, rows, width=100, **more):
+    totals = {"source_bytes": 1_370_000_000_000, "output_bytes": 389_000_000_000, "bits_per_weight": 4.5, "added_bytes": 0}
+    peaks = {"peak_memory_bytes": 138_000_000, "peak_disk_bytes": 389_100_000_000}
+    screen = Screen()
+    screen.out.width = width
+    draw_plan(screen, {**totals, **peaks, "patterns": rows, "seconds_estimated": SECONDS, **more})
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_drawn_plan_folds_layers_and_says_why(tmp_path):
+    shards = {
+        "model.safetensors": {
+            **{
+                f"model.layers.{layer}.mlp.{leaf}.weight": weight(layer)
+                for layer in range(12)
+                for leaf in ("gate_proj", "up_proj")
+            },
+            "model.embed_tokens.weight": weight(),
+            f"{LAYER}.odd.weight": weight(0, 2, 24),
+        }
+    }
+    outcome = run("quantize", write_checkpoint(tmp_path / "m", shards), "--format", "nvfp4", "--dry-run")
+    lines = [re.sub(r" {2,}", "|", line).rstrip("|") for line in outcome.out.splitlines()]
+    # 24 matrices of 32 x 64: 4096 bytes each; 1024 of codes, 128 of block scales and 4 of a global scale become of it
+    assert lines[:8] == [
+        "modules|count|becomes|before|after|why",
+        "model.embed_tokens|1|stays|4.10 kB|4.10 kB|an embedding",
+        f"{LAYER}.odd|1|skipped|0.10 kB|0.10 kB|24 columns, not a multiple of the block of 16",
+        "model.layers.[0-11].mlp",
+        "|{gate,up}_proj|24|nvfp4|98.3 kB|27.7 kB|one scale: {gate,up}_proj",
+        "",
+        "nvfp4|24 modules, 98.3 kB -> 27.7 kB",
+        "stays|2 tensors, 4.19 kB",
+    ]
+    # 31,936 bytes of tensors, and the header
+    assert re.fullmatch(r"total\|102 kB -> 3\d\.\d kB \(3\d %\), 4\.516 bits per weight where it is quantized", lines[8])
+    assert lines[9].startswith("peak|memory ")
+    assert len(lines) == 12
+
+
+def test_the_totals(capsys):
+    lines = draw(capsys, [row("lm_head", "copy", "an output head", output_bytes=2000), row("a.b", count=1234)])
+    assert max(map(len, lines)) <= 100
+    assert lines[-6:] == [
+        "nvfp4    1,234 modules, 2.00 kB -> 0.50 kB",
+        "stays    1 tensors, 2.00 kB",
+        "total    1.37 TB -> 389 GB (28 %), 4.500 bits per weight where it is quantized",
+        "peak     memory 138 MB, disk 389 GB",
+        "work     5 min 28 s on cpu: arithmetic 2 min 11 s, hashing 3 min 17 s; writing to the disk apart",
+        "source   to be read meanwhile, in 22 min 49 s at 1 GB/s, in 3 h 48 min at 100 MB/s",
+    ]
+
+
+def test_packed_weights_that_stay_are_pointed_out(capsys):
+    rows = [row("a.[0-3].q", "dequantize", "excluded by '*q'", source_bytes=1000, output_bytes=2000)]
+    lines = draw(capsys, rows, added_bytes=1000)
+    assert lines[2].split() == ["q", "1", "bf16", "1.00", "kB", "2.00", "kB", "excluded", "by", "'*q'"]
+    assert "bf16     adds 1.00 kB: packed weights that stay; --keep-packed leaves them as they are" in lines
+    assert "stays    1 tensors, 1.00 kB -> 2.00 kB" in lines
+
+
+def test_nothing_to_quantize_and_nothing_at_all(capsys):
+    kept = draw(capsys, [row("a", "copy", "a norm", output_bytes=2000)], bits_per_weight=None)
+    assert not any("bits per weight" in line for line in kept)
+    empty = draw(capsys, [], source_bytes=0, output_bytes=8, bits_per_weight=None)
+    assert "total    0.00 kB -> 0.01 kB" in empty
+
+
+def test_a_long_reason_goes_on_below_itself(capsys):
+    lines = draw(capsys, [row("m.[0-1].a", "copy", "a reason of many words " * 5), row("m.[0-1].b")])
+    at = lines[0].index("why")
+    assert [line[at:] for line in lines[2:5]] == [
+        "a reason of many words a reason of many words a reason of",
+        "many words a reason of many words a reason of many words",
+        "a linear layer",
+    ]
+    assert lines[3][:at].isspace()
+
+
+def test_what_could_act_on_a_terminal_is_shown(capsys):
+    lines = draw(capsys, [row("m\x1b[31m.[0-1].x\x1b", "copy", "excluded by '\x9b'")])
+    assert not any(character in line for line in lines for character in "\x1b\x9b")
+    assert lines[1] == r"m\x1b[31m.[0-1]"
+    assert r"x\x1b" in lines[2]
+    assert r"'\x9b'" in lines[2]
+
+
+@pytest.mark.parametrize("width", [100, 120, 200])
+def test_a_real_plan_fits_the_terminal(width, capsys, tmp_path):
+    source = write_holes(tmp_path / "m", "deepseek_v3", deepseek_v3(layers=12, experts=8))
+    rows = run("quantize", source, "--format", "nvfp4", "--dry-run", "--json").json["patterns"]
+    lines = draw(capsys, rows, width)
+    table = lines[: lines.index("")]
+    assert max(map(len, table)) <= width
+    assert "model.layers.[3-12].mlp.experts.[0-7]" in table
+    headings = [line for line in table if not line.startswith(" ") and line.startswith("model.layers.[")]
+    assert len(headings) == len(set(headings))  # what has one parent stands together
