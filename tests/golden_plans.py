@@ -9,11 +9,15 @@ from __future__ import annotations
 import difflib
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from families import FAMILIES
 from family import build
+from fp4_sources import MAKERS
+from packed_families import CASES
 from tiny_models import fp4convert_json, offline
 
 PLANS = Path(__file__).parent / "golden" / "plans"
@@ -37,15 +41,22 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return row["pattern"], count, becomes, row["group"] or "", before, after, row["reason"]
 
 
+def _makers() -> dict[str, Callable[[Path], object]]:
+    """Name -> what makes the checkpoint in a folder."""
+    makers: dict[str, Callable[[Path], object]] = {family.name: partial(build, family) for family in FAMILIES}
+    return makers | {str(case): case.build for case in CASES} | MAKERS
+
+
 def main(arguments: list[str]) -> int:
     differs = False
     PLANS.mkdir(exist_ok=True)
-    for family in FAMILIES:
+    for name, make in _makers().items():
+        file = PLANS / f"{name}.txt"
         with tempfile.TemporaryDirectory() as folder, offline():
-            page = draw_plan(build(family, Path(folder) / family.name))
-        file = PLANS / f"{family.name}.txt"
+            make(Path(folder) / name)
+            page = draw_plan(Path(folder) / name)
         known = file.read_text() if file.exists() else ""
-        diff = difflib.unified_diff(known.splitlines(), page.splitlines(), f"{family.name}.txt", "now", lineterm="")
+        diff = difflib.unified_diff(known.splitlines(), page.splitlines(), file.name, "now", lineterm="")
         for line in diff:
             differs = True
             print(line)
