@@ -103,8 +103,8 @@ def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
     refuse_unsaid(name for name in clues.tensors if name not in known)
     for ref in clues.tensors.values():
         if ref.name not in known and is_quantized_tensor(ref):
-            detail = f"{ref.file}: {ref.name!r} ({ref.dtype} {list(ref.shape)}) is quantized in a way that fp4convert"
-            raise InputError("already-quantized", f"{detail} does not read", next_step, ref.name)
+            detail = f"{ref.file}: {ref.name!r} ({ref.dtype} {list(ref.shape)}) is already quantized, in a way that"
+            raise InputError("already-quantized", f"{detail} fp4convert does not read", next_step, ref.name)
     if (clues.record or clues.hf_quant_config) and not linears.is_packed:
         method = clues.record.get("quant_method", "modelopt")
         detail = f"config.json: the checkpoint is already quantized, by {method!r}; no tensor is stored as fp4convert knows it"
