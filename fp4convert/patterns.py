@@ -109,15 +109,18 @@ def _bound(text: str, pattern: str, config: Mapping[str, object]) -> int | None:
 
 
 def integer_of(config: Mapping[str, object], key: str) -> int | None:
-    """The integer under that key of config.json: at the top, then in the config of its text model, then in any other."""
-    return next(_integers(config, key), None)
+    """The integer under that key of config.json: at the top, then in the config of its text model, then in any other.
+
+    None where there is none, and for no key
+    """
+    found = (one[key] for one in configs_in(config) if key and key in one)
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
 
 
-def _integers(config: Mapping[str, object], key: str) -> Iterator[int]:
-    """Every integer under that key, the text model's before those of other nested configs."""
-    value = config.get(key)
-    if isinstance(value, int) and not isinstance(value, bool):
-        yield value
-    for name in sorted(config, key=lambda name: name not in TEXT_CONFIGS):
-        if isinstance(nested := config[name], Mapping):
-            yield from _integers(nested, key)
+def configs_in(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    """A config.json and every config nested in it, that of a text model before its siblings."""
+    waiting = [config]
+    while waiting:
+        yield (one := waiting.pop())
+        names = sorted(one, key=lambda name: name not in TEXT_CONFIGS)
+        waiting += reversed([nested for name in names if isinstance(nested := one[name], Mapping)])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fp4convert.errors import InputError
 from fp4convert.formats import Format, check_rule, format_named
-from fp4convert.patterns import compiled, expand, integer_of, matches, matches_any
+from fp4convert.patterns import compiled, configs_in, expand, integer_of, matches, matches_any
 from fp4convert.recipe_files import (
     ANY_FORMAT,
     DEFAULT,
@@ -255,8 +255,10 @@ def scale_group(module: str, groups: tuple[tuple[str, ...], ...]) -> ScaleGroup 
 
 def _files(config: Mapping[str, object], recipe: str | None) -> list[RecipeFile]:
     """default.toml, then the model's families, then what a person chose."""
+    values = (one.get(key) for one in configs_in(config) for key in ("model_type", "_class_name"))
+    families = families_of(value for value in values if isinstance(value, str))
     chosen = chosen_files(recipe) if recipe is not None else []
-    return list({file.name: file for file in (known_file(DEFAULT), *families_of(config), *chosen)}.values())
+    return list({file.name: file for file in (known_file(DEFAULT), *families, *chosen)}.values())
 
 
 def _filled(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
@@ -276,7 +278,9 @@ def _filled(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
             only=tuple(rule._replace(patterns=filled(rule.patterns)) for rule in file.only),
             stacks=tuple(
                 rule._replace(
-                    tensors=filled(rule.tensors), inputs=integer_of(config, rule.inputs_key) if rule.inputs_key else None
+                    tensors=filled(rule.tensors),
+                    inputs=integer_of(config, rule.inputs_key),
+                    experts=integer_of(config, rule.experts_key),
                 )
                 for rule in file.stacks
             ),

@@ -53,6 +53,8 @@ class StackRule(NamedTuple):
     named           of a module: {parent} is the tensor's name without its last part, {expert} a number from 0
     inputs_key      of config.json, where checkpoints of both orders are in use: how many inputs each matrix has
     inputs          that number
+    experts_key     of config.json, for a tensor (experts * rows, columns) with experts below each other: how many there are
+    experts         that number
     """
 
     tensors: tuple[str, ...]
@@ -62,6 +64,8 @@ class StackRule(NamedTuple):
     named: str = NAMED
     inputs_key: str = ""
     inputs: int | None = None
+    experts_key: str = ""
+    experts: int | None = None
 
     def module(self, tensor: str, expert: int, member: str) -> str:
         """The name of one expert's module out of that tensor."""
@@ -111,9 +115,9 @@ def known_file(name: str) -> RecipeFile:
     return parse(_texts()[name], name)
 
 
-def families_of(config: Mapping[str, object]) -> list[RecipeFile]:
-    """The files that name the model of a config.json, or one that it is made of, each after all that it builds on."""
-    wanted = set(_kinds(config))
+def families_of(kinds: Iterable[str]) -> list[RecipeFile]:
+    """The files that name one of these model_types and class names, each after all that it builds on."""
+    wanted = set(kinds)
     likely = (name for name, text in _texts().items() if any(f'"{kind}"' in text for kind in wanted))  # 60 files take time
     found: list[RecipeFile] = []
     for file in map(known_file, likely):
@@ -153,6 +157,7 @@ def describe(recipe: str) -> dict[str, object]:
             "rows": STACK_ROWS[rule.is_interleaved],
             "named": rule.named,
             "inputs": rule.inputs_key or None,
+            "experts": rule.experts_key or None,
         }
         for file in files[::-1]
         for rule in file.stacks
@@ -181,8 +186,8 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
     """A file's text, checked; raises InputError that names file, key and what was expected."""
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError("recipe-file", f"{name}: no TOML: {error}") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError("recipe-file", f"{name}: no TOML that can be read: {error}") from None
     if is_users and (taken := [key for key in ("model_types", "class_names") if key in table]):
         detail = f"{name}: {taken[0]} is for fp4convert's own files; a file given with --recipe applies to every model"
         raise InputError("recipe-file", detail, f"Remove {taken[0]}; to build on a family, write: base = NAME.")
@@ -209,6 +214,7 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
                 row["rows"] == "interleaved",
                 row["named"],
                 row["inputs"],
+                experts_key=row["experts"],
             )
             for row in rows["stack"]
         ),
@@ -271,6 +277,7 @@ _ROWS = {
         "rows": _word(*STACK_ROWS, default="concatenated"),
         "named": _Key("a name with {parent}, {expert} and {member} in it", _is_name, NAMED),
         "inputs": _TEXT._replace(default=""),
+        "experts": _TEXT._replace(default=""),
     },
     "format": {"modules": _TEXTS, "format": _word("nvfp4", "mxfp4", "fp8", KEEP, ANY_FORMAT)},
 }
@@ -310,23 +317,15 @@ def _collect(name: str, folder: Path, above: tuple[str, ...], found: list[Recipe
 
 
 def _users_file(path: Path) -> RecipeFile:
-    if path.suffix != ".toml" and not path.is_file():
+    try:
+        is_there = path.suffix == ".toml" or path.is_file()
+        text = path.read_text(encoding="utf-8") if is_there else None
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no name of a file
+        raise InputError("recipe-file", f"{path}: cannot be read: {error}") from None
+    if text is None:
         detail = f"recipe {str(path)!r} is not known; expected one of {', '.join(known_names())}, or the path of a TOML file"
         raise InputError("unknown-recipe", detail, "See: fp4convert recipes.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("recipe-file", f"{path}: cannot be read: {error}") from None
     return parse(text, str(path), is_users=True)
-
-
-def _kinds(config: Mapping[str, object]) -> Iterable[str]:
-    """Every model_type and _class_name in a config.json, those of nested configs too."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _kinds(value)
-        elif key in ("model_type", "_class_name") and isinstance(value, str):
-            yield value
 
 
 @cache

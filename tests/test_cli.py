@@ -279,3 +279,17 @@ def test_a_terminal_without_unicode_is_served(encoding, source, tmp_path):
 def test_the_module_runs_as_the_command():
     ended = subprocess.run([sys.executable, "-m", "fp4convert", "--version"], capture_output=True, text=True, check=True)
     assert ended.stdout == f"fp4convert {version('fp4convert')}\n"
+
+
+def test_a_recipe_file_is_followed_and_a_wrong_one_is_bad_usage(source, tmp_path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("base = 'mlp_only'\n[[keep]]\nreason = 'a trial'\nmodules = ['*.down_proj']")
+    plan = run("quantize", source, "--format", "nvfp4", "--recipe", recipe, "--dry-run", "--json").json
+    reasons = {tensor["name"]: (tensor["action"], tensor["reason"]) for tensor in plan["tensors"]}
+    assert reasons[f"{LAYER}.mlp.up_proj.weight"][0] == "quantize"
+    assert reasons[f"{LAYER}.mlp.down_proj.weight"] == ("copy", "a trial")
+    assert "mlp_only" in reasons[f"{LAYER}.self_attn.q_proj.weight"][1]
+    for option, word in (("--recipe", "nobody"), ("--stack-order", "oi"), ("--stack-rows", "mixed")):
+        outcome = run("quantize", source, "--format", "nvfp4", option, word, "--dry-run", "--json")
+        assert (outcome.code, outcome.json["error"]["exit"]) == (2, 2)
+        assert word in outcome.json["error"]["message"]

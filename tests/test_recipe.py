@@ -4,7 +4,7 @@ import pytest
 
 from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4
-from fp4convert.recipe import Choice, Target, build_recipe
+from fp4convert.recipe import Choice, Target, build_recipe, scale_group
 
 
 def recipe(model_type: str = "llama", include=(), exclude=(), fmt=NVFP4, rule=None):
@@ -118,3 +118,135 @@ def test_a_rule_of_another_format_is_refused(fmt, rule):
         recipe(fmt=fmt, rule=rule)
     assert caught.value.code == "unknown-scale-rule"
     assert ", ".join(fmt.scale_rules) in caught.value.message
+
+
+def chosen(folder, text, model=None, **choice):
+    """The recipe of a user's file for a model of that config.json."""
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return build_recipe(Target("nvfp4", "compressed-tensors"), model or {"model_type": "llama"}, Choice(str(path), **choice))
+
+
+MLP, ATTENTION, EXPERT = "model.layers.3.mlp.up_proj", "model.layers.3.self_attn.o_proj", "model.layers.3.mlp.experts.7.up_proj"
+QUERY = "model.layers.3.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("mode", "quantized"),
+    [
+        ("all", {MLP, ATTENTION, EXPERT, QUERY}),
+        ("mlp_only", {MLP, EXPERT}),
+        ("experts_only", {EXPERT}),
+        ("omlp_only", {MLP, EXPERT, ATTENTION}),
+    ],
+)
+def test_a_mode_says_what_may_be_quantized(mode, quantized):
+    made = build_recipe(Target("nvfp4"), {"model_type": "llama"}, Choice(mode))
+    assert {module for module in (MLP, ATTENTION, EXPERT, QUERY) if made.reason_to_keep(module) is None} == quantized
+    assert made.reason_to_keep("lm_head") == "an output head"
+    assert made.reason_to_keep("model.layers.3.mlp.gate") == "a router"
+    if mode != "all":
+        assert mode in made.reason_to_keep(QUERY)
+    assert build_recipe(Target("nvfp4"), {}, Choice(mode, include=(QUERY,))).reason_to_keep(QUERY) is None
+
+
+def test_what_a_family_keeps_for_accuracy_a_mode_or_a_file_may_ask_for(tmp_path):
+    model = {"model_type": "deepseek_v3", "num_hidden_layers": 61}
+    multi = "model.layers.61.self_attn.o_proj"
+    plain = build_recipe(Target("nvfp4"), model)
+    assert plain.reason_to_keep(ATTENTION) == "attention, kept for accuracy"
+    assert plain.reason_to_keep(multi) == "part of a multi-token-prediction layer"
+    asked = "[[format]]\nmodules = ['*.self_attn.*', 'lm_head']\nformat = 'fp8'"
+    for made in (build_recipe(Target("nvfp4"), model, Choice("all")), chosen(tmp_path, asked, model)):
+        assert made.reason_to_keep(ATTENTION) is None
+        assert made.reason_to_keep(multi) == "part of a multi-token-prediction layer"
+        assert made.reason_to_keep("lm_head") == "an output head"
+        assert made.is_asked_for(ATTENTION)
+    assert chosen(tmp_path, asked, model).format_of(ATTENTION) == "fp8"
+    assert build_recipe(Target("nvfp4"), model, Choice("all")).format_of(ATTENTION) == "nvfp4"
+
+
+FORMATS = """
+base = "experts_only"
+[[format]]
+modules = ["*.q_proj"]
+format = "keep"
+[[format]]
+modules = ["*.self_attn.*"]
+format = "fp8"
+[[format]]
+modules = ["*.experts.7.*"]
+format = "target"
+[[format]]
+modules = ["*.experts.*"]
+format = "mxfp4"
+"""
+
+
+def test_the_first_format_that_fits_counts_also_outside_of_a_mode(tmp_path):
+    made = chosen(tmp_path, FORMATS, include=("a.lone",))
+    assert made.reason_to_keep(QUERY) == "kept by a [[format]] of the recipe"
+    assert (made.reason_to_keep(ATTENTION), made.format_of(ATTENTION)) == (None, "fp8")
+    assert (made.reason_to_keep(EXPERT), made.format_of(EXPERT)) == (None, "nvfp4")
+    other = EXPERT.replace("7", "8")
+    assert (made.reason_to_keep(other), made.format_of(other)) == (None, "mxfp4")
+    assert "experts_only" in made.reason_to_keep(MLP)
+    assert (made.reason_to_keep("a.lone"), made.format_of("a.lone")) == (None, "nvfp4")
+    asked = chosen(tmp_path, FORMATS, include=(QUERY,), exclude=(ATTENTION,))
+    assert (asked.reason_to_keep(QUERY), asked.format_of(QUERY)) == (None, "nvfp4")
+    assert asked.reason_to_keep(ATTENTION) == f"excluded by {ATTENTION!r}"
+
+
+def test_what_a_format_keeps_is_declared_and_what_it_quantizes_is_not(tmp_path):
+    made = chosen(tmp_path, FORMATS)
+    assert "*.q_proj" in made.patterns_to_declare([QUERY], [])
+    model = {"model_type": "deepseek_v3"}
+    asked = chosen(tmp_path, "[[format]]\nmodules = ['*.o_proj']\nformat = 'nvfp4'", model)
+    assert "*.self_attn.*" in asked.patterns_to_declare([QUERY], [])
+    assert "*.self_attn.*" not in asked.patterns_to_declare([QUERY], [ATTENTION])
+
+
+def test_a_users_file_goes_before_a_familys_groups_and_stacks(tmp_path):
+    text = """
+    [[group]]
+    members = ["w1", "v1", "z1"]
+    [[stack]]
+    tensors = ["*.experts.gate_up_proj"]
+    members = ["gate_proj", "up_proj"]
+    order = "out_in"
+    """
+    model = {"model_type": "gpt_oss"}
+    made = chosen(tmp_path, text, model)
+    assert scale_group("a.w1", made.groups) == ("a", ("w1", "v1", "z1"))
+    assert scale_group("a.w1", build_recipe(Target("nvfp4"), {"model_type": "dbrx"}).groups) == ("a", ("w1", "v1"))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert made.stack_rule(name).is_transposed is False
+    own = build_recipe(Target("nvfp4"), model).stack_rule(name)
+    assert (own.is_transposed, own.is_interleaved, own.members) == (True, True, ("gate_proj", "up_proj"))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "order", "rows", "found"),
+    [
+        ("a.experts.gate_up_proj", None, None, None),
+        ("a.experts.gate_up_proj", "in_out", None, None),
+        ("a.experts.gate_up_proj", "in_out", "interleaved", (("gate_proj", "up_proj"), True, True)),
+        ("a.experts.gate_up_proj.weight", "out_in", "concatenated", (("gate_proj", "up_proj"), False, False)),
+        ("a.experts.w13_weight", "out_in", "interleaved", (("w1", "w3"), False, True)),
+        ("a.experts.down_proj", "in_out", None, (("down_proj",), True, False)),
+        ("a.experts.down_proj", "out_in", "interleaved", (("down_proj",), False, False)),
+        ("a.experts.down_proj", None, None, None),
+    ],
+)
+def test_a_person_settles_a_stack_that_no_recipe_names(tensor, order, rows, found):
+    choice = Choice(stack_order=order, stack_rows=rows)
+    rule = build_recipe(Target("nvfp4"), {"model_type": "unheard_of"}, choice).stack_rule(tensor)
+    assert found == (rule and (rule.members, rule.is_transposed, rule.is_interleaved))
+
+
+@pytest.mark.parametrize(("order", "rows"), [("oi", None), ("", None), ("out_in", "mixed"), (None, "interleaved")])
+def test_other_words_for_stacks_are_refused(order, rows):
+    with pytest.raises(InputError) as caught:
+        build_recipe(Target("nvfp4"), {}, Choice(stack_order=order, stack_rows=rows))
+    assert caught.value.code == "unknown-stack"
+    assert "expected" in caught.value.message

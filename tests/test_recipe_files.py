@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 from checkpoints import run
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fp4convert.errors import InputError
 from fp4convert.patterns import compiled
 from fp4convert.recipe import Choice, Target, build_recipe
-from fp4convert.recipe_files import KeepRule, StackRule, chosen_files, families_of, known_file, known_names, parse
+from fp4convert.recipe_files import KeepRule, RecipeFile, StackRule, chosen_files, families_of, known_file, known_names, parse
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODES = ("all", "mlp_only", "experts_only", "omlp_only")
@@ -41,10 +43,21 @@ def test_modes_and_default_are_there_and_no_model_belongs_to_two_files():
 
 
 def test_families_are_found_by_any_model_type_and_by_the_class_of_a_pipelines_part():
-    names = [file.name for file in families_of({"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}})]
-    assert names == ["deepseek", "kimi_k2"]
-    assert [file.name for file in families_of({"_class_name": "WanTransformer3DModel"})] == ["wan"]
-    assert families_of({"model_type": "never_heard_of", "_class_name": 3}) == []
+    assert [file.name for file in families_of(["kimi_k25", "kimi_k2"])] == ["deepseek", "kimi_k2"]
+    assert [file.name for file in families_of(["WanTransformer3DModel"])] == ["wan"]
+    assert families_of(["never_heard_of"]) == []
+    for config in ({"text_config": {"model_type": "deepseek_v3"}}, {"_class_name": "WanTransformer3DModel", "model_type": 3}):
+        recipe = build_recipe(Target("nvfp4"), {"num_layers": 8, **config})
+        assert recipe.reason_to_keep("blocks.0.self_attn.o_proj")
+        assert recipe.reason_to_keep("blocks.0.mlp.up_proj") is None or "_class_name" in config
+
+
+def test_a_config_of_any_depth_is_searched():
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 3}
+    for _ in range(20_000):
+        config = {"inner": config}
+    made = build_recipe(Target("nvfp4"), config)
+    assert made.reason_to_keep("model.layers.3.mlp.up_proj") == "part of a multi-token-prediction layer"
 
 
 def test_what_a_file_may_say():
@@ -64,17 +77,21 @@ def test_what_a_file_may_say():
     rows = "interleaved"
     named = "{parent}.x.{expert}.{member}"
     inputs = "hidden_size"
+    experts = "moe_num_experts"
     """
     file = parse(text, "mine.toml", is_users=True)
     assert (file.about, file.bases, file.is_mode) == ("mine", ("mlp_only",), True)
     assert file.keep == (KeepRule(("a", "b.*"), "a toy", "router", True, True),)
-    assert file.stacks == (StackRule(("*.w13",), ("w1", "w3"), True, True, "{parent}.x.{expert}.{member}", "hidden_size"),)
+    named = "{parent}.x.{expert}.{member}"
+    keys = {"inputs_key": "hidden_size", "experts_key": "moe_num_experts"}
+    assert file.stacks == (StackRule(("*.w13",), ("w1", "w3"), True, True, named, **keys),)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("a = [", ("no TOML",)),
+        ("a = " + "[" * 5000 + "]" * 5000, ("no TOML",)),
         ("keeps = 1", ("'keeps'", "about, model_types")),
         ("about = 3", ("about is 3", "a text")),
         ("base = 3", ("base is 3", "a name, or a list of names")),
@@ -112,12 +129,37 @@ def test_a_wrong_file_is_refused_with_what_was_expected(text, words, tmp_path):
         assert word in caught.value.message
 
 
+VALUES = st.recursive(
+    st.sampled_from(["true", "3", "1.5", "''", "'a'", "'keep'", "'out_in'", "1979-05-27", "'{expert}'", "'re:('"]),
+    lambda inner: st.lists(inner, max_size=2).map(lambda values: f"[{', '.join(values)}]"),
+    max_leaves=4,
+)
+KEYS = st.sampled_from(
+    ["about", "base", "keep", "only", "modules", "reason", "kind", "tensors", "members", "order", "named", "x"]
+)
+LINES = st.one_of(
+    st.builds("{} = {}".format, KEYS, VALUES),
+    st.sampled_from(["[[keep]]", "[[only]]", "[[group]]", "[[stack]]", "[[format]]", "[keep]", "[stack]"]),
+)
+
+
+@given(st.lists(LINES, max_size=6))
+def test_any_file_is_taken_or_refused(lines):
+    try:
+        found = parse("\n".join(lines), "mine.toml")
+    except InputError as error:
+        found = error
+    assert isinstance(found, RecipeFile) or (found.code == "recipe-file" and "mine.toml" in found.message)
+
+
 @pytest.mark.parametrize(
     ("recipe", "code", "word"),
     [
         ("nothing", "unknown-recipe", "experts_only, "),
         ("ALL", "unknown-recipe", "all, "),
         ("", "unknown-recipe", "all, "),
+        ("x" * 5000, "recipe-file", "cannot be read"),
+        ("nul.toml", "recipe-file", "cannot be read"),
         ("absent.toml", "recipe-file", "absent.toml"),
         ("folder.toml", "recipe-file", "folder.toml"),
         ("latin.toml", "recipe-file", "latin.toml"),
@@ -130,6 +172,7 @@ def test_a_recipe_that_is_not_there_or_builds_on_itself(recipe, code, word, tmp_
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "latin.toml").write_bytes(b"about = '\xff'")
+    (tmp_path / "nul.toml").write_text('base = "a\\u0000.toml"')
     for name, base in (("self", "self.toml"), ("one", "two.toml"), ("two", "one.toml"), ("lost", "nobody")):
         (tmp_path / f"{name}.toml").write_text(f"base = ['{base}']")
     with pytest.raises(InputError) as caught:
@@ -161,6 +204,16 @@ def test_bases_are_read_once_each_before_what_builds_on_them_and_beside_the_file
     (folder / "two.toml").write_text("base = 'mlp_only'")
     names = [file.name for file in chosen_files(str(folder / "one.toml"))]
     assert names == ["mlp_only", "omlp_only", str(folder / "two.toml"), str(folder / "one.toml")]
+
+
+def test_the_readmes_example_is_a_recipe_file(tmp_path):
+    readme = (CONFIGS.parent / "README.md").read_text(encoding="utf-8")
+    path = tmp_path / "mine.toml"
+    path.write_text(re.search(r"```toml\n(.*?)```", readme, re.DOTALL)[1])
+    made = build_recipe(Target("nvfp4"), {"model_type": "llama", "num_hidden_layers": 8}, Choice(str(path)))
+    experts = ("model.layers.5.mlp.experts.0.up_proj", "model.layers.6.mlp.experts.0.up_proj")
+    assert [made.reason_to_keep(module) for module in experts] == [None, "the last layers matter here"]
+    assert made.format_of("model.layers.5.self_attn.o_proj") == "fp8"
 
 
 def test_the_command_lists_modes_first_and_shows_one_with_its_bases():

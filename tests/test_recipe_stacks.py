@@ -52,6 +52,14 @@ CASES = {
     "granitemoe_swa": Case("GraniteMoeSWAForCausalLM", LOCAL),
     "jetmoe": Case("JetMoeForCausalLM", LOCAL | {"kv_channels": 16, "num_key_value_heads": 2}, style="lists"),
     "aria_text": Case("AriaTextForCausalLM", {"moe_num_experts": EXPERTS, "intermediate_size": INNER}),
+    "dbrx": Case(
+        "DbrxForCausalLM",
+        {
+            **{"d_model": HIDDEN, "n_heads": 4, "n_layers": 1, "max_seq_len": 64, "vocab_size": 256},
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+            "ffn_config": {"ffn_hidden_size": INNER, "moe_num_experts": EXPERTS, "moe_top_k": 2},
+        },
+    ),
     "mistral4": Case("Mistral4ForCausalLM", LATENT | ROUTED | {"n_group": 1, "topk_group": 1}),
     "minimax_m3_vl_text": Case("MiniMaxM3VLForCausalLM", LOCAL | {"dense_intermediate_size": 112}, "swiglu"),
     "glm4v_moe_text": Case("Glm4vMoeTextModel", ROUTED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
@@ -164,10 +172,12 @@ def experts_of(model_type: str, folder: Path) -> dict[str, Any]:
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(path).items():
-            if tensor.dim() == 3 and "conv" not in name and tensor.shape[0] == EXPERTS:
-                rule = recipe.stack_rule(name, tuple(tensor.shape))
+            rule = recipe.stack_rule(name, tuple(tensor.shape))
+            if tensor.dim() == 3 and "conv" not in name:
                 assert rule, name
-                found |= slices(rule, name, tensor[CHOSEN])
+            if rule and len(tensor) > 1:  # else a single shared expert
+                stack = tensor.reshape(rule.experts, -1, tensor.shape[1]) if rule.experts else tensor
+                found |= slices(rule, name, stack[CHOSEN])
     return found
 
 
@@ -186,7 +196,7 @@ def assert_same(model: Any, case: Case, found: dict[str, Any]) -> None:
     import torch
 
     matrices = {name.rpartition(".")[2]: matrix for name, matrix in found.items() if ".shared_experts." not in name}
-    gate, up, down = (matrices.get(own) if own in matrices else matrices[other] for own, other in NAMES)
+    gate, up, down = (next(matrices[name] for name in names if name in matrices) for names in NAMES)
     assert gate.shape == up.shape == (INNER, HIDDEN)
     assert down.shape == (HIDDEN, INNER)
     x = torch.randn(TOKENS, HIDDEN)
@@ -195,7 +205,7 @@ def assert_same(model: Any, case: Case, found: dict[str, Any]) -> None:
         torch.testing.assert_close(run(model, case.style, x), expected, rtol=1e-4, atol=1e-5)
 
 
-NAMES = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+NAMES = (("gate_proj", "w1"), ("up_proj", "w3", "v1"), ("down_proj", "w2"))
 
 
 def activate(word: str, gate: Any, up: Any) -> Any:
@@ -222,4 +232,4 @@ def run(model: Any, style: str, x: Any) -> Any:
         batch = torch.zeros(EXPERTS, TOKENS, HIDDEN)
         batch[CHOSEN] = x
         return experts(batch.reshape(-1, HIDDEN)).reshape(EXPERTS, TOKENS, HIDDEN)[CHOSEN]
-    return experts(x, torch.full((TOKENS, 1), CHOSEN), torch.ones(TOKENS, 1))
+    return experts(x, torch.full((TOKENS, 1), CHOSEN), torch.ones(TOKENS, 1)).reshape(x.shape)

@@ -1,0 +1,395 @@
+"""What stays and what is quantized in each family, typed by hand from the sources that the files name, with true module names.
+
+A line: kept or not, and a module.  Layers are those of a model of 8 layers, of which the ninth predicts several tokens.
+"""
+
+import pytest
+
+from fp4convert.recipe import Choice, Target, build_recipe, scale_group
+
+LAYERS = {"num_hidden_layers": 8, "first_k_dense_replace": 2, "num_layers": 8}
+TABLE = """
+llama
+  - model.layers.0.self_attn.q_proj
+  - model.layers.0.mlp.down_proj
+  keep lm_head
+  keep model.embed_tokens
+phi3
+  - model.layers.0.self_attn.qkv_proj
+  - model.layers.0.mlp.gate_up_proj
+  keep lm_head
+mixtral
+  - model.layers.0.block_sparse_moe.experts.3.w2
+  - model.layers.0.self_attn.o_proj
+  keep model.layers.0.block_sparse_moe.gate
+qwen2_moe
+  - model.layers.0.mlp.experts.3.down_proj
+  - model.layers.0.mlp.shared_expert.gate_proj
+  keep model.layers.0.mlp.shared_expert_gate
+  keep model.layers.0.mlp.gate
+qwen3_moe
+  - model.layers.0.self_attn.q_proj
+  - model.layers.0.mlp.experts.127.gate_proj
+  keep model.layers.0.mlp.gate
+qwen3_next
+  - model.layers.3.self_attn.o_proj
+  - model.layers.0.mlp.experts.3.up_proj
+  - model.layers.0.mlp.shared_expert.up_proj
+  keep model.layers.3.self_attn.q_proj
+  keep model.layers.3.self_attn.k_proj
+  keep model.layers.3.self_attn.v_proj
+  keep model.layers.0.linear_attn.in_proj_qkvz
+  keep model.layers.0.linear_attn.in_proj_ba
+  keep model.layers.0.linear_attn.out_proj
+  keep mtp.fc
+  keep mtp.layers.0.mlp.experts.3.up_proj
+qwen3_5
+  - model.language_model.layers.0.mlp.gate_proj
+  keep model.language_model.layers.3.self_attn.q_proj
+  keep model.language_model.layers.3.self_attn.o_proj
+  keep model.language_model.layers.0.linear_attn.in_proj_qkv
+  keep model.language_model.layers.0.linear_attn.in_proj_z
+  keep model.language_model.layers.0.linear_attn.in_proj_a
+  keep model.visual.blocks.0.mlp.linear_fc1
+  keep mtp.layers.0.mlp.up_proj
+  keep lm_head
+qwen3_5_moe
+  - model.language_model.layers.0.mlp.experts.3.up_proj
+  keep model.language_model.layers.0.mlp.shared_expert.up_proj
+  keep model.language_model.layers.0.mlp.shared_expert_gate
+  keep model.language_model.layers.3.self_attn.v_proj
+  keep model.language_model.layers.0.linear_attn.out_proj
+qwen4_exp
+  - model.language_model.layers.0.mlp.experts.3.up_proj
+  keep model.language_model.layers.0.attn_hyper_connection.block_inject_weight
+  keep model.language_model.layers.0.mlp.shared_expert.up_proj
+  keep model.language_model.layers.3.self_attn.o_proj
+  keep model.language_model.layers.0.linear_attn.in_proj_z
+  keep model.language_model.layers.1.ple.key_proj
+  keep model.visual.blocks.0.attn.qkv
+qwen3_vl_moe
+  - model.language_model.layers.0.mlp.experts.3.gate_proj
+  - model.language_model.layers.0.self_attn.q_proj
+  keep model.language_model.layers.0.mlp.gate
+  keep model.visual.blocks.0.attn.qkv
+qwen3_omni_moe
+  - thinker.model.layers.0.mlp.experts.3.up_proj
+  keep thinker.audio_tower.layers.0.fc1
+  keep thinker.visual.blocks.0.attn.qkv
+  keep talker.model.layers.0.self_attn.q_proj
+  keep code2wav.pre_transformer.layers.0.mlp.up_proj
+gemma3
+  - language_model.model.layers.0.mlp.gate_proj
+  keep vision_tower.vision_model.encoder.layers.0.mlp.fc1
+  keep multi_modal_projector.mm_input_projection
+gemma4
+  - model.language_model.layers.0.mlp.gate_proj
+  - model.language_model.layers.0.experts.3.gate_proj
+  keep model.language_model.layers.0.router.proj
+  keep model.language_model.layers.0.per_layer_input_gate
+  keep model.language_model.layers.0.per_layer_projection
+  keep model.embed_vision.embedding_projection
+  keep model.embed_audio.embedding_projection
+  keep model.audio_tower.layers.0.self_attn.q_proj.linear
+  keep model.vision_tower.encoder.layers.0.mlp.up_proj.linear
+llama4
+  - language_model.model.layers.0.feed_forward.experts.3.down_proj
+  - language_model.model.layers.0.feed_forward.shared_expert.up_proj
+  keep language_model.model.layers.0.feed_forward.router
+  keep language_model.model.layers.0.self_attn.q_proj
+  keep vision_model.model.layers.0.mlp.fc1
+  keep multi_modal_projector.linear_1
+deepseek_v3
+  - model.layers.3.mlp.experts.255.down_proj
+  - model.layers.3.mlp.shared_experts.up_proj
+  - model.layers.0.mlp.gate_proj
+  keep model.layers.3.self_attn.q_a_proj
+  keep model.layers.3.self_attn.kv_a_proj_with_mqa
+  keep model.layers.3.self_attn.o_proj
+  keep model.layers.3.mlp.gate
+  keep model.layers.8.mlp.experts.3.up_proj
+  keep model.layers.8.eh_proj
+  keep model.layers.8.shared_head.head
+deepseek_v32
+  - model.layers.3.mlp.experts.3.up_proj
+  keep model.layers.3.self_attn.indexer.wq_b
+  keep model.layers.8.mlp.shared_experts.up_proj
+deepseek_v4
+  - layers.3.ffn.experts.3.w1
+  keep layers.3.ffn.shared_experts.w1
+  keep layers.3.ffn.gate
+  keep layers.3.attn.wq_a
+  keep layers.3.attn.indexer.weights_proj
+  keep layers.3.hc_attn_fn
+  keep embed
+  keep head
+  keep mtp.0.ffn.experts.3.w1
+kimi_k2
+  - model.layers.3.mlp.experts.383.up_proj
+  keep model.layers.3.mlp.shared_experts.up_proj
+  keep model.layers.0.mlp.up_proj
+  keep model.layers.3.self_attn.q_b_proj
+  keep model.layers.3.mlp.gate
+kimi_k25
+  - language_model.model.layers.3.mlp.experts.3.up_proj
+  keep language_model.model.layers.0.mlp.down_proj
+  keep mm_projector.proj.0
+  keep vision_tower.encoder.blocks.0.mlp.fc0
+kimi_k3
+  - model.layers.3.block_sparse_moe.experts.3.w3
+  keep model.layers.3.block_sparse_moe.gate
+  keep model.layers.3.block_sparse_moe.routed_expert_down_proj
+  keep model.layers.3.block_sparse_moe.shared_experts.up_proj
+  keep model.layers.3.self_attn.q_proj
+  keep model.layers.3.self_attention_res_proj
+  keep model.output_attn_res_proj
+  keep model.layers.0.mlp.gate_up_proj
+glm4_moe
+  - model.layers.3.mlp.experts.3.up_proj
+  keep model.layers.3.mlp.shared_experts.up_proj
+  keep model.layers.0.mlp.down_proj
+  keep model.layers.3.self_attn.q_proj
+  keep model.layers.8.mlp.experts.3.up_proj
+glm4v_moe
+  - model.language_model.layers.3.mlp.experts.3.up_proj
+  keep model.language_model.layers.8.mlp.experts.3.up_proj
+  keep model.visual.blocks.0.mlp.gate_proj
+glm4_moe_lite
+  - model.layers.3.mlp.experts.3.up_proj
+  - model.layers.3.mlp.shared_experts.up_proj
+  keep model.layers.1.mlp.up_proj
+  keep model.layers.3.self_attn.o_proj
+  keep model.layers.8.mlp.experts.3.up_proj
+glm_moe_dsa
+  - model.layers.3.mlp.experts.3.up_proj
+  - model.layers.3.mlp.shared_experts.up_proj
+  keep model.layers.2.mlp.up_proj
+  keep model.layers.3.self_attn.q_a_proj
+  keep model.layers.8.mlp.experts.3.up_proj
+glm5_next
+  - model.language_model.layers.3.mlp.experts.3.up_proj
+  - model.language_model.layers.3.mlp.shared_experts.up_proj
+  keep model.language_model.layers.0.mlp.up_proj
+  keep model.language_model.layers.3.self_attn.q_proj
+  keep model.language_model.layers.8.mlp.experts.3.up_proj
+  keep model.visual.blocks.0.attn.qkv
+minimax_m2
+  - model.layers.3.block_sparse_moe.experts.3.w1
+  keep model.layers.3.block_sparse_moe.gate
+  keep model.layers.3.self_attn.o_proj
+minimax_m3_vl
+  - language_model.model.layers.3.block_sparse_moe.experts.3.w1
+  keep language_model.model.layers.3.block_sparse_moe.shared_experts.up_proj
+  keep language_model.model.layers.3.block_sparse_moe.gate
+  keep language_model.model.layers.3.self_attn.q_proj
+  keep patch_merge_mlp.linear_1
+  keep multi_modal_projector.linear_1
+gpt_oss
+  - model.layers.3.mlp.experts.3.up_proj
+  keep model.layers.3.mlp.router
+  keep model.layers.3.self_attn.q_proj
+  keep model.embed_tokens
+nemotron_h
+  - backbone.layers.3.mixer.experts.3.up_proj
+  - backbone.layers.5.mixer.down_proj
+  keep backbone.layers.3.mixer.shared_experts.up_proj
+  keep backbone.layers.3.mixer.fc1_latent_proj
+  keep backbone.layers.3.mixer.gate
+  keep backbone.layers.0.mixer.in_proj
+  keep backbone.layers.0.mixer.out_proj
+  keep backbone.layers.0.mixer.conv1d
+  keep backbone.layers.7.mixer.q_proj
+  keep backbone.layers.7.mixer.o_proj
+  keep backbone.embeddings
+  keep mtp.layers.0.mixer.q_proj
+granitemoehybrid
+  - model.layers.3.block_sparse_moe.experts.3.w1
+  - model.layers.3.shared_mlp.input_linear
+  keep model.layers.3.block_sparse_moe.router.layer
+  keep model.layers.3.mamba.conv1d
+dbrx
+  - transformer.blocks.0.ffn.experts.mlp.3.w1
+  - transformer.blocks.0.norm_attn_norm.attn.Wqkv
+  keep transformer.blocks.0.ffn.router.layer
+  keep lm_head
+grok-1
+  - model.layers.0.moe_block.experts.3.linear_v
+  keep model.layers.0.moe_block.gate
+lfm2
+  - model.layers.0.feed_forward.w1
+  - model.layers.2.self_attn.q_proj
+  keep model.layers.0.conv.in_proj
+  keep model.layers.0.conv.out_proj
+lfm2_moe
+  - model.layers.2.feed_forward.experts.3.w1
+  keep model.layers.2.feed_forward.gate
+  keep model.layers.0.conv.in_proj
+muse_glimmer
+  - model.language_model.layers.0.mlp.up_proj
+  keep model.vision_adapter.fc1
+  keep model.vision_projection
+  keep model.vision_tower.layers.0.attn.q_proj
+step3p5
+  - model.layers.3.moe.experts.3.up_proj
+  - model.layers.0.mlp.up_proj
+  keep model.layers.3.moe.gate
+  keep model.layers.3.share_expert.up_proj
+  keep model.layers.3.self_attn.g_proj
+  keep model.layers.3.self_attn.q_proj
+  keep model.layers.8.eh_proj
+  keep model.layers.8.mlp.up_proj
+mistral_large_3
+  - layers.3.experts.3.w1
+  - layers.3.attention.wq_b
+  keep layers.3.attention.wq_a
+  keep layers.3.attention.wkv_a_with_mqa
+  keep layers.3.gate
+  keep tok_embeddings
+  keep output
+  keep patch_merger.merging_layer
+  keep vision_encoder.transformer.layers.0.feed_forward.w1
+  keep vision_language_adapter.w_in
+--recipe mistral_medium_3_5
+  - model.language_model.layers.5.mlp.up_proj
+  keep model.language_model.layers.3.mlp.up_proj
+  keep model.language_model.layers.7.mlp.up_proj
+  keep model.language_model.layers.5.self_attn.q_proj
+afmoe
+  - model.layers.3.mlp.experts.3.up_proj
+  - model.layers.3.mlp.shared_experts.up_proj
+  keep model.layers.3.mlp.router.gate
+  keep model.layers.3.self_attn.gate_proj
+longcat_flash
+  - model.layers.3.mlp.experts.3.up_proj
+  - model.layers.3.mlps.0.up_proj
+  keep model.layers.3.mlp.router.classifier
+  keep model.mtp.layers.0.self_attn.q_a_proj
+hunyuan_v1_moe
+  - model.layers.3.mlp.shared_mlp.up_proj
+  keep model.layers.3.mlp.gate.wg
+Flux2Transformer2DModel
+  - transformer_blocks.0.attn.to_q
+  - single_transformer_blocks.0.attn.to_out
+  keep double_stream_modulation_img.linear
+  keep x_embedder
+  keep context_embedder
+  keep time_guidance_embed.timestep_embedder.linear_1
+  keep norm_out.linear
+  keep proj_out
+--recipe flux
+  - double_blocks.0.img_attn.qkv
+  - model.diffusion_model.single_blocks.0.linear1
+  keep model.diffusion_model.double_stream_modulation_img.lin
+  keep img_in
+  keep txt_in
+  keep time_in.in_layer
+  keep final_layer.linear
+  keep double_blocks.0.img_mod.lin
+WanTransformer3DModel
+  - blocks.3.attn1.to_q
+  - blocks.3.ffn.net.2
+  keep blocks.0.attn1.to_q
+  keep blocks.1.ffn.net.2
+  keep blocks.6.ffn.net.2
+  keep blocks.7.attn2.to_out.0
+  keep condition_embedder.time_proj
+  keep proj_out
+--recipe wan
+  - model.diffusion_model.blocks.10.self_attn.q
+  keep model.diffusion_model.blocks.1.ffn.0
+  keep text_embedding.0
+  keep time_projection.1
+  keep head.head
+  keep img_emb.proj.1
+QwenImageTransformer2DModel
+  - transformer_blocks.3.attn.to_q
+  - transformer_blocks.3.img_mod.1
+  keep transformer_blocks.2.attn.to_q
+  keep transformer_blocks.5.txt_mlp.net.2
+  keep time_text_embed.timestep_embedder.linear_1
+  keep img_in
+  keep txt_in
+  keep norm_out.linear
+  keep proj_out
+ZImageTransformer2DModel
+  - layers.3.attention.to_q
+  - layers.3.feed_forward.w1
+  keep layers.3.adaLN_modulation.0
+  keep all_x_embedder.2-1
+  keep all_final_layer.2-1.linear
+  keep cap_embedder.1
+  keep t_embedder.mlp.0
+HunyuanVideoTransformer3DModel
+  - transformer_blocks.3.attn.to_q
+  keep context_embedder.proj_in
+  keep norm_out.linear
+--recipe hunyuan_video
+  - double_blocks.0.img_attn_qkv
+  keep img_in.proj
+  keep vision_in.proj.1
+  keep cond_type_embedding
+LTX2VideoTransformer3DModel
+  - transformer_blocks.3.attn1.to_q
+  keep transformer_blocks.0.attn1.to_q
+  keep transformer_blocks.47.ff.net.2
+  keep proj_out
+--recipe ltxv2
+  - model.diffusion_model.transformer_blocks.20.attn1.to_q
+  keep model.diffusion_model.transformer_blocks.46.attn1.to_q
+  keep model.diffusion_model.patchify_proj
+  keep model.diffusion_model.adaln_single.linear
+  keep vocoder.conv_pre
+  keep vae.decoder.conv_in
+"""
+
+
+def rows() -> list[tuple[str, str, bool]]:
+    """(model, module, is kept) of every line."""
+    found, model = [], ""
+    for line in TABLE.strip().splitlines():
+        if not line.startswith(" "):
+            model = line
+            continue
+        word, module = line.split()
+        found.append((model, module, word == "keep"))
+    return found
+
+
+def recipe_for(model: str):
+    if model.startswith("--recipe "):
+        return build_recipe(Target("nvfp4"), LAYERS, Choice(model.removeprefix("--recipe ")))
+    key = "_class_name" if model.endswith("Model") else "model_type"
+    return build_recipe(Target("nvfp4"), {key: model, **LAYERS})
+
+
+@pytest.mark.parametrize(("model", "module", "is_kept"), rows())
+def test_what_stays_in_a_family(model, module, is_kept):
+    assert (recipe_for(model).reason_to_keep(module) is not None) is is_kept
+
+
+def test_the_table_speaks_of_fifty_models():
+    assert len({model for model, _, _ in rows()}) >= 50
+
+
+@pytest.mark.parametrize(
+    ("model", "module", "members"),
+    [
+        ("mixtral", "experts.0.w3", "w1 w3"),
+        ("minimax_m2", "experts.0.w1", "w1 w3"),
+        ("dbrx", "experts.mlp.0.v1", "w1 v1"),
+        ("grok-1", "experts.0.linear_v", "linear linear_v"),
+        ("deepseek_v3", "self_attn.q_a_proj", "q_a_proj kv_a_proj_with_mqa"),
+        ("kimi_k2", "self_attn.kv_a_proj_with_mqa", "q_a_proj kv_a_proj_with_mqa"),
+        ("mistral_large_3", "attention.wq_a", "wq_a wkv_a_with_mqa"),
+        ("mistral_large_3", "attention.wk", "wq wk wv"),
+        ("gpt_oss", "experts.0.up_proj", "gate_proj up_proj"),
+        ("granitemoe", "block_sparse_moe.experts.0.w1", "w1 w3"),
+        ("WanTransformer3DModel", "blocks.3.attn1.to_v", "to_q to_k to_v"),
+        ("QwenImageTransformer2DModel", "attn.add_k_proj", "add_q_proj add_k_proj add_v_proj"),
+        ("unheard_of", "self_attn.k_proj", "q_proj k_proj v_proj"),
+        ("nemotron_h", "mixer.experts.0.down_proj", ""),
+    ],
+)
+def test_what_shares_a_scale_in_a_family(model, module, members):
+    group = scale_group(f"model.layers.0.{module}", recipe_for(model).groups)
+    assert " ".join(group.members if group else ()) == members
