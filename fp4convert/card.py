@@ -149,7 +149,7 @@ def _command(source: Source, options: Mapping[str, object]) -> str:
     words = ["fp4convert", "quantize", checkpoint.repo or f"./{source.name}"]
     for name, value in {**options, **pinned}.items():
         for one in value if isinstance(value, list | tuple) else [value]:
-            words += [] if one is None else [f"--{name.replace('_', '-')}", str(one)]
+            words += [] if one in (None, False) else [f"--{name.replace('_', '-')}", *([] if one is True else [str(one)])]
     return " ".join(_quoted(word) for word in words)
 
 

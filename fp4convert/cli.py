@@ -32,6 +32,7 @@ from fp4convert.options import (
     InputScaleOption,
     JoinOption,
     JsonOption,
+    KeepPackedOption,
     LayoutOption,
     MemoryOption,
     OutputOption,
@@ -50,6 +51,7 @@ from fp4convert.options import (
     TemplateOption,
     TokenOption,
     TransportOption,
+    ViaOption,
     WorkersOption,
 )
 from fp4convert.sources import Access
@@ -79,6 +81,8 @@ def quantize_command(
     recipe: RecipeOption = None,
     stack_order: StackOrderOption = None,
     stack_rows: StackRowsOption = None,
+    keep_packed: KeepPackedOption = False,
+    via: ViaOption = None,
     device: DeviceOption = "auto",
     workers: WorkersOption = 0,
     dry_run: DryRunOption = False,
@@ -109,8 +113,8 @@ def quantize_command(
     goal = publishing.choose_publication(push_to_hub, private, _given(token))
     target = output or Path(f"{sources.name_of(source)}-{format.upper()}")
     access = _access(screen.tell, (revision, subfolder), token, (memory, transport), target)
-    choice = (tuple(include or ()), tuple(exclude or ()), recipe, stack_order, stack_rows)
-    request = convert.Request(format, dialect, scale_rule, activations, input_scale, *choice)
+    choice = (tuple(include or ()), tuple(exclude or ()), recipe, stack_order, stack_rows, keep_packed)
+    request = convert.Request(format, dialect, scale_rule, activations, input_scale, *choice, via)
     with screen.phases() as phases:
         phases.begin("plan")
         work = pipelines.prepare(cluster.Errand(source, access, request, target, device, workers), ray)

@@ -50,6 +50,8 @@ class Request:
     recipe: str | None = None
     stack_order: str | None = None
     stack_rows: str | None = None
+    keep_packed: bool = False
+    via: str | None = None
 
 
 def prepare_quantize(source: Source, request: Request) -> Plan:
@@ -59,8 +61,12 @@ def prepare_quantize(source: Source, request: Request) -> Plan:
     input_scale = check_input_scale(fmt, request.activations, request.input_scale)
     reads_any = traits.global_scale_kind and all(shard.frame.reads_global_scales for shard in source.checkpoint.shards)
     is_unit = fmt.has_global_scale and not reads_any
-    target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, input_scale, has_unit_scale=is_unit)
-    choice = Choice(request.recipe, request.include, request.exclude, request.stack_order, request.stack_rows)
+    if request.via not in (None, "fp8"):
+        raise InputError("unknown-via", f"--via {request.via!r} is not known; expected fp8", "Leave it out.")
+    target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, input_scale)
+    target = replace(target, has_unit_scale=is_unit, via=request.via)
+    stacks = (request.stack_order, request.stack_rows)
+    choice = Choice(request.recipe, request.include, request.exclude, *stacks, request.keep_packed)
     recipe = build_recipe(target, source.checkpoint.config, choice)
     return plan_quantize(source.checkpoint, recipe, find_linears(source, recipe))
 

@@ -111,6 +111,23 @@ def quantize_fp8(x: Matrix, weight_scales: Float32s) -> Bytes:
     return codes
 
 
+def through_fp8(x: Float32s, block: tuple[int, int]) -> Float32s:
+    """The values of FP8 codes of x under one scale for each block: fl(e4m3(x / scale) * scale), scale = amax / 448.
+
+    x  (rows, columns), from the first row of a block on; blocks at the edges may be cut
+    """
+    rows, columns = x.shape
+    height, width = (-(-size // step) for size, step in zip(x.shape, block, strict=True))
+    padded = np.zeros((height * block[0], width * block[1]), np.float32)
+    padded[:rows, :columns] = x
+    blocks = padded.reshape(height, block[0], width, block[1])
+    scales = fp8_scales_of(np.abs(blocks).max(axis=(1, 3)))[:, None, :, None]
+    with np.errstate(over="ignore", under="ignore"):
+        codes = np.clip(blocks / scales, -f32(E4M3_MAX), f32(E4M3_MAX)).astype(ml_dtypes.float8_e4m3fn)
+        values: Float32s = codes.astype(np.float32) * scales
+    return np.ascontiguousarray(values.reshape(padded.shape)[:rows, :columns])
+
+
 def transpose(stored: Matrix, columns: range) -> Matrix:
     """Those columns of a stored matrix as rows: the rows of its transpose, or every second of them.
 

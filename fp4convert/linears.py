@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fp4convert.artifact import is_artifact, read_artifact, read_clues, refuse_unsaid
+from fp4convert.artifact import Artifact, is_artifact, read_artifact, read_clues, refuse_unsaid
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import STACK_DIMENSIONS, find_floats
 from fp4convert.codings.fp4 import find_fp4
-from fp4convert.codings.fp8 import find_fp8
-from fp4convert.codings.int4 import find_integers
+from fp4convert.codings.fp8 import find_fp8, fp8_of
+from fp4convert.codings.int4 import find_integers, integers_of
 from fp4convert.dialects import Clues, is_quantized_tensor
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES
+from fp4convert.formats import FLOAT_TYPES, FP8
 from fp4convert.recipe import Recipe
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
@@ -80,6 +80,22 @@ def linears_of(clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | No
     )
     _refuse_unreadable(clues, linears)
     return linears
+
+
+def linears_stored(artifact: Artifact) -> dict[str, Linear]:
+    """Those of an artifact that are whole: quantized in whatever form, or matrices of floats."""
+    floats = find_floats(artifact.tensors, lambda name, shape: None)
+    return {**floats, **find_beside(artifact), **find_fp4(artifact)}
+
+
+def find_beside(artifact: Artifact) -> dict[str, Linear]:
+    """The modules of eight bits, or of integers, beside the four-bit ones of an artifact."""
+    found = {}
+    for module, packed in artifact.others.items():
+        coding = fp8_of(packed) if packed.form.format is FP8 else integers_of(packed)
+        codes, scales, *others = packed.refs
+        found[module] = Linear(module, packed.shape, coding, (codes, scales), (*others, *packed.companions))
+    return found
 
 
 def _hidden_sizes(config: Mapping[str, object]) -> Iterator[int]:

@@ -23,6 +23,7 @@ from fp4convert.codec import FLOAT_DTYPES, not_finite
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import MATRIX_DIMENSIONS
 from fp4convert.codings.fp4 import FourBit
+from fp4convert.codings.fp8 import ThroughFp8
 from fp4convert.dialects import Speller, dialect_named, form_of
 from fp4convert.errors import DeviceError, NumericError
 from fp4convert.formats import FP8, GLOBAL_RANGE, PANEL_ELEMENTS, Blocks, Quantized, Weights, format_named, row_panels
@@ -87,7 +88,7 @@ class Quantizer:
         """A module of eight bits, or of integers that stay."""
         linear = step.linears[0]
         if step.action == "quantize":
-            panels = quantized_fp8(self._weights(linear), form)
+            panels = quantized_fp8(linear.coding.weights(linear, self.source), form)
         else:
             panels = linear.coding.kept(linear, self.source, form)
         table = self._dialect.TRAITS.fp8
@@ -119,7 +120,8 @@ class Quantizer:
             yield from self._backend.quantize_group(measured, members, fmt, rule or fmt.default_rule, self._given_amax)
 
     def _weights(self, linear: Linear) -> Weights:
-        return linear.coding.weights(linear, self.source)
+        weights = linear.coding.weights(linear, self.source)
+        return ThroughFp8(weights) if self._target.via and not linear.coding.is_packed else weights
 
     def _carried(self, steps: list[Step]) -> Iterator[tuple[int, Quantized]]:
         """The blocks of four-bit modules, cast where the format is another."""
@@ -134,7 +136,8 @@ class Quantizer:
     def _write_floats(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         """Values of linear layers that stay, in the dtype of the output."""
         for step in steps:
-            weights, output = self._weights(step.linears[0]), step.outputs[0]
+            linear, output = step.linears[0], step.outputs[0]
+            weights = linear.coding.weights(linear, self.source)
             for first, last in row_panels(weights.shape):
                 if stop.is_set():
                     return

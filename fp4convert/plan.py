@@ -52,7 +52,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears) -> P
     refuse_collisions(tasks)
     _refuse_lookalikes(tasks, dialect, drafting.stems)
     made = [module for module, verdict in verdicts.items() if verdict.is_made]
-    asked = [module for module in made if recipe.is_asked_for(module)]  # no other fits a rule of what stays
+    asked = [module for module in made if verdicts[module].stays or recipe.is_asked_for(module)]  # no other fits a rule of keep
     kept = kept_modules(tasks)
     notes = (
         *notes_on(checkpoint),
@@ -100,7 +100,7 @@ class _Drafting:
     def of_tensor(self, ref: TensorRef, linears: list[Linear]) -> Iterator[Draft]:
         """What becomes of a stored tensor that holds those; where all of them stay as they are, it stays whole."""
         verdicts = [self.verdicts[linear.module] for linear in linears]
-        if all(verdict.action in ("copy", "skip") for verdict in verdicts):
+        if not any(verdict.is_made or verdict.linear.coding.is_packed for verdict in verdicts):
             yield Draft(verdicts[0].action, verdicts[0].reason, (ref,), (_as_it_is(ref),))
             return
         for verdict in verdicts:

@@ -50,6 +50,7 @@ class Target:
 
     scale_layout    the dialect's own where it is None
     has_unit_scale  the global scale is 1, whatever the weights are: engines read no other
+    via             "fp8" where weights are rounded to FP8 first
     """
 
     format: str
@@ -60,6 +61,7 @@ class Target:
     scale_layout: str | None = None
     kv_cache: str | None = None
     has_unit_scale: bool = False
+    via: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

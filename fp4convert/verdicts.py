@@ -24,6 +24,7 @@ class Verdict:
 
     form   that it has in the result; None where that is an ordinary tensor
     group  its scale group; None where it has its scale to itself
+    stays  it keeps its form, which is no ordinary tensor's
     """
 
     linear: Linear
@@ -31,6 +32,7 @@ class Verdict:
     reason: str
     form: Form | None = None
     group: ScaleGroup | None = None
+    stays: bool = False
 
     @property
     def is_made(self) -> bool:
@@ -94,7 +96,7 @@ class _Judge:
             next_step = "Leave --keep-packed out, and it becomes bf16; or choose another --dialect."
             raise InputError("dialect-mixed", f"{detail} ({unfit})" if form else detail, next_step, linear.name)
         action: Action = "transcode" if form.format.is_fp4 else "copy"
-        return Verdict(linear, action, f"{reason}; it stays {linear.coding.word}", form)
+        return Verdict(linear, action, f"{reason}; it stays {linear.coding.word}", form, stays=True)
 
     def _carried(self, linear: Linear, fmt: Format) -> str:
         """Why its blocks are taken over as they are, or with a power of two; "" where they are not."""

@@ -6,16 +6,21 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp4convert.artifact import UNDIGESTED, Artifact, is_healthy
 from fp4convert.backends import processors
-from fp4convert.codec import FLOAT_DTYPES, dequantize
+from fp4convert.codec import FLOAT_DTYPES
+from fp4convert.codings import Linear
 from fp4convert.errors import InputError
-from fp4convert.formats import Blocks, row_panels
+from fp4convert.formats import Matrix, row_panels
 from fp4convert.inspection import check_scales
+from fp4convert.linears import find_linears, linears_stored
 from fp4convert.reading import Finding
+from fp4convert.recipe import Target, build_recipe
 from fp4convert.record import RECORD
 from fp4convert.shard import TensorRef, hash_stream
 from fp4convert.sources import Source, stopping
@@ -141,32 +146,60 @@ def _check_kept(artifact: Artifact) -> Iterator[Finding]:
                 yield Finding("warning", "kept-not-finite", ref.name, f"it was kept with {bad} values that are NaN or Inf")
 
 
+class _Pair(NamedTuple):
+    """One linear layer, as the artifact stores it and as the source does."""
+
+    ours: Linear
+    theirs: Linear
+
+
 def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list[Finding]]:
-    originals = {ref.name: ref for ref in source.checkpoint.tensors}
-    findings: list[Finding] = []
-    pairs: dict[str, TensorRef] = {}
-    for module, packed in artifact.modules.items():
-        ref = originals.pop(f"{module}.weight", None)
-        if ref is None or ref.shape != packed.shape or ref.dtype not in FLOAT_DTYPES:
-            detail = "it is not in the source" if ref is None else f"the source holds {ref.dtype} {list(ref.shape)}"
-            findings.append(
-                Finding("error", "source-differs", module, f"expected floats of shape {list(packed.shape)}; {detail}")
-            )
-        else:
-            pairs[module] = ref
-    ours = {ref.name for packed in artifact.modules.values() for ref in (*packed.refs, *packed.companions)}
-    for name in sorted(artifact.tensors.keys() - ours - originals.keys()):
+    """The error of every quantized module, and findings where the artifact holds what is not the source's."""
+    pairs, findings = _pair(artifact, source)
+    replaced = {ref.name for pair in pairs for ref in (pair.theirs.home, *pair.theirs.refs, *pair.theirs.idle)}
+    copied = [ref for ref in source.checkpoint.tensors if ref.name not in replaced]
+    ours = {ref.name for pair in pairs for ref in (*pair.ours.refs, *pair.ours.idle)} | _own_names(artifact)
+    for name in sorted(artifact.tensors.keys() - ours - {ref.name for ref in copied}):
         findings.append(Finding("error", "tensor-foreign", name, "it comes from no tensor of the source"))
     sums: dict[str, _Sums] = {}
     for shard in source.checkpoint.shards:
-        kept_refs = [ref for ref in shard.tensors if ref.name in originals]
-        modules = [module for module, ref in pairs.items() if ref.file == shard.file]
+        here = [pair for pair in pairs if pair.theirs.refs[0].file == shard.file]
         threads = ThreadPoolExecutor(processors())
         with source.stream(shard.file), threads as pool, stopping(source, artifact.source):
-            findings += (found for ref in kept_refs if (found := _compare_kept(artifact, source, ref)))
-            measured = pool.map(lambda module: _measure(artifact.decode(module), pairs[module], source), modules)
-            sums |= zip((pairs[module].name for module in modules), measured, strict=True)
-    return {ref.name: sums[ref.name] for ref in pairs.values()}, findings
+            kept = (_compare_kept(artifact, source, ref) for ref in copied if ref.file == shard.file)
+            findings += (found for found in kept if found)
+            measured = pool.map(lambda pair: _measure(artifact.source, source, pair), here)
+            for pair, total in zip(here, measured, strict=True):
+                if pair.ours.coding.is_packed:
+                    sums[pair.theirs.name] = total
+                elif total.max_abs != 0:
+                    detail = "it was kept, but its values are not the source's"
+                    findings.append(Finding("error", "kept-differs", pair.ours.refs[0].name, detail))
+    return {pair.theirs.name: sums[pair.theirs.name] for pair in pairs if pair.theirs.name in sums}, findings
+
+
+def _pair(artifact: Artifact, source: Source) -> tuple[list[_Pair], list[Finding]]:
+    """Every linear layer that the artifact stores in another way than the source, beside its original."""
+    recipe = build_recipe(Target(artifact.forms[0].format.name), source.checkpoint.config)
+    theirs, ours = find_linears(source, recipe).of, linears_stored(artifact)
+    pairs, findings = [], []
+    for module, own in ours.items():
+        original = theirs.get(module)
+        if not own.coding.is_packed and (
+            original is None or (original.home == original.refs[0] and not original.coding.is_packed)
+        ):
+            continue  # copied, byte for byte
+        if original is None or original.shape != own.shape:
+            detail = "it is not in the source" if original is None else f"the source holds {list(original.shape)}"
+            findings.append(Finding("error", "source-differs", module, f"expected a matrix of {list(own.shape)}; {detail}"))
+        else:
+            pairs.append(_Pair(own, original))
+    return pairs, findings
+
+
+def _own_names(artifact: Artifact) -> set[str]:
+    packed = (*artifact.modules.values(), *artifact.others.values())
+    return {ref.name for module in packed for ref in (*module.refs, *module.companions)}
 
 
 def _compare_kept(artifact: Artifact, source: Source, ref: TensorRef) -> Finding | None:
@@ -184,21 +217,26 @@ def _parts(ref: TensorRef) -> Iterator[tuple[int, int]]:
     return ((start, min(start + PART_NBYTES, ref.nbytes)) for start in range(0, ref.nbytes, PART_NBYTES))
 
 
-def _measure(q: Blocks, ref: TensorRef, source: Source) -> _Sums:
-    row_nbytes = ref.nbytes // q.shape[0]
+def _measure(own_source: Source, source: Source, pair: _Pair) -> _Sums:
+    """How far the values in the artifact are from the source's; what was kept is rounded to its own dtype before."""
+    ours, theirs = pair.ours.coding.weights(pair.ours, own_source), pair.theirs.coding.weights(pair.theirs, source)
     signal = noise = max_abs = product = output = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
-        for first, last in row_panels(q.shape, MEASURED_ELEMENTS):
-            panel = source.read_range(ref, first * row_nbytes, last * row_nbytes).tobytes()
-            x = np.frombuffer(panel, FLOAT_DTYPES[ref.dtype]).astype(np.float64)
-            y = dequantize(q.rows(first, last)).ravel().astype(np.float64)
+        for panel in row_panels(ours.shape, MEASURED_ELEMENTS):
+            x, y = (_floats(weights.rows(*panel)) for weights in (theirs, ours))
+            if not pair.ours.coding.is_packed:
+                x = x.astype(FLOAT_DTYPES[ours.dtype]).astype(np.float64)
             difference = x - y
             signal += float(x @ x)
             noise += float(difference @ difference)
             product += float(x @ y)
             output += float(y @ y)
             max_abs = max(max_abs, float(np.abs(difference).max(initial=0)))
-    return _Sums(q.shape[0] * q.shape[1], signal, noise, max_abs, product, output)
+    return _Sums(ours.shape[0] * ours.shape[1], signal, noise, max_abs, product, output)
+
+
+def _floats(matrix: Matrix) -> NDArray[np.float64]:
+    return np.frombuffer(matrix.data, FLOAT_DTYPES[matrix.dtype]).astype(np.float64)
 
 
 def _tensor_error(name: str, sums: _Sums) -> TensorError:

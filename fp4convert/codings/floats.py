@@ -176,10 +176,23 @@ def find_floats(
         if len(ref.shape) == MATRIX_DIMENSIONS and ref.name.endswith(WEIGHT):
             module = ref.name.removesuffix(WEIGHT)
             found[module] = Linear(module, (ref.shape[0], ref.shape[1]), _FLOATS[ref.dtype], (ref,))
-        elif len(ref.shape) == STACK_DIMENSIONS and (rule := rule_for(ref.name, ref.shape)):
-            _check_order(ref, rule, hidden)
-            found |= {linear.module: linear for linear in _of_stack(ref, rule)}
+        elif len(ref.shape) in (MATRIX_DIMENSIONS, STACK_DIMENSIONS) and (rule := rule_for(ref.name, ref.shape)):
+            stack = _as_stack(ref, rule)
+            _check_order(stack, rule, hidden)
+            found |= {linear.module: replace(linear, stack=ref) for linear in _of_stack(stack, rule)}
     return found
+
+
+def _as_stack(ref: TensorRef, rule: StackRule) -> TensorRef:
+    """The tensor as (experts, ...), of which one matrix with all experts below each other is a form."""
+    if len(ref.shape) == STACK_DIMENSIONS:
+        return ref
+    rows, columns = ref.shape
+    if not rule.experts or rows % rule.experts:
+        detail = f"{ref.file}: {ref.name} {list(ref.shape)} holds the matrices of all experts below each other"
+        number = f"{rule.experts_key} of config.json is {rule.experts}"
+        raise InputError("stack-shape", f"{detail}; {number}, expected as many rows of each", "See config.json.", ref.name)
+    return replace(ref, shape=(rule.experts, rows // rule.experts, columns))
 
 
 def _check_order(ref: TensorRef, rule: StackRule, hidden: Collection[int]) -> None:
@@ -207,7 +220,7 @@ def _of_stack(ref: TensorRef, rule: StackRule) -> Iterator[Linear]:
         matrix = replace(ref, name=f"{ref.name}[{expert}]", shape=(outer, inner), start=ref.start + expert * nbytes)
         for number, member in enumerate(rule.members):
             module = rule.module(ref.name, expert, member)
-            yield replace(_part_of(matrix, rule, number), module=module, stack=ref)
+            yield replace(_part_of(matrix, rule, number), module=module)
 
 
 def _part_of(matrix: TensorRef, rule: StackRule, number: int) -> Linear:

@@ -22,10 +22,10 @@ import numpy as np
 from fp4convert.backends.cpu import Cpu
 from fp4convert.codec import FLOAT_DTYPES, Float32s, decode_e8m0
 from fp4convert.codings import Linear
-from fp4convert.dialects import Clues, Json, fp8_form
+from fp4convert.dialects import Clues, Json, Packed, fp8_form
 from fp4convert.errors import InputError
 from fp4convert.formats import Matrix, Weights, row_panels
-from fp4convert.grid import Grid
+from fp4convert.grid import Grid, through_fp8
 from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
@@ -38,6 +38,7 @@ SCALE_DTYPES = (*FLOAT_DTYPES, *E8M0_DTYPES)
 SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".scale_weight")
 IDLE = (".input_scale", ".activation_scale", ".scale_input", ".k_scale", ".v_scale", ".output_scale")
 BITS = 8
+VIA_BLOCK = (128, 128)
 Block = tuple[int, int]
 
 
@@ -102,12 +103,45 @@ class _Scaled:
         return Grid(scales.reshape(-1, across), (block_rows, block_columns), first)
 
 
+@dataclass(frozen=True, slots=True)
+class ThroughFp8:
+    """Weights rounded to FP8 under scales of 128x128 blocks, as float32: what a checkpoint that went that way still knows."""
+
+    weights: Weights
+    dtype = "F32"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weights.shape
+
+    def rows(self, first: int, last: int) -> Matrix:
+        height = VIA_BLOCK[0]
+        begin, end = first // height * height, min(-(-last // height) * height, self.shape[0])
+        stored = self.weights.rows(begin, end)
+        x = np.frombuffer(stored.data, FLOAT_DTYPES[stored.dtype]).reshape(stored.shape).astype(np.float32)
+        values = through_fp8(x, VIA_BLOCK)[first - begin : last - begin]
+        return Matrix(values.reshape(-1).view(np.uint8).data, "F32", values.shape)
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        buffer[:] = self.rows(first, last).data
+
+    def amax(self, first: int, last: int) -> float | None:
+        return None
+
+
 def read_scales(source: Source, ref: TensorRef) -> Float32s:
     """The scales in a tensor as float32, flat; exact."""
     stored = np.frombuffer(source.read_range(ref, 0, ref.nbytes), np.uint8)
     if ref.dtype in E8M0_DTYPES:
         return decode_e8m0(stored)
     return stored.view(FLOAT_DTYPES[ref.dtype]).astype(np.float32)
+
+
+def fp8_of(packed: Packed) -> Fp8:
+    """The coding of a module of FP8 in an artifact."""
+    words: dict[object, Block] = {"tensor": packed.shape, "row": (1, packed.shape[1])}
+    granularity = packed.form.granularity
+    return Fp8(packed.form.word, granularity if isinstance(granularity, tuple) else words[granularity])
 
 
 def find_fp8(clues: Clues) -> dict[str, Linear]:

@@ -18,7 +18,7 @@ import numpy as np
 from fp4convert.backends.cpu import Cpu
 from fp4convert.codec import FLOAT_DTYPES, Float32s
 from fp4convert.codings import Linear
-from fp4convert.dialects import Clues, Json, form_of
+from fp4convert.dialects import Clues, Json, Packed, form_of
 from fp4convert.errors import InputError
 from fp4convert.formats import INT4, Matrix, Weights, row_panels
 from fp4convert.grid import Grid, read_zero_points
@@ -109,6 +109,13 @@ class _Unpacked:
 def _row_bytes(source: Source, ref: TensorRef, first: int, last: int) -> memoryview:
     width = ref.nbytes // ref.shape[0]
     return source.read_range(ref, first * width, last * width)
+
+
+def integers_of(packed: Packed) -> Integers:
+    """The coding of a module of integers in an artifact."""
+    granularity = packed.form.granularity
+    group = granularity[1] if isinstance(granularity, tuple) else packed.shape[1]
+    return Integers(INT4_BITS, group, has_zero_points=False)
 
 
 def find_integers(clues: Clues) -> dict[str, Linear]:
