@@ -13,6 +13,7 @@ PAIR = ("gate_proj", "up_proj")
 LAYERS = "model.language_model.layers.{0-1}"
 TEXT_ATTENTION = (f"{LAYERS}.self_attn.(q_proj k_proj v_proj)", f"{LAYERS}.self_attn.o_proj")
 TEXT_EXPERTS = (f"{LAYERS}.mlp.experts.{{0-3}}.(gate_proj up_proj)", f"{LAYERS}.mlp.experts.{{0-3}}.down_proj")
+DBRX = "transformer.blocks.{0-1}.ffn.experts.mlp"
 LLAMA4 = "language_model.model.layers"
 QWEN_STACKS = (Stack(f"{LAYERS}.mlp.experts.gate_up_proj", PAIR), Stack(f"{LAYERS}.mlp.experts.down_proj", ("down_proj",)))
 QWEN_STACKS_TRANSPOSED = (
@@ -197,6 +198,16 @@ STACKED = (
             "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
             **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
         },
-        ("transformer.blocks.{0-1}.norm_attn_norm.attn.{Wqkv,out_proj}",),
+        (
+            "transformer.blocks.{0-1}.norm_attn_norm.attn.{Wqkv,out_proj}",
+            f"{DBRX}.{{0-3}}.(w1 v1)",
+            f"{DBRX}.{{0-3}}.w2",
+        ),
+        (
+            Stack(f"{DBRX}.w1", ("w1",), experts=4),
+            Stack(f"{DBRX}.v1", ("v1",), experts=4),
+            Stack(f"{DBRX}.w2", ("w2",), is_transposed=True, experts=4),
+        ),
+        runs="restored",
     ),
 )

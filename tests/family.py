@@ -41,6 +41,7 @@ class Stack:
     members         the matrices of one expert, in the order of their rows
     is_transposed   each expert is (in, out), not (out, in)
     is_interleaved  row 0 is of the first member, row 1 of the second
+    experts         how many there are, in a tensor of two dimensions where they stand below each other
     """
 
     tensors: str
@@ -48,11 +49,12 @@ class Stack:
     is_transposed: bool = False
     is_interleaved: bool = False
     named: str = "{parent}.{expert}.{member}"
+    experts: int = 0
 
     def views(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
         """(module, its matrix as (out, in)) for every matrix; what is written to it is written to the stack."""
         parent = name.removesuffix(".weight").rpartition(".")[0]
-        for expert, held in enumerate(tensor):
+        for expert, held in enumerate(tensor.unflatten(0, (self.experts, -1)) if self.experts else tensor):
             matrix = held.T if self.is_transposed else held
             rows = len(matrix) // len(self.members)
             for place, member in enumerate(self.members):
