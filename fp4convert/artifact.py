@@ -172,9 +172,22 @@ def refuse_unsaid(names: Iterable[str]) -> None:
 
 def open_artifact(reference: str, access: Access | None = None) -> Artifact:
     """The artifact in that folder or repository; raises what open_source raises, and InputError where it is no artifact."""
-    folder = os.path.join(reference, subfolder_of(access or Access()))
-    is_unfinished = os.path.exists(os.path.join(folder, PLAN_FILE)) and not os.path.exists(os.path.join(folder, RECORD))
+    is_unfinished = _is_unfinished(reference, access)
     return read_artifact(open_source(reference, access, is_unfinished), reference, is_unfinished)
+
+
+def _is_unfinished(reference: str, access: Access | None) -> bool:
+    folder = os.path.join(reference, subfolder_of(access or Access()))
+    return os.path.exists(os.path.join(folder, PLAN_FILE)) and not os.path.exists(os.path.join(folder, RECORD))
+
+
+def open_quantized(reference: str, access: Access | None = None) -> tuple[Source, Artifact | None]:
+    """A source with quantized weights, and the artifact that it is where some of them have four bits; raises as open_artifact."""
+    is_unfinished = _is_unfinished(reference, access)
+    source = open_source(reference, access, is_unfinished)
+    clues = read_clues(source)
+    is_other = bool(clues.record or clues.hf_quant_config) and not is_artifact(source, clues)
+    return source, None if is_other else read_artifact(source, reference, is_unfinished)
 
 
 def read_clues(source: Source) -> Clues:

@@ -206,11 +206,11 @@ def dequantize_command(
     with screen.phases() as phases:
         phases.begin("plan")
         access = _access(screen.tell, (revision, subfolder), token, (memory, transport), output)
-        opened = artifacts.open_artifact(artifact, access)
-        todo = convert.prepare_dequantize(opened, dtype)
+        opened = artifacts.open_quantized(artifact, access)
+        todo = convert.prepare_dequantize(*opened, dtype)
         screen.warn([*todo.warnings, *gpus.unused(device)])
         settings = crew.Settings(device, workers, force, phases, tell=screen.tell)
-        result = convert.dequantize(opened, todo, output, settings)
+        result = convert.dequantize(*opened, todo, output, settings)
     screen.show(result.as_json(), render.draw_result)
 
 

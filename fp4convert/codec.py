@@ -157,11 +157,14 @@ def block_steps(q: Quantized) -> Float32s:
 
 def check_range(q: Quantized, dtype: str) -> None:
     """NumericError where a value is beyond the range of `dtype` (safetensors' name)."""
+    if dtype != "F32" and _largest(block_steps(q)) * E2M1_MAX > FLOAT_TYPES[dtype].largest:
+        check_largest(_largest(dequantize(q)), dtype)
+
+
+def check_largest(largest: float, dtype: str) -> None:
+    """NumericError where that magnitude is beyond the range of `dtype` (safetensors' name)."""
     kind = FLOAT_TYPES[dtype]
-    if dtype == "F32" or _largest(block_steps(q)) * E2M1_MAX <= kind.largest:
-        return
-    largest = _largest(dequantize(q))
-    if largest > kind.largest:
+    if largest > kind.largest and dtype != "F32":
         detail = f"the value {largest:g} is beyond {kind.largest:g}, the largest of {kind.word}"
         raise NumericError(f"{kind.word}-overflow", detail, f"Choose --dtype {'bf16 or ' * (dtype == 'F16')}fp32.")
 

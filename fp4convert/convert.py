@@ -97,30 +97,37 @@ def begin_quantize(source: Source, plan: Plan, output: Path, settings: Settings)
     return begin(artifact_job(source, plan), output, settings)
 
 
-def prepare_dequantize(artifact: Artifact, dtype: str) -> Plan:
-    """The plan that `dequantize` carries out; InputError for an unknown dtype or an artifact with errors."""
-    artifact.refuse_unsound()
-    for module in artifact.modules:
-        _refuse_odd_scale(artifact, module)
-    cache_scales = artifact.cache_scales(artifact.spelling)
-    return plan_dequantize(artifact.source.checkpoint, artifact.modules, dtype, cache_scales)
+def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) -> Plan:
+    """The plan that `dequantize` carries out.
+
+    artifact  what the source is, where some of its modules have four bits
+    Raises    InputError for an unknown dtype, an artifact with errors, or weights that nothing here reads
+    """
+    if artifact:
+        for module in artifact.modules:
+            _refuse_odd_scale(artifact, module)
+    linears = find_linears(source, build_recipe(Target("nvfp4"), source.checkpoint.config))
+    packed = [linear for linear in linears.of.values() if linear.coding.is_packed]
+    modules = artifact.modules if artifact else {}
+    beside = [linear for linear in packed if linear.module not in modules]
+    idle = [*(ref.name for ref in linears.idle), *(artifact.cache_scales(artifact.spelling) if artifact else ())]
+    return plan_dequantize(source.checkpoint, modules, beside, dtype, idle)
 
 
-def dequantize(artifact: Artifact, plan: Plan, output: Path, settings: Settings) -> Result:
+def dequantize(source: Source, artifact: Artifact | None, plan: Plan, output: Path, settings: Settings) -> Result:
     """Carry out a plan of prepare_dequantize: ordinary weights again, with the values that engines compute.
 
     Raises DeviceError for a device that is not there; NumericError beyond fp16's range; OutputError as open_output does.
     """
-    source = artifact.source
     config = _with_dtype(source.checkpoint.config, FLOAT_TYPES[DTYPES[plan.target.format]].config_name)
     config = _unquantized(config)
     texts = _index_text(plan)
     last = plan.shards[-1].file
-    if artifact.spelling.TRAITS.container == "safetensors":
+    if all(shard.frame.container == "safetensors" for shard in source.checkpoint.shards):
         last = "config.json"
         texts[last] = as_text(config)
     job = Job(source, plan, texts, None, last, ENGINE_RECORDS | texts.keys())
-    return carry_out(job, Dequantizer(artifact, open_backend(settings.device)), output, settings)
+    return carry_out(job, Dequantizer(source, artifact, open_backend(settings.device)), output, settings)
 
 
 @dataclass(frozen=True, slots=True)

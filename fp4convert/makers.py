@@ -19,7 +19,7 @@ from fp4convert.artifact import Artifact
 from fp4convert.backends import Backend, processors
 from fp4convert.backends.cpu import Cpu
 from fp4convert.carrying import Carrier, carry, group_exponent
-from fp4convert.codec import FLOAT_DTYPES, not_finite
+from fp4convert.codec import FLOAT_DTYPES, check_largest, not_finite
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import MATRIX_DIMENSIONS
 from fp4convert.codings.fp4 import FourBit
@@ -136,16 +136,10 @@ class Quantizer:
     def _write_floats(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         """Values of linear layers that stay, in the dtype of the output."""
         for step in steps:
-            linear, output = step.linears[0], step.outputs[0]
-            weights = linear.coding.weights(linear, self.source)
-            for first, last in row_panels(weights.shape):
+            for panel in values_of(step.linears[0], self.source, step.outputs[0].dtype):
                 if stop.is_set():
                     return
-                panel = weights.rows(first, last)
-                if panel.dtype == output.dtype:
-                    writer.append(output, panel.data)
-                else:
-                    writer.append(output, Cpu().to_bf16(np.frombuffer(panel.data, np.float32)))
+                writer.append(step.outputs[0], panel)
 
     def _explain(self, step: Step, error: NumericError) -> list[NumericError]:
         """What is wrong with which linear layer."""
@@ -199,14 +193,14 @@ def _noted(panels: Iterable[tuple[int, Quantized]], step: Step, writer: TaskWrit
 
 
 class Dequantizer:
-    """Writes the values of four-bit modules; copies everything else."""
+    """Writes the values of quantized modules; copies everything else."""
 
     action: Action = "dequantize"
     made = "dequantized"
 
-    def __init__(self, artifact: Artifact, backend: Backend) -> None:
-        self.source = artifact.source
-        self._artifact = artifact
+    def __init__(self, source: Source, artifact: Artifact | None, backend: Backend) -> None:
+        self.source = source
+        self._artifact = artifact  # of the steps without linear layers
         self._backend = backend
         self.device = backend.name
         self.threads = backend.threads
@@ -229,7 +223,13 @@ class Dequantizer:
 
     def _panels(self, step: Step) -> Generator[memoryview]:
         """The values in the order of the output: rows, or for a stack each of its matrices transposed."""
-        stored, dtype = self._artifact.decode_stem(step.module), step.outputs[0].dtype
+        dtype = step.outputs[0].dtype
+        if step.linears:
+            yield from values_of(step.linears[0], self.source, dtype)
+            return
+        if self._artifact is None:
+            raise RuntimeError(f"{step.module} has no blocks")
+        stored = self._artifact.decode_stem(step.module)
         if len(step.shape) == MATRIX_DIMENSIONS:
             yield from self._backend.dequantize_panels(stored, dtype)
             return
@@ -239,6 +239,19 @@ class Dequantizer:
             values = b"".join(self._backend.dequantize_panels(expert, dtype))
             matrix = np.frombuffer(values, FLOAT_DTYPES[dtype]).reshape(rows, columns)
             yield np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint8).data
+
+
+def values_of(linear: Linear, source: Source, dtype: str) -> Iterator[memoryview]:
+    """The values of a linear layer as bytes of that dtype, panel by panel; NumericError beyond the range of F16 or BF16."""
+    weights = linear.coding.weights(linear, source)
+    for first, last in row_panels(weights.shape):
+        panel = weights.rows(first, last)
+        if panel.dtype == dtype:
+            yield panel.data
+            continue
+        values = np.frombuffer(panel.data, FLOAT_DTYPES[panel.dtype]).astype(np.float32)
+        check_largest(float(np.fmax.reduce(np.abs(values), initial=0)), dtype)
+        yield Cpu().to_bf16(values) if dtype == "BF16" else values.astype(FLOAT_DTYPES[dtype]).view(np.uint8).data
 
 
 class Transcoder:

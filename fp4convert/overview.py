@@ -22,8 +22,10 @@ Row = tuple[str, ...]
 def draw_plan(screen: Screen, plan: Document) -> None:
     """What becomes of every kind of module, and why; then sizes and time."""
     rows = [HEADINGS, *map(_cells, plan["patterns"])]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(HEADINGS) - 1)]
-    room = max(WHY_WIDTH, screen.out.width - sum(widths) - len(GAP) * len(widths))
+    others = [max(len(row[at]) for row in rows) for at in range(1, len(HEADINGS) - 1)]
+    left = screen.out.width - sum(others) - len(GAP) * (len(others) + 1)
+    widths = [_name_width([row[0] for row in rows], left - WHY_WIDTH), *others]
+    room = max(WHY_WIDTH, left - widths[0])
     screen.line(_line(HEADINGS, widths), "bold")
     above = part_of = ""
     for row, cells in zip(plan["patterns"], rows[1:], strict=True):
@@ -34,13 +36,22 @@ def draw_plan(screen: Screen, plan: Document) -> None:
         if parent and parent != above:
             screen.line(shorten(escape(parent.removesuffix("."))), "bold")
         above = parent
+        style = STYLES.get(row["action"], "green")
+        if len(cells[0]) > widths[0]:
+            screen.line(cells[0], style)
+        name = "" if len(cells[0]) > widths[0] else cells[0]
         first, *more = wrap(cells[-1], room) or [""]
-        screen.line(_line((*cells[:-1], first), widths), STYLES.get(row["action"], "green"))
+        screen.line(_line((name, *cells[1:-1], first), widths), style)
         for part in more:
             screen.line(_line(("",) * len(widths) + (part,), widths))
     screen.line("")
     for word, told in _totals(plan):
         screen.line(f"{word:<9}{told}", "bold" if word == "total" else "")
+
+
+def _name_width(names: list[str], most: int) -> int:
+    """Of the column of names: of those that fit; a longer one has a line to itself."""
+    return max((len(name) for name in names if len(name) <= most), default=len(HEADINGS[0]))
 
 
 def _line(cells: Row, widths: list[int]) -> str:

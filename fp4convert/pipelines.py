@@ -13,15 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from fp4convert.artifact import UNDIGESTED
 from fp4convert.backends import open_backend
 from fp4convert.cluster import Errand, check_cluster, quantize_together
 from fp4convert.convert import begin_quantize, manifest_of, name_files, prepare_quantize, quantize
 from fp4convert.dialects import Ignored
 from fp4convert.errors import Fp4Error, InputError, NumericError
-from fp4convert.forecast import describe_plan
+from fp4convert.forecast import READING_RATES, describe_plan
 from fp4convert.job import Job, Result, carry_out, opened
 from fp4convert.manifest import read_ended, read_manifest
 from fp4convert.output import OutputFolder, TaskWriter, digest_of, missing_nbytes
@@ -147,10 +146,14 @@ class PipelineConversion:
 
     @property
     def warnings(self) -> list[str]:
+        return self._collect({name: list(conversion.warnings) for name, conversion in self.conversions.items()})
+
+    def _collect(self, warnings: dict[str, list[str]]) -> list[str]:
+        """The warnings of all components, each with its name, after our own."""
         left_out = self.source.checkpoint.left_out
         beside = f"{len(left_out)} files of weights beside {PIPELINE} are no part of the pipeline and are left out, the first"
-        own = [f"{name}: {line}" for name, conversion in self.conversions.items() for line in conversion.warnings]
-        return [*([f"{beside} {left_out[0]!r}"] if left_out else []), *own]
+        named = [f"{name}: {line}" for name, lines in warnings.items() for line in lines]
+        return [*([f"{beside} {left_out[0]!r}"] if left_out else []), *named]
 
     def names(self) -> list[str]:
         parts = [f"{name}/{file}" for name, conversion in self.conversions.items() for file in conversion.names()]
@@ -159,8 +162,8 @@ class PipelineConversion:
     def describe(self, settings: Settings) -> dict[str, object]:
         """The documents of all components in one, with what is copied; every tensor says whose it is."""
         copied = self._copying().output_nbytes
-        described = {name: conversion.describe(settings) for name, conversion in self.conversions.items()}
-        whole: dict[str, object] = {}
+        described = {name: dict[str, Any](conversion.describe(settings)) for name, conversion in self.conversions.items()}
+        whole: dict[str, Any] = {}
         for name, document in described.items():
             for key, value in document.items():
                 whole[key] = _joined(key, whole[key], _labelled(name, value)) if key in whole else _labelled(name, value)
@@ -168,8 +171,20 @@ class PipelineConversion:
         for key in sizes:
             whole[key] = _joined(key, whole[key], copied)
         components = [{"name": name, **{key: document[key] for key in sizes}} for name, document in described.items()]
-        bits = {"bits_per_weight": self.plan.bits_per_weight}
-        return {**whole, **bits, "warnings": self.warnings, "copied_bytes": copied, "components": components}
+        ours = {
+            "bits_per_weight": self.plan.bits_per_weight,
+            "seconds_estimated": self._with_copies(whole["seconds_estimated"], copied),
+            "warnings": self._collect({name: document["warnings"] for name, document in described.items()}),
+        }
+        return {**whole, **ours, "copied_bytes": copied, "components": components}
+
+    def _with_copies(self, seconds: dict[str, Any], copied_nbytes: int) -> dict[str, object]:
+        """Estimated times and those of the copies, which are hashed at the same rate: once, and as they arrive where they do."""
+        streamed = sum(c.source.checkpoint.nbytes for c in self.conversions.values() if c.source.is_streamed)
+        hashed = self.plan.output_bytes + streamed
+        more = seconds["hashing"] * copied_nbytes * (2 if self.source.is_streamed else 1) / hashed if hashed else 0.0
+        reading = {key: seconds["reading"][key] + copied_nbytes / rate for key, rate in READING_RATES.items()}
+        return {**seconds, "hashing": seconds["hashing"] + more, "work": seconds["work"] + more, "reading": reading}
 
     def check(self, settings: Settings) -> None:
         if settings.share is not None:  # nobody could end all parts of all conversions
@@ -233,11 +248,6 @@ class PipelineConversion:
         parts = {f"{name}/{file}": sha256 for name, files in own.items() for file, sha256 in files.items()}
         return {**parts, **read_ended(self.errand.output).files}
 
-    def _digest(self) -> str:
-        """That of all files, but for those that the digest of a component does not count either."""
-        uncounted = {f"{name}/{file}" for name in self.conversions for file in UNDIGESTED}
-        return digest_of({file: sha256 for file, sha256 in self.ended_files().items() if file not in uncounted})
-
     def _copying(self) -> Job:
         """The job that copies everything else."""
         with self.source.open_file(PIPELINE) as stream:
@@ -259,7 +269,7 @@ class PipelineConversion:
             output_bytes=sum(result.output_bytes for result in made) + copied_nbytes,
             seconds=round(sum(result.seconds for result in made) + copied.seconds, 3),
             tensors=dict(tensors),
-            digest=self._digest(),
+            digest=digest_of(self.ended_files()),
             adopted_bytes=sum(result.adopted_bytes for result in made) + adopted_nbytes,
             bits_per_weight=self.plan.bits_per_weight,
             components=[{"name": name, **result.as_json()} for name, result in results.items()],

@@ -10,7 +10,7 @@ from fp4convert.dialects import Dialect, Packed
 from fp4convert.formats import FP8
 from fp4convert.patterns import matches
 from fp4convert.shard import TensorRef, TensorSpec
-from fp4convert.spelling import SCALE_DTYPES, Form, Group
+from fp4convert.spelling import SCALE_DTYPES, Form, Group, parents_of
 from fp4convert.stacks import pieces_of
 
 Level = Literal["error", "warning", "note"]
@@ -136,13 +136,23 @@ def _fault(found: TensorRef | None, spec: TensorSpec, form: Form) -> Finding | N
 
 
 def form_finder(groups: Sequence[Group]) -> Callable[[str], Form | None]:
-    """A function from a module's name to its form, or None where no group names it; names come before patterns."""
+    """A function from a module's name to its form, or None where no group names it; names come before patterns.
+
+    "X.*" is asked for the names above a module: a record may list the experts of a thousand layers.
+    """
     names: dict[str, Form] = {}
+    above: dict[str, Form] = {}
     patterns: list[tuple[str, Form]] = []
     for form, modules in groups:
         for module in modules:
-            if module.startswith("re:") or set(module) & set("*?["):
+            stem = module.removesuffix(".*")
+            if module.startswith("re:") or set(stem) & set("*?["):
                 patterns.append((module, form))
             else:
-                names.setdefault(module, form)
-    return lambda module: names.get(module) or next((form for pattern, form in patterns if matches(pattern, module)), None)
+                (names if stem == module else above).setdefault(stem, form)
+
+    def find(module: str) -> Form | None:
+        found = names.get(module) or next((above[parent] for parent in parents_of(module) if parent in above), None)
+        return found or next((form for pattern, form in patterns if matches(pattern, module)), None)
+
+    return find

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fp4convert.codings.floats import STACK_DIMENSIONS
+from fp4convert.codings import Linear
+from fp4convert.codings.floats import STACK_DIMENSIONS, WEIGHT
 from fp4convert.dialects import Dialect, Ignored, Packed, dialect_to_write, form_of, is_quantized_tensor
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
@@ -22,32 +23,44 @@ DTYPES = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}  # a user's w
 UNSAID = "not every four-bit module has one, or the record says nothing of them"
 
 
-def plan_dequantize(checkpoint: Checkpoint, modules: dict[str, Packed], dtype: str, cache_scales: Collection[str] = ()) -> Plan:
-    """The plan that turns an artifact back into a checkpoint whose four-bit modules are bf16, fp16 or fp32.
+def plan_dequantize(
+    checkpoint: Checkpoint,
+    modules: dict[str, Packed],
+    beside: Sequence[Linear],
+    dtype: str,
+    idle: Collection[str] = (),
+) -> Plan:
+    """The plan that turns quantized weights back into a checkpoint whose modules are bf16, fp16 or fp32.
 
-    Companions of a four-bit module are left out: they would mean nothing beside ordinary weights.  A stack of experts becomes
+    Companions of a module are left out: they would mean nothing beside ordinary weights.  A stack of four-bit experts becomes
     one as transformers keeps it: (experts, columns, rows), under its own name.
 
-    modules       the sound quantized modules, as `artifact` found them
-    cache_scales  tensors that only an engine with a quantized cache wants; left out too
+    modules       the sound four-bit modules, as `artifact` found them
+    beside        modules that are packed in another way
+    idle          tensors that only an engine with a quantized cache wants; left out too
     Raises        InputError for an unknown dtype, or where a restored weight would take the name of another tensor
     """
     if dtype not in DTYPES:
         raise InputError("unknown-dtype", f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
 
     target = Target(dtype)
-    _refuse_other_matrices(checkpoint, modules)
     drafts = {}
+    for linear in beside:
+        spec = TensorSpec(linear.module + WEIGHT, DTYPES[dtype], linear.shape)
+        drafts[linear.module] = Draft("dequantize", linear.coding.word, linear.refs, (spec,), linear.shape, linears=(linear,))
     for packed in modules.values():
         shape = packed.stored_shape
         spec = TensorSpec(f"{packed.stem}.weight", DTYPES[dtype], shape)
         if len(shape) == STACK_DIMENSIONS:
             spec = TensorSpec(packed.stem, DTYPES[dtype], (shape[0], shape[2], shape[1]))
         drafts[packed.stem] = Draft("dequantize", "four-bit", packed.refs, (spec,), shape)
-    left_out = {ref.name for packed in modules.values() for ref in packed.companions} | set(cache_scales)
-    tasks = _module_tasks(Writing(checkpoint, target), modules, drafts, left_out)
-    warnings = [f"{len(left_out)} scales are left out: ordinary weights need none"] if left_out else []
-    four_bit = {ref.name for packed in modules.values() for ref in packed.refs}
+    left_out = {ref.name for packed in modules.values() for ref in packed.companions} | set(idle)
+    left_out |= {ref.name for linear in beside for ref in linear.idle}
+    consumed = left_out | {ref.name for linear in beside for ref in linear.refs}
+    tasks = _module_tasks(Writing(checkpoint, target), modules, drafts, consumed)
+    scales = [name for name in left_out if not name.endswith(".weight_shape")]
+    warnings = [f"{len(scales)} scales are left out: ordinary weights need none"] if scales else []
+    four_bit = {ref.name for packed in modules.values() for ref in packed.refs} | consumed
     typed = [ref.name for ref in checkpoint.tensors if ref.dtype not in DTYPE_BITS and ref.name not in four_bit]
     if typed:
         warnings.append(f"{len(typed)} tensors stay in GGUF's own types, the first {typed[0]!r}")

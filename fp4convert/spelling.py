@@ -118,6 +118,12 @@ def targets_of(modules: Iterable[str], others: Iterable[str], prefix: str = "") 
     return targets
 
 
+def parents_of(module: str) -> Iterator[str]:
+    """The names above a module's, the nearest first."""
+    while module := module.rpartition(".")[0]:
+        yield module
+
+
 @dataclass(frozen=True, slots=True)
 class Scalars:
     """The float32 that stand once per matrix.

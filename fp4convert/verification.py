@@ -137,7 +137,7 @@ def _check_hashes(artifact: Artifact) -> Iterator[Finding]:
 
 def _check_kept(artifact: Artifact) -> Iterator[Finding]:
     """A warning for each tensor that was kept and holds NaN or Inf."""
-    ours = {ref.name for packed in artifact.modules.values() for ref in (*packed.refs, *packed.companions)}
+    ours = _own_names(artifact)
     for ref in artifact.tensors.values():
         if ref.name not in ours and ref.dtype in FLOAT_DTYPES:
             kind = FLOAT_DTYPES[ref.dtype]

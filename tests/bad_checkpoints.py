@@ -1,4 +1,4 @@
-"""111 sound, odd and hostile checkpoints, each with what the command must do with it.
+"""113 sound, odd and hostile checkpoints, each with what the command must do with it.
 
 quantized  every tensor outside `kept` becomes four-bit
 kept       converted; the tensors in `kept` stay, each for a reason that contains `say`
@@ -76,6 +76,7 @@ SOUND = pack_shard({O_PROJ: weight()})
 OTHER = pack_shard({"y": weight(1)})
 WRONG = pack_shard({"x": weight(1)})
 DATA = bf16(32, 64)
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 def single(data: bytes | Place, **files: bytes) -> Files:
@@ -94,6 +95,12 @@ def entries(data: bytes, *described: tuple[str, str, list[object], list[object]]
 
 def stored(**tensors: Tensor) -> Files:
     return single(pack_shard(tensors))
+
+
+def recorded(record: object, tensors: dict[str, Tensor]) -> Files:
+    """A checkpoint whose config.json says how it is quantized."""
+    config = json.dumps({**LLAMA, "quantization_config": record}).encode()
+    return {"config.json": config, "model.safetensors": pack_shard(tensors)}
 
 
 def sharded(weight_map: object, files: Files) -> Files:
@@ -237,6 +244,7 @@ NAMES = (
 _NBYTES = {8: ("F64", "I64", "U64"), 4: ("F32", "I32", "U32"), 2: ("F16", "I16", "U16")}
 _NBYTES[1] = ("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 _BUFFER, _PLAIN = "model.layers.0.buf", "not a linear layer"
+_CODES = ("F8_E4M3", (128, 128), b"\x38" * 16384)
 _EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 VALUES = (
     Case("values_nan", "unsound", "NaN", beginning(float("nan"))),
@@ -250,7 +258,7 @@ VALUES = (
     Case("tensor_empty_0cols", "kept", "empty", matrix((64, 0)), (O_PROJ,)),
     Case("tensor_scalar", "kept", _PLAIN, beside("scale", "F32", (), b"\0\0\x80?"), ("scale",)),
     Case("tensor_1d", "kept", "1-dimensional", beside("model.norm.weight", "BF16", (64,), bf16(64)), ("model.norm.weight",)),
-    Case("tensor_3d_experts", "kept", "stack", stored(**{_EXPERTS: ("BF16", (4, 32, 64), bf16(4, 32, 64))}), (_EXPERTS,)),
+    refused("tensor_3d_experts", "no recipe tells", stored(**{_EXPERTS: ("BF16", (4, 32, 64), bf16(4, 32, 64))})),
     Case(
         "tensor_5d",
         "kept",
@@ -280,18 +288,16 @@ VALUES = (
     ),
     Case("dtype_F4_subbyte", "kept", _PLAIN, beside(_BUFFER, "F4", (32, 64), b"\x12" * 1024), (_BUFFER,)),
     refused("dtype_F4_odd_count", "byte", beside(_BUFFER, "F4", (3, 3), b"\x12" * 5)),
+    refused("fp8_without_scales", "no scales", recorded({"quant_method": "fp8"}, {O_PROJ: _CODES})),
     refused(
-        "already_quantized_fp8",
-        "already quantized",
-        {
-            "config.json": json.dumps({**LLAMA, "quantization_config": {"quant_method": "fp8"}}).encode(),
-            "model.safetensors": pack_shard(
-                {
-                    O_PROJ: ("F8_E4M3", (128, 128), b"\x38" * 16384),
-                    f"{O_PROJ}_scale_inv": ("F32", (1, 1), b"\0\0\x80?"),
-                }
-            ),
-        },
+        "fp8_scales_of_another_shape",
+        "expected a float for the matrix, for each row, or for each block (config.json gives 128x128 of blocks)",
+        recorded(FP8_BLOCKS, {O_PROJ: _CODES, f"{O_PROJ}_scale_inv": ("F32", (2, 3), b"\0\0\x80?" * 6)}),
+    ),
+    refused(
+        "record_of_no_tensor",
+        "already quantized, by 'bitsandbytes'",
+        recorded({"quant_method": "bitsandbytes"}, {O_PROJ: weight()}),
     ),
     Case("qkv_missing_member", "warned", "group", stored(**{Q_PROJ: weight()})),
     Case(

@@ -1,12 +1,16 @@
-"""Small Diffusers pipelines with the names that published ones have, made byte by byte."""
+"""Small Diffusers pipelines with the names that published ones have, made byte by byte, and what becomes of them."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
-from checkpoints import Tensor, bf16, pack_shard, weight
+from checkpoints import Outcome, Tensor, bf16, pack_shard, run, weight
 
+NVFP4 = ("--format", "nvfp4", "--json", "-q")
+RECORD, STATE, PIPELINE = "quantization_config.json", ".fp4convert", "model_index.json"
+COMPONENTS = ("transformer", "transformer_2")
 DIFFUSERS = "diffusion_pytorch_model"
 DIFFUSERS_INDEX = f"{DIFFUSERS}.safetensors.index.json"
 DIFFUSERS_FIRST, DIFFUSERS_SECOND = (f"{DIFFUSERS}-0000{number}-of-00002.safetensors" for number in (1, 2))
@@ -20,7 +24,7 @@ FLUX_INDEX = {
     "transformer": ["diffusers", "FluxTransformer2DModel"],
     "vae": ["diffusers", "AutoencoderKL"],
 }
-WAN_CONFIG = {"_class_name": "WanTransformer3DModel", "_diffusers_version": "0.35.0.dev0", "num_layers": 1}
+WAN_CONFIG = {"_class_name": "WanTransformer3DModel", "_diffusers_version": "0.35.0.dev0", "num_layers": 30}
 WAN_INDEX = {
     "_class_name": "WanPipeline",
     "_diffusers_version": "0.35.0.dev0",
@@ -72,13 +76,13 @@ def wan_tensors(seed: int = 0) -> dict[str, Tensor]:
     return {
         "patch_embedding.weight": ("BF16", (64, 16, 1, 2, 2), bf16(64, 16, 1, 2, 2, seed=seed)),
         "condition_embedder.time_embedder.linear_1.weight": weight(seed + 1, 64),
-        "blocks.0.attn1.to_q.weight": weight(seed + 2, 64),
-        "blocks.0.attn1.to_k.weight": weight(seed + 3, 64),
-        "blocks.0.attn1.to_v.weight": weight(seed + 4, 64),
-        "blocks.0.attn1.to_out.0.weight": weight(seed + 5, 64),
-        "blocks.0.ffn.net.0.proj.weight": weight(seed + 6, 128),
-        "blocks.0.ffn.net.2.weight": weight(seed + 7, 64, 128),
-        "blocks.0.scale_shift_table": ("F32", (1, 6, 64), bytes(4 * 6 * 64)),
+        "blocks.7.attn1.to_q.weight": weight(seed + 2, 64),
+        "blocks.7.attn1.to_k.weight": weight(seed + 3, 64),
+        "blocks.7.attn1.to_v.weight": weight(seed + 4, 64),
+        "blocks.7.attn1.to_out.0.weight": weight(seed + 5, 64),
+        "blocks.7.ffn.net.0.proj.weight": weight(seed + 6, 128),
+        "blocks.7.ffn.net.2.weight": weight(seed + 7, 64, 128),
+        "blocks.7.scale_shift_table": ("F32", (1, 6, 64), bytes(4 * 6 * 64)),
         "proj_out.weight": weight(seed + 8),
     }
 
@@ -122,3 +126,24 @@ def write_wan(folder: Path) -> Path:
     write_component(folder / "transformer", [wan_tensors()], WAN_CONFIG)
     write_component(folder / "transformer_2", [wan_tensors(50)], WAN_CONFIG)
     return write_others(folder, WAN_INDEX)
+
+
+def quantize(source: object, out: Path, *options: object) -> Outcome:
+    return run("quantize", source, *NVFP4, "-o", out, *options)
+
+
+def files_of(folder: Path, apart: tuple[str, ...] = ()) -> dict[str, bytes]:
+    """The files of a folder but for our state and whole folders `apart`."""
+    found = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
+    kept = {name: path for name, path in found.items() if STATE not in name.parts and name.parts[0] not in apart}
+    return {name.as_posix(): path.read_bytes() for name, path in kept.items()}
+
+
+def digest_of(files: dict[str, bytes]) -> str:
+    """As `sha256sum FILES | sha256sum` has it, model cards left out."""
+    lines = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in sorted(files.items()) if name != "README.md"]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def error_of(outcome: Outcome) -> tuple[int, str, str]:
+    return outcome.code, outcome.json["error"]["code"], outcome.json["error"]["message"]

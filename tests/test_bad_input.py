@@ -42,8 +42,8 @@ def check_refused(outcome, out, say: str) -> None:
     assert say.lower() in document["error"]["message"].lower()
 
 
-def test_there_are_111_cases_with_names_of_their_own():
-    assert len(CASES) == len(NAMED) == 111
+def test_there_are_113_cases_with_names_of_their_own():
+    assert len(CASES) == len(NAMED) == 113
 
 
 @pytest.mark.parametrize("case", cases("refused"))
@@ -155,7 +155,7 @@ def test_names_reach_the_artifact_and_never_act_on_a_terminal(case: Case, tmp_pa
 def test_markup_is_printed_as_it_is(tmp_path):
     source, out = NAMED["name_rich_markup"].write(tmp_path), tmp_path / "out"
     planned = run("quantize", source, "--format", "nvfp4", "-o", out, "--dry-run")
-    assert "[bold red]x[/bold red][link=file:///etc/passwd]y[/link].weight" in planned.out
+    assert "[bold red]x[/bold red][link=file:///etc/passwd]y[/link]" in planned.out
     assert "[/nope]" in planned.out
     assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
     gated = run("verify", out, "--source", source, "--min-sqnr", "300")
@@ -242,26 +242,39 @@ def unsound_fp32() -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("names", "dtype"),
+    ("names", "dtype", "say"),
     [
-        (("weight_packed", "weight_scale"), "U8"),
-        (("weight", "weight_scale_2"), "U8"),
-        (("weight", "weight_scale_inv"), "F8_E4M3"),
-        (("qweight", "qzeros"), "I32"),
+        (("weight_packed", "weight_scale"), "U8", "already quantized"),
+        (("weight", "weight_scale_2"), "U8", "already quantized"),
+        (("weight", "weight_scale_inv"), "F8_E4M3", "weight_scale_inv is F8_E4M3 [8, 8] for codes of [8, 8]"),
+        (("qweight", "qzeros"), "I32", "already quantized"),
     ],
 )
-def test_packed_tensors_without_a_record_are_refused_as_already_quantized(names, dtype, tmp_path):
+def test_packed_tensors_that_nothing_explains_are_refused(names, dtype, say, tmp_path):
     nbytes = 4 if dtype == "I32" else 1
     tensors = {f"model.layers.0.mlp.down_proj.{name}": (dtype, (8, 8), bytes(64 * nbytes)) for name in names}
     source, out = write_single(tmp_path / "source", tensors), tmp_path / "out"
-    check_refused(run("quantize", source, "--format", "nvfp4", "-o", out, "--json"), out, "already quantized")
+    check_refused(run("quantize", source, "--format", "nvfp4", "-o", out, "--json"), out, say)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-def test_our_own_artifact_is_refused_as_a_source(format, tmp_path):
+def test_our_own_artifact_is_a_source_whose_blocks_are_taken_over(format, tmp_path):
     source, artifact, out = write_single(tmp_path / "s", {O_PROJ: weight()}), tmp_path / "a", tmp_path / "out"
     assert run("quantize", source, "--format", format, "-o", artifact).code == 0
-    check_refused(run("quantize", artifact, "--format", format, "-o", out, "--json"), out, "already quantized")
+    again = run("quantize", artifact, "--format", format, "-o", out, "--json")
+    assert (again.code, again.json["tensors"]["transcoded"]) == (0, 1)
+    assert read_folder(out) == read_folder(artifact)
+
+
+def test_a_stack_that_nobody_tells_of_names_the_options_that_tell(tmp_path):
+    source, out = NAMED["tensor_3d_experts"].write(tmp_path), tmp_path / "out"
+    error = run("quantize", source, "--format", "nvfp4", "-o", out, "--json").json["error"]
+    assert (error["code"], error["tensor"]) == ("unknown-stack", "model.layers.0.mlp.experts.gate_up_proj")
+    assert "--stack-order out_in or in_out" in error["message"]
+    assert "--stack-rows concatenated or interleaved" in error["message"]
+    assert "--exclude '*experts*'" in error["next"]
+    assert run("quantize", source, "--format", "nvfp4", "-o", out, "--exclude", "*experts*").code == 0
+    assert read_folder(out) == read_folder(source)
 
 
 def test_a_gguf_file_is_refused(tmp_path):

@@ -159,9 +159,11 @@ def test_a_dry_run_has_exactly_the_promised_keys_and_writes_nothing(source, tmp_
 
 
 def test_a_dry_run_refuses_what_a_run_would_refuse(tmp_path, source):
-    artifact = tmp_path / "q"
-    assert run("quantize", source, "--format", "nvfp4", "-o", artifact).code == 0
-    assert run("quantize", artifact, "--format", "nvfp4", "--dry-run").code == 2
+    (source / "config.json").write_text('{"quantization_config": {"quant_method": "bitsandbytes"}}')
+    outcomes = [run("quantize", source, "--format", "nvfp4", *extra) for extra in (("--dry-run",), ("-o", tmp_path / "q"))]
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    assert outcomes[0].err == outcomes[1].err != ""
+    assert not (tmp_path / "q").exists()
 
 
 def test_findings_are_exit_6(artifact, source):

@@ -297,3 +297,11 @@ def test_groups_of_several_formats(groups, expected):
     """What holds for a whole class of layers comes last, as compressed-tensors has it."""
     found = dialect_named(CT).recognise(clues(ct_groups(*groups)))
     assert found == tuple(Group(form, modules) for form, modules in expected)
+
+
+def test_a_group_without_a_format_is_what_its_numbers_are():
+    record = ct_groups(("nvfp4-pack-quantized", ["re:.*mlp.*"]), ("float-quantized", ["a.q_proj"]))
+    record["format"] = "nvfp4-pack-quantized"
+    del record["config_groups"]["group_1"]["format"]
+    expected = (Group(Form(NVFP4), ("re:.*mlp.*",)), Group(Form(FP8, granularity="row"), ("a.q_proj",)))
+    assert dialect_named(CT).recognise(clues(record)) == expected

@@ -31,9 +31,12 @@ from typed_records import (
     with_inputs,
 )
 
-from fp4convert.dialects import MODULES, Clues, Ignored, dialect_named
-from fp4convert.formats import MXFP4, NVFP4
-from fp4convert.spelling import Form, Group
+from fp4convert.dialects import MODULES, Clues, Ignored, check_forms, dialect_named, fp8_form, module_form
+from fp4convert.errors import InputError
+from fp4convert.formats import FP8, INT4, MXFP4, NVFP4
+from fp4convert.reading import form_finder
+from fp4convert.recipe import Target
+from fp4convert.spelling import Form, Group, targets_of
 
 M = "model.layers.0.mlp.up_proj"
 
@@ -168,3 +171,194 @@ def test_kept_modules_are_ignored_under_any_prefix(module, seen_as, is_ignored):
     names = [entry for entry in record["ignore"] if not entry.startswith("re:")]
     expressions = [re.compile(entry.removeprefix("re:")) for entry in record["ignore"] if entry.startswith("re:")]
     assert (seen_as in names or any(expression.match(seen_as) for expression in expressions)) is is_ignored
+
+
+MLP, ATTENTION = ("m.0.mlp.up_proj", "m.1.mlp.up_proj"), ("m.0.attn.q_proj", "m.1.attn.q_proj")
+CT_FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+CT_FP8_INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
+BESIDE = [  # a form, its format, weights and activations in compressed-tensors
+    (Form(FP8, granularity="tensor"), "float-quantized", {**CT_FP8, "strategy": "tensor"}, None),
+    (Form(FP8, granularity="row"), "float-quantized", {**CT_FP8, "strategy": "channel"}, None),
+    (
+        Form(FP8, 8, granularity="row"),
+        "float-quantized",
+        {**CT_FP8, "strategy": "channel"},
+        {**CT_FP8_INPUTS, "strategy": "token"},
+    ),
+    (
+        Form(FP8, 8, granularity=(128, 128)),
+        "float-quantized",
+        {**CT_FP8, "strategy": "block", "block_structure": [128, 128]},
+        {**CT_FP8_INPUTS, "strategy": "group", "group_size": 128},
+    ),
+    (Form(MXFP4), "mxfp4-pack-quantized", CT_MXFP4_RECORD["config_groups"]["group_0"]["weights"], None),
+    (
+        Form(INT4, granularity=(1, 32)),
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "strategy": "group", "group_size": 32},
+        None,
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "fmt", "weights", "inputs"), BESIDE)
+def test_groups_of_compressed_tensors(form, fmt, weights, inputs):
+    """Typed by hand after compressed-tensors 0.20, quantization/quant_scheme.py: every group has its own format."""
+    groups = [Group(Form(NVFP4), MLP), Group(form, ATTENTION)]
+    record = dialect_named(CT).records(groups, Ignored((), ("lm_head",)))["config.json"]["quantization_config"]
+    assert record == {
+        "quant_method": CT,
+        "format": "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": [r"re:(?:.*\.)?m\.\d+\.mlp\.up_proj$"],
+                "format": "nvfp4-pack-quantized",
+                "weights": CT_NVFP4_RECORD["config_groups"]["group_0"]["weights"],
+                "input_activations": None,
+            },
+            "group_1": {
+                "targets": [r"re:(?:.*\.)?m\.\d+\.attn\.q_proj$"],
+                "format": fmt,
+                "weights": weights,
+                "input_activations": inputs,
+            },
+        },
+        "ignore": ["lm_head"],
+    }
+    find = form_finder(dialect_named(CT).recognise(Clues({"quantization_config": record}, {}, {})))
+    assert [find(module) for module in (*MLP, *ATTENTION, "lm_head")] == [Form(NVFP4), Form(NVFP4), form, form, None]
+
+
+MO_FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("form", "algorithm", "group"),
+    [
+        (Form(FP8, 8, granularity="tensor"), "FP8", {"weights": MO_FP8, "input_activations": MO_FP8}),
+        (
+            Form(FP8, 8, granularity="row"),
+            "FP8_PER_CHANNEL_PER_TOKEN",
+            {"weights": {**MO_FP8, "strategy": "channel"}, "input_activations": MO_FP8},
+        ),
+        (
+            Form(FP8, granularity=(128, 128)),
+            "FP8_PB_WO",
+            {"weights": {**MO_FP8, "strategy": "block", "block_structure": [128, 128]}},
+        ),
+    ],
+)
+def test_mixed_precision_of_modelopt(form, algorithm, group):
+    """Typed by hand after ModelOpt 0.47, torch/export/convert_hf_config.py: every module, and every group, by name."""
+    records = dialect_named(MO).records(
+        [Group(Form(NVFP4, 4), MLP), Group(form, ATTENTION)], Ignored(("m.0.mlp.up",), ("lm_head",))
+    )
+    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    layers = {
+        **{module: {"quant_algo": algorithm} for module in ATTENTION},
+        **{module: {"quant_algo": "NVFP4", "group_size": 16} for module in MLP},
+    }
+    config = records["config.json"]["quantization_config"]
+    assert config == {
+        "quant_method": MO,
+        "quant_algo": "MIXED_PRECISION",
+        "config_groups": {
+            "group_0": {"targets": list(MLP), "weights": numbers, "input_activations": numbers},
+            "group_1": {"targets": list(ATTENTION), **group},
+        },
+        "quantized_layers": layers,
+        "ignore": ["m.0.mlp.u[p]", "lm_head"],
+        "producer": {"name": MO, "version": "0.47.0"},
+    }
+    assert records["hf_quant_config.json"]["quantization"] == {
+        "quant_algo": "MIXED_PRECISION",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": ["m.0.mlp.u[p]", "lm_head"],
+        "quantized_layers": layers,
+    }
+    told = Clues({"quantization_config": config}, records["hf_quant_config.json"], {})
+    find = form_finder(dialect_named(MO).recognise(told))
+    assert [find(module) for module in (*MLP, *ATTENTION, "lm_head")] == [Form(NVFP4, 4), Form(NVFP4, 4), form, form, None]
+    assert list(dialect_named(MO).judge(told)) == []
+    assert not any(dialect_named(MO).is_ignored(told, module) for module in (*MLP, *ATTENTION))
+    assert dialect_named(MO).is_ignored(told, "m.0.mlp.gate")
+
+
+@pytest.mark.parametrize(
+    ("modules", "others", "targets"),
+    [
+        (["l.0.a", "l.1.a"], ["l.0.b"], [r"re:^?l\.\d+\.a$"]),
+        (["l.0.a", "l.2.a"], ["l.1.a"], [r"re:^?l\.0\.a$", r"re:^?l\.2\.a$"]),
+        (["l.0.experts.0.w1", "l.3.experts.17.w1"], ["l.0.w1"], [r"re:^?l\.\d+\.experts\.\d+\.w1$"]),
+        (["l.0.a"], ["mtp.l.0.a"], [r"re:l\.\d+\.a$"]),
+        (["mtp.l.0.a"], ["l.0.a"], [r"re:^?mtp\.l\.\d+\.a$"]),
+        (["b2.c", "b3.c"], [], [r"re:^?b2\.c$", r"re:^?b3\.c$"]),
+        (["0", "1"], [], [r"re:^?\d+$"]),
+        (["a+b.(c"], [], [r"re:^?a\+b\.\(c$"]),
+    ],
+)
+def test_targets_name_modules_that_differ_in_numbers_at_once(modules, others, targets):
+    assert targets_of(modules, others, "^?") == targets
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.sets(NAME, max_size=6), st.sets(NAME, max_size=6))
+def test_targets_fit_their_modules_and_no_others(first, second):
+    modules, others = sorted(first), sorted(second - first)
+    targets = [re.compile(target.removeprefix("re:")) for target in targets_of(modules, others, r"(?:.*\.)?")]
+    assert all(any(target.match(module) for target in targets) for module in modules)
+    assert not any(target.match(other) for target in targets for other in others)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in (CT, MO)])
+def test_dialects_that_hold_one_form_refuse_others(name):
+    own = dialect_named(name).TRAITS.writes[0].name
+    target = Target(own, name)
+    other = "mxfp4" if own == "nvfp4" else "nvfp4"
+    check_forms(target, [module_form(target, own)])
+    for word in (other, "fp8"):
+        with pytest.raises(InputError) as refused:
+            check_forms(target, [module_form(target, own), module_form(target, word)])
+        assert refused.value.code == "dialect-mixed"
+        assert word in refused.value.message
+
+
+def test_dialects_refuse_what_they_cannot_mix():
+    target = Target("nvfp4", MO)
+    check_forms(target, [module_form(target, "nvfp4"), module_form(target, "fp8")])
+    with pytest.raises(InputError):
+        check_forms(target, [module_form(target, "mxfp4")])
+    check_forms(Target("nvfp4", CT), [module_form(Target("nvfp4", CT), word) for word in ("nvfp4", "mxfp4", "fp8")])
+    assert dialect_named(MO).unfit("m", (256, 256), fp8_form(target, (32, 32))) == "FP8 with scales of 32x32"
+    assert dialect_named(MO).unfit("m", (256, 256), fp8_form(target, (128, 128))) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "activations", "granularity", "scales", "bits"),
+    [
+        (CT, 16, "tensor", (1,), 16),
+        (CT, 16, "row", (200, 1), 16),
+        (CT, 4, "row", (200, 1), 8),
+        (CT, 4, (128, 128), (2, 3), 8),
+        (CT, 16, (32, 32), (7, 10), 16),
+        (MO, 16, "tensor", (), 8),
+        (MO, 4, "tensor", (), 8),
+        (MO, 16, "row", (200,), 8),
+        (MO, 4, (128, 128), (2, 1, 3, 1), 16),
+    ],
+)
+def test_tensors_of_fp8_modules(name, activations, granularity, scales, bits):
+    """vLLM 0.33, compressed_tensors_w8a8_fp8 and modelopt.py; only ModelOpt's FP8 has a static scale of activations, and must."""
+    form = fp8_form(Target("nvfp4", name, None, activations), granularity)
+    specs = [(spec.name, spec.dtype, spec.shape) for spec in dialect_named(name).outputs("m", (200, 320), form)]
+    inputs = [("m.input_scale", "F32", ())] if name == MO and granularity == "tensor" else []
+    assert specs == [("m.weight", "F8_E4M3", (200, 320)), ("m.weight_scale", "F32", scales), *inputs]
+    assert form.activations == bits
+    table = dialect_named(name).TRAITS.fp8
+    assert table is not None
+    parts = list(table.encode("m", form, [(memoryview(b"ab"), memoryview(b"1234")), (memoryview(b"c"), memoryview(b""))]))
+    ones = [("m.input_scale", bytes.fromhex("0000803f"))] if inputs else []
+    expected = [*ones, ("m.weight", b"ab"), ("m.weight_scale", b"1234"), ("m.weight", b"c")]
+    assert [(part, bytes(data)) for part, data in parts] == expected

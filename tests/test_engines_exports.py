@@ -130,14 +130,24 @@ def test_modelopts_exports_dequantize_as_the_formula_says(modelopt: Exports, sou
     assert restored.keys() == read_tensors(source).keys()
 
 
-def test_matrices_of_eight_bits_are_refused(modelopt: Exports, compressed: dict[str, Any], tmp_path: Path) -> None:
-    """Nothing is on the disk afterwards."""
+def test_matrices_of_eight_bits_beside_four(modelopt: Exports, compressed: dict[str, Any], tmp_path: Path) -> None:
+    """No other dialect says what they are; integers of eight bits are not read at all; FP8 is restored as torch computes it."""
     exports = [("fp8-modules", modelopt["beside-fp8"]), *((code, compressed[name][0]) for name, code in REFUSED.items())]
     for code, export in exports:
-        _refused(code, "dequantize", export, "-o", tmp_path / "restored")
         for dialect in ("modelopt", "quark"):
             _refused(code, "transcode", export, "-o", tmp_path / "other", "--dialect", dialect)
+    _refused("already-quantized", "dequantize", compressed["beside-int8"][0], "-o", tmp_path / "restored")
     assert list(tmp_path.iterdir()) == []
+    for number, export in enumerate((modelopt["beside-fp8"], compressed["beside-fp8"][0])):
+        fp4convert("dequantize", export, "-o", tmp_path / f"{number}", "--dtype", "fp32")
+        stored, restored = read_tensors(export), read_tensors(tmp_path / f"{number}")
+        eight = [
+            name for name, tensor in stored.items() if str(tensor.dtype) == "torch.float8_e4m3fn" and name.endswith(".weight")
+        ]
+        assert eight
+        for name in eight:
+            expected = stored[name].float() * stored[f"{name}_scale"].float()
+            assert restored[name].equal(expected), name
 
 
 def test_fp8_cache_travels_to_compressed_tensors_and_back(modelopt: Exports, compressed: dict[str, Any], tmp_path: Path) -> None:

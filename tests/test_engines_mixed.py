@@ -5,6 +5,7 @@ The codes come from compressed-tensors' compressors and from torch; fp4convert o
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tiny_models import fp4convert, fp4convert_json, make_llama, read_json, read
 
 from fp4convert.artifact import Artifact, open_artifact
 from fp4convert.dialects import fp8_form, module_form
+from fp4convert.formats import FP8 as FP8_FORMAT
 from fp4convert.recipe import Target
 from fp4convert.spelling import Form, Granularity, scale_grid
 
@@ -126,9 +128,7 @@ def _to_fp8(weight: Any, form: Form) -> tuple[Eight, Any]:
     codes = (values / scales).to(torch.float8_e4m3fn)
     restored = (codes.float() * scales).reshape(rows, columns)
     stored = codes.reshape(rows, columns).view(torch.uint8).numpy().tobytes()
-    return Eight((rows, columns), stored, scales.reshape(-1).numpy().tobytes()), restored.reshape(rows, columns).to(
-        torch.bfloat16
-    )
+    return Eight((rows, columns), stored, scales.reshape(-1).numpy().tobytes()), restored
 
 
 def _with_fp8(source: Path, exported: tuple[Path, dict[str, Any]], target: Target, form: Form) -> tuple[Matrices, dict[str, Any]]:
@@ -163,16 +163,20 @@ def test_transformers_reads_fp8_beside_nvfp4(
 
 
 @pytest.fixture(scope="module")
-def modelopt(tmp_path_factory: pytest.TempPathFactory) -> dict[Granularity, Path]:
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("wide"), hidden_size=256)
+
+
+@pytest.fixture(scope="module")
+def modelopt(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Granularity, Path]:
     """ModelOpt's own NVFP4 in the MLP beside FP8 in the attention, for a matrix, for rows, and for blocks of weights alone."""
-    source = make_llama(tmp_path_factory.mktemp("wide"), hidden_size=256)
     quantizers: dict[Granularity, dict[str, Any]] = {
         "tensor": {f"*self_attn*{which}_quantizer": FP8 for which in ("weight", "input")},
         "row": {"*self_attn*weight_quantizer": FP8_ROW, "*self_attn*input_quantizer": {"num_bits": (4, 3), "type": "dynamic"}},
         (128, 128): {"*self_attn*weight_quantizer": FP8_BLOCK},
     }
     return {
-        kind: export_modelopt(source, with_exceptions({**W4A4, **chosen}), tmp_path_factory.mktemp("modelopt"))
+        kind: export_modelopt(wide, with_exceptions({**W4A4, **chosen}), tmp_path_factory.mktemp("modelopt"))
         for kind, chosen in quantizers.items()
     }
 
@@ -215,3 +219,100 @@ def _assert_said_alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         {str(sorted(group["targets"])): group for group in each.get("config_groups", {}).values()} for each in (left, right)
     ]
     assert by_targets[0] == by_targets[1]
+
+
+RECIPE = """
+about = "NVFP4 beside FP8"
+base = "default"
+[[format]]
+modules = ["*self_attn*"]
+format = "fp8"
+"""
+
+
+def _quantize(source: Path, folder: Path, dialect: str, activations: int) -> Path:
+    (folder / "mixed.toml").write_text(RECIPE)
+    options = ("--format", "nvfp4", "--dialect", dialect, "--activations", activations, "--recipe", folder / "mixed.toml", "-q")
+    fp4convert("quantize", source, "-o", folder / "made", *options)
+    found = fp4convert_json("inspect", folder / "made")
+    assert (found["healthy"], found["findings"]) == (True, [])
+    assert [(form["format"], form["modules"]) for form in found["forms"]] == [("nvfp4", 6), ("fp8", 8)]
+    assert fp4convert_json("verify", folder / "made", "--source", source, "--min-sqnr", "15")["passed"]
+    return folder / "made"
+
+
+@pytest.mark.parametrize("activations", [16, 4])
+def test_quantize_makes_fp8_that_transformers_reads(source: Path, tmp_path: Path, activations: int) -> None:
+    from safetensors.torch import load_file
+
+    weights = _load(_quantize(source, tmp_path, CT, activations), "float32")
+    form = fp8_form(Target("nvfp4", CT), "row")
+    originals = {name: weight for name, weight in load_file(source / "model.safetensors").items() if ".self_attn." in name}
+    expected = {name: _to_fp8(weight, form)[1] for name, weight in originals.items()}
+    _assert_equal({name: weights[name] for name in expected}, expected)
+
+
+def _blocked(source: Path, folder: Path) -> dict[str, Any]:
+    """The values of the folder's matrices, which are now FP8 in blocks of 128x128, as DeepSeek stores them."""
+    from safetensors.torch import load_file, save_file
+
+    form = Form(FP8_FORMAT, granularity=(128, 128))
+    tensors, values = {}, {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        tensors[name] = weight
+        if name.endswith("_proj.weight"):
+            eight, values[name] = _to_fp8(weight, form)
+            rows, columns = scale_grid(eight.shape, (128, 128))
+            tensors[name] = _tensor(eight.codes, "float8_e4m3fn", eight.shape)
+            tensors[f"{name}_scale_inv"] = _tensor(eight.scales, "float32", (rows, columns))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    record = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps({**read_json(source / "config.json"), "quantization_config": record}))
+    return values
+
+
+def _tensor(data: bytes, dtype: str, shape: tuple[int, int]) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
+
+
+@pytest.mark.parametrize("dialect", [CT, MO])
+def test_fp8_that_stays_is_said_in_the_records(source: Path, tmp_path: Path, dialect: str) -> None:
+    """Queries of 128x128 are one block, and keys of 64 rows a part of one: both are stored like all others."""
+    blocked, made = tmp_path / "blocked", tmp_path / "made"
+    blocked.mkdir()
+    expected = _blocked(source, blocked)
+    options = ("--format", "nvfp4", "--dialect", dialect, "--recipe", "mlp_only", "--keep-packed", "-q")
+    fp4convert("quantize", blocked, "-o", made, *options)
+    found = fp4convert_json("inspect", made)
+    assert (found["healthy"], found["findings"]) == (True, [])
+    assert [(form["format"], form["block_size"], form["modules"]) for form in found["forms"]] == [
+        ("nvfp4", 16, 6),
+        ("fp8", [128, 128], 8),
+    ]
+    assert fp4convert_json("verify", made, "--source", blocked)["passed"]
+    if dialect == CT:
+        weights = _load(made, "float32")
+        attention = [name for name in expected if ".self_attn." in name]
+        _assert_equal({name: weights[name] for name in attention}, {name: expected[name] for name in attention})
+
+
+def test_quantize_makes_what_modelopt_exports(wide: Path, modelopt: dict[Granularity, Path], tmp_path: Path) -> None:
+    """But for scales of activations, which it calibrates, and codes of FP8, which it rounds to bf16 first, some to the next."""
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file
+
+    ours, theirs = read_folder(_quantize(wide, tmp_path, MO, 4)), read_folder(modelopt["tensor"])
+    assert ours.keys() == theirs.keys()
+    others = [name for name in ours if not name.endswith("input_scale") and ours[name] != theirs[name]]
+    assert {name.rpartition(".")[2] for name in others} == {"weight"}
+    assert all(".self_attn." in name for name in others)
+    weights, exported = load_file(wide / "model.safetensors"), load_file(modelopt["tensor"] / "model.safetensors")
+    for name in others:
+        rounded = (weights[name] / exported[f"{name}_scale"]).to(torch.float8_e4m3fn)
+        assert torch.equal(rounded.float(), exported[name].float())
+        left, right = (np.frombuffer(each[name][2], np.uint8).astype(int) for each in (ours, theirs))
+        assert abs(left - right).max() == 1
+        assert (left != right).mean() < 0.06

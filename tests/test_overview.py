@@ -103,6 +103,17 @@ def test_a_long_reason_goes_on_below_itself(capsys):
     assert lines[3][:at].isspace()
 
 
+def test_a_name_too_long_for_its_column_has_a_line_to_itself(capsys):
+    long = "a_name_of_many_words_" * 3
+    lines = draw(capsys, [row("m.[0-1].short"), row(f"m.[0-1].{long}", "copy", "a norm")])
+    at = lines[0].index("why")
+    assert lines[2].startswith("  short  ")
+    assert lines[3] == f"  {long}"
+    assert lines[4][at:] == "a norm"
+    assert lines[4].split() == ["1", "stays", "2.00", "kB", "0.50", "kB", "a", "norm"]
+    assert f"  {long}" in draw(capsys, [row(f"m.[0-1].{long}")])  # where none fits, too
+
+
 def test_what_could_act_on_a_terminal_is_shown(capsys):
     lines = draw(capsys, [row("m\x1b[31m.[0-1].x\x1b", "copy", "excluded by '\x9b'")])
     assert not any(character in line for line in lines for character in "\x1b\x9b")

@@ -1,17 +1,29 @@
 """Pipelines from the Hub, and to it: one commit is read to the end, and one commit holds the whole result."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from checkpoints import run
-from diffusion import DIFFUSERS, FLUX_INDEX, WAN_CONFIG, wan_tensors, write_component, write_flux, write_others, write_wan
+from diffusion import (
+    COMPONENTS,
+    DIFFUSERS,
+    FLUX_INDEX,
+    NVFP4,
+    PIPELINE,
+    RECORD,
+    STATE,
+    WAN_CONFIG,
+    wan_tensors,
+    write_component,
+    write_flux,
+    write_others,
+    write_wan,
+)
 from pushing import FastTime, check_secrets
 
-NVFP4 = ("--format", "nvfp4", "--json", "-q")
 PUSH = ("--push-to-hub", "me/q")
-RECORD, STATE, PIPELINE = "quantization_config.json", ".fp4convert", "model_index.json"
-COMPONENTS = ("transformer", "transformer_2")
 MANY = 1000
 
 
@@ -67,6 +79,22 @@ def test_a_revision_is_that_of_all_components(hub, wan, tmp_path):
     hub.add("org/wan", moved)
     assert quantize("org/wan", tmp_path / "b").code == 2
     assert quantize("org/wan", tmp_path / "b", "--revision", old).json["digest"] == expected
+
+
+def test_the_branch_moves_between_two_components(hub, wan, tmp_path):
+    expected, commit = quantize("org/wan", tmp_path / "a").json["digest"], hub.repos["org/wan"].branches["main"]
+    hub.seen.clear()
+    moved = []
+
+    def move_and_note(handler, kinds, take=hub.take):
+        if PIPELINE in handler.path and not moved:
+            moved.append(hub.add("org/wan", write_flux(tmp_path / "moved")))
+        return take(handler, kinds)
+
+    hub.take = move_and_note
+    assert quantize("org/wan", tmp_path / "q").json["digest"] == expected
+    assert moved
+    assert {part for seen in hub.seen for part in re.findall(r"[0-9a-f]{40}", seen.path)} == {commit}
 
 
 @pytest.mark.parametrize("match", ["transformer_2/", "text_encoder/model", "vae/"])

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from checkpoints import FIRST, INDEX, SECOND, llama_shards, weight, write_checkpoint, write_single
+from checkpoints import FIRST, INDEX, SECOND, llama_shards, pack_shard, run, weight, write_checkpoint, write_single
+from diffusion import DIFFUSERS, DIFFUSERS_FIRST, DIFFUSERS_INDEX, DIFFUSERS_SECOND, FLUX_CONFIG, flux_shards, write_component
 
 from fp4convert.errors import InputError
 from fp4convert.sources import open_source
@@ -113,3 +114,59 @@ def test_an_index_beside_a_model_file_that_it_does_not_name_is_refused(tmp_path)
     error = contradiction(folder)
     assert "model.safetensors" in error.message
     assert "both" in error.message
+
+
+def test_diffusers_index_says_which_shards_there_are(tmp_path):
+    folder = write_component(tmp_path / "m", flux_shards(), FLUX_CONFIG)
+    checkpoint = open_source(str(folder)).checkpoint
+    assert [shard.file for shard in checkpoint.shards] == [DIFFUSERS_FIRST, DIFFUSERS_SECOND]
+    assert (checkpoint.sidecars, checkpoint.left_out, checkpoint.unindexed) == ((), (), ())
+    (folder / DIFFUSERS_SECOND).unlink()
+    error = contradiction(folder)
+    assert (error.code, DIFFUSERS_SECOND in error.message) == ("missing-shard", True)
+
+
+def test_variants_of_diffusers_stay_behind_with_their_index(tmp_path):
+    folder = write_component(tmp_path / "m", [flux_shards()[0]], FLUX_CONFIG)
+    others = [f"{DIFFUSERS}.fp16.safetensors", f"{DIFFUSERS}-00001-of-00002.fp8.safetensors"]
+    for name in others:
+        (folder / name).write_bytes(pack_shard({"other": weight()}))
+    (folder / f"{DIFFUSERS}.safetensors.index.fp8.json").write_text("{}")
+    checkpoint = open_source(str(folder)).checkpoint
+    assert [shard.file for shard in checkpoint.shards] == [f"{DIFFUSERS}.safetensors"]
+    assert sorted(checkpoint.left_out) == sorted([*others, f"{DIFFUSERS}.safetensors.index.fp8.json"])
+    assert checkpoint.sidecars == ()
+
+
+def test_a_variant_alone_is_the_checkpoint(tmp_path):
+    folder = write_component(tmp_path / "m", [flux_shards()[0]], FLUX_CONFIG)
+    (folder / f"{DIFFUSERS}.safetensors").rename(folder / f"{DIFFUSERS}.fp16.safetensors")
+    assert [shard.file for shard in open_source(str(folder)).checkpoint.shards] == [f"{DIFFUSERS}.fp16.safetensors"]
+
+
+def test_an_index_of_diffusers_beside_one_file_that_it_does_not_name_is_refused(tmp_path):
+    folder = write_component(tmp_path / "m", flux_shards(), FLUX_CONFIG)
+    (folder / f"{DIFFUSERS}.safetensors").write_bytes(pack_shard({"a": weight()}))
+    error = contradiction(folder)
+    assert (error.code, DIFFUSERS_INDEX in error.message) == ("index-and-single", True)
+
+
+def test_two_indexes_are_refused(tmp_path):
+    folder = write_component(tmp_path / "m", flux_shards(), FLUX_CONFIG)
+    (folder / INDEX).write_bytes((folder / DIFFUSERS_INDEX).read_bytes())
+    error = contradiction(folder)
+    assert (error.code, INDEX in error.message, DIFFUSERS_INDEX in error.message) == ("index", True, True)
+
+
+def test_a_subfolder_of_a_file_is_refused(tmp_path):
+    folder = write_single(tmp_path / "m", {"a.weight": weight()})
+    outcome = run(
+        "quantize", folder / "model.safetensors", "--format", "nvfp4", "--subfolder", "x", "-o", tmp_path / "q", "--json"
+    )
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "no-subfolder")
+
+
+def test_a_subfolder_of_a_subfolder(tmp_path):
+    write_single(tmp_path / "m" / "deep" / "sub", {"a.weight": weight()})
+    options = ("--format", "nvfp4", "-o", tmp_path / "q", "--json")
+    assert run("quantize", tmp_path / "m", "--subfolder", "/deep/sub/", *options).code == 0

@@ -228,7 +228,7 @@ def test_four_bit_tensors_that_would_stay_so_are_refused(
     donor, out = write_donor(tmp_path / "donor.gguf", {**model(), **more}, kinds=kinds), tmp_path / "out"
     found = run("inspect", donor, "--json").json
     assert warning in [finding["code"] for finding in found["findings"]]
-    refused("mixed-modules", run("dequantize", donor, "-o", out, "--json"), out)
+    refused("already-quantized", run("dequantize", donor, "-o", out, "--json"), out)
 
 
 def test_nvfp4_of_llama_quantize_has_no_global_scales(artifacts: dict[str, Path], tmp_path: Path) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from fp4convert.artifact import Artifact
-from fp4convert.codec import dequantize
+from fp4convert.backends.cpu import Cpu
 from fp4convert.codings import Linear
 from fp4convert.dialects import module_form
 from fp4convert.formats import Blocks, Format, Matrix, Weights
@@ -56,8 +54,8 @@ class _Values:
         return self.blocks.shape
 
     def rows(self, first: int, last: int) -> Matrix:
-        values = dequantize(self.blocks.rows(first, last))
-        return Matrix(values.reshape(-1).view(np.uint8).data, "F32", (last - first, self.shape[1]))
+        values = Cpu().dequantize(self.blocks.rows(first, last), "F32")
+        return Matrix(values, "F32", (last - first, self.shape[1]))
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data

@@ -58,7 +58,9 @@ class Fp8:
         codes, *scales = linear.refs
         if codes.dtype != "F8_E4M3" or not scales:
             return None
-        words: dict[Block, Granularity] = {linear.shape: "tensor", (1, linear.shape[1]): "row"}
+        words: dict[Block, Granularity] = {(1, linear.shape[1]): "row"}
+        if len(scales[0].shape) < 2:  # a matrix of one block has a scale for each of its dimensions
+            words[linear.shape] = "tensor"
         stored = scales[0].dtype if scales[0].dtype in FLOAT_DTYPES else "F32"
         return fp8_form(target, words.get(self.block, self.block), stored)
 

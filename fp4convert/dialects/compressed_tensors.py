@@ -191,11 +191,11 @@ def _form(clues: Clues, scheme: Json, kv_cache: str | None) -> Form | None:
     numbers = weights if isinstance(weights, dict) else {}
     bits = _bits(scheme, "input_activations")
     fmt = next((known for known in TRAITS.reads if declared == _word(known)), None)
-    if fmt:
-        return Form(fmt, ACTIVATIONS_FP4 if bits == ACTIVATIONS_FP4 else 16, kv_cache=kv_cache)
     beside = {"8 float": FP8, "4 int": INT4}.get(f"{numbers.get('num_bits')} {numbers.get('type')}")
+    if fmt and (beside is None or scheme.get("format")):
+        return Form(fmt, ACTIVATIONS_FP4 if bits == ACTIVATIONS_FP4 else 16, kv_cache=kv_cache)
     granularity = _granularity(numbers)
-    if beside is None or granularity is None or declared not in ("", _word(beside), *_SPANNING):
+    if beside is None or granularity is None or (scheme.get("format") and declared not in (_word(beside), *_SPANNING)):
         return None
     activations = ACTIVATIONS_FP8 if bits == ACTIVATIONS_FP8 else 16
     return Form(beside, activations, kv_cache=kv_cache, granularity=granularity)

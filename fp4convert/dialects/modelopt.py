@@ -50,6 +50,7 @@ from fp4convert.spelling import (
     Table,
     everywhere,
     group_modules,
+    parents_of,
     scale_grid,
 )
 
@@ -236,7 +237,7 @@ def judge(clues: Clues) -> Iterator[Doubt]:
 def is_ignored(clues: Clues, module: str) -> bool:
     """`ignore` holds wildcards, and engines also look for each entry as a part of the name; MIXED_PRECISION names the others."""
     listed = clues.record.get("quantized_layers", _nested(clues).get("quantized_layers"))
-    if isinstance(listed, dict) and not any(name == module or module.startswith(f"{name}.") for name in listed):
+    if isinstance(listed, dict) and module not in listed and not any(name in listed for name in parents_of(module)):
         return True
     patterns = strings(clues.record.get("ignore")) or strings(_nested(clues).get("exclude_modules"))
     return any(pattern in module or fnmatchcase(module, pattern) for pattern in patterns)
