@@ -12,6 +12,7 @@ from fp4convert.dialects import Dialect, check_forms, module_form
 from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4, Format
 from fp4convert.linears import Linears
+from fp4convert.patterns import matches_any
 from fp4convert.recipe import Recipe, ScaleGroup, scale_group
 from fp4convert.shard import TensorRef
 from fp4convert.spelling import Form
@@ -65,7 +66,7 @@ class _Judge:
     forms: Mapping[str, Form]
 
     def verdict(self, linear: Linear) -> Verdict:
-        if reason := self.recipe.reason_to_keep(linear.module):
+        if reason := self._reason_to_keep(linear):
             return self._stays(linear, "copy", reason)
         rows, columns = linear.shape
         if not rows * columns:
@@ -80,6 +81,13 @@ class _Judge:
         if carried := self._carried(linear, fmt):
             return Verdict(linear, "transcode", carried, form, group)
         return Verdict(linear, "quantize", _origin(linear), form, group)
+
+    def _reason_to_keep(self, linear: Linear) -> str | None:
+        """Why it stays, or None; --exclude may name the stack that it is in, too."""
+        stack = linear.stack.name.removesuffix(".weight") if linear.stack else ""
+        if stack and matches_any(self.recipe.exclude, stack):
+            return self.recipe.reason_to_keep(stack)
+        return self.recipe.reason_to_keep(linear.module)
 
     def _stays(self, linear: Linear, action: Action, reason: str) -> Verdict:
         """As it is; what is packed becomes bf16, for no engine would know what it was, or stays packed where that is wanted."""
@@ -149,21 +157,19 @@ def gathered(verdicts: Mapping[str, Verdict]) -> dict[ScaleGroup, list[Linear]]:
     return found
 
 
-def incomplete_groups(groups: Mapping[ScaleGroup, list[Linear]]) -> list[str]:
-    """One warning for each kind of group that lacks members somewhere."""
-    lacking: dict[tuple[str, ...], list[ScaleGroup]] = defaultdict(list)
-    for key, linears in groups.items():
-        if len(linears) < len(key.members):
-            lacking[key.members].append(key)
-    if not lacking:
-        return []
-    present = {linear.module.rpartition(".")[2] for linears in groups.values() for linear in linears}
-    return [_incomplete(members, keys, present) for members, keys in lacking.items()]
-
-
-def _incomplete(members: tuple[str, ...], keys: list[ScaleGroup], present: set[str]) -> str:
-    where = f"{len(keys)} scale groups {'/'.join(members)} lack members, the first in {keys[0].parent!r}"
-    nowhere = [member for member in members if member not in present]
-    if nowhere:
-        return f"{where}: no {' and no '.join(nowhere)} is quantized anywhere, which is right only where the model has none"
-    return f"{where}: engines that fuse them need all of them quantized, or none"
+def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
+    """One warning for each kind of scale group that has not all of its members, or whose members do not become the same."""
+    forms: dict[ScaleGroup, dict[str, Form | None]] = defaultdict(dict)
+    for module, verdict in verdicts.items():
+        if key := verdict.group or scale_group(module, recipe.groups):
+            forms[key][module.rpartition(".")[2]] = verdict.form
+    uneven: dict[tuple[str, ...], list[ScaleGroup]] = defaultdict(list)
+    for key, members in forms.items():
+        is_lacking = not recipe.may_lack.union(members).issuperset(key.members)
+        if (is_lacking or len(set(members.values())) > 1) and any(members.values()):
+            uneven[key.members].append(key)
+    return [
+        f"{len(keys)} scale groups {'/'.join(members)} lack members, the first in {keys[0].parent!r}: engines that fuse them need"
+        " all of them in one format, or none"
+        for members, keys in uneven.items()
+    ]

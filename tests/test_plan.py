@@ -121,6 +121,15 @@ def test_a_group_that_lacks_members_is_told_once_for_its_kind(tmp_path):
     assert warning.startswith("3 scale groups q_proj/k_proj/v_proj lack members, the first in 'layers.0.x'")
 
 
+@pytest.mark.parametrize(("model_type", "warnings"), [("llama", 1), ("gemma4", 0)])
+def test_a_group_is_named_after_the_members_that_there_are(model_type, warnings, tmp_path):
+    """Gemma 4 has layers whose keys are their values; elsewhere something is missing."""
+    tensors = {"layers.0.x.q_proj.weight": weight(), "layers.0.x.k_proj.weight": weight()}
+    plan = plan_of(write(tmp_path / "m", tensors, {"model_type": model_type}))
+    assert {step.group for step in plan.steps} == {"layers.0.x.q_proj/k_proj"}
+    assert len([text for text in plan.warnings if "group" in text]) == warnings
+
+
 def test_excluding_one_member_leaves_the_others_together(tmp_path):
     plan = plan_of(write_llama(tmp_path / "m"), exclude=["*.q_proj"])
     k, v = f"{ATTENTION}.k_proj.weight", f"{ATTENTION}.v_proj.weight"
