@@ -98,8 +98,8 @@ class Weights(Protocol):
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         """Rows first..last-1 into a writable buffer of exactly their size."""
 
-    def amax(self, first: int, last: int) -> float | None:
-        """The largest magnitude of rows first..last-1 where it is known sooner than they are; Inf or NaN where they hold one."""
+    def amaxes(self) -> Iterator[float] | None:
+        """The largest magnitudes of parts that make up the whole, where they are found sooner than rows are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from fp4convert.backends.cpu import Cpu
 from fp4convert.carrying import Carrier, carry, group_exponent
 from fp4convert.codec import FLOAT_DTYPES, check_largest, not_finite
 from fp4convert.codings import Linear
-from fp4convert.codings.floats import MATRIX_DIMENSIONS
+from fp4convert.codings.floats import MATRIX_DIMENSIONS, measured_whole
 from fp4convert.codings.fp4 import FourBit
 from fp4convert.codings.fp8 import ThroughFp8
 from fp4convert.dialects import Speller, dialect_named, form_of
@@ -116,7 +116,7 @@ class Quantizer:
                     yield from ((number, q) for _, q in self._quantized(slot, [Woven(tuple(weights))], weights, step.format))
         else:
             members = [self._weights(step.linears[0]) for step in steps]
-            yield from self._quantized(measured, members, [self._weights(linear) for linear in measured], steps[0].format)
+            yield from self._quantized(measured, members, self._measured(measured), steps[0].format)
 
     def _quantized(
         self, held: Sequence[Linear], members: Sequence[Weights], measured: Sequence[Weights], name: str
@@ -125,6 +125,10 @@ class Quantizer:
         rule = self._target.scale_rule if name == self._target.format else None
         with self.source.room_for(sum(linear.nbytes for linear in held)):
             yield from self._backend.quantize_group(measured, members, fmt, rule or fmt.default_rule, self._given_amax)
+
+    def _measured(self, linears: Sequence[Linear]) -> list[Weights]:
+        """What has the values of these linear layers, in any order."""
+        return [self._weights(linear) for linear in linears] if self._target.via else list(measured_whole(linears, self.source))
 
     def _weights(self, linear: Linear) -> Weights:
         weights = linear.coding.weights(linear, self.source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from random import Random
@@ -102,5 +102,5 @@ class _Sample:
             part = self.data[: buffer.nbytes - at]
             buffer[at : at + len(part)] = part
 
-    def amax(self, first: int, last: int) -> float | None:
+    def amaxes(self) -> Iterator[float] | None:
         return None

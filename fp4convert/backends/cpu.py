@@ -60,9 +60,8 @@ class Cpu:
             yield self.dequantize(q.rows(first, last), dtype)
 
     def _amaxes(self, weights: Weights) -> Iterator[float]:
-        for first, last in row_panels(weights.shape, READ_ELEMENTS):
-            known = weights.amax(first, last)
-            yield self.amax(weights.rows(first, last)) if known is None else known
+        known = weights.amaxes()
+        yield from (self.amax(panel) for panel in _panels(weights)) if known is None else known
 
     def amax(self, x: Matrix) -> float:
         """The largest magnitude, exact; Inf or NaN where the data holds one."""

@@ -6,13 +6,13 @@ column where they are transposed).  What lies in whole rows is read where it lie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from fp4convert.backends.cpu import Cpu
-from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.codings import Linear
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, Matrix, Weights
@@ -24,7 +24,6 @@ from fp4convert.spelling import Form
 WEIGHT = ".weight"
 MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
 OUTPUT_MEMBERS = ("down_proj", "w2", "output_linear", "fc2", "wo")  # their rows are the hidden vector
-ROWS_AT_ONCE = 256  # of a stored matrix whose magnitudes are looked through
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ class _Rows:
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         self.source.read_into(self.ref, first * self._row_nbytes, buffer)
 
-    def amax(self, first: int, last: int) -> float | None:
+    def amaxes(self) -> Iterator[float] | None:
         return None
 
 
@@ -115,7 +114,7 @@ class _EveryOther:
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data
 
-    def amax(self, first: int, last: int) -> float | None:
+    def amaxes(self) -> Iterator[float] | None:
         return None
 
 
@@ -135,31 +134,29 @@ class _Columns:
         return self.ref.dtype
 
     def rows(self, first: int, last: int) -> Matrix:
-        stored = (self.ref.shape[0], self.ref.shape[1])
-        return Cpu().transpose(Matrix(self._whole(), self.dtype, stored), self._places(first, last))
+        if not self._held:
+            self._held.append(self.source.read(self.ref))
+        stored = Matrix(self._held[0], self.dtype, (self.ref.shape[0], self.ref.shape[1]))
+        places = range(self.start + first * self.step, self.start + (last - 1) * self.step + 1, self.step)
+        return Cpu().transpose(stored, places)
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data
 
-    def amax(self, first: int, last: int) -> float | None:
-        """Without turning anything round: the bits of magnitudes are in the order of the magnitudes."""
-        places = self._places(first, last)
-        bits = np.dtype(f"<u{FLOAT_TYPES[self.dtype].nbytes}")
-        magnitude = bits.type(np.iinfo(bits).max >> 1)
-        stored = np.frombuffer(self._whole(), bits).reshape(self.ref.shape)[:, places.start : places.stop : places.step]
-        parts = (stored[row : row + ROWS_AT_ONCE] & magnitude for row in range(0, len(stored), ROWS_AT_ONCE))
-        largest = np.array([max(part.max() for part in parts)], bits)
-        return float(largest.view(FLOAT_DTYPES[self.dtype]).astype(np.float32)[0])
+    def amaxes(self) -> Iterator[float] | None:
+        return None
 
-    def _whole(self) -> memoryview:
-        """The stored matrix: every panel needs a part of each of its rows."""
-        if not self._held:
-            self._held.append(self.source.read(self.ref))
-        return self._held[0]
 
-    def _places(self, first: int, last: int) -> range:
-        """The stored columns of those rows."""
-        return range(self.start + first * self.step, self.start + (last - 1) * self.step + 1, self.step)
+def measured_whole(linears: Sequence[Linear], source: Source) -> Iterator[Weights]:
+    """Weights with the values of all these linear layers, in any order: what together is one stored matrix is read as it lies."""
+    sharing: dict[TensorRef, list[Linear]] = defaultdict(list)
+    for linear in linears:
+        sharing[linear.refs[0]].append(linear)
+    for ref, own in sharing.items():
+        if isinstance(own[0].coding, Picked) and len(own) == own[0].share:
+            yield _Rows(source, ref, (ref.shape[0], ref.shape[1]))
+        else:
+            yield from (linear.coding.weights(linear, source) for linear in own)
 
 
 def find_floats(

@@ -60,7 +60,7 @@ class _Values:
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data
 
-    def amax(self, first: int, last: int) -> float | None:
+    def amaxes(self) -> Iterator[float] | None:
         return None
 
 

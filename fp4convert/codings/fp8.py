@@ -90,9 +90,10 @@ class _Scaled:
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data
 
-    def amax(self, first: int, last: int) -> float | None:
-        shape = (last - first, self.shape[1])
-        return Cpu().amax_fp8(self._codes(first, last), shape, self._grid(first), self.codes.dtype)
+    def amaxes(self) -> Iterator[float] | None:
+        columns, dtype = self.shape[1], self.codes.dtype
+        panels = ((self._codes(*panel), (panel[1] - panel[0], columns), self._grid(panel[0])) for panel in row_panels(self.shape))
+        return (Cpu().amax_fp8(*panel, dtype) for panel in panels)
 
     def _codes(self, first: int, last: int) -> memoryview:
         return self.source.read_range(self.codes, first * self.shape[1], last * self.shape[1])
@@ -127,7 +128,7 @@ class ThroughFp8:
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data
 
-    def amax(self, first: int, last: int) -> float | None:
+    def amaxes(self) -> Iterator[float] | None:
         return None
 
 

@@ -89,7 +89,7 @@ class _Unpacked:
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data
 
-    def amax(self, first: int, last: int) -> float | None:
+    def amaxes(self) -> Iterator[float] | None:
         return None
 
     def _scales(self, ref: TensorRef, first: int, last: int) -> Float32s:
