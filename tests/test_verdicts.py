@@ -56,6 +56,7 @@ def artifact(folder: Path, fmt: str, modules: tuple[str, ...], floats: Tensors |
         (DOWN, weight(), Target("nvfp4", CT), "quantize", "a linear layer"),
         ("lm_head", weight(), Target("nvfp4", CT), "copy", "an output head"),
         (DOWN, ("BF16", (0, 64), b""), Target("nvfp4", CT), "skip", "empty"),
+        (DOWN, ("BF16", (64, 0), b""), Target("nvfp4", CT), "skip", "empty"),
         (DOWN, weight(0, 2, 24), Target("nvfp4", CT), "skip", "24 columns, not a multiple of the block of 16"),
         (DOWN, weight(0, 2, 48), Target("nvfp4", CT), "quantize", "a linear layer"),
         (DOWN, weight(0, 2, 48), Target("mxfp4", CT), "skip", "48 columns, not a multiple of the block of 32"),
