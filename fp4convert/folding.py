@@ -15,6 +15,12 @@ Numbers = tuple[int, ...]
 Ranges = tuple[tuple[int, ...], ...]  # for each place the numbers that stand there, every one with every other
 
 PARAMETERS = frozenset({"bias", "e_score_correction_bias", "weight_scale", "weight_scale_inv", "input_scale"})  # of a module
+READING_ORDER = (  # parts of names in the order in which people say them; all others stand at the empty place, by the alphabet
+    *(("q", "wq", "query", "qkv"), ("k", "wk", "key", "kv"), ("v", "wv", "value"), ("gate",), ("up",)),
+    *((), ("o", "wo", "out", "down")),
+)
+_RANKS = {part: rank for rank, parts in enumerate(READING_ORDER) for part in parts}
+_BETWEEN, _OF_ATTENTION = READING_ORDER.index(()), range(3)
 _NUMBER = re.compile(r"(?<![^._])(0|[1-9][0-9]{0,8})(?![^._])")  # a word of its own: not that of w1, nor one with zeros before
 
 
@@ -45,7 +51,7 @@ def find_ranges(found: Iterable[Numbers]) -> list[Ranges]:
 def fold_names(named: Iterable[tuple[str, Hashable]]) -> Iterator[tuple[str, list[int]]]:
     """(pattern, positions) for names with their verdicts: only names with equal verdicts stand under one pattern.
 
-    Siblings, whose names differ in the last word alone, stand together where they have the same numbers, too.
+    Siblings, whose names differ in the last word alone, stand together where they have the same numbers, too, in reading order.
     The first position is that of the lowest numbers, of the sibling that comes first.
     """
     alike: dict[tuple[tuple[str, ...], Hashable], dict[Numbers, list[int]]] = defaultdict(dict)
@@ -59,8 +65,18 @@ def fold_names(named: Iterable[tuple[str, Hashable]]) -> Iterator[tuple[str, lis
             own = [position for numbers in product(*ranges) for position in held[numbers]]
             siblings[(*texts[:-1], parent, parameter), ranges, verdict][word] = own
     for ((*texts_before, parent, parameter), ranges, _), words in siblings.items():
-        pattern = join_numbers((*texts_before, f"{parent}{join_words(list(words))}{parameter}"), ranges)
-        yield pattern, [position for own in words.values() for position in own]
+        ordered = sorted(words, key=reading_rank)
+        pattern = join_numbers((*texts_before, f"{parent}{join_words(ordered)}{parameter}"), ranges)
+        yield pattern, [position for word in ordered for position in words[word]]
+
+
+def reading_rank(word: str) -> tuple[int, str, int, str]:
+    """Sorts siblings as people say them: q, k, v and o; gate, up and down; others by the alphabet."""
+    parts = word.split("_")
+    at, rank = next(((at, _RANKS[part]) for at, part in enumerate(parts) if part in _RANKS), (0, _BETWEEN))
+    if rank in _OF_ATTENTION:
+        return 0, "_".join(parts[:at]), rank, word  # add_q, add_k and add_v before to_q, to_k and to_v
+    return rank, "", rank, word
 
 
 def split_leaf(name: str) -> tuple[str, str, str]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fp4convert.backends import Backend, open_backend
 from fp4convert.convert import artifact_job
-from fp4convert.folding import fold_names, split_leaf, split_numbers
+from fp4convert.folding import fold_names, reading_rank, split_leaf, split_numbers
 from fp4convert.formats import MODULE_FORMATS, format_named
 from fp4convert.pace import measure_pace
 from fp4convert.progress import size_text
@@ -36,7 +36,8 @@ COLUMN_PARALLEL = frozenset(  # whose rows they divide; not k_proj and v_proj, w
         *("fc1", "c_fc", "fc_in", "linear_fc1", "dense_h_to_4h", "wi", "wi_0", "wi_1"),
     }
 )
-EMBEDDINGS = ("embed", "wte", "wpe", "word_embeddings")  # in the name of what stands before the layers
+EMBEDDINGS = ("embed", "wte", "wpe")  # in the last word of what stands before the layers
+ASIDE = ("visual", "vision", "audio", "image", "multi_modal", "mm_proj", "mtp")  # in names beside the language model
 
 
 def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, object]:
@@ -124,7 +125,6 @@ class Verdict(NamedTuple):
 def fold_steps(sized: Sequence[Sized]) -> list[dict[str, object]]:
     """A row for every kind of module with one verdict, in the order of a model: embeddings, layers, what follows them."""
     told = [(_name_of(one.step), _verdict_on(one.step), at) for at, one in enumerate(sized)]
-    told.sort(key=lambda item: _rank(*item[:2]))
     rows = []
     for pattern, positions in fold_names((name, verdict) for name, verdict, _ in told):
         name, verdict, first = told[positions[0]]
@@ -143,18 +143,12 @@ def fold_steps(sized: Sequence[Sized]) -> list[dict[str, object]]:
     return [row for _, row in sorted(rows, key=lambda item: item[0].order(begun))]
 
 
-def _rank(name: str, verdict: Verdict) -> int:
-    """Sorts siblings in the order in which their scale group names them."""
-    members = verdict.group.split("/") if verdict.group else ()
-    leaf = name.rpartition(".")[2]
-    return members.index(leaf) if leaf in members else 0
-
-
 class _Place(NamedTuple):
     """Where a row belongs.
 
     stack   what stands before the first number: layers of one kind; nothing where there is none
     lowest  that number
+    rank    of its first word, in reading order
     at      where its first tensor is in the checkpoint
     """
 
@@ -162,6 +156,7 @@ class _Place(NamedTuple):
     lowest: int
     pattern: str
     is_matrix: bool
+    rank: tuple[int, str, int]
     at: int
 
     @classmethod
@@ -169,18 +164,23 @@ class _Place(NamedTuple):
         """The place of a row, whose lowest name and its step these are."""
         texts, numbers = split_numbers(name)
         is_matrix = len(step.shape or step.refs[0].shape) > 1
-        return cls(texts[0] if numbers else "", numbers[0] if numbers else 0, pattern, is_matrix, at)
+        rank = reading_rank(split_leaf(name)[1])[:-1]
+        return cls(texts[0] if numbers else "", numbers[0] if numbers else 0, pattern, is_matrix, rank, at)
 
     def order(self, begun: dict[str, int]) -> tuple[object, ...]:
         """Sorts rows: in a stack of layers attention stands first, and what has one parent side by side, matrices first.
 
         begun  where each stack begins
         """
+        parent, word, parameter = split_leaf(self.pattern)
+        beside = not self.is_matrix, bool(parameter), self.rank, self.at
         if self.stack:
-            parent = split_leaf(self.pattern)[0]
-            return 1, begun[self.stack], self.lowest, "att" not in parent, parent, not self.is_matrix, self.at
-        is_embedding = any(word in self.pattern for word in EMBEDDINGS)
-        return (0 if is_embedding else 2), 0, 0, self.is_matrix, "", False, self.at
+            return 1, begun[self.stack], self.lowest, "att" not in parent, parent, *beside
+        if any(aside in self.pattern for aside in ASIDE):
+            return 2, 0, 0, False, parent, *beside
+        if any(name in word for name in EMBEDDINGS):
+            return 0, 0, 0, False, "", *beside
+        return 3, 0, 0, self.is_matrix, "", False, bool(parameter), (), self.at  # the last norm before the head
 
 
 def _name_of(step: Step) -> str:
@@ -197,7 +197,7 @@ def find_doubts(sized: Sequence[Sized], plan: Plan) -> list[str]:
     """What a person should know of a plan as it came out."""
     before, after = sum(one.source_bytes for one in sized), sum(one.output_bytes for one in sized)
     larger = []
-    if after > before:
+    if after > before and size_text(after) != size_text(before):
         added = _added_nbytes(sized)
         because = f"; packed weights that stay, written as bf16, add {size_text(added)}: see --keep-packed" if added > 0 else ""
         larger = [f"the result is larger than the source: {size_text(before)} become {size_text(after)}{because}"]
@@ -223,5 +223,6 @@ def _find_bad_splits(plan: Plan) -> Iterator[str]:
             evenly = (
                 f"{size} columns cannot be divided into whole blocks of {block}" if block else f"{size} rows cannot be divided"
             )
-            among = f"among {' or '.join(bad)} ranks of tensor parallelism"
-            yield f"{leaf}: {evenly} {among} ({len(modules)} modules, the first {modules[0]!r})"
+            among = f"among {' or '.join(filter(None, (', '.join(bad[:-1]), bad[-1])))} ranks of tensor parallelism"
+            where = f"{len(modules):,} modules, the first {modules[0]!r}" if len(modules) > 1 else f"1 module, {modules[0]!r}"
+            yield f"{leaf}: {evenly} {among} ({where})"

@@ -15,6 +15,8 @@ STYLES = {"copy": "", "skip": "yellow", "dequantize": "yellow"}
 INDENT, GAP = "  ", "  "
 RIGHT = (1, 3, 4)  # columns of numbers
 WHY_WIDTH = 20  # at least
+LINEAR = "a linear layer"  # goes without saying where a scale is shared
+LONGEST_NAME = 1000  # one of more characters is nobody's
 
 Row = tuple[str, ...]
 
@@ -34,11 +36,13 @@ def draw_plan(screen: Screen, plan: Document) -> None:
             screen.line(f"{component}/", "bold")
             part_of, above = component, ""
         if parent and parent != above:
-            screen.line(shorten(escape(parent.removesuffix("."))), "bold")
+            for part in _broken(escape(parent.removesuffix(".")), screen.out.width):
+                screen.line(part, "bold")
         above = parent
         style = STYLES.get(row["action"], "green")
         if len(cells[0]) > widths[0]:
-            screen.line(cells[0], style)
+            for part in _broken(cells[0], screen.out.width):
+                screen.line(part, style)
         name = "" if len(cells[0]) > widths[0] else cells[0]
         first, *more = wrap(cells[-1], room) or [""]
         screen.line(_line((name, *cells[1:-1], first), widths), style)
@@ -54,6 +58,17 @@ def _name_width(names: list[str], most: int) -> int:
     return max((len(name) for name in names if len(name) <= most), default=len(HEADINGS[0]))
 
 
+def _broken(name: str, width: int) -> Iterator[str]:
+    """Lines of a name too long for one, each but the last up to a comma: in ranges and in braces nothing is left out."""
+    line = ""
+    for piece in shorten(name, LONGEST_NAME).split(","):
+        if line.strip() and len(line) + len(piece) >= width:
+            yield line
+            line = INDENT * 2
+        line += f"{piece},"
+    yield line[:-1]
+
+
 def _line(cells: Row, widths: list[int]) -> str:
     sized = zip(cells, widths, strict=False)
     return GAP.join(
@@ -63,16 +78,28 @@ def _line(cells: Row, widths: list[int]) -> str:
 
 def _cells(row: Document) -> Row:
     parent = _parent_of(row["pattern"])
-    name = shorten(escape(row["pattern"].removeprefix(parent)))
-    why = f"one scale: {join_words(row['group'].split('/'))}" if row["group"] else row["reason"]
+    name = escape(row["pattern"].removeprefix(parent))
+    shared = f"one scale: {join_words(row['group'].split('/'))}" if row["group"] else ""
+    why = row["reason"].removeprefix(LINEAR).removeprefix(", ") if shared else row["reason"]
     sizes = (size_text(row[key]) for key in ("source_bytes", "output_bytes"))
     becomes = str(row["format"] or WORDS.get(row["action"], row["action"]))
-    return (f"{INDENT if parent else ''}{name}", f"{row['count']:,}", becomes, *sizes, escape(why))
+    return (
+        f"{INDENT if parent else ''}{name}",
+        f"{row['count']:,}",
+        becomes,
+        *sizes,
+        escape("; ".join(filter(None, (why, shared)))),
+    )
 
 
 def _parent_of(pattern: str) -> str:
-    """What stands above a row, where that tells of many; otherwise nothing, and the row has its whole name."""
-    parent = split_leaf(pattern)[0]
+    """What stands above a row, where that tells of many; otherwise nothing, and the row has its whole name.
+
+    A number alone is no name: it stands in the row with the word before it, to_out.0 and net.0.proj.
+    """
+    parent, word, _ = split_leaf(pattern)
+    while parent and (not set(word) - set("0123456789[],-") or parent.split(".")[-2].isdigit()):
+        parent, word, _ = split_leaf(parent.removesuffix("."))
     return parent if "[" in parent else ""
 
 
@@ -102,4 +129,5 @@ def _totals(plan: Document) -> Iterator[tuple[str, str]]:
 def _sum_text(rows: list[Document], what: str) -> str:
     before, after = (sum(row[key] for row in rows) for key in ("source_bytes", "output_bytes"))
     change = f" -> {size_text(after)}" if after != before else ""
-    return f"{sum(row['count'] for row in rows):,} {what}, {size_text(before)}{change}"
+    count = sum(row["count"] for row in rows)
+    return f"{count:,} {what if count != 1 else what.removesuffix('s')}, {size_text(before)}{change}"

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from fp4convert.codings import Linear
 from fp4convert.codings.fp4 import FourBit
+from fp4convert.codings.fp8 import Fp8
 from fp4convert.dialects import Dialect, check_forms, module_form
 from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4, NVFP4, Format
+from fp4convert.formats import FP8, MXFP4, NVFP4, Format
 from fp4convert.linears import Linears
 from fp4convert.patterns import matches_any
 from fp4convert.recipe import Recipe, ScaleGroup, scale_group
@@ -58,7 +59,7 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
 class _Judge:
     """Decides on one linear layer after the other.
 
-    forms  of the modules that become each format
+    forms    of the modules that become each format
     """
 
     recipe: Recipe
@@ -78,6 +79,9 @@ class _Judge:
         if reason := self.dialect.unfit(linear.module, linear.shape, form):
             return self._stays(linear, "skip", reason)
         group = scale_group(linear.module, self.recipe.groups) if fmt.has_global_scale else None
+        own = linear.coding.form_kept(linear, self.recipe.target) if fmt is FP8 and isinstance(linear.coding, Fp8) else None
+        if own and not self.dialect.unfit(linear.module, linear.shape, own):
+            return Verdict(linear, "copy", f"{linear.coding.word} already: the same codes and scales", own, group, stays=True)
         if carried := self._carried(linear, fmt):
             return Verdict(linear, "transcode", carried, form, group)
         return Verdict(linear, "quantize", _origin(linear), form, group)

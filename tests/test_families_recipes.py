@@ -4,10 +4,10 @@ A line: kept or not, and a module.  Layers are those of a model of 8 layers, of 
 """
 
 import pytest
+from family_tables import LAYERS, recipe_for, rows_of
 
 from fp4convert.recipe import Choice, Target, build_recipe, scale_group
 
-LAYERS = {"num_hidden_layers": 8, "first_k_dense_replace": 2, "num_layers": 8}
 TABLE = """
 llama
   - model.layers.0.self_attn.q_proj
@@ -229,6 +229,17 @@ muse_glimmer
   keep model.vision_adapter.fc1
   keep model.vision_projection
   keep model.vision_tower.layers.0.attn.q_proj
+  keep model.language_model.layers.0.self_attn.gate_proj
+ernie4_5_moe
+  - model.layers.1.mlp.experts.3.up_proj
+  - model.layers.0.self_attn.q_proj
+  - model.layers.1.mlp.shared_experts.up_proj
+  keep model.layers.1.mlp.gate
+  keep model.mtp_block.0.self_attn.q_proj
+  keep model.mtp_block.0.mlp.gate_proj
+  keep model.mtp_linear_proj.0
+  keep model.mtp_emb_norm.0
+  keep model.mtp_hidden_norm.0
 step3p5
   - model.layers.3.moe.experts.3.up_proj
   - model.layers.0.mlp.up_proj
@@ -267,108 +278,16 @@ longcat_flash
 hunyuan_v1_moe
   - model.layers.3.mlp.shared_mlp.up_proj
   keep model.layers.3.mlp.gate.wg
-Flux2Transformer2DModel
-  - transformer_blocks.0.attn.to_q
-  - single_transformer_blocks.0.attn.to_out
-  keep double_stream_modulation_img.linear
-  keep x_embedder
-  keep context_embedder
-  keep time_guidance_embed.timestep_embedder.linear_1
-  keep norm_out.linear
-  keep proj_out
---recipe flux
-  - double_blocks.0.img_attn.qkv
-  - model.diffusion_model.single_blocks.0.linear1
-  keep model.diffusion_model.double_stream_modulation_img.lin
-  keep img_in
-  keep txt_in
-  keep time_in.in_layer
-  keep final_layer.linear
-  keep double_blocks.0.img_mod.lin
-WanTransformer3DModel
-  - blocks.3.attn1.to_q
-  - blocks.3.ffn.net.2
-  keep blocks.0.attn1.to_q
-  keep blocks.1.ffn.net.2
-  keep blocks.6.ffn.net.2
-  keep blocks.7.attn2.to_out.0
-  keep condition_embedder.time_proj
-  keep proj_out
---recipe wan
-  - model.diffusion_model.blocks.10.self_attn.q
-  keep model.diffusion_model.blocks.1.ffn.0
-  keep text_embedding.0
-  keep time_projection.1
-  keep head.head
-  keep img_emb.proj.1
-QwenImageTransformer2DModel
-  - transformer_blocks.3.attn.to_q
-  - transformer_blocks.3.img_mod.1
-  keep transformer_blocks.2.attn.to_q
-  keep transformer_blocks.5.txt_mlp.net.2
-  keep time_text_embed.timestep_embedder.linear_1
-  keep img_in
-  keep txt_in
-  keep norm_out.linear
-  keep proj_out
-ZImageTransformer2DModel
-  - layers.3.attention.to_q
-  - layers.3.feed_forward.w1
-  keep layers.3.adaLN_modulation.0
-  keep all_x_embedder.2-1
-  keep all_final_layer.2-1.linear
-  keep cap_embedder.1
-  keep t_embedder.mlp.0
-HunyuanVideoTransformer3DModel
-  - transformer_blocks.3.attn.to_q
-  keep context_embedder.proj_in
-  keep norm_out.linear
---recipe hunyuan_video
-  - double_blocks.0.img_attn_qkv
-  keep img_in.proj
-  keep vision_in.proj.1
-  keep cond_type_embedding
-LTX2VideoTransformer3DModel
-  - transformer_blocks.3.attn1.to_q
-  keep transformer_blocks.0.attn1.to_q
-  keep transformer_blocks.47.ff.net.2
-  keep proj_out
---recipe ltxv2
-  - model.diffusion_model.transformer_blocks.20.attn1.to_q
-  keep model.diffusion_model.transformer_blocks.46.attn1.to_q
-  keep model.diffusion_model.patchify_proj
-  keep model.diffusion_model.adaln_single.linear
-  keep vocoder.conv_pre
-  keep vae.decoder.conv_in
 """
 
 
-def rows() -> list[tuple[str, str, bool]]:
-    """(model, module, is kept) of every line."""
-    found, model = [], ""
-    for line in TABLE.strip().splitlines():
-        if not line.startswith(" "):
-            model = line
-            continue
-        word, module = line.split()
-        found.append((model, module, word == "keep"))
-    return found
-
-
-def recipe_for(model: str):
-    if model.startswith("--recipe "):
-        return build_recipe(Target("nvfp4"), LAYERS, Choice(model.removeprefix("--recipe ")))
-    key = "_class_name" if model.endswith("Model") else "model_type"
-    return build_recipe(Target("nvfp4"), {key: model, **LAYERS})
-
-
-@pytest.mark.parametrize(("model", "module", "is_kept"), rows())
+@pytest.mark.parametrize(("model", "module", "is_kept"), rows_of(TABLE))
 def test_what_stays_in_a_family(model, module, is_kept):
     assert (recipe_for(model).reason_to_keep(module) is not None) is is_kept
 
 
-def test_the_table_speaks_of_fifty_models():
-    assert len({model for model, _, _ in rows()}) >= 50
+def test_the_table_speaks_of_forty_models():
+    assert len({model for model, _, _ in rows_of(TABLE)}) >= 40
 
 
 @pytest.mark.parametrize(
@@ -393,3 +312,25 @@ def test_the_table_speaks_of_fifty_models():
 def test_what_shares_a_scale_in_a_family(model, module, members):
     group = scale_group(f"model.layers.0.{module}", recipe_for(model).groups)
     assert " ".join(group.members if group else ()) == members
+
+
+@pytest.mark.parametrize(
+    ("model", "module"),
+    [
+        *(
+            (model, leaf)
+            for model in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+            for leaf in ("q_proj", "k_proj", "v_proj")
+        ),
+        *((model, "gate_proj") for model in ("muse_glimmer", "afmoe")),
+        ("step3p5", "g_proj"),
+    ],
+)
+def test_the_gate_of_attention_is_taken_by_no_mode(model, module, tmp_path):
+    """Perplexity 65 for Qwen3.6-27B with this gate in four bits (Model-Optimizer issue 2091); engines fuse q, k and v."""
+    name, config = f"model.layers.3.self_attn.{module}", {"model_type": model, **LAYERS}
+    (tmp_path / "mine.toml").write_text('[[format]]\nmodules = ["*.self_attn.*"]\nformat = "nvfp4"')
+    for chosen in (None, "all", str(tmp_path / "mine.toml")):
+        assert build_recipe(Target("nvfp4"), config, Choice(chosen)).reason_to_keep(name)
+    assert build_recipe(Target("nvfp4"), config, Choice("all", include=(name,))).reason_to_keep(name) is None
+    assert build_recipe(Target("nvfp4"), config, Choice("all")).reason_to_keep("model.layers.3.self_attn.o_proj") is None

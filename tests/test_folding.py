@@ -38,6 +38,14 @@ def unfold(pattern: str) -> set[str]:
         (["m.0.q_proj", "m.0.k_proj", "m.0.v_proj"], ["m.0.{q,k,v}_proj"]),
         (["m.0.w1", "m.0.w3", "m.1.w1", "m.1.w3"], ["m.[0-1].{w1,w3}"]),  # a digit inside a word is no number
         (["m.0.q_proj.bias", "m.0.k_proj.bias"], ["m.0.{q,k}_proj.bias"]),
+        (["m.0.v_proj", "m.0.o_proj", "m.0.k_proj", "m.0.q_proj"], ["m.0.{q,k,v,o}_proj"]),
+        (["m.0.up_proj", "m.0.down_proj", "m.0.gate_proj"], ["m.0.{gate,up,down}_proj"]),
+        (["m.0.kv_b_proj", "m.0.q_a_proj", "m.0.o_proj", "m.0.q_b_proj"], ["m.0.{q_a,q_b,kv_b,o}_proj"]),
+        (["m.0.add_v_proj", "m.0.to_add_out", "m.0.add_q_proj"], ["m.0.{add_q_proj,add_v_proj,to_add_out}"]),
+        (["m.to_out", "m.to_v", "m.to_q", "m.add_v", "m.to_k", "m.add_k"], ["m.{add_k,add_v,to_q,to_k,to_v,to_out}"]),
+        (["m.0.out_proj", "m.0.in_proj_z", "m.0.in_proj_qkv"], ["m.0.{in_proj_qkv,in_proj_z,out_proj}"]),
+        (["m.0.wv", "m.0.wo", "m.0.wk", "m.0.wq"], ["m.0.{wq,wk,wv,wo}"]),
+        (["m.0.fc2", "m.0.fc1", "m.0.act"], ["m.0.{act,fc1,fc2}"]),
         (["m.0.q.bias", "m.0.k.bias", "m.0.sinks"], ["m.0.{q,k}.bias", "m.0.sinks"]),
         (["m.0.e.a_bias", "m.0.e.b_bias", "m.0.r.bias"], ["m.0.e.{a,b}_bias", "m.0.r.bias"]),
         (["m.0.a", "m.1.a", "m.0.b"], ["m.[0-1].a", "m.0.b"]),  # b of layer 1 is not there

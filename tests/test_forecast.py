@@ -8,7 +8,7 @@ from checkpoints import LAYER, run, weight, write_llama, write_single
 from true_shapes import LLAMA_70B, QWEN3_8B, QWEN3_CODER_480B, deepseek_v3, write_holes
 
 from fp4convert.convert import Request, prepare_quantize
-from fp4convert.forecast import describe_plan
+from fp4convert.forecast import Sized, describe_plan, find_doubts
 from fp4convert.sources import open_source
 from fp4convert.workers import Settings
 
@@ -94,11 +94,42 @@ def test_rows_stand_in_the_order_of_the_model(tmp_path):
         "model.embed_tokens",
         "model.layers.[0-35].self_attn.{q,k,v}_proj",
         "model.layers.[0-35].self_attn.o_proj",
-        "model.layers.[0-35].self_attn.{k,q}_norm",
+        "model.layers.[0-35].self_attn.{q,k}_norm",
         "model.layers.[0-35].{input,post_attention}_layernorm",
-        "model.layers.[0-35].mlp.down_proj",
         "model.layers.[0-35].mlp.{gate,up}_proj",
+        "model.layers.[0-35].mlp.down_proj",
         "model.norm",
+        "lm_head",
+    ]
+
+
+def test_towers_and_later_tokens_stand_after_the_layers(tmp_path):
+    """An embedding of the language model goes first; names as Qwen3-VL and Qwen3-Next have them, sorted as in a file."""
+    language = "model.language_model"
+    names = [
+        *(
+            "lm_head.weight",
+            f"{language}.embed_tokens.weight",
+            f"{language}.layers.0.mlp.down_proj.weight",
+            f"{language}.norm.weight",
+        ),
+        *("model.visual.blocks.0.attn.proj.weight", "model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.weight"),
+        *("model.visual.merger.linear_fc1.weight", "model.visual.merger.linear_fc2.weight", "model.visual.patch_embed.proj.bias"),
+        *("model.visual.pos_embed.weight", "mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight"),
+    ]
+    shapes = ((name, (64,) if "norm" in name or name.endswith("bias") else (64, 64)) for name in names)
+    rows = forecast(write_holes(tmp_path / "m", "qwen3_vl", shapes, shards=1))["patterns"]
+    assert [row["pattern"] for row in rows] == [
+        f"{language}.embed_tokens",
+        f"{language}.layers.0.mlp.down_proj",
+        "model.visual.blocks.0.attn.{qkv,proj}",
+        "model.visual.pos_embed",
+        "model.visual.merger.linear_{fc1,fc2}",
+        "model.visual.merger.norm",
+        "model.visual.patch_embed.proj.bias",
+        "mtp.fc",
+        "mtp.pre_fc_norm_embedding",
+        f"{language}.norm",
         "lm_head",
     ]
 
@@ -179,8 +210,16 @@ def test_columns_that_ranks_cannot_divide_into_whole_blocks_are_told(tmp_path):
 def test_rows_that_ranks_cannot_divide_are_told_but_not_those_of_few_heads(tmp_path):
     shapes = {"self_attn.q_proj": (36, 64), "self_attn.k_proj": (2, 64), "self_attn.v_proj": (2, 64), "mlp.other": (3, 64)}
     assert warnings_of(tmp_path, shapes) == [
-        f"q_proj: 36 rows cannot be divided among 8 ranks of tensor parallelism (1 modules, the first '{LAYER}.self_attn.q_proj')"
+        f"q_proj: 36 rows cannot be divided among 8 ranks of tensor parallelism (1 module, '{LAYER}.self_attn.q_proj')"
     ]
+
+
+def test_several_numbers_of_ranks_are_told_as_a_sentence(tmp_path):
+    (warning,) = warnings_of(tmp_path, {"mlp.down_proj": (64, 48)})
+    assert warning == (
+        "down_proj: 48 columns cannot be divided into whole blocks of 16 among 2, 4 or 8 ranks of tensor parallelism"
+        f" (1 module, '{LAYER}.mlp.down_proj')"
+    )
 
 
 def test_what_stays_is_never_warned_of(tmp_path):
@@ -221,10 +260,22 @@ def test_a_result_larger_than_its_source_is_told(tmp_path):
     )
 
 
+def test_a_result_larger_by_less_than_anybody_reads_is_not_told(tmp_path):
+    """Integers of four bits in groups of 32 with bf16 scales have 4.5 bits, as NVFP4 has: 8 bytes more are no news."""
+    norm = {f"{LAYER}.input_layernorm.weight": weight(0, 4096, 64), "model.norm.weight": weight(0, 1, 16)}
+    source = open_source(str(write_single(tmp_path / "m", norm)))
+    plan = prepare_quantize(source, Request("nvfp4"))
+    sized = [Sized(step, step.source_bytes, step.source_bytes + 8) for step in plan.steps]
+    assert find_doubts(sized, plan) == []
+    assert find_doubts([Sized(one.step, one.source_bytes, 2 * one.source_bytes) for one in sized], plan) == [
+        "the result is larger than the source: 524 kB become 1.05 MB"
+    ]
+
+
 def test_a_group_that_lacks_a_member_and_a_pattern_that_fits_nothing_are_in_the_document(tmp_path):
     source = write_single(tmp_path / "m", {f"{LAYER}.mlp.gate_proj.weight": weight(), f"{LAYER}.mlp.up_proj.weight": weight()})
     warnings = forecast(source, "nvfp4", "--exclude", "*up_proj", "--include", "nothing*")["warnings"]
-    assert any("scale groups gate_proj/up_proj lack members" in warning for warning in warnings)
+    assert any("up_proj of 1 scale group gate_proj/up_proj stays" in warning for warning in warnings)
     assert any(warning.startswith("--include 'nothing*' matches no module") for warning in warnings)
 
 

@@ -69,7 +69,7 @@ def test_the_totals(capsys):
     assert max(map(len, lines)) <= 100
     assert lines[-6:] == [
         "nvfp4    1,234 modules, 2.00 kB -> 0.50 kB",
-        "stays    1 tensors, 2.00 kB",
+        "stays    1 tensor, 2.00 kB",
         "total    1.37 TB -> 389 GB (28 %), 4.500 bits per weight where it is quantized",
         "peak     memory 138 MB, disk 389 GB",
         "work     5 min 28 s on cpu: arithmetic 2 min 11 s, hashing 3 min 17 s; writing to the disk apart",
@@ -82,7 +82,7 @@ def test_packed_weights_that_stay_are_pointed_out(capsys):
     lines = draw(capsys, rows, added_bytes=1000)
     assert lines[2].split() == ["q", "1", "bf16", "1.00", "kB", "2.00", "kB", "excluded", "by", "'*q'"]
     assert "bf16     adds 1.00 kB: packed weights that stay; --keep-packed leaves them as they are" in lines
-    assert "stays    1 tensors, 1.00 kB -> 2.00 kB" in lines
+    assert "stays    1 tensor, 1.00 kB -> 2.00 kB" in lines
 
 
 def test_nothing_to_quantize_and_nothing_at_all(capsys):
@@ -112,6 +112,39 @@ def test_a_name_too_long_for_its_column_has_a_line_to_itself(capsys):
     assert lines[4][at:] == "a norm"
     assert lines[4].split() == ["1", "stays", "2.00", "kB", "0.50", "kB", "a", "norm"]
     assert f"  {long}" in draw(capsys, [row(f"m.[0-1].{long}")])  # where none fits, too
+
+
+def test_names_and_ranges_longer_than_the_terminal_go_on_after_a_comma(capsys):
+    layers = f"[{','.join(map(str, range(3, 123, 4)))}]"  # every fourth layer has attention of another kind
+    leaves = ",".join(f"a_leaf_with_number_{at}" for at in range(20))
+    lines = draw(capsys, [row(f"m.{layers}.x", count=30), row(f"m.[0-1].{{{leaves}}}", "copy", "a norm")], bits_per_weight=None)
+    table = lines[: lines.index("")]
+    assert max(map(len, table)) <= 100
+    told = "".join(line.strip() for line in table)
+    assert layers in told
+    assert f"{{{leaves}}}" in told
+
+
+def test_a_number_stands_with_the_word_before_it(capsys):
+    names = ("attn.to_q", "attn.to_out.0", "attn.to_out.0.bias", "ff.net.2", "ff.net.0.proj")
+    assert [line.split()[0] for line in draw(capsys, [row(f"b.[0-1].{name}") for name in names])[1:8]] == [
+        *("b.[0-1].attn", "to_q", "to_out.0", "to_out.0.bias"),
+        *("b.[0-1].ff", "net.2", "net.0.proj"),
+    ]
+    assert draw(capsys, [row("m.[0-1]"), row("0.[1-2]")])[1].startswith("m.[0-1] ")
+
+
+def test_a_shared_scale_hides_no_reason(capsys):
+    shared = {"group": "gate_proj/up_proj"}
+    reasons = ("a linear layer", "a linear layer, from int4 32", "mxfp4, whose blocks nvfp4 can say")
+    lines = draw(
+        capsys, [row(f"m.[0-1].{at}.{{gate,up}}_proj", reason=reason, **shared) for at, reason in enumerate(reasons)], 200
+    )
+    assert [line.split("kB")[-1].strip() for line in lines[2:8:2]] == [
+        "one scale: {gate,up}_proj",
+        "from int4 32; one scale: {gate,up}_proj",
+        "mxfp4, whose blocks nvfp4 can say; one scale: {gate,up}_proj",
+    ]
 
 
 def test_what_could_act_on_a_terminal_is_shown(capsys):
