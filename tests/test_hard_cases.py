@@ -71,19 +71,25 @@ def test_without_an_index_model_safetensors_is_the_model(tmp_path):
     assert {name.rpartition(".")[0] for name in read_folder(tmp_path / "out")} == {f"{LAYER}.o_proj"}
 
 
-def test_expert_stacks_are_warned_of(tmp_path):
+def test_expert_stacks_that_stay_are_warned_of(tmp_path):
     stack = {f"{LAYER}.mlp.experts.gate_up_proj": ("BF16", (2, 32, 64), bf16(2, 32, 64)), f"{LAYER}.o_proj.weight": weight()}
-    outcome = run("quantize", write_single(tmp_path / "m", stack), "--format", "nvfp4", "--dry-run")
-    assert "1 stacks of expert matrices stay as they are" in outcome.err
+    command = ("quantize", write_single(tmp_path / "m", stack), "--format", "nvfp4", "--dry-run")
+    refused = run(*command)
+    assert (refused.code, "no recipe tells how this model does" in refused.err) == (2, True)
+    assert "1 stacks of expert matrices stay as they are" in run(*command, "--exclude", "*experts*").err
 
 
 def test_missing_members_of_a_group_are_told_as_they_are(tmp_path):
-    only_up = write_single(tmp_path / "a", {f"{LAYER}.mlp.up_proj.weight": weight()})
-    assert "no gate_proj is quantized anywhere" in run("quantize", only_up, "--format", "nvfp4", "--dry-run").err
-    attention = {f"{LAYER}.self_attn.{leaf}_proj.weight": weight(seed) for seed, leaf in enumerate("qkv")}
-    mixed = write_single(tmp_path / "b", attention)
-    told = run("quantize", mixed, "--format", "nvfp4", "--dry-run", "--exclude", "*.k_proj").err
-    assert "no k_proj is quantized anywhere" in told
+    only_q = write_single(tmp_path / "a", {f"{LAYER}.self_attn.q_proj.weight": weight()})
+    assert "k_proj and v_proj are not there" in run("quantize", only_q, "--format", "nvfp4", "--dry-run").err
+    for parent, leaves, kept in (
+        ("self_attn", ("q_proj", "k_proj", "v_proj"), "k_proj"),
+        ("mlp", ("gate_proj", "up_proj"), "gate_proj"),
+    ):
+        tensors = {f"{LAYER}.{parent}.{leaf}.weight": weight(seed) for seed, leaf in enumerate(leaves)}
+        mixed = write_single(tmp_path / parent, tensors)
+        told = run("quantize", mixed, "--format", "nvfp4", "--dry-run", "--exclude", f"*.{kept}").err
+        assert f"{kept} stays, first in '{LAYER}.{parent}'" in told
 
 
 def test_a_null_quantization_config_is_none(tmp_path):

@@ -144,7 +144,7 @@ INT4 = int_record(4)
             {**integers(), f"{O_PROJ}.weight_g_idx": ("I32", (64,), bytes(256))},
             INT4,
             "unsaid-tensors",
-            ["weight_g_idx"],
+            ["has its columns in an order of their own (weight_g_idx)"],
             ORIGINAL,
         ),
         ({**integers(), f"{O_PROJ}.weight_scale": ones(16, 3)}, INT4, "scales-shape", ["weight_scale F32 [16, 3]"], ""),

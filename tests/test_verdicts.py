@@ -56,6 +56,7 @@ def artifact(folder: Path, fmt: str, modules: tuple[str, ...], floats: Tensors |
         (DOWN, weight(), Target("nvfp4", CT), "quantize", "a linear layer"),
         ("lm_head", weight(), Target("nvfp4", CT), "copy", "an output head"),
         (DOWN, ("BF16", (0, 64), b""), Target("nvfp4", CT), "skip", "empty"),
+        (DOWN, ("BF16", (64, 0), b""), Target("nvfp4", CT), "skip", "empty"),
         (DOWN, weight(0, 2, 24), Target("nvfp4", CT), "skip", "24 columns, not a multiple of the block of 16"),
         (DOWN, weight(0, 2, 48), Target("nvfp4", CT), "quantize", "a linear layer"),
         (DOWN, weight(0, 2, 48), Target("mxfp4", CT), "skip", "48 columns, not a multiple of the block of 32"),
@@ -182,7 +183,15 @@ def test_groups_that_are_uneven_are_told_of(tmp_path):
 
     assert told(Choice()) == []
     assert told(Choice(exclude=("*self_attn*",))) == []
-    (warning,) = told(Choice(exclude=("*.1.self_attn.v_proj",)))
-    assert warning.startswith("1 scale groups q_proj/k_proj/v_proj lack members, the first in 'model.layers.1.self_attn'")
-    (warning,) = told(Choice(exclude=("*v_proj",)))
-    assert warning.startswith("2 scale groups q_proj/k_proj/v_proj lack members, the first in 'model.layers.0.self_attn'")
+    end = "; engines that fuse them need all of them in one format, or none"
+    first, second = (f"first in 'model.layers.{layer}.self_attn'{end}" for layer in (0, 1))
+    assert told(Choice(exclude=("*.1.self_attn.v_proj",))) == [f"1 scale group q_proj/k_proj/v_proj: v_proj stays, {second}"]
+    assert told(Choice(exclude=("*v_proj",))) == [f"2 scale groups q_proj/k_proj/v_proj: v_proj stays, {first}"]
+    stay = Choice(exclude=("*v_proj", "*k_proj"))
+    assert told(stay) == [f"2 scale groups q_proj/k_proj/v_proj: k_proj and v_proj stay, {first}"]
+    write_single(folder, {name: tensor for name, tensor in tensors.items() if "1.self_attn.k" not in name})
+    assert told(Choice()) == [f"1 scale group q_proj/k_proj/v_proj: k_proj is not there, {second}"]
+    file = tmp_path / "mine.toml"
+    file.write_text('about = "mine"\n[[format]]\nmodules = ["*.0.self_attn.q_proj"]\nformat = "fp8"\n')
+    (warning, _) = told(Choice(recipe=str(file)))
+    assert warning.startswith("1 scale group q_proj/k_proj/v_proj: members become fp8 row and nvfp4, first in 'model.layers.0")
