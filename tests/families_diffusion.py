@@ -74,9 +74,10 @@ DIFFUSION = (
         },
         (
             "{transformer_blocks,single_transformer_blocks}.{0-1}.attn.(to_q to_k to_v)",
-            "transformer_blocks.{0-1}.attn.{add_q_proj,add_k_proj,add_v_proj,to_out.0,to_add_out}",
+            "transformer_blocks.{0-1}.attn.(add_q_proj add_k_proj add_v_proj)",
+            "transformer_blocks.{0-1}.{attn.to_out.0,attn.to_add_out,norm1.linear,norm1_context.linear}",
             "transformer_blocks.{0-1}.{ff,ff_context}.net.{0.proj,2}",
-            "single_transformer_blocks.{0-1}.{proj_mlp,proj_out}",
+            "single_transformer_blocks.{0-1}.{norm.linear,proj_mlp,proj_out}",
         ),
         extra=_flux(),
     ),
