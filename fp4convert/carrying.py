@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from fp4convert.artifact import Artifact
+from fp4convert.codings.fp4 import FourBit
 from fp4convert.errors import NumericError
-from fp4convert.formats import Blocks, Fetched, Format, row_panels
+from fp4convert.formats import Blocks, Fetched, Format, Kind, row_panels
 from fp4convert.recast import NOTHING, global_exponent, largest_exponent, recast
 from fp4convert.recipe import ScaleGroup, group_members, scale_group
+from fp4convert.spelling import is_reversible
+from fp4convert.tasks import Plan
 
 
 class Kept(NamedTuple):
@@ -44,6 +47,21 @@ def group_exponent(members: Mapping[str, Blocks]) -> int:
     return global_exponent(largest)
 
 
+class Carried(NamedTuple):
+    """A module on its way: its blocks, what they become, and k of the global scale 2^k where they are cast."""
+
+    module: str
+    stored: Blocks
+    format: Format
+    exponent: int = 0
+    input_scale: float | None = None
+
+    @property
+    def blocks(self) -> Blocks:
+        """What it becomes."""
+        return carry(self.stored, self.format, self.exponent)
+
+
 class Carrier:
     """The modules of an artifact in a format.
 
@@ -57,11 +75,54 @@ class Carrier:
 
     def blocks(self, module: str) -> Blocks:
         """That module; every block that is cast keeps its values where E4M3 can say its scale."""
-        return carry(self._artifact.decode(module), self.format, self._exponents.get(module, 0))
+        return self._of(module).blocks
 
-    def count_kept(self, module: str) -> Kept:
-        """How its MXFP4 blocks fare as NVFP4."""
-        return kept_blocks(self._artifact.decode(module), self._exponents[module])
+    def each(self) -> Iterator[Carried]:
+        """Every module."""
+        return (self._of(module) for module in self._artifact.modules)
+
+    def _of(self, module: str) -> Carried:
+        scale = self._artifact.stored_input_scale(module)
+        return Carried(module, self._artifact.decode(module), self.format, self._exponents.get(module, 0), scale)
+
+
+def taken_over(plan: Plan) -> Iterator[Carried]:
+    """Every linear layer whose blocks a plan takes over."""
+    exponents: dict[str, int] = {}
+    for step in plan.steps:
+        fmt = step.form.format if step.form else None
+        if step.action != "transcode" or fmt is None:
+            continue
+        key = step.group or step.module
+        stored = {linear.module: linear.coding.blocks(linear) for linear in step.measured if isinstance(linear.coding, FourBit)}
+        if key not in exponents:
+            is_cast = any(blocks.format is not fmt for blocks in stored.values())
+            exponents[key] = group_exponent(stored) if is_cast else 0
+        yield from (Carried(linear.module, stored[linear.module], fmt, exponents[key]) for linear in step.linears)
+
+
+def describe_carried(modules: Iterable[Carried], kind: Kind | None) -> dict[str, object]:
+    """How many modules keep every bit, and which do not.
+
+    kind    how the dialect stores global scales
+    rounded  their global scale or input scale is stored as its reciprocal, and that of the reciprocal is another float32
+    lossy    MXFP4 modules with blocks that NVFP4 cannot say; blocks, kept_blocks count those of all
+    """
+    rounded, lossy, blocks, kept, count, is_cast = [], [], 0, 0, 0, False
+    for each in modules:
+        count += 1
+        if each.format is each.stored.format:
+            scalars = (each.stored.global_scale, each.input_scale)
+            if kind and kind != each.stored.kind and not all(map(is_reversible, scalars)):
+                rounded.append(each.module)
+            continue
+        is_cast = True
+        fared = kept_blocks(each.stored, each.exponent)
+        blocks, kept = blocks + fared.blocks, kept + fared.kept
+        if fared.blocks != fared.kept:
+            lossy.append(each.module)
+    document: dict[str, object] = {"modules": count, "bit_for_bit": count - len(rounded) - len(lossy), "rounded": rounded}
+    return {**document, "lossy": lossy, "blocks": blocks, "kept_blocks": kept} if is_cast else document
 
 
 def kept_blocks(stored: Blocks, exponent: int) -> Kept:

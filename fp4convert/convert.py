@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp4convert.artifact import Artifact
 from fp4convert.backends import open_backend
-from fp4convert.carrying import Carrier
+from fp4convert.carrying import Carrier, describe_carried, taken_over
 from fp4convert.dialects import Dialect, check_input_scale, dialect_named, dialect_to_write
 from fp4convert.ending import as_text
 from fp4convert.errors import InputError
@@ -25,7 +25,6 @@ from fp4convert.record import RECORD, Contents, make_record
 from fp4convert.respelling import DTYPES, plan_dequantize, plan_transcode
 from fp4convert.sources import Source
 from fp4convert.sources.naming import index_file
-from fp4convert.spelling import is_reversible
 from fp4convert.tasks import Plan
 from fp4convert.template import Framed, place_modules
 from fp4convert.workers import Settings
@@ -78,7 +77,10 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     are written, where weights are NaN or Inf: then neither index nor records are written.
     """
     worker = Quantizer(source, plan.target, open_backend(settings.device))
-    return carry_out(artifact_job(source, plan), worker, output, settings)
+    result = carry_out(artifact_job(source, plan), worker, output, settings)
+    if settings.share or not any(step.action == "transcode" for step in plan.steps):
+        return result
+    return replace(result, carried=describe_carried(taken_over(plan), _dialect_of(plan).TRAITS.global_scale_kind))
 
 
 def manifest_of(source: Source, plan: Plan) -> Manifest:
@@ -231,37 +233,9 @@ def transcode(artifact: Artifact, plan: Plan, output: Path, settings: Settings, 
     source = Framed(donor, artifact.source) if donor else artifact.source
     job = artifact_job(source, plan, _origin_of(artifact))
     carrier = Carrier(artifact, format_named(plan.target.format))
-    carried = describe_carried(artifact, plan, carrier)
+    carried = describe_carried(carrier.each(), _dialect_of(plan).TRAITS.global_scale_kind)
     result = carry_out(job, Transcoder(artifact, source, carrier, plan.target), output, settings)
     return replace(result, carried=carried)
-
-
-def describe_carried(artifact: Artifact, plan: Plan, carrier: Carrier) -> dict[str, object]:
-    """How many modules keep every bit, and which do not.
-
-    rounded  their global scale or input scale is stored as its reciprocal, and that of the reciprocal is another float32
-    lossy    MXFP4 modules with blocks that NVFP4 cannot say; blocks, kept_blocks count those of all
-    """
-    made = carrier.format
-    kind = _dialect_of(plan).TRAITS.global_scale_kind
-    rounded, lossy, blocks, kept = [], [], 0, 0
-    for module in artifact.modules:
-        if made is artifact.format:
-            stored = [artifact.decode(module).global_scale, artifact.stored_input_scale(module)]
-            if kind and kind != artifact.spelling.TRAITS.global_scale_kind and not all(map(is_reversible, stored)):
-                rounded.append(module)
-            continue
-        all_blocks, kept_blocks = carrier.count_kept(module)
-        blocks, kept = blocks + all_blocks, kept + kept_blocks
-        if all_blocks != kept_blocks:
-            lossy.append(module)
-    changed = len(rounded) + len(lossy)
-    document: dict[str, object] = {
-        "modules": len(artifact.modules),
-        "bit_for_bit": len(artifact.modules) - changed,
-        "rounded": rounded,
-    }
-    return document if made is artifact.format else {**document, "lossy": lossy, "blocks": blocks, "kept_blocks": kept}
 
 
 def _origin_of(artifact: Artifact) -> dict[str, object]:

@@ -114,7 +114,10 @@ def estimate_seconds(source: Source, plan: Plan, backend: Backend, workers: int)
 
 
 class Verdict(NamedTuple):
-    """What is said of a step; those that are told in one row have the same."""
+    """What is said of a step; those that are told in one row have the same.
+
+    group  the members of its scale group that become four-bit; None where it is alone
+    """
 
     action: str
     reason: str
@@ -189,8 +192,9 @@ def _name_of(step: Step) -> str:
 
 
 def _verdict_on(step: Step) -> Verdict:
-    group = step.group.rpartition(".")[2] if step.group else None
-    return Verdict(step.action, step.reason, group, step.format or None)
+    there = {linear.module.rpartition(".")[2] for linear in step.measured}
+    members = [member for member in (step.group or "").rpartition(".")[2].split("/") if member in there]
+    return Verdict(step.action, step.reason, "/".join(members) if len(members) > 1 else None, step.format or None)
 
 
 def find_doubts(sized: Sequence[Sized], plan: Plan) -> list[str]:

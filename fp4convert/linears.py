@@ -8,19 +8,18 @@ from dataclasses import dataclass
 
 from fp4convert.artifact import Artifact, is_artifact, read_artifact, read_clues, refuse_unsaid
 from fp4convert.codings import Linear
-from fp4convert.codings.floats import STACK_DIMENSIONS, find_floats
+from fp4convert.codings.floats import find_floats
 from fp4convert.codings.fp4 import find_fp4
-from fp4convert.codings.fp8 import find_fp8, fp8_of
+from fp4convert.codings.fp8 import DTYPES, find_fp8, fp8_of
 from fp4convert.codings.int4 import find_integers, integers_of
 from fp4convert.dialects import Clues, is_quantized_tensor
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, FP8
-from fp4convert.recipe import Recipe
+from fp4convert.recipe import Recipe, is_expert_stack
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
 
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale", ".k_zero_point", ".v_zero_point")
-EXPERT_WORDS = ("expert", ".moe.", "_moe.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ def linears_of(clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | No
     is_packed = any(linear.coding.is_packed for linear in of.values())
     linears = Linears(
         of,
-        tuple(ref for ref in clues.tensors.values() if is_expert_stack(ref) and recipe.stack_rule(ref.name, ref.shape) is None),
+        tuple(ref for ref in clues.tensors.values() if _is_unruled(ref, recipe)),
         tuple(ref for ref in clues.tensors.values() if is_packed and ref.name.endswith(CACHE_SCALES)),
     )
     _refuse_unreadable(clues, linears)
@@ -107,21 +106,23 @@ def _hidden_sizes(config: Mapping[str, object]) -> Iterator[int]:
             yield value
 
 
-def is_expert_stack(ref: TensorRef) -> bool:
-    """True for matrices of experts in one tensor: their names tell, not their shapes, which those of convolutions have too."""
-    return len(ref.shape) == STACK_DIMENSIONS and ref.dtype in FLOAT_TYPES and any(word in ref.name for word in EXPERT_WORDS)
+def _is_unruled(ref: TensorRef, recipe: Recipe) -> bool:
+    """True for a stack of experts whose layout nobody tells."""
+    is_stack = ref.dtype in FLOAT_TYPES and is_expert_stack(ref.name, ref.shape)
+    return is_stack and recipe.stack_rule(ref.name, ref.shape) is None
 
 
 def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
     """InputError for whatever is quantized and stands for no linear layer that can be read."""
     next_step = "Start from the original weights."
-    known = linears.consumed()
+    known, is_recorded = linears.consumed(), bool(clues.record or clues.hf_quant_config)
     refuse_unsaid(name for name in clues.tensors if name not in known)
     for ref in clues.tensors.values():
-        if ref.name not in known and is_quantized_tensor(ref):
+        is_eight_bit = is_recorded and ref.dtype in DTYPES and len(ref.shape) > 1
+        if ref.name not in known and (is_quantized_tensor(ref) or is_eight_bit):
             detail = f"{ref.file}: {ref.name!r} ({ref.dtype} {list(ref.shape)}) is already quantized, in a way that"
             raise InputError("already-quantized", f"{detail} fp4convert does not read", next_step, ref.name)
-    if (clues.record or clues.hf_quant_config) and not linears.is_packed:
+    if is_recorded and not linears.is_packed:
         method = clues.record.get("quant_method", "modelopt")
         detail = f"config.json: the checkpoint is already quantized, by {method!r}; no tensor is stored as fp4convert knows it"
         raise InputError("already-quantized", detail, f"{next_step} If these are, remove quantization_config from config.json.")

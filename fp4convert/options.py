@@ -11,7 +11,9 @@ SourceArgument = Annotated[str, typer.Argument(help="A folder, one .safetensors 
 ArtifactArgument = Annotated[str, typer.Argument(help="Four-bit weights: a folder, one file, or ORG/NAME on the Hub.")]
 FormatOption = Annotated[str, typer.Option("--format", help="Target: nvfp4 or mxfp4.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", readable=False, help="New folder. Default: ./NAME-FORMAT.")]
-DialectOption = Annotated[str, typer.Option(help="compressed-tensors, modelopt, quark, deepseek, mlx, comfy, plain or gguf.")]
+DialectOption = Annotated[
+    str, typer.Option(help="compressed-tensors, modelopt, quark, gpt-oss, deepseek, mlx, comfy, gguf or plain.")
+]
 LayoutOption = Annotated[
     str | None, typer.Option(help="plain: linear (default), 128x4, 8x4, deepgemm, k_major, interleaved, appended.")
 ]

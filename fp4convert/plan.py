@@ -21,7 +21,7 @@ from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
 from fp4convert.stacks import Slot
 from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
-from fp4convert.verdicts import Verdict, decide, gathered, incomplete_groups
+from fp4convert.verdicts import Verdict, decide, gathered, uneven_groups
 
 KEPT_DTYPE = "BF16"  # of what was packed and stays
 
@@ -57,8 +57,8 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears) -> P
     notes = (
         *notes_on(checkpoint),
         *_stacks(checkpoint, consumed),
-        *_unmatched(recipe, {*linears.of, *(module_of(ref.name) for ref in checkpoint.tensors)}),
-        *incomplete_groups(groups),
+        *_unmatched(recipe, _names_of(checkpoint, linears)),
+        *uneven_groups(verdicts, recipe),
         *_left_behind(linears),
         *(_embeddings(asked, recipe) if not dialect.TRAITS.holds_embeddings else ()),
         *(() if made else [f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists"]),
@@ -129,13 +129,19 @@ class _Drafting:
             self.dialect.outputs(stem, shape, first.form),
             shape,
             slots,
-            group=str(first.group) if first.group else None,
+            group=_label(first.group, measured) if first.group else None,
             amax_of=tuple(dict.fromkeys(ref for linear in measured for ref in linear.refs)),
             module=stem,
             form=first.form,
             linears=linears,
             measured=measured,
         )
+
+
+def _label(group: ScaleGroup, members: Iterable[Linear]) -> str:
+    """What a scale group is called: its parent, and those of its members that there are."""
+    there = {linear.module.rpartition(".")[2] for linear in members}
+    return str(group._replace(members=tuple(member for member in group.members if member in there)))
 
 
 def _as_it_is(ref: TensorRef) -> TensorSpec:
@@ -217,6 +223,12 @@ def _custom_code(checkpoint: Checkpoint) -> list[str]:
     if not programs and "auto_map" not in checkpoint.config:
         return []
     return [f"the model has custom code ({', '.join(programs) or 'elsewhere'}): copied, never run; engines will ask to trust it"]
+
+
+def _names_of(checkpoint: Checkpoint, linears: Linears) -> set[str]:
+    """What a pattern may name: modules, those in stacks, and the stacks."""
+    stacks = {linear.stack.name.removesuffix(WEIGHT) for linear in linears.of.values() if linear.stack}
+    return {*linears.of, *stacks, *(module_of(ref.name) for ref in checkpoint.tensors)}
 
 
 def _unmatched(recipe: Recipe, modules: Collection[str]) -> list[str]:

@@ -47,24 +47,27 @@ def global_exponent(largest: int) -> int:
 
 def recast(q: Quantized, exponent: int) -> Recast:
     """Rows of MXFP4 as NVFP4 under the global scale 2^exponent, a multiplier."""
-    rows, columns = q.shape
     has_values = _has_values(q)
     powers = np.where(has_values, _exponents(q) - exponent, 0)
-    shifts = np.minimum(powers - LOWEST, 0)  # how far below the lowest power
-    codes = unpack(np.frombuffer(q.packed, np.uint8).reshape(rows, -1)).reshape(rows, -1, MXFP4.block_size)
-    low = shifts < 0
-    values = np.ldexp(decode_e2m1(codes[low]).astype(np.float64), shifts[low][:, None])
-    magnitudes = encode_e2m1(np.abs(values).astype(np.float32))  # what is lost on the way to float32 is far below 0.25
-    rounded = np.where(codes[low] == 0, 0, magnitudes | (codes[low] & 8)).astype(np.uint8)
-    is_kept = np.ones(low.shape, bool)
-    is_kept[low] = (decode_e2m1(rounded) == values).all(axis=-1)
-    codes = codes.copy()
-    codes[low] = rounded
+    low = powers < LOWEST
+    packed, lost_blocks = _rounded(q, low, powers) if low.any() else (q.packed, 0)
     stored = np.where(has_values, _power_of_two(np.maximum(powers, LOWEST)), ONE).astype(np.uint8)
     block_scales = np.repeat(stored, MXFP4.block_size // NVFP4.block_size, axis=-1)
-    packed = pack(codes.reshape(rows, columns))
-    made = Quantized(NVFP4, q.shape, packed.ravel().data, block_scales.ravel().data, 2.0**exponent)
-    return Recast(made, int(is_kept.sum()))
+    made = Quantized(NVFP4, q.shape, packed, block_scales.ravel().data, 2.0**exponent)
+    return Recast(made, low.size - lost_blocks)
+
+
+def _rounded(q: Quantized, low: NDArray[np.bool_], powers: NDArray[np.int64]) -> tuple[memoryview, int]:
+    """The packed codes with those of low blocks rounded under the lowest power; how many of these blocks lost a value."""
+    rows, columns = q.shape
+    codes = unpack(np.frombuffer(q.packed, np.uint8).reshape(rows, -1)).reshape(rows, -1, MXFP4.block_size)
+    values = np.ldexp(decode_e2m1(codes[low]).astype(np.float64), (powers[low] - LOWEST)[:, None])
+    magnitudes = encode_e2m1(np.abs(values).astype(np.float32))  # what is lost on the way to float32 is far below 0.25
+    rounded = np.where(codes[low] == 0, 0, magnitudes | (codes[low] & 8)).astype(np.uint8)
+    codes = codes.copy()
+    codes[low] = rounded
+    is_kept = (decode_e2m1(rounded) == values).all(axis=-1)
+    return pack(codes.reshape(rows, columns)).ravel().data, int((~is_kept).sum())
 
 
 def _exponents(q: Quantized) -> NDArray[np.int64]:

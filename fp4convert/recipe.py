@@ -34,6 +34,11 @@ FUSED = {  # last parts of names that hold a gate and an up projection, whoever 
 }
 
 
+EXPERT_WORDS = ("expert", ".moe.", "_moe.")
+BESIDE_STACKS = ("_scale", "_scales", "_scale_inv", "_bias", ".bias")  # what stands beside a stack, one for each expert
+STACK_DIMENSIONS = 3
+
+
 class ScaleGroup(NamedTuple):
     """Sibling modules that engines multiply as one matrix, and that share one amax: names below one parent."""
 
@@ -90,6 +95,7 @@ class Recipe:
     only_patterns  those of all rules of only
     formats        the first that fits a module counts
     stacks         the first that fits a tensor counts
+    may_lack       members of groups that some layers of the model do not have
     choice         what a person chose beside these
     """
 
@@ -102,6 +108,7 @@ class Recipe:
     only_patterns: tuple[str, ...] = ()
     stacks: tuple[StackRule, ...] = ()
     formats: tuple[FormatRule, ...] = ()
+    may_lack: frozenset[str] = frozenset()
     choice: Choice = Choice()
 
     @property
@@ -162,6 +169,8 @@ class Recipe:
             if matches_any(rule.tensors, tensor):
                 return self._settled(rule, tensor, shape)
         leaf = tensor.removesuffix(".weight").rpartition(".")[2]
+        if not is_expert_stack(tensor, shape):
+            return None
         if order is None or (leaf in FUSED and rows is None):
             return None
         return StackRule((tensor,), FUSED.get(leaf, (leaf,)), order == "in_out", rows == "interleaved" and leaf in FUSED)
@@ -228,7 +237,7 @@ def build_recipe(target: Target, config: Mapping[str, object], choice: Choice = 
     _check(choice)
     files = [_filled(file, config) for file in _files(config, choice.recipe)]
     later_first = files[::-1]  # the most special says first how modules are stored, grouped and made
-    keep = tuple(rule for file in files for rule in file.keep)
+    keep = tuple(rule for file in later_first for rule in file.keep)
     only = tuple(rule for file in files for rule in file.only)
     return Recipe(
         fmt,
@@ -240,8 +249,15 @@ def build_recipe(target: Target, config: Mapping[str, object], choice: Choice = 
         tuple(pattern for rule in only for pattern in rule.patterns),
         tuple(rule for file in later_first for rule in file.stacks),
         tuple(rule for file in later_first for rule in file.formats),
+        frozenset(member for file in files for member in file.may_lack),
         choice,
     )
+
+
+def is_expert_stack(tensor: str, shape: tuple[int, ...]) -> bool:
+    """True for matrices of experts in one tensor: their names tell, not their shapes, which those of convolutions have too."""
+    is_stack = len(shape) == STACK_DIMENSIONS and not tensor.endswith(BESIDE_STACKS)
+    return is_stack and any(word in tensor for word in EXPERT_WORDS)
 
 
 def group_members(config: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:

@@ -95,6 +95,7 @@ class RecipeFile:
     keep: tuple[KeepRule, ...]
     only: tuple[OnlyRule, ...]
     groups: tuple[tuple[str, ...], ...]
+    may_lack: tuple[str, ...]
     stacks: tuple[StackRule, ...]
     formats: tuple[FormatRule, ...]
 
@@ -206,6 +207,7 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
         ),
         tuple(OnlyRule(tuple(row["modules"]), row["reason"]) for row in rows["only"]),
         tuple(tuple(row["members"]) for row in rows["group"]),
+        tuple(member for row in rows["group"] for member in row["may_lack"]),
         tuple(
             StackRule(
                 tuple(row["tensors"]),
@@ -269,7 +271,7 @@ _ROWS = {
         "for_accuracy": _FLAG,
     },
     "only": {"modules": _TEXTS, "reason": _TEXT},
-    "group": {"members": _TEXTS},
+    "group": {"members": _TEXTS, "may_lack": _TEXTS._replace(default=())},
     "stack": {
         "tensors": _TEXTS,
         "members": _TEXTS,

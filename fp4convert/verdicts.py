@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fp4convert.codings import Linear
 from fp4convert.codings.fp4 import FourBit
+from fp4convert.codings.fp8 import Fp8
 from fp4convert.dialects import Dialect, check_forms, module_form
 from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4, NVFP4, Format
+from fp4convert.formats import FP8, MXFP4, NVFP4, Format
 from fp4convert.linears import Linears
+from fp4convert.patterns import matches_any
 from fp4convert.recipe import Recipe, ScaleGroup, scale_group
 from fp4convert.shard import TensorRef
 from fp4convert.spelling import Form
@@ -47,7 +49,7 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
     """
     for stack in linears.unruled:
         _check_kept(stack, recipe)
-    judge = _Judge(recipe, dialect, {name: module_form(recipe.target, name) for name in recipe.module_formats}, linears.of)
+    judge = _Judge(recipe, dialect, {name: module_form(recipe.target, name) for name in recipe.module_formats})
     verdicts = {module: judge.verdict(linear) for module, linear in linears.of.items()}
     check_forms(recipe.target, dict.fromkeys(verdict.form for verdict in verdicts.values() if verdict.form))
     return _agreed(verdicts)
@@ -57,17 +59,15 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
 class _Judge:
     """Decides on one linear layer after the other.
 
-    forms    of the modules that become each format
-    modules  of the source: a scale group has no members but these
+    forms  of the modules that become each format
     """
 
     recipe: Recipe
     dialect: Dialect
     forms: Mapping[str, Form]
-    modules: Collection[str]
 
     def verdict(self, linear: Linear) -> Verdict:
-        if reason := self.recipe.reason_to_keep(linear.module):
+        if reason := self._reason_to_keep(linear):
             return self._stays(linear, "copy", reason)
         rows, columns = linear.shape
         if not rows * columns:
@@ -78,17 +78,20 @@ class _Judge:
             return self._stays(linear, "skip", f"{columns} columns, not a multiple of the block of {fmt.block_size}")
         if reason := self.dialect.unfit(linear.module, linear.shape, form):
             return self._stays(linear, "skip", reason)
-        group = self._group(linear.module) if fmt.has_global_scale else None
+        group = scale_group(linear.module, self.recipe.groups) if fmt.has_global_scale else None
+        if fmt is FP8 and isinstance(linear.coding, Fp8) and (own := linear.coding.form_kept(linear, self.recipe.target)):
+            if not self.dialect.unfit(linear.module, linear.shape, own):
+                return Verdict(linear, "copy", f"{linear.coding.word} already: the same codes and scales", own, group, stays=True)
         if carried := self._carried(linear, fmt):
             return Verdict(linear, "transcode", carried, form, group)
         return Verdict(linear, "quantize", _origin(linear), form, group)
 
-    def _group(self, module: str) -> ScaleGroup | None:
-        """Its scale group, of the members that this model has; None where it has no other: experts without a gate."""
-        if not (group := scale_group(module, self.recipe.groups)):
-            return None
-        members = tuple(member for member in group.members if f"{group.parent}.{member}".removeprefix(".") in self.modules)
-        return group._replace(members=members) if len(members) > 1 else None
+    def _reason_to_keep(self, linear: Linear) -> str | None:
+        """Why it stays, or None; --exclude may name the stack that it is in, too."""
+        stack = linear.stack.name.removesuffix(".weight") if linear.stack else ""
+        if stack and matches_any(self.recipe.exclude, stack):
+            return self.recipe.reason_to_keep(stack)
+        return self.recipe.reason_to_keep(linear.module)
 
     def _stays(self, linear: Linear, action: Action, reason: str) -> Verdict:
         """As it is; what is packed becomes bf16, for no engine would know what it was, or stays packed where that is wanted."""
@@ -158,16 +161,19 @@ def gathered(verdicts: Mapping[str, Verdict]) -> dict[ScaleGroup, list[Linear]]:
     return found
 
 
-def incomplete_groups(groups: Mapping[ScaleGroup, list[Linear]]) -> list[str]:
-    """One warning for each kind of group that has members which stay."""
-    lacking: dict[tuple[tuple[str, ...], tuple[str, ...]], list[ScaleGroup]] = defaultdict(list)
-    for key, linears in groups.items():
-        made = {linear.module.rpartition(".")[2] for linear in linears}
-        if staying := tuple(member for member in key.members if member not in made):
-            lacking[key.members, staying].append(key)
+def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
+    """One warning for each kind of scale group that has not all of its members, or whose members do not become the same."""
+    forms: dict[ScaleGroup, dict[str, Form | None]] = defaultdict(dict)
+    for module, verdict in verdicts.items():
+        if key := verdict.group or scale_group(module, recipe.groups):
+            forms[key][module.rpartition(".")[2]] = verdict.form
+    uneven: dict[tuple[str, ...], list[ScaleGroup]] = defaultdict(list)
+    for key, members in forms.items():
+        is_lacking = not recipe.may_lack.union(members).issuperset(key.members)
+        if (is_lacking or len(set(members.values())) > 1) and any(members.values()):
+            uneven[key.members].append(key)
     return [
-        f"{' and '.join(staying)} of {len(keys)} scale {'groups' if len(keys) > 1 else 'group'} {'/'.join(members)}"
-        f" {'stay' if len(staying) > 1 else 'stays'}, the first in {keys[0].parent!r}: engines that fuse them need all of them"
-        " quantized, or none"
-        for (members, staying), keys in lacking.items()
+        f"{len(keys)} scale groups {'/'.join(members)} lack members, the first in {keys[0].parent!r}: engines that fuse them need"
+        " all of them in one format, or none"
+        for members, keys in uneven.items()
     ]

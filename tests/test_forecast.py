@@ -157,6 +157,10 @@ def test_rows_tell_whose_scale_is_shared(tmp_path):
     assert rows[f"{LAYER}.self_attn.{{q,k,v}}_proj"] == "q_proj/k_proj/v_proj"
     assert rows[f"{LAYER}.mlp.{{gate,up}}_proj"] == "gate_proj/up_proj"
     assert rows[f"{LAYER}.mlp.down_proj"] is None
+    rows = {row["pattern"]: row["group"] for row in forecast(tmp_path / "m", "nvfp4", "--exclude", "*.k_proj")["patterns"]}
+    assert rows[f"{LAYER}.self_attn.{{q,v}}_proj"] == "q_proj/v_proj"
+    rows = {row["pattern"]: row["group"] for row in forecast(tmp_path / "m", "nvfp4", "--exclude", "*.up_proj")["patterns"]}
+    assert rows[f"{LAYER}.mlp.{{gate,down}}_proj"] is None
     rows = {row["pattern"]: row["group"] for row in forecast(write_llama(tmp_path / "x"), "mxfp4")["patterns"]}
     assert rows[f"{LAYER}.mlp.{{gate,up,down}}_proj"] is None
 
@@ -275,7 +279,7 @@ def test_a_result_larger_by_less_than_anybody_reads_is_not_told(tmp_path):
 def test_a_group_that_lacks_a_member_and_a_pattern_that_fits_nothing_are_in_the_document(tmp_path):
     source = write_single(tmp_path / "m", {f"{LAYER}.mlp.gate_proj.weight": weight(), f"{LAYER}.mlp.up_proj.weight": weight()})
     warnings = forecast(source, "nvfp4", "--exclude", "*up_proj", "--include", "nothing*")["warnings"]
-    assert any("up_proj of 1 scale group gate_proj/up_proj stays" in warning for warning in warnings)
+    assert any("scale groups gate_proj/up_proj lack members" in warning for warning in warnings)
     assert any(warning.startswith("--include 'nothing*' matches no module") for warning in warnings)
 
 

@@ -240,8 +240,17 @@ def test_a_users_file_goes_before_a_familys_groups_and_stacks(tmp_path):
 )
 def test_a_person_settles_a_stack_that_no_recipe_names(tensor, order, rows, found):
     choice = Choice(stack_order=order, stack_rows=rows)
-    rule = build_recipe(Target("nvfp4"), {"model_type": "unheard_of"}, choice).stack_rule(tensor)
+    rule = build_recipe(Target("nvfp4"), {"model_type": "unheard_of"}, choice).stack_rule(tensor, (2, 32, 64))
     assert found == (rule and (rule.members, rule.is_transposed, rule.is_interleaved))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shape"),
+    [("audio.conv1.weight", (8, 1, 3)), ("a.experts.gate_up_proj_bias", (2, 64)), ("a.experts.down_proj_scale_inv", (2, 1, 1))],
+)
+def test_what_is_no_stack_of_experts_stays_none_whatever_a_person_says(tensor, shape):
+    choice = Choice(stack_order="out_in", stack_rows="interleaved")
+    assert build_recipe(Target("nvfp4"), {"model_type": "unheard_of"}, choice).stack_rule(tensor, shape) is None
 
 
 @pytest.mark.parametrize(("order", "rows"), [("oi", None), ("", None), ("out_in", "mixed"), (None, "interleaved")])

@@ -206,16 +206,6 @@ def test_bases_are_read_once_each_before_what_builds_on_them_and_beside_the_file
     assert names == ["mlp_only", "omlp_only", str(folder / "two.toml"), str(folder / "one.toml")]
 
 
-def test_the_readmes_example_is_a_recipe_file(tmp_path):
-    readme = (CONFIGS.parent / "README.md").read_text(encoding="utf-8")
-    path = tmp_path / "mine.toml"
-    path.write_text(re.search(r"```toml\n(.*?)```", readme, re.DOTALL)[1])
-    made = build_recipe(Target("nvfp4"), {"model_type": "llama", "num_hidden_layers": 8}, Choice(str(path)))
-    experts = ("model.layers.5.mlp.experts.0.up_proj", "model.layers.6.mlp.experts.0.up_proj")
-    assert [made.reason_to_keep(module) for module in experts] == [None, "the last layers matter here"]
-    assert made.format_of("model.layers.5.self_attn.o_proj") == "fp8"
-
-
 def test_the_command_lists_modes_first_and_shows_one_with_its_bases():
     listed = run("recipes", "--json").json["recipes"]
     assert [recipe["name"] for recipe in listed][:1] == ["default"]

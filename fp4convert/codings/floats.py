@@ -170,6 +170,7 @@ def find_floats(
     hidden  what config.json calls a hidden size, to tell when a rule has the order of a stack wrong
     """
     found: dict[str, Linear] = {}
+    stacked: dict[str, Linear] = {}
     for ref in tensors.values():
         if ref.dtype not in FLOAT_TYPES:
             continue
@@ -179,7 +180,12 @@ def find_floats(
         elif len(ref.shape) in (MATRIX_DIMENSIONS, STACK_DIMENSIONS) and (rule := rule_for(ref.name, ref.shape)):
             stack = _as_stack(ref, rule)
             _check_order(stack, rule, hidden)
-            found |= {linear.module: replace(linear, stack=ref) for linear in _of_stack(stack, rule)}
+            stacked |= {linear.module: replace(linear, stack=ref) for linear in _of_stack(stack, rule)}
+    for module in stacked.keys() & found.keys():
+        stack, alone = stacked[module].home, found[module].home
+        detail = f"{stack.file}: {stack.name} holds {module}, which {alone.name} in {alone.file} is too; expected one of them"
+        raise InputError("tensor-twice", detail, "Remove the one that does not belong.", alone.name)
+    found |= stacked
     return found
 
 

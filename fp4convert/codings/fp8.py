@@ -165,6 +165,9 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
         raise InputError("scales-missing", detail, "Download the checkpoint again; all its shards are needed.", ref.name)
     if not scales:
         return Linear(module, (rows, columns), Fp8("fp8", (rows, columns)), (ref,), idle)
+    if len(scales) > 1:
+        detail = f"{ref.file}: {ref.name} has scales of two names, {scales[0].name} and {scales[1].name}; expected one"
+        raise InputError("scales-shape", detail, "Start from the original weights.", scales[1].name)
     block = _block_of(scales[0].shape, (rows, columns), blocks)
     if block is None or scales[0].dtype not in SCALE_DTYPES:
         told = " or ".join(f"{height}x{width}" for height, width in blocks) or "no size"
@@ -172,7 +175,7 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
         expected = f"expected a float for the matrix, for each row, or for each block (config.json gives {told} of blocks)"
         raise InputError("scales-shape", f"{detail}; {expected}", "Start from the original weights.", scales[0].name)
     kind = {(rows, columns): "", (1, columns): " rows"}.get(block, f" {block[0]}x{block[1]}")
-    return Linear(module, (rows, columns), Fp8(f"fp8{kind}", block), (ref, scales[0]), (*scales[1:], *idle))
+    return Linear(module, (rows, columns), Fp8(f"fp8{kind}", block), (ref, scales[0]), idle)
 
 
 def _block_of(scales: tuple[int, ...], shape: tuple[int, int], blocks: tuple[Block, ...]) -> Block | None:
