@@ -20,7 +20,7 @@ from fp4convert.errors import InputError, NumericError, OutputError, SourceError
 from fp4convert.manifest import Manifest, TaskFiles, read_ended
 from fp4convert.output import OutputFolder, Terms, missing_nbytes, open_output
 from fp4convert.pieces import CORRUPT
-from fp4convert.record import RECORD
+from fp4convert.record import MIXED, RECORD
 from fp4convert.sources import Source, stopping
 from fp4convert.tasks import Action, Plan
 from fp4convert.workers import Filler, Settings, Worker
@@ -157,7 +157,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
     actions = Counter(step.action for task in tasks for step in task.steps)
     return Result(
         output=str(output),
-        format=job.plan.target.format,
+        format=job.plan.target.format if len(job.plan.formats) < 2 else MIXED,
         dialect=job.plan.target.dialect,
         scale_rule=job.plan.target.scale_rule,
         device=worker.device,

@@ -93,9 +93,16 @@ class Quantizer:
             panels = linear.coding.kept(linear, self.source, form)
         table = self._dialect.TRAITS.fp8
         if form.format is FP8 and table:
-            _append(step, table.encode(step.module, form, panels), writer, stop)
+            parts = table.encode(step.module, form, panels)
         else:
-            _append(step, encode_int4(step.module, step.shape, panels), writer, stop)
+            parts = encode_int4(step.module, step.shape, panels)
+        _append(step, self._with_own_scales(parts, linear), writer, stop)
+
+    def _with_own_scales(self, parts: Iterator[Part], linear: Linear) -> Iterator[Part]:
+        """The parts; a scale of activations that the source has goes before a constant."""
+        own = {ref.name: ref for ref in linear.idle if ref.dtype == "F32" and ref.elements == 1}
+        for name, part in parts:
+            yield name, self.source.read_range(own[name], 0, own[name].nbytes) if name in own else part
 
     def _panels(self, steps: list[Step]) -> Generator[tuple[int, Quantized]]:
         """(number of the step, its next panel), step by step."""

@@ -103,7 +103,7 @@ def _parent_of(pattern: str) -> str:
     A number alone is no name: it stands in the row with the word before it, to_out.0 and net.0.proj.
     """
     parent, word, _ = split_leaf(pattern)
-    while parent and (not set(word) - set("0123456789[],-") or parent.split(".")[-2].isdigit()):
+    while parent and not parent.endswith("].") and (not set(word) - set("0123456789[],-") or parent.split(".")[-2].isdigit()):
         parent, word, _ = split_leaf(parent.removesuffix("."))
     return parent if "[" in parent else ""
 

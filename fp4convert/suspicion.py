@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 from fp4convert.artifact import Artifact
 from fp4convert.codec import FLOAT_DTYPES, Float32s, block_steps, decode_e2m1, dequantize, encode_e2m1
+from fp4convert.codings import Linear
 from fp4convert.errors import InputError
 from fp4convert.formats import Blocks, Quantized
 from fp4convert.layout import LAYOUTS, arrange_scales, swap_nibbles
+from fp4convert.linears import find_linears
 from fp4convert.reading import Finding
-from fp4convert.shard import TensorRef
+from fp4convert.recipe import Target, build_recipe
 from fp4convert.sources import Source
 
 COMPARED_MODULES = 64
@@ -62,15 +64,12 @@ class _Match:
 
 def suspect(artifact: Artifact, source: Source, modules: Sequence[str]) -> Suspicion:
     """Findings on the modules, some from everywhere, that the source holds too; InputError where it holds none of them."""
-    originals = {ref.name: ref for ref in source.checkpoint.tensors}
-    refs = {module: originals.get(f"{module}.weight") for module in modules}
-    known = {
-        module: ref
-        for module, ref in refs.items()
-        if ref is not None and ref.dtype in FLOAT_DTYPES and ref.shape == artifact.modules[module].shape
-    }
+    recipe = build_recipe(Target(artifact.forms[0].format.name), source.checkpoint.config)
+    originals = find_linears(source, recipe).of
+    shapes = {module: artifact.modules[module].shape for module in modules}
+    known = {module: originals[module] for module in modules if module in originals and originals[module].shape == shapes[module]}
     if not known:
-        detail = f"{source.name} holds none of the artifact's modules as floats of its shape"
+        detail = f"{source.name} holds none of the artifact's modules in its shape"
         raise InputError("source-differs", detail, "Give the weights that it was made from: --source SOURCE.")
     chosen = list(known)[:: max(1, len(known) // COMPARED_MODULES)]
     matches = {module: _match(artifact, module, source, known[module]) for module in chosen}
@@ -97,13 +96,13 @@ def _choose(residuals: dict[_Reading, float], expected: _Reading) -> _Reading:
     return best if is_clear and residuals[best] < RESIDUAL_LIMIT else expected
 
 
-def _match(artifact: Artifact, module: str, source: Source, ref: TensorRef) -> dict[_Reading, _Match]:
+def _match(artifact: Artifact, module: str, source: Source, original: Linear) -> dict[_Reading, _Match]:
     """Every reading of a module, compared with some of its rows from all over."""
     q = artifact.decode(module)
     chunks = _chunks(q.shape)
-    row_nbytes = ref.nbytes // q.shape[0]
-    stored = b"".join(source.read_range(ref, first * row_nbytes, last * row_nbytes) for first, last in chunks)
-    x = np.frombuffer(stored, FLOAT_DTYPES[ref.dtype]).astype(np.float64)
+    weights = original.coding.weights(original, source)
+    stored = b"".join(weights.rows(first, last).data for first, last in chunks)
+    x = np.frombuffer(stored, FLOAT_DTYPES[weights.dtype]).astype(np.float64)
     found = {}
     for layout, rows in _readings(q, artifact.scale_layout, chunks):
         for is_swapped in (False, True):

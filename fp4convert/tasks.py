@@ -149,6 +149,11 @@ class Plan:
         return [step.module for step in self.steps if step.is_made]
 
     @property
+    def formats(self) -> set[str]:
+        """The formats that modules have in the result."""
+        return {step.format for step in self.steps} - {""}
+
+    @property
     def groups(self) -> tuple[Group, ...]:
         """These modules by their form; one without modules where there are none."""
         made = ((step.module, step.form) for step in self.steps if step.form is not None)

@@ -59,7 +59,7 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
 class _Judge:
     """Decides on one linear layer after the other.
 
-    forms  of the modules that become each format
+    forms    of the modules that become each format
     """
 
     recipe: Recipe
@@ -79,9 +79,9 @@ class _Judge:
         if reason := self.dialect.unfit(linear.module, linear.shape, form):
             return self._stays(linear, "skip", reason)
         group = scale_group(linear.module, self.recipe.groups) if fmt.has_global_scale else None
-        if fmt is FP8 and isinstance(linear.coding, Fp8) and (own := linear.coding.form_kept(linear, self.recipe.target)):
-            if not self.dialect.unfit(linear.module, linear.shape, own):
-                return Verdict(linear, "copy", f"{linear.coding.word} already: the same codes and scales", own, group, stays=True)
+        own = linear.coding.form_kept(linear, self.recipe.target) if fmt is FP8 and isinstance(linear.coding, Fp8) else None
+        if own and not self.dialect.unfit(linear.module, linear.shape, own):
+            return Verdict(linear, "copy", f"{linear.coding.word} already: the same codes and scales", own, group, stays=True)
         if carried := self._carried(linear, fmt):
             return Verdict(linear, "transcode", carried, form, group)
         return Verdict(linear, "quantize", _origin(linear), form, group)

@@ -115,10 +115,31 @@ def test_mxfp4_has_no_scale_groups(tmp_path):
     assert {step.group for step in plan_of(write_llama(tmp_path / "m"), MXFP4).steps} == {None}
 
 
-def test_a_group_that_lacks_members_is_told_once_for_its_kind(tmp_path):
-    shards = {"model.safetensors": {f"layers.{layer}.x.q_proj.weight": weight() for layer in range(3)}}
-    (warning,) = [text for text in plan_of(write_checkpoint(tmp_path / "m", shards)).warnings if "group" in text]
-    assert warning.startswith("3 scale groups q_proj/k_proj/v_proj lack members, the first in 'layers.0.x'")
+def test_members_that_stay_are_told_once_for_their_kind(tmp_path):
+    names = [f"layers.{layer}.x.{leaf}.weight" for layer in range(3) for leaf in ("q_proj", "k_proj", "v_proj")]
+    folder = write(tmp_path / "m", {name: weight() for name in names})
+    assert [text for text in plan_of(folder, exclude=["*.q_proj", "*.v_proj"]).warnings if "group" in text] == [
+        "q_proj and v_proj of 3 scale groups q_proj/k_proj/v_proj stay, the first in 'layers.0.x':"
+        " engines that fuse them need all of them quantized, or none"
+    ]
+    (warning,) = (text for text in plan_of(folder, exclude=["*.1.x.q_proj"]).warnings if "group" in text)
+    assert warning.startswith("q_proj of 1 scale group q_proj/k_proj/v_proj stays, the first in 'layers.1.x'")
+
+
+@pytest.mark.parametrize(
+    ("leaves", "group"),
+    [
+        (("gate_proj", "down_proj"), None),  # a gate of attention
+        (("up_proj", "down_proj"), None),  # experts without a gate
+        (("q_proj",), None),  # keys and values of another layer
+        (("q_proj", "k_proj"), "a.q_proj/k_proj"),  # keys that are values
+        (("q_proj", "k_proj", "v_proj"), "a.q_proj/k_proj/v_proj"),
+    ],
+)
+def test_a_scale_group_has_only_members_that_the_model_has(leaves, group, tmp_path):
+    plan = plan_of(write(tmp_path / "m", {f"a.{leaf}.weight": weight() for leaf in leaves}))
+    assert step_of(plan, f"a.{leaves[0]}.weight").group == group
+    assert not [text for text in plan.warnings if "group" in text]
 
 
 @pytest.mark.parametrize(("model_type", "warnings"), [("llama", 1), ("gemma4", 0)])
@@ -135,7 +156,7 @@ def test_excluding_one_member_leaves_the_others_together(tmp_path):
     k, v = f"{ATTENTION}.k_proj.weight", f"{ATTENTION}.v_proj.weight"
     assert {ref.name for ref in step_of(plan, k).amax_of} == {k, v}
     assert step_of(plan, f"{ATTENTION}.q_proj.weight").reason == "excluded by '*.q_proj'"
-    assert any("lack members" in warning for warning in plan.warnings)
+    assert any("q_proj of 1 scale group" in warning for warning in plan.warnings)
 
 
 def test_ignored_are_all_kept_matrices_and_an_absent_head(tmp_path):
@@ -275,4 +296,3 @@ def test_one_chosen_file_is_planned_alone(tmp_path):
     folder = write_llama(tmp_path / "m")
     plan = plan_of(folder / SECOND)
     assert [(task.sources, [shard.file for shard in task.shards]) for task in plan.tasks] == [((SECOND,), [SECOND])]
-    assert any("lack members" in warning for warning in plan.warnings)

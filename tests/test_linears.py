@@ -1,0 +1,292 @@
+"""linears.py and codings/: which linear layers a source has, what belongs to each, and every reason for refusing a source.
+
+What their rows are worth is in test_codings.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import LLAMA, Tensor, bf16, run, weight, write_single
+from spellings import module_of, write_artifact
+
+from fp4convert.errors import InputError
+from fp4convert.linears import Linears, find_linears
+from fp4convert.recipe import Choice, Target, build_recipe
+from fp4convert.sources import open_source
+
+LAYER = "model.layers.0"
+EXPERTS, Q_PROJ, O_PROJ = f"{LAYER}.mlp.experts", f"{LAYER}.self_attn.q_proj", f"{LAYER}.self_attn.o_proj"
+AGAIN, ORIGINAL = "Download the checkpoint again; all its shards are needed.", "Start from the original weights."
+ONE = struct.pack("<f", 1)
+
+
+def linears_in(folder: Path, choice: Choice | None = None) -> Linears:
+    source = open_source(str(folder))
+    return find_linears(source, build_recipe(Target("nvfp4"), source.checkpoint.config, choice or Choice()))
+
+
+def stack(*shape: int) -> Tensor:
+    return "BF16", shape, bf16(*shape)
+
+
+def fp8(rows: int = 16, columns: int = 32) -> Tensor:
+    return "F8_E4M3", (rows, columns), b"\x38" * (rows * columns)
+
+
+def ones(*shape: int) -> Tensor:
+    return "F32", shape, ONE * int(np.prod(shape))
+
+
+def integers(rows: int = 16, columns: int = 64, group: int = 32) -> dict[str, Tensor]:
+    """The tensors of O_PROJ as compressed-tensors packs them: each of them 1, under a scale of 1."""
+    return {
+        f"{O_PROJ}.weight_packed": ("I32", (rows, columns // 8), b"\x99" * (rows * columns // 2)),
+        f"{O_PROJ}.weight_scale": ones(rows, columns // group),
+        f"{O_PROJ}.weight_shape": ("I64", (2,), struct.pack("<qq", rows, columns)),
+    }
+
+
+def recorded(record: dict[str, object]) -> dict[str, object]:
+    return {**LLAMA, "quantization_config": record}
+
+
+FP8 = recorded({"quant_method": "fp8", "weight_block_size": [8, 16]})
+
+SOUND_FP8 = {f"{Q_PROJ}.weight": fp8(), f"{Q_PROJ}.weight_scale_inv": ones(2, 2)}
+
+
+def int_record(*bits: int) -> dict[str, object]:
+    groups = {f"g{each}": {"weights": {"num_bits": each, "type": "int", "group_size": 32}} for each in bits}
+    return recorded({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups})
+
+
+INT4 = int_record(4)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "code", "words", "next_step"),
+    [
+        ({f"{O_PROJ}.qweight": ("I32", (8, 8), bytes(256))}, LLAMA, "already-quantized", ["qweight' (I32 [8, 8])"], ORIGINAL),
+        ({"t": weight(), f"{O_PROJ}.weight_scale_inv": ones(1, 1)}, LLAMA, "already-quantized", ["weight_scale_inv"], ORIGINAL),
+        (
+            {f"{O_PROJ}.weight": weight()},
+            recorded({"quant_method": "awq"}),
+            "already-quantized",
+            ["config.json", "by 'awq'", "no tensor is stored as fp4convert knows it"],
+            f"{ORIGINAL} If these are, remove quantization_config from config.json.",
+        ),
+        ({f"{O_PROJ}.weight": weight(), f"{O_PROJ}.pre_quant_scale": ones(64)}, LLAMA, "unsaid-tensors", ["1 tensors"], ORIGINAL),
+        (
+            {f"{Q_PROJ}.weight": fp8()},
+            FP8,
+            "scales-missing",
+            [f"expected {Q_PROJ}.weight_scale_inv or {Q_PROJ}.weight_scale"],
+            AGAIN,
+        ),
+        (
+            {f"{Q_PROJ}.weight": fp8(), f"{Q_PROJ}.weight_scale_inv": ones(2, 3)},
+            FP8,
+            "scales-shape",
+            ["F32 [2, 3] for codes of [16, 32]", "config.json gives 8x16 of blocks"],
+            ORIGINAL,
+        ),
+        (
+            {f"{Q_PROJ}.weight": fp8(), f"{Q_PROJ}.weight_scale_inv": ones(2, 2)},
+            recorded({"quant_method": "fp8"}),
+            "scales-shape",
+            ["F32 [2, 2] for codes of [16, 32]", "config.json gives no size of blocks"],
+            ORIGINAL,
+        ),
+        (
+            {f"{Q_PROJ}.weight": fp8(), f"{Q_PROJ}.weight_scale_inv": ones(2, 2), f"{Q_PROJ}.weight_scale": ones(2, 2)},
+            FP8,
+            "scales-shape",
+            [f"scales of two names, {Q_PROJ}.weight_scale_inv and {Q_PROJ}.weight_scale; expected one"],
+            ORIGINAL,
+        ),
+        (
+            {
+                **SOUND_FP8,
+                f"{EXPERTS}.gate_up_proj": ("F8_E4M3", (2, 8, 16), bytes(256)),
+                f"{EXPERTS}.gate_up_proj_scale": ones(2),
+            },
+            FP8,
+            "already-quantized",
+            [f"'{EXPERTS}.gate_up_proj' (F8_E4M3 [2, 8, 16])"],
+            ORIGINAL,
+        ),
+        (
+            {**SOUND_FP8, f"{LAYER}.moe.w13": fp8(), f"{LAYER}.moe.w13_scale": ones(1)},
+            FP8,
+            "already-quantized",
+            [f"'{LAYER}.moe.w13' (F8_E4M3 [16, 32])"],
+            ORIGINAL,
+        ),
+        (
+            {f"{Q_PROJ}.weight": fp8(), f"{Q_PROJ}.weight_scale_inv": ("I32", (2, 2), bytes(16))},
+            FP8,
+            "scales-shape",
+            ["weight_scale_inv is I32 [2, 2]"],
+            ORIGINAL,
+        ),
+        (
+            {f"{O_PROJ}.weight_packed": integers()[f"{O_PROJ}.weight_packed"]},
+            INT4,
+            "scales-missing",
+            [f"{O_PROJ}.weight_scale"],
+            AGAIN,
+        ),
+        (
+            {**integers(), f"{O_PROJ}.weight_g_idx": ("I32", (64,), bytes(256))},
+            INT4,
+            "unsaid-tensors",
+            ["weight_g_idx"],
+            ORIGINAL,
+        ),
+        ({**integers(), f"{O_PROJ}.weight_scale": ones(16, 3)}, INT4, "scales-shape", ["weight_scale F32 [16, 3]"], ""),
+        ({**integers(), f"{O_PROJ}.weight_scale": ones(16)}, INT4, "scales-shape", ["weight_scale F32 [16]"], ""),
+        (
+            {**integers(), f"{O_PROJ}.weight_zero_point": ("I32", (16, 2), bytes(128))},
+            INT4,
+            "scales-shape",
+            ["point I32 [16, 2]"],
+            "",
+        ),
+        ({**integers(), f"{O_PROJ}.weight_shape": ones(2)}, INT4, "scales-shape", ["weight_shape F32 [2]"], ""),
+        (integers(), int_record(4, 8), "packed-bits", ["['4', '8'] for num_bits", "expected one group of 4 or of 8"], ORIGINAL),
+        (integers(), int_record(3), "packed-bits", ["['3'] for num_bits"], ORIGINAL),
+        (integers(), LLAMA, "packed-bits", ["[] for num_bits"], ORIGINAL),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tensors, config, code, words, next_step, tmp_path):
+    folder = write_single(tmp_path / "m", tensors, config)
+    with pytest.raises(InputError) as caught:
+        linears_in(folder)
+    error = caught.value
+    assert (error.code, error.next_step) == (code, next_step)
+    assert all(word in error.message for word in words), error.message
+    for extra in (("--dry-run",), ("-o", tmp_path / "out")):
+        assert run("quantize", folder, "--format", "nvfp4", "--json", *extra).json["error"]["code"] == code
+    assert not (tmp_path / "out").exists()
+
+
+def test_integers_without_their_shape_are_refused(tmp_path):
+    tensors = {name: tensor for name, tensor in integers().items() if not name.endswith("shape")}
+    with pytest.raises(InputError, match=f"{O_PROJ}.weight_shape is missing") as caught:
+        linears_in(write_single(tmp_path / "m", tensors, INT4))
+    assert (caught.value.code, caught.value.next_step) == ("scales-missing", AGAIN)
+
+
+def test_integers_that_contradict_their_own_shape_are_refused(tmp_path):
+    tensors = {**integers(), f"{O_PROJ}.weight_shape": ("I64", (2,), struct.pack("<qq", 16, 60))}
+    outcome = run("quantize", write_single(tmp_path / "m", tensors, INT4), "--format", "nvfp4", "-o", tmp_path / "out", "--json")
+    error = outcome.json["error"]
+    assert (outcome.code, error["code"], error["tensor"]) == (2, "packed-shape", f"{O_PROJ}.weight_shape")
+    assert "says [16, 60], and the integers are of [16, 64]" in error["message"]
+    assert error["next"] == ORIGINAL
+
+
+def test_a_four_bit_artifact_that_is_not_sound_is_no_source(tmp_path):
+    folder = write_artifact(tmp_path / "m", "modelopt", "nvfp4", {O_PROJ: module_of(1, "nvfp4", (32, 64), None)})
+    with pytest.raises(InputError, match="not sound") as caught:
+        linears_in(folder)
+    assert (caught.value.code, caught.value.next_step) == ("unsound-artifact", "See: fp4convert inspect.")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "order", "words", "next_step"),
+    [
+        ("gate_up_proj", (2, 64, 32), "out_in", "experts of 64 rows and 32 columns", "--stack-order in_out."),
+        ("gate_up_proj", (2, 32, 64), "in_out", "experts of 64 rows and 32 columns", "--stack-order out_in."),
+        ("down_proj", (2, 32, 64), "out_in", "experts of 32 rows and 64 columns", "--stack-order in_out."),
+        ("down_proj", (2, 64, 32), "in_out", "experts of 32 rows and 64 columns", "--stack-order out_in."),
+        ("gate_up_proj", (2, 33, 64), "out_in", "holds 2 matrices for each expert, of equally many rows", "--stack-rows."),
+    ],
+)
+def test_a_stack_that_does_not_fit_its_rule_is_refused(name, shape, order, words, next_step, tmp_path):
+    config = {"model_type": "x", "text_config": {"hidden_size": 64}}
+    folder = write_single(tmp_path / "m", {f"{EXPERTS}.{name}": stack(*shape)}, config)
+    with pytest.raises(InputError) as caught:
+        linears_in(folder, Choice(stack_order=order, stack_rows="concatenated"))
+    assert (caught.value.code, caught.value.tensor) == ("stack-shape", f"{EXPERTS}.{name}")
+    assert words in caught.value.message
+    assert caught.value.next_step.endswith(next_step)
+
+
+def dbrx(experts: int | None, rows: int) -> tuple[dict[str, Tensor], dict[str, object]]:
+    tensors = {
+        f"transformer.blocks.0.ffn.experts.mlp.{name}": weight(seed, rows, 64) for seed, name in enumerate(("w1", "v1", "w2"))
+    }
+    return tensors, {"model_type": "dbrx", "d_model": 64, "ffn_config": {"moe_num_experts": experts} if experts else {}}
+
+
+@pytest.mark.parametrize(("experts", "rows"), [(3, 32), (None, 32)])
+def test_experts_below_each_other_must_be_as_many_as_the_config_says(experts, rows, tmp_path):
+    with pytest.raises(InputError, match=f"moe_num_experts of config.json is {experts}") as caught:
+        linears_in(write_single(tmp_path / "m", *dbrx(experts, rows)))
+    assert (caught.value.code, caught.value.next_step) == ("stack-shape", "See config.json.")
+
+
+def test_experts_below_each_other_are_taken_apart(tmp_path):
+    tensors, config = dbrx(2, 32)
+    folder = write_single(tmp_path / "m", tensors, config)
+    source, found = open_source(str(folder)), linears_in(folder).of
+    parent = "transformer.blocks.0.ffn.experts.mlp"
+    for (name, (_, shape, data)), expert in ((item, expert) for item in tensors.items() for expert in range(2)):
+        matrix = np.frombuffer(data, np.uint16).reshape(shape)[16 * expert : 16 * (expert + 1)]
+        (module,) = [module for module in found if module.endswith(f"{expert}.{name[len(parent) + 1 :]}")]
+        weights = found[module].coding.weights(found[module], source)
+        expected = np.ascontiguousarray(matrix.T if name.endswith("w2") else matrix)
+        assert (weights.shape, bytes(weights.rows(0, len(expected)).data)) == (expected.shape, expected.tobytes())
+    assert len(found) == 6
+
+
+def test_every_linear_layer_has_its_home_and_what_is_consumed_with_it(tmp_path):
+    tensors = {
+        f"{EXPERTS}.down_proj": stack(2, 64, 32),
+        f"{Q_PROJ}.weight": fp8(),
+        f"{Q_PROJ}.weight_scale_inv": ones(2, 2),
+        f"{Q_PROJ}.input_scale": ones(),
+        f"{LAYER}.self_attn.k_scale": ones(),
+        f"{LAYER}.input_layernorm.weight": ("BF16", (64,), bf16(64)),
+        f"{LAYER}.mlp.up_proj.weight": weight(),
+    }
+    linears = linears_in(write_single(tmp_path / "m", tensors, FP8), Choice(stack_order="out_in"))
+    experts = [f"{EXPERTS}.{expert}.down_proj" for expert in range(2)]
+    assert sorted(linears.of) == sorted([*experts, Q_PROJ, f"{LAYER}.mlp.up_proj"])
+    assert {name: [linear.module for linear in held] for name, held in linears.by_home().items()} == {
+        f"{EXPERTS}.down_proj": experts,
+        f"{Q_PROJ}.weight": [Q_PROJ],
+        f"{LAYER}.mlp.up_proj.weight": [f"{LAYER}.mlp.up_proj"],
+    }
+    assert set(tensors) - linears.consumed() == {f"{LAYER}.input_layernorm.weight"}
+    assert [ref.name for ref in linears.of[Q_PROJ].idle] == [f"{Q_PROJ}.input_scale"]
+    assert [ref.name for ref in linears.idle] == [f"{LAYER}.self_attn.k_scale"]
+    assert (linears.is_packed, linears.unruled) == (True, ())
+    assert [linears.of[module].name for module in (experts[1], Q_PROJ)] == [experts[1], f"{Q_PROJ}.weight"]
+
+
+def test_a_stack_without_a_rule_is_told_of_and_a_convolution_is_none(tmp_path):
+    tensors = {f"{EXPERTS}.gate_up_proj": stack(2, 32, 64), "visual.conv.weight": stack(2, 32, 64)}
+    linears = linears_in(write_single(tmp_path / "m", tensors))
+    assert [ref.name for ref in linears.unruled] == [f"{EXPERTS}.gate_up_proj"]
+    assert (dict(linears.of), linears.is_packed) == ({}, False)
+
+
+@pytest.mark.parametrize("name", ["visual.conv.weight", f"{EXPERTS}.gate_up_proj_scale_inv", f"{EXPERTS}.gate_up_proj_bias"])
+def test_what_is_no_stack_of_experts_is_none_though_an_order_is_said(name, tmp_path):
+    folder = write_single(tmp_path / "m", {name: stack(2, 1, 64), f"{EXPERTS}.gate_up_proj": stack(2, 32, 64)})
+    linears = linears_in(folder, Choice(stack_order="out_in", stack_rows="concatenated"))
+    assert {linear.home.name for linear in linears.of.values()} == {f"{EXPERTS}.gate_up_proj"}
+    assert linears.unruled == ()
+
+
+def test_an_expert_that_is_there_twice_is_refused(tmp_path):
+    tensors = {f"{EXPERTS}.down_proj": stack(2, 64, 64), f"{EXPERTS}.1.down_proj.weight": weight(0, 64, 64)}
+    with pytest.raises(InputError, match=f"{EXPERTS}.down_proj holds {EXPERTS}.1.down_proj, which .* is too") as caught:
+        linears_in(write_single(tmp_path / "m", tensors), Choice(stack_order="out_in"))
+    assert (caught.value.code, caught.value.next_step) == ("tensor-twice", "Remove the one that does not belong.")

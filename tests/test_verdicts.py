@@ -1,0 +1,188 @@
+"""verdicts.py: what becomes of every linear layer and for which reason, however it is stored; and what cannot be decided."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import LLAMA, Tensor, bf16, weight, write_single
+from spellings import module_of, records, tensors_of
+
+from fp4convert.dialects import dialect_to_write
+from fp4convert.errors import InputError
+from fp4convert.linears import find_linears
+from fp4convert.recipe import Choice, ScaleGroup, Target, build_recipe
+from fp4convert.sources import open_source
+from fp4convert.verdicts import Verdict, decide, gathered, uneven_groups
+
+LAYER = "model.layers.0"
+ATTENTION, DOWN = f"{LAYER}.self_attn", f"{LAYER}.mlp.down_proj"
+QKV = ("q_proj", "k_proj", "v_proj")
+CT = "compressed-tensors"
+FP8 = {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 16]}}
+Tensors = dict[str, Tensor]
+
+
+def verdicts_on(folder: Path, target: Target, choice: Choice | None = None) -> dict[str, Verdict]:
+    source = open_source(str(folder))
+    recipe = build_recipe(target, source.checkpoint.config, choice or Choice())
+    return decide(find_linears(source, recipe), recipe, dialect_to_write(target))
+
+
+def verdict_on(folder: Path, target: Target, choice: Choice | None = None, module: str = DOWN) -> Verdict:
+    return verdicts_on(folder, target, choice)[module]
+
+
+def ones(*shape: int) -> Tensor:
+    return "F32", shape, struct.pack("<f", 1) * int(np.prod(shape))
+
+
+def fp8(module: str = DOWN) -> Tensors:
+    return {f"{module}.weight": ("F8_E4M3", (16, 32), b"\x38" * 512), f"{module}.weight_scale_inv": ones(2, 2)}
+
+
+def artifact(folder: Path, fmt: str, modules: tuple[str, ...], floats: Tensors | None = None) -> Path:
+    """Four-bit modules as compressed-tensors spells them, and matrices of floats beside them."""
+    made = {name: module_of(1, fmt, (32, 64), 0.25 if fmt == "nvfp4" else None) for name in modules}
+    config = records(CT, fmt, made, 16)["config.json"]
+    return write_single(folder, tensors_of(CT, fmt, made) | (floats or {}), config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("module", "tensor", "target", "action", "reason"),
+    [
+        (DOWN, weight(), Target("nvfp4", CT), "quantize", "a linear layer"),
+        ("lm_head", weight(), Target("nvfp4", CT), "copy", "an output head"),
+        (DOWN, ("BF16", (0, 64), b""), Target("nvfp4", CT), "skip", "empty"),
+        (DOWN, weight(0, 2, 24), Target("nvfp4", CT), "skip", "24 columns, not a multiple of the block of 16"),
+        (DOWN, weight(0, 2, 48), Target("nvfp4", CT), "quantize", "a linear layer"),
+        (DOWN, weight(0, 2, 48), Target("mxfp4", CT), "skip", "48 columns, not a multiple of the block of 32"),
+        (DOWN, weight(0, 24, 64), Target("nvfp4", "comfy"), "skip", "24 rows, which ComfyUI pads to a multiple of 16"),
+    ],
+)
+def test_floats(module, tensor, target, action, reason, tmp_path):
+    found = verdict_on(write_single(tmp_path / "m", {f"{module}.weight": tensor}), target, None, module)
+    assert (found.action, found.reason, found.is_made, found.stays) == (action, reason, action == "quantize", False)
+
+
+def test_fp8_is_quantized_or_becomes_bf16_or_stays(tmp_path):
+    folder, target = write_single(tmp_path / "m", fp8(), FP8), Target("nvfp4", CT)
+    made = verdict_on(folder, target)
+    assert (made.action, made.reason, made.form.format.name) == ("quantize", "a linear layer, from fp8 8x16", "nvfp4")
+    kept = verdict_on(folder, target, Choice(exclude=("*down*",)))
+    assert (kept.action, kept.reason, kept.form) == ("dequantize", "excluded by '*down*'; fp8 8x16 becomes bf16", None)
+    packed = verdict_on(folder, target, Choice(exclude=("*down*",), keep_packed=True))
+    assert (packed.action, packed.reason) == ("copy", "excluded by '*down*'; it stays fp8 8x16")
+    assert (packed.form.format.name, packed.form.granularity, packed.stays) == ("fp8", (8, 16), True)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "dialect", "words"),
+    [
+        (
+            {f"{DOWN}.weight": ("F8_E5M2", (16, 32), b"\x3c" * 512)},
+            LLAMA,
+            CT,
+            f"{DOWN}.weight stays, and dialect {CT} cannot hold fp8",
+        ),
+        (fp8(), FP8, "modelopt", f"{DOWN}.weight stays, and dialect modelopt cannot hold fp8 8x16 ("),
+    ],
+)
+def test_what_no_form_of_the_dialect_holds_cannot_stay_packed(tensors, config, dialect, words, tmp_path):
+    folder, choice = write_single(tmp_path / "m", tensors, config), Choice(exclude=("*down*",), keep_packed=True)
+    with pytest.raises(InputError) as caught:
+        verdicts_on(folder, Target("nvfp4", dialect), choice)
+    assert (caught.value.code, caught.value.tensor) == ("dialect-mixed", f"{DOWN}.weight")
+    assert caught.value.message.startswith(words)
+    assert caught.value.next_step == "Leave --keep-packed out, and it becomes bf16; or choose another --dialect."
+    assert verdicts_on(folder, Target("nvfp4", dialect), Choice(exclude=("*down*",)))[DOWN].action == "dequantize"
+
+
+@pytest.mark.parametrize(
+    ("stored", "made", "dialect", "action", "reason"),
+    [
+        ("nvfp4", "nvfp4", CT, "transcode", "nvfp4 already: the same codes and scales"),
+        ("mxfp4", "mxfp4", CT, "transcode", "mxfp4 already: the same codes and scales"),
+        ("mxfp4", "nvfp4", CT, "transcode", "mxfp4, whose blocks nvfp4 can say"),
+        ("nvfp4", "mxfp4", CT, "quantize", "a linear layer, from nvfp4"),
+        ("nvfp4", "nvfp4", "mlx", "quantize", "a linear layer, from nvfp4"),  # whose blocks have no global scale
+    ],
+)
+def test_blocks_of_four_bits(stored, made, dialect, action, reason, tmp_path):
+    found = verdict_on(artifact(tmp_path / "m", stored, (DOWN,)), Target(made, dialect))
+    assert (found.action, found.reason, found.form.format.name) == (action, reason, made)
+
+
+def test_blocks_that_stay(tmp_path):
+    folder, target = artifact(tmp_path / "m", "nvfp4", (DOWN,)), Target("nvfp4", CT)
+    plain = verdict_on(folder, target, Choice(exclude=("*down*",)))
+    assert (plain.action, plain.reason, plain.form) == ("dequantize", "excluded by '*down*'; nvfp4 becomes bf16", None)
+    packed = verdict_on(folder, target, Choice(exclude=("*down*",), keep_packed=True))
+    assert (packed.action, packed.form.format.name, packed.stays) == ("transcode", "nvfp4", True)
+
+
+@pytest.mark.parametrize("packed", [QKV, QKV[:1], QKV[1:]])
+def test_a_scale_group_is_taken_over_whole_or_quantized_whole(packed, tmp_path):
+    modules = [f"{ATTENTION}.{name}" for name in QKV]
+    stored = tuple(f"{ATTENTION}.{name}" for name in packed)
+    floats = {f"{module}.weight": weight() for module in modules if module not in stored}
+    found = verdicts_on(artifact(tmp_path / "m", "mxfp4", (*stored, DOWN), floats), Target("nvfp4", CT))
+    expected = "transcode" if packed == QKV else "quantize"
+    assert {found[module].action for module in modules} == {expected}
+    assert found[DOWN].action == "transcode"
+    if packed != QKV:
+        assert {found[module].reason for module in modules} == {"a linear layer", "a linear layer, from mxfp4"}
+    assert {found[module].group for module in modules} == {ScaleGroup(ATTENTION, QKV)}
+    assert {key: [linear.module for linear in held] for key, held in gathered(found).items()} == {
+        ScaleGroup(ATTENTION, QKV): [module for module in found if module in modules]
+    }
+
+
+def test_a_stack_that_nobody_tells_of_is_refused_unless_it_stays(tmp_path):
+    name = f"{LAYER}.mlp.experts.gate_up_proj"
+    folder, target = write_single(tmp_path / "m", {name: ("BF16", (2, 32, 64), bf16(2, 32, 64))}), Target("nvfp4", CT)
+    with pytest.raises(InputError) as caught:
+        verdicts_on(folder, target)
+    error = caught.value
+    assert (error.code, error.tensor) == ("unknown-stack", name)
+    assert error.message.startswith(f"model.safetensors: {name} [2, 32, 64] stacks matrices of experts")
+    for option in ("--stack-order out_in or in_out", "--stack-rows concatenated or interleaved"):
+        assert option in error.message
+    assert "--exclude '*experts*'" in error.next_step
+    with pytest.raises(InputError, match="no recipe tells"):  # how gate and up stand in it is still not told
+        verdicts_on(folder, target, Choice(stack_order="out_in"))
+    assert verdicts_on(folder, target, Choice(exclude=("*experts*",))) == {}
+    found = verdicts_on(folder, target, Choice(stack_order="out_in", stack_rows="concatenated"))
+    assert [verdict.action for verdict in found.values()] == ["quantize"] * 4
+
+
+def test_formats_that_the_dialect_cannot_hold_together_are_refused(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('about = "mine"\n[[format]]\nmodules = ["*o_proj"]\nformat = "fp8"\n')
+    folder = write_single(tmp_path / "m", {f"{ATTENTION}.o_proj.weight": weight(), f"{DOWN}.weight": weight()})
+    choice = Choice(recipe=str(file))
+    found = verdicts_on(folder, Target("nvfp4", CT), choice)
+    assert {module: verdict.form.format.name for module, verdict in found.items()} == {
+        f"{ATTENTION}.o_proj": "fp8",
+        DOWN: "nvfp4",
+    }
+    with pytest.raises(InputError, match="which dialect mlx cannot hold beside each other") as caught:
+        verdicts_on(folder, Target("nvfp4", "mlx"), choice)
+    assert (caught.value.code, caught.value.next_step.startswith("Choose another --dialect")) == ("dialect-mixed", True)
+
+
+def test_groups_that_are_uneven_are_told_of(tmp_path):
+    tensors = {f"model.layers.{layer}.self_attn.{name}.weight": weight() for layer in (0, 1) for name in QKV}
+    folder, target = write_single(tmp_path / "m", tensors), Target("nvfp4", CT)
+
+    def told(choice: Choice) -> list[str]:
+        return uneven_groups(verdicts_on(folder, target, choice), build_recipe(target, LLAMA, choice))
+
+    assert told(Choice()) == []
+    assert told(Choice(exclude=("*self_attn*",))) == []
+    (warning,) = told(Choice(exclude=("*.1.self_attn.v_proj",)))
+    assert warning.startswith("1 scale groups q_proj/k_proj/v_proj lack members, the first in 'model.layers.1.self_attn'")
+    (warning,) = told(Choice(exclude=("*v_proj",)))
+    assert warning.startswith("2 scale groups q_proj/k_proj/v_proj lack members, the first in 'model.layers.0.self_attn'")
