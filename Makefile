@@ -42,9 +42,10 @@ fix: $(VENV)/test.stamp
 build: $(VENV)/bin/python
 	$(PIP_INSTALL) --no-deps --editable .
 
-# Prints how the outside packages' bytes differ from the committed ones; --write replaces them.
+# Prints how the outside packages' bytes, and the plans of families, differ from the committed ones; --write replaces them.
 golden: $(VENV)/test.stamp
 	$(BIN)/python tests/golden/generate.py
+	$(BIN)/python tests/golden_plans.py
 
 # Writes benchmarks/results/cpu.md and hub.md.
 bench: $(VENV)/test.stamp

@@ -129,7 +129,7 @@ class _Drafting:
             self.dialect.outputs(stem, shape, first.form),
             shape,
             slots,
-            group=_label(first.group, measured) if first.group else None,
+            group=_label(first.group, measured) if first.group and len(measured) > 1 else None,
             amax_of=tuple(dict.fromkeys(ref for linear in measured for ref in linear.refs)),
             module=stem,
             form=first.form,

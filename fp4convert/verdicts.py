@@ -162,18 +162,30 @@ def gathered(verdicts: Mapping[str, Verdict]) -> dict[ScaleGroup, list[Linear]]:
 
 
 def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
-    """One warning for each kind of scale group that has not all of its members, or whose members do not become the same."""
+    """One warning for each kind of scale group some of whose members stay, are not there, or become another format."""
     forms: dict[ScaleGroup, dict[str, Form | None]] = defaultdict(dict)
     for module, verdict in verdicts.items():
-        if key := verdict.group or scale_group(module, recipe.groups):
+        if key := scale_group(module, recipe.groups):
             forms[key][module.rpartition(".")[2]] = verdict.form
-    uneven: dict[tuple[str, ...], list[ScaleGroup]] = defaultdict(list)
+    uneven: dict[tuple[tuple[str, ...], str], list[ScaleGroup]] = defaultdict(list)
     for key, members in forms.items():
-        is_lacking = not recipe.may_lack.union(members).issuperset(key.members)
-        if (is_lacking or len(set(members.values())) > 1) and any(members.values()):
-            uneven[key.members].append(key)
+        if any(members.values()) and (what := _unevenness(key, members, recipe)):
+            uneven[key.members, what].append(key)
     return [
-        f"{len(keys)} scale groups {'/'.join(members)} lack members, the first in {keys[0].parent!r}: engines that fuse them need"
-        " all of them in one format, or none"
-        for members, keys in uneven.items()
+        f"{len(keys)} scale {'groups' if len(keys) > 1 else 'group'} {'/'.join(members)}: {what}, first in {keys[0].parent!r};"
+        " engines that fuse them need all of them in one format, or none"
+        for (members, what), keys in uneven.items()
     ]
+
+
+def _unevenness(key: ScaleGroup, members: Mapping[str, Form | None], recipe: Recipe) -> str:
+    """What sets the members of a scale group apart; "" where nothing does."""
+    staying = [member for member, form in members.items() if form is None]
+    missing = [member for member in key.members if member not in members and member not in recipe.may_lack]
+    words = dict.fromkeys(form.word for form in members.values() if form)
+    told = [
+        f"{' and '.join(names)} {verb if len(names) > 1 else verbs}"
+        for names, verb, verbs in ((staying, "stay", "stays"), (missing, "are not there", "is not there"))
+        if names
+    ]
+    return ", ".join([*told, *([f"members become {' and '.join(words)}"] if len(words) > 1 else [])])
