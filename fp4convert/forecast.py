@@ -36,7 +36,7 @@ COLUMN_PARALLEL = frozenset(  # whose rows they divide; not k_proj and v_proj, w
         *("fc1", "c_fc", "fc_in", "linear_fc1", "dense_h_to_4h", "wi", "wi_0", "wi_1"),
     }
 )
-EMBEDDINGS = ("embed", "wte", "wpe")  # in the last word of what stands before the layers
+EMBEDDINGS = ("embed", "wte", "wpe")  # in the name of what stands before the layers
 ASIDE = ("visual", "vision", "audio", "image", "multi_modal", "mm_proj", "mtp")  # in names beside the language model
 
 
@@ -114,7 +114,10 @@ def estimate_seconds(source: Source, plan: Plan, backend: Backend, workers: int)
 
 
 class Verdict(NamedTuple):
-    """What is said of a step; those that are told in one row have the same."""
+    """What is said of a step; those that are told in one row have the same.
+
+    group  the members of its scale group that become four-bit; None where it is alone
+    """
 
     action: str
     reason: str
@@ -172,13 +175,13 @@ class _Place(NamedTuple):
 
         begun  where each stack begins
         """
-        parent, word, parameter = split_leaf(self.pattern)
+        parent, _, parameter = split_leaf(self.pattern)
         beside = not self.is_matrix, bool(parameter), self.rank, self.at
         if self.stack:
             return 1, begun[self.stack], self.lowest, "att" not in parent, parent, *beside
         if any(aside in self.pattern for aside in ASIDE):
             return 2, 0, 0, False, parent, *beside
-        if any(name in word for name in EMBEDDINGS):
+        if any(name in self.pattern for name in EMBEDDINGS):
             return 0, 0, 0, False, "", *beside
         return 3, 0, 0, self.is_matrix, "", False, bool(parameter), (), self.at  # the last norm before the head
 
@@ -189,8 +192,9 @@ def _name_of(step: Step) -> str:
 
 
 def _verdict_on(step: Step) -> Verdict:
-    group = step.group.rpartition(".")[2] if step.group else None
-    return Verdict(step.action, step.reason, group, step.format or None)
+    there = {linear.module.rpartition(".")[2] for linear in step.measured}
+    members = [member for member in (step.group or "").rpartition(".")[2].split("/") if member in there]
+    return Verdict(step.action, step.reason, "/".join(members) if len(members) > 1 else None, step.format or None)
 
 
 def find_doubts(sized: Sequence[Sized], plan: Plan) -> list[str]:

@@ -36,7 +36,7 @@ def draw_plan(screen: Screen, plan: Document) -> None:
             screen.line(f"{component}/", "bold")
             part_of, above = component, ""
         if parent and parent != above:
-            for part in _broken(escape(parent.removesuffix(".")), screen.out.width):
+            for part in _broken(_told(parent.removesuffix(".")), screen.out.width):
                 screen.line(part, "bold")
         above = parent
         style = STYLES.get(row["action"], "green")
@@ -58,10 +58,15 @@ def _name_width(names: list[str], most: int) -> int:
     return max((len(name) for name in names if len(name) <= most), default=len(HEADINGS[0]))
 
 
+def _told(name: str) -> str:
+    """A name or a pattern for the terminal: all of it, unless one of its words is longer than any that a model has."""
+    return shorten(",".join(map(shorten, escape(name).split(","))), LONGEST_NAME)
+
+
 def _broken(name: str, width: int) -> Iterator[str]:
     """Lines of a name too long for one, each but the last up to a comma: in ranges and in braces nothing is left out."""
     line = ""
-    for piece in shorten(name, LONGEST_NAME).split(","):
+    for piece in name.split(","):
         if line.strip() and len(line) + len(piece) >= width:
             yield line
             line = INDENT * 2
@@ -78,7 +83,7 @@ def _line(cells: Row, widths: list[int]) -> str:
 
 def _cells(row: Document) -> Row:
     parent = _parent_of(row["pattern"])
-    name = escape(row["pattern"].removeprefix(parent))
+    name = _told(row["pattern"].removeprefix(parent))
     shared = f"one scale: {join_words(row['group'].split('/'))}" if row["group"] else ""
     why = row["reason"].removeprefix(LINEAR).removeprefix(", ") if shared else row["reason"]
     sizes = (size_text(row[key]) for key in ("source_bytes", "output_bytes"))
@@ -98,7 +103,7 @@ def _parent_of(pattern: str) -> str:
     A number alone is no name: it stands in the row with the word before it, to_out.0 and net.0.proj.
     """
     parent, word, _ = split_leaf(pattern)
-    while parent and (not set(word) - set("0123456789[],-") or parent.split(".")[-2].isdigit()):
+    while parent and not parent.endswith("].") and (not set(word) - set("0123456789[],-") or parent.split(".")[-2].isdigit()):
         parent, word, _ = split_leaf(parent.removesuffix("."))
     return parent if "[" in parent else ""
 

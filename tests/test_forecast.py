@@ -157,6 +157,10 @@ def test_rows_tell_whose_scale_is_shared(tmp_path):
     assert rows[f"{LAYER}.self_attn.{{q,k,v}}_proj"] == "q_proj/k_proj/v_proj"
     assert rows[f"{LAYER}.mlp.{{gate,up}}_proj"] == "gate_proj/up_proj"
     assert rows[f"{LAYER}.mlp.down_proj"] is None
+    rows = {row["pattern"]: row["group"] for row in forecast(tmp_path / "m", "nvfp4", "--exclude", "*.k_proj")["patterns"]}
+    assert rows[f"{LAYER}.self_attn.{{q,v}}_proj"] == "q_proj/v_proj"
+    rows = {row["pattern"]: row["group"] for row in forecast(tmp_path / "m", "nvfp4", "--exclude", "*.up_proj")["patterns"]}
+    assert rows[f"{LAYER}.mlp.{{gate,down}}_proj"] is None
     rows = {row["pattern"]: row["group"] for row in forecast(write_llama(tmp_path / "x"), "mxfp4")["patterns"]}
     assert rows[f"{LAYER}.mlp.{{gate,up,down}}_proj"] is None
 

@@ -132,6 +132,7 @@ def test_a_number_stands_with_the_word_before_it(capsys):
         *("b.[0-1].ff", "net.2", "net.0.proj"),
     ]
     assert draw(capsys, [row("m.[0-1]"), row("0.[1-2]")])[1].startswith("m.[0-1] ")
+    assert draw(capsys, [row("m.[0-1].0.x")])[1] == "m.[0-1]"
 
 
 def test_a_shared_scale_hides_no_reason(capsys):
