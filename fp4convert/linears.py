@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp4convert.artifact import Artifact, is_artifact, read_artifact, read_clues, refuse_unsaid
 from fp4convert.codings import Linear
@@ -15,7 +15,8 @@ from fp4convert.codings.int4 import find_integers, integers_of
 from fp4convert.dialects import Clues, is_quantized_tensor
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, FP8
-from fp4convert.recipe import Recipe, is_expert_stack
+from fp4convert.recipe import Recipe, Target, build_recipe, is_expert_stack
+from fp4convert.record import stacks_recorded
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
 
@@ -79,6 +80,13 @@ def linears_of(clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | No
     )
     _refuse_unreadable(clues, linears)
     return linears
+
+
+def originals_of(artifact: Artifact, source: Source) -> Mapping[str, Linear]:
+    """The linear layers of the source that an artifact was made from, its stacks read as they were then."""
+    recipe = build_recipe(Target(artifact.forms[0].format.name), source.checkpoint.config)
+    stacks = (*stacks_recorded(artifact.record), *recipe.stacks)
+    return find_linears(source, replace(recipe, stacks=stacks)).of
 
 
 def linears_stored(artifact: Artifact) -> dict[str, Linear]:

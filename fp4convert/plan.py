@@ -16,13 +16,14 @@ from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
 from fp4convert.linears import Linears
 from fp4convert.patterns import matches
-from fp4convert.recipe import Recipe, ScaleGroup
+from fp4convert.recipe import Recipe, ScaleGroup, StackRule
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
 from fp4convert.stacks import Slot
 from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
 from fp4convert.verdicts import Verdict, decide, gathered, uneven_groups
 
+ENDING_PARTS = 3  # of a stack's name that tell it from others: mlp.experts.gate_up_proj
 KEPT_DTYPE = "BF16"  # of what was packed and stays
 
 
@@ -64,7 +65,8 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears) -> P
         *(() if made else [f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists"]),
         *_no_config(checkpoint, dialect),
     )
-    return Plan(recipe.target, tasks, Ignored(tuple(kept), recipe.patterns_to_declare(kept, asked)), notes)
+    ignored = Ignored(tuple(kept), recipe.patterns_to_declare(kept, asked))
+    return Plan(recipe.target, tasks, ignored, notes, _stack_rules(linears, recipe))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,15 @@ def _label(group: ScaleGroup, members: Iterable[Linear]) -> str:
     """What a scale group is called: its parent, and those of its members that there are."""
     there = {linear.module.rpartition(".")[2] for linear in members}
     return str(group._replace(members=tuple(member for member in group.members if member in there)))
+
+
+def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
+    """How the stacks that are taken apart were read, by the ends of their names."""
+    every = (linear.stack for linear in linears.of.values() if linear.stack)
+    stacks = {stack.name: stack for stack in every if stack.dtype in FLOAT_TYPES}
+    used = ((name, recipe.stack_rule(name, ref.shape)) for name, ref in stacks.items())
+    ends = ((".".join(name.split(".")[-ENDING_PARTS:]), rule) for name, rule in used if rule)
+    return tuple(dict.fromkeys(rule._replace(tensors=(f"*{end}",)) for end, rule in ends))
 
 
 def _as_it_is(ref: TensorRef) -> TensorSpec:

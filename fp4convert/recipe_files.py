@@ -70,7 +70,8 @@ class StackRule(NamedTuple):
     def module(self, tensor: str, expert: int, member: str) -> str:
         """The name of one expert's module out of that tensor."""
         parent = tensor.removesuffix(".weight").rpartition(".")[0]
-        return self.named.format(parent=parent, expert=expert, member=member)
+        named = self.named.replace("{expert}", str(expert)).replace("{member}", member)
+        return named.replace("{parent}", parent)
 
 
 class FormatRule(NamedTuple):

@@ -10,7 +10,7 @@ from fp4convert.dialects import Dialect, Ignored, dialect_named
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, INT4, STORED_FORMATS, format_named
 from fp4convert.layout import padding_of
-from fp4convert.recipe import Target
+from fp4convert.recipe import StackRule, Target
 from fp4convert.spelling import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form, Granularity, Group, merged, targets_of
 
 RECORD = "quantization_config.json"
@@ -23,6 +23,7 @@ class Contents(NamedTuple):
     groups: Sequence[Group]
     ignored: Ignored
     shapes: Mapping[str, tuple[int, ...]]
+    stacks: Sequence[StackRule] = ()
 
 
 def make_record(target: Target, contents: Contents, producer: dict[str, str], origin: dict[str, object]) -> dict[str, object]:
@@ -30,18 +31,45 @@ def make_record(target: Target, contents: Contents, producer: dict[str, str], or
 
     origin  repo and revision of the weights it was made from; None for a folder, whose path is nobody's business
     """
-    groups, ignored, shapes = contents
+    groups, ignored, shapes, stacks = contents
     form, spelling = groups[0].form, dialect_named(str(target.dialect))
     is_mixed = len(groups) > 1
     return {
         **({"format": MIXED, "modules": _describe_groups(groups, spelling)} if is_mixed else describe_form(form, spelling)),
         **({"shapes": {module: list(shape) for module, shape in shapes.items()}} if form.scale_layout == "appended" else {}),
+        **({"stacks": [_describe_stack(rule) for rule in stacks]} if stacks else {}),
         "dialect": target.dialect,
         "scale_rule": target.scale_rule,
         "ignore": [*ignored.modules, *ignored.patterns],
         "producer": producer,
         "source": origin,
     }
+
+
+def _describe_stack(rule: StackRule) -> dict[str, object]:
+    """How a stack of the source was read, in the words of recipe files."""
+    return {
+        "tensors": list(rule.tensors),
+        "members": list(rule.members),
+        "order": "in_out" if rule.is_transposed else "out_in",
+        "rows": "interleaved" if rule.is_interleaved else "concatenated",
+        "named": rule.named,
+        **({"experts": rule.experts} if rule.experts else {}),
+    }
+
+
+def stacks_recorded(record: Mapping[str, object]) -> tuple[StackRule, ...]:
+    """How the stacks of the source were read, as our record says."""
+    listed = record.get("stacks")
+    rules = []
+    for entry in listed if isinstance(listed, list) else []:
+        match entry:
+            case {"tensors": [*tensors], "members": [*members], "order": str(order), "rows": str(rows), "named": str(named)}:
+                experts = entry.get("experts")
+                names = tuple(map(str, tensors)), tuple(map(str, members))
+                rule = StackRule(*names, order == "in_out", rows == "interleaved", named)
+                rules.append(rule._replace(experts=experts if isinstance(experts, int) else None))
+    return tuple(rules)
 
 
 def _describe_groups(groups: Sequence[Group], spelling: Dialect) -> list[dict[str, object]]:

@@ -16,7 +16,7 @@ from typing import Literal
 from fp4convert.codings import Linear
 from fp4convert.dialects import Dialect, Ignored, form_of
 from fp4convert.errors import InputError
-from fp4convert.recipe import Target
+from fp4convert.recipe import StackRule, Target
 from fp4convert.shard import Header, TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
 from fp4convert.spelling import Form, Group, group_modules
@@ -117,12 +117,16 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every task, and what the result's records need to know."""
+    """Every task, and what the result's records need to know.
+
+    stacks  how the source's stacks of experts were read
+    """
 
     target: Target
     tasks: tuple[Task, ...]
     ignored: Ignored
     warnings: tuple[str, ...]
+    stacks: tuple[StackRule, ...] = ()
 
     @property
     def steps(self) -> Iterator[Step]:

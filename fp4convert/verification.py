@@ -18,9 +18,8 @@ from fp4convert.codings import Linear
 from fp4convert.errors import InputError
 from fp4convert.formats import Matrix, row_panels
 from fp4convert.inspection import check_scales
-from fp4convert.linears import find_linears, linears_stored
+from fp4convert.linears import linears_stored, originals_of
 from fp4convert.reading import Finding
-from fp4convert.recipe import Target, build_recipe
 from fp4convert.record import RECORD
 from fp4convert.shard import TensorRef, hash_stream
 from fp4convert.sources import Source, stopping
@@ -180,8 +179,7 @@ def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list
 
 def _pair(artifact: Artifact, source: Source) -> tuple[list[_Pair], list[Finding]]:
     """Every linear layer that the artifact stores in another way than the source, beside its original."""
-    recipe = build_recipe(Target(artifact.forms[0].format.name), source.checkpoint.config)
-    theirs, ours = find_linears(source, recipe).of, linears_stored(artifact)
+    theirs, ours = originals_of(artifact, source), linears_stored(artifact)
     pairs, findings = [], []
     for module, own in ours.items():
         original = theirs.get(module)

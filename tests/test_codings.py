@@ -20,8 +20,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from spellings import module_of, write_artifact
 from torch_formulas import decoded, e4m3
 
-from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.codings import Linear
+from fp4convert.codings.floats import measured_whole
 from fp4convert.formats import Weights
 from fp4convert.linears import find_linears
 from fp4convert.recipe import Choice, Target, build_recipe
@@ -64,10 +64,11 @@ def check_panels(weights: Weights, expected: np.ndarray) -> None:
             assert bytes_of(weights, first, last) == expected[first:last].tobytes(), (first, last)
 
 
-def check_amax(weights: Weights, expected: np.ndarray, is_known: bool) -> None:
-    """The largest magnitude of panels; unknown where rows must be read for it."""
-    for first, last in ((0, len(expected)), (1, 2), (3, len(expected) - 1), (len(expected) - 1, len(expected))):
-        assert weights.amax(first, last) == (np.abs(expected[first:last]).max() if is_known else None)
+def check_amax(weights: Weights, expected: np.ndarray) -> None:
+    """The largest magnitude, where it is found sooner than rows."""
+    amaxes = weights.amaxes()
+    assert amaxes is not None
+    assert max(amaxes) == np.abs(expected).max()
 
 
 def random_floats(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -105,7 +106,6 @@ def test_the_rows_of_a_stack_are_those_that_numpy_slices(order, rows, dtype, tmp
         weights = found[module].coding.weights(found[module], source)
         assert (found[module].shape, weights.dtype) == (values.shape, dtype)
         check_panels(weights, values)
-        check_amax(weights, values.view(FLOAT_DTYPES[dtype]).astype(np.float32), order == "in_out")
     assert sum(linear.nbytes for linear in found.values()) == stack.nbytes
 
 
@@ -119,18 +119,21 @@ def test_the_rows_of_a_stack_of_one_matrix_each(order, tmp_path):
         check_panels(linear.coding.weights(linear, source), matrix if order == "out_in" else np.ascontiguousarray(matrix.T))
 
 
-@pytest.mark.parametrize("at", [0, 255, 256, 299])
-@pytest.mark.parametrize("value", [-7.5, math.inf, math.nan])
-def test_the_largest_of_a_transposed_matrix_is_found_wherever_it_lies(at, value, tmp_path):
-    stack = np.ones((1, 300, 2 * INNER), np.float32)
-    stack[0, at, 5], stack[0, at, 6] = value, 100  # a row of up_proj, where rows take turns; and one of gate_proj
+@EVERY_LAYOUT
+def test_gate_and_up_are_measured_as_the_one_matrix_that_they_are(order, rows, tmp_path):
+    """Read as it lies where both are measured; one alone is measured by its own rows."""
+    stack = random_floats("F32", stack_shape(order))
     tensors = {f"{EXPERTS}.gate_up_proj": ("F32", stack.shape, stack.tobytes())}
-    folder = write_single(tmp_path / "m", tensors, {**CONFIG, "hidden_size": 300})
-    source, found = found_in(folder, Choice(stack_order="in_out", stack_rows="interleaved"))
-    linear = found[f"{EXPERTS}.0.up_proj"]
-    weights = linear.coding.weights(linear, source)
-    assert np.array_equal(weights.amax(0, INNER), abs(value), equal_nan=True)
-    assert [weights.amax(2, 3), weights.amax(0, 2), weights.amax(3, INNER)] == pytest.approx([abs(value), 1, 1], nan_ok=True)
+    source, found = found_in(write_single(tmp_path / "m", tensors, CONFIG), Choice(stack_order=order, stack_rows=rows))
+    expected = sliced(stack, order, rows)
+    gate, up = f"{EXPERTS}.1.gate_proj", f"{EXPERTS}.1.up_proj"
+    for modules in ((gate, up), (gate,), (up,)):
+        measured = list(measured_whole([found[module] for module in modules], source))
+        elements = [np.frombuffer(weights.rows(0, weights.shape[0]).data, np.uint32) for weights in measured]
+        wanted = np.concatenate([expected[module].view(np.uint32).ravel() for module in modules])
+        assert sorted(np.concatenate(elements)) == sorted(wanted)
+    is_apart = (order, rows) == ("out_in", "concatenated")
+    assert len(list(measured_whole([found[gate], found[up]], source))) == (2 if is_apart else 1)
 
 
 @EVERY_LAYOUT
@@ -243,7 +246,7 @@ def test_fp8_is_worth_what_torch_says(kind, tmp_path):
     weights = linear.coding.weights(linear, source)
     assert (linear.coding.word, linear.coding.is_packed, weights.dtype) == (word, True, "F32")
     check_panels(weights, expected)  # most of them begin inside a row of blocks
-    check_amax(weights, expected, True)
+    check_amax(weights, expected)
 
 
 @pytest.mark.parametrize(("dtype", "judge"), [("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)])
@@ -253,7 +256,7 @@ def test_fp8_without_scales_or_record_is_numbers_as_they_stand(dtype, judge, tmp
     expected = torch.from_numpy(codes).view(judge).float().numpy()
     weights = found[MODULE].coding.weights(found[MODULE], source)
     check_panels(weights, expected)
-    check_amax(weights, expected, True)
+    check_amax(weights, expected)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
