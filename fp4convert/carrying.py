@@ -35,8 +35,10 @@ def carry(stored: Blocks, fmt: Format, exponent: int) -> Blocks:
     return Fetched(fmt, stored.shape, 2.0**exponent, "multiplier", fetch)
 
 
-def group_exponent(members: Mapping[str, Blocks]) -> int:
-    """k of the global scale 2^k of a scale group of MXFP4 modules; NumericError where a block scale is NaN."""
+def group_exponent(members: Mapping[str, Blocks], fmt: Format) -> int:
+    """k of the global scale 2^k of a scale group whose MXFP4 blocks are cast; 0 where none is; NumericError for a NaN scale."""
+    if all(q.format is fmt for q in members.values()):
+        return 0
     largest = NOTHING
     for module, q in members.items():
         try:
@@ -71,7 +73,7 @@ class Carrier:
     def __init__(self, artifact: Artifact, fmt: Format) -> None:
         self._artifact = artifact
         self.format = fmt
-        self._exponents = {} if fmt is artifact.format else _exponents(artifact)
+        self._exponents = {} if fmt is artifact.format else _exponents(artifact, fmt)
 
     def blocks(self, module: str) -> Blocks:
         """That module; every block that is cast keeps its values where E4M3 can say its scale."""
@@ -96,8 +98,7 @@ def taken_over(plan: Plan) -> Iterator[Carried]:
         key = step.group or step.module
         stored = {linear.module: linear.coding.blocks(linear) for linear in step.measured if isinstance(linear.coding, FourBit)}
         if key not in exponents:
-            is_cast = any(blocks.format is not fmt for blocks in stored.values())
-            exponents[key] = group_exponent(stored) if is_cast else 0
+            exponents[key] = group_exponent(stored, fmt)
         yield from (Carried(linear.module, stored[linear.module], fmt, exponents[key]) for linear in step.linears)
 
 
@@ -131,7 +132,7 @@ def kept_blocks(stored: Blocks, exponent: int) -> Kept:
     return Kept(stored.shape[0] * stored.shape[1] // stored.format.block_size, kept)
 
 
-def _exponents(artifact: Artifact) -> dict[str, int]:
+def _exponents(artifact: Artifact, fmt: Format) -> dict[str, int]:
     """For every module k of the global scale 2^k of its scale group."""
     groups = group_members(artifact.source.checkpoint.config)
     members: dict[ScaleGroup | str, list[str]] = defaultdict(list)
@@ -139,5 +140,5 @@ def _exponents(artifact: Artifact) -> dict[str, int]:
         members[scale_group(module, groups) or module].append(module)
     found: dict[str, int] = {}
     for modules in members.values():
-        found |= dict.fromkeys(modules, group_exponent({module: artifact.decode(module) for module in modules}))
+        found |= dict.fromkeys(modules, group_exponent({module: artifact.decode(module) for module in modules}, fmt))
     return found

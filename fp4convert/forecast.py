@@ -44,7 +44,7 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
     """The document of `quantize --dry-run --json`.
 
     source_bytes, output_bytes  of tensors and of shards; the result of the run counts whole files
-    bits_per_weight             of the four-bit modules
+    bits_per_weight             of the quantized modules
     added_bytes                 by packed weights that stay and are written as bf16
     peak_memory_bytes           what workers hold beside mapped pages
     peak_disk_bytes             of everything that is written, but for our own record

@@ -35,7 +35,7 @@ TRIES = 3  # to write files that afterwards are what was written
 class Result:
     """What a conversion tells at its end; the keys of --json.
 
-    bits_per_weight  of the four-bit modules, scales and all; None where there are none
+    bits_per_weight  of the quantized modules, scales and all; None where there are none
     output_bytes  of the whole; after one of several parts, of what this process wrote
     digest        of the whole; None after one of several parts
     adopted_bytes of the source, whose result an earlier run or another process wrote

@@ -23,7 +23,7 @@ from fp4convert.codec import FLOAT_DTYPES, check_largest, not_finite
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import MATRIX_DIMENSIONS, measured_whole
 from fp4convert.codings.fp4 import FourBit
-from fp4convert.codings.fp8 import ThroughFp8
+from fp4convert.codings.fp8 import Fp8, ThroughFp8
 from fp4convert.dialects import Speller, dialect_named, form_of
 from fp4convert.errors import DeviceError, NumericError
 from fp4convert.formats import FP8, GLOBAL_RANGE, PANEL_ELEMENTS, Blocks, Quantized, Weights, format_named, row_panels
@@ -132,14 +132,13 @@ class Quantizer:
 
     def _weights(self, linear: Linear) -> Weights:
         weights = linear.coding.weights(linear, self.source)
-        return ThroughFp8(weights) if self._target.via and not linear.coding.is_packed else weights
+        return ThroughFp8(weights) if self._target.via and not isinstance(linear.coding, Fp8) else weights
 
     def _carried(self, steps: list[Step]) -> Iterator[tuple[int, Quantized]]:
         """The blocks of four-bit modules, cast where the format is another."""
         fmt = format_named(steps[0].format)
         stored = {linear.module: _blocks(linear) for linear in steps[0].measured}
-        is_cast = any(q.format is not fmt for q in stored.values())
-        exponent = group_exponent(stored) if is_cast else 0
+        exponent = group_exponent(stored, fmt)
         for number, step in enumerate(steps):
             for slot in _members(step):
                 yield from ((number, q) for q in alternate([carry(stored[linear.module], fmt, exponent) for linear in slot]))

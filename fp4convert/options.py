@@ -24,7 +24,7 @@ InputScaleOption = Annotated[float | None, typer.Option(help="With --activations
 IncludeOption = Annotated[list[str] | None, typer.Option(help="Quantize these modules too, though the recipe keeps them.")]
 ExcludeOption = Annotated[list[str] | None, typer.Option(help="Keep these modules as they are. Glob, or re:REGEX.")]
 RecipeOption = Annotated[str | None, typer.Option(help="A mode or family that fp4convert recipes lists, or a TOML file.")]
-StackOrderOption = Annotated[str | None, typer.Option(help="Of expert stacks that no recipe knows: out_in or in_out.")]
+StackOrderOption = Annotated[str | None, typer.Option(help="Of stacks of experts, before any recipe: out_in or in_out.")]
 StackRowsOption = Annotated[str | None, typer.Option(help="Of gate and up in one such stack: concatenated or interleaved.")]
 KeepPackedOption = Annotated[bool, typer.Option("--keep-packed", help="What is FP8, int4 or FP4 and stays is not made bf16.")]
 ViaOption = Annotated[str | None, typer.Option(help="fp8: round weights to FP8 first, for comparison; it loses accuracy.")]

@@ -272,6 +272,7 @@ class PipelineConversion:
             digest=digest_of(self.ended_files()),
             adopted_bytes=sum(result.adopted_bytes for result in made) + adopted_nbytes,
             bits_per_weight=self.plan.bits_per_weight,
+            carried=None,
             components=[{"name": name, **result.as_json()} for name, result in results.items()],
         )
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS, WEIGHT
+from fp4convert.codings.fp8 import Fp8
 from fp4convert.dialects import Dialect, Ignored, dialect_to_write, form_of
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
 from fp4convert.linears import Linears
 from fp4convert.patterns import matches
-from fp4convert.recipe import Recipe, ScaleGroup, StackRule
+from fp4convert.recipe import Recipe, ScaleGroup, StackRule, is_expert_stack
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
 from fp4convert.stacks import Slot
@@ -24,6 +25,7 @@ from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refu
 from fp4convert.verdicts import Verdict, decide, gathered, uneven_groups
 
 ENDING_PARTS = 3  # of a stack's name that tell it from others: mlp.experts.gate_up_proj
+GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
 KEPT_DTYPE = "BF16"  # of what was packed and stays
 
 
@@ -61,6 +63,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears) -> P
         *_unmatched(recipe, _names_of(checkpoint, linears)),
         *uneven_groups(verdicts, recipe),
         *_left_behind(linears),
+        *_not_via(verdicts, recipe),
         *(_embeddings(asked, recipe) if not dialect.TRAITS.holds_embeddings else ()),
         *(() if made else [f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists"]),
         *_no_config(checkpoint, dialect),
@@ -82,6 +85,7 @@ class _Drafting:
     dialect: Dialect
     stems: Mapping[str, tuple[int, ...]]
     slots: Mapping[str, tuple[Slot, ...]]
+    _labels: Mapping[ScaleGroup, str] = field(default_factory=dict)  # what a person calls a scale group
     _stem_at: Mapping[str, str] = field(default_factory=dict)  # by its first module
     _held: frozenset[str] = frozenset()  # modules that stems of other names hold
 
@@ -97,7 +101,8 @@ class _Drafting:
         slots = {stem: dialect.slots(stem, shape) for stem, shape in stems.items() if stem not in shapes}
         at = {stored[0][0].module: stem for stem, stored in slots.items()}
         held = frozenset(rows.module for stored in slots.values() for slot in stored for rows in slot)
-        return cls(verdicts, groups, dialect, stems, slots, at, held)
+        labels = {group: _label(group, members) for group, members in groups.items() if len(members) > 1}
+        return cls(verdicts, groups, dialect, stems, slots, labels, at, held)
 
     def of_tensor(self, ref: TensorRef, linears: list[Linear]) -> Iterator[Draft]:
         """What becomes of a stored tensor that holds those; where all of them stay as they are, it stays whole."""
@@ -131,7 +136,7 @@ class _Drafting:
             self.dialect.outputs(stem, shape, first.form),
             shape,
             slots,
-            group=_label(first.group, measured) if first.group and len(measured) > 1 else None,
+            group=self._labels.get(first.group) if first.group else None,
             amax_of=tuple(dict.fromkeys(ref for linear in measured for ref in linear.refs)),
             module=stem,
             form=first.form,
@@ -223,7 +228,8 @@ def _left_out(checkpoint: Checkpoint) -> list[str]:
 
 def _stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> list[str]:
     stacks = [ref.name for ref in checkpoint.tensors if len(ref.shape) == STACK_DIMENSIONS and ref.dtype in FLOAT_TYPES]
-    experts = [name for name in stacks if ("expert" in name or "_exps" in name) and name not in consumed]
+    experts = [name for name in stacks if (is_expert_stack(name, (0,) * STACK_DIMENSIONS) or GGUF_STACK in name)]
+    experts = [name for name in experts if name not in consumed]
     if not experts:
         return []
     return [f"{len(experts)} stacks of expert matrices stay as they are, the first {experts[0]!r}"]
@@ -260,6 +266,15 @@ def _left_behind(linears: Linears) -> list[str]:
         for what, names in (("scales of activations", idle), ("scales of a cache of keys and values", caches))
         if names
     ]
+
+
+def _not_via(verdicts: Mapping[str, Verdict], recipe: Recipe) -> Iterator[str]:
+    """What --via fp8 does not change."""
+    if recipe.target.via:
+        made = [verdict for verdict in verdicts.values() if verdict.is_made]
+        if same := [one for one in made if one.action != "quantize" or isinstance(one.linear.coding, Fp8)]:
+            first = same[0].linear.name
+            yield f"--via fp8 changes nothing for {len(same)} modules that are FP8 or in four bits already, the first {first}"
 
 
 def _embeddings(asked: Iterable[str], recipe: Recipe) -> Iterator[str]:

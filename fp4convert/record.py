@@ -64,11 +64,20 @@ def stacks_recorded(record: Mapping[str, object]) -> tuple[StackRule, ...]:
     rules = []
     for entry in listed if isinstance(listed, list) else []:
         match entry:
-            case {"tensors": [*tensors], "members": [*members], "order": str(order), "rows": str(rows), "named": str(named)}:
+            case {
+                "tensors": [*tensors],
+                "members": [*members],
+                "order": "in_out" | "out_in" as order,
+                "rows": "interleaved" | "concatenated" as rows,
+                "named": str(named),
+            }:
                 experts = entry.get("experts")
                 names = tuple(map(str, tensors)), tuple(map(str, members))
                 rule = StackRule(*names, order == "in_out", rows == "interleaved", named)
                 rules.append(rule._replace(experts=experts if isinstance(experts, int) else None))
+            case _:
+                detail = f"{RECORD}: an entry of stacks is {entry!r}; expected tensors, members, order, rows and named"
+                raise InputError("record-stacks", detail, "See what wrote it, and with which version.")
     return tuple(rules)
 
 

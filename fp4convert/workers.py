@@ -19,9 +19,6 @@ from fp4convert.progress import Phases
 from fp4convert.sources import Source
 from fp4convert.tasks import Action, Step, Task
 
-COPY_NBYTES = 8 << 20
-MATRIX_DIMENSIONS = 2
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:

@@ -271,3 +271,6 @@ def test_stacks_are_read_as_they_were_when_the_artifact_was_made(tmp_path):
     found = run("verify", out, "--source", source, "--json")
     assert (found.code, len(found.json["tensors"])) == (0, 6)
     assert run("inspect", out, "--source", source).code == 0
+    other = tmp_path / "other"
+    assert run("transcode", out, "-o", other, "--dialect", "modelopt").code == 0
+    assert run("verify", other, "--source", source).code == 0

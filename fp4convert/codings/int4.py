@@ -147,7 +147,8 @@ def _linear(module: str, ref: TensorRef, bits: int, clues: Clues) -> Linear:
     if not (is_fit and is_zeros_fit and shape.shape == (2,) and shape.dtype in ("I64", "I32")):
         found = ", ".join(f"{part.name} {part.dtype} {list(part.shape)}" for part in (scales, shape, zeros) if part)
         detail = f"{ref.file}: beside {ref.name} {list(ref.shape)} of {bits}-bit integers stand {found}"
-        raise InputError("scales-shape", f"{detail}; expected a scale for each group of columns", "", scales.name)
+        next_step = "Start from the original weights."
+        raise InputError("scales-shape", f"{detail}; expected a scale for each group of columns", next_step, scales.name)
     idle = tuple(clues.tensors[module + ending] for ending in IDLE if module + ending in clues.tensors)
     coding = Integers(bits, columns // groups, zeros is not None)
     refs = (ref, scales, *([zeros] if zeros else []))
