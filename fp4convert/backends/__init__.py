@@ -31,7 +31,7 @@ class Backend(Protocol):
         measured    whose largest magnitude is the group's: the members, and what shares their scale elsewhere
         given_amax  what sets the global scale in place of the group's amax; values beyond it saturate
         Yields      panels that are valid until the next is asked for
-        Raises      NumericError, before the first panel, where anything measured holds Inf or NaN
+        Raises      NumericError where anything measured holds Inf or NaN, before the first panel of a format with a global scale
         """
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:

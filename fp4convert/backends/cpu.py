@@ -47,12 +47,13 @@ class Cpu:
         self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str, given_amax: float | None = None
     ) -> Iterator[tuple[int, Quantized]]:
         group_amax = 0.0
-        for amax in (amax for weights in measured for amax in self._amaxes(weights)):
-            if not math.isfinite(amax):
-                raise not_finite()
-            group_amax = max(group_amax, amax)
+        is_in_one_pass = not fmt.has_global_scale and all(weights in members for weights in measured)
+        for amax in () if is_in_one_pass else (amax for weights in measured for amax in self._amaxes(weights)):
+            group_amax = max(group_amax, _finite(amax))
         for number, weights in enumerate(members):
             for panel in _panels(weights):
+                if is_in_one_pass:
+                    _finite(self.amax(panel))
                 yield number, self.quantize(panel, fmt, rule, group_amax if given_amax is None else given_amax)
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
@@ -151,6 +152,13 @@ class Cpu:
     def _call(self, name: str, *arguments: Array | int) -> None:
         native = [ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data) for a in arguments]
         self._library[name](*native)
+
+
+def _finite(amax: float) -> float:
+    """The amax itself; NumericError where it is none."""
+    if not math.isfinite(amax):
+        raise not_finite()
+    return amax
 
 
 def _panels(weights: Weights) -> Iterator[Matrix]:
