@@ -88,6 +88,13 @@ class Carrier:
         return Carried(module, self._artifact.decode(module), self.format, self._exponents.get(module, 0), scale)
 
 
+def stored_blocks(plan: Plan) -> Iterator[tuple[str, Blocks]]:
+    """The blocks of every linear layer that a plan takes over, as they are stored."""
+    for step in plan.steps:
+        if step.action == "transcode" and step.linears:
+            yield from ((one.module, one.coding.blocks(one)) for one in step.linears if isinstance(one.coding, FourBit))
+
+
 def taken_over(plan: Plan) -> Iterator[Carried]:
     """Every linear layer whose blocks a plan takes over."""
     exponents: dict[str, int] = {}

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from fp4convert.artifact import Artifact
 from fp4convert.backends import open_backend
-from fp4convert.carrying import Carrier, describe_carried, taken_over
+from fp4convert.carrying import Carrier, describe_carried, stored_blocks, taken_over
 from fp4convert.dialects import Dialect, check_input_scale, dialect_named, dialect_to_write
 from fp4convert.ending import as_text
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, format_named, row_panels
+from fp4convert.formats import FLOAT_TYPES, Blocks, format_named, row_panels
 from fp4convert.job import Job, Result, begin, carry_out
 from fp4convert.linears import find_linears
 from fp4convert.makers import Dequantizer, Quantizer, Transcoder
@@ -71,7 +71,11 @@ def prepare_quantize(source: Source, request: Request) -> Plan:
     choice = Choice(request.recipe, request.include, request.exclude, *stacks, request.keep_packed)
     recipe = build_recipe(target, source.checkpoint.config, choice)
     with uncollected():
-        return plan_quantize(source.checkpoint, recipe, find_linears(source, recipe))
+        plan = plan_quantize(source.checkpoint, recipe, find_linears(source, recipe))
+    for module, q in () if source.is_streamed else stored_blocks(plan):  # from a Hub each would be a request: the run tells
+        _refuse_odd_scale(module, q)
+        _check_scalars(module, q, None, _dialect_of(plan))
+    return plan
 
 
 @contextmanager
@@ -123,7 +127,7 @@ def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) ->
     """
     if artifact:
         for module in artifact.modules:
-            _refuse_odd_scale(artifact, module)
+            _refuse_odd_scale(module, artifact.decode(module))
     linears = find_linears(source, build_recipe(Target("nvfp4"), source.checkpoint.config))
     packed = [linear for linear in linears.of.values() if linear.coding.is_packed]
     modules = artifact.modules if artifact else {}
@@ -178,8 +182,8 @@ def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Sour
     target = Target(made.name, request.dialect, rule, activations, None, request.scale_layout, artifact.form.kv_cache)
     spelling = dialect_to_write(target)
     for module in artifact.modules if is_same else ():
-        _refuse_odd_scale(artifact, module)
-        _check_scalars(artifact, module, spelling)
+        _refuse_odd_scale(module, artifact.decode(module))
+        _check_scalars(module, artifact.decode(module), artifact.input_scale(module), spelling)
         _check_block_scales(artifact, module, spelling)
     if donor is None:
         renamed = artifact.cache_scales(spelling)
@@ -212,18 +216,17 @@ def _as_before(artifact: Artifact, plan: Plan) -> Plan:
     return replace(plan, warnings=(*plan.warnings, lost))
 
 
-def _refuse_odd_scale(artifact: Artifact, module: str) -> None:
+def _refuse_odd_scale(module: str, q: Blocks) -> None:
     """InputError where a global scale is no positive number, which would make every value of its module wrong."""
-    stored = artifact.decode(module).global_scale
-    if stored is not None and not 0 < stored < math.inf:
-        detail = f"{module}: its global scale is {stored}; expected a positive number"
+    if q.global_scale is not None and not 0 < q.global_scale < math.inf:
+        detail = f"{module}: its global scale is {q.global_scale}; expected a positive number"
         raise InputError("global-scale", detail, "See: fp4convert inspect.", module)
 
 
-def _check_scalars(artifact: Artifact, module: str, spelling: Dialect) -> None:
+def _check_scalars(module: str, q: Blocks, input_scale: float | None, spelling: Dialect) -> None:
     """InputError where the dialect cannot say a module's global scale or input scale."""
     try:
-        for _ in spelling.encode_scalars(module, artifact.decode(module), artifact.input_scale(module)):
+        for _ in spelling.encode_scalars(module, q, input_scale):
             pass
     except InputError as error:
         message = error.message if module in error.message else f"{module}: {error.message}"

@@ -11,7 +11,7 @@ from fp4convert.codings import Linear
 from fp4convert.codings.floats import find_floats
 from fp4convert.codings.fp4 import find_fp4
 from fp4convert.codings.fp8 import DTYPES, find_fp8, fp8_of
-from fp4convert.codings.int4 import find_integers, integers_of
+from fp4convert.codings.int4 import Integers, find_integers, integers_of
 from fp4convert.dialects import Clues, is_quantized_tensor
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, FP8
@@ -57,11 +57,16 @@ class Linears:
 def find_linears(source: Source, recipe: Recipe) -> Linears:
     """Those of a source; raises what `linears_of` raises, and InputError for a four-bit artifact that is not sound."""
     clues = read_clues(source)
-    if not is_artifact(source, clues):
-        return linears_of(clues, recipe)
-    artifact = read_artifact(source, source.name)
-    artifact.refuse_unsound()
-    return linears_of(clues, recipe, find_fp4(artifact))
+    four_bit = None
+    if is_artifact(source, clues):
+        artifact = read_artifact(source, source.name)
+        artifact.refuse_unsound()
+        four_bit = find_fp4(artifact)
+    linears = linears_of(clues, recipe, four_bit)
+    for linear in () if source.is_streamed else linears.of.values():  # from a Hub each would be a request: the run tells
+        if isinstance(linear.coding, Integers):
+            linear.coding.check_shape(linear, source)
+    return linears
 
 
 def linears_of(clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | None = None) -> Linears:
@@ -126,7 +131,7 @@ def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
     known, is_recorded = linears.consumed(), bool(clues.record or clues.hf_quant_config)
     refuse_unsaid(name for name in clues.tensors if name not in known)
     for ref in clues.tensors.values():
-        is_eight_bit = is_recorded and ref.dtype in DTYPES and len(ref.shape) > 1
+        is_eight_bit = is_recorded and ref.dtype in DTYPES and ref.shape != ()
         if ref.name not in known and (is_quantized_tensor(ref) or is_eight_bit):
             detail = f"{ref.file}: {ref.name!r} ({ref.dtype} {list(ref.shape)}) is already quantized, in a way that"
             raise InputError("already-quantized", f"{detail} fp4convert does not read", next_step, ref.name)

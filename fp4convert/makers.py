@@ -197,7 +197,8 @@ def _blocks(linear: Linear) -> Blocks:
 def _noted(panels: Iterable[tuple[int, Quantized]], step: Step, writer: TaskWriter) -> Iterator[Quantized]:
     """The panels; the writer is told the global scale of a group with members in other shards, to be compared with theirs."""
     for _, q in panels:
-        if step.group and q.global_scale is not None and len({ref.file for ref in step.amax_of}) > 1:
+        is_found = step.action == "quantize" and len({ref.file for ref in step.amax_of}) > 1
+        if is_found and step.group and q.global_scale is not None:
             writer.global_scales[step.group] = q.global_scale
         yield q
 

@@ -14,6 +14,7 @@ from functools import cache
 from fp4convert.errors import InputError
 
 MOST_LAYERS = 4096  # in one range; a config.json that says more is not one of a model
+MOST_RANGES = 1  # in one pattern
 TEXT_CONFIGS = ("text_config", "language_config", "llm_config")  # where models of several kinds of input keep the layers' numbers
 
 
@@ -83,6 +84,10 @@ def expand(pattern: str, config: Mapping[str, object]) -> tuple[str, ...]:
     found = _RANGE.search(pattern)
     if not found:
         return (pattern,)
+    if len(_RANGE.findall(pattern)) > MOST_RANGES:
+        raise InputError(
+            "bad-pattern", f"{pattern!r} has several ranges of layers; expected {MOST_RANGES}", "Write a rule for each."
+        )
     first, end = (_bound(text, pattern, config) for text in found.groups())
     if first is None or end is None:
         return ()

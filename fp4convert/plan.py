@@ -22,7 +22,7 @@ from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
 from fp4convert.stacks import Slot
 from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
-from fp4convert.verdicts import Verdict, decide, gathered, uneven_groups
+from fp4convert.verdicts import Verdict, decide, gathered, skipped_experts, uneven_groups
 
 ENDING_PARTS = 3  # of a stack's name that tell it from others: mlp.experts.gate_up_proj
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
@@ -62,6 +62,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears) -> P
         *_stacks(checkpoint, consumed),
         *_unmatched(recipe, _names_of(checkpoint, linears)),
         *uneven_groups(verdicts, recipe),
+        *skipped_experts(verdicts),
         *_left_behind(linears),
         *_not_via(verdicts, recipe),
         *(_embeddings(asked, recipe) if not dialect.TRAITS.holds_embeddings else ()),
@@ -249,9 +250,10 @@ def _names_of(checkpoint: Checkpoint, linears: Linears) -> set[str]:
 
 
 def _unmatched(recipe: Recipe, modules: Collection[str]) -> list[str]:
+    of_formats = tuple(pattern for rule in recipe.formats for pattern in rule.patterns)
     return [
         f"{option} {pattern!r} matches no module; a module's name is its tensor's without .weight"
-        for option, patterns in (("--include", recipe.include), ("--exclude", recipe.exclude))
+        for option, patterns in (("--include", recipe.include), ("--exclude", recipe.exclude), ("[[format]]", of_formats))
         for pattern in patterns
         if pattern not in modules and not any(matches(pattern, module) for module in modules)
     ]

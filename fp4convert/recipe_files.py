@@ -6,6 +6,8 @@ A file that names none is a mode, which a person picks; so is a user's own file.
 
 from __future__ import annotations
 
+import os
+import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +22,10 @@ DEFAULT = "default"  # the file that every model has
 STACK_ORDERS, STACK_ROWS = ("out_in", "in_out"), ("concatenated", "interleaved")
 NAMED = "{parent}.{expert}.{member}"
 KEEP, ANY_FORMAT = "keep", "target"  # words of [[format]] beside the formats' names: it stays; it becomes what is asked for
+
+
+MOST_BASES = 20  # of a file, one upon another
+_MEMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class KeepRule(NamedTuple):
@@ -196,6 +202,11 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
     known = _checked(table, _FILE, name)
     rows = {key: [_checked(row, _ROWS[key], f"{name}: [[{key}]] {n}") for n, row in enumerate(known[key], 1)] for key in _ROWS}
     base = known["base"]
+    for number, row in enumerate(rows["stack"], 1):
+        names = row["members"]
+        if len(set(names)) < len(names) or not all(_MEMBER.fullmatch(member) for member in names):
+            detail = f"{name}: [[stack]] {number}: members {names!r}; expected different names of modules, each without dots"
+            raise InputError("recipe-file", detail, "See: docs/recipes.md.")
     return RecipeFile(
         name,
         known["about"],
@@ -311,7 +322,7 @@ def _collect(name: str, folder: Path, above: tuple[str, ...], found: list[Recipe
     else:
         path = folder / name
         file, place = _users_file(path), path.parent
-    if file.name in above:
+    if file.name in above or len(above) > MOST_BASES:
         raise InputError("recipe-cycle", f"{' -> '.join((*above, file.name))}: a recipe builds on itself; expected no circle")
     for base in file.bases:
         _collect(base, place, (*above, file.name), found)
@@ -328,7 +339,7 @@ def _users_file(path: Path) -> RecipeFile:
     if text is None:
         detail = f"recipe {str(path)!r} is not known; expected one of {', '.join(known_names())}, or the path of a TOML file"
         raise InputError("unknown-recipe", detail, "See: fp4convert recipes.")
-    return parse(text, str(path), is_users=True)
+    return parse(text, os.path.normpath(path), is_users=True)
 
 
 @cache

@@ -102,7 +102,8 @@ def targets_of(modules: Iterable[str], others: Iterable[str], prefix: str = "") 
 
     Modules whose names differ in numbers alone share one expression where it fits no other.
 
-    prefix  an expression for what engines may put before a name; left out where another name would fit with it
+    prefix  an expression for what engines may put before a name, or instead of what stands before its layers; left out where
+            another name would fit with it
     """
     fitting, strange = defaultdict(list), {_NUMBER.sub("0", other) for other in others}
     endings = {template[dot + 1 :] for template in strange for dot, letter in enumerate(template) if letter == "."}
@@ -113,9 +114,20 @@ def targets_of(modules: Iterable[str], others: Iterable[str], prefix: str = "") 
         before = "re:" + ("" if template in endings else prefix)
         if template in strange:
             targets += [f"{before}{re.escape(name)}$" for name in names]
-        else:
-            targets.append(before + r"\d+".join(map(re.escape, _NUMBER.split(names[0]))) + "$")
-    return targets
+            continue
+        core = from_layers(names[0])
+        is_clear = bool(prefix) and not {_NUMBER.sub("0", core)} & (strange | endings)
+        targets.append(before + r"\d+".join(map(re.escape, _NUMBER.split(core if is_clear else names[0]))) + "$")
+    return list(dict.fromkeys(targets))
+
+
+def from_layers(module: str) -> str:
+    """A module's name from its layers on: what stands before, engines call by other names for models of several parts.
+
+    model.language_model.layers.3.mlp.up_proj -> layers.3.mlp.up_proj; the whole where it counts nothing
+    """
+    number = _NUMBER.search(module)
+    return module[module[: number.start() - 1].rfind(".") + 1 :] if number and number.start() else module
 
 
 def parents_of(module: str) -> Iterator[str]:

@@ -51,7 +51,12 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
         _check_kept(stack, recipe)
     judge = _Judge(recipe, dialect, {name: module_form(recipe.target, name) for name in recipe.module_formats})
     verdicts = {module: judge.verdict(linear) for module, linear in linears.of.items()}
-    check_forms(recipe.target, dict.fromkeys(verdict.form for verdict in verdicts.values() if verdict.form))
+    forms = dict.fromkeys(verdict.form for verdict in verdicts.values() if verdict.form)
+    check_forms(recipe.target, forms)
+    if forms and not any(form.format.is_fp4 for form in forms):
+        words = " and ".join(form.word for form in forms)
+        detail = f"the recipe makes {words} of every module and {recipe.target.format} of none; expected modules of four bits"
+        raise InputError("no-four-bit", detail, "Leave some modules out of the recipe's [[format]] rows.")
     return _agreed(verdicts)
 
 
@@ -87,9 +92,9 @@ class _Judge:
         return Verdict(linear, "quantize", _origin(linear), form, group)
 
     def _reason_to_keep(self, linear: Linear) -> str | None:
-        """Why it stays, or None; --exclude may name the stack that it is in, too."""
+        """Why it stays, or None; --exclude and --include may name the stack that it is in, too."""
         stack = linear.stack.name.removesuffix(".weight") if linear.stack else ""
-        if stack and matches_any(self.recipe.exclude, stack):
+        if stack and matches_any((*self.recipe.exclude, *self.recipe.include), stack):
             return self.recipe.reason_to_keep(stack)
         return self.recipe.reason_to_keep(linear.module)
 
@@ -175,6 +180,19 @@ def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
         f"{len(keys)} scale {'groups' if len(keys) > 1 else 'group'} {'/'.join(members)}: {what}, first in {keys[0].parent!r};"
         " engines that fuse them need all of them in one format, or none"
         for (members, what), keys in uneven.items()
+    ]
+
+
+def skipped_experts(verdicts: Mapping[str, Verdict]) -> list[str]:
+    """A warning where some matrices of experts are quantized and others cannot be."""
+    experts = [(module, verdict) for module, verdict in verdicts.items() if ".experts." in module]
+    skipped = [(module, verdict) for module, verdict in experts if verdict.action == "skip"]
+    if not skipped or not any(verdict.is_made for _, verdict in experts):
+        return []
+    module, verdict = skipped[0]
+    return [
+        f"{len(skipped)} matrices of experts cannot be quantized and others are, the first {module!r} ({verdict.reason}): engines"
+        " that take the experts of a layer together load them wrong; to keep all of them: --exclude '*.experts.*'"
     ]
 
 

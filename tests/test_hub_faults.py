@@ -160,7 +160,7 @@ def test_tries_are_counted_only_without_progress(hub, folder):
         ("org/m", (), "hf_wrong", (4, "no-access", "HF_TOKEN")),
         ("org/m", ("--token", "hf_wrong"), TOKEN, (4, "no-access", "HF_TOKEN")),
         ("org/m", ("--revision", "v9"), TOKEN, (2, "no-revision", "--revision")),
-        ("org/m", ("--subfolder", "nowhere"), TOKEN, (2, "no-weights", None)),
+        ("org/m", ("--subfolder", "nowhere"), TOKEN, (2, "no-subfolder", None)),
     ],
 )
 def test_no_access_says_what_to_do(case, hub, folder, monkeypatch):

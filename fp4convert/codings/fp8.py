@@ -4,6 +4,7 @@
   M.weight_scale_inv  [rows / 128, columns / 128], a multiplier whatever its name says: DeepSeek V3, Kimi, MiniMax, Qwen
   M.scale             the same, F8_E8M0 in DeepSeek V4
   M.weight_scale      F32 or BF16, [] or [1] of the whole, [rows] or [rows, 1] of rows, or of blocks: compressed-tensors, ModelOpt
+  M.weight_scale      [rows / 128, 1, columns / 128, 1]: ModelOpt's FP8_PB_WO
   M.weight_scale      U8, E8M0 [rows, columns / 32]: MXFP8
   M.scale_weight      F32 [] of the whole: files for ComfyUI
 
@@ -182,6 +183,8 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
 def _block_of(scales: tuple[int, ...], shape: tuple[int, int], blocks: tuple[Block, ...]) -> Block | None:
     """What shares a scale, in a matrix of that shape whose scales have that one; None where nothing fits."""
     rows, columns = shape
+    if len(scales) == 4 and scales[1] == scales[3] == 1:  # as ModelOpt shapes those of blocks
+        scales = (scales[0], scales[2])
     for height, width in blocks:
         if scales == (-(-rows // height), -(-columns // width)):
             return height, width

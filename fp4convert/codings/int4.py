@@ -46,12 +46,16 @@ class Integers:
         return f"int{self.bits} {self.group}"
 
     def weights(self, linear: Linear, source: Source) -> Weights:
+        self.check_shape(linear, source)
+        return _Unpacked(source, linear.refs, linear.shape, self)
+
+    def check_shape(self, linear: Linear, source: Source) -> None:
+        """InputError where the shape beside the integers, which engines go by, is another than that of the integers."""
         stored = linear.idle[0]  # its shape, in numbers
         numbers = np.frombuffer(source.read_range(stored, 0, stored.nbytes), np.dtype(f"<i{stored.nbytes // 2}"))
         if tuple(numbers) != linear.shape:
             detail = f"{stored.file}: {stored.name} says {numbers.tolist()}, and the integers are of {list(linear.shape)}"
             raise InputError("packed-shape", detail, "Start from the original weights.", stored.name)
-        return _Unpacked(source, linear.refs, linear.shape, self)
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         if self.bits != INT4_BITS or self.has_zero_points:
@@ -61,6 +65,7 @@ class Integers:
         return replace(form_of(target), format=INT4, granularity=granularity, stored_scales=scales.dtype)
 
     def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+        self.check_shape(linear, source)
         packed, scales = linear.refs
         for first, last in row_panels(linear.shape):
             codes, own = (_row_bytes(source, ref, first, last) for ref in (packed, scales))

@@ -40,6 +40,7 @@ from fp4convert.spelling import (
     Scalars,
     Table,
     everywhere,
+    from_layers,
     merged,
     scale_grid,
     targets_of,
@@ -94,7 +95,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
         "format": formats[0] if len(set(formats)) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {f"group_{number}": scheme for number, scheme in enumerate(schemes)},
-        "ignore": _declare(ignored),
+        "ignore": _declare(ignored, groups),
     }
     if groups[0].form.kv_cache:
         record["kv_cache_scheme"] = dict(_FP8_CACHE)
@@ -145,11 +146,25 @@ def _beside_numbers(form: Form) -> Json:
     return {"weights": weights, "input_activations": inputs if form.activations == ACTIVATIONS_FP8 else None}
 
 
-def _declare(ignored: Ignored) -> list[str]:
-    """Exact names, and expressions after "re:"; a module apart is also named under any prefix that an engine adds."""
+def _declare(ignored: Ignored, groups: Sequence[Group]) -> list[str]:
+    """Exact names, and expressions after "re:".
+
+    A module apart, and a pattern of some layer, is also named under whatever an engine has before its layers.
+    """
     names = [name for name in ignored.apart() if not name.startswith("re:")]
-    prefixed = [rf"re:{_PREFIX}{re.escape(name)}$" for name in ignored.apart()]
-    return [*names, *prefixed, *(_expression(pattern) for pattern in ignored.patterns)]
+    quantized = [module for group in groups for module in group.modules]
+    cores = {from_layers(module) for module in quantized}
+    apart = (name if from_layers(name) in cores else from_layers(name) for name in ignored.apart())
+    prefixed = [f"re:{_PREFIX}{re.escape(core)}$" for core in dict.fromkeys(apart)]
+    of_layers = [_elsewhere(pattern) for pattern in ignored.patterns if from_layers(pattern) != pattern]
+    clear = [told for told in of_layers if not any(matches(told, module) for module in quantized)]
+    return [*names, *prefixed, *(_expression(pattern) for pattern in ignored.patterns), *dict.fromkeys(clear)]
+
+
+def _elsewhere(pattern: str) -> str:
+    """A glob with layer numbers as an expression for whatever stands before its layers."""
+    inner = _expression(f"{from_layers(pattern)}*").removeprefix("re:").removesuffix(".*$")
+    return f"re:{_PREFIX}{inner}$"
 
 
 def _expression(pattern: str) -> str:
