@@ -14,7 +14,6 @@ from functools import cache
 from fp4convert.errors import InputError
 
 MOST_LAYERS = 4096  # in one range; a config.json that says more is not one of a model
-MOST_RANGES = 1  # in one pattern
 TEXT_CONFIGS = ("text_config", "language_config", "llm_config")  # where models of several kinds of input keep the layers' numbers
 
 
@@ -84,10 +83,6 @@ def expand(pattern: str, config: Mapping[str, object]) -> tuple[str, ...]:
     found = _RANGE.search(pattern)
     if not found:
         return (pattern,)
-    if len(_RANGE.findall(pattern)) > MOST_RANGES:
-        raise InputError(
-            "bad-pattern", f"{pattern!r} has several ranges of layers; expected {MOST_RANGES}", "Write a rule for each."
-        )
     first, end = (_bound(text, pattern, config) for text in found.groups())
     if first is None or end is None:
         return ()
@@ -95,7 +90,14 @@ def expand(pattern: str, config: Mapping[str, object]) -> tuple[str, ...]:
         detail = f"{pattern!r}: by config.json its layers are {first} to {end - 1}; expected numbers from 0 to {MOST_LAYERS - 1}"
         raise InputError("layer-range", detail)
     head, tail = pattern[: found.start()], pattern[found.end() :]
-    return tuple(name for number in range(first, end) for name in expand(f"{head}{number}{tail}", config))
+    names: list[str] = []
+    for number in range(first, end):
+        names += expand(f"{head}{number}{tail}", config)
+        if len(names) > MOST_LAYERS:
+            raise InputError(
+                "layer-range", f"{pattern!r} stands for more than {MOST_LAYERS} names; expected fewer", "Use a glob."
+            )
+    return tuple(names)
 
 
 def _bound(text: str, pattern: str, config: Mapping[str, object]) -> int | None:

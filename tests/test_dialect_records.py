@@ -362,3 +362,32 @@ def test_tensors_of_fp8_modules(name, activations, granularity, scales, bits):
     ones = [("m.input_scale", bytes.fromhex("0000803f"))] if inputs else []
     expected = [*ones, ("m.weight", b"ab"), ("m.weight_scale", b"1234"), ("m.weight", b"c")]
     assert [(part, bytes(data)) for part, data in parts] == expected
+
+
+def test_layers_that_stay_are_told_under_whatever_an_engine_has_before_them():
+    """Qwen2.5-VL saves model.layers, and runs model.language_model.layers: names from the layers on hold for both."""
+    kept, pattern = "model.layers.0.mlp.down_proj", "model.layers.1.*"
+    ignored = Ignored((kept, "model.layers.1.mlp.up_proj"), (pattern,))
+    group = Group(Form(NVFP4), ("model.layers.2.mlp.down_proj", "model.layers.11.mlp.up_proj"))
+    record = dialect_named("compressed-tensors").records((group,), ignored)["config.json"]["quantization_config"]
+    assert isinstance(record, dict)
+    told = [re.compile(entry.removeprefix("re:")) for entry in record["ignore"] if entry.startswith("re:")]
+    for prefix in ("model.", "model.language_model.", "language_model.model.", ""):
+        for name, is_kept in (
+            ("0.mlp.down_proj", True),
+            ("1.mlp.up_proj", True),
+            ("2.mlp.down_proj", False),
+            ("11.mlp.up_proj", False),
+        ):
+            assert any(entry.match(f"{prefix}layers.{name}") for entry in told) == is_kept, (prefix, name)
+
+
+def test_a_kept_tower_does_not_hide_the_layers_of_the_text():
+    """Both have layers.0: the tower keeps its whole name."""
+    ignored = Ignored(("vision.layers.0.mlp.up_proj",), ())
+    group = Group(Form(NVFP4), ("model.layers.0.mlp.up_proj",))
+    record = dialect_named("compressed-tensors").records((group,), ignored)["config.json"]["quantization_config"]
+    assert isinstance(record, dict)
+    told = [re.compile(entry.removeprefix("re:")) for entry in record["ignore"] if entry.startswith("re:")]
+    assert not any(entry.match("model.layers.0.mlp.up_proj") for entry in told)
+    assert any(entry.match("model.vision.layers.0.mlp.up_proj") for entry in told)

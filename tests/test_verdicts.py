@@ -15,7 +15,7 @@ from fp4convert.errors import InputError
 from fp4convert.linears import find_linears
 from fp4convert.recipe import Choice, ScaleGroup, Target, build_recipe
 from fp4convert.sources import open_source
-from fp4convert.verdicts import Verdict, decide, gathered, uneven_groups
+from fp4convert.verdicts import Verdict, decide, gathered, skipped_experts, uneven_groups
 
 LAYER = "model.layers.0"
 ATTENTION, DOWN = f"{LAYER}.self_attn", f"{LAYER}.mlp.down_proj"
@@ -69,7 +69,7 @@ def test_floats(module, tensor, target, action, reason, tmp_path):
 
 
 def test_fp8_is_quantized_or_becomes_bf16_or_stays(tmp_path):
-    folder, target = write_single(tmp_path / "m", fp8(), FP8), Target("nvfp4", CT)
+    folder, target = write_single(tmp_path / "m", {**fp8(), "a.o_proj.weight": ones(16, 32)}, FP8), Target("nvfp4", CT)
     made = verdict_on(folder, target)
     assert (made.action, made.reason, made.form.format.name) == ("quantize", "a linear layer, from fp8 8x16", "nvfp4")
     kept = verdict_on(folder, target, Choice(exclude=("*down*",)))
@@ -77,6 +77,23 @@ def test_fp8_is_quantized_or_becomes_bf16_or_stays(tmp_path):
     packed = verdict_on(folder, target, Choice(exclude=("*down*",), keep_packed=True))
     assert (packed.action, packed.reason) == ("copy", "excluded by '*down*'; it stays fp8 8x16")
     assert (packed.form.format.name, packed.form.granularity, packed.stays) == ("fp8", (8, 16), True)
+
+
+def test_an_artifact_without_any_module_of_four_bits_is_refused(tmp_path):
+    """Nobody would know it for one, not this package either."""
+    folder = write_single(tmp_path / "m", fp8(), FP8)
+    with pytest.raises(InputError) as caught:
+        verdicts_on(folder, Target("nvfp4", CT), Choice(exclude=("*down*",), keep_packed=True))
+    assert caught.value.code == "no-four-bit"
+    assert caught.value.next_step
+
+
+def test_experts_that_are_quantized_in_part_are_told(tmp_path):
+    tensors = {f"a.experts.0.{leaf}.weight": ones(32, columns) for leaf, columns in (("up_proj", 64), ("down_proj", 40))}
+    verdicts = verdicts_on(write_single(tmp_path / "m", tensors, LLAMA), Target("nvfp4", CT))
+    (warning,) = skipped_experts(verdicts)
+    assert warning.startswith("1 matrices of experts cannot be quantized and others are, the first 'a.experts.0.down_proj'")
+    assert skipped_experts({module: verdict for module, verdict in verdicts.items() if "up_proj" in module}) == []
 
 
 @pytest.mark.parametrize(
