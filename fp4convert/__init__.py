@@ -16,6 +16,7 @@ _HOME = {
     "describe_plan": "forecast",
     "quantize": "convert",
     "open_artifact": "artifact",
+    "open_quantized": "artifact",
     "inspect": "inspection",
     "prepare_dequantize": "convert",
     "dequantize": "convert",
