@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from fp4convert.dialects import MODULES, Clues, Dialect, Ignored, Packed, dialect_named
 from fp4convert.errors import InputError
-from fp4convert.formats import FP8, Blocks, Format, Span
+from fp4convert.formats import Blocks, Format, Span
 from fp4convert.reading import Finding, form_finder, read_modules
 from fp4convert.record import MIXED, RECORD, describe_form, describe_groups, groups_recorded
 from fp4convert.shard import TensorRef, parse_json_object
 from fp4convert.sources import PLAN_FILE, Access, Source, open_source, subfolder_of
-from fp4convert.spelling import Form, Fp8Matrix, Group, encode_scalar
+from fp4convert.spelling import Form, Group, encode_scalar
 from fp4convert.stacks import gather
 
 CARD = "README.md"  # the model card: for people, who edit it
@@ -105,13 +105,6 @@ class Artifact:
     def decode_stem(self, stem: str) -> Blocks:
         """The stored matrix of that name, which is a module's own, or a stack's matrices below each other."""
         return self._decode(self.modules.get(stem) or next(packed for packed in self.modules.values() if packed.stem == stem))
-
-    def decode_fp8(self, module: str) -> Fp8Matrix:
-        """The matrix of that FP8 module, one of the `others`."""
-        packed, table = self.others[module], self.spelling.TRAITS.fp8
-        if table is None or packed.form.format is not FP8:
-            raise RuntimeError(f"{module} is not FP8")
-        return table.decode(module, packed.shape, packed.form, self._read)
 
     def _decode(self, packed: Packed) -> Blocks:
         return self.spelling.decode(packed.stem, packed.stored_shape, packed.form, self._read)

@@ -191,6 +191,12 @@ class Scalars:
         return 1 / stored if stored else math.inf
 
 
+def schemes_of(record: Mapping[str, object]) -> list[dict[str, object]]:
+    """What an engine's record says of every group of modules, as compressed-tensors and ModelOpt list them."""
+    groups = record.get("config_groups")
+    return [scheme for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
+
+
 def scale_grid(shape: tuple[int, int], granularity: Granularity) -> tuple[int, int]:
     """(rows, columns) of the scales of a matrix of that shape; part of a block has a scale too."""
     if granularity == "tensor":
@@ -200,20 +206,6 @@ def scale_grid(shape: tuple[int, int], granularity: Granularity) -> tuple[int, i
     if isinstance(granularity, str):
         raise RuntimeError(f"granularity {granularity!r} is none")
     return (-(-shape[0] // granularity[0]), -(-shape[1] // granularity[1]))
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Matrix:
-    """A matrix of FP8 somewhere: value = e4m3(code) * its scale.
-
-    codes   rows * columns bytes, E4M3, row-major
-    scales  one for each `form.granularity`, row-major, of the dtype `form.stored_scales`
-    """
-
-    form: Form
-    shape: tuple[int, int]
-    codes: Span
-    scales: Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,10 +255,6 @@ class Fp8Table:
                 yield f"{stem}.weight", codes
             if scales.nbytes:
                 yield f"{stem}.weight_scale", scales
-
-    def decode(self, stem: str, shape: tuple[int, int], form: Form, read: Read) -> Fp8Matrix:
-        """The matrix behind the tensors of that stem."""
-        return Fp8Matrix(form, shape, read(f"{stem}.weight"), read(f"{stem}.weight_scale"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,8 +192,8 @@ def test_modelopts_own_mixed_export(modelopt: dict[Granularity, Path], tmp_path:
     target = Target("nvfp4", MO, None, 4, 1.0)
     matrices = dict(_matrices(artifact, target))
     for module in artifact.others:
-        eight = artifact.decode_fp8(module)
-        matrices[module] = fp8_form(target, granularity), Eight(eight.shape, bytes(eight.codes[:]), bytes(eight.scales[:]))
+        codes, scales = (bytes(artifact.source.read(ref)) for ref in artifact.others[module].refs[:2])
+        matrices[module] = fp8_form(target, granularity), Eight(artifact.others[module].shape, codes, scales)
     folder = write_mixed(tmp_path / "ours", target, matrices, {}, {})
     theirs, ours = read_folder(export), read_folder(folder)
     weights = {name for name in ours if not name.endswith("input_scale")}

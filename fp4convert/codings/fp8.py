@@ -30,7 +30,7 @@ from fp4convert.grid import Grid, through_fp8
 from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
-from fp4convert.spelling import Form, Granularity
+from fp4convert.spelling import Form, Granularity, schemes_of
 
 WEIGHT = ".weight"
 DTYPES = ("F8_E4M3", "F8_E5M2")
@@ -195,10 +195,7 @@ def _block_of(scales: tuple[int, ...], shape: tuple[int, int], blocks: tuple[Blo
 
 def _declared_blocks(record: Json) -> Iterator[Block]:
     """Sizes of blocks that a record of any engine gives."""
-    groups = record.get("config_groups")
-    schemes = (
-        [scheme.get("weights") for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
-    )
+    schemes = [scheme.get("weights") for scheme in schemes_of(record)]
     known = [scheme for scheme in schemes if isinstance(scheme, dict)]
     rows_of = [[1, scheme.get("group_size")] for scheme in known if scheme.get("num_bits") == BITS]
     declared = [record.get("weight_block_size"), *(scheme.get("block_structure") for scheme in known), *rows_of]

@@ -25,7 +25,7 @@ from fp4convert.grid import Grid, read_zero_points
 from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
-from fp4convert.spelling import Form, Granularity
+from fp4convert.spelling import Form, Granularity, schemes_of
 
 PACKED, SCALE, ZERO, SHAPE, ORDER = ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx"
 IDLE = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
@@ -162,10 +162,7 @@ def _linear(module: str, ref: TensorRef, bits: int, clues: Clues) -> Linear:
 
 def _declared_bits(record: Json, ref: TensorRef) -> int:
     """4 or 8, as the record's groups of packed integers say; InputError where they do not, or differ."""
-    groups = record.get("config_groups")
-    schemes = (
-        [scheme.get("weights") for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
-    )
+    schemes = [scheme.get("weights") for scheme in schemes_of(record)]
     told = {scheme.get("num_bits") for scheme in schemes if isinstance(scheme, dict) and scheme.get("type") == "int"}
     if len(told) != 1 or not told <= {4, 8}:
         detail = f"{ref.file}: {ref.name} holds packed integers, and config.json gives {sorted(map(str, told))} for num_bits"

@@ -43,6 +43,7 @@ from fp4convert.spelling import (
     from_layers,
     merged,
     scale_grid,
+    schemes_of,
     targets_of,
 )
 
@@ -183,7 +184,7 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
         return ()
     cache = clues.record.get("kv_cache_scheme")
     kv_cache = _cache_named(cache) if isinstance(cache, dict) else None
-    found = [(form, scheme) for scheme in _schemes(clues) if (form := _form(clues, scheme, kv_cache))]
+    found = [(form, scheme) for scheme in schemes_of(clues.record) if (form := _form(clues, scheme, kv_cache))]
     if not found:
         bare = _form(clues, {}, kv_cache)
         return everywhere(bare if bare and bare.format.is_fp4 else None)
@@ -236,11 +237,6 @@ def _cache_named(scheme: Json) -> str:
     return f"{'fp' if scheme.get('type') == 'float' else scheme.get('type')}{scheme.get('num_bits')}"
 
 
-def _schemes(clues: Clues) -> list[dict[str, object]]:
-    groups = clues.record.get("config_groups")
-    return [scheme for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
-
-
 def _bits(scheme: dict[str, object], key: str) -> object:
     numbers = scheme.get(key)
     return numbers.get("num_bits") if isinstance(numbers, dict) else None
@@ -255,7 +251,7 @@ def judge(clues: Clues) -> Iterator[Doubt]:
         yield Doubt("error", "record-status", detail)
     if clues.record.get("transform_config"):
         yield Doubt("error", "record-transform", "weights are rotated (transform_config), which nothing but its engine undoes")
-    for scheme in _schemes(clues):
+    for scheme in schemes_of(clues.record):
         own = str(scheme.get("format") or clues.record.get("format", ""))
         weights = scheme.get("weights")
         if own.endswith("-pack-quantized") and own.startswith(tuple(fmt.name for fmt in TRAITS.reads)):

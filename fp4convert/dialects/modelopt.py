@@ -52,6 +52,7 @@ from fp4convert.spelling import (
     group_modules,
     parents_of,
     scale_grid,
+    schemes_of,
 )
 
 _FP8_ACTIVATIONS: dict[Granularity, int] = {"tensor": ACTIVATIONS_FP8, "row": ACTIVATIONS_FP8, (128, 128): 16}
@@ -163,8 +164,7 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
 
 def _of_config(record: Json) -> tuple[Group, ...]:
     groups = _groups(record)
-    declared = record.get("config_groups")
-    schemes = [scheme for scheme in declared.values() if isinstance(scheme, dict)] if isinstance(declared, dict) else []
+    schemes = schemes_of(record)
     cache = record.get("kv_cache_scheme")
     if isinstance(cache, dict) and cache.get("num_bits") == 8:
         groups = tuple(Group(replace(form, kv_cache="fp8"), names) for form, names in groups)
