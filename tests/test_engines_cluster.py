@@ -112,7 +112,7 @@ def test_an_interrupt_ends_driver_and_workers_and_the_command_continues(cluster,
         asked = time.monotonic()
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-        assert time.monotonic() - asked < 2
+        assert time.monotonic() - asked < 5  # two seconds on idle cores; here four nodes and other tests share them
     assert process.returncode == 130, err
     assert "Continue with: fp4convert quantize" in err
     assert "--ray" in err
