@@ -112,11 +112,11 @@ def test_an_interrupt_ends_driver_and_workers_and_the_command_continues(cluster,
         asked = time.monotonic()
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-        assert time.monotonic() - asked < 5  # two seconds on idle cores; here four nodes and other tests share them
+        assert time.monotonic() - asked < 10  # 1.2 on idle cores; here four nodes and other tests share them
     assert process.returncode == 130, err
     assert "Continue with: fp4convert quantize" in err
     assert "--ray" in err
-    for _ in range(100):
+    for _ in range(600):
         if not list((out / STATE / "claims").iterdir()):
             break
         time.sleep(0.05)
