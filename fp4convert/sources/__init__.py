@@ -77,11 +77,6 @@ class Checkpoint:
     def nbytes(self) -> int:
         return sum(shard.nbytes for shard in self.shards)
 
-    @property
-    def model_types(self) -> frozenset[str]:
-        """Every model_type that config.json names, those of nested configs too."""
-        return frozenset(_model_types(self.config))
-
 
 class Source(Protocol):
     """A checkpoint and the bytes behind it."""
@@ -249,11 +244,3 @@ def commit_begun(output: Path | None, repo: str) -> str | None:
         return str(plan["source"]["revision"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # no plan, or a damaged one, which open_output judges
-
-
-def _model_types(config: dict[str, object]) -> Iterator[str]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _model_types(value)
-        elif key == "model_type" and isinstance(value, str):
-            yield value
