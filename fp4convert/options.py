@@ -1,11 +1,14 @@
-"""The options and arguments that commands share: their types, names and help."""
+"""The options and arguments that commands share: their types, names and help, and what several of them mean together."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from fp4convert.sources import Access
 
 SourceArgument = Annotated[str, typer.Argument(help="A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.")]
 ArtifactArgument = Annotated[str, typer.Argument(help="Four-bit weights: a folder, one file, or ORG/NAME on the Hub.")]
@@ -46,3 +49,20 @@ PushOption = Annotated[str | None, typer.Option("--push-to-hub", help="Upload th
 PrivateOption = Annotated[bool, typer.Option("--private", help="With --push-to-hub: into a repository that is not public.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for errors too.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
+
+
+def access_to(
+    tell: Callable[[str], None],
+    where: tuple[str | None, str | None],
+    token: str | None,
+    way: tuple[float, str] = (1.0, "http"),
+    output: Path | None = None,
+) -> Access:
+    """How the Hub is asked; `where` is a revision and a subfolder, `way` the GB of memory and the transport."""
+    memory, transport = way
+    return Access(*where, given(token), int(min(memory, MOST_MEMORY) * 10**9), tell, transport, output)
+
+
+def given(token: str | None) -> str | None:
+    """None for a token of nothing, as --token "$TOKEN" gives where that is not set."""
+    return (token or "").strip() or None

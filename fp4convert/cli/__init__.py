@@ -1,0 +1,87 @@
+"""The command line: commands by group, and what becomes of their errors.  No logic lives here.
+
+Results go to stdout, progress, warnings and errors to stderr; with --json stdout holds one document, also for an error.
+Exit codes: 0 done, 1 our bug, 2 bad input or usage, 3 source unreachable or changed, 4 no access to it, 5 output side,
+6 findings, 130 and 143 interrupted.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from fp4convert.cli import judging, making
+from fp4convert.errors import Fp4Error, InputError, Interrupted
+from fp4convert.stops import Stopped, listen
+from fp4convert.streams import sturdy_streams
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: half the time, and the same everywhere
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Turn a checkpoint into NVFP4 or MXFP4 safetensors that inference engines load.",
+)
+app.command("quantize")(making.quantize_command)
+app.command("inspect")(judging.inspect_command)
+app.command("verify")(judging.verify_command)
+app.command("dequantize")(making.dequantize_command)
+app.command("merge")(making.merge_command)
+app.command("doctor")(judging.doctor_command)
+app.command("recipes")(judging.recipes_command)
+app.command("transcode")(making.transcode_command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"fp4convert {version('fp4convert')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; every expected failure becomes one message and its exit code."""
+    listen()
+    with sturdy_streams():
+        _main()
+
+
+def _main() -> None:
+    try:
+        sys.exit(app(standalone_mode=False))
+    except Fp4Error as error:
+        _fail(error)
+    except Stopped as stopped:
+        command = shlex.join(["fp4convert", *_without_token(sys.argv[1:])])
+        _fail(Interrupted(command, stopped.is_terminated))
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        message = error.format_message()
+        if not message:  # the bare command: its help has been printed
+            sys.exit(InputError.exit_code)
+        _fail(InputError("usage", message, "See: fp4convert --help."))
+
+
+def _without_token(arguments: list[str]) -> list[str]:
+    """The arguments, but for --token and what follows it: no message holds a token."""
+    pairs = zip(["", *arguments], arguments, strict=False)
+    return [argument for before, argument in pairs if before != "--token" and not argument.startswith("--token")]
+
+
+def _fail(error: Fp4Error) -> NoReturn:
+    from fp4convert.render import Screen
+
+    Screen(is_json="--json" in sys.argv).fail(error)
+    sys.exit(error.exit_code)
