@@ -24,7 +24,7 @@ from fp4convert.manifest import Manifest
 from fp4convert.output import OutputFolder
 from fp4convert.plan import plan_quantize
 from fp4convert.recipe import Choice, Target, build_recipe
-from fp4convert.record import RECORD, Contents, make_record, stacks_recorded
+from fp4convert.record import RECORD, Contents, make_record, stacks_recorded, unquantized
 from fp4convert.respelling import DTYPES, plan_dequantize, plan_transcode
 from fp4convert.sources import Source
 from fp4convert.sources.naming import index_file
@@ -33,9 +33,6 @@ from fp4convert.template import Framed, place_modules
 from fp4convert.workers import Settings
 
 ENGINE_RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
-QUANTIZATION_KEYS = frozenset(  # of config.json, in any dialect
-    {"quantization_config", "compression_config", "quantization", "expert_dtype"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +139,7 @@ def dequantize(source: Source, artifact: Artifact | None, plan: Plan, output: Pa
     Raises DeviceError for a device that is not there; NumericError beyond fp16's range; OutputError as open_output does.
     """
     config = _with_dtype(source.checkpoint.config, FLOAT_TYPES[DTYPES[plan.target.format]].config_name)
-    config = _unquantized(config)
+    config = unquantized(config)
     texts = _index_text(plan)
     last = plan.shards[-1].file
     if all(shard.frame.container == "safetensors" for shard in source.checkpoint.shards):
@@ -273,7 +270,7 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     spelling = _dialect_of(plan)
     groups = plan.groups
     records = spelling.records(groups, plan.ignored)
-    config = _unquantized(source.checkpoint.config)
+    config = unquantized(source.checkpoint.config)
     if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
     texts = {**_index_text(plan), **{file: as_text(record) for file, record in records.items()}}
@@ -281,12 +278,6 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     here: dict[str, object] = {"repo": source.checkpoint.repo, "revision": source.checkpoint.revision}
     record = make_record(plan.target, Contents(groups, plan.ignored, plan.shapes, plan.stacks), producer, origin or here)
     return Job(source, plan, texts, record, RECORD, ENGINE_RECORDS | texts.keys())
-
-
-def _unquantized(config: dict[str, object]) -> dict[str, object]:
-    """The config without a word on quantization, in itself or in the configs of its parts."""
-    kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
-    return {key: _unquantized(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def _with_dtype(config: dict[str, object], dtype: str) -> dict[str, object]:

@@ -15,6 +15,9 @@ from fp4convert.spelling import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form, Granular
 
 RECORD = "quantization_config.json"
 MIXED = "mixed"  # the format of an artifact whose modules have several forms
+QUANTIZATION_KEYS = frozenset(  # of config.json, in any dialect
+    {"quantization_config", "compression_config", "quantization", "expert_dtype"}
+)
 
 
 class Contents(NamedTuple):
@@ -44,6 +47,12 @@ def make_record(target: Target, contents: Contents, producer: dict[str, str], or
         "producer": producer,
         "source": origin,
     }
+
+
+def unquantized(config: Mapping[str, object]) -> dict[str, object]:
+    """The config without a word on quantization, in itself or in the configs of its parts."""
+    kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    return {key: unquantized(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def _describe_stack(rule: StackRule) -> dict[str, object]:

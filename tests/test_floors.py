@@ -17,7 +17,7 @@ FLOORS = [
     {"backends", "reading", "record"},
     {"artifact", "doctor"},
     {"codings"},
-    {"linears", "tasks"},
+    {"linears", "tasks", "calibration_file"},
     {"verdicts", "manifest", "pace"},
     {"plan", "output"},
     {"respelling", "carrying", "suspicion", "push"},
@@ -47,6 +47,7 @@ ROOMS = {
     "ctypes": {"backends", "gpus"},
     "numpy": {
         "pieces",
+        "calibration_file",
         "suspicion",
         "inspection",
         "codec",

@@ -1,0 +1,396 @@
+"""A calibration file: what every linear layer of one checkpoint was given while text ran through the model.
+
+One safetensors file; beyond LARGEST_NBYTES an index in JSON, whose parts lie beside it.  Its notes (the file's __metadata__,
+or the index's `metadata`) are strings:
+
+  format       fp4convert-calibration        version  1
+  source       {"repo", "revision"} as JSON, null for a folder
+  fingerprint  sha256 of config.json less quantization, and of every tensor's name and shape: which model
+  weights      sha256 of samples of every shard: which weights of it
+  samples, tokens, text, gram   how many, how they were fed, and none | diag | block:N | full
+  inputs       {module: module that holds its statistics} as JSON, for layers that are given the same input
+  unrouted     experts whose statistics are those of tokens that were not routed to them, a JSON list
+  parts        {file: sha256} as JSON, of an index alone
+
+and its tensors, by the names of linear layers (experts are modules of their own), attentions and mixtures of experts:
+
+  {module}.input_amax          F32 []                largest |x|
+  {module}.input_sq_mean       F32 [columns]         mean of x^2 over tokens
+  {module}.input_abs_mean      F32 [columns]         mean of |x|
+  {module}.input_channel_amax  F32 [columns]         largest |x| of each column
+  {module}.input_gram          F32, F16 [k, b, b]    mean of x x^T along the diagonal, the last block padded with zeros
+  {module}.input_gram_scale    F32 []                of an F16 Gram: what it is multiplied with
+  {module}.tokens              I64 []                tokens seen
+  {moe}.expert_tokens I64 [experts]        {moe}.expert_saliency F32 [experts]        {attention}.k_amax, .v_amax F32 []
+
+This module reads, checks and writes such files; calibration.py makes what is in them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4convert.codec import Float32s
+from fp4convert.codings import Linear
+from fp4convert.errors import InputError
+from fp4convert.record import unquantized
+from fp4convert.shard import SafetensorsFrame, ShardWriter, TensorRef, TensorSpec, hash_file, parse_json_object, read_header, told
+from fp4convert.sources import Source
+
+FORMAT, VERSION = "fp4convert-calibration", "1"
+LARGEST_NBYTES = 5 * 10**9  # of tensors in one file
+SAMPLE_NBYTES = 4096
+SHARD_SAMPLES, ALL_SAMPLES = 64, 1024  # of one shard, and of a checkpoint: each may be a request to the Hub
+COPY_NBYTES = 8 << 20
+DTYPES: dict[str, np.dtype[np.generic]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "I64": np.dtype("<i8")}
+_NAMES = {kind: name for name, kind in DTYPES.items()}
+
+
+class Gram(NamedTuple):
+    """The mean of x x^T over tokens, or the blocks along its diagonal.
+
+    blocks   (k, b, b) float32; zeros where the last one reaches beyond `columns`
+    columns  of the linear layer
+    """
+
+    blocks: Float32s
+    columns: int
+
+
+class Experts(NamedTuple):
+    """What a mixture of experts did with the tokens, expert by expert.
+
+    tokens    how many were routed to it
+    saliency  mean over these of the router's weight times the norm of the expert's output (REAP, arXiv 2510.13999); 0 for none
+    """
+
+    tokens: NDArray[np.int64]
+    saliency: Float32s
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """An opened calibration file; statistics are read when they are asked for.
+
+    sha256  of the file, or of the index, which holds those of its parts: what plans and records call it by
+    notes   its metadata, as the head of this module has it
+    inputs  module -> the module that holds its statistics, where that is another
+    """
+
+    path: Path
+    sha256: str
+    notes: Mapping[str, str]
+    inputs: Mapping[str, str]
+    refs: Mapping[str, TensorRef]
+
+    @property
+    def samples(self) -> int:
+        return int(self.notes["samples"])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that went through the model."""
+        return int(self.notes["tokens"])
+
+    @property
+    def gram_kind(self) -> str:
+        """none, diag, block:N or full."""
+        return self.notes["gram"]
+
+    @property
+    def unrouted(self) -> tuple[str, ...]:
+        """Modules of experts that got too few tokens, and whose statistics are those of other tokens."""
+        found = _parsed(self.path, self.notes, "unrouted") if "unrouted" in self.notes else []
+        return tuple(map(str, found)) if isinstance(found, list) else ()
+
+    def check(self, source: Source, linears: Iterable[Linear] = ()) -> None:
+        """InputError where the file is not of this very checkpoint, or has nothing on one of these linear layers."""
+        again = f"Calibrate it: fp4convert calibrate {source.name} -o FILE."
+        if fingerprint_of(source) != self.notes["fingerprint"]:
+            detail = f"{self.path} was made from another model than {source.name}: names, shapes or config.json differ"
+            raise InputError("calibration-model", detail, again)
+        if weights_of(source) != self.notes["weights"]:
+            detail = (
+                f"{self.path} was made from other weights of the same model as {source.name}: another revision or a fine-tune"
+            )
+            raise InputError("calibration-weights", detail, again)
+        for linear in linears:
+            ref = self._ref(linear.module, "input_channel_amax")
+            if ref.shape != linear.shape[1:]:
+                detail = f"{self.path}: {ref.name} has the shape {list(ref.shape)}; expected {[linear.shape[1]]}"
+                raise InputError("calibration-shape", detail, again, linear.module)
+
+    def has(self, module: str) -> bool:
+        """True where there are statistics on the inputs of that linear layer."""
+        return f"{self.inputs.get(module, module)}.input_channel_amax" in self.refs
+
+    def amax(self, module: str) -> float:
+        """The largest |x| that the linear layer was given."""
+        return self._number(module, "input_amax")
+
+    def moments(self, module: str) -> Float32s:
+        """The mean of x^2 of every column: the diagonal of the Gram matrix.  InputError in a file of --gram none."""
+        return self._positive(module, "input_sq_mean")
+
+    def mean_magnitudes(self, module: str) -> Float32s:
+        """The mean of |x| of every column."""
+        return self._positive(module, "input_abs_mean")
+
+    def channel_amax(self, module: str) -> Float32s:
+        """The largest |x| of every column."""
+        return self._positive(module, "input_channel_amax")
+
+    def tokens_of(self, module: str) -> int:
+        """How many tokens the linear layer was given."""
+        return int(self._number(module, "tokens"))
+
+    def gram(self, module: str) -> Gram | None:
+        """The Gram matrix of the inputs, or its blocks; None in a file of --gram diag or none."""
+        holder = self.inputs.get(module, module)
+        if not self.has(module) or f"{holder}.input_gram" not in self.refs:
+            return None
+        ref, columns = self._ref(module, "input_gram"), self._ref(module, "input_channel_amax").shape[0]
+        blocks = self._read(ref).astype(np.float32)
+        if ref.dtype == "F16":
+            blocks *= np.float32(self._number(module, "input_gram_scale"))
+        count, width = ref.shape[0], ref.shape[-1]
+        if len(ref.shape) != 3 or ref.shape[1] != width or not count * width - width < columns <= count * width:
+            raise self._bad(ref, f"has the shape {list(ref.shape)}; expected square blocks that cover {columns} columns")
+        self._check(ref, blocks, may_be_negative=True)
+        return Gram(blocks, columns)
+
+    def experts(self, moe: str) -> Experts:
+        """What became of the tokens in a mixture of experts: `model.layers.0.mlp`, above its `experts`."""
+        tokens = self._read(self._ref(moe, "expert_tokens"))
+        return Experts(cast(NDArray[np.int64], tokens), self._positive(moe, "expert_saliency"))
+
+    def cache_amax(self, attention: str) -> tuple[float, float]:
+        """The largest |key|, after its rotation, and |value| that entered the cache of `model.layers.0.self_attn`."""
+        return self._number(attention, "k_amax"), self._number(attention, "v_amax")
+
+    def _ref(self, module: str, kind: str) -> TensorRef:
+        ref = self.refs.get(f"{self.inputs.get(module, module)}.{kind}")
+        if ref is None:
+            detail = f"{self.path} has no {kind} of {module}; expected it of every linear layer, mixture and attention asked for"
+            raise InputError("calibration-missing", detail, f"Calibrate again, or leave it out: --exclude '{module}'.", module)
+        return ref
+
+    def _positive(self, module: str, kind: str) -> Float32s:
+        ref = self._ref(module, kind)
+        values = self._read(ref)
+        self._check(ref, values)
+        return cast(Float32s, values)
+
+    def _number(self, module: str, kind: str) -> float:
+        found = self._positive(module, kind)
+        if found.shape:
+            raise self._bad(self._ref(module, kind), f"has the shape {list(found.shape)}; expected a single number")
+        return float(found)
+
+    def _read(self, ref: TensorRef) -> NDArray[np.generic]:
+        if ref.dtype not in DTYPES:
+            raise self._bad(ref, f"has the dtype {ref.dtype}; expected one of {', '.join(DTYPES)}")
+        values = np.fromfile(self.path.parent / ref.file, DTYPES[ref.dtype], ref.elements, offset=ref.start)
+        if values.size != ref.elements:
+            raise self._bad(ref, "is gone: the file became shorter while it was read")
+        return values.reshape(ref.shape)
+
+    def _check(self, ref: TensorRef, values: NDArray[np.generic], may_be_negative: bool = False) -> None:
+        """InputError for NaN, Inf, and what is negative and cannot be; of a Gram matrix that is its diagonal."""
+        if not np.isfinite(values).all():
+            raise self._bad(ref, "holds NaN or Inf; expected finite statistics")
+        lowest = np.diagonal(values, axis1=-2, axis2=-1) if may_be_negative else values
+        if lowest.size and lowest.min() < 0:
+            raise self._bad(ref, "holds negative values where squares or magnitudes are expected")
+
+    def _bad(self, ref: TensorRef, found: str) -> InputError:
+        return InputError("calibration-values", f"{self.path}: {ref.name} {found}", "Calibrate again.", ref.name)
+
+
+def open_calibration(path: Path | str) -> Calibration:
+    """A calibration file, its headers read and checked; InputError where it is not there, damaged, or something else."""
+    path = Path(path)
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(8)
+        is_index = head.startswith(b"{") and b"\0" not in head
+        text = path.read_bytes() if is_index else b""
+    except OSError as error:
+        detail = f"{path}: {error.strerror}; expected a file that fp4convert calibrate made"
+        raise InputError("calibration-file", detail, "Make it: fp4convert calibrate SOURCE -o FILE.") from None
+    if is_index:
+        notes = _strings(parse_json_object(text, str(path)).get("metadata"))
+        headers = [_header(path.parent / file) for file in sorted(_mapping(path, notes, "parts"))]
+        _check_parts(path, notes, [found for found, _ in headers])
+    else:
+        headers = [_header(path)]
+        notes = headers[0][0]
+    if (notes.get("format"), notes.get("version")) != (FORMAT, VERSION):
+        detail = f"{path} says that it is {notes.get('format')!r}, version {notes.get('version')!r}"
+        raise InputError("calibration-file", f"{detail}; expected {FORMAT!r}, version {VERSION!r}", "Give --calibration FILE.")
+    _check_notes(path, notes)
+    refs = {ref.name: ref for _, found in headers for ref in found}
+    return Calibration(path, hash_file(path), notes, _mapping(path, notes, "inputs"), refs)
+
+
+def _header(path: Path) -> tuple[dict[str, str], tuple[TensorRef, ...]]:
+    """The notes of a safetensors file, and where its tensors are."""
+    try:
+        with path.open("rb") as stream:
+
+            def read(offset: int, length: int) -> bytes:
+                stream.seek(offset)
+                return stream.read(length)
+
+            header = read_header(path.name, path.stat().st_size, read)
+    except OSError as error:
+        detail = f"{path}: {error.strerror}; expected a part of the calibration"
+        raise InputError("calibration-file", detail, "Keep the index and its parts in one folder.") from None
+    return cast(SafetensorsFrame, header.frame).metadata, header.tensors
+
+
+def _check_parts(path: Path, notes: Mapping[str, str], found: Sequence[Mapping[str, str]]) -> None:
+    """InputError where a part that lies beside an index is of another checkpoint."""
+    same = all(part.get(key) == notes.get(key) for part in found for key in ("fingerprint", "weights"))
+    if not found or not same:
+        detail = f"{path} is an index, and a part beside it belongs to another calibration, or none does to this"
+        raise InputError("calibration-file", detail, "Keep the index and its parts in one folder.")
+
+
+def _strings(found: object) -> dict[str, str]:
+    entries = found.items() if isinstance(found, dict) else ()
+    return {key: value for key, value in entries if isinstance(value, str)}
+
+
+def _check_notes(path: Path, notes: Mapping[str, str]) -> None:
+    wanted = ("source", "fingerprint", "weights", "samples", "tokens", "gram", "text")
+    missing = [key for key in wanted if key not in notes]
+    odd = [key for key in ("samples", "tokens") if not notes.get(key, "").isdecimal()]
+    if missing or odd:
+        detail = f"{path}: its metadata lacks {(missing or odd)[0]!r}, or has no number there"
+        raise InputError("calibration-file", detail, "Calibrate again.")
+
+
+def _parsed(path: Path, notes: Mapping[str, str], key: str) -> object:
+    """The JSON of one note."""
+    try:
+        return json.loads(notes[key])
+    except (KeyError, ValueError, RecursionError):
+        detail = f"{path}: its metadata holds no JSON under {key!r}"
+        raise InputError("calibration-file", detail, "Calibrate again.") from None
+
+
+def _mapping(path: Path, notes: Mapping[str, str], key: str) -> dict[str, str]:
+    """An object of strings in a note; empty where there is no such note."""
+    found = _parsed(path, notes, key) if key in notes else {}
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise InputError("calibration-file", f"{path}: {key!r} of its metadata does not map names to names", "Calibrate again.")
+    return found
+
+
+def fingerprint_of(source: Source) -> str:
+    """Which model: the sha256 of its config.json, less quantization, and of the name and shape of every tensor."""
+    checkpoint = source.checkpoint
+    tensors = sorted((ref.name, ref.shape) for ref in checkpoint.tensors)
+    return _hash_text(json.dumps([unquantized(checkpoint.config), tensors], sort_keys=True))
+
+
+def weights_of(source: Source) -> str:
+    """Which weights of it: the sha256 of every shard's size and of pieces spread evenly over its tensors."""
+    shards = source.checkpoint.shards
+    count = max(1, min(SHARD_SAMPLES, ALL_SAMPLES // max(1, len(shards))))
+    found = hashlib.sha256()
+    for shard in shards:
+        found.update(f"{shard.file} {shard.nbytes}\n".encode())
+        starts = [ref.start for ref in shard.tensors]
+        first = starts[0] if starts else 0
+        for number in range(count if starts else 0):
+            place = first + (shard.nbytes - first) * number // count
+            ref = shard.tensors[bisect_right(starts, place) - 1]
+            begin = place - ref.start
+            found.update(source.read_range(ref, begin, min(begin + SAMPLE_NBYTES, ref.nbytes)))
+    return found.hexdigest()
+
+
+def _hash_text(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def part_notes(source: Source) -> dict[str, str]:
+    """The notes of every part and every file made from that source: of which model, of which weights."""
+    return {"format": FORMAT, "version": VERSION, "fingerprint": fingerprint_of(source), "weights": weights_of(source)}
+
+
+def write_part(path: Path, statistics: Mapping[str, NDArray[np.generic]], notes: Mapping[str, str]) -> str:
+    """Write arrays of float32, float16 or int64 as one safetensors file, the same bytes for the same arrays; its sha256.
+
+    notes  those of `part_notes`, and for a whole file the others that the head of this module has
+    """
+    specs = [TensorSpec(name, _NAMES[array.dtype], array.shape) for name, array in statistics.items()]
+    header, refs = SafetensorsFrame(dict(notes)).lay_out(path.name, specs, {})
+    with _written(path, header, refs) as writer:
+        for ref in refs:
+            if ref.nbytes:
+                writer.append(ref, np.ascontiguousarray(statistics[ref.name]).reshape(-1).view(np.uint8).data)
+        return writer.finish()
+
+
+def join_parts(path: Path, parts: Sequence[Path], notes: Mapping[str, str], largest_nbytes: int = LARGEST_NBYTES) -> str:
+    """Make one calibration of what write_part wrote, under its final name at once; what Calibration.sha256 will be.
+
+    notes           as the head of this module has them, but for `parts`
+    largest_nbytes  beyond it PATH is an index, and the parts stay files: STEM-00001-of-00007.safetensors beside it
+    """
+    found = [(part, ref) for part in parts for ref in _header(part)[1]]
+    temp = path.with_name(f".{path.name}.new")
+    if sum(ref.nbytes for _, ref in found) <= largest_nbytes:
+        sha256 = _write_joined(temp, found, notes)
+    else:
+        names = [f"{path.stem}-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+        with told(path):
+            for part, name in zip(parts, names, strict=True):
+                path.with_name(name).unlink(missing_ok=True)
+                os.link(part, path.with_name(name))
+            sums = {name: hash_file(path.with_name(name)) for name in names}
+            temp.write_text(json.dumps({"metadata": {**notes, "parts": json.dumps(sums)}}, indent=1, sort_keys=True))
+            sha256 = hash_file(temp)
+    with told(path):
+        os.replace(temp, path)
+    return sha256
+
+
+def _write_joined(temp: Path, found: Sequence[tuple[Path, TensorRef]], notes: Mapping[str, str]) -> str:
+    """One file of all tensors of the parts, copied piece by piece; its sha256."""
+    specs = [TensorSpec(ref.name, ref.dtype, ref.shape) for _, ref in found]
+    header, places = SafetensorsFrame(dict(notes)).lay_out(temp.name, specs, {})
+    where = {ref.name: (part, ref) for part, ref in found}
+    with _written(temp, header, places) as writer:
+        for place in places:
+            part, ref = where[place.name]
+            with part.open("rb") as stream:
+                stream.seek(ref.start)
+                for done in range(0, ref.nbytes, COPY_NBYTES):
+                    writer.append(place, memoryview(stream.read(min(COPY_NBYTES, ref.nbytes - done))))
+        return writer.finish()
+
+
+@contextmanager
+def _written(path: Path, header: bytes, refs: Sequence[TensorRef]) -> Iterator[ShardWriter]:
+    """A shard on its way, which leaves nothing behind where it is not finished."""
+    writer = ShardWriter(path, header, refs, len(header) + sum(ref.nbytes for ref in refs))
+    try:
+        yield writer
+    except BaseException:
+        writer.discard()
+        raise
