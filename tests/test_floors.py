@@ -11,13 +11,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp4convert"
 FLOORS = [
     {"errors", "streams", "stops"},
-    {"formats", "cubins", "shard", "ranges", "pieces", "progress", "parts", "patterns", "recipe_files", "folding"},
+    {"formats", "cubins", "shard", "ranges", "pieces", "progress", "parts", "patterns", "recipe_files", "folding", "budget"},
     {"asking", "claims", "codec", "gguf_shard", "recipe", "gpus", "layout", "stacks", "spelling", "xet"},
     {"sources", "dialects", "lane", "recast", "detection", "grid"},
     {"backends", "reading", "record"},
     {"artifact", "doctor"},
     {"codings"},
-    {"linears", "tasks", "calibration_file"},
+    {"linears", "tasks", "calibration_file", "sampling"},
     {"verdicts", "manifest", "pace"},
     {"plan", "output"},
     {"respelling", "carrying", "suspicion", "push"},
