@@ -133,6 +133,8 @@ def _facts(plan: Plan, result: Result) -> Iterator[tuple[object, ...]]:
     yield "format", f"{fmt.name}: E2M1 codes, {fmt.block_size} to a block, {fmt.scale_dtype} block scales{wide}"
     yield "dialect", target.dialect
     yield "scale rule", target.scale_rule or fmt.default_rule
+    if target.method not in (None, "rtn"):
+        yield "method", target.method
     yield "activations", activations
     yield "size", f"{_size(result.source_bytes)} before, {_size(result.output_bytes)} after"
     yield "digest", result.digest

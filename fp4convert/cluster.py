@@ -94,7 +94,9 @@ def _sent(errand: Errand, source: Source) -> Errand:
     reference = errand.reference if checkpoint.repo else str(Path(errand.reference).absolute())
     token = errand.access.token or (os.environ.get("HF_TOKEN") if checkpoint.repo else None)
     access = replace(errand.access, revision=checkpoint.revision, token=token, tell=Access().tell, output=None)
-    return replace(errand, reference=reference, access=access, output=errand.output.absolute())
+    statistics = errand.request.calibration
+    request = replace(errand.request, calibration=str(Path(statistics).absolute()) if statistics else None)
+    return replace(errand, reference=reference, access=access, request=request, output=errand.output.absolute())
 
 
 class _Watch:

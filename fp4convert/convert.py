@@ -21,6 +21,7 @@ from fp4convert.job import Job, Result, begin, carry_out
 from fp4convert.linears import find_linears
 from fp4convert.makers import Dequantizer, Quantizer, Transcoder
 from fp4convert.manifest import Manifest
+from fp4convert.methods import open_statistics, reopened, with_statistics
 from fp4convert.output import OutputFolder
 from fp4convert.plan import plan_quantize
 from fp4convert.recipe import Choice, Target, build_recipe
@@ -51,6 +52,8 @@ class Request:
     stack_rows: str | None = None
     keep_packed: bool = False
     via: str | None = None
+    calibration: str | None = None
+    method: str = "rtn"
 
 
 def prepare_quantize(source: Source, request: Request) -> Plan:
@@ -63,12 +66,16 @@ def prepare_quantize(source: Source, request: Request) -> Plan:
     if request.via not in (None, "fp8"):
         raise InputError("unknown-via", f"--via {request.via!r} is not known; expected fp8", "Leave it out.")
     target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, input_scale)
-    target = replace(target, has_unit_scale=is_unit, via=request.via)
+    calibration = open_statistics(request.method, request.scale_rule, request.calibration)
+    sha256 = calibration.sha256 if calibration else None
+    target = replace(target, has_unit_scale=is_unit, via=request.via, method=request.method, calibration=sha256)
     stacks = (request.stack_order, request.stack_rows)
     choice = Choice(request.recipe, request.include, request.exclude, *stacks, request.keep_packed)
     recipe = build_recipe(target, source.checkpoint.config, choice)
     with uncollected():
         plan = plan_quantize(source.checkpoint, recipe, find_linears(source, recipe))
+    if calibration:
+        plan = with_statistics(plan, calibration, source)
     for module, q in () if source.is_streamed else stored_blocks(plan):  # from a Hub each would be a request: the run tells
         _refuse_odd_scale(module, q)
         _check_scalars(module, q, None, _dialect_of(plan))
@@ -93,7 +100,7 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     Raises DeviceError for a device that is not there; OutputError as open_output does; NumericError, after all sound shards
     are written, where weights are NaN or Inf: then neither index nor records are written.
     """
-    worker = Quantizer(source, plan.target, open_backend(settings.device))
+    worker = Quantizer(source, plan.target, open_backend(settings.device), reopened(plan))
     result = carry_out(artifact_job(source, plan), worker, output, settings)
     if settings.share or not any(step.action == "transcode" for step in plan.steps):
         return result
@@ -177,6 +184,8 @@ def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Sour
     rule = recorded if is_same and recorded in made.scale_rules else None
     activations = artifact.form.activations if is_same else 16
     target = Target(made.name, request.dialect, rule, activations, None, request.scale_layout, artifact.form.kv_cache)
+    method, calibration = (_word(artifact.record.get(key)) for key in ("method", "calibration"))
+    target = replace(target, method=method, calibration=calibration)
     spelling = dialect_to_write(target)
     for module in artifact.modules if is_same else ():
         _refuse_odd_scale(module, artifact.decode(module))
@@ -259,7 +268,11 @@ def _origin_of(artifact: Artifact) -> dict[str, object]:
     """Where an artifact's record says that its weights come from."""
     recorded = artifact.record.get("source")
     known = recorded if isinstance(recorded, dict) else {}
-    return {key: known[key] if isinstance(known.get(key), str) else None for key in ("repo", "revision")}
+    return {key: _word(known.get(key)) for key in ("repo", "revision")}
+
+
+def _word(value: object) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = None) -> Job:

@@ -57,6 +57,8 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
     return {
         "format": plan.target.format,
         "dialect": plan.target.dialect,
+        "method": plan.target.method,
+        "calibration": plan.target.calibration,
         "source_bytes": sum(step.source_bytes for step in sized),
         "output_bytes": plan.output_bytes,
         "bits_per_weight": plan.bits_per_weight,

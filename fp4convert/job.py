@@ -42,6 +42,7 @@ class Result:
     share         which part, and how many shards it wrote; None for the whole
     pushed        address of the commit that holds it on the Hub; None where it is here alone
     components    of a pipeline: the name and the result of each conversion that it was made of
+    method        by which weights were rounded; None where none were
     """
 
     output: str
@@ -60,10 +61,11 @@ class Result:
     share: dict[str, int] | None = None
     pushed: str | None = None
     components: list[dict[str, object]] | None = None
+    method: str | None = None
 
     def as_json(self) -> dict[str, object]:
-        """The document: `carried` after transcoding, `share` after one of several parts, `pushed`, `components` of a pipeline."""
-        rare = ("carried", "share", "pushed", "components")
+        """The document: `carried` after transcoding, `share` after one of several parts, `pushed`, `components`, `method`."""
+        rare = ("carried", "share", "pushed", "components", "method")
         return {key: value for key, value in asdict(self).items() if key not in rare or value is not None}
 
 
@@ -168,6 +170,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
         digest=ending.digest if ending else None,
         adopted_bytes=shift.adopted_nbytes,
         bits_per_weight=job.plan.bits_per_weight,
+        method=job.plan.target.method if worker.action == "quantize" else None,
         share={"index": share.index, "of": share.count, "shards": own_shards} if share else None,
     )
 

@@ -9,7 +9,7 @@ import glob
 import shlex
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from itertools import groupby
 from operator import itemgetter
 
@@ -18,6 +18,7 @@ import numpy as np
 from fp4convert.artifact import Artifact
 from fp4convert.backends import Backend, processors
 from fp4convert.backends.cpu import Cpu
+from fp4convert.calibration_file import Calibration
 from fp4convert.carrying import Carrier, carry, group_exponent
 from fp4convert.codec import FLOAT_DTYPES, check_largest, not_finite
 from fp4convert.codings import Linear
@@ -26,10 +27,11 @@ from fp4convert.codings.fp4 import FourBit
 from fp4convert.codings.fp8 import Fp8, ThroughFp8
 from fp4convert.dialects import Speller, dialect_named, form_of
 from fp4convert.errors import DeviceError, NumericError
-from fp4convert.formats import FP8, GLOBAL_RANGE, PANEL_ELEMENTS, Blocks, Quantized, Weights, format_named, row_panels
+from fp4convert.formats import FP8, PANEL_ELEMENTS, Blocks, Quantized, Weights, format_named, row_panels
 from fp4convert.grid import fp8_scales_of
 from fp4convert.output import TaskWriter
 from fp4convert.recipe import Target
+from fp4convert.rounding import Rounding
 from fp4convert.sources import Source
 from fp4convert.spelling import Form, Part, encode_int4
 from fp4convert.stacks import Rows, Slot, Woven, alternate, rows_of
@@ -52,12 +54,11 @@ class Quantizer:
     action: Action = "quantize"
     made = "quantized"
 
-    def __init__(self, source: Source, target: Target, backend: Backend) -> None:
+    def __init__(self, source: Source, target: Target, backend: Backend, calibration: Calibration | None = None) -> None:
         self.source = source
-        self._backend = backend
         self._target = target
         self._dialect = dialect_named(str(target.dialect))
-        self._given_amax = GLOBAL_RANGE if target.has_unit_scale else None
+        self._rounding = Rounding(target, backend, calibration)
         self.device = backend.name
         self.threads = backend.threads
 
@@ -113,18 +114,19 @@ class Quantizer:
             for number, step in enumerate(steps):
                 for slot in _members(step):
                     weights = [self._weights(linear) for linear in slot]
-                    yield from ((number, q) for _, q in self._quantized(slot, [Woven(tuple(weights))], weights, step.format))
+                    with self._room_for(slot):
+                        panels = self._rounding.panels(
+                            weights, [Woven(tuple(weights))], [slot[0].module], format_named(step.format)
+                        )
+                        yield from ((number, q) for _, q in panels)
         else:
             members = [self._weights(step.linears[0]) for step in steps]
-            yield from self._quantized(measured, members, self._measured(measured), steps[0].format)
+            modules = [step.linears[0].module for step in steps]
+            with self._room_for(measured):
+                yield from self._rounding.panels(self._measured(measured), members, modules, format_named(steps[0].format))
 
-    def _quantized(
-        self, held: Sequence[Linear], members: Sequence[Weights], measured: Sequence[Weights], name: str
-    ) -> Iterator[tuple[int, Quantized]]:
-        fmt = format_named(name)
-        rule = self._target.scale_rule if name == self._target.format else None
-        with self.source.room_for(sum(linear.nbytes for linear in held)):
-            yield from self._backend.quantize_group(measured, members, fmt, rule or fmt.default_rule, self._given_amax)
+    def _room_for(self, linears: Sequence[Linear]) -> AbstractContextManager[None]:
+        return self.source.room_for(sum(linear.nbytes for linear in linears))
 
     def _measured(self, linears: Sequence[Linear]) -> list[Weights]:
         """What has the values of these linear layers, in any order."""
@@ -153,7 +155,7 @@ class Quantizer:
 
     def _explain(self, step: Step, error: NumericError) -> list[NumericError]:
         """What is wrong with which linear layer."""
-        if step.action == "transcode":
+        if step.action == "transcode" or error.code != "not-finite":
             return [error]
         found = [unsound for linear in step.measured if (unsound := find_not_finite(self.source, linear))]
         if not found:

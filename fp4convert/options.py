@@ -31,6 +31,8 @@ StackOrderOption = Annotated[str | None, typer.Option(help="Of stacks of experts
 StackRowsOption = Annotated[str | None, typer.Option(help="Of gate and up in one such stack: concatenated or interleaved.")]
 KeepPackedOption = Annotated[bool, typer.Option("--keep-packed", help="What is FP8, int4 or FP4 and stays is not made bf16.")]
 ViaOption = Annotated[str | None, typer.Option(help="fp8: round weights to FP8 first, for comparison; it loses accuracy.")]
+MethodOption = Annotated[str, typer.Option(help="rtn: every weight to the nearest value.")]
+CalibrationOption = Annotated[str | None, typer.Option(help="Statistics that fp4convert calibrate made of this source.")]
 DeviceOption = Annotated[str, typer.Option(help="auto (GPUs, else the CPU), cpu, cuda or cuda:N. The bytes are the same.")]
 WorkersOption = Annotated[int, typer.Option(min=0, help="Threads; 0 is as many as suit the device.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]

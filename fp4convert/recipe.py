@@ -56,6 +56,8 @@ class Target:
     scale_layout    the dialect's own where it is None
     has_unit_scale  the global scale is 1, whatever the weights are: engines read no other
     via             "fp8" where weights are rounded to FP8 first
+    method          by which weights are rounded, one of methods.METHODS; None where none are, or nobody knows
+    calibration     sha256 of the file of statistics that they were rounded with
     """
 
     format: str
@@ -67,6 +69,8 @@ class Target:
     kv_cache: str | None = None
     has_unit_scale: bool = False
     via: str | None = None
+    method: str | None = None
+    calibration: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

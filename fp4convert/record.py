@@ -43,6 +43,8 @@ def make_record(target: Target, contents: Contents, producer: dict[str, str], or
         **({"stacks": [_describe_stack(rule) for rule in stacks]} if stacks else {}),
         "dialect": target.dialect,
         "scale_rule": target.scale_rule,
+        "method": target.method,
+        "calibration": target.calibration,
         "ignore": [*ignored.modules, *ignored.patterns],
         "producer": producer,
         "source": origin,

@@ -157,6 +157,7 @@ def draw_result(screen: Screen, result: Document) -> None:
     """
     counts, bits = result["tensors"], result.get("bits_per_weight")
     named = {"": result["format"], "dialect ": result["dialect"], "rule ": result["scale_rule"]}
+    named["method "] = method if (method := result.get("method")) != "rtn" else None
     screen.line(result["output"], "bold")
     screen.line(f"  {', '.join(f'{word}{name}' for word, name in named.items() if name)}")
     (how, converted), *others = counts.items()

@@ -119,7 +119,8 @@ class Task:
 class Plan:
     """Every task, and what the result's records need to know.
 
-    stacks  how the source's stacks of experts were read
+    stacks       how the source's stacks of experts were read
+    calibration  path of the file of statistics, whose sha256 the target has
     """
 
     target: Target
@@ -127,6 +128,7 @@ class Plan:
     ignored: Ignored
     warnings: tuple[str, ...]
     stacks: tuple[StackRule, ...] = ()
+    calibration: str | None = None
 
     @property
     def steps(self) -> Iterator[Step]:

@@ -132,6 +132,8 @@ def test_a_dry_run_has_exactly_the_promised_keys_and_writes_nothing(source, tmp_
     assert list(document) == [
         "format",
         "dialect",
+        "method",
+        "calibration",
         "source_bytes",
         "output_bytes",
         "bits_per_weight",

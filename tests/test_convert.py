@@ -104,6 +104,8 @@ def test_the_record_names_every_other_file_with_its_hash(tmp_path):
         "activations": 16,
         "dialect": "compressed-tensors",
         "scale_rule": "amax",
+        "method": "rtn",
+        "calibration": None,
         "source": {"repo": None, "revision": None},
     }
 
@@ -120,6 +122,7 @@ def test_the_document_has_exactly_the_promised_keys(tmp_path):
         "format": "nvfp4",
         "dialect": "compressed-tensors",
         "scale_rule": "amax",
+        "method": "rtn",
         "device": "cpu",
         "source_bytes": source_bytes,
         "adopted_bytes": 0,

@@ -37,7 +37,15 @@ FP8_KEYS = {
     "global_scale": None,
     "activations": 8,
 }
-REST = {"dialect": "compressed-tensors", "scale_rule": "amax", "ignore": ["lm_head"], "producer": PRODUCER, "source": ORIGIN}
+REST = {
+    "dialect": "compressed-tensors",
+    "scale_rule": "amax",
+    "method": None,
+    "calibration": None,
+    "ignore": ["lm_head"],
+    "producer": PRODUCER,
+    "source": ORIGIN,
+}
 
 
 def record_of(*groups: Group) -> dict[str, object]:

@@ -11,6 +11,7 @@ import typer
 from fp4convert.options import (
     ActivationsOption,
     ArtifactArgument,
+    CalibrationOption,
     DeviceOption,
     DialectOption,
     DryRunOption,
@@ -25,6 +26,7 @@ from fp4convert.options import (
     KeepPackedOption,
     LayoutOption,
     MemoryOption,
+    MethodOption,
     OutputOption,
     PartsOption,
     PrivateOption,
@@ -63,6 +65,8 @@ def quantize_command(
     stack_rows: StackRowsOption = None,
     keep_packed: KeepPackedOption = False,
     via: ViaOption = None,
+    calibration: CalibrationOption = None,
+    method: MethodOption = "rtn",
     device: DeviceOption = "auto",
     workers: WorkersOption = 0,
     dry_run: DryRunOption = False,
@@ -94,7 +98,7 @@ def quantize_command(
     target = output or Path(f"{sources.name_of(source)}-{format.upper()}")
     access = access_to(screen.tell, (revision, subfolder), token, (memory, transport), target)
     choice = (tuple(include or ()), tuple(exclude or ()), recipe, stack_order, stack_rows, keep_packed)
-    request = convert.Request(format, dialect, scale_rule, activations, input_scale, *choice, via)
+    request = convert.Request(format, dialect, scale_rule, activations, input_scale, *choice, via, calibration, method)
     with screen.phases() as phases:
         phases.begin("plan")
         work = pipelines.prepare(cluster.Errand(source, access, request, target, device, workers), ray)

@@ -1,0 +1,81 @@
+"""By which method weights are rounded, and whether a calibration file has what that takes: checked before anything is written.
+
+rtn   every weight becomes the nearest value that its block scale offers
+The rule `importance` takes statistics of the inputs by every method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fp4convert.calibration_file import Calibration, open_calibration
+from fp4convert.errors import InputError
+from fp4convert.recipe import Target
+from fp4convert.sources import Source
+from fp4convert.tasks import Plan, Step
+
+METHODS = ("rtn",)
+IMPORTANCE = "importance"  # the scale rule that weights errors with the second moments of the inputs
+WEIGHING = ("rtn",)  # methods that need no statistics themselves
+FILE_NEEDED = "Make one: fp4convert calibrate SOURCE -o FILE."
+
+
+def open_statistics(method: str, rule: str | None, file: str | None) -> Calibration | None:
+    """The calibration file that is given, opened.
+
+    Raises InputError for a method that is not known, one or a rule that needs a file and has none, or a file that is none
+    """
+    if method not in METHODS:
+        raise InputError(
+            "unknown-method", f"--method {method!r} is not known; expected {' or '.join(METHODS)}", "Leave it out for rtn."
+        )
+    asking = f"--method {method}" if method not in WEIGHING else f"--scale-rule {rule}" if rule == IMPORTANCE else ""
+    if file is None and asking:
+        detail = f"{asking} needs statistics of what linear layers are given; expected --calibration FILE with it"
+        raise InputError("no-calibration", detail, FILE_NEEDED)
+    return None if file is None else open_calibration(file)
+
+
+def with_statistics(plan: Plan, calibration: Calibration, source: Source) -> Plan:
+    """The plan with the file in it, and with a warning where method and rule pass over modules, or over the file.
+
+    Raises InputError where the file is of another checkpoint, or lacks what method and rule take of a linear layer
+    """
+    linears = [linear for step in rounded(plan) for linear in step.linears] if takes_statistics(plan.target) else []
+    calibration.check(source, linears)
+    for module in dict.fromkeys(calibration.inputs.get(linear.module, linear.module) for linear in linears):
+        calibration.moments(module)
+    return replace(plan, calibration=str(calibration.path), warnings=(*plan.warnings, *_untouched(plan)))
+
+
+def takes_statistics(target: Target) -> bool:
+    """True where what the inputs are like changes how weights are rounded."""
+    return target.method not in (None, *WEIGHING) or target.scale_rule == IMPORTANCE
+
+
+def rounded(plan: Plan) -> Iterator[Step]:
+    """The steps whose weights are rounded to four bits, by the method."""
+    return (step for step in plan.steps if step.action == "quantize" and step.form is not None and step.form.format.is_fp4)
+
+
+def _untouched(plan: Plan) -> Iterator[str]:
+    """Modules that method and rule do not reach, or that they reach none by the file."""
+    if not takes_statistics(plan.target):
+        yield "--calibration changes no weight: --method rtn takes statistics with --scale-rule importance alone"
+        return
+    reached = {step.module for step in rounded(plan)}
+    if others := [step.name for step in plan.steps if step.is_made and step.module not in reached]:
+        how = f"--scale-rule {IMPORTANCE}" if plan.target.method in WEIGHING else f"--method {plan.target.method}"
+        yield f"{how} changes nothing for {len(others)} modules that are taken over or have eight bits, the first {others[0]!r}"
+
+
+def reopened(plan: Plan) -> Calibration | None:
+    """The calibration file of a plan; InputError where it is another one by now."""
+    if plan.calibration is None:
+        return None
+    calibration = open_calibration(plan.calibration)
+    if calibration.sha256 != plan.target.calibration:
+        detail = f"{plan.calibration} has changed since the plan was made; expected the same file until the end"
+        raise InputError("calibration-changed", detail, "Run the same command again.")
+    return calibration

@@ -1,0 +1,108 @@
+"""quantize --calibration FILE --method M: what is recorded, what is refused, and that nothing is written then."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from checkpoints import LAYER, LLAMA, run, weight, write_llama, write_single
+from made_up_inputs import calibrate
+from test_convert import quantize
+
+from fp4convert import methods
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_llama(tmp_path / "source")
+
+
+@pytest.fixture
+def calibration(source, tmp_path):
+    return calibrate(tmp_path / "calibration.safetensors", source, "diag")
+
+
+def refused(source, tmp_path, *options):
+    """The error of a command that writes nothing, and whose message is one line."""
+    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json", *options)
+    assert outcome.code == 2, outcome.err
+    assert not (tmp_path / "out").exists()
+    assert "\n" not in outcome.json["error"]["message"]
+    assert outcome.json["error"]["next"]
+    return outcome.json["error"]
+
+
+def test_the_method_and_the_file_are_recorded(source, calibration, tmp_path):
+    from hashlib import sha256
+
+    document = quantize(source, tmp_path / "out", "--calibration", calibration)
+    assert document["method"] == "rtn"
+    record = json.loads((tmp_path / "out" / "quantization_config.json").read_text())
+    assert (record["method"], record["calibration"]) == ("rtn", sha256(calibration.read_bytes()).hexdigest())
+    plan = quantize(source, tmp_path / "none", "--calibration", calibration, "--dry-run")
+    assert (plan["method"], plan["calibration"]) == ("rtn", record["calibration"])
+    quantize(source, tmp_path / "without")
+    record = json.loads((tmp_path / "without" / "quantization_config.json").read_text())
+    assert (record["method"], record["calibration"]) == ("rtn", None)
+
+
+def test_transcode_carries_the_method_on(source, calibration, tmp_path):
+    quantize(source, tmp_path / "out", "--calibration", calibration)
+    assert run("transcode", tmp_path / "out", "-o", tmp_path / "there", "--dialect", "modelopt").code == 0
+    before, after = (json.loads((tmp_path / name / "quantization_config.json").read_text()) for name in ("out", "there"))
+    assert [before[key] == after[key] for key in ("method", "calibration")] == [True, True]
+
+
+def test_a_file_that_changes_no_weight_is_a_warning(source, calibration, tmp_path):
+    plan = quantize(source, tmp_path / "out", "--calibration", calibration, "--dry-run")
+    assert any("--calibration changes no weight" in warning for warning in plan["warnings"])
+
+
+def test_a_run_is_not_continued_with_other_statistics(source, calibration, tmp_path):
+    """Another file means another plan: what is finished by the first is not taken for the second's."""
+    quantize(source, tmp_path / "out", "--calibration", calibration)
+    other = calibrate(tmp_path / "other.safetensors", source, "diag", extra=np.zeros(1, np.float32))
+    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--calibration", other)
+    assert outcome.code == 5
+    assert "the options" in outcome.err
+
+
+@pytest.mark.parametrize("method", ["gptqq", "", "RTN"])
+def test_an_unknown_method_is_refused(method, source, calibration, tmp_path):
+    error = refused(source, tmp_path, "--method", method, "--calibration", calibration)
+    assert error["code"] == "unknown-method"
+    assert all(known in error["message"] for known in methods.METHODS)
+
+
+def test_a_file_that_is_none_is_refused(source, tmp_path):
+    assert refused(source, tmp_path, "--calibration", tmp_path / "none")["code"] == "calibration-file"
+    assert refused(source, tmp_path, "--calibration", source / "model-00001-of-00002.safetensors")["code"] == "calibration-file"
+
+
+def test_the_file_of_another_model_is_refused(source, calibration, tmp_path):
+    other = write_single(tmp_path / "other", {f"{LAYER}.mlp.down_proj.weight": weight()})
+    assert refused(other, tmp_path, "--calibration", calibration)["code"] == "calibration-model"
+    shutil.copytree(source, tmp_path / "renamed")
+    (tmp_path / "renamed" / "config.json").write_text(json.dumps({**LLAMA, "rope_theta": 1e6}))
+    assert refused(tmp_path / "renamed", tmp_path, "--calibration", calibration)["code"] == "calibration-model"
+
+
+def test_the_file_of_another_revision_is_refused(source, calibration, tmp_path):
+    for shard in source.glob("*.safetensors"):
+        data = shard.read_bytes()
+        shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert refused(source, tmp_path, "--calibration", calibration)["code"] == "calibration-weights"
+
+
+def test_a_file_that_changes_meanwhile_is_noticed(source, calibration, tmp_path):
+    """Between the plan and the work."""
+    from fp4convert import Request, Settings, open_source, prepare_quantize
+    from fp4convert import quantize as carry_out
+    from fp4convert.errors import InputError
+
+    opened = open_source(str(source))
+    plan = prepare_quantize(opened, Request("nvfp4", calibration=str(calibration)))
+    calibrate(calibration, source, "diag", extra=np.zeros(1, np.float32))
+    with pytest.raises(InputError, match="has changed since the plan was made"):
+        carry_out(opened, plan, tmp_path / "out", Settings("cpu"))
+    assert not (tmp_path / "out").exists()
