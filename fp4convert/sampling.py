@@ -99,12 +99,10 @@ def _sample_kind(linears: Sequence[Linear], share: int) -> list[Sample]:
 def _strips_of(linear: Linear, nbytes: int, number: int) -> Sample:
     """So many bytes of a matrix in strips that lie evenly over it; the `number` moves them."""
     rows = linear.shape[0]
-    if _is_whole(linear):
+    if _is_whole(linear) or nbytes >= _nbytes_read(linear):
         return Sample(linear, ((0, rows),), _nbytes_read(linear))
     row_nbytes = _least_nbytes(linear)
-    height = min(rows, nbytes // row_nbytes)
-    if height == rows:
-        return Sample(linear, ((0, rows),), _nbytes_read(linear))
+    height = nbytes // row_nbytes
     count = max(1, min(MOST_STRIPS, height, height * row_nbytes // STRIP_NBYTES))
     each, free = height // count, rows - height // count * count
     at = int(number * TURN % 1 * (free // count + 1))  # as far into each gap

@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from fp4convert.cli import judging, making
+from fp4convert.cli import judging, making, studying
 from fp4convert.errors import Fp4Error, InputError, Interrupted
 from fp4convert.stops import Stopped, listen
 from fp4convert.streams import sturdy_streams
@@ -30,6 +30,7 @@ app.command("inspect")(judging.inspect_command)
 app.command("verify")(judging.verify_command)
 app.command("dequantize")(making.dequantize_command)
 app.command("merge")(making.merge_command)
+app.command("analyze")(studying.analyze_command)
 app.command("doctor")(judging.doctor_command)
 app.command("recipes")(judging.recipes_command)
 app.command("transcode")(making.transcode_command)

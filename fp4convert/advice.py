@@ -1,0 +1,159 @@
+"""What was measured of every kind of matrix, as a document and in words: the numbers decide what is said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fp4convert.codings import Linear
+from fp4convert.formats import FORMATS, FP8
+from fp4convert.losses import BF16, ROW, Loss, Way
+from fp4convert.sampling import Sample
+
+STANDS_OUT = 1.15  # times the output error of the whole, before a kind is named
+MOST_NAMED = 3  # of them
+KEPT = (Way(FP8.name, "amax", ROW), Way(BF16))  # what a kind can be instead of four-bit
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One kind of matrices, and what was measured of it.
+
+    losses  of every sampled matrix, by the form; of forms that fit all of them alone
+    """
+
+    kind: str
+    short: str
+    linears: Sequence[Linear]
+    samples: Sequence[Sample]
+    losses: Mapping[Way, Sequence[Loss]]
+
+    @property
+    def weights(self) -> int:
+        return sum(linear.shape[0] * linear.shape[1] for linear in self.linears)
+
+    @property
+    def sampled_weights(self) -> int:
+        return sum(sample.rows * sample.linear.shape[1] for sample in self.samples)
+
+    def bits(self, way: Way) -> float:
+        """Bits that all matrices of the kind take."""
+        return sum(way.nbits(linear.shape) for linear in self.linears)
+
+    def loss(self, way: Way) -> Loss:
+        """The mean over its sampled matrices."""
+        found = self.losses[way]
+        return Loss(math.fsum(loss.nmse for loss in found) / len(found), math.fsum(loss.output for loss in found) / len(found))
+
+
+def whole_of(kinds: Sequence[Measured], way: Way) -> Loss | None:
+    """The mean over kinds, by their weights; None where the form does not fit all of them."""
+    if any(way not in kind.losses for kind in kinds):
+        return None
+    weights = sum(kind.weights for kind in kinds)
+    each = [(kind.weights / weights, kind.loss(way)) for kind in kinds]
+    return Loss(math.fsum(share * loss.nmse for share, loss in each), math.fsum(share * loss.output for share, loss in each))
+
+
+def describe_kind(kind: Measured) -> dict[str, object]:
+    """One entry of `kinds`."""
+    return {
+        "kind": kind.short,
+        "modules": kind.kind,
+        "matrices": len(kind.linears),
+        "weights": kind.weights,
+        "sampled_matrices": len(kind.samples),
+        "sampled_weights": kind.sampled_weights,
+        "ways": [{**_named(way), **_numbers(kind.loss(way), kind.bits(way) / kind.weights)} for way in kind.losses],
+    }
+
+
+def describe_whole(kinds: Sequence[Measured]) -> list[dict[str, object]]:
+    """The entries of `ways`: every form that fits all kinds."""
+    weights = sum(kind.weights for kind in kinds)
+    found = ((way, whole_of(kinds, way)) for way in kinds[0].losses)
+    return [{**_named(way), **_numbers(loss, _bits(kinds, way) / weights)} for way, loss in found if loss]
+
+
+def _named(way: Way) -> dict[str, object]:
+    return {"format": way.format, "rule": way.rule, "block": way.block, "for_study": way.is_for_study}
+
+
+def _numbers(loss: Loss, bits_per_weight: float) -> dict[str, object]:
+    """sqnr_db is None where nothing is lost."""
+    sqnr_db = -10 * math.log10(loss.nmse) if loss.nmse else None
+    return {"bits_per_weight": bits_per_weight, "sqnr_db": sqnr_db, "output_error": math.sqrt(loss.output)}
+
+
+def _bits(kinds: Sequence[Measured], way: Way, others: Mapping[str, Way] | None = None) -> float:
+    """Bits of all kinds in one form, but for some in others."""
+    return sum(kind.bits((others or {}).get(kind.kind, way)) for kind in kinds)
+
+
+def advise(kinds: Sequence[Measured]) -> dict[str, object]:
+    """The recommendation: the form of four bits with the least output error, and which kinds lose most by it."""
+    found = {way: loss for way in kinds[0].losses if _is_for_use(way) and (loss := whole_of(kinds, way))}
+    if not found:
+        return {"format": None, "rule": None, "words": ["No four-bit format fits the columns of every kind."], "kinds": []}
+    best = min(found, key=lambda way: found[way].output)
+    ranked = sorted(kinds, key=lambda kind: -kind.loss(best).output)
+    outstanding = [kind for kind in ranked if _times(kind, best, found[best]) > STANDS_OUT]
+    return {
+        "format": best.format,
+        "rule": best.rule,
+        "words": [*_tell_formats(kinds, found, best), *_tell_kinds(kinds, best, found[best])],
+        "kinds": [_instead(kinds, kind, best) for kind in outstanding],
+    }
+
+
+def _is_for_use(way: Way) -> bool:
+    return way.is_fp4 and not way.is_for_study
+
+
+def _tell_formats(kinds: Sequence[Measured], found: Mapping[Way, Loss], best: Way) -> Iterator[str]:
+    """The best rule of each format, and what the others lose."""
+    for name in sorted(FORMATS, key=lambda name: name != best.format):
+        own = {way: loss for way, loss in found.items() if way.format == name}
+        if not own:
+            yield f"{name} does not fit the columns of every kind."
+            continue
+        way = min(own, key=lambda one: own[one].output)
+        bits = _bits(kinds, way) / sum(kind.weights for kind in kinds)
+        least = "Least output error in four bits: " if name == best.format else "The other format: "
+        others = [f"{other.rule} {_percent(loss)}" for other, loss in own.items() if other is not way]
+        beside = f" ({', '.join(others)})" if others else ""
+        yield f"{least}{name} with rule {way.rule}, {_percent(own[way])} at {bits:.3f} bits per weight{beside}."
+
+
+def _tell_kinds(kinds: Sequence[Measured], best: Way, whole: Loss) -> Iterator[str]:
+    """The kinds that lose most, and what they would be and cost in more bits."""
+    ranked = sorted(kinds, key=lambda kind: -kind.loss(best).output)
+    if (times := _times(ranked[0], best, whole)) <= STANDS_OUT:
+        yield f"No kind stands out: the one that loses most, {ranked[0].short}, loses {times:.2f} times what the whole does."
+        return
+    for kind in ranked[:MOST_NAMED]:
+        if (times := _times(kind, best, whole)) > STANDS_OUT:
+            entry = _instead(kinds, kind, best)
+            costs = [
+                f"in {way.format} {_percent(kind.loss(way))} and {entry[f'{way.format}_bits_per_weight']:.3f} bits in the whole"
+                for way in KEPT
+            ]
+            lost = f"{kind.short} loses {_percent(kind.loss(best))}, {times:.2f} times the whole"
+            yield f"Worth more bits first: {lost}; {', '.join(costs)}."
+
+
+def _times(kind: Measured, way: Way, whole: Loss) -> float:
+    """Its output error as a multiple of the whole's."""
+    return math.sqrt(kind.loss(way).output / whole.output) if whole.output else 0.0
+
+
+def _instead(kinds: Sequence[Measured], kind: Measured, best: Way) -> dict[str, object]:
+    """What it comes to where one kind gets more bits than all others."""
+    weights = sum(each.weights for each in kinds)
+    whole = {f"{way.format}_bits_per_weight": _bits(kinds, best, {kind.kind: way}) / weights for way in KEPT}
+    return {"kind": kind.short, "modules": kind.kind, "output_error": math.sqrt(kind.loss(best).output), **whole}
+
+
+def _percent(loss: Loss) -> str:
+    return f"{100 * math.sqrt(loss.output):.2f} %"
