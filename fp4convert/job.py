@@ -177,9 +177,9 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
 
 def _count(actions: Mapping[Action, int], worker: Worker) -> dict[str, int]:
     """How many tensors became what: beside the usual, blocks that were taken over and packed ones that became floats."""
-    rare = {"transcoded": actions.get("transcode", 0), "dequantized": actions.get("dequantize", 0)}
+    rare: dict[str, Action] = {"transcoded": "transcode", "dequantized": "dequantize", "folded": "fold"}
     counts = {worker.made: actions.get(worker.action, 0), "copied": actions.get("copy", 0), "skipped": actions.get("skip", 0)}
-    return {**counts, **{how: count for how, count in rare.items() if count and how not in counts}}
+    return {**counts, **{how: actions[action] for how, action in rare.items() if actions.get(action) and how not in counts}}
 
 
 class _Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fp4convert.artifact import Artifact, is_artifact, read_artifact, read_clues, refuse_unsaid
 from fp4convert.codings import Linear
@@ -30,11 +30,13 @@ class Linears:
     of       by module
     unruled  stacks of expert matrices, whose layout no recipe tells
     idle     scales of a quantized cache of keys and values beside packed layers, whose engine alone has a use for them
+    vectors  weights of norms, and biases, that folds divide, by their names; each as a matrix of one row
     """
 
     of: Mapping[str, Linear]
     unruled: tuple[TensorRef, ...] = ()
     idle: tuple[TensorRef, ...] = ()
+    vectors: Mapping[str, Linear] = field(default_factory=dict)
 
     @property
     def is_packed(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS, WEIGHT
+from fp4convert.codings.folded import foldings_of
 from fp4convert.codings.fp8 import Fp8
 from fp4convert.dialects import Dialect, Ignored, dialect_to_write, form_of
 from fp4convert.errors import InputError
@@ -45,7 +46,9 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears) -> P
 
     def drafts(tensors: Iterable[TensorRef]) -> Iterator[Draft]:
         for ref in tensors:
-            if ref.name in home:
+            if ref.name in linears.vectors:
+                yield _folded(linears.vectors[ref.name], ref)
+            elif ref.name in home:
                 yield from drafting.of_tensor(ref, home[ref.name])
             elif ref.name not in consumed:
                 yield Draft(*_why(ref, recipe), (ref,), (_as_it_is(ref),))
@@ -108,15 +111,18 @@ class _Drafting:
     def of_tensor(self, ref: TensorRef, linears: list[Linear]) -> Iterator[Draft]:
         """What becomes of a stored tensor that holds those; where all of them stay as they are, it stays whole."""
         verdicts = [self.verdicts[linear.module] for linear in linears]
-        if not any(verdict.is_made or verdict.linear.coding.is_packed for verdict in verdicts):
+        if not any(verdict.is_made or verdict.linear.coding.is_packed or foldings_of(verdict.linear) for verdict in verdicts):
             yield Draft(verdicts[0].action, verdicts[0].reason, (ref,), (_as_it_is(ref),))
             return
         for verdict in verdicts:
             linear = verdict.linear
-            if not verdict.is_made:
+            if not verdict.is_made and not linear.coding.is_packed and foldings_of(linear):
+                yield _folded(linear, ref, verdict.reason)
+            elif not verdict.is_made:
                 dtype = KEPT_DTYPE if linear.coding.is_packed else ref.dtype
                 spec = TensorSpec(linear.module + WEIGHT, dtype, linear.shape)
-                yield Draft(verdict.action, verdict.reason, linear.refs, (spec,), linear.shape, linears=(linear,))
+                beside = _read_by(linear)
+                yield Draft(verdict.action, verdict.reason, linear.refs, (spec,), linear.shape, amax_of=beside, linears=(linear,))
             elif linear.module in self._stem_at:
                 stem = self._stem_at[linear.module]
                 members = dict.fromkeys(rows.module for slot in self.slots[stem] for rows in slot)
@@ -138,7 +144,7 @@ class _Drafting:
             shape,
             slots,
             group=self._labels.get(first.group) if first.group else None,
-            amax_of=tuple(dict.fromkeys(ref for linear in measured for ref in linear.refs)),
+            amax_of=tuple(dict.fromkeys(ref for linear in measured for ref in (*linear.refs, *_read_by(linear)))),
             module=stem,
             form=first.form,
             linears=linears,
@@ -159,6 +165,17 @@ def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
     used = ((name, recipe.stack_rule(name, ref.shape)) for name, ref in stacks.items())
     ends = ((".".join(name.split(".")[-ENDING_PARTS:]), rule) for name, rule in used if rule)
     return tuple(dict.fromkeys(rule._replace(tensors=(f"*{end}",)) for end, rule in ends))
+
+
+def _folded(linear: Linear, ref: TensorRef, reason: str = "") -> Draft:
+    """A tensor that stays in its dtype, under the factors of folds."""
+    told = f"{reason}; folded" if reason else "folded: divided by what its readers are multiplied with"
+    return Draft("fold", told, linear.refs, (_as_it_is(ref),), linear.shape, amax_of=_read_by(linear), linears=(linear,))
+
+
+def _read_by(linear: Linear) -> tuple[TensorRef, ...]:
+    """What its folds read."""
+    return tuple(ref for folding in foldings_of(linear) for ref in folding.beside)
 
 
 def _as_it_is(ref: TensorRef) -> TensorSpec:

@@ -15,6 +15,7 @@ from fp4convert.recipe_files import (
     KEEP,
     STACK_ORDERS,
     STACK_ROWS,
+    FoldRule,
     FormatRule,
     KeepRule,
     OnlyRule,
@@ -100,6 +101,7 @@ class Recipe:
     formats        the first that fits a module counts
     stacks         the first that fits a tensor counts
     may_lack       members of groups that some layers of the model do not have
+    folds          where scales of columns may be divided out; several rules may speak of one place
     choice         what a person chose beside these
     """
 
@@ -113,6 +115,7 @@ class Recipe:
     stacks: tuple[StackRule, ...] = ()
     formats: tuple[FormatRule, ...] = ()
     may_lack: frozenset[str] = frozenset()
+    folds: tuple[FoldRule, ...] = ()
     choice: Choice = Choice()
 
     @property
@@ -254,6 +257,7 @@ def build_recipe(target: Target, config: Mapping[str, object], choice: Choice = 
         tuple(rule for file in later_first for rule in file.stacks),
         tuple(rule for file in later_first for rule in file.formats),
         frozenset(member for file in files for member in file.may_lack),
+        tuple(rule for file in later_first for rule in file.folds),
         choice,
     )
 

@@ -21,6 +21,7 @@ from fp4convert.errors import InputError
 DEFAULT = "default"  # the file that every model has
 STACK_ORDERS, STACK_ROWS = ("out_in", "in_out"), ("concatenated", "interleaved")
 NAMED = "{parent}.{expert}.{member}"
+FOLD_KINDS = ("norm", "norm_plus_one", "linear", "heads")  # x * w (+ b); x * (1 + w); rows of W; rows of W, repeated for heads
 KEEP, ANY_FORMAT = "keep", "target"  # words of [[format]] beside the formats' names: it stays; it becomes what is asked for
 
 
@@ -87,6 +88,26 @@ class FormatRule(NamedTuple):
     format: str
 
 
+class FoldRule(NamedTuple):
+    """Linear layers whose columns may be multiplied by numbers that what makes their input is divided by.
+
+    `{layer}` and `{expert}` in names stand for a path that ends in a number, and for a number; those that `into` has are the same
+    in the others, and all numbers are meant where it has none.
+
+    into      the module that is divided
+    kind      of it, a word of FOLD_KINDS: how its output depends on it
+    linears   every module that reads its output; what is lacking there is none of them
+    may_lack  of these, those that some layers or models do not have
+    aside     other matrices of a layer, which read something else: with a matrix that no rule names, a layer is not what it seems
+    """
+
+    into: str
+    kind: str
+    linears: tuple[str, ...]
+    may_lack: tuple[str, ...] = ()
+    aside: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class RecipeFile:
     """One file, checked.
@@ -105,6 +126,7 @@ class RecipeFile:
     may_lack: tuple[str, ...]
     stacks: tuple[StackRule, ...]
     formats: tuple[FormatRule, ...]
+    folds: tuple[FoldRule, ...] = ()
 
     @property
     def is_mode(self) -> bool:
@@ -183,6 +205,7 @@ def describe(recipe: str) -> dict[str, object]:
         "groups": list(dict.fromkeys(group for file in files[::-1] for group in file.groups)),
         "stacks": stacks,
         "formats": [{"format": rule.format, "modules": rule.patterns} for file in files[::-1] for rule in file.formats],
+        "folds": [rule._asdict() for file in files[::-1] for rule in file.folds],
     }
 
 
@@ -233,6 +256,10 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
             for row in rows["stack"]
         ),
         tuple(FormatRule(tuple(row["modules"]), row["format"]) for row in rows["format"]),
+        tuple(
+            FoldRule(row["into"], row["kind"], tuple(row["linears"]), tuple(row["may_lack"]), tuple(row["aside"]))
+            for row in rows["fold"]
+        ),
     )
 
 
@@ -256,6 +283,12 @@ def _is_name(value: object) -> bool:
     return not set(rest) & set("{}")
 
 
+def _is_place(value: object) -> bool:
+    """True for the name of a module in a layer, with no braces but those of a layer and an expert."""
+    is_in_layer = isinstance(value, str) and value.startswith("{layer}.")
+    return is_in_layer and not set(str(value).replace("{layer}", "").replace("{expert}", "")) & set("{}*?[]")
+
+
 def _word(*words: str, default: object = None) -> _Key:
     return _Key(" or ".join(map(repr, words)), lambda value: value in words, default)
 
@@ -266,13 +299,15 @@ def _rows() -> _Key:
 
 _TEXT = _Key("a text", lambda value: isinstance(value, str) and bool(value))
 _TEXTS = _Key("a list of texts, not empty", _is_texts)
+_PLACE = _Key("a name that begins with {layer}, with {expert} where experts have numbers", _is_place)
+_PLACES = _Key("a list of such names: {layer}.mlp.up_proj", lambda value: _is_texts(value) and all(map(_is_place, value)))
 _FLAG = _Key("true or false", lambda value: isinstance(value, bool), False)
 _FILE = {
     "about": _TEXT._replace(default=""),
     "model_types": _TEXTS._replace(default=()),
     "class_names": _TEXTS._replace(default=()),
     "base": _Key("a name, or a list of names", lambda value: (isinstance(value, str) and bool(value)) or _is_texts(value), ()),
-    **dict.fromkeys(("keep", "only", "group", "stack", "format"), _rows()),
+    **dict.fromkeys(("keep", "only", "group", "stack", "format", "fold"), _rows()),
 }
 _ROWS = {
     "keep": {
@@ -294,6 +329,13 @@ _ROWS = {
         "experts": _TEXT._replace(default=""),
     },
     "format": {"modules": _TEXTS, "format": _word("nvfp4", "mxfp4", "fp8", KEEP, ANY_FORMAT)},
+    "fold": {
+        "into": _PLACE,
+        "kind": _word(*FOLD_KINDS),
+        "linears": _PLACES,
+        "may_lack": _PLACES._replace(default=()),
+        "aside": _PLACES._replace(default=()),
+    },
 }
 
 

@@ -22,7 +22,7 @@ from fp4convert.sources import Checkpoint
 from fp4convert.spelling import Form, Group, group_modules
 from fp4convert.stacks import Slot
 
-Action = Literal["quantize", "dequantize", "transcode", "copy", "skip"]
+Action = Literal["quantize", "dequantize", "transcode", "fold", "copy", "skip"]
 _ADDRESS = attrgetter("name", "dtype", "shape", "file", "start")
 
 
@@ -31,12 +31,14 @@ class Step:
     """What one tensor (or the tensors of one four-bit module) becomes.
 
     module   what its outputs are named after: a module, or a stem of the dialect that holds several
-    action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as it is
+    action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as it is; fold: it keeps its
+             dtype, multiplied or divided by the factors of a fold
     refs     what is read; of a linear layer all that it is decoded from
     shape    (rows, columns) of the matrix, longer for a stack; () where it stays
     slots    whose rows the result holds, where that is no single module
     group    name of the scale group, or None
-    amax_of  what is read beside for the scales: every tensor of the scale group, in whichever shard
+    amax_of  what is read beside for the scales: every tensor of the scale group, in whichever shard, and one of every file that
+             factors of folds are found in
     outputs  where the result goes; all in the step's own shard
     form     that its module has in the result; None where that is an ordinary tensor
     linears  whose values the result holds, in the order of the slots; none where a tensor is copied

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fp4convert.codings import Linear
+from fp4convert.codings.folded import foldings_of
 from fp4convert.codings.fp4 import FourBit
 from fp4convert.codings.fp8 import Fp8
 from fp4convert.dialects import Dialect, check_forms, module_form
@@ -128,7 +129,8 @@ class _Judge:
 
 
 def _origin(linear: Linear) -> str:
-    return f"a linear layer, from {linear.coding.word}" if linear.coding.is_packed else "a linear layer"
+    origin = f"a linear layer, from {linear.coding.word}" if linear.coding.is_packed else "a linear layer"
+    return f"{origin}, folded" if foldings_of(linear) else origin
 
 
 def _agreed(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:

@@ -1,0 +1,208 @@
+"""folded: matrices whose columns are multiplied or whose rows are divided, and divided vectors, by the factors of folds.
+
+A fold multiplies the columns of every linear layer that reads an output, and divides that output by the same factors where it is
+made: in the weight of a norm, or in the rows of a linear layer.  The model computes what it did; four bits hold it better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from fp4convert.codec import FLOAT_DTYPES, Float32s
+from fp4convert.codings import Coding, Linear
+from fp4convert.formats import Matrix, Weights
+from fp4convert.recipe import Target
+from fp4convert.shard import TensorRef
+from fp4convert.sources import Source
+from fp4convert.spelling import Form
+
+Kind = Literal["norm", "norm_plus_one", "bias"]
+f32 = np.float32
+
+
+class Factors(NamedTuple):
+    """What one fold multiplies with, float32, positive and finite.
+
+    columns  of every linear layer that reads the output
+    made     one for each output where it is made; fewer than columns where heads are repeated
+    """
+
+    columns: Float32s
+    made: Float32s
+
+
+@dataclass(frozen=True, slots=True)
+class Folding:
+    """One fold, as a tensor that it changes knows it.
+
+    name    of the module that is divided
+    key     equal keys mean factors found in the same tensors
+    beside  of every file that they are found in, one tensor
+    find    the factors, which may take reading weights
+    """
+
+    name: str
+    key: str
+    beside: tuple[TensorRef, ...] = field(repr=False)
+    find: Callable[[Source], Factors] = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A matrix stored in any way: its columns are multiplied, and its rows are divided.
+
+    columns  the fold that its input belongs to; None where it is as it was
+    rows     the fold that its output belongs to
+    """
+
+    stored: Coding
+    columns: Folding | None = None
+    rows: Folding | None = None
+
+    @property
+    def foldings(self) -> tuple[Folding, ...]:
+        return tuple(folding for folding in (self.columns, self.rows) if folding)
+
+    @property
+    def word(self) -> str:
+        return self.stored.word
+
+    @property
+    def is_packed(self) -> bool:
+        return self.stored.is_packed
+
+    def weights(self, linear: Linear, source: Source) -> Weights:
+        return Scaled(self.stored.weights(linear, source), source, self.columns, self.rows)
+
+    def form_kept(self, linear: Linear, target: Target) -> Form | None:
+        return None
+
+    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+        return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Weights as float32, columns multiplied and rows divided; never rounded to another dtype between."""
+
+    stored: Weights
+    source: Source
+    columns: Folding | None
+    divided: Folding | None
+    dtype = "F32"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stored.shape
+
+    def rows(self, first: int, last: int) -> Matrix:
+        values = as_floats(self.stored.rows(first, last))
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # beyond float32 it is Inf, which is refused
+            if self.columns:
+                values = values * self.columns.find(self.source).columns
+            if self.divided:
+                values = values / self.divided.find(self.source).made[first:last, None]
+        return Matrix(values.reshape(-1).view(np.uint8).data, self.dtype, (last - first, self.shape[1]))
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        buffer[:] = self.rows(first, last).data
+
+    def amaxes(self) -> Iterator[float] | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """The weight or the bias of what makes an output, as one row: divided, in its own dtype."""
+
+    kind: Kind
+    by: Folding
+    word = "folded"
+    is_packed = False
+
+    @property
+    def foldings(self) -> tuple[Folding, ...]:
+        return (self.by,)
+
+    def weights(self, linear: Linear, source: Source) -> Weights:
+        return _Vector(linear.refs[0], source, self)
+
+    def form_kept(self, linear: Linear, target: Target) -> Form | None:
+        return None
+
+    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+        return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class _Vector:
+    """A divided vector as a matrix of one row."""
+
+    ref: TensorRef
+    source: Source
+    how: Divided
+
+    @property
+    def dtype(self) -> str:
+        return self.ref.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return 1, self.ref.elements
+
+    def rows(self, first: int, last: int) -> Matrix:
+        made = self.how.by.find(self.source).made
+        values = divided(read_vector(self.ref, self.source), made, self.how.kind, self.dtype)
+        return Matrix(values.astype(FLOAT_DTYPES[self.dtype]).view(np.uint8).data, self.dtype, self.shape)
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        buffer[:] = self.rows(first, last).data
+
+    def amaxes(self) -> Iterator[float] | None:
+        return None
+
+
+def foldings_of(linear: Linear) -> tuple[Folding, ...]:
+    """The folds that change it."""
+    return linear.coding.foldings if isinstance(linear.coding, Folded | Divided) else ()
+
+
+def divided(vector: Float32s, factors: Float32s, kind: Kind, dtype: str) -> Float32s:
+    """What a weight or a bias becomes: the nearest values of that dtype (safetensors' name), as float32.
+
+    Formula  norm and bias: w / s; norm_plus_one: (1 + w) / s - 1, for such a norm multiplies with 1 + w
+    """
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        exact = (f32(1) + vector) / factors - f32(1) if kind == "norm_plus_one" else vector / factors
+        return exact.astype(FLOAT_DTYPES[dtype]).astype(np.float32)
+
+
+def quotients(before: Float32s, after: Float32s, kind: Kind) -> Float32s:
+    """By which factors a norm was divided: what its outputs were before, over what they are; 1 where they are 0 both times.
+
+    Neither positive nor finite where no factor makes one of the other.
+    """
+    ones = f32(1) if kind == "norm_plus_one" else f32(0)
+    before, after = ones + before, ones + after
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
+        found: Float32s = np.where((before == 0) & (after == 0), f32(1), before / after).astype(np.float32)
+    return found
+
+
+def are_factors(values: Float32s) -> bool:
+    """True where all of them are positive and finite."""
+    return bool((np.isfinite(values) & (values > 0)).all())
+
+
+def read_vector(ref: TensorRef, source: Source) -> Float32s:
+    """A tensor's values as float32, flat."""
+    return np.frombuffer(source.read(ref), FLOAT_DTYPES[ref.dtype]).astype(np.float32)
+
+
+def as_floats(matrix: Matrix) -> Float32s:
+    """(rows, columns) float32, a copy."""
+    return np.frombuffer(matrix.data, FLOAT_DTYPES[matrix.dtype]).astype(np.float32).reshape(matrix.shape)

@@ -1,0 +1,229 @@
+"""Where factors can be folded: what makes the input of which linear layers, by the recipes' [[fold]] rows; pure.
+
+A row is used only where everything that it names is there in shapes that fit, and where the layer holds no matrix that no row
+speaks of: a reader of a divided output that nobody knows would compute something else, and nothing would tell.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4convert.codings import Linear
+from fp4convert.codings.floats import MATRIX_DIMENSIONS, WEIGHT
+from fp4convert.codings.folded import Kind
+from fp4convert.errors import InputError
+from fp4convert.formats import FLOAT_TYPES
+from fp4convert.linears import Linears
+from fp4convert.patterns import integer_of
+from fp4convert.recipe_files import FoldRule
+from fp4convert.shard import TensorRef
+from fp4convert.sources import Checkpoint
+
+BIAS = ".bias"
+Floats = NDArray[np.floating[Any]]
+_WORDS = {"{layer}": r"(?P<layer>(?:.+\.)?\d+)", "{expert}": r"(?P<expert>\d+)"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """One place for factors.
+
+    name     the module whose output is divided
+    kind     of it: norm, norm_plus_one, linear, heads
+    weight   of a norm; None of a linear layer
+    maker    that linear layer; None of a norm
+    bias     of either
+    readers  every linear layer that reads the output
+    rounded  those of them that are rounded to four bits, which is what the factors are for
+    repeats  how often each head of the maker is repeated among the readers' columns
+    width    of a head; of all outputs where nothing is repeated
+    is_exact the factors must be powers of two, so that what keeps its dtype is not rounded: biases, and matrices that stay
+    """
+
+    name: str
+    kind: str
+    weight: TensorRef | None
+    maker: Linear | None
+    bias: TensorRef | None
+    readers: tuple[Linear, ...]
+    rounded: tuple[Linear, ...] = ()
+    repeats: int = 1
+    width: int = 0
+    is_exact: bool = False
+
+    @property
+    def vector(self) -> Kind:
+        """How the weight of a norm is meant."""
+        return "norm_plus_one" if self.kind == "norm_plus_one" else "norm"
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers are divided."""
+        return self.weight.elements if self.weight else self.maker.shape[0] if self.maker else 0
+
+    def by_column(self, made: Floats) -> Floats:
+        """Numbers of outputs as numbers of the readers' columns."""
+        return np.repeat(made.reshape(-1, 1, self.width), self.repeats, axis=1).reshape(-1)
+
+    def by_head(self, columns: Floats) -> Floats:
+        """(outputs, repeats): numbers of the readers' columns beside each output that makes them."""
+        return columns.reshape(-1, self.repeats, self.width).swapaxes(1, 2).reshape(-1, self.repeats)
+
+    @property
+    def refs(self) -> tuple[TensorRef, ...]:
+        """All that its factors are found in."""
+        made = (self.weight,) if self.weight else ()
+        return (*made, *(ref for linear in self.readers for ref in linear.refs))
+
+
+class Refusal(NamedTuple):
+    """A place that a rule speaks of and that is not used, and why."""
+
+    name: str
+    why: str
+
+
+class Found(NamedTuple):
+    """The places of a checkpoint."""
+
+    folds: list[Fold]
+    refused: list[Refusal]
+
+
+def find_folds(rules: Iterable[FoldRule], checkpoint: Checkpoint, linears: Linears) -> Found:
+    """Every place that the rules speak of, each once; InputError for a rule that cannot be meant."""
+    sight = _Sight(tuple(rules), checkpoint, linears)
+    folds: dict[str, list[Fold]] = defaultdict(list)
+    refused: list[Refusal] = []
+    for rule in sight.rules:
+        for name, places in sight.places(rule).items():
+            if not any(places.values()):
+                continue  # a layer of another kind, whose own rule speaks of it
+            fold = sight.judge(rule, name, places)
+            if isinstance(fold, Fold):
+                folds[name].append(fold)
+            else:
+                refused.append(Refusal(name, fold))
+    used = {name: own[0] for name, own in folds.items() if len(own) == 1}
+    refused += [Refusal(name, "two rules speak of it") for name, own in folds.items() if len(own) > 1]
+    torn = {refusal.name for refusal in refused} & used.keys()
+    return Found([fold for name, fold in used.items() if name not in torn], refused)
+
+
+class _Sight:
+    """A checkpoint's names, as the rules see them."""
+
+    def __init__(self, rules: tuple[FoldRule, ...], checkpoint: Checkpoint, linears: Linears) -> None:
+        self.rules = rules
+        self._config = checkpoint.config
+        self._linears = linears.of
+        self._tensors = {ref.name: ref for ref in checkpoint.tensors}
+        consumed = linears.consumed()
+        others = [ref for ref in self._tensors.values() if len(ref.shape) >= MATRIX_DIMENSIONS and ref.name not in consumed]
+        self._matrices = {**dict.fromkeys(linears.of), **dict.fromkeys(ref.name.removesuffix(WEIGHT) for ref in others)}
+        self._norms = [name.removesuffix(WEIGHT) for name, ref in self._tensors.items() if _is_norm(ref)]
+        self._strange = self._find_strange()
+
+    def places(self, rule: FoldRule) -> dict[str, dict[str, list[str]]]:
+        """For every module that `into` fits: the modules of each of its linears."""
+        makers = _matching(rule.into, self._norms if rule.kind.startswith("norm") else self._matrices)
+        words = _words(rule.into)
+        found: dict[str, dict[str, list[str]]] = {}
+        at = {tuple(values[word] for word in words): name for name, values in makers}
+        for name in at.values():
+            found[name] = {place: [] for place in rule.linears}
+        for place in rule.linears:
+            if not set(words) <= set(_words(place)):
+                detail = f"[[fold]] into {rule.into}: {place} does not name {' and '.join(words)}, which `into` does"
+                raise InputError("recipe-file", detail, "See: docs/recipes.md.")
+            for name, values in _matching(place, self._matrices):
+                if maker := at.get(tuple(values[word] for word in words)):
+                    found[maker][place].append(name)
+        return found
+
+    def judge(self, rule: FoldRule, name: str, places: Mapping[str, list[str]]) -> Fold | str:
+        """The fold, or why it cannot be one."""
+        if lacking := [place for place, modules in places.items() if not modules and place not in rule.may_lack]:
+            return f"{lacking[0]} is not there"
+        for layer, strangers in self._strange.items():
+            if name.startswith(f"{layer}."):
+                return f"the recipe does not know {strangers[0]}, which may read it, too"
+        modules = [module for own in places.values() for module in own]
+        if unreadable := [module for module in modules if module not in self._linears]:
+            return f"{unreadable[0]} is no matrix that is read here"
+        readers = tuple(self._linears[module] for module in modules)
+        weight = self._tensors.get(name + WEIGHT) if rule.kind.startswith("norm") else None
+        maker = None if weight else self._linears.get(name)
+        bias = self._tensors.get(name + BIAS)
+        return self._fitted(Fold(name, rule.kind, weight, maker, bias, readers))
+
+    def _fitted(self, fold: Fold) -> Fold | str:
+        """The fold with its heads, or what does not fit."""
+        outputs = fold.outputs
+        if fold.bias and (fold.bias.shape != (outputs,) or fold.bias.dtype not in FLOAT_TYPES):
+            return f"{fold.bias.name} is {fold.bias.dtype} {list(fold.bias.shape)}; expected {outputs} floats"
+        repeats = fold.readers[0].shape[1] // max(outputs, 1) if fold.kind == "heads" else 1
+        for linear in fold.readers:
+            if not outputs or linear.shape[1] != repeats * outputs:
+                return (
+                    f"{linear.module} has {linear.shape[1]} columns, and expected {max(repeats, 1)} for each of {outputs} outputs"
+                )
+        if repeats == 1:
+            return replace(fold, width=outputs)
+        heads, own = (integer_of(self._config, key) for key in ("num_attention_heads", "num_key_value_heads"))
+        if not heads or not own or heads != repeats * own or outputs % own:
+            told = f"num_attention_heads {heads} and num_key_value_heads {own}"
+            return f"{told} of config.json do not say how {outputs} outputs become {repeats * outputs} columns"
+        return replace(fold, repeats=repeats, width=outputs // own)
+
+    def _find_strange(self) -> dict[str, list[str]]:
+        """The matrices of each layer that no rule speaks of; layers are those that rules speak of."""
+        spoken: set[str] = set()
+        layers: set[str] = set()
+        for rule in self.rules:
+            for name, values in _matching(rule.into, [*self._norms, *self._matrices]):
+                layers.add(values["layer"])
+                spoken.add(name)
+            for place in (*rule.linears, *rule.aside):
+                spoken.update(name for name, _ in _matching(place, self._matrices))
+        strange: dict[str, list[str]] = defaultdict(list)
+        for name in self._matrices:
+            if name not in spoken:
+                parts = name.split(".")
+                for end in range(1, len(parts)):
+                    if (layer := ".".join(parts[:end])) in layers:
+                        strange[layer].append(name)
+        return strange
+
+
+def _is_norm(ref: TensorRef) -> bool:
+    return len(ref.shape) == 1 and ref.name.endswith(WEIGHT) and ref.dtype in FLOAT_TYPES
+
+
+def _words(place: str) -> tuple[str, ...]:
+    """The words in braces of a name: layer, expert."""
+    return tuple(word.strip("{}") for word in _WORDS if word in place)
+
+
+@cache
+def _expression(place: str) -> re.Pattern[str]:
+    text = re.escape(place)
+    for word, meaning in _WORDS.items():
+        text = text.replace(re.escape(word), meaning, 1)
+    return re.compile(text)
+
+
+def _matching(place: str, names: Collection[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """The names that a place stands for, and what its words stand for in each."""
+    end, expression = place.rpartition("}")[2], _expression(place)
+    for name in names:
+        if name.endswith(end) and (found := expression.fullmatch(name)):
+            yield name, found.groupdict()

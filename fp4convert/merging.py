@@ -1,0 +1,163 @@
+"""Folds joined with what becomes of every linear layer: which are used, and the layers and vectors as these make them; pure.
+
+Nothing that stays may be rounded by a fold: where a matrix or a bias keeps its dtype the factors are powers of two, and where
+that does not help the fold is not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from fp4convert.codings import Linear
+from fp4convert.codings.folded import Divided, Factors, Folded, Folding
+from fp4convert.dialects import Dialect
+from fp4convert.errors import InputError
+from fp4convert.folds import Fold, Refusal, find_folds
+from fp4convert.linears import Linears
+from fp4convert.patterns import configs_in
+from fp4convert.recipe import Recipe
+from fp4convert.sources import Checkpoint, Source
+from fp4convert.verdicts import Verdict, decide
+
+FindFactors = Callable[[Fold, Source], Factors]
+TOLD_REFUSALS = 3  # in warnings, one for each reason
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Linear layers under the folds that are used.
+
+    folds  what is divided, and by which rule
+    notes  what a person should know of places that are not used
+    """
+
+    linears: Linears
+    folds: tuple[Fold, ...]
+    notes: tuple[str, ...]
+
+
+def merge_folds(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, dialect: Dialect, find: FindFactors) -> Merged:
+    """Every fold that the recipe knows and that helps a four-bit module; InputError where there is none.
+
+    find  the factors of one fold
+    """
+    verdicts = decide(linears, recipe, dialect)
+    found = find_folds(recipe.folds, checkpoint, linears)
+    used: list[Fold] = []
+    refused = [refusal for refusal in found.refused if _helps(refusal.name, verdicts)]
+    for fold in found.folds:
+        rounded = tuple(linear for linear in fold.readers if _is_rounded(verdicts[linear.module]))
+        if not rounded:
+            continue
+        if why := _unfit(fold, verdicts, recipe):
+            refused.append(Refusal(fold.name, why))
+        else:
+            used.append(replace(fold, rounded=rounded, is_exact=_is_exact(fold, verdicts)))
+    if not used:
+        raise _no_folds(checkpoint, recipe, refused)
+    changed = _changed(used, find)
+    of = {module: replace(linear, coding=changed.get(module, linear.coding)) for module, linear in linears.of.items()}
+    vectors = {linear.name: linear for fold in used for linear in _vectors(fold, find)}
+    return Merged(replace(linears, of=of, vectors=vectors), tuple(used), tuple(_notes(verdicts, changed, refused)))
+
+
+def _changed(folds: Iterable[Fold], find: FindFactors) -> dict[str, Folded]:
+    """The codings of all linear layers that some fold changes, by module."""
+    found: dict[str, Folded] = {}
+    for fold in folds:
+        folding = folding_of(fold, find)
+        for linear in fold.readers:
+            found[linear.module] = replace(found.get(linear.module) or Folded(linear.coding), columns=folding)
+        if fold.maker:
+            found[fold.name] = replace(found.get(fold.name) or Folded(fold.maker.coding), rows=folding)
+    return found
+
+
+def _vectors(fold: Fold, find: FindFactors) -> Iterator[Linear]:
+    """The weight of a norm and the bias, divided."""
+    folding = folding_of(fold, find)
+    if fold.weight:
+        yield Linear(fold.weight.name, (1, fold.outputs), Divided(fold.vector, folding), (fold.weight,))
+    if fold.bias:
+        yield Linear(fold.bias.name, (1, fold.outputs), Divided("bias", folding), (fold.bias,))
+
+
+def folding_of(fold: Fold, find: FindFactors) -> Folding:
+    """The fold, as the tensors that it changes know it."""
+    read = [[ref.name, ref.dtype, ref.shape, ref.file, ref.start] for ref in fold.refs]
+    key = hashlib.sha256(json.dumps([read, [linear.module for linear in fold.rounded], fold.is_exact]).encode()).hexdigest()
+    beside = {ref.file: ref for ref in fold.refs}
+    return Folding(fold.name, key, tuple(beside.values()), lambda source: find(fold, source))
+
+
+def _is_rounded(verdict: Verdict) -> bool:
+    return verdict.action == "quantize" and verdict.form is not None and verdict.form.format.is_fp4
+
+
+def _helps(name: str, verdicts: Mapping[str, Verdict]) -> bool:
+    """True where something beside the place, in the same layer, becomes four-bit: then a person wonders why it is not used."""
+    parent = name.rpartition(".")[0] + "."
+    return any(module.startswith(parent) and _is_rounded(verdict) for module, verdict in verdicts.items())
+
+
+def _unfit(fold: Fold, verdicts: Mapping[str, Verdict], recipe: Recipe) -> str:
+    """Why a fold cannot be used with what becomes of its tensors; "" where it can."""
+    if fold.kind == "heads" and recipe.target.kv_cache:
+        return "the scales of the cache are those of the values as they were"
+    makers = (fold.maker,) if fold.maker else ()
+    for linear in (*fold.readers, *makers):
+        verdict = verdicts[linear.module]
+        if verdict.action == "transcode" or verdict.stays:
+            return f"{linear.module} keeps its codes"
+        if not verdict.is_made and linear.stack:
+            return f"{linear.module} stays in a stack with others"
+        if linear in fold.readers and verdict.is_made and linear.idle and not _is_rounded(verdict):
+            return f"{linear.module} has a scale of its inputs"
+        if fold.kind == "norm_plus_one" and not verdict.is_made:
+            return f"{linear.module} stays, and 1 + weight of a norm cannot be divided without rounding"
+    return ""
+
+
+def _is_exact(fold: Fold, verdicts: Mapping[str, Verdict]) -> bool:
+    """True where something beside a norm's weight keeps its dtype; and always where rows are divided, which then can be told."""
+    return fold.weight is None or fold.bias is not None or any(not verdicts[linear.module].is_made for linear in fold.readers)
+
+
+def _no_folds(checkpoint: Checkpoint, recipe: Recipe, refused: list[Refusal]) -> InputError:
+    kinds = [one["model_type"] for one in configs_in(checkpoint.config) if isinstance(one.get("model_type"), str)]
+    method, model = recipe.target.method, f"model type {kinds[0]}" if kinds else "a checkpoint without a model type"
+    next_step = "Use --method gptq, or leave --method out; or name what reads what in [[fold]] rows: docs/recipes.md."
+    if not recipe.folds:
+        return InputError("no-fold", f"method {method}: no fold is known for {model}", next_step)
+    why = f"; {refused[0].name}: {refused[0].why}" if refused else ""
+    return InputError("no-fold", f"method {method}: no fold of {model} reaches a four-bit module{why}", next_step)
+
+
+def _notes(verdicts: Mapping[str, Verdict], changed: Mapping[str, Folded], refused: list[Refusal]) -> Iterator[str]:
+    """Warnings: modules that no fold reaches, and places that are not used."""
+    without = [
+        module
+        for module, verdict in verdicts.items()
+        if _is_rounded(verdict) and (module not in changed or changed[module].columns is None)
+    ]
+    if without:
+        names = ", ".join(f"{leaf} ({count})" for leaf, count in Counter(map(_leaf, without)).items())
+        yield f"{len(without)} modules have no fold and are rounded as they are: {names}"
+    reasons = Counter(_general(refusal.why) for refusal in refused)
+    for why, count in reasons.most_common(TOLD_REFUSALS):
+        first = next(refusal for refusal in refused if _general(refusal.why) == why)
+        yield f"{count} folds are not used, the first into {first.name}: {first.why}"
+
+
+def _leaf(module: str) -> str:
+    """The last two parts of a name that are no numbers: self_attn.o_proj, experts.down_proj."""
+    return ".".join([part for part in module.split(".") if not part.isdecimal()][-2:])
+
+
+def _general(why: str) -> str:
+    """A reason without the numbers in it."""
+    return "".join(letter for letter in why if not letter.isdecimal())

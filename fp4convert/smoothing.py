@@ -1,0 +1,180 @@
+"""The factors of folds, by AWQ or SmoothQuant: from the calibration file and the weights, fold by fold, whoever asks first.
+
+awq     s = mean|x|^alpha / sqrt(max * min), with the alpha of 0, 0.05, ... 1 that leaves the least error in the readers' outputs
+        (Lin et al., arXiv 2306.00978, and its reference code for the normalisation); 0 multiplies with 1: rounding alone.
+smooth  s = max|x|^0.5 / max|w|^0.5, over all tokens and all rows of the readers (Xiao et al., arXiv 2211.10438, equation 4).
+Either way what a norm can store decides: its weight is divided and rounded to its dtype, and s is then the quotient of what it
+was and what it became, so that the fold itself rounds nothing.  Where a matrix or a bias keeps its dtype, s is a power of two.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4convert.backends.cpu import Cpu
+from fp4convert.calibration_file import Calibration, Gram
+from fp4convert.codec import FLOAT_DTYPES, Float32s
+from fp4convert.codings import Linear
+from fp4convert.codings.folded import Factors, as_floats, divided, quotients, read_vector
+from fp4convert.folds import Fold
+from fp4convert.formats import GLOBAL_RANGE, Format, Matrix, format_named, row_panels
+from fp4convert.recipe import Target
+from fp4convert.sources import Source
+
+METHODS = ("awq", "smooth")
+ALPHAS = tuple(step / 20 for step in range(21))
+SMOOTH_ALPHA = 0.5
+SEARCHED_ELEMENTS = 4 << 20  # of the weights of all readers of one output; rows from all over each of them
+SEARCHED_PRODUCTS = 8 << 30  # rows * columns^2, where a Gram matrix weighs the errors
+CHUNKS = 8  # of adjacent rows
+LEAST_MAGNITUDE = 1e-4  # of a column, beside the largest: no column is divided by nothing
+Doubles = NDArray[np.float64]
+
+
+class Smoother:
+    """Finds the factors of each fold once, for all threads of this process."""
+
+    def __init__(self, method: str, target: Target, calibration: Calibration) -> None:
+        fmt = format_named(target.format)
+        self._method = method
+        self._calibration = calibration
+        self._rounding = _Rounding(fmt, target.scale_rule or fmt.default_rule, GLOBAL_RANGE if target.has_unit_scale else None)
+        self._found: dict[str, Factors] = {}
+        self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._lock = threading.Lock()
+
+    def factors(self, fold: Fold, source: Source) -> Factors:
+        """Those of a fold; InputError where the file lacks what they take."""
+        with self._lock:
+            lock = self._locks[fold.name]
+        with lock:
+            if fold.name not in self._found:
+                wanted = self._searched(fold, source) if self._method == "awq" else self._smooth(fold, source)
+                self._found[fold.name] = storable(fold, source, wanted)
+            return self._found[fold.name]
+
+    def _smooth(self, fold: Fold, source: Source) -> Doubles:
+        """max|x|^alpha / max|w|^(1 - alpha); 1 where either is 0 or not finite."""
+        inputs = np.max([self._calibration.channel_amax(linear.module) for linear in fold.rounded], axis=0)
+        weights = np.max([_column_amax(linear, source) for linear in fold.rounded], axis=0)
+        x, w = (fold.by_head(amax.astype(np.float64)).max(axis=1) for amax in (inputs, weights))
+        with np.errstate(all="ignore"):
+            wanted = x**SMOOTH_ALPHA / w ** (1 - SMOOTH_ALPHA)
+        return np.where((x > 0) & (w > 0) & np.isfinite(wanted), wanted, 1.0)
+
+    def _searched(self, fold: Fold, source: Source) -> Doubles:
+        """The power of the inputs' magnitudes with the least error; of equal ones the lowest."""
+        magnitudes = self._magnitudes(fold)
+        candidates = [_normalized(magnitudes**alpha) for alpha in ALPHAS]
+        stored = [storable(fold, source, wanted).columns for wanted in candidates]
+        costs = np.zeros(len(ALPHAS))
+        for linear in fold.rounded:
+            costs += self._costs(linear, source, stored, len(fold.rounded))
+        if not np.isfinite(costs).all():
+            return candidates[0]  # weights that are NaN or Inf, which their own step tells
+        return candidates[int(np.argmin(costs))]
+
+    def _magnitudes(self, fold: Fold) -> Doubles:
+        """mean|x| of each output over all tokens of its readers."""
+        tokens = np.array([self._calibration.tokens_of(linear.module) for linear in fold.rounded], np.float64)
+        means = np.stack([self._calibration.mean_magnitudes(linear.module) for linear in fold.rounded]).astype(np.float64)
+        weights = tokens if tokens.sum() else np.ones_like(tokens)
+        found: Doubles = fold.by_head(np.average(means, axis=0, weights=weights)).mean(axis=1)
+        largest = float(found.max(initial=0))
+        return np.maximum(found, LEAST_MAGNITUDE * largest) if largest > 0 else np.ones_like(found)
+
+    def _costs(self, linear: Linear, source: Source, stored: list[Float32s], count: int) -> Doubles:
+        """The error of a reader's outputs by each candidate, over the tokens that it was given; one of `count` readers."""
+        module = linear.module
+        gram, moments = self._calibration.gram(module), self._calibration.moments(module)
+        rows = max(1, SEARCHED_ELEMENTS // (count * linear.shape[1]))
+        if gram is not None:
+            products = linear.shape[1] * gram.blocks.shape[-1]
+            rows = min(rows, max(1, SEARCHED_PRODUCTS // (count * products)))
+        weights = _some_rows(linear, source, rows)
+        tokens = max(1, self._calibration.tokens_of(module))
+        share = linear.shape[0] / len(weights)
+        errors = [self._rounding.error(weights, columns, moments) for columns in stored]
+        return np.array([tokens * share * _power(error, moments, gram) for error in errors])
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounding:
+    """What four bits leave of some rows: those of one matrix, under a global scale of their own."""
+
+    format: Format
+    rule: str
+    given_amax: float | None
+
+    def error(self, weights: Float32s, columns: Float32s, moments: Float32s) -> Float32s:
+        """(rows, columns) of what the weights become, less what they were."""
+        with np.errstate(all="ignore"):
+            scaled = weights * columns
+            amax = float(np.abs(scaled).max(initial=0))
+            if not np.isfinite(amax):
+                return np.full_like(weights, np.nan)
+            matrix = Matrix(scaled.reshape(-1).view(np.uint8).data, "F32", (weights.shape[0], weights.shape[1]))
+            q = Cpu().quantize(matrix, self.format, self.rule, amax if self.given_amax is None else self.given_amax)
+            values = np.frombuffer(Cpu().dequantize(q, "F32"), np.float32).reshape(weights.shape)
+            found: Float32s = values / columns - weights
+        return found
+
+
+def storable(fold: Fold, source: Source, wanted: Doubles) -> Factors:
+    """The factors nearest to those wanted, of each output, that a norm's dtype or a power of two can say; 1 where none can."""
+    with np.errstate(all="ignore"):
+        made = (np.exp2(np.rint(np.log2(wanted))) if fold.is_exact else wanted).astype(np.float32)
+        made = np.where(np.isfinite(made) & (made > 0), made, np.float32(1))
+        if fold.weight:
+            weight = read_vector(fold.weight, source)
+            found = quotients(weight, divided(weight, made, fold.vector, fold.weight.dtype), fold.vector)
+            is_sound = np.isfinite(found) & (found > 0) & ((found == made) | (not fold.is_exact))
+            made = np.where(is_sound, found, np.float32(1))
+        if fold.bias:
+            bias = read_vector(fold.bias, source)
+            made = np.where(divided(bias, made, "bias", fold.bias.dtype) * made == bias, made, np.float32(1))
+    return Factors(np.ascontiguousarray(fold.by_column(made), np.float32), made)
+
+
+def _normalized(factors: Doubles) -> Doubles:
+    found: Doubles = factors / np.sqrt(factors.max() * factors.min())
+    return found
+
+
+def _power(error: Float32s, moments: Float32s, gram: Gram | None) -> float:
+    """Sum over rows of e H e, H the Gram matrix, or the second moments on its diagonal."""
+    if gram is None:
+        return float((np.square(error.astype(np.float64)).sum(axis=0) * moments).sum())
+    count, width, _ = gram.blocks.shape
+    padded = np.zeros((len(error), count * width), np.float32)
+    padded[:, : error.shape[1]] = error
+    blocks = padded.reshape(len(error), count, width).swapaxes(0, 1)
+    return float(np.multiply(blocks @ gram.blocks, blocks).sum(dtype=np.float64))
+
+
+def _some_rows(linear: Linear, source: Source, most: int) -> Float32s:
+    """So many rows of a matrix at most: ranges of adjacent ones, from the first to the last."""
+    weights, (rows, _) = linear.coding.weights(linear, source), linear.shape
+    if most >= rows:
+        return as_floats(weights.rows(0, rows))
+    chunks = min(CHUNKS, most)
+    height = most // chunks
+    begins = [number * (rows - height) // max(1, chunks - 1) for number in range(chunks)]
+    return np.concatenate([as_floats(weights.rows(begin, begin + height)) for begin in begins])
+
+
+def _column_amax(linear: Linear, source: Source) -> Float32s:
+    """The largest magnitude of every column."""
+    weights = linear.coding.weights(linear, source)
+    found = np.zeros(linear.shape[1], np.float32)
+    for panel in row_panels(linear.shape):
+        matrix = weights.rows(*panel)
+        values: NDArray[Any] = np.frombuffer(matrix.data, FLOAT_DTYPES[matrix.dtype]).reshape(matrix.shape)
+        found = np.maximum(found, np.abs(values).max(axis=0).astype(np.float32))
+    return found
