@@ -14,7 +14,7 @@ import pytest
 from checkpoints import LAYER, run, run_alone, start, weight, write_llama, write_single, write_zeros
 
 GOLDEN = Path(__file__).parent / "golden" / "help"
-COMMANDS = ("quantize", "inspect", "verify", "dequantize", "merge", "transcode", "doctor", "recipes", "analyze")
+COMMANDS = ("quantize", "inspect", "verify", "dequantize", "merge", "transcode", "doctor", "recipes", "analyze", "calibrate")
 HEAVY = ("torch", "cupy", "transformers", "huggingface_hub", "safetensors", "compressed_tensors", "modelopt")
 
 

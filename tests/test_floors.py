@@ -18,10 +18,10 @@ FLOORS = [
     {"artifact", "doctor"},
     {"codings"},
     {"linears", "tasks", "calibration_file", "sampling"},
-    {"verdicts", "manifest", "pace", "methods", "folds"},
-    {"plan", "output", "rounding", "losses", "merging", "smoothing"},
-    {"respelling", "carrying", "suspicion", "push", "advice"},
-    {"makers", "template", "inspection", "ending", "analysis"},
+    {"verdicts", "manifest", "pace", "methods", "folds", "skeleton"},
+    {"plan", "output", "rounding", "losses", "merging", "smoothing", "observers", "chain"},
+    {"respelling", "carrying", "suspicion", "push", "advice", "feeding", "calibration_state"},
+    {"makers", "template", "inspection", "ending", "analysis", "calibration"},
     {"workers"},
     {"job"},
     {"convert", "verification", "render", "card"},
@@ -33,8 +33,8 @@ FLOORS = [
 ]
 FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names}
 ROOMS = {
-    "torch": set(),
-    "transformers": set(),
+    "torch": {"calibration", "calibration_state", "skeleton", "observers", "chain", "feeding"},
+    "transformers": {"skeleton", "observers", "feeding"},
     "cupy": {"gpus", "lane"},
     "cupy_backends": {"cubins"},
     "huggingface_hub": {"sources", "asking", "push", "card"},
@@ -48,6 +48,10 @@ ROOMS = {
     "numpy": {
         "pieces",
         "calibration_file",
+        "calibration",
+        "calibration_state",
+        "observers",
+        "feeding",
         "suspicion",
         "inspection",
         "codec",
