@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fp4convert.artifact import Artifact
 from fp4convert.backends import open_backend
+from fp4convert.calibration_file import Calibration
 from fp4convert.carrying import Carrier, describe_carried, stored_blocks, taken_over
 from fp4convert.dialects import Dialect, check_input_scale, dialect_named, dialect_to_write
 from fp4convert.ending import as_text
@@ -24,7 +25,8 @@ from fp4convert.manifest import Manifest
 from fp4convert.methods import open_statistics, reopened, with_statistics
 from fp4convert.output import OutputFolder
 from fp4convert.plan import plan_quantize
-from fp4convert.recipe import Choice, Target, build_recipe
+from fp4convert.recipe import Choice, Recipe, Target, build_recipe
+from fp4convert.recipe_files import FormatRule
 from fp4convert.record import RECORD, Contents, make_record, stacks_recorded, unquantized
 from fp4convert.respelling import DTYPES, plan_dequantize, plan_transcode
 from fp4convert.sources import Source
@@ -56,22 +58,14 @@ class Request:
     method: str = "rtn"
 
 
-def prepare_quantize(source: Source, request: Request) -> Plan:
-    """The plan that `quantize` carries out; InputError for anything that the request or the source has wrong."""
-    fmt = format_named(request.format)
-    traits = dialect_to_write(Target(fmt.name, request.dialect)).TRAITS
-    input_scale = check_input_scale(fmt, request.activations, request.input_scale)
-    reads_any = traits.global_scale_kind and all(shard.frame.reads_global_scales for shard in source.checkpoint.shards)
-    is_unit = fmt.has_global_scale and not reads_any
-    if request.via not in (None, "fp8"):
-        raise InputError("unknown-via", f"--via {request.via!r} is not known; expected fp8", "Leave it out.")
-    target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, input_scale)
+def prepare_quantize(source: Source, request: Request, formats: tuple[FormatRule, ...] = ()) -> Plan:
+    """The plan that `quantize` carries out; InputError for anything that the request or the source has wrong.
+
+    formats  of modules, before those of the recipe: a choice that was made to fit a size
+    """
     calibration = open_statistics(request.method, request.scale_rule, request.calibration)
-    sha256 = calibration.sha256 if calibration else None
-    target = replace(target, has_unit_scale=is_unit, via=request.via, method=request.method, calibration=sha256)
-    stacks = (request.stack_order, request.stack_rows)
-    choice = Choice(request.recipe, request.include, request.exclude, *stacks, request.keep_packed)
-    recipe = build_recipe(target, source.checkpoint.config, choice)
+    recipe = recipe_for(source, request, calibration)
+    recipe = replace(recipe, formats=(*formats, *recipe.formats))
     with uncollected():
         plan = plan_quantize(source.checkpoint, recipe, find_linears(source, recipe))
     if calibration:
@@ -80,6 +74,23 @@ def prepare_quantize(source: Source, request: Request) -> Plan:
         _refuse_odd_scale(module, q)
         _check_scalars(module, q, None, _dialect_of(plan))
     return plan
+
+
+def recipe_for(source: Source, request: Request, calibration: Calibration | None) -> Recipe:
+    """What is asked for, for that source; InputError for what no format, dialect or recipe has."""
+    fmt = format_named(request.format)
+    traits = dialect_to_write(Target(fmt.name, request.dialect)).TRAITS
+    input_scale = check_input_scale(fmt, request.activations, request.input_scale)
+    reads_any = traits.global_scale_kind and all(shard.frame.reads_global_scales for shard in source.checkpoint.shards)
+    is_unit = fmt.has_global_scale and not reads_any
+    if request.via not in (None, "fp8"):
+        raise InputError("unknown-via", f"--via {request.via!r} is not known; expected fp8", "Leave it out.")
+    target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, input_scale)
+    sha256 = calibration.sha256 if calibration else None
+    target = replace(target, has_unit_scale=is_unit, via=request.via, method=request.method, calibration=sha256)
+    stacks = (request.stack_order, request.stack_rows)
+    choice = Choice(request.recipe, request.include, request.exclude, *stacks, request.keep_packed)
+    return build_recipe(target, source.checkpoint.config, choice)
 
 
 @contextmanager

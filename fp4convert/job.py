@@ -334,7 +334,12 @@ def _check_places(job: Job, output: Path) -> None:
             raise InputError(
                 "file-name", f"{file}: the source has a folder where the result has a file; expected none", "Rename it."
             )
-    if job.source.holds(output):
+    refuse_inside(job.source, output)
+
+
+def refuse_inside(source: Source, output: Path) -> None:
+    """InputError for an output folder in the source's own."""
+    if source.holds(output):
         detail = f"{output} lies inside the source; expected a folder outside it, so that the source stays as it is"
         raise InputError("output-in-source", detail, "Choose another: -o FOLDER.")
 
