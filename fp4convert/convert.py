@@ -26,7 +26,7 @@ from fp4convert.methods import open_statistics, reopened, with_statistics
 from fp4convert.output import OutputFolder
 from fp4convert.plan import plan_quantize
 from fp4convert.recipe import Choice, Recipe, Target, build_recipe
-from fp4convert.recipe_files import FormatRule
+from fp4convert.recipe_rules import FormatRule
 from fp4convert.record import RECORD, Contents, make_record, stacks_recorded, unquantized
 from fp4convert.respelling import DTYPES, plan_dequantize, plan_transcode
 from fp4convert.sources import Source
@@ -158,7 +158,7 @@ def dequantize(source: Source, artifact: Artifact | None, plan: Plan, output: Pa
     """
     config = _with_dtype(source.checkpoint.config, FLOAT_TYPES[DTYPES[plan.target.format]].config_name)
     config = unquantized(config)
-    texts = _index_text(plan)
+    texts = index_text(plan)
     last = plan.shards[-1].file
     if all(shard.frame.container == "safetensors" for shard in source.checkpoint.shards):
         last = "config.json"
@@ -297,7 +297,7 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     config = unquantized(source.checkpoint.config)
     if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
-    texts = {**_index_text(plan), **{file: as_text(record) for file, record in records.items()}}
+    texts = {**index_text(plan), **{file: as_text(record) for file, record in records.items()}}
     producer = {"name": "fp4convert", "version": version("fp4convert")}
     here: dict[str, object] = {"repo": source.checkpoint.repo, "revision": source.checkpoint.revision}
     record = make_record(plan.target, Contents(groups, plan.ignored, plan.shapes, plan.stacks), producer, origin or here)
@@ -324,7 +324,7 @@ def _dialect_of(plan: Plan) -> Dialect:
     return dialect_named(plan.target.dialect)
 
 
-def _index_text(plan: Plan) -> dict[str, str]:
+def index_text(plan: Plan) -> dict[str, str]:
     """The index of several shards, or of one whose name says that there are others."""
     files = [shard.file for shard in plan.shards]
     is_alone = len(files) == 1 and "-of-" not in files[0]

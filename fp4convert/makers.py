@@ -65,7 +65,7 @@ class Quantizer:
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         first = steps[0]
         if not first.linears:
-            return _copy(self.source, steps, writer, stop)
+            return copy_steps(self.source, steps, writer, stop)
         try:
             if first.form is None:
                 self._write_floats(steps, writer, stop)
@@ -221,7 +221,7 @@ class Dequantizer:
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         for step in steps:
             if step.action != "dequantize":
-                _copy(self.source, [step], writer, stop)
+                copy_steps(self.source, [step], writer, stop)
                 continue
             output = step.outputs[0]
             try:
@@ -285,7 +285,7 @@ class Transcoder:
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         for step in steps:
             if step.action != "transcode":
-                _copy(self.source, [step], writer, stop)
+                copy_steps(self.source, [step], writer, stop)
                 continue
             speller = Speller(self._dialect, self._form, self._artifact.input_scale(step.slots[0][0].module))
             if not _append(step, speller.parts(step.module, step.shape, self._panels(step.slots)), writer, stop):
@@ -306,13 +306,14 @@ def _append(step: Step, parts: Iterator[Part], writer: TaskWriter, stop: threadi
     return True
 
 
-def _copy(source: Source, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+def copy_steps(source: Source, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+    """What the first output of each step holds: the bytes of its refs, one behind the other."""
     for step in steps:
-        ref = step.refs[0]
-        for start in range(0, ref.nbytes, COPY_NBYTES):
-            if stop.is_set():
-                return
-            writer.append(step.outputs[0], source.read_range(ref, start, min(start + COPY_NBYTES, ref.nbytes)))
+        for ref in step.refs:
+            for start in range(0, ref.nbytes, COPY_NBYTES):
+                if stop.is_set():
+                    return
+                writer.append(step.outputs[0], source.read_range(ref, start, min(start + COPY_NBYTES, ref.nbytes)))
 
 
 def find_not_finite(source: Source, linear: Linear) -> NumericError | None:

@@ -160,6 +160,8 @@ def draw_result(screen: Screen, result: Document) -> None:
     named["method "] = method if (method := result.get("method")) != "rtn" else None
     screen.line(result["output"], "bold")
     screen.line(f"  {', '.join(f'{word}{name}' for word, name in named.items() if name)}")
+    if experts := result.get("experts"):
+        screen.line(f"  {experts['kept']} of {experts['before']} experts stay in each of {experts['layers']} layers")
     (how, converted), *others = counts.items()
     told = [f"{converted} tensors {how}", *(f"{count} {'kept' if how == 'copied' else how}" for how, count in others)]
     screen.line(f"  {', '.join(told)}")
@@ -236,6 +238,8 @@ def draw_recipe(screen: Screen, recipe: Document) -> None:
     for rule in recipe["stacks"]:
         rows = f", {rule['rows']}" if len(rule["members"]) > 1 else ""
         screen.line(f"takes {', '.join(rule['tensors'])} for stacks of {', '.join(rule['members'])}: {rule['order']}{rows}")
+    for rule in recipe["experts"]:
+        screen.line(f"counts experts by {', '.join(rule['counts'])}: in {', '.join((*rule['rows'], *rule['columns']))}")
 
 
 def draw_artifact(screen: Screen, artifact: Document) -> None:

@@ -22,7 +22,7 @@ from fp4convert.sources import Checkpoint
 from fp4convert.spelling import Form, Group, group_modules
 from fp4convert.stacks import Slot
 
-Action = Literal["quantize", "dequantize", "transcode", "fold", "copy", "skip"]
+Action = Literal["quantize", "dequantize", "transcode", "fold", "prune", "copy", "skip"]
 _ADDRESS = attrgetter("name", "dtype", "shape", "file", "start")
 
 
@@ -32,7 +32,7 @@ class Step:
 
     module   what its outputs are named after: a module, or a stem of the dialect that holds several
     action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as it is; fold: it keeps its
-             dtype, multiplied or divided by the factors of a fold
+             dtype, multiplied or divided by the factors of a fold; prune: parts of it stay
     refs     what is read; of a linear layer all that it is decoded from
     shape    (rows, columns) of the matrix, longer for a stack; () where it stays
     slots    whose rows the result holds, where that is no single module

@@ -10,12 +10,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp4convert"
 FLOORS = [
-    {"errors", "streams", "stops"},
+    {"errors", "streams", "stops", "recipe_rules"},
     {"formats", "cubins", "shard", "ranges", "pieces", "progress", "parts", "patterns", "recipe_files", "folding", "budget"},
     {"asking", "claims", "codec", "gguf_shard", "recipe", "gpus", "layout", "stacks", "spelling", "xet"},
     {"sources", "dialects", "lane", "recast", "detection", "grid"},
     {"backends", "reading", "record"},
-    {"artifact", "doctor"},
+    {"artifact", "doctor", "experts"},
     {"codings"},
     {"linears", "tasks", "calibration_file", "sampling"},
     {"verdicts", "manifest", "pace", "methods", "folds", "skeleton"},
@@ -26,7 +26,7 @@ FLOORS = [
     {"job"},
     {"convert", "verification", "render", "card"},
     {"cluster", "forecast", "overview", "studies"},
-    {"pipelines"},
+    {"pipelines", "pruning"},
     {"publishing", "options"},
     {"cli"},
     {"__main__"},
