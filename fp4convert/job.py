@@ -119,6 +119,7 @@ class Job:
         options = [
             asdict(self.plan.target),
             self.plan.quantized,
+            [step.scalar for step in self.plan.steps if step.scalar is not None],
             self.texts,
             *(part.traits[OPTIONS] for part in self.parts.values()),
         ]
@@ -177,7 +178,12 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
 
 def _count(actions: Mapping[Action, int], worker: Worker) -> dict[str, int]:
     """How many tensors became what: beside the usual, blocks that were taken over and packed ones that became floats."""
-    rare: dict[str, Action] = {"transcoded": "transcode", "dequantized": "dequantize", "folded": "fold"}
+    rare: dict[str, Action] = {
+        "transcoded": "transcode",
+        "dequantized": "dequantize",
+        "folded": "fold",
+        "written": "write",
+    }
     counts = {worker.made: actions.get(worker.action, 0), "copied": actions.get("copy", 0), "skipped": actions.get("skip", 0)}
     return {**counts, **{how: actions[action] for how, action in rare.items() if actions.get(action) and how not in counts}}
 

@@ -15,8 +15,9 @@ WORDS = {
     "skip": "skipped",
     "prune": "fewer",
     "dequantize": "bf16",
+    "write": "added",
 }  # what becomes of others than four-bit modules
-STYLES = {"copy": "", "skip": "yellow", "dequantize": "yellow"}
+STYLES = {"copy": "", "write": "", "skip": "yellow", "dequantize": "yellow"}
 INDENT, GAP = "  ", "  "
 RIGHT = (1, 3, 4)  # columns of numbers
 WHY_WIDTH = 20  # at least
@@ -120,8 +121,9 @@ def _totals(plan: Document) -> Iterator[tuple[str, str]]:
         yield name, _sum_text([row for row in rows if row["format"] == name], "modules")
     if experts := plan.get("experts"):
         yield "experts", f"{experts['before']} -> {experts['kept']} in each of {experts['layers']} layers"
-    if kept := [row for row in rows if not row["format"]]:
-        yield "stays", _sum_text(kept, "tensors")
+    for word, is_added in (("stays", False), ("added", True)):
+        if others := [row for row in rows if not row["format"] and (row["action"] == "write") == is_added]:
+            yield word, _sum_text(others, "tensors")
     if copied := plan.get("copied_bytes"):
         yield "copied", f"{size_text(copied)} outside {' and '.join(part['name'] for part in plan['components'])}"
     before, after, bits = (plan[key] for key in ("source_bytes", "output_bytes", "bits_per_weight"))

@@ -61,7 +61,6 @@ class Target:
     dialect: str | None = None
     scale_rule: str | None = None
     activations: int = 16
-    input_scale: float | None = None
     scale_layout: str | None = None
     kv_cache: str | None = None
     has_unit_scale: bool = False

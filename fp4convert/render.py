@@ -248,6 +248,7 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
     order = f"{_declared(layout['declared'])}, {_detected(layout['detected'])}"
     rows = {
         **(_form_lines(artifact, order) if "forms" not in artifact else _forms_lines(artifact, order)),
+        **({"cache": _cache_text(cache)} if (cache := artifact.get("kv_cache")) else {}),
         "tensors": f"{counts['quantized']} quantized, {counts['other']} other",
         "bits per weight": "none" if bits is None else f"{bits:.3f} (codes, block scales and global scales)",
         "share read": f"{100 * artifact['share_read']:.0f} % of the block scales",
@@ -285,6 +286,12 @@ def _form_text(form: Document) -> str:
         shared = f"one scale to a {form['granularity']}"
     what = f"{form['modules']} modules, {form['bits_per_weight']:.3f} bits a weight, activations of {form['activations']} bits"
     return f"{form['element_dtype']} codes, {shared}, {form['scale_dtype']} scales; {what}"
+
+
+def _cache_text(cache: Document) -> str:
+    if not cache["scales"]:
+        return f"keys and values in {cache['dtype']}, without scales: engines take 1"
+    return f"keys and values in {cache['dtype']}, {cache['scales']} scales from {cache['smallest']:.4g} to {cache['largest']:.4g}"
 
 
 def _declared(layout: str | None) -> str:

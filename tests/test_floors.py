@@ -18,7 +18,7 @@ FLOORS = [
     {"artifact", "doctor", "experts"},
     {"codings"},
     {"linears", "tasks", "calibration_file", "sampling"},
-    {"verdicts", "manifest", "pace", "methods", "folds", "skeleton"},
+    {"verdicts", "manifest", "pace", "methods", "folds", "skeleton", "input_scales", "cache_scales"},
     {"plan", "output", "rounding", "losses", "merging", "smoothing", "observers", "chain"},
     {"respelling", "carrying", "suspicion", "push", "advice", "feeding", "calibration_state"},
     {"makers", "template", "inspection", "ending", "analysis", "calibration"},

@@ -11,6 +11,7 @@ import typer
 from fp4convert.options import (
     ActivationsOption,
     ArtifactArgument,
+    CacheOption,
     CalibrationOption,
     DeviceOption,
     DialectOption,
@@ -58,6 +59,7 @@ def quantize_command(
     scale_rule: RuleOption = None,
     activations: ActivationsOption = 16,
     input_scale: InputScaleOption = None,
+    kv_cache: CacheOption = None,
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
     recipe: RecipeOption = None,
@@ -98,7 +100,7 @@ def quantize_command(
     target = output or Path(f"{sources.name_of(source)}-{format.upper()}")
     access = access_to(screen.tell, (revision, subfolder), token, (memory, transport), target)
     choice = (tuple(include or ()), tuple(exclude or ()), recipe, stack_order, stack_rows, keep_packed)
-    request = convert.Request(format, dialect, scale_rule, activations, input_scale, *choice, via, calibration, method)
+    request = convert.Request(format, dialect, scale_rule, activations, input_scale, *choice, via, calibration, method, kv_cache)
     with screen.phases() as phases:
         phases.begin("plan")
         work = pipelines.prepare(cluster.Errand(source, access, request, target, device, workers), ray)
