@@ -22,7 +22,7 @@ from pathlib import Path
 
 from fp4convert.errors import InputError, OutputError
 
-SOURCES = ("quantize.cu", "dequantize.cu", "gemv.cu")
+SOURCES = ("quantize.cu", "dequantize.cu", "gemv.cu", "compare.cu")
 HEADERS = ("fp4.h", "device.h")
 ELF_HEADER_NBYTES = 64
 OLDEST = (8, 0)  # the first with packed bf16 arithmetic

@@ -7,7 +7,7 @@ Sources: OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0 and MXFP4; NVIDIA's N
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 from fp4convert.errors import InputError
@@ -19,6 +19,8 @@ E8M0_STORED_MAX = 252  # 6 * 2**(252 - 127) is still finite in float32
 GLOBAL_RANGE = E2M1_MAX * E4M3_MAX  # 2688: the amax that a global scale of 1 stands for
 GLOBAL_SCALE_MIN = 2.0**-126  # smallest normal float32
 
+CODES = 16  # of four bits
+ROW_SUMS = 5  # that tell what a row has lost: accounting.py
 PANEL_ELEMENTS = 4 << 20  # elements held at once: 8 MB of bf16 in, 2.3 MB out
 
 Kind = Literal["multiplier", "divisor"]
@@ -102,6 +104,17 @@ class Weights(Protocol):
         """The largest magnitudes of parts that make up the whole, where they are found sooner than rows are."""
 
 
+class Compared(NamedTuple):
+    """What rows of codes have lost: accounting.py says what the numbers are.
+
+    rows    float64 (rows, ROW_SUMS)
+    counts  int64 (CODES): how often each code occurs; empty where codes have more bits
+    """
+
+    rows: memoryview
+    counts: memoryview
+
+
 @dataclass(frozen=True, slots=True)
 class Quantized:
     """One matrix, or some whole rows of one, in canonical form: row-major, low nibble first, linear scales.
@@ -110,6 +123,7 @@ class Quantized:
     block_scales  rows * columns / block_size bytes, E4M3 or E8M0
     global_scale  the stored float32, as an exact Python float; None where the format has none
     kind          how that float is meant: value = code * block_scale * multiplier, or code * block_scale / divisor
+    compared      with the weights that they were made of, where that was done
     """
 
     format: Format
@@ -118,6 +132,7 @@ class Quantized:
     block_scales: memoryview
     global_scale: float | None
     kind: Kind = "multiplier"
+    compared: Compared | None = field(default=None, compare=False, repr=False)
 
     def rows(self, first: int, last: int) -> Quantized:
         """Rows first..last-1, sharing the same bytes."""
@@ -125,7 +140,7 @@ class Quantized:
         packed = self.packed[first * columns // 2 : last * columns // 2]
         scales_per_row = columns // self.format.block_size
         block_scales = self.block_scales[first * scales_per_row : last * scales_per_row]
-        return replace(self, shape=(last - first, columns), packed=packed, block_scales=block_scales)
+        return replace(self, shape=(last - first, columns), packed=packed, block_scales=block_scales, compared=None)
 
     def scales(self, first: int, last: int) -> memoryview:
         return self.rows(first, last).block_scales

@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import cycle
+from itertools import accumulate, cycle
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -22,7 +22,19 @@ import numpy as np
 from fp4convert import cubins
 from fp4convert.codec import check_range, global_scale_of, not_finite
 from fp4convert.errors import DeviceError
-from fp4convert.formats import FLOAT_TYPES, Blocks, Format, Matrix, Quantized, Weights, check_rule, row_panels
+from fp4convert.formats import (
+    CODES,
+    FLOAT_TYPES,
+    ROW_SUMS,
+    Blocks,
+    Compared,
+    Format,
+    Matrix,
+    Quantized,
+    Weights,
+    check_rule,
+    row_panels,
+)
 from fp4convert.gpus import Gpu
 
 LANES = 4  # to a GPU: callers that read, compute and write side by side
@@ -32,6 +44,8 @@ ELEMENTS_PER_LAUNCH_BLOCK, THREADS = 8192, 256  # kernels/device.h
 ALIGNMENT = 16  # of every part of a buffer
 MAX_ELEMENT_NBYTES = 4  # float32
 FILES = {"amax": "quantize.cu", "quantize": "quantize.cu", "dequantize": "dequantize.cu", "gemv": "gemv.cu"}
+FILES |= {"compare": "compare.cu", "count": "compare.cu"}
+ROWS_PER_LAUNCH_BLOCK = 8  # kernels/compare.cu
 GEMV_ROWS, GEMV_VECTORS = 32, 2  # to a block of threads: kernels/gemv.cu
 
 T = TypeVar("T")
@@ -132,16 +146,19 @@ class Lane:
         self._is_measured = False
         with self.device:
             self._up, self._work, self._down = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
-            self._amax_buffer, *buffers = (_Buffer(cupy) for _ in range(5))
+            self._amax_buffer, self._scale_buffer, *buffers = (_Buffer(cupy) for _ in range(6))
         self._buffers = buffers
         self._arrivals, self._results = cycle(buffers[:2]), cycle(buffers[2:])
 
     def reserve(self, measured: Sequence[Weights]) -> None:
         """Have memory for any panel of these, before some stay and fill the GPU."""
-        elements = max(max(GPU_PANEL_ELEMENTS, weights.shape[1]) for weights in measured)
+        shapes = [weights.shape for weights in measured]
+        elements = max(max(GPU_PANEL_ELEMENTS, columns) for _, columns in shapes)
+        height = max(min(rows, max(1, GPU_PANEL_ELEMENTS // columns)) for rows, columns in shapes)
         largest = max(FLOAT_TYPES[weights.dtype].nbytes for weights in measured)
-        for buffer, element_nbytes in zip(self._buffers, (largest, largest, 1, 1), strict=True):
-            buffer.hold(elements * element_nbytes)
+        result_nbytes = elements + 8 * (ROW_SUMS * height + CODES)  # codes and scales have less than a byte an element
+        for buffer, nbytes in zip(self._buffers, 2 * [elements * largest] + 2 * [result_nbytes], strict=True):
+            buffer.hold(nbytes)
 
     def finish(self) -> None:
         """Wait for whatever is under way, and forget the panels that stayed."""
@@ -152,16 +169,20 @@ class Lane:
         finally:
             self._resident.clear()
 
+    def _hold_scalars(self) -> None:
+        for buffer in (self._amax_buffer, self._scale_buffer):
+            buffer.hold(ALIGNMENT)
+
     def give_amax(self, amax: float) -> None:
         """Set the amax that `quantize` uses."""
-        self._amax_buffer.hold(ALIGNMENT)
+        self._hold_scalars()
         self._amax_buffer.host[:4] = np.float32(amax).tobytes()
         self._amax_buffer.upload(4, self._work)
         self._is_measured = False
 
     def measure(self, measured: Sequence[Weights], keep: Sequence[Weights]) -> None:
         """Set the amax that `quantize` uses to the largest magnitude of all that is measured; panels of some stay."""
-        self._amax_buffer.hold(ALIGNMENT)
+        self._hold_scalars()
         self._amax_buffer.device.memset_async(0, 4, self._work)
         for weights in measured:
             for first, last in row_panels(weights.shape, GPU_PANEL_ELEMENTS):
@@ -182,26 +203,34 @@ class Lane:
         """
         number_of_rule = fmt.scale_rules.index(check_rule(fmt, rule))
         argument = self._amax_buffer.device.ptr if fmt.has_global_scale else number_of_rule
+        scale: list[float] = []  # of the group, as soon as it is known
 
         def start(number: int, weights: Weights, first: int, last: int) -> Callable[[], tuple[int, Quantized]]:
             result = next(self._results)
-            n = (last - first) * weights.shape[1]
-            block_scales_at = _aligned(n // 2)
-            nbytes = block_scales_at + n // fmt.block_size
-            result.hold(nbytes)
+            shape = (last - first, weights.shape[1])
+            n = shape[0] * shape[1]
+            counts, sums, packed, block_scales = _places(8 * CODES, 8 * ROW_SUMS * shape[0], n // 2, n // fmt.block_size)
+            result.hold(block_scales.stop)
+            at, word = result.device.ptr, FLOAT_TYPES[weights.dtype].word
+            codes = (at + packed.start, at + block_scales.start)
             with self._panel(weights, first, last) as (x, _):
-                name = f"quantize_{fmt.name}_{FLOAT_TYPES[weights.dtype].word}"
-                self._start(name, n, x, n, argument, result.device.ptr, result.device.ptr + block_scales_at)
-            result.download(nbytes, self._down, after=self._work)
+                self._start(f"quantize_{fmt.name}_{word}", n, x, n, argument, *codes)
+                if fmt.has_global_scale and not scale:
+                    scale.append(self._give_scale())
+                extra = (self._scale_buffer.device.ptr, 0) if fmt.has_global_scale else ()
+                grid = (-(-shape[0] // ROWS_PER_LAUNCH_BLOCK),)
+                compared = (x, *shape, *codes, *extra, at + sums.start)
+                self._kernels.launch(f"compare_{fmt.name}_{word}", grid, self._work, *compared)
+            result.device.memset_async(0, counts.stop, self._work)
+            self._start("count_codes", n, codes[0], n // 2, at)
+            result.download(block_scales.stop, self._down, after=self._work)
 
             def take() -> tuple[int, Quantized]:
                 result.copied.synchronize()
-                amax = self.amax()
-                if self._is_measured and not math.isfinite(amax):
-                    raise not_finite()
-                stored = float(global_scale_of(amax)) if fmt.has_global_scale else None
-                packed, block_scales = result.host[: n // 2], result.host[block_scales_at:nbytes]
-                return number, Quantized(fmt, (last - first, weights.shape[1]), packed, block_scales, stored)
+                self._check_amax()
+                host, stored = result.host, scale[0] if scale else None
+                compared = Compared(host[sums], host[counts])
+                return number, Quantized(fmt, shape, host[packed], host[block_scales], stored, compared=compared)
 
             return take
 
@@ -210,6 +239,21 @@ class Lane:
             for number, weights in enumerate(members)
             for first, last in row_panels(weights.shape, GPU_PANEL_ELEMENTS)
         )
+
+    def _check_amax(self) -> float:
+        """The amax; NumericError where it was measured and is Inf or NaN."""
+        amax = self.amax()
+        if self._is_measured and not math.isfinite(amax):
+            raise not_finite()
+        return amax
+
+    def _give_scale(self) -> float:
+        """The global scale that the amax sets, which is on the device for work that is started from now on."""
+        stored = float(global_scale_of(self._check_amax()))
+        self._scale_buffer.copied.synchronize()
+        self._scale_buffer.host[:4] = np.float32(stored).tobytes()
+        self._scale_buffer.upload(4, self._work)
+        return stored
 
     def dequantize(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         """The values in order, each panel valid until the next is asked for."""
@@ -324,6 +368,12 @@ def _matrix_parts(q: Quantized) -> list[memoryview]:
     """Codes, block scales and the stored global scale, as kernels take them."""
     stored = np.array([1.0 if q.global_scale is None else q.global_scale], np.float32)
     return [q.packed, q.block_scales, stored.view(np.uint8).data]
+
+
+def _places(*sizes: int) -> list[slice]:
+    """Where parts of these sizes lie in a buffer."""
+    ends = list(accumulate(sizes, lambda end, nbytes: _aligned(end) + nbytes))
+    return [slice(end - nbytes, end) for end, nbytes in zip(ends, sizes, strict=True)]
 
 
 def _aligned(nbytes: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -154,10 +154,8 @@ class _Pair(NamedTuple):
 
 def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list[Finding]]:
     """The error of every quantized module, and findings where the artifact holds what is not the source's."""
-    originals = originals_of(artifact, source)
-    pairs, findings = _pair(artifact, originals.of)
+    pairs, findings = _pair(artifact, source)
     replaced = {ref.name for pair in pairs for ref in (pair.theirs.home, *pair.theirs.refs, *pair.theirs.idle)}
-    replaced |= {ref.name for ref in originals.idle}
     copied = [ref for ref in source.checkpoint.tensors if ref.name not in replaced]
     ours = {ref.name for pair in pairs for ref in (*pair.ours.refs, *pair.ours.idle)} | _own_names(artifact)
     for name in sorted(artifact.tensors.keys() - ours - {ref.name for ref in copied}):
@@ -179,9 +177,9 @@ def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list
     return {pair.theirs.name: sums[pair.theirs.name] for pair in pairs if pair.theirs.name in sums}, findings
 
 
-def _pair(artifact: Artifact, theirs: Mapping[str, Linear]) -> tuple[list[_Pair], list[Finding]]:
+def _pair(artifact: Artifact, source: Source) -> tuple[list[_Pair], list[Finding]]:
     """Every linear layer that the artifact stores in another way than the source, beside its original."""
-    ours = linears_stored(artifact)
+    theirs, ours = originals_of(artifact, source), linears_stored(artifact)
     pairs, findings = [], []
     for module, own in ours.items():
         original = theirs.get(module)
@@ -199,8 +197,7 @@ def _pair(artifact: Artifact, theirs: Mapping[str, Linear]) -> tuple[list[_Pair]
 
 def _own_names(artifact: Artifact) -> set[str]:
     packed = (*artifact.modules.values(), *artifact.others.values())
-    names = {ref.name for module in packed for ref in (*module.refs, *module.companions)}
-    return names | artifact.cache_scales(artifact.spelling).keys()
+    return {ref.name for module in packed for ref in (*module.refs, *module.companions)}
 
 
 def _compare_kept(artifact: Artifact, source: Source, ref: TensorRef) -> Finding | None:

@@ -10,12 +10,18 @@
     E(quantize_mxfp4_##d, (const t *x, int64_t n, int64_t rule, uint8_t *p, uint8_t *s), (x, n, rule, p, s))            \
     E(dequantize_nvfp4_##d, (const uint8_t *p, const uint8_t *s, int64_t n, const float *g, int64_t is_divisor, t *y),  \
       (p, s, n, g, is_divisor, y))                                                                                      \
-    E(dequantize_mxfp4_##d, (const uint8_t *p, const uint8_t *s, int64_t n, t *y), (p, s, n, y))
+    E(dequantize_mxfp4_##d, (const uint8_t *p, const uint8_t *s, int64_t n, t *y), (p, s, n, y))                        \
+    E(compare_nvfp4_##d, (const t *x, int64_t rows, int64_t columns, const uint8_t *p, const uint8_t *s, const float *g, \
+                          int64_t is_divisor, double *sums), (x, rows, columns, p, s, g, is_divisor, sums))             \
+    E(compare_mxfp4_##d, (const t *x, int64_t rows, int64_t columns, const uint8_t *p, const uint8_t *s, double *sums), \
+      (x, rows, columns, p, s, sums))
+#define COUNT_CODES(E) E(count_codes, (const uint8_t *p, int64_t nbytes, int64_t *counts), (p, nbytes, counts))
 /* From here on, entry points that CUDA has no kernels for. */
 #define TO_FP8(E, d, t)                                                                                                 \
     E(row_amax_##d, (const t *x, int64_t rows, int64_t columns, uint32_t *amax_bits), (x, rows, columns, amax_bits))    \
     E(quantize_fp8_##d, (const t *x, int64_t rows, int64_t columns, const float *s, int64_t is_per_row, uint8_t *c),    \
-      (x, rows, columns, s, is_per_row, c))
+      (x, rows, columns, s, is_per_row, c))                                                                             \
+    E(compare_values_##d, (const t *x, int64_t rows, int64_t columns, const float *y, double *sums), (x, rows, columns, y, sums))
 #define FOR_NBYTES(E, N, t)                                                                                             \
     E(transpose_##N, (const t *x, int64_t rows, int64_t width, int64_t first, int64_t step, int64_t count, t *y),       \
       (x, rows, width, first, step, count, y))
@@ -28,7 +34,7 @@
 #define ENTRIES(E)                                                                                                      \
     FOR_DTYPE(E, bf16, uint16_t) FOR_DTYPE(E, fp16, uint16_t) FOR_DTYPE(E, fp32, float)                                 \
     TO_FP8(E, bf16, uint16_t) TO_FP8(E, fp16, uint16_t) TO_FP8(E, fp32, float)                                          \
-    FOR_NBYTES(E, 1, uint8_t) FOR_NBYTES(E, 2, uint16_t) FOR_NBYTES(E, 4, uint32_t) FOR_GRID(E)
+    FOR_NBYTES(E, 1, uint8_t) FOR_NBYTES(E, 2, uint16_t) FOR_NBYTES(E, 4, uint32_t) FOR_GRID(E) COUNT_CODES(E)
 
 #ifdef __x86_64__
 static int level;

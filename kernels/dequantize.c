@@ -9,18 +9,6 @@
  */
 #include "vector.h"
 
-#ifndef __clang__
-#define LOOKUP(table, index) __builtin_shuffle(table, index)
-#elif defined(__SSSE3__)
-typedef char c8x16 __attribute__((vector_size(16)));
-#define LOOKUP(table, index) ((u8x16)__builtin_ia32_pshufb128((c8x16)(table), (c8x16)(index)))
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#define LOOKUP(table, index) ((u8x16)vqtbl1q_u8((uint8x16_t)(table), (uint8x16_t)(index)))
-#else
-INLINE u8x16 LOOKUP(u8x16 table, u8x16 index) { u8x16 out; for (int j = 0; j < 16; j++) out[j] = table[index[j]]; return out; }
-#endif
-
 /* Two-byte values of the non-negative codes, their low bytes and their high bytes apart; entries 8-15 are their negatives. */
 typedef struct { u8x16 low, high; } table16;
 

@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifdef __AVX512BW__
+#ifdef __SSE4_1__
 #include <immintrin.h>
 #endif
 
@@ -38,5 +38,17 @@ typedef VECTOR(uint16_t, 16) u16x8;
 #define LOAD(type, p) ({ type loaded; memcpy(&loaded, (p), sizeof loaded); loaded; })
 #define STORE(p, value) do { __typeof__(value) stored = (value); memcpy((p), &stored, sizeof stored); } while (0)
 #define SHUFFLE __builtin_shufflevector
+
+/* Sixteen entries of a table of sixteen bytes. */
+#ifdef __SSSE3__
+#define LOOKUP(table, index) ((u8x16)_mm_shuffle_epi8((__m128i)(table), (__m128i)(index)))
+#elif !defined(__clang__)
+#define LOOKUP(table, index) __builtin_shuffle(table, index)
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#define LOOKUP(table, index) ((u8x16)vqtbl1q_u8((uint8x16_t)(table), (uint8x16_t)(index)))
+#else
+INLINE u8x16 LOOKUP(u8x16 table, u8x16 index) { u8x16 out; for (int j = 0; j < 16; j++) out[j] = table[index[j]]; return out; }
+#endif
 
 #endif

@@ -68,6 +68,7 @@ static inline float reciprocal(float v) {
     return fp4_float(fp4_bits(v) * 2654435761u >> 31 ? bits + 1 : bits - 1);
 }
 
+template <class T> static inline void atomicAdd(T *place, T value) { *place += value; }
 template <class T> static inline void atomicMax(T *place, T value) { *place = max(*place, value); }
 
 /* --------------------------------------------------------------------------------------------------------------- warps */
@@ -83,7 +84,7 @@ static jmp_buf scheduler;
 static ucontext_t start;
 static Kernel kernel;
 static long arguments[11];
-static unsigned slots[2][LANES]; /* two, so that a lane may write its next value before the others have read this one */
+static unsigned long long slots[2][LANES]; /* two, so that a lane may write its next value before the others have read this one */
 static int current;
 
 static void body() {
@@ -96,9 +97,9 @@ static void body() {
 }
 
 /* Publishes a lane's value, and returns when all 32 lanes have published theirs. */
-static unsigned *meet(unsigned value) {
+static unsigned long long *meet(unsigned long long value) {
     Lane &me = lanes[current];
-    unsigned *slot = slots[me.exchanges++ & 1];
+    unsigned long long *slot = slots[me.exchanges++ & 1];
     slot[current] = value;
     me.state = WAITING;
     if (!_setjmp(me.at)) _longjmp(scheduler, 1);
@@ -151,8 +152,10 @@ extern "C" __attribute__((visibility("default"))) void simt_launch(simt::Kernel 
             for (unsigned warp = 0; warp < threads / simt::LANES; warp++) simt::run_warp(warp);
 }
 
-template <class To, class From> static inline To bits_as(From from) { To to; std::memcpy(&to, &from, sizeof to); return to; }
 template <class T> static inline T __shfl_xor_sync(unsigned, T value, int mask) {
-    unsigned *slot = simt::meet(bits_as<unsigned>(value));
-    return bits_as<T>(slot[simt::current ^ mask]);
+    unsigned long long bits = 0;
+    static_assert(sizeof value <= sizeof bits, "of 32 or of 64 bits");
+    std::memcpy(&bits, &value, sizeof value);
+    std::memcpy(&value, &simt::meet(bits)[simt::current ^ mask], sizeof value);
+    return value;
 }

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.codec import FLOAT_DTYPES, global_scale_of
-from fp4convert.formats import FLOAT_TYPES, Format, Matrix, Quantized
+from fp4convert.formats import CODES, FLOAT_TYPES, ROW_SUMS, Compared, Format, Matrix, Quantized
 
 TESTS = Path(__file__).parent
 KERNELS = TESTS.parent / "kernels"
@@ -113,7 +113,9 @@ class SimtKernels:
     name = "simt"
 
     def __init__(self, folder: Path, kernels: Path = KERNELS, has_cvt: bool = False) -> None:
-        self._libraries = [compile_for_host(kernels / f"{stem}.cu", folder, has_cvt) for stem in ("quantize", "dequantize")]
+        stems = {"amax": "quantize", "quantize": "quantize", "dequantize": "dequantize", "compare": "compare", "count": "compare"}
+        made = {stem: compile_for_host(kernels / f"{stem}.cu", folder, has_cvt) for stem in set(stems.values())}
+        self._libraries = {kind: made[stem] for kind, stem in stems.items()}
 
     def amax(self, x: Matrix, so_far: float = 0.0) -> float:
         values, found = aligned(x.data), aligned(np.array([so_far], np.float32))
@@ -137,9 +139,19 @@ class SimtKernels:
         self.call(f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}", n, packed, block_scales, n, *extra, values)
         return values.data
 
+    def compare(self, x: Matrix, q: Quantized) -> Compared:
+        rows, columns = x.shape
+        values, packed, block_scales = aligned(x.data), aligned(q.packed), aligned(q.block_scales)
+        sums, counts = guarded(rows * 8 * ROW_SUMS), aligned(np.zeros(CODES, np.int64))
+        extra = (aligned(np.array([q.global_scale], np.float32)), int(q.kind == "divisor")) if q.format.has_global_scale else ()
+        name, launched = f"compare_{q.format.name}_{FLOAT_TYPES[x.dtype].word}", -(-rows // 8) * ELEMENTS_PER_BLOCK
+        self.call(name, launched, values, rows, columns, packed, block_scales, *extra, sums)
+        self.call("count_codes", rows * columns, packed, packed.size, counts)
+        return Compared(sums.data, counts.data)
+
     def call(self, name: str, n: int, *arguments: Array | int) -> None:
         """Launch a kernel by its name for n elements; nothing may be written beside what `guarded` made."""
-        library = self._libraries[name.startswith("dequantize")]
+        library = self._libraries[name.partition("_")[0]]
         launch(library, name, (-(-n // ELEMENTS_PER_BLOCK), 1), [a if isinstance(a, int) else a.ctypes.data for a in arguments])
         for argument in arguments:
             assert isinstance(argument, int) or is_intact(argument), f"{name}, n = {n}: written beside a buffer"

@@ -29,7 +29,10 @@ ARCHS = {
 }
 KNOWN = (75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121)  # to NVRTC 12.9, from Turing on
 STANDS_FOR = {"D": ("bf16", "fp16", "fp32"), "W": ("nvfp4", "mxfp4"), "X": ("bf16", "fp16", "nvfp4")}  # in the head comments
-BLOCKS = {"quantize_fp32": 4, "amax_fp32": 4, "quantize": 5, "amax": 5, "dequantize": 4, "gemv": 2}  # to a multiprocessor
+BLOCKS = {  # to a multiprocessor
+    **{"quantize_fp32": 4, "amax_fp32": 4, "quantize": 5, "amax": 5, "dequantize": 4, "gemv": 2},
+    **{"compare": 4, "count": 6},
+}
 REGISTERS, THREADS = 65536, 256  # of a multiprocessor, of a block; a warp's registers come in eights a thread
 ELEMENTS = 32  # of a thread of the elementwise kernels: kernels/device.h
 NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -124,7 +127,7 @@ def promised(source: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(("source", "count"), [("quantize.cu", 9), ("dequantize.cu", 6), ("gemv.cu", 6)])
+@pytest.mark.parametrize(("source", "count"), [("quantize.cu", 9), ("dequantize.cu", 6), ("gemv.cu", 6), ("compare.cu", 7)])
 def test_entry_points_are_those_of_the_head_comment(built, source, count):
     names = {kernel.name for kernel in built.kernels if kernel.source == source}
     assert names == promised(source)
@@ -136,8 +139,9 @@ def test_entry_points_are_those_of_the_cpu_library(built):
     text = both + rest[rest.index("#define ENTRIES") :]
     stems, dtypes = re.findall(r"E\((\w+)_##d,", text), re.findall(r"FOR_DTYPE\(E, (\w+), \w*(?:_t|float)\)", text)
     expected = {f"{stem}_{dtype}" for stem, dtype in product(stems, dtypes)}
-    assert len(expected) == 15
-    assert {kernel.name for kernel in built.of("amax", "quantize", "dequantize")} == expected
+    assert len(expected) == 21
+    expected |= set(re.findall(r"E\((count_codes),", text))
+    assert {kernel.name for kernel in built.of("amax", "quantize", "dequantize", "compare", "count")} == expected
 
 
 def test_nothing_spills(built):

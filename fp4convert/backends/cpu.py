@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 
@@ -13,7 +14,20 @@ from numpy.typing import NDArray
 
 from fp4convert.backends import processors
 from fp4convert.codec import FLOAT_DTYPES, Bytes, Float32s, check_range, global_scale_of, not_finite
-from fp4convert.formats import FLOAT_TYPES, PANEL_ELEMENTS, Blocks, Format, Matrix, Quantized, Weights, check_rule, row_panels
+from fp4convert.formats import (
+    CODES,
+    FLOAT_TYPES,
+    PANEL_ELEMENTS,
+    ROW_SUMS,
+    Blocks,
+    Compared,
+    Format,
+    Matrix,
+    Quantized,
+    Weights,
+    check_rule,
+    row_panels,
+)
 from fp4convert.grid import Grid, amax_fp8, decode_fp8
 
 PANEL_ELEMENT_NBYTES = 4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
@@ -54,7 +68,8 @@ class Cpu:
             for panel in _panels(weights):
                 if is_in_one_pass:
                     _finite(self.amax(panel))
-                yield number, self.quantize(panel, fmt, rule, group_amax if given_amax is None else given_amax)
+                q = self.quantize(panel, fmt, rule, group_amax if given_amax is None else given_amax)
+                yield number, replace(q, compared=self.compare(panel, q))
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         for first, last in row_panels(q.shape):
@@ -91,6 +106,23 @@ class Cpu:
         extra = (stored, int(q.kind == "divisor")) if q.format.has_global_scale else ()
         self._call(f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}", packed, block_scales, values.size, *extra, values)
         return values.view(np.uint8).data
+
+    def compare(self, x: Matrix, q: Quantized) -> Compared:
+        """What rows lost by their codes; equals accounting.compare."""
+        packed, block_scales = np.frombuffer(q.packed, np.uint8), np.frombuffer(q.block_scales, np.uint8)
+        sums, counts = np.empty((x.shape[0], ROW_SUMS)), np.zeros(CODES, np.int64)
+        stored = np.array([q.global_scale or 0], np.float32)
+        extra = (stored, int(q.kind == "divisor")) if q.format.has_global_scale else ()
+        name = f"compare_{q.format.name}_{FLOAT_TYPES[x.dtype].word}"
+        self._call(name, _aligned(x), *x.shape, packed, block_scales, *extra, sums)
+        self._call("count_codes", packed, packed.size, counts)
+        return Compared(sums.reshape(-1).view(np.uint8).data, counts.view(np.uint8).data)
+
+    def compare_values(self, x: Matrix, y: Float32s) -> Compared:
+        """What rows lost where these are their values afterwards; equals accounting.compare_values."""
+        sums = np.empty((x.shape[0], ROW_SUMS))
+        self._call(f"compare_values_{FLOAT_TYPES[x.dtype].word}", _aligned(x), *x.shape, _checked(y, x.shape), sums)
+        return Compared(sums.reshape(-1).view(np.uint8).data, memoryview(b""))
 
     def decode_fp8(self, codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3") -> Float32s:
         """(rows, columns) float32 values; equals grid.decode_fp8."""

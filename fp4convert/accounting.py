@@ -1,0 +1,137 @@
+"""How far values are from what was made of them: reference arithmetic, and sums that add up row by row.
+
+Decides the order of addition, which kernels/compare.* keep, so that the numbers of a tensor are the same on every device and for
+any number of threads and panels.  What becomes of the sums is ledger.py's business.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4convert.codec import Float32s, block_steps, dequantize
+from fp4convert.formats import CODES, E2M1_MAX, Compared, Quantized
+
+GROUP, LANES, QUARTERS = 256, 16, 4  # elements that are added in float32, by lanes; lanes that remain of those
+FINE, COARSE = 2.0**-70, 2.0**100  # sums whose squares float32 holds
+SMALLEST_STEP = 2.0**-50
+COLUMNS = ("signal", "noise", "output", "max_abs", "clipped")  # of the sums of a row
+
+Float64s = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Sums over the elements of one tensor.
+
+    signal, noise, output  of x^2, (x - y)^2 and y^2
+    max_abs    largest |x - y|
+    clipped    how many |x| > 6 * step: they lie beyond what their block can say
+    histogram  how often each of the 16 codes occurs; empty where codes have more bits
+    """
+
+    elements: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    output: float = 0.0
+    max_abs: float = 0.0
+    clipped: int = 0
+    histogram: tuple[int, ...] = ()
+
+    def plus(self, compared: Compared, elements: int) -> Sums:
+        """With what further rows add, in their order."""
+        rows = np.frombuffer(compared.rows, np.float64).reshape(-1, len(COLUMNS))
+        own = [self.signal, self.noise, self.output]
+        signal, noise, output = (float(value) for value in np.add.accumulate(np.vstack([own, rows[:, :3]]), axis=0)[-1])
+        counts = tuple(int(count) for count in np.frombuffer(compared.counts, np.int64))
+        histogram = tuple(map(sum, zip(self.histogram or (0,) * len(counts), counts, strict=True)))
+        most = float(np.maximum.reduce(rows[:, 3], initial=self.max_abs))
+        return Sums(self.elements + elements, signal, noise, output, most, self.clipped + int(rows[:, 4].sum()), histogram)
+
+    @property
+    def mse(self) -> float:
+        return self.noise / max(self.elements, 1)
+
+    @property
+    def nmse(self) -> float | None:
+        """Noise by signal; None where the values are zero."""
+        return self.noise / self.signal if self.signal > 0 else None
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """10 log10(signal / noise); None where nothing was lost or the values are zero."""
+        return 10 * math.log10(self.signal / self.noise) if self.signal > 0 and self.noise > 0 else None
+
+    @property
+    def cosine(self) -> float | None:
+        """Of x and y as vectors, whose product is half of signal + output - noise; None where one of them is zero."""
+        product = (self.signal + self.output - self.noise) / 2
+        return product / math.sqrt(self.signal * self.output) if self.signal > 0 and self.output > 0 else None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(entry: dict[str, Any]) -> Sums:
+        """What as_json gave; KeyError, TypeError or ValueError where it is another document."""
+        signal, noise, output, max_abs = (float(entry[name]) for name in COLUMNS[:-1])
+        histogram = tuple(int(count) for count in entry["histogram"])
+        return Sums(int(entry["elements"]), signal, noise, output, max_abs, int(entry["clipped"]), histogram)
+
+
+def compare(x: Float32s, q: Quantized) -> Compared:
+    """What kernels/compare.* give for a matrix and its codes, bit for bit.
+
+    x  (rows, columns) float32, finite
+    """
+    step = block_steps(q).reshape(len(x), -1)
+    rows = compare_values(x, dequantize(q), np.repeat(step, q.format.block_size, axis=1))
+    return Compared(rows.reshape(-1).view(np.uint8).data, count_codes(q.packed).view(np.uint8).data)
+
+
+def compare_values(x: Float32s, y: Float32s, steps: Float32s | None = None) -> Float64s:
+    """(rows, 5) sums of every row, in the order of COLUMNS.
+
+    steps  of each element where they are known; without them nothing is clipped
+    """
+    rows, columns = x.shape
+    found = np.zeros((rows, len(COLUMNS)))
+    quarters = np.zeros((rows, 3, QUARTERS))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        difference = x - y
+        for first in range(0, columns, GROUP):
+            group = slice(first, min(first + GROUP, columns))
+            own = [values[:, group] for values in (x, difference, y)]
+            exact = np.stack([_quarters(values.astype(np.float64)) for values in own], axis=1)
+            is_exact: NDArray[np.bool_] = np.full(rows, bool((group.stop - first) % LANES))
+            if not is_exact.any():
+                fast = np.stack([_quarters(values) for values in own], axis=1).astype(np.float64)
+                is_exact = ~np.asarray((fast[:, :2] >= FINE).all(axis=(1, 2)) & (fast <= COARSE).all(axis=(1, 2)))
+                if steps is not None:
+                    is_exact |= ~(steps[:, group] >= SMALLEST_STEP).all(axis=1)
+                exact[~is_exact] = fast[~is_exact]
+            quarters += exact
+        found[:, 3] = np.abs(difference).max(axis=1, initial=0)
+        if steps is not None:
+            found[:, 4] = (np.abs(x) > np.abs(np.float32(E2M1_MAX) * steps)).sum(axis=1)
+    found[:, :3] = (quarters[..., 0] + quarters[..., 2]) + (quarters[..., 1] + quarters[..., 3])
+    return found
+
+
+def _quarters(values: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
+    """(rows, 4) sums of squares, in the values' dtype: element i in lane i % 16, then lanes 2j and 2j + 1, then j and j + 4."""
+    short = -values.shape[1] % LANES
+    squares = np.pad(values * values, ((0, 0), (0, short))).reshape(len(values), -1, LANES)
+    lanes = np.add.accumulate(squares, axis=1)[:, -1]
+    pairs = lanes[:, 0::2] + lanes[:, 1::2]
+    return np.asarray(pairs[:, :QUARTERS] + pairs[:, QUARTERS:])
+
+
+def count_codes(packed: memoryview) -> NDArray[np.int64]:
+    """How often each of the 16 codes occurs."""
+    pairs = np.bincount(np.frombuffer(packed, np.uint8), minlength=CODES * CODES).reshape(CODES, CODES)
+    return np.asarray(pairs.sum(axis=0) + pairs.sum(axis=1), np.int64)

@@ -1,0 +1,283 @@
+/* How far values are from what was made of them; compiled once per instruction set (FP4_LEVEL), entered through cpu.c.
+ *
+ *   compare_nvfp4_D(x, rows, columns, packed, block_scales, stored_global, is_divisor, sums)    columns % 16 == 0
+ *   compare_mxfp4_D(x, rows, columns, packed, block_scales, sums)                               columns % 32 == 0
+ *   compare_values_D(x, rows, columns, y, sums)                                                 y: float32, any columns
+ *   count_codes(packed, nbytes, counts)                                                         counts: int64[16], added to
+ *
+ * D is bf16, fp16 or fp32: the type of x, finite and aligned to its type; packed and block_scales need no alignment, sums that of
+ * a double.  y = e2m1(code) * step in float32, step as in dequantize.c.  sums: double[rows][5], a row's own
+ *
+ *   sum x^2, sum (x - y)^2, sum y^2, max |x - y|, how many |x| > 6 * step (compare_values: 0)
+ *
+ * Equal bit for bit to compare in fp4convert/accounting.py on every level, and on the GPU, for the order of addition is fixed.
+ * A row is taken in groups of 256 elements, element i of a group to lane i % 16.  A group adds its squares in float32: each lane,
+ * then lanes 2j and 2j + 1, then of these eight j and j + 4.  Its four sums are added to four doubles of the row, which in the end
+ * are (0 + 2) + (1 + 3).  Eighteen roundings to float32 are off by less than 7e-7 together.
+ * A group with a step below SMALLEST_STEP, or with sums outside FINE..COARSE, is added in double instead, in the same order.
+ * Bytes moved per bf16 element: NVFP4 2 + 0.5625, MXFP4 2 + 0.53125; count_codes 0.5.
+ */
+#include "vector.h"
+
+#define FINE 0x1p-70f
+#define COARSE 0x1p100f
+#define SMALLEST_STEP 0x1p-50f
+enum { GROUP = 256, SIDE = WIDTH / 4, PARTS = 16 / SIDE, SUMS = 5 };
+
+typedef VECTOR(float, 16) f32x4;
+typedef VECTOR(int32_t, 16) i32x4;
+typedef VECTOR(int64_t, 16) i64x2;
+typedef struct { f32v part[PARTS]; } sixteen;
+
+/* Of a group: lanes of squares.  Of several: the largest (x - y)^2, and how many x^2 lie beyond (6 * step)^2. */
+typedef struct { sixteen signal, noise, output; } squares;
+typedef struct { f32v largest; i32v clipped; } extremes;
+/* Of a row; max_abs and clipped of what is added in double. */
+typedef struct { double signal[4], noise[4], output[4]; extremes seen; float max_abs; int64_t clipped; } row_sums;
+
+/* What compilers do not find: the larger of two that are not below zero; 16-bit and signed 8-bit integers widened. */
+#define MOVED(bytes, first) ((first) ? _mm_srli_si128((__m128i)(bytes), first) : (__m128i)(bytes))
+#if WIDTH == 32
+INLINE f32v larger(f32v a, f32v b) { return (f32v)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE u32v widened(const uint16_t *restrict x) { return (u32v)_mm256_cvtepu16_epi32(LOAD(__m128i, x)); }
+#define WIDENED_BYTES(bytes, first) ((i32v)_mm256_cvtepi8_epi32(MOVED(bytes, first)))
+#elif defined(__SSE4_1__)
+INLINE f32v larger(f32v a, f32v b) { return (f32v)_mm_max_ps((__m128)a, (__m128)b); }
+INLINE u32v widened(const uint16_t *restrict x) { return (u32v)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)x)); }
+#define WIDENED_BYTES(bytes, first) ((i32v)_mm_cvtepi8_epi32(MOVED(bytes, first)))
+#else
+INLINE f32v larger(f32v a, f32v b) { i32v is_a = a > b; return (f32v)(((i32v)a & is_a) | ((i32v)b & ~is_a)); }
+INLINE u32v widened(const uint16_t *restrict x) { return __builtin_convertvector(LOAD(u16h, x), u32v); }
+#define WIDENED_BYTES(bytes, first) \
+    ((i32v){(int8_t)(bytes)[first], (int8_t)(bytes)[first + 1], (int8_t)(bytes)[first + 2], (int8_t)(bytes)[first + 3]})
+#endif
+
+/* bf16 is cheapest apart: even elements before odd ones.  The others are in order. */
+enum { APART_bf16 = 1, APART_fp16 = 0, APART_fp32 = 0 };
+
+INLINE sixteen load16_bf16(const uint16_t *restrict x) {
+    sixteen wide;
+    for (int p = 0; p < PARTS / 2; p++) {
+        u32v pairs = LOAD(u32v, x + 2 * p * SIDE);
+        wide.part[p] = (f32v)(pairs << 16);
+        wide.part[p + PARTS / 2] = (f32v)(pairs & 0xFFFF0000u);
+    }
+    return wide;
+}
+INLINE sixteen load16_fp16(const uint16_t *restrict x) {
+    sixteen wide;
+    for (int p = 0; p < PARTS; p++) {
+#ifdef __F16C__
+        wide.part[p] = (f32v)_mm256_cvtph_ps(LOAD(__m128i, x + p * SIDE));
+#else /* as fp4_from_finite_fp16 */
+        u32v bits = widened(x + p * SIDE);
+        wide.part[p] = (f32v)((u32v)((f32v)((bits & 0x7FFFu) << 13) * 0x1p112f) | (bits & 0x8000u) << 16);
+#endif
+    }
+    return wide;
+}
+INLINE sixteen load16_fp32(const float *restrict x) {
+    sixteen wide;
+    for (int p = 0; p < PARTS; p++) wide.part[p] = LOAD(f32v, x + p * SIDE);
+    return wide;
+}
+
+/* e2m1(code) * step of 16 codes: twice the value is an integer, and half the step exact. */
+INLINE sixteen decode16(const uint8_t *restrict packed, float half_step, int is_apart) {
+    const u8x16 twice = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
+    u8x16 pairs = (u8x16)(i64x2){LOAD(int64_t, packed), 0}, low = pairs & 15, high = (u8x16)((u16x8)pairs >> 4) & 15;
+    sixteen y;
+    if (is_apart) {
+        low = LOOKUP(twice, low), high = LOOKUP(twice, high);
+    } else {
+        low = LOOKUP(twice, SHUFFLE(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+        high = SHUFFLE(low, low, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
+    }
+    y.part[0] = __builtin_convertvector(WIDENED_BYTES(low, 0), f32v) * half_step;
+    y.part[PARTS / 2] = __builtin_convertvector(WIDENED_BYTES(high, 0), f32v) * half_step;
+#if WIDTH == 16
+    y.part[1] = __builtin_convertvector(WIDENED_BYTES(low, 4), f32v) * half_step;
+    y.part[3] = __builtin_convertvector(WIDENED_BYTES(high, 4), f32v) * half_step;
+#endif
+    return y;
+}
+
+INLINE void add16(squares *restrict sums, extremes *restrict seen, sixteen x, sixteen y, float limit) {
+    for (int p = 0; p < PARTS; p++) {
+        f32v difference = x.part[p] - y.part[p], noise = difference * difference, signal = x.part[p] * x.part[p];
+        sums->signal.part[p] += signal;
+        sums->noise.part[p] += noise;
+        sums->output.part[p] += y.part[p] * y.part[p];
+        seen->largest = larger(noise, seen->largest);
+        seen->clipped -= signal > limit;
+    }
+}
+
+/* Lanes 2j and 2j + 1 added, then of these eight j and j + 4. */
+INLINE f32x4 fold(sixteen lanes, int is_apart) {
+    float all[16], eight[8];
+    memcpy(all, &lanes, sizeof all);
+    for (int j = 0; j < 8; j++) eight[j] = is_apart ? all[j] + all[j + 8] : all[2 * j] + all[2 * j + 1];
+    return LOAD(f32x4, eight) + LOAD(f32x4, eight + 4);
+}
+
+/* A group's sums into its row's; 0, and nothing added, where float32 does not hold them. */
+INLINE int add_group(row_sums *restrict row, const squares *restrict group, const extremes *restrict seen, int is_apart) {
+    f32x4 signal = fold(group->signal, is_apart), noise = fold(group->noise, is_apart), output = fold(group->output, is_apart);
+    i64x2 is_held = (i64x2)((signal >= FINE) & (noise >= FINE) & (signal <= COARSE) & (noise <= COARSE) & (output <= COARSE));
+    if ((is_held[0] & is_held[1]) != -1) return 0;
+    for (int j = 0; j < 4; j++) row->signal[j] += signal[j], row->noise[j] += noise[j], row->output[j] += output[j];
+    row->seen = *seen;
+    return 1;
+}
+
+/* The same in double, element by element, with any values. */
+INLINE void add_lane(row_sums *restrict row, double (*restrict lanes)[16], int lane, float x, float y) {
+    double difference = (double)(x - y);
+    lanes[0][lane] += (double)x * x, lanes[1][lane] += difference * difference, lanes[2][lane] += (double)y * y;
+    float distance = __builtin_fabsf(x - y);
+    row->max_abs = distance > row->max_abs || distance != distance ? distance : row->max_abs;
+}
+
+INLINE void add_lanes(row_sums *restrict row, double (*restrict lanes)[16]) {
+    double *totals[3] = {row->signal, row->noise, row->output};
+    for (int k = 0; k < 3; k++)
+        for (int j = 0, i = 0; j < 4; j++, i += 2)
+            totals[k][j] += (lanes[k][i] + lanes[k][i + 1]) + (lanes[k][i + 8] + lanes[k][i + 9]);
+}
+
+INLINE double four(const double *restrict lanes) { return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]); }
+
+INLINE void store_row(const row_sums *restrict row, double *restrict sums) {
+    float largest = 0.0f, max_abs;
+    int64_t clipped = row->clipped;
+    for (int j = 0; j < SIDE; j++) {
+        largest = row->seen.largest[j] > largest ? row->seen.largest[j] : largest;
+        clipped += row->seen.clipped[j];
+    }
+    max_abs = __builtin_sqrtf(largest); /* of a float32's own rounded square: that float32 */
+    max_abs = max_abs >= row->max_abs ? max_abs : row->max_abs;
+    double found[SUMS] = {four(row->signal), four(row->noise), four(row->output), max_abs, (double)clipped};
+    memcpy(sums, found, sizeof found);
+}
+
+/* What the bytes of a block scale stand for: the step; half of it, NaN where it is too small for float32 sums; (6 * step)^2. */
+typedef struct { float step[256], half[256], limit[256]; } table256;
+
+INLINE void set(table256 *restrict table, int byte, float step) {
+    table->step[byte] = step;
+    table->half[byte] = step >= SMALLEST_STEP ? 0.5f * step : __builtin_nanf("");
+    table->limit[byte] = (6.0f * step) * (6.0f * step);
+}
+
+INLINE float fp4_from_fp32(float value) { return value; }
+
+#define DEFINE_COMPARE(dtype, type)                                                                                         \
+    static __attribute__((noinline)) void exact_##dtype(row_sums *restrict row, const type *restrict x, size_t n,           \
+                                                        const uint8_t *restrict packed, const uint8_t *restrict block_scales, \
+                                                        size_t width, const float *restrict step) {                         \
+        double lanes[3][16] = {{0}};                                                                                        \
+        for (size_t i = 0; i < n; i++) {                                                                                    \
+            float value = fp4_from_##dtype(x[i]), s = step[block_scales[i / width]];                                        \
+            add_lane(row, lanes, i % 16, value, e2m1_decode(packed[i / 2] >> i % 2 * 4 & 15u) * s);                         \
+            row->clipped += __builtin_fabsf(value) > __builtin_fabsf(6.0f * s);                                             \
+        }                                                                                                                   \
+        add_lanes(row, lanes);                                                                                              \
+    }                                                                                                                       \
+    INLINE void group_##dtype(row_sums *restrict row, const type *restrict x, size_t n, const uint8_t *restrict packed,     \
+                              const uint8_t *restrict block_scales, size_t width, const table256 *restrict table) {         \
+        squares group = {0};                                                                                                \
+        extremes seen = row->seen;                                                                                          \
+        for (size_t i = 0; i < n; i += 16) {                                                                                \
+            size_t byte = block_scales[i / width];                                                                          \
+            sixteen y = decode16(packed + i / 2, table->half[byte], APART_##dtype);                                         \
+            add16(&group, &seen, load16_##dtype(x + i), y, table->limit[byte]);                                             \
+        }                                                                                                                   \
+        if (!add_group(row, &group, &seen, APART_##dtype))                                                                  \
+            exact_##dtype(row, x, n, packed, block_scales, width, table->step);                                             \
+    }                                                                                                                       \
+    INLINE void compare_##dtype(const type *restrict x, int64_t rows, int64_t columns, const uint8_t *restrict packed,      \
+                                const uint8_t *restrict block_scales, size_t width, const table256 *restrict table,         \
+                                double *restrict sums) {                                                                    \
+        for (int64_t r = 0; r < rows; r++, sums += SUMS) {                                                                  \
+            row_sums row = {0};                                                                                             \
+            for (int64_t left = columns; left > 0; left -= GROUP) {                                                         \
+                size_t n = left < GROUP ? (size_t)left : GROUP;                                                             \
+                group_##dtype(&row, x, n, packed, block_scales, width, table);                                              \
+                x += n, packed += n / 2, block_scales += n / width;                                                         \
+            }                                                                                                               \
+            store_row(&row, sums);                                                                                          \
+        }                                                                                                                   \
+    }                                                                                                                       \
+    void NAME(compare_nvfp4_##dtype)(const type *restrict x, int64_t rows, int64_t columns, const uint8_t *restrict packed, \
+                                     const uint8_t *restrict block_scales, const float *restrict stored_global,             \
+                                     int64_t is_divisor, double *restrict sums) {                                           \
+        table256 table;                                                                                                     \
+        for (int byte = 0; byte < 256; byte++)                                                                              \
+            set(&table, byte, is_divisor ? e4m3_decode(byte) / *stored_global : e4m3_decode(byte) * *stored_global);        \
+        compare_##dtype(x, rows, columns, packed, block_scales, 16, &table, sums);                                          \
+    }                                                                                                                       \
+    void NAME(compare_mxfp4_##dtype)(const type *restrict x, int64_t rows, int64_t columns, const uint8_t *restrict packed, \
+                                     const uint8_t *restrict block_scales, double *restrict sums) {                         \
+        table256 table;                                                                                                     \
+        for (int byte = 0; byte < 256; byte++) set(&table, byte, e8m0_decode(byte));                                        \
+        compare_##dtype(x, rows, columns, packed, block_scales, 32, &table, sums);                                          \
+    }                                                                                                                       \
+    void NAME(compare_values_##dtype)(const type *restrict x, int64_t rows, int64_t columns, const float *restrict y,       \
+                                      double *restrict sums) {                                                              \
+        for (int64_t r = 0; r < rows; r++, sums += SUMS) {                                                                  \
+            row_sums row = {0};                                                                                             \
+            for (int64_t left = columns; left > 0; left -= GROUP) {                                                         \
+                int n = left < GROUP ? (int)left : GROUP;                                                                   \
+                double lanes[3][16] = {{0}};                                                                                \
+                squares group = {0};                                                                                        \
+                extremes seen = row.seen;                                                                                   \
+                for (int i = 0; n % 16 == 0 && i < n; i += 16)                                                              \
+                    add16(&group, &seen, load16_##dtype(x + i), load16_fp32(y + i), __builtin_inff());                      \
+                if (n % 16 || !add_group(&row, &group, &seen, 0)) {                                                            \
+                    for (int i = 0; i < n; i++) add_lane(&row, lanes, i % 16, fp4_from_##dtype(x[i]), y[i]);                \
+                    add_lanes(&row, lanes);                                                                                 \
+                }                                                                                                           \
+                x += n, y += n;                                                                                             \
+            }                                                                                                               \
+            store_row(&row, sums);                                                                                          \
+        }                                                                                                                   \
+    }
+DEFINE_COMPARE(bf16, uint16_t)
+DEFINE_COMPARE(fp16, uint16_t)
+DEFINE_COMPARE(fp32, float)
+
+/* How often each code occurs, from how often its bits do: for every set of bits, the codes that have all of them, counted in four
+ * bits a code, then in bytes.  Those that have them and no others follow by inclusion and exclusion. */
+enum { NIBBLE_ROUNDS = 15, BYTE_ROUNDS = 8 * NIBBLE_ROUNDS };
+
+INLINE void add_nibbles(const uint8_t *restrict packed, int vectors, u8v *restrict bytes) {
+    u8v c[16] = {{0}}, b[16];
+    for (int i = 0; i < vectors; i++) {
+        u8v v = LOAD(u8v, packed + i * WIDTH);
+        b[1] = v & 0x11, b[2] = (u8v)((u16v)v >> 1) & 0x11, b[4] = (u8v)((u16v)v >> 2) & 0x11, b[8] = (u8v)((u16v)v >> 3) & 0x11;
+        b[3] = b[1] & b[2], b[5] = b[1] & b[4], b[6] = b[2] & b[4], b[7] = b[3] & b[4];
+        for (int s = 9; s < 16; s++) b[s] = b[s - 8] & b[8];
+        for (int s = 1; s < 16; s++) c[s] += b[s];
+    }
+    for (int s = 1; s < 16; s++) bytes[s] += (c[s] & 15) + (c[s] >> 4);
+}
+
+void NAME(count_codes)(const uint8_t *restrict packed, int64_t nbytes, int64_t *restrict counts) {
+    int64_t have[16] = {0}, vectors = nbytes / WIDTH, done = 0;
+    while (done < vectors) {
+        u8v bytes[16] = {{0}};
+        int64_t end = done + BYTE_ROUNDS < vectors ? done + BYTE_ROUNDS : vectors;
+        for (; done < end; done += NIBBLE_ROUNDS)
+            add_nibbles(packed + done * WIDTH, (int)(end - done < NIBBLE_ROUNDS ? end - done : NIBBLE_ROUNDS), bytes);
+        done = end;
+        for (int s = 1; s < 16; s++)
+            for (int j = 0; j < WIDTH; j++) have[s] += bytes[s][j];
+    }
+    have[0] = 2 * WIDTH * vectors;
+    for (int bit = 1; bit < 16; bit *= 2)
+        for (int s = 0; s < 16; s++)
+            if (!(s & bit)) have[s] -= have[s | bit];
+    for (int64_t i = vectors * WIDTH; i < nbytes; i++) have[packed[i] & 15]++, have[packed[i] >> 4]++;
+    for (int s = 0; s < 16; s++) counts[s] += have[s];
+}
