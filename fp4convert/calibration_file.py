@@ -125,11 +125,15 @@ class Calibration:
                 f"{self.path} was made from other weights of the same model as {source.name}: another revision or a fine-tune"
             )
             raise InputError("calibration-weights", detail, again)
+        self.check_linears(linears)
+
+    def check_linears(self, linears: Iterable[Linear]) -> None:
+        """InputError where the file has nothing on one of these linear layers, or something of another shape."""
         for linear in linears:
             ref = self._ref(linear.module, "input_channel_amax")
             if ref.shape != linear.shape[1:]:
                 detail = f"{self.path}: {ref.name} has the shape {list(ref.shape)}; expected {[linear.shape[1]]}"
-                raise InputError("calibration-shape", detail, again, linear.module)
+                raise InputError("calibration-shape", detail, "Calibrate this source: fp4convert calibrate.", linear.module)
 
     def has(self, module: str) -> bool:
         """True where there are statistics on the inputs of that linear layer."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from fp4convert.convert import Request, begin_quantize, prepare_quantize, quantize
 from fp4convert.errors import DeviceError, Fp4Error, InputError
+from fp4convert.input_scales import whole_reference
 from fp4convert.job import Result
 from fp4convert.manifest import TaskFiles
 from fp4convert.output import OutputFolder
@@ -95,7 +96,8 @@ def _sent(errand: Errand, source: Source) -> Errand:
     token = errand.access.token or (os.environ.get("HF_TOKEN") if checkpoint.repo else None)
     access = replace(errand.access, revision=checkpoint.revision, token=token, tell=Access().tell, output=None)
     statistics = errand.request.calibration
-    request = replace(errand.request, calibration=str(Path(statistics).absolute()) if statistics else None)
+    scales = whole_reference(errand.request.input_scale)
+    request = replace(errand.request, calibration=str(Path(statistics).absolute()) if statistics else None, input_scale=scales)
     return replace(errand, reference=reference, access=access, request=request, output=errand.output.absolute())
 
 
@@ -117,7 +119,7 @@ class _Watch:
             for file, sha256 in done.files.items():
                 self._settings.named(self._folder.root / file, file, sha256)
             for step in task.steps:
-                self._settings.phases.report(step.refs[0].name, step.source_bytes)
+                self._settings.phases.report(step.name, step.source_bytes)
 
 
 def _wait_for(ray: ModuleType, workers: dict[Any, str], watch: _Watch) -> tuple[list[Result], list[dict[str, Any]]]:

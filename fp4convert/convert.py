@@ -12,19 +12,23 @@ from pathlib import Path
 
 from fp4convert.artifact import Artifact
 from fp4convert.backends import open_backend
+from fp4convert.cache_scales import check_word, plan_cache
+from fp4convert.calibration_file import Calibration
 from fp4convert.carrying import Carrier, describe_carried, stored_blocks, taken_over
-from fp4convert.dialects import Dialect, check_input_scale, dialect_named, dialect_to_write
+from fp4convert.dialects import Dialect, dialect_named, dialect_to_write
 from fp4convert.ending import as_text
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, Blocks, format_named, row_panels
+from fp4convert.input_scales import Measured, choose_scales
 from fp4convert.job import Job, Result, begin, carry_out
 from fp4convert.linears import find_linears
 from fp4convert.makers import Dequantizer, Quantizer, Transcoder
 from fp4convert.manifest import Manifest
 from fp4convert.methods import open_statistics, reopened, with_statistics
 from fp4convert.output import OutputFolder
-from fp4convert.plan import plan_quantize
-from fp4convert.recipe import Choice, Target, build_recipe
+from fp4convert.plan import Beside, plan_quantize
+from fp4convert.recipe import Choice, Recipe, Target, build_recipe
+from fp4convert.recipe_rules import FormatRule
 from fp4convert.record import RECORD, Contents, make_record, stacks_recorded, unquantized
 from fp4convert.respelling import DTYPES, plan_dequantize, plan_transcode
 from fp4convert.sources import Source
@@ -44,7 +48,7 @@ class Request:
     dialect: str = "compressed-tensors"
     scale_rule: str | None = None
     activations: int = 16
-    input_scale: float | None = None
+    input_scale: str | float | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     recipe: str | None = None
@@ -54,32 +58,48 @@ class Request:
     via: str | None = None
     calibration: str | None = None
     method: str = "rtn"
+    kv_cache: str | None = None
 
 
-def prepare_quantize(source: Source, request: Request) -> Plan:
-    """The plan that `quantize` carries out; InputError for anything that the request or the source has wrong."""
-    fmt = format_named(request.format)
-    traits = dialect_to_write(Target(fmt.name, request.dialect)).TRAITS
-    input_scale = check_input_scale(fmt, request.activations, request.input_scale)
-    reads_any = traits.global_scale_kind and all(shard.frame.reads_global_scales for shard in source.checkpoint.shards)
-    is_unit = fmt.has_global_scale and not reads_any
-    if request.via not in (None, "fp8"):
-        raise InputError("unknown-via", f"--via {request.via!r} is not known; expected fp8", "Leave it out.")
-    target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, input_scale)
+def prepare_quantize(source: Source, request: Request, formats: tuple[FormatRule, ...] = ()) -> Plan:
+    """The plan that `quantize` carries out; InputError for anything that the request or the source has wrong.
+
+    formats  of modules, before those of the recipe: a choice that was made to fit a size
+    """
     calibration = open_statistics(request.method, request.scale_rule, request.calibration)
-    sha256 = calibration.sha256 if calibration else None
-    target = replace(target, has_unit_scale=is_unit, via=request.via, method=request.method, calibration=sha256)
-    stacks = (request.stack_order, request.stack_rows)
-    choice = Choice(request.recipe, request.include, request.exclude, *stacks, request.keep_packed)
-    recipe = build_recipe(target, source.checkpoint.config, choice)
-    with uncollected():
-        plan = plan_quantize(source.checkpoint, recipe, find_linears(source, recipe))
+    measured = Measured(calibration) if calibration else None
+    recipe = recipe_for(source, request, calibration)
+    recipe = replace(recipe, formats=(*formats, *recipe.formats))
     if calibration:
-        plan = with_statistics(plan, calibration, source)
+        calibration.check(source)
+    inputs = choose_scales(source, recipe.format, request.activations, request.input_scale, measured)
+    with uncollected():
+        linears = find_linears(source, recipe)
+        beside = Beside(inputs, measured, plan_cache(source, linears, recipe, calibration))
+        plan = plan_quantize(source.checkpoint, recipe, linears, beside)
+    if calibration:
+        plan = with_statistics(plan, calibration)
     for module, q in () if source.is_streamed else stored_blocks(plan):  # from a Hub each would be a request: the run tells
         _refuse_odd_scale(module, q)
         _check_scalars(module, q, None, _dialect_of(plan))
     return plan
+
+
+def recipe_for(source: Source, request: Request, calibration: Calibration | None) -> Recipe:
+    """What is asked for, for that source; InputError for what no format, dialect or recipe has."""
+    fmt = format_named(request.format)
+    check_word(request.kv_cache)
+    traits = dialect_to_write(Target(fmt.name, request.dialect, kv_cache=request.kv_cache)).TRAITS
+    reads_any = traits.global_scale_kind and all(shard.frame.reads_global_scales for shard in source.checkpoint.shards)
+    is_unit = fmt.has_global_scale and not reads_any
+    if request.via not in (None, "fp8"):
+        raise InputError("unknown-via", f"--via {request.via!r} is not known; expected fp8", "Leave it out.")
+    target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, kv_cache=request.kv_cache)
+    sha256 = calibration.sha256 if calibration else None
+    target = replace(target, has_unit_scale=is_unit, via=request.via, method=request.method, calibration=sha256)
+    stacks = (request.stack_order, request.stack_rows)
+    choice = Choice(request.recipe, request.include, request.exclude, *stacks, request.keep_packed)
+    return build_recipe(target, source.checkpoint.config, choice)
 
 
 @contextmanager
@@ -147,7 +167,7 @@ def dequantize(source: Source, artifact: Artifact | None, plan: Plan, output: Pa
     """
     config = _with_dtype(source.checkpoint.config, FLOAT_TYPES[DTYPES[plan.target.format]].config_name)
     config = unquantized(config)
-    texts = _index_text(plan)
+    texts = index_text(plan)
     last = plan.shards[-1].file
     if all(shard.frame.container == "safetensors" for shard in source.checkpoint.shards):
         last = "config.json"
@@ -183,7 +203,7 @@ def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Sour
     recorded = str(artifact.record.get("scale_rule"))
     rule = recorded if is_same and recorded in made.scale_rules else None
     activations = artifact.form.activations if is_same else 16
-    target = Target(made.name, request.dialect, rule, activations, None, request.scale_layout, artifact.form.kv_cache)
+    target = Target(made.name, request.dialect, rule, activations, request.scale_layout, artifact.form.kv_cache)
     method, calibration = (_word(artifact.record.get(key)) for key in ("method", "calibration"))
     target = replace(target, method=method, calibration=calibration)
     spelling = dialect_to_write(target)
@@ -286,7 +306,7 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     config = unquantized(source.checkpoint.config)
     if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
         records["config.json"] = {**config, **records.get("config.json", {})}
-    texts = {**_index_text(plan), **{file: as_text(record) for file, record in records.items()}}
+    texts = {**index_text(plan), **{file: as_text(record) for file, record in records.items()}}
     producer = {"name": "fp4convert", "version": version("fp4convert")}
     here: dict[str, object] = {"repo": source.checkpoint.repo, "revision": source.checkpoint.revision}
     record = make_record(plan.target, Contents(groups, plan.ignored, plan.shapes, plan.stacks), producer, origin or here)
@@ -313,7 +333,7 @@ def _dialect_of(plan: Plan) -> Dialect:
     return dialect_named(plan.target.dialect)
 
 
-def _index_text(plan: Plan) -> dict[str, str]:
+def index_text(plan: Plan) -> dict[str, str]:
     """The index of several shards, or of one whose name says that there are others."""
     files = [shard.file for shard in plan.shards]
     is_alone = len(files) == 1 and "-of-" not in files[0]

@@ -23,7 +23,7 @@ from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
 from fp4convert.linears import Linears
 from fp4convert.patterns import integer_of
-from fp4convert.recipe_files import FoldRule
+from fp4convert.recipe_rules import FoldRule
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Checkpoint
 

@@ -168,7 +168,7 @@ class _Place(NamedTuple):
     def of(cls, pattern: str, name: str, step: Step, at: int) -> _Place:
         """The place of a row, whose lowest name and its step these are."""
         texts, numbers = split_numbers(name)
-        is_matrix = len(step.shape or step.refs[0].shape) > 1
+        is_matrix = len(step.shape or (*step.refs, *step.outputs)[0].shape) > 1
         rank = reading_rank(split_leaf(name)[1])[:-1]
         return cls(texts[0] if numbers else "", numbers[0] if numbers else 0, pattern, is_matrix, rank, at)
 
@@ -190,7 +190,7 @@ class _Place(NamedTuple):
 
 def _name_of(step: Step) -> str:
     """What a person calls it: a linear layer by its module, another weight without that word."""
-    return step.module if step.shape else step.refs[0].name.removesuffix(".weight")
+    return step.module if step.shape else step.name.removesuffix(".weight")
 
 
 def _verdict_on(step: Step) -> Verdict:

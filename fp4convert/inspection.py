@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.artifact import Artifact, is_healthy
+from fp4convert.cache_scales import check_cache, describe_cache
 from fp4convert.codec import FLOAT_DTYPES, block_steps
 from fp4convert.detection import StoredScales, detect_layout
 from fp4convert.dialects import Packed
@@ -155,7 +156,7 @@ def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
     for members in _unequal_groups(artifact, stored):
         detail = f"{', '.join(members)} have different global scales; engines that fuse them use only one"
         findings.append(Finding(level, "group-scales-differ", members[0], detail))
-    findings += _check_others(artifact)
+    findings += [*_check_others(artifact), *check_cache(artifact)]
     inputs = {module: scale for module, scale in _each(artifact, artifact.input_scale, singles).items() if scale is not None}
     for module, scale in inputs.items():
         if not (math.isfinite(scale) and scale > 0):
@@ -346,6 +347,7 @@ def _describe(artifact: Artifact, detected: str | None, share: float, findings: 
         **{key: common(key) for key in ("block_size", "element_dtype", "scale_dtype")},
         "scale_layout": {"declared": artifact.declared_layout, "detected": detected},
         **{key: common(key) for key in ("global_scale", "nibble_order", "activations")},
+        **({"kv_cache": cache} if (cache := describe_cache(artifact)) else {}),
         **({"forms": forms} if len(forms) > 1 else {}),
         "tensors": {"quantized": len(packed), "other": len(artifact.tensors) - len(quantized)},
         "bits_per_weight": _bits(artifact, packed),

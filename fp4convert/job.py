@@ -119,6 +119,7 @@ class Job:
         options = [
             asdict(self.plan.target),
             self.plan.quantized,
+            [step.scalar for step in self.plan.steps if step.scalar is not None],
             self.texts,
             *(part.traits[OPTIONS] for part in self.parts.values()),
         ]
@@ -177,7 +178,12 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
 
 def _count(actions: Mapping[Action, int], worker: Worker) -> dict[str, int]:
     """How many tensors became what: beside the usual, blocks that were taken over and packed ones that became floats."""
-    rare: dict[str, Action] = {"transcoded": "transcode", "dequantized": "dequantize", "folded": "fold"}
+    rare: dict[str, Action] = {
+        "transcoded": "transcode",
+        "dequantized": "dequantize",
+        "folded": "fold",
+        "written": "write",
+    }
     counts = {worker.made: actions.get(worker.action, 0), "copied": actions.get("copy", 0), "skipped": actions.get("skip", 0)}
     return {**counts, **{how: actions[action] for how, action in rare.items() if actions.get(action) and how not in counts}}
 
@@ -334,7 +340,12 @@ def _check_places(job: Job, output: Path) -> None:
             raise InputError(
                 "file-name", f"{file}: the source has a folder where the result has a file; expected none", "Rename it."
             )
-    if job.source.holds(output):
+    refuse_inside(job.source, output)
+
+
+def refuse_inside(source: Source, output: Path) -> None:
+    """InputError for an output folder in the source's own."""
+    if source.holds(output):
         detail = f"{output} lies inside the source; expected a folder outside it, so that the source stays as it is"
         raise InputError("output-in-source", detail, "Choose another: -o FOLDER.")
 

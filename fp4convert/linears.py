@@ -89,11 +89,11 @@ def linears_of(clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | No
     return linears
 
 
-def originals_of(artifact: Artifact, source: Source) -> Mapping[str, Linear]:
+def originals_of(artifact: Artifact, source: Source) -> Linears:
     """The linear layers of the source that an artifact was made from, its stacks read as they were then."""
     recipe = build_recipe(Target(artifact.forms[0].format.name), source.checkpoint.config)
     stacks = (*stacks_recorded(artifact.record), *recipe.stacks)
-    return find_linears(source, replace(recipe, stacks=stacks)).of
+    return find_linears(source, replace(recipe, stacks=stacks))
 
 
 def linears_stored(artifact: Artifact) -> dict[str, Linear]:

@@ -33,7 +33,7 @@ from fp4convert.output import TaskWriter
 from fp4convert.recipe import Target
 from fp4convert.rounding import Rounding
 from fp4convert.sources import Source
-from fp4convert.spelling import Form, Part, encode_int4
+from fp4convert.spelling import Form, Part, encode_int4, encode_scalar
 from fp4convert.stacks import Rows, Slot, Woven, alternate, rows_of
 from fp4convert.tasks import Action, Step
 
@@ -64,8 +64,10 @@ class Quantizer:
 
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         first = steps[0]
+        if first.scalar is not None and not first.linears:
+            return writer.append(first.outputs[0], encode_scalar(first.scalar))
         if not first.linears:
-            return _copy(self.source, steps, writer, stop)
+            return copy_steps(self.source, steps, writer, stop)
         try:
             if first.form is None:
                 self._write_floats(steps, writer, stop)
@@ -78,10 +80,10 @@ class Quantizer:
 
     def _write_blocks(self, steps: list[Step], form: Form, writer: TaskWriter, stop: threading.Event) -> None:
         """The members of a scale group as blocks of four bits."""
-        speller = Speller(self._dialect, form, self._target.input_scale)
         with closing(self._panels(steps)) as panels:
             for number, own in groupby(panels, key=itemgetter(0)):
                 step = steps[number]
+                speller = Speller(self._dialect, form, step.scalar)
                 if not _append(step, speller.parts(step.module, step.shape, _noted(own, step, writer)), writer, stop):
                     return
 
@@ -94,13 +96,13 @@ class Quantizer:
             panels = linear.coding.kept(linear, self.source, form)
         table = self._dialect.TRAITS.fp8
         if form.format is FP8 and table:
-            parts = table.encode(step.module, form, panels)
+            parts = table.encode(step.module, form, panels, 1.0 if step.scalar is None else step.scalar)
         else:
             parts = encode_int4(step.module, step.shape, panels)
-        _append(step, self._with_own_scales(parts, linear), writer, stop)
+        _append(step, parts if step.scalar is not None else self._with_own_scales(parts, linear), writer, stop)
 
     def _with_own_scales(self, parts: Iterator[Part], linear: Linear) -> Iterator[Part]:
-        """The parts; a scale of activations that the source has goes before a constant."""
+        """The parts; a scale of activations that the source has stays, where the plan has none."""
         own = {ref.name: ref for ref in linear.idle if ref.dtype == "F32" and ref.elements == 1}
         for name, part in parts:
             yield name, self.source.read_range(own[name], 0, own[name].nbytes) if name in own else part
@@ -221,7 +223,7 @@ class Dequantizer:
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         for step in steps:
             if step.action != "dequantize":
-                _copy(self.source, [step], writer, stop)
+                copy_steps(self.source, [step], writer, stop)
                 continue
             output = step.outputs[0]
             try:
@@ -285,7 +287,7 @@ class Transcoder:
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         for step in steps:
             if step.action != "transcode":
-                _copy(self.source, [step], writer, stop)
+                copy_steps(self.source, [step], writer, stop)
                 continue
             speller = Speller(self._dialect, self._form, self._artifact.input_scale(step.slots[0][0].module))
             if not _append(step, speller.parts(step.module, step.shape, self._panels(step.slots)), writer, stop):
@@ -306,13 +308,14 @@ def _append(step: Step, parts: Iterator[Part], writer: TaskWriter, stop: threadi
     return True
 
 
-def _copy(source: Source, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+def copy_steps(source: Source, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+    """What the first output of each step holds: the bytes of its refs, one behind the other."""
     for step in steps:
-        ref = step.refs[0]
-        for start in range(0, ref.nbytes, COPY_NBYTES):
-            if stop.is_set():
-                return
-            writer.append(step.outputs[0], source.read_range(ref, start, min(start + COPY_NBYTES, ref.nbytes)))
+        for ref in step.refs:
+            for start in range(0, ref.nbytes, COPY_NBYTES):
+                if stop.is_set():
+                    return
+                writer.append(step.outputs[0], source.read_range(ref, start, min(start + COPY_NBYTES, ref.nbytes)))
 
 
 def find_not_finite(source: Source, linear: Linear) -> NumericError | None:

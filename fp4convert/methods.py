@@ -12,7 +12,6 @@ from dataclasses import replace
 from fp4convert.calibration_file import Calibration, open_calibration
 from fp4convert.errors import InputError
 from fp4convert.recipe import Target
-from fp4convert.sources import Source
 from fp4convert.tasks import Plan, Step
 
 METHODS = ("rtn",)
@@ -37,13 +36,13 @@ def open_statistics(method: str, rule: str | None, file: str | None) -> Calibrat
     return None if file is None else open_calibration(file)
 
 
-def with_statistics(plan: Plan, calibration: Calibration, source: Source) -> Plan:
+def with_statistics(plan: Plan, calibration: Calibration) -> Plan:
     """The plan with the file in it, and with a warning where method and rule pass over modules, or over the file.
 
-    Raises InputError where the file is of another checkpoint, or lacks what method and rule take of a linear layer
+    Raises InputError where the file lacks what method and rule take of a linear layer
     """
     linears = [linear for step in rounded(plan) for linear in step.linears] if takes_statistics(plan.target) else []
-    calibration.check(source, linears)
+    calibration.check_linears(linears)
     for module in dict.fromkeys(calibration.inputs.get(linear.module, linear.module) for linear in linears):
         calibration.moments(module)
     return replace(plan, calibration=str(calibration.path), warnings=(*plan.warnings, *_untouched(plan)))
@@ -62,7 +61,8 @@ def rounded(plan: Plan) -> Iterator[Step]:
 def _untouched(plan: Plan) -> Iterator[str]:
     """Modules that method and rule do not reach, or that they reach none by the file."""
     if not takes_statistics(plan.target):
-        yield "--calibration changes no weight: --method rtn takes statistics with --scale-rule importance alone"
+        if all(step.scalar is None for step in plan.steps):
+            yield "--calibration changes no weight: --method rtn takes statistics with --scale-rule importance alone"
         return
     reached = {step.module for step in rounded(plan)}
     if others := [step.name for step in plan.steps if step.is_made and step.module not in reached]:

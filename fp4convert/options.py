@@ -23,7 +23,10 @@ LayoutOption = Annotated[
 TemplateOption = Annotated[str | None, typer.Option(help="Dialect gguf: a GGUF file of the model, whose frame it gets.")]
 RuleOption = Annotated[str | None, typer.Option(help="nvfp4: amax; mxfp4: floor, even (default) or ceil.")]
 ActivationsOption = Annotated[int, typer.Option(help="16: weights alone; 4: for the FP4 tensor cores, activations too.")]
-InputScaleOption = Annotated[float | None, typer.Option(help="With --activations 4, nvfp4: a multiplier. Default: 1.0.")]
+InputScaleOption = Annotated[
+    str | None, typer.Option(help="With --activations 4, nvfp4: a multiplier, or an artifact that has them. Default: 1.0.")
+]
+CacheOption = Annotated[str | None, typer.Option("--kv-cache", help="fp8: scales and records for a cache of keys and values.")]
 IncludeOption = Annotated[list[str] | None, typer.Option(help="Quantize these modules too, though the recipe keeps them.")]
 ExcludeOption = Annotated[list[str] | None, typer.Option(help="Keep these modules as they are. Glob, or re:REGEX.")]
 RecipeOption = Annotated[str | None, typer.Option(help="A mode or family that fp4convert recipes lists, or a TOML file.")]

@@ -10,8 +10,14 @@ from fp4convert.progress import duration_text, size_text
 from fp4convert.render import Document, Screen, escape, shorten
 
 HEADINGS = ("modules", "count", "becomes", "before", "after", "why")
-WORDS = {"copy": "stays", "skip": "skipped", "dequantize": "bf16"}  # what becomes of others than four-bit modules
-STYLES = {"copy": "", "skip": "yellow", "dequantize": "yellow"}
+WORDS = {
+    "copy": "stays",
+    "skip": "skipped",
+    "prune": "fewer",
+    "dequantize": "bf16",
+    "write": "added",
+}  # what becomes of others than four-bit modules
+STYLES = {"copy": "", "write": "", "skip": "yellow", "dequantize": "yellow"}
 INDENT, GAP = "  ", "  "
 RIGHT = (1, 3, 4)  # columns of numbers
 WHY_WIDTH = 20  # at least
@@ -113,8 +119,11 @@ def _totals(plan: Document) -> Iterator[tuple[str, str]]:
     rows, seconds = plan["patterns"], plan["seconds_estimated"]
     for name in dict.fromkeys(row["format"] for row in rows if row["format"]):
         yield name, _sum_text([row for row in rows if row["format"] == name], "modules")
-    if kept := [row for row in rows if not row["format"]]:
-        yield "stays", _sum_text(kept, "tensors")
+    if experts := plan.get("experts"):
+        yield "experts", f"{experts['before']} -> {experts['kept']} in each of {experts['layers']} layers"
+    for word, is_added in (("stays", False), ("added", True)):
+        if others := [row for row in rows if not row["format"] and (row["action"] == "write") == is_added]:
+            yield word, _sum_text(others, "tensors")
     if copied := plan.get("copied_bytes"):
         yield "copied", f"{size_text(copied)} outside {' and '.join(part['name'] for part in plan['components'])}"
     before, after, bits = (plan[key] for key in ("source_bytes", "output_bytes", "bits_per_weight"))

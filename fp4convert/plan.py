@@ -1,7 +1,7 @@
 """(headers, recipe) -> Plan: what happens to every tensor and where every output byte goes; pure.
 
-Nothing is read but headers and records, so a dry run, the disk check, bounded memory and identical output from any
-number of workers all follow from this one value.
+Nothing is read but headers and records, and the scalars of what input scales are taken from, so a dry run, the disk check,
+bounded memory and identical output from any number of workers all follow from this one value.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from fp4convert.cache_scales import Cache
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS, WEIGHT
 from fp4convert.codings.folded import foldings_of
@@ -16,9 +17,10 @@ from fp4convert.codings.fp8 import Fp8
 from fp4convert.dialects import Dialect, Ignored, dialect_to_write, form_of
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
+from fp4convert.input_scales import Constant, Fed, InputScales, Measured, find_small, scales_of
 from fp4convert.linears import Linears
 from fp4convert.patterns import matches
-from fp4convert.recipe import Recipe, ScaleGroup, StackRule, is_expert_stack
+from fp4convert.recipe import Recipe, ScaleGroup, StackRule, is_expert_stack, scale_group
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
 from fp4convert.stacks import Slot
@@ -30,18 +32,34 @@ GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
 KEPT_DTYPE = "BF16"  # of what was packed and stays
 
 
-def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Scales that stand beside the weights, and come from elsewhere.
+
+    inputs    what says those of activations
+    measured  what a calibration says of them, to be compared
+    cache     those of a cache of keys and values
+    """
+
+    inputs: InputScales = field(default_factory=lambda: Constant(1.0))
+    measured: Measured | None = None
+    cache: Cache = field(default_factory=Cache)
+
+
+def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, beside: Beside = Beside()) -> Plan:
     """The plan that turns a checkpoint into the recipe's format and dialect.
 
     linears  those of the checkpoint
-    Raises   InputError for stacks of experts whose layout nobody tells, for what the dialect cannot say, or where an output would
-             take the name of another tensor
+    Raises   InputError for stacks of experts whose layout nobody tells, for what the dialect cannot say, for modules without an
+             input scale, or where an output would take the name of another tensor
     """
     dialect = dialect_to_write(recipe.target)
     refuse_other_container(checkpoint, dialect, str(recipe.target.dialect))
     verdicts = decide(linears, recipe, dialect)
     groups = gathered(verdicts)
-    drafting = _Drafting.of(verdicts, groups, dialect)
+    fed = fed_modules(verdicts, recipe, dialect)
+    inputs, inputs_told = scales_of(fed, beside.inputs)
+    drafting = _Drafting.of(verdicts, groups, dialect, inputs)
     home, consumed = linears.by_home(), linears.consumed()
 
     def drafts(tensors: Iterable[TensorRef]) -> Iterator[Draft]:
@@ -52,6 +70,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears) -> P
                 yield from drafting.of_tensor(ref, home[ref.name])
             elif ref.name not in consumed:
                 yield Draft(*_why(ref, recipe), (ref,), (_as_it_is(ref),))
+            yield from beside.cache.drafts.get(ref.name, ())
 
     writing = Writing(checkpoint, recipe.target, dialect, form_of(recipe.target))
     tasks = tuple(writing.task(shard, list(drafts(shard.tensors))) for shard in checkpoint.shards)
@@ -66,7 +85,10 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears) -> P
         *_unmatched(recipe, _names_of(checkpoint, linears)),
         *uneven_groups(verdicts, recipe),
         *skipped_experts(verdicts),
-        *_left_behind(linears),
+        *inputs_told,
+        *find_small(fed, inputs, beside.measured),
+        *beside.cache.notes,
+        *_left_behind(linears, beside.cache),
         *_not_via(verdicts, recipe),
         *(_embeddings(asked, recipe) if not dialect.TRAITS.holds_embeddings else ()),
         *(() if made else [f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists"]),
@@ -82,6 +104,7 @@ class _Drafting:
 
     stems  shape of everything that is made, by what its tensors are named after
     slots  of the stems that hold other modules
+    inputs scales of activations, of the modules that have one
     """
 
     verdicts: Mapping[str, Verdict]
@@ -89,6 +112,7 @@ class _Drafting:
     dialect: Dialect
     stems: Mapping[str, tuple[int, ...]]
     slots: Mapping[str, tuple[Slot, ...]]
+    inputs: Mapping[str, float]
     _labels: Mapping[ScaleGroup, str] = field(default_factory=dict)  # what a person calls a scale group
     _stem_at: Mapping[str, str] = field(default_factory=dict)  # by its first module
     _held: frozenset[str] = frozenset()  # modules that stems of other names hold
@@ -99,6 +123,7 @@ class _Drafting:
         verdicts: Mapping[str, Verdict],
         groups: Mapping[ScaleGroup, list[Linear]],
         dialect: Dialect,
+        inputs: Mapping[str, float],
     ) -> _Drafting:
         shapes = {module: verdict.linear.shape for module, verdict in verdicts.items() if verdict.is_made}
         stems = dialect.stems(shapes)
@@ -106,7 +131,7 @@ class _Drafting:
         at = {stored[0][0].module: stem for stem, stored in slots.items()}
         held = frozenset(rows.module for stored in slots.values() for slot in stored for rows in slot)
         labels = {group: _label(group, members) for group, members in groups.items() if len(members) > 1}
-        return cls(verdicts, groups, dialect, stems, slots, labels, at, held)
+        return cls(verdicts, groups, dialect, stems, slots, inputs, labels, at, held)
 
     def of_tensor(self, ref: TensorRef, linears: list[Linear]) -> Iterator[Draft]:
         """What becomes of a stored tensor that holds those; where all of them stay as they are, it stays whole."""
@@ -149,7 +174,21 @@ class _Drafting:
             form=first.form,
             linears=linears,
             measured=measured,
+            scalar=max((self.inputs[linear.module] for linear in linears if linear.module in self.inputs), default=None),
         )
+
+
+def fed_modules(verdicts: Mapping[str, Verdict], recipe: Recipe, dialect: Dialect) -> list[Fed]:
+    """The modules with a static scale of activations beside their weights."""
+    table, found = dialect.TRAITS.fp8, []
+    for module, verdict in verdicts.items():
+        form, linear = verdict.form, verdict.linear
+        is_eight = form is not None and table is not None and table.has_input_scale(form)
+        if form is not None and (form.has_input_scale or is_eight):
+            own = f"{module}{table.input_scale}" if is_eight and table else ""
+            has_own = any(ref.name == own and ref.dtype == "F32" and ref.elements == 1 for ref in linear.idle)
+            found.append(Fed(module, linear.shape, form, scale_group(module, recipe.groups), has_own))
+    return found
 
 
 def _label(group: ScaleGroup, members: Iterable[Linear]) -> str:
@@ -276,10 +315,10 @@ def _unmatched(recipe: Recipe, modules: Collection[str]) -> list[str]:
     ]
 
 
-def _left_behind(linears: Linears) -> list[str]:
+def _left_behind(linears: Linears, cache: Cache) -> list[str]:
     """What only the engine of a packed source has a use for."""
     idle = [ref.name for linear in linears.of.values() for ref in linear.idle if "input" in ref.name or "activation" in ref.name]
-    caches = [ref.name for ref in linears.idle]
+    caches = [ref.name for ref in linears.idle if ref.name not in cache.own]
     return [
         f"{len(names)} {what} of the source are left out, the first {names[0]!r}: they belong to how it was quantized"
         for what, names in (("scales of activations", idle), ("scales of a cache of keys and values", caches))

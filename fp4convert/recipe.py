@@ -15,16 +15,12 @@ from fp4convert.recipe_files import (
     KEEP,
     STACK_ORDERS,
     STACK_ROWS,
-    FoldRule,
-    FormatRule,
-    KeepRule,
-    OnlyRule,
     RecipeFile,
-    StackRule,
     chosen_files,
     families_of,
     known_file,
 )
+from fp4convert.recipe_rules import ExpertsRule, FoldRule, FormatRule, KeepRule, OnlyRule, StackRule
 
 __all__ = ["Choice", "KeepRule", "Recipe", "ScaleGroup", "StackRule", "Target", "build_recipe", "group_members", "scale_group"]
 
@@ -65,7 +61,6 @@ class Target:
     dialect: str | None = None
     scale_rule: str | None = None
     activations: int = 16
-    input_scale: float | None = None
     scale_layout: str | None = None
     kv_cache: str | None = None
     has_unit_scale: bool = False
@@ -103,6 +98,7 @@ class Recipe:
     may_lack       members of groups that some layers of the model do not have
     folds          where scales of columns may be divided out; several rules may speak of one place
     choice         what a person chose beside these
+    experts        the first counts
     """
 
     format: Format
@@ -117,6 +113,7 @@ class Recipe:
     may_lack: frozenset[str] = frozenset()
     folds: tuple[FoldRule, ...] = ()
     choice: Choice = Choice()
+    experts: tuple[ExpertsRule, ...] = ()
 
     @property
     def include(self) -> tuple[str, ...]:
@@ -162,6 +159,10 @@ class Recipe:
         """What the recipes' rules take a module for; nothing where none speaks of it."""
         rule = self._rule_for(module)
         return rule.kind if rule else ""
+
+    def is_kind(self, module: str, kind: str) -> bool:
+        """True where any rule takes a module for that, whichever rule speaks first."""
+        return any(rule.kind == kind and matches_any(rule.patterns, module) for rule in self.keep)
 
     def stack_rule(self, tensor: str, shape: tuple[int, ...] = ()) -> StackRule | None:
         """How that tensor stacks the matrices of experts, or None where nobody says so.
@@ -259,6 +260,7 @@ def build_recipe(target: Target, config: Mapping[str, object], choice: Choice = 
         frozenset(member for file in files for member in file.may_lack),
         tuple(rule for file in later_first for rule in file.folds),
         choice,
+        tuple(rule for file in later_first for rule in file.experts),
     )
 
 

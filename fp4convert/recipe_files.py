@@ -17,95 +17,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp4convert.errors import InputError
+from fp4convert.recipe_rules import NAMED, ExpertsRule, FoldRule, FormatRule, KeepRule, OnlyRule, StackRule
 
 DEFAULT = "default"  # the file that every model has
 STACK_ORDERS, STACK_ROWS = ("out_in", "in_out"), ("concatenated", "interleaved")
-NAMED = "{parent}.{expert}.{member}"
 FOLD_KINDS = ("norm", "norm_plus_one", "linear", "heads")  # x * w (+ b); x * (1 + w); rows of W; rows of W, repeated for heads
 KEEP, ANY_FORMAT = "keep", "target"  # words of [[format]] beside the formats' names: it stays; it becomes what is asked for
 
 
 MOST_BASES = 20  # of a file, one upon another
 _MEMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-class KeepRule(NamedTuple):
-    """Modules that stay as they are, and why.
-
-    kind             what they are, for what depends on it: embedding, router, tower; or nothing of these
-    may_be_absent    engines must know of them even where the checkpoint holds none: a tied head
-    is_for_accuracy  engines could read them in fewer bits, and a [[format]] that names them goes before this rule
-    """
-
-    patterns: tuple[str, ...]
-    reason: str
-    kind: str = ""
-    may_be_absent: bool = False
-    is_for_accuracy: bool = False
-
-
-class OnlyRule(NamedTuple):
-    """Modules outside of which everything stays, and the reason that those others get."""
-
-    patterns: tuple[str, ...]
-    reason: str
-
-
-class StackRule(NamedTuple):
-    """Tensors that hold one matrix, or several, for each expert: (experts, ...).
-
-    members         the modules of each expert, in the order of their rows
-    is_transposed   each expert's matrix is stored as (in, out)
-    is_interleaved  rows of the members take turns; else one member stands below the other
-    named           of a module: {parent} is the tensor's name without its last part, {expert} a number from 0
-    inputs_key      of config.json, where checkpoints of both orders are in use: how many inputs each matrix has
-    inputs          that number
-    experts_key     of config.json, for a tensor (experts * rows, columns) with experts below each other: how many there are
-    experts         that number
-    """
-
-    tensors: tuple[str, ...]
-    members: tuple[str, ...]
-    is_transposed: bool
-    is_interleaved: bool
-    named: str = NAMED
-    inputs_key: str = ""
-    inputs: int | None = None
-    experts_key: str = ""
-    experts: int | None = None
-
-    def module(self, tensor: str, expert: int, member: str) -> str:
-        """The name of one expert's module out of that tensor."""
-        parent = tensor.removesuffix(".weight").rpartition(".")[0]
-        named = self.named.replace("{expert}", str(expert)).replace("{member}", member)
-        return named.replace("{parent}", parent)
-
-
-class FormatRule(NamedTuple):
-    """Modules that become another format than the one asked for; "keep" and "target" are words for none and that one."""
-
-    patterns: tuple[str, ...]
-    format: str
-
-
-class FoldRule(NamedTuple):
-    """Linear layers whose columns may be multiplied by numbers that what makes their input is divided by.
-
-    `{layer}` and `{expert}` in names stand for a path that ends in a number, and for a number; those that `into` has are the same
-    in the others, and all numbers are meant where it has none.
-
-    into      the module that is divided
-    kind      of it, a word of FOLD_KINDS: how its output depends on it
-    linears   every module that reads its output; what is lacking there is none of them
-    may_lack  of these, those that some layers or models do not have
-    aside     other matrices of a layer, which read something else: with a matrix that no rule names, a layer is not what it seems
-    """
-
-    into: str
-    kind: str
-    linears: tuple[str, ...]
-    may_lack: tuple[str, ...] = ()
-    aside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +48,7 @@ class RecipeFile:
     stacks: tuple[StackRule, ...]
     formats: tuple[FormatRule, ...]
     folds: tuple[FoldRule, ...] = ()
+    experts: tuple[ExpertsRule, ...] = ()
 
     @property
     def is_mode(self) -> bool:
@@ -206,6 +128,7 @@ def describe(recipe: str) -> dict[str, object]:
         "stacks": stacks,
         "formats": [{"format": rule.format, "modules": rule.patterns} for file in files[::-1] for rule in file.formats],
         "folds": [rule._asdict() for file in files[::-1] for rule in file.folds],
+        "experts": [rule._asdict() for file in files[::-1] for rule in file.experts],
     }
 
 
@@ -260,6 +183,7 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
             FoldRule(row["into"], row["kind"], tuple(row["linears"]), tuple(row["may_lack"]), tuple(row["aside"]))
             for row in rows["fold"]
         ),
+        tuple(ExpertsRule(*(tuple(row[key]) for key in ExpertsRule._fields)) for row in rows["experts"]),
     )
 
 
@@ -307,13 +231,13 @@ _FILE = {
     "model_types": _TEXTS._replace(default=()),
     "class_names": _TEXTS._replace(default=()),
     "base": _Key("a name, or a list of names", lambda value: (isinstance(value, str) and bool(value)) or _is_texts(value), ()),
-    **dict.fromkeys(("keep", "only", "group", "stack", "format", "fold"), _rows()),
+    **dict.fromkeys(("keep", "only", "group", "stack", "format", "fold", "experts"), _rows()),
 }
 _ROWS = {
     "keep": {
         "modules": _TEXTS,
         "reason": _TEXT,
-        "kind": _word("embedding", "router", "tower", default=""),
+        "kind": _word("embedding", "router", "tower", "prediction", default=""),
         "may_be_absent": _FLAG,
         "for_accuracy": _FLAG,
     },
@@ -336,6 +260,7 @@ _ROWS = {
         "may_lack": _PLACES._replace(default=()),
         "aside": _PLACES._replace(default=()),
     },
+    "experts": {"counts": _TEXTS, "chosen": _TEXTS, "rows": _TEXTS._replace(default=()), "columns": _TEXTS._replace(default=())},
 }
 
 

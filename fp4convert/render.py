@@ -160,6 +160,8 @@ def draw_result(screen: Screen, result: Document) -> None:
     named["method "] = method if (method := result.get("method")) != "rtn" else None
     screen.line(result["output"], "bold")
     screen.line(f"  {', '.join(f'{word}{name}' for word, name in named.items() if name)}")
+    if experts := result.get("experts"):
+        screen.line(f"  {experts['kept']} of {experts['before']} experts stay in each of {experts['layers']} layers")
     (how, converted), *others = counts.items()
     told = [f"{converted} tensors {how}", *(f"{count} {'kept' if how == 'copied' else how}" for how, count in others)]
     screen.line(f"  {', '.join(told)}")
@@ -236,6 +238,8 @@ def draw_recipe(screen: Screen, recipe: Document) -> None:
     for rule in recipe["stacks"]:
         rows = f", {rule['rows']}" if len(rule["members"]) > 1 else ""
         screen.line(f"takes {', '.join(rule['tensors'])} for stacks of {', '.join(rule['members'])}: {rule['order']}{rows}")
+    for rule in recipe["experts"]:
+        screen.line(f"counts experts by {', '.join(rule['counts'])}: in {', '.join((*rule['rows'], *rule['columns']))}")
 
 
 def draw_artifact(screen: Screen, artifact: Document) -> None:
@@ -244,6 +248,7 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
     order = f"{_declared(layout['declared'])}, {_detected(layout['detected'])}"
     rows = {
         **(_form_lines(artifact, order) if "forms" not in artifact else _forms_lines(artifact, order)),
+        **({"cache": _cache_text(cache)} if (cache := artifact.get("kv_cache")) else {}),
         "tensors": f"{counts['quantized']} quantized, {counts['other']} other",
         "bits per weight": "none" if bits is None else f"{bits:.3f} (codes, block scales and global scales)",
         "share read": f"{100 * artifact['share_read']:.0f} % of the block scales",
@@ -281,6 +286,12 @@ def _form_text(form: Document) -> str:
         shared = f"one scale to a {form['granularity']}"
     what = f"{form['modules']} modules, {form['bits_per_weight']:.3f} bits a weight, activations of {form['activations']} bits"
     return f"{form['element_dtype']} codes, {shared}, {form['scale_dtype']} scales; {what}"
+
+
+def _cache_text(cache: Document) -> str:
+    if not cache["scales"]:
+        return f"keys and values in {cache['dtype']}, without scales: engines take 1"
+    return f"keys and values in {cache['dtype']}, {cache['scales']} scales from {cache['smallest']:.4g} to {cache['largest']:.4g}"
 
 
 def _declared(layout: str | None) -> str:

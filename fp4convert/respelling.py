@@ -120,6 +120,13 @@ def plan_transcode(
     return Plan(target, tasks, Ignored(tuple(kept), patterns), (*notes_on(checkpoint), *warnings))
 
 
+def _kept(ref: TensorRef, writing: Writing) -> TensorSpec:
+    """A tensor that stays; a scale of a cache under the name and in the shape of the dialect: transformers loads no other."""
+    if ref.name not in writing.renamed or writing.dialect is None or ref.elements != 1:
+        return TensorSpec(writing.renamed.get(ref.name, ref.name), ref.dtype, ref.shape)
+    return TensorSpec(writing.renamed[ref.name], ref.dtype, writing.dialect.TRAITS.scalars.shape)
+
+
 def idle_scales(modules: Mapping[str, Packed], cache_scales: Collection[str], has_inputs: bool) -> list[str]:
     """Scales beside four-bit modules that mean nothing for the artifact as a whole: only some modules have input scales.
 
@@ -179,9 +186,7 @@ def _module_tasks(writing: Writing, modules: dict[str, Packed], drafts: dict[str
     tasks = []
     for shard in writing.checkpoint.shards:
         copies = [
-            Draft("copy", "not quantized", (ref,), (TensorSpec(writing.renamed.get(ref.name, ref.name), ref.dtype, ref.shape),))
-            for ref in shard.tensors
-            if ref.name not in consumed
+            Draft("copy", "not quantized", (ref,), (_kept(ref, writing),)) for ref in shard.tensors if ref.name not in consumed
         ]
         if copies or at[shard.file] or not shard.tensors:  # a shard of which nothing is left is none
             tasks.append(writing.task(shard, [*copies, *at[shard.file]]))

@@ -239,17 +239,23 @@ class Fp8Table:
             TensorSpec(f"{stem}.weight", "F8_E4M3", (rows, columns)),
             TensorSpec(f"{stem}.weight_scale", form.stored_scales, scales),
         ]
-        if self.input_scale and form.granularity == "tensor":
+        if self.input_scale and self.has_input_scale(form):
             specs.append(TensorSpec(stem + self.input_scale, "F32", ()))
         return tuple(specs)
 
-    def encode(self, stem: str, form: Form, panels: Iterable[tuple[memoryview, memoryview]]) -> Iterator[Part]:
+    def has_input_scale(self, form: Form) -> bool:
+        """True where a static scale of activations stands beside such a matrix."""
+        return self.input_scale is not None and form.format is FP8 and form.granularity == "tensor"
+
+    def encode(
+        self, stem: str, form: Form, panels: Iterable[tuple[memoryview, memoryview]], input_scale: float = 1.0
+    ) -> Iterator[Part]:
         """Bytes to append to outputs, by name.
 
         panels  codes of whole rows and scales as they are stored, one pair after the other; either may be empty
         """
-        if self.input_scale and form.granularity == "tensor":
-            yield stem + self.input_scale, encode_scalar(1.0)
+        if self.input_scale and self.has_input_scale(form):
+            yield stem + self.input_scale, encode_scalar(input_scale)
         for codes, scales in panels:
             if codes.nbytes:
                 yield f"{stem}.weight", codes

@@ -1,11 +1,14 @@
-"""What `analyze` measured, on a terminal: every form of the whole, the forms that engines read kind by kind, advice in words."""
+"""What `analyze` and `calibrate` found, on a terminal.
+
+Of an analysis every form of the whole, the forms that engines read kind by kind, and advice in words.
+"""
 
 from __future__ import annotations
 
 from textwrap import wrap
 from typing import Any
 
-from fp4convert.progress import size_text
+from fp4convert.progress import duration_text, size_text
 from fp4convert.render import Document, Screen
 
 WIDEST = 130  # of a sentence, also in a pipe
@@ -28,6 +31,15 @@ def draw_study(screen: Screen, study: Document) -> None:
     for sentence in study["recommendation"]["words"]:
         for line in wrap(sentence, min(screen.out.width, WIDEST)):
             screen.line(line)
+
+
+def draw_calibrated(screen: Screen, found: Document) -> None:
+    """What `calibrate` wrote."""
+    screen.line(found["output"], "bold")
+    screen.line(f"  {found['samples']} samples, {found['tokens']:,} tokens in {duration_text(found['seconds'])}")
+    experts = f", {found['experts']} experts" if found["experts"] else ""
+    screen.line(f"  statistics of {found['linears']} linear layers{experts}")
+    screen.line(f"  sha256 {found['sha256']}")
 
 
 def _row(way: dict[str, Any]) -> tuple[str, ...]:

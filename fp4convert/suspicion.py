@@ -63,7 +63,7 @@ class _Match:
 
 def suspect(artifact: Artifact, source: Source, modules: Sequence[str]) -> Suspicion:
     """Findings on the modules, some from everywhere, that the source holds too; InputError where it holds none of them."""
-    originals = originals_of(artifact, source)
+    originals = originals_of(artifact, source).of
     shapes = {module: artifact.modules[module].shape for module in modules}
     known = {module: originals[module] for module in modules if module in originals and originals[module].shape == shapes[module]}
     if not known:

@@ -22,7 +22,7 @@ from fp4convert.sources import Checkpoint
 from fp4convert.spelling import Form, Group, group_modules
 from fp4convert.stacks import Slot
 
-Action = Literal["quantize", "dequantize", "transcode", "fold", "copy", "skip"]
+Action = Literal["quantize", "dequantize", "transcode", "fold", "prune", "copy", "skip", "write"]
 _ADDRESS = attrgetter("name", "dtype", "shape", "file", "start")
 
 
@@ -32,8 +32,8 @@ class Step:
 
     module   what its outputs are named after: a module, or a stem of the dialect that holds several
     action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as it is; fold: it keeps its
-             dtype, multiplied or divided by the factors of a fold
-    refs     what is read; of a linear layer all that it is decoded from
+             dtype, multiplied or divided by the factors of a fold; prune: parts of it stay; write: a scalar
+    refs     what is read; of a linear layer all that it is decoded from; nothing for a scalar
     shape    (rows, columns) of the matrix, longer for a stack; () where it stays
     slots    whose rows the result holds, where that is no single module
     group    name of the scale group, or None
@@ -44,6 +44,7 @@ class Step:
     linears  whose values the result holds, in the order of the slots; none where a tensor is copied
     measured every member of the scale group (or the linear layer alone), in whichever shard; the common amax sets the
              global scale, and tells whether all of them are finite
+    scalar   a float32 that no tensor of the source holds: the input scale of its module, or what is written
     """
 
     module: str
@@ -58,11 +59,12 @@ class Step:
     form: Form | None = None
     linears: tuple[Linear, ...] = ()
     measured: tuple[Linear, ...] = ()
+    scalar: float | None = None
 
     @property
     def name(self) -> str:
         """What a person looks for: its tensor, or the module where the tensor holds others too."""
-        return self.linears[0].name if len(self.linears) == 1 else self.refs[0].name
+        return self.linears[0].name if len(self.linears) == 1 else (*self.refs, *self.outputs)[0].name
 
     @property
     def source_bytes(self) -> int:
@@ -208,6 +210,7 @@ class Draft:
     form: Form | None = None
     linears: tuple[Linear, ...] = ()
     measured: tuple[Linear, ...] = ()
+    scalar: float | None = None
 
     @property
     def name(self) -> str:
@@ -245,6 +248,7 @@ class Writing:
                 form=draft.form,
                 linears=draft.linears,
                 measured=draft.measured,
+                scalar=draft.scalar,
             )
             for draft in drafts
         )
@@ -292,7 +296,7 @@ def refuse_collisions(tasks: Iterable[Task]) -> None:
 def _told(step: Step) -> list[object]:
     """What a step says of its bytes beside the header of its shard, for JSON."""
     read = [[_ADDRESS(ref) for ref in refs] for refs in (step.refs, step.amax_of)]
-    told: list[object] = [step.module, step.action, step.shape, step.slots, *read]
+    told: list[object] = [step.module, step.action, step.shape, step.slots, *read, step.scalar]
     return told if not step.linears else [*told, step.form.word if step.form else "", *map(_meaning, step.linears)]
 
 

@@ -50,8 +50,7 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
     """
     for stack in linears.unruled:
         _check_kept(stack, recipe)
-    judge = _Judge(recipe, dialect, {name: module_form(recipe.target, name) for name in recipe.module_formats})
-    verdicts = {module: judge.verdict(linear) for module, linear in linears.of.items()}
+    verdicts = judge_each(linears.of, recipe, dialect)
     forms = dict.fromkeys(verdict.form for verdict in verdicts.values() if verdict.form)
     check_forms(recipe.target, forms)
     if forms and not any(form.format.is_fp4 for form in forms):
@@ -59,6 +58,12 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
         detail = f"the recipe makes {words} of every module and {recipe.target.format} of none; expected modules of four bits"
         raise InputError("no-four-bit", detail, "Leave some modules out of the recipe's [[format]] rows.")
     return _agreed(verdicts)
+
+
+def judge_each(linears: Mapping[str, Linear], recipe: Recipe, dialect: Dialect) -> dict[str, Verdict]:
+    """The verdict on each of these linear layers by itself, by module, whatever the others become."""
+    judge = _Judge(recipe, dialect, {name: module_form(recipe.target, name) for name in recipe.module_formats})
+    return {module: judge.verdict(linear) for module, linear in linears.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -154,8 +154,10 @@ class _Pair(NamedTuple):
 
 def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list[Finding]]:
     """The error of every quantized module, and findings where the artifact holds what is not the source's."""
-    pairs, findings = _pair(artifact, source)
+    originals = originals_of(artifact, source)
+    pairs, findings = _pair(artifact, originals.of)
     replaced = {ref.name for pair in pairs for ref in (pair.theirs.home, *pair.theirs.refs, *pair.theirs.idle)}
+    replaced |= {ref.name for ref in originals.idle}
     copied = [ref for ref in source.checkpoint.tensors if ref.name not in replaced]
     ours = {ref.name for pair in pairs for ref in (*pair.ours.refs, *pair.ours.idle)} | _own_names(artifact)
     for name in sorted(artifact.tensors.keys() - ours - {ref.name for ref in copied}):
@@ -177,9 +179,9 @@ def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list
     return {pair.theirs.name: sums[pair.theirs.name] for pair in pairs if pair.theirs.name in sums}, findings
 
 
-def _pair(artifact: Artifact, source: Source) -> tuple[list[_Pair], list[Finding]]:
+def _pair(artifact: Artifact, theirs: Mapping[str, Linear]) -> tuple[list[_Pair], list[Finding]]:
     """Every linear layer that the artifact stores in another way than the source, beside its original."""
-    theirs, ours = originals_of(artifact, source), linears_stored(artifact)
+    ours = linears_stored(artifact)
     pairs, findings = [], []
     for module, own in ours.items():
         original = theirs.get(module)
@@ -197,7 +199,8 @@ def _pair(artifact: Artifact, source: Source) -> tuple[list[_Pair], list[Finding
 
 def _own_names(artifact: Artifact) -> set[str]:
     packed = (*artifact.modules.values(), *artifact.others.values())
-    return {ref.name for module in packed for ref in (*module.refs, *module.companions)}
+    names = {ref.name for module in packed for ref in (*module.refs, *module.companions)}
+    return names | artifact.cache_scales(artifact.spelling).keys()
 
 
 def _compare_kept(artifact: Artifact, source: Source, ref: TensorRef) -> Finding | None:

@@ -89,7 +89,7 @@ def _by_scale_group(task: Task, is_streamed: bool) -> list[list[Step]]:
     for step in task.steps:
         gathered[step.group or step.outputs[0].name].append(step)
     if is_streamed:
-        return sorted(gathered.values(), key=lambda steps: min(step.refs[0].start for step in steps))
+        return sorted(gathered.values(), key=lambda steps: min((ref.start for step in steps for ref in step.refs[:1]), default=0))
     return sorted(gathered.values(), key=lambda steps: -sum(step.source_bytes for step in steps))
 
 

@@ -268,23 +268,35 @@ def write_values(source: Path, tensors: Tensors, folder: Path) -> Path:
     return folder
 
 
-def logits(family: Family, folder: Path, **options: Any) -> Any:
-    """What transformers computes; the test fails where a tensor of the model was missing or of another shape."""
+def load(family: Family, folder: Path, dtype: str = "bfloat16", **options: Any) -> Any:
+    """The model that transformers makes of a folder; the test fails where a tensor of it was missing or of another shape."""
     import torch
     import transformers
 
     kind = getattr(transformers, family.model)
     if family.model_type:  # else its names are not known for those of the class
         options["config"] = kind.config_class(**{**read_json(folder / "config.json"), "model_type": kind.config_class.model_type})
-    model, info = kind.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True, **options)
+    model, info = kind.from_pretrained(folder, dtype=getattr(torch, dtype), output_loading_info=True, **options)
     assert [name for name in info.pop("unexpected_keys") if not family.extra or not name.startswith(family.beside)] == []
     assert not any(info.values()), info
     if model.config.get_text_config().tie_word_embeddings:
         assert model.get_output_embeddings().weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    return model.eval()
+
+
+def logits(family: Family, folder: Path, **options: Any) -> Any:
+    """What transformers computes, from a folder that `load` accepts."""
+    return logits_of(family, load(family, folder, **options))
+
+
+def logits_of(family: Family, model: Any) -> Any:
+    """What a model computes of a few tokens."""
+    import torch
+
     inputs = {"input_ids": torch.arange(1, 33).reshape(2, 16)}
     if family.name == "whisper":
         random = torch.Generator().manual_seed(0)
         features = torch.randn((2, 16, 48), generator=random).bfloat16()
         inputs = {"input_features": features, "decoder_input_ids": inputs["input_ids"]}
     with torch.no_grad():
-        return model.eval()(**inputs).logits
+        return model(**inputs).logits

@@ -41,7 +41,7 @@ def spell(target: Target, matrices: Matrices) -> dict[str, Tensor]:
             assert dialect.TRAITS.fp8 is not None
             parts = dialect.TRAITS.fp8.encode(module, form, [(memoryview(q.codes), memoryview(q.scales))])
         else:
-            parts = Speller(dialect, form, target.input_scale).parts(module, q.shape, iter([q]))
+            parts = Speller(dialect, form, 1.0).parts(module, q.shape, iter([q]))
         for name, part in parts:
             stored[name] = stored.get(name, b"") + bytes(part)
         specs = dialect.outputs(module, q.shape, form)

@@ -14,7 +14,19 @@ import pytest
 from checkpoints import LAYER, run, run_alone, start, weight, write_llama, write_single, write_zeros
 
 GOLDEN = Path(__file__).parent / "golden" / "help"
-COMMANDS = ("quantize", "inspect", "verify", "dequantize", "merge", "transcode", "doctor", "recipes", "analyze")
+COMMANDS = (
+    "quantize",
+    "inspect",
+    "verify",
+    "dequantize",
+    "merge",
+    "transcode",
+    "prune",
+    "doctor",
+    "recipes",
+    "analyze",
+    "calibrate",
+)
 HEAVY = ("torch", "cupy", "transformers", "huggingface_hub", "safetensors", "compressed_tensors", "modelopt")
 
 
@@ -93,6 +105,8 @@ def test_no_command_shows_the_help_and_is_bad_usage():
         ("dequantize", "SOURCE", "-o", "OUT"),
         ("dequantize", "ARTIFACT", "-o", "OUT", "--dtype", "int8"),
         ("dequantize", "ARTIFACT", "-o", "OUT", "--device", "cuda:7"),
+        ("prune", "SOURCE", "-o", "OUT", "--keep", "2"),
+        ("prune", "SOURCE", "-o", "OUT", "--calibration", "absent", "--keep", "2"),
         ("no-such-command",),
         ("--no-such-option",),
     ],

@@ -149,7 +149,7 @@ def _with_fp8(source: Path, exported: tuple[Path, dict[str, Any]], target: Targe
 def test_transformers_reads_fp8_beside_nvfp4(
     source: Path, exported: tuple[Path, dict[str, Any]], tmp_path: Path, granularity: Granularity, activations: int
 ) -> None:
-    target = Target("nvfp4", CT, None, activations, 1.0 if activations == 4 else None)
+    target = Target("nvfp4", CT, None, activations)
     form = fp8_form(target, granularity)
     matrices, expected = _with_fp8(source, exported, target, form)
     folder = write_mixed(tmp_path / "ours", target, matrices, _kept(source, matrices), read_json(source / "config.json"))
@@ -189,7 +189,7 @@ def test_modelopts_own_mixed_export(modelopt: dict[Granularity, Path], tmp_path:
     assert [finding for finding in artifact.findings if finding.level != "note"] == []
     assert {packed.form.granularity for packed in artifact.others.values()} == {granularity}
     assert (len(artifact.modules), len(artifact.others)) == (6, 8)
-    target = Target("nvfp4", MO, None, 4, 1.0)
+    target = Target("nvfp4", MO, None, 4)
     matrices = dict(_matrices(artifact, target))
     for module in artifact.others:
         codes, scales = (bytes(artifact.source.read(ref)) for ref in artifact.others[module].refs[:2])

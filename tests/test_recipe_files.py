@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from fp4convert.errors import InputError
 from fp4convert.patterns import compiled
 from fp4convert.recipe import Choice, Target, build_recipe
-from fp4convert.recipe_files import KeepRule, RecipeFile, StackRule, chosen_files, families_of, known_file, known_names, parse
+from fp4convert.recipe_files import RecipeFile, chosen_files, families_of, known_file, known_names, parse
+from fp4convert.recipe_rules import KeepRule, StackRule
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODES = ("all", "mlp_only", "experts_only", "omlp_only")
@@ -104,7 +105,10 @@ def test_what_a_file_may_say():
         ("[[keep]]\nreason = 'x'\nmodules = []", ("modules is []",)),
         ("[[keep]]\nreason = 'x'\nmodules = 'a'", ("modules is 'a'",)),
         ("[[keep]]\nreason = ''\nmodules = ['a']", ("reason is ''",)),
-        ("[[keep]]\nreason = 'x'\nmodules = ['a']\nkind = 'toy'", ("kind is 'toy'", "'embedding' or 'router' or 'tower'")),
+        (
+            "[[keep]]\nreason = 'x'\nmodules = ['a']\nkind = 'toy'",
+            ("kind is 'toy'", "'embedding' or 'router' or 'tower' or 'prediction'"),
+        ),
         ("[[keep]]\nreason = 'x'\nmodules = ['a']\nmay_be_absent = 1", ("may_be_absent is 1", "true or false")),
         ("[[keep]]\nreason = 'x'\nmodules = ['a']\n[[keep]]\nreasons = 'y'", ("[[keep]] 2", "'reasons'")),
         ("[[only]]\nmodules = ['a']", ("[[only]] 1", "reason is lacking")),

@@ -8,7 +8,8 @@ import pytest
 from checkpoints import Tensor, run, weight, write_single
 
 from fp4convert.recipe import Choice, Recipe, Target, build_recipe, scale_group
-from fp4convert.recipe_files import _FILE, _ROWS, StackRule, parse
+from fp4convert.recipe_files import _FILE, _ROWS, parse
+from fp4convert.recipe_rules import StackRule
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
@@ -32,7 +33,7 @@ def recipe(text: str, tmp_path: Path) -> Recipe:
 
 def test_every_example_is_a_recipe_file(tmp_path):
     examples = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-    assert len(examples) == 8
+    assert len(examples) == 9
     for text in examples:
         assert parse(text, "mine.toml", is_users=True)
         assert recipe(text, tmp_path)
@@ -41,7 +42,7 @@ def test_every_example_is_a_recipe_file(tmp_path):
 def test_every_key_is_explained_and_has_an_example():
     examples = "".join(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL))
     prose = re.sub(r"```toml\n.*?```", "", PAGE, flags=re.DOTALL)
-    tables = ("keep", "only", "format", "group", "stack", "fold")
+    tables = ("keep", "only", "format", "group", "stack", "fold", "experts")
     for key in {*_FILE, *(key for table in tables for key in _ROWS[table])} - {*tables}:
         assert f"`{key}`" in prose, key
         assert re.search(rf"^{key} = ", examples, re.MULTILINE) or key in ("model_types", "class_names"), key

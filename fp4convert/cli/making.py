@@ -11,6 +11,7 @@ import typer
 from fp4convert.options import (
     ActivationsOption,
     ArtifactArgument,
+    CacheOption,
     CalibrationOption,
     DeviceOption,
     DialectOption,
@@ -58,6 +59,7 @@ def quantize_command(
     scale_rule: RuleOption = None,
     activations: ActivationsOption = 16,
     input_scale: InputScaleOption = None,
+    kv_cache: CacheOption = None,
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
     recipe: RecipeOption = None,
@@ -98,7 +100,7 @@ def quantize_command(
     target = output or Path(f"{sources.name_of(source)}-{format.upper()}")
     access = access_to(screen.tell, (revision, subfolder), token, (memory, transport), target)
     choice = (tuple(include or ()), tuple(exclude or ()), recipe, stack_order, stack_rows, keep_packed)
-    request = convert.Request(format, dialect, scale_rule, activations, input_scale, *choice, via, calibration, method)
+    request = convert.Request(format, dialect, scale_rule, activations, input_scale, *choice, via, calibration, method, kv_cache)
     with screen.phases() as phases:
         phases.begin("plan")
         work = pipelines.prepare(cluster.Errand(source, access, request, target, device, workers), ray)
@@ -184,6 +186,49 @@ def transcode_command(
         settings = crew.Settings("cpu", workers, force, phases, tell=screen.tell)
         result = convert.transcode(opened, todo, output, settings, donor)
     screen.show(result.as_json(), render.draw_result)
+
+
+def prune_command(
+    source: SourceArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", readable=False, help="New folder.")],
+    calibration: Annotated[Path, typer.Option(readable=False, help="What fp4convert calibrate made of SOURCE.")],
+    keep: Annotated[int, typer.Option(help="Experts that stay in every layer that has some.")],
+    recipe: RecipeOption = None,
+    workers: WorkersOption = 0,
+    dry_run: DryRunOption = False,
+    revision: RevisionOption = None,
+    subfolder: SubfolderOption = None,
+    token: TokenOption = None,
+    memory: MemoryOption = 1.0,
+    transport: TransportOption = "http",
+    force: ForceOption = False,
+    join: JoinOption = False,
+    shard_index: IndexOption = None,
+    num_shards: PartsOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Leave out the experts that matter least (REAP): an ordinary checkpoint with fewer of them, for quantize to take.
+
+    Example: fp4convert prune ./Qwen3-30B-A3B -o ./Qwen3-30B-A3B-96 --calibration qwen3.safetensors --keep 96
+    """
+    from fp4convert import calibration_file, overview, parts, pruning, render, sources
+    from fp4convert import workers as crew
+
+    screen = render.Screen(json, quiet)
+    share = parts.choose_share(join, shard_index, num_shards, os.environ)
+    access = access_to(screen.tell, (revision, subfolder), token, (memory, transport), output)
+    with screen.phases() as phases:
+        phases.begin("plan")
+        opened = sources.open_source(source, access)
+        todo = pruning.prepare_prune(opened, calibration_file.open_calibration(calibration), keep, recipe)
+        screen.warn(() if dry_run else todo.plan.warnings)
+        screen.note([parts.describe(share)] if share else [])
+        settings = crew.Settings("cpu", workers, force, phases, join, share, screen.tell)
+        result = None if dry_run else pruning.prune(opened, todo, output, settings)
+        document = result.as_json() if result else pruning.describe_pruning(opened, todo, settings)
+    screen.show({**document, "experts": todo.experts}, overview.draw_plan if dry_run else render.draw_result)
+    screen.warn(todo.plan.warnings if dry_run else ())
 
 
 def merge_command(

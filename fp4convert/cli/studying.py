@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from fp4convert.options import (
+    MOST_MEMORY,
     ExcludeOption,
+    ForceOption,
     IncludeOption,
     JsonOption,
     MemoryOption,
@@ -61,3 +63,43 @@ def analyze_command(
         document = analysis.analyze(opened, study, phases)
     screen.show(document, studies.draw_study)
     screen.warn(document["warnings"])
+
+
+def calibrate_command(
+    source: SourceArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", readable=False, help="New safetensors file.")],
+    text: Annotated[list[Path] | None, typer.Option(help="A file of plain text; may be given several times.")] = None,
+    dataset: Annotated[Path | None, typer.Option(help="jsonl or parquet with 'text' or 'messages' in each record.")] = None,
+    self_generate: Annotated[int | None, typer.Option(help="No data: so many sequences are written by the model.")] = None,
+    samples: Annotated[int, typer.Option(help="At most so many, evenly spread over the data.")] = 128,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens of each. Default: what the model takes, up to 2048, or 512 of its own.")
+    ] = None,
+    gram: Annotated[str, typer.Option(help="none, diag (second moments), block:N or full, which GPTQ takes.")] = "diag",
+    device: Annotated[str, typer.Option(help="auto (a GPU, else the CPU), cpu, cuda or cuda:N.")] = "auto",
+    memory: Annotated[float, typer.Option(min=0, help="GB for all weights at once, with --self-generate.")] = 8.0,
+    revision: RevisionOption = None,
+    subfolder: SubfolderOption = None,
+    token: TokenOption = None,
+    transport: TransportOption = "http",
+    force: ForceOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Run text through the model, a layer at a time, and keep what every linear layer is given.
+
+    Example: fp4convert calibrate ./Llama-3.1-8B -o llama.safetensors --text book.txt --gram block:128
+    """
+    from fp4convert import calibration, feeding, render, sources, studies
+
+    screen = render.Screen(json, quiet)
+    feed = feeding.Feed(tuple(text or ()), dataset, self_generate, samples, sequence_length)
+    feed.check()
+    with screen.phases() as phases:
+        phases.begin("plan")
+        opened = sources.open_source(source, access_to(screen.tell, (revision, subfolder), token, (1.0, transport)))
+        nbytes = int(min(memory, MOST_MEMORY) * 10**9)
+        order = calibration.Order(opened, output, feed, gram, device, nbytes, force, phases, screen.tell)
+        result = calibration.calibrate(order)
+    screen.show(result.as_json(), studies.draw_calibrated)
+    screen.warn(result.warnings)

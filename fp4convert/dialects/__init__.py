@@ -17,7 +17,6 @@ from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.spelling import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form, Fp8Table, Granularity, Group, Part, Read, Scalars
 from fp4convert.stacks import Piece, Rows, Slot
 
-SMALLEST_INPUT_SCALE = 2.0**-100  # it and its inverse are far inside float32
 MODULES = {  # in the order in which an artifact is asked whether it is one of them
     "compressed-tensors": "compressed_tensors",
     "modelopt": "modelopt",
@@ -260,8 +259,8 @@ def dialect_to_write(target: Target) -> Dialect:
         detail = f"dialect {name} cannot say that activations of {form.format.name} are four-bit"
         raise InputError("dialect-activations", detail, "Choose another --dialect, or --activations 16.")
     if target.kv_cache and not (target.kv_cache == "fp8" and dialect.TRAITS.cache_scales):
-        detail = f"the artifact asks for an {target.kv_cache} cache of keys and values, which dialect {name} cannot say"
-        raise InputError("dialect-cache", detail, "Choose another --dialect.")
+        detail = f"an {target.kv_cache} cache of keys and values is asked for, which dialect {name} cannot say"
+        raise InputError("dialect-cache", detail, "Choose another --dialect: compressed-tensors or modelopt.")
     return dialect
 
 
@@ -370,28 +369,6 @@ def _telling_endings(is_float: bool) -> tuple[str, ...]:
     """Endings of names that only quantized checkpoints have, for tensors of floats or of anything else."""
     endings = {ending for known in MODULES for ending in dialect_named(known).TRAITS.suffixes if ending.startswith(".")}
     return (*(ending for ending in endings if not is_float or ending.startswith(".weight_")), _FP8_ENDING)
-
-
-def check_input_scale(fmt: Format, activations: int, input_scale: float | None) -> float | None:
-    """The input scale of every module, a multiplier, or None where the form has none.
-
-    activations  16 or 4
-    input_scale  None is 1.0, NVIDIA's choice without calibration
-    Raises       InputError where the two do not go together, or the scale or its inverse is no positive normal float32
-    """
-    if activations not in (16, ACTIVATIONS_FP4):
-        raise InputError("bad-activations", f"--activations {activations} is not known; expected 16 or 4")
-    has_one = Form(fmt, activations).has_input_scale
-    if not has_one:
-        if input_scale is not None:
-            detail = f"--input-scale means nothing for {fmt.name} with {activations}-bit activations"
-            raise InputError("bad-input-scale", f"{detail}; it is for nvfp4 with --activations 4", "Leave it out.")
-        return None
-    wide = 1.0 if input_scale is None else input_scale
-    if not SMALLEST_INPUT_SCALE <= wide <= 1 / SMALLEST_INPUT_SCALE:
-        detail = f"--input-scale {wide:g}; expected a number from {SMALLEST_INPUT_SCALE:g} to {1 / SMALLEST_INPUT_SCALE:g}"
-        raise InputError("bad-input-scale", detail)
-    return wide
 
 
 def strings(value: object) -> list[str]:

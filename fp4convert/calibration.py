@@ -1,0 +1,335 @@
+"""Calibrate: run text through a model a layer at a time, and write what every linear layer was given.
+
+Only one layer's weights are in memory; hidden states and finished statistics lie in a folder beside the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from fp4convert.calibration_file import join_parts, open_calibration, part_notes, write_part
+from fp4convert.calibration_state import Hidden, kept_state, part_file, remark_file
+from fp4convert.chain import Call, Shelf, begin, end, filled_on_demand, step
+from fp4convert.errors import DeviceError, InputError, OutputError
+from fp4convert.feeding import Batch, Feed, Samples, batches_of, load_samples, read_samples, save_samples, write_samples
+from fp4convert.observers import UNROUTED_TOKENS, Watch, unwatched, watching
+from fp4convert.progress import Phases, size_text
+from fp4convert.record import unquantized
+from fp4convert.shard import told
+from fp4convert.skeleton import Skeleton, import_transformers, open_skeleton
+from fp4convert.sources import Source
+
+GRAM_KINDS = "none, diag, block:N or full"
+TEXT_FILES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".vocab", ".bpe", ".merges")  # of a tokenizer
+COPY_NBYTES = 1 << 20
+NAMED_MODULES = 3  # in a warning that many could stand in
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be calibrated, and how.
+
+    gram           none, diag, block:N or full
+    device         auto, cpu, cuda or cuda:N
+    memory_nbytes  for the whole model, where it writes its own text
+    is_forced      a file that is there may be replaced
+    tell           gets lines for people
+    """
+
+    source: Source
+    output: Path
+    feed: Feed
+    gram: str = "diag"
+    device: str = "auto"
+    memory_nbytes: int = 10**9
+    is_forced: bool = False
+    phases: Phases = field(default_factory=Phases)
+    tell: Callable[[str], None] = lambda line: None
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What came of it.
+
+    linears    modules with statistics
+    unrouted   modules of experts that were fed tokens that were not routed to them
+    unwatched  modules without statistics
+    """
+
+    output: Path
+    samples: int
+    tokens: int
+    linears: int
+    experts: int
+    unrouted: tuple[str, ...]
+    unwatched: tuple[str, ...]
+    sha256: str
+    seconds: float
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a person should know of it."""
+        found = []
+        if self.unrouted:
+            what = "of experts that too few tokens were routed to; they were given tokens of the whole layer instead"
+            found.append(f"{_some(self.unrouted)}: {what}; more text helps")
+        if self.unwatched:
+            found.append(f"{_some(self.unwatched)}: without statistics, since no text goes through them")
+        return found
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "output": str(self.output),
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "linears": self.linears,
+            "experts": self.experts,
+            "unrouted": list(self.unrouted),
+            "unwatched": list(self.unwatched),
+            "sha256": self.sha256,
+            "seconds": self.seconds,
+            "warnings": self.warnings,
+        }
+
+
+def _some(modules: Sequence[str]) -> str:
+    """A number of modules and the first of their names."""
+    more = ", ..." if len(modules) > NAMED_MODULES else ""
+    return f"{len(modules)} linear layers ({', '.join(modules[:NAMED_MODULES])}{more})"
+
+
+def calibrate(order: Order) -> Calibrated:
+    """Write the calibration file of a source.
+
+    Raises InputError for models that cannot be run a layer at a time, text that is none and activations that are not finite;
+    OutputError where the file is there already or cannot be written.  An interrupted run leaves what continues it.
+    """
+    begun = time.monotonic()
+    order.feed.check()
+    _check_gram(order.gram)
+    import_transformers()
+    device = _device_named(order.device)
+    if order.output.exists() and not order.is_forced:
+        detail = f"{order.output} is there already; nothing is written over it"
+        raise OutputError("output-exists", detail, "Choose another file with -o, or replace it with --force.")
+    with kept_state(order.output, _purpose(order, device), order.tell) as state:
+        order.phases.begin("model")
+        _copy_texts(order.source, state / "model")
+        skeleton = open_skeleton(order.source, state / "model", device)
+        samples = _samples_of(order, skeleton, state)
+        run = _Run(order, skeleton, state, batches_of(samples), part_notes(order.source))
+        run.run_layers()
+        result = run.finish(samples, begun)
+    shutil.rmtree(state)
+    return result
+
+
+def _check_gram(gram: str) -> None:
+    kind, _, width = gram.partition(":")
+    is_known = gram in ("none", "diag", "full") or (kind == "block" and width.isdecimal() and int(width) > 0)
+    if not is_known:
+        raise InputError("unknown-gram", f"--gram {gram!r} is not known; expected {GRAM_KINDS}", "Usual: block:128.")
+
+
+def _device_named(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError("unknown-device", f"--device {name!r} is not known; expected auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InputError("unknown-device", f"--device {name!r} is not known; expected auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        detail = f"--device {name}: torch {torch.__version__} finds {torch.cuda.device_count()} GPUs"
+        raise DeviceError("no-gpu", detail, "Use --device cpu, or see: fp4convert doctor.")
+    return device
+
+
+def _purpose(order: Order, device: torch.device) -> str:
+    """What decides the file's bytes: a run with the same goes on where another ended."""
+    libraries = [f"{name} {version(name)}" for name in ("fp4convert", "torch", "transformers")]
+    feed = [order.feed.words(), order.feed.samples, order.feed.sequence_length]
+    return json.dumps([part_notes(order.source), order.gram, str(device), feed, libraries])
+
+
+def _copy_texts(source: Source, folder: Path) -> None:
+    """The model's config and its tokenizer's files, where transformers can read them; no code is among them."""
+    if not source.checkpoint.config:
+        detail = f"{source.name} has no config.json, without which nobody knows how the model computes"
+        raise InputError("calibration-model", detail, "Give the folder or repository of the whole model.")
+    with told(folder):
+        folder.mkdir(exist_ok=True)
+        for file in source.checkpoint.sidecars:
+            if file.endswith(TEXT_FILES) and len(PurePosixPath(file).parts) == 1:
+                with source.open_file(file) as stream, (folder / file).open("wb") as out:
+                    shutil.copyfileobj(stream, out, COPY_NBYTES)
+        (folder / "config.json").write_text(json.dumps(unquantized(source.checkpoint.config)))
+
+
+def _samples_of(order: Order, skeleton: Skeleton, state: Path) -> Samples:
+    """The samples, made or, in a run that goes on, as they were made."""
+    kept = state / "tokens.npz"
+    if kept.exists():
+        return load_samples(kept)
+    if order.feed.self_generate is None:
+        samples = read_samples(order.feed, skeleton, state / "model")
+    else:
+        samples = _own_samples(order, skeleton)
+    temp = state / "tokens.new"
+    with told(kept):
+        save_samples(temp, samples)
+        os.replace(temp, kept)
+    return samples
+
+
+def _own_samples(order: Order, skeleton: Skeleton) -> Samples:
+    nbytes = sum(map(skeleton.nbytes, skeleton.layers))
+    if nbytes > order.memory_nbytes:
+        words = f"the weights take {size_text(nbytes)}, more than --memory: they are read again for every token that is written"
+        order.tell(f"{words}; --sequence-length N tells how many, --text FILE needs none of this")
+    order.phases.begin("write")
+    return write_samples(order.feed, skeleton, order.memory_nbytes, lambda count: order.phases.report("tokens", 0))
+
+
+@dataclass(slots=True)
+class _Run:
+    """The layers of one model, one after the other."""
+
+    order: Order
+    skeleton: Skeleton
+    state: Path
+    batches: list[Batch]
+    notes: dict[str, str]
+    is_tuple: bool = False
+    _calls: list[list[Call]] = field(default_factory=list)
+    _shape: tuple[int, ...] = ()
+    _dtype: Any = torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        return self.skeleton.device
+
+    def run_layers(self) -> None:
+        """Statistics of everything, part by part; what an earlier run finished is skipped."""
+        self._begin()
+        nbytes = {path: self.skeleton.nbytes(path) for path in self.skeleton.layers}
+        self.order.phases.begin("calibrate", sum(nbytes.values()))
+        for number, path in enumerate(self.skeleton.layers):
+            if remark_file(self.state, number).exists():
+                self.is_tuple = bool(json.loads(remark_file(self.state, number).read_text())["is_tuple"])
+                self.order.phases.skip(nbytes[path])
+                continue
+            watch = self._run_layer(number)
+            self._keep(number, watch)
+            self.order.phases.report(path, nbytes[path])
+        if not remark_file(self.state, len(self.skeleton.layers)).exists():
+            self._keep(len(self.skeleton.layers), self._run_rest())
+
+    def _ids(self, batch: Batch) -> torch.Tensor:
+        return torch.from_numpy(batch.ids).to(self.device)
+
+    def _begin(self) -> None:
+        """What every layer is called with, and the first hidden states."""
+        shelf = Shelf()
+        is_first = not remark_file(self.state, 0).exists()
+        with filled_on_demand(self.skeleton), watching(Watch(self.skeleton, "none", {}, hungry={})):
+            for number, batch in enumerate(self.batches):
+                hidden, calls = begin(self.skeleton, self._ids(batch), shelf)
+                self._calls.append(calls)
+                self._shape, self._dtype = tuple(hidden.shape[2:]), hidden.dtype
+                if is_first:
+                    self._hidden(0).put(number, hidden)
+
+    def _hidden(self, layer: int) -> Hidden:
+        """What that layer is given."""
+        return Hidden(self.state / f"hidden-{layer % 2}", [batch.tokens for batch in self.batches])
+
+    def _get(self, layer: int, number: int) -> torch.Tensor:
+        shape = (*self.batches[number].ids.shape, *self._shape)
+        return self._hidden(layer).get(number, shape).to(self.device, self._dtype)
+
+    def _run_layer(self, layer: int) -> tuple[Watch, list[str]]:
+        path = self.skeleton.layers[layer]
+        mine = {module: place for module, place in self.skeleton.places.items() if self.skeleton.layer_of(place) == path}
+        watch = Watch(self.skeleton, self.order.gram, mine)
+        self.skeleton.fill(path)
+        with watching(watch):
+            for number, batch in enumerate(self.batches):
+                watch.begin(batch.first)
+                made, self.is_tuple = step(self.skeleton, layer, self._get(layer, number), self._calls[number][layer])
+                self._hidden(layer + 1).put(number, made)
+            unrouted, fed = watch.feed_starving(), 0
+            for number, batch in enumerate(self.batches if unrouted else ()):
+                if fed < UNROUTED_TOKENS:
+                    watch.begin(batch.first)
+                    step(self.skeleton, layer, self._get(layer, number), self._calls[number][layer])
+                    fed += batch.tokens
+        self.skeleton.empty(path)
+        return watch, unrouted
+
+    def _run_rest(self) -> tuple[Watch, list[str]]:
+        rest = {module: place for module, place in self.skeleton.places.items() if self.skeleton.layer_of(place) is None}
+        watch = Watch(self.skeleton, self.order.gram, rest)
+        with filled_on_demand(self.skeleton), watching(watch):
+            for number, batch in enumerate(self.batches):
+                watch.begin(batch.first)
+                end(self.skeleton, self._ids(batch), self._get(len(self.skeleton.layers), number), self.is_tuple)
+        return watch, []
+
+    def _keep(self, number: int, found: tuple[Watch, list[str]]) -> None:
+        """Put what a part came to on the disk; the remark is written last and makes it count."""
+        watch, unrouted = found
+        write_part(part_file(self.state, number), watch.arrays(), self.notes)
+        remark = {
+            "inputs": watch.inputs,
+            "unrouted": unrouted,
+            "is_tuple": self.is_tuple,
+            "seen": [*watch.moments, *watch.inputs],
+        }
+        temp = self.state / "remark.new"
+        with told(temp):
+            temp.write_text(json.dumps({**remark, "experts": sum(len(r.tokens) for r in watch.routed.values())}))
+            os.replace(temp, remark_file(self.state, number))
+
+    def finish(self, samples: Samples, begun: float) -> Calibrated:
+        """Join the parts to the file."""
+        numbers = range(len(self.skeleton.layers) + 1)
+        remarks = [json.loads(remark_file(self.state, number).read_text()) for number in numbers]
+        seen = {module for remark in remarks for module in remark["seen"]}
+        unrouted = tuple(module for remark in remarks for module in remark["unrouted"])
+        checkpoint, tokens = self.order.source.checkpoint, sum(map(len, samples))
+        notes = {
+            **self.notes,
+            "source": json.dumps({"repo": checkpoint.repo, "revision": checkpoint.revision}),
+            "samples": str(len(samples)),
+            "tokens": str(tokens),
+            "gram": self.order.gram,
+            "text": self.order.feed.words(),
+            "inputs": json.dumps({module: holder for remark in remarks for module, holder in remark["inputs"].items()}),
+            "unrouted": json.dumps(unrouted),
+        }
+        self.order.phases.begin("join")
+        sha256 = join_parts(self.order.output, [part_file(self.state, number) for number in numbers], notes)
+        open_calibration(self.order.output).check(self.order.source)
+        return Calibrated(
+            output=self.order.output,
+            samples=len(samples),
+            tokens=tokens,
+            linears=len(seen),
+            experts=sum(remark["experts"] for remark in remarks),
+            unrouted=unrouted,
+            unwatched=tuple(unwatched(self.skeleton, dict.fromkeys(seen))),
+            sha256=sha256,
+            seconds=round(time.monotonic() - begun, 3),
+        )

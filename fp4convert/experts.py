@@ -1,0 +1,223 @@
+"""Which experts of a mixture stay: what goes by their number in a checkpoint, and the choice by saliency; pure.
+
+REAP (arXiv 2510.13999, section 4): the experts of a layer with the lowest saliency go, S_j = mean over the tokens routed to
+expert j of g_j(x) * |f_j(x)|_2, which calibration measured.  What is written, and where, pruning.py decides.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from fp4convert.errors import InputError
+from fp4convert.patterns import configs_in, integer_of, matches_any
+from fp4convert.recipe import Recipe
+from fp4convert.recipe_rules import ExpertsRule
+from fp4convert.shard import DTYPE_BITS, TensorRef
+
+EXPERTS = ".experts."
+GROUP_BEST = 2  # experts whose scores make that of their group, where DeepSeek V3 and its kin choose groups
+BY_THE_BEST = "group_limited_greedy"  # topk_method of DeepSeek V2: the best one makes it
+_SINGLE = re.compile(r"(.+?)\.experts\.(\d+)(\..+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The routed experts of one layer, and all that goes by their number.
+
+    name     as calibration has it: the module above its `experts`
+    singles  tensors that belong to one expert: the address, its number, and the name behind that
+    stacks   tensors whose first axis is the experts, or so many equal parts for each
+    rows     the same, of the router
+    columns  tensors whose last axis is the experts
+    """
+
+    name: str
+    singles: list[tuple[TensorRef, int, str]] = field(default_factory=list)
+    stacks: list[TensorRef] = field(default_factory=list)
+    rows: list[TensorRef] = field(default_factory=list)
+    columns: list[TensorRef] = field(default_factory=list)
+
+    def renamed(self, number: int, rest: str) -> str:
+        """The name of a tensor of that expert."""
+        return f"{self.name}{EXPERTS}{number}{rest}"
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What config.json says of the experts of a layer, and how many are to stay.
+
+    chosen          how many a token is sent to
+    groups          equal groups, of which a token may use `chosen_groups`; one where there are none
+    group_at_least  experts without which the score of a group cannot be formed
+    """
+
+    experts: int
+    keep: int
+    chosen: int
+    groups: int = 1
+    chosen_groups: int = 1
+    group_at_least: int = 1
+
+    def check(self) -> None:
+        """InputError where the router could not choose among what stays."""
+        if not 0 < self.keep < self.experts:
+            detail = f"--keep {self.keep}: layers have {self.experts} experts; expected a number from 1 to {self.experts - 1}"
+            raise InputError("prune-keep", detail)
+        if self.keep < self.chosen:
+            detail = f"--keep {self.keep}: a token is sent to {self.chosen} experts, so that as many have to stay"
+            raise InputError("prune-keep", detail, f"Keep more: --keep {self.chosen}.")
+        if self.experts % self.groups:
+            detail = f"config.json: {self.experts} experts are no {self.groups} equal groups (n_group)"
+            raise InputError("prune-groups", detail, "See config.json.")
+        if self.keep % self.groups:
+            down = self.keep - self.keep % self.groups
+            near = [str(count) for count in (down, down + self.groups) if 0 < count < self.experts]
+            detail = f"--keep {self.keep}: the router chooses among {self.groups} groups, which have to stay equal"
+            raise InputError("prune-groups", detail, f"Keep a multiple of {self.groups}: --keep {' or '.join(near)}.")
+        each = self.keep // self.groups
+        if self.groups > 1 and (each < self.group_at_least or self.chosen > self.chosen_groups * each):
+            least = max(self.group_at_least, -(-self.chosen // self.chosen_groups)) * self.groups
+            detail = f"--keep {self.keep} leaves {each} experts in each of {self.groups} groups, of which a token may use"
+            expected = f"{detail} {self.chosen_groups}, and it is sent to {self.chosen}; expected at least {least} in all"
+            raise InputError("prune-groups", expected, f"Keep more: --keep {least}.")
+
+
+def read_routing(config: Mapping[str, object], rule: ExpertsRule, keep: int) -> Routing:
+    """What config.json says of routing; InputError where it does not, or where `keep` does not fit."""
+    experts, chosen = (_agreed(config, keys) for keys in (rule.counts, rule.chosen))
+    routing = Routing(experts, keep, chosen)
+    groups = integer_of(config, "n_group") or 1
+    if groups > 1:
+        methods = [one.get("topk_method") for one in configs_in(config)]
+        least = 1 if BY_THE_BEST in methods else GROUP_BEST
+        routing = replace(routing, groups=groups, chosen_groups=integer_of(config, "topk_group") or groups, group_at_least=least)
+    routing.check()
+    return routing
+
+
+def _agreed(config: Mapping[str, object], keys: Iterable[str]) -> int:
+    """The one number that config.json has under these keys."""
+    found = {key: one[key] for key in keys for one in configs_in(config) if key in one}
+    numbers = {number for number in found.values() if isinstance(number, int) and not isinstance(number, bool) and number > 0}
+    if len(numbers) != 1 or len(set(map(str, found.values()))) > 1:
+        what = " and ".join(f"{key} {value!r}" for key, value in found.items()) or "nothing"
+        detail = f"config.json has {what} under {' or '.join(keys)}; expected one positive integer"
+        raise InputError("prune-config", detail, "See config.json, or write [[experts]] in a recipe: docs/recipes.md.")
+    return numbers.pop()
+
+
+def find_mixtures(tensors: Collection[TensorRef], recipe: Recipe) -> list[Mixture]:
+    """Every mixture of a checkpoint, in its order; raises InputError where there is none, or no recipe tells what is whose."""
+    if not recipe.experts and any(EXPERTS in ref.name for ref in tensors):
+        detail = "no recipe says where this model has its router, and where config.json counts its experts"
+        raise InputError("prune-family", detail, "Write it: --recipe FILE.toml with [[experts]]; see docs/recipes.md.")
+    rule = recipe.experts[0] if recipe.experts else ExpertsRule((), (), ())
+    found, beside = dict[str, Mixture](), list[TensorRef]()
+    for ref in tensors:
+        if single := _SINGLE.fullmatch(ref.name):
+            name, number, rest = single.groups()
+            found.setdefault(name, Mixture(name)).singles.append((ref, int(number), rest))
+        elif name := _stacked_in(ref.name, recipe, rule):
+            found.setdefault(name, Mixture(name)).stacks.append(ref)
+        elif EXPERTS in ref.name:
+            detail = f"{ref.file}: no recipe says which part of {ref.name} belongs to which expert"
+            raise InputError("prune-family", detail, "Write it: --recipe FILE.toml with [[experts]] or [[stack]].", ref.name)
+        else:
+            beside.append(ref)
+    for ref in beside:
+        kind = "rows" if matches_any(rule.rows, ref.name) else "columns" if matches_any(rule.columns, ref.name) else ""
+        if kind and (mixture := _around(ref.name, found)):
+            getattr(mixture, kind).append(ref)
+    if not found:
+        raise InputError("prune-family", "the model has no layer with experts; expected a mixture of experts")
+    return list(found.values())
+
+
+def _stacked_in(tensor: str, recipe: Recipe, rule: ExpertsRule) -> str:
+    """The mixture of whose experts that tensor is a stack; "" where it is none."""
+    if stack := recipe.stack_rule(tensor):
+        name, dot, _ = stack.module(tensor, 0, stack.members[0]).partition(EXPERTS)
+        return name if dot else ""
+    name, dot, _ = tensor.partition(EXPERTS)
+    return name if dot and matches_any(rule.rows, tensor) else ""
+
+
+def _around(tensor: str, found: Mapping[str, Mixture]) -> Mixture | None:
+    """The innermost mixture that a tensor lies in."""
+    name = tensor
+    while name := name.rpartition(".")[0]:
+        if name in found:
+            return found[name]
+    return None
+
+
+def check_mixture(mixture: Mixture, rule: ExpertsRule, experts: int) -> None:
+    """InputError where something in a mixture goes by another number of experts, or where it has no router."""
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for _, number, rest in mixture.singles:
+        numbers[rest].add(number)
+    for rest, those in numbers.items():
+        if those != set(range(experts)):
+            lacking = min(set(range(experts)) ^ those)
+            detail = f"{mixture.renamed(lacking, rest)}: {len(those)} experts have {rest[1:]}; expected {experts}, from 0 on"
+            raise InputError("prune-experts", detail, "See config.json, or download the checkpoint again.")
+    tables = [(ref, axis, False) for refs, axis in ((mixture.rows, 0), (mixture.columns, -1)) for ref in refs]
+    for ref, axis, may_be_flat in (*tables, *((ref, 0, len(ref.shape) == 2) for ref in mixture.stacks)):
+        length = ref.shape[axis] if ref.shape else 0
+        if length != experts and not (may_be_flat and length and length % experts == 0):
+            detail = f"{ref.file}: {ref.name} is {list(ref.shape)}; expected {experts} experts along its"
+            raise InputError("prune-experts", f"{detail} {'last' if axis else 'first'} axis", "See config.json.", ref.name)
+    if not mixture.rows:
+        detail = f"{mixture.name} has experts and no router of the names {', '.join((*rule.rows, *rule.columns))}"
+        raise InputError("prune-family", detail, "Write its names: --recipe FILE.toml with [[experts]]; see docs/recipes.md.")
+
+
+def choose_kept(saliency: Sequence[float], routing: Routing) -> tuple[int, ...]:
+    """The experts that stay, in their order: of each group as many, those of the highest saliency; of equals the first."""
+    size, each = routing.experts // routing.groups, routing.keep // routing.groups
+    kept: list[int] = []
+    for first in range(0, routing.experts, size):
+        ranked = sorted(range(first, first + size), key=lambda expert: (-saliency[expert], expert))
+        kept += sorted(ranked[:each])
+    return tuple(kept)
+
+
+def kept_rows(ref: TensorRef, kept: Sequence[int], experts: int) -> tuple[TensorRef, ...]:
+    """The parts of a tensor, equally many for each expert along its first axis, that belong to these experts, in their order."""
+    height, nbytes = ref.shape[0] // experts, ref.nbytes // experts
+    return tuple(
+        replace(
+            ref,
+            name=f"{ref.name}[{first}:{end}]",
+            shape=((end - first) * height, *ref.shape[1:]),
+            start=ref.start + first * nbytes,
+        )
+        for first, end in _runs(kept)
+    )
+
+
+def kept_columns(ref: TensorRef, kept: Sequence[int], experts: int) -> tuple[TensorRef, ...]:
+    """The same, of a tensor whose last axis is the experts: row by row."""
+    nbytes = DTYPE_BITS[ref.dtype] // 8
+    return tuple(
+        replace(
+            ref,
+            name=f"{ref.name}[{row}, {first}:{end}]",
+            shape=(end - first,),
+            start=ref.start + (row * experts + first) * nbytes,
+        )
+        for row in range(math.prod(ref.shape[:-1]))
+        for first, end in _runs(kept)
+    )
+
+
+def _runs(kept: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and end of all numbers that follow one another."""
+    for _, run in groupby(enumerate(kept), key=lambda item: item[1] - item[0]):
+        numbers = [number for _, number in run]
+        yield numbers[0], numbers[-1] + 1

@@ -1,0 +1,101 @@
+"""The rows of recipe files as values: what stays, what is a stack, what goes together; recipe_files.py reads them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+NAMED = "{parent}.{expert}.{member}"
+
+
+class KeepRule(NamedTuple):
+    """Modules that stay as they are, and why.
+
+    kind             what they are, for what depends on it: embedding, router, tower, prediction; or nothing of these
+    may_be_absent    engines must know of them even where the checkpoint holds none: a tied head
+    is_for_accuracy  engines could read them in fewer bits, and a [[format]] that names them goes before this rule
+    """
+
+    patterns: tuple[str, ...]
+    reason: str
+    kind: str = ""
+    may_be_absent: bool = False
+    is_for_accuracy: bool = False
+
+
+class OnlyRule(NamedTuple):
+    """Modules outside of which everything stays, and the reason that those others get."""
+
+    patterns: tuple[str, ...]
+    reason: str
+
+
+class StackRule(NamedTuple):
+    """Tensors that hold one matrix, or several, for each expert: (experts, ...).
+
+    members         the modules of each expert, in the order of their rows
+    is_transposed   each expert's matrix is stored as (in, out)
+    is_interleaved  rows of the members take turns; else one member stands below the other
+    named           of a module: {parent} is the tensor's name without its last part, {expert} a number from 0
+    inputs_key      of config.json, where checkpoints of both orders are in use: how many inputs each matrix has
+    inputs          that number
+    experts_key     of config.json, for a tensor (experts * rows, columns) with experts below each other: how many there are
+    experts         that number
+    """
+
+    tensors: tuple[str, ...]
+    members: tuple[str, ...]
+    is_transposed: bool
+    is_interleaved: bool
+    named: str = NAMED
+    inputs_key: str = ""
+    inputs: int | None = None
+    experts_key: str = ""
+    experts: int | None = None
+
+    def module(self, tensor: str, expert: int, member: str) -> str:
+        """The name of one expert's module out of that tensor."""
+        parent = tensor.removesuffix(".weight").rpartition(".")[0]
+        named = self.named.replace("{expert}", str(expert)).replace("{member}", member)
+        return named.replace("{parent}", parent)
+
+
+class FormatRule(NamedTuple):
+    """Modules that become another format than the one asked for; "keep" and "target" are words for none and that one."""
+
+    patterns: tuple[str, ...]
+    format: str
+
+
+class FoldRule(NamedTuple):
+    """Linear layers whose columns may be multiplied by numbers that what makes their input is divided by.
+
+    `{layer}` and `{expert}` in names stand for a path that ends in a number, and for a number; those that `into` has are the same
+    in the others, and all numbers are meant where it has none.
+
+    into      the module that is divided
+    kind      of it, a word of FOLD_KINDS: how its output depends on it
+    linears   every module that reads its output; what is lacking there is none of them
+    may_lack  of these, those that some layers or models do not have
+    aside     other matrices of a layer, which read something else: with a matrix that no rule names, a layer is not what it seems
+    """
+
+    into: str
+    kind: str
+    linears: tuple[str, ...]
+    may_lack: tuple[str, ...] = ()
+    aside: tuple[str, ...] = ()
+
+
+class ExpertsRule(NamedTuple):
+    """What in a model goes by the number of its routed experts, beside their own matrices: what pruning has to change.
+
+    counts   keys of config.json that say how many experts a layer has
+    chosen   keys that say how many of them a token is sent to
+    rows     tensors whose first axis is the experts: the router, biases of stacks
+    columns  tensors whose last axis is the experts
+    """
+
+    counts: tuple[str, ...]
+    chosen: tuple[str, ...]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...] = ()

@@ -1,0 +1,161 @@
+"""Pruned checkpoints, judged by transformers: the logits of the original, whose routers cannot choose the dropped experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from calibrations import write_calibration
+from families import FAMILIES
+from families_experts import LATENT
+from family import Family, build, load, logits, logits_of
+from tiny_models import fp4convert, fp4convert_json, read_json, read_tensors
+
+from fp4convert.sources import open_source
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
+
+KEPT = ((0, 2, 3), (0, 1, 3))  # of four, in even and in odd layers
+BIASES = ("e_score_correction_bias", "expert_bias")
+MIXTURES = {  # by family: where its experts are, and in which layers
+    "mixtral": ("model.layers.{}.block_sparse_moe", 0, 1),
+    "qwen2_moe": ("model.layers.{}.mlp", 0, 1),
+    "qwen3_moe": ("model.layers.{}.mlp", 0, 1),
+    "deepseek_v2": ("model.layers.{}.mlp", 1),
+    "deepseek_v3": ("model.layers.{}.mlp", 1),
+    "kimi_k2": ("model.layers.{}.mlp", 1),
+    "glm4_moe": ("model.layers.{}.mlp", 1),
+    "glm4_moe_lite": ("model.layers.{}.mlp", 1),
+    "minimax_m2": ("model.layers.{}.block_sparse_moe", 0, 1),
+    "afmoe": ("model.layers.{}.mlp", 1),
+    "ernie4_5_moe": ("model.layers.{}.mlp", 1),
+    "lfm2_moe": ("model.layers.{}.feed_forward", 1),
+    "qwen3_next": ("model.layers.{}.mlp", 0, 1),
+    "qwen3_5_moe": ("model.language_model.layers.{}.mlp", 0, 1),
+    "qwen3_vl_moe": ("model.language_model.layers.{}.mlp", 0, 1),
+    "qwen3_vl_moe-saved": ("model.language_model.layers.{}.mlp", 0, 1),
+    "llama4": ("language_model.model.layers.{}.feed_forward", 1),
+    "gpt_oss": ("model.layers.{}.mlp", 0, 1),
+    "gemma4-moe": ("model.language_model.layers.{}", 0, 1),
+    "granitemoehybrid": ("model.layers.{}.block_sparse_moe", 0, 1),
+    "dbrx": ("transformer.blocks.{}.ffn", 0, 1),
+}
+
+MOE = "model.layers.3.mlp"
+DEEPSEEK = Family(
+    "deepseek_v3-256",
+    "DeepseekV3ForCausalLM",
+    {
+        **{**LATENT, "num_hidden_layers": 3, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 16},
+        **{"n_group": 8, "topk_group": 4, "num_nextn_predict_layers": 1},
+    },
+    (),
+    extra={
+        **{"model.layers.3.eh_proj.weight": (64, 128), "model.layers.3.shared_head.norm.weight": (64,)},
+        **{f"{MOE}.gate.weight": (256, 64), f"{MOE}.gate.e_score_correction_bias": (256,)},
+        **{f"{MOE}.experts.{expert}.{leaf}_proj.weight": (16, 64) for expert in range(256) for leaf in ("gate", "up")},
+        **{f"{MOE}.experts.{expert}.down_proj.weight": (64, 16) for expert in range(256)},
+    },
+    beside="model.layers.3.",
+)
+
+
+def saliency_for(kept: Sequence[int], experts: int) -> np.ndarray:
+    """Numbers by which those experts stay."""
+    found = np.random.default_rng(experts).random(experts).astype(np.float32)
+    found[list(kept)] += 1
+    return found
+
+
+def calibrated(source: Path, file: Path, kept: Mapping[str, Sequence[int]], experts: int) -> Path:
+    """A calibration file by which those experts of each mixture stay; it has no other statistics."""
+    statistics: dict[str, np.ndarray] = {}
+    for mixture, stay in kept.items():
+        statistics[f"{mixture}.expert_saliency"] = saliency_for(stay, experts)
+        statistics[f"{mixture}.expert_tokens"] = np.full(experts, 1000, np.int64)
+    return write_calibration(file, open_source(str(source)), statistics)
+
+
+@contextmanager
+def masked(model: Any, kept: Mapping[int, Sequence[int]], experts: int) -> Iterator[Any]:
+    """The model, whose router in each of those layers gives every expert that goes the score of minus infinity."""
+    import torch
+
+    current: list[int] = []
+    real = torch.nn.functional.linear
+
+    def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+        scores = real(x, weight, bias)
+        if current and len(weight) == experts:
+            scores[..., current] = -torch.inf
+        return scores
+
+    handles, count = [], 0
+    for name, module in model.named_modules():
+        layer = re.search(r"\.(\d+)\.", name)
+        dropped = sorted(set(range(experts)) - set(kept.get(int(layer[1]), ()))) if layer else []
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.dim() == 2 and len(weight) == experts and re.search(r"\b(gate|router)\b", name):
+            count += 1
+            handles.append(module.register_forward_pre_hook(lambda *_, own=dropped: current.extend(own)))
+            handles.append(module.register_forward_hook(lambda *_: current.clear()))
+        for kind, bias in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if kind in BIASES and layer:
+                bias.data[..., dropped] = -torch.inf
+    assert count == len(kept)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", linear)
+        yield model
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.name in MIXTURES], ids=str)
+def test_the_result_computes_what_the_model_does_that_may_not_choose_the_others(family: Family, tmp_path: Path) -> None:
+    source, out = build(family, tmp_path / "source"), tmp_path / "out"
+    named, *layers = MIXTURES[family.name]
+    kept = {layer: KEPT[layer % 2] for layer in layers}
+    file = calibrated(source, tmp_path / "calibration", {named.format(layer): stay for layer, stay in kept.items()}, 4)
+    fp4convert("prune", source, "-o", out, "--calibration", file, "--keep", 3, "-q")
+    dtype = "float64" if family.name == "dbrx" else "bfloat16"
+    with masked(load(family, source, dtype), kept, 4) as model:
+        expected = logits_of(family, model)
+    found = logits(family, out, dtype=dtype)
+    if family.name == "dbrx":  # a linear layer with three rows adds in another order than one with four
+        assert (found - expected).abs().max() < 1e-12
+    else:
+        assert found.equal(expected)
+    assert (logits(family, source, dtype=dtype) - expected).abs().max() > 0.01
+
+
+def test_256_experts_become_160_in_groups_and_quantize_takes_the_result(tmp_path: Path) -> None:
+    """DeepSeek V3's names and routing; the layer for multi-token prediction, which transformers does not run, is left out."""
+    source, out = build(DEEPSEEK, tmp_path / "source"), tmp_path / "out"
+    random = np.random.default_rng(0)
+    kept = {
+        layer: [32 * group + int(expert) for group in range(8) for expert in np.sort(random.permutation(32)[:20])]
+        for layer in (1, 2)
+    }
+    file = calibrated(source, tmp_path / "calibration", {f"model.layers.{layer}.mlp": stay for layer, stay in kept.items()}, 256)
+    document = fp4convert_json("prune", source, "-o", out, "--calibration", file, "--keep", 160)
+    assert document["experts"] == {"before": 256, "kept": 160, "layers": 2}
+    config = read_json(out / "config.json")
+    assert (config["n_routed_experts"], config["num_nextn_predict_layers"]) == (160, 0)
+    assert read_json(out / "expert_pruning.json")["kept"] == {f"model.layers.{layer}.mlp": stay for layer, stay in kept.items()}
+    assert not any(name.startswith("model.layers.3.") for name in read_tensors(out))
+    with masked(load(DEEPSEEK, source), kept, 256) as model:
+        expected = logits_of(DEEPSEEK, model)
+    found = logits(DEEPSEEK, out)
+    assert found.equal(expected)
+    assert (logits(DEEPSEEK, source) - expected).abs().max() > 0.01
+
+    fp4convert("quantize", out, "--format", "nvfp4", "--scale-rule", "amax", "-o", tmp_path / "four", "-q")
+    fp4convert("dequantize", tmp_path / "four", "-o", tmp_path / "restored", "-q")
+    restored = logits(DEEPSEEK, tmp_path / "restored")
+    noise = (restored - found).float()
+    assert 0 < noise.pow(2).mean() < 0.1 * found.float().pow(2).mean()

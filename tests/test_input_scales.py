@@ -1,0 +1,267 @@
+"""--input-scale FILE: scales of activations copied from another artifact, or taken from a calibration; module by module."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from calibrations import write_calibration
+from checkpoints import (
+    LAYER,
+    LLAMA,
+    pack_shard,
+    read_folder,
+    read_shard,
+    run,
+    weight,
+    write_checkpoint,
+    write_llama,
+    write_single,
+)
+
+from fp4convert.convert import Request, prepare_quantize
+from fp4convert.sources import open_source
+
+ENDINGS = {  # of an input scale's name, and whether it is stored as a divisor
+    "compressed-tensors": (".input_global_scale", True),
+    "modelopt": (".input_scale", False),
+    "quark": (".input_scale_2", False),
+    "comfy": (".input_scale", False),
+    "plain": (".input_scale", False),
+}
+ATTENTION, MLP = f"{LAYER}.self_attn", f"{LAYER}.mlp"
+GROUPS = [[f"{ATTENTION}.{name}_proj" for name in "qkv"], [f"{MLP}.gate_proj", f"{MLP}.up_proj"]]
+ALONE = [f"{ATTENTION}.o_proj", f"{MLP}.down_proj"]
+MODULES = [*GROUPS[0], *GROUPS[1], *ALONE]
+STORED = {  # float32 as a divisor; no reciprocal of them is one
+    **dict.fromkeys(GROUPS[0], 7.3),
+    **dict.fromkeys(GROUPS[1], 411.7),
+    ALONE[0]: 1e-3,
+    ALONE[1]: 3.0,
+}
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_llama(tmp_path / "source")
+
+
+def quantized(source: Path, folder: Path, dialect: str = "compressed-tensors", *options: object) -> Path:
+    done = run("quantize", source, "--format", "nvfp4", "--dialect", dialect, "--activations", 4, "-o", folder, *options)
+    assert done.code == 0, done
+    return folder
+
+
+def donor(source: Path, folder: Path, dialect: str, stored: dict[str, float]) -> Path:
+    """An artifact of somebody else with these numbers in its input scales, as they are stored."""
+    quantized(source, folder, dialect)
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = read_shard(path)
+        for module, value in stored.items():
+            name = module + ENDINGS[dialect][0]
+            if name in tensors:
+                tensors[name] = (*tensors[name][:2], struct.pack("<f", value))
+        metadata = json.loads(path.read_bytes()[8 : 8 + struct.unpack("<Q", path.read_bytes()[:8])[0]])["__metadata__"]
+        path.write_bytes(pack_shard(tensors, metadata))
+    return folder
+
+
+def input_scales(folder: Path, dialect: str) -> dict[str, float]:
+    """The float32 that every module has, as it is stored."""
+    ending = ENDINGS[dialect][0]
+    found = {name: tensor for name, tensor in read_folder(folder).items() if name.endswith(ending)}
+    return {name.removesuffix(ending): struct.unpack("<f", data)[0] for name, (_, _, data) in found.items()}
+
+
+def refused(source: Path, out: Path, *options: object) -> dict:
+    done = run("quantize", source, "--format", "nvfp4", "--activations", 4, "-o", out, "--json", *options)
+    assert (done.code, done.json["error"]["exit"]) == (2, 2), done
+    assert not out.exists()
+    return done.json["error"]
+
+
+@pytest.mark.parametrize("theirs", ENDINGS)
+@pytest.mark.parametrize("ours", ENDINGS)
+def test_scales_are_copied_from_any_dialect_into_any(ours, theirs, source, tmp_path):
+    """The same float32 where both store it alike, else the one nearest to its reciprocal, computed here in float64."""
+    other = donor(source, tmp_path / "other", theirs, STORED)
+    found = input_scales(quantized(source, tmp_path / "out", ours, "--input-scale", other), ours)
+    is_inverse = ENDINGS[ours][1] != ENDINGS[theirs][1]
+    narrow = {module: float(np.float32(value)) for module, value in STORED.items()}
+    assert found == {module: float(np.float32(1 / value)) if is_inverse else value for module, value in narrow.items()}
+
+
+def test_members_of_a_group_get_the_largest_and_a_warning_says_so(source, tmp_path):
+    other = donor(source, tmp_path / "other", "modelopt", {**STORED, f"{MLP}.gate_proj": 0.5, f"{MLP}.up_proj": 2.0})
+    done = run("quantize", source, "--format", "nvfp4", "--activations", 4, "-o", tmp_path / "out", "--input-scale", other)
+    assert done.code == 0
+    assert (
+        f"1 scale groups have members with different input scales in --input-scale {other}, the first {MLP}.gate_proj" in done.err
+    )
+    found = input_scales(tmp_path / "out", "compressed-tensors")
+    assert [found[module] for module in GROUPS[1]] == [0.5, 0.5], "the divisors of the largest multiplier, 2"
+    assert "group-inputs-differ" not in run("verify", tmp_path / "out", "--source", source).out
+
+
+def test_nothing_else_changes(source, tmp_path):
+    """Beside the input scales the artifact is that of a constant, and inspect and verify find nothing wrong."""
+    other = donor(source, tmp_path / "other", "quark", STORED)
+    copied, constant = (
+        quantized(source, tmp_path / "a", "modelopt", "--input-scale", other),
+        quantized(source, tmp_path / "b", "modelopt"),
+    )
+    left, right = read_folder(copied), read_folder(constant)
+    assert {name for name in left if left[name] != right[name]} == {f"{module}.input_scale" for module in MODULES}
+    for file in ("config.json", "hf_quant_config.json"):
+        assert (copied / file).read_bytes() == (constant / file).read_bytes()
+    assert run("inspect", copied, "--json").json["findings"] == []
+    assert run("verify", copied, "--source", source).code == 0
+
+
+def test_a_module_without_one_is_refused(source, tmp_path):
+    """Of an artifact that keeps its MLP, or of one for 16-bit activations, which has none at all."""
+    quantized(source, tmp_path / "part", "modelopt", "--exclude", "*mlp*")
+    error = refused(source, tmp_path / "out", "--input-scale", tmp_path / "part")
+    assert (error["code"], error["tensor"]) == ("input-scale-missing", f"{MLP}.gate_proj")
+    assert "no input scale for 3 of 7 modules, the first 'model.layers.0.mlp.gate_proj'" in error["message"]
+    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "a16").code == 0
+    error = refused(source, tmp_path / "out", "--input-scale", tmp_path / "a16")
+    assert (error["code"], "for 7 of 7 modules" in error["message"]) == ("input-scale-missing", True)
+    quantized(source, tmp_path / "fits", "modelopt", "--exclude", "*mlp*", "--input-scale", tmp_path / "part")
+
+
+def test_an_artifact_of_another_model_is_refused(source, tmp_path):
+    tensors = {f"{MLP}.down_proj.weight": weight(1, 64, 256), f"{ATTENTION}.o_proj.weight": weight(2)}
+    quantized(write_single(tmp_path / "wider", tensors), tmp_path / "other")
+    error = refused(
+        source, tmp_path / "out", "--input-scale", tmp_path / "other", "--include", "*", "--exclude", "*[qkvge]*_proj"
+    )
+    assert error["code"] in ("input-scale-model", "input-scale-missing")
+    only = write_single(tmp_path / "only", {f"{MLP}.down_proj.weight": weight(1, 64, 128)})
+    error = refused(only, tmp_path / "out", "--input-scale", tmp_path / "other")
+    assert (error["code"], error["tensor"]) == ("input-scale-model", f"{MLP}.down_proj")
+    assert "[64, 256] there and [64, 128] here" in error["message"]
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
+def test_a_scale_that_is_no_number_is_refused(value, dialect, source, tmp_path):
+    other = donor(source, tmp_path / "other", dialect, {**STORED, ALONE[1]: value})
+    error = refused(source, tmp_path / "out", "--input-scale", other)
+    assert (error["code"], error["tensor"]) == ("bad-input-scale", ALONE[1])
+
+
+def test_what_is_neither_a_number_nor_an_artifact_is_refused(source, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.safetensors").write_text("hello")
+    for name in ("1,0", "missing/folder/of/mine", tmp_path / "empty", tmp_path / "text.safetensors", source, ""):
+        message = refused(source, tmp_path / "out", "--input-scale", name)["message"]
+        assert message.startswith(f"--input-scale {name}: ")
+    assert refused(source, tmp_path / "out", "--input-scale", tmp_path / "x", "--activations", 16)["code"] == "bad-input-scale"
+
+
+def test_a_changed_scale_changes_the_key_of_its_shard_alone(source, tmp_path):
+    """An unfinished folder keeps what is still right, and a finished one is not mixed with other scales."""
+    first = donor(source, tmp_path / "first", "modelopt", STORED)
+    second = donor(source, tmp_path / "second", "modelopt", {**STORED, ALONE[1]: 9.0})
+    opened = open_source(str(source))
+    plans = [prepare_quantize(opened, Request("nvfp4", activations=4, input_scale=str(other))) for other in (first, second)]
+    assert [left.key == right.key for left, right in zip(*(plan.tasks for plan in plans), strict=True)] == [True, False]
+    quantized(source, tmp_path / "out", "compressed-tensors", "--input-scale", first)
+    options = ("--activations", 4, "-o", tmp_path / "out", "--json", "--input-scale", second)
+    again = run("quantize", source, "--format", "nvfp4", *options)
+    assert (again.code, again.json["error"]["code"]) == (5, "other-plan")
+
+
+AMAX = {module: 0.7 + number * 1.3 for number, module in enumerate(MODULES)}
+
+
+def calibrate(source: Path, path: Path, amax: dict[str, float], **notes: str) -> Path:
+    columns = {module: 128 if module == f"{MLP}.down_proj" else 64 for module in amax}
+    found = {f"{module}.input_amax": np.float32(value) for module, value in amax.items()}
+    found |= {f"{module}.input_channel_amax": np.full(columns[module], value, np.float32) for module, value in amax.items()}
+    return write_calibration(path, open_source(str(source)), found, **notes)
+
+
+@pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
+def test_a_calibration_gives_the_largest_input_of_each_group(dialect, source, tmp_path):
+    """amax / 2688 and its reciprocal, each one rounding of float32 arithmetic by NumPy."""
+    file = calibrate(source, tmp_path / "c.safetensors", AMAX)
+    found = input_scales(quantized(source, tmp_path / "out", dialect, "--input-scale", file), dialect)
+    largest = AMAX | {module: max(AMAX[each] for each in group) for group in GROUPS for module in group}
+    wide = {module: np.float32(value) for module, value in largest.items()}
+    if dialect == "modelopt":
+        assert found == {module: value / np.float32(2688) for module, value in wide.items()}
+    else:
+        assert found == {module: np.float32(2688) / value for module, value in wide.items()}
+
+
+def test_layers_that_share_an_input_share_its_statistics(source, tmp_path):
+    """q_proj holds those of k_proj and v_proj, as a calibration stores them."""
+    shared = dict.fromkeys(GROUPS[0][1:], GROUPS[0][0])
+    own = {module: value for module, value in AMAX.items() if module not in shared}
+    file = calibrate(source, tmp_path / "c.safetensors", own, inputs=json.dumps(shared))
+    found = input_scales(quantized(source, tmp_path / "out", "modelopt", "--input-scale", file), "modelopt")
+    assert {found[module] for module in GROUPS[0]} == {np.float32(AMAX[GROUPS[0][0]]) / np.float32(2688)}
+
+
+def test_a_calibration_that_does_not_fit_is_refused(source, tmp_path):
+    file = calibrate(source, tmp_path / "zero.safetensors", {**AMAX, ALONE[0]: 0.0})
+    error = refused(source, tmp_path / "out", "--input-scale", file)
+    assert (error["code"], error["tensor"]) == ("input-scale-zero", ALONE[0])
+    assert f"--exclude '{ALONE[0]}'" in error["next"]
+    file = calibrate(source, tmp_path / "part.safetensors", {module: AMAX[module] for module in GROUPS[0]})
+    error = refused(source, tmp_path / "out", "--input-scale", file)
+    assert (error["code"], "for 4 of 7 modules" in error["message"]) == ("input-scale-missing", True)
+    other = write_single(tmp_path / "other", {f"{MLP}.down_proj.weight": weight(1, 64, 128)})
+    error = refused(other, tmp_path / "out", "--input-scale", calibrate(source, tmp_path / "c.safetensors", AMAX))
+    assert error["code"] == "calibration-model"
+
+
+def eight_bit_recipe(folder: Path) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text('about = "attention in FP8"\n\n[[format]]\nformat = "fp8"\nmodules = ["*self_attn*"]\n')
+    return path
+
+
+def test_eight_bit_modules_have_static_scales_too(source, tmp_path):
+    """modelopt: 1 without a calibration, amax / 448 with one; beside NVFP4 modules, whatever their own activations are."""
+    recipe = ("--recipe", eight_bit_recipe(tmp_path))
+    plain = input_scales(quantized(source, tmp_path / "one", "modelopt", *recipe), "modelopt")
+    assert plain == dict.fromkeys(MODULES, 1.0)
+    file = calibrate(source, tmp_path / "c.safetensors", AMAX)
+    found = input_scales(quantized(source, tmp_path / "two", "modelopt", *recipe, "--input-scale", file), "modelopt")
+    largest = np.float32(max(AMAX[module] for module in GROUPS[0]))
+    assert [found[module] for module in GROUPS[0]] == [largest / np.float32(448)] * 3
+    assert found[ALONE[0]] == np.float32(AMAX[ALONE[0]]) / np.float32(448)
+    assert found[ALONE[1]] == np.float32(AMAX[ALONE[1]]) / np.float32(2688)
+    copied = input_scales(
+        quantized(source, tmp_path / "three", "modelopt", *recipe, "--input-scale", tmp_path / "two"), "modelopt"
+    )
+    assert copied == found
+    narrow = input_scales(quantized(source, tmp_path / "four", "modelopt", "--input-scale", tmp_path / "two"), "modelopt")
+    assert narrow[ALONE[0]] == np.float32(float(found[ALONE[0]]) * 448 / 2688), "FP8's range as NVFP4's"
+
+
+def with_own_scale(folder: Path) -> Path:
+    """A source whose o_proj is FP8 with one scale, and has a scale of activations."""
+    stem = f"{ATTENTION}.o_proj"
+    tensors = {
+        f"{stem}.weight": ("F8_E4M3", (32, 64), bytes(range(64)) * 32),
+        f"{stem}.weight_scale": ("F32", (), struct.pack("<f", 0.5)),
+        f"{stem}.input_scale": ("F32", (), struct.pack("<f", 0.375)),
+        f"{MLP}.down_proj.weight": weight(3, 64, 128),
+    }
+    record = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    return write_checkpoint(folder, {"model.safetensors": tensors}, {**LLAMA, "quantization_config": record})
+
+
+def test_a_scale_that_the_source_has_stays_unless_a_file_says_another(tmp_path):
+    source, recipe = with_own_scale(tmp_path / "source"), ("--recipe", eight_bit_recipe(tmp_path))
+    o_proj, down = ALONE
+    found = input_scales(quantized(source, tmp_path / "a", "modelopt", *recipe, "--input-scale", 0.5), "modelopt")
+    assert found == {o_proj: 0.375, down: 0.5}
+    file = calibrate(source, tmp_path / "c.safetensors", {module: AMAX[module] for module in ALONE})
+    found = input_scales(quantized(source, tmp_path / "b", "modelopt", *recipe, "--input-scale", file), "modelopt")
+    assert found[o_proj] == np.float32(AMAX[o_proj]) / np.float32(448)
