@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fp4convert.calibration_file import join_parts, open_calibration, part_notes, write_part
+from fp4convert.calibration_file import join_parts, part_notes, write_part
 from fp4convert.calibration_state import Hidden, kept_state, part_file, remark_file
 from fp4convert.chain import Call, Shelf, begin, end, filled_on_demand, step
 from fp4convert.errors import DeviceError, InputError, OutputError
@@ -27,7 +27,7 @@ from fp4convert.progress import Phases, size_text
 from fp4convert.record import unquantized
 from fp4convert.shard import told
 from fp4convert.skeleton import Skeleton, import_transformers, open_skeleton
-from fp4convert.sources import Source
+from fp4convert.sources import Source, stopping
 
 GRAM_KINDS = "none, diag, block:N or full"
 TEXT_FILES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".vocab", ".bpe", ".merges")  # of a tokenizer
@@ -122,12 +122,13 @@ def calibrate(order: Order) -> Calibrated:
     if order.output.exists() and not order.is_forced:
         detail = f"{order.output} is there already; nothing is written over it"
         raise OutputError("output-exists", detail, "Choose another file with -o, or replace it with --force.")
-    with kept_state(order.output, _purpose(order, device), order.tell) as state:
+    notes = part_notes(order.source)
+    with kept_state(order.output, _purpose(order, notes, device), order.tell) as state, stopping(order.source):
         order.phases.begin("model")
         _copy_texts(order.source, state / "model")
         skeleton = open_skeleton(order.source, state / "model", device)
         samples = _samples_of(order, skeleton, state)
-        run = _Run(order, skeleton, state, batches_of(samples), part_notes(order.source))
+        run = _Run(order, skeleton, state, batches_of(samples), notes)
         run.run_layers()
         result = run.finish(samples, begun)
     shutil.rmtree(state)
@@ -156,11 +157,11 @@ def _device_named(name: str) -> torch.device:
     return device
 
 
-def _purpose(order: Order, device: torch.device) -> str:
+def _purpose(order: Order, notes: dict[str, str], device: torch.device) -> str:
     """What decides the file's bytes: a run with the same goes on where another ended."""
     libraries = [f"{name} {version(name)}" for name in ("fp4convert", "torch", "transformers")]
     feed = [order.feed.words(), order.feed.samples, order.feed.sequence_length]
-    return json.dumps([part_notes(order.source), order.gram, str(device), feed, libraries])
+    return json.dumps([notes, order.gram, str(device), feed, libraries])
 
 
 def _copy_texts(source: Source, folder: Path) -> None:
@@ -321,7 +322,6 @@ class _Run:
         }
         self.order.phases.begin("join")
         sha256 = join_parts(self.order.output, [part_file(self.state, number) for number in numbers], notes)
-        open_calibration(self.order.output).check(self.order.source)
         return Calibrated(
             output=self.order.output,
             samples=len(samples),

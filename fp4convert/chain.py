@@ -17,6 +17,7 @@ import torch
 from fp4convert.errors import InputError
 from fp4convert.skeleton import NEXT, Skeleton
 
+MODEL_ERRORS = (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError, NotImplementedError)
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -130,6 +131,9 @@ def begin(skeleton: Skeleton, ids: torch.Tensor, shelf: Shelf) -> tuple[torch.Te
             skeleton.model(input_ids=ids)
         except _Caught:
             return first[0], calls
+        except MODEL_ERRORS as error:  # what it does with what a layer gives is beyond one hidden state
+            detail = f"{type(skeleton.model).__name__} cannot be run a layer at a time: {str(error).split(chr(10))[0][:150]}"
+            raise InputError("calibration-model", detail, NEXT) from None
     detail = f"{type(skeleton.model).__name__} does not run all of its {len(skeleton.layers)} layers"
     raise InputError("calibration-model", detail, NEXT)
 

@@ -51,9 +51,9 @@ class Moments:
         magnitudes = x.abs()
         self.tokens += len(x)
         torch.maximum(self.largest, magnitudes.amax(0), out=self.largest)
-        self.magnitudes += magnitudes.sum(0, dtype=torch.float64)
+        self.magnitudes += magnitudes.sum(0)
         if self.squares is not None:
-            self.squares += x.square().sum(0, dtype=torch.float64)
+            self.squares += x.square().sum(0)
         if self.products is not None:
             padded = torch.nn.functional.pad(x, (0, len(self.products) * self.width - self.columns))
             blocks = padded.reshape(len(x), len(self.products), self.width).transpose(0, 1)
@@ -125,9 +125,11 @@ class Watch:
     sample: int = 0
     hungry: dict[str, list[int]] | None = None
     _members: dict[tuple[str, bool, int], list[str]] = field(default_factory=dict)
+    _paths: dict[int, str] = field(default_factory=dict)
     _seen: dict[tuple[int, ...], tuple[str, torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._paths |= {id(module): path for path, module in self.skeleton.model.named_modules()}
         for module, place in self.modules.items():
             if place.expert is not None:
                 self._members.setdefault((place.path, place.parameter in FIRST_PARAMETERS, place.expert), []).append(module)
@@ -186,7 +188,7 @@ class Watch:
     def experts(self, module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
         """What a stack of experts makes of tokens, expert by expert, as its class in transformers defines it."""
         hidden, chosen, weights = hidden_states, top_k_index, top_k_weights  # named as transformers calls them
-        path = _path_of(self.skeleton.model, module)
+        path = self._paths[id(module)]
         if self.hungry is not None:
             for expert in self.hungry.get(path, ()):
                 self._see_expert(path, expert, hidden, _between(module, expert, hidden))
@@ -224,7 +226,7 @@ class Watch:
     def attention(self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
         """What attention makes of queries, keys and values, by the model's own plain function."""
         if self.hungry is None:
-            largest = self.cached.setdefault(_path_of(self.skeleton.model, module), [0.0, 0.0])
+            largest = self.cached.setdefault(self._paths[id(module)], [0.0, 0.0])
             rotated = key[..., -module.qk_rope_head_dim :] if hasattr(module, "kv_lora_rank") else key
             largest[:] = max(largest[0], float(rotated.abs().max())), max(largest[1], float(value.abs().max()))
         plain = getattr(sys.modules[type(module).__module__], "eager_attention_forward")  # noqa: B009 - mypy knows no such module
@@ -260,10 +262,6 @@ class Watch:
             if place.expert is None and place.path.startswith(f"{path}."):
                 return module.rsplit(".", place.path[len(path) :].count("."))[0]
         raise InputError("calibration-model", f"{path} has no linear layer that the checkpoint stores", "", path)
-
-
-def _path_of(model: Any, module: Any) -> str:
-    return str(next(path for path, found in model.named_modules() if found is module))
 
 
 def _multiplied(module: Any, parameter: str, expert: int, x: torch.Tensor) -> torch.Tensor:

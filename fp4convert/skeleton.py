@@ -253,13 +253,16 @@ def _tensors(source: Source, linears: Mapping[str, Linear], recipe: Recipe) -> t
 
 
 def _read(ref: TensorRef, source: Source) -> torch.Tensor:
-    data = bytearray(source.read(ref))
+    data = bytearray(ref.nbytes)
+    source.read_into(ref, 0, memoryview(data))
     return torch.frombuffer(data, dtype=TORCH_DTYPES[ref.dtype]).reshape(ref.shape) if data else torch.empty(ref.shape)
 
 
 def _decoded(linear: Linear, source: Source) -> torch.Tensor:
-    matrix = linear.coding.weights(linear, source).rows(0, linear.shape[0])
-    return torch.frombuffer(bytearray(matrix.data), dtype=TORCH_DTYPES[matrix.dtype]).reshape(matrix.shape)
+    weights = linear.coding.weights(linear, source)
+    data = bytearray(linear.shape[0] * linear.shape[1] * FLOAT_TYPES[weights.dtype].nbytes)
+    weights.copy_rows(0, linear.shape[0], memoryview(data))
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[weights.dtype]).reshape(linear.shape)
 
 
 def _stacked(name: str, parts: list[Linear], source: Source, recipe: Recipe) -> torch.Tensor:

@@ -1,0 +1,144 @@
+"""What calibrate refuses: one sentence, its exit code, and nothing written."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import run, write_llama
+from tiny_chains import TEXT, make_model
+from tiny_models import read_tensors
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def llama(tmp_path) -> Path:
+    return make_model(tmp_path / "llama", "Llama")
+
+
+@pytest.fixture
+def words(tmp_path) -> Path:
+    path = tmp_path / "words.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def refuse(folder: Path, *options: object) -> dict:
+    """The error of a calibration, beside whose file nothing is left."""
+    output = folder.parent / "c.safetensors"
+    before = sorted(folder.parent.iterdir())
+    outcome = run("calibrate", folder, "-o", output, *options, "--json")
+    assert sorted(folder.parent.iterdir()) == before
+    error = outcome.json["error"]
+    assert outcome.code == error["exit"]
+    assert "\n" not in error["message"]
+    return error
+
+
+def edit(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_tokenizer_that_is_absent(llama, words):
+    (llama / "tokenizer.json").unlink()
+    (llama / "tokenizer_config.json").unlink()
+    error = refuse(llama, "--text", words)
+    assert (error["code"], error["exit"]) == ("no-tokenizer", 2)
+    assert "--self-generate" in error["next"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_activations_that_are_not_finite_are_named(llama, words, value):
+    from safetensors.torch import save_file
+
+    tensors = read_tensors(llama)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    error = refuse(llama, "--text", words)
+    assert (error["code"], error["exit"], error["tensor"]) == ("calibration-nan", 2, "model.layers.1.mlp.down_proj")
+    assert "sample 0" in error["message"]
+
+
+def test_code_that_comes_with_a_checkpoint_is_not_run(llama, words, tmp_path):
+    (llama / "modeling_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    edit(llama, model_type="own", auto_map={"AutoConfig": "modeling_own.Own", "AutoModelForCausalLM": "modeling_own.Own"})
+    error = refuse(llama, "--text", words)
+    assert (error["code"], error["exit"]) == ("calibration-model", 2)
+    assert "never run" in error["message"]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_models_that_are_no_chain_of_layers(llama, words):
+    edit(llama, model_type="t5", architectures=["T5ForConditionalGeneration"])
+    assert "encoder and a decoder" in refuse(llama, "--text", words)["message"]
+    edit(llama, model_type="nothing-known", architectures=["Nothing"])
+    assert refuse(llama, "--text", words)["code"] == "calibration-model"
+
+
+def test_weights_that_the_model_needs_and_are_not_there(llama, words):
+    from safetensors.torch import save_file
+
+    tensors = read_tensors(llama)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    error = refuse(llama, "--text", words)
+    assert (error["code"], error["exit"], error["tensor"]) == ("calibration-weights", 2, "model.layers.1.mlp.up_proj.weight")
+    edit(llama, intermediate_size=64)
+    assert refuse(llama, "--text", words)["code"] == "calibration-weights"
+
+
+def test_a_folder_without_a_config(tmp_path, words):
+    folder = write_llama(tmp_path / "m")
+    (folder / "config.json").unlink()
+    assert refuse(folder, "--text", words)["code"] == "calibration-model"
+
+
+def test_transformers_that_is_not_installed(llama, words, monkeypatch):
+    imported = builtins.__import__
+
+    def without(name, *arguments, **options):
+        if name.partition(".")[0] == "transformers":
+            raise ImportError(name)
+        return imported(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    error = refuse(llama, "--text", words)
+    assert (error["code"], error["exit"]) == ("no-transformers", 2)
+    assert "fp4convert[calibrate]" in error["next"]
+
+
+def test_text_that_is_none(llama, words, tmp_path):
+    assert refuse(llama)["code"] == "no-text"
+    assert refuse(llama, "--text", words, "--self-generate", 2)["code"] == "no-text"
+    assert refuse(llama, "--text", tmp_path / "absent")["code"] == "no-text"
+    words.write_text("a")
+    assert refuse(llama, "--text", words)["code"] == "no-text"
+    words.write_bytes(b"\xff\xfe")
+    assert refuse(llama, "--text", words)["code"] == "bad-text"
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"prompt": "a"}', '{"messages": [{"role": "user", "content": "a"}]}'])
+def test_data_sets_that_are_none(llama, tmp_path, line):
+    data = tmp_path / "data.jsonl"
+    data.write_text(line)
+    error = refuse(llama, "--dataset", data)
+    assert (error["code"], error["exit"]) == ("bad-dataset", 2)
+
+
+def test_options_that_cannot_be(llama, words):
+    assert refuse(llama, "--text", words, "--gram", "block:0")["code"] == "unknown-gram"
+    assert refuse(llama, "--text", words, "--gram", "half")["code"] == "unknown-gram"
+    assert refuse(llama, "--text", words, "--device", "tpu")["code"] == "unknown-device"
+    assert refuse(llama, "--text", words, "--device", "cuda:99")["code"] == "no-gpu"
+    assert refuse(llama, "--text", words, "--sequence-length", 1)["code"] == "bad-number"
+    assert refuse(llama, "--text", words, "--sequence-length", 41)["code"] == "bad-number"
+    assert refuse(llama, "--text", words, "--samples", 0)["code"] == "bad-number"
+
+
+def test_an_encoder_writes_no_text(tmp_path):
+    folder = make_model(tmp_path / "bert", "Bert")
+    assert refuse(folder, "--self-generate", 2)["code"] == "no-text"
