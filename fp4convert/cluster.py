@@ -19,10 +19,12 @@ from typing import Any
 
 from fp4convert.convert import Request, begin_quantize, prepare_quantize, quantize
 from fp4convert.errors import DeviceError, Fp4Error, InputError
+from fp4convert.fitting import Goal
 from fp4convert.input_scales import whole_reference
 from fp4convert.job import Result
 from fp4convert.manifest import TaskFiles
 from fp4convert.output import OutputFolder
+from fp4convert.recipe_rules import FormatRule
 from fp4convert.sources import Access, Source, open_source
 from fp4convert.tasks import Plan
 from fp4convert.workers import Settings
@@ -44,6 +46,8 @@ class Errand:
 
     reference  the source, as every node finds it
     device     as Settings has it, and workers, too
+    goal       what the artifact should come to; None for what comes of it
+    formats    of modules, chosen to meet it
     """
 
     reference: str
@@ -52,13 +56,15 @@ class Errand:
     output: Path
     device: str = "auto"
     workers: int = 0
+    goal: Goal | None = None
+    formats: tuple[FormatRule, ...] = ()
 
     def __call__(self) -> Result | dict[str, Any]:
         """The result of the whole, or what went wrong, in words that travel."""
         try:
             source = open_source(self.reference, self.access)
             settings = Settings(self.device, self.workers, is_joining=True)
-            return quantize(source, prepare_quantize(source, self.request), self.output, settings)
+            return quantize(source, prepare_quantize(source, self.request, self.formats), self.output, settings)
         except Fp4Error as error:
             return {"kind": type(error).__name__, "said": (error.code, error.message, error.next_step, error.tensor)}
 

@@ -21,7 +21,7 @@ from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, Blocks, format_named, row_panels
 from fp4convert.input_scales import Measured, choose_scales
 from fp4convert.job import Job, Result, begin, carry_out
-from fp4convert.linears import find_linears
+from fp4convert.linears import Linears, find_linears
 from fp4convert.makers import Dequantizer, Quantizer, Transcoder
 from fp4convert.manifest import Manifest
 from fp4convert.methods import open_statistics, reopened, with_statistics
@@ -66,27 +66,47 @@ def prepare_quantize(source: Source, request: Request, formats: tuple[FormatRule
 
     formats  of modules, before those of the recipe: a choice that was made to fit a size
     """
-    calibration = open_statistics(request.method, request.scale_rule, request.calibration)
-    measured = Measured(calibration) if calibration else None
-    recipe = recipe_for(source, request, calibration)
-    recipe = replace(recipe, formats=(*formats, *recipe.formats))
-    if calibration:
-        calibration.check(source)
-    inputs = choose_scales(source, recipe.format, request.activations, request.input_scale, measured)
-    with uncollected():
-        linears = find_linears(source, recipe)
-        beside = Beside(inputs, measured, plan_cache(source, linears, recipe, calibration))
-        plan = plan_quantize(source.checkpoint, recipe, linears, beside)
-    if calibration:
-        plan = with_statistics(plan, calibration)
+    asked = understand(source, request)
+    plan = asked.plan(source, formats)
+    if asked.calibration:
+        plan = with_statistics(plan, asked.calibration)
     for module, q in () if source.is_streamed else stored_blocks(plan):  # from a Hub each would be a request: the run tells
         _refuse_odd_scale(module, q)
         _check_scalars(module, q, None, _dialect_of(plan))
     return plan
 
 
-def recipe_for(source: Source, request: Request, calibration: Calibration | None) -> Recipe:
-    """What is asked for, for that source; InputError for what no format, dialect or recipe has."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, understood: all that a plan is made of, and the calibration that it names."""
+
+    recipe: Recipe
+    linears: Linears
+    beside: Beside
+    calibration: Calibration | None
+
+    def plan(self, source: Source, formats: tuple[FormatRule, ...] = ()) -> Plan:
+        """The plan, with these formats of modules before the recipe's."""
+        recipe = replace(self.recipe, formats=(*formats, *self.recipe.formats))
+        with uncollected():
+            return plan_quantize(source.checkpoint, recipe, self.linears, self.beside)
+
+
+def understand(source: Source, request: Request) -> Asked:
+    """What is asked for, for that source; InputError for anything that the request or the source has wrong."""
+    calibration = open_statistics(request.method, request.scale_rule, request.calibration)
+    measured = Measured(calibration) if calibration else None
+    recipe = _recipe_for(source, request, calibration)
+    if calibration:
+        calibration.check(source)
+    inputs = choose_scales(source, recipe.format, request.activations, request.input_scale, measured)
+    with uncollected():
+        linears = find_linears(source, recipe)
+        return Asked(recipe, linears, Beside(inputs, measured, plan_cache(source, linears, recipe, calibration)), calibration)
+
+
+def _recipe_for(source: Source, request: Request, calibration: Calibration | None) -> Recipe:
+    """The recipe; InputError for what no format, dialect or recipe has."""
     fmt = format_named(request.format)
     check_word(request.kv_cache)
     traits = dialect_to_write(Target(fmt.name, request.dialect, kv_cache=request.kv_cache)).TRAITS

@@ -16,12 +16,13 @@ from pathlib import Path
 from fp4convert.artifact import UNDIGESTED
 from fp4convert.backends import processors
 from fp4convert.errors import InputError, OutputError
-from fp4convert.manifest import TaskFiles, read_ended, read_manifest
+from fp4convert.manifest import Manifest, TaskFiles, read_ended, read_manifest
 from fp4convert.output import OutputFolder, digest_of, entered
 from fp4convert.progress import Phases
 from fp4convert.shard import hash_file, told
 from fp4convert.sources import PLAN_FILE
 
+SHA256_DIGITS = 64
 ENDING = "end"  # the claim of whoever ends the conversion
 
 
@@ -91,13 +92,26 @@ def write_ending(folder: OutputFolder) -> Ending:
     folder.write_texts(manifest.texts)
     files = {file: folder.hashes[file] for file in manifest.files}
     if manifest.record is not None:
-        listed = {file: sha256 for file, sha256 in sorted(files.items()) if file not in UNDIGESTED}
-        folder.write_texts({manifest.last: as_text({**manifest.record, "files": listed})})
+        folder.write_texts({manifest.last: _record_text(manifest.record, files)})
         files[manifest.last] = folder.hashes[manifest.last]
     with told(folder.root):
         folder.sweep()
     folder.put_ended(files)
     return _ending(folder, files)
+
+
+def _record_text(record: dict[str, object], files: dict[str, str]) -> str:
+    """Our own record, with the sha256 of every file that is digested."""
+    listed = {file: sha256 for file, sha256 in sorted(files.items()) if file not in UNDIGESTED}
+    return as_text({**record, "files": listed})
+
+
+def nbytes_of(manifest: Manifest) -> int:
+    """Exactly what all files of the result will take, the record too."""
+    if manifest.record is None:
+        return manifest.nbytes
+    text = _record_text(manifest.record, dict.fromkeys(manifest.files, "0" * SHA256_DIGITS))
+    return manifest.nbytes + len(text.encode("utf-8", "surrogatepass"))
 
 
 def _ending(folder: OutputFolder, files: dict[str, str]) -> Ending:

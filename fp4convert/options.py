@@ -36,6 +36,8 @@ KeepPackedOption = Annotated[bool, typer.Option("--keep-packed", help="What is F
 ViaOption = Annotated[str | None, typer.Option(help="fp8: round weights to FP8 first, for comparison; it loses accuracy.")]
 MethodOption = Annotated[str, typer.Option(help="rtn: every weight to the nearest value.")]
 CalibrationOption = Annotated[str | None, typer.Option(help="Statistics that fp4convert calibrate made of this source.")]
+TargetSizeOption = Annotated[float | None, typer.Option(help="GB of the artifact: measured formats for modules, to fit it.")]
+TargetBitsOption = Annotated[float | None, typer.Option(help="The same by bits per weight, over modules else four-bit.")]
 DeviceOption = Annotated[str, typer.Option(help="auto (GPUs, else the CPU), cpu, cuda or cuda:N. The bytes are the same.")]
 WorkersOption = Annotated[int, typer.Option(min=0, help="Threads; 0 is as many as suit the device.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]

@@ -20,10 +20,12 @@ from fp4convert.cluster import Errand, check_cluster, quantize_together
 from fp4convert.convert import begin_quantize, manifest_of, name_files, prepare_quantize, quantize
 from fp4convert.dialects import Ignored
 from fp4convert.errors import Fp4Error, InputError, NumericError
+from fp4convert.fitting import Fit, Manner, fit
 from fp4convert.forecast import READING_RATES, describe_plan
 from fp4convert.job import Job, Result, carry_out, opened
 from fp4convert.manifest import read_ended, read_manifest
 from fp4convert.output import OutputFolder, TaskWriter, digest_of, missing_nbytes
+from fp4convert.progress import Phases
 from fp4convert.shard import told
 from fp4convert.sources import PLAN_FILE, Source, access_to, open_with_components
 from fp4convert.sources.naming import PIPELINE
@@ -73,15 +75,25 @@ class Work(Protocol):
         """The sha256 of every file, once it is done."""
 
 
-def prepare(errand: Errand, ray: str | None = None) -> Work:
-    """The work that the errand's source needs, planned.
+def prepare(errand: Errand, ray: str | None = None, phases: Phases | None = None, may_write: bool = True) -> Work:
+    """The work that the errand's source needs, planned; where it has a goal, after a pass that measures the weights.
 
-    ray     address of the cluster that does it; None for this process
-    Raises  what open_source and prepare_quantize raise
+    ray        address of the cluster that does it; None for this process
+    may_write  what is measured is kept in the output folder
+    Raises     what open_source, fit and prepare_quantize raise
     """
     source, components = open_with_components(errand.reference, errand.access)
     if not components:
-        return Conversion(errand, source, prepare_quantize(source, errand.request), ray)
+        found = None
+        if errand.goal:
+            manner = Manner(errand.output, may_write, errand.device, errand.workers, phases or Phases())
+            found = fit(source, errand.request, errand.goal, manner)
+            errand = replace(errand, formats=found.rules)
+        return Conversion(errand, source, prepare_quantize(source, errand.request, errand.formats), ray, found)
+    if errand.goal:
+        detail = f"{errand.reference} is a pipeline of several checkpoints; expected one, for a size that is asked for"
+        source.stop()
+        raise InputError("target-pipeline", detail, f"Name one: --subfolder {next(iter(components))}.")
     conversions = {}
     for name, component in components.items():
         own = replace(errand, access=access_to(errand.access, source, name), output=errand.output / name)
@@ -92,22 +104,29 @@ def prepare(errand: Errand, ray: str | None = None) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """One checkpoint into one folder: a Work."""
+    """One checkpoint into one folder: a Work.
+
+    fitted  which formats were chosen for modules, where a size was asked for
+    """
 
     errand: Errand
     source: Source
     plan: Plan
     ray: str | None = None
+    fitted: Fit | None = None
 
     @property
     def warnings(self) -> list[str]:
-        return list(self.plan.warnings)
+        return [*self.plan.warnings, *(self.fitted.words if self.fitted else ())]
 
     def names(self) -> list[str]:
         return name_files(self.source, self.plan)
 
     def describe(self, settings: Settings) -> dict[str, object]:
-        return describe_plan(self.source, self.plan, settings)
+        document = dict[str, Any](describe_plan(self.source, self.plan, settings))
+        if self.fitted is None:
+            return document
+        return {**document, "target": self.fitted.as_json(), "warnings": [*document["warnings"], *self.fitted.words]}
 
     def check(self, settings: Settings) -> None:
         if self.ray is None:

@@ -68,7 +68,8 @@ def _publish(order: Order, goal: Publication) -> Result:
     try:
         pusher.begin()
         result = work.carry_out(replace(settings, named=pusher.add))
-        options = {**asdict(errand.request), "subfolder": errand.access.subfolder}
+        goal_options = errand.goal.options() if errand.goal else {}
+        options = {**asdict(errand.request), **goal_options, "subfolder": errand.access.subfolder}
         card = make_card(work.plan, result, work.source, CardRequest(goal.repo, options))
         files = work.ended_files()
         nbytes = sum((errand.output / file).stat().st_size for file in files if file != CARD)

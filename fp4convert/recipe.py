@@ -132,7 +132,7 @@ class Recipe:
             return next(f"excluded by {pattern!r}" for pattern in self.choice.exclude if matches(pattern, module))
         if matches_any(self.choice.include, module):
             return None
-        override = self._override(module)
+        override = self.override(module)
         if override == KEEP:
             return "kept by a [[format]] of the recipe"
         if rule := self._rule_for(module, is_overridden=override is not None):
@@ -143,7 +143,7 @@ class Recipe:
 
     def format_of(self, module: str) -> str:
         """Name of the format that the module becomes where it does not stay."""
-        override = self._override(module)
+        override = self.override(module)
         return self.target.format if override in (None, KEEP, ANY_FORMAT) else str(override)
 
     @property
@@ -153,7 +153,7 @@ class Recipe:
 
     def is_asked_for(self, module: str) -> bool:
         """True where a person or a [[format]] names it: it may become four-bit though a rule of keep fits it."""
-        return matches_any(self.choice.include, module) or self._override(module) is not None
+        return matches_any(self.choice.include, module) or self.override(module) is not None
 
     def kind_of(self, module: str) -> str:
         """What the recipes' rules take a module for; nothing where none speaks of it."""
@@ -201,7 +201,7 @@ class Recipe:
         detail = f"{tensor} is {list(shape)}, and {rule.inputs_key} is {rule.inputs}, which does not tell inputs from outputs"
         raise InputError("stack-order", detail, f"Say --stack-order {' or '.join(STACK_ORDERS)}.", tensor)
 
-    def _override(self, module: str) -> str | None:
+    def override(self, module: str) -> str | None:
         """The word of the first [[format]] that names it."""
         for rule in self.formats:
             if matches_any(rule.patterns, module):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -41,6 +43,8 @@ from fp4convert.options import (
     StackOrderOption,
     StackRowsOption,
     SubfolderOption,
+    TargetBitsOption,
+    TargetSizeOption,
     TemplateOption,
     TokenOption,
     TransportOption,
@@ -49,6 +53,13 @@ from fp4convert.options import (
     access_to,
     given,
 )
+
+if TYPE_CHECKING:  # what commands load when they run
+    from fp4convert.pipelines import Work
+    from fp4convert.progress import Phases
+    from fp4convert.publishing import Publication
+    from fp4convert.render import Screen
+    from fp4convert.workers import Settings
 
 
 def quantize_command(
@@ -69,6 +80,8 @@ def quantize_command(
     via: ViaOption = None,
     calibration: CalibrationOption = None,
     method: MethodOption = "rtn",
+    target_size: TargetSizeOption = None,
+    target_bits: TargetBitsOption = None,
     device: DeviceOption = "auto",
     workers: WorkersOption = 0,
     dry_run: DryRunOption = False,
@@ -91,26 +104,36 @@ def quantize_command(
 
     Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
     """
-    from fp4convert import cluster, convert, gpus, overview, parts, pipelines, publishing, render, sources
+    from fp4convert import cluster, convert, fitting, parts, pipelines, publishing, render, sources
     from fp4convert import workers as crew
 
     screen = render.Screen(json, quiet)
     share = parts.choose_share(join or ray is not None, shard_index, num_shards, os.environ)
-    goal = publishing.choose_publication(push_to_hub, private, given(token))
+    publication = publishing.choose_publication(push_to_hub, private, given(token))
     target = output or Path(f"{sources.name_of(source)}-{format.upper()}")
     access = access_to(screen.tell, (revision, subfolder), token, (memory, transport), target)
     choice = (tuple(include or ()), tuple(exclude or ()), recipe, stack_order, stack_rows, keep_packed)
     request = convert.Request(format, dialect, scale_rule, activations, input_scale, *choice, via, calibration, method, kv_cache)
+    errand = cluster.Errand(source, access, request, target, device, workers, fitting.choose_goal(target_size, target_bits))
+    settings = crew.Settings(device, workers, force, is_joining=join, share=share, tell=screen.tell)
+    _carry_out(screen, lambda phases: pipelines.prepare(errand, ray, phases, not dry_run), settings, publication, dry_run)
+
+
+def _carry_out(
+    screen: Screen, prepare: Callable[[Phases], Work], settings: Settings, publication: Publication | None, is_dry: bool
+) -> None:
+    """Plan the work, do it or tell what it comes to, and show that."""
+    from fp4convert import gpus, overview, parts, publishing, render
+
     with screen.phases() as phases:
         phases.begin("plan")
-        work = pipelines.prepare(cluster.Errand(source, access, request, target, device, workers), ray)
-        screen.warn([*(() if dry_run else work.warnings), *gpus.unused(device)])
-        screen.note([parts.describe(share)] if share else [])
-        settings = crew.Settings(device, workers, force, phases, join, share, screen.tell)
-        order = publishing.Order(work, settings, goal)
-        document: render.Document = work.describe(settings) if dry_run else publishing.fulfil(order).as_json()
-    screen.show(document, overview.draw_plan if dry_run else render.draw_result)
-    screen.warn(document["warnings"] if dry_run else ())
+        work = prepare(phases)
+        screen.warn([*(() if is_dry else work.warnings), *gpus.unused(settings.device)])
+        screen.note([parts.describe(settings.share)] if settings.share else [])
+        order = publishing.Order(work, replace(settings, phases=phases), publication)
+        document: render.Document = work.describe(order.settings) if is_dry else publishing.fulfil(order).as_json()
+    screen.show(document, overview.draw_plan if is_dry else render.draw_result)
+    screen.warn(document["warnings"] if is_dry else ())
 
 
 def dequantize_command(

@@ -1,0 +1,380 @@
+"""--target-size and --target-bits: sizes to the byte, losses by torch, the choice beside every choice, and who measures when."""
+
+import json
+import math
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from calibrations import statistics_of, write_calibration
+from checkpoints import (
+    FIRST,
+    LAYER,
+    SECOND,
+    Tensor,
+    bf16,
+    read_folder,
+    run,
+    start,
+    values_of,
+    weight,
+    write_checkpoint,
+    write_single,
+)
+from diffusion import write_wan
+
+from fp4convert.sources import open_source
+
+MEASURED = ".fp4convert/measured"
+UNITS = ("q_proj/k_proj/v_proj", "o_proj", "gate_proj/up_proj", "down_proj")
+
+
+def scaled(seed: int, rows: int, columns: int, spread: float) -> Tensor:
+    """A matrix whose columns differ by that factor: what four bits lose grows with it."""
+    draw = np.random.default_rng(seed)
+    values = draw.standard_normal((rows, columns)) * np.exp(draw.standard_normal((rows, columns)) * spread)
+    return "BF16", (rows, columns), (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+def shards(layers: int = 2) -> dict[str, dict[str, Tensor]]:
+    """Two shards; scale groups lie in both."""
+    found: dict[str, dict[str, Tensor]] = {FIRST: {"model.embed_tokens.weight": weight(1, 96, 64)}, SECOND: {}}
+    shapes = {
+        "self_attn.q_proj": (32, 64),
+        "self_attn.k_proj": (16, 64),
+        "self_attn.v_proj": (16, 64),
+        "self_attn.o_proj": (64, 32),
+        "mlp.gate_proj": (128, 64),
+        "mlp.up_proj": (128, 64),
+        "mlp.down_proj": (64, 128),
+    }
+    for number, (layer, (leaf, shape)) in enumerate(product(range(layers), shapes.items())):
+        home = FIRST if number % 2 else SECOND
+        found[home][f"model.layers.{layer}.{leaf}.weight"] = scaled(number, *shape, 0.3 * (number % 4))
+    return found
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    return write_checkpoint(tmp_path / "source", shards())
+
+
+def quantize(source: object, out: Path, *options: object) -> dict:
+    outcome = run("quantize", source, "--format", "nvfp4", *options, "-o", out, "--json", "-q")
+    assert outcome.code == 0, outcome
+    return outcome.json
+
+
+def planned(source: object, out: Path, *options: object) -> dict:
+    return quantize(source, out, *options, "--dry-run")
+
+
+def nbytes_of(folder: Path) -> int:
+    """Of every file of the artifact."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and ".fp4convert" not in path.parts]
+    return sum(path.stat().st_size for path in paths if path.name != "quantization_report.json")
+
+
+def digits(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in folder.rglob("*") if path.is_file() and ".fp4convert" not in path.parts]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.name != "quantization_report.json"}
+
+
+def reach(source: object, out: Path, *options: object) -> tuple[int, int]:
+    """The range that a refusal names, in bytes."""
+    outcome = run("quantize", source, "--format", "nvfp4", *options, "--target-size", 1e3, "-o", out, "--json")
+    words = outcome.json["error"]["message"].split()
+    return round(float(words[words.index("from") + 1]) * 1e9), round(float(words[words.index("below") + 1]) * 1e9)
+
+
+@pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
+def test_the_size_is_met_to_the_byte_that_was_planned(source, tmp_path, dialect):
+    options = ("--dialect", dialect)
+    low, high = reach(source, tmp_path / "none", *options)
+    previous = math.inf
+    for number, nbytes in enumerate(np.linspace(low, high - 1, 7).astype(int)):
+        out = tmp_path / f"{dialect}-{number}"
+        asked = (*options, "--target-size", f"{int(nbytes) / 1e9:.9f}")
+        target = planned(source, out, *asked)["target"]
+        assert not out.exists()
+        assert quantize(source, out, *asked)["output_bytes"] == nbytes_of(out) == target["output_bytes"] <= nbytes
+        assert target["error"] <= previous
+        previous = target["error"]
+    assert previous < 0.01
+
+
+def test_the_ends_of_the_range_are_all_four_bit_and_nearly_nothing(source, tmp_path):
+    low, high = reach(source, tmp_path / "none")
+    quantize(source, tmp_path / "plain")
+    assert nbytes_of(tmp_path / "plain") == low
+    at_low = planned(source, tmp_path / "out", "--target-size", f"{low / 1e9:.9f}")["target"]
+    assert at_low["modules"] == {"nvfp4": 14}
+    assert at_low["formats"] == []
+    at_high = planned(source, tmp_path / "out", "--target-size", f"{(high - 1) / 1e9:.9f}")["target"]
+    assert at_high["modules"]["keep"] > at_high["modules"]["nvfp4"] >= 1
+    for below in (low - 1, high):
+        outcome = run(
+            "quantize", source, "--format", "nvfp4", "--target-size", f"{below / 1e9:.9f}", "-o", tmp_path / "out", "--json"
+        )
+        assert (outcome.code, outcome.json["error"]["code"]) == (2, "target-range")
+
+
+def losses(folder: Path) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for path in (folder / MEASURED).glob("*.json"):
+        found |= json.loads(path.read_text())
+    return found
+
+
+def test_losses_are_those_of_the_artifacts_values(source, tmp_path):
+    """Beside what `dequantize` makes of an artifact, by NumPy in float64."""
+    quantize(source, tmp_path / "fitted", "--target-bits", 6)
+    quantize(source, tmp_path / "four")
+    assert run("dequantize", tmp_path / "four", "-o", tmp_path / "values", "--dtype", "fp32", "-q").code == 0
+    original, rounded = read_folder(source), read_folder(tmp_path / "values")
+    found = losses(tmp_path / "fitted")
+    assert len(found) == 14
+    for module, each in found.items():
+        w, v = values_of(original[f"{module}.weight"]), values_of(rounded[f"{module}.weight"])
+        assert each["nvfp4"] == pytest.approx(((w - v) ** 2).sum() / (w**2).sum(), rel=1e-6)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("dialect", "axis"), [("compressed-tensors", 1), ("modelopt", None)])
+def test_losses_of_fp8_are_torchs(source, tmp_path, dialect, axis):
+    import torch
+
+    quantize(source, tmp_path / "out", "--dialect", dialect, "--target-bits", 7)
+    original, found = read_folder(source), losses(tmp_path / "out")
+    for module, each in found.items():
+        w = torch.tensor(values_of(original[f"{module}.weight"]), dtype=torch.float32)
+        step = (w.abs().amax(1, keepdim=True) if axis == 1 else w.abs().max()) / 448
+        v = (w / step).to(torch.float8_e4m3fn).float() * step
+        assert each["fp8"] == pytest.approx(((w - v).double().norm() / w.double().norm()).item() ** 2, rel=1e-5)
+
+
+def test_with_a_calibration_losses_are_weighted_by_the_moments(source, tmp_path):
+    draw = np.random.default_rng(9)
+    original = {name.removesuffix(".weight"): values_of(t) for name, t in read_folder(source).items() if "proj" in name}
+    inputs = {module: draw.standard_normal((32, w.shape[1])) * np.geomspace(0.1, 9, w.shape[1]) for module, w in original.items()}
+    statistics = {name: array for module, x in inputs.items() for name, array in statistics_of(module, x).items()}
+    file = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), statistics)
+    quantize(source, tmp_path / "out", "--target-bits", 6, "--calibration", file)
+    quantize(source, tmp_path / "four")
+    assert run("dequantize", tmp_path / "four", "-o", tmp_path / "values", "--dtype", "fp32", "-q").code == 0
+    rounded = read_folder(tmp_path / "values")
+    for module, each in losses(tmp_path / "out").items():
+        w, v, moments = original[module], values_of(rounded[f"{module}.weight"]), (inputs[module] ** 2).mean(0)
+        assert each["nvfp4"] == pytest.approx((((w - v) ** 2) @ moments).sum() / ((w**2) @ moments).sum(), rel=1e-5)
+
+
+def units_of(modules: dict[str, object]) -> list[list[str]]:
+    layers = sorted({module.split(".")[2] for module in modules})
+    return [
+        [module for module in modules if f".{layer}." in module and module.rpartition(".")[2] in unit.split("/")]
+        for layer in layers
+        for unit in UNITS
+    ]
+
+
+def test_no_other_choice_of_that_size_loses_less(source, tmp_path):
+    """Every choice of 8 parts in 3 formats: sizes by hand, losses as measured; within one step of the best of them."""
+    target = planned(source, tmp_path / "dry", "--target-bits", 6.3)["target"]
+    quantize(source, tmp_path / "out", "--target-bits", 6.3)
+    found = losses(tmp_path / "out")
+    shapes = {name.removesuffix(".weight"): t[1] for name, t in read_folder(source).items() if "proj" in name}
+    sizes = {
+        "nvfp4": lambda rows, columns: rows * columns * 9 // 16 + 4,
+        "fp8": lambda rows, columns: rows * columns + 4 * rows,
+        "keep": lambda rows, columns: rows * columns * 2,
+    }
+    parts = [
+        [(sum(size(*shapes[m]) for m in unit), sum(found[m].get(word, 0.0) for m in unit)) for word, size in sizes.items()]
+        for unit in units_of(shapes)
+    ]
+    nbytes = math.floor(6.3 * sum(math.prod(shape) for shape in shapes.values()) / 8)
+    choices = [(sum(n for n, _ in one), sum(e for _, e in one)) for one in product(*parts)]
+    best = min(error for taken, error in choices if taken <= nbytes)
+    step = max(options[0][1] for options in parts)
+    assert best <= target["error"] + 1e-12 <= best + step
+    weights = sum(math.prod(shape) for shape in shapes.values())
+    assert any(
+        8 * n / weights == pytest.approx(target["bits_per_weight"]) and e == pytest.approx(target["error"]) for n, e in choices
+    )
+    greedy_waste = 6.3 - target["bits_per_weight"]
+    assert 0 <= greedy_waste < 0.5
+
+
+def formats_in(folder: Path) -> dict[str, str]:
+    """What every module became, by the names and types of its tensors."""
+    found = {}
+    for name, (dtype, _, _) in read_folder(folder).items():
+        module, _, leaf = name.rpartition(".")
+        if leaf in ("weight", "weight_packed") and "_proj" in module:
+            found[module] = {"U8": "nvfp4", "F8_E4M3": "fp8", "BF16": "keep"}[dtype]
+    return found
+
+
+def test_fused_members_get_one_format_and_the_plan_says_what_it_made(source, tmp_path):
+    kinds = set()
+    for bits in (5, 6, 8, 12):
+        out = tmp_path / f"{bits}"
+        document = planned(source, out, "--target-bits", bits)
+        assert not [line for line in document["warnings"] if "fuse" in line]
+        quantize(source, out, "--target-bits", bits)
+        made = formats_in(out)
+        for unit in units_of(made):
+            assert len({made[module] for module in unit}) == 1
+        counts = {word: sum(found == word for found in made.values()) for word in set(made.values())}
+        assert document["target"]["modules"] == counts
+        kinds |= set(made.values())
+        weights = sum(math.prod(t[1]) for name, t in read_folder(source).items() if "proj" in name)
+        stored = sum(len(data) for name, (_, _, data) in read_folder(out).items() if "_proj" in name)
+        assert document["target"]["bits_per_weight"] == pytest.approx(8 * stored / weights)
+        assert document["target"]["bits_per_weight"] <= bits
+    assert kinds == {"nvfp4", "fp8", "keep"}
+
+
+def experts(count: int = 4) -> dict[str, Tensor]:
+    at = f"{LAYER}.mlp"
+    found = {f"{LAYER}.self_attn.o_proj.weight": weight(1, 64, 64)}
+    for expert, leaf in product(range(count), ("gate_proj", "up_proj", "down_proj")):
+        found[f"{at}.experts.{expert}.{leaf}.weight"] = weight(10 * expert + len(leaf), 64, 64)
+    return found
+
+
+def test_experts_of_a_layer_move_together_and_count_as_one(tmp_path):
+    source = write_single(tmp_path / "m", experts())
+    out = tmp_path / "q"
+    target = planned(source, out, "--target-bits", 6)["target"]
+    assert target["modules"] == {"nvfp4": 12, "keep": 1}
+    at_least = planned(source, out, "--target-bits", 8.6)["target"]
+    assert at_least["modules"] == {"fp8": 12, "nvfp4": 1}
+    assert at_least["formats"] == [{"format": "fp8", "modules": [f"{LAYER}.mlp.experts.*"]}]
+    quantize(source, out, "--target-bits", 8.6)
+    found = losses(out)
+    by_leaf = [
+        np.mean([found[f"{LAYER}.mlp.experts.{e}.{leaf}"]["fp8"] for e in range(4)])
+        for leaf in ("gate_proj", "up_proj", "down_proj")
+    ]
+    assert at_least["error"] == pytest.approx(sum(by_leaf) + found[f"{LAYER}.self_attn.o_proj"]["nvfp4"])
+
+
+def test_other_dialects_choose_between_four_bits_and_what_is_there(source, tmp_path):
+    for dialect, fmt in (("mlx", "mxfp4"), ("quark", "mxfp4")):
+        out = tmp_path / dialect
+        options = ("--format", fmt, "--dialect", dialect, "--target-bits", 8, "-o", out, "--json", "-q")
+        target = run("quantize", source, *options, "--dry-run").json["target"]
+        assert target["modules"].keys() == {fmt, "keep"}
+        outcome = run("quantize", source, *options)
+        assert outcome.code == 0
+        assert outcome.json["output_bytes"] == target["output_bytes"]
+
+
+def test_a_run_again_measures_nothing_and_a_changed_source_again(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    first = quantize(source, out, "--target-bits", 6)
+    before = {path.name: path.stat().st_mtime_ns for path in (out / MEASURED).glob("*.json")}
+    assert len(before) == 2
+    monkeypatch.setattr("fp4convert.measuring._losses_of", None)  # whoever measures fails
+    assert quantize(source, out, "--target-bits", 6)["digest"] == first["digest"]
+    monkeypatch.undo()
+    (victim,) = [path for path in (out / MEASURED).glob("*.json") if path.name == min(before)]
+    victim.write_text("damaged")
+    assert quantize(source, out, "--target-bits", 6)["digest"] == first["digest"]
+    assert json.loads(victim.read_text())
+    (source / FIRST).touch()
+    assert run("quantize", source, "--format", "nvfp4", "--target-bits", 6, "-o", out, "-q", "--force").code == 0
+    assert len(list((out / MEASURED).glob("*.json"))) == 4  # every shard: scale groups lie in both
+
+
+def test_the_choice_does_not_depend_on_who_measures(source, tmp_path):
+    expected = quantize(source, tmp_path / "one", "--target-bits", 6, "--workers", 1)["digest"]
+    assert quantize(source, tmp_path / "four", "--target-bits", 6, "--workers", 4)["digest"] == expected
+    for part in range(2):
+        share = ("--shard-index", part, "--num-shards", 2)
+        quantize(source, tmp_path / "parts", "--target-bits", 6, *share)
+    assert run("merge", tmp_path / "parts", "--json").json["digest"] == expected
+    together = [
+        start("quantize", source, "--format", "nvfp4", "--target-bits", 6, "-o", tmp_path / "join", "--join", "-q")
+        for _ in range(3)
+    ]
+    assert [process.wait(120) for process in together] == [0, 0, 0]
+    assert digits(tmp_path / "join") == digits(tmp_path / "one")
+
+
+def test_from_a_hub_the_source_is_read_twice_and_the_plan_says_so(hub, source, tmp_path):
+    hub.add("org/model", source)
+    sizes = {file: (source / file).stat().st_size for file in (FIRST, SECOND)}
+    document = planned("org/model", tmp_path / "out", "--target-bits", 6)
+    assert any("reads the source twice from the Hub" in line for line in document["warnings"])
+    assert any("keeps nothing" in line for line in document["warnings"])
+    assert not (tmp_path / "out").exists()
+    hub.seen.clear()
+    quantize("org/model", tmp_path / "out", "--target-bits", 6)
+    read = sum(seen.nbytes for seen in hub.seen if seen.where == "storage")
+    assert 2 * sum(sizes.values()) <= read <= 3.2 * sum(sizes.values())  # members of groups in the other shard are measured, too
+    folder = quantize(source, tmp_path / "folder", "--target-bits", 6)
+    assert {k: v for k, v in digits(tmp_path / "out").items() if k.endswith("safetensors")} == {
+        k: v for k, v in digits(tmp_path / "folder").items() if k.endswith("safetensors")
+    }
+    assert folder["output_bytes"] <= nbytes_of(tmp_path / "out")
+
+
+def test_blocks_that_are_taken_over_and_fp8_that_stays_lose_nothing(source, tmp_path):
+    quantize(source, tmp_path / "four", "--dialect", "modelopt", "--exclude", "*down_proj")
+    again = planned(tmp_path / "four", tmp_path / "out", "--target-bits", 9)["target"]
+    assert again["modules"]["nvfp4"] >= 12
+    assert again["error"] < 0.01
+
+
+def refused(*arguments: object) -> dict:
+    outcome = run("quantize", *arguments, "--json")
+    assert outcome.code == 2, outcome
+    error = outcome.json["error"]
+    assert "\n" not in error["message"]
+    return error
+
+
+def test_bad_input_is_one_sentence_and_writes_nothing(source, tmp_path):
+    out = tmp_path / "out"
+    base = (source, "--format", "nvfp4", "-o", out)
+    assert refused(*base, "--target-bits", 6, "--target-size", 1)["code"] == "target-twice"
+    for option, value in product(("--target-bits", "--target-size"), (0, -1, "nan", "inf")):
+        assert refused(*base, option, value)["code"] == "target-range"
+    for value in (4, 16, 100):
+        error = refused(*base, "--target-bits", value)
+        assert (error["code"], "to below 16 bits" in error["message"]) == ("target-range", True)
+    assert refused(*base, "--target-bits", 6, "--via", "fp8")["code"] == "target-via"
+    assert refused(*base, "--target-bits", 6, "--exclude", "*")["code"] == "no-linears"
+    pipeline = refused(write_wan(tmp_path / "wan"), "--format", "nvfp4", "-o", out, "--target-bits", 6)
+    assert (pipeline["code"], "--subfolder" in pipeline["next"]) == ("target-pipeline", True)
+    inside = refused(source, "--format", "nvfp4", "-o", source / "out", "--target-bits", 6)
+    assert inside["code"] == "output-in-source"
+    assert not out.exists()
+    assert not (source / "out").exists()
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "diary.txt").write_text("mine")
+    assert run("quantize", source, "--format", "nvfp4", "-o", foreign, "--target-bits", 6).code == 5
+    assert [path.name for path in foreign.iterdir()] == ["diary.txt"]
+
+
+def test_weights_that_are_nan_are_all_named(tmp_path):
+    data = bytearray(bf16(32, 64))
+    data[100:102] = (0x7FC0).to_bytes(2, "little")
+    bad = ("BF16", (32, 64), bytes(data))
+    tensors = {f"{LAYER}.mlp.{leaf}.weight": bad if "proj" in leaf else weight(1) for leaf in ("down_proj", "o_proj", "x", "y")}
+    source = write_single(tmp_path / "m", tensors)
+    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--target-bits", 6, "--json")
+    assert outcome.code == 2
+    assert outcome.json["error"]["next"].count("--exclude") == 2
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_the_dry_run_shows_the_choice_to_a_person(source, tmp_path):
+    outcome = run("quantize", source, "--format", "nvfp4", "--target-bits", 6, "-o", tmp_path / "out", "--dry-run")
+    assert outcome.code == 0
+    assert "fp8" in outcome.out
+    assert "reads the source twice" in outcome.err
