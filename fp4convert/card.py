@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fp4convert.artifact import CARD
@@ -24,6 +25,7 @@ CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag"
 WORD_LIMIT = 300  # characters of such a word
 CARD_LIMIT = 1 << 20  # bytes of the source's card
 KEPT_LINES = 40
+PATHS = ("calibration", "input_scale", "recipe")  # options that may name files of this machine: their names alone are told
 CAUSAL = "ForCausalLM"
 TRANSFORMERS = {("compressed-tensors", "nvfp4"), ("compressed-tensors", "mxfp4"), ("quark", "mxfp4")}  # the README says why
 VLLM = TRANSFORMERS | {("modelopt", "nvfp4")}
@@ -136,6 +138,8 @@ def _facts(plan: Plan, result: Result) -> Iterator[tuple[object, ...]]:
     if target.method not in (None, "rtn"):
         yield "method", target.method
     yield "activations", activations
+    if target.kv_cache:
+        yield "cache of keys and values", "FP8, with a scale for each attention's keys and values"
     yield "size", f"{_size(result.source_bytes)} before, {_size(result.output_bytes)} after"
     yield "digest", result.digest
 
@@ -151,7 +155,8 @@ def _command(source: Source, options: Mapping[str, object]) -> str:
     words = ["fp4convert", "quantize", checkpoint.repo or f"./{source.name}"]
     for name, value in {**options, **pinned}.items():
         for one in value if isinstance(value, list | tuple) else [value]:
-            words += [] if one in (None, False) else [f"--{name.replace('_', '-')}", *([] if one is True else [str(one)])]
+            word = f"./{Path(one).name}" if isinstance(one, str) and name in PATHS and Path(one).exists() else one
+            words += [] if one in (None, False) else [f"--{name.replace('_', '-')}", *([] if one is True else [str(word)])]
     return " ".join(_quoted(word) for word in words)
 
 

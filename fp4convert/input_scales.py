@@ -13,6 +13,7 @@ import os
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -21,11 +22,12 @@ from fp4convert.calibration_file import FORMAT, Calibration, open_calibration
 from fp4convert.errors import InputError
 from fp4convert.formats import E4M3_MAX, GLOBAL_RANGE, Format
 from fp4convert.recipe import ScaleGroup
-from fp4convert.sources import Source
+from fp4convert.sources import Source, stopping
 from fp4convert.spelling import ACTIVATIONS_FP4, Form
 
 SMALLEST = 2.0**-100  # it and its inverse are far inside float32
 OPTION = "--input-scale"
+REQUESTS = 8  # to the Hub at once
 HEAD_NBYTES = 1 << 16  # of a file, in which it says what it is
 SLACK = 1e-6  # of a float32 beside the float64 that it was rounded from
 
@@ -201,8 +203,7 @@ def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float]
     """
     found: dict[str, float] = {}
     missing: list[str] = []
-    for one in fed:
-        value = scales.find(one)
+    for one, value in zip(fed, _values(fed, scales), strict=True):
         if value is not None:
             found[one.module] = _checked(value, one, scales)
         elif not one.has_own:
@@ -212,6 +213,15 @@ def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float]
         next_step = f"Give an artifact or a calibration of this model with all of them, or one number for all: {OPTION} 1."
         raise InputError("input-scale-missing", f"{detail}; expected one for each", next_step, missing[0])
     return _shared(fed, found, scales)
+
+
+def _values(fed: Sequence[Fed], scales: InputScales) -> Iterable[float | None]:
+    """What it knows of each; asked side by side where every answer takes its time."""
+    source = scales.artifact.source if isinstance(scales, Copied) else None
+    if source is None or not source.is_streamed:
+        return map(scales.find, fed)
+    with ThreadPoolExecutor(REQUESTS) as pool, stopping(source):
+        return list(pool.map(scales.find, fed))
 
 
 def _checked(value: float, fed: Fed, scales: InputScales) -> float:

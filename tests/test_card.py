@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import asdict
 
 import pytest
-from checkpoints import LLAMA, weight, write_checkpoint, write_llama, write_single
+from checkpoints import LLAMA, run, weight, write_checkpoint, write_llama, write_single
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
@@ -74,6 +74,17 @@ def test_front_matter_of_a_folder_names_no_base_and_no_path(tmp_path):
     assert str(tmp_path) not in card
     assert "fp4convert quantize ./m --format nvfp4" in card
     assert "The model card of the source" not in card
+
+
+def test_paths_of_files_that_were_given_stay_private(tmp_path):
+    """Of another artifact that scales were copied from, the name of its folder is told."""
+    source = write_llama(tmp_path / "m")
+    assert run("quantize", source, "--format", "nvfp4", "--activations", 4, "-o", tmp_path / "donor").code == 0
+    more = {"format": "nvfp4", "activations": 4, "input_scale": str(tmp_path / "donor"), "kv_cache": "fp8"}
+    card, _ = card_of(source, tmp_path / "q", more)
+    assert str(tmp_path) not in card
+    assert "--activations 4 --input-scale ./donor" in card
+    assert "| cache of keys and values | FP8, with a scale for each attention's keys and values |" in card
 
 
 def test_what_it_says_of_the_artifact(tmp_path):

@@ -265,3 +265,18 @@ def test_a_scale_that_the_source_has_stays_unless_a_file_says_another(tmp_path):
     file = calibrate(source, tmp_path / "c.safetensors", {module: AMAX[module] for module in ALONE})
     found = input_scales(quantized(source, tmp_path / "b", "modelopt", *recipe, "--input-scale", file), "modelopt")
     assert found[o_proj] == np.float32(AMAX[o_proj]) / np.float32(448)
+
+
+def test_an_artifact_on_the_hub(hub, source, tmp_path):
+    """Its headers and its scales alone are read; and what is not there is told as such."""
+    hub.add("org/donor", donor(source, tmp_path / "donor", "modelopt", STORED))
+    before = len(hub.seen)
+    out = quantized(source, tmp_path / "out", "modelopt", "--input-scale", "org/donor")
+    assert input_scales(out, "modelopt") == {module: float(np.float32(value)) for module, value in STORED.items()}
+    assert len(hub.seen) - before < 40
+    missing = run(
+        "quantize", source, "--format", "nvfp4", "--activations", 4, "-o", tmp_path / "none", "--input-scale", "org/gone"
+    )
+    assert missing.code in (2, 4)
+    assert "org/gone" in missing.err
+    assert not (tmp_path / "none").exists()
