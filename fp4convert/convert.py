@@ -18,19 +18,22 @@ from fp4convert.carrying import Carrier, describe_carried, stored_blocks, taken_
 from fp4convert.dialects import Dialect, dialect_named, dialect_to_write
 from fp4convert.ending import as_text
 from fp4convert.errors import InputError
+from fp4convert.folds import uses_of
 from fp4convert.formats import FLOAT_TYPES, Blocks, format_named, row_panels
-from fp4convert.input_scales import Measured, choose_scales
+from fp4convert.input_scales import Constant, Measured, choose_scales
 from fp4convert.job import Job, Result, begin, carry_out
 from fp4convert.linears import Linears, find_linears
 from fp4convert.makers import Dequantizer, Quantizer, Transcoder
 from fp4convert.manifest import Manifest
-from fp4convert.methods import open_statistics, reopened, with_statistics
+from fp4convert.merging import Merged, merge_folds
+from fp4convert.methods import FOLDING, open_statistics, reopened, with_statistics
 from fp4convert.output import OutputFolder
 from fp4convert.plan import Beside, plan_quantize
 from fp4convert.recipe import Choice, Recipe, Target, build_recipe
 from fp4convert.recipe_rules import FormatRule
-from fp4convert.record import RECORD, Contents, make_record, stacks_recorded, unquantized
+from fp4convert.record import RECORD, Contents, folds_recorded, make_record, stacks_recorded, unquantized
 from fp4convert.respelling import DTYPES, plan_dequantize, plan_transcode
+from fp4convert.smoothing import Smoother
 from fp4convert.sources import Source
 from fp4convert.sources.naming import index_file
 from fp4convert.tasks import Plan
@@ -89,7 +92,20 @@ class Asked:
         """The plan, with these formats of modules before the recipe's."""
         recipe = replace(self.recipe, formats=(*formats, *self.recipe.formats))
         with uncollected():
-            return plan_quantize(source.checkpoint, recipe, self.linears, self.beside)
+            merged = self._merged(source, recipe)
+            plan = plan_quantize(source.checkpoint, recipe, merged.linears, self.beside)
+        return replace(plan, folds=uses_of(merged.folds), warnings=(*plan.warnings, *merged.notes))
+
+    def _merged(self, source: Source, recipe: Recipe) -> Merged:
+        """The linear layers under the folds of the method; as they are where it has none."""
+        target = recipe.target
+        if self.calibration is None or target.method not in FOLDING:
+            return Merged(self.linears, (), ())
+        if target.via:
+            detail = f"--via {target.via} rounds weights before anything else, and --method {target.method} multiplies them first"
+            raise InputError("method-via", f"{detail}; expected one of them", "Leave --via out.")
+        smoother = Smoother(target, self.calibration, not isinstance(self.beside.inputs, Constant))
+        return merge_folds(source.checkpoint, recipe, self.linears, dialect_to_write(target), smoother.factors)
 
 
 def understand(source: Source, request: Request) -> Asked:
@@ -255,7 +271,7 @@ def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
 
 def _as_before(artifact: Artifact, plan: Plan) -> Plan:
     """The plan, with how the source's stacks were read, and what a cast loses beside values."""
-    plan = replace(plan, stacks=stacks_recorded(artifact.record))
+    plan = replace(plan, stacks=stacks_recorded(artifact.record), folds=folds_recorded(artifact.record))
     if artifact.form.activations == plan.target.activations:
         return plan
     lost = "activations become 16-bit: four-bit ones of nvfp4 need input scales, which an mxfp4 artifact does not have"
@@ -329,7 +345,9 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     texts = {**index_text(plan), **{file: as_text(record) for file, record in records.items()}}
     producer = {"name": "fp4convert", "version": version("fp4convert")}
     here: dict[str, object] = {"repo": source.checkpoint.repo, "revision": source.checkpoint.revision}
-    record = make_record(plan.target, Contents(groups, plan.ignored, plan.shapes, plan.stacks), producer, origin or here)
+    record = make_record(
+        plan.target, Contents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds), producer, origin or here
+    )
     return Job(source, plan, texts, record, RECORD, ENGINE_RECORDS | texts.keys())
 
 

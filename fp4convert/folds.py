@@ -6,9 +6,11 @@ speaks of: a reader of a divided output that nobody knows would compute somethin
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,14 +20,14 @@ from numpy.typing import NDArray
 
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import MATRIX_DIMENSIONS, WEIGHT
-from fp4convert.codings.folded import Kind
+from fp4convert.codings.folded import Divided, Factors, Folded, Folding, Kind
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
 from fp4convert.linears import Linears
 from fp4convert.patterns import integer_of
-from fp4convert.recipe_rules import FoldRule
+from fp4convert.recipe_rules import FoldRule, FoldUse
 from fp4convert.shard import TensorRef
-from fp4convert.sources import Checkpoint
+from fp4convert.sources import Checkpoint, Source
 
 BIAS = ".bias"
 Floats = NDArray[np.floating[Any]]
@@ -36,8 +38,8 @@ _WORDS = {"{layer}": r"(?P<layer>(?:.+\.)?\d+)", "{expert}": r"(?P<expert>\d+)"}
 class Fold:
     """One place for factors.
 
+    rule     that speaks of it
     name     the module whose output is divided
-    kind     of it: norm, norm_plus_one, linear, heads
     weight   of a norm; None of a linear layer
     maker    that linear layer; None of a norm
     bias     of either
@@ -48,8 +50,8 @@ class Fold:
     is_exact the factors must be powers of two, so that what keeps its dtype is not rounded: biases, and matrices that stay
     """
 
+    rule: FoldRule
     name: str
-    kind: str
     weight: TensorRef | None
     maker: Linear | None
     bias: TensorRef | None
@@ -58,6 +60,11 @@ class Fold:
     repeats: int = 1
     width: int = 0
     is_exact: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Of what is divided: norm, norm_plus_one, linear, heads."""
+        return self.rule.kind
 
     @property
     def vector(self) -> Kind:
@@ -82,6 +89,9 @@ class Fold:
         """All that its factors are found in."""
         made = (self.weight,) if self.weight else ()
         return (*made, *(ref for linear in self.readers for ref in linear.refs))
+
+
+FindFactors = Callable[[Fold, Source], Factors]
 
 
 class Refusal(NamedTuple):
@@ -116,6 +126,59 @@ def find_folds(rules: Iterable[FoldRule], checkpoint: Checkpoint, linears: Linea
     refused += [Refusal(name, "two rules speak of it") for name, own in folds.items() if len(own) > 1]
     torn = {refusal.name for refusal in refused} & used.keys()
     return Found([fold for name, fold in used.items() if name not in torn], refused)
+
+
+def uses_of(folds: Iterable[Fold]) -> tuple[FoldUse, ...]:
+    """Folds as a record tells them."""
+    found: dict[tuple[FoldRule, int, int], list[str]] = defaultdict(list)
+    for fold in folds:
+        found[fold.rule, fold.repeats, fold.width].append(fold.name)
+    return tuple(FoldUse(*key, tuple(names)) for key, names in found.items())
+
+
+def folds_used(uses: Iterable[FoldUse], checkpoint: Checkpoint, linears: Linears) -> list[Fold]:
+    """The folds of an artifact, in the checkpoint that it was made from; InputError where that cannot have them."""
+    found: list[Fold] = []
+    sight = _Sight(tuple(use.rule for use in uses), checkpoint, linears)
+    for use in uses:
+        places = sight.places(use.rule)
+        for name in use.modules:
+            fold = sight.fold(use.rule, name, places.get(name, {}))
+            if isinstance(fold, str) or fold.outputs * use.repeats != fold.readers[0].shape[1] or fold.outputs % use.width:
+                why = fold if isinstance(fold, str) else f"{use.repeats} heads of {use.width} do not fit"
+                detail = f"the record tells of a fold into {name}, which {checkpoint.repo or 'the source'} does not have: {why}"
+                raise InputError("source-differs", detail, "Give the weights that it was made from: --source SOURCE.")
+            found.append(replace(fold, repeats=use.repeats, width=use.width))
+    return found
+
+
+def changed_by(folds: Iterable[Fold], find: FindFactors) -> dict[str, Folded]:
+    """The codings of all linear layers that some fold changes, by module."""
+    found: dict[str, Folded] = {}
+    for fold in folds:
+        folding = folding_of(fold, find)
+        for linear in fold.readers:
+            found[linear.module] = replace(found.get(linear.module) or Folded(linear.coding), columns=folding)
+        if fold.maker:
+            found[fold.name] = replace(found.get(fold.name) or Folded(fold.maker.coding), rows=folding)
+    return found
+
+
+def vectors_of(fold: Fold, find: FindFactors) -> Iterator[Linear]:
+    """The weight of a norm and the bias, divided."""
+    folding = folding_of(fold, find)
+    if fold.weight:
+        yield Linear(fold.weight.name, (1, fold.outputs), Divided(fold.vector, folding), (fold.weight,))
+    if fold.bias:
+        yield Linear(fold.bias.name, (1, fold.outputs), Divided("bias", folding), (fold.bias,))
+
+
+def folding_of(fold: Fold, find: FindFactors) -> Folding:
+    """The fold, as the tensors that it changes know it."""
+    read = [[ref.name, ref.dtype, ref.shape, ref.file, ref.start] for ref in fold.refs]
+    key = hashlib.sha256(json.dumps([read, [linear.module for linear in fold.rounded], fold.is_exact]).encode()).hexdigest()
+    beside = {ref.file: ref for ref in fold.refs}
+    return Folding(fold.name, key, tuple(beside.values()), lambda source: find(fold, source))
 
 
 class _Sight:
@@ -156,14 +219,21 @@ class _Sight:
         for layer, strangers in self._strange.items():
             if name.startswith(f"{layer}."):
                 return f"the recipe does not know {strangers[0]}, which may read it, too"
+        fold = self.fold(rule, name, places)
+        return fold if isinstance(fold, str) else self._fitted(fold)
+
+    def fold(self, rule: FoldRule, name: str, places: Mapping[str, list[str]]) -> Fold | str:
+        """The fold without its heads, or what it lacks."""
         modules = [module for own in places.values() for module in own]
+        if not modules:
+            return "it has no readers"
         if unreadable := [module for module in modules if module not in self._linears]:
             return f"{unreadable[0]} is no matrix that is read here"
         readers = tuple(self._linears[module] for module in modules)
         weight = self._tensors.get(name + WEIGHT) if rule.kind.startswith("norm") else None
         maker = None if weight else self._linears.get(name)
         bias = self._tensors.get(name + BIAS)
-        return self._fitted(Fold(name, rule.kind, weight, maker, bias, readers))
+        return Fold(rule, name, weight, maker, bias, readers)
 
     def _fitted(self, fold: Fold) -> Fold | str:
         """The fold with its heads, or what does not fit."""

@@ -23,6 +23,7 @@ from fp4convert.carrying import Carrier, carry, group_exponent
 from fp4convert.codec import FLOAT_DTYPES, check_largest, not_finite
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import MATRIX_DIMENSIONS, measured_whole
+from fp4convert.codings.folded import reach_of
 from fp4convert.codings.fp4 import FourBit
 from fp4convert.codings.fp8 import Fp8, ThroughFp8
 from fp4convert.dialects import Speller, dialect_named, form_of
@@ -83,7 +84,7 @@ class Quantizer:
         with closing(self._panels(steps)) as panels:
             for number, own in groupby(panels, key=itemgetter(0)):
                 step = steps[number]
-                speller = Speller(self._dialect, form, step.scalar)
+                speller = Speller(self._dialect, form, self._input_scale(step))
                 if not _append(step, speller.parts(step.module, step.shape, _noted(own, step, writer)), writer, stop):
                     return
 
@@ -96,10 +97,16 @@ class Quantizer:
             panels = linear.coding.kept(linear, self.source, form)
         table = self._dialect.TRAITS.fp8
         if form.format is FP8 and table:
-            parts = table.encode(step.module, form, panels, 1.0 if step.scalar is None else step.scalar)
+            parts = table.encode(step.module, form, panels, self._input_scale(step) or 1.0)
         else:
             parts = encode_int4(step.module, step.shape, panels)
         _append(step, parts if step.scalar is not None else self._with_own_scales(parts, linear), writer, stop)
+
+    def _input_scale(self, step: Step) -> float | None:
+        """The scale of activations that the plan has, as far as inputs reach under the factors of a fold."""
+        if step.scalar is None:
+            return None
+        return step.scalar * max(reach_of(linear, self.source) for linear in step.linears)
 
     def _with_own_scales(self, parts: Iterator[Part], linear: Linear) -> Iterator[Part]:
         """The parts; a scale of activations that the source has stays, where the plan has none."""

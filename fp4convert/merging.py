@@ -6,24 +6,20 @@ that does not help the fold is not used.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fp4convert.codings import Linear
-from fp4convert.codings.folded import Divided, Factors, Folded, Folding
+from fp4convert.codings.folded import Folded
 from fp4convert.dialects import Dialect
 from fp4convert.errors import InputError
-from fp4convert.folds import Fold, Refusal, find_folds
+from fp4convert.folds import FindFactors, Fold, Refusal, changed_by, find_folds, vectors_of
 from fp4convert.linears import Linears
 from fp4convert.patterns import configs_in
 from fp4convert.recipe import Recipe
-from fp4convert.sources import Checkpoint, Source
+from fp4convert.sources import Checkpoint
 from fp4convert.verdicts import Verdict, decide
 
-FindFactors = Callable[[Fold, Source], Factors]
 TOLD_REFUSALS = 3  # in warnings, one for each reason
 
 
@@ -59,39 +55,10 @@ def merge_folds(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, dialec
             used.append(replace(fold, rounded=rounded, is_exact=_is_exact(fold, verdicts)))
     if not used:
         raise _no_folds(checkpoint, recipe, refused)
-    changed = _changed(used, find)
+    changed = changed_by(used, find)
     of = {module: replace(linear, coding=changed.get(module, linear.coding)) for module, linear in linears.of.items()}
-    vectors = {linear.name: linear for fold in used for linear in _vectors(fold, find)}
+    vectors = {linear.name: linear for fold in used for linear in vectors_of(fold, find)}
     return Merged(replace(linears, of=of, vectors=vectors), tuple(used), tuple(_notes(verdicts, changed, refused)))
-
-
-def _changed(folds: Iterable[Fold], find: FindFactors) -> dict[str, Folded]:
-    """The codings of all linear layers that some fold changes, by module."""
-    found: dict[str, Folded] = {}
-    for fold in folds:
-        folding = folding_of(fold, find)
-        for linear in fold.readers:
-            found[linear.module] = replace(found.get(linear.module) or Folded(linear.coding), columns=folding)
-        if fold.maker:
-            found[fold.name] = replace(found.get(fold.name) or Folded(fold.maker.coding), rows=folding)
-    return found
-
-
-def _vectors(fold: Fold, find: FindFactors) -> Iterator[Linear]:
-    """The weight of a norm and the bias, divided."""
-    folding = folding_of(fold, find)
-    if fold.weight:
-        yield Linear(fold.weight.name, (1, fold.outputs), Divided(fold.vector, folding), (fold.weight,))
-    if fold.bias:
-        yield Linear(fold.bias.name, (1, fold.outputs), Divided("bias", folding), (fold.bias,))
-
-
-def folding_of(fold: Fold, find: FindFactors) -> Folding:
-    """The fold, as the tensors that it changes know it."""
-    read = [[ref.name, ref.dtype, ref.shape, ref.file, ref.start] for ref in fold.refs]
-    key = hashlib.sha256(json.dumps([read, [linear.module for linear in fold.rounded], fold.is_exact]).encode()).hexdigest()
-    beside = {ref.file: ref for ref in fold.refs}
-    return Folding(fold.name, key, tuple(beside.values()), lambda source: find(fold, source))
 
 
 def _is_rounded(verdict: Verdict) -> bool:

@@ -1,20 +1,25 @@
 """By which method weights are rounded, and whether a calibration file has what that takes: checked before anything is written.
 
-rtn   every weight becomes the nearest value that its block scale offers
+rtn     every weight becomes the nearest value that its block scale offers
+awq     the same of columns multiplied by what keeps the outputs closest, and folded into what makes their inputs
+smooth  the same by the largest inputs and weights
 The rule `importance` takes statistics of the inputs by every method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from fp4convert.calibration_file import Calibration, open_calibration
+from fp4convert.codings import Linear
+from fp4convert.codings.folded import reads_folded
 from fp4convert.errors import InputError
 from fp4convert.recipe import Target
 from fp4convert.tasks import Plan, Step
 
-METHODS = ("rtn",)
+METHODS = ("rtn", "awq", "smooth")
+FOLDING = ("awq", "smooth")  # methods that multiply columns
 IMPORTANCE = "importance"  # the scale rule that weights errors with the second moments of the inputs
 WEIGHING = ("rtn",)  # methods that need no statistics themselves
 FILE_NEEDED = "Make one: fp4convert calibrate SOURCE -o FILE."
@@ -41,11 +46,30 @@ def with_statistics(plan: Plan, calibration: Calibration) -> Plan:
 
     Raises InputError where the file lacks what method and rule take of a linear layer
     """
-    linears = [linear for step in rounded(plan) for linear in step.linears] if takes_statistics(plan.target) else []
+    linears = list(_studied(plan))
     calibration.check_linears(linears)
     for module in dict.fromkeys(calibration.inputs.get(linear.module, linear.module) for linear in linears):
-        calibration.moments(module)
+        for statistic in _taken(plan.target, calibration):
+            statistic(module)
     return replace(plan, calibration=str(calibration.path), warnings=(*plan.warnings, *_untouched(plan)))
+
+
+def _studied(plan: Plan) -> Iterator[Linear]:
+    """The linear layers whose inputs method and rule want to know."""
+    if takes_statistics(plan.target):
+        linears = (linear for step in rounded(plan) for linear in step.linears)
+        is_every = plan.target.method not in FOLDING or plan.target.scale_rule == IMPORTANCE
+        yield from (linear for linear in linears if is_every or reads_folded(linear))
+
+
+def _taken(target: Target, calibration: Calibration) -> list[Callable[[str], object]]:
+    """What method and rule take of a linear layer's inputs."""
+    moments = [calibration.moments] if target.method != "smooth" or target.scale_rule == IMPORTANCE else []
+    of_method: dict[str | None, list[Callable[[str], object]]] = {
+        "awq": [calibration.mean_magnitudes, calibration.tokens_of],
+        "smooth": [calibration.channel_amax],
+    }
+    return [*moments, *of_method.get(target.method, [])]
 
 
 def takes_statistics(target: Target) -> bool:

@@ -16,6 +16,7 @@ WORDS = {
     "prune": "fewer",
     "dequantize": "bf16",
     "write": "added",
+    "fold": "folded",
 }  # what becomes of others than four-bit modules
 STYLES = {"copy": "", "write": "", "skip": "yellow", "dequantize": "yellow"}
 INDENT, GAP = "  ", "  "

@@ -22,7 +22,18 @@ from fp4convert.recipe_files import (
 )
 from fp4convert.recipe_rules import ExpertsRule, FoldRule, FormatRule, KeepRule, OnlyRule, StackRule
 
-__all__ = ["Choice", "KeepRule", "Recipe", "ScaleGroup", "StackRule", "Target", "build_recipe", "group_members", "scale_group"]
+__all__ = [
+    "Choice",
+    "FoldRule",
+    "KeepRule",
+    "Recipe",
+    "ScaleGroup",
+    "StackRule",
+    "Target",
+    "build_recipe",
+    "group_members",
+    "scale_group",
+]
 
 FUSED = {  # last parts of names that hold a gate and an up projection, whoever made the model
     "gate_up_proj": ("gate_proj", "up_proj"),

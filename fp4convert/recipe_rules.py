@@ -99,3 +99,17 @@ class ExpertsRule(NamedTuple):
     chosen: tuple[str, ...]
     rows: tuple[str, ...]
     columns: tuple[str, ...] = ()
+
+
+class FoldUse(NamedTuple):
+    """Places of one kind that are used in an artifact, as its record tells.
+
+    rule     that speaks of them
+    repeats  and width: of heads, as a Fold has them
+    modules  that are divided
+    """
+
+    rule: FoldRule
+    repeats: int
+    width: int
+    modules: tuple[str, ...]

@@ -11,6 +11,7 @@ from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, INT4, STORED_FORMATS, format_named
 from fp4convert.layout import padding_of
 from fp4convert.recipe import StackRule, Target
+from fp4convert.recipe_rules import FoldRule, FoldUse
 from fp4convert.spelling import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form, Granularity, Group, merged, targets_of
 
 RECORD = "quantization_config.json"
@@ -27,6 +28,7 @@ class Contents(NamedTuple):
     ignored: Ignored
     shapes: Mapping[str, tuple[int, ...]]
     stacks: Sequence[StackRule] = ()
+    folds: Sequence[FoldUse] = ()
 
 
 def make_record(target: Target, contents: Contents, producer: dict[str, str], origin: dict[str, object]) -> dict[str, object]:
@@ -34,13 +36,14 @@ def make_record(target: Target, contents: Contents, producer: dict[str, str], or
 
     origin  repo and revision of the weights it was made from; None for a folder, whose path is nobody's business
     """
-    groups, ignored, shapes, stacks = contents
+    groups, ignored, shapes, stacks, folds = contents
     form, spelling = groups[0].form, dialect_named(str(target.dialect))
     is_mixed = len(groups) > 1
     return {
         **({"format": MIXED, "modules": _describe_groups(groups, spelling)} if is_mixed else describe_form(form, spelling)),
         **({"shapes": {module: list(shape) for module, shape in shapes.items()}} if form.scale_layout == "appended" else {}),
         **({"stacks": [_describe_stack(rule) for rule in stacks]} if stacks else {}),
+        **({"folds": [_describe_fold(use) for use in folds]} if folds else {}),
         "dialect": target.dialect,
         "scale_rule": target.scale_rule,
         "method": target.method,
@@ -67,6 +70,38 @@ def _describe_stack(rule: StackRule) -> dict[str, object]:
         "named": rule.named,
         **({"experts": rule.experts} if rule.experts else {}),
     }
+
+
+def _describe_fold(use: FoldUse) -> dict[str, object]:
+    """Where factors were folded in, in the words of recipe files: the modules that are divided, and what reads them."""
+    return {
+        "into": use.rule.into,
+        "kind": use.rule.kind,
+        "linears": list(use.rule.linears),
+        "heads": {"repeats": use.repeats, "width": use.width},
+        "modules": list(use.modules),
+    }
+
+
+def folds_recorded(record: Mapping[str, object]) -> tuple[FoldUse, ...]:
+    """Where factors were folded in, as our record says."""
+    listed = record.get("folds", [])
+    uses = []
+    for entry in listed if isinstance(listed, list) else [listed]:
+        match entry:
+            case {
+                "into": str(into),
+                "kind": "norm" | "norm_plus_one" | "linear" | "heads" as kind,
+                "linears": [*linears],
+                "heads": {"repeats": int(repeats), "width": int(width)},
+                "modules": [*modules],
+            } if repeats > 0 and width > 0:
+                rule = FoldRule(into, kind, tuple(map(str, linears)))
+                uses.append(FoldUse(rule, repeats, width, tuple(map(str, modules))))
+            case _:
+                detail = f"{RECORD}: an entry of folds is {str(entry)[:200]}; expected into, kind, linears, heads and modules"
+                raise InputError("record-folds", detail, "See what wrote it, and with which version.")
+    return tuple(uses)
 
 
 def stacks_recorded(record: Mapping[str, object]) -> tuple[StackRule, ...]:

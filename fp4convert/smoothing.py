@@ -27,7 +27,6 @@ from fp4convert.formats import GLOBAL_RANGE, Format, Matrix, format_named, row_p
 from fp4convert.recipe import Target
 from fp4convert.sources import Source
 
-METHODS = ("awq", "smooth")
 ALPHAS = tuple(step / 20 for step in range(21))
 SMOOTH_ALPHA = 0.5
 SEARCHED_ELEMENTS = 4 << 20  # of the weights of all readers of one output; rows from all over each of them
@@ -40,10 +39,14 @@ Doubles = NDArray[np.float64]
 class Smoother:
     """Finds the factors of each fold once, for all threads of this process."""
 
-    def __init__(self, method: str, target: Target, calibration: Calibration) -> None:
+    def __init__(self, target: Target, calibration: Calibration, are_inputs_told: bool) -> None:
+        """
+        are_inputs_told  input scales are those of inputs that were seen, which the factors make larger or smaller
+        """
         fmt = format_named(target.format)
-        self._method = method
+        self._method = target.method
         self._calibration = calibration
+        self._are_inputs_told = are_inputs_told
         self._rounding = _Rounding(fmt, target.scale_rule or fmt.default_rule, GLOBAL_RANGE if target.has_unit_scale else None)
         self._found: dict[str, Factors] = {}
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -56,8 +59,14 @@ class Smoother:
         with lock:
             if fold.name not in self._found:
                 wanted = self._searched(fold, source) if self._method == "awq" else self._smooth(fold, source)
-                self._found[fold.name] = storable(fold, source, wanted)
+                factors = storable(fold, source, wanted)
+                self._found[fold.name] = factors._replace(reach=self._reach(fold, factors)) if self._are_inputs_told else factors
             return self._found[fold.name]
+
+    def _reach(self, fold: Fold, factors: Factors) -> float:
+        inputs = np.max([self._calibration.channel_amax(linear.module) for linear in fold.rounded], axis=0)
+        before, after = float(inputs.max(initial=0)), float((inputs / factors.columns).max(initial=0))
+        return after / before if before > 0 else 1.0
 
     def _smooth(self, fold: Fold, source: Source) -> Doubles:
         """max|x|^alpha / max|w|^(1 - alpha); 1 where either is 0 or not finite."""

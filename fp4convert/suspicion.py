@@ -18,9 +18,9 @@ from fp4convert.codings import Linear
 from fp4convert.errors import InputError
 from fp4convert.formats import Blocks, Quantized
 from fp4convert.layout import LAYOUTS, arrange_scales, swap_nibbles
-from fp4convert.linears import originals_of
 from fp4convert.reading import Finding
 from fp4convert.sources import Source
+from fp4convert.unfolding import unfolded
 
 COMPARED_MODULES = 64
 COMPARED_ELEMENTS = 1 << 17  # of each: 4096 blocks at least
@@ -63,7 +63,7 @@ class _Match:
 
 def suspect(artifact: Artifact, source: Source, modules: Sequence[str]) -> Suspicion:
     """Findings on the modules, some from everywhere, that the source holds too; InputError where it holds none of them."""
-    originals = originals_of(artifact, source).of
+    originals = unfolded(artifact, source).of
     shapes = {module: artifact.modules[module].shape for module in modules}
     known = {module: originals[module] for module in modules if module in originals and originals[module].shape == shapes[module]}
     if not known:

@@ -17,6 +17,7 @@ from fp4convert.codings import Linear
 from fp4convert.dialects import Dialect, Ignored, form_of
 from fp4convert.errors import InputError
 from fp4convert.recipe import StackRule, Target
+from fp4convert.recipe_rules import FoldUse
 from fp4convert.shard import Header, TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
 from fp4convert.spelling import Form, Group, group_modules
@@ -124,6 +125,7 @@ class Plan:
     """Every task, and what the result's records need to know.
 
     stacks       how the source's stacks of experts were read
+    folds        where factors are folded in
     calibration  path of the file of statistics, whose sha256 the target has
     """
 
@@ -133,6 +135,7 @@ class Plan:
     warnings: tuple[str, ...]
     stacks: tuple[StackRule, ...] = ()
     calibration: str | None = None
+    folds: tuple[FoldUse, ...] = ()
 
     @property
     def steps(self) -> Iterator[Step]:

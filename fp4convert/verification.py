@@ -15,14 +15,16 @@ from fp4convert.artifact import UNDIGESTED, Artifact, is_healthy
 from fp4convert.backends import processors
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.codings import Linear
+from fp4convert.codings.folded import foldings_of
 from fp4convert.errors import InputError
 from fp4convert.formats import Matrix, row_panels
 from fp4convert.inspection import check_scales
-from fp4convert.linears import linears_stored, originals_of
+from fp4convert.linears import Linears, linears_stored
 from fp4convert.reading import Finding
 from fp4convert.record import RECORD
 from fp4convert.shard import TensorRef, hash_stream
 from fp4convert.sources import Source, stopping
+from fp4convert.unfolding import check_columns, check_vector, unfolded
 
 DIFFERENT = 0.5  # of the weights' power; other weights have about 2, and odd ones lose up to 0.3 by rounding
 PART_NBYTES = 8 << 20
@@ -154,7 +156,7 @@ class _Pair(NamedTuple):
 
 def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list[Finding]]:
     """The error of every quantized module, and findings where the artifact holds what is not the source's."""
-    originals = originals_of(artifact, source)
+    originals = unfolded(artifact, source)
     pairs, findings = _pair(artifact, originals.of)
     replaced = {ref.name for pair in pairs for ref in (pair.theirs.home, *pair.theirs.refs, *pair.theirs.idle)}
     replaced |= {ref.name for ref in originals.idle}
@@ -167,16 +169,22 @@ def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list
         here = [pair for pair in pairs if pair.theirs.refs[0].file == shard.file]
         threads = ThreadPoolExecutor(processors())
         with source.stream(shard.file), threads as pool, stopping(source, artifact.source):
-            kept = (_compare_kept(artifact, source, ref) for ref in copied if ref.file == shard.file)
+            kept = (_compare_kept(artifact, source, ref, originals) for ref in copied if ref.file == shard.file)
             findings += (found for found in kept if found)
             measured = pool.map(lambda pair: _measure(artifact.source, source, pair), here)
             for pair, total in zip(here, measured, strict=True):
                 if pair.ours.coding.is_packed:
                     sums[pair.theirs.name] = total
+                    findings += _check_folded(artifact, source, pair)
                 elif total.max_abs != 0:
                     detail = "it was kept, but its values are not the source's"
                     findings.append(Finding("error", "kept-differs", pair.ours.refs[0].name, detail))
     return {pair.theirs.name: sums[pair.theirs.name] for pair in pairs if pair.theirs.name in sums}, findings
+
+
+def _check_folded(artifact: Artifact, source: Source, pair: _Pair) -> Iterator[Finding]:
+    if foldings_of(pair.theirs) and pair.ours.module in artifact.modules:
+        yield from check_columns(pair.ours.module, artifact.decode(pair.ours.module), pair.theirs, source)
 
 
 def _pair(artifact: Artifact, theirs: Mapping[str, Linear]) -> tuple[list[_Pair], list[Finding]]:
@@ -185,10 +193,9 @@ def _pair(artifact: Artifact, theirs: Mapping[str, Linear]) -> tuple[list[_Pair]
     pairs, findings = [], []
     for module, own in ours.items():
         original = theirs.get(module)
-        if not own.coding.is_packed and (
-            original is None or (original.home == original.refs[0] and not original.coding.is_packed)
-        ):
-            continue  # copied, byte for byte
+        is_copied = original is None or (original.home == original.refs[0] and not original.coding.is_packed)
+        if not own.coding.is_packed and is_copied and not (original and foldings_of(original)):
+            continue  # byte for byte
         if original is None or original.shape != own.shape:
             detail = "it is not in the source" if original is None else f"the source holds {list(original.shape)}"
             findings.append(Finding("error", "source-differs", module, f"expected a matrix of {list(own.shape)}; {detail}"))
@@ -203,8 +210,10 @@ def _own_names(artifact: Artifact) -> set[str]:
     return names | artifact.cache_scales(artifact.spelling).keys()
 
 
-def _compare_kept(artifact: Artifact, source: Source, ref: TensorRef) -> Finding | None:
+def _compare_kept(artifact: Artifact, source: Source, ref: TensorRef, originals: Linears) -> Finding | None:
     """A finding where a tensor of the source that was not quantized is another one in the artifact."""
+    if ref.name in originals.vectors:
+        return check_vector(artifact, originals.vectors[ref.name], source)
     kept = artifact.tensors.get(ref.name)
     if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
         return Finding("error", "kept-missing", ref.name, "the source has it, the artifact has it not, or otherwise")

@@ -19,7 +19,7 @@ FLOORS = [
     {"codings"},
     {"linears", "tasks", "calibration_file", "sampling"},
     {"verdicts", "manifest", "pace", "methods", "folds", "skeleton", "input_scales", "cache_scales"},
-    {"plan", "output", "rounding", "losses", "merging", "smoothing", "observers", "chain"},
+    {"plan", "output", "rounding", "losses", "merging", "smoothing", "observers", "chain", "unfolding"},
     {"respelling", "carrying", "suspicion", "push", "advice", "feeding", "calibration_state"},
     {"makers", "template", "inspection", "ending", "analysis", "calibration"},
     {"workers", "measuring"},
@@ -71,6 +71,7 @@ ROOMS = {
         "measuring",
         "folds",
         "smoothing",
+        "unfolding",
     },
     "ml_dtypes": {"codec", "grid"},
 }

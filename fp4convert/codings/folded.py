@@ -29,10 +29,12 @@ class Factors(NamedTuple):
 
     columns  of every linear layer that reads the output
     made     one for each output where it is made; fewer than columns where heads are repeated
+    reach    the largest input of the readers afterwards, over that before
     """
 
     columns: Float32s
     made: Float32s
+    reach: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,17 @@ class _Vector:
 def foldings_of(linear: Linear) -> tuple[Folding, ...]:
     """The folds that change it."""
     return linear.coding.foldings if isinstance(linear.coding, Folded | Divided) else ()
+
+
+def reads_folded(linear: Linear) -> bool:
+    """True where its columns are multiplied."""
+    return isinstance(linear.coding, Folded) and linear.coding.columns is not None
+
+
+def reach_of(linear: Linear, source: Source) -> float:
+    """How much larger its largest input becomes by its fold; 1 without one, or where nobody wants to know."""
+    folding = linear.coding.columns if isinstance(linear.coding, Folded) else None
+    return folding.find(source).reach if folding else 1.0
 
 
 def divided(vector: Float32s, factors: Float32s, kind: Kind, dtype: str) -> Float32s:

@@ -1,0 +1,292 @@
+"""The factors of AWQ and SmoothQuant, and artifacts made with them: against the formulas in NumPy, and the codes of the codec."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from calibrations import statistics_of, write_calibration
+from checkpoints import FIRST, SECOND, Tensor, run, values_of, weight, write_checkpoint
+from folded_llama import INPUTS, LAYER, READERS, Arrays, calibrated, changed, doubled, made, stored_weights, write_source
+from made_up_inputs import correlated
+from test_convert import artifact_values
+from test_folds import LLAMA, TENSORS, bf16_norm
+
+from fp4convert import codec
+from fp4convert.formats import NVFP4
+from fp4convert.sources import open_source
+
+GROUPS = (*(own for maker, own in READERS.items() if "layernorm" in maker), ("self_attn.o_proj",), ("mlp.down_proj",))
+
+
+def rounded(weights: np.ndarray, amax: float | None = None) -> np.ndarray:
+    return codec.dequantize(codec.quantize(weights.astype(np.float32), NVFP4, "amax", amax))
+
+
+def bf16_of(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def repeated(rows: np.ndarray) -> np.ndarray:
+    """Numbers of v's 64 rows for o's 128 columns: two heads of 32, each for two heads of queries."""
+    return np.concatenate([rows[:32], rows[:32], rows[32:], rows[32:]])
+
+
+def tied(columns: np.ndarray, how: str) -> np.ndarray:
+    """Numbers of o's columns for v's rows."""
+    pairs = np.stack([np.concatenate([columns[:32], columns[64:96]]), np.concatenate([columns[32:64], columns[96:]])])
+    return getattr(pairs, how)(axis=0)
+
+
+def stored(maker: str, wanted: np.ndarray, weights: Arrays) -> np.ndarray:
+    """The factors that a fold has in the end: of a norm what undoes its rounding, of rows a power of two."""
+    if "layernorm" not in maker:
+        return np.exp2(np.rint(np.log2(wanted))).astype(np.float32)
+    norm = weights[maker]
+    return norm / bf16_of(norm / wanted.astype(np.float32))
+
+
+def smooth_factors(maker: str, weights: Arrays) -> np.ndarray:
+    """max|x|^0.5 / max|w|^0.5."""
+    x = np.abs(INPUTS[maker]).max(axis=0).astype(np.float64)
+    w = np.concatenate([np.abs(weights[reader]) for reader in READERS[maker]]).max(axis=0).astype(np.float64)
+    if maker == "self_attn.v_proj":
+        x, w = tied(x, "max"), tied(w, "max")
+    return stored(maker, np.sqrt(x) / np.sqrt(w), weights)
+
+
+def awq_factors(maker: str, weights: Arrays) -> np.ndarray:
+    """Every alpha tried: the least error of what the readers put out for these very inputs."""
+    magnitudes = np.abs(INPUTS[maker].astype(np.float64)).mean(axis=0)
+    if maker == "self_attn.v_proj":
+        magnitudes = tied(magnitudes, "mean")
+    best: tuple[float, np.ndarray] | None = None
+    second = np.square(INPUTS[maker].astype(np.float64)).mean(axis=0)
+    for step in range(21):
+        powers = magnitudes ** (step / 20)
+        made_by = stored(maker, powers / np.sqrt(powers.max() * powers.min()), weights)
+        columns = repeated(made_by) if maker == "self_attn.v_proj" else made_by
+        errors = [rounded(weights[reader] * columns) / columns - weights[reader] for reader in READERS[maker]]
+        cost = sum(float((np.square(error.astype(np.float64)) * second).sum()) for error in errors)
+        if best is None or cost < best[0]:
+            best = cost, made_by
+    assert best is not None
+    return best[1]
+
+
+FACTORS = {"smooth": smooth_factors, "awq": awq_factors}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def statistics(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calibrated(source, tmp_path_factory.mktemp("statistics") / "c.safetensors")
+
+
+@pytest.fixture(scope="module", params=["smooth", "awq"])
+def artifact(request: pytest.FixtureRequest, source: Path, statistics: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Method, folder, tensors, and the factors that formulas give."""
+    out = tmp_path_factory.mktemp(request.param) / "out"
+    tensors = made(source, out, request.param, statistics)
+    weights = stored_weights()
+    return request.param, out, tensors, {maker: FACTORS[request.param](maker, weights) for maker in READERS}
+
+
+def test_norms_are_divided_by_the_factors_of_the_formula(artifact):
+    _, _, tensors, factors = artifact
+    weights = stored_weights()
+    for maker in ("input_layernorm", "post_attention_layernorm"):
+        own = values_of(tensors[f"{LAYER}.{maker}.weight"]).astype(np.float32)
+        assert (own == bf16_of(weights[maker] / factors[maker])).all()
+        assert (own != weights[maker]).mean() > 0.5
+
+
+def test_codes_are_those_of_the_codec_for_weights_under_the_factors(artifact):
+    """One scale for a group, after the factors; never a rounding to bf16 between."""
+    _, _, tensors, factors = artifact
+    weights = stored_weights()
+    columns = {reader: factors[maker] for maker, readers in READERS.items() for reader in readers}
+    columns["self_attn.o_proj"] = repeated(columns["self_attn.o_proj"])
+    scaled = {reader: weights[reader] * columns[reader] for reader in columns}
+    for maker in ("self_attn.v_proj", "mlp.up_proj"):
+        scaled[maker] = scaled[maker] / factors[maker][:, None]
+    for group in GROUPS:
+        amax = max(float(np.abs(scaled[module]).max()) for module in group)
+        for module in group:
+            q = codec.quantize(scaled[module], NVFP4, "amax", amax)
+            name = f"{LAYER}.{module}"
+            assert tensors[f"{name}.weight_packed"][2] == bytes(q.packed), module
+            assert tensors[f"{name}.weight_scale"][2] == bytes(q.block_scales), module
+
+
+def test_what_layers_compute_is_closer_to_what_they_did(artifact, source, statistics, tmp_path):
+    """Outputs for the inputs of the calibration, with the norm's share of the fold undone by the inputs."""
+    method, _, tensors, factors = artifact
+    plain = made(source, tmp_path / "rtn", "rtn", statistics)
+    weights = stored_weights()
+    for maker, readers in READERS.items():
+        columns = repeated(factors[maker]) if maker == "self_attn.v_proj" else factors[maker]
+        losses = {"rtn": 0.0, method: 0.0}
+        for reader in readers:
+            rows = factors[reader][:, None] if reader in READERS else 1
+            values = artifact_values(tensors, f"{LAYER}.{reader}", "compressed-tensors") * rows / columns
+            for how, found in (("rtn", artifact_values(plain, f"{LAYER}.{reader}", "compressed-tensors")), (method, values)):
+                losses[how] += float(np.square(INPUTS[maker] @ (found - weights[reader]).T).sum())
+        assert losses[method] < (1.0 if method == "awq" else 1.6) * losses["rtn"], maker
+
+
+@pytest.mark.parametrize("block", [16, 64, 1000])
+def test_a_gram_matrix_weighs_the_errors_where_there_is_one(block, source, statistics, tmp_path):
+    """Of inputs that go together: the alpha is that of the error in the outputs themselves."""
+    made_by = made(source, tmp_path / "out", "awq", calibrated(source, tmp_path / "c.safetensors", block))
+    weights = stored_weights()
+    maker = "post_attention_layernorm"
+    x = INPUTS[maker].astype(np.float64)
+    gram = x.T @ x / len(x)
+    places = np.arange(64) // block
+    gram = np.where(places[:, None] == places[None], gram, 0)
+    magnitudes, costs = np.abs(x).mean(axis=0), {}
+    for step in range(21):
+        powers = magnitudes ** (step / 20)
+        columns = stored(maker, powers / np.sqrt(powers.max() * powers.min()), weights)
+        errors = np.concatenate([rounded(weights[reader] * columns) / columns - weights[reader] for reader in READERS[maker]])
+        costs[float(np.einsum("ri,ij,rj->", errors, gram, errors))] = columns
+    own = values_of(made_by[f"{LAYER}.{maker}.weight"]).astype(np.float32)
+    assert (own == bf16_of(weights[maker] / costs[min(costs)])).all()
+
+
+def test_the_record_tells_the_folds_and_no_factor(artifact):
+    method, out, _, _ = artifact
+    record = json.loads((out / "quantization_config.json").read_text())
+    assert record["method"] == method
+    assert {name for fold in record["folds"] for name in fold["modules"]} == {f"{LAYER}.{maker}" for maker in READERS}
+    heads = next(fold for fold in record["folds"] if fold["kind"] == "heads")
+    assert heads["heads"] == {"repeats": 2, "width": 32}
+
+
+def test_bytes_depend_on_no_worker_and_no_shard(artifact, source, statistics, tmp_path):
+    """Every task finds the factors of its folds by itself, from whichever shards."""
+    method, out, tensors, _ = artifact
+    alone = write_checkpoint(tmp_path / "alone", {"model.safetensors": TENSORS}, LLAMA)
+    assert made(alone, tmp_path / "one", method, calibrated(alone, tmp_path / "c.safetensors")) == tensors
+    for part in (1, 2):
+        options = ("--workers", "1", "--shard-index", part - 1, "--num-shards", "2")
+        made(source, tmp_path / "parts", method, statistics, *options)
+    assert run("merge", tmp_path / "parts", "-q").code == 0
+    for file in (FIRST, SECOND, "quantization_config.json"):
+        assert (tmp_path / "parts" / file).read_bytes() == (out / file).read_bytes()
+
+
+EXPERTS: dict[str, Tensor] = {
+    **{name: tensor for name, tensor in TENSORS.items() if ".mlp." not in name},
+    **{f"{LAYER}.self_attn.{name}_norm.weight": bf16_norm(32) for name in "qk"},
+    f"{LAYER}.mlp.gate.weight": weight(30, 4, 64),
+    **{
+        f"{LAYER}.mlp.experts.{expert}.{name}.weight": weight(40 + expert, *((64, 48) if name == "down_proj" else (48, 64)))
+        for expert in range(4)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    },
+}
+
+
+@pytest.mark.parametrize("method", ["awq", "smooth"])
+def test_a_router_stays_and_sees_the_same_products(method, tmp_path):
+    """Its columns are multiplied by powers of two, which bf16 holds exactly; every expert gets the same factors."""
+    source = write_checkpoint(tmp_path / "m", {"model.safetensors": EXPERTS}, {**LLAMA, "model_type": "qwen3_moe"})
+    tensors: Arrays = {}
+    for name, (_, shape, _) in EXPERTS.items():
+        if "_proj" in name:
+            tensors |= statistics_of(name.removesuffix(".weight"), correlated(shape[1], seed=len(name)))
+    out = tmp_path / "out"
+    artifact = made(source, out, method, write_calibration(tmp_path / "c.safetensors", open_source(str(source)), tensors))
+    norm, gate = f"{LAYER}.post_attention_layernorm.weight", f"{LAYER}.mlp.gate.weight"
+    before, after = values_of(EXPERTS[norm]), values_of(artifact[norm])
+    factors = before / after
+    assert set(np.frexp(factors)[0]) == {0.5}
+    assert len(set(factors)) > 1
+    assert (values_of(artifact[gate]) == values_of(EXPERTS[gate]) * factors).all()
+    assert run("verify", out, "--source", source, "--json").json["findings"] == []
+    bad = changed(out, tmp_path / "bad", gate, doubled(3))
+    report = run("verify", bad, "--source", source, "--json")
+    assert ("kept-differs", gate) in {(finding["code"], finding["tensor"]) for finding in report.json["findings"]}
+
+
+def test_columns_that_nothing_enters_and_rows_of_zeros_are_left_alone(tmp_path):
+    """Where there is nothing to weigh, the factor is 1, or unseen; and verify does not stumble."""
+    tensors = dict(TENSORS)
+    for name in (f"{LAYER}.mlp.up_proj.weight", f"{LAYER}.self_attn.v_proj.weight"):
+        kind, shape, data = tensors[name]
+        tensors[name] = (kind, shape, bytes(2 * shape[1] * 16) + data[2 * shape[1] * 16 :])
+    source = write_checkpoint(tmp_path / "m", {"model.safetensors": tensors}, LLAMA)
+    changes = {}
+    for maker, readers in READERS.items():
+        x = INPUTS[maker].copy()
+        x[:, :16] = 0
+        for reader in readers:
+            changes |= statistics_of(f"{LAYER}.{reader}", x)
+    path = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), changes)
+    for method in ("awq", "smooth"):
+        made(source, tmp_path / method, method, path)
+        assert run("verify", tmp_path / method, "--source", source, "--json").json["findings"] == []
+
+
+@pytest.mark.parametrize("method", ["awq", "smooth"])
+def test_weights_that_are_not_finite_are_told_by_their_names(method, tmp_path):
+    name = f"{LAYER}.mlp.up_proj.weight"
+    kind, shape, data = TENSORS[name]
+    broken = (kind, shape, data[:-2] + np.array([0x7FC0], "<u2").tobytes())
+    source = write_checkpoint(tmp_path / "m", {"model.safetensors": {**TENSORS, name: broken}}, LLAMA)
+    outcome = run(
+        *("quantize", source, "--format", "nvfp4", "--method", method, "-o", tmp_path / "out", "--json"),
+        *("--calibration", calibrated(source, tmp_path / "c.safetensors")),
+    )
+    assert outcome.code == 2
+    assert outcome.json["error"]["tensor"] == name
+    assert "1 values that are NaN or Inf" in outcome.json["error"]["message"]
+
+
+@pytest.mark.parametrize("method", ["awq", "smooth"])
+@pytest.mark.parametrize(
+    ("options", "config", "code"),
+    [
+        ((), {"model_type": "never_heard_of"}, "no-fold"),
+        (("--exclude", "*.mlp.*", "--exclude", "*.self_attn.*", "--include", "*layernorm"), {}, "no-fold"),
+        (("--via", "fp8"), {}, "method-via"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(method, options, config, code, tmp_path):
+    source = write_checkpoint(tmp_path / "m", {"model.safetensors": TENSORS}, {**LLAMA, **config})
+    statistics = calibrated(source, tmp_path / "c.safetensors")
+    outcome = run(
+        *("quantize", source, "--format", "nvfp4", "--method", method, "-o", tmp_path / "out", "--json"),
+        *("--calibration", statistics, *options),
+    )
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, code)
+    assert "\n" not in outcome.json["error"]["message"]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "lacking"),
+    [("awq", "input_sq_mean"), ("awq", "input_abs_mean"), ("awq", "tokens"), ("smooth", "input_channel_amax")],
+)
+def test_statistics_that_are_lacking_are_told(method, lacking, source, tmp_path):
+    tensors: Arrays = {}
+    for maker, readers in READERS.items():
+        for reader in readers:
+            tensors |= statistics_of(f"{LAYER}.{reader}", INPUTS[maker])
+    del tensors[f"{LAYER}.mlp.up_proj.{lacking}"]
+    path = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), tensors)
+    outcome = run(
+        *("quantize", source, "--format", "nvfp4", "--method", method, "-o", tmp_path / "out", "--json", "--calibration", path)
+    )
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "calibration-missing")
+    assert f"{LAYER}.mlp.up_proj" in outcome.json["error"]["message"]
+    assert not (tmp_path / "out").exists()

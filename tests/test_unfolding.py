@@ -1,0 +1,87 @@
+"""Folds read back: verify and inspect take a right artifact for what it is, and find what folds do not explain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import run
+from folded_llama import LAYER, calibrated, changed, doubled, made, write_source
+from test_folds import TENSORS
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module", params=["smooth", "awq"])
+def artifact(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    made(source, folder / "out", request.param, calibrated(source, folder / "c.safetensors"))
+    return folder / "out"
+
+
+def test_verify_and_inspect_know_the_artifact_for_what_it_is(artifact, source, tmp_path):
+    out = artifact
+    report = run("verify", out, "--source", source, "--min-sqnr", "19", "--json")
+    assert (report.code, report.json["findings"]) == (0, [])
+    assert run("inspect", out, "--source", source, "--json").json["findings"] == []
+    assert run("transcode", out, "-o", tmp_path / "there", "--dialect", "modelopt", "-q").code == 0
+    report = run("verify", tmp_path / "there", "--source", source, "--json")
+    assert (report.code, report.json["findings"]) == (0, [])
+
+
+def from_source(name: str):
+    return lambda data: TENSORS[name][2]
+
+
+def halved_row(data: bytes) -> bytes:
+    """Block scales of 4 columns each: those of the third row one exponent lower."""
+    scales = np.frombuffer(data, np.uint8).copy()
+    scales[8:12] -= 8
+    return scales.tobytes()
+
+
+def damages() -> Iterator[tuple[str, object, str]]:
+    """(tensor, what becomes of it, the module or tensor that is told)."""
+    for norm, reader in (("input_layernorm", "self_attn.q_proj"), ("post_attention_layernorm", "mlp.gate_proj")):
+        name = f"{LAYER}.{norm}.weight"
+        yield name, doubled(5), f"{LAYER}.{reader}"
+        yield name, from_source(name), f"{LAYER}.{reader}"
+        yield name, lambda data: bytes(len(data)), name
+        yield name, lambda data: (np.frombuffer(data, "<u2") ^ 0x8000).tobytes(), name
+    yield f"{LAYER}.self_attn.v_proj.weight_scale", halved_row, f"{LAYER}.self_attn.o_proj"
+    yield f"{LAYER}.mlp.up_proj.weight_scale", halved_row, f"{LAYER}.mlp.down_proj"
+    yield f"{LAYER}.mlp.down_proj.weight_packed", lambda data: bytes([data[0] ^ 4]) + data[1:], f"{LAYER}.mlp.down_proj"
+
+
+@pytest.mark.parametrize("number", range(len(list(damages()))))
+def test_verify_finds_what_folds_do_not_explain(number, artifact, source, tmp_path):
+    out = artifact
+    name, change, told = list(damages())[number]
+    report = run("verify", changed(out, tmp_path / "bad", name, change), "--source", source, "--json")
+    assert report.code == 6
+    assert ("fold-differs", told) in {(finding["code"], finding["tensor"]) for finding in report.json["findings"]}
+
+
+def test_verify_refuses_folds_that_the_source_does_not_have(artifact, source, tmp_path):
+    out = artifact
+    bad = changed(out, tmp_path / "bad", "nothing", None)
+    record = json.loads((bad / "quantization_config.json").read_text())
+    for words, change in (
+        ("does not have", lambda folds: folds[0].update(modules=["model.layers.7.input_layernorm"])),
+        ("do not fit", lambda folds: folds[1].update(heads={"repeats": 4, "width": 32})),
+        ("an entry of folds is", lambda folds: folds[0].update(kind="sum")),
+        ("an entry of folds is", lambda folds: folds.insert(0, "all of them")),
+    ):
+        folds = json.loads(json.dumps(record["folds"]))
+        change(folds)
+        (bad / "quantization_config.json").write_text(json.dumps({**record, "folds": folds}))
+        outcome = run("verify", bad, "--source", source, "--json")
+        assert outcome.code == 2
+        assert words in outcome.json["error"]["message"]
+        assert "\n" not in outcome.json["error"]["message"]
