@@ -23,6 +23,11 @@ _HOME = {
     "TranscodeRequest": "convert",
     "prepare_transcode": "convert",
     "transcode": "convert",
+    "Study": "analysis",
+    "analyze": "analysis",
+    "Goal": "fitting",
+    "Manner": "fitting",
+    "fit": "fitting",
     "Gate": "verification",
     "verify": "verification",
 }

@@ -172,6 +172,20 @@ def test_kinds_have_their_own_rows_and_the_whole_is_weighted_by_their_weights(tm
         assert output == pytest.approx(math.sqrt(sum(n * o * o for n, _, o in each) / 30720))
 
 
+def test_matrices_of_a_kind_count_the_same_whatever_their_size_and_scale(tmp_path):
+    """A matrix a thousand times larger in its values has no more say than another."""
+    rows, values = {0: 32, 1: 96}, {}
+    for layer, height in rows.items():
+        drawn = np.random.default_rng(layer).standard_normal((height, 64)) ** (1 + 2 * layer) * 1000.0**layer
+        values[f"layers.{layer}.down_proj.weight"] = ("F32", (height, 64), drawn.astype(np.float32).tobytes())
+    alone = [numbers(study(write_single(tmp_path / name, {name: tensor}))["ways"]) for name, tensor in values.items()]
+    (kind,) = study(write_single(tmp_path / "both", values))["kinds"]
+    for key, (sqnr, output) in numbers(kind["ways"]).items():
+        ratios = [10 ** (-each[key][0] / 10) for each in alone]
+        assert sqnr == pytest.approx(-10 * math.log10(sum(ratios) / 2))
+        assert output == pytest.approx(math.sqrt(sum(each[key][1] ** 2 for each in alone) / 2))
+
+
 def test_bits_per_weight_count_every_scale(tmp_path):
     document = study(write_llama(tmp_path / "m"))
     bits = {(w["format"], w["block"]): w["bits_per_weight"] for w in of_kind(document, "q_proj")["ways"]}

@@ -24,6 +24,8 @@ from checkpoints import (
 )
 from diffusion import write_wan
 
+import fp4convert
+from fp4convert.cluster import Errand
 from fp4convert.sources import open_source
 
 MEASURED = ".fp4convert/measured"
@@ -302,6 +304,17 @@ def test_the_choice_does_not_depend_on_who_measures(source, tmp_path):
     ]
     assert [process.wait(120) for process in together] == [0, 0, 0]
     assert digits(tmp_path / "join") == digits(tmp_path / "one")
+
+
+def test_workers_of_a_cluster_are_sent_the_choice_and_measure_nothing(source, tmp_path, monkeypatch):
+    """What Ray runs on every node; the API by which it is made."""
+    request, goal = fp4convert.Request("nvfp4"), fp4convert.Goal(bits=6)
+    found = fp4convert.fit(fp4convert.open_source(str(source)), request, goal, fp4convert.Manner())
+    monkeypatch.setattr("fp4convert.measuring._losses_of", None)
+    errand = Errand(str(source), fp4convert.Access(), request, tmp_path / "sent", "cpu", 1, goal, found.rules)
+    result = errand()
+    monkeypatch.undo()
+    assert result.digest == quantize(source, tmp_path / "own", "--target-bits", 6)["digest"]
 
 
 def test_from_a_hub_the_source_is_read_twice_and_the_plan_says_so(hub, source, tmp_path):
