@@ -26,7 +26,7 @@ from fp4convert.linears import Linears, find_linears
 from fp4convert.makers import Dequantizer, Quantizer, Transcoder
 from fp4convert.manifest import Manifest
 from fp4convert.merging import Merged, merge_folds
-from fp4convert.methods import FOLDING, open_statistics, reopened, with_statistics
+from fp4convert.methods import FOLDING, open_statistics, reopened, rule_of, with_statistics
 from fp4convert.output import OutputFolder
 from fp4convert.plan import Beside, plan_quantize
 from fp4convert.recipe import Choice, Recipe, Target, build_recipe
@@ -130,7 +130,8 @@ def _recipe_for(source: Source, request: Request, calibration: Calibration | Non
     is_unit = fmt.has_global_scale and not reads_any
     if request.via not in (None, "fp8"):
         raise InputError("unknown-via", f"--via {request.via!r} is not known; expected fp8", "Leave it out.")
-    target = Target(fmt.name, request.dialect, request.scale_rule, request.activations, kv_cache=request.kv_cache)
+    rule = rule_of(request.method, request.scale_rule, fmt)
+    target = Target(fmt.name, request.dialect, rule, request.activations, kv_cache=request.kv_cache)
     sha256 = calibration.sha256 if calibration else None
     target = replace(target, has_unit_scale=is_unit, via=request.via, method=request.method, calibration=sha256)
     stacks = (request.stack_order, request.stack_rows)
@@ -157,7 +158,8 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     are written, where weights are NaN or Inf: then neither index nor records are written.
     """
     worker = Quantizer(source, plan.target, open_backend(settings.device), reopened(plan))
-    result = carry_out(artifact_job(source, plan), worker, output, settings)
+    with worker.working():
+        result = carry_out(artifact_job(source, plan), worker, output, settings)
     if settings.share or not any(step.action == "transcode" for step in plan.steps):
         return result
     return replace(result, carried=describe_carried(taken_over(plan), _dialect_of(plan).TRAITS.global_scale_kind))

@@ -14,8 +14,10 @@ from fp4convert.backends import Backend, open_backend
 from fp4convert.convert import artifact_job
 from fp4convert.folding import fold_names, reading_rank, split_leaf, split_numbers
 from fp4convert.formats import MODULE_FORMATS, format_named
+from fp4convert.methods import GPTQ, reopened
 from fp4convert.pace import measure_pace
 from fp4convert.progress import size_text
+from fp4convert.rounding import Rounding
 from fp4convert.sources import Source
 from fp4convert.tasks import Plan, Step
 from fp4convert.workers import Settings
@@ -53,7 +55,8 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
     backend = open_backend(settings.device)
     sized = [Sized(step, step.source_bytes, step.output_bytes) for step in plan.steps]
     widest = max((step.shape for step in plan.steps if step.shape), key=lambda shape: shape[-1], default=())
-    held_nbytes = backend.held_nbytes(settings.workers or backend.threads, widest[-1] if widest else 0)
+    rounding = Rounding(plan.target, backend, reopened(plan))
+    held_nbytes = rounding.held_nbytes(settings.workers, widest[-1] if widest else 0)
     return {
         "format": plan.target.format,
         "dialect": plan.target.dialect,
@@ -65,7 +68,7 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "added_bytes": _added_nbytes(sized),
         "peak_memory_bytes": BASE_NBYTES + held_nbytes + min(source.held_nbytes, source.checkpoint.nbytes),
         "peak_disk_bytes": artifact_job(source, plan).output_nbytes,
-        "seconds_estimated": estimate_seconds(source, plan, backend, settings.workers),
+        "seconds_estimated": estimate_seconds(source, plan, backend, settings.workers or rounding.threads),
         "patterns": fold_steps(sized),
         "tensors": [
             {
@@ -207,7 +210,8 @@ def find_doubts(sized: Sequence[Sized], plan: Plan) -> list[str]:
         added = _added_nbytes(sized)
         because = f"; packed weights that stay, written as bf16, add {size_text(added)}: see --keep-packed" if added > 0 else ""
         larger = [f"the result is larger than the source: {size_text(before)} become {size_text(after)}{because}"]
-    return [*larger, *_find_bad_splits(plan)]
+    slower = ["the time is that of --method rtn; gptq takes longer, by how much its Gram matrices say (docs/methods.md)"]
+    return [*larger, *(slower if plan.target.method == GPTQ else []), *_find_bad_splits(plan)]
 
 
 def _added_nbytes(sized: Sequence[Sized]) -> int:

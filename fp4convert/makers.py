@@ -61,7 +61,11 @@ class Quantizer:
         self._dialect = dialect_named(str(target.dialect))
         self._rounding = Rounding(target, backend, calibration)
         self.device = backend.name
-        self.threads = backend.threads
+        self.threads = self._rounding.threads
+
+    def working(self) -> AbstractContextManager[None]:
+        """Meanwhile any number of threads may call it."""
+        return self._rounding.working()
 
     def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         first = steps[0]

@@ -1,27 +1,31 @@
 """By which method weights are rounded, and whether a calibration file has what that takes: checked before anything is written.
 
 rtn     every weight becomes the nearest value that its block scale offers
-awq     the same of columns multiplied by what keeps the outputs closest, and folded into what makes their inputs
+gptq    columns one after the other, those that follow making up for the error of those before (gptq.py)
+awq     as rtn, of columns multiplied by what keeps the outputs closest, and folded into what makes their inputs
 smooth  the same by the largest inputs and weights
 The rule `importance` takes statistics of the inputs by every method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from fp4convert.calibration_file import Calibration, open_calibration
 from fp4convert.codings import Linear
 from fp4convert.codings.folded import reads_folded
 from fp4convert.errors import InputError
+from fp4convert.formats import Format
 from fp4convert.recipe import Target
 from fp4convert.tasks import Plan, Step
 
-METHODS = ("rtn", "awq", "smooth")
+GPTQ = "gptq"
+METHODS = ("rtn", GPTQ, "awq", "smooth")
 FOLDING = ("awq", "smooth")  # methods that multiply columns
 IMPORTANCE = "importance"  # the scale rule that weights errors with the second moments of the inputs
 WEIGHING = ("rtn",)  # methods that need no statistics themselves
+GRAM_DIMENSIONS = 3  # (blocks, n, n)
 FILE_NEEDED = "Make one: fp4convert calibrate SOURCE -o FILE."
 
 
@@ -41,6 +45,11 @@ def open_statistics(method: str, rule: str | None, file: str | None) -> Calibrat
     return None if file is None else open_calibration(file)
 
 
+def rule_of(method: str, rule: str | None, fmt: Format) -> str | None:
+    """The scale rule that is asked for, or that the method goes with; None for the format's own."""
+    return rule or (IMPORTANCE if method == GPTQ and IMPORTANCE in fmt.scale_rules else None)
+
+
 def with_statistics(plan: Plan, calibration: Calibration) -> Plan:
     """The plan with the file in it, and with a warning where method and rule pass over modules, or over the file.
 
@@ -48,10 +57,23 @@ def with_statistics(plan: Plan, calibration: Calibration) -> Plan:
     """
     linears = list(_studied(plan))
     calibration.check_linears(linears)
+    if plan.target.method == GPTQ:
+        _check_grams(calibration, linears)
     for module in dict.fromkeys(calibration.inputs.get(linear.module, linear.module) for linear in linears):
         for statistic in _taken(plan.target, calibration):
             statistic(module)
     return replace(plan, calibration=str(calibration.path), warnings=(*plan.warnings, *_untouched(plan)))
+
+
+def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:
+    """InputError where the file has no Gram matrix of one of them."""
+    if calibration.gram_kind in ("none", "diag"):
+        detail = f"{calibration.path} holds no Gram matrices (--gram {calibration.gram_kind}), and --method gptq needs them"
+        raise InputError("no-gram", f"{detail}; expected block:128 or full", "Calibrate again with --gram block:128.")
+    for module in (linear.module for linear in linears):
+        if f"{calibration.inputs.get(module, module)}.input_gram" not in calibration.refs:
+            detail = f"{calibration.path} has no input_gram of {module}; expected it of every linear layer that is rounded"
+            raise InputError("calibration-missing", detail, f"Calibrate again, or leave it out: --exclude '{module}'.", module)
 
 
 def _studied(plan: Plan) -> Iterator[Linear]:
@@ -70,6 +92,12 @@ def _taken(target: Target, calibration: Calibration) -> list[Callable[[str], obj
         "smooth": [calibration.channel_amax],
     }
     return [*moments, *of_method.get(target.method, [])]
+
+
+def widths_of_grams(calibration: Calibration) -> list[tuple[int, int]]:
+    """(columns, columns of a block) of every Gram matrix in the file, those of its padding with them."""
+    shapes = [ref.shape for name, ref in calibration.refs.items() if name.endswith(".input_gram")]
+    return [(shape[0] * shape[-1], shape[-1]) for shape in shapes if len(shape) == GRAM_DIMENSIONS]
 
 
 def takes_statistics(target: Target) -> bool:

@@ -34,7 +34,7 @@ StackOrderOption = Annotated[str | None, typer.Option(help="Of stacks of experts
 StackRowsOption = Annotated[str | None, typer.Option(help="Of gate and up in one such stack: concatenated or interleaved.")]
 KeepPackedOption = Annotated[bool, typer.Option("--keep-packed", help="What is FP8, int4 or FP4 and stays is not made bf16.")]
 ViaOption = Annotated[str | None, typer.Option(help="fp8: round weights to FP8 first, for comparison; it loses accuracy.")]
-MethodOption = Annotated[str, typer.Option(help="rtn: to the nearest value; awq, smooth: columns multiplied before that.")]
+MethodOption = Annotated[str, typer.Option(help="rtn, gptq (needs --gram), or awq and smooth, which fold factors.")]
 CalibrationOption = Annotated[str | None, typer.Option(help="Statistics that fp4convert calibrate made of this source.")]
 TargetSizeOption = Annotated[float | None, typer.Option(help="GB of the artifact: measured formats for modules, to fit it.")]
 TargetBitsOption = Annotated[float | None, typer.Option(help="The same by bits per weight, over modules else four-bit.")]

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
+
+import numpy as np
 
 from fp4convert.backends import Backend
 from fp4convert.calibration_file import Calibration
-from fp4convert.formats import GLOBAL_RANGE, Format, Quantized, Weights
-from fp4convert.methods import IMPORTANCE
+from fp4convert.codec import FLOAT_DTYPES, Float32s, block_steps, pack
+from fp4convert.formats import GLOBAL_RANGE, Format, Matrix, Quantized, Weights, row_panels
+from fp4convert.gptq import PANEL_ELEMENTS, Factor, explained, factorize, held_nbytes, one_thread, round_columns, torch_device
+from fp4convert.methods import GPTQ, IMPORTANCE, widths_of_grams
 from fp4convert.recipe import Target
+
+MEMORY_SHARE = 0.5  # of the machine's, for all workers together
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +39,82 @@ class Rounding:
         """(number of the member, its next panel), member by member, under one amax; as Backend.quantize_group.
 
         modules  whose statistics are those of each member's inputs
+        Raises   NumericError also for a Gram matrix that is none
         """
         given_amax = GLOBAL_RANGE if self.target.has_unit_scale else None
-        return self.backend.quantize_group(measured, members, fmt, self._rule(fmt), given_amax)
+        nearest = self.backend.quantize_group(measured, members, fmt, self._rule(fmt), given_amax)
+        if self.target.method == GPTQ and self.calibration:
+            return self._compensated(nearest, members, modules, self.calibration)
+        return nearest
+
+    @property
+    def threads(self) -> int:
+        """How many callers it serves at once, with the machine's memory."""
+        need = self._extra_nbytes
+        return max(1, min(self.backend.threads, int(MEMORY_SHARE * _memory_nbytes() / need))) if need else self.backend.threads
+
+    def held_nbytes(self, threads: int, widest: int) -> int:
+        """Memory that so many callers hold, at linear layers of up to so many columns; 0 threads are as many as suit."""
+        threads = threads or self.threads
+        return self.backend.held_nbytes(threads, widest) + threads * self._extra_nbytes
+
+    @property
+    def _extra_nbytes(self) -> int:
+        """Memory of one caller beside the backend's: of GPTQ, at the widest linear layer that the file knows."""
+        if self.target.method != GPTQ or self.calibration is None:
+            return 0
+        return max((held_nbytes(count, width) for count, width in widths_of_grams(self.calibration)), default=0)
+
+    def working(self) -> AbstractContextManager[None]:
+        """Meanwhile any number of threads may call."""
+        return one_thread() if self.target.method == GPTQ else nullcontext()
 
     def _rule(self, fmt: Format) -> str:
         """The target's own, where the format is or has it."""
         rule = self.target.scale_rule
         is_own = fmt.name == self.target.format or rule == IMPORTANCE
         return rule if rule and is_own else fmt.default_rule
+
+    def _compensated(
+        self,
+        nearest: Iterator[tuple[int, Quantized]],
+        members: Sequence[Weights],
+        modules: Sequence[str],
+        calibration: Calibration,
+    ) -> Generator[tuple[int, Quantized]]:
+        """The members under the block scales of these panels, and with the codes that GPTQ gives them."""
+        known: dict[str, Factor] = {}  # of the last member, and most often of all of its group
+        for number, panels in groupby(nearest, key=itemgetter(0)):
+            module, weights = modules[number], members[number]
+            scaled = _joined((q for _, q in panels), weights.shape)
+            holder = calibration.inputs.get(module, module)
+            with explained(f"{calibration.path}: the Gram matrix of {module}", module):
+                if holder not in known:
+                    known = {holder: self._factor(calibration, module)}
+                for first, last in row_panels(weights.shape, PANEL_ELEMENTS):
+                    q = scaled.rows(first, last)
+                    steps = block_steps(q).reshape(last - first, -1)
+                    codes = round_columns(_floats(weights.rows(first, last)), steps, known[holder])
+                    yield number, replace(q, packed=pack(codes).reshape(-1).data)
+
+    def _factor(self, calibration: Calibration, module: str) -> Factor:
+        gram = calibration.gram(module)
+        if gram is None:
+            raise RuntimeError(f"no Gram matrix of {module}")
+        return factorize(gram.blocks, gram.columns, torch_device(self.backend.name))
+
+
+def _joined(panels: Iterator[Quantized], shape: tuple[int, int]) -> Quantized:
+    """The block scales of panels of whole rows, each valid until the next is asked for, without codes."""
+    first = next(panels)
+    block_scales = b"".join([bytes(first.block_scales), *(bytes(q.block_scales) for q in panels)])
+    return replace(first, shape=shape, packed=memoryview(b""), block_scales=memoryview(block_scales))
+
+
+def _floats(panel: Matrix) -> Float32s:
+    values = np.frombuffer(panel.data, FLOAT_DTYPES[panel.dtype]).astype(np.float32)
+    return values.reshape(panel.shape)
+
+
+def _memory_nbytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -30,6 +30,7 @@ COMPARED_CHUNKS = 8  # of rows, from all over a module
 CLEARLY_BETTER, SAME_RESIDUAL = 2, 1e-3  # scales that lie wrong leave 5 to 20 times what rounding leaves
 FACTOR_LIMIT = 0.06  # rounding alone leaves up to 0.02 in ordinary weights
 ROUNDING_EXCESS = 1.1  # the noise of codes over that of the nearest ones, which have the least that their scales allow
+PLACED = 5.0  # times these limits of residual and factor, where a method places errors for the sake of outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +102,12 @@ def _match(artifact: Artifact, module: str, source: Source, original: Linear) ->
     weights = original.coding.weights(original, source)
     stored = b"".join(weights.rows(first, last).data for first, last in chunks)
     x = np.frombuffer(stored, FLOAT_DTYPES[weights.dtype]).astype(np.float64)
+    slack = PLACED if artifact.record.get("method") == "gptq" else 1.0
     found = {}
     for layout, rows in _readings(q, artifact.scale_layout, chunks):
         for is_swapped in (False, True):
             packed = swap_nibbles(rows.packed) if is_swapped else rows.packed
-            found[_Reading(layout, is_swapped)] = _fit(x, replace(rows, packed=packed))
+            found[_Reading(layout, is_swapped)] = _fit(x, replace(rows, packed=packed), slack)
     return found
 
 
@@ -139,13 +141,13 @@ def _readings(q: Blocks, declared: str, chunks: list[tuple[int, int]]) -> Iterat
             yield name, replace(rows, block_scales=memoryview(other))
 
 
-def _fit(x: NDArray[np.float64], rows: Quantized) -> _Match:
+def _fit(x: NDArray[np.float64], rows: Quantized, slack: float) -> _Match:
     y = _finite(dequantize(rows))
     power, made, common = _dot(x, x), _dot(y, y), _dot(x, y)
     if not power or not made:
         return _Match(float(power != made), 1.0, False)
     residual, factor = 1 - common * common / (power * made), common / made
-    is_off = abs(factor - 1) > FACTOR_LIMIT or residual >= RESIDUAL_LIMIT
+    is_off = abs(factor - 1) > slack * FACTOR_LIMIT or residual >= slack * RESIDUAL_LIMIT
     return _Match(residual, factor, is_off and _dot(x - y, x - y) > ROUNDING_EXCESS * _least_noise(x, rows))
 
 

@@ -18,7 +18,7 @@ FLOORS = [
     {"artifact", "doctor", "experts"},
     {"codings"},
     {"linears", "tasks", "calibration_file", "sampling"},
-    {"verdicts", "manifest", "pace", "methods", "folds", "skeleton", "input_scales", "cache_scales"},
+    {"verdicts", "manifest", "pace", "methods", "folds", "skeleton", "input_scales", "cache_scales", "gptq"},
     {"plan", "output", "rounding", "losses", "merging", "smoothing", "observers", "chain", "unfolding"},
     {"respelling", "carrying", "suspicion", "push", "advice", "feeding", "calibration_state"},
     {"makers", "template", "inspection", "ending", "analysis", "calibration"},
@@ -34,7 +34,7 @@ FLOORS = [
 ]
 FLOOR = {name: level for level, names in enumerate(FLOORS) for name in names}
 ROOMS = {
-    "torch": {"calibration", "calibration_state", "skeleton", "observers", "chain", "feeding"},
+    "torch": {"calibration", "calibration_state", "skeleton", "observers", "chain", "feeding", "gptq"},
     "transformers": {"skeleton", "observers", "feeding"},
     "cupy": {"gpus", "lane"},
     "cupy_backends": {"cubins"},
@@ -48,6 +48,8 @@ ROOMS = {
     "ctypes": {"backends", "gpus"},
     "numpy": {
         "pieces",
+        "gptq",
+        "rounding",
         "calibration_file",
         "calibration",
         "calibration_state",
