@@ -2,7 +2,13 @@
 
 All arithmetic is IEEE float32, round to nearest even, one operation at a time, in the order written here.
 NVFP4, rule amax: ModelOpt 0.47, NVFP4QTensor.quantize.  MXFP4: OCP MX v1.0 section 6.3 (floor); even and ceil as
-compressed-tensors and torchao (RCEIL) have them.  This module decides values only; files and names are others' work.
+compressed-tensors and torchao (RCEIL) have them.  four-over-six: arXiv 2512.02010.  This module decides values only; files and
+names are others' work.
+
+Rules that search (mse, importance) take the scale of least cost: t * s^2 of a block scale s (MXFP4: t * 4^(e - e0)), t the sum
+of (q - e2m1(q))^2 over the block, each times its column's weight under importance, added by halves: element i to i + 8, then
++4, +2, +1 (of 32 first +16).  c0 is the code that rule amax stores (MXFP4: e0, that of floor); of equal costs the one nearest
+to it wins, then the lower.  So a block of zeros, all of whose costs are 0, keeps c0.
 """
 
 from __future__ import annotations
@@ -13,24 +19,29 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.errors import NumericError
+from fp4convert.errors import InputError, NumericError
 from fp4convert.formats import (
     E2M1_MAX,
     E4M3_MAX,
     E4M3_MIN,
     E8M0_STORED_MAX,
     FLOAT_TYPES,
-    GLOBAL_RANGE,
     GLOBAL_SCALE_MIN,
+    IMPORTANCE,
     Format,
     Kind,
     Quantized,
     check_rule,
+    global_range,
 )
 
 Float32s = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
+Integers = NDArray[np.int64]
 f32 = np.float32
+
+WEIGHT_MIN = 2.0**-40
+E4M3_LARGEST_CODE = 126
 
 # safetensors' name of a float dtype -> the NumPy dtype that holds its bits
 FLOAT_DTYPES: dict[str, np.dtype[np.generic]] = {
@@ -77,41 +88,45 @@ def _widen(stored: Bytes, kind: type[np.generic]) -> Float32s:
     return wide
 
 
-def global_scale_of(amax: float) -> np.float32:
+def global_scale_of(amax: float, rule: str = "amax") -> np.float32:
     """The multiplier for a scale group whose largest magnitude is `amax`; 1 for an all-zero group."""
     narrow = f32(amax)
-    return f32(1) if narrow == 0 else max(narrow / f32(GLOBAL_RANGE), f32(GLOBAL_SCALE_MIN))
+    return f32(1) if narrow == 0 else max(narrow / f32(global_range(rule)), f32(GLOBAL_SCALE_MIN))
 
 
-def quantize(x: Float32s, fmt: Format, rule: str, group_amax: float | None = None) -> Quantized:
+def quantize(
+    x: Float32s, fmt: Format, rule: str, group_amax: float | None = None, importance: Float32s | None = None
+) -> Quantized:
     """Codes and scales of a matrix, equal bit for bit on every backend.
 
     x           (rows, columns) float32, finite; columns % fmt.block_size == 0
     rule        one of fmt.scale_rules
     group_amax  largest |x| of the tensor or of its scale group (default: of x); sets the NVFP4 global scale
+    importance  (columns,) what a squared error in each column counts for, under the rule of that name; as `weigh` takes it
     Returns     Quantized in canonical form, with the global scale as a multiplier
     Raises      NumericError on NaN or infinity
-    Formula     nvfp4: block_scale = e4m3(clamp(block_amax / (6 * global_scale), 2^-9, 448)), 1 where that quotient is 0,
+    Formula     nvfp4, amax: block_scale = e4m3(clamp(block_amax / (6 * global_scale), 2^-9, 448)), 1 where that quotient is 0,
                 code = e2m1(x / (block_scale * global_scale)); mxfp4: code = e2m1(x / 2^(byte - 127))
     """
     if not np.isfinite(x).all():
         raise not_finite()
-    blocks = x.reshape(len(x), -1, fmt.block_size)
-    block_amax = np.abs(blocks).max(axis=-1, initial=0)
+    blocks = x.reshape(-1, fmt.block_size)
     check_rule(fmt, rule)
+    check_importance(rule, importance)
+    weights = None if importance is None else np.tile(weigh(importance, x.shape[1], fmt).reshape(-1, fmt.block_size), (len(x), 1))
     with np.errstate(under="ignore", over="ignore"):
         if fmt.has_global_scale:
-            global_scale = global_scale_of(float(np.abs(x).max(initial=0)) if group_amax is None else group_amax)
-            block_scales = _nvfp4_scales(block_amax, global_scale)
+            global_scale = global_scale_of(float(np.abs(x).max(initial=0)) if group_amax is None else group_amax, rule)
+            block_scales = _nvfp4_scales(blocks, global_scale, rule, weights)
             step = decode_e4m3(block_scales) * global_scale
         else:
             global_scale = None
-            block_scales = _mxfp4_scales(block_amax, rule)
+            block_scales = _mxfp4_scales(blocks, rule, weights)
             step = decode_e8m0(block_scales)
-        q = blocks / step[..., None]
+        q = blocks / step[:, None]
     packed = pack(encode_e2m1(q).reshape(x.shape))
     stored = None if global_scale is None else float(global_scale)
-    return Quantized(fmt, (x.shape[0], x.shape[1]), packed.ravel().data, block_scales.ravel().data, stored)
+    return Quantized(fmt, (x.shape[0], x.shape[1]), packed.ravel().data, block_scales.data, stored)
 
 
 def not_finite() -> NumericError:
@@ -119,22 +134,150 @@ def not_finite() -> NumericError:
     return NumericError("not-finite", "the matrix holds NaN or Inf; weights must be finite")
 
 
-def _nvfp4_scales(block_amax: Float32s, global_scale: np.float32) -> Bytes:
-    r = block_amax / (f32(E2M1_MAX) * global_scale)
+def check_importance(rule: str, importance: Float32s | None) -> None:
+    """InputError where rule importance has none, ValueError where another rule has some."""
+    if rule == IMPORTANCE and importance is None:
+        raise InputError("no-importance", "scale rule importance needs second moments of the inputs", "Give --calibration FILE.")
+    if rule != IMPORTANCE and importance is not None:
+        raise ValueError(f"importance for scale rule {rule}, which weighs nothing")
+
+
+def weigh(importance: Float32s, columns: int, fmt: Format) -> Float32s:
+    """(columns,) weights of the squares, as the searches take them: only ratios within a block matter.
+
+    importance  (columns,) second moments of the inputs, finite and not negative
+    Returns     each block's over the power of two at or below its largest, so that all are below 2, and at least WEIGHT_MIN:
+                columns that were never seen decide between scales that serve the others equally well.  Blocks of zeros
+                become ones, so that rule importance is mse there.
+    Raises      InputError for another number of columns, for NaN, infinity and negative values, naming the first
+    """
+    if importance.shape != (columns,):
+        raise InputError("importance-shape", f"importance of shape {importance.shape}; expected {(columns,)}, one to a column")
+    is_bad = ~((importance >= 0) & np.isfinite(importance))
+    if is_bad.any():
+        first = int(is_bad.argmax())
+        detail = f"importance holds {importance[first]} at column {first}; expected second moments, finite and not negative"
+        raise InputError("importance-value", detail)
+    blocks = importance.astype(np.float32).reshape(-1, fmt.block_size)
+    largest = blocks.max(axis=-1, keepdims=True)
+    exponents = np.frexp(largest)[1] - 1
+    with np.errstate(under="ignore"):
+        weights: Float32s = np.where(largest == 0, f32(1), np.maximum(np.ldexp(blocks, -exponents), f32(WEIGHT_MIN)))
+    return weights.ravel()
+
+
+def _costs(q: Float32s, factor: Float32s, weights: Float32s | None) -> Float32s:
+    """t * factor of each block of quotients."""
+    terms = np.square(q - decode_e2m1(encode_e2m1(q)))
+    if weights is not None:
+        terms = weights * terms
+    while terms.shape[1] > 1:
+        half = terms.shape[1] // 2
+        terms = terms[:, :half] + terms[:, half:]
+    costs: Float32s = terms[:, 0] * factor
+    return costs
+
+
+def _nvfp4_scales(blocks: Float32s, global_scale: np.float32, rule: str, weights: Float32s | None) -> Bytes:
+    r = np.abs(blocks).max(axis=-1, initial=0) / (f32(E2M1_MAX) * global_scale)
+    first = _encode_block_scales(r)
+    if rule == "amax":
+        return first
+    if rule == "four-over-six":
+        four = _encode_block_scales(f32(1.5) * r)
+        costs = [_nvfp4_costs(blocks, codes, global_scale, weights) for codes in (four, first)]
+        return np.where(costs[0] < costs[1], four, first)
+    return _nvfp4_search(blocks, first, global_scale, weights)
+
+
+def _encode_block_scales(r: Float32s) -> Bytes:
     clamped = np.minimum(np.maximum(r, f32(E4M3_MIN)), f32(E4M3_MAX))
     return np.where(r == 0, f32(1), clamped).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 
 
-_MXFP4_EXPONENT: dict[str, Callable[[NDArray[np.int64]], NDArray[np.int64]]] = {
+def _nvfp4_costs(blocks: Float32s, codes: Bytes, global_scale: np.float32, weights: Float32s | None) -> Float32s:
+    values = decode_e4m3(codes)
+    return _costs(blocks / (values * global_scale)[:, None], values * values, weights)
+
+
+def _nvfp4_search(blocks: Float32s, first: Bytes, global_scale: np.float32, weights: Float32s | None) -> Bytes:
+    """The best of codes 1 to 126, of which those are left out that cannot be it."""
+    nearest = first.astype(np.int64)
+    best, least = nearest.copy(), np.full(len(first), np.inf, f32)
+    last = _nvfp4_last(blocks, nearest, global_scale, weights is not None)
+    heaviest, its_weight = _heaviest(blocks, weights)
+    for code in range(E4M3_LARGEST_CODE, 0, -1):
+        codes = np.full(len(first), code, np.uint8)
+        value = decode_e4m3(codes[:1])
+        clipped = np.maximum(heaviest / (value * global_scale) - f32(E2M1_MAX), 0)
+        clipping = its_weight * np.square(clipped) * np.square(value)
+        tried = np.flatnonzero((code <= last) & (clipping <= least))
+        costs = _nvfp4_costs(blocks[tried], codes[tried], global_scale, None if weights is None else weights[tried])
+        wins = _wins(costs, codes[tried].astype(np.int64), least[tried], best[tried], nearest[tried])
+        best[tried[wins]], least[tried[wins]] = code, costs[wins]
+    return best.astype(np.uint8)
+
+
+def _heaviest(blocks: Float32s, weights: Float32s | None) -> tuple[Float32s, Float32s]:
+    """(magnitude, weight) of one element of each block: no block costs less than its clipping."""
+    magnitudes, weights = np.abs(blocks), np.ones_like(blocks) if weights is None else weights
+    place = (weights * np.square(magnitudes)).argmax(axis=-1)[:, None]
+    heaviest: Float32s = np.take_along_axis(magnitudes, place, 1)[:, 0]
+    its_weight: Float32s = np.take_along_axis(weights, place, 1)[:, 0]
+    return heaviest, its_weight
+
+
+def _wins(costs: Float32s, codes: Integers, least: Float32s, best: Integers, first: Integers) -> NDArray[np.bool_]:
+    """Whether codes are better than the best so far, which are above them."""
+    is_as_near = np.abs(codes - first) <= np.abs(best - first)
+    wins: NDArray[np.bool_] = (costs < least) | ((costs == least) & is_as_near)
+    return wins
+
+
+def _nvfp4_last(blocks: Float32s, first: Integers, global_scale: np.float32, has_weights: bool) -> Integers:
+    """The highest code that can be the best: c0 + 7, or 15 where that is more.
+
+    From 16 on code c is worth twice code c - 8, and E2M1's values up to 3, doubled, are E2M1 values.  So where every q is at
+    most 3.5 under c, it is 2q under c - 8, twice as far from its value at most: t is at most four times, s^2 a quarter, the cost
+    no more.  From c0 + 8 on the largest of the block has q <= 3.5, and c - 8 is nearer to c0.  This holds after every rounding
+    too while no square and no step is subnormal; blocks where one might be try all codes.  (The same bound, and c0 - 3 as the
+    lower one, which need not be relied on here: arXiv 2606.07618, ScaleSweep.)
+    """
+    is_tiny = (blocks != 0) & (np.abs(blocks) <= global_scale * f32(2.0**-34 if has_weights else 2.0**-53))
+    is_unsound = is_tiny.any(axis=-1) | (global_scale < 2.0**-60)
+    last = np.minimum(np.maximum(first + 7, 15), E4M3_LARGEST_CODE)
+    return np.where(is_unsound, E4M3_LARGEST_CODE, last)
+
+
+_MXFP4_EXPONENT: dict[str, Callable[[Integers], Integers]] = {
     "floor": lambda bits: (bits >> 23) - 2,
     "even": lambda bits: ((bits + 0x200000) >> 23) - 2,
     "ceil": lambda bits: (bits >> 23) - 2 + ((bits & 0x7FFFFF) > 0x400000),
 }
 
 
-def _mxfp4_scales(block_amax: Float32s, rule: str) -> Bytes:
-    bits = block_amax.view(np.uint32).astype(np.int64)
-    return np.clip(_MXFP4_EXPONENT[rule](bits), 0, E8M0_STORED_MAX).astype(np.uint8)
+def _mxfp4_scales(blocks: Float32s, rule: str, weights: Float32s | None) -> Bytes:
+    bits = np.abs(blocks).max(axis=-1, initial=0).view(np.uint32).astype(np.int64)
+    chosen = np.clip(_MXFP4_EXPONENT.get(rule, _MXFP4_EXPONENT["floor"])(bits), 0, E8M0_STORED_MAX)
+    return (chosen if rule in _MXFP4_EXPONENT else _mxfp4_search(blocks, chosen, weights)).astype(np.uint8)
+
+
+def _mxfp4_search(blocks: Float32s, first: Integers, weights: Float32s | None) -> Integers:
+    """The best of e0 + 1, e0 and e0 - 1, with weights of e0 + 1 down to e0 - 40: no other exponent is better.
+
+    The block's largest is 4 to 8 times 2^e0 (less where e0 is 0).  From e0 + 2 on it is at most 3.5 steps, so that the exponent
+    below is as good, as in _nvfp4_last.  From e = e0 - 2 down its clipping costs at least 84 * 4^e more than under e + 1, and
+    the other 31 can save 0.25 * 4^e each.  With weights from 2^-40 to 2 it costs, from e0 - 41 down, 47 * 2^-40 * 2^(e + e0)
+    more, and they can save 62 * 4^e in all.
+    """
+    best, least = first.copy(), np.full(len(first), np.inf, f32)
+    for offset in range(1, -2 if weights is None else -41, -1):
+        codes = first + offset
+        q = blocks / decode_e8m0(np.clip(codes, 0, E8M0_STORED_MAX).astype(np.uint8))[:, None]
+        costs = _costs(q, np.ldexp(f32(1), 2 * np.full(len(first), offset)), weights)
+        is_better = _wins(costs, codes, least, best, first) & (codes >= 0) & (codes <= E8M0_STORED_MAX)
+        best, least = np.where(is_better, codes, best), np.where(is_better, costs, least)
+    return best
 
 
 def dequantize(q: Quantized) -> Float32s:

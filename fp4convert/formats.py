@@ -17,10 +17,13 @@ E4M3_MAX = 448.0  # largest finite E4M3 (e4m3fn) magnitude
 E4M3_MIN = 2.0**-9  # smallest positive E4M3 magnitude
 E8M0_STORED_MAX = 252  # 6 * 2**(252 - 127) is still finite in float32
 GLOBAL_RANGE = E2M1_MAX * E4M3_MAX  # 2688: the amax that a global scale of 1 stands for
+FOUR_OVER_SIX_RANGE = E2M1_MAX * 256.0  # the same under that rule, which has to represent 1.5 times the largest scale, 384
 GLOBAL_SCALE_MIN = 2.0**-126  # smallest normal float32
 
 CODES = 16  # of four bits
 ROW_SUMS = 5  # that tell what a row has lost: accounting.py
+IMPORTANCE = "importance"  # the scale rule that weighs errors with the second moments of the inputs
+
 PANEL_ELEMENTS = 4 << 20  # elements held at once: 8 MB of bf16 in, 2.3 MB out
 
 Kind = Literal["multiplier", "divisor"]
@@ -47,8 +50,9 @@ class Format:
         return self.block_size > 0
 
 
-NVFP4 = Format("nvfp4", 16, "fp8_e4m3", ("amax",), "amax", has_global_scale=True)
-MXFP4 = Format("mxfp4", 32, "e8m0", ("floor", "even", "ceil"), "even", has_global_scale=False)
+# Rules stand in the order that kernels/fp4.h numbers them in.
+NVFP4 = Format("nvfp4", 16, "fp8_e4m3", ("amax", "mse", "four-over-six", IMPORTANCE), "amax", has_global_scale=True)
+MXFP4 = Format("mxfp4", 32, "e8m0", ("floor", "even", "ceil", "mse", IMPORTANCE), "even", has_global_scale=False)
 FP8 = Format("fp8", 0, "fp32", ("amax",), "amax", has_global_scale=False, element_dtype="fp8_e4m3")
 INT4 = Format("int4", 0, "bf16", ("amax",), "amax", has_global_scale=False, element_dtype="int4")
 FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}  # of a whole artifact
@@ -242,3 +246,8 @@ def check_rule(fmt: Format, rule: str) -> str:
         known = ", ".join(fmt.scale_rules)
         raise InputError("unknown-scale-rule", f"scale rule {rule!r} does not belong to {fmt.name}; expected {known}")
     return rule
+
+
+def global_range(rule: str) -> float:
+    """The amax that a global scale of 1 stands for under a scale rule."""
+    return FOUR_OVER_SIX_RANGE if rule == "four-over-six" else GLOBAL_RANGE

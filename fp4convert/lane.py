@@ -21,10 +21,11 @@ import numpy as np
 
 from fp4convert import cubins
 from fp4convert.codec import check_range, global_scale_of, not_finite
-from fp4convert.errors import DeviceError
+from fp4convert.errors import DeviceError, InputError
 from fp4convert.formats import (
     CODES,
     FLOAT_TYPES,
+    IMPORTANCE,
     ROW_SUMS,
     Blocks,
     Compared,
@@ -202,7 +203,9 @@ class Lane:
         Raises NumericError where a measured amax is Inf or NaN, InputError for a rule of another format
         """
         number_of_rule = fmt.scale_rules.index(check_rule(fmt, rule))
-        argument = self._amax_buffer.device.ptr if fmt.has_global_scale else number_of_rule
+        if rule in ("mse", "four-over-six", IMPORTANCE):
+            raise InputError("no-scale-rule", f"scale rule {rule} has no kernel for GPUs yet", "Use --device cpu.")
+        choice = (*([self._amax_buffer.device.ptr] if fmt.has_global_scale else []), number_of_rule)
         scale: list[float] = []  # of the group, as soon as it is known
 
         def start(number: int, weights: Weights, first: int, last: int) -> Callable[[], tuple[int, Quantized]]:
@@ -214,9 +217,9 @@ class Lane:
             at, word = result.device.ptr, FLOAT_TYPES[weights.dtype].word
             codes = (at + packed.start, at + block_scales.start)
             with self._panel(weights, first, last) as (x, _):
-                self._start(f"quantize_{fmt.name}_{word}", n, x, n, argument, *codes)
+                self._start(f"quantize_{fmt.name}_{word}", n, x, n, *choice, *codes)
                 if fmt.has_global_scale and not scale:
-                    scale.append(self._give_scale())
+                    scale.append(self._give_scale(rule))
                 extra = (self._scale_buffer.device.ptr, 0) if fmt.has_global_scale else ()
                 grid = (-(-shape[0] // ROWS_PER_LAUNCH_BLOCK),)
                 compared = (x, *shape, *codes, *extra, at + sums.start)
@@ -247,9 +250,9 @@ class Lane:
             raise not_finite()
         return amax
 
-    def _give_scale(self) -> float:
+    def _give_scale(self, rule: str) -> float:
         """The global scale that the amax sets, which is on the device for work that is started from now on."""
-        stored = float(global_scale_of(self._check_amax()))
+        stored = float(global_scale_of(self._check_amax(), rule))
         self._scale_buffer.copied.synchronize()
         self._scale_buffer.host[:4] = np.float32(stored).tobytes()
         self._scale_buffer.upload(4, self._work)

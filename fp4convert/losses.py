@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from fp4convert.backends.cpu import Cpu
 from fp4convert.calibration_file import Calibration, Gram
 from fp4convert.codec import FLOAT_DTYPES, Float32s, decode_e4m3, dequantize, not_finite, quantize
-from fp4convert.formats import FORMATS, FP8, Matrix, Weights
+from fp4convert.formats import FORMATS, FP8, IMPORTANCE, Matrix, Weights
 from fp4convert.grid import fp8_scales_of, quantize_fp8
-from fp4convert.methods import IMPORTANCE
 
 STUDIED_BLOCKS = (16, 32, 64)
 ROW, TENSOR = "row", "tensor"
@@ -151,9 +150,10 @@ def rounded(x: Float32s, way: Way, importance: Float32s | None = None) -> Float3
     matrix = Matrix(x.reshape(-1).view(np.uint8).data, "F32", (x.shape[0], x.shape[1]))
     if isinstance(way.block, int):
         fmt, amax = FORMATS[way.format], float(np.abs(x).max(initial=0))
+        given = importance if way.rule == IMPORTANCE else None
         if way.is_for_study:
-            return dequantize(quantize(x, replace(fmt, block_size=way.block), str(way.rule), amax))
-        q = Cpu().quantize(matrix, fmt, str(way.rule), amax)
+            return dequantize(quantize(x, replace(fmt, block_size=way.block), str(way.rule), amax, given))
+        q = Cpu().quantize(matrix, fmt, str(way.rule), amax, given)
         return np.frombuffer(Cpu().dequantize(q, "F32"), np.float32).reshape(x.shape)
     if way.format == BF16:
         return x.astype(FLOAT_DTYPES["BF16"]).astype(np.float32)

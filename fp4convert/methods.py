@@ -16,14 +16,13 @@ from fp4convert.calibration_file import Calibration, open_calibration
 from fp4convert.codings import Linear
 from fp4convert.codings.folded import reads_folded
 from fp4convert.errors import InputError
-from fp4convert.formats import Format
+from fp4convert.formats import IMPORTANCE, Format
 from fp4convert.recipe import Target
 from fp4convert.tasks import Plan, Step
 
 GPTQ = "gptq"
 METHODS = ("rtn", GPTQ, "awq", "smooth")
 FOLDING = ("awq", "smooth")  # methods that multiply columns
-IMPORTANCE = "importance"  # the scale rule that weights errors with the second moments of the inputs
 WEIGHING = ("rtn",)  # methods that need no statistics themselves
 GRAM_DIMENSIONS = 3  # (blocks, n, n)
 FILE_NEEDED = "Make one: fp4convert calibrate SOURCE -o FILE."

@@ -9,8 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from random import Random
 
-from fp4convert.backends import Backend
-from fp4convert.formats import PANEL_ELEMENTS, Matrix, format_named
+import numpy as np
+
+from fp4convert.backends import Backend, Given
+from fp4convert.formats import IMPORTANCE, PANEL_ELEMENTS, Matrix, format_named
 from fp4convert.recipe import Target
 
 SECONDS = 0.1  # of arithmetic; of hashing a third
@@ -55,6 +57,7 @@ def _rate_of_weights(backend: Backend, target: Target, sample: _Sample, threads:
     """Weights that all threads quantize in a second."""
     fmt = format_named(target.format)
     rule, columns = target.scale_rule or fmt.default_rule, sample.shape[1]
+    given = Given(importance=[np.ones(columns, np.float32)] if rule == IMPORTANCE else ())
 
     def work(seconds: float) -> int:
         """Weights done, of one sample at least."""
@@ -62,7 +65,7 @@ def _rate_of_weights(backend: Backend, target: Target, sample: _Sample, threads:
         while not done or time.perf_counter() < ended:
             rows = max(1, count // columns)
             weights = _Sample((rows, columns), sample.data)
-            for _ in backend.quantize_group([weights], [weights], fmt, rule):
+            for _ in backend.quantize_group([weights], [weights], fmt, rule, given):
                 pass
             done, count = done + rows * columns, min(2 * count, LARGEST)
         return done

@@ -11,12 +11,12 @@ from operator import itemgetter
 
 import numpy as np
 
-from fp4convert.backends import Backend
+from fp4convert.backends import Backend, Given
 from fp4convert.calibration_file import Calibration
 from fp4convert.codec import FLOAT_DTYPES, Float32s, block_steps, pack
-from fp4convert.formats import GLOBAL_RANGE, Format, Matrix, Quantized, Weights, row_panels
+from fp4convert.formats import IMPORTANCE, Format, Matrix, Quantized, Weights, global_range, row_panels
 from fp4convert.gptq import PANEL_ELEMENTS, Factor, explained, factorize, held_nbytes, one_thread, round_columns, torch_device
-from fp4convert.methods import GPTQ, IMPORTANCE, widths_of_grams
+from fp4convert.methods import GPTQ, widths_of_grams
 from fp4convert.recipe import Target
 
 MEMORY_SHARE = 0.5  # of the machine's, for all workers together
@@ -41,8 +41,8 @@ class Rounding:
         modules  whose statistics are those of each member's inputs
         Raises   NumericError also for a Gram matrix that is none
         """
-        given_amax = GLOBAL_RANGE if self.target.has_unit_scale else None
-        nearest = self.backend.quantize_group(measured, members, fmt, self._rule(fmt), given_amax)
+        rule = self._rule(fmt)
+        nearest = self.backend.quantize_group(measured, members, fmt, rule, self._given(rule, modules))
         if self.target.method == GPTQ and self.calibration:
             return self._compensated(nearest, members, modules, self.calibration)
         return nearest
@@ -68,6 +68,13 @@ class Rounding:
     def working(self) -> AbstractContextManager[None]:
         """Meanwhile any number of threads may call."""
         return one_thread() if self.target.method == GPTQ else nullcontext()
+
+    def _given(self, rule: str, modules: Sequence[str]) -> Given:
+        """What the rule is given beside the weights of these modules."""
+        amax = global_range(rule) if self.target.has_unit_scale else None
+        if rule != IMPORTANCE or self.calibration is None:
+            return Given(amax)
+        return Given(amax, [self.calibration.moments(module) for module in modules])
 
     def _rule(self, fmt: Format) -> str:
         """The target's own, where the format is or has it."""

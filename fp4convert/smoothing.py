@@ -23,7 +23,7 @@ from fp4convert.codec import FLOAT_DTYPES, Float32s
 from fp4convert.codings import Linear
 from fp4convert.codings.folded import Factors, as_floats, divided, quotients, read_vector
 from fp4convert.folds import Fold
-from fp4convert.formats import GLOBAL_RANGE, Format, Matrix, format_named, row_panels
+from fp4convert.formats import IMPORTANCE, Format, Matrix, format_named, global_range, row_panels
 from fp4convert.recipe import Target
 from fp4convert.sources import Source
 
@@ -47,7 +47,7 @@ class Smoother:
         self._method = target.method
         self._calibration = calibration
         self._are_inputs_told = are_inputs_told
-        self._rounding = _Rounding(fmt, target.scale_rule or fmt.default_rule, GLOBAL_RANGE if target.has_unit_scale else None)
+        self._rounding = _Rounding(fmt, target.scale_rule or fmt.default_rule, target.has_unit_scale)
         self._found: dict[str, Factors] = {}
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
@@ -119,7 +119,7 @@ class _Rounding:
 
     format: Format
     rule: str
-    given_amax: float | None
+    has_unit_scale: bool
 
     def error(self, weights: Float32s, columns: Float32s, moments: Float32s) -> Float32s:
         """(rows, columns) of what the weights become, less what they were."""
@@ -129,7 +129,9 @@ class _Rounding:
             if not np.isfinite(amax):
                 return np.full_like(weights, np.nan)
             matrix = Matrix(scaled.reshape(-1).view(np.uint8).data, "F32", (weights.shape[0], weights.shape[1]))
-            q = Cpu().quantize(matrix, self.format, self.rule, amax if self.given_amax is None else self.given_amax)
+            importance = (moments / np.square(columns)).astype(np.float32) if self.rule == IMPORTANCE else None
+            amax = global_range(self.rule) if self.has_unit_scale else amax
+            q = Cpu().quantize(matrix, self.format, self.rule, amax, importance)
             values = np.frombuffer(Cpu().dequantize(q, "F32"), np.float32).reshape(weights.shape)
             found: Float32s = values / columns - weights
         return found

@@ -1,13 +1,17 @@
 /* The CPU library's entry points: each picks the copy of its kernel made for this processor.
- * The other .c files say what names and arguments mean; kernels for other devices carry those of quantize.c and dequantize.c.
+ * The other .c files say what names and arguments mean; kernels for other devices carry those of amax.c, quantize.c and dequantize.c.
  */
 #include <stdint.h>
 
 #define API __attribute__((visibility("default")))
 #define FOR_DTYPE(E, d, t)                                                                                              \
     E(amax_##d, (const t *x, int64_t n, uint32_t *amax_bits), (x, n, amax_bits))                                        \
-    E(quantize_nvfp4_##d, (const t *x, int64_t n, const float *amax, uint8_t *p, uint8_t *s), (x, n, amax, p, s))       \
+    E(quantize_nvfp4_##d, (const t *x, int64_t n, const float *amax, int64_t rule, uint8_t *p, uint8_t *s),             \
+      (x, n, amax, rule, p, s))                                                                                         \
     E(quantize_mxfp4_##d, (const t *x, int64_t n, int64_t rule, uint8_t *p, uint8_t *s), (x, n, rule, p, s))            \
+    E(weigh_nvfp4_##d, (const t *x, int64_t n, const float *amax, const float *w, int64_t c, uint8_t *p, uint8_t *s),   \
+      (x, n, amax, w, c, p, s))                                                                                         \
+    E(weigh_mxfp4_##d, (const t *x, int64_t n, const float *w, int64_t c, uint8_t *p, uint8_t *s), (x, n, w, c, p, s))  \
     E(dequantize_nvfp4_##d, (const uint8_t *p, const uint8_t *s, int64_t n, const float *g, int64_t is_divisor, t *y),  \
       (p, s, n, g, is_divisor, y))                                                                                      \
     E(dequantize_mxfp4_##d, (const uint8_t *p, const uint8_t *s, int64_t n, t *y), (p, s, n, y))                        \

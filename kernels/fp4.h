@@ -26,7 +26,9 @@ FP4_FN float fp4_float(unsigned bits) { float value; __builtin_memcpy(&value, &b
 #define fp4_min(a, b) ((a) < (b) ? (a) : (b))
 #endif
 
-enum { FP4_FLOOR = 0, FP4_EVEN = 1, FP4_CEIL = 2 };          /* scale rules of MXFP4 */
+/* Scale rules of NVFP4 and of MXFP4, in the order of fp4convert/formats.py; rule importance has entry points of its own. */
+enum { NVFP4_AMAX = 0, NVFP4_MSE = 1, NVFP4_FOUR_OVER_SIX = 2 };
+enum { FP4_FLOOR = 0, FP4_EVEN = 1, FP4_CEIL = 2, MXFP4_MSE = 3 };
 enum { FP4_INF_BITS = 0x7F800000, FP4_E8M0_STORED_MAX = 252 }; /* 6 * 2^(252-127) is finite */
 
 FP4_FN float fp4_from_bf16(unsigned short bits) { return fp4_float((unsigned)bits << 16); }
@@ -116,9 +118,9 @@ FP4_FN float e8m0_decode(unsigned byte) {
     return fp4_float(byte == 0xFFu ? 0x7FC00000u : finite);
 }
 
-/* max(amax / 2688, 2^-126); 1 for an all-zero group. */
-FP4_FN float nvfp4_global_scale(float amax) {
-    float global_scale = amax / 2688.0f;
+/* max(amax / 2688, 2^-126), under rule four-over-six of 1536; 1 for an all-zero group. */
+FP4_FN float nvfp4_global_scale(float amax, long long rule) {
+    float global_scale = amax / (rule == NVFP4_FOUR_OVER_SIX ? 1536.0f : 2688.0f);
     global_scale = global_scale > 0x1p-126f ? global_scale : 0x1p-126f;
     return amax == 0.0f ? 1.0f : global_scale;
 }

@@ -1,24 +1,20 @@
-/* amax and block quantization on the CPU; compiled once per instruction set (FP4_LEVEL), entered through cpu.c.
+/* Block quantization on the CPU; compiled once per instruction set (FP4_LEVEL), entered through cpu.c.
  *
- *   amax_D(x, n, amax_bits)                               *amax_bits = max(*amax_bits, float32 bits of max |x|)
- *   quantize_nvfp4_D(x, n, amax, packed, block_scales)    n % 16 == 0; *amax: float32, largest |x| of the scale group
- *   quantize_mxfp4_D(x, n, rule, packed, block_scales)    n % 32 == 0; rule: FP4_FLOOR, FP4_EVEN, FP4_CEIL
+ *   quantize_nvfp4_D(x, n, amax, rule, packed, block_scales)             n % 16 == 0; *amax: float32, largest |x| of the scale group
+ *   quantize_mxfp4_D(x, n, rule, packed, block_scales)                   n % 32 == 0
+ *   weigh_nvfp4_D(x, n, amax, weights, columns, packed, block_scales)    rule importance: weights of the squares, one to a column,
+ *   weigh_mxfp4_D(x, n, weights, columns, packed, block_scales)          as codec.weigh makes them; n % columns == 0
  *
  * D is bf16, fp16 or fp32: the type of x, which is finite and aligned to its type; packed and block_scales need no alignment.
- * Bytes equal quantize in fp4convert/codec.py.  Bytes moved per bf16 element: amax 2, NVFP4 2 + 0.5625, MXFP4 2 + 0.53125.
+ * rule is one of fp4.h's.  Bytes equal quantize in fp4convert/codec.py.
+ * Bytes moved per bf16 element: NVFP4 2 + 0.5625, MXFP4 2 + 0.53125.
+ * The scales come first, CHUNK blocks at a time: from the blocks' largest magnitudes, or from search.c; then the codes.
  */
-#include "vector.h"
-
-INLINE i16v magnitude16(i16v x) { return x & (int16_t)0x7FFF; }
+#include "maxima.h"
+#include "search.h"
 
 /* 8 in the lanes below zero, 0 elsewhere; bf16's -0.0 (0x8000) is not below zero. */
 INLINE i16v sign16(i16v x) { return ((x ^ (int16_t)0x8000) > 0) & 8; }
-
-#ifdef __clang__
-INLINE i16v max16(i16v a, i16v b) { return __builtin_elementwise_max(a, b); }
-#else
-INLINE i16v max16(i16v a, i16v b) { i16v greater = a > b; return (a & greater) | (b & ~greater); }
-#endif
 
 /* Four vectors of codes in 16-bit lanes -> WIDTH packed bytes, low nibble first. */
 INLINE u8v pack4(i16v c0, i16v c1, i16v c2, i16v c3) {
@@ -34,68 +30,6 @@ INLINE u8v pack4(i16v c0, i16v c1, i16v c2, i16v c3) {
 #endif
 }
 
-/* ---------------------------------------------------------------------------------------------------------- amax */
-
-#define DEFINE_AMAX16(dtype)                                                                        \
-    void NAME(amax_##dtype)(const uint16_t *restrict x, int64_t n, uint32_t *restrict amax_bits) {  \
-        int16_t largest = 0;                                                                        \
-        for (int64_t i = 0; i < n; i++) {                                                           \
-            int16_t magnitude = (int16_t)(x[i] & 0x7FFF);                                           \
-            largest = magnitude > largest ? magnitude : largest;                                    \
-        }                                                                                           \
-        uint32_t bits = fp4_bits(fp4_from_##dtype((uint16_t)largest));                              \
-        *amax_bits = bits > *amax_bits ? bits : *amax_bits;                                         \
-    }
-DEFINE_AMAX16(bf16)
-DEFINE_AMAX16(fp16)
-
-void NAME(amax_fp32)(const float *restrict x, int64_t n, uint32_t *restrict amax_bits) {
-    int32_t largest = (int32_t)*amax_bits;
-    for (int64_t i = 0; i < n; i++) {
-        int32_t magnitude = (int32_t)(fp4_bits(x[i]) & 0x7FFFFFFFu);
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    *amax_bits = (uint32_t)largest;
-}
-
-/* Magnitude bits, bf16 or fp16, of LANES consecutive blocks of `width` (16 or 32), as a tree of interleaves. */
-#if WIDTH == 32
-#define LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 8, 24, 9, 25, 10, 26, 11, 27)
-#define HIGH(a, b) SHUFFLE(a, b, 4, 20, 5, 21, 6, 22, 7, 23, 12, 28, 13, 29, 14, 30, 15, 31)
-#else
-#define LOW(a, b) SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define HIGH(a, b) SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
-#endif
-INLINE i16v tree_maxima(const uint16_t *restrict x, int width) {
-    i16v v[LANES];
-    for (int i = 0; i < LANES; i++) {
-        v[i] = magnitude16(LOAD(i16v, x + i * width));
-        for (int k = LANES; k < width; k += LANES) v[i] = max16(v[i], magnitude16(LOAD(i16v, x + i * width + k)));
-    }
-#if WIDTH == 32
-    for (int i = 0; i < 8; i++)
-        v[i] = max16(SHUFFLE(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
-                     SHUFFLE(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
-#endif
-    for (int half = 4; half; half /= 2)
-        for (int i = 0; i < half; i++) v[i] = max16(LOW(v[i], v[i + half]), HIGH(v[i], v[i + half]));
-    return v[0];
-}
-
-/* Magnitude bits, bf16 or fp16, of every block. */
-INLINE void block_maxima16(const uint16_t *restrict x, int blocks, int width, uint16_t *restrict maxima) {
-    int b = 0;
-    for (; b + LANES <= blocks; b += LANES) STORE(maxima + b, tree_maxima(x + b * width, width));
-    for (; b < blocks; b++) {
-        int16_t largest = 0;
-        for (int j = 0; j < width; j++) {
-            int16_t magnitude = (int16_t)(x[b * width + j] & 0x7FFF);
-            largest = magnitude > largest ? magnitude : largest;
-        }
-        maxima[b] = (uint16_t)largest;
-    }
-}
-
 /* --------------------------------------------------------------------------- quantize from float32, any value range */
 
 INLINE void pack_codes(const uint16_t *restrict codes, int n, uint8_t *restrict packed) { /* n % 16 == 0 */
@@ -104,24 +38,6 @@ INLINE void pack_codes(const uint16_t *restrict codes, int n, uint8_t *restrict 
         STORE(packed + i / 2, pack4(LOAD(i16v, codes + i), LOAD(i16v, codes + i + LANES), LOAD(i16v, codes + i + 2 * LANES),
                                     LOAD(i16v, codes + i + 3 * LANES)));
     for (; i < n; i += 2) packed[i / 2] = (uint8_t)(codes[i] | (codes[i + 1] << 4));
-}
-
-/* float32 magnitude bits of every block; blocks <= CHUNK */
-INLINE void widen_maxima_fp16(const uint16_t *restrict x, int blocks, int width, uint32_t *restrict maxima) {
-    uint16_t narrow[CHUNK];
-    block_maxima16(x, blocks, width, narrow);
-    for (int b = 0; b < blocks; b++) maxima[b] = fp4_bits(fp4_from_finite_fp16(narrow[b]));
-}
-
-INLINE void widen_maxima_fp32(const float *restrict x, int blocks, int width, uint32_t *restrict maxima) {
-    for (int b = 0; b < blocks; b++) {
-        uint32_t largest = 0;
-        for (int j = 0; j < width; j++) {
-            uint32_t magnitude = fp4_bits(x[b * width + j]) & 0x7FFFFFFFu;
-            largest = magnitude > largest ? magnitude : largest;
-        }
-        maxima[b] = largest;
-    }
 }
 
 /* sound_blocks: codes of as many leading blocks of a sound chunk as have a fast way; returns their number.
@@ -159,16 +75,27 @@ INLINE int sound_blocks(const float *x, const float *step, const float *inverse,
 }
 #endif
 
-/* x, and maxima of its blocks as float32 bits; blocks <= CHUNK */
+/* Scales of at most CHUNK blocks, the first of which is number `first`; maxima: their largest magnitudes, as float32 bits. */
+INLINE void nvfp4_scales(const float *restrict x, const uint32_t *restrict maxima, int64_t first, int blocks,
+                         const Choice *choice, uint8_t *restrict block_scales) {
+    if (choice->weights || choice->rule != NVFP4_AMAX) return NAME(search_nvfp4)(x, first, blocks, choice, block_scales);
+    for (int b = 0; b < blocks; b++) block_scales[b] = (uint8_t)nvfp4_block_scale(fp4_float(maxima[b]), choice->global_scale);
+}
+
+INLINE void mxfp4_scales(const float *restrict x, const uint32_t *restrict maxima, int64_t first, int blocks,
+                         const Choice *choice, uint8_t *restrict block_scales) {
+    if (choice->weights || choice->rule == MXFP4_MSE) return NAME(search_mxfp4)(x, first, blocks, choice, block_scales);
+    for (int b = 0; b < blocks; b++) block_scales[b] = (uint8_t)e8m0_encode(maxima[b], choice->rule);
+}
+
+/* Codes under given scales; blocks <= CHUNK */
 static void nvfp4_chunk(const float *restrict x, const uint32_t *restrict maxima, int blocks, float global_scale,
-                        uint8_t *restrict packed, uint8_t *restrict block_scales) {
+                        const uint8_t *restrict block_scales, uint8_t *restrict packed) {
     float block_step[CHUNK], inverse[CHUNK];
     uint16_t codes[CHUNK * 16];
     int sound = 1, done = 0;
     for (int b = 0; b < blocks; b++) {
-        unsigned block_scale = nvfp4_block_scale(fp4_float(maxima[b]), global_scale);
-        block_scales[b] = (uint8_t)block_scale;
-        block_step[b] = e4m3_decode_positive(block_scale) * global_scale;
+        block_step[b] = e4m3_decode_positive(block_scales[b]) * global_scale;
         inverse[b] = 1.0f / block_step[b];
         sound &= is_sound(block_step[b], inverse[b], fp4_float(maxima[b]));
     }
@@ -179,17 +106,12 @@ static void nvfp4_chunk(const float *restrict x, const uint32_t *restrict maxima
 }
 
 /* The same for MXFP4; a product with a power of two is the division by its inverse. */
-static void mxfp4_chunk(const float *restrict x, const uint32_t *restrict maxima, int blocks, int64_t rule,
-                        uint8_t *restrict packed, uint8_t *restrict block_scales) {
-    float inverse_step[CHUNK];
+static void mxfp4_chunk(const float *restrict x, int blocks, const uint8_t *restrict block_scales, uint8_t *restrict packed) {
     uint16_t codes[CHUNK * 32];
     for (int b = 0; b < blocks; b++) {
-        unsigned block_scale = e8m0_encode(maxima[b], rule);
-        block_scales[b] = (uint8_t)block_scale;
-        inverse_step[b] = fp4_float((254u - block_scale) << 23);
+        float inverse_step = fp4_float((254u - block_scales[b]) << 23);
+        for (int j = b * 32; j < b * 32 + 32; j++) codes[j] = (uint16_t)e2m1_encode(x[j] * inverse_step);
     }
-    for (int b = 0; b < blocks; b++)
-        for (int j = 0; j < 32; j++) codes[b * 32 + j] = (uint16_t)e2m1_encode(x[b * 32 + j] * inverse_step[b]);
     pack_codes(codes, blocks * 32, packed);
 }
 
@@ -206,28 +128,30 @@ INLINE const float *widen_fp16(const uint16_t *restrict x, int n, float *restric
 
 INLINE const float *widen_fp32(const float *restrict x, int n, float *restrict wide) { (void)n, (void)wide; return x; }
 
-#define DEFINE_QUANTIZE(dtype, type)                                                                              \
-    void NAME(quantize_nvfp4_##dtype)(const type *restrict x, int64_t n, const float *restrict amax,              \
-                                      uint8_t *restrict packed, uint8_t *restrict block_scales) {                 \
-        uint32_t maxima[CHUNK];                                                                                   \
-        float wide[CHUNK * 16], global_scale = nvfp4_global_scale(*amax);                                         \
-        for (int64_t start = 0; start < n; start += CHUNK * 16) {                                                 \
-            int length = (int)(n - start < CHUNK * 16 ? n - start : CHUNK * 16);                                  \
-            widen_maxima_##dtype(x + start, length / 16, 16, maxima);                                             \
-            const float *values = widen_##dtype(x + start, length, wide);                                         \
-            nvfp4_chunk(values, maxima, length / 16, global_scale, packed + start / 2, block_scales + start / 16); \
-        }                                                                                                         \
-    }                                                                                                             \
-    void NAME(quantize_mxfp4_##dtype)(const type *restrict x, int64_t n, int64_t rule, uint8_t *restrict packed,  \
-                                      uint8_t *restrict block_scales) {                                           \
-        uint32_t maxima[CHUNK];                                                                                   \
-        float wide[CHUNK * 32];                                                                                   \
-        for (int64_t start = 0; start < n; start += CHUNK * 32) {                                                 \
-            int length = (int)(n - start < CHUNK * 32 ? n - start : CHUNK * 32);                                  \
-            widen_maxima_##dtype(x + start, length / 32, 32, maxima);                                             \
-            const float *values = widen_##dtype(x + start, length, wide);                                         \
-            mxfp4_chunk(values, maxima, length / 32, rule, packed + start / 2, block_scales + start / 32);        \
-        }                                                                                                         \
+#define DEFINE_QUANTIZE(dtype, type)                                                                                  \
+    static void nvfp4_##dtype(const type *restrict x, int64_t n, const Choice *choice, uint8_t *restrict packed,      \
+                              uint8_t *restrict block_scales) {                                                       \
+        uint32_t maxima[CHUNK];                                                                                       \
+        float wide[CHUNK * 16];                                                                                       \
+        for (int64_t start = 0; start < n; start += CHUNK * 16, packed += CHUNK * 8, block_scales += CHUNK) {         \
+            int blocks = (int)(n - start < CHUNK * 16 ? n - start : CHUNK * 16) / 16;                                 \
+            widen_maxima_##dtype(x + start, blocks, 16, maxima);                                                      \
+            const float *values = widen_##dtype(x + start, blocks * 16, wide);                                        \
+            nvfp4_scales(values, maxima, start / 16, blocks, choice, block_scales);                                   \
+            nvfp4_chunk(values, maxima, blocks, choice->global_scale, block_scales, packed);                          \
+        }                                                                                                             \
+    }                                                                                                                 \
+    static void mxfp4_##dtype(const type *restrict x, int64_t n, const Choice *choice, uint8_t *restrict packed,      \
+                              uint8_t *restrict block_scales) {                                                       \
+        uint32_t maxima[CHUNK];                                                                                       \
+        float wide[CHUNK * 32];                                                                                       \
+        for (int64_t start = 0; start < n; start += CHUNK * 32, packed += CHUNK * 16, block_scales += CHUNK) {        \
+            int blocks = (int)(n - start < CHUNK * 32 ? n - start : CHUNK * 32) / 32;                                 \
+            widen_maxima_##dtype(x + start, blocks, 32, maxima);                                                      \
+            const float *values = widen_##dtype(x + start, blocks * 32, wide);                                        \
+            mxfp4_scales(values, maxima, start / 32, blocks, choice, block_scales);                                   \
+            mxfp4_chunk(values, blocks, block_scales, packed);                                                        \
+        }                                                                                                             \
     }
 DEFINE_QUANTIZE(fp16, uint16_t)
 DEFINE_QUANTIZE(fp32, float)
@@ -331,30 +255,36 @@ INLINE int nvfp4_fast_blocks(const uint16_t *restrict x, const float *restrict b
 }
 #endif
 
-/* Blocks whose step lies outside the fast range, or that fill no vector, one by one. */
-static __attribute__((noinline)) void nvfp4_slow_block(const uint16_t *restrict x, uint16_t maximum, float global_scale,
-                                                       uint8_t *restrict packed, uint8_t *restrict block_scale) {
-    float wide[16];
-    uint32_t maxima[1] = {(uint32_t)maximum << 16};
-    for (int j = 0; j < 16; j++) wide[j] = fp4_from_bf16(x[j]);
-    nvfp4_chunk(wide, maxima, 1, global_scale, packed, block_scale);
+INLINE const float *widen_bf16(const uint16_t *restrict x, int n, float *restrict wide) {
+    for (int i = 0; i < n; i++) wide[i] = fp4_from_bf16(x[i]);
+    return wide;
 }
 
-void NAME(quantize_nvfp4_bf16)(const uint16_t *restrict x, int64_t n, const float *restrict amax, uint8_t *restrict packed,
-                               uint8_t *restrict block_scales) {
+/* Blocks whose step lies outside the fast range, or that fill no vector, one by one. */
+static __attribute__((noinline)) void nvfp4_slow_block(const uint16_t *restrict x, uint16_t maximum, float global_scale,
+                                                       const uint8_t *restrict block_scale, uint8_t *restrict packed) {
+    float wide[16];
+    const uint32_t maxima[1] = {(uint32_t)maximum << 16};
+    nvfp4_chunk(widen_bf16(x, 16, wide), maxima, 1, global_scale, block_scale, packed);
+}
+
+static void nvfp4_bf16(const uint16_t *restrict x, int64_t n, const Choice *choice, uint8_t *restrict packed,
+                       uint8_t *restrict block_scales) {
     uint16_t maxima[CHUNK];
-    float block_step[CHUNK], global_scale = nvfp4_global_scale(*amax);
+    float wide[CHUNK * 16], block_step[CHUNK], global_scale = choice->global_scale;
     for (int64_t first = 0; first < n / 16; first += CHUNK, x += CHUNK * 16, packed += CHUNK * 8, block_scales += CHUNK) {
         int blocks = (int)(n / 16 - first < CHUNK ? n / 16 - first : CHUNK), b = 0, slow = 0;
         block_maxima16(x, blocks, 16, maxima);
+        if (choice->weights || choice->rule != NVFP4_AMAX)
+            NAME(search_nvfp4)(widen_bf16(x, blocks * 16, wide), first, blocks, choice, block_scales);
+        else
+            for (int i = 0; i < blocks; i++) block_scales[i] = (uint8_t)nvfp4_block_scale(fp4_from_bf16(maxima[i]), global_scale);
         for (int i = 0; i < blocks; i++) {
-            unsigned block_scale = nvfp4_block_scale(fp4_from_bf16(maxima[i]), global_scale);
-            block_scales[i] = (uint8_t)block_scale;
-            block_step[i] = e4m3_decode(block_scale) * global_scale;
+            block_step[i] = e4m3_decode_positive(block_scales[i]) * global_scale;
             slow |= !(block_step[i] >= 0x1p-100f) | !(block_step[i] <= 0x1p16f);
         }
         if (!slow) b = nvfp4_fast_blocks(x, block_step, blocks, packed);
-        for (; b < blocks; b++) nvfp4_slow_block(x + b * 16, maxima[b], global_scale, packed + b * 8, block_scales + b);
+        for (; b < blocks; b++) nvfp4_slow_block(x + b * 16, maxima[b], global_scale, block_scales + b, packed + b * 8);
     }
 }
 
@@ -367,26 +297,28 @@ INLINE i16v mxfp4_codes(const uint16_t *restrict x, int16_t offset) {
     return sign16(value) - passed;
 }
 
-static __attribute__((noinline)) void mxfp4_slow_block(const uint16_t *restrict x, uint16_t maximum, int64_t rule,
-                                                       uint8_t *restrict packed, uint8_t *restrict block_scale) {
+static __attribute__((noinline)) void mxfp4_slow_block(const uint16_t *restrict x, const uint8_t *restrict block_scale,
+                                                       uint8_t *restrict packed) {
     float wide[32];
-    uint32_t maxima[1] = {(uint32_t)maximum << 16};
-    for (int j = 0; j < 32; j++) wide[j] = fp4_from_bf16(x[j]);
-    mxfp4_chunk(wide, maxima, 1, rule, packed, block_scale);
+    mxfp4_chunk(widen_bf16(x, 32, wide), 1, block_scale, packed);
 }
 
-void NAME(quantize_mxfp4_bf16)(const uint16_t *restrict x, int64_t n, int64_t rule, uint8_t *restrict packed,
-                               uint8_t *restrict block_scales) {
+static void mxfp4_bf16(const uint16_t *restrict x, int64_t n, const Choice *choice, uint8_t *restrict packed,
+                       uint8_t *restrict block_scales) {
     uint16_t maxima[CHUNK];
     int16_t offset[CHUNK];
+    float wide[CHUNK * 32];
     for (int64_t first = 0; first < n / 32; first += CHUNK, x += CHUNK * 32, packed += CHUNK * 16, block_scales += CHUNK) {
         int blocks = (int)(n / 32 - first < CHUNK ? n / 32 - first : CHUNK), b = 0, slow = 0;
-        block_maxima16(x, blocks, 32, maxima);
+        if (choice->weights || choice->rule == MXFP4_MSE)
+            NAME(search_mxfp4)(widen_bf16(x, blocks * 32, wide), first, blocks, choice, block_scales);
+        else {
+            block_maxima16(x, blocks, 32, maxima);
+            for (int i = 0; i < blocks; i++) block_scales[i] = (uint8_t)e8m0_encode((uint32_t)maxima[i] << 16, choice->rule);
+        }
         for (int i = 0; i < blocks; i++) {
-            int block_scale = (int)e8m0_encode((uint32_t)maxima[i] << 16, rule);
-            block_scales[i] = (uint8_t)block_scale;
-            offset[i] = (int16_t)((block_scale - 127) * 128);
-            slow |= (block_scale < 3) | (block_scale > 143);
+            offset[i] = (int16_t)((block_scales[i] - 127) * 128);
+            slow |= (block_scales[i] < 3) | (block_scales[i] > 143);
         }
         if (!slow)
             for (; b + WIDTH / 16 <= blocks; b += WIDTH / 16) { /* four vectors */
@@ -395,6 +327,26 @@ void NAME(quantize_mxfp4_bf16)(const uint16_t *restrict x, int64_t n, int64_t ru
                 STORE(packed + b * 16, pack4(mxfp4_codes(p, even), mxfp4_codes(p + LANES, even),
                                              mxfp4_codes(p + 2 * LANES, odd), mxfp4_codes(p + 3 * LANES, odd)));
             }
-        for (; b < blocks; b++) mxfp4_slow_block(x + b * 32, maxima[b], rule, packed + b * 16, block_scales + b);
+        for (; b < blocks; b++) mxfp4_slow_block(x + b * 32, block_scales + b, packed + b * 16);
     }
 }
+
+/* ------------------------------------------------------------------------------------------------------- entry points */
+
+#define DEFINE_ENTRIES(dtype, type)                                                                                          \
+    void NAME(quantize_nvfp4_##dtype)(const type *x, int64_t n, const float *amax, int64_t rule, uint8_t *p, uint8_t *s) {   \
+        nvfp4_##dtype(x, n, &(const Choice){rule, nvfp4_global_scale(*amax, rule), NULL, 1}, p, s);                          \
+    }                                                                                                                        \
+    void NAME(quantize_mxfp4_##dtype)(const type *x, int64_t n, int64_t rule, uint8_t *p, uint8_t *s) {                      \
+        mxfp4_##dtype(x, n, &(const Choice){rule, 1.0f, NULL, 1}, p, s);                                                     \
+    }                                                                                                                        \
+    void NAME(weigh_nvfp4_##dtype)(const type *x, int64_t n, const float *amax, const float *weights, int64_t columns,       \
+                                   uint8_t *p, uint8_t *s) {                                                                 \
+        nvfp4_##dtype(x, n, &(const Choice){NVFP4_MSE, nvfp4_global_scale(*amax, NVFP4_MSE), weights, columns}, p, s);       \
+    }                                                                                                                        \
+    void NAME(weigh_mxfp4_##dtype)(const type *x, int64_t n, const float *weights, int64_t columns, uint8_t *p, uint8_t *s) { \
+        mxfp4_##dtype(x, n, &(const Choice){MXFP4_MSE, 1.0f, weights, columns}, p, s);                                       \
+    }
+DEFINE_ENTRIES(bf16, uint16_t)
+DEFINE_ENTRIES(fp16, uint16_t)
+DEFINE_ENTRIES(fp32, float)

@@ -1,7 +1,7 @@
 /* amax and block quantization on the GPU: the entry points of quantize.c, with the same arguments and the same bytes.
  *
  *   amax_D(x, n, amax_bits)                               *amax_bits = max(*amax_bits, float32 bits of max |x|); NaN wins
- *   quantize_nvfp4_D(x, n, amax, packed, block_scales)    *amax: float32, largest |x| of the scale group, measured or given
+ *   quantize_nvfp4_D(x, n, amax, rule, packed, block_scales)    *amax: float32, largest |x| of the scale group, measured or given
  *   quantize_mxfp4_D(x, n, rule, packed, block_scales)    rule: FP4_FLOOR, FP4_EVEN, FP4_CEIL
  *
  * D is bf16, fp16 or fp32: the type of x, which quantize wants finite.  n % 16 == 0 (MXFP4: % 32), n > 0.  Launch and alignment: device.h.
@@ -138,8 +138,8 @@ template <class T, class F> DEVICE void quantize(const void *x, i64 n, F format,
 
 #define ENTRIES(dtype, T, blocks)                                                                                   \
     KERNEL(blocks) amax_##dtype(const void *x, i64 n, u32 *amax_bits) { amax<T>(x, n, amax_bits); }                 \
-    KERNEL(blocks) quantize_nvfp4_##dtype(const void *x, i64 n, const float *amax, u8 *packed, u8 *block_scales) {  \
-        quantize<T>(x, n, NvFp4{nvfp4_global_scale(*amax)}, packed, block_scales);                                                  \
+    KERNEL(blocks) quantize_nvfp4_##dtype(const void *x, i64 n, const float *amax, i64 rule, u8 *packed, u8 *block_scales) { \
+        quantize<T>(x, n, NvFp4{nvfp4_global_scale(*amax, rule)}, packed, block_scales);                                         \
     }                                                                                                               \
     KERNEL(blocks) quantize_mxfp4_##dtype(const void *x, i64 n, i64 rule, u8 *packed, u8 *block_scales) {           \
         quantize<T>(x, n, MxFp4{rule}, packed, block_scales);                                                       \

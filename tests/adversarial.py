@@ -96,6 +96,21 @@ def extremes(dtype: str, rows: int, columns: int) -> Values:
     return rounded(kinds[chosen], dtype)
 
 
+def scattered_importance(columns: int) -> Float32s:
+    """Second moments: alike, one far above the rest, over many decades, zeros among them; a run of 32 is of one sort."""
+    rng = generator(9, columns)
+    runs = -(-columns // 32)
+    spread = rng.choice([0.0, 1.0, 5.0, 20.0], (runs, 1))
+    found = np.exp(rng.normal(size=(runs, 32)) * spread)
+    found[rng.random((runs, 32)) < rng.choice([0.0, 0.3, 1.0], (runs, 1), p=[0.6, 0.3, 0.1])] = 0
+    return np.clip(found, 0, 1e38).astype(np.float32).ravel()[:columns]
+
+
+def importance_for(rule: str, columns: int) -> Float32s | None:
+    """What a rule has to be given."""
+    return scattered_importance(columns) if rule == "importance" else None
+
+
 PLAIN = {make.__name__: make for make in (gaussian, random_bits, wide_range, subnormals, extremes)}
 
 

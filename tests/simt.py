@@ -123,12 +123,13 @@ class SimtKernels:
         self.call(f"amax_{FLOAT_TYPES[x.dtype].word}", n, values, n, found)
         return float(found.view(np.float32)[0])
 
-    def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float) -> Quantized:
+    def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float, importance: None = None) -> Quantized:
         values, n = aligned(x.data), x.shape[0] * x.shape[1]
         packed, block_scales = guarded(n // 2), guarded(n // fmt.block_size)
-        extra = aligned(np.array([group_amax], np.float32)) if fmt.has_global_scale else fmt.scale_rules.index(rule)
-        self.call(f"quantize_{fmt.name}_{FLOAT_TYPES[x.dtype].word}", n, values, n, extra, packed, block_scales)
-        stored = float(global_scale_of(group_amax)) if fmt.has_global_scale else None
+        amax = [aligned(np.array([group_amax], np.float32))] if fmt.has_global_scale else []
+        choice = (*amax, fmt.scale_rules.index(rule))
+        self.call(f"quantize_{fmt.name}_{FLOAT_TYPES[x.dtype].word}", n, values, n, *choice, packed, block_scales)
+        stored = float(global_scale_of(group_amax, rule)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
 
     def dequantize(self, q: Quantized, dtype: str) -> memoryview:

@@ -21,16 +21,18 @@ from adversarial import (
     every_finite,
     gaussian,
     generator,
+    importance_for,
     matrix,
     rounded,
     wide_range,
 )
 
 from fp4convert import codec
-from fp4convert.backends.cpu import Cpu, _library
+from fp4convert.backends import Given
+from fp4convert.backends.cpu import Cpu, _kernel, _library
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.errors import InputError, NumericError
-from fp4convert.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Format, Matrix, Quantized
+from fp4convert.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Format, Matrix, Quantized, global_range
 
 NATIVE = _library().fp4_level(0)  # 4, 3 or 2 on x86-64, 0 elsewhere
 Cpus = dict[int, Cpu]
@@ -73,13 +75,14 @@ def raw_quantize(cpu: Cpu, values: Values, dtype: str, fmt: Format, rule: str, o
     buffers = [np.full(size + 64, GUARD, np.uint8) for size in sizes]
     packed, scales = (buffer[offset : offset + size] for buffer, size in zip(buffers, sizes, strict=True))
     amax = np.array([1.0], np.float32)
-    argument = ctypes.c_void_p(amax.ctypes.data) if fmt is NVFP4 else ctypes.c_int64(fmt.scale_rules.index(rule))
-    x, p, s = (ctypes.c_void_p(a.ctypes.data) for a in (values, packed, scales))
-    cpu._library[f"quantize_{fmt.name}_{FLOAT_TYPES[dtype].word}"](x, ctypes.c_int64(values.size), argument, p, s)
+    kernel, choice = _kernel(fmt, rule, values.size, importance_for(rule, values.size))
+    arguments = [values, values.size, *([amax] if fmt is NVFP4 else []), *choice, packed, scales]
+    native = [ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data) for a in arguments]
+    cpu._library[f"{kernel}_{FLOAT_TYPES[dtype].word}"](*native)
     for buffer, size in zip(buffers, sizes, strict=True):
         assert (buffer[:offset] == GUARD).all(), "written before the buffer"
         assert (buffer[offset + size :] == GUARD).all(), "written behind the buffer"
-    stored = float(codec.global_scale_of(1.0)) if fmt is NVFP4 else None
+    stored = float(codec.global_scale_of(1.0, rule)) if fmt is NVFP4 else None
     return Quantized(fmt, (1, values.size), packed.data, scales.data, stored)
 
 
@@ -92,7 +95,7 @@ def test_any_number_of_blocks_at_any_address(cpus: Cpus, dtype: str, fmt: Format
         around = np.full(size + 64, np.nan, source.dtype)  # what lies beside x must not matter
         values = around[start : start + size]
         values[:] = source[:size]
-        expected = codec.quantize(values.astype(np.float32)[None], fmt, rule, 1.0)
+        expected = codec.quantize(values.astype(np.float32)[None], fmt, rule, 1.0, importance_for(rule, size))
         for level, cpu in cpus.items():
             found = raw_quantize(cpu, values, dtype, fmt, rule, blocks % 31)
             assert_same_bytes(found, expected, values, f"level {level}, {dtype}, {rule}, {blocks} blocks")
@@ -103,13 +106,17 @@ def test_a_given_amax_takes_the_place_of_the_groups(dtype: str) -> None:
     """2688 makes the global scale 1, whatever the weights are: what mlx stores, which has no place for one."""
     values = rounded(generator(7).normal(0, 900, (33, 512)), dtype)
     whole = _Held(matrix(values, dtype))
-    ((_, found),) = Cpu().quantize_group([whole], [whole], NVFP4, "amax", 2688.0)
-    assert found.global_scale == 1.0
-    assert_same_bytes(found, codec.quantize(values.astype(np.float32), NVFP4, "amax", 2688.0), values, "amax")
+    for rule in NVFP4.scale_rules:
+        given, importance = global_range(rule), importance_for(rule, 512)
+        ((_, found),) = Cpu().quantize_group(
+            [whole], [whole], NVFP4, rule, Given(given, () if importance is None else [importance])
+        )
+        assert found.global_scale == 1.0
+        assert_same_bytes(found, codec.quantize(values.astype(np.float32), NVFP4, rule, given, importance), values, rule)
     values[32, 511] = np.inf
     spoiled = _Held(matrix(values, dtype))
     with pytest.raises(NumericError):
-        next(Cpu().quantize_group([spoiled], [spoiled], NVFP4, "amax", 2688.0))
+        next(Cpu().quantize_group([spoiled], [spoiled], NVFP4, "amax", Given(2688.0)))
 
 
 @dataclass(frozen=True)
@@ -153,8 +160,9 @@ def test_data_need_not_be_aligned(cpus: Cpus, dtype: str, fmt: Format, rule: str
     for cpu in cpus.values():
         amax = cpu.amax(unaligned(x))
         assert amax == cpu.amax(x)
-        found = cpu.quantize(unaligned(x), fmt, rule, amax)
-        assert_same_bytes(found, cpu.quantize(x, fmt, rule, amax), values, "unaligned")
+        importance = importance_for(rule, 96)
+        found = cpu.quantize(unaligned(x), fmt, rule, amax, importance)
+        assert_same_bytes(found, cpu.quantize(x, fmt, rule, amax, importance), values, "unaligned")
         shifted = Quantized(
             fmt, found.shape, *(unaligned_bytes(part) for part in (found.packed, found.block_scales)), found.global_scale
         )
@@ -168,7 +176,7 @@ def unaligned_bytes(part: memoryview) -> memoryview:
 @EVERY_RULE
 def test_no_rows(cpus: Cpus, fmt: Format, rule: str) -> None:
     for cpu in cpus.values():
-        q = cpu.quantize(Matrix(memoryview(b""), "BF16", (0, 64)), fmt, rule, 0.0)
+        q = cpu.quantize(Matrix(memoryview(b""), "BF16", (0, 64)), fmt, rule, 0.0, importance_for(rule, 64))
         assert (len(q.packed), len(q.block_scales), q.shape) == (0, 0, (0, 64))
         assert len(cpu.dequantize(q, "BF16")) == 0
 

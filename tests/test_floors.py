@@ -56,6 +56,7 @@ ROOMS = {
         "observers",
         "feeding",
         "suspicion",
+        "pace",
         "inspection",
         "codec",
         "accounting",

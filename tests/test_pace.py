@@ -25,7 +25,7 @@ class Counted:
         self.rules: set[tuple[str, str]] = set()
         self.lock = threading.Lock()
 
-    def quantize_group(self, measured, members, fmt, rule, given_amax=None):
+    def quantize_group(self, measured, members, fmt, rule, given=None):
         assert measured == members
         (weights,) = members
         rows, columns = weights.shape
@@ -69,7 +69,7 @@ def test_the_weights_are_finite_whichever_way_they_are_read(columns):
     seen = []
 
     class Reading(Counted):
-        def quantize_group(self, measured, members, fmt, rule, given_amax=None):
+        def quantize_group(self, measured, members, fmt, rule, given=None):
             (weights,) = members
             rows = min(weights.shape[0], 1 + (9 << 20) // weights.shape[1])  # more than the sample holds
             matrix = weights.rows(0, rows)

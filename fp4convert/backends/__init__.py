@@ -5,11 +5,31 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from fp4convert.codec import Float32s
 from fp4convert.errors import DeviceError, InputError
 from fp4convert.formats import Blocks, Format, Quantized, Weights
 from fp4convert.gpus import survey
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a scale group is quantized under, beside its own weights.
+
+    amax        what sets the global scale in place of the group's own; values beyond it saturate
+    importance  a vector for each member, (columns,), as codec.weigh takes it: for rule importance alone
+    """
+
+    amax: float | None = None
+    importance: Sequence[Float32s] = ()
+
+    def importance_of(self, number: int) -> Float32s | None:
+        return self.importance[number] if self.importance else None
+
+
+OWN = Given()
 
 
 class Backend(Protocol):
@@ -24,14 +44,14 @@ class Backend(Protocol):
         """How many callers it serves at once."""
 
     def quantize_group(
-        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str, given_amax: float | None = None
+        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str, given: Given = OWN
     ) -> Iterator[tuple[int, Quantized]]:
         """(number of the member, its next panel), member by member, under one amax; equals codec.quantize.
 
-        measured    whose largest magnitude is the group's: the members, and what shares their scale elsewhere
-        given_amax  what sets the global scale in place of the group's amax; values beyond it saturate
-        Yields      panels that are valid until the next is asked for
-        Raises      NumericError where anything measured holds Inf or NaN, before the first panel of a format with a global scale
+        measured  whose largest magnitude is the group's: the members, and what shares their scale elsewhere
+        Yields    panels that are valid until the next is asked for
+        Raises    NumericError where anything measured holds Inf or NaN, before the first panel of a format with a global scale;
+                  InputError for a rule of another format, and for importance that does not fit
         """
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:

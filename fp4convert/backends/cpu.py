@@ -12,8 +12,8 @@ from importlib.resources import files
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.backends import processors
-from fp4convert.codec import FLOAT_DTYPES, Bytes, Float32s, check_range, global_scale_of, not_finite
+from fp4convert.backends import OWN, Given, processors
+from fp4convert.codec import FLOAT_DTYPES, Bytes, Float32s, check_importance, check_range, global_scale_of, not_finite, weigh
 from fp4convert.formats import (
     CODES,
     FLOAT_TYPES,
@@ -58,7 +58,7 @@ class Cpu:
         return threads * PANEL_ELEMENT_NBYTES * max(PANEL_ELEMENTS, widest)
 
     def quantize_group(
-        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str, given_amax: float | None = None
+        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str, given: Given = OWN
     ) -> Iterator[tuple[int, Quantized]]:
         group_amax = 0.0
         is_in_one_pass = not fmt.has_global_scale and all(weights in members for weights in measured)
@@ -68,7 +68,8 @@ class Cpu:
             for panel in _panels(weights):
                 if is_in_one_pass:
                     _finite(self.amax(panel))
-                q = self.quantize(panel, fmt, rule, group_amax if given_amax is None else given_amax)
+                amax = group_amax if given.amax is None else given.amax
+                q = self.quantize(panel, fmt, rule, amax, given.importance_of(number))
                 yield number, replace(q, compared=self.compare(panel, q))
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
@@ -86,15 +87,15 @@ class Cpu:
         self._call(f"amax_{FLOAT_TYPES[x.dtype].word}", values, values.size, bits)
         return float(bits.view(np.float32)[0])
 
-    def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float) -> Quantized:
+    def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float, importance: Float32s | None = None) -> Quantized:
         """The rows as codes and scales; equals codec.quantize."""
         values = _aligned(x)
         packed = np.empty(values.size // 2, np.uint8)
         block_scales = np.empty(values.size // fmt.block_size, np.uint8)
-        number = fmt.scale_rules.index(check_rule(fmt, rule))  # as in kernels/fp4.h
-        argument = np.array([group_amax], np.float32) if fmt.has_global_scale else number
-        self._call(f"quantize_{fmt.name}_{FLOAT_TYPES[x.dtype].word}", values, values.size, argument, packed, block_scales)
-        stored = float(global_scale_of(group_amax)) if fmt.has_global_scale else None
+        kernel, choice = _kernel(fmt, rule, x.shape[1], importance)
+        amax = (np.array([group_amax], np.float32),) if fmt.has_global_scale else ()
+        self._call(f"{kernel}_{FLOAT_TYPES[x.dtype].word}", values, values.size, *amax, *choice, packed, block_scales)
+        stored = float(global_scale_of(group_amax, rule)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
 
     def dequantize(self, q: Quantized, dtype: str) -> memoryview:
@@ -184,6 +185,15 @@ class Cpu:
     def _call(self, name: str, *arguments: Array | int) -> None:
         native = [ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data) for a in arguments]
         self._library[name](*native)
+
+
+def _kernel(fmt: Format, rule: str, columns: int, importance: Float32s | None) -> tuple[str, tuple[Array | int, ...]]:
+    """The kernel for a rule, and its arguments: the number that kernels/fp4.h has for it, or weights and how many they are."""
+    number = fmt.scale_rules.index(check_rule(fmt, rule))
+    check_importance(rule, importance)
+    if importance is None:
+        return f"quantize_{fmt.name}", (number,)
+    return f"weigh_{fmt.name}", (weigh(importance, columns, fmt), columns)
 
 
 def _finite(amax: float) -> float:

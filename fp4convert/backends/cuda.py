@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fp4convert.backends import OWN, Given
 from fp4convert.codec import global_scale_of, not_finite
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, NVFP4, Blocks, Format, Matrix, Quantized, Weights, row_panels
@@ -36,15 +37,15 @@ class Cuda:
         return min(threads, self.threads) * 2 * (MAX_ELEMENT_NBYTES + 1) * max(GPU_PANEL_ELEMENTS, widest)
 
     def quantize_group(
-        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str, given_amax: float | None = None
+        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str, given: Given = OWN
     ) -> Iterator[tuple[int, Quantized]]:
         with self._take() as lane:
             lane.reserve(measured)
             lane.measure(measured, keep=members)
-            if given_amax is not None:
+            if given.amax is not None:
                 if not math.isfinite(lane.amax()):
                     raise not_finite()
-                lane.give_amax(given_amax)
+                lane.give_amax(given.amax)
             yield from lane.quantize(members, fmt, rule)
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
@@ -66,7 +67,7 @@ class Cuda:
             lane.give_amax(group_amax)
             panels = [(bytes(q.packed), bytes(q.block_scales)) for _, q in lane.quantize([_Held(x)], fmt, rule)]
         packed, block_scales = (memoryview(b"".join(panel[part] for panel in panels)) for part in (0, 1))
-        stored = float(global_scale_of(group_amax)) if fmt.has_global_scale else None
+        stored = float(global_scale_of(group_amax, rule)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed, block_scales, stored)
 
     def dequantize(self, q: Quantized, dtype: str) -> memoryview:

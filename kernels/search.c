@@ -1,0 +1,323 @@
+/* Block scales by search on the CPU: rules mse, four-over-six and importance; compiled once per instruction set, called by quantize.c.
+ *
+ * Bytes equal those that codec.py finds: the code of least cost, t * s^2, which codec.py defines to the last rounding.
+ * SIDE blocks are searched side by side, one to a lane: v[j] holds element j of each, so that sums run down the lanes.
+ *
+ * NVFP4 takes two ways.  The rough one multiplies with an inverse and adds as it likes; what it finds is certain where no other code
+ * comes within its error.  Blocks that stay in doubt, few of them, take the exact one: codec.py's own operations in its own order.
+ * The rough cost's error: a quotient is off by less than 1.5 * 2^-23 of itself, a distance by as much, so t by less than
+ * 2^-12 t + 2^-20 (from 2ab <= ha^2 + b^2/h over 16 elements, weights below 2); DOUBT and its slack are four times that.
+ *
+ * Codes tried, from the top: codec.nvfp4_last says why none above can win; below, once the clipping of one element alone
+ * costs more than the best code found, every lower code costs more too.
+ */
+#include "search.h"
+
+#ifdef __AVX512BW__
+#define SIDE 16
+#define INTERLEAVE_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define INTERLEAVE_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif defined(__AVX2__)
+#define SIDE 8
+#define INTERLEAVE_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define INTERLEAVE_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define SIDE 4
+#define INTERLEAVE_LOW 0, 4, 1, 5
+#define INTERLEAVE_HIGH 2, 6, 3, 7
+#endif
+#define LARGEST_CODE 126
+#define ALL_CODES_BELOW 16 /* of E4M3: code c is c * 2^-9 up to there, and twice code c - 8 from there on */
+#define DOUBT (1.0f + 0x1p-12f)
+#define SLACK 0x1p-17f
+
+typedef VECTOR(float, 4 * SIDE) f32s;
+typedef VECTOR(int32_t, 4 * SIDE) i32s;
+typedef VECTOR(uint32_t, 4 * SIDE) u32s;
+
+INLINE f32s all(float value) { return value - (f32s){0}; }
+INLINE f32s either(i32s mask, f32s a, f32s b) { return (f32s)((mask & (i32s)a) | (~mask & (i32s)b)); }
+
+INLINE i32s lesser(i32s a, i32s b) {
+    i32s r;
+    for (int l = 0; l < SIDE; l++) r[l] = a[l] < b[l] ? a[l] : b[l];
+    return r;
+}
+INLINE u32s below(u32s a, u32s b) {
+    u32s r;
+    for (int l = 0; l < SIDE; l++) r[l] = a[l] < b[l] ? a[l] : b[l];
+    return r;
+}
+INLINE i32s greater(i32s a, i32s b) {
+    i32s r;
+    for (int l = 0; l < SIDE; l++) r[l] = a[l] > b[l] ? a[l] : b[l];
+    return r;
+}
+
+#ifdef __FMA__
+INLINE f32s fused(f32s a, f32s b, f32s c) {
+    f32s sum;
+    for (int l = 0; l < SIDE; l++) sum[l] = __builtin_fmaf(a[l], b[l], c[l]);
+    return sum;
+}
+#else
+INLINE f32s fused(f32s a, f32s b, f32s c) { return a * b + c; }
+#endif
+
+INLINE int any(i32s mask) {
+    int64_t words[SIDE / 2], found = 0;
+    memcpy(words, &mask, sizeof words);
+    for (int i = 0; i < SIDE / 2; i++) found |= words[i];
+    return found != 0;
+}
+
+INLINE void transpose(f32s *rows) { /* SIDE rows of SIDE */
+    for (int stage = 1; stage < SIDE; stage *= 2) {
+        f32s mixed[SIDE];
+        for (int i = 0; i < SIDE / 2; i++) {
+            mixed[2 * i] = SHUFFLE(rows[i], rows[i + SIDE / 2], INTERLEAVE_LOW);
+            mixed[2 * i + 1] = SHUFFLE(rows[i], rows[i + SIDE / 2], INTERLEAVE_HIGH);
+        }
+        memcpy(rows, mixed, sizeof mixed);
+    }
+}
+
+/* Element j of SIDE rows of `width`, magnitudes. */
+INLINE void load_magnitudes(const float *const *rows, int width, f32s *v) {
+    for (int j = 0; j < width; j += SIDE) {
+        for (int l = 0; l < SIDE; l++) v[j + l] = (f32s)(LOAD(i32s, rows[l] + j) & 0x7FFFFFFF);
+        transpose(v + j);
+    }
+}
+
+/* q - e2m1(q), exact, for q >= 0, but for the side to which ties go: E2M1's spacing at q is half the power of two at or below
+ * min(max(q, 1), 6), and the last place of 2^22 times that power.  Unclipped: for q < 7. */
+INLINE f32s remainder_of(f32s q, int is_clipped) {
+    f32s held = is_clipped ? (f32s)lesser((i32s)q, (i32s)all(6.0f)) : q;
+    f32s power = (f32s)(greater((i32s)held, (i32s)all(1.0f)) & 0x7F800000);
+#ifdef __FMA__
+    return q - fused(power, all(-0x1p22f), fused(power, all(0x1p22f), held));
+#else
+    power *= 0x1p22f;
+    return q - ((held + power) - power);
+#endif
+}
+
+INLINE f32s weighted_square(f32s q, const f32s *weight) {
+    f32s d = remainder_of(q, 1), square = d * d;
+    return weight ? *weight * square : square;
+}
+
+INLINE f32s sum_by_halves(f32s *term, int width) {
+    for (int half = width / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) term[j] += term[j + half];
+    return term[0];
+}
+
+INLINE f32s exact_cost(const f32s *v, const f32s *w, f32s step, f32s factor) {
+    f32s term[16];
+    for (int j = 0; j < 16; j++) term[j] = weighted_square(v[j] / step, w ? w + j : NULL);
+    return sum_by_halves(term, 16) * factor;
+}
+
+INLINE f32s rough_cost(const f32s *v, const f32s *w, f32s step, f32s factor, int is_clipped) {
+    f32s inverse = 1.0f / step, sums[4] = {{0}};
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; j++) {
+        f32s d = remainder_of(v[j] * inverse, is_clipped);
+        sums[j % 4] = fused(w ? w[j] * d : d, d, sums[j % 4]);
+    }
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) * factor;
+}
+
+/* ------------------------------------------------------------------------------------------------------------- NVFP4 */
+
+/* SIDE blocks. first: the codes that rule amax stores; last: the highest to try, 0 where there is nothing to choose. */
+typedef struct {
+    f32s v[16], w[16];
+    f32s r; /* the largest over 6 global scales: what rule amax rounds */
+    f32s heaviest, its_weight; /* the element whose clipping bounds the cost from below */
+    i32s first, last;
+    int unclipped; /* how many codes, from the last down, clip no element */
+    float global_scale;
+} Side;
+
+INLINE f32s e4m3_values(i32s codes) {
+    f32s subnormal = __builtin_convertvector(codes, f32s) * 0x1p-9f, normal = (f32s)((codes << 20) + (120 << 23));
+    return either(codes < 8, subnormal, normal);
+}
+
+/* As nvfp4_block_scale. */
+INLINE i32s e4m3_codes(f32s r) {
+    f32s held = (f32s)greater(lesser((i32s)r, (i32s)all(448.0f)), (i32s)all(0x1p-9f));
+    i32s bits = (i32s)held, normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3);
+    i32s codes = (i32s)either(held < 0x1p-6f, (f32s)((i32s)(held + 16384.0f) - (i32s)all(16384.0f)), (f32s)normal);
+    return (codes & (r > 0.0f)) | (0x38 & ~(r > 0.0f));
+}
+
+INLINE i32s distances(i32s codes, i32s first) { return greater(codes - first, first - codes); }
+
+/* The best codes so far, their cost, and the next to that. */
+typedef struct { i32s best; f32s least, second; } Found;
+
+INLINE void consider(Found *found, f32s cost, i32s code) {
+    i32s is_less = cost < found->least;
+    found->second = either(is_less, found->least, either(cost < found->second, cost, found->second));
+    found->least = either(is_less, cost, found->least);
+    found->best = (found->best & ~is_less) | (code & is_less);
+}
+
+/* ... of equal ones the nearest to the first, then the lower, which comes later. */
+INLINE void consider_exactly(Found *found, f32s cost, i32s code, i32s first) {
+    i32s is_nearer = distances(code, first) <= distances(found->best, first);
+    i32s is_better = (cost < found->least) | ((cost == found->least) & is_nearer);
+    found->least = either(is_better, cost, found->least);
+    found->best = (found->best & ~is_better) | (code & is_better);
+}
+
+/* Whether this code or one below it may cost as little as `limit`. */
+INLINE i32s is_open(const Side *side, i32s code, int is_weighted, f32s limit) {
+    f32s value = e4m3_values(code), clipped = side->heaviest / (value * side->global_scale) - 6.0f;
+    f32s bound = clipped * clipped * (value * value);
+    if (is_weighted) bound *= side->its_weight;
+    return (code > 0) & ~((clipped > 0.0f) & (bound > limit));
+}
+
+/* cost: rough_cost or exact_cost */
+#define COST_OF(code, cost, ...)                                                                   \
+    ({                                                                                             \
+        f32s worth = e4m3_values(code);                                                            \
+        cost(side->v, w, worth * side->global_scale, worth * worth __VA_OPT__(,) __VA_ARGS__);     \
+    })
+
+INLINE i32s search_roughly(const Side *side, const f32s *w, i32s *is_certain) {
+    f32s infinite = all(__builtin_inff()), top = e4m3_values(side->last), slack = SLACK * top * top;
+    Found found = {side->first, infinite, infinite};
+    i32s code = side->last;
+    int left = side->unclipped;
+    for (; left > 0; left--, code -= 1) consider(&found, COST_OF(code, rough_cost, 0), code);
+    while (any(is_open(side, code, w != NULL, (found.least + slack) * DOUBT))) {
+        consider(&found, either(code > 0, COST_OF(code, rough_cost, 1), infinite), code);
+        code -= 1;
+    }
+    *is_certain = found.second > (found.least + slack) * DOUBT;
+    return found.best;
+}
+
+INLINE i32s search_exactly(const Side *side, const f32s *w) {
+    Found found = {side->first, all(__builtin_inff()), {0}};
+    i32s code = side->last;
+    while (any(is_open(side, code, w != NULL, found.least * (1.0f + 0x1p-18f)))) {
+        consider_exactly(&found, either(code > 0, COST_OF(code, exact_cost), all(__builtin_nanf(""))), code, side->first);
+        code -= 1;
+    }
+    return found.best;
+}
+
+INLINE void open_side(const float *const *rows, const float *const *weights, float global_scale, Side *side) {
+    load_magnitudes(rows, 16, side->v);
+    if (weights) load_magnitudes(weights, 16, side->w);
+    f32s largest = side->v[0], heaviest = largest, its_weight = weights ? side->w[0] : largest;
+    u32s smallest = (u32s){0} - 1; /* but zeros, which wrap */
+    for (int j = 0; j < 16; j++) {
+        largest = (f32s)greater((i32s)largest, (i32s)side->v[j]);
+        smallest = below(smallest, (u32s)side->v[j] - 1);
+        if (!weights) continue;
+        i32s is_heavier = side->w[j] * side->v[j] * side->v[j] > its_weight * heaviest * heaviest;
+        heaviest = either(is_heavier, side->v[j], heaviest);
+        its_weight = either(is_heavier, side->w[j], its_weight);
+    }
+    side->heaviest = weights ? heaviest : largest;
+    side->its_weight = its_weight;
+    side->global_scale = global_scale;
+    i32s is_tiny = smallest < (u32s)all(global_scale * (weights ? 0x1p-34f : 0x1p-53f));
+    if (global_scale < 0x1p-60f) is_tiny = (i32s){0} == 0;
+    f32s r = side->r = largest / (6.0f * global_scale);
+    side->first = e4m3_codes(r);
+    side->last = lesser(greater(side->first + 7, (i32s){0} + (ALL_CODES_BELOW - 1)), (i32s){0} + LARGEST_CODE);
+    side->last = ((side->last & ~is_tiny) | (LARGEST_CODE & is_tiny)) & (r > 0.0f);
+    i32s unclipped = (side->last - side->first + 1) & ~(r > 1.1f * e4m3_values(side->first));
+    side->unclipped = 16;
+    for (int l = 0; l < SIDE; l++)
+        if (side->last[l] && unclipped[l] < side->unclipped) side->unclipped = unclipped[l];
+}
+
+INLINE i32s best_codes(const Side *side, const f32s *w) {
+    i32s is_certain, is_settled = side->last == 0, best = search_roughly(side, w, &is_certain);
+    if (any(~(is_certain | is_settled))) best = search_exactly(side, w);
+    return (best & ~is_settled) | (side->first & is_settled);
+}
+
+INLINE i32s four_over_six(const Side *side) {
+    const f32s *w = NULL;
+    i32s four = e4m3_codes(1.5f * side->r);
+    i32s is_less = COST_OF(four, exact_cost) < COST_OF(side->first, exact_cost);
+    return (four & is_less) | (side->first & ~is_less);
+}
+
+/* ------------------------------------------------------------------------------------------------------------- MXFP4
+ *
+ * Products with the inverse of a power of two are the quotients, so that three exponents are tried exactly at once. */
+#define LOWEST_EXPONENT 40 /* below that of rule floor, for weighted squares: codec.py */
+
+INLINE i32s search_mxfp4_side(const f32s *v, const f32s *w) {
+    f32s largest = v[0], heaviest = v[0], its_weight = w ? w[0] : v[0];
+    for (int j = 0; j < 32; j++) {
+        largest = (f32s)greater((i32s)largest, (i32s)v[j]);
+        if (!w) continue;
+        i32s is_heavier = w[j] * v[j] * v[j] > its_weight * heaviest * heaviest;
+        heaviest = either(is_heavier, v[j], heaviest);
+        its_weight = either(is_heavier, w[j], its_weight);
+    }
+    i32s first = greater(((i32s)largest >> 23) - 2, (i32s){0});
+    Found found = {first, all(__builtin_inff()), {0}};
+    for (int offset = 1; offset >= (w ? -LOWEST_EXPONENT : -1); offset--) {
+        i32s code = first + offset, is_valid = (code >= 0) & (code <= FP4_E8M0_STORED_MAX);
+        f32s inverse = (f32s)((254 - code) << 23), factor = all(fp4_float((unsigned)(127 + 2 * offset) << 23));
+        if (w && offset < -1) {
+            f32s clipped = heaviest * inverse - 6.0f, bound = its_weight * (clipped * clipped) * factor;
+            if (!any(is_valid & ~((clipped > 0.0f) & (bound > found.least * (1.0f + 0x1p-18f))))) break;
+        }
+        f32s term[32];
+        for (int j = 0; j < 32; j++) term[j] = weighted_square(v[j] * inverse, w ? w + j : NULL);
+        consider_exactly(&found, either(is_valid, sum_by_halves(term, 32) * factor, all(__builtin_nanf(""))), code, first);
+    }
+    return found.best;
+}
+
+/* ------------------------------------------------------------------------------------------------------- entry points */
+
+/* Where the blocks' elements and weights stand; lanes beyond the last block repeat it. */
+INLINE void find_rows(const float *x, int64_t first, int here, int blocks, int width, const Choice *choice, const float **rows,
+                      const float **weights) {
+    for (int l = 0; l < SIDE; l++) {
+        int own = here + l < blocks ? here + l : blocks - 1;
+        rows[l] = x + own * width;
+        weights[l] = choice->weights ? choice->weights + (first + own) * width % choice->columns : NULL;
+    }
+}
+
+void NAME(search_nvfp4)(const float *restrict x, int64_t first, int blocks, const Choice *choice, uint8_t *restrict block_scales) {
+    for (int b = 0; b < blocks; b += SIDE) {
+        const float *rows[SIDE], *weights[SIDE];
+        find_rows(x, first, b, blocks, 16, choice, rows, weights);
+        Side side;
+        open_side(rows, choice->weights ? weights : NULL, choice->global_scale, &side);
+        i32s best;
+        if (choice->weights) best = best_codes(&side, side.w);
+        else best = choice->rule == NVFP4_MSE ? best_codes(&side, NULL) : four_over_six(&side);
+        for (int l = 0; l < SIDE && b + l < blocks; l++) block_scales[b + l] = (uint8_t)best[l];
+    }
+}
+
+void NAME(search_mxfp4)(const float *restrict x, int64_t first, int blocks, const Choice *choice, uint8_t *restrict block_scales) {
+    for (int b = 0; b < blocks; b += SIDE) {
+        const float *rows[SIDE], *weights[SIDE];
+        f32s v[32], w[32];
+        find_rows(x, first, b, blocks, 32, choice, rows, weights);
+        load_magnitudes(rows, 32, v);
+        if (choice->weights) load_magnitudes(weights, 32, w);
+        i32s best = choice->weights ? search_mxfp4_side(v, w) : search_mxfp4_side(v, NULL);
+        for (int l = 0; l < SIDE && b + l < blocks; l++) block_scales[b + l] = (uint8_t)best[l];
+    }
+}
