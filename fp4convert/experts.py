@@ -22,6 +22,7 @@ from fp4convert.shard import DTYPE_BITS, TensorRef
 EXPERTS = ".experts."
 GROUP_BEST = 2  # experts whose scores make that of their group, where DeepSeek V3 and its kin choose groups
 BY_THE_BEST = "group_limited_greedy"  # topk_method of DeepSeek V2: the best one makes it
+_ROUTING = re.compile(r"\.(gate|[a-z_]*(router|experts?_|score)[a-z_]*)(\.|$)(?<!\.shared_expert_gate\.)")
 _SINGLE = re.compile(r"(.+?)\.experts\.(\d+)(\..+)")
 
 
@@ -34,6 +35,7 @@ class Mixture:
     stacks   tensors whose first axis is the experts, or so many equal parts for each
     rows     the same, of the router
     columns  tensors whose last axis is the experts
+    beside   what else lies in it and is called after a router or experts
     """
 
     name: str
@@ -41,6 +43,7 @@ class Mixture:
     stacks: list[TensorRef] = field(default_factory=list)
     rows: list[TensorRef] = field(default_factory=list)
     columns: list[TensorRef] = field(default_factory=list)
+    beside: list[TensorRef] = field(default_factory=list)
 
     def renamed(self, number: int, rest: str) -> str:
         """The name of a tensor of that expert."""
@@ -130,9 +133,9 @@ def find_mixtures(tensors: Collection[TensorRef], recipe: Recipe) -> list[Mixtur
         else:
             beside.append(ref)
     for ref in beside:
-        kind = "rows" if matches_any(rule.rows, ref.name) else "columns" if matches_any(rule.columns, ref.name) else ""
-        if kind and (mixture := _around(ref.name, found)):
-            getattr(mixture, kind).append(ref)
+        is_row, is_column = (matches_any(patterns, ref.name) for patterns in (rule.rows, rule.columns))
+        if (is_row or is_column or _ROUTING.search(ref.name)) and (mixture := _around(ref.name, found)):
+            (mixture.rows if is_row else mixture.columns if is_column else mixture.beside).append(ref)
     if not found:
         raise InputError("prune-family", "the model has no layer with experts; expected a mixture of experts")
     return list(found.values())
@@ -172,6 +175,12 @@ def check_mixture(mixture: Mixture, rule: ExpertsRule, experts: int) -> None:
         if length != experts and not (may_be_flat and length and length % experts == 0):
             detail = f"{ref.file}: {ref.name} is {list(ref.shape)}; expected {experts} experts along its"
             raise InputError("prune-experts", f"{detail} {'last' if axis else 'first'} axis", "See config.json.", ref.name)
+    for ref in mixture.beside:
+        if experts in ref.shape or not ref.dtype.startswith(("F", "BF")):  # numbers of experts, or by tokens
+            detail = f"{ref.file}: {ref.name} ({ref.dtype} {list(ref.shape)}) seems to go by experts, and no recipe says how"
+            raise InputError(
+                "prune-family", detail, "Write it: --recipe FILE.toml with [[experts]]; see docs/recipes.md.", ref.name
+            )
     if not mixture.rows:
         detail = f"{mixture.name} has experts and no router of the names {', '.join((*rule.rows, *rule.columns))}"
         raise InputError("prune-family", detail, "Write its names: --recipe FILE.toml with [[experts]]; see docs/recipes.md.")

@@ -352,3 +352,11 @@ def test_what_only_one_file_holds(tmp_path):
     path.write_bytes(pack_shard(layer(MOE)))
     calibration = write_calibration(tmp_path / "c", open_source(str(path)), statistics())
     refused(path, tmp_path, "no recipe says", calibration)
+
+
+@pytest.mark.parametrize("entry", [("gate.bias", "BF16", (8,)), ("gate.tid2eid", "I64", (160, 2)), ("expert_bias", "F32", (8,))])
+def test_what_seems_to_go_by_experts_and_no_recipe_knows(entry, tmp_path):
+    name, dtype, shape = entry
+    tensors = {**layer(MOE), f"{MOE}.{name}": random_tensor(dtype, shape, 5), f"{MOE}.shared_expert_gate.weight": weight(3, 1)}
+    source = write_single(tmp_path / "source", tensors, DEEPSEEK)
+    refused(source, tmp_path, f"{MOE}.{name}", calibrated(source))
