@@ -33,6 +33,7 @@ KEYS_VALUES = (("k_proj", "v_proj"), ("wk", "wv"))  # names of linear layers tha
 FUSED = ("qkv_proj", "query_key_value", "Wqkv", "wqkv", "W_pack", "c_attn")
 LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "wkv_a", "wkv_b")  # of attentions whose cache holds one vector for both (MLA)
 ASIDE = ("encoder", "cross", "vision", "visual", "audio")  # in names of attentions without a cache that grows
+AMAX = "k_amax"  # of an attention, in a calibration file
 LARGE = 0.5  # ModelOpt warns of larger scales
 
 
@@ -52,12 +53,15 @@ class Cache:
 def plan_cache(source: Source, linears: Linears, recipe: Recipe, calibration: Calibration | None) -> Cache:
     """The scales of the cache that the target asks for; nothing where it asks for none.
 
-    Raises InputError for a cache of an unknown kind, and for models that have no cache with two scales a layer
+    Raises InputError for models that have no cache with two scales a layer, and for a calibration that says nothing of one
     """
     word, endings = recipe.target.kv_cache, dialect_named(str(recipe.target.dialect)).TRAITS.cache_scales
     if word is None:
         return Cache()
     homes = _find_attentions(linears, recipe)
+    if calibration and not any(f"{attention}.{AMAX}" in calibration.refs for attention in homes):
+        detail = f"{calibration.path} says nothing of any cache of keys and values; expected {next(iter(homes))}.{AMAX}"
+        raise InputError("calibration-missing", detail, "Calibrate again, or leave --kv-cache out.", next(iter(homes)))
     known = _Known(source, calibration, {ref.name: ref for ref in linears.idle})
     drafts: dict[str, list[Draft]] = defaultdict(list)
     shape = dialect_named(str(recipe.target.dialect)).TRAITS.scalars.shape
@@ -110,7 +114,7 @@ class _Known:
 
     def of(self, attention: str) -> tuple[tuple[float, float], str]:
         """The scales of keys and of values, and where they come from."""
-        if self._calibration and f"{attention}.k_amax" in self._calibration.refs:
+        if self._calibration and f"{attention}.{AMAX}" in self._calibration.refs:
             keys, values = self._calibration.cache_amax(attention)
             scales = self._measured(attention, keys), self._measured(attention, values)
             self._large += [(max(scales), attention)] if max(scales) > LARGE else []

@@ -1,5 +1,6 @@
 """quantize --kv-cache fp8: scales of keys and values, the records that speak of them, and what is refused."""
 
+import hashlib
 import json
 import shutil
 import struct
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from calibrations import write_calibration
 from checkpoints import (
     LAYER,
     LLAMA,
@@ -20,6 +22,8 @@ from checkpoints import (
     write_llama,
     write_single,
 )
+
+from fp4convert.sources import open_source
 
 CT, MO = "compressed-tensors", "modelopt"
 ATTENTION = f"{LAYER}.self_attn"
@@ -210,6 +214,67 @@ def test_scales_of_the_source_stay(theirs, dialect, tmp_path):
     left = run("quantize", source, "--format", "nvfp4", "--dialect", dialect, "-o", tmp_path / "left")
     assert "2 scales of a cache of keys and values of the source are left out" in left.err
     assert run("verify", tmp_path / "left", "--source", source).code == 0
+
+
+def calibrated(source: Path, path: Path, caches: dict[str, tuple[float, float]]) -> Path:
+    found = {
+        f"{name}.{key}_amax": np.float32(value) for name, pair in caches.items() for key, value in zip("kv", pair, strict=True)
+    }
+    return write_calibration(path, open_source(str(source)), found)
+
+
+@every_dialect
+def test_a_calibration_gives_the_largest_key_and_value(dialect, source, tmp_path):
+    """amax / 448, one division of float32 by NumPy; its sha256 is in our record, and no warning is left."""
+    file = calibrated(source, tmp_path / "c.safetensors", {ATTENTION: (13.7, 0.11)})
+    options = ("--format", "nvfp4", "--dialect", dialect, "--kv-cache", "fp8", "--calibration", file)
+    done = run("quantize", source, *options, "-o", tmp_path / "out")
+    assert (done.code, done.err) == (0, "")
+    expected = [np.float32(value) / np.float32(448) for value in (13.7, 0.11)]
+    assert floats(tmp_path / "out") == {
+        f"{ATTENTION}.{name}": value for name, value in zip(NAMES[dialect], expected, strict=True)
+    }
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert json.loads((tmp_path / "out" / "quantization_config.json").read_text())["calibration"] == digest
+
+
+def test_large_keys_are_told(source, tmp_path):
+    file = calibrated(source, tmp_path / "c.safetensors", {ATTENTION: (2.0, 300.0)})
+    options = ("--format", "nvfp4", "--kv-cache", "fp8", "--calibration", file)
+    done = run("quantize", source, *options, "-o", tmp_path / "out")
+    assert "scales of an FP8 cache are above 0.5 for 1 attentions, up to 0.67 in model.layers.0.self_attn" in done.err
+
+
+def test_a_calibration_that_says_nothing_of_a_cache_is_refused(source, tmp_path):
+    """One attention of several may be missing, as a layer that transformers does not run: it gets 1, and a warning."""
+    for number, (caches, code) in enumerate(
+        [({"another": (1.0, 1.0)}, "calibration-missing"), ({ATTENTION: (1.0, 0.0)}, "cache-zero")]
+    ):
+        file = calibrated(source, tmp_path / f"{number}.safetensors", caches)
+        options = ("--kv-cache", "fp8", "--calibration", file, "-o", tmp_path / "out", "--json")
+        done = run("quantize", source, "--format", "nvfp4", *options)
+        assert (done.code, done.json["error"]["code"], done.json["error"]["tensor"]) == (2, code, ATTENTION)
+        assert not (tmp_path / "out").exists()
+    stems = [f"model.layers.{layer}.self_attn" for layer in range(2)]
+    two = write_single(tmp_path / "two", {f"{stem}.{leaf}_proj.weight": weight(3) for stem in stems for leaf in "qkv"})
+    file = calibrated(two, tmp_path / "c.safetensors", {stems[0]: (44.8, 4.48)})
+    done = run("quantize", two, "--format", "nvfp4", "--kv-cache", "fp8", "--calibration", file, "-o", tmp_path / "out")
+    assert "are 1 for 1 of 2 attentions, the first model.layers.1.self_attn" in done.err
+    assert "no calibration says theirs" in done.err
+    assert sorted(floats(tmp_path / "out").values()) == [
+        np.float32(4.48) / np.float32(448),
+        np.float32(44.8) / np.float32(448),
+        1,
+        1,
+    ]
+
+
+def test_a_calibration_goes_before_the_sources_own(tmp_path):
+    own: dict[str, Tensor] = {f"{ATTENTION}.{name}": ("F32", (), struct.pack("<f", 0.25)) for name in NAMES[MO]}
+    source = with_own(tmp_path / "source", own)
+    file = calibrated(source, tmp_path / "c.safetensors", {ATTENTION: (44.8, 4.48)})
+    out = quantized(source, tmp_path / "out", "--calibration", file)
+    assert 0.25 not in floats(out).values()
 
 
 def rewrite(folder: Path, name: str, tensor: Tensor | None) -> None:
