@@ -110,7 +110,7 @@ class Quantizer:
         """The scale of activations that the plan has, as far as inputs reach under the factors of a fold."""
         if step.scalar is None:
             return None
-        return step.scalar * max(reach_of(linear, self.source) for linear in step.linears)
+        return step.scalar * max(reach_of(linear, self.source) for linear in step.measured)
 
     def _with_own_scales(self, parts: Iterator[Part], linear: Linear) -> Iterator[Part]:
         """The parts; a scale of activations that the source has stays, where the plan has none."""

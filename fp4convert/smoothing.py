@@ -63,10 +63,14 @@ class Smoother:
                 self._found[fold.name] = factors._replace(reach=self._reach(fold, factors)) if self._are_inputs_told else factors
             return self._found[fold.name]
 
-    def _reach(self, fold: Fold, factors: Factors) -> float:
-        inputs = np.max([self._calibration.channel_amax(linear.module) for linear in fold.rounded], axis=0)
-        before, after = float(inputs.max(initial=0)), float((inputs / factors.columns).max(initial=0))
-        return after / before if before > 0 else 1.0
+    def _reach(self, fold: Fold, factors: Factors) -> dict[str, float]:
+        """How much larger the largest input of each reader becomes: experts see other tokens than their siblings."""
+        found = {}
+        for module in (linear.module for linear in fold.readers if self._calibration.has(linear.module)):
+            inputs = self._calibration.channel_amax(module).astype(np.float64)
+            before, after = float(inputs.max(initial=0)), float((inputs / factors.columns).max(initial=0))
+            found[module] = after / before if before > 0 else 1.0
+        return found
 
     def _smooth(self, fold: Fold, source: Source) -> Doubles:
         """max|x|^alpha / max|w|^(1 - alpha); 1 where either is 0 or not finite."""

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from calibrations import write_calibration
+from calibrations import statistics_of, write_calibration
 from checkpoints import (
     LAYER,
     LLAMA,
+    bf16,
     pack_shard,
     read_folder,
     read_shard,
     run,
+    values_of,
     weight,
     write_checkpoint,
     write_llama,
@@ -21,6 +23,7 @@ from checkpoints import (
 )
 
 from fp4convert.convert import Request, prepare_quantize
+from fp4convert.input_scales import whole_reference
 from fp4convert.sources import open_source
 
 ENDINGS = {  # of an input scale's name, and whether it is stored as a divisor
@@ -280,3 +283,80 @@ def test_an_artifact_on_the_hub(hub, source, tmp_path):
     assert missing.code in (2, 4)
     assert "org/gone" in missing.err
     assert not (tmp_path / "none").exists()
+
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_local_experts": 2,
+}
+MOE = f"{LAYER}.block_sparse_moe"
+
+
+def mixtral(folder: Path) -> Path:
+    tensors = {
+        f"{MOE}.gate.weight": weight(20, 2, 64),
+        f"{LAYER}.post_attention_layernorm.weight": ("BF16", (64,), bf16(64, seed=21)),
+    }
+    for number in range(2):
+        for seed, (leaf, rows, columns) in enumerate((("w1", 32, 64), ("w3", 32, 64), ("w2", 64, 32))):
+            tensors[f"{MOE}.experts.{number}.{leaf}.weight"] = weight(30 + 3 * number + seed, rows, columns)
+    return write_single(folder, tensors, MIXTRAL)
+
+
+@pytest.mark.parametrize("method", ["smooth", "awq"])
+def test_scales_follow_inputs_under_factors_of_each_experts_own_tokens(method, tmp_path):
+    """The factors are what the norm was divided by; the largest input of an expert's own columns over them, by NumPy.
+
+    One expert's largest inputs lie where factors are large, the other's where they are small: one ratio for both is too small.
+    """
+    source, chance = mixtral(tmp_path / "source"), np.random.default_rng(4)
+    found, channels = {}, {}
+    for number, (low, high) in enumerate(((1.0, 60.0), (2.0, 0.02))):
+        spread = np.where(np.arange(64) < 32, high, low)
+        for leaf, x in (("w1", chance.standard_normal((128, 64)) * spread), ("w2", chance.standard_normal((128, 32)))):
+            module = f"{MOE}.experts.{number}.{leaf}"
+            found |= statistics_of(module, x)
+            channels[module] = np.abs(x).max(0).astype(np.float32)
+    shared = {f"{MOE}.experts.{number}.w3": f"{MOE}.experts.{number}.w1" for number in range(2)}
+    file = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), found, inputs=json.dumps(shared))
+    out = quantized(source, tmp_path / "out", "modelopt", "--calibration", file, "--method", method)
+    scales, norm = input_scales(out, "modelopt"), f"{LAYER}.post_attention_layernorm.weight"
+    before, after = (values_of(read_folder(folder)[norm]) for folder in (source, out))
+    assert not np.array_equal(before, after), "otherwise this tests nothing"
+    for number in range(2):
+        expected = (channels[f"{MOE}.experts.{number}.w1"] / (before / after)).max() / 2688
+        for leaf in ("w1", "w3"):
+            assert scales[f"{MOE}.experts.{number}.{leaf}"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_a_calibration_gives_them_unless_another_option_does(bits, source, tmp_path):
+    """--calibration alone; beside a number that is smaller, the number with a warning; with 16 bits there are none."""
+    file = calibrate(source, tmp_path / "c.safetensors", AMAX)
+    options = ("--format", "nvfp4", "--dialect", "modelopt", "--activations", bits, "--calibration", file)
+    assert run("quantize", source, *options, "-o", tmp_path / "a").code == 0
+    if bits == 16:
+        assert input_scales(tmp_path / "a", "modelopt") == {}
+        return
+    largest = AMAX | {module: max(AMAX[each] for each in group) for group in GROUPS for module in group}
+    assert input_scales(tmp_path / "a", "modelopt") == {
+        key: np.float32(value) / np.float32(2688) for key, value in largest.items()
+    }
+    done = run("quantize", source, *options, "--input-scale", 0.001, "-o", tmp_path / "b")
+    assert set(input_scales(tmp_path / "b", "modelopt").values()) == {float(np.float32(0.001))}
+    reached = [module for module in MODULES if AMAX[module] > 2.688]
+    assert (
+        f"input scales of {len(reached)} modules are smaller than {file} asks for: that of {ALONE[1]} reaches 2.688" in done.err
+    )
+    enough = run("quantize", source, *options, "--input-scale", 1, "-o", tmp_path / "c")
+    assert (enough.code, "smaller" in enough.err) == (0, False)
+
+
+def test_what_is_sent_to_a_cluster_means_the_same_there(tmp_path, monkeypatch):
+    (tmp_path / "donor").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert whole_reference("donor") == str(tmp_path / "donor")
+    assert [whole_reference(asked) for asked in ("0.5", 0.5, None, "org/name")] == ["0.5", 0.5, None, "org/name"]

@@ -6,7 +6,7 @@ made: in the weight of a norm, or in the rows of a linear layer.  The model comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -29,12 +29,12 @@ class Factors(NamedTuple):
 
     columns  of every linear layer that reads the output
     made     one for each output where it is made; fewer than columns where heads are repeated
-    reach    the largest input of the readers afterwards, over that before
+    reach    the largest input of each reader afterwards, over that before, by module; each sees tokens of its own
     """
 
     columns: Float32s
     made: Float32s
-    reach: float = 1.0
+    reach: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def reads_folded(linear: Linear) -> bool:
 def reach_of(linear: Linear, source: Source) -> float:
     """How much larger its largest input becomes by its fold; 1 without one, or where nobody wants to know."""
     folding = linear.coding.columns if isinstance(linear.coding, Folded) else None
-    return folding.find(source).reach if folding else 1.0
+    return folding.find(source).reach.get(linear.module, 1.0) if folding else 1.0
 
 
 def divided(vector: Float32s, factors: Float32s, kind: Kind, dtype: str) -> Float32s:
