@@ -7,7 +7,7 @@ that does not help the fold is not used.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from fp4convert.codings.folded import Folded
@@ -44,7 +44,8 @@ def merge_folds(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, dialec
     verdicts = decide(linears, recipe, dialect)
     found = find_folds(recipe.folds, checkpoint, linears)
     used: list[Fold] = []
-    refused = [refusal for refusal in found.refused if _helps(refusal.name, verdicts)]
+    parents = _parents(module for module, verdict in verdicts.items() if _is_rounded(verdict))
+    refused = [refusal for refusal in found.refused if refusal.name.rpartition(".")[0] in parents]  # where a person may wonder
     for fold in found.folds:
         rounded = tuple(linear for linear in fold.readers if _is_rounded(verdicts[linear.module]))
         if not rounded:
@@ -65,24 +66,28 @@ def _is_rounded(verdict: Verdict) -> bool:
     return verdict.action == "quantize" and verdict.form is not None and verdict.form.format.is_fp4
 
 
-def _helps(name: str, verdicts: Mapping[str, Verdict]) -> bool:
-    """True where something beside the place, in the same layer, becomes four-bit: then a person wonders why it is not used."""
-    parent = name.rpartition(".")[0] + "."
-    return any(module.startswith(parent) and _is_rounded(verdict) for module, verdict in verdicts.items())
+def _parents(modules: Iterable[str]) -> set[str]:
+    """Everything that these modules are in."""
+    found: set[str] = set()
+    for module in modules:
+        while (module := module.rpartition(".")[0]) and module not in found:
+            found.add(module)
+    return found
 
 
 def _unfit(fold: Fold, verdicts: Mapping[str, Verdict], recipe: Recipe) -> str:
     """Why a fold cannot be used with what becomes of its tensors; "" where it can."""
     if fold.kind == "heads" and recipe.target.kv_cache:
         return "the scales of the cache are those of the values as they were"
-    makers = (fold.maker,) if fold.maker else ()
-    for linear in (*fold.readers, *makers):
+    for linear in (*fold.readers, *([fold.maker] if fold.maker else ())):
         verdict = verdicts[linear.module]
         if verdict.action == "transcode" or verdict.stays:
             return f"{linear.module} keeps its codes"
         if not verdict.is_made and linear.stack:
             return f"{linear.module} stays in a stack with others"
-        if linear in fold.readers and verdict.is_made and linear.idle and not _is_rounded(verdict):
+    for linear in fold.readers:
+        verdict = verdicts[linear.module]
+        if verdict.is_made and linear.idle and not _is_rounded(verdict):
             return f"{linear.module} has a scale of its inputs"
         if fold.kind == "norm_plus_one" and not verdict.is_made:
             return f"{linear.module} stays, and 1 + weight of a norm cannot be divided without rounding"
