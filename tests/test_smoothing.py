@@ -184,6 +184,30 @@ def test_bytes_depend_on_no_worker_and_no_shard(artifact, source, statistics, tm
         assert (tmp_path / "parts" / file).read_bytes() == (out / file).read_bytes()
 
 
+@pytest.mark.parametrize(("options", "follows"), [((), True), (("--input-scale", "0.5"), False)])
+def test_input_scales_follow_the_inputs(options, follows, source, statistics, tmp_path):
+    """Those of a calibration: the largest input after it was divided; a number stays what was asked for."""
+    tensors = made(source, tmp_path / "out", "smooth", statistics, "--activations", "4", *options)
+    weights = stored_weights()
+    for maker, readers in READERS.items():
+        factors = smooth_factors(maker, weights)
+        columns = repeated(factors) if maker == "self_attn.v_proj" else factors
+        largest = float((np.abs(INPUTS[maker]) / columns).max())
+        for reader in readers:
+            divisor = float(np.frombuffer(tensors[f"{LAYER}.{reader}.input_global_scale"][2], "<f4")[0])
+            assert divisor == pytest.approx(2688 / largest if follows else 2, rel=1e-5)
+
+
+def test_values_in_an_fp8_cache_stay_what_its_scales_are_of(source, tmp_path):
+    cache = {f"{LAYER}.self_attn.{name}_amax": np.float32(3) for name in "kv"}
+    statistics = calibrated(source, tmp_path / "c.safetensors", **cache)
+    made(source, tmp_path / "out", "awq", statistics, "--kv-cache", "fp8")
+    record = json.loads((tmp_path / "out" / "quantization_config.json").read_text())
+    assert not [fold for fold in record["folds"] if fold["kind"] == "heads"]
+    assert len(record["folds"]) == 3
+    assert run("verify", tmp_path / "out", "--source", source, "--json").json["findings"] == []
+
+
 EXPERTS: dict[str, Tensor] = {
     **{name: tensor for name, tensor in TENSORS.items() if ".mlp." not in name},
     **{f"{LAYER}.self_attn.{name}_norm.weight": bf16_norm(32) for name in "qk"},
