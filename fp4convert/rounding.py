@@ -14,6 +14,7 @@ import numpy as np
 from fp4convert.backends import Backend, Given
 from fp4convert.calibration_file import Calibration
 from fp4convert.codec import FLOAT_DTYPES, Float32s, block_steps, pack
+from fp4convert.codings.folded import moments_under
 from fp4convert.formats import IMPORTANCE, Format, Matrix, Quantized, Weights, global_range, row_panels
 from fp4convert.gptq import PANEL_ELEMENTS, Factor, explained, factorize, held_nbytes, one_thread, round_columns, torch_device
 from fp4convert.methods import GPTQ, widths_of_grams
@@ -42,7 +43,7 @@ class Rounding:
         Raises   NumericError also for a Gram matrix that is none
         """
         rule = self._rule(fmt)
-        nearest = self.backend.quantize_group(measured, members, fmt, rule, self._given(rule, modules))
+        nearest = self.backend.quantize_group(measured, members, fmt, rule, self._given(rule, members, modules))
         if self.target.method == GPTQ and self.calibration:
             return self._compensated(nearest, members, modules, self.calibration)
         return nearest
@@ -69,12 +70,13 @@ class Rounding:
         """Meanwhile any number of threads may call."""
         return one_thread() if self.target.method == GPTQ else nullcontext()
 
-    def _given(self, rule: str, modules: Sequence[str]) -> Given:
+    def _given(self, rule: str, members: Sequence[Weights], modules: Sequence[str]) -> Given:
         """What the rule is given beside the weights of these modules."""
         amax = global_range(rule) if self.target.has_unit_scale else None
         if rule != IMPORTANCE or self.calibration is None:
             return Given(amax)
-        return Given(amax, [self.calibration.moments(module) for module in modules])
+        pairs = zip(modules, members, strict=True)
+        return Given(amax, [moments_under(self.calibration.moments(module), weights) for module, weights in pairs])
 
     def _rule(self, fmt: Format) -> str:
         """The target's own, where the format is or has it."""

@@ -21,7 +21,7 @@ from fp4convert.backends.cpu import Cpu
 from fp4convert.calibration_file import Calibration, Gram
 from fp4convert.codec import FLOAT_DTYPES, Float32s
 from fp4convert.codings import Linear
-from fp4convert.codings.folded import Factors, as_floats, divided, quotients, read_vector
+from fp4convert.codings.folded import Factors, as_floats, divided, over_squares, quotients, read_vector
 from fp4convert.folds import Fold
 from fp4convert.formats import IMPORTANCE, Format, Matrix, format_named, global_range, row_panels
 from fp4convert.recipe import Target
@@ -133,7 +133,7 @@ class _Rounding:
             if not np.isfinite(amax):
                 return np.full_like(weights, np.nan)
             matrix = Matrix(scaled.reshape(-1).view(np.uint8).data, "F32", (weights.shape[0], weights.shape[1]))
-            importance = (moments / np.square(columns)).astype(np.float32) if self.rule == IMPORTANCE else None
+            importance = over_squares(moments, columns) if self.rule == IMPORTANCE else None
             amax = global_range(self.rule) if self.has_unit_scale else amax
             q = Cpu().quantize(matrix, self.format, self.rule, amax, importance)
             values = np.frombuffer(Cpu().dequantize(q, "F32"), np.float32).reshape(weights.shape)

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from calibrations import statistics_of, write_calibration
-from checkpoints import FIRST, SECOND, Tensor, run, values_of, weight, write_checkpoint
+from checkpoints import FIRST, SECOND, Tensor, read_folder, run, values_of, weight, write_checkpoint
 from folded_llama import INPUTS, LAYER, READERS, Arrays, calibrated, changed, doubled, made, stored_weights, write_source
 from made_up_inputs import correlated
 from test_convert import artifact_values
@@ -182,6 +182,27 @@ def test_bytes_depend_on_no_worker_and_no_shard(artifact, source, statistics, tm
     assert run("merge", tmp_path / "parts", "-q").code == 0
     for file in (FIRST, SECOND, "quantization_config.json"):
         assert (tmp_path / "parts" / file).read_bytes() == (out / file).read_bytes()
+
+
+def test_the_rule_importance_weighs_inputs_as_they_are_after_the_fold(source, statistics, tmp_path):
+    """Second moments over the squares of the factors."""
+    outcome = run(
+        *("quantize", source, "--format", "nvfp4", "--scale-rule", "importance", "--method", "smooth"),
+        *("--calibration", statistics, "-o", tmp_path / "weighed", "-q"),
+    )
+    assert outcome.code == 0, outcome.err
+    tensors, weights = read_folder(tmp_path / "weighed"), stored_weights()
+    factors = smooth_factors("post_attention_layernorm", weights)
+    moments = np.square(INPUTS["post_attention_layernorm"].astype(np.float64)).mean(axis=0)
+    gate, up = (weights[reader] * factors for reader in READERS["post_attention_layernorm"])
+    up = up / smooth_factors("mlp.up_proj", weights)[:, None]
+    amax = max(float(np.abs(gate).max()), float(np.abs(up).max()))
+    q = codec.quantize(
+        gate, NVFP4, "importance", amax, (moments.astype(np.float32) / factors.astype(np.float64) ** 2).astype(np.float32)
+    )
+    assert tensors[f"{LAYER}.mlp.gate_proj.weight_scale"][2] == bytes(q.block_scales)
+    assert tensors[f"{LAYER}.mlp.gate_proj.weight_packed"][2] == bytes(q.packed)
+    assert run("verify", tmp_path / "weighed", "--source", source, "--json").json["findings"] == []
 
 
 @pytest.mark.parametrize(("options", "follows"), [((), True), (("--input-scale", "0.5"), False)])

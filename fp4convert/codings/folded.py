@@ -19,6 +19,7 @@ from fp4convert.recipe import Target
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
 from fp4convert.spelling import Form
+from fp4convert.stacks import Woven
 
 Kind = Literal["norm", "norm_plus_one", "bias"]
 f32 = np.float32
@@ -182,6 +183,22 @@ def reach_of(linear: Linear, source: Source) -> float:
     """How much larger its largest input becomes by its fold; 1 without one, or where nobody wants to know."""
     folding = linear.coding.columns if isinstance(linear.coding, Folded) else None
     return folding.find(source).reach.get(linear.module, 1.0) if folding else 1.0
+
+
+def moments_under(moments: Float32s, weights: Weights) -> Float32s:
+    """The second moments of what these weights are given, where its columns are divided by what theirs are multiplied with."""
+    if isinstance(weights, Woven):
+        return moments_under(moments, weights.members[0])  # rows of layers with one input
+    if not isinstance(weights, Scaled) or weights.columns is None:
+        return moments
+    return over_squares(moments, weights.columns.find(weights.source).columns)
+
+
+def over_squares(moments: Float32s, columns: Float32s) -> Float32s:
+    """Second moments of inputs that are divided by these factors."""
+    with np.errstate(all="ignore"):
+        found: Float32s = (moments / np.square(columns, dtype=np.float64)).astype(np.float32)
+    return found
 
 
 def divided(vector: Float32s, factors: Float32s, kind: Kind, dtype: str) -> Float32s:
