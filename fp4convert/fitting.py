@@ -141,7 +141,9 @@ def fit(source: Source, request: Request, goal: Goal, manner: Manner) -> Fit:
         raise InputError("no-linears", "no module becomes four-bit, so that there is nothing to choose", "See --include.")
     fitting.check(goal)
     if calibration:
-        calibration.check(source, [candidate.linear for candidate in fitting.candidates])
+        calibration.check_linears(candidate.linear for candidate in fitting.candidates)
+        for candidate in fitting.candidates:
+            calibration.moments(candidate.linear.module)
     if manner.output and manner.is_kept:
         refuse_inside(source, manner.output)
         if manner.output.is_dir():

@@ -361,6 +361,9 @@ def test_bad_input_is_one_sentence_and_writes_nothing(source, tmp_path):
         assert (error["code"], "to below 16 bits" in error["message"]) == ("target-range", True)
     assert refused(*base, "--target-bits", 6, "--via", "fp8")["code"] == "target-via"
     assert refused(*base, "--target-bits", 6, "--exclude", "*")["code"] == "no-linears"
+    statistics = statistics_of(f"{LAYER}.mlp.down_proj", np.ones((4, 128)))
+    file = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), statistics)
+    assert refused(*base, "--target-bits", 6, "--calibration", file)["code"] == "calibration-missing"
     pipeline = refused(write_wan(tmp_path / "wan"), "--format", "nvfp4", "-o", out, "--target-bits", 6)
     assert (pipeline["code"], "--subfolder" in pipeline["next"]) == ("target-pipeline", True)
     inside = refused(source, "--format", "nvfp4", "-o", source / "out", "--target-bits", 6)
