@@ -35,12 +35,12 @@ ASKED_AT_ONCE = 8  # of a Hub
 class Study:
     """What `analyze` is asked for.
 
-    sample_nbytes  of the source that may be read
+    sample_nbytes  of the source that may be read; None for as many as usual
     calibration    whose inputs count; None for Gaussians of unit variance
     """
 
     choice: Choice
-    sample_nbytes: int
+    sample_nbytes: int | None = None
     calibration: Calibration | None = None
 
 
@@ -65,10 +65,12 @@ def analyze(source: Source, study: Study, phases: Phases | None = None) -> dict[
     return _describe(source, study, measured)
 
 
-def sample_nbytes(gigabytes: float) -> int:
+def sample_nbytes(gigabytes: float | None) -> int | None:
     """That many bytes; InputError for what is no positive number."""
+    if gigabytes is None:
+        return None
     if not 0 < gigabytes < math.inf:
-        raise InputError("sample-size", f"--sample {gigabytes:g} GB; expected a positive number", "The default is 0.1.")
+        raise InputError("sample-size", f"--sample {gigabytes:g} GB; expected a positive number", "Leave it out for 0.02.")
     return int(gigabytes * 10**9)
 
 

@@ -11,6 +11,7 @@ from fp4convert.codings.floats import Picked
 from fp4convert.errors import InputError
 from fp4convert.folding import split_numbers
 
+USUAL_NBYTES = 20 * 10**6
 MOST_MATRICES = 128  # of a kind: more of them say the same, and each is some requests to a Hub
 MOST_STRIPS = 8  # of a matrix
 STRIP_NBYTES = 1 << 20
@@ -58,12 +59,14 @@ def _ends(kind: str) -> list[str]:
     return [".".join(parts[at:]) for at in range(len(parts) - 1, -1, -1) if parts[at] != ANY]
 
 
-def draw_sample(kinds: Mapping[str, Sequence[Linear]], nbytes: int) -> dict[str, list[Sample]]:
+def draw_sample(kinds: Mapping[str, Sequence[Linear]], nbytes: int | None = None) -> dict[str, list[Sample]]:
     """Samples of every kind that take at most so many bytes together, the same for the same source.
 
-    Raises InputError where that is less than a row of every kind
+    nbytes  None for USUAL_NBYTES, or what a row of every kind takes where that is more
+    Raises  InputError where it is less than a row of every kind
     """
     least = {kind: min(map(_least_nbytes, linears)) for kind, linears in kinds.items()}
+    nbytes = max(USUAL_NBYTES, sum(least.values())) if nbytes is None else nbytes
     if sum(least.values()) > nbytes:
         detail = f"--sample {nbytes / 1e9:g} GB does not hold a row of each of {len(kinds)} kinds of modules"
         detail = f"{detail}; expected at least {sum(least.values()) / 1e9:.3g} GB"
@@ -92,8 +95,13 @@ def _sample_kind(linears: Sequence[Linear], share: int) -> list[Sample]:
     """Strips of matrices that lie evenly over all of a kind."""
     fitting = [linear for linear in linears if _least_nbytes(linear) <= share]
     count = min(len(fitting), MOST_MATRICES, share // max(map(_least_nbytes, fitting)))
-    places = [(2 * number + 1) * len(fitting) // (2 * count) for number in range(count)]
-    return [_strips_of(fitting[place], share // count, number) for number, place in enumerate(places)]
+    chosen = [fitting[(2 * number + 1) * len(fitting) // (2 * count)] for number in range(count)]
+    granted = [0] * count
+    left = share
+    for done, at in enumerate(sorted(range(count), key=lambda number: _nbytes_read(chosen[number]))):  # small ones leave some
+        granted[at] = min(_nbytes_read(chosen[at]), left // (count - done))
+        left -= granted[at]
+    return [_strips_of(linear, nbytes, number) for number, (linear, nbytes) in enumerate(zip(chosen, granted, strict=True))]
 
 
 def _strips_of(linear: Linear, nbytes: int, number: int) -> Sample:

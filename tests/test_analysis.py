@@ -46,6 +46,11 @@ def stored(folder: Path) -> np.ndarray:
     return values_of(read_folder(folder)[f"{DOWN}.weight"])
 
 
+def nearest(q: np.ndarray) -> np.ndarray:
+    """The nearest E2M1 value of every quotient."""
+    return E2M1[np.abs(np.abs(q)[..., None] - E2M1).argmin(-1)] * np.sign(q)
+
+
 def sqnr_db(w: np.ndarray, v: np.ndarray) -> float:
     return float(10 * np.log10((w**2).sum() / ((w - v) ** 2).sum()))
 
@@ -83,9 +88,21 @@ def test_nvfp4_of_larger_blocks_for_study_is_its_formula(matrix, block):
     blocks = w.reshape(96, -1, block)
     scales = (np.abs(blocks).max(-1, keepdims=True) / 6 / step).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(float)
     q = blocks / (scales * step)
-    nearest = E2M1[np.abs(np.abs(q)[..., None] - E2M1).argmin(-1)] * np.sign(q)
-    v = (nearest * scales * step).reshape(w.shape)
+    v = (nearest(q) * scales * step).reshape(w.shape)
     assert numbers(study(matrix)["ways"])["nvfp4", "amax", block][0] == pytest.approx(sqnr_db(w, v), abs=0.02)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_no_scale_at_all_loses_less_than_rule_mse(matrix, fmt, block):
+    """Every E4M3 code, or every power of two, tried on every block, in float64."""
+    w = stored(matrix)
+    blocks = w.reshape(-1, block)
+    codes = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float)
+    steps = codes * np.abs(w).max() / 2688 if fmt == "nvfp4" else 2.0 ** np.arange(-30, 6)
+    errors = [((blocks - nearest(blocks / step) * step) ** 2).sum(-1) for step in steps]
+    least = 10 * math.log10((w**2).sum() / np.min(errors, axis=0).sum())
+    assert numbers(study(matrix)["ways"])[fmt, "mse", block][0] == pytest.approx(least, abs=1e-3)
 
 
 @pytest.mark.engine
@@ -134,6 +151,17 @@ def test_output_errors_with_a_calibration_are_those_of_its_inputs(matrix, tmp_pa
     assert output == pytest.approx(expected, rel=1e-4)
     assert sqnr == pytest.approx(sqnr_db(w, v), abs=1e-4)
     assert abs(output - 10 ** (-sqnr / 20)) > 0.005  # these inputs are not those of no calibration
+
+
+def test_the_rule_importance_is_there_with_a_calibration_and_loses_least_by_it(matrix, tmp_path):
+    x = np.random.default_rng(8).standard_normal((64, 128)) * np.geomspace(9, 0.05, 128)
+    file = write_calibration(tmp_path / "c.safetensors", open_source(str(matrix)), statistics_of(DOWN, x))
+    assert not [way for way in study(matrix)["ways"] if way["rule"] == "importance"]
+    found = numbers(study(matrix, "--calibration", file)["ways"])
+    for fmt in ("nvfp4", "mxfp4"):
+        for block in (16, 32, 64):
+            others = [output for (f, rule, b), (_, output) in found.items() if (f, b) == (fmt, block) and rule != "importance"]
+            assert found[fmt, "importance", block][1] < min(others)
 
 
 def test_without_a_calibration_the_output_error_is_that_of_gaussian_inputs(matrix, tmp_path):

@@ -1,6 +1,5 @@
-"""--target-size and --target-bits: sizes to the byte, losses by torch, the choice beside every choice, and who measures when."""
+"""--target-size and --target-bits: sizes to the byte, the choice beside every choice, what is refused."""
 
-import json
 import math
 from itertools import product
 from pathlib import Path
@@ -13,74 +12,23 @@ from checkpoints import (
     LAYER,
     SECOND,
     Tensor,
-    bf16,
     read_folder,
     run,
-    start,
-    values_of,
     weight,
     write_checkpoint,
     write_single,
 )
 from diffusion import write_wan
+from targets import digits, losses, nbytes_of, planned, quantize, shards
 
-import fp4convert
-from fp4convert.cluster import Errand
 from fp4convert.sources import open_source
 
-MEASURED = ".fp4convert/measured"
 UNITS = ("q_proj/k_proj/v_proj", "o_proj", "gate_proj/up_proj", "down_proj")
-
-
-def scaled(seed: int, rows: int, columns: int, spread: float) -> Tensor:
-    """A matrix whose columns differ by that factor: what four bits lose grows with it."""
-    draw = np.random.default_rng(seed)
-    values = draw.standard_normal((rows, columns)) * np.exp(draw.standard_normal((rows, columns)) * spread)
-    return "BF16", (rows, columns), (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
-
-
-def shards(layers: int = 2) -> dict[str, dict[str, Tensor]]:
-    """Two shards; scale groups lie in both."""
-    found: dict[str, dict[str, Tensor]] = {FIRST: {"model.embed_tokens.weight": weight(1, 96, 64)}, SECOND: {}}
-    shapes = {
-        "self_attn.q_proj": (32, 64),
-        "self_attn.k_proj": (16, 64),
-        "self_attn.v_proj": (16, 64),
-        "self_attn.o_proj": (64, 32),
-        "mlp.gate_proj": (128, 64),
-        "mlp.up_proj": (128, 64),
-        "mlp.down_proj": (64, 128),
-    }
-    for number, (layer, (leaf, shape)) in enumerate(product(range(layers), shapes.items())):
-        home = FIRST if number % 2 else SECOND
-        found[home][f"model.layers.{layer}.{leaf}.weight"] = scaled(number, *shape, 0.3 * (number % 4))
-    return found
 
 
 @pytest.fixture
 def source(tmp_path) -> Path:
     return write_checkpoint(tmp_path / "source", shards())
-
-
-def quantize(source: object, out: Path, *options: object) -> dict:
-    outcome = run("quantize", source, "--format", "nvfp4", *options, "-o", out, "--json", "-q")
-    assert outcome.code == 0, outcome
-    return outcome.json
-
-
-def planned(source: object, out: Path, *options: object) -> dict:
-    return quantize(source, out, *options, "--dry-run")
-
-
-def nbytes_of(folder: Path) -> int:
-    """Of every file of the artifact."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and ".fp4convert" not in path.parts]
-    return sum(path.stat().st_size for path in paths if path.name != "quantization_report.json")
-
-
-def digits(folder: Path) -> dict[str, bytes]:
-    paths = [path for path in folder.rglob("*") if path.is_file() and ".fp4convert" not in path.parts]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.name != "quantization_report.json"}
 
 
 def reach(source: object, out: Path, *options: object) -> tuple[int, int]:
@@ -120,55 +68,6 @@ def test_the_ends_of_the_range_are_all_four_bit_and_nearly_nothing(source, tmp_p
             "quantize", source, "--format", "nvfp4", "--target-size", f"{below / 1e9:.9f}", "-o", tmp_path / "out", "--json"
         )
         assert (outcome.code, outcome.json["error"]["code"]) == (2, "target-range")
-
-
-def losses(folder: Path) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    for path in (folder / MEASURED).glob("*.json"):
-        found |= json.loads(path.read_text())
-    return found
-
-
-def test_losses_are_those_of_the_artifacts_values(source, tmp_path):
-    """Beside what `dequantize` makes of an artifact, by NumPy in float64."""
-    quantize(source, tmp_path / "fitted", "--target-bits", 6)
-    quantize(source, tmp_path / "four")
-    assert run("dequantize", tmp_path / "four", "-o", tmp_path / "values", "--dtype", "fp32", "-q").code == 0
-    original, rounded = read_folder(source), read_folder(tmp_path / "values")
-    found = losses(tmp_path / "fitted")
-    assert len(found) == 14
-    for module, each in found.items():
-        w, v = values_of(original[f"{module}.weight"]), values_of(rounded[f"{module}.weight"])
-        assert each["nvfp4"] == pytest.approx(((w - v) ** 2).sum() / (w**2).sum(), rel=1e-6)
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize(("dialect", "axis"), [("compressed-tensors", 1), ("modelopt", None)])
-def test_losses_of_fp8_are_torchs(source, tmp_path, dialect, axis):
-    import torch
-
-    quantize(source, tmp_path / "out", "--dialect", dialect, "--target-bits", 7)
-    original, found = read_folder(source), losses(tmp_path / "out")
-    for module, each in found.items():
-        w = torch.tensor(values_of(original[f"{module}.weight"]), dtype=torch.float32)
-        step = (w.abs().amax(1, keepdim=True) if axis == 1 else w.abs().max()) / 448
-        v = (w / step).to(torch.float8_e4m3fn).float() * step
-        assert each["fp8"] == pytest.approx(((w - v).double().norm() / w.double().norm()).item() ** 2, rel=1e-5)
-
-
-def test_with_a_calibration_losses_are_weighted_by_the_moments(source, tmp_path):
-    draw = np.random.default_rng(9)
-    original = {name.removesuffix(".weight"): values_of(t) for name, t in read_folder(source).items() if "proj" in name}
-    inputs = {module: draw.standard_normal((32, w.shape[1])) * np.geomspace(0.1, 9, w.shape[1]) for module, w in original.items()}
-    statistics = {name: array for module, x in inputs.items() for name, array in statistics_of(module, x).items()}
-    file = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), statistics)
-    quantize(source, tmp_path / "out", "--target-bits", 6, "--calibration", file)
-    quantize(source, tmp_path / "four")
-    assert run("dequantize", tmp_path / "four", "-o", tmp_path / "values", "--dtype", "fp32", "-q").code == 0
-    rounded = read_folder(tmp_path / "values")
-    for module, each in losses(tmp_path / "out").items():
-        w, v, moments = original[module], values_of(rounded[f"{module}.weight"]), (inputs[module] ** 2).mean(0)
-        assert each["nvfp4"] == pytest.approx((((w - v) ** 2) @ moments).sum() / ((w**2) @ moments).sum(), rel=1e-5)
 
 
 def units_of(modules: dict[str, object]) -> list[list[str]]:
@@ -274,49 +173,6 @@ def test_other_dialects_choose_between_four_bits_and_what_is_there(source, tmp_p
         assert outcome.json["output_bytes"] == target["output_bytes"]
 
 
-def test_a_run_again_measures_nothing_and_a_changed_source_again(source, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    first = quantize(source, out, "--target-bits", 6)
-    before = {path.name: path.stat().st_mtime_ns for path in (out / MEASURED).glob("*.json")}
-    assert len(before) == 2
-    monkeypatch.setattr("fp4convert.measuring._losses_of", None)  # whoever measures fails
-    assert quantize(source, out, "--target-bits", 6)["digest"] == first["digest"]
-    monkeypatch.undo()
-    (victim,) = [path for path in (out / MEASURED).glob("*.json") if path.name == min(before)]
-    victim.write_text("damaged")
-    assert quantize(source, out, "--target-bits", 6)["digest"] == first["digest"]
-    assert json.loads(victim.read_text())
-    (source / FIRST).touch()
-    assert run("quantize", source, "--format", "nvfp4", "--target-bits", 6, "-o", out, "-q", "--force").code == 0
-    assert len(list((out / MEASURED).glob("*.json"))) == 4  # every shard: scale groups lie in both
-
-
-def test_the_choice_does_not_depend_on_who_measures(source, tmp_path):
-    expected = quantize(source, tmp_path / "one", "--target-bits", 6, "--workers", 1)["digest"]
-    assert quantize(source, tmp_path / "four", "--target-bits", 6, "--workers", 4)["digest"] == expected
-    for part in range(2):
-        share = ("--shard-index", part, "--num-shards", 2)
-        quantize(source, tmp_path / "parts", "--target-bits", 6, *share)
-    assert run("merge", tmp_path / "parts", "--json").json["digest"] == expected
-    together = [
-        start("quantize", source, "--format", "nvfp4", "--target-bits", 6, "-o", tmp_path / "join", "--join", "-q")
-        for _ in range(3)
-    ]
-    assert [process.wait(120) for process in together] == [0, 0, 0]
-    assert digits(tmp_path / "join") == digits(tmp_path / "one")
-
-
-def test_workers_of_a_cluster_are_sent_the_choice_and_measure_nothing(source, tmp_path, monkeypatch):
-    """What Ray runs on every node; the API by which it is made."""
-    request, goal = fp4convert.Request("nvfp4"), fp4convert.Goal(bits=6)
-    found = fp4convert.fit(fp4convert.open_source(str(source)), request, goal, fp4convert.Manner())
-    monkeypatch.setattr("fp4convert.measuring._losses_of", None)
-    errand = Errand(str(source), fp4convert.Access(), request, tmp_path / "sent", "cpu", 1, goal, found.rules)
-    result = errand()
-    monkeypatch.undo()
-    assert result.digest == quantize(source, tmp_path / "own", "--target-bits", 6)["digest"]
-
-
 def test_from_a_hub_the_source_is_read_twice_and_the_plan_says_so(hub, source, tmp_path):
     hub.add("org/model", source)
     sizes = {file: (source / file).stat().st_size for file in (FIRST, SECOND)}
@@ -375,18 +231,6 @@ def test_bad_input_is_one_sentence_and_writes_nothing(source, tmp_path):
     (foreign / "diary.txt").write_text("mine")
     assert run("quantize", source, "--format", "nvfp4", "-o", foreign, "--target-bits", 6).code == 5
     assert [path.name for path in foreign.iterdir()] == ["diary.txt"]
-
-
-def test_weights_that_are_nan_are_all_named(tmp_path):
-    data = bytearray(bf16(32, 64))
-    data[100:102] = (0x7FC0).to_bytes(2, "little")
-    bad = ("BF16", (32, 64), bytes(data))
-    tensors = {f"{LAYER}.mlp.{leaf}.weight": bad if "proj" in leaf else weight(1) for leaf in ("down_proj", "o_proj", "x", "y")}
-    source = write_single(tmp_path / "m", tensors)
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--target-bits", 6, "--json")
-    assert outcome.code == 2
-    assert outcome.json["error"]["next"].count("--exclude") == 2
-    assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
 def test_the_dry_run_shows_the_choice_to_a_person(source, tmp_path):

@@ -91,6 +91,14 @@ def test_transposed_matrices_are_read_whole_or_not_at_all():
         draw_sample({"up": [stacked]}, 4000)
 
 
+def test_without_a_budget_it_is_the_usual_one_or_a_row_of_every_kind():
+    kinds = kinds_of(model(400))
+    assert sum(sample.nbytes for own in draw_sample(kinds).values() for sample in own) <= 20_000_000
+    stacked = linear("experts.0.up", 4096, 4096, Picked("bf16", 0, 1, True))
+    (sample,) = draw_sample({"up": [stacked]})["up"]
+    assert sample.nbytes == 4096 * 4096 * 2
+
+
 def test_too_little_for_a_row_of_each_kind():
     with pytest.raises(InputError, match="does not hold a row of each of 3 kinds") as caught:
         draw_sample(kinds_of(model(2, experts=2)), 1000)

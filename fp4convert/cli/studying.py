@@ -32,7 +32,7 @@ def analyze_command(
     calibration: Annotated[
         Path | None, typer.Option(help="What fp4convert calibrate made: the inputs that errors count.")
     ] = None,
-    sample: Annotated[float, typer.Option(help="GB of the source that are read: rows evenly over kinds and layers.")] = 0.1,
+    sample: Annotated[float | None, typer.Option(help="GB of the source to read: rows of all kinds. Default: 0.02.")] = None,
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
     recipe: RecipeOption = None,
