@@ -130,7 +130,7 @@ def _recipe_for(source: Source, request: Request, calibration: Calibration | Non
     is_unit = fmt.has_global_scale and not reads_any
     if request.via not in (None, "fp8"):
         raise InputError("unknown-via", f"--via {request.via!r} is not known; expected fp8", "Leave it out.")
-    rule = rule_of(request.method, request.scale_rule, fmt)
+    rule = rule_of(request.method, request.scale_rule)
     target = Target(fmt.name, request.dialect, rule, request.activations, kv_cache=request.kv_cache)
     sha256 = calibration.sha256 if calibration else None
     target = replace(target, has_unit_scale=is_unit, via=request.via, method=request.method, calibration=sha256)

@@ -16,7 +16,7 @@ from fp4convert.calibration_file import Calibration, open_calibration
 from fp4convert.codings import Linear
 from fp4convert.codings.folded import reads_folded
 from fp4convert.errors import InputError
-from fp4convert.formats import IMPORTANCE, Format
+from fp4convert.formats import IMPORTANCE
 from fp4convert.recipe import Target
 from fp4convert.tasks import Plan, Step
 
@@ -44,9 +44,9 @@ def open_statistics(method: str, rule: str | None, file: str | None) -> Calibrat
     return None if file is None else open_calibration(file)
 
 
-def rule_of(method: str, rule: str | None, fmt: Format) -> str | None:
+def rule_of(method: str, rule: str | None) -> str | None:
     """The scale rule that is asked for, or that the method goes with; None for the format's own."""
-    return rule or (IMPORTANCE if method == GPTQ and IMPORTANCE in fmt.scale_rules else None)
+    return rule or (IMPORTANCE if method == GPTQ else None)
 
 
 def with_statistics(plan: Plan, calibration: Calibration) -> Plan:

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 
-import numpy as np
-
 from fp4convert.backends import Backend, Given
+from fp4convert.backends.cpu import Cpu
 from fp4convert.calibration_file import Calibration
-from fp4convert.codec import FLOAT_DTYPES, Float32s, block_steps, pack
-from fp4convert.codings.folded import moments_under
-from fp4convert.formats import IMPORTANCE, Format, Matrix, Quantized, Weights, global_range, row_panels
+from fp4convert.codec import block_steps, pack
+from fp4convert.codings.folded import as_floats, moments_under
+from fp4convert.formats import IMPORTANCE, Format, Quantized, Weights, global_range, row_panels
 from fp4convert.gptq import PANEL_ELEMENTS, Factor, explained, factorize, held_nbytes, one_thread, round_columns, torch_device
 from fp4convert.methods import GPTQ, widths_of_grams
 from fp4convert.recipe import Target
@@ -103,8 +102,10 @@ class Rounding:
                 for first, last in row_panels(weights.shape, PANEL_ELEMENTS):
                     q = scaled.rows(first, last)
                     steps = block_steps(q).reshape(last - first, -1)
-                    codes = round_columns(_floats(weights.rows(first, last)), steps, known[holder])
-                    yield number, replace(q, packed=pack(codes).reshape(-1).data)
+                    panel = weights.rows(first, last)
+                    codes = round_columns(as_floats(panel), steps, known[holder])
+                    rounded = replace(q, packed=pack(codes).reshape(-1).data)
+                    yield number, replace(rounded, compared=Cpu().compare(panel, rounded))
 
     def _factor(self, calibration: Calibration, module: str) -> Factor:
         gram = calibration.gram(module)
@@ -118,11 +119,6 @@ def _joined(panels: Iterator[Quantized], shape: tuple[int, int]) -> Quantized:
     first = next(panels)
     block_scales = b"".join([bytes(first.block_scales), *(bytes(q.block_scales) for q in panels)])
     return replace(first, shape=shape, packed=memoryview(b""), block_scales=memoryview(block_scales))
-
-
-def _floats(panel: Matrix) -> Float32s:
-    values = np.frombuffer(panel.data, FLOAT_DTYPES[panel.dtype]).astype(np.float32)
-    return values.reshape(panel.shape)
 
 
 def _memory_nbytes() -> int:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -20,10 +21,21 @@ from checkpoints import (
 )
 from made_up_inputs import aliases_of, calibrate, correlated, inputs_of
 from test_convert import artifact_values, quantize
+from test_gptq import gptq_by_the_paper
 from test_methods import refused
+
+from fp4convert import codec, rounding
+from fp4convert.backends import open_backend
+from fp4convert.calibration_file import open_calibration
+from fp4convert.codings.folded import Factors, Folding, Scaled
+from fp4convert.formats import MXFP4, NVFP4, Matrix, format_named
+from fp4convert.recipe import Target
+from fp4convert.sources import open_source
 
 pytest.importorskip("torch")
 
+DIALECT = {"nvfp4": "modelopt", "mxfp4": "compressed-tensors"}
+QUERY = f"{LAYER}.self_attn.q_proj"
 DOWN, GATE = f"{LAYER}.mlp.down_proj", f"{LAYER}.mlp.gate_proj"
 
 
@@ -57,6 +69,114 @@ def test_outputs_of_every_layer_come_nearer(gram, source, tmp_path):
     before, after = (output_errors(source, tmp_path / name, inputs) for name in ("rtn", "gptq"))
     assert len(after) == 7
     assert all(after[module] < 0.75 * before[module] for module in after), (before, after)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_inputs_that_know_nothing_of_each_other_give_the_bytes_of_mse(format, source, tmp_path):
+    """Identity matrices, and moments of 1: neither method nor rule has anything to weigh."""
+    inputs = inputs_of(source)
+    grams = {f"{module}.input_gram": np.eye(x.shape[1], dtype=np.float32)[None] for module, x in inputs.items()}
+    moments = {f"{module}.input_sq_mean": np.ones(x.shape[1], np.float32) for module, x in inputs.items()}
+    file = calibrate(tmp_path / "c.safetensors", source, "full", inputs, **grams, **moments)
+    options = ("--format", format, "--calibration", file)
+    quantize(source, tmp_path / "gptq", *options, "--method", "gptq")
+    quantize(source, tmp_path / "importance", *options, "--scale-rule", "importance")
+    quantize(source, tmp_path / "mse", *options, "--scale-rule", "mse")
+    found = [read_folder(tmp_path / name) for name in ("gptq", "importance", "mse")]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_rule_importance_is_that_of_the_codec_with_the_moments_of_each_input(format, source, tmp_path):
+    """q, k and v under one amax and the moments that the file has under q's name."""
+    file = calibrate(tmp_path / "c.safetensors", source, "diag")
+    quantize(
+        source,
+        tmp_path / "out",
+        "--format",
+        format,
+        "--calibration",
+        file,
+        "--scale-rule",
+        "importance",
+        "--dialect",
+        DIALECT[format],
+    )
+    before, after, inputs = read_folder(source), read_folder(tmp_path / "out"), inputs_of(source)
+    weights = {
+        leaf: values_of(before[f"{QUERY[:-6]}{leaf}.weight"]).astype(np.float32) for leaf in ("q_proj", "k_proj", "v_proj")
+    }
+    amax = max(float(np.abs(w).max()) for w in weights.values())
+    moments = (inputs[QUERY].astype(np.float64) ** 2).mean(0).astype(np.float32)
+    for leaf, w in weights.items():
+        expected = codec.quantize(w, format_named(format), "importance", amax, moments)
+        name = f"{QUERY[:-6]}{leaf}.{'weight' if format == 'nvfp4' else 'weight_packed'}"
+        assert after[name][2] == bytes(expected.packed)
+        assert after[f"{QUERY[:-6]}{leaf}.weight_scale"][2] == bytes(expected.block_scales)
+
+
+def test_gptq_is_that_of_the_algebra_under_scales_by_importance(source, tmp_path):
+    """One layer, by hand: block scales of the codec, codes of the paper's algorithm in float64."""
+    gptq_of(source, tmp_path)
+    before, after, x = read_folder(source), read_folder(tmp_path / "gptq"), inputs_of(source)[DOWN].astype(np.float64)
+    w = values_of(before[f"{DOWN}.weight"]).astype(np.float32)
+    h = (x.T @ x / len(x)).astype(np.float32)
+    scaled = codec.quantize(w, NVFP4, "importance", None, np.diag(h))
+    assert after[f"{DOWN}.weight_scale"][2] == bytes(scaled.block_scales)
+    steps = codec.block_steps(scaled).reshape(len(w), -1)
+    expected = gptq_by_the_paper(w, h.astype(np.float64), steps)
+    found = codec.unpack(np.frombuffer(after[f"{DOWN}.weight_packed"][2], np.uint8).reshape(len(w), -1))
+    assert np.mean(found == expected) > 0.999
+
+
+@dataclass(frozen=True)
+class Held:
+    """Weights in memory."""
+
+    values: np.ndarray
+    dtype = "F32"
+
+    @property
+    def shape(self):
+        return self.values.shape
+
+    def rows(self, first, last):
+        part = np.ascontiguousarray(self.values[first:last])
+        return Matrix(part.reshape(-1).view(np.uint8).data, "F32", part.shape)
+
+    def amaxes(self):
+        return None
+
+
+def test_errors_are_those_of_the_codes_that_are_written(source, tmp_path, monkeypatch):
+    """In panels: what the report will say is measured after GPTQ, not before."""
+    monkeypatch.setattr(rounding, "PANEL_ELEMENTS", 20 * 128)
+    file = calibrate(tmp_path / "c.safetensors", source)
+    target = Target("nvfp4", scale_rule="importance", method="gptq")
+    w = np.random.default_rng(3).standard_normal((50, 128), dtype=np.float32)
+    rounder = rounding.Rounding(target, open_backend("cpu"), open_calibration(file))
+    panels = [q for _, q in rounder.panels([Held(w)], [Held(w)], [DOWN], NVFP4)]
+    assert [q.shape[0] for q in panels] == [20, 20, 10]
+    noise = sum(np.frombuffer(q.compared.rows, np.float64).reshape(-1, 5)[:, 1].sum() for q in panels)
+    values = np.concatenate([codec.dequantize(q) for q in panels])
+    assert noise == pytest.approx(np.sum((values - w.astype(np.float64)) ** 2), rel=1e-6)
+    counts = sum(np.frombuffer(q.compared.counts, np.int64) for q in panels)
+    codes = np.concatenate([codec.unpack(np.frombuffer(q.packed, np.uint8).reshape(q.shape[0], -1)) for q in panels])
+    assert counts.tolist() == np.bincount(codes.ravel(), minlength=16).tolist()
+
+
+def test_under_factors_moments_are_those_of_the_inputs_that_arrive(source, tmp_path):
+    """A fold multiplies columns, and its inputs are divided: importance sees both."""
+    factors = np.exp(np.random.default_rng(4).normal(0, 1, 128)).astype(np.float32)
+    fold = Folding("m", "k", (), lambda source: Factors(factors, factors))
+    w = np.random.default_rng(3).standard_normal((8, 128), dtype=np.float32)
+    calibration = open_calibration(calibrate(tmp_path / "c.safetensors", source))
+    scaled = Scaled(Held(w), open_source(str(source)), fold, None)
+    rounder = rounding.Rounding(Target("mxfp4", scale_rule="importance", method="awq"), open_backend("cpu"), calibration)
+    ((_, found),) = rounder.panels([scaled], [scaled], [DOWN], MXFP4)
+    moments = (calibration.moments(DOWN) / np.square(factors)).astype(np.float32)
+    expected = codec.quantize(w * factors, MXFP4, "importance", None, moments)
+    assert (bytes(found.packed), bytes(found.block_scales)) == (bytes(expected.packed), bytes(expected.block_scales))
 
 
 def test_weights_lose_by_design_and_verify_and_inspect_find_nothing(source, tmp_path):
@@ -206,11 +326,6 @@ def test_the_plan_counts_the_memory_of_gram_matrices(source, tmp_path):
 
 
 def test_workers_are_as_many_as_memory_holds(source, tmp_path, monkeypatch):
-    from fp4convert import rounding
-    from fp4convert.backends import open_backend
-    from fp4convert.calibration_file import open_calibration
-    from fp4convert.recipe import Target
-
     calibration = open_calibration(calibrate(tmp_path / "c.safetensors", source))
     cpu = open_backend("cpu")
     need = 16 * (8 << 20) + 20 * 128 * 128
