@@ -7,7 +7,7 @@ any number of threads and panels.  What becomes of the sums is ledger.py's busin
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ FINE, COARSE = 2.0**-70, 2.0**100  # sums whose squares float32 holds
 SMALLEST_STEP = 2.0**-50
 COLUMNS = ("signal", "noise", "output", "max_abs", "clipped")  # of the sums of a row
 
+SOURCE = "source"  # what most tensors are compared with
 Float64s = NDArray[np.float64]
 
 
@@ -52,6 +53,13 @@ class Sums:
         most = float(np.maximum.reduce(rows[:, 3], initial=self.max_abs))
         return Sums(self.elements + elements, signal, noise, output, most, self.clipped + int(rows[:, 4].sum()), histogram)
 
+    def with_all(self, other: Sums) -> Sums:
+        """With what another tensor lost."""
+        signal, noise, output = (getattr(self, name) + getattr(other, name) for name in COLUMNS[:3])
+        histogram = tuple(map(sum, zip(self.histogram or (0,) * len(other.histogram), other.histogram, strict=True)))
+        most, clipped = max(self.max_abs, other.max_abs), self.clipped + other.clipped
+        return Sums(self.elements + other.elements, signal, noise, output, most, clipped, histogram)
+
     @property
     def mse(self) -> float:
         return self.noise / max(self.elements, 1)
@@ -78,9 +86,36 @@ class Sums:
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Sums:
         """What as_json gave; KeyError, TypeError or ValueError where it is another document."""
+        entry = dict(entry)
         signal, noise, output, max_abs = (float(entry[name]) for name in COLUMNS[:-1])
         histogram = tuple(int(count) for count in entry["histogram"])
         return Sums(int(entry["elements"]), signal, noise, output, max_abs, int(entry["clipped"]), histogram)
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What one tensor lost.
+
+    name     what a person looks for, as Step.name
+    format   that its codes have
+    against  what it was compared with: SOURCE, or how that was changed before it was rounded
+    """
+
+    name: str
+    format: str
+    against: str
+    sums: Sums
+
+    def plus(self, compared: Compared, elements: int) -> Account:
+        """With what further rows lost."""
+        return replace(self, sums=self.sums.plus(compared, elements))
+
+    @staticmethod
+    def from_json(entry: dict[str, Any]) -> Account:
+        """What dataclasses.asdict gave; KeyError, TypeError or ValueError where it is another document."""
+        entry = dict(entry)
+        name, fmt, against = (str(entry[key]) for key in ("name", "format", "against"))
+        return Account(name, fmt, against, Sums.from_json(entry["sums"]))
 
 
 def compare(x: Float32s, q: Quantized) -> Compared:

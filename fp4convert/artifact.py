@@ -22,7 +22,8 @@ from fp4convert.spelling import Form, Group, encode_scalar
 from fp4convert.stacks import gather
 
 CARD = "README.md"  # the model card: for people, who edit it
-UNDIGESTED = frozenset({CARD, "quantization_report.json"})  # no engine reads them, and no digest counts them
+REPORT = "quantization_report.json"  # how much was lost: ledger.py
+UNDIGESTED = frozenset({CARD, REPORT})  # no engine reads them, and no digest counts them
 CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})  # engines stumble over it; what the weights are is not in doubt
 UNSAID_ENDINGS = (  # smoothing, order of activations, offsets, low-rank parts, scales of a cache in another dialect
     *(".pre_quant_scale", ".weight_g_idx", ".weight_zero_point", ".svdquant_lora_a", ".svdquant_lora_b", ".output_scale"),

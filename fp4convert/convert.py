@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from fp4convert.artifact import Artifact
+from fp4convert.artifact import REPORT, Artifact
 from fp4convert.backends import open_backend
 from fp4convert.cache_scales import check_word, plan_cache
 from fp4convert.calibration_file import Calibration
@@ -40,7 +40,9 @@ from fp4convert.tasks import Plan
 from fp4convert.template import Framed, place_modules
 from fp4convert.workers import Settings
 
-ENGINE_RECORDS = frozenset({RECORD, "hf_quant_config.json"})  # of any dialect: a source's own would contradict ours
+ENGINE_RECORDS = frozenset(  # of any dialect: a source's own would contradict ours
+    {RECORD, "hf_quant_config.json", REPORT}
+)
 
 
 @dataclass(frozen=True, slots=True)

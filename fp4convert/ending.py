@@ -13,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4convert.artifact import UNDIGESTED
+from fp4convert.artifact import REPORT, UNDIGESTED
 from fp4convert.backends import processors
 from fp4convert.errors import InputError, OutputError
-from fp4convert.manifest import Manifest, TaskFiles, read_ended, read_manifest
-from fp4convert.output import OutputFolder, digest_of, entered
+from fp4convert.ledger import merged
+from fp4convert.manifest import Manifest, TaskFiles, digest_of, read_ended, read_manifest
+from fp4convert.output import OutputFolder, entered
 from fp4convert.progress import Phases
 from fp4convert.shard import hash_file, told
 from fp4convert.sources import PLAN_FILE
@@ -28,11 +29,16 @@ ENDING = "end"  # the claim of whoever ends the conversion
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A finished folder: the digest, the size and the sha256 of all its files."""
+    """A finished folder: the digest, the size and the sha256 of all its files.
+
+    nbytes    of what was planned: without the report
+    fidelity  the summary of its report; None where nothing was rounded
+    """
 
     digest: str
     nbytes: int
     files: dict[str, str]
+    fidelity: dict[str, object] | None = None
 
 
 def as_text(value: object) -> str:
@@ -87,10 +93,10 @@ def _hash(path: Path, each: Callable[[int], None]) -> str:
 
 
 def write_ending(folder: OutputFolder) -> Ending:
-    """Write the texts, then the record; every task is finished and its files were read again."""
+    """Write the texts and the report, then the record; every task is finished and its files were read again."""
     manifest = folder.manifest
     folder.write_texts(manifest.texts)
-    files = {file: folder.hashes[file] for file in manifest.files}
+    files = {file: folder.hashes[file] for file in (*manifest.files, *_write_report(folder))}
     if manifest.record is not None:
         folder.write_texts({manifest.last: _record_text(manifest.record, files)})
         files[manifest.last] = folder.hashes[manifest.last]
@@ -114,16 +120,34 @@ def nbytes_of(manifest: Manifest) -> int:
     return manifest.nbytes + len(text.encode("utf-8", "surrogatepass"))
 
 
+def _write_report(folder: OutputFolder) -> list[str]:
+    """Its name, where it was written; where nothing was rounded, one of an earlier plan goes."""
+    records = [done for task in folder.manifest.tasks if (done := folder.record_of(task))]
+    ledger = merged((done.accounts, done.taken_over) for done in records)
+    if ledger.accounts and folder.manifest.record is not None:
+        folder.write_texts({REPORT: ledger.as_text(folder.manifest.record)})
+        return [REPORT]
+    with told(folder.root / REPORT):
+        (folder.root / REPORT).unlink(missing_ok=True)
+    return []
+
+
 def _ending(folder: OutputFolder, files: dict[str, str]) -> Ending:
     with told(folder.root):
-        nbytes = sum((folder.root / file).stat().st_size for file in files)
-    return Ending(digest_of(files), nbytes, files)
+        nbytes = sum((folder.root / file).stat().st_size for file in files if file != REPORT)
+    return Ending(digest_of(files), nbytes, files, _fidelity(folder.root) if REPORT in files else None)
+
+
+def _fidelity(root: Path) -> dict[str, object]:
+    """The summary of the report that was written there."""
+    with told(root / REPORT):
+        return dict(json.loads((root / REPORT).read_text(encoding="utf-8"))["summary"])
 
 
 def ended_meanwhile(folder: OutputFolder, before: object) -> Ending | None:
     """What another process ended the folder with since its mark was `before` (read_ended); None where none did."""
     mark, files = read_ended(folder.root)
-    is_whole = mark != before and files.keys() == {*folder.manifest.files, folder.manifest.last}
+    is_whole = mark != before and files.keys() - {REPORT} == {*folder.manifest.files, folder.manifest.last}
     return _ending(folder, files) if is_whole and not folder.missing() else None
 
 
@@ -161,4 +185,5 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
         "output_bytes": ending.nbytes,
         "seconds": round(time.monotonic() - started, 3),
         "digest": ending.digest,
+        **({"fidelity": ending.fidelity} if ending.fidelity else {}),
     }

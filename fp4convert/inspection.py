@@ -23,6 +23,7 @@ from fp4convert.detection import StoredScales, detect_layout
 from fp4convert.dialects import Packed
 from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Format, Quantized, row_panels
 from fp4convert.layout import LAYOUTS, arrange_scales
+from fp4convert.ledger import read_recorded
 from fp4convert.reading import Finding, Level
 from fp4convert.recipe import Target, build_recipe, group_members, scale_group
 from fp4convert.record import MIXED, describe_form
@@ -352,6 +353,7 @@ def _describe(artifact: Artifact, detected: str | None, share: float, findings: 
         "tensors": {"quantized": len(packed), "other": len(artifact.tensors) - len(quantized)},
         "bits_per_weight": _bits(artifact, packed),
         "share_read": round(share, 4),
+        **({"fidelity": recorded.summary} if (recorded := read_recorded(artifact)[0]) else {}),
         "findings": [asdict(finding) for finding in findings],
         "healthy": is_healthy(findings),
     }

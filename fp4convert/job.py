@@ -43,6 +43,7 @@ class Result:
     pushed        address of the commit that holds it on the Hub; None where it is here alone
     components    of a pipeline: the name and the result of each conversion that it was made of
     method        by which weights were rounded; None where none were
+    fidelity      the summary of its report; None where nothing was rounded, or after one of several parts
     """
 
     output: str
@@ -62,10 +63,11 @@ class Result:
     pushed: str | None = None
     components: list[dict[str, object]] | None = None
     method: str | None = None
+    fidelity: dict[str, object] | None = None
 
     def as_json(self) -> dict[str, object]:
-        """The document: `carried` after transcoding, `share` after one of several parts, `pushed`, `components`, `method`."""
-        rare = ("carried", "share", "pushed", "components", "method")
+        """The document; some keys are there only where they mean something."""
+        rare = ("carried", "share", "pushed", "components", "method", "fidelity")
         return {key: value for key, value in asdict(self).items() if key not in rare or value is not None}
 
 
@@ -172,6 +174,7 @@ def carry_out(job: Job, worker: Worker, output: Path, settings: Settings) -> Res
         adopted_bytes=shift.adopted_nbytes,
         bits_per_weight=job.plan.bits_per_weight,
         method=job.plan.target.method if worker.action == "quantize" else None,
+        fidelity=ending.fidelity if ending else None,
         share={"index": share.index, "of": share.count, "shards": own_shards} if share else None,
     )
 

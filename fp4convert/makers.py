@@ -8,19 +8,21 @@ from __future__ import annotations
 import glob
 import shlex
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
+from fp4convert.accounting import SOURCE, Account, Sums
 from fp4convert.artifact import Artifact
 from fp4convert.backends import Backend, processors
 from fp4convert.backends.cpu import Cpu
 from fp4convert.calibration_file import Calibration
 from fp4convert.carrying import Carrier, carry, group_exponent
-from fp4convert.codec import FLOAT_DTYPES, check_largest, not_finite
+from fp4convert.codec import FLOAT_DTYPES, Float32s, check_largest, not_finite
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import MATRIX_DIMENSIONS, measured_whole
 from fp4convert.codings.folded import reach_of
@@ -28,8 +30,8 @@ from fp4convert.codings.fp4 import FourBit
 from fp4convert.codings.fp8 import Fp8, ThroughFp8
 from fp4convert.dialects import Speller, dialect_named, form_of
 from fp4convert.errors import DeviceError, NumericError
-from fp4convert.formats import FP8, PANEL_ELEMENTS, Blocks, Quantized, Weights, format_named, row_panels
-from fp4convert.grid import fp8_scales_of
+from fp4convert.formats import FP8, PANEL_ELEMENTS, Blocks, Compared, Quantized, Weights, format_named, row_panels
+from fp4convert.grid import Grid, fp8_scales_of
 from fp4convert.output import TaskWriter
 from fp4convert.recipe import Target
 from fp4convert.rounding import Rounding
@@ -39,6 +41,7 @@ from fp4convert.stacks import Rows, Slot, Woven, alternate, rows_of
 from fp4convert.tasks import Action, Step
 
 COPY_NBYTES = 8 << 20
+Note = Callable[[Compared, int], None]  # of what so many elements have lost
 
 
 class UnsoundShardError(Exception):
@@ -89,14 +92,28 @@ class Quantizer:
             for number, own in groupby(panels, key=itemgetter(0)):
                 step = steps[number]
                 speller = Speller(self._dialect, form, self._input_scale(step))
-                if not _append(step, speller.parts(step.module, step.shape, _noted(own, step, writer)), writer, stop):
+                noted = _noted(own, step, writer, self._begin_account(step, writer))
+                if not _append(step, speller.parts(step.module, step.shape, noted), writer, stop):
                     return
+
+    def _begin_account(self, step: Step, writer: TaskWriter) -> Note:
+        """Takes what further rows of the step have lost; of what is not rounded nothing is known but that."""
+        if step.action != "quantize":
+            writer.taken_over.add(step.module)
+        is_through = self._target.via and not isinstance(step.linears[0].coding, Fp8)
+        account = Account(step.name, step.format, str(self._target.via) if is_through else SOURCE, Sums())
+
+        def note(compared: Compared, elements: int) -> None:
+            nonlocal account
+            account = writer.accounts[step.module] = account.plus(compared, elements)
+
+        return note
 
     def _write_beside(self, step: Step, form: Form, writer: TaskWriter, stop: threading.Event) -> None:
         """A module of eight bits, or of integers that stay."""
-        linear = step.linears[0]
+        linear, note = step.linears[0], self._begin_account(step, writer)
         if step.action == "quantize":
-            panels = quantized_fp8(linear.coding.weights(linear, self.source), form)
+            panels = quantized_fp8(linear.coding.weights(linear, self.source), form, note)
         else:
             panels = linear.coding.kept(linear, self.source, form)
         table = self._dialect.TRAITS.fp8
@@ -177,9 +194,10 @@ class Quantizer:
         return found
 
 
-def quantized_fp8(weights: Weights, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+def quantized_fp8(weights: Weights, form: Form, note: Note) -> Iterator[tuple[memoryview, memoryview]]:
     """E4M3 codes and their scales, of rows or of the whole; NumericError where there is Inf or NaN.
 
+    note     is told what the rows have lost
     Formula  weight_scale = amax / 448, 1 where that is 0; code = e4m3(x / weight_scale)
     """
     panels = list(row_panels(weights.shape))
@@ -189,10 +207,20 @@ def quantized_fp8(weights: Weights, form: Form) -> Iterator[tuple[memoryview, me
     if form.granularity == "tensor":
         amax = amax.max(initial=0, keepdims=True)
     scales = fp8_scales_of(amax)
+    stored = scales.astype(FLOAT_DTYPES[form.stored_scales])
     for first, last in panels:
-        own = scales if form.granularity == "tensor" else scales[first:last]
-        yield Cpu().quantize_fp8(weights.rows(first, last), own).reshape(-1).data, memoryview(b"")
-    yield memoryview(b""), scales.astype(FLOAT_DTYPES[form.stored_scales]).view(np.uint8).data
+        chosen = slice(None) if form.granularity == "tensor" else slice(first, last)
+        x = weights.rows(first, last)
+        codes = Cpu().quantize_fp8(x, scales[chosen]).reshape(-1).data
+        note(Cpu().compare_values(x, _fp8_values(codes, x.shape, stored[chosen])), x.shape[0] * x.shape[1])
+        yield codes, memoryview(b"")
+    yield memoryview(b""), stored.view(np.uint8).data
+
+
+def _fp8_values(codes: memoryview, shape: tuple[int, int], stored: NDArray[np.generic]) -> Float32s:
+    """What engines take the codes of some rows for, under one scale or a scale for each."""
+    block = (shape[0] if stored.size == 1 else 1, shape[1])
+    return Cpu().decode_fp8(codes, shape, Grid(stored.astype(np.float32).reshape(-1, 1), block))
 
 
 def _members(step: Step) -> list[tuple[Linear, ...]]:
@@ -209,12 +237,14 @@ def _blocks(linear: Linear) -> Blocks:
     return linear.coding.blocks(linear)
 
 
-def _noted(panels: Iterable[tuple[int, Quantized]], step: Step, writer: TaskWriter) -> Iterator[Quantized]:
+def _noted(panels: Iterable[tuple[int, Quantized]], step: Step, writer: TaskWriter, note: Note) -> Iterator[Quantized]:
     """The panels; the writer is told the global scale of a group with members in other shards, to be compared with theirs."""
     for _, q in panels:
         is_found = step.action == "quantize" and len({ref.file for ref in step.amax_of}) > 1
         if is_found and step.group and q.global_scale is not None:
             writer.global_scales[step.group] = q.global_scale
+        if q.compared:
+            note(q.compared, q.shape[0] * q.shape[1])
         yield q
 
 

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from fp4convert.accounting import Account
+from fp4convert.artifact import REPORT, UNDIGESTED
 from fp4convert.errors import OutputError
 from fp4convert.gguf_shard import GGUF
 from fp4convert.sources import PLAN_FILE
@@ -36,10 +38,14 @@ class Done:
 
     files          name -> sha256
     global_scales  scale group -> the float32 multiplier that its members in this shard got; groups of several shards alone
+    accounts       module -> what it lost, of those that were rounded
+    taken_over     how many modules came with codes of their own
     """
 
     files: dict[str, str]
     global_scales: dict[str, float] = field(default_factory=dict)
+    accounts: dict[str, Account] = field(default_factory=dict)
+    taken_over: int = 0
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -47,7 +53,9 @@ class Done:
     @staticmethod
     def from_json(text: str) -> Done:
         entry = json.loads(text)
-        done = Done(dict(entry["files"]), dict(entry.get("global_scales", {})))
+        files, global_scales = dict(entry["files"]), dict(entry.get("global_scales", {}))
+        accounts = {module: Account.from_json(account) for module, account in dict(entry.get("accounts", {})).items()}
+        done = Done(files, global_scales, accounts, int(entry.get("taken_over", 0)))
         if not {*map(type, done.files.values())} <= {str} or not {*map(type, done.global_scales.values())} <= {float}:
             raise TypeError("a record of other types")
         return done
@@ -167,3 +175,13 @@ def refuse_foreign(root: Path) -> None:
     if others and not (root / PLAN_FILE).exists():  # looked for last: it comes before all others
         detail = f"{root} is not empty (it holds {others[0]!r}) and was not begun by fp4convert"
         raise OutputError("foreign-output", f"{detail}; expected a new or empty folder", "Choose another: -o FOLDER.")
+
+
+def digest_of(hashes: dict[str, str]) -> str:
+    """sha256 over the lines "sha256  name" of all files but UNDIGESTED, sorted by name: `sha256sum FILES | sha256sum`.
+
+    A report is that of a component too, in its own folder.
+    """
+    files = (file for file in sorted(hashes) if file not in UNDIGESTED and not file.endswith(f"/{REPORT}"))
+    lines = "".join(f"{hashes[file]}  {file}\n" for file in files)
+    return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()

@@ -1,7 +1,7 @@
 """The folder being written: whose it is, what is finished in it, and no final name that ever holds partial bytes.
 
   OUT/.fp4convert/plan.json         the plan being carried out: its identity, every task with its files, the texts written last
-  OUT/.fp4convert/done/<task>.json  {"files": {file: sha256}, "global_scales": {...}} of a finished task; its key names it
+  OUT/.fp4convert/done/<task>.json  files with their sha256, global scales and accounts of a finished task; its key names it
   OUT/.fp4convert/claims/           which process does which task, and which processes are at work
   OUT/.fp4convert/tmp/<process>/    files on their way: written, fsynced, renamed into OUT, folder fsynced
   OUT/.fp4convert/ended.json        {"plan": id, "files": {file: sha256}} of everything, written when the last file was
@@ -12,7 +12,6 @@ Any number of processes may carry out the same plan at once.  Nothing foreign is
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from fp4convert.artifact import UNDIGESTED
+from fp4convert.accounting import Account
 from fp4convert.claims import Claims
 from fp4convert.errors import OutputError
 from fp4convert.manifest import ENDED, PLAN, STATE, Done, Manifest, TaskFiles, read_manifest, refuse_foreign
@@ -41,12 +40,16 @@ class TaskWriter:
     """The shards of one task on their way, filled together.
 
     global_scales  of scale groups that other shards have members of, too: group -> what this task found
+    accounts       module -> what it lost
+    taken_over     modules that came with codes of their own
     """
 
     def __init__(self, folder: Path, task: Task) -> None:
         self._folder = folder
         self._writers: dict[str, ShardWriter] = {}
         self.global_scales: dict[str, float] = {}
+        self.accounts: dict[str, Account] = {}
+        self.taken_over: set[str] = set()
         try:
             for shard in task.shards:
                 self._writers[shard.file] = ShardWriter(self.path(shard.file), shard.header, shard.outputs, shard.nbytes)
@@ -64,7 +67,8 @@ class TaskWriter:
 
     def begin_again(self) -> None:
         """Write everything anew, from the first byte of every output."""
-        self.global_scales.clear()
+        for found in (self.global_scales, self.accounts, self.taken_over):
+            found.clear()
         for writer in self._writers.values():
             writer.begin_again()
 
@@ -196,7 +200,7 @@ class OutputFolder:
 
     def _name_shards(self, task: Task, writer: TaskWriter) -> None:
         try:
-            done = Done(writer.finish(), dict(writer.global_scales))
+            done = Done(writer.finish(), dict(writer.global_scales), dict(writer.accounts), len(writer.taken_over))
         except BaseException:
             writer.discard()
             raise
@@ -375,12 +379,6 @@ def _nbytes_of(path: Path) -> int | None:
     except OSError:
         return None
     return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-
-def digest_of(hashes: dict[str, str]) -> str:
-    """sha256 over the lines "sha256  name" of all files but UNDIGESTED, sorted by name: `sha256sum FILES | sha256sum`."""
-    lines = (f"{sha256}  {file}\n" for file, sha256 in sorted(hashes.items()) if file not in UNDIGESTED)
-    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -23,8 +23,8 @@ from fp4convert.errors import Fp4Error, InputError, NumericError
 from fp4convert.fitting import Fit, Manner, fit
 from fp4convert.forecast import READING_RATES, describe_plan
 from fp4convert.job import Job, Result, carry_out, opened
-from fp4convert.manifest import read_ended, read_manifest
-from fp4convert.output import OutputFolder, TaskWriter, digest_of, missing_nbytes
+from fp4convert.manifest import digest_of, read_ended, read_manifest
+from fp4convert.output import OutputFolder, TaskWriter, missing_nbytes
 from fp4convert.progress import Phases
 from fp4convert.shard import told
 from fp4convert.sources import PLAN_FILE, Source, access_to, open_with_components
@@ -292,6 +292,7 @@ class PipelineConversion:
             adopted_bytes=sum(result.adopted_bytes for result in made) + adopted_nbytes,
             bits_per_weight=self.plan.bits_per_weight,
             carried=None,
+            fidelity=None,
             components=[{"name": name, **result.as_json()} for name, result in results.items()],
         )
 

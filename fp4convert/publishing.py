@@ -6,6 +6,7 @@ Shards are uploaded as they are finished, and one commit names them all when the
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from fp4convert.artifact import CARD
 from fp4convert.errors import InputError
@@ -70,10 +71,19 @@ def _publish(order: Order, goal: Publication) -> Result:
         result = work.carry_out(replace(settings, named=pusher.add))
         goal_options = errand.goal.options() if errand.goal else {}
         options = {**asdict(errand.request), **goal_options, "subfolder": errand.access.subfolder}
-        card = make_card(work.plan, result, work.source, CardRequest(goal.repo, options))
+        card = make_card(work.plan, result, work.source, CardRequest(goal.repo, options, _errors(result)))
         files = work.ended_files()
         nbytes = sum((errand.output / file).stat().st_size for file in files if file != CARD)
         settings.phases.begin("upload", nbytes + len(card.encode("utf-8", "replace")))
         return replace(result, pushed=pusher.commit(errand.output, files, card, settings.phases.report))
     finally:
         pusher.stop()
+
+
+def _errors(result: Result) -> list[tuple[object, ...]] | None:
+    """The table of a card: what was lost by all tensors, of each component apart; None where nothing was rounded."""
+    parts: list[tuple[str, Any]] = [("all tensors", result.fidelity)]
+    parts += [(str(part["name"]), part.get("fidelity")) for part in result.components or ()]
+    known = [(name, summary) for name, summary in parts if summary and summary["sqnr_db_mean"] is not None]
+    rows = [(name, *(summary[key] for key in ("sqnr_db_mean", "sqnr_db_min", "worst", "nmse"))) for name, summary in known]
+    return [("", "SQNR, mean (dB)", "SQNR, least (dB)", "of", "NMSE"), *rows] if rows else None

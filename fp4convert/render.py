@@ -171,6 +171,8 @@ def draw_result(screen: Screen, result: Document) -> None:
     screen.line(f"  {size_text(before)} -> {size_text(after)}{ratio}{weights}")
     share, seconds = result.get("share"), result["seconds"]
     worked = before if share else before - result.get("adopted_bytes", 0)  # a part tells what it did itself
+    if fidelity := result.get("fidelity"):
+        screen.line(f"  {fidelity_text(fidelity)}")
     rate = f", {rate_text(worked / seconds)}" if worked and seconds else ""
     screen.line(f"  in {duration_text(seconds)} on {result['device']}{rate}")
     if share:
@@ -181,10 +183,18 @@ def draw_result(screen: Screen, result: Document) -> None:
     for part in result.get("components", ()):
         sizes = f"{size_text(part['source_bytes'])} -> {size_text(part['output_bytes'])}"
         screen.line(f"  {part['name']}: {part['tensors'][how]} tensors {how}, {sizes}")
+        if fidelity := part.get("fidelity"):
+            screen.line(f"  {part['name']}: {fidelity_text(fidelity)}")
     if pushed := result.get("pushed"):
         screen.line(f"  pushed: {pushed}")
     if carried := result.get("carried"):
         _draw_carried(screen, carried)
+
+
+def fidelity_text(summary: Document) -> str:
+    """How much was lost, in a line."""
+    mean, least = summary["sqnr_db_mean"], summary["sqnr_db_min"]
+    return "nothing was lost" if mean is None else f"SQNR {mean:.2f} dB on average, least {least:.2f} dB ({summary['worst']})"
 
 
 def _draw_carried(screen: Screen, carried: Document) -> None:
@@ -207,6 +217,8 @@ def draw_merged(screen: Screen, merged: Document) -> None:
     made = ", ".join(word for word in (merged["format"], merged["dialect"]) if word)
     size, seconds = size_text(merged["output_bytes"]), duration_text(merged["seconds"])
     screen.line(f"  {merged['shards']} shards merged ({made}), {size}, every file read again in {seconds}")
+    if fidelity := merged.get("fidelity"):
+        screen.line(f"  {fidelity_text(fidelity)}")
     screen.line(f"  digest {merged['digest']}")
 
 
@@ -255,6 +267,8 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
     }
     for key, value in rows.items():
         screen.line(f"{key:<16}{value}")
+    if fidelity := artifact.get("fidelity"):
+        screen.line(f"{'recorded':<16}{fidelity_text(fidelity)}")
     _draw_findings(screen, artifact["findings"])
     _draw_verdict(screen, artifact["healthy"], "healthy", "not healthy")
 
@@ -313,6 +327,8 @@ def draw_verification(screen: Screen, report: Document) -> None:
         mean, low = _number(summary["sqnr_db_mean"], ".2f"), _number(summary["sqnr_db_min"], ".2f")
         nmse = _number(summary["nmse"], ".4g")
         screen.line(f"{len(tensors)} tensors: SQNR mean {mean} dB, lowest {low} dB; NMSE {nmse}")
+    if recorded := report["recorded"]:
+        screen.line(f"recorded when it was quantized: {fidelity_text(recorded)}")
     _draw_findings(screen, report["findings"])
     _draw_verdict(screen, report["passed"], "passed", "failed")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -44,8 +44,8 @@ class Rounding:
         rule = self._rule(fmt)
         nearest = self.backend.quantize_group(measured, members, fmt, rule, self._given(rule, members, modules))
         if self.target.method == GPTQ and self.calibration:
-            return self._compensated(nearest, members, modules, self.calibration)
-        return nearest
+            return compared(members, self._compensated(nearest, members, modules, self.calibration))
+        return compared(members, nearest)
 
     @property
     def threads(self) -> int:
@@ -123,3 +123,13 @@ def _joined(panels: Iterator[Quantized], shape: tuple[int, int]) -> Quantized:
 
 def _memory_nbytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def compared(members: Sequence[Weights], panels: Iterable[tuple[int, Quantized]]) -> Iterator[tuple[int, Quantized]]:
+    """The panels, each compared with the weights that it stands for; those that are not by now are read once more."""
+    current = first = 0
+    for number, q in panels:
+        first = first if number == current else 0
+        current, last = number, first + q.shape[0]
+        yield number, q if q.compared else replace(q, compared=Cpu().compare(members[number].rows(first, last), q))
+        first = last

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4convert.accounting import Sums, count_codes
 from fp4convert.artifact import UNDIGESTED, Artifact, is_healthy
+from fp4convert.auditing import check_codes, check_measured, stem_of
 from fp4convert.backends import processors
+from fp4convert.backends.cpu import Cpu
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.codings import Linear
 from fp4convert.codings.folded import foldings_of
+from fp4convert.codings.fp4 import FourBit
 from fp4convert.errors import InputError
-from fp4convert.formats import Matrix, row_panels
+from fp4convert.formats import CODES, Matrix, row_panels
 from fp4convert.inspection import check_scales
+from fp4convert.ledger import read_recorded, shares
 from fp4convert.linears import Linears, linears_stored
 from fp4convert.reading import Finding
 from fp4convert.record import RECORD
@@ -39,6 +44,7 @@ class TensorError:
     mse      mean of (x - y)^2; None, as max_abs, where a value is not finite
     max_abs  largest |x - y|
     cosine   of x and y as vectors; None where one of them is zero
+    saturated, zero, histogram  of its codes, as ledger.shares has them
     """
 
     name: str
@@ -46,6 +52,9 @@ class TensorError:
     mse: float | None
     max_abs: float | None
     cosine: float | None
+    saturated: float | None = None
+    zero: float | None = None
+    histogram: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +67,16 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The document of `verify --json`."""
+    """The document of `verify --json`.
+
+    recorded  the summary of quantization_report.json; None where the artifact has none
+    """
 
     tensors: tuple[TensorError, ...]
     summary: dict[str, float | None]
     findings: tuple[Finding, ...]
     passed: bool
+    recorded: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -71,12 +84,17 @@ class Report:
             "summary": self.summary,
             "findings": [asdict(finding) for finding in self.findings],
             "passed": self.passed,
+            "recorded": self.recorded,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Sums over the elements of one tensor, in float64."""
+    """Sums over the elements of one tensor, in float64.
+
+    stem       what holds it in the artifact
+    histogram  of its codes; empty where they are not four-bit
+    """
 
     elements: int
     signal: float
@@ -84,6 +102,8 @@ class _Sums:
     max_abs: float
     product: float
     output: float
+    stem: str
+    histogram: tuple[int, ...] = ()
 
 
 def verify(artifact: Artifact, source: Source | None, gate: Gate) -> Report:
@@ -102,13 +122,29 @@ def verify(artifact: Artifact, source: Source | None, gate: Gate) -> Report:
         *check_scales(artifact, list(artifact.modules)),
         *_check_kept(artifact),
     ]
+    recorded, damages = read_recorded(artifact)
+    findings += damages
     sums: dict[str, _Sums] = {}
     if source is not None:
         sums, differences = _compare(artifact, source)
         findings += differences
+    if recorded is not None:
+        findings += check_codes(artifact, recorded) if source is None else check_measured(recorded, _by_stem(sums.values()))
     tensors = tuple(_tensor_error(name, total) for name, total in sums.items())
     findings += [finding for error in tensors if (finding := _judge(error, sums[error.name], gate))]
-    return Report(tensors, _summarise(tensors, sums), tuple(findings), is_healthy(tuple(findings)))
+    summary = recorded.summary if recorded else None
+    return Report(tensors, _summarise(tensors, sums), tuple(findings), is_healthy(tuple(findings)), summary)
+
+
+def _by_stem(measured: Iterable[_Sums]) -> dict[str, Sums]:
+    """What holds tensors in the artifact -> what all of them lost."""
+    found: dict[str, Sums] = {}
+    for one in measured:
+        so_far = found.get(one.stem, Sums())
+        found[one.stem] = so_far.with_all(
+            Sums(one.elements, one.signal, one.noise, one.output, one.max_abs, histogram=one.histogram)
+        )
+    return found
 
 
 def _check_hashes(artifact: Artifact) -> Iterator[Finding]:
@@ -171,7 +207,7 @@ def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list
         with source.stream(shard.file), threads as pool, stopping(source, artifact.source):
             kept = (_compare_kept(artifact, source, ref, originals) for ref in copied if ref.file == shard.file)
             findings += (found for found in kept if found)
-            measured = pool.map(lambda pair: _measure(artifact.source, source, pair), here)
+            measured = pool.map(lambda pair: _measure(artifact, source, pair), here)
             for pair, total in zip(here, measured, strict=True):
                 if pair.ours.coding.is_packed:
                     sums[pair.theirs.name] = total
@@ -227,22 +263,43 @@ def _parts(ref: TensorRef) -> Iterator[tuple[int, int]]:
     return ((start, min(start + PART_NBYTES, ref.nbytes)) for start in range(0, ref.nbytes, PART_NBYTES))
 
 
-def _measure(own_source: Source, source: Source, pair: _Pair) -> _Sums:
+def _measure(artifact: Artifact, source: Source, pair: _Pair) -> _Sums:
     """How far the values in the artifact are from the source's; what was kept is rounded to its own dtype before."""
-    ours, theirs = pair.ours.coding.weights(pair.ours, own_source), pair.theirs.coding.weights(pair.theirs, source)
+    theirs, ours = pair.theirs.coding.weights(pair.theirs, source), _Stored(pair.ours, artifact.source)
     signal = noise = max_abs = product = output = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
-        for panel in row_panels(ours.shape, MEASURED_ELEMENTS):
-            x, y = (_floats(weights.rows(*panel)) for weights in (theirs, ours))
+        for panel in row_panels(theirs.shape, MEASURED_ELEMENTS):
+            x, y = _floats(theirs.rows(*panel)), _floats(stored := ours.rows(*panel))
             if not pair.ours.coding.is_packed:
-                x = x.astype(FLOAT_DTYPES[ours.dtype]).astype(np.float64)
+                x = x.astype(FLOAT_DTYPES[stored.dtype]).astype(np.float64)
             difference = x - y
             signal += float(x @ x)
             noise += float(difference @ difference)
             product += float(x @ y)
             output += float(y @ y)
             max_abs = max(max_abs, float(np.abs(difference).max(initial=0)))
-    return _Sums(ours.shape[0] * ours.shape[1], signal, noise, max_abs, product, output)
+    stem, histogram = stem_of(artifact, pair.ours.module), tuple(map(int, ours.counts))
+    return _Sums(math.prod(theirs.shape), signal, noise, max_abs, product, output, stem, histogram)
+
+
+class _Stored:
+    """The values of a linear layer in an artifact, whose codes are counted as they are read.
+
+    counts  of the sixteen codes; empty where they are not four-bit
+    """
+
+    def __init__(self, linear: Linear, source: Source) -> None:
+        coding = linear.coding
+        self._blocks = coding.blocks(linear) if isinstance(coding, FourBit) else None
+        self._weights = coding.weights(linear, source)
+        self.counts = np.zeros(CODES if self._blocks else 0, np.int64)
+
+    def rows(self, first: int, last: int) -> Matrix:
+        if self._blocks is None:
+            return self._weights.rows(first, last)
+        q = self._blocks.rows(first, last)
+        self.counts += count_codes(q.packed)
+        return Matrix(Cpu().dequantize(q, "F32"), "F32", q.shape)
 
 
 def _floats(matrix: Matrix) -> NDArray[np.float64]:
@@ -253,8 +310,9 @@ def _tensor_error(name: str, sums: _Sums) -> TensorError:
     sqnr_db = 10 * math.log10(sums.signal / sums.noise) if sums.signal > 0 and sums.noise > 0 else None
     cosine = sums.product / math.sqrt(sums.signal * sums.output) if sums.signal > 0 and sums.output > 0 else None
     if not math.isfinite(sums.noise):
-        return TensorError(name, None, None, None, None)
-    return TensorError(name, sqnr_db, sums.noise / max(sums.elements, 1), sums.max_abs, cosine)
+        return TensorError(name, None, None, None, None, **shares(sums.histogram))
+    mse = sums.noise / max(sums.elements, 1)
+    return TensorError(name, sqnr_db, mse, sums.max_abs, cosine, **shares(sums.histogram))
 
 
 def _judge(error: TensorError, sums: _Sums, gate: Gate) -> Finding | None:

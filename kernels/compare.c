@@ -64,6 +64,11 @@ INLINE sixteen load16_bf16(const uint16_t *restrict x) {
     }
     return wide;
 }
+INLINE sixteen ordered16_bf16(const uint16_t *restrict x) {
+    sixteen wide;
+    for (int p = 0; p < PARTS; p++) wide.part[p] = (f32v)(widened(x + p * SIDE) << 16);
+    return wide;
+}
 INLINE sixteen load16_fp16(const uint16_t *restrict x) {
     sixteen wide;
     for (int p = 0; p < PARTS; p++) {
@@ -81,6 +86,9 @@ INLINE sixteen load16_fp32(const float *restrict x) {
     for (int p = 0; p < PARTS; p++) wide.part[p] = LOAD(f32v, x + p * SIDE);
     return wide;
 }
+
+#define ordered16_fp16 load16_fp16
+#define ordered16_fp32 load16_fp32
 
 /* e2m1(code) * step of 16 codes: twice the value is an integer, and half the step exact. */
 INLINE sixteen decode16(const uint8_t *restrict packed, float half_step, int is_apart) {
@@ -233,7 +241,7 @@ INLINE float fp4_from_fp32(float value) { return value; }
                 squares group = {0};                                                                                        \
                 extremes seen = row.seen;                                                                                   \
                 for (int i = 0; n % 16 == 0 && i < n; i += 16)                                                              \
-                    add16(&group, &seen, load16_##dtype(x + i), load16_fp32(y + i), __builtin_inff());                      \
+                    add16(&group, &seen, ordered16_##dtype(x + i), load16_fp32(y + i), __builtin_inff());                   \
                 if (n % 16 || !add_group(&row, &group, &seen, 0)) {                                                            \
                     for (int i = 0; i < n; i++) add_lane(&row, lanes, i % 16, fp4_from_##dtype(x[i]), y[i]);                \
                     add_lanes(&row, lanes);                                                                                 \

@@ -133,10 +133,10 @@ def quantize(source: object, out: Path, *options: object) -> Outcome:
 
 
 def files_of(folder: Path, apart: tuple[str, ...] = ()) -> dict[str, bytes]:
-    """The files of a folder but for our state and whole folders `apart`."""
+    """The files of a folder but for our state, reports and whole folders `apart`."""
     found = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
     kept = {name: path for name, path in found.items() if STATE not in name.parts and name.parts[0] not in apart}
-    return {name.as_posix(): path.read_bytes() for name, path in kept.items()}
+    return {name.as_posix(): path.read_bytes() for name, path in kept.items() if path.name != "quantization_report.json"}
 
 
 def digest_of(files: dict[str, bytes]) -> str:

@@ -27,6 +27,7 @@ from checkpoints import (
     write_single,
 )
 
+REPORT = "quantization_report.json"
 TARGETS = [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("nvfp4", "modelopt")]
 ATTENTION = f"{LAYER}.self_attn"
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -76,7 +77,8 @@ def test_the_same_bytes_from_any_place_any_number_of_workers_and_any_process(for
 def test_the_digest_is_sha256sum_of_sha256sum(tmp_path):
     out = tmp_path / "out"
     document = quantize(write_llama(tmp_path / "source", **{"tokenizer.json": b"{}"}), out)
-    files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file() and ".fp4convert" not in path.parts)
+    paths = [path for path in out.rglob("*") if path.is_file() and ".fp4convert" not in path.parts]
+    files = sorted(str(path.relative_to(out)) for path in paths if path.name != REPORT)
     lines = "".join(f"{hashlib.sha256((out / file).read_bytes()).hexdigest()}  {file}\n" for file in files)
     assert document["digest"] == hashlib.sha256(lines.encode()).hexdigest()
     assert document["output_bytes"] == sum((out / file).stat().st_size for file in files)
@@ -87,7 +89,7 @@ def test_the_record_names_every_other_file_with_its_hash(tmp_path):
     quantize(write_llama(tmp_path / "source", **{"tokenizer.json": b"{}"}), out)
     record = json.loads((out / "quantization_config.json").read_text())
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.iterdir() if path.is_file()}
-    del files["quantization_config.json"]
+    del files["quantization_config.json"], files[REPORT]
     assert record.pop("files") == files
     assert record.pop("producer")["name"] == "fp4convert"
     assert {"model.embed_tokens", "lm_head", "*embed*"} <= set(record.pop("ignore"))
@@ -114,6 +116,7 @@ def test_the_document_has_exactly_the_promised_keys(tmp_path):
     document = quantize(write_llama(tmp_path / "source"), tmp_path / "out")
     assert document.pop("seconds") >= 0
     assert len(document.pop("digest")) == 64
+    assert document.pop("fidelity").keys() == {"sqnr_db_min", "sqnr_db_mean", "nmse", "worst"}
     assert document.pop("output_bytes") > 0
     assert 4.5 < document.pop("bits_per_weight") < 4.51  # a global scale of small matrices counts
     source_bytes = sum((tmp_path / "source" / file).stat().st_size for file in (FIRST, SECOND))
@@ -187,7 +190,7 @@ def test_sidecars_travel_byte_for_byte_and_nothing_else_does(tmp_path):
     assert "warning: 1 files hold weights in another form and are left out, the first 'pytorch_model.bin'" in outcome.err
     found = {str(p.relative_to(tmp_path / "out")): p for p in (tmp_path / "out").rglob("*") if p.is_file()}
     found = {file: path.read_bytes() for file, path in found.items() if not file.startswith(".fp4convert")}
-    for file in (FIRST, SECOND, INDEX, "config.json", "quantization_config.json"):
+    for file in (FIRST, SECOND, INDEX, "config.json", "quantization_config.json", REPORT):
         del found[file]
     assert found == {**files, "a/b/voice.wav": bytes(range(256))}
 
@@ -243,6 +246,7 @@ def test_one_file_becomes_one_file_of_its_name(tmp_path):
         "some.safetensors",
         "config.json",
         "quantization_config.json",
+        REPORT,
     }
     assert set(read_shard(tmp_path / "out" / "some.safetensors")) == {
         f"{LAYER}.mlp.down_proj.{leaf}" for leaf in ("weight_packed", "weight_scale", "weight_global_scale")

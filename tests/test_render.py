@@ -49,8 +49,9 @@ def test_a_drawn_result_ends_with_the_digest(tmp_path):
     assert lines[0] == str(tmp_path / "out")
     assert lines[1:3] == ["  nvfp4, dialect compressed-tensors, rule amax", "  7 tensors quantized, 4 kept, 0 skipped"]
     assert re.fullmatch(r"  87\.5 kB -> 49\.\d kB \(57 %\), 4\.507 bits per weight where it is quantized", lines[3])
-    assert re.fullmatch(r"  in \d+\.\d\d s on cpu", lines[4])  # nothing was left to do: no rate
-    assert lines[5:] == [f"  digest {digest}"]
+    assert re.fullmatch(r"  SQNR 20\.\d\d dB on average, least 20\.\d\d dB \(model\.layers\.\d\.\S+\.weight\)", lines[4])
+    assert re.fullmatch(r"  in \d+\.\d\d s on cpu", lines[5])  # nothing was left to do: no rate
+    assert lines[6:] == [f"  digest {digest}"]
 
 
 RESULT = {"output": "out", "format": "bf16", "dialect": None, "scale_rule": None, "device": "cuda:0", "digest": "d"}
@@ -143,6 +144,7 @@ def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
         "tensors         7 quantized, 4 other",
         "bits per weight 4.507 (codes, block scales and global scales)",
         "share read      100 % of the block scales",
+        "recorded        SQNR 20.43 dB on average, least 20.26 dB (model.layers.0.self_attn.k_proj.weight)",
         "healthy",
     ]
 
@@ -156,7 +158,8 @@ def test_a_drawn_verification_shows_the_worst_tensors_first(tmp_path):
     assert [line.split()[0] for line in lines[1:6]] == [entry["name"] for entry in worst]
     assert [line.split()[1] for line in lines[1:6]] == [f"{entry['sqnr_db']:.2f}" for entry in worst]
     assert lines[6].startswith("7 tensors: SQNR mean ")
-    assert lines[7:] == ["passed"]
+    assert lines[7].startswith("recorded when it was quantized: SQNR 20.")
+    assert lines[8:] == ["passed"]
 
 
 def test_a_tensor_that_cannot_be_measured_stands_among_the_worst(tmp_path):

@@ -69,6 +69,7 @@ def test_a_sound_artifact_passes(format, dialect, source, artifact):
         "summary": {"sqnr_db_min": None, "sqnr_db_mean": None, "nmse": None},
         "findings": [],
         "passed": True,
+        "recorded": json.loads((folder / "quantization_report.json").read_text())["summary"],
     }
     assert verify(folder, "--source", source)["findings"] == []
 
@@ -84,7 +85,7 @@ def test_the_numbers_are_those_of_numpy(format, dialect, source, artifact, tmp_p
     for entry in document["tensors"]:
         x, y = values_of(before[entry["name"]]).ravel(), values_of(after[entry["name"]]).ravel()
         noise, signal = ((x - y) ** 2).sum(), (x**2).sum()
-        assert list(entry) == ["name", "sqnr_db", "mse", "max_abs", "cosine"]
+        assert list(entry) == ["name", "sqnr_db", "mse", "max_abs", "cosine", "saturated", "zero", "histogram"]
         assert entry["sqnr_db"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-12)
         assert entry["mse"] == pytest.approx(noise / x.size, rel=1e-12)
         assert entry["max_abs"] == np.abs(x - y).max()
