@@ -34,6 +34,7 @@ from fp4convert.forecast import BASE_NBYTES, Sized, estimate_seconds, fold_steps
 from fp4convert.job import Job, Result, carry_out
 from fp4convert.makers import copy_steps
 from fp4convert.output import TaskWriter
+from fp4convert.patterns import matches_any
 from fp4convert.plan import notes_on
 from fp4convert.recipe import Choice, Target, build_recipe
 from fp4convert.record import RECORD
@@ -89,13 +90,14 @@ def prepare_prune(source: Source, calibration: Calibration, keep: int, recipe: s
     rule = rules.experts[0]
     routing = read_routing(checkpoint.config, rule, keep)
     calibration.check(source)
-    ahead = [one for one in mixtures if rules.is_kind(one.name, PREDICTION)]  # the model itself does not run these
+    further = rules.patterns_of(PREDICTION)  # layers that the model itself does not run
+    ahead = [one for one in mixtures if matches_any(further, one.name)]
     is_shorter = not all(_has_saliency(calibration, one) for one in ahead)
     seen = [one for one in mixtures if not is_shorter or one not in ahead]
     for mixture in seen:
         check_mixture(mixture, rule, routing.experts)
     kept = {one.name: _kept_of(calibration, one, routing) for one in seen}
-    gone = {ref.name for ref in checkpoint.tensors if is_shorter and rules.is_kind(module_of(ref.name), PREDICTION)}
+    gone = {ref.name for ref in checkpoint.tensors if is_shorter and matches_any(further, module_of(ref.name))}
     notes = (*notes_on(checkpoint), *_left_out(gone), *_ranks(routing), *_few_tokens(calibration, kept))
     changed = {name: draft for one in seen for name, draft in _drafts(one, kept[one.name], routing.experts)}
     plan = Plan(Target(PRUNED), _tasks(checkpoint, changed, gone), Ignored((), ()), notes)
@@ -190,7 +192,8 @@ def _kept_of(calibration: Calibration, mixture: Mixture, routing: Routing) -> tu
     again = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
     if not _has_saliency(calibration, mixture):
         detail = f"{calibration.path} has no expert_saliency of {mixture.name}; expected it of every layer with experts"
-        raise InputError("calibration-missing", detail, again, mixture.name)
+        next_step = "Calibrate again; docs/pruning.md lists the models whose experts fp4convert calibrate sees."
+        raise InputError("calibration-missing", detail, next_step, mixture.name)
     found = calibration.experts(mixture.name)
     for table in (found.saliency, found.tokens):
         if table.shape != (routing.experts,):

@@ -171,9 +171,9 @@ class Recipe:
         rule = self._rule_for(module)
         return rule.kind if rule else ""
 
-    def is_kind(self, module: str, kind: str) -> bool:
-        """True where any rule takes a module for that, whichever rule speaks first."""
-        return any(rule.kind == kind and matches_any(rule.patterns, module) for rule in self.keep)
+    def patterns_of(self, kind: str) -> tuple[str, ...]:
+        """Patterns of the modules that rules of keep take for that, whichever rule speaks first."""
+        return tuple(pattern for rule in self.keep if rule.kind == kind for pattern in rule.patterns)
 
     def stack_rule(self, tensor: str, shape: tuple[int, ...] = ()) -> StackRule | None:
         """How that tensor stacks the matrices of experts, or None where nobody says so.
