@@ -218,6 +218,16 @@ def test_codes_are_those_of_the_codec():
     assert np.array_equal(gptq.nearest(torch.from_numpy(q)).numpy(), np.abs(E2M1[nearest(q)]))
 
 
+def test_quotients_are_divided_as_ieee_does():
+    """On midpoints, times steps of any bits: a product with the reciprocal would round some of them to the other side."""
+    chance = np.random.default_rng(0)
+    steps = chance.uniform(0.5, 1, (4000, 1)).astype(np.float32)
+    x = chance.choice(np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]), (4000, 16)) * steps
+    assert not np.array_equal(nearest(x / steps), nearest(x * (1 / steps)))
+    factor = gptq.factorize(np.eye(16, dtype=np.float32)[None], 16, "cpu")
+    assert np.array_equal(gptq.round_columns(x, steps, factor), nearest(x / steps))
+
+
 def test_the_number_of_torch_threads_is_put_back():
     before = torch.get_num_threads()
     with gptq.one_thread():

@@ -94,6 +94,16 @@ def test_the_file_of_another_revision_is_refused(source, calibration, tmp_path):
     assert refused(source, tmp_path, "--calibration", calibration)["code"] == "calibration-weights"
 
 
+def test_every_node_of_a_cluster_finds_the_file(source, calibration, tmp_path, monkeypatch):
+    """By its whole path, whatever folder its worker begins in."""
+    from fp4convert import Access, Request, open_source
+    from fp4convert.cluster import Errand, _sent
+
+    monkeypatch.chdir(tmp_path)
+    errand = Errand(str(source), Access(), Request("nvfp4", calibration=calibration.name), tmp_path / "out")
+    assert _sent(errand, open_source(str(source))).request.calibration == str(calibration)
+
+
 def test_a_file_that_changes_meanwhile_is_noticed(source, calibration, tmp_path):
     """Between the plan and the work."""
     from fp4convert import Request, Settings, open_source, prepare_quantize
