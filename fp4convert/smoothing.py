@@ -30,7 +30,7 @@ from fp4convert.sources import Source
 ALPHAS = tuple(step / 20 for step in range(21))
 SMOOTH_ALPHA = 0.5
 SEARCHED_ELEMENTS = 1 << 20  # of the weights of all readers of one output; rows from all over each of them
-SEARCHED_PRODUCTS = 1 << 29  # rows * columns^2, where a Gram matrix weighs the errors
+SEARCHED_PRODUCTS = 1 << 28  # rows * columns^2, where a Gram matrix weighs the errors
 CHUNKS = 8  # of adjacent rows
 LEAST_MAGNITUDE = 1e-4  # of a column, beside the largest: no column is divided by nothing
 Doubles = NDArray[np.float64]
