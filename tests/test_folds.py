@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import Tensor, bf16, weight, write_single
+from checkpoints import Tensor, bf16, values_of, weight, write_single
 from folding_models import MODELS, build, outputs, write_as
 from tiny_models import read_tensors
 
@@ -237,6 +237,22 @@ def test_a_reader_that_stays_asks_for_powers_of_two_and_is_multiplied(tmp_path):
     stored = np.frombuffer(source.read(kept.refs[0]), ml_dtypes.bfloat16).astype(np.float32).reshape(64, 64)
     assert (values == stored * folding.find(source).columns).all()
     assert (values == values.astype(ml_dtypes.bfloat16).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("biased", ["input_layernorm", "self_attn.v_proj", "mlp.up_proj"])
+def test_a_bias_is_divided_without_rounding(biased, tmp_path):
+    """By powers of two; the bias of a norm makes its factors such, too."""
+    outputs_of = {"input_layernorm": 64, "self_attn.v_proj": 64, "mlp.up_proj": 96}
+    name = f"model.layers.0.{biased}.bias"
+    source = open_source(str(write_single(tmp_path / "m", {**TENSORS, name: bf16_norm(outputs_of[biased])}, LLAMA)))
+    found = merged(source, Choice())
+    assert {fold.name: fold.is_exact for fold in found.folds}[f"model.layers.0.{biased}"]
+    linear = found.linears.vectors[name]
+    before = values_of(bf16_norm(outputs_of[biased]))
+    after = np.frombuffer(linear.coding.weights(linear, source).rows(0, 1).data, ml_dtypes.bfloat16).astype(np.float64)
+    (folding,) = foldings_of(linear)
+    assert (after * folding.find(source).made == before).all()
+    assert (after != before).any()
 
 
 @pytest.mark.parametrize("kind", ["norm", "norm_plus_one"])

@@ -162,6 +162,27 @@ def test_a_gram_matrix_weighs_the_errors_where_there_is_one(block, source, stati
     assert (own == bf16_of(weights[maker] / costs[min(costs)])).all()
 
 
+def test_readers_count_by_the_tokens_that_they_were_given(source, tmp_path):
+    """Magnitudes and errors of two readers with inputs of their own, as experts have them."""
+    maker = "post_attention_layernorm"
+    given = {"mlp.gate_proj": 10 * INPUTS[maker][:20], "mlp.up_proj": correlated(64, 2000, seed=64)}  # few large ones, many small
+    own = {name: array for reader, x in given.items() for name, array in statistics_of(f"{LAYER}.{reader}", x).items()}
+    tensors = made(source, tmp_path / "out", "awq", calibrated(source, tmp_path / "c.safetensors", **own))
+    weights, costs = stored_weights(), {}
+    magnitudes = np.concatenate([np.abs(x.astype(np.float64)) for x in given.values()]).mean(axis=0)
+    for step in range(21):
+        powers = magnitudes ** (step / 20)
+        columns = stored(maker, powers / np.sqrt(powers.max() * powers.min()), weights)
+        errors = {reader: rounded(weights[reader] * columns) / columns - weights[reader] for reader in given}
+        cost = sum(
+            float((np.square(errors[reader].astype(np.float64)) * np.square(x.astype(np.float64)).sum(axis=0)).sum())
+            for reader, x in given.items()
+        )
+        costs[cost] = columns
+    own_norm = values_of(tensors[f"{LAYER}.{maker}.weight"]).astype(np.float32)
+    assert (own_norm == bf16_of(weights[maker] / costs[min(costs)])).all()
+
+
 def test_the_record_tells_the_folds_and_no_factor(artifact):
     method, out, _, _ = artifact
     record = json.loads((out / "quantization_config.json").read_text())
@@ -257,6 +278,20 @@ def test_a_router_stays_and_sees_the_same_products(method, tmp_path):
     assert set(np.frexp(factors)[0]) == {0.5}
     assert len(set(factors)) > 1
     assert (values_of(artifact[gate]) == values_of(EXPERTS[gate]) * factors).all()
+    planned = run(
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "--method",
+        method,
+        "--calibration",
+        tmp_path / "c.safetensors",
+        "--dry-run",
+        "--json",
+    )
+    actions = {step["name"]: step["action"] for step in planned.json["tensors"]}
+    assert actions[gate] == actions[norm] == "fold"
     assert run("verify", out, "--source", source, "--json").json["findings"] == []
     bad = changed(out, tmp_path / "bad", gate, doubled(3))
     report = run("verify", bad, "--source", source, "--json")
