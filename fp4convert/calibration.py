@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fp4convert.calibration_file import join_parts, part_notes, write_part
+from fp4convert.calibration_parts import join_parts, part_notes, write_part
 from fp4convert.calibration_state import Hidden, kept_state, part_file, remark_file
 from fp4convert.chain import Call, Shelf, begin, end, filled_on_demand, step
 from fp4convert.errors import DeviceError, InputError, OutputError
@@ -200,7 +200,7 @@ def _own_samples(order: Order, skeleton: Skeleton) -> Samples:
         words = f"the weights take {size_text(nbytes)}, more than --memory: they are read again for every token that is written"
         order.tell(f"{words}; --sequence-length N tells how many, --text FILE needs none of this")
     order.phases.begin("write")
-    return write_samples(order.feed, skeleton, order.memory_nbytes, lambda count: order.phases.report("tokens", 0))
+    return write_samples(order.feed, skeleton, order.memory_nbytes, lambda: order.phases.report("tokens", 0))
 
 
 @dataclass(slots=True)

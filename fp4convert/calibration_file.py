@@ -1,6 +1,6 @@
 """A calibration file: what every linear layer of one checkpoint was given while text ran through the model.
 
-One safetensors file; beyond LARGEST_NBYTES an index in JSON, whose parts lie beside it.  Its notes (the file's __metadata__,
+One safetensors file, or an index in JSON whose parts lie beside it.  Its notes (the file's __metadata__,
 or the index's `metadata`) are strings:
 
   format       fp4convert-calibration        version  1
@@ -23,17 +23,15 @@ and its tensors, by the names of linear layers (experts are modules of their own
   {module}.tokens              I64 []                tokens seen
   {moe}.expert_tokens I64 [experts]        {moe}.expert_saliency F32 [experts]        {attention}.k_amax, .v_amax F32 []
 
-This module reads, checks and writes such files; calibration.py makes what is in them.
+This module reads and checks such files; calibration_parts.py writes them, and calibration.py makes what is in them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -45,16 +43,13 @@ from fp4convert.codec import Float32s
 from fp4convert.codings import Linear
 from fp4convert.errors import InputError
 from fp4convert.record import unquantized
-from fp4convert.shard import SafetensorsFrame, ShardWriter, TensorRef, TensorSpec, hash_file, parse_json_object, read_header, told
+from fp4convert.shard import SafetensorsFrame, TensorRef, hash_file, parse_json_object, read_header
 from fp4convert.sources import Source
 
 FORMAT, VERSION = "fp4convert-calibration", "1"
-LARGEST_NBYTES = 5 * 10**9  # of tensors in one file
 SAMPLE_NBYTES = 4096
 SHARD_SAMPLES, ALL_SAMPLES = 64, 1024  # of one shard, and of a checkpoint: each may be a request to the Hub
-COPY_NBYTES = 8 << 20
 DTYPES: dict[str, np.dtype[np.generic]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "I64": np.dtype("<i8")}
-_NAMES = {kind: name for name, kind in DTYPES.items()}
 
 
 class Gram(NamedTuple):
@@ -145,15 +140,15 @@ class Calibration:
 
     def moments(self, module: str) -> Float32s:
         """The mean of x^2 of every column: the diagonal of the Gram matrix.  InputError in a file of --gram none."""
-        return self._positive(module, "input_sq_mean")
+        return self._columns(module, "input_sq_mean")
 
     def mean_magnitudes(self, module: str) -> Float32s:
         """The mean of |x| of every column."""
-        return self._positive(module, "input_abs_mean")
+        return self._columns(module, "input_abs_mean")
 
     def channel_amax(self, module: str) -> Float32s:
         """The largest |x| of every column."""
-        return self._positive(module, "input_channel_amax")
+        return self._columns(module, "input_channel_amax")
 
     def tokens_of(self, module: str) -> int:
         """How many tokens the linear layer was given."""
@@ -189,6 +184,14 @@ class Calibration:
             detail = f"{self.path} has no {kind} of {module}; expected it of every linear layer, mixture and attention asked for"
             raise InputError("calibration-missing", detail, f"Calibrate again, or leave it out: --exclude '{module}'.", module)
         return ref
+
+    def _columns(self, module: str, kind: str) -> Float32s:
+        """A number for every column that the linear layer has."""
+        expected = self._ref(module, "input_channel_amax").shape
+        values = self._positive(module, kind)
+        if values.shape != expected or len(expected) != 1:
+            raise self._bad(self._ref(module, kind), f"has the shape {list(values.shape)}; expected a number for every column")
+        return values
 
     def _positive(self, module: str, kind: str) -> Float32s:
         ref = self._ref(module, kind)
@@ -235,10 +238,11 @@ def open_calibration(path: Path | str) -> Calibration:
         raise InputError("calibration-file", detail, "Make it: fp4convert calibrate SOURCE -o FILE.") from None
     if is_index:
         notes = _strings(parse_json_object(text, str(path)).get("metadata"))
-        headers = [_header(path.parent / file) for file in sorted(_mapping(path, notes, "parts"))]
-        _check_parts(path, notes, [found for found, _ in headers])
+        sums = _mapping(path, notes, "parts")
+        headers = [header_of(path.parent / file) for file in sorted(sums)]
+        _check_parts(path, sums)
     else:
-        headers = [_header(path)]
+        headers = [header_of(path)]
         notes = headers[0][0]
     if (notes.get("format"), notes.get("version")) != (FORMAT, VERSION):
         detail = f"{path} says that it is {notes.get('format')!r}, version {notes.get('version')!r}"
@@ -248,7 +252,7 @@ def open_calibration(path: Path | str) -> Calibration:
     return Calibration(path, hash_file(path), notes, _mapping(path, notes, "inputs"), refs)
 
 
-def _header(path: Path) -> tuple[dict[str, str], tuple[TensorRef, ...]]:
+def header_of(path: Path) -> tuple[dict[str, str], tuple[TensorRef, ...]]:
     """The notes of a safetensors file, and where its tensors are."""
     try:
         with path.open("rb") as stream:
@@ -264,12 +268,15 @@ def _header(path: Path) -> tuple[dict[str, str], tuple[TensorRef, ...]]:
     return cast(SafetensorsFrame, header.frame).metadata, header.tensors
 
 
-def _check_parts(path: Path, notes: Mapping[str, str], found: Sequence[Mapping[str, str]]) -> None:
-    """InputError where a part that lies beside an index is of another checkpoint."""
-    same = all(part.get(key) == notes.get(key) for part in found for key in ("fingerprint", "weights"))
-    if not found or not same:
-        detail = f"{path} is an index, and a part beside it belongs to another calibration, or none does to this"
-        raise InputError("calibration-file", detail, "Keep the index and its parts in one folder.")
+def _check_parts(path: Path, sums: Mapping[str, str]) -> None:
+    """InputError where a part that lies beside an index is not the one that was written with it."""
+    other = [file for file, sha256 in sums.items() if hash_file(path.parent / file) != sha256]
+    if other or not sums:
+        if other:
+            detail = f"{path} is an index, and {other[0]} beside it belongs to another calibration: its sha256 differs"
+        else:
+            detail = f"{path} is an index that names no parts; expected files that lie beside it"
+        raise InputError("calibration-file", detail, "Keep the index and its parts in one folder, or calibrate again.")
 
 
 def _strings(found: object) -> dict[str, str]:
@@ -329,72 +336,3 @@ def weights_of(source: Source) -> str:
 
 def _hash_text(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def part_notes(source: Source) -> dict[str, str]:
-    """The notes of every part and every file made from that source: of which model, of which weights."""
-    return {"format": FORMAT, "version": VERSION, "fingerprint": fingerprint_of(source), "weights": weights_of(source)}
-
-
-def write_part(path: Path, statistics: Mapping[str, NDArray[np.generic]], notes: Mapping[str, str]) -> str:
-    """Write arrays of float32, float16 or int64 as one safetensors file, the same bytes for the same arrays; its sha256.
-
-    notes  those of `part_notes`, and for a whole file the others that the head of this module has
-    """
-    specs = [TensorSpec(name, _NAMES[array.dtype], array.shape) for name, array in statistics.items()]
-    header, refs = SafetensorsFrame(dict(notes)).lay_out(path.name, specs, {})
-    with _written(path, header, refs) as writer:
-        for ref in refs:
-            if ref.nbytes:
-                writer.append(ref, np.ascontiguousarray(statistics[ref.name]).reshape(-1).view(np.uint8).data)
-        return writer.finish()
-
-
-def join_parts(path: Path, parts: Sequence[Path], notes: Mapping[str, str], largest_nbytes: int = LARGEST_NBYTES) -> str:
-    """Make one calibration of what write_part wrote, under its final name at once; what Calibration.sha256 will be.
-
-    notes           as the head of this module has them, but for `parts`
-    largest_nbytes  beyond it PATH is an index, and the parts stay files: STEM-00001-of-00007.safetensors beside it
-    """
-    found = [(part, ref) for part in parts for ref in _header(part)[1]]
-    temp = path.with_name(f".{path.name}.new")
-    if sum(ref.nbytes for _, ref in found) <= largest_nbytes:
-        sha256 = _write_joined(temp, found, notes)
-    else:
-        names = [f"{path.stem}-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
-        with told(path):
-            for part, name in zip(parts, names, strict=True):
-                path.with_name(name).unlink(missing_ok=True)
-                os.link(part, path.with_name(name))
-            sums = {name: hash_file(path.with_name(name)) for name in names}
-            temp.write_text(json.dumps({"metadata": {**notes, "parts": json.dumps(sums)}}, indent=1, sort_keys=True))
-            sha256 = hash_file(temp)
-    with told(path):
-        os.replace(temp, path)
-    return sha256
-
-
-def _write_joined(temp: Path, found: Sequence[tuple[Path, TensorRef]], notes: Mapping[str, str]) -> str:
-    """One file of all tensors of the parts, copied piece by piece; its sha256."""
-    specs = [TensorSpec(ref.name, ref.dtype, ref.shape) for _, ref in found]
-    header, places = SafetensorsFrame(dict(notes)).lay_out(temp.name, specs, {})
-    where = {ref.name: (part, ref) for part, ref in found}
-    with _written(temp, header, places) as writer:
-        for place in places:
-            part, ref = where[place.name]
-            with part.open("rb") as stream:
-                stream.seek(ref.start)
-                for done in range(0, ref.nbytes, COPY_NBYTES):
-                    writer.append(place, memoryview(stream.read(min(COPY_NBYTES, ref.nbytes - done))))
-        return writer.finish()
-
-
-@contextmanager
-def _written(path: Path, header: bytes, refs: Sequence[TensorRef]) -> Iterator[ShardWriter]:
-    """A shard on its way, which leaves nothing behind where it is not finished."""
-    writer = ShardWriter(path, header, refs, len(header) + sum(ref.nbytes for ref in refs))
-    try:
-        yield writer
-    except BaseException:
-        writer.discard()
-        raise

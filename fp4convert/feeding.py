@@ -7,7 +7,7 @@ to what they can take.  Nothing is ever padded.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,13 +152,24 @@ def _texts(feed: Feed, tokenizer: Any, is_by_line: bool) -> Iterator[tuple[str, 
     if feed.dataset is None:
         return
     for number, record in enumerate(_records(feed.dataset), 1):
+        where = f"{feed.dataset}: record {number}"
         if isinstance(record.get("text"), str):
-            yield str(record["text"]), {}
+            yield _sayable(record["text"], where), {}
         elif isinstance(record.get("messages"), list):
-            yield _chat(tokenizer, record["messages"], f"{feed.dataset}: record {number}"), {"add_special_tokens": False}
+            yield _sayable(_chat(tokenizer, record["messages"], where), where), {"add_special_tokens": False}
         else:
-            detail = f"{feed.dataset}: record {number} has neither 'text' nor 'messages', but {sorted(record)[:5]}"
-            raise InputError("bad-dataset", detail, "Rename the column.")
+            detail = f"{where} has neither a 'text' that is a string nor a list of 'messages', but {sorted(map(str, record))[:5]}"
+            raise InputError("bad-dataset", detail, "Give every record one of them.")
+
+
+def _sayable(text: str, where: str) -> str:
+    """The text itself; InputError for half a surrogate pair, which JSON can hold and no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        detail = f"{where} holds half a surrogate pair at character {error.start}; expected Unicode text"
+        raise InputError("bad-dataset", detail, "Leave the record out.") from None
+    return text
 
 
 def _chat(tokenizer: Any, messages: object, where: str) -> str:
@@ -177,7 +188,10 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as stream:
         try:
             for number, line in enumerate(stream, 1):
-                record = json.loads(line) if line.strip() else None
+                try:
+                    record = json.loads(line) if line.strip() else None
+                except ValueError as error:
+                    raise ValueError(f"line {number}: {error}") from None
                 if record is not None and not isinstance(record, dict):
                     raise ValueError(f"line {number} is no object")
                 if record is not None:
@@ -200,11 +214,11 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
         raise InputError("bad-dataset", f"{path} is no parquet file: {error}", "Give jsonl or parquet.") from None
 
 
-def write_samples(feed: Feed, skeleton: Skeleton, memory_nbytes: int, report: Any) -> Samples:
+def write_samples(feed: Feed, skeleton: Skeleton, memory_nbytes: int, report: Callable[[], None]) -> Samples:
     """Sequences that the model writes itself from its first token on, at temperature 1: the same ones every time.
 
     memory_nbytes  where all weights take no more they are held; else each layer is read again for every token
-    report         called with how many tokens more are written
+    report         called after every token of all sequences
     """
     if not skeleton.model.can_generate():
         detail = f"{type(skeleton.model).__name__} writes no text, so it cannot be fed with its own"
@@ -231,7 +245,7 @@ def write_samples(feed: Feed, skeleton: Skeleton, memory_nbytes: int, report: An
             if not torch.isfinite(logits).all():
                 raise InputError("calibration-nan", "the model writes NaN or Inf instead of text", "Check the weights.")
             written.append(torch.multinomial(torch.softmax(logits, -1), 1, generator=generator))
-            report(count)
+            report()
     return list(torch.cat(written, 1).numpy())
 
 

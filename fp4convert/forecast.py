@@ -14,7 +14,7 @@ from fp4convert.backends import Backend, open_backend
 from fp4convert.convert import artifact_job
 from fp4convert.folding import fold_names, reading_rank, split_leaf, split_numbers
 from fp4convert.formats import MODULE_FORMATS, format_named
-from fp4convert.methods import GPTQ, reopened
+from fp4convert.methods import RTN, reopened
 from fp4convert.pace import measure_pace
 from fp4convert.progress import size_text
 from fp4convert.rounding import Rounding
@@ -210,8 +210,8 @@ def find_doubts(sized: Sequence[Sized], plan: Plan) -> list[str]:
         added = _added_nbytes(sized)
         because = f"; packed weights that stay, written as bf16, add {size_text(added)}: see --keep-packed" if added > 0 else ""
         larger = [f"the result is larger than the source: {size_text(before)} become {size_text(after)}{because}"]
-    slower = ["the time is that of --method rtn; gptq takes longer, by how much its Gram matrices say (docs/methods.md)"]
-    return [*larger, *(slower if plan.target.method == GPTQ else []), *_find_bad_splits(plan)]
+    slower = [f"the time is that of --method {RTN}; {plan.target.method} takes longer (docs/methods.md)"]
+    return [*larger, *(slower if plan.target.method != RTN else []), *_find_bad_splits(plan)]
 
 
 def _added_nbytes(sized: Sequence[Sized]) -> int:

@@ -22,6 +22,7 @@ from fp4convert.calibration_file import FORMAT, Calibration, open_calibration
 from fp4convert.errors import InputError
 from fp4convert.formats import E4M3_MAX, GLOBAL_RANGE, Format
 from fp4convert.recipe import ScaleGroup
+from fp4convert.record import folds_recorded
 from fp4convert.sources import Source, stopping
 from fp4convert.spelling import ACTIVATIONS_FP4, Form
 
@@ -189,10 +190,17 @@ def _open(reference: str) -> Artifact:
     """The artifact whose scales are asked for."""
     is_path = os.path.exists(reference)
     try:
-        return open_artifact(reference)
+        artifact = open_artifact(reference)
     except InputError as error:
         what = "that artifact cannot be used" if is_path else "that is no number, and no artifact"
         raise InputError(error.code, f"{OPTION} {reference}: {what}: {error.message}", error.next_step, error.tensor) from None
+    if folds_recorded(artifact.record):
+        detail = (
+            f"{OPTION} {reference}: it was made by --method {artifact.record.get('method')}, so its scales fit inputs that norms"
+        )
+        next_step = "Give an artifact without folds, or the calibration file that it was made with."
+        raise InputError("input-scale-folded", f"{detail} had divided by factors of its own; expected plain ones", next_step)
+    return artifact
 
 
 def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float], list[str]]:
@@ -227,7 +235,8 @@ def _values(fed: Sequence[Fed], scales: InputScales) -> Iterable[float | None]:
 def _checked(value: float, fed: Fed, scales: InputScales) -> float:
     if SMALLEST <= value <= 1 / SMALLEST and math.isfinite(value):
         return value
-    detail = f"{scales.origin}: the input scale of {fed.module} is {value:g} as a multiplier; expected a positive number"
+    found = f"{scales.origin}: the input scale of {fed.module} is {value:g} as a multiplier"
+    detail = f"{found}; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}"
     raise InputError("bad-input-scale", detail, "See: fp4convert verify.", fed.module)
 
 

@@ -20,8 +20,8 @@ from fp4convert.formats import IMPORTANCE
 from fp4convert.recipe import Target
 from fp4convert.tasks import Plan, Step
 
-GPTQ = "gptq"
-METHODS = ("rtn", GPTQ, "awq", "smooth")
+RTN, GPTQ = "rtn", "gptq"
+METHODS = (RTN, GPTQ, "awq", "smooth")
 FOLDING = ("awq", "smooth")  # methods that multiply columns
 WEIGHING = ("rtn",)  # methods that need no statistics themselves
 GRAM_DIMENSIONS = 3  # (blocks, n, n)

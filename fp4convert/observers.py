@@ -261,7 +261,8 @@ class Watch:
                 return module[: module.rindex(f".{place.expert}.")]
             if place.expert is None and place.path.startswith(f"{path}."):
                 return module.rsplit(".", place.path[len(path) :].count("."))[0]
-        raise InputError("calibration-model", f"{path} has no linear layer that the checkpoint stores", "", path)
+        detail = f"{path} of the model has no linear layer that the checkpoint stores; expected one"
+        raise InputError("calibration-model", detail, "See config.json.", path)
 
 
 def _multiplied(module: Any, parameter: str, expert: int, x: torch.Tensor) -> torch.Tensor:

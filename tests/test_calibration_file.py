@@ -9,7 +9,8 @@ from checkpoints import FIRST, LAYER, LLAMA, write_checkpoint, write_llama
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from fp4convert.calibration_file import fingerprint_of, join_parts, open_calibration, part_notes, weights_of, write_part
+from fp4convert.calibration_file import fingerprint_of, open_calibration, weights_of
+from fp4convert.calibration_parts import join_parts, part_notes, write_part
 from fp4convert.errors import InputError
 from fp4convert.linears import find_linears
 from fp4convert.recipe import Target, build_recipe
@@ -184,5 +185,16 @@ def test_beyond_a_size_the_file_is_an_index_of_parts(tmp_path, source):
 def test_a_part_of_another_calibration_is_noticed(tmp_path, source):
     files = write_two_parts(tmp_path / "parts", source)
     join_parts(tmp_path / "c.safetensors", files, notes_for(source), largest_nbytes=0)
-    write_part(tmp_path / "c-00002-of-00002.safetensors", statistics_of(DOWN, X), {**part_notes(source), "weights": "other"})
+    write_part(tmp_path / "c-00002-of-00002.safetensors", statistics_of(DOWN, 2 * X), part_notes(source))
     assert refusal(open_calibration, tmp_path / "c.safetensors").code == "calibration-file"
+
+
+@pytest.mark.parametrize("kind", ["input_sq_mean", "input_abs_mean"])
+@pytest.mark.parametrize("shape", [(), (1,), (63,), (64, 1)])
+def test_statistics_of_another_number_of_columns_are_refused(tmp_path, source, kind, shape):
+    statistics = {**statistics_of(Q, X), f"{Q}.{kind}": np.ones(shape, np.float32)}
+    calibration = open_calibration(write_calibration(tmp_path / "c.safetensors", source, statistics))
+    getter = {"input_sq_mean": calibration.moments, "input_abs_mean": calibration.mean_magnitudes}[kind]
+    error = refusal(getter, Q)
+    assert (error.code, error.exit_code) == ("calibration-values", 2)
+    assert f"{Q}.{kind}" in error.message

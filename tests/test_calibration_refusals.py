@@ -121,7 +121,10 @@ def test_text_that_is_none(llama, words, tmp_path):
     assert refuse(llama, "--text", words)["code"] == "bad-text"
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"prompt": "a"}', '{"messages": [{"role": "user", "content": "a"}]}'])
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"prompt": "a"}', '{"messages": [{"role": "user", "content": "a"}]}', '{"text": "a \\ud800 b"}', '{"text": 5}'],
+)
 def test_data_sets_that_are_none(llama, tmp_path, line):
     data = tmp_path / "data.jsonl"
     data.write_text(line)

@@ -155,6 +155,19 @@ def test_a_scale_that_is_no_number_is_refused(value, dialect, source, tmp_path):
     assert (error["code"], error["tensor"]) == ("bad-input-scale", ALONE[1])
 
 
+def test_scales_for_divided_inputs_are_refused(source, tmp_path):
+    """An artifact of --method awq or smooth has them: they are too small, or too large, for any other."""
+    other = donor(source, tmp_path / "other", "modelopt", STORED)
+    path = other / "quantization_config.json"
+    linears = [f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"]
+    norm, heads = f"{LAYER}.post_attention_layernorm", {"repeats": 1, "width": 1}
+    fold = {"into": norm, "kind": "norm", "linears": linears, "heads": heads, "modules": [norm]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "method": "smooth", "folds": [fold]}))
+    error = refused(source, tmp_path / "out", "--input-scale", other)
+    assert error["code"] == "input-scale-folded"
+    assert "--method smooth" in error["message"]
+
+
 def test_what_is_neither_a_number_nor_an_artifact_is_refused(source, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.safetensors").write_text("hello")
