@@ -15,7 +15,7 @@ KERNEL(1) quantize_naive(const u16 *x, i64 n, const float *amax, u8 *packed, u8 
     int lane = threadIdx.x % WARP;
     i64 block = (i64)blockIdx.x * WARPS + threadIdx.x / WARP, element = block * UNIT + lane;
     if (block >= n / UNIT) return;
-    float value = lane < UNIT ? fp4_from_bf16(x[element]) : 0.0f, global_scale = nvfp4_global_scale(*amax);
+    float value = lane < UNIT ? fp4_from_bf16(x[element]) : 0.0f, global_scale = nvfp4_global_scale(*amax, NVFP4_AMAX);
     u32 block_amax = fp4_bits(value) & 0x7FFFFFFFu;
     for (int distance = UNIT / 2; distance; distance /= 2) block_amax = max(block_amax, __shfl_xor_sync(ALL_LANES, block_amax, distance));
     u32 stored = nvfp4_block_scale(fp4_float(block_amax), global_scale);

@@ -27,10 +27,12 @@ from measure import ROOT
 
 from fp4convert import gpus
 from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.formats import FLOAT_TYPES, MXFP4, NVFP4, Format
+from fp4convert.formats import FLOAT_TYPES, MXFP4, NVFP4, Format, rule_number
 
 BARS = {"amax": 97, "quantize": 92, "dequantize": 90}  # % of the copy's rate
+SEARCH_BARS = {False: 12, True: 30}  # by whether the hardware converts to E2M1
 GEMV_BARS = {False: 60, True: 90}  # by whether the hardware decodes E2M1
+WEIGHED_COLUMNS = 8192
 GEMV_SHAPES = ((16384, 16384), (28672, 8192))
 SECONDS = 270
 
@@ -52,6 +54,7 @@ class Elementwise:
         self._x = [device.filled(noise(dtype), self._nbytes) for _ in range(self._sets)]
         sizes = (self._nbytes, n // 2, n // 16)
         self._y, self._packed, self._block_scales = ([device.empty(size) for _ in range(self._sets)] for size in sizes)
+        self._weights = device.upload(np.random.default_rng(1).exponential(1, WEIGHED_COLUMNS).astype(np.float32) + 0.01)
         self._amax = device.upload(np.abs(noise(dtype).view(FLOAT_DTYPES[dtype]).astype(np.float32)).max())
 
     def table(self) -> str:
@@ -67,9 +70,19 @@ class Elementwise:
         yield self._case(rung, partial(self._measure_and_quantize, rung), f" after amax_{word}", passes=2)
         for rung in [*naive["dequantize_naive"], Rung(self._device.kernels, f"dequantize_nvfp4_{word}")]:
             yield self._case(rung, partial(self._dequantize, rung, (self._amax, 0)))
-        for number, rule in enumerate(MXFP4.scale_rules):
+        for number, rule in enumerate(("floor", "even", "ceil")):
             for rung in rungs(f"quantize_mxfp4_{word}"):
                 yield self._case(rung, partial(self._quantize, rung, number), f" {rule}")
+        for rule in ("mse", "four-over-six"):
+            for rung in rungs(f"search_nvfp4_{word}"):
+                yield self._case(rung, partial(self._quantize, rung, self._amax, *rule_number(NVFP4, rule)), f" {rule}")
+        for rung in rungs(f"search_mxfp4_{word}"):
+            yield self._case(rung, partial(self._quantize, rung), " mse")
+        weights = (self._weights, WEIGHED_COLUMNS)
+        for rung in rungs(f"weigh_nvfp4_{word}"):
+            yield self._case(rung, partial(self._quantize, rung, self._amax, *weights), " importance")
+        for rung in rungs(f"weigh_mxfp4_{word}"):
+            yield self._case(rung, partial(self._quantize, rung, *weights), " importance")
         rung = Rung(self._device.kernels, f"dequantize_mxfp4_{word}")
         yield self._case(rung, partial(self._dequantize, rung, ()))
 
@@ -77,8 +90,15 @@ class Elementwise:
         """passes: over the values; parts: how often codes and scales pass."""
         block_size = MXFP4.block_size if "mxfp4" in rung.name else NVFP4.block_size
         moved = passes * self._nbytes + parts * (self._n // 2 + self._n // block_size)
-        bar = BARS[family(rung.name)] if rung.name not in BASELINES else None
-        return self._device.case(rung, work, moved, bar, note)
+        return self._device.case(rung, work, moved, self._bar(rung, note), note)
+
+    def _bar(self, rung: Rung, note: str) -> int | None:
+        """% of the copy's rate; rules that search have one for mse, of 16-bit weights."""
+        if rung.name in BASELINES:
+            return None
+        if family(rung.name) in BARS:
+            return BARS[family(rung.name)]
+        return SEARCH_BARS[rung.kernels.target.has_cvt] if note == " mse" and self._word != "fp32" else None
 
     def _copy(self, run: int) -> None:
         turn = run % self._sets
@@ -89,9 +109,11 @@ class Elementwise:
             self._n, self._x[run % self._sets], self._n, self._device.amax_slot(run)
         )
 
-    def _quantize(self, rung: Rung, argument: object, run: int) -> None:
-        turn = run % self._sets
-        rung.launch(self._n, self._x[turn], self._n, argument, self._packed[turn], self._block_scales[turn])
+    def _quantize(self, rung: Rung, *arguments: object) -> None:
+        """arguments: those of the rule, then the number of the run"""
+        *choice, run = arguments
+        turn = int(str(run)) % self._sets
+        rung.launch(self._n, self._x[turn], self._n, *choice, self._packed[turn], self._block_scales[turn])
 
     def _measure_and_quantize(self, rung: Rung, run: int) -> None:
         self._measure(run)

@@ -17,7 +17,7 @@ from measure import ROOT
 from fp4convert import codec
 from fp4convert.backends.cpu import Cpu
 from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.formats import FLOAT_TYPES, FORMATS, NVFP4, Format, Quantized
+from fp4convert.formats import FLOAT_TYPES, FORMATS, IMPORTANCE, NVFP4, Format, Quantized, kernel_of, rule_number
 
 sys.path.append(str(ROOT / "tests"))
 import adversarial
@@ -38,29 +38,33 @@ def inputs(dtype: str, fmt: Format, rule: str) -> Iterator[tuple[Values, float]]
     for make in adversarial.PLAIN.values():
         values = make(dtype, 256, 1024)
         yield values, float(np.abs(values.astype(np.float32)).max())
+    near = rule if rule != IMPORTANCE else "mse"
     for group_amax in itertools.islice(adversarial.group_amaxes(dtype), 0, None, 4):
         blocks = adversarial.block_amaxes(dtype, group_amax, 2048)
-        yield adversarial.around_midpoints(blocks, dtype, fmt, rule, group_amax), group_amax
+        yield adversarial.around_midpoints(blocks, dtype, fmt, near, group_amax), group_amax
 
 
 def compare_quantizers(device: Device, dtype: str, fmt: Format, rule: str) -> None:
     word, cpu = FLOAT_TYPES[dtype].word, Cpu()
-    rungs = device.rungs(f"quantize_{fmt.name}_{word}")
-    if (fmt, dtype) == (NVFP4, "BF16"):
+    rungs = device.rungs(f"{kernel_of(fmt, rule)}_{word}")
+    if (fmt, dtype, rule) == (NVFP4, "BF16", "amax"):
         rungs.append(Rung(device.kernels, "quantize_naive"))
     for values, group_amax in inputs(dtype, fmt, rule):
         matrix = adversarial.matrix(values, dtype)
-        expected, expected_amax = cpu.quantize(matrix, fmt, rule, group_amax), cpu.amax(matrix)
-        x, amax = device.upload(matrix.data), device.upload(np.float32(group_amax))
+        importance, columns = adversarial.importance_for(rule, values.shape[1]), values.shape[1]
+        expected, expected_amax = cpu.quantize(matrix, fmt, rule, group_amax, importance), cpu.amax(matrix)
+        x, amax = device.upload(matrix.data), [device.upload(np.float32(group_amax))] if fmt.has_global_scale else []
+        weights = [] if importance is None else [device.upload(codec.weigh(importance, columns, fmt)), columns]
+        choice = (*amax, *rule_number(fmt, rule), *weights)
 
         def check_amax(rung: Rung, n: int = values.size, x: Any = x, expected: float = expected_amax) -> None:
             found = device.upload(np.float32(0))
             rung.launch(n, x, n, found)
             assert found.get().view(np.float32)[0] == expected, f"{rung.name}: expected {expected}"
 
-        def check(rung: Rung, values: Values = values, x: Any = x, amax: Any = amax, expected: Quantized = expected) -> None:
+        def check(rung: Rung, values: Values = values, x: Any = x, choice: Any = choice, expected: Quantized = expected) -> None:
             n, parts = values.size, [device.poisoned(part.nbytes) for part in (expected.packed, expected.block_scales)]
-            rung.launch(n, x, n, amax if fmt.has_global_scale else fmt.scale_rules.index(rule), *parts)
+            rung.launch(n, x, n, *choice, *parts)
             packed, block_scales = (part.get().data for part in parts)
             found = Quantized(fmt, expected.shape, packed, block_scales, expected.global_scale)
             adversarial.assert_same_bytes(found, expected, values, f"{rung.name} {rule}")

@@ -28,12 +28,13 @@ BUSY_NBYTES, BUSY_COPIES = 256 * M, 16  # some milliseconds: more than it takes 
 SLOT_NBYTES = 128  # a cache line: each run has an amax of its own, zero at first
 THREADS = 256
 PER_BLOCK = {  # elements, or rows of a matrix, to a block of threads
-    **{"amax": 8192, "quantize": 8192, "dequantize": 8192, "gemv": 32},
+    **{"amax": 8192, "quantize": 8192, "search": 8192, "weigh": 8192, "dequantize": 8192, "gemv": 32},
     **{"quantize_naive": 128, "dequantize_naive": 256, "gemv_naive": 256, "gemv_coalesced": 8, "gemv_one_tile": 32},
 }
 GEMV_VECTORS = 2  # to a block of threads
 BASELINES = tuple(name for name in PER_BLOCK if "_" in name)
-FILES = {"amax": "quantize.cu", "quantize": "quantize.cu", "dequantize": "dequantize.cu", "gemv": "gemv.cu"}
+FILES = {"amax": "quantize.cu", "quantize": "quantize.cu", "search": "search.cu", "weigh": "search.cu"}
+FILES |= {"dequantize": "dequantize.cu", "gemv": "gemv.cu"}
 HEADINGS = ["what", "ms", "GB/s", "% of copy", "bar", "output"]
 
 Values = np.ndarray
@@ -64,7 +65,7 @@ class Kernels:
     """Every kernel compiled for one target, loaded when it is first wanted."""
 
     def __init__(self, target: Target) -> None:
-        self._target = target
+        self.target = target
         self._functions: dict[str, Any] = {}
 
     def function(self, name: str) -> Any:
@@ -72,7 +73,7 @@ class Kernels:
 
         if name not in self._functions:
             source = baselines_source(Path(tempfile.mkdtemp())) if name in BASELINES else kernels_folder() / FILES[family(name)]
-            self._functions[name] = cupy.RawModule(path=str(cubin_path(source, self._target))).get_function(name)
+            self._functions[name] = cupy.RawModule(path=str(cubin_path(source, self.target))).get_function(name)
         return self._functions[name]
 
 

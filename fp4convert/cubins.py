@@ -22,8 +22,8 @@ from pathlib import Path
 
 from fp4convert.errors import InputError, OutputError
 
-SOURCES = ("quantize.cu", "dequantize.cu", "gemv.cu", "compare.cu")
-HEADERS = ("fp4.h", "device.h")
+SOURCES = ("quantize.cu", "search.cu", "dequantize.cu", "gemv.cu", "compare.cu")
+HEADERS = ("fp4.h", "device.h", "codes.cuh")
 ELF_HEADER_NBYTES = 64
 OLDEST = (8, 0)  # the first with packed bf16 arithmetic
 WITH_CVT = frozenset({(10, 0), (10, 3), (12, 0), (12, 1)})  # cvt to and from e2m1x2, under their own targets alone

@@ -248,6 +248,18 @@ def check_rule(fmt: Format, rule: str) -> str:
     return rule
 
 
+def kernel_of(fmt: Format, rule: str) -> str:
+    """The kernel for a rule, less its dtype; InputError for a rule of another format."""
+    is_searched = check_rule(fmt, rule) in ("mse", "four-over-six")
+    return f"{'weigh' if rule == IMPORTANCE else 'search' if is_searched else 'quantize'}_{fmt.name}"
+
+
+def rule_number(fmt: Format, rule: str) -> tuple[int, ...]:
+    """The number of the rule where its kernel has a choice of rules: as in kernels/fp4.h."""
+    is_lone = rule in ("amax", IMPORTANCE) or (rule == "mse" and not fmt.has_global_scale)
+    return () if is_lone else (fmt.scale_rules.index(rule),)
+
+
 def global_range(rule: str) -> float:
     """The amax that a global scale of 1 stands for under a scale rule."""
     return FOUR_OVER_SIX_RANGE if rule == "four-over-six" else GLOBAL_RANGE

@@ -20,12 +20,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fp4convert import cubins
-from fp4convert.codec import check_range, global_scale_of, not_finite
-from fp4convert.errors import DeviceError, InputError
+from fp4convert.codec import Float32s, check_importance, check_range, global_scale_of, not_finite, weigh
+from fp4convert.errors import DeviceError
 from fp4convert.formats import (
     CODES,
     FLOAT_TYPES,
-    IMPORTANCE,
     ROW_SUMS,
     Blocks,
     Compared,
@@ -33,8 +32,9 @@ from fp4convert.formats import (
     Matrix,
     Quantized,
     Weights,
-    check_rule,
+    kernel_of,
     row_panels,
+    rule_number,
 )
 from fp4convert.gpus import Gpu
 
@@ -45,7 +45,7 @@ ELEMENTS_PER_LAUNCH_BLOCK, THREADS = 8192, 256  # kernels/device.h
 ALIGNMENT = 16  # of every part of a buffer
 MAX_ELEMENT_NBYTES = 4  # float32
 FILES = {"amax": "quantize.cu", "quantize": "quantize.cu", "dequantize": "dequantize.cu", "gemv": "gemv.cu"}
-FILES |= {"compare": "compare.cu", "count": "compare.cu"}
+FILES |= {"search": "search.cu", "weigh": "search.cu", "compare": "compare.cu", "count": "compare.cu"}
 ROWS_PER_LAUNCH_BLOCK = 8  # kernels/compare.cu
 GEMV_ROWS, GEMV_VECTORS = 32, 2  # to a block of threads: kernels/gemv.cu
 
@@ -147,7 +147,7 @@ class Lane:
         self._is_measured = False
         with self.device:
             self._up, self._work, self._down = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
-            self._amax_buffer, self._scale_buffer, *buffers = (_Buffer(cupy) for _ in range(6))
+            self._amax_buffer, self._scale_buffer, self._weights_buffer, *buffers = (_Buffer(cupy) for _ in range(7))
         self._buffers = buffers
         self._arrivals, self._results = cycle(buffers[:2]), cycle(buffers[2:])
 
@@ -197,15 +197,18 @@ class Lane:
         self._amax_buffer.copied.synchronize()
         return float(np.frombuffer(self._amax_buffer.host, np.float32, 1)[0])
 
-    def quantize(self, members: Sequence[Weights], fmt: Format, rule: str) -> Iterator[tuple[int, Quantized]]:
+    def quantize(
+        self, members: Sequence[Weights], fmt: Format, rule: str, importance: Sequence[Float32s] = ()
+    ) -> Iterator[tuple[int, Quantized]]:
         """Panels in order, each valid until the next is asked for, under the amax that `measure` or `give_amax` set.
 
-        Raises NumericError where a measured amax is Inf or NaN, InputError for a rule of another format
+        importance  of each member, under the rule of that name
+        Raises NumericError where a measured amax is Inf or NaN, InputError for a rule of another format, importance that is none
         """
-        number_of_rule = fmt.scale_rules.index(check_rule(fmt, rule))
-        if rule in ("mse", "four-over-six", IMPORTANCE):
-            raise InputError("no-scale-rule", f"scale rule {rule} has no kernel for GPUs yet", "Use --device cpu.")
-        choice = (*([self._amax_buffer.device.ptr] if fmt.has_global_scale else []), number_of_rule)
+        kernel = kernel_of(fmt, rule)
+        check_importance(rule, importance[0] if importance else None)
+        weighed = [weigh(own, weights.shape[1], fmt) for own, weights in zip(importance, members, strict=bool(importance))]
+        amax = [self._amax_buffer.device.ptr] if fmt.has_global_scale else []
         scale: list[float] = []  # of the group, as soon as it is known
 
         def start(number: int, weights: Weights, first: int, last: int) -> Callable[[], tuple[int, Quantized]]:
@@ -217,7 +220,8 @@ class Lane:
             at, word = result.device.ptr, FLOAT_TYPES[weights.dtype].word
             codes = (at + packed.start, at + block_scales.start)
             with self._panel(weights, first, last) as (x, _):
-                self._start(f"quantize_{fmt.name}_{word}", n, x, n, *choice, *codes)
+                choice = (*amax, *rule_number(fmt, rule), *(self._give_weights(weighed[number]) if weighed else ()))
+                self._start(f"{kernel}_{word}", n, x, n, *choice, *codes)
                 if fmt.has_global_scale and not scale:
                     scale.append(self._give_scale(rule))
                 extra = (self._scale_buffer.device.ptr, 0) if fmt.has_global_scale else ()
@@ -257,6 +261,16 @@ class Lane:
         self._scale_buffer.host[:4] = np.float32(stored).tobytes()
         self._scale_buffer.upload(4, self._work)
         return stored
+
+    def _give_weights(self, weights: Float32s) -> tuple[int, int]:
+        """(address, columns) of the weights of columns, which are on the device for work that is started from now on."""
+        buffer = self._weights_buffer
+        buffer.used.record(self._work)
+        buffer.hold(weights.nbytes)
+        buffer.copied.synchronize()
+        buffer.host[: weights.nbytes] = weights.view(np.uint8).data
+        buffer.upload(weights.nbytes, self._work)
+        return buffer.device.ptr, weights.size
 
     def dequantize(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         """The values in order, each panel valid until the next is asked for."""

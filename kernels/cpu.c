@@ -6,9 +6,11 @@
 #define API __attribute__((visibility("default")))
 #define FOR_DTYPE(E, d, t)                                                                                              \
     E(amax_##d, (const t *x, int64_t n, uint32_t *amax_bits), (x, n, amax_bits))                                        \
-    E(quantize_nvfp4_##d, (const t *x, int64_t n, const float *amax, int64_t rule, uint8_t *p, uint8_t *s),             \
-      (x, n, amax, rule, p, s))                                                                                         \
+    E(quantize_nvfp4_##d, (const t *x, int64_t n, const float *amax, uint8_t *p, uint8_t *s), (x, n, amax, p, s))       \
     E(quantize_mxfp4_##d, (const t *x, int64_t n, int64_t rule, uint8_t *p, uint8_t *s), (x, n, rule, p, s))            \
+    E(search_nvfp4_##d, (const t *x, int64_t n, const float *amax, int64_t rule, uint8_t *p, uint8_t *s),               \
+      (x, n, amax, rule, p, s))                                                                                         \
+    E(search_mxfp4_##d, (const t *x, int64_t n, uint8_t *p, uint8_t *s), (x, n, p, s))                                  \
     E(weigh_nvfp4_##d, (const t *x, int64_t n, const float *amax, const float *w, int64_t c, uint8_t *p, uint8_t *s),   \
       (x, n, amax, w, c, p, s))                                                                                         \
     E(weigh_mxfp4_##d, (const t *x, int64_t n, const float *w, int64_t c, uint8_t *p, uint8_t *s), (x, n, w, c, p, s))  \

@@ -1,12 +1,14 @@
 /* Block quantization on the CPU; compiled once per instruction set (FP4_LEVEL), entered through cpu.c.
  *
- *   quantize_nvfp4_D(x, n, amax, rule, packed, block_scales)             n % 16 == 0; *amax: float32, largest |x| of the scale group
- *   quantize_mxfp4_D(x, n, rule, packed, block_scales)                   n % 32 == 0
+ *   quantize_nvfp4_D(x, n, amax, packed, block_scales)                   n % 16 == 0; *amax: float32, largest |x| of the scale group
+ *   quantize_mxfp4_D(x, n, rule, packed, block_scales)                   n % 32 == 0; rule: FP4_FLOOR, FP4_EVEN, FP4_CEIL
+ *   search_nvfp4_D(x, n, amax, rule, packed, block_scales)               rule: NVFP4_MSE, NVFP4_FOUR_OVER_SIX
+ *   search_mxfp4_D(x, n, packed, block_scales)                           rule mse
  *   weigh_nvfp4_D(x, n, amax, weights, columns, packed, block_scales)    rule importance: weights of the squares, one to a column,
  *   weigh_mxfp4_D(x, n, weights, columns, packed, block_scales)          as codec.weigh makes them; n % columns == 0
  *
  * D is bf16, fp16 or fp32: the type of x, which is finite and aligned to its type; packed and block_scales need no alignment.
- * rule is one of fp4.h's.  Bytes equal quantize in fp4convert/codec.py.
+ * Bytes equal quantize in fp4convert/codec.py.
  * Bytes moved per bf16 element: NVFP4 2 + 0.5625, MXFP4 2 + 0.53125.
  * The scales come first, CHUNK blocks at a time: from the blocks' largest magnitudes, or from search.c; then the codes.
  */
@@ -78,13 +80,13 @@ INLINE int sound_blocks(const float *x, const float *step, const float *inverse,
 /* Scales of at most CHUNK blocks, the first of which is number `first`; maxima: their largest magnitudes, as float32 bits. */
 INLINE void nvfp4_scales(const float *restrict x, const uint32_t *restrict maxima, int64_t first, int blocks,
                          const Choice *choice, uint8_t *restrict block_scales) {
-    if (choice->weights || choice->rule != NVFP4_AMAX) return NAME(search_nvfp4)(x, first, blocks, choice, block_scales);
+    if (choice->weights || choice->rule != NVFP4_AMAX) return NAME(choose_nvfp4)(x, first, blocks, choice, block_scales);
     for (int b = 0; b < blocks; b++) block_scales[b] = (uint8_t)nvfp4_block_scale(fp4_float(maxima[b]), choice->global_scale);
 }
 
 INLINE void mxfp4_scales(const float *restrict x, const uint32_t *restrict maxima, int64_t first, int blocks,
                          const Choice *choice, uint8_t *restrict block_scales) {
-    if (choice->weights || choice->rule == MXFP4_MSE) return NAME(search_mxfp4)(x, first, blocks, choice, block_scales);
+    if (choice->weights || choice->rule == MXFP4_MSE) return NAME(choose_mxfp4)(x, first, blocks, choice, block_scales);
     for (int b = 0; b < blocks; b++) block_scales[b] = (uint8_t)e8m0_encode(maxima[b], choice->rule);
 }
 
@@ -276,7 +278,7 @@ static void nvfp4_bf16(const uint16_t *restrict x, int64_t n, const Choice *choi
         int blocks = (int)(n / 16 - first < CHUNK ? n / 16 - first : CHUNK), b = 0, slow = 0;
         block_maxima16(x, blocks, 16, maxima);
         if (choice->weights || choice->rule != NVFP4_AMAX)
-            NAME(search_nvfp4)(widen_bf16(x, blocks * 16, wide), first, blocks, choice, block_scales);
+            NAME(choose_nvfp4)(widen_bf16(x, blocks * 16, wide), first, blocks, choice, block_scales);
         else
             for (int i = 0; i < blocks; i++) block_scales[i] = (uint8_t)nvfp4_block_scale(fp4_from_bf16(maxima[i]), global_scale);
         for (int i = 0; i < blocks; i++) {
@@ -311,7 +313,7 @@ static void mxfp4_bf16(const uint16_t *restrict x, int64_t n, const Choice *choi
     for (int64_t first = 0; first < n / 32; first += CHUNK, x += CHUNK * 32, packed += CHUNK * 16, block_scales += CHUNK) {
         int blocks = (int)(n / 32 - first < CHUNK ? n / 32 - first : CHUNK), b = 0, slow = 0;
         if (choice->weights || choice->rule == MXFP4_MSE)
-            NAME(search_mxfp4)(widen_bf16(x, blocks * 32, wide), first, blocks, choice, block_scales);
+            NAME(choose_mxfp4)(widen_bf16(x, blocks * 32, wide), first, blocks, choice, block_scales);
         else {
             block_maxima16(x, blocks, 32, maxima);
             for (int i = 0; i < blocks; i++) block_scales[i] = (uint8_t)e8m0_encode((uint32_t)maxima[i] << 16, choice->rule);
@@ -334,11 +336,17 @@ static void mxfp4_bf16(const uint16_t *restrict x, int64_t n, const Choice *choi
 /* ------------------------------------------------------------------------------------------------------- entry points */
 
 #define DEFINE_ENTRIES(dtype, type)                                                                                          \
-    void NAME(quantize_nvfp4_##dtype)(const type *x, int64_t n, const float *amax, int64_t rule, uint8_t *p, uint8_t *s) {   \
-        nvfp4_##dtype(x, n, &(const Choice){rule, nvfp4_global_scale(*amax, rule), NULL, 1}, p, s);                          \
+    void NAME(quantize_nvfp4_##dtype)(const type *x, int64_t n, const float *amax, uint8_t *p, uint8_t *s) {                 \
+        nvfp4_##dtype(x, n, &(const Choice){NVFP4_AMAX, nvfp4_global_scale(*amax, NVFP4_AMAX), NULL, 1}, p, s);              \
     }                                                                                                                        \
     void NAME(quantize_mxfp4_##dtype)(const type *x, int64_t n, int64_t rule, uint8_t *p, uint8_t *s) {                      \
         mxfp4_##dtype(x, n, &(const Choice){rule, 1.0f, NULL, 1}, p, s);                                                     \
+    }                                                                                                                        \
+    void NAME(search_nvfp4_##dtype)(const type *x, int64_t n, const float *amax, int64_t rule, uint8_t *p, uint8_t *s) {     \
+        nvfp4_##dtype(x, n, &(const Choice){rule, nvfp4_global_scale(*amax, rule), NULL, 1}, p, s);                          \
+    }                                                                                                                        \
+    void NAME(search_mxfp4_##dtype)(const type *x, int64_t n, uint8_t *p, uint8_t *s) {                                      \
+        mxfp4_##dtype(x, n, &(const Choice){MXFP4_MSE, 1.0f, NULL, 1}, p, s);                                                \
     }                                                                                                                        \
     void NAME(weigh_nvfp4_##dtype)(const type *x, int64_t n, const float *amax, const float *weights, int64_t columns,       \
                                    uint8_t *p, uint8_t *s) {                                                                 \

@@ -137,7 +137,7 @@ typedef struct {
     f32s v[16], w[16];
     f32s r; /* the largest over 6 global scales: what rule amax rounds */
     f32s heaviest, its_weight; /* the element whose clipping bounds the cost from below */
-    i32s first, last;
+    i32s first, last, is_sound;
     int unclipped; /* how many codes, from the last down, clip no element */
     float global_scale;
 } Side;
@@ -200,7 +200,7 @@ INLINE i32s search_roughly(const Side *side, const f32s *w, i32s *is_certain) {
         consider(&found, either(code > 0, COST_OF(code, rough_cost, 1), infinite), code);
         code -= 1;
     }
-    *is_certain = found.second > (found.least + slack) * DOUBT;
+    *is_certain = (found.second > (found.least + slack) * DOUBT) & side->is_sound;
     return found.best;
 }
 
@@ -236,6 +236,7 @@ INLINE void open_side(const float *const *rows, const float *const *weights, flo
     side->first = e4m3_codes(r);
     side->last = lesser(greater(side->first + 7, (i32s){0} + (ALL_CODES_BELOW - 1)), (i32s){0} + LARGEST_CODE);
     side->last = ((side->last & ~is_tiny) | (LARGEST_CODE & is_tiny)) & (r > 0.0f);
+    side->is_sound = ~is_tiny;
     i32s unclipped = (side->last - side->first + 1) & ~(r > 1.1f * e4m3_values(side->first));
     side->unclipped = 16;
     for (int l = 0; l < SIDE; l++)
@@ -297,7 +298,7 @@ INLINE void find_rows(const float *x, int64_t first, int here, int blocks, int w
     }
 }
 
-void NAME(search_nvfp4)(const float *restrict x, int64_t first, int blocks, const Choice *choice, uint8_t *restrict block_scales) {
+void NAME(choose_nvfp4)(const float *restrict x, int64_t first, int blocks, const Choice *choice, uint8_t *restrict block_scales) {
     for (int b = 0; b < blocks; b += SIDE) {
         const float *rows[SIDE], *weights[SIDE];
         find_rows(x, first, b, blocks, 16, choice, rows, weights);
@@ -310,7 +311,7 @@ void NAME(search_nvfp4)(const float *restrict x, int64_t first, int blocks, cons
     }
 }
 
-void NAME(search_mxfp4)(const float *restrict x, int64_t first, int blocks, const Choice *choice, uint8_t *restrict block_scales) {
+void NAME(choose_mxfp4)(const float *restrict x, int64_t first, int blocks, const Choice *choice, uint8_t *restrict block_scales) {
     for (int b = 0; b < blocks; b += SIDE) {
         const float *rows[SIDE], *weights[SIDE];
         f32s v[32], w[32];

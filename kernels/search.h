@@ -15,7 +15,7 @@ typedef struct {
 } Choice;
 
 /* Scales of consecutive blocks, the first of which is number `first` of the matrix; x: their elements. */
-void NAME(search_nvfp4)(const float *restrict x, int64_t first, int blocks, const Choice *choice, uint8_t *restrict block_scales);
-void NAME(search_mxfp4)(const float *restrict x, int64_t first, int blocks, const Choice *choice, uint8_t *restrict block_scales);
+void NAME(choose_nvfp4)(const float *restrict x, int64_t first, int blocks, const Choice *choice, uint8_t *restrict block_scales);
+void NAME(choose_mxfp4)(const float *restrict x, int64_t first, int blocks, const Choice *choice, uint8_t *restrict block_scales);
 
 #endif

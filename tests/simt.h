@@ -152,6 +152,11 @@ extern "C" __attribute__((visibility("default"))) void simt_launch(simt::Kernel 
             for (unsigned warp = 0; warp < threads / simt::LANES; warp++) simt::run_warp(warp);
 }
 
+static inline int __any_sync(unsigned, bool claim) {
+    unsigned long long *slot = simt::meet(claim), found = 0;
+    for (int i = 0; i < simt::LANES; i++) found |= slot[i];
+    return found != 0;
+}
 template <class T> static inline T __shfl_xor_sync(unsigned, T value, int mask) {
     unsigned long long bits = 0;
     static_assert(sizeof value <= sizeof bits, "of 32 or of 64 bits");

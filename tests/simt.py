@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.codec import FLOAT_DTYPES, global_scale_of
-from fp4convert.formats import CODES, FLOAT_TYPES, ROW_SUMS, Compared, Format, Matrix, Quantized
+from fp4convert.codec import FLOAT_DTYPES, Float32s, global_scale_of, weigh
+from fp4convert.formats import CODES, FLOAT_TYPES, ROW_SUMS, Compared, Format, Matrix, Quantized, kernel_of, rule_number
 
 TESTS = Path(__file__).parent
 KERNELS = TESTS.parent / "kernels"
@@ -113,7 +113,8 @@ class SimtKernels:
     name = "simt"
 
     def __init__(self, folder: Path, kernels: Path = KERNELS, has_cvt: bool = False) -> None:
-        stems = {"amax": "quantize", "quantize": "quantize", "dequantize": "dequantize", "compare": "compare", "count": "compare"}
+        stems = {"amax": "quantize", "quantize": "quantize", "search": "search", "weigh": "search"}
+        stems |= {"dequantize": "dequantize", "compare": "compare", "count": "compare"}
         made = {stem: compile_for_host(kernels / f"{stem}.cu", folder, has_cvt) for stem in set(stems.values())}
         self._libraries = {kind: made[stem] for kind, stem in stems.items()}
 
@@ -123,12 +124,13 @@ class SimtKernels:
         self.call(f"amax_{FLOAT_TYPES[x.dtype].word}", n, values, n, found)
         return float(found.view(np.float32)[0])
 
-    def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float, importance: None = None) -> Quantized:
+    def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float, importance: Float32s | None = None) -> Quantized:
         values, n = aligned(x.data), x.shape[0] * x.shape[1]
         packed, block_scales = guarded(n // 2), guarded(n // fmt.block_size)
         amax = [aligned(np.array([group_amax], np.float32))] if fmt.has_global_scale else []
-        choice = (*amax, fmt.scale_rules.index(rule))
-        self.call(f"quantize_{fmt.name}_{FLOAT_TYPES[x.dtype].word}", n, values, n, *choice, packed, block_scales)
+        weights = [] if importance is None else [aligned(weigh(importance, x.shape[1], fmt)), x.shape[1]]
+        choice = (*amax, *rule_number(fmt, rule), *weights)
+        self.call(f"{kernel_of(fmt, rule)}_{FLOAT_TYPES[x.dtype].word}", n, values, n, *choice, packed, block_scales)
         stored = float(global_scale_of(group_amax, rule)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
 

@@ -29,10 +29,10 @@ from adversarial import (
 
 from fp4convert import codec
 from fp4convert.backends import Given
-from fp4convert.backends.cpu import Cpu, _kernel, _library
+from fp4convert.backends.cpu import Cpu, _library
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.errors import InputError, NumericError
-from fp4convert.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Format, Matrix, Quantized, global_range
+from fp4convert.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Format, Matrix, Quantized, global_range, kernel_of, rule_number
 
 NATIVE = _library().fp4_level(0)  # 4, 3 or 2 on x86-64, 0 elsewhere
 Cpus = dict[int, Cpu]
@@ -75,10 +75,11 @@ def raw_quantize(cpu: Cpu, values: Values, dtype: str, fmt: Format, rule: str, o
     buffers = [np.full(size + 64, GUARD, np.uint8) for size in sizes]
     packed, scales = (buffer[offset : offset + size] for buffer, size in zip(buffers, sizes, strict=True))
     amax = np.array([1.0], np.float32)
-    kernel, choice = _kernel(fmt, rule, values.size, importance_for(rule, values.size))
+    importance = importance_for(rule, values.size)
+    choice = [*rule_number(fmt, rule), *([] if importance is None else [codec.weigh(importance, values.size, fmt), values.size])]
     arguments = [values, values.size, *([amax] if fmt is NVFP4 else []), *choice, packed, scales]
     native = [ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data) for a in arguments]
-    cpu._library[f"{kernel}_{FLOAT_TYPES[dtype].word}"](*native)
+    cpu._library[f"{kernel_of(fmt, rule)}_{FLOAT_TYPES[dtype].word}"](*native)
     for buffer, size in zip(buffers, sizes, strict=True):
         assert (buffer[:offset] == GUARD).all(), "written before the buffer"
         assert (buffer[offset + size :] == GUARD).all(), "written behind the buffer"

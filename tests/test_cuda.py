@@ -13,25 +13,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adversarial import DTYPES, Values, assert_same_bytes, gaussian, generator, matrix, random_bits, rounded
+from adversarial import DTYPES, Values, assert_same_bytes, gaussian, generator, importance_for, matrix, random_bits, rounded
 from checkpoints import LAYER, bf16, llama_shards, run, write_checkpoint, write_llama, write_single
 from lazy_cuda import Machine
 from simt import KERNELS, compile_for_host
 
-from fp4convert import codec, gpus, lane
+from fp4convert import codec, cubins, gpus, lane
 from fp4convert.backends import Given, cuda, open_backend
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.errors import DeviceError, InputError, NumericError
-from fp4convert.formats import FORMATS, MXFP4, NVFP4, Matrix, Quantized
+from fp4convert.formats import FORMATS, NVFP4, Matrix, Quantized
 
-RULES = [(NVFP4, "amax"), (MXFP4, "floor"), (MXFP4, "even"), (MXFP4, "ceil")]
-EVERY_RULE = pytest.mark.parametrize(("fmt", "rule"), RULES)
+EVERY_RULE = pytest.mark.parametrize(("fmt", "rule"), [(fmt, rule) for fmt in FORMATS.values() for rule in fmt.scale_rules])
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    folder = tmp_path_factory.mktemp("simt")
-    return {stem: compile_for_host(KERNELS / f"{stem}.cu", folder) for stem in ("quantize", "dequantize", "gemv", "compare")}
+    folder, stems = tmp_path_factory.mktemp("simt"), [Path(source).stem for source in cubins.SOURCES]
+    return {stem: compile_for_host(KERNELS / f"{stem}.cu", folder) for stem in stems}
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +98,13 @@ def test_a_group_is_quantized_under_one_amax_with_any_room(machine, dtype, fmt, 
     values = group_of(dtype)
     group_amax = max(float(np.abs(each.astype(np.float32)).max()) for each in values)
     measured = [Recorded(each, dtype) for each in values]
-    found = gathered(open_backend("cuda").quantize_group(measured, measured[:2], fmt, rule), [each.shape for each in values[:2]])
-    for q, each in zip(found, values[:2], strict=True):
-        assert_same_bytes(q, codec.quantize(each.astype(np.float32), fmt, rule, group_amax), each, rule)
+    own = [importance_for(rule, each.shape[1]) for each in values[:2]]  # of another width each
+    given = Given(importance=[one for one in own if one is not None])
+    found = gathered(
+        open_backend("cuda").quantize_group(measured, measured[:2], fmt, rule, given), [each.shape for each in values[:2]]
+    )
+    for q, each, one in zip(found, values[:2], own, strict=True):
+        assert_same_bytes(q, codec.quantize(each.astype(np.float32), fmt, rule, group_amax, one), each, rule)
     panels = [len(set(each.fetched)) for each in measured]
     assert len(measured[2].fetched) == panels[2]  # measured alone: fetched once
     again = sum(len(each.fetched) for each in measured) - sum(panels)
@@ -219,8 +222,9 @@ def test_what_is_only_measured_takes_no_room(machine):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_matrix_under_a_given_amax_is_never_measured(machine, dtype, fmt, rule):
     values = gaussian(dtype, 33, 512)
-    q = open_backend("cuda:0").quantize(matrix(values, dtype), fmt, rule, 0.25)
-    assert_same_bytes(q, codec.quantize(values.astype(np.float32), fmt, rule, 0.25), values, "given")
+    importance = importance_for(rule, 512)
+    q = open_backend("cuda:0").quantize(matrix(values, dtype), fmt, rule, 0.25, importance)
+    assert_same_bytes(q, codec.quantize(values.astype(np.float32), fmt, rule, 0.25, importance), values, "given")
     assert not [name for _, name in machine.launches if name.startswith("amax")]
 
 

@@ -13,13 +13,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adversarial import LARGEST, PLAIN, assert_same_bytes, assert_same_values, gaussian, generator, matrix, rounded, wide_range
+from adversarial import (
+    LARGEST,
+    PLAIN,
+    assert_same_bytes,
+    assert_same_values,
+    gaussian,
+    generator,
+    importance_for,
+    matrix,
+    rounded,
+    wide_range,
+)
 from simt import KERNELS, MARGIN, POISON, SimtKernels, aligned, guarded, is_intact, survives, walled
 from test_cpu import EVERY_DTYPE, EVERY_RULE
 
 from fp4convert import codec
 from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Format, Quantized
+from fp4convert.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Format, Quantized, rule_number
 
 # One unit, two; one warp's and a block's first row of units and their neighbours; a whole block; several and a tail.
 LENGTHS = (16, 32, 48, 496, 512, 528, 4080, 4096, 4112, 4128, 8160, 8176, 8192, 8208, 8224, 16384, 3 * 8192 + 32, 5 * 8192 - 16)
@@ -45,9 +56,9 @@ def test_the_margins_tell() -> None:
 def fast_alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimtKernels:
     """The kernels with an exact way that gives nothing but code 15, so that a block which takes it is seen."""
     kernels = Path(shutil.copytree(KERNELS, tmp_path_factory.mktemp("fast") / "kernels"))
-    text, count = re.subn(r"codes \|= format\.exact\([^;]*;", "codes = ~0u;", (kernels / "quantize.cu").read_text())
+    text, count = re.subn(r"codes \|= format\.exact\([^;]*;", "codes = ~0u;", (kernels / "codes.cuh").read_text())
     assert count == 1
-    (kernels / "quantize.cu").write_text(text)
+    (kernels / "codes.cuh").write_text(text)
     return SimtKernels(tmp_path_factory.mktemp("simt"), kernels, has_cvt=request.param)
 
 
@@ -55,12 +66,14 @@ def fast_alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @EVERY_DTYPE
 def test_weights_take_the_fast_way(fast_alone: SimtKernels, dtype: str, fmt: Format, rule: str) -> None:
     """Under the amax that they have themselves, with every mantissa that it can have in 8 bits, down to weights of 1e-4."""
-    for mantissa in range(128, 256):
+    importance = importance_for(rule, 512)
+    for mantissa in range(128, 256, 1 if rule in ("amax", "floor", "even", "ceil") else 9):
         values = gaussian(dtype, 4, 512)
         values[0, 0] = mantissa * 2.0 ** -(9 + mantissa % 4)
         amax = float(np.abs(values.astype(np.float32)).max())
-        expected = codec.quantize(values.astype(np.float32), fmt, rule, amax)
-        assert_same_bytes(fast_alone.quantize(matrix(values, dtype), fmt, rule, amax), expected, values, f"{dtype}, {amax.hex()}")
+        expected = codec.quantize(values.astype(np.float32), fmt, rule, amax, importance)
+        found = fast_alone.quantize(matrix(values, dtype), fmt, rule, amax, importance)
+        assert_same_bytes(found, expected, values, f"{dtype}, {amax.hex()}")
 
 
 def test_the_exact_way_is_seen_where_it_is_taken(fast_alone: SimtKernels) -> None:
@@ -79,8 +92,9 @@ def test_quantize_any_tail(simt: SimtKernels, dtype: str, fmt: Format, rule: str
     source = rounded(wide_range(dtype, 1, max(LENGTHS)).astype(np.float32) * 2.0**-8, dtype)
     for n in lengths(fmt):
         values = source[:, :n]
-        expected = codec.quantize(values.astype(np.float32), fmt, rule, 1.0)
-        found = simt.quantize(matrix(values, dtype), fmt, rule, 1.0)
+        importance = importance_for(rule, n)
+        expected = codec.quantize(values.astype(np.float32), fmt, rule, 1.0, importance)
+        found = simt.quantize(matrix(values, dtype), fmt, rule, 1.0, importance)
         assert_same_bytes(found, expected, values, f"{dtype}, {rule}, n = {n}")
 
 
@@ -104,9 +118,14 @@ def test_nothing_is_read_behind_an_input(simt: SimtKernels, dtype: str, fmt: For
     for n in lengths(fmt):
         x, codes, scales = (walled(size) for size in (n * kind.nbytes, n // 2, n // fmt.block_size))
         forth, back = ((one,), (one, 0)) if fmt is NVFP4 else ((fmt.scale_rules.index("even"),), ())
+        amax = (one,) if fmt is NVFP4 else ()
+        weights = walled(4 * n)
+        weights.view(np.float32)[:] = 1.0
         calls = {
             f"amax_{kind.word}": (x, n, one),
             f"quantize_{fmt.name}_{kind.word}": (x, n, *forth, packed, block_scales),
+            f"search_{fmt.name}_{kind.word}": (x, n, *amax, *rule_number(fmt, "mse"), packed, block_scales),
+            f"weigh_{fmt.name}_{kind.word}": (x, n, *amax, weights, n, packed, block_scales),
             f"dequantize_{fmt.name}_{kind.word}": (codes, scales, n, *back, y),
         }
         for name, arguments in calls.items():
@@ -180,5 +199,6 @@ def test_mxfp4_shares_an_amax_between_two_lanes_and_no_more(simt: SimtKernels, d
     values = rng.normal(0, 2.0**-12, n).reshape(-1, 32)
     values[np.arange(len(values)), rng.integers(0, 32, len(values))] = np.exp2(np.arange(len(values)) % 23 - 11.0) * 1.3
     narrow = rounded(values.reshape(1, -1), dtype)
-    expected = codec.quantize(narrow.astype(np.float32), MXFP4, rule)
-    assert_same_bytes(simt.quantize(matrix(narrow, dtype), MXFP4, rule, 0.0), expected, narrow, f"{dtype}, {rule}")
+    importance = importance_for(rule, narrow.size)
+    expected = codec.quantize(narrow.astype(np.float32), MXFP4, rule, None, importance)
+    assert_same_bytes(simt.quantize(matrix(narrow, dtype), MXFP4, rule, 0.0, importance), expected, narrow, f"{dtype}, {rule}")

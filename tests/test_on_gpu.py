@@ -19,6 +19,7 @@ from adversarial import (
     every_finite,
     generator,
     group_amaxes,
+    importance_for,
     matrix,
 )
 from checkpoints import bf16, run, write_checkpoint
@@ -79,19 +80,22 @@ def test_amax(gpu, dtype):
         assert gpu.amax(matrix(values, dtype)) == Cpu().amax(matrix(values, dtype))
 
 
+@pytest.mark.parametrize("rule", NVFP4.scale_rules)
 @EVERY_DTYPE
-def test_nvfp4(gpu, dtype):
+def test_nvfp4(gpu, dtype, rule):
     for number, values in enumerate(chunks(dtype)):
+        x, importance = matrix(values, dtype), importance_for(rule, values.shape[1])
         for amax in amaxes(values, number):
-            found, expected = (backend.quantize(matrix(values, dtype), NVFP4, "amax", amax) for backend in (gpu, Cpu()))
-            assert_same_bytes(found, expected, values, f"{dtype}, chunk {number}, amax {amax.hex()}")
+            found, expected = (backend.quantize(x, NVFP4, rule, amax, importance) for backend in (gpu, Cpu()))
+            assert_same_bytes(found, expected, values, f"{dtype}, chunk {number}, {rule}, amax {amax.hex()}")
 
 
 @pytest.mark.parametrize("rule", MXFP4.scale_rules)
 @EVERY_DTYPE
 def test_mxfp4(gpu, dtype, rule):
     for number, values in enumerate(chunks(dtype)):
-        found, expected = (backend.quantize(matrix(values, dtype), MXFP4, rule, 0.0) for backend in (gpu, Cpu()))
+        x, importance = matrix(values, dtype), importance_for(rule, values.shape[1])
+        found, expected = (backend.quantize(x, MXFP4, rule, 0.0, importance) for backend in (gpu, Cpu()))
         assert_same_bytes(found, expected, values, f"{dtype}, chunk {number}, {rule}")
 
 
@@ -109,9 +113,11 @@ def test_every_value(gpu, dtype):
     values = np.resize(values, (len(values) // 32 + 1, 32))
     for fmt in FORMATS.values():
         for rule in fmt.scale_rules:
+            importance = importance_for(rule, 32)
             for group_amax in group_amaxes(dtype):
-                expected = codec.quantize(values.astype(np.float32), fmt, rule, group_amax)
-                assert_same_bytes(gpu.quantize(matrix(values, dtype), fmt, rule, group_amax), expected, values, rule)
+                expected = Cpu().quantize(matrix(values, dtype), fmt, rule, group_amax, importance)
+                found = gpu.quantize(matrix(values, dtype), fmt, rule, group_amax, importance)
+                assert_same_bytes(found, expected, values, rule)
 
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)

@@ -25,8 +25,9 @@ from fp4convert.formats import (
     Matrix,
     Quantized,
     Weights,
-    check_rule,
+    kernel_of,
     row_panels,
+    rule_number,
 )
 from fp4convert.grid import Grid, amax_fp8, decode_fp8
 
@@ -92,9 +93,11 @@ class Cpu:
         values = _aligned(x)
         packed = np.empty(values.size // 2, np.uint8)
         block_scales = np.empty(values.size // fmt.block_size, np.uint8)
-        kernel, choice = _kernel(fmt, rule, x.shape[1], importance)
+        check_importance(rule, importance)
         amax = (np.array([group_amax], np.float32),) if fmt.has_global_scale else ()
-        self._call(f"{kernel}_{FLOAT_TYPES[x.dtype].word}", values, values.size, *amax, *choice, packed, block_scales)
+        choice = () if importance is None else (weigh(importance, x.shape[1], fmt), x.shape[1])
+        kernel = f"{kernel_of(fmt, rule)}_{FLOAT_TYPES[x.dtype].word}"
+        self._call(kernel, values, values.size, *amax, *rule_number(fmt, rule), *choice, packed, block_scales)
         stored = float(global_scale_of(group_amax, rule)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
 
@@ -185,15 +188,6 @@ class Cpu:
     def _call(self, name: str, *arguments: Array | int) -> None:
         native = [ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data) for a in arguments]
         self._library[name](*native)
-
-
-def _kernel(fmt: Format, rule: str, columns: int, importance: Float32s | None) -> tuple[str, tuple[Array | int, ...]]:
-    """The kernel for a rule, and its arguments: the number that kernels/fp4.h has for it, or weights and how many they are."""
-    number = fmt.scale_rules.index(check_rule(fmt, rule))
-    check_importance(rule, importance)
-    if importance is None:
-        return f"quantize_{fmt.name}", (number,)
-    return f"weigh_{fmt.name}", (weigh(importance, columns, fmt), columns)
 
 
 def _finite(amax: float) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp4convert.backends import OWN, Given
-from fp4convert.codec import global_scale_of, not_finite
+from fp4convert.codec import Float32s, global_scale_of, not_finite
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, NVFP4, Blocks, Format, Matrix, Quantized, Weights, row_panels
 from fp4convert.gpus import Gpu
@@ -46,7 +46,7 @@ class Cuda:
                 if not math.isfinite(lane.amax()):
                     raise not_finite()
                 lane.give_amax(given.amax)
-            yield from lane.quantize(members, fmt, rule)
+            yield from lane.quantize(members, fmt, rule, given.importance)
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         with self._take() as lane:
@@ -58,14 +58,15 @@ class Cuda:
             lane.measure([_Held(x)], keep=[])
             return lane.amax()
 
-    def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float) -> Quantized:
+    def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float, importance: Float32s | None = None) -> Quantized:
         """The rows as codes and scales under an amax that is known, which saves a pass; equals codec.quantize.
 
         Raises InputError for a rule of another format, DeviceError
         """
         with self._take() as lane:
             lane.give_amax(group_amax)
-            panels = [(bytes(q.packed), bytes(q.block_scales)) for _, q in lane.quantize([_Held(x)], fmt, rule)]
+            own = [] if importance is None else [importance]
+            panels = [(bytes(q.packed), bytes(q.block_scales)) for _, q in lane.quantize([_Held(x)], fmt, rule, own)]
         packed, block_scales = (memoryview(b"".join(panel[part] for panel in panels)) for part in (0, 1))
         stored = float(global_scale_of(group_amax, rule)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed, block_scales, stored)
