@@ -150,8 +150,11 @@ def test_what_float32_would_not_hold(backends: Backends, dtype: str, fmt: Format
     rng = generator(31)
     plain = rng.normal(0, 1, (2, 512))
     mixed = plain * np.exp2(rng.integers(-14, 15, (2, 32))).repeat(16, axis=1)
-    for scale in (1.0, 1e-4, 6e4 / np.abs(mixed).max()) if dtype == "F16" else (1.0, 1e-30, 1e30, 2.0**-130):
-        for kind in (plain, mixed, np.zeros((2, 512)), rng.choice([-6.0, -0.5, 0.0, 1.5, 6.0], (2, 512))):
+    apart = plain * np.where(np.arange(512) // 32 % 2, 1.0, 2.0**-55)  # steps too small beside others that are not
+    said = rng.choice([-6.0, -0.5, 0.0, 1.5, 6.0], (2, 512))
+    nearly = np.where(np.arange(512) % 37, said, 2.0**-80)  # what is lost is too little for a float32
+    for scale in (1.0, 1e-4, 6e4 / np.abs(mixed).max()) if dtype == "F16" else (1.0, 1e-30, 1e16, 1e30, 2.0**-130, 2.0**60):
+        for kind in (plain, mixed, apart, np.zeros((2, 512)), said, nearly):
             values = rounded(kind * scale, dtype)
             q = codec.quantize(values.astype(np.float32), fmt, RULE[fmt])
             found, expected = check(backends, values, dtype, q), by_hand(values, q)
