@@ -21,7 +21,12 @@ LayoutOption = Annotated[
     str | None, typer.Option(help="plain: linear (default), 128x4, 8x4, deepgemm, k_major, interleaved, appended.")
 ]
 TemplateOption = Annotated[str | None, typer.Option(help="Dialect gguf: a GGUF file of the model, whose frame it gets.")]
-RuleOption = Annotated[str | None, typer.Option(help="nvfp4: amax; mxfp4: floor, even (default) or ceil.")]
+RuleOption = Annotated[
+    str | None,
+    typer.Option(
+        help="nvfp4: amax (default), mse, four-over-six, importance; mxfp4: even (default), floor, ceil, mse, importance."
+    ),
+]
 ActivationsOption = Annotated[int, typer.Option(help="16: weights alone; 4: for the FP4 tensor cores, activations too.")]
 InputScaleOption = Annotated[
     str | None, typer.Option(help="With --activations 4, nvfp4: a multiplier, or an artifact that has them. Default: 1.0.")

@@ -71,9 +71,7 @@ def transcode(artifact: Path, output: Path, dialect: str, *options: object) -> d
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a folder but the state of the conversion, and what only a run that rounds has to report."""
-    return {
-        path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != "quantization_report.json"
-    }
+    return {path.name: path.read_bytes() for path in folder.glob("[!.]*") if path.name != "quantization_report.json"}
 
 
 def scalar(tensor: Tensor) -> np.float32:
