@@ -29,7 +29,8 @@ def expect(hub: FakeHub, folder: Path, out: Path) -> str:
     assert record["source"] == {"repo": None, "revision": None}
     record["source"] = {"repo": "org/m", "revision": hub.repos["org/m"].branches["main"]}
     (out / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-    files = [path for path in out.rglob("*") if path.is_file() and ".fp4convert" not in path.parts and path != out / "README.md"]
+    files = [path for path in out.rglob("*") if path.is_file() and ".fp4convert" not in path.parts]
+    files = [path for path in files if path not in (out / "README.md", out / "quantization_report.json")]
     names = sorted(path.relative_to(out).as_posix() for path in files)
     lines = "".join(f"{hashlib.sha256((out / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
     return hashlib.sha256(lines.encode()).hexdigest()

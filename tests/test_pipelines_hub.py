@@ -38,6 +38,9 @@ def quantize(source: object, out: Path, *options: object):
     return outcome
 
 
+REPORT = "quantization_report.json"
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     """The files of a folder but for our state; of our records all but where the weights come from."""
     found = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -183,7 +186,7 @@ def test_what_an_earlier_pipeline_left_in_its_folders_is_removed(hub, tmp_path):
     write_others(one, FLUX_INDEX)
     assert quantize(one, tmp_path / "b", *PUSH).code == 0
     names = {name for name in hub.read("me/q") if name.startswith("transformer/")}
-    assert names == {f"transformer/{name}" for name in (f"{DIFFUSERS}.safetensors", "config.json", RECORD)}
+    assert names == {f"transformer/{name}" for name in (f"{DIFFUSERS}.safetensors", "config.json", RECORD, REPORT)}
 
 
 def test_a_device_that_is_not_there_writes_nothing(wan, tmp_path):

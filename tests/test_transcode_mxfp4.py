@@ -98,7 +98,9 @@ def transcode(artifact: Path, output: Path, dialect: str) -> dict:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    """Without what quantize measured, which stays with its artifact."""
+    files = (path for path in folder.iterdir() if path.is_file() and path.name != "quantization_report.json")
+    return {path.name: path.read_bytes() for path in files}
 
 
 def check(artifact: Path, output: Path, dialect: str, document: dict) -> dict[str, int]:
