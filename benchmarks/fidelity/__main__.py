@@ -1,0 +1,195 @@
+"""make bench-fidelity: errors of every rule and method beside other packages' defaults; benchmarks/results/fidelity.md.
+
+    python benchmarks/fidelity [FOLDER]
+
+FOLDER holds what takes minutes to make: the small language model, and converted copies (default: build/fidelity).
+Peers that do not resolve with the rest run in .venv-peers, which `make bench-peers` makes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import measured
+import models
+import torch
+from measure import ROOT, machine, table, verdict
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+HERE = {
+    "nvfp4": ("modelopt", "compressed_tensors", "torchao", "quark", "mlx"),
+    "mxfp4": ("modelopt", "compressed_tensors", "torchao", "torchao_floor", "quark", "mlx"),
+}
+ELSEWHERE = ("fouroversix", "llmcompressor")
+RULES = {"nvfp4": ("amax", "four-over-six", "mse"), "mxfp4": ("floor", "even", "ceil", "mse")}
+SENTENCES = 300  # that MiniLM is calibrated with
+JUDGED, FED = 128, 128  # sequences of the language model: to judge by, to calibrate with
+
+
+class Bench:
+    """The two models, and what was made of them, each once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.sources = {"MiniLM": models.minilm(), "tiny": models.tiny(folder / "tiny")}
+        self._made: dict[tuple[str, ...], Path] = {}
+
+    def values(self, model: str, *options: str) -> Path:
+        """A float32 checkpoint with the values of a converted model."""
+        if (model, *options) not in self._made:
+            stem = self.folder / "-".join([model, *(Path(word).name.strip("-") for word in options)])
+            for path in (stem, stem.with_name(stem.name + "-values")):
+                shutil.rmtree(path, ignore_errors=True)
+            run("quantize", self.sources[model], "--format", *options, "-o", stem)
+            self._made[model, *options] = stem.with_name(stem.name + "-values")
+            run("dequantize", stem, "-o", self._made[model, *options], "--dtype", "fp32")
+        return self._made[model, *options]
+
+    def originals(self, model: str) -> dict[str, Tensor]:
+        """The matrices that are quantized."""
+        made = measured.weights_of(self.values(model, "nvfp4", "--scale-rule", "amax"))
+        return {name: x for name, x in measured.weights_of(self.sources[model]).items() if not torch.equal(made[name], x)}
+
+    def calibration(self, model: str, name: str, *options: str) -> Path:
+        file = self.folder / f"{model}-{name}.safetensors"
+        file.unlink(missing_ok=True)
+        run("calibrate", self.sources[model], "-o", file, "--gram", "full", *options)
+        return file
+
+
+def run(*words: object) -> None:
+    subprocess.run([sys.executable, "-m", "fp4convert", *map(str, words), "--quiet"], check=True)
+
+
+def peers_of(fmt: str, originals: dict[str, Tensor], folder: Path) -> dict[str, dict[str, Tensor]]:
+    """What every peer makes of the matrices by default."""
+    source = folder / "originals.safetensors"
+    save_file({name: x.contiguous() for name, x in originals.items()}, source)
+    found: dict[str, dict[str, Tensor]] = {}
+    for python, names in ((sys.executable, HERE[fmt]), (ROOT / ".venv-peers" / "bin" / "python", ELSEWHERE)):
+        words = [f"{name}_{fmt}" for name in names]
+        script = Path(__file__).with_name("peers.py")
+        subprocess.run([python, script, source, folder / "peers.safetensors", *words], check=True, stdout=subprocess.DEVNULL)
+        values = load_file(folder / "peers.safetensors")
+        found |= {name: {key: values[f"{name}_{fmt}/{key}"] for key in originals} for name in names}
+    return found
+
+
+def rows_of_weights(bench: Bench, fmt: str) -> Iterable[list[str]]:
+    """Every rule and peer: SQNR of the weights of both models, and the squared error beside that of mse, tensor by tensor."""
+    originals = {f"{model}/{name}": x for model in bench.sources for name, x in bench.originals(model).items()}
+    made: dict[str, dict[str, Tensor]] = {}
+    for rule in RULES[fmt]:
+        made[f"fp4convert {rule}"] = {
+            f"{model}/{name}": x
+            for model in bench.sources
+            for name, x in measured.weights_of(bench.values(model, fmt, "--scale-rule", rule)).items()
+        }
+    made |= peers_of(fmt, originals, bench.folder)
+    best = made["fp4convert mse"]
+    errors = {name: measured.squared_error(best[name], x) for name, x in originals.items()}
+    for what, values in made.items():
+        ratios = [measured.squared_error(values[name], x) / errors[name] for name, x in originals.items()]
+        sqnrs = [
+            measured.mean_sqnr_db(values, {name: x for name, x in originals.items() if name.startswith(model)})
+            for model in bench.sources
+        ]
+        better = sum(ratio < 1 for ratio in ratios)
+        yield [what, *(f"{value:.2f}" for value in sqnrs), f"{min(ratios):.4f} - {max(ratios):.4f}", f"{better} of {len(ratios)}"]
+
+
+def rows_of_outputs(bench: Bench) -> Iterable[list[str]]:
+    """Every rule and method: what its error does to outputs of MiniLM's layers, and to the language model's predictions."""
+    originals = bench.originals("MiniLM")
+    moments = measured.minilm_moments(bench.sources["MiniLM"], models.sentences("judge"), list(originals))
+    numbers = models.tokens(bench.sources["tiny"], "judge", JUDGED)
+    predicted = measured.log_probabilities(bench.sources["tiny"], numbers)
+    for name, choices in methods(bench):
+        weights = measured.weights_of(bench.values("MiniLM", *choices["MiniLM"])) if "MiniLM" in choices else None
+        values = bench.values("tiny", *choices["tiny"])
+        kl = measured.divergence(measured.log_probabilities(values, numbers), predicted)
+        output = f"{measured.output_sqnr_db(weights, originals, moments):.2f}" if weights else "-"
+        yield [name, output, f"{kl:.5f}"]
+
+
+def methods(bench: Bench) -> Iterable[tuple[str, dict[str, tuple[str, ...]]]]:
+    """(what is measured, options of quantize by model)"""
+    texts = bench.folder / "texts"
+    texts.mkdir(exist_ok=True)
+    (texts / "sentences.txt").write_text("\n".join(models.sentences("calibrate")[:SENTENCES]), encoding="utf-8")
+    (texts / "sources.txt").write_text(models.sources("calibrate"), encoding="utf-8")
+    (texts / "prose.txt").write_text("\n".join(models.sentences("train")), encoding="utf-8")
+    fed = ("--samples", str(FED), "--sequence-length", str(models.SEQUENCE))
+    files = {
+        ("MiniLM", "text"): bench.calibration(
+            "MiniLM", "text", "--text", str(texts / "sentences.txt"), "--samples", str(SENTENCES)
+        ),
+        ("tiny", "text"): bench.calibration("tiny", "text", "--text", str(texts / "sources.txt"), *fed),
+        ("tiny", "self"): bench.calibration("tiny", "self", "--self-generate", str(FED), *fed[2:]),
+        ("tiny", "prose"): bench.calibration("tiny", "prose", "--text", str(texts / "prose.txt"), *fed),
+    }
+    for fmt, rules in RULES.items():
+        for rule in rules:
+            yield f"{fmt} {rule}", dict.fromkeys(bench.sources, (fmt, "--scale-rule", rule))
+        ways = {
+            "importance": ("--scale-rule", "importance"),
+            "awq": ("--method", "awq"),
+            "smooth": ("--method", "smooth"),
+            "gptq": ("--method", "gptq"),
+        }
+        for way, options in ways.items():
+            with_file = {model: (fmt, *options, "--calibration", str(files[model, "text"])) for model in bench.sources}
+            yield f"{fmt} {way}", with_file if way not in ("awq", "smooth") else {"tiny": with_file["tiny"]}
+        for text in ("self", "prose"):
+            yield f"{fmt} gptq, {text}", {"tiny": (fmt, "--method", "gptq", "--calibration", str(files["tiny", text]))}
+
+
+def bars(weights: dict[str, list[list[str]]], outputs: list[list[str]]) -> Iterable[list[str]]:
+    """What was promised, and whether it holds."""
+    for fmt, rows in weights.items():
+        sqnr = {row[0]: (float(row[1]) + float(row[2])) / 2 for row in rows}
+        gains = {"nvfp4": {"amax": 1.2, "four-over-six": 0.5}, "mxfp4": {"floor": 0.2}}[fmt]
+        for rule, bar in gains.items():
+            gain = sqnr["fp4convert mse"] - sqnr[f"fp4convert {rule}"]
+            yield [f"{fmt}: mse over {rule}, dB", f"{gain:.2f}", verdict(round(gain, 2), bar)]
+        lost = sum(int(row[4].split()[0]) for row in rows)
+        yield [f"{fmt}: tensors on which anything has less error than mse", str(lost), verdict(lost, 0, is_floor=False)]
+    found = {row[0]: row for row in outputs}
+    gain = float(found["nvfp4 gptq"][1]) - float(found["nvfp4 amax"][1])
+    yield ["nvfp4: output SQNR of gptq over amax, dB", f"{gain:.2f}", verdict(round(gain, 2), 5.5)]
+    for what, over, bar in (("nvfp4 gptq", "nvfp4 amax", 0.2), ("nvfp4 gptq, self", "nvfp4 gptq", 1.1)):
+        ratio = float(found[what][2]) / float(found[over][2])
+        yield [f"KL of {what} beside {over}", f"{ratio:.3f}", verdict(round(ratio, 3), bar, is_floor=False)]
+
+
+def write_page(weights: dict[str, list[list[str]]], outputs: list[list[str]]) -> None:
+    """benchmarks/results/fidelity.md."""
+    headings = ["values by", "MiniLM, dB", "tiny, dB", "squared error beside mse", "tensors with less error"]
+    page = [
+        f"# Fidelity\n\n{machine()}; {datetime.date.today()}. Repeat with `make bench-fidelity`.\n",
+        (Path(__file__).with_name("about.md")).read_text(encoding="utf-8"),
+        *(f"## Weights, {fmt}\n\n{table(headings, rows)}\n" for fmt, rows in weights.items()),
+        f"## Outputs\n\n{table(['method', 'MiniLM, output SQNR, dB', 'tiny, KL'], outputs)}\n",
+        f"## Bars\n\n{table(['what', 'measured', 'bar'], list(bars(weights, outputs)))}\n",
+    ]
+    (ROOT / "benchmarks" / "results" / "fidelity.md").write_text("\n".join(page), encoding="utf-8")
+    print("\n".join(page))
+
+
+def main() -> None:
+    bench = Bench(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "fidelity")
+    weights = {fmt: list(rows_of_weights(bench, fmt)) for fmt in RULES}
+    write_page(weights, list(rows_of_outputs(bench)))
+
+
+if __name__ == "__main__":
+    main()
