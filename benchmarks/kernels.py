@@ -20,7 +20,10 @@ BARS = {
     **{("amax", "bf16"): 0.9, ("quantize_nvfp4", "bf16"): 0.18, ("quantize_mxfp4", "bf16"): 0.35},
     **{("dequantize_nvfp4", "bf16"): 0.35, ("dequantize_mxfp4", "bf16"): 0.35},
     **{(f"quantize_{fmt}", kind): 0.1 for fmt in ("nvfp4", "mxfp4") for kind in ("fp16", "fp32")},
+    **{(f"search_{fmt}", kind): 0.025 for fmt in ("nvfp4", "mxfp4") for kind in KINDS},
 }
+NAMED = ("amax", "quantize_nvfp4", "quantize_mxfp4", "search_nvfp4", "search_mxfp4", "dequantize_nvfp4", "dequantize_mxfp4")
+NVFP4_MSE, MXFP4_EVEN = 1, 1  # kernels/fp4.h
 NAMES = {2: "x86-64-v2 (SSE4.2)", 3: "x86-64-v3 (AVX2)", 4: "x86-64-v4 (AVX-512)", 0: "baseline"}
 
 
@@ -45,7 +48,9 @@ class Kernels:
         arguments = {
             "amax": (self.x[kind], ELEMENTS, self.bits),
             "quantize_nvfp4": (self.x[kind], ELEMENTS, self.amax, self.packed, self.scales),
-            "quantize_mxfp4": (self.x[kind], ELEMENTS, 1, self.packed, self.scales),
+            "quantize_mxfp4": (self.x[kind], ELEMENTS, MXFP4_EVEN, self.packed, self.scales),
+            "search_nvfp4": (self.x[kind], ELEMENTS, self.amax, NVFP4_MSE, self.packed, self.scales),
+            "search_mxfp4": (self.x[kind], ELEMENTS, self.packed, self.scales),
             "dequantize_nvfp4": (self.packed, self.scales, ELEMENTS, self.amax, 0, self.y[kind]),
             "dequantize_mxfp4": (self.packed, self.scales, ELEMENTS, self.y[kind]),
         }[name]
@@ -62,7 +67,7 @@ def rows_of(level: int) -> list[list[str]]:
     if kernels.level != level:
         return []
     rows = []
-    for name in ("amax", "quantize_nvfp4", "quantize_mxfp4", "dequantize_nvfp4", "dequantize_mxfp4"):
+    for name in NAMED:
         for kind, dtype in KINDS.items():
             ours, read, _ = paired(lambda name=name, kind=kind: kernels.call(name, kind), kernels.read, ROUNDS)
             bandwidth, rate = 2 * ELEMENTS / read / 1e9, np.dtype(dtype).itemsize * ELEMENTS / ours / 1e9
@@ -81,6 +86,7 @@ def report() -> str:
     about = (
         "GB/s of input (dequantize: of output), and that as a share of the read bandwidth measured beside it;"
         f" {ELEMENTS >> 20}M elements, medians of {ROUNDS} pairs. Bars hold for AVX2 or better."
+        " quantize: rules amax and even; search: rule mse."
     )
     return f"## Kernels, one core\n\n{about}\n\n{table(headings, rows)}\n"
 

@@ -55,8 +55,7 @@ template <class T, class Steps> struct Lane {
     const void *x;
     const u8 *packed, *block_scales;
     Steps step_of;
-    float max_abs;
-    u32 clipped;
+    u32 max_abs, clipped; /* the first as bits, of which those of NaN are the largest */
     bool is_coarse;
 
     template <class Real> MEMBER Squares<Real> add(i64 start, int n) {
@@ -65,7 +64,7 @@ template <class T, class Steps> struct Lane {
             float value = T::one(x, start + i), step = step_of(block_scales[(start + i) / Steps::BLOCK_SIZE]);
             float y = __fmul_rn(e2m1_decode(packed[(start + i) / 2] >> (i & 1) * 4 & 15u), step), difference = value - y;
             sums.add(value, difference, y);
-            max_abs = fmaxf(max_abs, fabsf(difference));
+            max_abs = max(max_abs, fp4_bits(fabsf(difference)));
             clipped += sizeof(Real) == 4 && fabsf(value) > fabsf(__fmul_rn(6.0f, step)); /* once, also where both sums are made */
             is_coarse = is_coarse && step >= 0x1p-50f;
         }
@@ -98,16 +97,15 @@ template <class T, class Steps> DEVICE void compare(Lane<T, Steps> lane, i64 row
         total = {total.signal + odd.signal, total.noise + odd.noise, total.output + odd.output};
     }
     total = total.with_lane(4).with_lane(2); /* the four as (0 + 2) + (1 + 3) */
-    float max_abs = lane.max_abs;
-    u32 clipped = lane.clipped;
+    u32 max_abs = lane.max_abs, clipped = lane.clipped;
 #pragma unroll
     for (int distance = 1; distance < WARP; distance *= 2) {
-        max_abs = fmaxf(max_abs, __shfl_xor_sync(ALL_LANES, max_abs, distance));
+        max_abs = max(max_abs, __shfl_xor_sync(ALL_LANES, max_abs, distance));
         clipped += __shfl_xor_sync(ALL_LANES, clipped, distance);
     }
     if (threadIdx.x % WARP || row >= rows) return;
     double *own = sums + row * SUMS;
-    own[0] = total.signal, own[1] = total.noise, own[2] = total.output, own[3] = max_abs, own[4] = clipped;
+    own[0] = total.signal, own[1] = total.noise, own[2] = total.output, own[3] = fp4_float(max_abs), own[4] = clipped;
 }
 
 KERNEL(6) count_codes(const u8 *packed, i64 nbytes, u64 *counts) {
@@ -140,11 +138,11 @@ KERNEL(6) count_codes(const u8 *packed, i64 nbytes, u64 *counts) {
     KERNEL(4) compare_nvfp4_##dtype(const void *x, i64 rows, i64 columns, const u8 *packed, const u8 *block_scales,             \
                                     const float *stored_global, i64 is_divisor, double *sums) {                                 \
         NvFp4Steps steps = {*stored_global, is_divisor != 0};                                                                   \
-        compare(Lane<T, NvFp4Steps>{x, packed, block_scales, steps, 0.0f, 0, true}, rows, columns, sums);                       \
+        compare(Lane<T, NvFp4Steps>{x, packed, block_scales, steps, 0, 0, true}, rows, columns, sums);                       \
     }                                                                                                                           \
     KERNEL(4) compare_mxfp4_##dtype(const void *x, i64 rows, i64 columns, const u8 *packed, const u8 *block_scales,             \
                                     double *sums) {                                                                             \
-        compare(Lane<T, MxFp4Steps>{x, packed, block_scales, MxFp4Steps(), 0.0f, 0, true}, rows, columns, sums);                \
+        compare(Lane<T, MxFp4Steps>{x, packed, block_scales, MxFp4Steps(), 0, 0, true}, rows, columns, sums);                \
     }
 ENTRIES(bf16, Bf16)
 ENTRIES(fp16, Fp16)

@@ -134,4 +134,19 @@ FP4_FN unsigned nvfp4_block_scale(float block_amax, float global_scale) {
     return r == 0.0f ? 0x38u : scale;
 }
 
+/* Searches for the scale of least error, in search.c and search.cu: which codes are tried, and what rounding may hide.
+ *
+ *   DOUBT, SLACK       what a rough cost is trusted to: (cost + SLACK * top^2) * DOUBT, top the highest scale tried
+ *   MARGIN             what the rounding of a bound is given, so that no code is left out which costs as little as the best
+ *   TINY               of global scales: a square of what is smaller may be subnormal; under weights TINY_WEIGHTED
+ *   LEAST_GLOBAL_SCALE under a smaller one a step may be */
+enum { LARGEST_CODE = 126, ALL_CODES_BELOW = 16 }; /* of E4M3: code c is c * 2^-9 up to there, twice code c - 8 from there on */
+enum { LOWEST_EXPONENT = 40 };                     /* of E8M0, below that of rule floor, for weighted squares: codec.py */
+#define DOUBT (1.0f + 0x1p-12f)
+#define SLACK 0x1p-17f
+#define MARGIN (1.0f + 0x1p-18f)
+#define TINY 0x1p-53f
+#define TINY_WEIGHTED 0x1p-34f
+#define LEAST_GLOBAL_SCALE 0x1p-60f
+
 #endif

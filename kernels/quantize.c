@@ -120,8 +120,7 @@ static void mxfp4_chunk(const float *restrict x, int blocks, const uint8_t *rest
 /* n % 16 == 0; finite.  F16C's conversion is exact, subnormals too; compilers do not find it in the scalar form. */
 INLINE const float *widen_fp16(const uint16_t *restrict x, int n, float *restrict wide) {
 #ifdef __F16C__
-    typedef short i16x8 __attribute__((vector_size(16)));
-    for (int i = 0; i < n; i += 8) STORE(wide + i, __builtin_ia32_vcvtph2ps256(LOAD(i16x8, x + i)));
+    for (int i = 0; i < n; i += 8) STORE(wide + i, _mm256_cvtph_ps(LOAD(__m128i, x + i)));
 #else
     for (int i = 0; i < n; i++) wide[i] = fp4_from_finite_fp16(x[i]);
 #endif

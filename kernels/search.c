@@ -6,9 +6,9 @@
  * NVFP4 takes two ways.  The rough one multiplies with an inverse and adds as it likes; what it finds is certain where no other code
  * comes within its error.  Blocks that stay in doubt, few of them, take the exact one: codec.py's own operations in its own order.
  * The rough cost's error: a quotient is off by less than 1.5 * 2^-23 of itself, a distance by as much, so t by less than
- * 2^-12 t + 2^-20 (from 2ab <= ha^2 + b^2/h over 16 elements, weights below 2); DOUBT and its slack are four times that.
+ * 2^-12 t + 2^-20 (from 2ab <= ha^2 + b^2/h over 16 elements, weights below 2); DOUBT and SLACK (fp4.h) are four times that.
  *
- * Codes tried, from the top: codec.nvfp4_last says why none above can win; below, once the clipping of one element alone
+ * Codes tried, from the top: codec._nvfp4_last says why none above can win; below, once the clipping of one element alone
  * costs more than the best code found, every lower code costs more too.
  */
 #include "search.h"
@@ -26,10 +26,6 @@
 #define INTERLEAVE_LOW 0, 4, 1, 5
 #define INTERLEAVE_HIGH 2, 6, 3, 7
 #endif
-#define LARGEST_CODE 126
-#define ALL_CODES_BELOW 16 /* of E4M3: code c is c * 2^-9 up to there, and twice code c - 8 from there on */
-#define DOUBT (1.0f + 0x1p-12f)
-#define SLACK 0x1p-17f
 
 typedef VECTOR(float, 4 * SIDE) f32s;
 typedef VECTOR(int32_t, 4 * SIDE) i32s;
@@ -38,6 +34,15 @@ typedef VECTOR(uint32_t, 4 * SIDE) u32s;
 INLINE f32s all(float value) { return value - (f32s){0}; }
 INLINE f32s either(i32s mask, f32s a, f32s b) { return (f32s)((mask & (i32s)a) | (~mask & (i32s)b)); }
 
+/* lesser, greater: of signed words; below: of unsigned ones. fused: a * b + c, rounded once where the processor can. any: whether a lane
+ * is not zero.  Written out for AVX-512, of whose sixteen lanes gcc makes sixteen scalars. */
+#ifdef __AVX512BW__
+INLINE i32s lesser(i32s a, i32s b) { return (i32s)_mm512_min_epi32((__m512i)a, (__m512i)b); }
+INLINE u32s below(u32s a, u32s b) { return (u32s)_mm512_min_epu32((__m512i)a, (__m512i)b); }
+INLINE i32s greater(i32s a, i32s b) { return (i32s)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+INLINE f32s fused(f32s a, f32s b, f32s c) { return (f32s)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE int any(i32s mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0; }
+#else
 INLINE i32s lesser(i32s a, i32s b) {
     i32s r;
     for (int l = 0; l < SIDE; l++) r[l] = a[l] < b[l] ? a[l] : b[l];
@@ -53,23 +58,22 @@ INLINE i32s greater(i32s a, i32s b) {
     for (int l = 0; l < SIDE; l++) r[l] = a[l] > b[l] ? a[l] : b[l];
     return r;
 }
-
-#ifdef __FMA__
 INLINE f32s fused(f32s a, f32s b, f32s c) {
+#ifdef __FMA__
     f32s sum;
     for (int l = 0; l < SIDE; l++) sum[l] = __builtin_fmaf(a[l], b[l], c[l]);
     return sum;
-}
 #else
-INLINE f32s fused(f32s a, f32s b, f32s c) { return a * b + c; }
+    return a * b + c;
 #endif
-
+}
 INLINE int any(i32s mask) {
     int64_t words[SIDE / 2], found = 0;
     memcpy(words, &mask, sizeof words);
     for (int i = 0; i < SIDE / 2; i++) found |= words[i];
     return found != 0;
 }
+#endif
 
 INLINE void transpose(f32s *rows) { /* SIDE rows of SIDE */
     for (int stage = 1; stage < SIDE; stage *= 2) {
@@ -178,8 +182,7 @@ INLINE void consider_exactly(Found *found, f32s cost, i32s code, i32s first) {
 /* Whether this code or one below it may cost as little as `limit`. */
 INLINE i32s is_open(const Side *side, i32s code, int is_weighted, f32s limit) {
     f32s value = e4m3_values(code), clipped = side->heaviest / (value * side->global_scale) - 6.0f;
-    f32s bound = clipped * clipped * (value * value);
-    if (is_weighted) bound *= side->its_weight;
+    f32s square = clipped * clipped, bound = (is_weighted ? side->its_weight * square : square) * (value * value);
     return (code > 0) & ~((clipped > 0.0f) & (bound > limit));
 }
 
@@ -207,7 +210,7 @@ INLINE i32s search_roughly(const Side *side, const f32s *w, i32s *is_certain) {
 INLINE i32s search_exactly(const Side *side, const f32s *w) {
     Found found = {side->first, all(__builtin_inff()), {0}};
     i32s code = side->last;
-    while (any(is_open(side, code, w != NULL, found.least * (1.0f + 0x1p-18f)))) {
+    while (any(is_open(side, code, w != NULL, found.least * MARGIN))) {
         consider_exactly(&found, either(code > 0, COST_OF(code, exact_cost), all(__builtin_nanf(""))), code, side->first);
         code -= 1;
     }
@@ -230,8 +233,8 @@ INLINE void open_side(const float *const *rows, const float *const *weights, flo
     side->heaviest = weights ? heaviest : largest;
     side->its_weight = its_weight;
     side->global_scale = global_scale;
-    i32s is_tiny = smallest < (u32s)all(global_scale * (weights ? 0x1p-34f : 0x1p-53f));
-    if (global_scale < 0x1p-60f) is_tiny = (i32s){0} == 0;
+    i32s is_tiny = smallest < (u32s)all(global_scale * (weights ? TINY_WEIGHTED : TINY));
+    if (global_scale < LEAST_GLOBAL_SCALE) is_tiny = (i32s){0} == 0;
     f32s r = side->r = largest / (6.0f * global_scale);
     side->first = e4m3_codes(r);
     side->last = lesser(greater(side->first + 7, (i32s){0} + (ALL_CODES_BELOW - 1)), (i32s){0} + LARGEST_CODE);
@@ -259,7 +262,6 @@ INLINE i32s four_over_six(const Side *side) {
 /* ------------------------------------------------------------------------------------------------------------- MXFP4
  *
  * Products with the inverse of a power of two are the quotients, so that three exponents are tried exactly at once. */
-#define LOWEST_EXPONENT 40 /* below that of rule floor, for weighted squares: codec.py */
 
 INLINE i32s search_mxfp4_side(const f32s *v, const f32s *w) {
     f32s largest = v[0], heaviest = v[0], its_weight = w ? w[0] : v[0];
@@ -277,7 +279,7 @@ INLINE i32s search_mxfp4_side(const f32s *v, const f32s *w) {
         f32s inverse = (f32s)((254 - code) << 23), factor = all(fp4_float((unsigned)(127 + 2 * offset) << 23));
         if (w && offset < -1) {
             f32s clipped = heaviest * inverse - 6.0f, bound = its_weight * (clipped * clipped) * factor;
-            if (!any(is_valid & ~((clipped > 0.0f) & (bound > found.least * (1.0f + 0x1p-18f))))) break;
+            if (!any(is_valid & ~((clipped > 0.0f) & (bound > found.least * MARGIN)))) break;
         }
         f32s term[32];
         for (int j = 0; j < 32; j++) term[j] = weighted_square(v[j] * inverse, w ? w + j : NULL);
@@ -303,10 +305,14 @@ void NAME(choose_nvfp4)(const float *restrict x, int64_t first, int blocks, cons
         const float *rows[SIDE], *weights[SIDE];
         find_rows(x, first, b, blocks, 16, choice, rows, weights);
         Side side;
-        open_side(rows, choice->weights ? weights : NULL, choice->global_scale, &side);
         i32s best;
-        if (choice->weights) best = best_codes(&side, side.w);
-        else best = choice->rule == NVFP4_MSE ? best_codes(&side, NULL) : four_over_six(&side);
+        if (choice->weights) {
+            open_side(rows, weights, choice->global_scale, &side);
+            best = best_codes(&side, side.w);
+        } else {
+            open_side(rows, NULL, choice->global_scale, &side);
+            best = choice->rule == NVFP4_MSE ? best_codes(&side, NULL) : four_over_six(&side);
+        }
         for (int l = 0; l < SIDE && b + l < blocks; l++) block_scales[b + l] = (uint8_t)best[l];
     }
 }

@@ -1,28 +1,40 @@
 /* Runs every entry point of the CPU library on one file of inputs and writes all outputs: for a processor that only an emulator has.
  *
- *   in   int64 n; n bf16; n fp16; n fp32; float32 amax of the three
+ *   in   int64 n; n bf16; n fp16; n fp32; float32 amax of the three; n weights of columns for NVFP4, n for MXFP4
  *   out  for each type: amax bits; NVFP4 packed, scales; MXFP4 packed, scales for rules 0, 1, 2;
  *        then for each type: NVFP4 (multiplier, divisor) and MXFP4 of the bf16 input, dequantized to it;
  *        then for each type: amax bits of four rows, FP8 codes of one scale 1;
  *        then the bytes of the fp32 input as 4 rows of n FP8 codes in blocks of 3 x 100 under the first fp32 values as scales: their
  *        amax bits, their values; as int4 of 2 n columns in groups of 100, as int8 of n; the fp32 input as bf16;
- *        the fp32 input as 8 rows of n / 8, every second column as a row; the same of its first half as two bytes, its first quarter as one
+ *        the fp32 input as 8 rows of n / 8, every second column as a row; the same of its first half as two bytes, its first quarter as one;
+ *        then for each type: packed, scales of rules NVFP4_MSE, NVFP4_FOUR_OVER_SIX, of MXFP4_MSE, and by weights of n columns, then of 32,
+ *        in NVFP4 and MXFP4; then for each type, of one row: sums against NVFP4 under its global scale, that / 2^60, its reciprocal as
+ *        a divisor; against MXFP4 (floor), against its codes under scales of 1; of 8 rows against the fp32 input; counts of those codes
  */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
-#define DECLARE(d, t)                                                                                        \
-    void amax_##d(const t *, int64_t, uint32_t *);                                                           \
-    void quantize_nvfp4_##d(const t *, int64_t, const float *, uint8_t *, uint8_t *);                        \
-    void quantize_mxfp4_##d(const t *, int64_t, int64_t, uint8_t *, uint8_t *);                              \
-    void dequantize_nvfp4_##d(const uint8_t *, const uint8_t *, int64_t, const float *, int64_t, t *);       \
-    void dequantize_mxfp4_##d(const uint8_t *, const uint8_t *, int64_t, t *);                               \
-    void row_amax_##d(const t *, int64_t, int64_t, uint32_t *);                                              \
-    void quantize_fp8_##d(const t *, int64_t, int64_t, const float *, int64_t, uint8_t *);
+#define DECLARE(d, t)                                                                                                           \
+    void amax_##d(const t *, int64_t, uint32_t *);                                                                              \
+    void quantize_nvfp4_##d(const t *, int64_t, const float *, uint8_t *, uint8_t *);                                           \
+    void quantize_mxfp4_##d(const t *, int64_t, int64_t, uint8_t *, uint8_t *);                                                 \
+    void dequantize_nvfp4_##d(const uint8_t *, const uint8_t *, int64_t, const float *, int64_t, t *);                          \
+    void dequantize_mxfp4_##d(const uint8_t *, const uint8_t *, int64_t, t *);                                                  \
+    void row_amax_##d(const t *, int64_t, int64_t, uint32_t *);                                                                 \
+    void quantize_fp8_##d(const t *, int64_t, int64_t, const float *, int64_t, uint8_t *);                                      \
+    void search_nvfp4_##d(const t *, int64_t, const float *, int64_t, uint8_t *, uint8_t *);                                    \
+    void search_mxfp4_##d(const t *, int64_t, uint8_t *, uint8_t *);                                                            \
+    void weigh_nvfp4_##d(const t *, int64_t, const float *, const float *, int64_t, uint8_t *, uint8_t *);                      \
+    void weigh_mxfp4_##d(const t *, int64_t, const float *, int64_t, uint8_t *, uint8_t *);                                     \
+    void compare_nvfp4_##d(const t *, int64_t, int64_t, const uint8_t *, const uint8_t *, const float *, int64_t, double *);    \
+    void compare_mxfp4_##d(const t *, int64_t, int64_t, const uint8_t *, const uint8_t *, double *);                            \
+    void compare_values_##d(const t *, int64_t, int64_t, const float *, double *);
 DECLARE(bf16, uint16_t)
 DECLARE(fp16, uint16_t)
 DECLARE(fp32, float)
+void count_codes(const uint8_t *, int64_t, int64_t *);
 void decode_fp8(const uint8_t *, const float *, const void *, float *);
 void amax_fp8(const uint8_t *, const float *, const void *, uint32_t *);
 void decode_int4(const uint8_t *, const float *, const float *, const void *, float *);
@@ -32,19 +44,19 @@ void transpose_1(const uint8_t *, int64_t, int64_t, int64_t, int64_t, int64_t, u
 void transpose_2(const uint16_t *, int64_t, int64_t, int64_t, int64_t, int64_t, uint16_t *);
 void transpose_4(const uint32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t *);
 
-#define QUANTIZE(d, t, x, amax)                                     \
-    {                                                               \
-        uint32_t bits = 0;                                          \
-        amax_##d(x, n, &bits);                                      \
-        fwrite(&bits, 4, 1, out);                                   \
-        quantize_nvfp4_##d(x, n, &(amax), packed, scales);          \
-        fwrite(packed, 1, n / 2, out);                              \
-        fwrite(scales, 1, n / 16, out);                             \
-        for (int64_t rule = 0; rule < 3; rule++) {                  \
-            quantize_mxfp4_##d(x, n, rule, packed, scales);         \
-            fwrite(packed, 1, n / 2, out);                          \
-            fwrite(scales, 1, n / 32, out);                         \
-        }                                                           \
+#define QUANTIZE(d, t, x, amax)                                 \
+    {                                                           \
+        uint32_t bits = 0;                                      \
+        amax_##d(x, n, &bits);                                  \
+        fwrite(&bits, 4, 1, out);                               \
+        quantize_nvfp4_##d(x, n, &(amax), packed, scales);      \
+        fwrite(packed, 1, n / 2, out);                          \
+        fwrite(scales, 1, n / 16, out);                         \
+        for (int64_t rule = 0; rule < 3; rule++) {              \
+            quantize_mxfp4_##d(x, n, rule, packed, scales);     \
+            fwrite(packed, 1, n / 2, out);                      \
+            fwrite(scales, 1, n / 32, out);                     \
+        }                                                       \
     }
 
 #define DEQUANTIZE(d, t)                                                            \
@@ -57,14 +69,55 @@ void transpose_4(const uint32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, 
     dequantize_mxfp4_##d(packed, scales, n, (t *)values);                           \
     fwrite(values, sizeof(t), n, out);
 
-#define TO_FP8(d, t)                                      \
-    {                                                     \
-        uint32_t bits[4] = {0};                           \
-        const float one = 1.0f;                           \
-        row_amax_##d(d, 4, n / 4, bits);                  \
-        fwrite(bits, 4, 4, out);                          \
-        quantize_fp8_##d(d, 4, n / 4, &one, 0, codes);    \
-        fwrite(codes, 1, n, out);                         \
+#define TO_FP8(d, t)                                        \
+    {                                                       \
+        uint32_t bits[4] = {0};                             \
+        const float one = 1.0f;                             \
+        row_amax_##d(d, 4, n / 4, bits);                    \
+        fwrite(bits, 4, 4, out);                            \
+        quantize_fp8_##d(d, 4, n / 4, &one, 0, codes);      \
+        fwrite(codes, 1, n, out);                           \
+    }
+
+#define WRITE_BLOCKS(width)             \
+    fwrite(packed, 1, n / 2, out);      \
+    fwrite(scales, 1, n / (width), out);
+
+#define SEARCH(d, amax)                                                             \
+    for (int64_t rule = 1; rule < 3; rule++) {                                      \
+        search_nvfp4_##d(d, n, &(amax), rule, packed, scales);                      \
+        WRITE_BLOCKS(16)                                                            \
+    }                                                                               \
+    search_mxfp4_##d(d, n, packed, scales);                                         \
+    WRITE_BLOCKS(32)                                                                \
+    for (int64_t columns = n; columns >= 32; columns = columns == n ? 32 : 0) {     \
+        weigh_nvfp4_##d(d, n, &(amax), weights, columns, packed, scales);           \
+        WRITE_BLOCKS(16)                                                            \
+        weigh_mxfp4_##d(d, n, weights + n, columns, packed, scales);                \
+        WRITE_BLOCKS(32)                                                            \
+    }
+
+#define COMPARE(d, amax)                                                                            \
+    {                                                                                               \
+        double sums[8][5];                                                                          \
+        int64_t counts[16] = {0};                                                                   \
+        const float global_scale = (amax) / 2688.0f;                                                \
+        const float stored[3] = {global_scale, global_scale * 0x1p-60f, 1.0f / global_scale};       \
+        quantize_nvfp4_##d(d, n, &(amax), packed, scales);                                          \
+        for (int i = 0; i < 3; i++) {                                                               \
+            compare_nvfp4_##d(d, 1, n, packed, scales, stored + i, i == 2, sums[0]);                \
+            fwrite(sums, 8, 5, out);                                                                \
+        }                                                                                           \
+        quantize_mxfp4_##d(d, n, 0, packed, scales);                                                \
+        compare_mxfp4_##d(d, 1, n, packed, scales, sums[0]);                                        \
+        fwrite(sums, 8, 5, out);                                                                    \
+        memset(scales, 127, n / 32);                                                                \
+        compare_mxfp4_##d(d, 1, n, packed, scales, sums[0]);                                        \
+        fwrite(sums, 8, 5, out);                                                                    \
+        compare_values_##d(d, 8, n / 8, fp32, sums[0]);                                             \
+        fwrite(sums, 8, 40, out);                                                                   \
+        count_codes(packed, n / 2, counts);                                                         \
+        fwrite(counts, 8, 16, out);                                                                 \
     }
 
 static void run_grids(const float *fp32, int64_t n, FILE *out) {
@@ -96,12 +149,12 @@ int main(int argc, char **argv) {
     float amax[3];
     if (!in || !out || fread(&n, 8, 1, in) != 1) return 2;
     uint16_t *bf16 = malloc(2 * n), *fp16 = malloc(2 * n);
-    float *fp32 = malloc(4 * n);
+    float *fp32 = malloc(4 * n), *weights = malloc(8 * n);
     uint8_t *packed = malloc(n / 2), *scales = malloc(n / 16), *codes = malloc(n);
     void *values = malloc(4 * n);
     size_t want = (size_t)n;
     if (fread(bf16, 2, want, in) != want || fread(fp16, 2, want, in) != want || fread(fp32, 4, want, in) != want) return 2;
-    if (fread(amax, 4, 3, in) != 3) return 2;
+    if (fread(amax, 4, 3, in) != 3 || fread(weights, 8, want, in) != want) return 2;
     QUANTIZE(bf16, uint16_t, bf16, amax[0])
     QUANTIZE(fp16, uint16_t, fp16, amax[1])
     QUANTIZE(fp32, float, fp32, amax[2])
@@ -112,5 +165,11 @@ int main(int argc, char **argv) {
     TO_FP8(fp16, uint16_t)
     TO_FP8(fp32, float)
     run_grids(fp32, n, out);
+    SEARCH(bf16, amax[0])
+    SEARCH(fp16, amax[1])
+    SEARCH(fp32, amax[2])
+    COMPARE(bf16, amax[0])
+    COMPARE(fp16, amax[1])
+    COMPARE(fp32, amax[2])
     return fclose(out) != 0;
 }

@@ -34,7 +34,11 @@ BLOCKS = {  # to a multiprocessor
     **{"compare": 4, "count": 6, "search": 3, "weigh": 2},
 }
 REGISTERS, THREADS = 65536, 256  # of a multiprocessor, of a block; a warp's registers come in eights a thread
-ELEMENTS = 32  # of a thread of the elementwise kernels: kernels/device.h
+UNIT, ELEMENTS = 16, 32  # of a thread of the elementwise kernels, which has two units: kernels/device.h
+UNITS_IN_CODE = {"quantize": 2, "search": 1, "weigh": 1}  # the latter two loop over them
+DIVISION = {"FADD.FTZ": 2, "FSETP.GTU.FTZ.AND": 2, "FSETP.NEU.FTZ.AND": 4}  # NVRTC's routines, one of each to a kernel
+RECIPROCAL, INVERSION = {"FADD.FTZ": 2, "FSETP.NEU.FTZ.AND": 1}, {"FADD.FTZ": 1}  # the routine, and every place that may call it
+REMAINDER = {"F2I.FTZ.U32.TRUNC.NTZ": 1}
 NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 PLUS_ZERO = {  # x + 0.0 or x * 1 + 0.0, of two 16-bit elements or of one float32; adding -RZ would be -0.0 and change nothing
     "bf16": r"(HFMA2(\.MMA)?\.BF16_V2 R\d+, R\d+, 1, 1, RZ|HADD2\.BF16_V2 R\d+, R\d+, RZ)(\.H0_H0)?",
@@ -160,16 +164,17 @@ def test_registers_leave_room_for_the_promised_blocks(built):
 
 
 def test_e2m1_instructions_are_used_where_the_target_has_them(built):
-    """One rounds two elements; gemv decodes 4 rows of 16 pairs of weights, in the code for one vector and in that for two."""
+    """One rounds two elements; codes of steps out of the fast way's range, and searches for scales, go by bits everywhere.
+
+    gemv decodes 4 rows of 16 pairs of weights, in the code for one vector and in that for two.
+    """
+    units = UNITS_IN_CODE if built.has_cvt else {}
     for kernel in built.kernels:
         rounding, decoding = (
             sum(count for opcode, count in kernel.opcodes.items() if re.match(pattern, opcode))
             for pattern in (r"F2FP\..*E2M1\.F32\.", r"F2FP\.F16\.E2M1\.UNPACK")
         )
-        if kernel.kind in ("search", "weigh"):
-            assert bool(rounding) == built.has_cvt, kernel.name
-        else:
-            assert rounding == (ELEMENTS // 2 if built.has_cvt and kernel.kind == "quantize" else 0), kernel.name
+        assert rounding == units.get(kernel.kind, 0) * UNIT // 2, kernel.name
         assert (decoding >= 2 * 4 * 16) if built.has_cvt and kernel.kind == "gemv" else decoding == 0, kernel.name
         assert any("E2M1" in line for line in kernel.code) == bool(rounding or decoding), kernel.name
 
@@ -194,16 +199,27 @@ def test_dequantize_writes_by_wide_stores_alone(built):
         assert kernel.wide_nbytes("STG") == ways * ELEMENTS * NBYTES[kernel.dtype], kernel.name
 
 
-def test_subnormals_are_not_flushed(built):
-    """NVFP4 alone divides, and of what the compiler puts in for that, additions and comparisons that look for NaN flush.
+def flushing(kernel: Kernel) -> Counter[str]:
+    """What flushes to zero: instructions of the compiler's own routines for quotients, and no others.
 
-    A remainder of 64-bit integers goes by way of a reciprocal, whose bits are made an integer, flushing or not.
+    Those give IEEE's quotients (-prec-div): they look for NaN and infinity, or turn a sign, where nothing is subnormal.  NVFP4
+    alone divides, for block scales (quantize and the searches) or by a stored divisor (dequantize, compare); fp32 has its steps
+    inverted too, in the code of every unit, and gemv its divisor.  weigh takes a remainder of 64-bit integers, in whose short
+    way a quotient from 1 to 2^32 becomes an integer.
     """
+    parts = [REMAINDER] if kernel.kind == "weigh" else []
+    if kernel.name.startswith("gemv_nvfp4"):
+        parts += [RECIPROCAL, INVERSION]
+    elif "_nvfp4_" in kernel.name and kernel.kind != "gemv":
+        units = UNITS_IN_CODE.get(kernel.kind, 0) if kernel.dtype == "fp32" else 0
+        parts += [DIVISION, *[RECIPROCAL] * bool(units), *[INVERSION] * units]
+    return sum(map(Counter, parts), Counter())
+
+
+def test_subnormals_are_not_flushed(built):
     for kernel in built.kernels:
-        flushing = {opcode for opcode in kernel.opcodes if "FTZ" in opcode}
-        flushing -= {opcode for opcode in flushing if kernel.kind == "weigh" and opcode.startswith("F2I.FTZ.U32")}
-        divides = "_nvfp4" in kernel.name.replace("_mxfp4_nvfp4", "_mxfp4")
-        assert all(opcode.startswith(("FADD.FTZ", "FSETP.")) for opcode in flushing) if divides else not flushing, kernel.name
+        found = Counter({opcode: count for opcode, count in kernel.opcodes.items() if "FTZ" in opcode})
+        assert found == flushing(kernel), kernel.name
 
 
 def test_negative_zero_loses_its_sign_in_every_element(built):

@@ -31,6 +31,7 @@ def test_a_device_that_is_not_there_is_refused(machine, device, tmp_path):
     )
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "no-device")
     assert "expected" in outcome.json["error"]["message"]
+    assert "fp4convert doctor" in outcome.json["error"]["next"]
     assert not (tmp_path / "o").exists()
 
 

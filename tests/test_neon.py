@@ -4,13 +4,16 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from adversarial import scattered_importance
 
 from fp4convert import codec, grid
+from fp4convert.accounting import compare, compare_values, count_codes
 from fp4convert.formats import MXFP4, NVFP4, Matrix, Quantized
 from fp4convert.grid import Grid
 
@@ -21,6 +24,7 @@ FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trap
 KINDS = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp32": np.float32}
 RULES = ("floor", "even", "ceil")
 COLUMNS = 32 * 71
+IMPORTANCE = scattered_importance(COLUMNS)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +32,7 @@ def program(tmp_path_factory) -> Path:
     for tool in (COMPILER, EMULATOR):
         assert shutil.which(tool), f"{tool} is missing: make system installs it"
     folder = tmp_path_factory.mktemp("neon")
-    leveled = ("quantize.c", "dequantize.c", "compare.c", "grid.c", "transpose.c")
+    leveled = ("amax.c", "search.c", "quantize.c", "dequantize.c", "compare.c", "grid.c", "transpose.c")
     sources = {**{name: ["-DFP4_LEVEL=0"] for name in leveled}, "cpu.c": []}
     for name, defines in sources.items():
         subprocess.run([COMPILER, *FLAGS, *defines, "-c", ROOT / "kernels" / name, "-o", folder / f"{name}.o"], check=True)
@@ -65,7 +69,12 @@ def expected_bytes(x: dict[str, np.ndarray]) -> bytes:
             stored = Quantized(NVFP4, nvfp4.shape, nvfp4.packed, nvfp4.block_scales, amax, kind)
             parts.append(codec.dequantize(stored).astype(dtype).tobytes())
         parts.append(codec.dequantize(mxfp4).astype(dtype).tobytes())
-    return b"".join([*parts, *expected_of_fp8(x), *expected_of_grids(x["fp32"])])
+    parts += [*expected_of_fp8(x), *expected_of_grids(x["fp32"])]
+    for values in x.values():
+        parts += expected_of_searches(values.astype(np.float32).reshape(1, -1))
+    for values in x.values():
+        parts += expected_of_comparisons(values.astype(np.float32).reshape(1, -1), x["fp32"])
+    return b"".join(parts)
 
 
 def expected_of_fp8(x: dict[str, np.ndarray]) -> Iterator[bytes]:
@@ -92,12 +101,39 @@ def expected_of_grids(values: np.ndarray) -> Iterator[bytes]:
         yield square[:, ::2].T.tobytes()
 
 
+def expected_of_searches(wide: np.ndarray) -> Iterator[bytes]:
+    narrow = wide.reshape(-1, 32)
+    amax = float(np.abs(wide).max())
+    made = [codec.quantize(wide, fmt, rule) for fmt, rule in ((NVFP4, "mse"), (NVFP4, "four-over-six"), (MXFP4, "mse"))]
+    for rows in (wide, narrow):
+        made += [codec.quantize(rows, fmt, "importance", amax, IMPORTANCE[: rows.shape[1]]) for fmt in (NVFP4, MXFP4)]
+    for q in made:
+        yield bytes(q.packed)
+        yield bytes(q.block_scales)
+
+
+def expected_of_comparisons(wide: np.ndarray, against: np.ndarray) -> Iterator[bytes]:
+    nvfp4, mxfp4 = codec.quantize(wide, NVFP4, "amax"), codec.quantize(wide, MXFP4, "floor")
+    multiplier = np.float32(nvfp4.global_scale)
+    ones = memoryview(bytes([127]) * len(mxfp4.block_scales))
+    stored = (
+        (multiplier, "multiplier"),
+        (multiplier * np.float32(2.0**-60), "multiplier"),
+        (np.float32(1) / multiplier, "divisor"),
+    )
+    said = [replace(nvfp4, global_scale=float(number), kind=kind) for number, kind in stored]
+    yield from (bytes(compare(wide, q).rows) for q in (*said, mxfp4, replace(mxfp4, block_scales=ones)))
+    yield compare_values(wide.reshape(8, -1), against.reshape(8, -1)).tobytes()
+    yield count_codes(mxfp4.packed).tobytes()
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_neon_gives_the_codecs_bytes(program, tmp_path, seed):
     x = inputs(seed)
     amax = [float(np.abs(values.astype(np.float32)).max()) for values in x.values()]
+    weights = [codec.weigh(IMPORTANCE, COLUMNS, fmt).tobytes() for fmt in (NVFP4, MXFP4)]
     data = struct.pack("<q", COLUMNS) + b"".join(values.tobytes() for values in x.values()) + struct.pack("<3f", *amax)
-    (tmp_path / "in").write_bytes(data)
+    (tmp_path / "in").write_bytes(b"".join([data, *weights]))
     subprocess.run([EMULATOR, program, tmp_path / "in", tmp_path / "out"], check=True)
     with np.errstate(over="ignore"):
         assert (tmp_path / "out").read_bytes() == expected_bytes(x)

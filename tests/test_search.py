@@ -1,4 +1,4 @@
-"""The scale rules that search, against every scale there is, tried one by one by other means; and against peers' own searches.
+"""The scale rules that search, against every scale there is, tried one by one by other means.
 
 Decides that codec.py's mse, four-over-six and importance are right; test_kernels.py then holds every kernel to it.
 """
@@ -139,7 +139,7 @@ def test_mse_by_hand() -> None:
     assert searched(blocks, NVFP4, 2688.0).tolist() == [0x3C, 0x3D]
 
 
-def test_ties_go_to_the_nearest_code_then_to_the_lower() -> None:
+def test_of_equal_costs_the_code_nearest_to_that_of_rule_amax_wins() -> None:
     """A lone value is exact at code c0 (q = 6), and at c0 + 4 (q = 4)."""
     lone = np.zeros((1, 16), f32)
     lone[0, 5] = 6
@@ -267,6 +267,7 @@ def test_importance_that_is_none_is_refused(importance: Float32s | None, code: s
     with pytest.raises(InputError) as refused:
         codec.quantize(np.ones((2, 16), f32), NVFP4, "importance", None, importance)
     assert (refused.value.code, refused.value.exit_code) == (code, 2)
+    assert refused.value.next_step.startswith("Give ")
 
 
 def test_importance_for_another_rule_is_our_bug() -> None:

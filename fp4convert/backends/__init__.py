@@ -70,6 +70,11 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def memory_nbytes() -> int:
+    """All memory that this machine's processors have."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def open_backend(device: str) -> Backend:
     """The backend for --device; never another one in its place.
 
@@ -82,7 +87,8 @@ def open_backend(device: str) -> Backend:
     if device == "cpu":
         return Cpu()
     if device != "auto" and (kind != "cuda" or not (device == kind or re.fullmatch("0|[1-9][0-9]{0,8}", number))):
-        raise InputError("no-device", f"device {device!r} is not known; expected auto, cpu, cuda or cuda:N")
+        detail = f"device {device!r} is not known; expected auto, cpu, cuda or cuda:N"
+        raise InputError("no-device", detail, "Choose one of these; fp4convert doctor lists the GPUs.")
     found = survey()
     chosen = [gpu for gpu in found.gpus if not number or gpu.number == int(number)]
     if chosen:

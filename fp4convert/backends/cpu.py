@@ -111,6 +111,10 @@ class Cpu:
         self._call(f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}", packed, block_scales, values.size, *extra, values)
         return values.view(np.uint8).data
 
+    def values(self, q: Quantized) -> Float32s:
+        """(rows, columns) float32 values; equals codec.dequantize."""
+        return np.frombuffer(self.dequantize(q, "F32"), np.float32).reshape(q.shape)
+
     def compare(self, x: Matrix, q: Quantized) -> Compared:
         """What rows lost by their codes; equals accounting.compare."""
         packed, block_scales = np.frombuffer(q.packed, np.uint8), np.frombuffer(q.block_scales, np.uint8)

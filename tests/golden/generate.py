@@ -1,11 +1,12 @@
-"""Golden bytes: the inputs, and what three packages that nobody here wrote make of them.
+"""Golden bytes: the inputs, and what five packages that nobody here wrote make of them.
 
 Decides which cases exist and which function of each package speaks for it; README.md says which version made what.
 
     python tests/golden/generate.py [NAME ...] [--write]
 
 prints what differs from the committed files and exits 1 if anything does; --write replaces the files, and a person commits them.
-NAME is a file without its suffix; none means all.  Nothing of fp4convert is imported.
+NAME is a file without its suffix; none means all but those of packages that need an environment of their own.  Nothing of
+fp4convert is imported.
 """
 
 from __future__ import annotations
@@ -182,13 +183,65 @@ def ct_mxfp4(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "dequant", MXFP4PackedCompressor.decompress(stored, scheme)["weight"]
 
 
+def modelopt_nvfp4_mse(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Its sweep over all E4M3 scales (fp8_scale_sweep), as it runs without a GPU, of what its own quantizer makes of them."""
+    from modelopt.torch.quantization.calib import NVFP4MSECalibrator
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    blocks, amax = x.float().reshape(-1, 16), x.float().abs().max()
+    if not 0 < amax < torch.inf:  # no sweep is defined there
+        return
+
+    def quantized(values: Tensor, block_amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        block_scales = (block_amax.reshape(-1, 1) / 6 / (amax / 2688)).to(torch.float8_e4m3fn)
+        stored, _, _ = NVFP4QTensor.quantize(values, 16, block_scales, amax / 2688)
+        arguments = {"scale": block_scales, "double_scale": amax / 2688, "block_sizes": {-1: 16}}
+        return stored.dequantize(dtype=torch.float32, **arguments), stored._quantized_data, block_scales
+
+    sweep = NVFP4MSECalibrator(
+        blocks.abs().amax(1, keepdim=True), amax, axis=0, quant_func=lambda values, block_amax: quantized(values, block_amax)[0]
+    )
+    sweep.collect(blocks)
+    _, packed, block_scales = quantized(blocks, sweep.compute_amax())
+    yield "weight", packed.reshape(x.shape[0], -1)
+    yield "weight_scale", block_scales.reshape(x.shape[0], -1)
+
+
+def fouroversix_nvfp4(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Its PyTorch backend, without the padding and the order of scales that the package's own kernels read."""
+    from fouroversix.quantize.pytorch.reference import quantize_to_fp4
+
+    if not x.isfinite().all():
+        return
+    packed, block_scales, amax = quantize_to_fp4(x, use_blackwell_scale_layout=False)
+    yield "values", packed
+    yield "scale_factors", block_scales.reshape(x.shape[0], -1)
+    yield "amax", amax.reshape(())
+
+
+def quark_mxfp4_mse(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Its observer that takes the better of two scales."""
+    from quark.torch.quantization.config import template
+    from quark.torch.quantization.observer.observer import PerBlockMXDiffsObserver
+
+    if not x.isfinite().all():
+        return
+    observer = PerBlockMXDiffsObserver(template.MXFP4WeightOnlyScheme().config.weight)
+    observer(x.float())
+    yield "scale", observer.calculate_qparams()[0]
+
+
 # file -> the package that makes it, as pip calls it, and the function that runs it on one case
 MAKERS = {
     "modelopt_nvfp4": ("nvidia-modelopt", "0.47.0", modelopt_nvfp4),
     "torchao_mxfp4": ("torchao", "0.18.0", torchao_mxfp4),
     "ct_mxfp4": ("compressed-tensors", "0.20.0", ct_mxfp4),
+    "modelopt_nvfp4_mse": ("nvidia-modelopt", "0.47.0", modelopt_nvfp4_mse),
+    "fouroversix_nvfp4": ("fouroversix", "1.0.5", fouroversix_nvfp4),
+    "quark_mxfp4_mse": ("amd-quark", "0.13", quark_mxfp4_mse),
 }
 NAMES = ("inputs", *MAKERS)
+APART = ("fouroversix_nvfp4",)  # made in the environment of make bench-peers
 
 
 def made(name: str) -> tuple[Tensors, dict[str, str]] | str:
@@ -247,12 +300,14 @@ def compare(name: str, write: bool) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; default: all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; default: all but {', '.join(APART)}"
+    )
     parser.add_argument("--write", action="store_true", help="replace the files that differ")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"{', '.join(sorted(unknown))} is not one of {', '.join(NAMES)}")
-    equal = [compare(name, arguments.write) for name in arguments.names or NAMES]
+    equal = [compare(name, arguments.write) for name in arguments.names or (name for name in NAMES if name not in APART)]
     return 0 if all(equal) else 1
 
 
