@@ -62,9 +62,9 @@ def write_shard(path: Path, shapes: dict[str, tuple[int, int]], pattern: np.ndar
             out.write(np.resize(np.roll(pattern, -number * 7919), rows * columns).tobytes())
 
 
-def convert(source: Path, output: Path, dialect: str = "compressed-tensors") -> None:
+def convert(source: Path, output: Path, fmt: str = "nvfp4", rule: str = "amax") -> None:
     shutil.rmtree(output, ignore_errors=True)
-    words = ["quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "--dialect", dialect, "-o", output, "-q"]
+    words = ["quantize", source, "--format", fmt, "--scale-rule", rule, "-o", output, "-q"]
     subprocess.run([COMMAND, *words], check=True, stdout=subprocess.DEVNULL)
 
 
@@ -126,9 +126,16 @@ def _speed(scratch: Path) -> str:
     ours, theirs, ratio = work
     row = ["2 GB bf16, warm", f"{ours:.2f}", f"{theirs:.2f}", f"{ratio:.2f}", verdict(ratio, 1.8, is_floor=False)]
     headings = ["checkpoint", "quantize s", "read + write + fsync + sha256 s", "ratio", "bar"]
-    text = f"## A whole conversion, {THREADS} threads, start-up included\n\n{table(headings, [row])}\n"
+    text = f"## A whole conversion, {THREADS} threads, start-up included\n\nRule amax.\n\n{table(headings, [row])}\n"
+    rows = [[fmt, plain, *_searched(source, output, fmt, plain)] for fmt, plain in (("nvfp4", "amax"), ("mxfp4", "even"))]
     shutil.rmtree(source)
-    return text
+    headings = ["format", "other rule", "rule mse s", "the other s", "ratio", "bar"]
+    return f"{text}\nThe least squared error instead, of the same checkpoint:\n\n{table(headings, rows)}\n"
+
+
+def _searched(source: Path, output: Path, fmt: str, plain: str) -> list[str]:
+    ours, theirs, ratio = paired(lambda: convert(source, output, fmt, "mse"), lambda: convert(source, output, fmt, plain), ROUNDS)
+    return [f"{ours:.2f}", f"{theirs:.2f}", f"{ratio:.2f}", verdict(ratio, 3, is_floor=False)]
 
 
 def _memory(scratch: Path) -> str:

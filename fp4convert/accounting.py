@@ -25,6 +25,11 @@ SOURCE = "source"  # what most tensors are compared with
 Float64s = NDArray[np.float64]
 
 
+def decibels(ratio: float) -> float:
+    """10 log10 of a ratio of powers above zero."""
+    return 10 * math.log10(ratio)
+
+
 @dataclass(frozen=True, slots=True)
 class Sums:
     """Sums over the elements of one tensor.
@@ -71,8 +76,8 @@ class Sums:
 
     @property
     def sqnr_db(self) -> float | None:
-        """10 log10(signal / noise); None where nothing was lost or the values are zero."""
-        return 10 * math.log10(self.signal / self.noise) if self.signal > 0 and self.noise > 0 else None
+        """Of signal to noise; None where nothing was lost or the values are zero."""
+        return decibels(self.signal / self.noise) if self.signal > 0 and self.noise > 0 else None
 
     @property
     def cosine(self) -> float | None:

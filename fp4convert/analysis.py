@@ -13,20 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from fp4convert.advice import Measured, advise, describe_kind, describe_whole
+from fp4convert.advice import MeasuredKind, advise, describe_kind, describe_whole
 from fp4convert.backends import processors
 from fp4convert.calibration_file import Calibration
 from fp4convert.codings import Linear
 from fp4convert.dialects import dialect_to_write
 from fp4convert.errors import InputError, NumericError
 from fp4convert.formats import NVFP4
+from fp4convert.inputs import Inputs, describe_inputs
 from fp4convert.linears import find_linears
-from fp4convert.losses import Inputs, Loss, Way, losses_of, rows_of, ways
+from fp4convert.losses import Loss, Way, losses_of, rows_of, ways
 from fp4convert.progress import Phases
 from fp4convert.recipe import Choice, Target, build_recipe
 from fp4convert.sampling import Sample, draw_sample, kinds_of, short_names
 from fp4convert.sources import Source, stopping
-from fp4convert.verdicts import decide
+from fp4convert.verdicts import NAME_SOME, decide
 
 ASKED_AT_ONCE = 8  # of a Hub
 
@@ -53,15 +54,13 @@ def analyze(source: Source, study: Study, phases: Phases | None = None) -> dict[
     phases = phases or Phases()
     kinds = kinds_of(find_quantizable(source, study.choice))
     if not kinds:
-        raise InputError(
-            "no-linears", f"{source.name}: the recipe quantizes no matrix; expected some to analyze", "See --include."
-        )
+        raise InputError("no-linears", f"{source.name}: the recipe quantizes no matrix; expected some to analyze", NAME_SOME)
     if study.calibration:
         study.calibration.check(source, [linear for linears in kinds.values() for linear in linears])
     samples = draw_sample(kinds, study.sample_nbytes)
     phases.begin("measure", sum(sample.nbytes for own in samples.values() for sample in own))
     losses, names = _measure(source, study, samples, phases.report), short_names(list(kinds))
-    measured = [Measured(kind, names[kind], linears, samples[kind], losses[kind]) for kind, linears in kinds.items()]
+    measured = [MeasuredKind(kind, names[kind], linears, samples[kind], losses[kind]) for kind, linears in kinds.items()]
     return _describe(source, study, measured)
 
 
@@ -112,14 +111,13 @@ def _measure(
     return {kind: dict(zip(wanted[kind], map(list, zip(*own, strict=True)), strict=True)) for kind, own in found.items()}
 
 
-def _describe(source: Source, study: Study, kinds: list[Measured]) -> dict[str, object]:
+def _describe(source: Source, study: Study, kinds: list[MeasuredKind]) -> dict[str, object]:
     """The document: the whole, every kind, and what follows from them in words."""
     weights, sampled = sum(kind.weights for kind in kinds), sum(kind.sampled_weights for kind in kinds)
     advice = advise(kinds)
     return {
         "source": source.name,
-        "inputs": f"calibration, gram {study.calibration.gram_kind}" if study.calibration else "gaussian",
-        "calibration": study.calibration.sha256 if study.calibration else None,
+        **describe_inputs(study.calibration),
         "weights": weights,
         "sampled_weights": sampled,
         "sampled_bytes": sum(sample.nbytes for kind in kinds for sample in kind.samples),
@@ -132,7 +130,7 @@ def _describe(source: Source, study: Study, kinds: list[Measured]) -> dict[str, 
     }
 
 
-def _doubts(kinds: list[Measured]) -> list[str]:
+def _doubts(kinds: list[MeasuredKind]) -> list[str]:
     packed = [linear for kind in kinds for linear in kind.linears if linear.coding.is_packed]
     if not packed:
         return []

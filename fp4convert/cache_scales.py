@@ -33,7 +33,6 @@ KEYS_VALUES = (("k_proj", "v_proj"), ("wk", "wv"))  # names of linear layers tha
 FUSED = ("qkv_proj", "query_key_value", "Wqkv", "wqkv", "W_pack", "c_attn")
 LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "wkv_a", "wkv_b")  # of attentions whose cache holds one vector for both (MLA)
 ASIDE = ("encoder", "cross", "vision", "visual", "audio")  # in names of attentions without a cache that grows
-AMAX = "k_amax"  # of an attention, in a calibration file
 LARGE = 0.5  # ModelOpt warns of larger scales
 
 
@@ -59,8 +58,8 @@ def plan_cache(source: Source, linears: Linears, recipe: Recipe, calibration: Ca
     if word is None:
         return Cache()
     homes = _find_attentions(linears, recipe)
-    if calibration and not any(f"{attention}.{AMAX}" in calibration.refs for attention in homes):
-        detail = f"{calibration.path} says nothing of any cache of keys and values; expected {next(iter(homes))}.{AMAX}"
+    if calibration and not any(map(calibration.has_cache, homes)):
+        detail = f"{calibration.path} says nothing of any cache of keys and values; expected {next(iter(homes))}.k_amax"
         raise InputError("calibration-missing", detail, "Calibrate again, or leave --kv-cache out.", next(iter(homes)))
     known = _Known(source, calibration, {ref.name: ref for ref in linears.idle})
     drafts: dict[str, list[Draft]] = defaultdict(list)
@@ -114,7 +113,7 @@ class _Known:
 
     def of(self, attention: str) -> tuple[tuple[float, float], str]:
         """The scales of keys and of values, and where they come from."""
-        if self._calibration and f"{attention}.{AMAX}" in self._calibration.refs:
+        if self._calibration and self._calibration.has_cache(attention):
             keys, values = self._calibration.cache_amax(attention)
             scales = self._measured(attention, keys), self._measured(attention, values)
             self._large += [(max(scales), attention)] if max(scales) > LARGE else []

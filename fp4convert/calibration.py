@@ -17,17 +17,30 @@ from typing import Any
 
 import torch
 
+from fp4convert.calibration_needs import Needs, needs_of
 from fp4convert.calibration_parts import join_parts, part_notes, write_part
-from fp4convert.calibration_state import Hidden, kept_state, part_file, remark_file
+from fp4convert.calibration_state import SAMPLES, Hidden, interruptible, kept_state, part_file, remark_file
 from fp4convert.chain import Call, Shelf, begin, end, filled_on_demand, step
 from fp4convert.errors import DeviceError, InputError, OutputError
-from fp4convert.feeding import Batch, Feed, Samples, batches_of, load_samples, read_samples, save_samples, write_samples
-from fp4convert.observers import UNROUTED_TOKENS, Watch, unwatched, watching
-from fp4convert.progress import Phases, size_text
+from fp4convert.feeding import (
+    Batch,
+    Feed,
+    Samples,
+    batches_of,
+    load_samples,
+    own_shape,
+    read_samples,
+    save_samples,
+    write_samples,
+)
+from fp4convert.observers import UNROUTED_TOKENS, Watch, opaque, unwatched, watching
+from fp4convert.progress import Phases, size_text, tokens_text
 from fp4convert.record import unquantized
 from fp4convert.shard import told
 from fp4convert.skeleton import Skeleton, import_transformers, open_skeleton
 from fp4convert.sources import Source, stopping
+
+__all__ = ["Calibrated", "Order", "calibrate", "interruptible"]
 
 GRAM_KINDS = "none, diag, block:N or full"
 TEXT_FILES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".vocab", ".bpe", ".merges")  # of a tokenizer
@@ -41,7 +54,7 @@ class Order:
 
     gram           none, diag, block:N or full
     device         auto, cpu, cuda or cuda:N
-    memory_nbytes  for the whole model, where it writes its own text
+    held_nbytes    of weights that may be in memory at once, where the model writes its own text
     is_forced      a file that is there may be replaced
     tell           gets lines for people
     """
@@ -51,7 +64,7 @@ class Order:
     feed: Feed
     gram: str = "diag"
     device: str = "auto"
-    memory_nbytes: int = 10**9
+    held_nbytes: int = 8 * 10**9
     is_forced: bool = False
     phases: Phases = field(default_factory=Phases)
     tell: Callable[[str], None] = lambda line: None
@@ -61,18 +74,22 @@ class Order:
 class Calibrated:
     """What came of it.
 
+    nbytes     of the file, and of the parts beside it where it is an index
     linears    modules with statistics
     unrouted   modules of experts that were fed tokens that were not routed to them
     unwatched  modules without statistics
+    opaque     of these, experts that calibrate cannot see into
     """
 
     output: Path
+    nbytes: int
     samples: int
     tokens: int
     linears: int
     experts: int
     unrouted: tuple[str, ...]
     unwatched: tuple[str, ...]
+    opaque: tuple[str, ...]
     sha256: str
     seconds: float
 
@@ -83,13 +100,18 @@ class Calibrated:
         if self.unrouted:
             what = "of experts that too few tokens were routed to; they were given tokens of the whole layer instead"
             found.append(f"{_some(self.unrouted)}: {what}; more text helps")
-        if self.unwatched:
-            found.append(f"{_some(self.unwatched)}: without statistics, since no text goes through them")
+        if self.opaque:
+            what = "experts without statistics and saliency, since transformers computes them in a way that cannot be looked into"
+            found.append(f"{_some(self.opaque)}: {what}; prune does not take this file")
+        known = set(self.opaque)
+        if passed_by := [module for module in self.unwatched if module not in known]:
+            found.append(f"{_some(passed_by)}: without statistics, since no text goes through them")
         return found
 
     def as_json(self) -> dict[str, object]:
         return {
             "output": str(self.output),
+            "output_bytes": self.nbytes,
             "samples": self.samples,
             "tokens": self.tokens,
             "linears": self.linears,
@@ -119,20 +141,38 @@ def calibrate(order: Order) -> Calibrated:
     _check_gram(order.gram)
     import_transformers()
     device = _device_named(order.device)
-    if order.output.exists() and not order.is_forced:
-        detail = f"{order.output} is there already; nothing is written over it"
-        raise OutputError("output-exists", detail, "Choose another file with -o, or replace it with --force.")
+    _check_output(order)
     notes = part_notes(order.source)
     with kept_state(order.output, _purpose(order, notes, device), order.tell) as state, stopping(order.source):
         order.phases.begin("model")
         _copy_texts(order.source, state / "model")
         skeleton = open_skeleton(order.source, state / "model", device)
         samples = _samples_of(order, skeleton, state)
+        order.tell(_checked_needs(order, skeleton, state, sum(map(len, samples))).words())
         run = _Run(order, skeleton, state, batches_of(samples), notes)
         run.run_layers()
         result = run.finish(samples, begun)
     shutil.rmtree(state)
     return result
+
+
+def _check_output(order: Order) -> None:
+    output = order.output
+    if output.is_dir():
+        raise OutputError("output-exists", f"{output} is a folder; expected the name of a new file", "Name one: -o FILE.")
+    if order.source.holds(output):
+        detail = f"{output} lies inside the source, where it would be taken for weights; expected a file outside it"
+        raise InputError("output-in-source", detail, "Choose another: -o FILE.")
+    if output.exists() and not order.is_forced:
+        detail = f"{output} is there already; nothing is written over it"
+        raise OutputError("output-exists", detail, "Choose another file with -o, or replace it with --force.")
+
+
+def _checked_needs(order: Order, skeleton: Skeleton, state: Path, tokens: int) -> Needs:
+    """What so many tokens take, which is there."""
+    needs = needs_of(skeleton, order.gram, tokens, order.source.checkpoint.config)
+    needs.check(order.output, state, skeleton.device)
+    return needs
 
 
 def _check_gram(gram: str) -> None:
@@ -145,12 +185,13 @@ def _check_gram(gram: str) -> None:
 def _device_named(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    detail = f"--device {name!r} is not known; expected auto, cpu, cuda or cuda:N"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError("unknown-device", f"--device {name!r} is not known; expected auto, cpu, cuda or cuda:N") from None
+        raise InputError("unknown-device", detail, "Leave it out for a GPU, else the CPU.") from None
     if device.type not in ("cpu", "cuda"):
-        raise InputError("unknown-device", f"--device {name!r} is not known; expected auto, cpu, cuda or cuda:N")
+        raise InputError("unknown-device", detail, "Leave it out for a GPU, else the CPU.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         detail = f"--device {name}: torch {torch.__version__} finds {torch.cuda.device_count()} GPUs"
         raise DeviceError("no-gpu", detail, "Use --device cpu, or see: fp4convert doctor.")
@@ -180,13 +221,14 @@ def _copy_texts(source: Source, folder: Path) -> None:
 
 def _samples_of(order: Order, skeleton: Skeleton, state: Path) -> Samples:
     """The samples, made or, in a run that goes on, as they were made."""
-    kept = state / "tokens.npz"
+    kept = state / SAMPLES
     if kept.exists():
         return load_samples(kept)
     if order.feed.self_generate is None:
         samples = read_samples(order.feed, skeleton, state / "model")
     else:
-        samples = _own_samples(order, skeleton)
+        samples = _own_samples(order, skeleton, state)
+    _checked_needs(order, skeleton, state, sum(map(len, samples)))
     temp = state / "tokens.new"
     with told(kept):
         save_samples(temp, samples)
@@ -194,13 +236,15 @@ def _samples_of(order: Order, skeleton: Skeleton, state: Path) -> Samples:
     return samples
 
 
-def _own_samples(order: Order, skeleton: Skeleton) -> Samples:
+def _own_samples(order: Order, skeleton: Skeleton, state: Path) -> Samples:
+    count, length = own_shape(order.feed, skeleton)
+    _checked_needs(order, skeleton, state, count * length)
     nbytes = sum(map(skeleton.nbytes, skeleton.layers))
-    if nbytes > order.memory_nbytes:
-        words = f"the weights take {size_text(nbytes)}, more than --memory: they are read again for every token that is written"
+    if nbytes > order.held_nbytes:
+        words = f"the weights take {size_text(nbytes)}, more than --hold: they are read again for every token that is written"
         order.tell(f"{words}; --sequence-length N tells how many, --text FILE needs none of this")
-    order.phases.begin("write")
-    return write_samples(order.feed, skeleton, order.memory_nbytes, lambda: order.phases.report("tokens", 0))
+    order.phases.begin("write", count * (length - 1), tokens_text)
+    return write_samples(order.feed, skeleton, order.held_nbytes, order.phases.report)
 
 
 @dataclass(slots=True)
@@ -244,7 +288,7 @@ class _Run:
         """What every layer is called with, and the first hidden states."""
         shelf = Shelf()
         is_first = not remark_file(self.state, 0).exists()
-        with filled_on_demand(self.skeleton), watching(Watch(self.skeleton, "none", {}, hungry={})):
+        with filled_on_demand(self.skeleton), watching(Watch(self.skeleton, "none", {}, is_looking=False)):
             for number, batch in enumerate(self.batches):
                 hidden, calls = begin(self.skeleton, self._ids(batch), shelf)
                 self._calls.append(calls)
@@ -320,16 +364,19 @@ class _Run:
             "inputs": json.dumps({module: holder for remark in remarks for module, holder in remark["inputs"].items()}),
             "unrouted": json.dumps(unrouted),
         }
+        missed = unwatched(self.skeleton, dict.fromkeys(seen))
         self.order.phases.begin("join")
-        sha256 = join_parts(self.order.output, [part_file(self.state, number) for number in numbers], notes)
+        joined = join_parts(self.order.output, [part_file(self.state, number) for number in numbers], notes)
         return Calibrated(
             output=self.order.output,
+            nbytes=joined.nbytes,
             samples=len(samples),
             tokens=tokens,
             linears=len(seen),
             experts=sum(remark["experts"] for remark in remarks),
             unrouted=unrouted,
-            unwatched=tuple(unwatched(self.skeleton, dict.fromkeys(seen))),
-            sha256=sha256,
+            unwatched=tuple(missed),
+            opaque=tuple(opaque(self.skeleton, missed)),
+            sha256=joined.sha256,
             seconds=round(time.monotonic() - begun, 3),
         )

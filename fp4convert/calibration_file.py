@@ -3,10 +3,10 @@
 One safetensors file, or an index in JSON whose parts lie beside it.  Its notes (the file's __metadata__,
 or the index's `metadata`) are strings:
 
-  format       fp4convert-calibration        version  1
+  format       fp4convert-calibration        version  2
   source       {"repo", "revision"} as JSON, null for a folder
   fingerprint  sha256 of config.json less quantization, and of every tensor's name and shape: which model
-  weights      sha256 of samples of every shard: which weights of it
+  weights      sha256 of its small tensors and of samples of its large ones: which weights of it
   samples, tokens, text, gram   how many, how they were fed, and none | diag | block:N | full
   inputs       {module: module that holds its statistics} as JSON, for layers that are given the same input
   unrouted     experts whose statistics are those of tokens that were not routed to them, a JSON list
@@ -28,9 +28,7 @@ This module reads and checks such files; calibration_parts.py writes them, and c
 
 from __future__ import annotations
 
-import hashlib
 import json
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,16 +37,18 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4convert.bounds import Seen, contradiction, not_a_gram
 from fp4convert.codec import Float32s
 from fp4convert.codings import Linear
 from fp4convert.errors import InputError
-from fp4convert.record import unquantized
+from fp4convert.identity import fingerprint_of, weights_of
 from fp4convert.shard import SafetensorsFrame, TensorRef, hash_file, parse_json_object, read_header
 from fp4convert.sources import Source
 
-FORMAT, VERSION = "fp4convert-calibration", "1"
-SAMPLE_NBYTES = 4096
-SHARD_SAMPLES, ALL_SAMPLES = 64, 1024  # of one shard, and of a checkpoint: each may be a request to the Hub
+FORMAT, VERSION = "fp4convert-calibration", "2"
+AGAIN = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
+GRAM_DIMENSIONS = 3  # (blocks, n, n)
+COUNTS = (".tokens", ".expert_tokens")  # end names of integers
 DTYPES: dict[str, np.dtype[np.generic]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "I64": np.dtype("<i8")}
 
 
@@ -123,16 +123,56 @@ class Calibration:
         self.check_linears(linears)
 
     def check_linears(self, linears: Iterable[Linear]) -> None:
-        """InputError where the file has nothing on one of these linear layers, or something of another shape."""
+        """InputError where the file has nothing on one of these linear layers, something of another shape, or what cannot be."""
+        holders: set[str] = set()
         for linear in linears:
             ref = self._ref(linear.module, "input_channel_amax")
             if ref.shape != linear.shape[1:]:
                 detail = f"{self.path}: {ref.name} has the shape {list(ref.shape)}; expected {[linear.shape[1]]}"
                 raise InputError("calibration-shape", detail, "Calibrate this source: fp4convert calibrate.", linear.module)
+            if self.holder(linear.module) not in holders:
+                holders.add(self.holder(linear.module))
+                self.check_inputs(linear.module)
+
+    def check_inputs(self, module: str) -> None:
+        """InputError where what is said of the inputs of that linear layer cannot be, or not all of it at once."""
+        largest = self.channel_amax(module)
+        seen = Seen(
+            tokens=self.tokens_of(module) if self._has(module, "tokens") else None,
+            amax=self.amax(module) if self._has(module, "input_amax") else None,
+            largest=largest,
+            magnitudes=self.mean_magnitudes(module) if self._has(module, "input_abs_mean") else None,
+            squares=self.moments(module) if self._has(module, "input_sq_mean") else None,
+            diagonal=self._diagonal(module) if self.has_gram(module) else None,
+        )
+        if found := contradiction(seen):
+            kind, why = found
+            raise self._bad(self._ref(module, kind), f"{why}: no inputs have both")
+
+    def holder(self, module: str) -> str:
+        """The module under whose name its statistics stand: itself, or another that is given the same input."""
+        return self.inputs.get(module, module)
 
     def has(self, module: str) -> bool:
         """True where there are statistics on the inputs of that linear layer."""
-        return f"{self.inputs.get(module, module)}.input_channel_amax" in self.refs
+        return self._has(module, "input_channel_amax")
+
+    def has_gram(self, module: str) -> bool:
+        """True where there is a Gram matrix of the inputs of that linear layer."""
+        return self._has(module, "input_gram")
+
+    def has_experts(self, moe: str) -> bool:
+        """True where there is something to judge the experts of that mixture by."""
+        return self._has(moe, "expert_saliency")
+
+    def has_cache(self, attention: str) -> bool:
+        """True where it is known what entered the cache of that attention."""
+        return self._has(attention, "k_amax")
+
+    def gram_widths(self) -> list[tuple[int, int]]:
+        """(columns, columns of a block) of every Gram matrix in the file, those of its padding with them."""
+        shapes = [ref.shape for name, ref in self.refs.items() if name.endswith(".input_gram")]
+        return [(shape[0] * shape[-1], shape[-1]) for shape in shapes if len(shape) == GRAM_DIMENSIONS]
 
     def amax(self, module: str) -> float:
         """The largest |x| that the linear layer was given."""
@@ -156,34 +196,62 @@ class Calibration:
 
     def gram(self, module: str) -> Gram | None:
         """The Gram matrix of the inputs, or its blocks; None in a file of --gram diag or none."""
-        holder = self.inputs.get(module, module)
-        if not self.has(module) or f"{holder}.input_gram" not in self.refs:
+        if not self.has(module) or not self.has_gram(module):
             return None
-        ref, columns = self._ref(module, "input_gram"), self._ref(module, "input_channel_amax").shape[0]
-        blocks = self._read(ref).astype(np.float32)
-        if ref.dtype == "F16":
-            blocks *= np.float32(self._number(module, "input_gram_scale"))
-        count, width = ref.shape[0], ref.shape[-1]
-        if len(ref.shape) != 3 or ref.shape[1] != width or not count * width - width < columns <= count * width:
-            raise self._bad(ref, f"has the shape {list(ref.shape)}; expected square blocks that cover {columns} columns")
+        ref = self._gram_ref(module)
+        blocks = self._read(ref).astype(np.float32) * self._gram_scale(module)
         self._check(ref, blocks, may_be_negative=True)
-        return Gram(blocks, columns)
+        if why := not_a_gram(blocks):
+            raise self._bad(ref, f"{why}: it is no mean of x x^T")
+        return Gram(blocks, self._ref(module, "input_channel_amax").shape[0])
 
     def experts(self, moe: str) -> Experts:
         """What became of the tokens in a mixture of experts: `model.layers.0.mlp`, above its `experts`."""
-        tokens = self._read(self._ref(moe, "expert_tokens"))
-        return Experts(cast(NDArray[np.int64], tokens), self._positive(moe, "expert_saliency"))
+        tokens, saliency = self._positive(moe, "expert_tokens"), self._positive(moe, "expert_saliency")
+        if tokens.shape == saliency.shape and saliency[tokens == 0].any():
+            raise self._bad(self._ref(moe, "expert_saliency"), "is above 0 for an expert that no token was routed to")
+        return Experts(cast(NDArray[np.int64], tokens), saliency)
 
     def cache_amax(self, attention: str) -> tuple[float, float]:
         """The largest |key|, after its rotation, and |value| that entered the cache of `model.layers.0.self_attn`."""
         return self._number(attention, "k_amax"), self._number(attention, "v_amax")
 
+    def _has(self, module: str, kind: str) -> bool:
+        return f"{self.holder(module)}.{kind}" in self.refs
+
     def _ref(self, module: str, kind: str) -> TensorRef:
-        ref = self.refs.get(f"{self.inputs.get(module, module)}.{kind}")
+        ref = self.refs.get(f"{self.holder(module)}.{kind}")
         if ref is None:
             detail = f"{self.path} has no {kind} of {module}; expected it of every linear layer, mixture and attention asked for"
-            raise InputError("calibration-missing", detail, f"Calibrate again, or leave it out: --exclude '{module}'.", module)
+            raise InputError("calibration-missing", detail, self._remedy(module, kind), module)
         return ref
+
+    def _remedy(self, module: str, kind: str) -> str:
+        """What to do where that statistic of it is missing."""
+        if kind.startswith("input_") and not self.has(module):
+            return f"Calibrate again with text that reaches it, or quantize without it: --exclude '{module}'."
+        if kind == "input_sq_mean" and self.gram_kind == "none":
+            return "Calibrate again with --gram diag."
+        return AGAIN
+
+    def _gram_ref(self, module: str) -> TensorRef:
+        """Where the Gram matrix is; InputError where it has the shape of none of that linear layer."""
+        ref, columns = self._ref(module, "input_gram"), self._ref(module, "input_channel_amax").shape[0]
+        count, width = ref.shape[0] if ref.shape else 0, ref.shape[-1] if ref.shape else 0
+        if len(ref.shape) != GRAM_DIMENSIONS or ref.shape[1] != width or not count * width - width < columns <= count * width:
+            raise self._bad(ref, f"has the shape {list(ref.shape)}; expected square blocks that cover {columns} columns")
+        return ref
+
+    def _gram_scale(self, module: str) -> np.float32:
+        return np.float32(self._number(module, "input_gram_scale") if self._ref(module, "input_gram").dtype == "F16" else 1)
+
+    def _diagonal(self, module: str) -> Float32s:
+        """That of a Gram matrix, and nothing else of it is read."""
+        ref = self._gram_ref(module)
+        mapped = np.memmap(self.path.parent / ref.file, self._dtype(ref), "r", ref.start, ref.shape)
+        values = np.diagonal(mapped, axis1=1, axis2=2).reshape(-1).astype(np.float32) * self._gram_scale(module)
+        self._check(ref, values)
+        return cast(Float32s, values)
 
     def _columns(self, module: str, kind: str) -> Float32s:
         """A number for every column that the linear layer has."""
@@ -205,10 +273,15 @@ class Calibration:
             raise self._bad(self._ref(module, kind), f"has the shape {list(found.shape)}; expected a single number")
         return float(found)
 
+    def _dtype(self, ref: TensorRef) -> np.dtype[np.generic]:
+        """Of numpy; InputError for counts that are no integers, and for statistics that are."""
+        expected = ("I64",) if ref.name.endswith(COUNTS) else ("F32", "F16")
+        if ref.dtype not in expected:
+            raise self._bad(ref, f"has the dtype {ref.dtype}; expected {' or '.join(expected)}")
+        return DTYPES[ref.dtype]
+
     def _read(self, ref: TensorRef) -> NDArray[np.generic]:
-        if ref.dtype not in DTYPES:
-            raise self._bad(ref, f"has the dtype {ref.dtype}; expected one of {', '.join(DTYPES)}")
-        values = np.fromfile(self.path.parent / ref.file, DTYPES[ref.dtype], ref.elements, offset=ref.start)
+        values = np.fromfile(self.path.parent / ref.file, self._dtype(ref), ref.elements, offset=ref.start)
         if values.size != ref.elements:
             raise self._bad(ref, "is gone: the file became shorter while it was read")
         return values.reshape(ref.shape)
@@ -219,7 +292,7 @@ class Calibration:
             raise self._bad(ref, "holds NaN or Inf; expected finite statistics")
         lowest = np.diagonal(values, axis1=-2, axis2=-1) if may_be_negative else values
         if lowest.size and lowest.min() < 0:
-            raise self._bad(ref, "holds negative values where squares or magnitudes are expected")
+            raise self._bad(ref, "holds negative values where counts, squares or magnitudes are expected")
 
     def _bad(self, ref: TensorRef, found: str) -> InputError:
         return InputError("calibration-values", f"{self.path}: {ref.name} {found}", "Calibrate again.", ref.name)
@@ -236,17 +309,13 @@ def open_calibration(path: Path | str) -> Calibration:
     except OSError as error:
         detail = f"{path}: {error.strerror}; expected a file that fp4convert calibrate made"
         raise InputError("calibration-file", detail, "Make it: fp4convert calibrate SOURCE -o FILE.") from None
+    headers = [] if is_index else [header_of(path)]
+    notes = _strings(parse_json_object(text, str(path)).get("metadata")) if is_index else headers[0][0]
+    _check_format(path, notes)
     if is_index:
-        notes = _strings(parse_json_object(text, str(path)).get("metadata"))
         sums = _mapping(path, notes, "parts")
         headers = [header_of(path.parent / file) for file in sorted(sums)]
         _check_parts(path, sums)
-    else:
-        headers = [header_of(path)]
-        notes = headers[0][0]
-    if (notes.get("format"), notes.get("version")) != (FORMAT, VERSION):
-        detail = f"{path} says that it is {notes.get('format')!r}, version {notes.get('version')!r}"
-        raise InputError("calibration-file", f"{detail}; expected {FORMAT!r}, version {VERSION!r}", "Give --calibration FILE.")
     _check_notes(path, notes)
     refs = {ref.name: ref for _, found in headers for ref in found}
     return Calibration(path, hash_file(path), notes, _mapping(path, notes, "inputs"), refs)
@@ -265,6 +334,8 @@ def header_of(path: Path) -> tuple[dict[str, str], tuple[TensorRef, ...]]:
     except OSError as error:
         detail = f"{path}: {error.strerror}; expected a part of the calibration"
         raise InputError("calibration-file", detail, "Keep the index and its parts in one folder.") from None
+    except InputError as error:  # nobody downloads such files
+        raise InputError(error.code, error.message, "Copy it anew from where it was made, or calibrate again.") from None
     return cast(SafetensorsFrame, header.frame).metadata, header.tensors
 
 
@@ -277,6 +348,15 @@ def _check_parts(path: Path, sums: Mapping[str, str]) -> None:
         else:
             detail = f"{path} is an index that names no parts; expected files that lie beside it"
         raise InputError("calibration-file", detail, "Keep the index and its parts in one folder, or calibrate again.")
+
+
+def _check_format(path: Path, notes: Mapping[str, str]) -> None:
+    """InputError for a file of something else, and for a calibration of another version."""
+    form, version = notes.get("format"), notes.get("version")
+    if (form, version) != (FORMAT, VERSION):
+        detail = f"{path} says that it is {form!r}, version {version!r}; expected {FORMAT!r}, version {VERSION!r}"
+        next_step = AGAIN if form == FORMAT else "Give a file that fp4convert calibrate made."
+        raise InputError("calibration-file", detail, next_step)
 
 
 def _strings(found: object) -> dict[str, str]:
@@ -308,31 +388,3 @@ def _mapping(path: Path, notes: Mapping[str, str], key: str) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise InputError("calibration-file", f"{path}: {key!r} of its metadata does not map names to names", "Calibrate again.")
     return found
-
-
-def fingerprint_of(source: Source) -> str:
-    """Which model: the sha256 of its config.json, less quantization, and of the name and shape of every tensor."""
-    checkpoint = source.checkpoint
-    tensors = sorted((ref.name, ref.shape) for ref in checkpoint.tensors)
-    return _hash_text(json.dumps([unquantized(checkpoint.config), tensors], sort_keys=True))
-
-
-def weights_of(source: Source) -> str:
-    """Which weights of it: the sha256 of every shard's size and of pieces spread evenly over its tensors."""
-    shards = source.checkpoint.shards
-    count = max(1, min(SHARD_SAMPLES, ALL_SAMPLES // max(1, len(shards))))
-    found = hashlib.sha256()
-    for shard in shards:
-        found.update(f"{shard.file} {shard.nbytes}\n".encode())
-        starts = [ref.start for ref in shard.tensors]
-        first = starts[0] if starts else 0
-        for number in range(count if starts else 0):
-            place = first + (shard.nbytes - first) * number // count
-            ref = shard.tensors[bisect_right(starts, place) - 1]
-            begin = place - ref.start
-            found.update(source.read_range(ref, begin, min(begin + SAMPLE_NBYTES, ref.nbytes)))
-    return found.hexdigest()
-
-
-def _hash_text(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

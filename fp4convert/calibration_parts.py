@@ -7,11 +7,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.calibration_file import DTYPES, FORMAT, VERSION, fingerprint_of, header_of, weights_of
+from fp4convert.calibration_file import DTYPES, FORMAT, VERSION, header_of
+from fp4convert.identity import fingerprint_of, weights_of
 from fp4convert.shard import SafetensorsFrame, ShardWriter, TensorRef, TensorSpec, hash_file, told
 from fp4convert.sources import Source
 
@@ -39,14 +41,21 @@ def write_part(path: Path, statistics: Mapping[str, NDArray[np.generic]], notes:
         return writer.finish()
 
 
-def join_parts(path: Path, parts: Sequence[Path], notes: Mapping[str, str], largest_nbytes: int = LARGEST_NBYTES) -> str:
-    """Make one calibration of what write_part wrote, under its final name at once; what Calibration.sha256 will be.
+class Joined(NamedTuple):
+    """A calibration that was written: what Calibration.sha256 will be, and the size of all its files."""
+
+    sha256: str
+    nbytes: int
+
+
+def join_parts(path: Path, parts: Sequence[Path], notes: Mapping[str, str], largest_nbytes: int = LARGEST_NBYTES) -> Joined:
+    """Make one calibration of what write_part wrote, under its final name at once.
 
     notes           as the head of calibration_file.py has them, but for `parts`
     largest_nbytes  beyond it PATH is an index, and the parts stay files: STEM-00001-of-00007.safetensors beside it
     """
     found = [(part, ref) for part in parts for ref in header_of(part)[1]]
-    temp = path.with_name(f".{path.name}.new")
+    temp, beside = path.with_name(f".{path.name}.new"), 0
     if sum(ref.nbytes for _, ref in found) <= largest_nbytes:
         sha256 = _write_joined(temp, found, notes)
     else:
@@ -56,11 +65,13 @@ def join_parts(path: Path, parts: Sequence[Path], notes: Mapping[str, str], larg
                 path.with_name(name).unlink(missing_ok=True)
                 os.link(part, path.with_name(name))
             sums = {name: hash_file(path.with_name(name)) for name in names}
+            beside = sum(path.with_name(name).stat().st_size for name in names)
             temp.write_text(json.dumps({"metadata": {**notes, "parts": json.dumps(sums)}}, indent=1, sort_keys=True))
             sha256 = hash_file(temp)
     with told(path):
+        nbytes = temp.stat().st_size + beside
         os.replace(temp, path)
-    return sha256
+    return Joined(sha256, nbytes)
 
 
 def _write_joined(temp: Path, found: Sequence[tuple[Path, TensorRef]], notes: Mapping[str, str]) -> str:

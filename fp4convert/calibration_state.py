@@ -1,6 +1,7 @@
 """What a calibration on its way keeps in a folder beside its file, so that an interrupted run goes on:
 
 .FILE.calibration/for.json            what the folder is for; a run with the same goes on where another ended
+.FILE.calibration/lock                held by the process at work
 .FILE.calibration/model/              config.json and the tokenizer's files, nothing that could be run
 .FILE.calibration/tokens.npz          the samples
 .FILE.calibration/hidden-0, hidden-1  what the next layer is given, and what it gives, float32
@@ -12,40 +13,64 @@ from __future__ import annotations
 import fcntl
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from fp4convert.errors import DeviceError, InputError, OutputError
+from fp4convert.errors import Fp4Error, InputError, OutputError
 from fp4convert.shard import told
+from fp4convert.stops import Stopped
+
+SAMPLES = "tokens.npz"
+
+
+def state_of(output: Path) -> Path:
+    """The folder beside the file."""
+    return output.with_name(f".{output.name}.calibration")
 
 
 @contextmanager
 def kept_state(output: Path, purpose: str, tell: Callable[[str], None]) -> Iterator[Path]:
     """The folder beside the file, held by this process alone, emptied where it is for something else.
 
+    It goes with whatever was made for it where an error ends the work that would end it again, or comes before there are samples.
     Raises OutputError where another process holds it, or where it cannot be written
     """
-    state = output.with_name(f".{output.name}.calibration")
-    is_new = not state.exists()
+    state = state_of(output)
+    made = [place for place in (state, *state.absolute().parents) if not place.exists()]
     with told(state):
         state.mkdir(parents=True, exist_ok=True)
         lock = (state / "lock").open("w")
-    try:
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                detail = f"{output} is being made by another process"
-                raise OutputError("locked", detail, "Wait for it, or choose another file: -o FILE.") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            detail = f"{output} is being made by another process"
+            raise OutputError("locked", detail, "Wait for it, or choose another file: -o FILE.") from None
+        try:
             with told(state):
                 _begin(state, purpose, tell)
             yield state
-    except (InputError, DeviceError):
-        if is_new:  # nothing in it continues anything
-            shutil.rmtree(state, ignore_errors=True)
+        except Fp4Error as error:
+            if isinstance(error, InputError) or not (state / SAMPLES).exists():
+                shutil.rmtree(state, ignore_errors=True)
+                with suppress(OSError):  # somebody else's files are in one by now
+                    for place in made[1:]:
+                        place.rmdir()
+            raise
+
+
+@contextmanager
+def interruptible(output: Path) -> Iterator[None]:
+    """Meanwhile a stop says what stays of the calibration."""
+    try:
+        yield
+    except Stopped as stopped:
+        state = state_of(output)
+        is_begun = any(state.glob("part-*.json"))
+        stopped.kept = f"finished layers stay in {state}" if is_begun else "no layer was finished"
         raise
 
 

@@ -31,7 +31,7 @@ from fp4convert.workers import Settings
 
 LOOK_SECONDS = 1.0
 LATE_SECONDS = 30.0  # for the others, once one worker has seen the end
-LEAVE_SECONDS = 1.0  # for workers to drop their claims
+LEAVE_SECONDS = 4.0  # for workers to drop their claims, also on busy cores
 CONNECT_SECONDS = 5.0
 OLDEST = (2, 50)
 CARRIED = (

@@ -30,9 +30,12 @@ from fp4convert.formats import (
     IMPORTANCE,
     Format,
     Kind,
+    Matrix,
     Quantized,
+    Weights,
     check_rule,
     global_range,
+    row_panels,
 )
 
 Float32s = NDArray[np.float32]
@@ -49,6 +52,21 @@ FLOAT_DTYPES: dict[str, np.dtype[np.generic]] = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
 }
+
+
+def as_floats(x: Matrix) -> Float32s:
+    """(rows, columns) float32 values of stored weights, exact; a copy."""
+    return np.frombuffer(x.data, FLOAT_DTYPES[x.dtype]).reshape(x.shape).astype(np.float32)
+
+
+def as_doubles(x: Matrix) -> NDArray[np.float64]:
+    """Float64 values of stored weights, flat, row by row, exact; a copy."""
+    return np.frombuffer(x.data, FLOAT_DTYPES[x.dtype]).astype(np.float64)
+
+
+def as_matrix(values: Float32s) -> Matrix:
+    """(rows, columns) float32 values as stored weights of that dtype."""
+    return Matrix(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, "F32", (values.shape[0], values.shape[1]))
 
 
 def encode_e2m1(q: Float32s) -> Bytes:
@@ -134,6 +152,19 @@ def not_finite() -> NumericError:
     return NumericError("not-finite", "the matrix holds NaN or Inf; weights must be finite")
 
 
+def find_not_finite_values(weights: Weights) -> str:
+    """How many values are NaN or Inf, and where the first is, in words; "" where all are finite."""
+    count, place, what = 0, [0, 0], ""
+    for first, last in row_panels(weights.shape):
+        values = np.frombuffer(weights.rows(first, last).data, FLOAT_DTYPES[weights.dtype])
+        bad = np.flatnonzero(~np.isfinite(values))
+        if bad.size and not count:
+            row, column = divmod(int(bad[0]), weights.shape[1])
+            place, what = [first + row, column], "NaN" if np.isnan(values[bad[0]]) else "Inf"
+        count += bad.size
+    return f"{count} values that are NaN or Inf, the first {what} at {place}" if count else ""
+
+
 def check_importance(rule: str, importance: Float32s | None) -> None:
     """InputError where rule importance has none, ValueError where another rule has some."""
     if rule == IMPORTANCE and importance is None:
@@ -152,12 +183,13 @@ def weigh(importance: Float32s, columns: int, fmt: Format) -> Float32s:
     Raises      InputError for another number of columns, for NaN, infinity and negative values, naming the first
     """
     if importance.shape != (columns,):
-        raise InputError("importance-shape", f"importance of shape {importance.shape}; expected {(columns,)}, one to a column")
+        detail = f"importance of shape {importance.shape}; expected {(columns,)}, one to a column"
+        raise InputError("importance-shape", detail, f"Give one array of {columns} numbers, the mean of x^2 of every column.")
     is_bad = ~((importance >= 0) & np.isfinite(importance))
     if is_bad.any():
         first = int(is_bad.argmax())
         detail = f"importance holds {importance[first]} at column {first}; expected second moments, finite and not negative"
-        raise InputError("importance-value", detail)
+        raise InputError("importance-value", detail, "Give the mean of x^2 of every column, from inputs that are finite.")
     blocks = importance.astype(np.float32).reshape(-1, fmt.block_size)
     largest = blocks.max(axis=-1, keepdims=True)
     exponents = np.frexp(largest)[1] - 1

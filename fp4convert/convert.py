@@ -29,7 +29,7 @@ from fp4convert.merging import Merged, merge_folds
 from fp4convert.methods import FOLDING, open_statistics, reopened, rule_of, with_statistics
 from fp4convert.output import OutputFolder
 from fp4convert.plan import Beside, plan_quantize
-from fp4convert.recipe import Choice, Recipe, Target, build_recipe
+from fp4convert.recipe import Choice, Recipe, Target, build_recipe, model_recipe
 from fp4convert.recipe_rules import FormatRule
 from fp4convert.record import RECORD, Contents, folds_recorded, make_record, stacks_recorded, unquantized
 from fp4convert.respelling import DTYPES, plan_dequantize, plan_transcode
@@ -192,7 +192,7 @@ def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) ->
     if artifact:
         for module in artifact.modules:
             _refuse_odd_scale(module, artifact.decode(module))
-    linears = find_linears(source, build_recipe(Target("nvfp4"), source.checkpoint.config))
+    linears = find_linears(source, model_recipe(source.checkpoint.config))
     packed = [linear for linear in linears.of.values() if linear.coding.is_packed]
     modules = artifact.modules if artifact else {}
     beside = [linear for linear in packed if linear.module not in modules]

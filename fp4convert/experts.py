@@ -19,6 +19,7 @@ from fp4convert.recipe import Recipe
 from fp4convert.recipe_rules import ExpertsRule
 from fp4convert.shard import DTYPE_BITS, TensorRef
 
+AGAIN = "Download the checkpoint again, or correct the number of experts in its config.json."
 EXPERTS = ".experts."
 GROUP_BEST = 2  # experts whose scores make that of their group, where DeepSeek V3 and its kin choose groups
 BY_THE_BEST = "group_limited_greedy"  # topk_method of DeepSeek V2: the best one makes it
@@ -70,23 +71,23 @@ class Routing:
         """InputError where the router could not choose among what stays."""
         if not 0 < self.keep < self.experts:
             detail = f"--keep {self.keep}: layers have {self.experts} experts; expected a number from 1 to {self.experts - 1}"
-            raise InputError("prune-keep", detail)
+            raise InputError("prune-keep", detail, "Choose a number in that range.")
         if self.keep < self.chosen:
             detail = f"--keep {self.keep}: a token is sent to {self.chosen} experts, so that as many have to stay"
             raise InputError("prune-keep", detail, f"Keep more: --keep {self.chosen}.")
         if self.experts % self.groups:
             detail = f"config.json: {self.experts} experts are no {self.groups} equal groups (n_group)"
-            raise InputError("prune-groups", detail, "See config.json.")
+            raise InputError("prune-groups", detail, "Download config.json again, or correct its n_group.")
+        each = max(self.group_at_least, -(-self.chosen // self.chosen_groups)) if self.groups > 1 else 1
+        least = each * self.groups
         if self.keep % self.groups:
             down = self.keep - self.keep % self.groups
-            near = [str(count) for count in (down, down + self.groups) if 0 < count < self.experts]
+            near = [str(count) for count in (down, down + self.groups) if least <= count < self.experts] or [str(least)]
             detail = f"--keep {self.keep}: the router chooses among {self.groups} groups, which have to stay equal"
             raise InputError("prune-groups", detail, f"Keep a multiple of {self.groups}: --keep {' or '.join(near)}.")
-        each = self.keep // self.groups
-        if self.groups > 1 and (each < self.group_at_least or self.chosen > self.chosen_groups * each):
-            least = max(self.group_at_least, -(-self.chosen // self.chosen_groups)) * self.groups
-            detail = f"--keep {self.keep} leaves {each} experts in each of {self.groups} groups, of which a token may use"
-            expected = f"{detail} {self.chosen_groups}, and it is sent to {self.chosen}; expected at least {least} in all"
+        if self.keep < least:
+            detail = f"--keep {self.keep}: of each of {self.groups} groups {self.keep // self.groups} would stay; a token may use"
+            expected = f"{detail} {self.chosen_groups} groups, and it is sent to {self.chosen}; expected at least {least} in all"
             raise InputError("prune-groups", expected, f"Keep more: --keep {least}.")
 
 
@@ -137,7 +138,11 @@ def find_mixtures(tensors: Collection[TensorRef], recipe: Recipe) -> list[Mixtur
         if (is_row or is_column or _ROUTING.search(ref.name)) and (mixture := _around(ref.name, found)):
             (mixture.rows if is_row else mixture.columns if is_column else mixture.beside).append(ref)
     if not found:
-        raise InputError("prune-family", "the model has no layer with experts; expected a mixture of experts")
+        raise InputError(
+            "prune-family",
+            "the model has no layer with experts; expected a mixture of experts",
+            "Leave prune out: fp4convert quantize takes this model as it is.",
+        )
     return list(found.values())
 
 
@@ -168,13 +173,13 @@ def check_mixture(mixture: Mixture, rule: ExpertsRule, experts: int) -> None:
         if those != set(range(experts)):
             lacking = min(set(range(experts)) ^ those)
             detail = f"{mixture.renamed(lacking, rest)}: {len(those)} experts have {rest[1:]}; expected {experts}, from 0 on"
-            raise InputError("prune-experts", detail, "See config.json, or download the checkpoint again.")
+            raise InputError("prune-experts", detail, AGAIN)
     tables = [(ref, axis, False) for refs, axis in ((mixture.rows, 0), (mixture.columns, -1)) for ref in refs]
     for ref, axis, may_be_flat in (*tables, *((ref, 0, len(ref.shape) == 2) for ref in mixture.stacks)):
         length = ref.shape[axis] if ref.shape else 0
         if length != experts and not (may_be_flat and length and length % experts == 0):
             detail = f"{ref.file}: {ref.name} is {list(ref.shape)}; expected {experts} experts along its"
-            raise InputError("prune-experts", f"{detail} {'last' if axis else 'first'} axis", "See config.json.", ref.name)
+            raise InputError("prune-experts", f"{detail} {'last' if axis else 'first'} axis", AGAIN, ref.name)
     for ref in mixture.beside:
         if experts in ref.shape or not ref.dtype.startswith(("F", "BF")):  # numbers of experts, or by tokens
             detail = f"{ref.file}: {ref.name} ({ref.dtype} {list(ref.shape)}) seems to go by experts, and no recipe says how"

@@ -20,7 +20,7 @@ from fp4convert.chain import filled_on_demand
 from fp4convert.errors import InputError
 from fp4convert.observers import Watch, watching
 from fp4convert.shard import hash_file
-from fp4convert.skeleton import Skeleton, import_transformers
+from fp4convert.skeleton import Skeleton, import_transformers, reason_of
 
 SEQUENCE_LENGTH, OWN_LENGTH = 2048, 512  # of text; of what a model writes token by token
 BATCH_TOKENS = 2048  # at once, of samples of one length
@@ -53,10 +53,12 @@ class Feed:
         options = (("--self-generate", self.self_generate, 1), ("--samples", self.samples, 1))
         for option, value, least in (*options, ("--sequence-length", self.sequence_length, SHORTEST)):
             if value is not None and value < least:
-                raise InputError("bad-number", f"{option} {value}: expected at least {least}")
+                detail = f"{option} {value}: expected at least {least}"
+                raise InputError("bad-number", detail, f"Give {option} {least}, or more.")
         for path in (*self.text, *([self.dataset] if self.dataset else [])):
             if not path.is_file():
-                raise InputError("no-text", f"{path}: no such file; expected text to calibrate with", "Look for a typing error.")
+                found = "is no file" if path.exists() else "no such file"
+                raise InputError("no-text", f"{path}: {found}; expected text to calibrate with", "Look for a typing error.")
 
     def words(self) -> str:
         """How the text came, for the file's notes and for telling one feed from another: the same for the same content."""
@@ -130,10 +132,10 @@ def _tokenizer(folder: Path) -> Any:
     try:
         found = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # of many kinds: tokenizers, sentencepiece, json
-        detail = f"the source has no tokenizer that transformers can use: {str(error).split(chr(10))[0][:150]}"
-        raise InputError(
-            "no-tokenizer", detail, "Put the tokenizer's files beside the weights, or: --self-generate 32."
-        ) from None
+        is_there = any(not path.name.endswith("config.json") for path in folder.iterdir())
+        why = f"no tokenizer that transformers can use: {reason_of(error)}" if is_there else "no tokenizer"
+        next_step = "Put the tokenizer's files beside the weights, or: --self-generate 32."
+        raise InputError("no-tokenizer", f"the source has {why}", next_step) from None
     if not len(found):
         raise InputError("no-tokenizer", "the source has no tokenizer: its vocabulary is empty", "Or: --self-generate 32.")
     return found
@@ -176,7 +178,7 @@ def _chat(tokenizer: Any, messages: object, where: str) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # templates raise what they like
-        detail = f"{where} cannot be written by the tokenizer's chat template: {str(error).split(chr(10))[0][:150]}"
+        detail = f"{where} cannot be written by the tokenizer's chat template: {reason_of(error)}"
         raise InputError("bad-dataset", detail, "Give records with 'text'.") from None
 
 
@@ -214,17 +216,22 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
         raise InputError("bad-dataset", f"{path} is no parquet file: {error}", "Give jsonl or parquet.") from None
 
 
-def write_samples(feed: Feed, skeleton: Skeleton, memory_nbytes: int, report: Callable[[], None]) -> Samples:
-    """Sequences that the model writes itself from its first token on, at temperature 1: the same ones every time.
-
-    memory_nbytes  where all weights take no more they are held; else each layer is read again for every token
-    report         called after every token of all sequences
-    """
+def own_shape(feed: Feed, skeleton: Skeleton) -> tuple[int, int]:
+    """How many sequences the model is to write, and how long they are; InputError where it writes no text."""
     if not skeleton.model.can_generate():
         detail = f"{type(skeleton.model).__name__} writes no text, so it cannot be fed with its own"
         raise InputError("no-text", detail, "Give --text FILE.")
-    length = longest(skeleton, feed.sequence_length, OWN_LENGTH)
-    config, count = skeleton.model.config.get_text_config(), int(feed.self_generate or 1)
+    return int(feed.self_generate or 1), longest(skeleton, feed.sequence_length, OWN_LENGTH)
+
+
+def write_samples(feed: Feed, skeleton: Skeleton, held_nbytes: int, report: Callable[[str, int], None]) -> Samples:
+    """Sequences that the model writes itself from its first token on, at temperature 1: the same ones every time.
+
+    held_nbytes  where all weights take no more they are held; else each layer is read again for every token
+    report       called with every layer that is read, and 0, and with the tokens that were written, of all sequences together
+    """
+    count, length = own_shape(feed, skeleton)
+    config = skeleton.model.config.get_text_config()
     generator = torch.Generator().manual_seed(SEED)
     start = getattr(config, "bos_token_id", None)
     ids = (
@@ -233,27 +240,27 @@ def write_samples(feed: Feed, skeleton: Skeleton, memory_nbytes: int, report: Ca
         else torch.randint(config.vocab_size, (count, 1), generator=generator)
     )
     written = [ids]
-    is_held = sum(map(skeleton.nbytes, skeleton.layers)) <= memory_nbytes
-    blind = Watch(skeleton, "none", {}, hungry={})
+    is_held = sum(map(skeleton.nbytes, skeleton.layers)) <= held_nbytes
+    blind = Watch(skeleton, "none", {}, is_looking=False)
     from transformers import DynamicCache
 
     cache = DynamicCache()
-    with filled_on_demand(skeleton, is_headless=False), _layers_on_demand(skeleton, is_held), watching(blind):
-        for _ in range(length - 1):
+    with filled_on_demand(skeleton, is_headless=False), _layers_on_demand(skeleton, is_held, report), watching(blind):
+        for number in range(2, length + 1):
             given = written[-1].to(skeleton.device)
             logits = skeleton.model(input_ids=given, past_key_values=cache, use_cache=True).logits[:, -1].float().cpu()
             if not torch.isfinite(logits).all():
                 raise InputError("calibration-nan", "the model writes NaN or Inf instead of text", "Check the weights.")
             written.append(torch.multinomial(torch.softmax(logits, -1), 1, generator=generator))
-            report()
+            report(f"token {number} of {length}", count)
     return list(torch.cat(written, 1).numpy())
 
 
 class _layers_on_demand:  # noqa: N801 - a context manager, used as a function
     """Meanwhile every layer is filled when it is used, and emptied after it or, where they are held, in the end."""
 
-    def __init__(self, skeleton: Skeleton, is_held: bool) -> None:
-        self._skeleton, self._is_held = skeleton, is_held
+    def __init__(self, skeleton: Skeleton, is_held: bool, report: Callable[[str, int], None]) -> None:
+        self._skeleton, self._is_held, self._report = skeleton, is_held, report
         self._handles: list[Any] = []
         self._filled: set[str] = set()
 
@@ -266,6 +273,7 @@ class _layers_on_demand:  # noqa: N801 - a context manager, used as a function
 
     def _fill(self, path: str) -> None:
         if path not in self._filled:
+            self._report(path, 0)
             self._skeleton.fill(path)
             self._filled.add(path)
 

@@ -21,11 +21,11 @@ from fp4convert.convert import Asked, Request, artifact_job, understand
 from fp4convert.dialects import Dialect, dialect_to_write
 from fp4convert.ending import nbytes_of
 from fp4convert.errors import InputError
-from fp4convert.folding import split_numbers
 from fp4convert.formats import FLOAT_TYPES, FP8
 from fp4convert.job import refuse_inside
 from fp4convert.manifest import read_manifest
 from fp4convert.measuring import Bench, Candidate, Losses, measure
+from fp4convert.numbered import split_numbers
 from fp4convert.plan import KEPT_DTYPE
 from fp4convert.progress import Phases, size_text
 from fp4convert.recipe import EXPERT_WORDS, Recipe, scale_group
@@ -34,7 +34,7 @@ from fp4convert.recipe_rules import FormatRule
 from fp4convert.rounding import Rounding
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
-from fp4convert.verdicts import Verdict, decide, gathered, judge_each
+from fp4convert.verdicts import NAME_SOME, Verdict, decide, gathered, judge_each
 
 MOST_TRIES = 50  # to meet a size: what names and records take changes a little with the choice
 GIGA = 10**9
@@ -75,16 +75,17 @@ def choose_goal(gigabytes: float | None, bits: float | None) -> Goal | None:
     """What the options ask for; InputError for both of them, or for what is no positive number."""
     if gigabytes is not None and bits is not None:
         raise InputError("target-twice", "--target-size and --target-bits are given; expected one of them", "Leave one out.")
-    for option, value in (("--target-size", gigabytes), ("--target-bits", bits)):
+    for option, value, unit in (("--target-size", gigabytes, "GB"), ("--target-bits", bits, "bits per weight")):
         if value is not None and not 0 < value < math.inf:
-            raise InputError("target-range", f"{option} {value:g}; expected a positive number")
+            detail = f"{option} {value:g}; expected a positive number of {unit}"
+            raise InputError("target-range", detail, "Give any such number: what is out of reach is told with the range.")
     if gigabytes is not None:
         return Goal(nbytes=int(gigabytes * GIGA))
     return None if bits is None else Goal(bits=bits)
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class Measuring:
     """How it is measured; nothing here changes the choice.
 
     output   where measurements are kept and read again
@@ -126,7 +127,7 @@ class Fit:
         return {**asked, **found, "modules": dict(self.modules), "formats": formats}
 
 
-def fit(source: Source, request: Request, goal: Goal, manner: Manner) -> Fit:
+def fit(source: Source, request: Request, goal: Goal, measuring: Measuring) -> Fit:
     """The formats by which the artifact of that request meets the goal with the least error; measures first.
 
     Raises  InputError for a goal out of reach, or where nothing is four-bit; what `measure` raises; OutputError for a folder that
@@ -138,33 +139,33 @@ def fit(source: Source, request: Request, goal: Goal, manner: Manner) -> Fit:
     asked = understand(source, request)
     fitting, calibration = _Fitting.of(source, asked), asked.calibration
     if not fitting.parts:
-        raise InputError("no-linears", "no module becomes four-bit, so that there is nothing to choose", "See --include.")
+        raise InputError("no-linears", "no module becomes four-bit, so that there is nothing to choose", NAME_SOME)
     fitting.check(goal)
     if calibration:
         calibration.check_linears(candidate.linear for candidate in fitting.candidates)
         for candidate in fitting.candidates:
             calibration.moments(candidate.linear.module)
-    if manner.output and manner.is_kept:
-        refuse_inside(source, manner.output)
-        if manner.output.is_dir():
-            read_manifest(manner.output)
-    rounding = Rounding(replace(asked.recipe.target, method="rtn"), open_backend(manner.device), calibration)
+    if measuring.output and measuring.is_kept:
+        refuse_inside(source, measuring.output)
+        if measuring.output.is_dir():
+            read_manifest(measuring.output)
+    rounding = Rounding(replace(asked.recipe.target, method="rtn"), open_backend(measuring.device), calibration)
     table = fitting.dialect.TRAITS.fp8
-    bench = Bench(source, rounding, calibration, str(table.made) if table else "row", *_places(manner))
+    bench = Bench(source, rounding, calibration, str(table.made) if table else "row", *_places(measuring))
     losses = measure(bench, fitting.candidates)
-    return fitting.best(goal, losses, _told(source, manner, fitting))
+    return fitting.best(goal, losses, _told(source, measuring, fitting))
 
 
-def _places(manner: Manner) -> tuple[Path | None, bool, int, Phases]:
-    return manner.output, manner.is_kept, manner.workers, manner.phases
+def _places(measuring: Measuring) -> tuple[Path | None, bool, int, Phases]:
+    return measuring.output, measuring.is_kept, measuring.workers, measuring.phases
 
 
-def _told(source: Source, manner: Manner, fitting: _Fitting) -> tuple[str, ...]:
+def _told(source: Source, measuring: Measuring, fitting: _Fitting) -> tuple[str, ...]:
     """What a person should know of the pass."""
     nbytes = sum(candidate.linear.nbytes for candidate in fitting.candidates)
     where = "from the Hub" if source.is_streamed else "from the disk"
     twice = f"a target reads the source twice {where}: {size_text(nbytes)} of it to measure, then all of it to convert"
-    kept = () if manner.is_kept else ("a dry run with a target measures, and keeps nothing: the run itself measures again",)
+    kept = () if measuring.is_kept else ("a dry run with a target measures, and keeps nothing: the run itself measures again",)
     return (twice, *kept)
 
 

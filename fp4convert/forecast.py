@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from fp4convert.backends import Backend, open_backend
 from fp4convert.convert import artifact_job
-from fp4convert.folding import fold_names, reading_rank, split_leaf, split_numbers
 from fp4convert.formats import MODULE_FORMATS, format_named
 from fp4convert.methods import RTN, reopened
+from fp4convert.numbered import join_names, reading_rank, split_leaf, split_numbers
 from fp4convert.pace import measure_pace
 from fp4convert.progress import size_text
 from fp4convert.rounding import Rounding
@@ -69,20 +69,25 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "peak_memory_bytes": BASE_NBYTES + held_nbytes + min(source.held_nbytes, source.checkpoint.nbytes),
         "peak_disk_bytes": artifact_job(source, plan).output_nbytes,
         "seconds_estimated": estimate_seconds(source, plan, backend, settings.workers or rounding.threads),
-        "patterns": fold_steps(sized),
-        "tensors": [
-            {
-                "name": step.name,
-                "action": step.action,
-                "reason": step.reason,
-                "group": step.group,
-                "source_bytes": source_nbytes,
-                "output_bytes": output_nbytes,
-            }
-            for step, source_nbytes, output_nbytes in sized
-        ],
+        **describe_steps(sized),
         "warnings": [*plan.warnings, *find_doubts(sized, plan)],
     }
+
+
+def describe_steps(sized: list[Sized], named: Callable[[Step], str] = lambda step: step.name) -> dict[str, object]:
+    """What a document of a dry run says of steps: in few rows for a person, and one by one under these names."""
+    tensors = [
+        {
+            "name": named(step),
+            "action": step.action,
+            "reason": step.reason,
+            "group": step.group,
+            "source_bytes": source_nbytes,
+            "output_bytes": output_nbytes,
+        }
+        for step, source_nbytes, output_nbytes in sized
+    ]
+    return {"patterns": join_steps(sized), "tensors": tensors}
 
 
 class Sized(NamedTuple):
@@ -130,11 +135,11 @@ class Verdict(NamedTuple):
     format: str | None
 
 
-def fold_steps(sized: Sequence[Sized]) -> list[dict[str, object]]:
+def join_steps(sized: Sequence[Sized]) -> list[dict[str, object]]:
     """A row for every kind of module with one verdict, in the order of a model: embeddings, layers, what follows them."""
     told = [(_name_of(one.step), _verdict_on(one.step), at) for at, one in enumerate(sized)]
     rows = []
-    for pattern, positions in fold_names((name, verdict) for name, verdict, _ in told):
+    for pattern, positions in join_names((name, verdict) for name, verdict, _ in told):
         name, verdict, first = told[positions[0]]
         places = [told[position][2] for position in positions]
         row = {

@@ -1,6 +1,6 @@
 """The formats as rows of constants, and the value that every backend makes and every dialect spells.
 
-Nothing else in the package writes the numbers 16, 32, 6, 448 or 2688.
+Where the numbers 16, 32, 6, 448 or 2688 stand for a format, this module alone writes them.
 Sources: OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0 and MXFP4; NVIDIA's NVFP4 as ModelOpt writes it.
 """
 
@@ -51,8 +51,8 @@ class Format:
 
 
 # Rules stand in the order that kernels/fp4.h numbers them in.
-NVFP4 = Format("nvfp4", 16, "fp8_e4m3", ("amax", "mse", "four-over-six", IMPORTANCE), "amax", has_global_scale=True)
-MXFP4 = Format("mxfp4", 32, "e8m0", ("floor", "even", "ceil", "mse", IMPORTANCE), "even", has_global_scale=False)
+NVFP4 = Format("nvfp4", 16, "fp8_e4m3", ("amax", "mse", "four-over-six", IMPORTANCE), "mse", has_global_scale=True)
+MXFP4 = Format("mxfp4", 32, "e8m0", ("floor", "even", "ceil", "mse", IMPORTANCE), "mse", has_global_scale=False)
 FP8 = Format("fp8", 0, "fp32", ("amax",), "amax", has_global_scale=False, element_dtype="fp8_e4m3")
 INT4 = Format("int4", 0, "bf16", ("amax",), "amax", has_global_scale=False, element_dtype="int4")
 FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}  # of a whole artifact
@@ -236,7 +236,9 @@ def row_panels(shape: tuple[int, int], elements: int = PANEL_ELEMENTS) -> Iterat
 def format_named(name: str, known: Mapping[str, Format] = FORMATS) -> Format:
     """The format of that name; InputError names the known ones."""
     if name not in known:
-        raise InputError("unknown-format", f"format {name!r} is not known; expected one of {', '.join(known)}")
+        raise InputError(
+            "unknown-format", f"format {name!r} is not known; expected one of {', '.join(known)}", "Choose one of these."
+        )
     return known[name]
 
 
@@ -244,7 +246,8 @@ def check_rule(fmt: Format, rule: str) -> str:
     """`rule` itself where `fmt` has it; InputError names the rules it has."""
     if rule not in fmt.scale_rules:
         known = ", ".join(fmt.scale_rules)
-        raise InputError("unknown-scale-rule", f"scale rule {rule!r} does not belong to {fmt.name}; expected {known}")
+        detail = f"scale rule {rule!r} does not belong to {fmt.name}; expected one of {known}"
+        raise InputError("unknown-scale-rule", detail, f"Choose one of these, or leave it out for {fmt.default_rule}.")
     return rule
 
 

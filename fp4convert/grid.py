@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from fp4convert.codec import FLOAT_DTYPES, Bytes, Float32s
+from fp4convert.codec import Bytes, Float32s, as_floats
 from fp4convert.formats import E4M3_MAX, Matrix
 
 f32 = np.float32
@@ -88,7 +88,7 @@ def read_zero_points(packed: memoryview, shape: tuple[int, int], bits: int = 4) 
 
 def row_amax(x: Matrix) -> Float32s:
     """The largest magnitude of every row, exact; Inf or NaN where the row holds one."""
-    largest: Float32s = np.abs(_values(x)).max(axis=1, initial=0)
+    largest: Float32s = np.abs(as_floats(x)).max(axis=1, initial=0)
     return largest
 
 
@@ -106,7 +106,7 @@ def quantize_fp8(x: Matrix, weight_scales: Float32s) -> Bytes:
     weight_scales  one, or one to a row; of `fp8_scales_of`
     """
     with np.errstate(over="ignore", under="ignore"):
-        q = _values(x) / weight_scales.reshape(-1, 1)
+        q = as_floats(x) / weight_scales.reshape(-1, 1)
     codes: Bytes = np.clip(q, -f32(E4M3_MAX), f32(E4M3_MAX)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return codes
 
@@ -144,7 +144,3 @@ def to_bf16(values: Float32s) -> memoryview:
     """The bytes of the values as bf16, half to even; NaN stays NaN."""
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(ml_dtypes.bfloat16).reshape(-1).view(np.uint8).data
-
-
-def _values(x: Matrix) -> Float32s:
-    return np.frombuffer(x.data, FLOAT_DTYPES[x.dtype]).reshape(x.shape).astype(np.float32)

@@ -14,7 +14,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from fp4convert.artifact import Artifact, open_artifact
@@ -76,10 +76,11 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Those of another artifact of the same model, in whatever dialect."""
+    """Those of another artifact of the same model, in whatever dialect; each is read once, however often a plan is made."""
 
     artifact: Artifact
     origin: str
+    _read: dict[str, float | None] = field(default_factory=dict, repr=False, compare=False)
 
     def find(self, fed: Fed) -> float | None:
         artifact, module = self.artifact, fed.module
@@ -89,11 +90,10 @@ class Copied:
         if packed.shape != fed.shape:
             detail = f"{self.origin}: {module} is {list(packed.shape)} there and {list(fed.shape)} here"
             raise InputError("input-scale-model", detail, "Give an artifact of the same model.", module)
-        stored = artifact.input_scale(module) if module in artifact.modules else self._of_fp8(module)
-        if stored is None:
-            return None
-        ratio = range_of(packed.form.format) / range_of(fed.form.format)
-        return stored * ratio
+        if module not in self._read:
+            self._read[module] = artifact.input_scale(module) if module in artifact.modules else self._of_fp8(module)
+        stored = self._read[module]
+        return None if stored is None else stored * (range_of(packed.form.format) / range_of(fed.form.format))
 
     def _of_fp8(self, module: str) -> float | None:
         table = self.artifact.spelling.TRAITS.fp8
@@ -116,6 +116,7 @@ class Measured:
     def find(self, fed: Fed) -> float | None:
         if not self.calibration.has(fed.module):
             return None
+        self.calibration.check_inputs(fed.module)
         amax = self.calibration.amax(fed.module)
         if amax == 0:
             detail = f"{self.origin}: {fed.module} was given nothing but zeros, or no token at all; a scale needs a largest input"
@@ -143,7 +144,7 @@ def choose_scales(
     Raises       InputError where these do not go together, nothing of that name can be opened, or it is of another model
     """
     if activations not in (16, ACTIVATIONS_FP4):
-        raise InputError("bad-activations", f"--activations {activations} is not known; expected 16 or 4")
+        raise InputError("bad-activations", f"--activations {activations} is not known; expected 16 or 4", "Leave it out for 16.")
     if asked is None:
         return measured or Constant(1.0)
     if not Form(fmt, activations).has_input_scale:
@@ -154,7 +155,7 @@ def choose_scales(
         return _measured(source, str(asked)) if _is_calibration(str(asked)) else Copied(_open(str(asked)), f"{OPTION} {asked}")
     if not SMALLEST <= number <= 1 / SMALLEST:
         detail = f"{OPTION} {number:g}; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}, or a file or folder"
-        raise InputError("bad-input-scale", detail)
+        raise InputError("bad-input-scale", detail, f"Take them from what has them: {OPTION} ARTIFACT, or a calibration file.")
     return Constant(number)
 
 
@@ -237,7 +238,8 @@ def _checked(value: float, fed: Fed, scales: InputScales) -> float:
         return value
     found = f"{scales.origin}: the input scale of {fed.module} is {value:g} as a multiplier"
     detail = f"{found}; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}"
-    raise InputError("bad-input-scale", detail, "See: fp4convert verify.", fed.module)
+    next_step = f"Give another artifact or calibration, or one number for all: {OPTION} 1."
+    raise InputError("bad-input-scale", detail, next_step, fed.module)
 
 
 def _shared(fed: Iterable[Fed], found: Mapping[str, float], scales: InputScales) -> tuple[dict[str, float], list[str]]:

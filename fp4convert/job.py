@@ -18,6 +18,7 @@ from pathlib import Path
 from fp4convert.ending import ENDING, Ending, ended_meanwhile, find_disputes, find_harmed, write_ending
 from fp4convert.errors import InputError, NumericError, OutputError, SourceError
 from fp4convert.manifest import Manifest, TaskFiles, read_ended
+from fp4convert.numbered import split_numbers
 from fp4convert.output import OutputFolder, Terms, missing_nbytes, open_output
 from fp4convert.pieces import CORRUPT
 from fp4convert.record import MIXED, RECORD
@@ -44,6 +45,7 @@ class Result:
     components    of a pipeline: the name and the result of each conversion that it was made of
     method        by which weights were rounded; None where none were
     fidelity      the summary of its report; None where nothing was rounded, or after one of several parts
+    experts       of a pruned model: how many a layer had and has, in how many layers
     """
 
     output: str
@@ -64,10 +66,11 @@ class Result:
     components: list[dict[str, object]] | None = None
     method: str | None = None
     fidelity: dict[str, object] | None = None
+    experts: dict[str, int] | None = None
 
     def as_json(self) -> dict[str, object]:
         """The document; some keys are there only where they mean something."""
-        rare = ("carried", "share", "pushed", "components", "method", "fidelity")
+        rare = ("carried", "share", "pushed", "components", "method", "fidelity", "experts")
         return {key: value for key, value in asdict(self).items() if key not in rare or value is not None}
 
 
@@ -315,12 +318,17 @@ class _Part:
 
 
 def _summarize(errors: list[NumericError]) -> NumericError:
-    """One error for all unsound tensors, with the options that complete the run."""
-    lines = "\n".join(error.message for error in errors)
-    next_step = errors[0].next_step
-    if errors[0].code == "not-finite":
-        next_step = f"Run the same command again with {' '.join(error.next_step for error in errors)}"
-    return NumericError(errors[0].code, lines, next_step, errors[0].tensor)
+    """One error for all unsound tensors: each with the option that completes the run, or the first of those that have none."""
+    excludable = [error for error in errors if error.code == "not-finite"]
+    others = sorted((error for error in errors if error not in excludable), key=lambda error: split_numbers(str(error.tensor)))
+    lines = [error.message for error in excludable]
+    if others:
+        more = f"; so it is with {len(others) - 1} more, the last {others[-1].tensor}" if len(others) > 1 else ""
+        lines.append(f"{others[0].message}{more}")
+    first, next_step = (*excludable, *others)[0], (*others, *excludable)[0].next_step
+    if not others:
+        next_step = f"Run the same command again with {' '.join(error.next_step for error in excludable)}"
+    return NumericError(first.code, "\n".join(lines), next_step, first.tensor)
 
 
 def begin(job: Job, output: Path, settings: Settings) -> OutputFolder:

@@ -87,17 +87,21 @@ def shares(histogram: tuple[int, ...]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a report says of a tensor, as far as it can be checked.
+    """What a report says of a tensor.
 
     against  `source`, or what the weights were before they were rounded
+    sqnr_db, cosine  None as in accounting.Sums
     """
 
     name: str
     module: str
+    format: str
     against: str
     mse: float
     max_abs: float
     histogram: tuple[int, ...]
+    sqnr_db: float | None
+    cosine: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +139,9 @@ def _entry(entry: Mapping[str, Any]) -> Entry:
     histogram = tuple(int(count) for count in entry["histogram"] or ())
     if len(histogram) not in (0, CODES):
         raise ValueError("no histogram of four bits")
-    name, module, against = (str(entry[key]) for key in ("name", "module", "against"))
-    return Entry(name, module, against, float(entry["mse"]), float(entry["max_abs"]), histogram)
+    name, module, fmt, against = (str(entry[key]) for key in ("name", "module", "format", "against"))
+    sqnr_db, cosine = (None if entry[key] is None else float(entry[key]) for key in ("sqnr_db", "cosine"))
+    return Entry(name, module, fmt, against, float(entry["mse"]), float(entry["max_abs"]), histogram, sqnr_db, cosine)
 
 
 def merged(parts: Iterable[tuple[Mapping[str, Account], int]]) -> Ledger:

@@ -15,7 +15,7 @@ from fp4convert.codings.int4 import Integers, find_integers, integers_of
 from fp4convert.dialects import Clues, is_quantized_tensor
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, FP8
-from fp4convert.recipe import Recipe, Target, build_recipe, is_expert_stack
+from fp4convert.recipe import Recipe, is_expert_stack, model_recipe
 from fp4convert.record import stacks_recorded
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
@@ -91,7 +91,7 @@ def linears_of(clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | No
 
 def originals_of(artifact: Artifact, source: Source) -> Linears:
     """The linear layers of the source that an artifact was made from, its stacks read as they were then."""
-    recipe = build_recipe(Target(artifact.forms[0].format.name), source.checkpoint.config)
+    recipe = model_recipe(source.checkpoint.config)
     stacks = (*stacks_recorded(artifact.record), *recipe.stacks)
     return find_linears(source, replace(recipe, stacks=stacks))
 

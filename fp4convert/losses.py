@@ -1,26 +1,23 @@
-"""What a matrix loses in each form that it can take: its own error, and that of its outputs, by NumPy in float64.
+"""What a matrix loses in each form that it can take: its own error, and that of its outputs, by NumPy.
 
-The output error of rounding W to V is |(W - V) X| / |W X| over the inputs X of the linear layer.  It needs no input but their
-second moments: |E X|^2 is tr(E G E') with their Gram matrix G, or the sum of E_ij^2 G_jj where G is taken for diagonal.  Inputs
-that are independent Gaussians of unit variance have G = 1, for which that is the expectation.
-
+The output error of rounding W to V is |(W - V) X| / |W X| over the inputs X of the linear layer, as inputs.py tells it.
+W - V is a float32, as W and V are; everything that is made of it is float64.
 Block sizes that no engine reads are for study, by the reference arithmetic of codec.py with another block size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fp4convert.backends.cpu import Cpu
-from fp4convert.calibration_file import Calibration, Gram
-from fp4convert.codec import FLOAT_DTYPES, Float32s, decode_e4m3, dequantize, not_finite, quantize
-from fp4convert.formats import FORMATS, FP8, IMPORTANCE, Matrix, Weights
-from fp4convert.grid import fp8_scales_of, quantize_fp8
+from fp4convert.codec import FLOAT_DTYPES, Float32s, as_floats, as_matrix, dequantize, not_finite, quantize
+from fp4convert.formats import FORMATS, FP8, IMPORTANCE, Weights
+from fp4convert.grid import through_fp8
+from fp4convert.inputs import Floats, Inputs, column_power, weighted
 
 STUDIED_BLOCKS = (16, 32, 64)
 ROW, TENSOR = "row", "tensor"
@@ -78,42 +75,6 @@ def ways(is_calibrated: bool) -> list[Way]:
     return [*fp4, Way(FP8.name, "amax", ROW), Way(FP8.name, "amax", TENSOR), Way(BF16)]
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What a linear layer is given: by its Gram matrix, by the moments alone, or by neither: Gaussians of unit variance."""
-
-    moments: Float32s | None = None
-    gram: Gram | None = None
-
-    @classmethod
-    def of(cls, calibration: Calibration | None, module: str) -> Inputs:
-        """Those of that module; InputError where the calibration has none."""
-        return cls(calibration.moments(module), calibration.gram(module)) if calibration else cls()
-
-    def power(self, matrix: Float32s) -> float:
-        """The mean of |matrix x|^2 over the inputs x."""
-        if self.gram is None:
-            return weighted(column_power(matrix), self.moments)
-        blocks, width = self.gram.blocks, self.gram.blocks.shape[-1]
-        total = 0.0
-        for number, block in enumerate(blocks):
-            part = matrix[:, number * width : (number + 1) * width].astype(np.float64)
-            own = block[: part.shape[1], : part.shape[1]].astype(np.float64)
-            total += float(np.add.reduce((part @ own) * part, axis=None))
-        return max(total, 0.0)
-
-
-def column_power(matrix: Float32s) -> NDArray[np.float64]:
-    """The sum of squares of every column."""
-    power: NDArray[np.float64] = np.add.reduce(np.square(matrix, dtype=np.float64), axis=0)
-    return power
-
-
-def weighted(columns: NDArray[np.float64], moments: Float32s | None) -> float:
-    """What inputs of these moments make of the power of columns; of unit variance where there are none."""
-    return float(np.add.reduce(columns if moments is None else columns * moments))
-
-
 class Loss(NamedTuple):
     """What one matrix loses in one form.
 
@@ -132,10 +93,22 @@ def losses_of(x: Float32s, inputs: Inputs, chosen: list[Way]) -> Iterator[Loss]:
     """
     if not np.isfinite(x).all():
         raise not_finite()
-    signal, output = weighted(column_power(x), None), inputs.power(x)
+    signal, output = _of_weights(x), output_power(x, inputs)
     for way in chosen:
         error = x - rounded(x, way, inputs.moments)
-        yield Loss(_ratio(weighted(column_power(error), None), signal), _ratio(inputs.power(error), output))
+        yield Loss(_ratio(_of_weights(error), signal), _ratio(output_power(error, inputs), output))
+
+
+def _of_weights(matrix: Float32s) -> float:
+    return weighted(column_power(matrix), None)
+
+
+def output_power(matrix: Floats, inputs: Inputs) -> float:
+    """The mean of |matrix x|^2 over the inputs x, in float64.
+
+    matrix  (rows, columns) float32 or float64
+    """
+    return max(inputs.power(matrix.astype(np.float64, copy=False)), 0.0)
 
 
 def _ratio(noise: float, signal: float) -> float:
@@ -147,24 +120,16 @@ def rounded(x: Float32s, way: Way, importance: Float32s | None = None) -> Float3
 
     importance  of the columns, for the rule of that name
     """
-    matrix = Matrix(x.reshape(-1).view(np.uint8).data, "F32", (x.shape[0], x.shape[1]))
     if isinstance(way.block, int):
         fmt, amax = FORMATS[way.format], float(np.abs(x).max(initial=0))
         given = importance if way.rule == IMPORTANCE else None
         if way.is_for_study:
             return dequantize(quantize(x, replace(fmt, block_size=way.block), str(way.rule), amax, given))
-        q = Cpu().quantize(matrix, fmt, str(way.rule), amax, given)
-        return np.frombuffer(Cpu().dequantize(q, "F32"), np.float32).reshape(x.shape)
+        q = Cpu().quantize(as_matrix(x), fmt, str(way.rule), amax, given)
+        return Cpu().values(q)
     if way.format == BF16:
         return x.astype(FLOAT_DTYPES["BF16"]).astype(np.float32)
-    scales = fp8_scales_of(np.abs(x).max(axis=1 if way.block == ROW else None, initial=0)).reshape(-1, 1)
-    return decode_e4m3(quantize_fp8(matrix, scales)) * scales
-
-
-def as_floats(matrix: Matrix) -> Float32s:
-    """The values of stored rows as float32, exactly."""
-    values: Float32s = np.frombuffer(matrix.data, FLOAT_DTYPES[matrix.dtype]).reshape(matrix.shape).astype(np.float32)
-    return values
+    return through_fp8(x, (1, x.shape[1]) if way.block == ROW else (x.shape[0], x.shape[1]))
 
 
 def rows_of(weights: Weights, strips: tuple[tuple[int, int], ...]) -> Float32s:

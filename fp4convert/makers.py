@@ -22,7 +22,7 @@ from fp4convert.backends import Backend, processors
 from fp4convert.backends.cpu import Cpu
 from fp4convert.calibration_file import Calibration
 from fp4convert.carrying import Carrier, carry, group_exponent
-from fp4convert.codec import FLOAT_DTYPES, Float32s, check_largest, not_finite
+from fp4convert.codec import FLOAT_DTYPES, Float32s, as_floats, check_largest, find_not_finite_values, not_finite
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import MATRIX_DIMENSIONS, measured_whole
 from fp4convert.codings.folded import reach_of
@@ -30,7 +30,7 @@ from fp4convert.codings.fp4 import FourBit
 from fp4convert.codings.fp8 import Fp8, ThroughFp8
 from fp4convert.dialects import Speller, dialect_named, form_of
 from fp4convert.errors import DeviceError, NumericError
-from fp4convert.formats import FP8, PANEL_ELEMENTS, Blocks, Compared, Quantized, Weights, format_named, row_panels
+from fp4convert.formats import FP8, Blocks, Compared, Quantized, Weights, format_named, row_panels
 from fp4convert.grid import Grid, fp8_scales_of
 from fp4convert.output import TaskWriter
 from fp4convert.recipe import Target
@@ -305,7 +305,7 @@ def values_of(linear: Linear, source: Source, dtype: str) -> Iterator[memoryview
         if panel.dtype == dtype:
             yield panel.data
             continue
-        values = np.frombuffer(panel.data, FLOAT_DTYPES[panel.dtype]).astype(np.float32)
+        values = as_floats(panel).reshape(-1)
         check_largest(float(np.fmax.reduce(np.abs(values), initial=0)), dtype)
         yield Cpu().to_bf16(values) if dtype == "BF16" else values.astype(FLOAT_DTYPES[dtype]).view(np.uint8).data
 
@@ -361,18 +361,10 @@ def copy_steps(source: Source, steps: list[Step], writer: TaskWriter, stop: thre
 
 def find_not_finite(source: Source, linear: Linear) -> NumericError | None:
     """The error for a matrix that holds NaN or Inf: how many, and where the first is; None where all are finite."""
-    weights = linear.coding.weights(linear, source)
-    kind, columns = FLOAT_DTYPES[weights.dtype], linear.shape[1]
-    count, place, what = 0, [0, 0], ""
-    for first, last in row_panels(linear.shape, PANEL_ELEMENTS):
-        values = np.frombuffer(weights.rows(first, last).data, kind)
-        bad = np.flatnonzero(~np.isfinite(values))
-        if bad.size and not count:
-            place, what = [first + int(bad[0]) // columns, int(bad[0]) % columns], "NaN" if np.isnan(values[bad[0]]) else "Inf"
-        count += bad.size
-    if not count:
+    found = find_not_finite_values(linear.coding.weights(linear, source))
+    if not found:
         return None
-    detail = f"{linear.home.file}: {linear.name} has {count} values that are NaN or Inf, the first {what} at {place}"
+    detail = f"{linear.home.file}: {linear.name} has {found}"
     return NumericError("not-finite", f"{detail}; weights must be finite", f"--exclude {_pattern(linear.module)}", linear.name)
 
 

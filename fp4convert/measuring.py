@@ -33,13 +33,13 @@ from numpy.typing import NDArray
 from fp4convert.backends.cpu import Cpu
 from fp4convert.calibration_file import Calibration
 from fp4convert.claims import Claims
-from fp4convert.codec import not_finite
+from fp4convert.codec import as_floats, not_finite
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import measured_whole
 from fp4convert.errors import NumericError, SourceError
 from fp4convert.formats import FP8, Matrix, Weights, format_named, row_panels
 from fp4convert.grid import Grid, fp8_scales_of
-from fp4convert.losses import as_floats, column_power, weighted
+from fp4convert.inputs import column_power, weighted
 from fp4convert.makers import find_not_finite
 from fp4convert.manifest import STATE
 from fp4convert.pieces import CORRUPT
@@ -196,11 +196,11 @@ class _Pass:
         """The losses of members of one scale group; none where one of it is not finite."""
         try:
             found = _losses_of(self._bench, group)
-        except NumericError as error:
+        except NumericError:
             named = [bad for linear in group[0].group if (bad := find_not_finite(self._bench.source, linear))]
             if not named:
                 raise
-            self.unsound |= {str(bad.tensor): bad for bad in named or [error]}
+            self.unsound |= {str(bad.tensor): bad for bad in named}
             return {}
         for candidate in group:
             self._bench.phases.report(candidate.linear.name, candidate.linear.nbytes)
@@ -270,9 +270,8 @@ def _add_blocks(bench: Bench, group: list[Candidate], weights: list[Weights], su
         first = 0
         for _, q in panels:
             x = as_floats(weights[number].rows(first, first + q.shape[0]))
-            v = np.frombuffer(Cpu().dequantize(q, "F32"), np.float32).reshape(q.shape)
             sums[number].signal += column_power(x)
-            sums[number].noise[name] += column_power(x - v)
+            sums[number].noise[name] += column_power(x - Cpu().values(q))
             first += q.shape[0]
 
 
@@ -286,12 +285,13 @@ def _add_fp8(bench: Bench, weights: Weights, sums: _Sums, has_signal: bool) -> N
     for first, last in panels:
         stored = weights.rows(first, last)
         x = as_floats(stored)
-        v = _through_fp8(stored, scales[first:last])
+        v = _rounded_to_fp8(stored, scales[first:last])
         sums.noise[FP8.name] += column_power(x - v)
         if not has_signal:
             sums.signal += column_power(x)
 
 
-def _through_fp8(stored: Matrix, scales: NDArray[np.float32]) -> NDArray[np.float32]:
+def _rounded_to_fp8(stored: Matrix, scales: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The values of FP8 codes of these rows under these scales, one for each."""
     codes = Cpu().quantize_fp8(stored, scales)
     return Cpu().decode_fp8(codes.reshape(-1).data, stored.shape, Grid(scales, (1, stored.shape[1]), 0))

@@ -23,8 +23,7 @@ from fp4convert.tasks import Plan, Step
 RTN, GPTQ = "rtn", "gptq"
 METHODS = (RTN, GPTQ, "awq", "smooth")
 FOLDING = ("awq", "smooth")  # methods that multiply columns
-WEIGHING = ("rtn",)  # methods that need no statistics themselves
-GRAM_DIMENSIONS = 3  # (blocks, n, n)
+UNAIDED = ("rtn",)  # methods that need no statistics
 FILE_NEEDED = "Make one: fp4convert calibrate SOURCE -o FILE."
 
 
@@ -37,7 +36,7 @@ def open_statistics(method: str, rule: str | None, file: str | None) -> Calibrat
         raise InputError(
             "unknown-method", f"--method {method!r} is not known; expected {' or '.join(METHODS)}", "Leave it out for rtn."
         )
-    asking = f"--method {method}" if method not in WEIGHING else f"--scale-rule {rule}" if rule == IMPORTANCE else ""
+    asking = f"--method {method}" if method not in UNAIDED else f"--scale-rule {rule}" if rule == IMPORTANCE else ""
     if file is None and asking:
         detail = f"{asking} needs statistics of what linear layers are given; expected --calibration FILE with it"
         raise InputError("no-calibration", detail, FILE_NEEDED)
@@ -58,21 +57,23 @@ def with_statistics(plan: Plan, calibration: Calibration) -> Plan:
     calibration.check_linears(linears)
     if plan.target.method == GPTQ:
         _check_grams(calibration, linears)
-    for module in dict.fromkeys(calibration.inputs.get(linear.module, linear.module) for linear in linears):
+    for module in dict.fromkeys(calibration.holder(linear.module) for linear in linears):
         for statistic in _taken(plan.target, calibration):
             statistic(module)
     return replace(plan, calibration=str(calibration.path), warnings=(*plan.warnings, *_untouched(plan)))
 
 
 def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:
-    """InputError where the file has no Gram matrix of one of them."""
+    """InputError where the file has no Gram matrix of one of them, or what cannot be one."""
     if calibration.gram_kind in ("none", "diag"):
         detail = f"{calibration.path} holds no Gram matrices (--gram {calibration.gram_kind}), and --method gptq needs them"
         raise InputError("no-gram", f"{detail}; expected block:128 or full", "Calibrate again with --gram block:128.")
     for module in (linear.module for linear in linears):
-        if f"{calibration.inputs.get(module, module)}.input_gram" not in calibration.refs:
+        if not calibration.has_gram(module):
             detail = f"{calibration.path} has no input_gram of {module}; expected it of every linear layer that is rounded"
             raise InputError("calibration-missing", detail, f"Calibrate again, or leave it out: --exclude '{module}'.", module)
+    for module in dict.fromkeys(calibration.holder(linear.module) for linear in linears):
+        calibration.gram(module)
 
 
 def _studied(plan: Plan) -> Iterator[Linear]:
@@ -93,15 +94,9 @@ def _taken(target: Target, calibration: Calibration) -> list[Callable[[str], obj
     return [*moments, *of_method.get(target.method, [])]
 
 
-def widths_of_grams(calibration: Calibration) -> list[tuple[int, int]]:
-    """(columns, columns of a block) of every Gram matrix in the file, those of its padding with them."""
-    shapes = [ref.shape for name, ref in calibration.refs.items() if name.endswith(".input_gram")]
-    return [(shape[0] * shape[-1], shape[-1]) for shape in shapes if len(shape) == GRAM_DIMENSIONS]
-
-
 def takes_statistics(target: Target) -> bool:
     """True where what the inputs are like changes how weights are rounded."""
-    return target.method not in (None, *WEIGHING) or target.scale_rule == IMPORTANCE
+    return target.method not in (None, *UNAIDED) or target.scale_rule == IMPORTANCE
 
 
 def rounded(plan: Plan) -> Iterator[Step]:
@@ -117,7 +112,7 @@ def _untouched(plan: Plan) -> Iterator[str]:
         return
     reached = {step.module for step in rounded(plan)}
     if others := [step.name for step in plan.steps if step.is_made and step.module not in reached]:
-        how = f"--scale-rule {IMPORTANCE}" if plan.target.method in WEIGHING else f"--method {plan.target.method}"
+        how = f"--scale-rule {IMPORTANCE}" if plan.target.method in UNAIDED else f"--method {plan.target.method}"
         yield f"{how} changes nothing for {len(others)} modules that are taken over or have eight bits, the first {others[0]!r}"
 
 

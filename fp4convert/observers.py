@@ -61,7 +61,7 @@ class Moments:
         return bool(torch.isfinite(self.largest).all())
 
     def arrays(self, module: str) -> Arrays:
-        """What a calibration file says of them."""
+        """What a calibration file says of them; the end of them, for a second copy of Gram matrices may not fit."""
         count = max(1, self.tokens)
         found = {
             "input_amax": self.largest.max(),
@@ -72,7 +72,7 @@ class Moments:
         if self.squares is not None:
             found["input_sq_mean"] = (self.squares / count).float()
         if self.products is not None:
-            found["input_gram"] = self.products / count
+            found["input_gram"] = self.products.div_(count)
         return {f"{module}.{kind}": value.cpu().numpy() for kind, value in found.items()}
 
 
@@ -112,7 +112,9 @@ class Watch:
     moments  by the module that holds them
     inputs   module -> the one that holds its statistics, because both were given the same tensor
     sample   what is running: how errors call it
-    hungry   path of a stack -> its experts that are now fed with every token; None while tokens go where the router sends them
+    unfed    path of a stack -> its experts that are still short of tokens, and are now fed with every one; None while tokens go
+             where the router sends them
+    is_looking  False where the model only runs, and nothing is kept of what it is given
     """
 
     skeleton: Skeleton
@@ -123,7 +125,8 @@ class Watch:
     routed: dict[str, Routed] = field(default_factory=dict)
     cached: dict[str, list[float]] = field(default_factory=dict)
     sample: int = 0
-    hungry: dict[str, list[int]] | None = None
+    unfed: dict[str, list[int]] | None = None
+    is_looking: bool = True
     _members: dict[tuple[str, bool, int], list[str]] = field(default_factory=dict)
     _paths: dict[int, str] = field(default_factory=dict)
     _seen: dict[tuple[int, ...], tuple[str, torch.Tensor]] = field(default_factory=dict)
@@ -162,10 +165,14 @@ class Watch:
 
         def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-            if self.hungry is None and given is not None and given.is_floating_point() and given.shape[-1] == columns:
+            if self._follows_router() and given is not None and given.is_floating_point() and given.shape[-1] == columns:
                 self._take(names, given)
 
         return look
+
+    def _follows_router(self) -> bool:
+        """True while everything is looked at, and tokens go where the router sends them."""
+        return self.is_looking and self.unfed is None
 
     def _take(self, names: list[str], given: torch.Tensor) -> None:
         """Statistics of what these modules are given; only once where the very same tensor was given to another before."""
@@ -189,10 +196,9 @@ class Watch:
         """What a stack of experts makes of tokens, expert by expert, as its class in transformers defines it."""
         hidden, chosen, weights = hidden_states, top_k_index, top_k_weights  # named as transformers calls them
         path = self._paths[id(module)]
-        if self.hungry is not None:
-            for expert in self.hungry.get(path, ()):
-                self._see_expert(path, expert, hidden, _between(module, expert, hidden))
-        routed = self.routed.setdefault(path, Routed(module.num_experts)) if self.hungry is None else None
+        for expert in (self.unfed or {}).get(path, ()):
+            self._see_expert(path, expert, hidden, _between(module, expert, hidden))
+        routed = self.routed.setdefault(path, Routed(module.num_experts)) if self._follows_router() else None
         out = torch.zeros_like(hidden)
         for expert in torch.unique(chosen).tolist():
             if expert >= module.num_experts:
@@ -216,8 +222,8 @@ class Watch:
 
     def feed_starving(self) -> list[str]:
         """Forget what the experts with too few tokens were given, and have them fed from now on; their modules."""
-        self.hungry = {path: experts for path, routed in self.routed.items() if (experts := routed.starving())}
-        fed = [(path, is_first, expert) for path, all_ in self.hungry.items() for expert in all_ for is_first in (True, False)]
+        self.unfed = {path: experts for path, routed in self.routed.items() if (experts := routed.starving())}
+        fed = [(path, is_first, expert) for path, all_ in self.unfed.items() for expert in all_ for is_first in (True, False)]
         names = [name for key in fed for name in self._members.get(key, [])]
         for name in names:
             self.moments.pop(name, None)
@@ -225,10 +231,9 @@ class Watch:
 
     def attention(self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
         """What attention makes of queries, keys and values, by the model's own plain function."""
-        if self.hungry is None:
+        if self._follows_router() and not hasattr(module, "kv_lora_rank"):  # latent attention has no cache of keys and values
             largest = self.cached.setdefault(self._paths[id(module)], [0.0, 0.0])
-            rotated = key[..., -module.qk_rope_head_dim :] if hasattr(module, "kv_lora_rank") else key
-            largest[:] = max(largest[0], float(rotated.abs().max())), max(largest[1], float(value.abs().max()))
+            largest[:] = max(largest[0], float(key.abs().max())), max(largest[1], float(value.abs().max()))
         plain = getattr(sys.modules[type(module).__module__], "eager_attention_forward")  # noqa: B009 - mypy knows no such module
         return plain(module, query, key, value, attention_mask, **options)
 
@@ -241,18 +246,9 @@ class Watch:
             found |= routed.arrays(self._name_of(path).rpartition(".")[0])
         for path, largest in self.cached.items():
             if getattr(self.skeleton.module(path), "is_causal", True):
-                latent = self._latent(path)
-                pair = largest if latent is None else (max(largest[0], latent), latent)
-                for kind, amax in zip(("k_amax", "v_amax"), pair, strict=True):
+                for kind, amax in zip(("k_amax", "v_amax"), largest, strict=True):
                     found[f"{self._name_of(path)}.{kind}"] = np.asarray(amax, np.float32)
         return found
-
-    def _latent(self, path: str) -> float | None:
-        """Of latent attention, whose cache holds the latent vector and the rotated part of the key: the vector's largest."""
-        if not hasattr(self.skeleton.module(path), "kv_lora_rank"):
-            return None
-        module = next(name for name, place in self.modules.items() if place.path == f"{path}.kv_b_proj")
-        return float(self.moments[self.inputs.get(module, module)].largest.max())
 
     def _name_of(self, path: str) -> str:
         """What the checkpoint calls a module of the model, by the name of a linear layer in it."""
@@ -262,7 +258,8 @@ class Watch:
             if place.expert is None and place.path.startswith(f"{path}."):
                 return module.rsplit(".", place.path[len(path) :].count("."))[0]
         detail = f"{path} of the model has no linear layer that the checkpoint stores; expected one"
-        raise InputError("calibration-model", detail, "See config.json.", path)
+        next_step = "Download the checkpoint again: its config.json and its weights are not of one model."
+        raise InputError("calibration-model", detail, next_step, path)
 
 
 def _multiplied(module: Any, parameter: str, expert: int, x: torch.Tensor) -> torch.Tensor:
@@ -314,3 +311,13 @@ def unwatched(skeleton: Skeleton, seen: Mapping[str, object]) -> list[str]:
         for module in skeleton.linears
         if module not in seen and not (module in skeleton.places and skeleton.places[module].path in tables)
     ]
+
+
+def opaque(skeleton: Skeleton, modules: Iterable[str]) -> list[str]:
+    """Those of the modules that are experts of a stack whose class in transformers lets nobody else compute them."""
+    found = []
+    for module in modules:
+        place = skeleton.places.get(module)
+        if place and place.expert is not None and not hasattr(skeleton.module(place.path), "has_gate"):
+            found.append(module)
+    return found

@@ -56,7 +56,7 @@ def measure_pace(backend: Backend, target: Target, widest: Sequence[int], thread
 def _rate_of_weights(backend: Backend, target: Target, sample: _Sample, threads: int) -> float:
     """Weights that all threads quantize in a second."""
     fmt = format_named(target.format)
-    rule, columns = target.scale_rule or fmt.default_rule, sample.shape[1]
+    rule, columns = target.rule_for(fmt), sample.shape[1]
     given = Given(importance=[np.ones(columns, np.float32)] if rule == IMPORTANCE else ())
 
     def work(seconds: float) -> int:

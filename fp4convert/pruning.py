@@ -30,13 +30,13 @@ from fp4convert.experts import (
     kept_rows,
     read_routing,
 )
-from fp4convert.forecast import BASE_NBYTES, Sized, estimate_seconds, fold_steps
+from fp4convert.forecast import BASE_NBYTES, Sized, describe_steps, estimate_seconds
 from fp4convert.job import Job, Result, carry_out
 from fp4convert.makers import copy_steps
 from fp4convert.output import TaskWriter
 from fp4convert.patterns import matches_any
 from fp4convert.plan import notes_on
-from fp4convert.recipe import Choice, Target, build_recipe
+from fp4convert.recipe import Choice, Target, model_recipe
 from fp4convert.record import RECORD
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint, Source
@@ -83,8 +83,7 @@ def prepare_prune(source: Source, calibration: Calibration, keep: int, recipe: s
     """
     checkpoint = source.checkpoint
     _refuse_artifact(source)
-    target = Target("nvfp4")  # a recipe needs one; of experts and stacks it says nothing
-    rules = build_recipe(target, checkpoint.config, Choice(recipe))
+    rules = model_recipe(checkpoint.config, Choice(recipe))
     with uncollected():
         mixtures = find_mixtures(tuple(checkpoint.tensors), rules)
     rule = rules.experts[0]
@@ -92,8 +91,10 @@ def prepare_prune(source: Source, calibration: Calibration, keep: int, recipe: s
     calibration.check(source)
     further = rules.patterns_of(PREDICTION)  # layers that the model itself does not run
     ahead = [one for one in mixtures if matches_any(further, one.name)]
-    is_shorter = not all(_has_saliency(calibration, one) for one in ahead)
+    is_shorter = not all(calibration.has_experts(one.name) for one in ahead)
     seen = [one for one in mixtures if not is_shorter or one not in ahead]
+    if seen and not any(calibration.has_experts(one.name) for one in seen):
+        raise _sees_none(calibration, seen[0], checkpoint)
     for mixture in seen:
         check_mixture(mixture, rule, routing.experts)
     kept = {one.name: _kept_of(calibration, one, routing) for one in seen}
@@ -151,18 +152,7 @@ def describe_pruning(source: Source, pruning: Pruning, settings: Settings) -> di
         "peak_memory_bytes": BASE_NBYTES + min(source.held_nbytes, source.checkpoint.nbytes),
         "peak_disk_bytes": pruning_job(source, pruning).output_nbytes,
         "seconds_estimated": estimate_seconds(source, plan, open_backend("cpu"), settings.workers),
-        "patterns": fold_steps(sized),
-        "tensors": [
-            {
-                "name": step.outputs[0].name,
-                "action": step.action,
-                "reason": step.reason,
-                "group": None,
-                "source_bytes": source_nbytes,
-                "output_bytes": output_nbytes,
-            }
-            for step, source_nbytes, output_nbytes in sized
-        ],
+        **describe_steps(sized, lambda step: step.outputs[0].name),
         "warnings": list(plan.warnings),
     }
 
@@ -183,17 +173,19 @@ def _refuse_artifact(source: Source) -> None:
         raise InputError("prune-source", detail, "Prune the original weights, and quantize the result.")
 
 
-def _has_saliency(calibration: Calibration, mixture: Mixture) -> bool:
-    return f"{mixture.name}.expert_saliency" in calibration.refs
+def _sees_none(calibration: Calibration, first: Mixture, checkpoint: Checkpoint) -> InputError:
+    detail = f"{calibration.path} has no expert_saliency of {first.name}, nor of any other layer"
+    detail = f"{detail}: fp4convert calibrate does not see into the experts of {checkpoint.config.get('model_type')} models"
+    next_step = "docs/pruning.md lists those that it does, and what a file of your own has to hold."
+    return InputError("calibration-missing", detail, next_step, first.name)
 
 
 def _kept_of(calibration: Calibration, mixture: Mixture, routing: Routing) -> tuple[int, ...]:
     """The experts of a mixture that stay; InputError where the calibration does not tell."""
     again = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
-    if not _has_saliency(calibration, mixture):
+    if not calibration.has_experts(mixture.name):
         detail = f"{calibration.path} has no expert_saliency of {mixture.name}; expected it of every layer with experts"
-        next_step = "Calibrate again; docs/pruning.md lists the models whose experts fp4convert calibrate sees."
-        raise InputError("calibration-missing", detail, next_step, mixture.name)
+        raise InputError("calibration-missing", detail, again, mixture.name)
     found = calibration.experts(mixture.name)
     for table in (found.saliency, found.tokens):
         if table.shape != (routing.experts,):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fp4convert.errors import InputError
-from fp4convert.formats import Format, check_rule, format_named
+from fp4convert.formats import IMPORTANCE, NVFP4, Format, check_rule, format_named
 from fp4convert.patterns import compiled, configs_in, expand, integer_of, matches, matches_any
 from fp4convert.recipe_files import (
     ANY_FORMAT,
@@ -59,8 +59,9 @@ class ScaleGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is made: a four-bit format by a dialect and a rule, or (dequantized) a float type by neither.
+    """What is made: a four-bit format by a dialect and a rule; by neither a float type (dequantized), or nothing new (pruned).
 
+    format          its name, or the word of the float type, or "pruned", as documents and plans call it
     scale_layout    the dialect's own where it is None
     has_unit_scale  the global scale is 1, whatever the weights are: engines read no other
     via             "fp8" where weights are rounded to FP8 first
@@ -78,6 +79,11 @@ class Target:
     via: str | None = None
     method: str | None = None
     calibration: str | None = None
+
+    def rule_for(self, fmt: Format) -> str:
+        """The scale rule of modules of that format: the target's own where it is the target's format, or has that rule too."""
+        is_own = fmt.name == self.format or self.scale_rule == IMPORTANCE
+        return self.scale_rule if self.scale_rule and is_own else fmt.default_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +266,7 @@ def build_recipe(target: Target, config: Mapping[str, object], choice: Choice = 
     only = tuple(rule for file in files for rule in file.only)
     return Recipe(
         fmt,
-        replace(target, scale_rule=check_rule(fmt, target.scale_rule or fmt.default_rule)),
+        replace(target, scale_rule=check_rule(fmt, target.rule_for(fmt))),
         keep,
         tuple(pattern for rule in keep for pattern in rule.patterns),
         tuple(group for file in later_first for group in file.groups),
@@ -273,6 +279,14 @@ def build_recipe(target: Target, config: Mapping[str, object], choice: Choice = 
         choice,
         tuple(rule for file in later_first for rule in file.experts),
     )
+
+
+def model_recipe(config: Mapping[str, object], choice: Choice = Choice()) -> Recipe:
+    """What recipes know of the model of a config.json where nothing is quantized: experts, stacks, groups, kinds of modules.
+
+    Its format and its target mean nothing.  Raises InputError as build_recipe does.
+    """
+    return build_recipe(Target(NVFP4.name), config, choice)
 
 
 def is_expert_stack(tensor: str, shape: tuple[int, ...]) -> bool:

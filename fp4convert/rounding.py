@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 
-from fp4convert.backends import Backend, Given
+from fp4convert.backends import Backend, Given, memory_nbytes
 from fp4convert.backends.cpu import Cpu
 from fp4convert.calibration_file import Calibration
-from fp4convert.codec import block_steps, pack
-from fp4convert.codings.folded import as_floats, moments_under
+from fp4convert.codec import as_floats, block_steps, pack
+from fp4convert.codings.folded import moments_under
 from fp4convert.formats import IMPORTANCE, Format, Quantized, Weights, global_range, row_panels
 from fp4convert.gptq import PANEL_ELEMENTS, Factor, explained, factorize, held_nbytes, one_thread, round_columns, torch_device
-from fp4convert.methods import GPTQ, widths_of_grams
+from fp4convert.methods import GPTQ
 from fp4convert.recipe import Target
 
 MEMORY_SHARE = 0.5  # of the machine's, for all workers together
@@ -41,7 +40,7 @@ class Rounding:
         modules  whose statistics are those of each member's inputs
         Raises   NumericError also for a Gram matrix that is none
         """
-        rule = self._rule(fmt)
+        rule = self.target.rule_for(fmt)
         nearest = self.backend.quantize_group(measured, members, fmt, rule, self._given(rule, members, modules))
         if self.target.method == GPTQ and self.calibration:
             return compared(members, self._compensated(nearest, members, modules, self.calibration))
@@ -51,7 +50,7 @@ class Rounding:
     def threads(self) -> int:
         """How many callers it serves at once, with the machine's memory."""
         need = self._extra_nbytes
-        return max(1, min(self.backend.threads, int(MEMORY_SHARE * _memory_nbytes() / need))) if need else self.backend.threads
+        return max(1, min(self.backend.threads, int(MEMORY_SHARE * memory_nbytes() / need))) if need else self.backend.threads
 
     def held_nbytes(self, threads: int, widest: int) -> int:
         """Memory that so many callers hold, at linear layers of up to so many columns; 0 threads are as many as suit."""
@@ -63,7 +62,7 @@ class Rounding:
         """Memory of one caller beside the backend's: of GPTQ, at the widest linear layer that the file knows."""
         if self.target.method != GPTQ or self.calibration is None:
             return 0
-        return max((held_nbytes(count, width) for count, width in widths_of_grams(self.calibration)), default=0)
+        return max((held_nbytes(count, width) for count, width in self.calibration.gram_widths()), default=0)
 
     def working(self) -> AbstractContextManager[None]:
         """Meanwhile any number of threads may call."""
@@ -77,12 +76,6 @@ class Rounding:
         pairs = zip(modules, members, strict=True)
         return Given(amax, [moments_under(self.calibration.moments(module), weights) for module, weights in pairs])
 
-    def _rule(self, fmt: Format) -> str:
-        """The target's own, where the format is or has it."""
-        rule = self.target.scale_rule
-        is_own = fmt.name == self.target.format or rule == IMPORTANCE
-        return rule if rule and is_own else fmt.default_rule
-
     def _compensated(
         self,
         nearest: Iterator[tuple[int, Quantized]],
@@ -95,7 +88,7 @@ class Rounding:
         for number, panels in groupby(nearest, key=itemgetter(0)):
             module, weights = modules[number], members[number]
             scaled = _joined((q for _, q in panels), weights.shape)
-            holder = calibration.inputs.get(module, module)
+            holder = calibration.holder(module)
             with explained(f"{calibration.path}: the Gram matrix of {module}", module):
                 if holder not in known:
                     known = {holder: self._factor(calibration, module)}
@@ -119,10 +112,6 @@ def _joined(panels: Iterator[Quantized], shape: tuple[int, int]) -> Quantized:
     first = next(panels)
     block_scales = b"".join([bytes(first.block_scales), *(bytes(q.block_scales) for q in panels)])
     return replace(first, shape=shape, packed=memoryview(b""), block_scales=memoryview(block_scales))
-
-
-def _memory_nbytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def compared(members: Sequence[Weights], panels: Iterable[tuple[int, Quantized]]) -> Iterator[tuple[int, Quantized]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import Picked
 from fp4convert.errors import InputError
-from fp4convert.folding import split_numbers
+from fp4convert.numbered import split_numbers
 
 USUAL_NBYTES = 20 * 10**6
 MOST_MATRICES = 128  # of a kind: more of them say the same, and each is some requests to a Hub

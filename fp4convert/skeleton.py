@@ -19,7 +19,7 @@ from fp4convert.codings import Linear
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
 from fp4convert.linears import find_linears
-from fp4convert.recipe import Recipe, Target, build_recipe
+from fp4convert.recipe import Recipe, model_recipe
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
 
@@ -28,6 +28,7 @@ TORCH_DTYPES = {
     **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool},
 }
+REASON_LENGTH = 200  # of the words of another package in a message
 BLOCKS = "_blocks"  # ends the name of a stack of MXFP4 codes
 NEXT = "Calibrate with the tools of its authors; without a calibration, fp4convert quantize needs no model code."
 
@@ -153,7 +154,7 @@ def open_skeleton(source: Source, folder: Path, device: torch.device) -> Skeleto
     Raises  InputError for models that transformers does not know, and for those whose layers cannot be told apart
     """
     model = _build(folder, device)
-    recipe = build_recipe(Target("nvfp4"), source.checkpoint.config)
+    recipe = model_recipe(source.checkpoint.config)
     linears = find_linears(source, recipe).of
     tensors, homes = _tensors(source, linears, recipe)
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -173,29 +174,44 @@ def _build(folder: Path, device: torch.device) -> Any:
     transformers = import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, OSError, ImportError) as error:
+    except Exception as error:  # of many kinds: each class of configs checks itself in its own way
         detail = f"config.json describes a model that transformers {transformers.__version__} does not know"
-        is_custom = "trust_remote_code" in str(error) or "custom code" in str(error)
-        why = "it needs code that comes with the checkpoint, which is never run" if is_custom else str(error).split("\n")[0][:150]
-        raise InputError("calibration-model", f"{detail}: {why}", NEXT) from None
+        raise InputError("calibration-model", f"{detail}: {reason_of(error)}", NEXT) from None
     if config.is_encoder_decoder:
         detail = f"config.json: {config.model_type} has an encoder and a decoder; expected a model with one chain of layers"
         raise InputError("calibration-model", detail, NEXT)
     config.use_cache = False
-    kind = getattr(transformers, (config.architectures or [""])[0], None) or transformers.AutoModelForCausalLM
-    dtype = torch.float32 if device.type == "cpu" else (config.dtype or torch.bfloat16)
-    make = getattr(kind, "_from_config", None) or kind.from_config
     try:
+        kind = _class_of(config)
+        make = getattr(kind, "_from_config", None) or kind.from_config
+        dtype = torch.float32 if device.type == "cpu" else (config.dtype or torch.bfloat16)
         with torch.device("meta"):
             model = make(config, dtype=dtype, attn_implementation="eager")
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        detail = (
-            f"transformers {transformers.__version__} cannot build the model of config.json: {str(error).split(chr(10))[0][:150]}"
-        )
+    except Exception as error:  # of as many kinds
+        detail = f"transformers {transformers.__version__} cannot build the model of config.json: {reason_of(error)}"
         raise InputError("calibration-model", detail, NEXT) from None
     _compute_buffers(model, device)
     model.requires_grad_(False)
     return model.eval()
+
+
+def _class_of(config: Any) -> Any:
+    """The model's class by the first of its architectures, or what finds one by the type of the config."""
+    import transformers
+
+    name = next(iter(config.architectures or ()), "")
+    found = getattr(transformers, str(name), None)
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if is_model else transformers.AutoModelForCausalLM
+
+
+def reason_of(error: Exception) -> str:
+    """Why transformers cannot, in a part of a sentence: what its error ends with, or that it would take foreign code."""
+    words = " ".join(str(error).split())
+    if "trust_remote_code" in words or "custom code" in words:
+        return "it needs code that comes with the checkpoint, which is never run"
+    words = f"it has nothing called {words}" if isinstance(error, KeyError) else words
+    return words if len(words) <= REASON_LENGTH else f"{words[:REASON_LENGTH]}..."
 
 
 def import_transformers() -> Any:

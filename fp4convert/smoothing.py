@@ -12,18 +12,18 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.backends.cpu import Cpu
-from fp4convert.calibration_file import Calibration, Gram
-from fp4convert.codec import FLOAT_DTYPES, Float32s
+from fp4convert.calibration_file import Calibration
+from fp4convert.codec import Float32s, as_floats, as_matrix
 from fp4convert.codings import Linear
-from fp4convert.codings.folded import Factors, as_floats, divided, over_squares, quotients, read_vector
+from fp4convert.codings.folded import Factors, divided, over_squares, quotients, read_vector
 from fp4convert.folds import Fold
-from fp4convert.formats import IMPORTANCE, Format, Matrix, format_named, global_range, row_panels
+from fp4convert.formats import IMPORTANCE, Format, format_named, global_range, row_panels
+from fp4convert.inputs import Inputs
 from fp4convert.recipe import Target
 from fp4convert.sources import Source
 
@@ -47,7 +47,7 @@ class Smoother:
         self._method = target.method
         self._calibration = calibration
         self._are_inputs_told = are_inputs_told
-        self._rounding = _Rounding(fmt, target.scale_rule or fmt.default_rule, target.has_unit_scale)
+        self._rounding = _Rounding(fmt, target.rule_for(fmt), target.has_unit_scale)
         self._found: dict[str, Factors] = {}
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class Smoother:
         return found
 
     def _smooth(self, fold: Fold, source: Source) -> Doubles:
-        """max|x|^alpha / max|w|^(1 - alpha); 1 where either is 0 or not finite."""
+        """max|x|^a / max|w|^(1 - a), a being SMOOTH_ALPHA; 1 where either is 0 or not finite."""
         inputs = np.max([self._calibration.channel_amax(linear.module) for linear in fold.rounded], axis=0)
         weights = np.max([_column_amax(linear, source) for linear in fold.rounded], axis=0)
         x, w = (fold.by_head(amax.astype(np.float64)).max(axis=1) for amax in (inputs, weights))
@@ -105,16 +105,16 @@ class Smoother:
     def _costs(self, linear: Linear, source: Source, stored: list[Float32s], count: int) -> Doubles:
         """The error of a reader's outputs by each candidate, over the tokens that it was given; one of `count` readers."""
         module = linear.module
-        gram, moments = self._calibration.gram(module), self._calibration.moments(module)
+        inputs = Inputs.of(self._calibration, module)
         rows = max(1, SEARCHED_ELEMENTS // (count * linear.shape[1]))
-        if gram is not None:
-            products = linear.shape[1] * gram.blocks.shape[-1]
+        if inputs.gram is not None:
+            products = linear.shape[1] * inputs.gram.blocks.shape[-1]
             rows = min(rows, max(1, SEARCHED_PRODUCTS // (count * products)))
         weights = _some_rows(linear, source, rows)
         tokens = max(1, self._calibration.tokens_of(module))
         share = linear.shape[0] / len(weights)
-        errors = [self._rounding.error(weights, columns, moments) for columns in stored]
-        return np.array([tokens * share * _power(error, moments, gram) for error in errors])
+        errors = [self._rounding.error(weights, columns, inputs.moments) for columns in stored]
+        return np.array([tokens * share * inputs.power(error) for error in errors])
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +125,17 @@ class _Rounding:
     rule: str
     has_unit_scale: bool
 
-    def error(self, weights: Float32s, columns: Float32s, moments: Float32s) -> Float32s:
+    def error(self, weights: Float32s, columns: Float32s, moments: Float32s | None) -> Float32s:
         """(rows, columns) of what the weights become, less what they were."""
         with np.errstate(all="ignore"):
             scaled = weights * columns
             amax = float(np.abs(scaled).max(initial=0))
             if not np.isfinite(amax):
                 return np.full_like(weights, np.nan)
-            matrix = Matrix(scaled.reshape(-1).view(np.uint8).data, "F32", (weights.shape[0], weights.shape[1]))
-            importance = over_squares(moments, columns) if self.rule == IMPORTANCE else None
+            importance = over_squares(moments, columns) if self.rule == IMPORTANCE and moments is not None else None
             amax = global_range(self.rule) if self.has_unit_scale else amax
-            q = Cpu().quantize(matrix, self.format, self.rule, amax, importance)
-            values = np.frombuffer(Cpu().dequantize(q, "F32"), np.float32).reshape(weights.shape)
-            found: Float32s = values / columns - weights
+            q = Cpu().quantize(as_matrix(scaled), self.format, self.rule, amax, importance)
+            found: Float32s = Cpu().values(q) / columns - weights
         return found
 
 
@@ -162,17 +160,6 @@ def _normalized(factors: Doubles) -> Doubles:
     return found
 
 
-def _power(error: Float32s, moments: Float32s, gram: Gram | None) -> float:
-    """Sum over rows of e H e, H the Gram matrix, or the second moments on its diagonal."""
-    if gram is None:
-        return float((np.square(error.astype(np.float64)).sum(axis=0) * moments).sum())
-    count, width, _ = gram.blocks.shape
-    padded = np.zeros((len(error), count * width), np.float32)
-    padded[:, : error.shape[1]] = error
-    blocks = padded.reshape(len(error), count, width).swapaxes(0, 1)
-    return float(np.multiply(blocks @ gram.blocks, blocks).sum(dtype=np.float64))
-
-
 def _some_rows(linear: Linear, source: Source, most: int) -> Float32s:
     """So many rows of a matrix at most: ranges of adjacent ones, from the first to the last."""
     weights, (rows, _) = linear.coding.weights(linear, source), linear.shape
@@ -189,7 +176,5 @@ def _column_amax(linear: Linear, source: Source) -> Float32s:
     weights = linear.coding.weights(linear, source)
     found = np.zeros(linear.shape[1], np.float32)
     for panel in row_panels(linear.shape):
-        matrix = weights.rows(*panel)
-        values: NDArray[Any] = np.frombuffer(matrix.data, FLOAT_DTYPES[matrix.dtype]).reshape(matrix.shape)
-        found = np.maximum(found, np.abs(values).max(axis=0).astype(np.float32))
+        found = np.maximum(found, np.abs(as_floats(weights.rows(*panel))).max(axis=0))
     return found

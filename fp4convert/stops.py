@@ -11,11 +11,15 @@ from typing import NoReturn
 
 
 class Stopped(BaseException):
-    """The process was told to stop."""
+    """The process was told to stop.
+
+    kept  what stays of its work, in words; whoever knows better says so
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
+        self.kept = "finished shards stay"
 
     @property
     def is_terminated(self) -> bool:

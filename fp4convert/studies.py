@@ -1,6 +1,7 @@
 """What `analyze` and `calibrate` found, on a terminal.
 
-Of an analysis every form of the whole, the forms that engines read kind by kind, and advice in words.
+Of an analysis every form of the whole, the forms that engines read kind by kind, and advice in words; of a calibration how much
+text went through how many layers, and which file came of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ KIND = ("kind", "matrices", "weights")
 
 
 def draw_study(screen: Screen, study: Document) -> None:
-    """The whole by every form, best first within a format and block; kinds by the forms that engines read; words."""
+    """The whole by every form; kinds by the forms that engines read; words."""
     share = 100 * study["sampled_weights"] / study["weights"]
     what = f"{study['sampled_matrices']} of {study['matrices']} matrices, {share:.3g} % of {study['weights']:,} weights"
     screen.line(f"{study['source']}: {what}, {size_text(study['sampled_bytes'])} read; inputs: {study['inputs']}", "bold")
@@ -38,7 +39,7 @@ def draw_calibrated(screen: Screen, found: Document) -> None:
     screen.line(found["output"], "bold")
     screen.line(f"  {found['samples']} samples, {found['tokens']:,} tokens in {duration_text(found['seconds'])}")
     experts = f", {found['experts']} experts" if found["experts"] else ""
-    screen.line(f"  statistics of {found['linears']} linear layers{experts}")
+    screen.line(f"  statistics of {found['linears']} linear layers{experts}, {size_text(found['output_bytes'])}")
     screen.line(f"  sha256 {found['sha256']}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from fp4convert.calibration_file import fingerprint_of, weights_of
+from fp4convert.identity import fingerprint_of, weights_of
 from fp4convert.sources import Source
 
 
@@ -18,7 +18,7 @@ def notes_for(source: Source, **notes: str) -> dict[str, str]:
     origin = {"repo": source.checkpoint.repo, "revision": source.checkpoint.revision}
     return {
         "format": "fp4convert-calibration",
-        "version": "1",
+        "version": "2",
         "source": json.dumps(origin),
         "fingerprint": fingerprint_of(source),
         "weights": weights_of(source),

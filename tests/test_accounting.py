@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -162,6 +163,46 @@ def test_what_float32_would_not_hold(backends: Backends, dtype: str, fmt: Format
             assert found.signal == pytest.approx(expected["signal"], rel=7e-7)
 
 
+@EVERY_FORMAT
+def test_codes_of_other_values(backends: Backends, fmt: Format) -> None:
+    """x, x - y and y, each alone at both sides of what float32 sums hold; 64 squares to a sum, 8.6 the mean of a code's."""
+    rng = generator(34)
+    packed = rng.integers(0, 256, 4 * 512 // 2).astype(np.uint8)
+    scales = np.full(4 * 512 // fmt.block_size, 0x38 if fmt is NVFP4 else 127, np.int64)
+    scales[-7:] += 1
+    for step in (-90, -60, -51, -50.5, -50, -49, -39.5, -20, 0, 44.9, 45, 45.3, 45.6, 46, 60):
+        stored = float(np.float32(2.0**step)) if fmt is NVFP4 else None
+        block_scales = (scales if fmt is NVFP4 else scales + round(step)).astype(np.uint8)
+        q = Quantized(fmt, (4, 512), packed.data, block_scales.data, stored)
+        for own in (-130, -60, -38.3, -38, -37.8, -37.6, -20, 0, 46.8, 47, 47.2, 47.4, 60):
+            check(backends, rounded(2.0**own * rng.normal(0, 1, (4, 512)), "F32"), "F32", q)
+
+
+def test_sums_of_x_and_of_y_at_either_side_of_what_float32_sums_hold(backends: Backends) -> None:
+    """64 squares of 2^47 are 2^100; what is lost is little."""
+    packed = np.full(2 * 512 // 2, 0x44, np.uint8)  # 2.0
+    for near in (0.997, 1.003):
+        q = Quantized(NVFP4, (2, 512), packed.data, memoryview(b"\x38" * 64), float(np.float32(near * 2.0**46)))
+        check(backends, rounded((2 - near) * 2.0**47 * generator(35).normal(1, 1e-4, (2, 512)), "F32"), "F32", q)
+
+
+@EVERY_FORMAT
+def test_a_scale_that_is_nan_shows(backends: Backends, fmt: Format) -> None:
+    """In every sum of its row but that of x, wherever it is; other rows are as they were."""
+    values = gaussian("BF16", 3, 512)
+    q = codec.quantize(values.astype(np.float32), fmt, RULE[fmt])
+    before = rows_of(Cpu().compare(matrix(values, "BF16"), q))
+    blocks = 512 // fmt.block_size
+    for place in (0, 3, blocks - 1):
+        spoilt = bytearray(q.block_scales)
+        spoilt[blocks + place] = 0x7F if fmt is NVFP4 else 0xFF
+        for name, backend in backends.items():
+            found = rows_of(backend.compare(matrix(values, "BF16"), replace(q, block_scales=memoryview(spoilt))))
+            assert np.array_equal(found[[0, 2]], before[[0, 2]]), name
+            assert np.isnan(found[1]).tolist() == [False, True, True, True, False], name
+            assert found[1, 0] == pytest.approx(before[1, 0], rel=1e-6), name
+
+
 def test_where_nothing_is_lost_there_is_no_ratio() -> None:
     values = generator(32).choice(np.array([-6.0, -0.5, 0.0, 1.5, 6.0], np.float32), (2, 512))
     found = Sums().plus(compare(values, codec.quantize(values, MXFP4, "floor")), values.size)
@@ -173,8 +214,9 @@ def test_where_nothing_is_lost_there_is_no_ratio() -> None:
 def test_a_divisor_divides(backends: Backends) -> None:
     values = gaussian("BF16", 3, 256)
     q = codec.quantize(values.astype(np.float32), NVFP4, "amax")
-    stored = float(np.float32(1 / np.float32(q.global_scale)))
-    check(backends, values, "BF16", Quantized(NVFP4, q.shape, q.packed, q.block_scales, stored, "divisor"))
+    inverse = np.float32(1) / np.float32(q.global_scale)
+    for stored in (inverse, inverse * np.float32(1.1), np.float32(3.3), np.float32(7e-5)):  # by one of these a product is another
+        check(backends, values, "BF16", replace(q, global_scale=float(stored), kind="divisor"))
 
 
 def test_codes_are_counted_at_any_length(tmp_path: object) -> None:
@@ -221,6 +263,17 @@ def test_nothing_is_read_behind_an_input(backends: Backends, dtype: str, fmt: Fo
         for name, backend in backends.items():
             if isinstance(backend, Cpu):
                 assert survives(partial(backend.compare, matrix(values, dtype), q)), f"{name}, {columns} columns"
+
+
+@EVERY_DTYPE
+def test_nothing_is_read_behind_values(backends: Backends, dtype: str) -> None:
+    for columns in (1, 15, 17, 255, 272, 281):
+        kind = FLOAT_DTYPES[dtype]
+        values, y = walled(3 * columns * kind.itemsize).view(kind), walled(12 * columns).view(np.float32)
+        for name, backend in backends.items():
+            if isinstance(backend, Cpu):
+                x = matrix(values.reshape(3, columns), dtype)
+                assert survives(partial(backend.compare_values, x, y.reshape(3, columns))), f"{name}, {columns} columns"
 
 
 def test_sums_travel_as_json() -> None:

@@ -314,7 +314,8 @@ def test_bad_input_is_one_sentence(tmp_path):
     for sample in (0, -1, "nan", "inf"):
         assert refused(source, "--sample", sample)["code"] == "sample-size"
     assert "expected at least" in refused(source, "--sample", 1e-7)["message"]
-    assert refused(source, "--exclude", "*")["code"] == "no-linears"
+    error = refused(source, "--exclude", "*")
+    assert (error["code"], "--include 'PATTERN'" in error["next"]) == ("no-linears", True)
     assert refused(tmp_path / "none")["code"] == "no-source"
     assert refused(source, "--calibration", tmp_path / "none")["code"] == "calibration-file"
     assert refused(source, "--recipe", "none")["exit"] == 2

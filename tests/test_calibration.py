@@ -95,10 +95,10 @@ def test_a_layer_at_a_time_agrees_with_the_whole_model(tmp_path, name):
     assert checked == set(inputs)
     for module in checked:
         assert_statistics(found, module, inputs[module])
-    for layer, pair in enumerate(largest):  # DeepSeek's cache holds the latent vector, and the rotated part of the key
-        cached = {"k": max(pair.values()), "v": pair["k"]} if name == "DeepseekV3" else pair
-        for kind, amax in cached.items():
+    for layer, pair in enumerate(largest if name != "DeepseekV3" else ()):
+        for kind, amax in pair.items():
             np.testing.assert_allclose(found[f"model.layers.{layer}.self_attn.{kind}_amax"], amax, rtol=RTOL)
+    assert any(kind.endswith("k_amax") for kind in found) == (name != "DeepseekV3")  # latent attention caches neither
     for path, made in calls.items():
         check_experts(found, path, made)
     assert (len(calls) > 0) == (name in ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"))
@@ -148,3 +148,20 @@ def test_an_encoder_is_given_lines_without_padding(tmp_path):
     for module, x in inputs.items():
         assert_statistics(found, module, x)
     assert not any(name.endswith("k_amax") for name in found)
+
+
+@pytest.mark.parametrize("is_looking", [True, False])
+def test_a_watch_that_looks_at_nothing_keeps_nothing(is_looking, tmp_path):
+    import torch
+
+    from fp4convert.observers import Watch, watching
+    from fp4convert.skeleton import open_skeleton
+
+    folder = make_model(tmp_path / "m", "Mixtral")
+    skeleton = open_skeleton(open_source(str(folder)), folder, torch.device("cpu"))
+    skeleton.fill("")
+    watch = Watch(skeleton, "none", skeleton.places, is_looking=is_looking)
+    with watching(watch):
+        made = skeleton.model(input_ids=torch.tensor([tokens_of(TEXT[:LENGTH])])).logits
+    assert torch.isfinite(made).all()
+    assert (bool(watch.moments), bool(watch.routed), bool(watch.cached)) == (is_looking,) * 3

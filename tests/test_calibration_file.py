@@ -9,9 +9,10 @@ from checkpoints import FIRST, LAYER, LLAMA, write_checkpoint, write_llama
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from fp4convert.calibration_file import fingerprint_of, open_calibration, weights_of
+from fp4convert.calibration_file import open_calibration
 from fp4convert.calibration_parts import join_parts, part_notes, write_part
 from fp4convert.errors import InputError
+from fp4convert.identity import fingerprint_of, weights_of
 from fp4convert.linears import find_linears
 from fp4convert.recipe import Target, build_recipe
 from fp4convert.sources import open_source
@@ -86,6 +87,25 @@ def test_a_calibration_of_this_checkpoint_passes(tmp_path, source):
     assert (error.code, error.tensor) == ("calibration-missing", DOWN)
 
 
+def test_what_is_missing_is_answered_by_its_kind(tmp_path, source):
+    again = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
+    unreached = f"Calibrate again with text that reaches it, or quantize without it: --exclude '{DOWN}'."
+    tensors = statistics_of(Q, X)
+    del tensors[f"{Q}.input_sq_mean"]
+    for gram, remedy in (("none", "Calibrate again with --gram diag."), ("block:32", again)):
+        calibration = open_calibration(write_calibration(tmp_path / gram[:4], source, tensors, gram=gram))
+        found = {
+            (calibration.moments, Q): remedy,  # a file of --gram none has none, of any layer
+            (calibration.moments, DOWN): unreached,
+            (calibration.channel_amax, DOWN): unreached,
+            (calibration.experts, "m.mlp"): again,  # no layer that could be excluded
+            (calibration.cache_amax, "m.self_attn"): again,
+        }
+        for (call, module), expected in found.items():
+            error = refusal(call, module)
+            assert (error.code, error.next_step) == ("calibration-missing", expected)
+
+
 def test_another_model_and_other_weights_are_told_apart(tmp_path, source):
     calibration = open_calibration(write_calibration(tmp_path / "c.safetensors", source, statistics_of(Q, X)))
     folder = write_llama(tmp_path / "tuned")
@@ -134,16 +154,24 @@ def test_what_is_no_calibration_is_refused(tmp_path, source):
     assert refusal(open_calibration, tmp_path).code == "calibration-file"
     save_file({"x": X}, tmp_path / "weights.safetensors")
     assert refusal(open_calibration, tmp_path / "weights.safetensors").code == "calibration-file"
-    newer = write_calibration(tmp_path / "n.safetensors", source, statistics_of(Q, X), version="2")
-    assert "version '2'" in refusal(open_calibration, newer).message
+    assert refusal(open_calibration, tmp_path / "weights.safetensors").next_step == "Give a file that fp4convert calibrate made."
+    for other in ("1", "3"):
+        path = write_calibration(tmp_path / "n.safetensors", source, statistics_of(Q, X), version=other)
+        error = refusal(open_calibration, path)
+        assert f"version '{other}'" in error.message
+        assert error.next_step == "Calibrate again: fp4convert calibrate SOURCE -o FILE."
     for key, value in (("samples", "many"), ("inputs", "[]"), ("inputs", "{")):
         odd = write_calibration(tmp_path / "o.safetensors", source, statistics_of(Q, X), **{key: value})
         assert refusal(open_calibration, odd).code == "calibration-file"
     whole = write_calibration(tmp_path / "c.safetensors", source, statistics_of(Q, X)).read_bytes()
     (tmp_path / "c.safetensors").write_bytes(whole[:-1])
-    assert refusal(open_calibration, tmp_path / "c.safetensors").code == "truncated"
-    (tmp_path / "i.json").write_text('{"metadata": {}}')
-    assert refusal(open_calibration, tmp_path / "i.json").code == "calibration-file"
+    truncated = refusal(open_calibration, tmp_path / "c.safetensors")
+    assert (truncated.code, truncated.next_step.endswith("or calibrate again.")) == ("truncated", True)
+    (tmp_path / "i.json").write_text('{"metadata": {}}')  # as the index of a sharded checkpoint
+    error = refusal(open_calibration, tmp_path / "i.json")
+    assert (error.code, error.next_step) == ("calibration-file", "Give a file that fp4convert calibrate made.")
+    (tmp_path / "j.json").write_text(json.dumps({"metadata": notes_for(source, parts="{}")}))
+    assert "an index that names no parts" in refusal(open_calibration, tmp_path / "j.json").message
 
 
 def write_two_parts(folder, source):
@@ -156,7 +184,8 @@ def write_two_parts(folder, source):
 
 def test_parts_become_one_file_that_safetensors_reads(tmp_path, source):
     files, notes = write_two_parts(tmp_path / "parts", source), notes_for(source, gram="block:32")
-    sha256 = join_parts(tmp_path / "c.safetensors", files, notes)
+    sha256, nbytes = join_parts(tmp_path / "c.safetensors", files, notes)
+    assert nbytes == (tmp_path / "c.safetensors").stat().st_size
     expected = {**statistics_of(Q, X, block=32), **statistics_of(DOWN, X, block=32)}
     found = load_file(tmp_path / "c.safetensors")
     assert found.keys() == expected.keys()
@@ -165,13 +194,14 @@ def test_parts_become_one_file_that_safetensors_reads(tmp_path, source):
     with safe_open(tmp_path / "c.safetensors", "np") as opened:
         assert opened.metadata() == notes
     assert open_calibration(tmp_path / "c.safetensors").sha256 == sha256
-    assert join_parts(tmp_path / "d.safetensors", files[::-1], notes) == sha256
+    assert join_parts(tmp_path / "d.safetensors", files[::-1], notes).sha256 == sha256
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.safetensors", "d.safetensors", "llama", "parts"]
 
 
 def test_beyond_a_size_the_file_is_an_index_of_parts(tmp_path, source):
     files = write_two_parts(tmp_path / "parts", source)
-    join_parts(tmp_path / "c.safetensors", files, notes_for(source), largest_nbytes=1000)
+    joined = join_parts(tmp_path / "c.safetensors", files, notes_for(source), largest_nbytes=1000)
+    assert joined.nbytes == sum(path.stat().st_size for path in tmp_path.iterdir() if path.is_file())
     calibration = open_calibration(tmp_path / "c.safetensors")
     names = ["c-00001-of-00002.safetensors", "c-00002-of-00002.safetensors"]
     assert list(json.loads(calibration.notes["parts"])) == names

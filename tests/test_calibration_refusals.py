@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import run, write_llama
-from tiny_chains import TEXT, make_model
+from tiny_chains import TEXT, make_model, write_tokenizer
 from tiny_models import read_tensors
 
 pytestmark = pytest.mark.engine
@@ -35,6 +35,7 @@ def refuse(folder: Path, *options: object) -> dict:
     error = outcome.json["error"]
     assert outcome.code == error["exit"]
     assert "\n" not in error["message"]
+    assert error["next"]
     return error
 
 
@@ -48,7 +49,12 @@ def test_a_tokenizer_that_is_absent(llama, words):
     (llama / "tokenizer_config.json").unlink()
     error = refuse(llama, "--text", words)
     assert (error["code"], error["exit"]) == ("no-tokenizer", 2)
+    assert error["message"] == "the source has no tokenizer"
     assert "--self-generate" in error["next"]
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (llama / "tokenizer_config.json").write_text(json.dumps(settings))
+    (llama / "tokenizer.json").write_text("{}")
+    assert refuse(llama, "--text", words)["message"].endswith("code that comes with the checkpoint, which is never run")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -77,6 +83,22 @@ def test_models_that_are_no_chain_of_layers(llama, words):
     assert "encoder and a decoder" in refuse(llama, "--text", words)["message"]
     edit(llama, model_type="nothing-known", architectures=["Nothing"])
     assert refuse(llama, "--text", words)["code"] == "calibration-model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words_said"),
+    [
+        ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
+        ({"intermediate_size": "a"}, "expected int, got str"),
+        ({"hidden_act": "nope"}, "it has nothing called 'nope'"),
+        ({"architectures": 5}, "cannot build the model of config.json"),
+    ],
+)
+def test_configs_that_transformers_takes_no_model_from(llama, words, changes, words_said):
+    edit(llama, **changes)
+    error = refuse(llama, "--text", words)
+    assert (error["code"], error["exit"]) == ("calibration-model", 2)
+    assert words_said in error["message"]
 
 
 def test_weights_that_the_model_needs_and_are_not_there(llama, words):
@@ -145,3 +167,23 @@ def test_options_that_cannot_be(llama, words):
 def test_an_encoder_writes_no_text(tmp_path):
     folder = make_model(tmp_path / "bert", "Bert")
     assert refuse(folder, "--self-generate", 2)["code"] == "no-text"
+
+
+def test_experts_that_cannot_be_looked_into(tmp_path, words):
+    """DBRX: no warning says that no text goes through them, and prune tells why the file is not enough."""
+    import transformers
+
+    sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 32}
+    attention = {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}
+    experts = {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "ffn_act_fn": {"name": "silu"}, "hidden_size": 64}
+    folder, file = tmp_path / "dbrx", tmp_path / "c.safetensors"
+    config = transformers.DbrxConfig(**sizes, attn_config=attention, ffn_config=experts)
+    transformers.DbrxForCausalLM(config).save_pretrained(folder)
+    write_tokenizer(folder)
+    found = run("calibrate", folder, "-o", file, "--text", words, "--sequence-length", 32, "--json").json
+    assert [warning.partition(" (")[0] for warning in found["warnings"]] == ["24 linear layers"]
+    assert "cannot be looked into; prune does not take this file" in found["warnings"][0]
+    error = run("prune", folder, "-o", tmp_path / "p", "--calibration", file, "--keep", 2, "--json").json["error"]
+    assert (error["code"], error["exit"]) == ("calibration-missing", 2)
+    assert error["message"].endswith("calibrate does not see into the experts of dbrx models")
+    assert not (tmp_path / "p").exists()

@@ -142,7 +142,7 @@ def test_other_options_start_anew(tmp_path, llama, words, monkeypatch):
 def test_a_model_writes_its_own_text(tmp_path, llama):
     """The same text each time, whether all weights are held or read again for every token; begun with the first token."""
     held = calibrate(llama, tmp_path / "a.safetensors", "--self-generate", 3)
-    read = calibrate(llama, tmp_path / "b.safetensors", "--self-generate", 3, "--memory", 0)
+    read = calibrate(llama, tmp_path / "b.safetensors", "--self-generate", 3, "--hold", 0)
     assert (held.code, held.json["samples"], held.json["tokens"]) == (0, 3, 3 * LENGTH)
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     assert "read again for every token" in read.err

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from fp4convert import codec
 from fp4convert.codec import Bytes, Float32s
 from fp4convert.errors import InputError, NumericError
-from fp4convert.formats import MXFP4, NVFP4, Format, Kind, Quantized
+from fp4convert.formats import MXFP4, NVFP4, Format, Kind, Matrix, Quantized
 
 f32 = np.float32
 FLT_MAX = float.fromhex("0x1.fffffep127")
@@ -38,6 +38,16 @@ def block(fmt: Format, *values: float) -> Float32s:
 def codes(q: Quantized) -> list[int]:
     found: list[int] = codec.unpack(np.frombuffer(q.packed, np.uint8)[None])[0].tolist()
     return found
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("BF16", "803f00c0"), ("F16", "003c00c0"), ("F32", "0000803f000000c0")])
+def test_stored_weights_as_floats(dtype: str, stored: str) -> None:
+    assert codec.as_floats(Matrix(memoryview(bytes.fromhex(stored)), dtype, (2, 1))).tolist() == [[1], [-2]]
+
+
+def test_floats_as_stored_weights() -> None:
+    x = codec.as_matrix(array(1, 0, -2, 0).reshape(2, 2)[:, :1])  # whose bytes do not lie side by side
+    assert (bytes(x.data).hex(), x.dtype, x.shape) == ("0000803f000000c0", "F32", (2, 1))
 
 
 def scale_byte(fmt: Format, rule: str, *values: float, group_amax: float | None = None) -> int:

@@ -61,9 +61,14 @@ def test_what_config_json_says_of_routing(config, expected):
         ({"num_experts": 8, "num_experts_per_tok": 2}, 8, ("--keep 8", "8 experts")),
         ({"num_experts": 8, "num_experts_per_tok": 2}, 1, ("sent to 2 experts", "--keep 2")),
         (GROUPS, 5, ("2 groups", "--keep 4 or 6")),
-        (GROUPS, 2, ("leaves 1 experts in each of 2 groups", "--keep 4")),
-        ({**GROUPS, "n_routed_experts": 16, "num_experts_per_tok": 4}, 6, ("leaves 3 experts", "sent to 4", "--keep 8")),
-        ({**GROUPS, "n_group": 3}, 6, ("8 experts are no 3 equal groups",)),
+        (GROUPS, 2, ("of each of 2 groups 1 would stay", "--keep 4")),
+        (
+            {**GROUPS, "n_routed_experts": 16, "num_experts_per_tok": 4},
+            6,
+            ("of each of 2 groups 3 would stay", "sent to 4", "--keep 8"),
+        ),
+        ({**GROUPS, "n_routed_experts": 16, "num_experts_per_tok": 4}, 5, ("have to stay equal", "multiple of 2: --keep 8")),
+        ({**GROUPS, "n_group": 3}, 6, ("8 experts are no 3 equal groups", "correct its n_group")),
         ({"num_experts": 8, "n_routed_experts": 16, "num_experts_per_tok": 2}, 4, ("n_routed_experts 16", "num_experts 8")),
         ({"num_experts": [64, 64], "num_experts_per_tok": 2}, 4, ("num_experts [64, 64]", "one positive integer")),
         ({"num_experts": True, "num_experts_per_tok": 2}, 4, ("num_experts True",)),
@@ -76,6 +81,7 @@ def test_numbers_that_the_router_cannot_work_with(config, keep, words):
         read_routing(config, RULE, keep)
     told = f"{caught.value.message} {caught.value.next_step}"
     assert all(word in told for word in words), told
+    assert caught.value.next_step
 
 
 def test_group_by_the_best_alone_may_have_one_expert_left():
@@ -137,8 +143,9 @@ def test_what_belongs_to_a_mixture():
     ],
 )
 def test_models_whose_experts_nobody_tells(config, names, words):
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=words) as caught:
         find_mixtures(refs(**{name.replace(".", "__"): (2, 2) for name in names}), build_recipe(Target("nvfp4"), config))
+    assert caught.value.next_step
 
 
 def test_a_recipe_of_ones_own_tells_them(tmp_path):

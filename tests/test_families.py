@@ -32,7 +32,7 @@ def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(family.name)
     source, artifact, restored = (folder / name for name in ("source", "artifact", "restored"))
     build(family, source)
-    fp4convert("quantize", source, "--format", "nvfp4", "-o", artifact, "-q")
+    fp4convert("quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "-o", artifact, "-q")
     fp4convert("dequantize", artifact, "-o", restored, "-q")
     return Conversion(family, source, artifact, restored, read_tensors(source))
 

@@ -1,6 +1,7 @@
 """--target-size and --target-bits: sizes to the byte, the choice beside every choice, what is refused."""
 
 import math
+from collections import Counter
 from itertools import product
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from checkpoints import (
 from diffusion import write_wan
 from targets import digits, losses, nbytes_of, planned, quantize, shards
 
+from fp4convert.artifact import Artifact
 from fp4convert.sources import open_source
 
 UNITS = ("q_proj/k_proj/v_proj", "o_proj", "gate_proj/up_proj", "down_proj")
@@ -192,10 +194,24 @@ def test_from_a_hub_the_source_is_read_twice_and_the_plan_says_so(hub, source, t
 
 
 def test_blocks_that_are_taken_over_and_fp8_that_stays_lose_nothing(source, tmp_path):
-    quantize(source, tmp_path / "four", "--dialect", "modelopt", "--exclude", "*down_proj")
-    again = planned(tmp_path / "four", tmp_path / "out", "--target-bits", 9)["target"]
-    assert again["modules"]["nvfp4"] >= 12
-    assert again["error"] < 0.01
+    (tmp_path / "mixed.toml").write_text('about = "x"\n[[format]]\nmodules = ["*down_proj"]\nformat = "fp8"\n')
+    quantize(source, tmp_path / "mixed", "--dialect", "modelopt", "--recipe", tmp_path / "mixed.toml")
+    again = planned(tmp_path / "mixed", tmp_path / "out", "--dialect", "modelopt", "--target-bits", 9)["target"]
+    assert (again["modules"], again["error"]) == ({"nvfp4": 12, "fp8": 2}, 0)
+
+
+def test_a_copied_input_scale_is_read_once_for_all_choices_that_are_tried(source, tmp_path, monkeypatch):
+    quantize(source, tmp_path / "other", "--activations", 4)
+    asked, read = Counter(), Artifact.input_scale
+
+    def counted(artifact: Artifact, module: str) -> float | None:
+        asked[module] += 1
+        return read(artifact, module)
+
+    monkeypatch.setattr(Artifact, "input_scale", counted)
+    options = ("--activations", 4, "--input-scale", tmp_path / "other", "--target-size", 1e-4)
+    assert planned(source, tmp_path / "out", *options)["target"]["modules"]["nvfp4"]
+    assert max(asked.values()) == 2  # by the choice, and by the plan that follows it
 
 
 def refused(*arguments: object) -> dict:
@@ -203,6 +219,7 @@ def refused(*arguments: object) -> dict:
     assert outcome.code == 2, outcome
     error = outcome.json["error"]
     assert "\n" not in error["message"]
+    assert error["next"]
     return error
 
 
@@ -216,7 +233,8 @@ def test_bad_input_is_one_sentence_and_writes_nothing(source, tmp_path):
         error = refused(*base, "--target-bits", value)
         assert (error["code"], "to below 16 bits" in error["message"]) == ("target-range", True)
     assert refused(*base, "--target-bits", 6, "--via", "fp8")["code"] == "target-via"
-    assert refused(*base, "--target-bits", 6, "--exclude", "*")["code"] == "no-linears"
+    error = refused(*base, "--target-bits", 6, "--exclude", "*")
+    assert (error["code"], "--include 'PATTERN'" in error["next"]) == ("no-linears", True)
     statistics = statistics_of(f"{LAYER}.mlp.down_proj", np.ones((4, 128)))
     file = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), statistics)
     assert refused(*base, "--target-bits", 6, "--calibration", file)["code"] == "calibration-missing"

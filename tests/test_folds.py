@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # typed by hand 
     ),
 }
 EVERYTHING = Choice("all")
+ROOT = Path(__file__).parents[1]
 PREFIXES = {"bert": "encoder.layer", "gemma3": "language_model.model.layers"}
 
 
@@ -307,3 +310,14 @@ def test_a_row_whose_readers_are_of_no_expert_is_refused(tmp_path):
     )
     with pytest.raises(InputError, match="does not name layer and expert, which `into` does"):
         names_and_notes(tmp_path, TENSORS, LLAMA, recipe=str(tmp_path / "mine.toml"))
+
+
+def test_readme_and_changelog_count_the_model_types_with_folds():
+    files = {path.stem: tomllib.loads(path.read_text()) for path in (ROOT / "configs").glob("*.toml")}
+
+    def has_folds(name: str) -> bool:
+        return "fold" in files[name] or ("base" in files[name] and has_folds(files[name]["base"]))
+
+    kinds = {kind for name, file in files.items() if has_folds(name) for kind in file.get("model_types", ())}
+    for file in ("README.md", "CHANGELOG.md"):
+        assert set(re.findall(r"(\d+) model types", (ROOT / file).read_text())) == {str(len(kinds))}, file

@@ -153,6 +153,7 @@ def test_a_scale_that_is_no_number_is_refused(value, dialect, source, tmp_path):
     other = donor(source, tmp_path / "other", dialect, {**STORED, ALONE[1]: value})
     error = refused(source, tmp_path / "out", "--input-scale", other)
     assert (error["code"], error["tensor"]) == ("bad-input-scale", ALONE[1])
+    assert error["next"] == "Give another artifact or calibration, or one number for all: --input-scale 1."
 
 
 def test_scales_for_divided_inputs_are_refused(source, tmp_path):
@@ -335,7 +336,7 @@ def test_scales_follow_inputs_under_factors_of_each_experts_own_tokens(method, t
             channels[module] = np.abs(x).max(0).astype(np.float32)
     shared = {f"{MOE}.experts.{number}.w3": f"{MOE}.experts.{number}.w1" for number in range(2)}
     file = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), found, inputs=json.dumps(shared))
-    out = quantized(source, tmp_path / "out", "modelopt", "--calibration", file, "--method", method)
+    out = quantized(source, tmp_path / "out", "modelopt", "--calibration", file, "--method", method, "--scale-rule", "amax")
     scales, norm = input_scales(out, "modelopt"), f"{LAYER}.post_attention_layernorm.weight"
     before, after = (values_of(read_folder(folder)[norm]) for folder in (source, out))
     assert not np.array_equal(before, after), "otherwise this tests nothing"

@@ -228,7 +228,10 @@ def dbrx(experts: int | None, rows: int) -> tuple[dict[str, Tensor], dict[str, o
 def test_experts_below_each_other_must_be_as_many_as_the_config_says(experts, rows, tmp_path):
     with pytest.raises(InputError, match=f"moe_num_experts of config.json is {experts}") as caught:
         linears_in(write_single(tmp_path / "m", *dbrx(experts, rows)))
-    assert (caught.value.code, caught.value.next_step) == ("stack-shape", "See config.json.")
+    assert (caught.value.code, caught.value.next_step) == (
+        "stack-shape",
+        "Download the checkpoint again, or correct moe_num_experts in its config.json.",
+    )
 
 
 def test_experts_below_each_other_are_taken_apart(tmp_path):

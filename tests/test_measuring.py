@@ -20,9 +20,10 @@ from checkpoints import (
 )
 from targets import MEASURED, digits, losses, quantize, shards
 
-import fp4convert
 from fp4convert.cluster import Errand
-from fp4convert.sources import open_source
+from fp4convert.convert import Request
+from fp4convert.fitting import Goal, Measuring, fit
+from fp4convert.sources import Access, open_source
 
 
 @pytest.fixture
@@ -124,10 +125,10 @@ def test_the_choice_does_not_depend_on_who_measures(source, tmp_path):
 
 def test_workers_of_a_cluster_are_sent_the_choice_and_measure_nothing(source, tmp_path, monkeypatch):
     """What Ray runs on every node; the API by which it is made."""
-    request, goal = fp4convert.Request("nvfp4"), fp4convert.Goal(bits=6)
-    found = fp4convert.fit(fp4convert.open_source(str(source)), request, goal, fp4convert.Manner())
+    request, goal = Request("nvfp4"), Goal(bits=6)
+    found = fit(open_source(str(source)), request, goal, Measuring())
     monkeypatch.setattr("fp4convert.measuring._losses_of", None)
-    errand = Errand(str(source), fp4convert.Access(), request, tmp_path / "sent", "cpu", 1, goal, found.rules)
+    errand = Errand(str(source), Access(), request, tmp_path / "sent", "cpu", 1, goal, found.rules)
     result = errand()
     monkeypatch.undo()
     assert result.digest == quantize(source, tmp_path / "own", "--target-bits", 6)["digest"]

@@ -96,8 +96,9 @@ def test_the_file_of_another_revision_is_refused(source, calibration, tmp_path):
 
 def test_every_node_of_a_cluster_finds_the_file(source, calibration, tmp_path, monkeypatch):
     """By its whole path, whatever folder its worker begins in."""
-    from fp4convert import Access, Request, open_source
     from fp4convert.cluster import Errand, _sent
+    from fp4convert.convert import Request
+    from fp4convert.sources import Access, open_source
 
     monkeypatch.chdir(tmp_path)
     errand = Errand(str(source), Access(), Request("nvfp4", calibration=calibration.name), tmp_path / "out")
@@ -106,9 +107,11 @@ def test_every_node_of_a_cluster_finds_the_file(source, calibration, tmp_path, m
 
 def test_a_file_that_changes_meanwhile_is_noticed(source, calibration, tmp_path):
     """Between the plan and the work."""
-    from fp4convert import Request, Settings, open_source, prepare_quantize
-    from fp4convert import quantize as carry_out
+    from fp4convert.convert import Request, prepare_quantize
+    from fp4convert.convert import quantize as carry_out
     from fp4convert.errors import InputError
+    from fp4convert.sources import open_source
+    from fp4convert.workers import Settings
 
     opened = open_source(str(source))
     plan = prepare_quantize(opened, Request("nvfp4", calibration=str(calibration)))

@@ -43,7 +43,7 @@ def test_the_rate_is_that_of_all_threads(threads):
     assert pace.threads == (threads or 2)
     assert pace.weights_per_second == pytest.approx(1e9 * pace.threads, rel=0.3)
     assert {columns for _, columns in backend.asked} == {4096}
-    assert backend.rules == {("nvfp4", "amax")}
+    assert backend.rules == {("nvfp4", "mse")}
 
 
 def test_a_slow_device_does_one_small_sample_and_a_fast_one_large_ones():

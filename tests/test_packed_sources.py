@@ -38,7 +38,7 @@ def done(packed: tuple[Case, Path, Tensors]) -> Conversion:
     """Its conversion, from nothing but the folder."""
     case, source, judged = packed
     artifact, restored = source.parent / "artifact", source.parent / "restored"
-    fp4convert("quantize", source, "--format", "nvfp4", "-o", artifact, "-q")
+    fp4convert("quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "-o", artifact, "-q")
     fp4convert("dequantize", artifact, "-o", restored, "-q")
     return Conversion(case, source, artifact, restored, judged)
 

@@ -272,7 +272,7 @@ NAN = statistics(saliency=[float("nan"), *SALIENCY[1:]])
         (statistics(), 8, "expected a number from 1 to 7"),
         (statistics(), 0, "expected a number from 1 to 7"),
         (statistics(), 5, "2 groups"),
-        (statistics(), 2, "leaves 1 experts in each of 2 groups"),
+        (statistics(), 2, "of each of 2 groups 1 would stay"),
     ],
     ids=str,
 )

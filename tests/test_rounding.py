@@ -73,11 +73,12 @@ def test_outputs_of_every_layer_come_nearer(gram, source, tmp_path):
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_inputs_that_know_nothing_of_each_other_give_the_bytes_of_mse(format, source, tmp_path):
-    """Identity matrices, and moments of 1: neither method nor rule has anything to weigh."""
-    inputs = inputs_of(source)
-    grams = {f"{module}.input_gram": np.eye(x.shape[1], dtype=np.float32)[None] for module, x in inputs.items()}
-    moments = {f"{module}.input_sq_mean": np.ones(x.shape[1], np.float32) for module, x in inputs.items()}
-    file = calibrate(tmp_path / "c.safetensors", source, "full", inputs, **grams, **moments)
+    """Columns of a Hadamard matrix have identity as Gram matrix, and moments of 1: nothing to weigh for method or rule."""
+    hadamard = np.ones((1, 1), np.float32)
+    for _ in range(7):
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+    inputs = {module: hadamard[:, : x.shape[1]] for module, x in inputs_of(source).items()}
+    file = calibrate(tmp_path / "c.safetensors", source, "full", inputs)
     options = ("--format", format, "--calibration", file)
     quantize(source, tmp_path / "gptq", *options, "--method", "gptq")
     quantize(source, tmp_path / "importance", *options, "--scale-rule", "importance")
@@ -330,7 +331,7 @@ def test_workers_are_as_many_as_memory_holds(source, tmp_path, monkeypatch):
     cpu = open_backend("cpu")
     need = 16 * (8 << 20) + 20 * 128 * 128
     for memory, expected in ((100 * need, cpu.threads), (2 * need, 1), (need // 2, 1)):
-        monkeypatch.setattr(rounding, "_memory_nbytes", lambda memory=memory: memory)
+        monkeypatch.setattr(rounding, "memory_nbytes", lambda memory=memory: memory)
         assert rounding.Rounding(Target("nvfp4", method="gptq"), cpu, calibration).threads == expected
 
 
@@ -358,16 +359,22 @@ def test_statistics_that_are_nan_are_refused(source, tmp_path):
     assert (error["code"], GATE in error["message"]) == ("calibration-values", True)
 
 
-def test_a_gram_matrix_that_is_none_ends_the_run_without_a_record(source, tmp_path):
-    """Found in the work, as weights that are NaN are: other shards are finished, every such layer is named, nothing loads it."""
-    bad = np.ones((1, 128, 128), np.float32) - 2 * np.eye(128, k=1, dtype=np.float32)  # not even symmetric
-    file = calibrate(tmp_path / "c.safetensors", source, **{f"{DOWN}.input_gram": bad})
+def test_gram_matrices_that_are_none_end_the_run_without_a_record(source, tmp_path):
+    """Found in the work, as weights that are NaN are: other shards are finished, one sentence tells of all, nothing loads it."""
+    bad = {}
+    for module in (DOWN, GATE):  # moments are right, each pair of columns can be, all together cannot
+        roots = np.sqrt(np.square(inputs_of(source)[module].astype(np.float64)).mean(0))
+        matrix = np.outer(roots, roots) * (1.9 * np.eye(len(roots)) - 0.9)
+        bad[f"{module}.input_gram"] = matrix.astype(np.float32)[None]
+    file = calibrate(tmp_path / "c.safetensors", source, **bad)
     out = tmp_path / "out"
     outcome = run("quantize", source, "--format", "nvfp4", "-o", out, "--method", "gptq", "--calibration", file, "--json")
     assert outcome.code == 2
     error = outcome.json["error"]
     assert (error["code"], error["tensor"]) == ("calibration-gram", DOWN)
-    assert "is not positive definite" in error["message"]
+    assert f"matrix of {DOWN} is not positive definite" in error["message"]
+    assert error["message"].endswith(f"; so it is with 1 more, the last {GATE}")
+    assert "\n" not in error["message"]
     assert "Calibrate again" in error["next"]
     assert not (out / "quantization_config.json").exists()
     assert (out / "model-00001-of-00002.safetensors").exists()

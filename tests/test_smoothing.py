@@ -126,8 +126,11 @@ def test_codes_are_those_of_the_codec_for_weights_under_the_factors(artifact):
             assert tensors[f"{name}.weight_scale"][2] == bytes(q.block_scales), module
 
 
-def test_what_layers_compute_is_closer_to_what_they_did(artifact, source, statistics, tmp_path):
-    """Outputs for the inputs of the calibration, with the norm's share of the fold undone by the inputs."""
+def test_outputs_are_closer_by_awq_and_not_much_further_by_smooth(artifact, source, statistics, tmp_path):
+    """Outputs for the inputs of the calibration, with the norm's share of the fold undone by the inputs.
+
+    smooth makes inputs easier to round, which weights alone gain nothing by: at most 1.6 times the error is a bound on harm.
+    """
     method, _, tensors, factors = artifact
     plain = made(source, tmp_path / "rtn", "rtn", statistics)
     weights = stored_weights()

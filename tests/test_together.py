@@ -121,7 +121,7 @@ def test_a_part_that_finds_nothing_to_do_says_so(layers, tmp_path):
         drawn = run("quantize", layers, "--format", "nvfp4", "-o", tmp_path / "out", "--shard-index", 1, "--num-shards", 12)
     assert drawn.out.splitlines() == [
         str(tmp_path / "out"),
-        "  nvfp4, dialect compressed-tensors, rule amax",
+        "  nvfp4, dialect compressed-tensors, rule mse",
         "  0 tensors quantized, 0 kept, 0 skipped",
         "  0.00 kB -> 0.00 kB",
         f"  in {drawn.out.splitlines()[4].split()[1]} s on cpu",

@@ -60,9 +60,6 @@ def make_model(folder: Path, name: str, dtype: str = "float32", **sizes: Any) ->
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():
                 torch.nn.init.normal_(tensor, 0.5 if tensor.dim() == 1 else 0.0, 0.2)
-        for layer in model.model.layers if name == "DeepseekV3" else ():  # latent < rotated part < what no cache holds
-            layer.self_attn.kv_a_proj_with_mqa.weight.data[own["kv_lora_rank"] :] *= 20
-            layer.self_attn.kv_b_proj.weight.data *= 50
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     write_tokenizer(folder)
     return folder

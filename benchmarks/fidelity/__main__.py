@@ -29,6 +29,7 @@ HERE = {
     "mxfp4": ("modelopt", "compressed_tensors", "torchao", "torchao_floor", "quark", "mlx"),
 }
 ELSEWHERE = ("fouroversix", "llmcompressor")
+FOLDING = ("awq", "smooth")  # methods that MiniLM has too few places for
 RULES = {"nvfp4": ("amax", "four-over-six", "mse"), "mxfp4": ("floor", "even", "ceil", "mse")}
 SENTENCES = 300  # that MiniLM is calibrated with
 JUDGED, FED = 128, 128  # sequences of the language model: to judge by, to calibrate with
@@ -142,13 +143,13 @@ def methods(bench: Bench) -> Iterable[tuple[str, dict[str, tuple[str, ...]]]]:
             yield f"{fmt} {rule}", dict.fromkeys(bench.sources, (fmt, "--scale-rule", rule))
         ways = {
             "importance": ("--scale-rule", "importance"),
-            "awq": ("--method", "awq"),
-            "smooth": ("--method", "smooth"),
+            "awq, rule mse": ("--method", "awq", "--scale-rule", "mse"),
+            "smooth, rule mse": ("--method", "smooth", "--scale-rule", "mse"),
             "gptq": ("--method", "gptq"),
         }
         for way, options in ways.items():
             with_file = {model: (fmt, *options, "--calibration", str(files[model, "text"])) for model in bench.sources}
-            yield f"{fmt} {way}", with_file if way not in ("awq", "smooth") else {"tiny": with_file["tiny"]}
+            yield f"{fmt} {way}", with_file if not way.startswith(FOLDING) else {"tiny": with_file["tiny"]}
         for text in ("self", "prose"):
             yield f"{fmt} gptq, {text}", {"tiny": (fmt, "--method", "gptq", "--calibration", str(files["tiny", text]))}
 

@@ -194,7 +194,8 @@ def _as_stack(ref: TensorRef, rule: StackRule) -> TensorRef:
     if not rule.experts or rows % rule.experts:
         detail = f"{ref.file}: {ref.name} {list(ref.shape)} holds the matrices of all experts below each other"
         number = f"{rule.experts_key} of config.json is {rule.experts}"
-        raise InputError("stack-shape", f"{detail}; {number}, expected as many rows of each", "See config.json.", ref.name)
+        next_step = f"Download the checkpoint again, or correct {rule.experts_key} in its config.json."
+        raise InputError("stack-shape", f"{detail}; {number}, expected as many rows of each", next_step, ref.name)
     return replace(ref, shape=(rule.experts, rows // rule.experts, columns))
 
 

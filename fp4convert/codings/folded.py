@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from fp4convert.codec import FLOAT_DTYPES, Float32s
+from fp4convert.codec import FLOAT_DTYPES, Float32s, as_floats, as_matrix
 from fp4convert.codings import Coding, Linear
 from fp4convert.formats import Matrix, Weights
 from fp4convert.recipe import Target
@@ -109,7 +109,7 @@ class Scaled:
                 values = values * self.columns.find(self.source).columns
             if self.divided:
                 values = values / self.divided.find(self.source).made[first:last, None]
-        return Matrix(values.reshape(-1).view(np.uint8).data, self.dtype, (last - first, self.shape[1]))
+        return as_matrix(values)
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data
@@ -231,8 +231,3 @@ def are_factors(values: Float32s) -> bool:
 def read_vector(ref: TensorRef, source: Source) -> Float32s:
     """A tensor's values as float32, flat."""
     return np.frombuffer(source.read(ref), FLOAT_DTYPES[ref.dtype]).astype(np.float32)
-
-
-def as_floats(matrix: Matrix) -> Float32s:
-    """(rows, columns) float32, a copy."""
-    return np.frombuffer(matrix.data, FLOAT_DTYPES[matrix.dtype]).astype(np.float32).reshape(matrix.shape)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from fp4convert.artifact import Artifact
 from fp4convert.backends.cpu import Cpu
+from fp4convert.codec import as_matrix
 from fp4convert.codings import Linear
 from fp4convert.dialects import module_form
 from fp4convert.formats import Blocks, Format, Matrix, Weights
@@ -54,8 +55,7 @@ class _Values:
         return self.blocks.shape
 
     def rows(self, first: int, last: int) -> Matrix:
-        values = Cpu().dequantize(self.blocks.rows(first, last), "F32")
-        return Matrix(values, "F32", (last - first, self.shape[1]))
+        return as_matrix(Cpu().values(self.blocks.rows(first, last)))
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp4convert.backends.cpu import Cpu
-from fp4convert.codec import FLOAT_DTYPES, Float32s, decode_e8m0
+from fp4convert.codec import FLOAT_DTYPES, Float32s, as_floats, as_matrix, decode_e8m0
 from fp4convert.codings import Linear
 from fp4convert.dialects import Clues, Json, Packed, fp8_form
 from fp4convert.errors import InputError
@@ -86,7 +86,7 @@ class _Scaled:
     def rows(self, first: int, last: int) -> Matrix:
         shape = (last - first, self.shape[1])
         values = Cpu().decode_fp8(self._codes(first, last), shape, self._grid(first), self.codes.dtype)
-        return Matrix(values.reshape(-1).view(np.uint8).data, "F32", shape)
+        return as_matrix(values)
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data
@@ -122,9 +122,7 @@ class ThroughFp8:
         height = VIA_BLOCK[0]
         begin, end = first // height * height, min(-(-last // height) * height, self.shape[0])
         stored = self.weights.rows(begin, end)
-        x = np.frombuffer(stored.data, FLOAT_DTYPES[stored.dtype]).reshape(stored.shape).astype(np.float32)
-        values = through_fp8(x, VIA_BLOCK)[first - begin : last - begin]
-        return Matrix(values.reshape(-1).view(np.uint8).data, "F32", values.shape)
+        return as_matrix(through_fp8(as_floats(stored), VIA_BLOCK)[first - begin : last - begin])
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data

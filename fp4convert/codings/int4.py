@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fp4convert.backends.cpu import Cpu
-from fp4convert.codec import FLOAT_DTYPES, Float32s
+from fp4convert.codec import FLOAT_DTYPES, Float32s, as_matrix
 from fp4convert.codings import Linear
 from fp4convert.dialects import Clues, Json, Packed, form_of
 from fp4convert.errors import InputError
@@ -89,7 +89,7 @@ class _Unpacked:
         grid = Grid(self._scales(scales, first, last), (1, self.coding.group))
         zeros = self._zero_points(zero_points[0], scales.shape[1], first, last) if zero_points else None
         values = Cpu().decode_integers(codes, (rows, columns), grid, self.coding.bits, zeros)
-        return Matrix(values.reshape(-1).view(np.uint8).data, "F32", (rows, columns))
+        return as_matrix(values)
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data

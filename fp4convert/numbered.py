@@ -1,6 +1,6 @@
-"""Names with numbers in them, folded: layers.0, layers.1, layers.2 as layers.[0-2], and {gate,up}_proj for two siblings.
+"""Names with numbers in them as one pattern: layers.0, layers.1, layers.2 as layers.[0-2], and {gate,up}_proj for two siblings.
 
-A pattern stands for exactly the names that were folded into it: one that said more would be a lie about the others.
+A pattern stands for exactly the names that were joined in it: one that said more would be a lie about the others.
 It is for people and no glob: [0-61] is a range of numbers here, and a set of characters there.
 """
 
@@ -48,7 +48,7 @@ def find_ranges(found: Iterable[Numbers]) -> list[Ranges]:
     return [(tuple(firsts), *rest) for rests, firsts in alike.items() for rest in find_ranges(rests)]
 
 
-def fold_names(named: Iterable[tuple[str, Hashable]]) -> Iterator[tuple[str, list[int]]]:
+def join_names(named: Iterable[tuple[str, Hashable]]) -> Iterator[tuple[str, list[int]]]:
     """(pattern, positions) for names with their verdicts: only names with equal verdicts stand under one pattern.
 
     Siblings, whose names differ in the last word alone, stand together where they have the same numbers, too, in reading order.

@@ -1,0 +1,83 @@
+"""Which checkpoint it is: names, shapes and config.json tell the model, a few bytes of its tensors which weights of it.
+
+Norms, biases and whatever else is small is hashed whole, since a fine-tune may change nothing else; of large tensors samples are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from fp4convert.numbered import split_numbers
+from fp4convert.record import unquantized
+from fp4convert.shard import TensorRef
+from fp4convert.sources import Checkpoint, Source, stopping
+
+SMALL_NBYTES, SAMPLE_NBYTES = 64 << 10, 4096
+SMALL_TENSORS, SAMPLES = 2048, 1024  # that are read: each may be two requests to the Hub
+TENSOR_SAMPLES = 16  # of a large tensor, where few others are
+READERS = 8
+
+
+def fingerprint_of(source: Source) -> str:
+    """Which model: the sha256 of its config.json, less quantization, and of the name and shape of every tensor."""
+    checkpoint = source.checkpoint
+    tensors = sorted((ref.name, ref.shape) for ref in checkpoint.tensors)
+    text = json.dumps([unquantized(checkpoint.config), tensors], sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def weights_of(source: Source) -> str:
+    """Which weights of it: the sha256 of every shard's name and size, and of what `telling_ranges` names.
+
+    Raises SourceError where they cannot be read
+    """
+    found = hashlib.sha256()
+    for shard in source.checkpoint.shards:
+        found.update(f"{shard.file} {shard.nbytes}\n".encode("utf-8", "surrogatepass"))
+
+    def read(place: TensorRef) -> bytearray:
+        data = bytearray(place.nbytes)
+        source.read_into(place, 0, memoryview(data))
+        return data
+
+    with ThreadPoolExecutor(READERS) as pool, stopping(source):
+        for data in pool.map(read, telling_ranges(source.checkpoint)):
+            found.update(data)
+    return found.hexdigest()
+
+
+def telling_ranges(checkpoint: Checkpoint) -> list[TensorRef]:
+    """What is read of the tensors, in the order of the files: headers alone decide it.
+
+    Small tensors whole, at most SMALL_TENSORS; SAMPLES pieces of large ones, each of which has one in the middle while they last.
+    """
+    refs = [ref for ref in checkpoint.tensors if ref.nbytes]
+    small = _chosen((ref for ref in refs if ref.nbytes <= SMALL_NBYTES), SMALL_TENSORS)
+    large = _chosen((ref for ref in refs if ref.nbytes > SMALL_NBYTES), SAMPLES)
+    each = min(TENSOR_SAMPLES, SAMPLES // max(1, len(large)))
+    pieces = [_piece(ref, number, each) for ref in large for number in range(each)]
+    order = {shard.file: number for number, shard in enumerate(checkpoint.shards)}
+    return sorted([*small, *pieces], key=lambda ref: (order[ref.file], ref.start))
+
+
+def _piece(ref: TensorRef, number: int, count: int) -> TensorRef:
+    """One of so many samples that lie evenly over a tensor, as a tensor of bytes."""
+    start = ref.start + (ref.nbytes - SAMPLE_NBYTES) * (2 * number + 1) // (2 * count)
+    return replace(ref, dtype="U8", shape=(SAMPLE_NBYTES,), start=start)
+
+
+def _chosen(refs: Iterable[TensorRef], most: int) -> list[TensorRef]:
+    """At most so many: all of kinds that have few, and as many as these leave from all over the others."""
+    kinds: dict[tuple[str, ...], list[TensorRef]] = defaultdict(list)
+    for ref in refs:
+        kinds[split_numbers(ref.name)[0]].append(ref)
+    found: list[TensorRef] = []
+    for done, own in enumerate(sorted(kinds.values(), key=len)):
+        count = min(len(own), (most - len(found)) // (len(kinds) - done))
+        found += [own[number * len(own) // count] for number in range(count)]
+    return found

@@ -1,0 +1,63 @@
+"""What linear layers are given, as that by which their errors count: a Gram matrix, second moments, or neither.
+
+The output error of rounding W to V is |(W - V) x|^2 over the inputs x.  It needs no input but their second moments: its mean is
+tr(E G E') with their Gram matrix G, or the sum of E_ij^2 G_jj where G is taken for diagonal.  Inputs that are independent
+Gaussians of unit variance have G = 1, for which that is the expectation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4convert.calibration_file import Calibration, Gram
+from fp4convert.codec import Float32s
+
+Floats = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a linear layer is given: by its Gram matrix, by the moments alone, or by neither: Gaussians of unit variance."""
+
+    moments: Float32s | None = None
+    gram: Gram | None = None
+
+    @classmethod
+    def of(cls, calibration: Calibration | None, module: str) -> Inputs:
+        """Those of that module; InputError where the calibration has none."""
+        return cls(calibration.moments(module), calibration.gram(module)) if calibration else cls()
+
+    def power(self, matrix: Floats) -> float:
+        """The mean of |matrix x|^2 over the inputs x, added in float64.
+
+        matrix  (rows, columns) float32 or float64, in which it is multiplied with a Gram matrix; float32 may round the
+                power of a matrix that these inputs hardly see to a little below 0
+        """
+        if self.gram is None:
+            return weighted(column_power(matrix), self.moments)
+        count, width, _ = self.gram.blocks.shape
+        padded = np.zeros((len(matrix), count * width), matrix.dtype)
+        padded[:, : matrix.shape[1]] = matrix
+        blocks = padded.reshape(len(matrix), count, width).swapaxes(0, 1)
+        return float(np.multiply(blocks @ self.gram.blocks, blocks).sum(dtype=np.float64))
+
+
+def describe_inputs(calibration: Calibration | None) -> dict[str, str | None]:
+    """By which inputs errors were counted, and the sha256 of the calibration that tells them, as documents say it."""
+    told = f"calibration, gram {calibration.gram_kind}" if calibration else "gaussian"
+    return {"inputs": told, "calibration": calibration.sha256 if calibration else None}
+
+
+def column_power(matrix: Floats) -> NDArray[np.float64]:
+    """The sum of squares of every column."""
+    power: NDArray[np.float64] = np.add.reduce(np.square(matrix, dtype=np.float64), axis=0)
+    return power
+
+
+def weighted(columns: NDArray[np.float64], moments: Float32s | None) -> float:
+    """What inputs of these moments make of the power of columns; of unit variance where there are none."""
+    return float(np.add.reduce(columns if moments is None else columns * moments))
