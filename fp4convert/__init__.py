@@ -1,42 +1,71 @@
 """fp4convert: turn a checkpoint into NVFP4 or MXFP4 safetensors that inference engines load.
 
-The names below are the public API; each is imported when it is first used, so that `import fp4convert` costs nothing.
+The names below are the public API (docs/python.md): what the commands do, one matrix in memory, and what both return and raise.
+Each is imported when it is first used, so that `import fp4convert` costs nothing.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "Access": "sources",
-    "open_source": "sources",
-    "Request": "convert",
-    "Settings": "workers",
-    "prepare_quantize": "convert",
-    "describe_plan": "forecast",
-    "quantize": "convert",
-    "open_artifact": "artifact",
-    "open_quantized": "artifact",
-    "inspect": "inspection",
-    "prepare_dequantize": "convert",
-    "dequantize": "convert",
-    "TranscodeRequest": "convert",
-    "prepare_transcode": "convert",
-    "transcode": "convert",
-    "prepare_prune": "pruning",
-    "prune": "pruning",
-    "open_calibration": "calibration_file",
-    "Study": "analysis",
-    "analyze": "analysis",
-    "Goal": "fitting",
-    "Manner": "fitting",
-    "fit": "fitting",
-    "Gate": "verification",
-    "verify": "verification",
+if TYPE_CHECKING:
+    from fp4convert.calibration import Calibrated
+    from fp4convert.commands.calibrating import calibrate
+    from fp4convert.commands.judging import compare, inspect, verify
+    from fp4convert.commands.making import dequantize, merge, preview_prune, preview_quantize, prune, quantize, transcode
+    from fp4convert.commands.studying import analyze
+    from fp4convert.errors import AccessError, DeviceError, Fp4Error, InputError, NumericError, OutputError, SourceError
+    from fp4convert.formats import Quantized
+    from fp4convert.job import Result
+    from fp4convert.progress import Phases
+    from fp4convert.tensors import dequantize_tensor, quantize_tensor
+    from fp4convert.verification import Report
+
+    __version__: str
+
+_HOMES = {  # module -> its public names
+    "calibration": ("Calibrated",),
+    "commands.calibrating": ("calibrate",),
+    "commands.judging": ("compare", "inspect", "verify"),
+    "commands.making": ("dequantize", "merge", "preview_prune", "preview_quantize", "prune", "quantize", "transcode"),
+    "commands.studying": ("analyze",),
+    "errors": ("AccessError", "DeviceError", "Fp4Error", "InputError", "NumericError", "OutputError", "SourceError"),
+    "formats": ("Quantized",),
+    "job": ("Result",),
+    "progress": ("Phases",),
+    "tensors": ("dequantize_tensor", "quantize_tensor"),
+    "verification": ("Report",),
 }
-__all__ = [  # noqa: PLE0604 - they are strings
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = [
+    "AccessError",
+    "Calibrated",
+    "DeviceError",
+    "Fp4Error",
+    "InputError",
+    "NumericError",
+    "OutputError",
+    "Phases",
+    "Quantized",
+    "Report",
+    "Result",
+    "SourceError",
     "__version__",
-    *_HOME,
+    "analyze",
+    "calibrate",
+    "compare",
+    "dequantize",
+    "dequantize_tensor",
+    "inspect",
+    "merge",
+    "preview_prune",
+    "preview_quantize",
+    "prune",
+    "quantize",
+    "quantize_tensor",
+    "transcode",
+    "verify",
 ]
 
 
@@ -48,3 +77,7 @@ def __getattr__(name: str) -> object:
     if name in _HOME:
         return getattr(import_module(f"fp4convert.{_HOME[name]}"), name)
     raise AttributeError(f"module 'fp4convert' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from fp4convert.accounting import decibels
 from fp4convert.codings import Linear
 from fp4convert.formats import FORMATS, FP8
 from fp4convert.losses import BF16, ROW, Loss, Way
@@ -17,7 +18,7 @@ KEPT = (Way(FP8.name, "amax", ROW), Way(BF16))  # what a kind can be instead of 
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredKind:
     """One kind of matrices, and what was measured of it.
 
     losses  of every sampled matrix, by the form; of forms that fit all of them alone
@@ -47,7 +48,7 @@ class Measured:
         return Loss(math.fsum(loss.nmse for loss in found) / len(found), math.fsum(loss.output for loss in found) / len(found))
 
 
-def whole_of(kinds: Sequence[Measured], way: Way) -> Loss | None:
+def whole_of(kinds: Sequence[MeasuredKind], way: Way) -> Loss | None:
     """The mean over kinds, by their weights; None where the form does not fit all of them."""
     if any(way not in kind.losses for kind in kinds):
         return None
@@ -56,7 +57,7 @@ def whole_of(kinds: Sequence[Measured], way: Way) -> Loss | None:
     return Loss(math.fsum(share * loss.nmse for share, loss in each), math.fsum(share * loss.output for share, loss in each))
 
 
-def describe_kind(kind: Measured) -> dict[str, object]:
+def describe_kind(kind: MeasuredKind) -> dict[str, object]:
     """One entry of `kinds`."""
     return {
         "kind": kind.short,
@@ -69,7 +70,7 @@ def describe_kind(kind: Measured) -> dict[str, object]:
     }
 
 
-def describe_whole(kinds: Sequence[Measured]) -> list[dict[str, object]]:
+def describe_whole(kinds: Sequence[MeasuredKind]) -> list[dict[str, object]]:
     """The entries of `ways`: every form that fits all kinds."""
     weights = sum(kind.weights for kind in kinds)
     found = ((way, whole_of(kinds, way)) for way in kinds[0].losses)
@@ -82,16 +83,16 @@ def _named(way: Way) -> dict[str, object]:
 
 def _numbers(loss: Loss, bits_per_weight: float) -> dict[str, object]:
     """sqnr_db is None where nothing is lost."""
-    sqnr_db = -10 * math.log10(loss.nmse) if loss.nmse else None
+    sqnr_db = -decibels(loss.nmse) if loss.nmse else None
     return {"bits_per_weight": bits_per_weight, "sqnr_db": sqnr_db, "output_error": math.sqrt(loss.output)}
 
 
-def _bits(kinds: Sequence[Measured], way: Way, others: Mapping[str, Way] | None = None) -> float:
+def _bits(kinds: Sequence[MeasuredKind], way: Way, others: Mapping[str, Way] | None = None) -> float:
     """Bits of all kinds in one form, but for some in others."""
     return sum(kind.bits((others or {}).get(kind.kind, way)) for kind in kinds)
 
 
-def advise(kinds: Sequence[Measured]) -> dict[str, object]:
+def advise(kinds: Sequence[MeasuredKind]) -> dict[str, object]:
     """The recommendation: the form of four bits with the least output error, and which kinds lose most by it."""
     found = {way: loss for way in kinds[0].losses if _is_for_use(way) and (loss := whole_of(kinds, way))}
     if not found:
@@ -111,7 +112,7 @@ def _is_for_use(way: Way) -> bool:
     return way.is_fp4 and not way.is_for_study
 
 
-def _tell_formats(kinds: Sequence[Measured], found: Mapping[Way, Loss], best: Way) -> Iterator[str]:
+def _tell_formats(kinds: Sequence[MeasuredKind], found: Mapping[Way, Loss], best: Way) -> Iterator[str]:
     """The best rule of each format, and what the others lose."""
     for name in sorted(FORMATS, key=lambda name: name != best.format):
         own = {way: loss for way, loss in found.items() if way.format == name}
@@ -126,7 +127,7 @@ def _tell_formats(kinds: Sequence[Measured], found: Mapping[Way, Loss], best: Wa
         yield f"{least}{name} with rule {way.rule}, {_percent(own[way])} at {bits:.3f} bits per weight{beside}."
 
 
-def _tell_kinds(kinds: Sequence[Measured], best: Way, whole: Loss) -> Iterator[str]:
+def _tell_kinds(kinds: Sequence[MeasuredKind], best: Way, whole: Loss) -> Iterator[str]:
     """The kinds that lose most, and what they would be and cost in more bits."""
     ranked = sorted(kinds, key=lambda kind: -kind.loss(best).output)
     if (times := _times(ranked[0], best, whole)) <= STANDS_OUT:
@@ -143,12 +144,12 @@ def _tell_kinds(kinds: Sequence[Measured], best: Way, whole: Loss) -> Iterator[s
             yield f"Worth more bits first: {lost}; {', '.join(costs)}."
 
 
-def _times(kind: Measured, way: Way, whole: Loss) -> float:
+def _times(kind: MeasuredKind, way: Way, whole: Loss) -> float:
     """Its output error as a multiple of the whole's."""
     return math.sqrt(kind.loss(way).output / whole.output) if whole.output else 0.0
 
 
-def _instead(kinds: Sequence[Measured], kind: Measured, best: Way) -> dict[str, object]:
+def _instead(kinds: Sequence[MeasuredKind], kind: MeasuredKind, best: Way) -> dict[str, object]:
     """What it comes to where one kind gets more bits than all others."""
     weights = sum(each.weights for each in kinds)
     whole = {f"{way.format}_bits_per_weight": _bits(kinds, best, {kind.kind: way}) / weights for way in KEPT}

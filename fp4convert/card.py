@@ -134,7 +134,7 @@ def _facts(plan: Plan, result: Result) -> Iterator[tuple[object, ...]]:
     yield "", ""
     yield "format", f"{fmt.name}: E2M1 codes, {fmt.block_size} to a block, {fmt.scale_dtype} block scales{wide}"
     yield "dialect", target.dialect
-    yield "scale rule", target.scale_rule or fmt.default_rule
+    yield "scale rule", target.rule_for(fmt)
     if target.method not in (None, "rtn"):
         yield "method", target.method
     yield "activations", activations

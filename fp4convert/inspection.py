@@ -11,11 +11,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4convert.agreement import find_agreements
 from fp4convert.artifact import Artifact, is_healthy
 from fp4convert.cache_scales import check_cache, describe_cache
 from fp4convert.codec import FLOAT_DTYPES, block_steps
@@ -24,8 +25,9 @@ from fp4convert.dialects import Packed
 from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Format, Quantized, row_panels
 from fp4convert.layout import LAYOUTS, arrange_scales
 from fp4convert.ledger import read_recorded
+from fp4convert.numbered import join_names
 from fp4convert.reading import Finding, Level
-from fp4convert.recipe import Target, build_recipe, group_members, scale_group
+from fp4convert.recipe import group_members, model_recipe, scale_group
 from fp4convert.record import MIXED, describe_form
 from fp4convert.respelling import UNSAID, idle_scales
 from fp4convert.sources import Source, stopping
@@ -35,7 +37,7 @@ ALL_NBYTES, SAMPLE_NBYTES = 64 << 20, 48 << 20  # of block scales: read whole up
 REMOTE_NBYTES, REMOTE_MODULES = 16 << 20, 96  # of a repository on the Hub: a download of seconds, whatever its size
 LOOK_NBYTES = 1 << 16  # of a module's codes, where scales are zero
 REQUESTS = 8  # at once
-SMALLEST_AMAX, LARGEST_AMAX = 2.0**-20, 2.0**14  # that weights have
+SMALLEST_AMAX, LARGEST_AMAX = 2.0**-20, 2.0**16  # that weights have; fp16 ends at 65504
 ZEROS_SHARE = 0.01  # of blocks; what rounding to zero leaves in honest artifacts is less
 FEW_SCALES, LOWEST_BYTE = 6, 0x40  # E4M3 scales are many, or small, or powers of two
 WIDE_OCTAVES = 8  # between the 5th and the 95th percentile of the block scales of a matrix
@@ -57,7 +59,7 @@ class _Histogram:
         return int(self.counts[chosen].sum())
 
 
-def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[str, object]:
+def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[str, Any]:
     """The document of `inspect --json`.
 
     source   the original weights, which decide what statistics cannot
@@ -148,9 +150,7 @@ def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
         findings += _judge_histogram(artifact, module, histogram)
     for fmt in {form.format for form in artifact.forms}:
         findings += _judge_dtype(fmt, [each for each in histograms.values() if each.format is fmt])
-    singles = _beside(artifact, modules)
-    found = _each(artifact, lambda module: artifact.decode(module).global_scale, singles)
-    stored = {module: scale for module, scale in found.items() if scale is not None}
+    stored = read_global_scales(artifact, modules)
     for module, scale in stored.items():
         findings += _judge_global_scale(module, scale, is_divisor=artifact.decode(module).kind == "divisor")
     level: Level = "error" if artifact.spelling.TRAITS.shares_scales else "warning"
@@ -158,7 +158,11 @@ def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
         detail = f"{', '.join(members)} have different global scales; engines that fuse them use only one"
         findings.append(Finding(level, "group-scales-differ", members[0], detail))
     findings += [*_check_others(artifact), *check_cache(artifact)]
-    inputs = {module: scale for module, scale in _each(artifact, artifact.input_scale, singles).items() if scale is not None}
+    inputs = {
+        module: scale
+        for module, scale in _each(artifact, artifact.input_scale, _beside(artifact, modules)).items()
+        if scale is not None
+    }
     for module, scale in inputs.items():
         if not (math.isfinite(scale) and scale > 0):
             findings.append(Finding("error", "input-scale", module, f"as a multiplier its input scale is {scale}"))
@@ -166,6 +170,12 @@ def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
         detail = f"{', '.join(members)} have different input scales; engines that fuse them use only one"
         findings.append(Finding(level, "group-inputs-differ", members[0], detail))
     return findings
+
+
+def read_global_scales(artifact: Artifact, modules: Sequence[str]) -> dict[str, float]:
+    """module -> the global scale that it stores: of all modules, or from the Hub of these and those that share theirs."""
+    found = _each(artifact, lambda module: artifact.decode(module).global_scale, _beside(artifact, modules))
+    return {module: scale for module, scale in found.items() if scale is not None}
 
 
 def _check_others(artifact: Artifact) -> Iterator[Finding]:
@@ -281,12 +291,7 @@ def _judge_global_scale(module: str, stored: float, is_divisor: bool) -> Iterato
 
 def _unequal_groups(artifact: Artifact, stored: dict[str, float]) -> list[list[str]]:
     """The members of every scale group that store different scales."""
-    groups = group_members(artifact.source.checkpoint.config)
-    gathered: dict[object, list[str]] = defaultdict(list)
-    for module in stored:
-        if key := scale_group(module, groups):
-            gathered[key].append(module)
-    return [members for members in gathered.values() if len({stored[module] for module in members}) > 1]
+    return [group.members for group in find_agreements(artifact, stored) if not group.is_kept]
 
 
 def _check_names(artifact: Artifact) -> Iterator[Finding]:
@@ -294,7 +299,7 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
     if omitted := artifact.source.checkpoint.unindexed:
         detail = f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}: engines that follow it do not load them"
         yield Finding("error", "index-omits", None, detail)
-    recipe = build_recipe(Target(artifact.forms[0].format.name), artifact.source.checkpoint.config)
+    recipe = model_recipe(artifact.source.checkpoint.config)
     is_strict = not artifact.spelling.TRAITS.holds_embeddings
     for module in (*artifact.modules, *artifact.others):
         kind = recipe.kind_of(module)
@@ -351,12 +356,19 @@ def _describe(artifact: Artifact, detected: str | None, share: float, findings: 
         **({"kv_cache": cache} if (cache := describe_cache(artifact)) else {}),
         **({"forms": forms} if len(forms) > 1 else {}),
         "tensors": {"quantized": len(packed), "other": len(artifact.tensors) - len(quantized)},
+        "patterns": _describe_patterns(artifact),
         "bits_per_weight": _bits(artifact, packed),
         "share_read": round(share, 4),
         **({"fidelity": recorded.summary} if (recorded := read_recorded(artifact)[0]) else {}),
         "findings": [asdict(finding) for finding in findings],
         "healthy": is_healthy(findings),
     }
+
+
+def _describe_patterns(artifact: Artifact) -> list[dict[str, object]]:
+    """The quantized modules, layers and siblings folded: how many a pattern stands for, and their form in a word."""
+    forms = [(name, each.form.word) for name, each in (*artifact.modules.items(), *artifact.others.items())]
+    return [{"pattern": pattern, "modules": len(held), "form": forms[held[0]][1]} for pattern, held in join_names(forms)]
 
 
 def _describe_forms(artifact: Artifact) -> list[dict[str, object]]:

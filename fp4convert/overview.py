@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from textwrap import wrap
 
-from fp4convert.folding import join_words, split_leaf
+from fp4convert.numbered import join_words, split_leaf
 from fp4convert.progress import duration_text, size_text
 from fp4convert.render import Document, Screen, escape, shorten
 

@@ -20,7 +20,7 @@ from fp4convert.cluster import Errand, check_cluster, quantize_together
 from fp4convert.convert import begin_quantize, manifest_of, name_files, prepare_quantize, quantize
 from fp4convert.dialects import Ignored
 from fp4convert.errors import Fp4Error, InputError, NumericError
-from fp4convert.fitting import Fit, Manner, fit
+from fp4convert.fitting import Fit, Measuring, fit
 from fp4convert.forecast import READING_RATES, describe_plan
 from fp4convert.job import Job, Result, carry_out, opened
 from fp4convert.manifest import digest_of, read_ended, read_manifest
@@ -59,6 +59,9 @@ class Work(Protocol):
     def names(self) -> list[str]:
         """Every file that it writes."""
 
+    def errands(self) -> dict[str, Errand]:
+        """What makes each artifact, by its folder in the result; the result itself has none."""
+
     def describe(self, settings: Settings) -> dict[str, object]:
         """The document of `quantize --dry-run --json`; DeviceError for a device that is not there."""
 
@@ -86,8 +89,8 @@ def prepare(errand: Errand, ray: str | None = None, phases: Phases | None = None
     if not components:
         found = None
         if errand.goal:
-            manner = Manner(errand.output, may_write, errand.device, errand.workers, phases or Phases())
-            found = fit(source, errand.request, errand.goal, manner)
+            measuring = Measuring(errand.output, may_write, errand.device, errand.workers, phases or Phases())
+            found = fit(source, errand.request, errand.goal, measuring)
             errand = replace(errand, formats=found.rules)
         return Conversion(errand, source, prepare_quantize(source, errand.request, errand.formats), ray, found)
     if errand.goal:
@@ -121,6 +124,9 @@ class Conversion:
 
     def names(self) -> list[str]:
         return name_files(self.source, self.plan)
+
+    def errands(self) -> dict[str, Errand]:
+        return {"": self.errand}
 
     def describe(self, settings: Settings) -> dict[str, object]:
         document = dict[str, Any](describe_plan(self.source, self.plan, settings))
@@ -177,6 +183,9 @@ class PipelineConversion:
     def names(self) -> list[str]:
         parts = [f"{name}/{file}" for name, conversion in self.conversions.items() for file in conversion.names()]
         return [*parts, *self._copying().manifest().files]
+
+    def errands(self) -> dict[str, Errand]:
+        return {name: conversion.errand for name, conversion in self.conversions.items()}
 
     def describe(self, settings: Settings) -> dict[str, object]:
         """The documents of all components in one, with what is copied; every tensor says whose it is."""

@@ -30,10 +30,19 @@ class Meter:
     """One phase; threads may report to it at once.
 
     What is skipped is done, and nobody worked on it: neither its bytes nor the time that it took to find out count for a rate.
+
+    amount  how much is said, where it is not bytes that are counted
     """
 
-    def __init__(self, verb: str, total_nbytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        verb: str,
+        total_nbytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        amount: Callable[[float], str] | None = None,
+    ) -> None:
         self.verb = verb
+        self._amount = amount or size_text
         self.total_nbytes = total_nbytes
         self.done_nbytes = 0
         self.tensor = ""
@@ -83,24 +92,27 @@ class Meter:
     def _advance(self) -> list[str]:
         now = self._clock()
         if not self.total_nbytes:
-            return [*([size_text(self.done_nbytes)] if self.done_nbytes else []), duration_text(now - self._begun)]
+            return [*([self._amount(self.done_nbytes)] if self.done_nbytes else []), duration_text(now - self._begun)]
         share = 100 * self.done_nbytes // self.total_nbytes
-        words = [f"{size_text(self.done_nbytes)} of {size_text(self.total_nbytes)} ({share} %)"]
+        words = [f"{self._amount(self.done_nbytes)} of {self._amount(self.total_nbytes)} ({share} %)"]
         seconds, nbytes = now - self._samples[0].seconds, self._worked_nbytes - self._samples[0].nbytes
         if seconds >= SHORTEST_SECONDS and nbytes:
             left = max(0, self.total_nbytes - self.done_nbytes) * seconds / nbytes
-            words += [rate_text(nbytes / seconds), f"{_whole_seconds(left)} left"]
+            words += [self._rate(nbytes / seconds), f"{_whole_seconds(left)} left"]
         return words
 
     def _conclusion(self) -> list[str]:
         seconds = (self._ended or 0.0) - self._begun
-        words = [f"{size_text(self.done_nbytes)} in {duration_text(seconds)}" if self.done_nbytes else duration_text(seconds)]
+        words = [f"{self._amount(self.done_nbytes)} in {duration_text(seconds)}" if self.done_nbytes else duration_text(seconds)]
         worked = seconds - self._idle_seconds
         if self._worked_nbytes and worked > 0:
-            words.append(rate_text(self._worked_nbytes / worked))
+            words.append(self._rate(self._worked_nbytes / worked))
         if skipped := self.done_nbytes - self._worked_nbytes:
-            words.append(f"{size_text(skipped)} were there already")
+            words.append(f"{self._amount(skipped)} were there already")
         return words
+
+    def _rate(self, per_second: float) -> str:
+        return f"{self._amount(per_second)}/s"
 
 
 class Phases:
@@ -117,11 +129,11 @@ class Phases:
         self._latest = 0.0
         self._is_told = False
 
-    def begin(self, verb: str, total_nbytes: int = 0) -> None:
-        """End the phase before, and begin one of so many bytes; 0 where nobody knows."""
+    def begin(self, verb: str, total_nbytes: int = 0, amount: Callable[[float], str] | None = None) -> None:
+        """End the phase before, and begin one of so many bytes, or of what `amount` says; 0 where nobody knows."""
         self.end()
         self._latest, self._is_told = self._clock(), False
-        self.meters.append(Meter(verb, total_nbytes, self._clock))
+        self.meters.append(Meter(verb, total_nbytes, self._clock, amount))
 
     def report(self, tensor: str, nbytes: int) -> None:
         """So many bytes more of the phase are done, of that tensor or file."""
@@ -155,6 +167,11 @@ def size_text(nbytes: float) -> str:
     divisor, unit = next(((divisor, unit) for divisor, unit in UNITS if nbytes >= 0.9995 * divisor), (1e3, "kB"))
     value = nbytes / divisor
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
+def tokens_text(tokens: float) -> str:
+    """A number of tokens; of few in a second, with a digit behind the point."""
+    return f"{tokens:,.{0 if tokens >= 10 or tokens == int(tokens) else 1}f} tokens"
 
 
 def rate_text(nbytes_per_second: float) -> str:

@@ -1,17 +1,22 @@
-"""Where the result of a whole `quantize` goes: a folder, and a repository on the Hub.
+"""Where the result of a whole `quantize` goes: a folder, a repository on the Hub, and a page that shows it.
 
 Shards are uploaded as they are finished, and one commit names them all when the last is.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from fp4convert.artifact import CARD
+from fp4convert.artifact import CARD, open_artifact
 from fp4convert.errors import InputError
 from fp4convert.job import Result
+from fp4convert.page import check_page, write_report
+from fp4convert.parts import Share
 from fp4convert.pipelines import Work
+from fp4convert.sources import open_source
 from fp4convert.workers import Settings
 
 
@@ -29,12 +34,23 @@ class Publication:
 
 
 @dataclass(frozen=True, slots=True)
+class Goals:
+    """Where the result goes beside the folder.
+
+    page  a file of HTML; where the work makes several artifacts, each has one, with its folder in the name
+    """
+
+    publication: Publication | None = None
+    page: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
-    """What is asked for; without a publication, for the folder alone."""
+    """What is asked for."""
 
     work: Work
     settings: Settings
-    publication: Publication | None = None
+    goals: Goals = field(default_factory=Goals)
 
 
 def choose_publication(repo: str | None, is_private: bool, token: str | None) -> Publication | None:
@@ -46,12 +62,38 @@ def choose_publication(repo: str | None, is_private: bool, token: str | None) ->
     return None if repo is None else Publication(repo, is_private, token)
 
 
+def choose_page(page: Path | None, share: Share | None, is_dry: bool) -> Path | None:
+    """The page; InputError where there will be nothing whole to show, OutputError where the page cannot be written."""
+    if page is not None and (is_dry or share is not None):
+        made = "a dry run makes nothing" if is_dry else "a part is not the whole"
+        next_step = "Afterwards: fp4convert verify OUTPUT --report FILE.html."
+        raise InputError("report", f"--report {page}: {made}; expected an artifact to show", next_step)
+    check_page(page)
+    return page
+
+
 def fulfil(order: Order) -> Result:
     """Carry out the work; any number of processes may do so together.
 
-    Raises  InputError for a part that would be pushed; what Work.carry_out and Pusher raise
+    Raises  InputError for a part that would be pushed; what Work.carry_out, Pusher and write_report raise
     """
-    return order.work.carry_out(order.settings) if order.publication is None else _publish(order, order.publication)
+    goals = order.goals
+    result = order.work.carry_out(order.settings) if goals.publication is None else _publish(order, goals.publication)
+    if goals.page is not None:
+        for line in _write_pages(order.work, goals.page):
+            order.settings.tell(line)
+    return result
+
+
+def _write_pages(work: Work, page: Path) -> Iterator[str]:
+    """Lines that tell which pages were written.
+
+    The source is opened again, for whoever converted it may have ended its reading.
+    """
+    for folder, errand in work.errands().items():
+        access = replace(errand.access, revision=work.source.checkpoint.revision or errand.access.revision)
+        source, artifact = open_source(errand.reference, access), open_artifact(str(errand.output))
+        yield from write_report(page.with_stem(f"{page.stem}-{folder}") if folder else page, artifact, source)
 
 
 def _publish(order: Order, goal: Publication) -> Result:

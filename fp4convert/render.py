@@ -7,7 +7,6 @@ Text from a checkpoint is escaped first and printed as plain text: no control, b
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import unicodedata
@@ -35,7 +34,8 @@ PIPE_WIDTH = 1000  # a pipe keeps rows whole
 
 def escape(text: object) -> str:
     """`text` with everything that could act on a terminal written as \\xNN or \\uNNNN."""
-    return "".join(_visible(character) for character in str(text))
+    string = str(text)
+    return string if string.isprintable() else "".join(map(_visible, string))
 
 
 def _visible(character: str) -> str:
@@ -254,85 +254,6 @@ def draw_recipe(screen: Screen, recipe: Document) -> None:
         screen.line(f"counts experts by {', '.join(rule['counts'])}: in {', '.join((*rule['rows'], *rule['columns']))}")
 
 
-def draw_artifact(screen: Screen, artifact: Document) -> None:
-    """What `inspect` found out."""
-    counts, layout, bits = artifact["tensors"], artifact["scale_layout"], artifact["bits_per_weight"]
-    order = f"{_declared(layout['declared'])}, {_detected(layout['detected'])}"
-    rows = {
-        **(_form_lines(artifact, order) if "forms" not in artifact else _forms_lines(artifact, order)),
-        **({"cache": _cache_text(cache)} if (cache := artifact.get("kv_cache")) else {}),
-        "tensors": f"{counts['quantized']} quantized, {counts['other']} other",
-        "bits per weight": "none" if bits is None else f"{bits:.3f} (codes, block scales and global scales)",
-        "share read": f"{100 * artifact['share_read']:.0f} % of the block scales",
-    }
-    for key, value in rows.items():
-        screen.line(f"{key:<16}{value}")
-    if fidelity := artifact.get("fidelity"):
-        screen.line(f"{'recorded':<16}{fidelity_text(fidelity)}")
-    _draw_findings(screen, artifact["findings"])
-    _draw_verdict(screen, artifact["healthy"], "healthy", "not healthy")
-
-
-def _form_lines(artifact: Document, order: str) -> dict[str, str]:
-    """What codes and scales are."""
-    codes = f"{artifact['element_dtype']} codes, {artifact['block_size']} to a block, {artifact['scale_dtype']} block scales"
-    stored = artifact["global_scale"]
-    return {
-        "format": f"{artifact['format']}: {codes}",
-        "dialect": artifact["dialect"],
-        "global scale": f"{stored['dtype']}, stored as a {stored['stored_as']}" if stored else "none",
-        "scale layout": order,
-        "nibble order": artifact["nibble_order"],
-        "activations": "16 bits" if artifact["activations"] == 16 else "4 bits, quantized by the engine",
-    }
-
-
-def _forms_lines(artifact: Document, order: str) -> dict[str, str]:
-    """What they are in modules of each form."""
-    forms = {f"  {form['format']} ({number})": _form_text(form) for number, form in enumerate(artifact["forms"], 1)}
-    return {"format": artifact["format"], **forms, "dialect": artifact["dialect"], "scale layout": order}
-
-
-def _form_text(form: Document) -> str:
-    size = form["block_size"]
-    shared = f"{'x'.join(map(str, size))} to a block" if isinstance(size, list) else f"{size} to a block"
-    if size is None:
-        shared = f"one scale to a {form['granularity']}"
-    what = f"{form['modules']} modules, {form['bits_per_weight']:.3f} bits a weight, activations of {form['activations']} bits"
-    return f"{form['element_dtype']} codes, {shared}, {form['scale_dtype']} scales; {what}"
-
-
-def _cache_text(cache: Document) -> str:
-    if not cache["scales"]:
-        return f"keys and values in {cache['dtype']}, without scales: engines take 1"
-    return f"keys and values in {cache['dtype']}, {cache['scales']} scales from {cache['smallest']:.4g} to {cache['largest']:.4g}"
-
-
-def _declared(layout: str | None) -> str:
-    return f"{layout} (declared)" if layout else "undeclared"
-
-
-def _detected(layout: str | None) -> str:
-    return f"{layout} (detected)" if layout else "unknown by statistics"
-
-
-def draw_verification(screen: Screen, report: Document) -> None:
-    """What `verify` found out: the totals and the worst tensors."""
-    tensors, summary = report["tensors"], report["summary"]
-    worst = sorted(tensors, key=_badness)[:5]
-    if worst:
-        keys = {"sqnr_db": ".2f", "mse": ".3g", "max_abs": ".3g", "cosine": ".6f"}
-        rows = [(tensor["name"], *(_number(tensor[key], form) for key, form in keys.items())) for tensor in worst]
-        screen.table(("worst tensors", "SQNR dB", "MSE", "max |error|", "cosine"), rows)
-        mean, low = _number(summary["sqnr_db_mean"], ".2f"), _number(summary["sqnr_db_min"], ".2f")
-        nmse = _number(summary["nmse"], ".4g")
-        screen.line(f"{len(tensors)} tensors: SQNR mean {mean} dB, lowest {low} dB; NMSE {nmse}")
-    if recorded := report["recorded"]:
-        screen.line(f"recorded when it was quantized: {fidelity_text(recorded)}")
-    _draw_findings(screen, report["findings"])
-    _draw_verdict(screen, report["passed"], "passed", "failed")
-
-
 def draw_examination(screen: Screen, found: Document) -> None:
     """What `doctor` found out."""
     cache, cpu, disk = found["cubin_cache"], found["cpu"], found["disk"]
@@ -367,27 +288,18 @@ def draw_examination(screen: Screen, found: Document) -> None:
         screen.line(f"  {found['next']}")
 
 
-def _draw_findings(screen: Screen, findings: Iterable[Document]) -> None:
+def draw_findings(screen: Screen, findings: Iterable[Document]) -> None:
+    """A line for each, by its level."""
     for finding in findings:
         where = f"{escape(finding['tensor'])}: " if finding["tensor"] else ""
         text = Text(f"{finding['level']} {finding['code']}: ", _COLOURS[finding["level"]])
         screen.out.print(text.append(f"{where}{escape(finding['detail'])}", "default"))
 
 
-def _draw_verdict(screen: Screen, is_good: bool, good: str, bad: str) -> None:
+def draw_verdict(screen: Screen, is_good: bool, good: str, bad: str) -> None:
+    """The last line of what judges."""
     screen.line(good if is_good else bad, "bold green" if is_good else "bold red")
 
 
 def shorten(text: str, width: int = CELL_WIDTH) -> str:
     return text if len(text) <= width else f"{text[: width // 2]}...{text[-width // 2 :]}"
-
-
-def _badness(tensor: Document) -> float:
-    """Sorts tensors: those that could not be measured first, then by SQNR, those without any error last."""
-    if tensor["mse"] is None:
-        return -math.inf
-    return math.inf if tensor["sqnr_db"] is None else float(tensor["sqnr_db"])
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)

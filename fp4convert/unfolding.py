@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.artifact import Artifact
-from fp4convert.codec import block_steps, decode_e2m1, dequantize, encode_e2m1
+from fp4convert.codec import as_floats, block_steps, decode_e2m1, dequantize, encode_e2m1
 from fp4convert.codings import Linear
-from fp4convert.codings.folded import Factors, Folded, as_floats, quotients, read_vector
+from fp4convert.codings.folded import Factors, Folded, quotients, read_vector
 from fp4convert.folds import Fold, changed_by, folds_used, vectors_of
 from fp4convert.formats import Blocks, Weights, row_panels
 from fp4convert.linears import Linears, linears_stored, originals_of

@@ -20,6 +20,8 @@ from fp4convert.shard import TensorRef
 from fp4convert.spelling import Form
 from fp4convert.tasks import Action
 
+NAME_SOME = "Name modules to quantize: --include 'PATTERN'; what a recipe keeps: fp4convert recipes."
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fp4convert.accounting import Sums, count_codes
+from fp4convert.accounting import Sums
 from fp4convert.artifact import UNDIGESTED, Artifact, is_healthy
-from fp4convert.auditing import check_codes, check_measured, stem_of
+from fp4convert.auditing import check_codes, check_measured
 from fp4convert.backends import processors
-from fp4convert.backends.cpu import Cpu
+from fp4convert.calibration_file import Calibration
 from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.codings import Linear
 from fp4convert.codings.folded import foldings_of
-from fp4convert.codings.fp4 import FourBit
+from fp4convert.distances import Distance, Pair, measure, pair_up
 from fp4convert.errors import InputError
-from fp4convert.formats import CODES, Matrix, row_panels
-from fp4convert.inspection import check_scales
+from fp4convert.inputs import Inputs, describe_inputs
+from fp4convert.inspection import GUESSED, check_scales
 from fp4convert.ledger import read_recorded, shares
-from fp4convert.linears import Linears, linears_stored
+from fp4convert.linears import Linears
 from fp4convert.reading import Finding
 from fp4convert.record import RECORD
 from fp4convert.shard import TensorRef, hash_stream
@@ -33,7 +31,6 @@ from fp4convert.unfolding import check_columns, check_vector, unfolded
 
 DIFFERENT = 0.5  # of the weights' power; other weights have about 2, and odd ones lose up to 0.3 by rounding
 PART_NBYTES = 8 << 20
-MEASURED_ELEMENTS = 1 << 20  # at once: 8 MB for each float64 copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +42,7 @@ class TensorError:
     max_abs  largest |x - y|
     cosine   of x and y as vectors; None where one of them is zero
     saturated, zero, histogram  of its codes, as ledger.shares has them
+    output_error  sqrt(E |(W - V) x|^2 / E |W x|^2) over the inputs x of the layer; None where it is no number, or not asked for
     """
 
     name: str
@@ -55,6 +53,7 @@ class TensorError:
     saturated: float | None = None
     zero: float | None = None
     histogram: list[int] | None = None
+    output_error: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +62,28 @@ class Gate:
 
     min_sqnr_db: float | None = None
     max_nmse: float | None = None
+    max_output_error: float | None = None
+
+    def check(self, has_source: bool) -> None:
+        """InputError for a number that asks nothing, and where there is no source to ask it of."""
+        asked = {"--min-sqnr": self.min_sqnr_db, "--max-nmse": self.max_nmse, "--max-output-error": self.max_output_error}
+        given = {option: value for option, value in asked.items() if value is not None}
+        if given and not has_source:
+            raise InputError("no-source", f"{' and '.join(given)} need the original weights", "Add --source SOURCE.")
+        for option, value in given.items():
+            if not math.isfinite(value):
+                detail = f"{option} {value} asks nothing; expected a finite number"
+                raise InputError("bad-gate", detail, f"Give a finite number, or leave {option} out.")
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """That the errors of outputs are measured, too.
+
+    calibration  whose inputs count; None for Gaussians of unit variance
+    """
+
+    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +91,7 @@ class Report:
     """The document of `verify --json`.
 
     recorded  the summary of quantization_report.json; None where the artifact has none
+    inputs    by which outputs were measured, as describe_inputs tells it; None where they were not
     """
 
     tensors: tuple[TensorError, ...]
@@ -77,10 +99,13 @@ class Report:
     findings: tuple[Finding, ...]
     passed: bool
     recorded: dict[str, Any] | None = None
+    inputs: dict[str, str | None] | None = None
 
-    def as_json(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, Any]:
+        left_out = () if self.inputs else ("output_error",)
         return {
-            "tensors": [asdict(error) for error in self.tensors],
+            **(self.inputs or {}),
+            "tensors": [{key: value for key, value in asdict(one).items() if key not in left_out} for one in self.tensors],
             "summary": self.summary,
             "findings": [asdict(finding) for finding in self.findings],
             "passed": self.passed,
@@ -88,34 +113,18 @@ class Report:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """Sums over the elements of one tensor, in float64.
-
-    stem       what holds it in the artifact
-    histogram  of its codes; empty where they are not four-bit
-    """
-
-    elements: int
-    signal: float
-    noise: float
-    max_abs: float
-    product: float
-    output: float
-    stem: str
-    histogram: tuple[int, ...] = ()
-
-
-def verify(artifact: Artifact, source: Source | None, gate: Gate) -> Report:
+def verify(artifact: Artifact, source: Source | None, gate: Gate, outputs: Outputs | None = None) -> Report:
     """Re-hash every file and read every scale; with a source, measure every tensor and compare what was kept.
 
-    Raises InputError where the gate asks for numbers and there is no source
+    outputs  measures what linear layers answer, too; a gate that asks for it does so for Gaussian inputs where this is None
+    Raises   InputError where numbers are asked for and there is no source, or for a calibration of another model
     """
-    if source is None and (gate.min_sqnr_db is not None or gate.max_nmse is not None):
-        raise InputError("no-source", "--min-sqnr and --max-nmse need the original weights", "Add --source SOURCE.")
-    for option, value in (("--min-sqnr", gate.min_sqnr_db), ("--max-nmse", gate.max_nmse)):
-        if value is not None and not math.isfinite(value):
-            raise InputError("bad-gate", f"{option} {value} asks nothing; expected a finite number")
+    gate.check(source is not None)
+    if outputs is None and gate.max_output_error is not None:
+        outputs = Outputs()
+    if source is None and outputs:
+        raise InputError("no-source", "--outputs needs the original weights", "Add --source SOURCE.")
+    beside = stand_beside(artifact, source, outputs) if source else None
     findings = [
         *artifact.findings,
         *_check_hashes(artifact),
@@ -124,26 +133,25 @@ def verify(artifact: Artifact, source: Source | None, gate: Gate) -> Report:
     ]
     recorded, damages = read_recorded(artifact)
     findings += damages
-    sums: dict[str, _Sums] = {}
-    if source is not None:
-        sums, differences = _compare(artifact, source)
+    found: dict[str, Distance] = {}
+    if beside is not None:
+        found, differences = beside.compare()
         findings += differences
     if recorded is not None:
-        findings += check_codes(artifact, recorded) if source is None else check_measured(recorded, _by_stem(sums.values()))
-    tensors = tuple(_tensor_error(name, total) for name, total in sums.items())
-    findings += [finding for error in tensors if (finding := _judge(error, sums[error.name], gate))]
-    summary = recorded.summary if recorded else None
-    return Report(tensors, _summarise(tensors, sums), tuple(findings), is_healthy(tuple(findings)), summary)
+        findings += check_codes(artifact, recorded) if beside is None else check_measured(recorded, _by_stem(found.values()))
+    if found and all(_is_ours(distance) for distance in found.values()):
+        findings = [finding for finding in findings if finding.code not in GUESSED]
+    tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
+    findings += (finding for error in tensors for finding in _judge(error, found[error.name], gate))
+    summary, inputs = recorded.summary if recorded else None, describe_inputs(outputs.calibration) if outputs else None
+    return Report(tensors, _summarise(tensors, found), tuple(findings), is_healthy(tuple(findings)), summary, inputs)
 
 
-def _by_stem(measured: Iterable[_Sums]) -> dict[str, Sums]:
+def _by_stem(measured: Iterable[Distance]) -> dict[str, Sums]:
     """What holds tensors in the artifact -> what all of them lost."""
     found: dict[str, Sums] = {}
     for one in measured:
-        so_far = found.get(one.stem, Sums())
-        found[one.stem] = so_far.with_all(
-            Sums(one.elements, one.signal, one.noise, one.output, one.max_abs, histogram=one.histogram)
-        )
+        found[one.stem] = found.get(one.stem, Sums()).with_all(one.sums)
     return found
 
 
@@ -183,61 +191,71 @@ def _check_kept(artifact: Artifact) -> Iterator[Finding]:
                 yield Finding("warning", "kept-not-finite", ref.name, f"it was kept with {bad} values that are NaN or Inf")
 
 
-class _Pair(NamedTuple):
-    """One linear layer, as the artifact stores it and as the source does."""
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """An artifact beside its source, of which no weight was read yet.
 
-    ours: Linear
-    theirs: Linear
+    originals  the linear layers of the source, under the folds of the artifact
+    pairs      those that the artifact stores otherwise
+    findings   on linear layers that the source has not
+    """
+
+    artifact: Artifact
+    source: Source
+    originals: Linears
+    pairs: list[Pair]
+    findings: list[Finding]
+    outputs: Outputs | None
+
+    def compare(self) -> tuple[dict[str, Distance], list[Finding]]:
+        """The error of every quantized module, and findings where the artifact holds what is not the source's."""
+        copied, findings = self._copied(), list(self.findings)
+        own = {ref.name for pair in self.pairs for ref in (*pair.ours.refs, *pair.ours.idle)} | _own_names(self.artifact)
+        for name in sorted(self.artifact.tensors.keys() - own - {ref.name for ref in copied}):
+            findings.append(Finding("error", "tensor-foreign", name, "it comes from no tensor of the source"))
+        found: dict[str, Distance] = {}
+        for shard in self.source.checkpoint.shards:
+            here = [pair for pair in self.pairs if pair.theirs.refs[0].file == shard.file]
+            threads = ThreadPoolExecutor(processors())
+            with self.source.stream(shard.file), threads as pool, stopping(self.source, self.artifact.source):
+                kept = (_compare_kept(self, ref) for ref in copied if ref.file == shard.file)
+                findings += (finding for finding in kept if finding)
+                measured = pool.map(lambda pair: measure(self.artifact, self.source, pair, self._inputs(pair)), here)
+                for pair, distance in zip(here, measured, strict=True):
+                    if pair.ours.coding.is_packed:
+                        found[pair.theirs.name] = distance
+                        findings += _check_folded(self.artifact, self.source, pair)
+                    elif distance.sums.max_abs != 0:
+                        detail = "it was kept, but its values are not the source's"
+                        findings.append(Finding("error", "kept-differs", pair.ours.refs[0].name, detail))
+        return {pair.theirs.name: found[pair.theirs.name] for pair in self.pairs if pair.theirs.name in found}, findings
+
+    def _inputs(self, pair: Pair) -> Inputs | None:
+        is_asked = self.outputs and pair.ours.coding.is_packed
+        return Inputs.of(self.outputs.calibration, pair.theirs.module) if self.outputs and is_asked else None
+
+    def _copied(self) -> list[TensorRef]:
+        """The tensors of the source that an artifact holds as they are."""
+        replaced = {ref.name for pair in self.pairs for ref in (pair.theirs.home, *pair.theirs.refs, *pair.theirs.idle)}
+        replaced |= {ref.name for ref in self.originals.idle}
+        return [ref for ref in self.source.checkpoint.tensors if ref.name not in replaced]
 
 
-def _compare(artifact: Artifact, source: Source) -> tuple[dict[str, _Sums], list[Finding]]:
-    """The error of every quantized module, and findings where the artifact holds what is not the source's."""
+def stand_beside(artifact: Artifact, source: Source, outputs: Outputs | None = None) -> Beside:
+    """Both, linear layer by linear layer.
+
+    Raises  InputError for a source that is packed in a way that cannot be read, and a calibration that is not of this source
+    """
     originals = unfolded(artifact, source)
-    pairs, findings = _pair(artifact, originals.of)
-    replaced = {ref.name for pair in pairs for ref in (pair.theirs.home, *pair.theirs.refs, *pair.theirs.idle)}
-    replaced |= {ref.name for ref in originals.idle}
-    copied = [ref for ref in source.checkpoint.tensors if ref.name not in replaced]
-    ours = {ref.name for pair in pairs for ref in (*pair.ours.refs, *pair.ours.idle)} | _own_names(artifact)
-    for name in sorted(artifact.tensors.keys() - ours - {ref.name for ref in copied}):
-        findings.append(Finding("error", "tensor-foreign", name, "it comes from no tensor of the source"))
-    sums: dict[str, _Sums] = {}
-    for shard in source.checkpoint.shards:
-        here = [pair for pair in pairs if pair.theirs.refs[0].file == shard.file]
-        threads = ThreadPoolExecutor(processors())
-        with source.stream(shard.file), threads as pool, stopping(source, artifact.source):
-            kept = (_compare_kept(artifact, source, ref, originals) for ref in copied if ref.file == shard.file)
-            findings += (found for found in kept if found)
-            measured = pool.map(lambda pair: _measure(artifact, source, pair), here)
-            for pair, total in zip(here, measured, strict=True):
-                if pair.ours.coding.is_packed:
-                    sums[pair.theirs.name] = total
-                    findings += _check_folded(artifact, source, pair)
-                elif total.max_abs != 0:
-                    detail = "it was kept, but its values are not the source's"
-                    findings.append(Finding("error", "kept-differs", pair.ours.refs[0].name, detail))
-    return {pair.theirs.name: sums[pair.theirs.name] for pair in pairs if pair.theirs.name in sums}, findings
+    pairs, findings = pair_up(artifact, originals.of)
+    if outputs and outputs.calibration:
+        outputs.calibration.check(source, [pair.theirs for pair in pairs if pair.ours.coding.is_packed])
+    return Beside(artifact, source, originals, pairs, findings, outputs)
 
 
-def _check_folded(artifact: Artifact, source: Source, pair: _Pair) -> Iterator[Finding]:
+def _check_folded(artifact: Artifact, source: Source, pair: Pair) -> Iterator[Finding]:
     if foldings_of(pair.theirs) and pair.ours.module in artifact.modules:
         yield from check_columns(pair.ours.module, artifact.decode(pair.ours.module), pair.theirs, source)
-
-
-def _pair(artifact: Artifact, theirs: Mapping[str, Linear]) -> tuple[list[_Pair], list[Finding]]:
-    """Every linear layer that the artifact stores in another way than the source, beside its original."""
-    ours = linears_stored(artifact)
-    pairs, findings = [], []
-    for module, own in ours.items():
-        original = theirs.get(module)
-        is_copied = original is None or (original.home == original.refs[0] and not original.coding.is_packed)
-        if not own.coding.is_packed and is_copied and not (original and foldings_of(original)):
-            continue  # byte for byte
-        if original is None or original.shape != own.shape:
-            detail = "it is not in the source" if original is None else f"the source holds {list(original.shape)}"
-            findings.append(Finding("error", "source-differs", module, f"expected a matrix of {list(own.shape)}; {detail}"))
-        else:
-            pairs.append(_Pair(own, original))
-    return pairs, findings
 
 
 def _own_names(artifact: Artifact) -> set[str]:
@@ -246,10 +264,11 @@ def _own_names(artifact: Artifact) -> set[str]:
     return names | artifact.cache_scales(artifact.spelling).keys()
 
 
-def _compare_kept(artifact: Artifact, source: Source, ref: TensorRef, originals: Linears) -> Finding | None:
+def _compare_kept(beside: Beside, ref: TensorRef) -> Finding | None:
     """A finding where a tensor of the source that was not quantized is another one in the artifact."""
-    if ref.name in originals.vectors:
-        return check_vector(artifact, originals.vectors[ref.name], source)
+    artifact, source = beside.artifact, beside.source
+    if ref.name in beside.originals.vectors:
+        return check_vector(artifact, beside.originals.vectors[ref.name], source)
     kept = artifact.tensors.get(ref.name)
     if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
         return Finding("error", "kept-missing", ref.name, "the source has it, the artifact has it not, or otherwise")
@@ -263,79 +282,66 @@ def _parts(ref: TensorRef) -> Iterator[tuple[int, int]]:
     return ((start, min(start + PART_NBYTES, ref.nbytes)) for start in range(0, ref.nbytes, PART_NBYTES))
 
 
-def _measure(artifact: Artifact, source: Source, pair: _Pair) -> _Sums:
-    """How far the values in the artifact are from the source's; what was kept is rounded to its own dtype before."""
-    theirs, ours = pair.theirs.coding.weights(pair.theirs, source), _Stored(pair.ours, artifact.source)
-    signal = noise = max_abs = product = output = 0.0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for panel in row_panels(theirs.shape, MEASURED_ELEMENTS):
-            x, y = _floats(theirs.rows(*panel)), _floats(stored := ours.rows(*panel))
-            if not pair.ours.coding.is_packed:
-                x = x.astype(FLOAT_DTYPES[stored.dtype]).astype(np.float64)
-            difference = x - y
-            signal += float(x @ x)
-            noise += float(difference @ difference)
-            product += float(x @ y)
-            output += float(y @ y)
-            max_abs = max(max_abs, float(np.abs(difference).max(initial=0)))
-    stem, histogram = stem_of(artifact, pair.ours.module), tuple(map(int, ours.counts))
-    return _Sums(math.prod(theirs.shape), signal, noise, max_abs, product, output, stem, histogram)
-
-
-class _Stored:
-    """The values of a linear layer in an artifact, whose codes are counted as they are read.
-
-    counts  of the sixteen codes; empty where they are not four-bit
-    """
-
-    def __init__(self, linear: Linear, source: Source) -> None:
-        coding = linear.coding
-        self._blocks = coding.blocks(linear) if isinstance(coding, FourBit) else None
-        self._weights = coding.weights(linear, source)
-        self.counts = np.zeros(CODES if self._blocks else 0, np.int64)
-
-    def rows(self, first: int, last: int) -> Matrix:
-        if self._blocks is None:
-            return self._weights.rows(first, last)
-        q = self._blocks.rows(first, last)
-        self.counts += count_codes(q.packed)
-        return Matrix(Cpu().dequantize(q, "F32"), "F32", q.shape)
-
-
-def _floats(matrix: Matrix) -> NDArray[np.float64]:
-    return np.frombuffer(matrix.data, FLOAT_DTYPES[matrix.dtype]).astype(np.float64)
-
-
-def _tensor_error(name: str, sums: _Sums) -> TensorError:
-    sqnr_db = 10 * math.log10(sums.signal / sums.noise) if sums.signal > 0 and sums.noise > 0 else None
-    cosine = sums.product / math.sqrt(sums.signal * sums.output) if sums.signal > 0 and sums.output > 0 else None
+def _tensor_error(name: str, found: Distance) -> TensorError:
+    sums = found.sums
+    cosine = found.product / math.sqrt(sums.signal * sums.output) if sums.signal > 0 and sums.output > 0 else None
+    codes: dict[str, Any] = shares(sums.histogram)
     if not math.isfinite(sums.noise):
-        return TensorError(name, None, None, None, None, **shares(sums.histogram))
-    mse = sums.noise / max(sums.elements, 1)
-    return TensorError(name, sqnr_db, mse, sums.max_abs, cosine, **shares(sums.histogram))
+        return TensorError(name, None, None, None, None, **codes)
+    output_error = found.answers.error if found.answers else None
+    return TensorError(name, sums.sqnr_db, sums.mse, sums.max_abs, cosine, **codes, output_error=output_error)
 
 
-def _judge(error: TensorError, sums: _Sums, gate: Gate) -> Finding | None:
-    """A finding where a tensor misses the gate, or cannot be measured at all."""
-    if not math.isfinite(sums.noise):
-        return Finding("error", "not-measurable", error.name, "its values or the source's are not finite")
+def _judge(error: TensorError, found: Distance, gate: Gate) -> Iterator[Finding]:
+    """A finding for each gate that a tensor misses, or one where it cannot be measured or is another."""
+    if not math.isfinite(found.sums.noise):
+        yield Finding("error", "not-measurable", error.name, "its values or the source's are not finite")
+        return
+    missed = list(_missed(error, found, gate))
+    yield from missed
+    if not missed and not _is_ours(found):
+        yield Finding("error", "source-differs", error.name, "its values are not those of the source, in no sense of four bits")
+
+
+def _is_ours(found: Distance) -> bool:
+    """Whether values are those of the source, in the sense of four bits."""
+    return found.sums.noise <= DIFFERENT * found.sums.signal
+
+
+def _missed(error: TensorError, found: Distance, gate: Gate) -> Iterator[Finding]:
+    """Findings on the gates that a tensor misses."""
+    sums = found.sums
     sqnr_db = -math.inf if sums.signal == 0 and sums.noise > 0 else error.sqnr_db
     if gate.min_sqnr_db is not None and sqnr_db is not None and sqnr_db < gate.min_sqnr_db:
-        return Finding("error", "sqnr-low", error.name, f"SQNR {sqnr_db:.3f} dB, expected at least {gate.min_sqnr_db:g} dB")
+        detail = f"SQNR {sqnr_db:.3f} dB, expected at least {gate.min_sqnr_db:g} dB"
+        yield Finding("error", "sqnr-low", error.name, detail)
     if gate.max_nmse is not None and sums.noise > gate.max_nmse * sums.signal:
         nmse = sums.noise / sums.signal if sums.signal else math.inf
-        return Finding("error", "nmse-high", error.name, f"NMSE {nmse:.3g}, expected at most {gate.max_nmse:g}")
-    if sums.noise > DIFFERENT * sums.signal:
-        return Finding("error", "source-differs", error.name, "its values are not those of the source, in no sense of four bits")
-    return None
+        yield Finding("error", "nmse-high", error.name, f"NMSE {nmse:.3g}, expected at most {gate.max_nmse:g}")
+    if gate.max_output_error is not None and found.answers and not _is_within(error.output_error, gate.max_output_error):
+        told = math.inf if error.output_error is None else error.output_error
+        detail = f"output error {told:.4g}, expected at most {gate.max_output_error:g}"
+        yield Finding("error", "output-error-high", error.name, detail)
 
 
-def _summarise(tensors: tuple[TensorError, ...], sums: dict[str, _Sums]) -> dict[str, float | None]:
+def _is_within(output_error: float | None, most: float) -> bool:
+    return output_error is not None and output_error <= most
+
+
+def _summarise(tensors: tuple[TensorError, ...], found: dict[str, Distance]) -> dict[str, float | None]:
+    """output_error_mean is that of powers, by weights, as analyze's of the whole."""
     known = [error.sqnr_db for error in tensors if error.sqnr_db is not None]
-    finite = [total for total in sums.values() if math.isfinite(total.noise)]
-    signal, noise = sum(total.signal for total in finite), sum(total.noise for total in finite)
+    finite = [distance.sums for distance in found.values() if math.isfinite(distance.sums.noise)]
+    signal, noise = sum(sums.signal for sums in finite), sum(sums.noise for sums in finite)
+    answered = [(found[error.name].sums.elements, error.output_error) for error in tensors if error.output_error is not None]
+    weights = sum(elements for elements, _ in answered)
+    outputs = {
+        "output_error_max": max((error for _, error in answered), default=None),
+        "output_error_mean": math.sqrt(sum(n * e * e for n, e in answered) / weights) if weights else None,
+    }
     return {
         "sqnr_db_min": min(known, default=None),
         "sqnr_db_mean": sum(known) / len(known) if known else None,
         "nmse": noise / signal if signal > 0 else None,
+        **(outputs if any(distance.answers for distance in found.values()) else {}),
     }

@@ -291,6 +291,7 @@ def test_what_is_refused_leaves_nothing(options, code, is_dry, source, tmp_path)
     assert (outcome.code, error["exit"], error["code"]) == (2, 2, code)
     option = "--activations" if code == "bad-activations" else "--input-scale"
     assert option in error["message"]
+    assert error["next"]
     assert not out.exists()
 
 

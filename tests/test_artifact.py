@@ -133,6 +133,7 @@ def test_the_document_is_exactly_as_promised(format, dialect, expected, artifact
     bits = document.pop("bits_per_weight")
     assert bits == pytest.approx((elements * (4 + 8 / expected["block_size"]) + global_bits) / elements, abs=1e-4)
     assert document.pop("share_read") == 1
+    assert sum(entry["modules"] for entry in document.pop("patterns")) == 7
     assert document == {
         **expected,
         "nibble_order": "low_first",

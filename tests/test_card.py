@@ -92,7 +92,7 @@ def test_what_it_says_of_the_artifact(tmp_path):
     rows = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", card, re.MULTILINE))
     assert rows["dialect"] == "compressed-tensors"
     assert rows["format"] == "`nvfp4: E2M1 codes, 16 to a block, fp8_e4m3 block scales, a float32 global scale`"
-    assert (rows["scale rule"], rows["activations"], rows["digest"]) == ("amax", "16 bits", result.digest)
+    assert (rows["scale rule"], rows["activations"], rows["digest"]) == ("mse", "16 bits", result.digest)
     assert rows["size"] == f"{result.source_bytes / 1e6:.2f} MB before, {result.output_bytes / 1e6:.2f} MB after"
     assert "7 linear layers in NVFP4" in card
     assert "- `model.layers.*.input_layernorm.weight`: 1, 1-dimensional, not a matrix" in card

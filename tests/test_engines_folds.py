@@ -31,7 +31,7 @@ def statistics(folder: Path, path: Path) -> Path:
 
 def restored(folder: Path, out: Path, *options: object) -> Path:
     """The model in float32 that engines compute with."""
-    made = run("quantize", folder, "--format", "nvfp4", "-o", out, "-q", "--json", *options)
+    made = run("quantize", folder, "--format", "nvfp4", "--scale-rule", "amax", "-o", out, "-q", "--json", *options)
     assert made.code == 0, made.err
     assert run("verify", out, "--source", folder, "--json").json["findings"] == []
     assert run("dequantize", out, "-o", out.with_suffix(".f32"), "--dtype", "fp32", "-q").code == 0

@@ -232,7 +232,8 @@ format = "fp8"
 
 def _quantize(source: Path, folder: Path, dialect: str, activations: int) -> Path:
     (folder / "mixed.toml").write_text(RECIPE)
-    options = ("--format", "nvfp4", "--dialect", dialect, "--activations", activations, "--recipe", folder / "mixed.toml", "-q")
+    choice = ("--format", "nvfp4", "--scale-rule", "amax", "--dialect", dialect, "--activations", activations)
+    options = (*choice, "--recipe", folder / "mixed.toml", "-q")
     fp4convert("quantize", source, "-o", folder / "made", *options)
     found = fp4convert_json("inspect", folder / "made")
     assert (found["healthy"], found["findings"]) == (True, [])

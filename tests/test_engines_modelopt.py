@@ -27,7 +27,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def artifact(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fp4convert") / "artifact"
-    fp4convert("quantize", source, "--format", "nvfp4", "--dialect", "modelopt", "-o", folder, "-q")
+    fp4convert("quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "--dialect", "modelopt", "-o", folder, "-q")
     return folder
 
 
@@ -36,7 +36,8 @@ def w4a4(source: Path, exports: dict[str, Path], tmp_path_factory: pytest.TempPa
     """The command's artifact for four-bit activations, with the input scale that ModelOpt calibrated for PROBED."""
     folder = tmp_path_factory.mktemp("w4a4") / "artifact"
     probed = read_tensors(exports["W4A4"])[f"{PROBED}.input_scale"].item()
-    options = ("--format", "nvfp4", "--dialect", "modelopt", "--activations", 4, "--input-scale", repr(probed))
+    choice = ("--format", "nvfp4", "--scale-rule", "amax", "--dialect", "modelopt")
+    options = (*choice, "--activations", 4, "--input-scale", repr(probed))
     fp4convert("quantize", source, *options, "-o", folder, "-q")
     return folder
 

@@ -34,8 +34,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def artifacts(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Format -> the command's artifact, quantized and then respelled for Quark."""
     folder = tmp_path_factory.mktemp("quark")
-    for fmt in ("mxfp4", "nvfp4"):
-        fp4convert("quantize", source, "--format", fmt, "-o", folder / f"{fmt}-first", "-q")
+    for fmt, rule in (("mxfp4", "even"), ("nvfp4", "amax")):
+        fp4convert("quantize", source, "--format", fmt, "--scale-rule", rule, "-o", folder / f"{fmt}-first", "-q")
         fp4convert("transcode", folder / f"{fmt}-first", "-o", folder / fmt, "--dialect", "quark", "-q")
     return {fmt: folder / fmt for fmt in ("mxfp4", "nvfp4")}
 

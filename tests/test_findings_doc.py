@@ -9,6 +9,8 @@ import pytest
 import test_liars
 import test_liars_source
 
+from fp4convert.explanations import explanations
+
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"\| `([a-z-]+)` \| ([a-z, ]+) \| (.+?) \| (.+?) \| (.+?) \|")
 
@@ -38,6 +40,13 @@ def explained() -> dict[str, tuple[set[str], str]]:
 
 def test_the_page_lists_exactly_what_is_given():
     assert {code: levels for code, (levels, _) in explained().items()} == given()
+
+
+def test_programs_read_the_page_as_people_do():
+    rows = ROW.findall((ROOT / "docs" / "findings.md").read_text(encoding="utf-8"))
+    assert {code: (", ".join(one.levels), one.meaning, one.seen, one.remedy) for code, one in explanations().items()} == {
+        code: tuple(words) for code, *words in rows
+    }
 
 
 def test_every_code_says_who_sees_it():

@@ -19,7 +19,7 @@ from fp4convert.spelling import Form
 
 KEYS = (
     *("format", "dialect", "block_size", "element_dtype", "scale_dtype", "scale_layout", "global_scale", "nibble_order"),
-    *("activations", "tensors", "bits_per_weight", "share_read", "findings", "healthy"),
+    *("activations", "tensors", "patterns", "bits_per_weight", "share_read", "findings", "healthy"),
 )
 OUT = "layers.0.o_proj"
 WEIGHTS = {"num_bits": 4, "type": "float"}
@@ -111,7 +111,22 @@ def test_the_keys_of_the_document(tmp_path):
     assert tuple(document) == KEYS
     assert document["scale_layout"] == {"declared": None, "detected": None}
     assert document["tensors"] == {"quantized": 1, "other": 0}
+    assert document["patterns"] == [{"pattern": OUT, "modules": 1, "form": "nvfp4"}]
     assert (document["share_read"], document["healthy"]) == (1.0, True)
+
+
+def test_layers_are_folded_and_many_patterns_cut(tmp_path):
+    """Every second layer has another name, so that six modules are two patterns; sixty words of their own are sixty."""
+    alike = {f"layers.{n}.{('o_proj', 'down_proj')[n % 2]}": scales() for n in range(6)}
+    told = run("inspect", write_ct(tmp_path / "a", alike)).out.splitlines()
+    assert [line.split() for line in told if "layers." in line] == [
+        ["3", "nvfp4", "layers.[0,2,4].o_proj"],
+        ["3", "nvfp4", "layers.[1,3,5].down_proj"],
+    ]
+    words = {f"{chr(97 + n % 26)}x{n}.y{n}_w": scales() for n in range(60)}
+    told = run("inspect", write_ct(tmp_path / "b", words)).out.splitlines()
+    assert sum(line.split()[1:2] == ["nvfp4"] for line in told) == 24
+    assert "and 36 patterns more: --json" in {line.strip() for line in told}
 
 
 @pytest.mark.parametrize(("zeros", "level"), [(0, None), (1, "warning"), (20, "warning"), (21, "error")])
@@ -181,8 +196,8 @@ def test_most_modules_must_look_odd(tmp_path):
         (2688.0, {}),
         (2688 * 2.0**20, {}),  # amax 2^-20
         (2688 * 2.0**21, {"global-scale-range": ("warning", OUT)}),  # the inverse says 2688^2 * 2^21
-        (2688 / 2.0**14, {}),
-        (2688 / 2.0**15, {"global-scale-reciprocal": ("error", OUT)}),  # amax 2^15, or by the inverse 220
+        (2688 / 65504, {}),  # fp16's largest
+        (2688 / 2.0**17, {"global-scale-reciprocal": ("error", OUT)}),  # amax 2^17, or by the inverse 55
         (1 / 2688, {"global-scale-reciprocal": ("error", OUT)}),
         (1e-38, {"global-scale-range": ("warning", OUT)}),
         (0.0, {"global-scale": ("error", OUT)}),

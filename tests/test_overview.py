@@ -33,7 +33,7 @@ def draw(capsys, rows, width=100, **more):
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_drawn_plan_folds_layers_and_says_why(tmp_path):
+def test_a_drawn_plan_joins_layers_and_says_why(tmp_path):
     shards = {
         "model.safetensors": {
             **{

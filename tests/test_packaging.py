@@ -1,17 +1,24 @@
 """The wheel carries the CPU library, the kernels' sources and the recipes, and works where only the wheel is."""
 
+import json
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
 import numpy
 import pytest
+from checkpoints import run, write_llama
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CUDA = ("fp4.h", "device.h", "quantize.cu", "dequantize.cu", "gemv.cu")  # compiled on the user's machine
-CARRIED = (*(f"kernels/{name}" for name in CUDA), "kernels/quantize.c", "kernels/cpu.c", "configs/default.toml")
+PAGES = ("py.typed", "findings.md", "errors.md", "pages/report.html", "pages/report.css", "pages/report.js")
+CARRIED = (*(f"kernels/{name}" for name in CUDA), "kernels/quantize.c", "kernels/cpu.c", "configs/default.toml", *PAGES)
 PROBE = """
 from importlib.resources import files
 import fp4convert, sys
@@ -24,15 +31,6 @@ q = backends.open_backend("cpu").quantize(x, formats.NVFP4, "amax", 6.0)
 assert bytes(q.packed) == b"\\x77" * 8
 assert recipe.build_recipe(recipe.Target("nvfp4", "modelopt"), {"model_type": "llama"}).groups
 """
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
-    subprocess.run([str(word) for word in command], check=True, capture_output=True)
-    (built,) = folder.glob("*.whl")
-    return built
 
 
 def test_wheel_carries_library_kernels_and_recipes(wheel):
@@ -54,3 +52,99 @@ def test_wheel_works_without_the_source_tree(wheel, tmp_path):
 
 def test_editable_install_finds_the_same_files():
     assert all(files("fp4convert").joinpath(name).is_file() for name in CARRIED)
+
+
+def run_bare(venv: Path, *words: object) -> str:
+    """What the command of an environment prints, where there is no compiler, no other program and none of our variables."""
+    nothing = venv / "nothing"
+    nothing.mkdir(exist_ok=True)
+    variables = {"PATH": str(nothing), "CC": "/bin/false", "HOME": str(nothing), "CUDA_VISIBLE_DEVICES": ""}
+    command = [str(venv / "bin" / "fp4convert"), *map(str, words)]
+    ended = subprocess.run(command, env=variables, cwd=venv, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def check_bare(venv: Path, folder: Path) -> None:
+    """The four commands of a newcomer, on the wheel's own code."""
+    code = "import fp4convert, sys; print(fp4convert.__file__)"
+    found = subprocess.run([venv / "bin" / "python", "-I", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert Path(found.strip()).is_relative_to(venv)
+    source = write_llama(folder / "m")
+    made = json.loads(run_bare(venv, "quantize", source, "--format", "nvfp4", "-o", folder / "q", "--json"))
+    assert made["digest"] == run("quantize", source, "--format", "nvfp4", "-o", folder / "here", "--json").json["digest"]
+    assert json.loads(run_bare(venv, "inspect", folder / "q", "--json"))["healthy"]
+    assert json.loads(run_bare(venv, "verify", folder / "q", "--source", source, "--json"))["passed"]
+    assert run_bare(venv, "--version") == f"fp4convert {PROJECT['version']}\n"
+
+
+def test_wheel_works_in_an_environment_without_a_compiler(wheel, tmp_path):
+    """What it depends on is found where it is installed here; what is installed here of ours is not."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python"]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
+    (site,) = (venv / "lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(str(Path(numpy.__file__).parents[1]))
+    check_bare(venv, tmp_path)
+
+
+@pytest.mark.slow
+def test_wheel_and_what_it_depends_on_work_in_a_bare_environment(wheel, tmp_path):
+    """As `pip install` has it, from an index."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    pip = [venv / "bin" / "python", "-m", "pip", "--quiet"]
+    subprocess.run([*pip, "install", "--constraint", ROOT / "constraints.txt", wheel], check=True)
+    subprocess.run([*pip, "check"], check=True)
+    check_bare(venv, tmp_path)
+
+
+def test_the_version_is_written_once():
+    """In pyproject.toml; whoever else says it, asks for it."""
+    assert version("fp4convert") == PROJECT["version"]
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[1] == PROJECT["version"]
+    assert not [file for file in (ROOT / "fp4convert").rglob("*.py") if PROJECT["version"] in file.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize(("platform", "machine"), [("linux", "x86_64"), ("linux", "aarch64"), ("macos", "arm64")])
+def test_one_wheel_is_built_for_every_platform(platform, machine):
+    """cibuildwheel itself reads the configuration, and says what it would build."""
+    command = [
+        sys.executable,
+        "-m",
+        "cibuildwheel",
+        "--platform",
+        platform,
+        "--archs",
+        machine,
+        "--print-build-identifiers",
+        ROOT,
+    ]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    (identifier,) = told.stdout.split()
+    assert re.fullmatch(rf"cp311-(manylinux|macosx)_{machine}", identifier)
+
+
+@pytest.mark.system
+def test_kernels_compile_for_macos(tmp_path):
+    """By CMakeLists.txt as it is, with clang and the headers of macOS that come with Zig (make system installs it).
+
+    Zig's linker knows no bundles, so that a library is linked in place of one, and it needs no tool for names of libraries.
+    """
+    compiler = tmp_path / "cc"
+    zig = f"exec {sys.executable} -m ziglang cc -target aarch64-macos -Werror"
+    swap = 'for word; do shift; [ "$word" = -bundle ] && word=-shared; set -- "$@" "$word"; done'
+    compiler.write_text(f'#!/bin/sh\n{swap}\n{zig} "$@"\n')
+    compiler.chmod(0o755)
+    target = {"SYSTEM_NAME": "Darwin", "SYSTEM_PROCESSOR": "arm64", "BUILD_TYPE": "Release"}
+    tools = {"C_COMPILER": compiler, "C_COMPILER_WORKS": 1, "INSTALL_NAME_TOOL": "/bin/true"}
+    words = [f"-DCMAKE_{key}={value}" for key, value in {**target, **tools}.items()]
+    cmake = [sys.executable, "-m", "cmake"]
+    subprocess.run([*cmake, "-S", ROOT, "-B", tmp_path / "build", *words], check=True)
+    subprocess.run([*cmake, "--build", tmp_path / "build"], check=True)
+    (library,) = (tmp_path / "build").glob("libcpu.*")
+    code = library.read_bytes()
+    assert code[:8].hex() == "cffaedfe0c000001"  # Mach-O of 64 bits, for ARM64
+    assert all(name in code for name in (b"_quantize_nvfp4_bf16", b"_dequantize_mxfp4_fp32", b"_compare_nvfp4_fp16"))

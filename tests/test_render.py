@@ -47,9 +47,9 @@ def test_a_drawn_result_ends_with_the_digest(tmp_path):
     digest = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json").json["digest"]
     lines = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out").out.splitlines()
     assert lines[0] == str(tmp_path / "out")
-    assert lines[1:3] == ["  nvfp4, dialect compressed-tensors, rule amax", "  7 tensors quantized, 4 kept, 0 skipped"]
+    assert lines[1:3] == ["  nvfp4, dialect compressed-tensors, rule mse", "  7 tensors quantized, 4 kept, 0 skipped"]
     assert re.fullmatch(r"  87\.5 kB -> 49\.\d kB \(57 %\), 4\.507 bits per weight where it is quantized", lines[3])
-    assert re.fullmatch(r"  SQNR 20\.\d\d dB on average, least 20\.\d\d dB \(model\.layers\.\d\.\S+\.weight\)", lines[4])
+    assert re.fullmatch(r"  SQNR 21\.\d\d dB on average, least 21\.\d\d dB \(model\.layers\.\d\.\S+\.weight\)", lines[4])
     assert re.fullmatch(r"  in \d+\.\d\d s on cpu", lines[5])  # nothing was left to do: no rate
     assert lines[6:] == [f"  digest {digest}"]
 
@@ -133,7 +133,8 @@ def test_a_line_of_a_log_is_escaped_and_quiet_says_nothing(capsys, monkeypatch):
 
 
 def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
-    assert run("quantize", write_llama(tmp_path / "source"), "--format", "nvfp4", "-o", tmp_path / "out").code == 0
+    source = write_llama(tmp_path / "source")
+    assert run("quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "-o", tmp_path / "out").code == 0
     assert run("inspect", tmp_path / "out").out.splitlines() == [
         "format          nvfp4: fp4_e2m1 codes, 16 to a block, fp8_e4m3 block scales",
         "dialect         compressed-tensors",
@@ -145,6 +146,11 @@ def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
         "bits per weight 4.507 (codes, block scales and global scales)",
         "share read      100 % of the block scales",
         "recorded        SQNR 20.43 dB on average, least 20.26 dB (model.layers.0.self_attn.k_proj.weight)",
+        "bits            7654 3210  7654 3210       7654 3210  76543210",
+        "meaning         seem seem  seem seem  ...  seem seem  -eeeemmm",
+        "elements           1    0     3    2         15   14  all 16",
+        "        3  nvfp4         model.layers.0.mlp.{gate,up,down}_proj",
+        "        4  nvfp4         model.layers.0.self_attn.{q,k,v,o}_proj",
         "healthy",
     ]
 
@@ -158,7 +164,7 @@ def test_a_drawn_verification_shows_the_worst_tensors_first(tmp_path):
     assert [line.split()[0] for line in lines[1:6]] == [entry["name"] for entry in worst]
     assert [line.split()[1] for line in lines[1:6]] == [f"{entry['sqnr_db']:.2f}" for entry in worst]
     assert lines[6].startswith("7 tensors: SQNR mean ")
-    assert lines[7].startswith("recorded when it was quantized: SQNR 20.")
+    assert lines[7].startswith("recorded when it was quantized: SQNR 21.")
     assert lines[8:] == ["passed"]
 
 

@@ -275,3 +275,16 @@ def test_stacks_are_read_as_they_were_when_the_artifact_was_made(tmp_path):
     other = tmp_path / "other"
     assert run("transcode", out, "-o", other, "--dialect", "modelopt").code == 0
     assert run("verify", other, "--source", source).code == 0
+
+
+def test_weights_of_any_size_are_sound_beside_their_source(tmp_path):
+    """2^19 is no size of weights, and its reciprocal is one: only the source tells that it is meant."""
+    values = np.float32(np.random.default_rng(0).standard_normal((64, 64)))
+    values[3, 5] = 2.0**19
+    source = write_single(tmp_path / "source", {"a.weight": ("F32", (64, 64), values.tobytes())}, {"model_type": "x"})
+    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out").code == 0
+    assert errors_of(verify(tmp_path / "out")) == {("global-scale-reciprocal", "a")}
+    assert errors_of(verify(tmp_path / "out", "--source", source)) == set()
+    other = write_single(tmp_path / "other", {"a.weight": ("F32", (64, 64), (-values).tobytes())}, {"model_type": "x"})
+    found = {code for code, _ in errors_of(verify(tmp_path / "out", "--source", other))}
+    assert found == {"global-scale-reciprocal", "source-differs", "report-differs"}

@@ -28,11 +28,13 @@ app = typer.Typer(
 app.command("quantize")(making.quantize_command)
 app.command("inspect")(judging.inspect_command)
 app.command("verify")(judging.verify_command)
+app.command("compare")(judging.compare_command)
 app.command("dequantize")(making.dequantize_command)
 app.command("merge")(making.merge_command)
 app.command("analyze")(studying.analyze_command)
 app.command("calibrate")(studying.calibrate_command)
 app.command("prune")(making.prune_command)
+app.command("explain")(judging.explain_command)
 app.command("doctor")(judging.doctor_command)
 app.command("recipes")(judging.recipes_command)
 app.command("transcode")(making.transcode_command)
@@ -67,7 +69,7 @@ def _main() -> None:
         _fail(error)
     except Stopped as stopped:
         command = shlex.join(["fp4convert", *_without_token(sys.argv[1:])])
-        _fail(Interrupted(command, stopped.is_terminated))
+        _fail(Interrupted(command, stopped.is_terminated, stopped.kept))
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise

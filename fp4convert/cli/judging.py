@@ -10,10 +10,12 @@ import typer
 from fp4convert.options import (
     ArtifactArgument,
     JsonOption,
+    PageOption,
     RevisionOption,
+    SarifOption,
     SubfolderOption,
     TokenOption,
-    access_to,
+    complete_recipe,
 )
 
 
@@ -21,6 +23,7 @@ def inspect_command(
     artifact: ArtifactArgument,
     source: Annotated[str | None, typer.Option(help="The original checkpoint, which decides what statistics cannot.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Read every block scale, however many.")] = False,
+    sarif: SarifOption = None,
     revision: RevisionOption = None,
     subfolder: SubfolderOption = None,
     token: TokenOption = None,
@@ -30,14 +33,13 @@ def inspect_command(
 
     Exit code 6 when something is wrong with it. Example: fp4convert inspect ./Llama-3.1-8B-NVFP4
     """
-    from fp4convert import artifact as artifacts
-    from fp4convert import inspection, render, sources
+    from fp4convert import portrait, render
+    from fp4convert.commands import judging
 
     screen = render.Screen(json)
-    opened = artifacts.open_artifact(artifact, access_to(screen.tell, (revision, subfolder), token))
-    original = sources.open_original(source, access_to(screen.tell, (None, subfolder), token)) if source else None
-    description = inspection.inspect(opened, original, full)
-    screen.show(description, render.draw_artifact)
+    words = judging.InspectOptions(sarif=sarif, revision=revision, subfolder=subfolder, token=token, tell=screen.tell)
+    description = judging.inspect(artifact, source=source, full=full, **words)
+    screen.show(description, portrait.draw_artifact)
     raise typer.Exit(0 if description["healthy"] else 6)
 
 
@@ -46,6 +48,17 @@ def verify_command(
     source: Annotated[str | None, typer.Option(help="The original checkpoint, to measure every tensor against.")] = None,
     min_sqnr: Annotated[float | None, typer.Option(help="Fail when a tensor's SQNR is below this many dB.")] = None,
     max_nmse: Annotated[float | None, typer.Option(help="Fail when a tensor's normalised squared error is above this.")] = None,
+    outputs: Annotated[
+        bool, typer.Option("--outputs", help="Measure what every linear layer answers, for random inputs.")
+    ] = False,
+    calibration: Annotated[
+        Path | None, typer.Option(help="The same for the inputs that fp4convert calibrate saw of the source.")
+    ] = None,
+    max_output_error: Annotated[
+        float | None, typer.Option(help="Fail when a layer's output error is above this; 0.1 is 10 %.")
+    ] = None,
+    report: PageOption = None,
+    sarif: SarifOption = None,
     revision: RevisionOption = None,
     subfolder: SubfolderOption = None,
     token: TokenOption = None,
@@ -55,15 +68,65 @@ def verify_command(
 
     Exit code 6 when something is wrong. Example: fp4convert verify ./M-NVFP4 --source ./M --min-sqnr 18
     """
-    from fp4convert import artifact as artifacts
-    from fp4convert import render, sources, verification
+    from fp4convert import judgements, render
+    from fp4convert.commands import judging
 
     screen = render.Screen(json)
-    opened = artifacts.open_artifact(artifact, access_to(screen.tell, (revision, subfolder), token))
-    original = sources.open_original(source, access_to(screen.tell, (None, subfolder), token)) if source else None
-    report = verification.verify(opened, original, verification.Gate(min_sqnr, max_nmse))
-    screen.show(report.as_json(), render.draw_verification)
-    raise typer.Exit(0 if report.passed else 6)
+    words = judging.VerifyOptions(
+        outputs=outputs,
+        calibration=calibration,
+        max_output_error=max_output_error,
+        report=report,
+        sarif=sarif,
+        revision=revision,
+        subfolder=subfolder,
+        token=token,
+        tell=screen.tell,
+    )
+    verified = judging.verify(artifact, source=source, min_sqnr=min_sqnr, max_nmse=max_nmse, **words)
+    screen.show(verified.as_json(), judgements.draw_verification)
+    raise typer.Exit(0 if verified.passed else 6)
+
+
+def compare_command(
+    a: Annotated[str, typer.Argument(help="Four-bit weights: a folder, one file, or ORG/NAME on the Hub.")],
+    b: Annotated[str, typer.Argument(help="The same, of the same model: in any format, dialect or rule.")],
+    source: Annotated[str, typer.Option(help="The original checkpoint, to measure both against.")],
+    calibration: Annotated[
+        Path | None, typer.Option(help="Output errors for the inputs that fp4convert calibrate saw, not for random ones.")
+    ] = None,
+    revision: RevisionOption = None,
+    subfolder: SubfolderOption = None,
+    token: TokenOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Put two artifacts side by side against one source, tensor by tensor: which of them is better, and by how much.
+
+    Example: fp4convert compare ./M-NVFP4 ./M-MXFP4 --source ./M
+    """
+    from fp4convert import judgements, render
+    from fp4convert.commands import judging
+
+    screen = render.Screen(json)
+    words = judging.CompareOptions(calibration=calibration, revision=revision, subfolder=subfolder, token=token, tell=screen.tell)
+    document = judging.compare(a, b, source=source, **words)
+    screen.show(document, judgements.draw_comparison)
+
+
+def explain_command(
+    code: Annotated[str | None, typer.Argument(help="Of a finding or an error, such as scale-layout.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Explain a finding or an error by its code: what it means, where it comes from, what to do. Without CODE: list all.
+
+    Example: fp4convert explain global-scale-reciprocal
+    """
+    from fp4convert import explanations, judgements, render
+
+    if code is None:
+        render.Screen(json).show(explanations.explain_all(), judgements.draw_codes)
+    else:
+        render.Screen(json).show(explanations.explain(code), judgements.draw_code)
 
 
 def doctor_command(json: JsonOption = False) -> None:
@@ -77,7 +140,10 @@ def doctor_command(json: JsonOption = False) -> None:
 
 
 def recipes_command(
-    name: Annotated[str | None, typer.Argument(help="One of them, or a TOML file: what it keeps, groups and stacks.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="One of them, or a TOML file: what it keeps, groups and stacks.", autocompletion=complete_recipe),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """List the recipes: modes to pick, and what is kept in the models of each family.

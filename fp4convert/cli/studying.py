@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fp4convert.options import (
-    MOST_MEMORY,
+    CalibrationOption,
     ExcludeOption,
     ForceOption,
     IncludeOption,
@@ -23,15 +23,12 @@ from fp4convert.options import (
     SubfolderOption,
     TokenOption,
     TransportOption,
-    access_to,
 )
 
 
 def analyze_command(
     source: SourceArgument,
-    calibration: Annotated[
-        Path | None, typer.Option(help="What fp4convert calibrate made: the inputs that errors count.")
-    ] = None,
+    calibration: CalibrationOption = None,
     sample: Annotated[float | None, typer.Option(help="GB of the source to read: rows of all kinds. Default: 0.02.")] = None,
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
@@ -50,17 +47,26 @@ def analyze_command(
 
     Example: fp4convert analyze ./Llama-3.1-8B
     """
-    from fp4convert import analysis, calibration_file, render, sources, studies
-    from fp4convert import recipe as recipes
+    from fp4convert import render, studies
+    from fp4convert.commands import studying
 
     screen = render.Screen(json, quiet)
-    choice = recipes.Choice(recipe, tuple(include or ()), tuple(exclude or ()), stack_order, stack_rows)
     with screen.phases() as phases:
-        phases.begin("plan")
-        known = calibration_file.open_calibration(calibration) if calibration else None
-        study = analysis.Study(choice, analysis.sample_nbytes(sample), known)
-        opened = sources.open_source(source, access_to(screen.tell, (revision, subfolder), token, (memory, transport)))
-        document = analysis.analyze(opened, study, phases)
+        words = studying.AnalyzeOptions(
+            include=include,
+            exclude=exclude,
+            recipe=recipe,
+            stack_order=stack_order,
+            stack_rows=stack_rows,
+            revision=revision,
+            subfolder=subfolder,
+            token=token,
+            memory=memory,
+            transport=transport,
+            phases=phases,
+            tell=screen.tell,
+        )
+        document = studying.analyze(source, calibration=calibration, sample=sample, **words)
     screen.show(document, studies.draw_study)
     screen.warn(document["warnings"])
 
@@ -77,10 +83,11 @@ def calibrate_command(
     ] = None,
     gram: Annotated[str, typer.Option(help="none, diag (second moments), block:N or full, which GPTQ takes.")] = "diag",
     device: Annotated[str, typer.Option(help="auto (a GPU, else the CPU), cpu, cuda or cuda:N.")] = "auto",
-    memory: Annotated[float, typer.Option(min=0, help="GB for all weights at once, with --self-generate.")] = 8.0,
+    hold: Annotated[float, typer.Option(min=0, help="GB of weights held at once, with --self-generate.")] = 8.0,
     revision: RevisionOption = None,
     subfolder: SubfolderOption = None,
     token: TokenOption = None,
+    memory: MemoryOption = 1.0,
     transport: TransportOption = "http",
     force: ForceOption = False,
     json: JsonOption = False,
@@ -90,16 +97,27 @@ def calibrate_command(
 
     Example: fp4convert calibrate ./Llama-3.1-8B -o llama.safetensors --text book.txt --gram block:128
     """
-    from fp4convert import calibration, feeding, render, sources, studies
+    from fp4convert import render, studies
+    from fp4convert.commands import calibrating
 
     screen = render.Screen(json, quiet)
-    feed = feeding.Feed(tuple(text or ()), dataset, self_generate, samples, sequence_length)
-    feed.check()
     with screen.phases() as phases:
-        phases.begin("plan")
-        opened = sources.open_source(source, access_to(screen.tell, (revision, subfolder), token, (1.0, transport)))
-        nbytes = int(min(memory, MOST_MEMORY) * 10**9)
-        order = calibration.Order(opened, output, feed, gram, device, nbytes, force, phases, screen.tell)
-        result = calibration.calibrate(order)
+        words = calibrating.CalibrateOptions(
+            self_generate=self_generate,
+            samples=samples,
+            sequence_length=sequence_length,
+            gram=gram,
+            device=device,
+            hold=hold,
+            revision=revision,
+            subfolder=subfolder,
+            token=token,
+            memory=memory,
+            transport=transport,
+            force=force,
+            phases=phases,
+            tell=screen.tell,
+        )
+        result = calibrating.calibrate(source, output, text=text or (), dataset=dataset, **words)
     screen.show(result.as_json(), studies.draw_calibrated)
     screen.warn(result.warnings)

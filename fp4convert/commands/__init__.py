@@ -1,0 +1,129 @@
+"""What each command does, for the command line and for Python alike: a user's words in, a result out, nothing printed.
+
+A command has one function of its name: making.py writes, judging.py looks and tells, studying.py measures, calibrating.py needs
+torch.  Words have the names and the defaults of the command line's options; those that several commands have are here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from fp4convert.progress import Phases
+from fp4convert.sources import Access
+
+MOST_MEMORY = 1e6  # GB; inf, too, means no limit
+
+Reference = str | os.PathLike[str]
+"""A folder, a file, or ORG/NAME on the Hub."""
+Patterns = str | Iterable[str] | None
+"""Globs on module names, or re:REGEX."""
+
+
+class AccessOptions(TypedDict, total=False):
+    """How sources and artifacts are found and read.
+
+    revision   on the Hub: branch, tag or commit; default: main
+    subfolder  of a folder or repository, where the checkpoint is
+    token      for the Hub; default: the one that is logged in
+    memory     GB of what the Hub sends that are kept for a second reading; default 1
+    transport  from the Hub: http (default), or xet
+    tell       gets lines for people when everything has to wait; default: nobody hears them
+    """
+
+    revision: str | None
+    subfolder: str | None
+    token: str | None
+    memory: float
+    transport: str
+    tell: Callable[[str], None]
+
+
+class WorkOptions(AccessOptions, total=False):
+    """How a command that writes works; nothing here changes a byte.
+
+    workers  threads; default 0: as many as suit the device
+    force    discard what an earlier run left in the output
+    phases   learns how far the work is
+    warn     gets what a person should know before the work; default: Python's warnings
+    """
+
+    workers: int
+    force: bool
+    phases: Phases
+    warn: Callable[[Iterable[str]], None]
+
+
+class PartOptions(WorkOptions, total=False):
+    """Which part of the work this process does, of one that several share.
+
+    join         take tasks as they come, beside other processes that begin together
+    shard_index  do this part alone, from 0; then `merge`
+    num_shards   how many parts; default for both: what Slurm, torchrun or SkyPilot say
+    """
+
+    join: bool
+    shard_index: int | None
+    num_shards: int | None
+
+
+def check_words(options: Mapping[str, Any], known: type) -> None:
+    """TypeError for a word that is not known, as Python itself has it."""
+    for word in options:
+        if word not in known.__annotations__:
+            raise TypeError(f"unexpected keyword argument {word!r}; expected one of {', '.join(known.__annotations__)}")
+
+
+def access_of(options: AccessOptions, output: Path | None = None) -> Access:
+    """How the Hub is asked.
+
+    output  where an unfinished plan may lie, which says of which commit it is
+    """
+    return Access(
+        options.get("revision"),
+        options.get("subfolder"),
+        given(options.get("token")),
+        int(min(options.get("memory", 1.0), MOST_MEMORY) * 10**9),
+        options.get("tell", ignore),
+        options.get("transport", "http"),
+        output,
+    )
+
+
+def original_access(options: AccessOptions) -> Access:
+    """The same for the source of an artifact, whose revision is its own."""
+    return access_of(AccessOptions(**{**options, "revision": None}))
+
+
+def given(token: str | None) -> str | None:
+    """None for a token of nothing, as --token "$TOKEN" gives where that is not set."""
+    return (token or "").strip() or None
+
+
+def patterns(words: Patterns) -> tuple[str, ...]:
+    """One pattern or several as several."""
+    return (words,) if isinstance(words, str) else tuple(words or ())
+
+
+def as_path(file: Reference | None) -> Path | None:
+    """A file that may not be named."""
+    return None if file is None else Path(file)
+
+
+def ignore(line: str) -> None:
+    """Nobody hears it."""
+
+
+def as_warnings(lines: Iterable[str]) -> None:
+    """Python's own warnings, where the caller of the package stands, with nothing in them that could act on a terminal."""
+    level = 1
+    while sys._getframe(level).f_globals.get("__name__", "").startswith("fp4convert."):
+        level += 1
+    for line in lines:
+        from fp4convert.render import escape
+
+        warnings.warn(escape(line), UserWarning, stacklevel=level + 1)

@@ -1,0 +1,67 @@
+"""Where quantized tensors stand in a model, by their names alone: in which layer, as what, of which expert.
+
+A list is what numbers of a name count.  The innermost list whose members hold several tensors counts layers, but for those of
+experts: `blocks.0.attentions.1.to_out.0` is the module `to_out.0` of layer 0.1.  The outermost list always counts layers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from fp4convert.numbered import Numbers, reading_rank, split_numbers
+
+ANY = "*"  # stands for a number
+EXPERTS = "expert"  # in the name of a list of them
+ATTENTION = "att"  # stands before the rest of its layer
+ENDING = ".weight"
+
+_Texts = tuple[str, ...]
+
+
+class Place(NamedTuple):
+    """Where one tensor stands.
+
+    stack   what lies around the layers, with stars for numbers: model.layers; empty outside of all
+    layer   the numbers of its layer, one for each list that layers are nested in
+    module  what it is there, with a star for the number of an expert
+    expert  that number
+    """
+
+    stack: str
+    layer: Numbers
+    module: str
+    expert: int | None = None
+
+
+def find_places(names: Sequence[str]) -> list[Place]:
+    """The place of each tensor; two have the same one only where their names differ by a final ".weight" alone."""
+    split = [split_numbers(name.removesuffix(ENDING)) for name in names]
+    held: dict[tuple[_Texts, Numbers], int] = defaultdict(int)
+    for texts, numbers in split:
+        for depth in range(1, len(numbers) + 1):
+            held[texts[:depth], numbers[:depth]] += 1
+    layered = {texts for (texts, _), count in held.items() if count > 1}
+    return [_place(texts, numbers, layered) for texts, numbers in split]
+
+
+def _place(texts: _Texts, numbers: Numbers, layered: set[_Texts]) -> Place:
+    """The place behind a name in parts; `layered` are the lists whose members hold several tensors."""
+    of_experts = next((at for at in range(len(numbers)) if EXPERTS in texts[at]), len(numbers))
+    depth = max((at + 1 for at in range(of_experts) if at == 0 or texts[: at + 1] in layered), default=0)
+    expert = numbers[of_experts] if of_experts < len(numbers) else None
+    words = [ANY if at == of_experts else str(number) for at, number in enumerate(numbers)]
+    stack = "".join(part for pair in zip(texts[:depth], ANY * depth, strict=True) for part in pair)
+    rest = texts[depth] + "".join(f"{words[at]}{texts[at + 1]}" for at in range(depth, len(numbers)))
+    return Place(stack[:-2], numbers[:depth], rest[1:] if depth else rest, expert)  # without a separator and the star
+
+
+def reading_order(modules: Iterable[str]) -> list[str]:
+    """Modules of a layer as people say them: attention first, q, k, v and o; then gate, up and down."""
+
+    def rank(module: str) -> tuple[bool, str, tuple[int, str, int, str]]:
+        parent, _, leaf = module.rpartition(".")
+        return ATTENTION not in module, parent, reading_rank(leaf)
+
+    return sorted(modules, key=rank)

@@ -1,0 +1,167 @@
+"""One matrix in memory, an array of NumPy or a tensor of torch, as Quantized and back: the bytes that `quantize` writes.
+
+Decides which arrays and tensors are matrices of weights; what becomes of them is the CPU backend's work.  torch is never
+imported: whoever has a tensor has it already.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4convert.backends import Given
+from fp4convert.backends.cpu import Cpu
+from fp4convert.codec import FLOAT_DTYPES, Float32s, find_not_finite_values
+from fp4convert.errors import InputError, NumericError
+from fp4convert.formats import FLOAT_TYPES, Format, Matrix, Quantized, check_rule, format_named
+from fp4convert.respelling import DTYPES
+
+if TYPE_CHECKING:
+    import torch
+
+EXPECTED = "expected float32, float16 or bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Weights that are in memory."""
+
+    matrix: Matrix
+
+    @property
+    def dtype(self) -> str:
+        return self.matrix.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape
+
+    def rows(self, first: int, last: int) -> Matrix:
+        width = self.shape[1] * FLOAT_TYPES[self.dtype].nbytes
+        return Matrix(self.matrix.data[first * width : last * width], self.dtype, (last - first, self.shape[1]))
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        buffer[:] = self.rows(first, last).data
+
+    def amaxes(self) -> Iterator[float] | None:
+        return None
+
+
+def quantize_tensor(
+    x: NDArray[Any] | torch.Tensor,
+    *,
+    format: str,
+    global_amax: float | None = None,
+    scale_rule: str | None = None,
+    importance: Float32s | None = None,
+) -> Quantized:
+    """Codes and scales of one matrix: the bytes that `quantize` writes for it.
+
+    x            (rows, columns) NumPy float32, float16 or ml_dtypes.bfloat16, or such a torch tensor on the CPU; any strides;
+                 columns a multiple of 16 (nvfp4) or 32 (mxfp4); not changed
+    format       nvfp4 or mxfp4
+    global_amax  nvfp4: the largest magnitude of all matrices that share its global scale (q/k/v, gate/up); default: of x
+    scale_rule   of the format; default mse, as `quantize` has it
+    importance   (columns,) float32 second moments of the inputs, for rule importance
+    Returns      Quantized in memory of its own, its global scale a multiplier: packed, rows * columns / 2 bytes, element 2i in
+                 bits 0-3; block_scales, a byte a block, row-major
+    Raises       InputError for any other format, rule, type, dtype, device or shape, and for a global_amax below the largest
+                 of x; NumericError for NaN and infinity, with the first place
+    """
+    fmt = format_named(format)
+    rule = check_rule(fmt, scale_rule or fmt.default_rule)
+    weights = _Held(_matrix_of(x, fmt))
+    if found := find_not_finite_values(weights):
+        raise NumericError("not-finite", f"the matrix has {found}; weights must be finite")
+    given = Given(_checked_amax(weights, fmt, global_amax), () if importance is None else (importance,))
+    if importance is not None and rule != "importance":
+        raise InputError("scale-rule", f"importance is given, and scale rule {rule} weighs nothing", "Leave it out.")
+    rows, columns = weights.shape
+    packed = np.empty(rows * columns // 2, np.uint8)
+    block_scales = np.empty(rows * columns // fmt.block_size, np.uint8)
+    codes, scales, global_scale = packed.data, block_scales.data, None
+    for _, q in Cpu().quantize_group([weights], [weights], fmt, rule, given):
+        codes[: len(q.packed)], scales[: len(q.block_scales)] = q.packed, q.block_scales
+        codes, scales, global_scale = codes[len(q.packed) :], scales[len(q.block_scales) :], q.global_scale
+    return Quantized(fmt, weights.shape, packed.data, block_scales.data, global_scale)
+
+
+def dequantize_tensor(q: Quantized, dtype: str = "fp32") -> NDArray[Any]:
+    """(rows, columns) values of a Quantized, those that engines compute, rounded once.
+
+    dtype    fp32, bf16 (an array of ml_dtypes.bfloat16) or fp16
+    Raises   InputError for any other; NumericError where a value is beyond its range
+    """
+    if dtype not in DTYPES:
+        raise InputError("unknown-dtype", f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
+    panels = [np.frombuffer(panel, FLOAT_DTYPES[DTYPES[dtype]]) for panel in Cpu().dequantize_panels(q, DTYPES[dtype])]
+    return np.concatenate(panels).reshape(q.shape)
+
+
+def _checked_amax(weights: _Held, fmt: Format, global_amax: float | None) -> float | None:
+    """The amax of the scale group, where one is given; InputError where the matrix cannot be in that group."""
+    if global_amax is None:
+        return None
+    if not fmt.has_global_scale:
+        raise InputError(
+            "global-amax", f"global_amax {global_amax:g} is given, and {fmt.name} has no global scale", "Leave it out."
+        )
+    own = Cpu().amax(weights.matrix)
+    with np.errstate(over="ignore"):
+        narrow = float(np.float32(global_amax))
+    if not own <= narrow < math.inf:
+        detail = (
+            f"global_amax is {global_amax:g}; expected a finite number, at least {own:g}, the largest magnitude of the matrix"
+        )
+        raise InputError("global-amax", detail, "Give the largest magnitude of all matrices that share the global scale.")
+    return narrow
+
+
+def _matrix_of(x: object, fmt: Format) -> Matrix:
+    """The values, row by row; a copy only where they do not lie so.  InputError for what is no matrix of weights."""
+    torch = sys.modules.get("torch")
+    if isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray):
+        return _numpy_matrix(x, _checked_shape(x.shape, fmt))
+    if torch is not None and isinstance(x, torch.Tensor):
+        return _torch_matrix(x, _checked_shape(tuple(x.shape), fmt))
+    raise InputError(
+        "tensor-type", f"weights are a {type(x).__module__}.{type(x).__qualname__}; expected a NumPy array or a torch tensor"
+    )
+
+
+def _numpy_matrix(x: NDArray[Any], shape: tuple[int, int]) -> Matrix:
+    names = {kind: name for name, kind in FLOAT_DTYPES.items()}
+    if x.dtype not in names:
+        raise InputError("tensor-dtype", f"weights are {x.dtype}; {EXPECTED}", "Cast them: x.astype(numpy.float32).")
+    return Matrix(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, names[x.dtype], shape)
+
+
+def _torch_matrix(x: torch.Tensor, shape: tuple[int, int]) -> Matrix:
+    names = {f"torch.{kind.config_name}": name for name, kind in FLOAT_TYPES.items()}
+    if str(x.dtype) not in names:
+        raise InputError("tensor-dtype", f"weights are {x.dtype}; {EXPECTED}", "Cast them: x.float().")
+    if x.device.type != "cpu":
+        raise InputError("tensor-device", f"weights are on {x.device}; expected cpu", "Move them: x.cpu().")
+    if str(x.layout) != "torch.strided":
+        raise InputError("tensor-layout", f"weights are {x.layout}; expected torch.strided", "Make them dense: x.to_dense().")
+    flat: NDArray[np.uint8] = x.detach().contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
+    return Matrix(flat.data, names[str(x.dtype)], shape)
+
+
+def _checked_shape(shape: tuple[int, ...], fmt: Format) -> tuple[int, int]:
+    """The shape itself; InputError unless it is that of a matrix of whole blocks."""
+    if len(shape) != 2 or 0 in shape:
+        detail = f"weights have the shape {tuple(shape)}; expected a matrix, (rows, columns), that holds something"
+        raise InputError("tensor-shape", detail, "Of a stack give one matrix at a time.")
+    if shape[1] % fmt.block_size:
+        detail = (
+            f"weights have the shape {tuple(shape)}; expected columns that are a multiple of {fmt.block_size}, for {fmt.name}"
+        )
+        raise InputError("tensor-shape", detail)
+    return shape[0], shape[1]

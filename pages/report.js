@@ -1,0 +1,358 @@
+// The report of an artifact. Reads the document in #data (datasheet.py), fills the page with text, and lets plotly draw.
+// Nothing from the document becomes HTML: elements get textContent, and plotly, which knows some tags, gets plain().
+"use strict";
+
+const sheet = JSON.parse(document.getElementById("data").textContent);
+const { tensors, places, stacks } = sheet;
+const COUNT = tensors.name.length;
+const SCALE = [[0, "#8f2412"], [0.2, "#d4693a"], [0.42, "#efc889"], [0.62, "#e6e3c1"], [0.8, "#a9d3c1"], [1, "#58ab9d"]]; // dark is bad
+const ABOVE = 0.5; // dB above the median that have the best colour: a few that lose less shall not make all others look bad
+const SPAN = 3; // dB that colours span at least: less is no difference to speak of
+const DEEPEST = 20; // and at most
+const ROWS = 25; // of the table, at first and at each asking
+const POINTS = ["0", "0.5", "1", "1.5", "2", "3", "4", "6"]; // of E2M1
+const CONFIG = { displayModeBar: false, responsive: false, doubleClick: false };
+const state = { words: [], below: Infinity, merge: "mean", column: "sqnr_db", isDown: false, shown: ROWS, open: null };
+
+const $ = (id) => document.getElementById(id);
+const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+const number = (value, digits) => (value === null ? "-" : value.toFixed(digits));
+const brief = (value) => (value === null ? "-" : value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(2).replace("-", "−") : Number(value.toPrecision(3)).toString());
+const share = (value) => (value === null ? "-" : `${(100 * value).toFixed(2)} %`);
+const many = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
+
+function make(tag, about = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), about);
+  element.append(...children);
+  return element;
+}
+
+// ---------------------------------------------------------------------------------------------------------- what it is
+
+function fillHead() {
+  $("title").textContent = sheet.title;
+  $("verdict").append(make("span", { className: `pill ${sheet.verdict.is_good ? "good" : "error"}`, textContent: sheet.verdict.words }));
+  $("about").textContent = sheet.about;
+  $("tiles").append(...sheet.tiles.map(([value, word]) => make("div", {}, make("b", { textContent: value }), make("span", { textContent: word }))));
+  $("facts").append(...sheet.facts.map(([word, text]) => make("div", {}, make("dt", { textContent: word }), make("dd", { textContent: text }))));
+  $("forms").append(...sheet.forms.filter((form) => typeof form.block_size === "number").map(drawBlock));
+  $("evidence").textContent = sheet.evidence.words;
+  $("producer").textContent = sheet.producer;
+}
+
+function drawBlock(form) {
+  const cells = make("div", { className: "cells" }, ...Array.from({ length: form.block_size }, () => make("i")));
+  const scales = make("div", { className: "scales" }, make("span", { textContent: `${form.scale_dtype} scale` }));
+  let formula = "weight = code × block scale";
+  if (form.global_scale) {
+    scales.append(make("span", { className: "whole", textContent: `${form.global_scale.dtype} global scale` }));
+    formula += form.global_scale.stored_as === "divisor" ? " ÷ stored global scale" : " × global scale";
+  }
+  const told = `${form.format.toUpperCase()}: ${form.block_size} codes of 4 bits (${form.element_dtype}) under one scale.`;
+  return make("div", { className: "block" }, cells, scales, make("p", {}, told, make("br"), formula));
+}
+
+// ------------------------------------------------------------------------------------------------------------ heat maps
+
+const range = (() => {
+  const known = tensors.sqnr_db.filter((value) => value !== null).sort((a, b) => a - b);
+  if (!known.length) return [0, 1];
+  const top = Math.round(2 * (known[known.length >> 1] + ABOVE)) / 2;
+  return [Math.max(Math.min(Math.floor(known[0]), top - SPAN), top - DEEPEST), top];
+})();
+
+function isWanted(at) {
+  const name = tensors.name[at].toLowerCase();
+  const value = tensors.sqnr_db[at];
+  const isBelow = state.below === Infinity || (value === null ? tensors.mse[at] === null : value < state.below);
+  return isBelow && state.words.every((word) => word.test(name));
+}
+
+// The tensors that are wanted, as rows of cells, each a list: of a stack, or (module given) of the experts in one of its modules.
+function cellsOf(stack, module = -1) {
+  const { layers, modules } = stacks[stack];
+  const numbers = module < 0 ? null : expertsOf(stack, module);
+  const rowOf = numbers && new Map(numbers.map((expert, row) => [expert, row]));
+  const cells = Array.from({ length: numbers ? numbers.length : modules.length }, () => layers.map(() => []));
+  for (let at = 0; at < COUNT; at++) {
+    const [s, layer, m, expert] = places.slice(4 * at, 4 * at + 4);
+    if (s !== stack || (numbers && (m !== module || expert < 0)) || !isWanted(at)) continue;
+    cells[numbers ? rowOf.get(expert) : m][layer].push(at);
+  }
+  return cells;
+}
+
+function expertsOf(stack, module) {
+  const found = new Set();
+  for (let at = 0; at < COUNT; at++)
+    if (places[4 * at] === stack && places[4 * at + 2] === module && places[4 * at + 3] >= 0) found.add(places[4 * at + 3]);
+  return [...found].sort((a, b) => a - b);
+}
+
+// One number for a cell: nothing lost counts as the best, what could not be measured as the worst.
+function valueOf(cell) {
+  if (!cell.length) return null;
+  const values = cell.map((at) => tensors.sqnr_db[at] ?? (tensors.mse[at] === null ? range[0] : range[1]));
+  return state.merge === "least" ? Math.min(...values) : values.reduce((sum, value) => sum + value, 0) / values.length;
+}
+
+function wordsOf(cell) {
+  if (!cell.length) return "";
+  const worst = cell.reduce((a, b) => ((tensors.sqnr_db[b] ?? Infinity) < (tensors.sqnr_db[a] ?? Infinity) ? b : a));
+  const name = plain(tensors.name[worst]);
+  const loss = tensors.sqnr_db[worst] === null ? (tensors.mse[worst] === null ? "not measurable" : "nothing lost") : `${number(tensors.sqnr_db[worst], 2)} dB`;
+  if (cell.length > 1) {
+    const known = cell.map((at) => tensors.sqnr_db[at]).filter((value) => value !== null);
+    const mean = known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
+    return `${cell.length} experts: mean ${number(mean, 2)} dB<br>least ${loss}<br>${name}`;
+  }
+  const more = [`MSE ${brief(tensors.mse[worst])}`, `off by at most ${brief(tensors.max_abs[worst])}`];
+  if (tensors.saturated[worst] !== null) more.push(`${share(tensors.saturated[worst])} saturated`);
+  return `${name}<br><b>${loss}</b> ${plain(tensors.format[worst])}<br>${more.join(", ")}`;
+}
+
+function shorten(text, most) {
+  return text.length <= most ? text : `…${text.slice(1 - most)}`;
+}
+
+// A heat map in `box`: columns are layers; labels are of rows, and of maps that stand below each other the longest has `longest` signs.
+function drawMap(box, cells, labels, layers, longest) {
+  const isNarrow = document.documentElement.clientWidth < 720;
+  const most = isNarrow ? 18 : 44;
+  const names = labels.map((label) => shorten(label, most));
+  const left = 14 + 6.9 * Math.min(most, longest);
+  const room = box.clientWidth - left - 8;
+  const width = left + 8 + Math.min(room, layers.length * 128);
+  const column = (width - left - 8) / layers.length;
+  const height = labels.length > 40 ? Math.max(3, Math.min(14, 900 / labels.length)) : 25;
+  const gap = Math.min(column, height) > 9 ? 2 : Math.min(column, height) > 5 ? 1 : 0;
+  const stepX = Math.max(1, Math.ceil((layers.length * 30) / (width - left)), Math.ceil((layers.length * 8 * Math.max(...layers.map((l) => l.length))) / (width - left)));
+  const stepY = Math.max(1, Math.ceil(13 / height));
+  const everyX = layers.map((_, at) => at).filter((at) => at % stepX === 0);
+  const everyY = labels.map((_, at) => at).filter((at) => at % stepY === 0);
+  const trace = {
+    type: "heatmap", z: cells.map((row) => row.map(valueOf)), text: cells.map((row) => row.map(wordsOf)), hovertemplate: "%{text}<extra></extra>",
+    hoverongaps: false, zmin: range[0], zmax: range[1], zauto: false, colorscale: SCALE, showscale: false, xgap: gap, ygap: gap,
+    ...(column >= 38 && height >= 20 ? { texttemplate: "%{z:.1f}", textfont: { size: 11.5 } } : {}),
+  };
+  const axis = { showgrid: false, zeroline: false, fixedrange: true, ticks: "" };
+  const layout = {
+    width, height: labels.length * height + 34, margin: { l: left, r: 8, t: 6, b: 28 }, ...looks(), dragmode: false,
+    xaxis: { ...axis, tickvals: everyX, ticktext: everyX.map((at) => plain(layers[at])), tickangle: 0, range: [-0.5, layers.length - 0.5] },
+    yaxis: { ...axis, tickvals: everyY, ticktext: everyY.map((at) => plain(names[at])), range: [labels.length - 0.5, -0.5] },
+  };
+  Plotly.react(box, [trace], layout, CONFIG);
+  scaleInPrint(box, layout);
+}
+
+function looks() {
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
+    font: { family: "system-ui, 'DejaVu Sans', sans-serif", size: 12, color: "#777" },
+    hoverlabel: { bgcolor: "#1d1c1a", bordercolor: "#1d1c1a", font: { color: "#f5f3ee", size: 12.5 }, align: "left", namelength: -1 },
+  };
+}
+
+// Drawings have sizes in pixels; a view box lets the print stylesheet fit them to the paper.
+function scaleInPrint(box, { width, height }) {
+  for (const svg of box.querySelectorAll(".main-svg")) svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  box.style.setProperty("--ratio", `${width} / ${height}`);
+  box.style.setProperty("--width", `${width}px`);
+}
+
+function buildMaps() {
+  if (!COUNT) return ($("tools").hidden = true);
+  $("legend").hidden = false;
+  const [low, bar, high] = $("legend").children;
+  [low.textContent, high.textContent] = [`${range[0]}`, `${range[1]} and more`];
+  bar.style.background = `linear-gradient(90deg, ${SCALE.map(([at, colour]) => `${colour} ${100 * at}%`).join(", ")})`;
+  for (let at = 3; at < places.length; at += 4) if (places[at] >= 0) $("merging").hidden = false;
+  const longest = stacks.flatMap((stack) => stack.modules).reduce((most, module) => Math.max(most, module.length), 4);
+  stacks.forEach((stack, at) => {
+    const counts = stack.name ? `${many(stack.layers.length, "layer")}, ${many(stack.modules.length, "module")} in each` : "";
+    const box = make("div", { className: "map" });
+    const heading = make("h3", { textContent: stack.name || "outside of layers" }, make("small", { textContent: counts }));
+    $("maps").append(heading, box);
+    const mixed = stack.modules.map((_, module) => module).filter((module) => expertsOf(at, module).length > 1);
+    if (mixed.length) {
+      const open = (module) => make("button", { type: "button", textContent: stack.modules[module], onclick: () => openExperts(at, module) });
+      $("maps").append(make("div", { className: "looks" }, "Look into ", ...mixed.map(open)));
+    }
+    stack.draw = () => drawMap(box, cellsOf(at), stack.modules, stack.layers, longest);
+    stack.draw();
+    box.on("plotly_click", ({ points }) => mixed.includes(points[0].y) && openExperts(at, points[0].y));
+  });
+}
+
+function openExperts(stack, module) {
+  state.open = [stack, module];
+  const { modules, layers } = stacks[stack];
+  const experts = expertsOf(stack, module);
+  const close = make("button", { type: "button", textContent: "Close", onclick: () => { state.open = null; $("experts").hidden = true; } });
+  const counts = make("small", { textContent: `${many(experts.length, "expert")} down, layers across` });
+  const box = make("div", { className: "map" });
+  $("experts").hidden = false;
+  $("experts").replaceChildren(make("h3", { textContent: modules[module] }, counts, close), box);
+  drawMap(box, cellsOf(stack, module), experts.map(String), layers, 4);
+}
+
+// ---------------------------------------------------------------------------------------------------------- worst tensors
+
+function buildWorst() {
+  if (!sheet.worst.length) return;
+  $("worst").hidden = false;
+  const key = (className, text) => make("span", {}, make("i", { className: `key ${className}` }), text);
+  const hasValues = sheet.worst.some((one) => one.values);
+  if (hasValues) $("keys").append("How often values occur (logarithmic): ", key("line", "original"), " ", key("", "quantized"), " ");
+  $("keys").append("How often each code is used: ", key("full", "the largest, where weights saturate"));
+  if (!hasValues) $("keys").append(" (histograms of values need the source: verify --source)");
+  sheet.worst.forEach((one, rank) => {
+    const at = one.tensor;
+    const stats = make("p");
+    for (const [word, value] of [["SQNR", `${number(tensors.sqnr_db[at], 2)} dB`], ["MSE", brief(tensors.mse[at])], ["largest error", brief(tensors.max_abs[at])], ["cosine", number(tensors.cosine[at], 5)]])
+      stats.append(make("span", {}, `${word} `, make("b", { textContent: value })));
+    const box = make("div", { className: "map" });
+    $("cards").append(make("article", {}, make("h3", { textContent: `${rank + 1}.\u00a0${tensors.name[at]}` }), stats, box));
+    if (one.values && one.values.share < 1) stats.append(make("span", { textContent: `histogram of ${share(one.values.share)} of its rows` }));
+    one.draw = () => drawTensor(box, one);
+  });
+  sheet.worst.forEach((one) => one.draw());
+}
+
+function drawTensor(box, { values, codes }) {
+  const traces = [];
+  const layout = { width: box.clientWidth, height: (values ? 150 : 0) + (codes ? 130 : 0) + 8, margin: { l: 44, r: 6, t: 8, b: 26 }, ...looks(), bargap: 0.16, dragmode: false };
+  const axis = { fixedrange: true, zeroline: false, ticks: "" };
+  if (values) {
+    const step = (2 * values.limit) / values.source.length;
+    const x = values.source.map((_, at) => -values.limit + (at + 0.5) * step);
+    const counts = (list) => list.map((count) => Math.max(count, 0.5)); // a logarithm has no zero
+    const common = { type: "scatter", mode: "lines", x, yaxis: "y2", xaxis: "x2", line: { shape: "hvh", width: 1.5 } };
+    const told = { hovertemplate: "%{x:.3g}: %{customdata:,}<extra></extra>" };
+    traces.push({ ...common, ...told, y: counts(values.artifact), customdata: values.artifact, fill: "tozeroy", line: { ...common.line, width: 0 } });
+    traces.push({ ...common, ...told, y: counts(values.source), customdata: values.source });
+    const top = Math.log10(Math.max(...values.source, ...values.artifact, 10));
+    layout.xaxis2 = { ...axis, anchor: "y2", range: [-values.limit, values.limit], nticks: 7, showgrid: false };
+    layout.yaxis2 = { ...axis, tickfont: { size: 10.5 }, anchor: "x2", type: "log", range: [-0.3, top + 0.15], dtick: Math.max(1, Math.ceil(top / 3)), exponentformat: "power", domain: codes ? [0.57, 1] : [0, 1] };
+  }
+  if (codes) {
+    const total = codes.reduce((sum, count) => sum + count, 0) || 1;
+    const order = [15, 14, 13, 12, 11, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7]; // bit 3 is the sign
+    const label = (code) => (code < 8 ? POINTS[code] : `−${POINTS[code - 8]}`);
+    traces.push({ type: "bar", x: order.map((_, at) => at), y: order.map((code) => (100 * codes[code]) / total), text: order.map((code) => `code ${code}, ${label(code)}`), textposition: "none", hovertemplate: "%{text}: %{y:.2f} %<extra></extra>" });
+    const told = order.map((_, at) => at).filter((at) => box.clientWidth > 420 || !/[.]|−0/.test(label(order[at])));
+    layout.xaxis = { ...axis, tickvals: told, ticktext: told.map((at) => label(order[at])), tickangle: 0, tickfont: { size: 10.5 }, range: [-0.6, 15.6] };
+    layout.yaxis = { ...axis, tickfont: { size: 10.5 }, ticksuffix: " %", nticks: 4, domain: values ? [0, 0.36] : [0, 1] };
+  }
+  Plotly.react(box, traces, layout, CONFIG);
+  scaleInPrint(box, layout);
+}
+
+// ------------------------------------------------------------------------------------------------------------- the table
+
+const COLUMNS = [["name", "tensor", String], ["format", "format", String], ["sqnr_db", "SQNR dB", (v) => number(v, 2)], ["mse", "MSE", brief], ["max_abs", "largest error", brief], ["cosine", "cosine", (v) => number(v, 5)], ["saturated", "saturated", share], ["zero", "zero", share]];
+
+function buildTable() {
+  if (!COUNT) return;
+  $("list").hidden = false;
+  const heads = COLUMNS.map(([key, word]) => {
+    const sort = () => { state.isDown = state.column === key && !state.isDown; state.column = key; fillTable(); };
+    return make("th", { scope: "col" }, make("button", { type: "button", textContent: word, onclick: sort }));
+  });
+  $("tensors").tHead.append(make("tr", {}, ...heads));
+  $("more").onclick = () => { state.shown += 4 * ROWS; fillTable(); };
+  fillTable();
+}
+
+function fillTable() {
+  const wanted = [];
+  for (let at = 0; at < COUNT; at++) if (isWanted(at)) wanted.push(at);
+  const values = tensors[state.column];
+  const sign = state.isDown ? -1 : 1;
+  const last = (at) => (values[at] === null ? (state.column === "sqnr_db" && tensors.mse[at] === null ? -1 : 1) : 0); // bad first, unknown last
+  wanted.sort((a, b) => last(a) - last(b) || sign * (values[a] < values[b] ? -1 : values[a] > values[b] ? 1 : 0));
+  const rows = wanted.slice(0, state.shown).map((at) => make("tr", {}, ...COLUMNS.map(([key, , told]) => make("td", { textContent: told(tensors[key][at]) }))));
+  $("tensors").tBodies[0].replaceChildren(...rows);
+  [...$("tensors").tHead.rows[0].cells].forEach((cell, at) => {
+    if (COLUMNS[at][0] === state.column) cell.setAttribute("aria-sort", state.isDown ? "descending" : "ascending");
+    else cell.removeAttribute("aria-sort");
+  });
+  $("more").hidden = wanted.length <= state.shown;
+  $("more").textContent = `Show more of ${wanted.length.toLocaleString("en")}`;
+  $("matches").textContent = wanted.length === COUNT ? many(COUNT, "tensor") : `${wanted.length.toLocaleString("en")} of ${many(COUNT, "tensor")}`;
+}
+
+function redraw() {
+  stacks.forEach((stack) => stack.draw());
+  if (state.open) openExperts(...state.open);
+}
+
+function listen() {
+  const globbed = (word) => new RegExp(word.split("*").map((part) => part.replace(/[.+?^${}()|[\]\\]/g, "\\$&")).join(".*"));
+  const filter = () => {
+    state.words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean).map(globbed);
+    state.below = $("below").value === "" ? Infinity : Number($("below").value);
+    state.merge = $("merge").value;
+    state.shown = ROWS;
+    redraw();
+    if (COUNT) fillTable();
+  };
+  let waiting = 0;
+  const soon = (what) => () => { clearTimeout(waiting); waiting = setTimeout(what, 120); };
+  $("tools").addEventListener("input", soon(filter));
+  $("tools").addEventListener("submit", (event) => event.preventDefault());
+  let width = document.documentElement.clientWidth;
+  addEventListener("resize", soon(() => {
+    if (width === (width = document.documentElement.clientWidth) || matchMedia("print").matches) return;
+    redraw();
+    sheet.worst.forEach((one) => one.draw());
+  }));
+}
+
+// -------------------------------------------------------------------------------------------------- groups and findings
+
+function buildGroups() {
+  const { rows, differing, hidden, has_scales } = sheet.groups;
+  if (!rows.length) return $("agreement").append(make("p", { textContent: has_scales ? "No scale group of several members was found." : "This format has no global scales: there is nothing to agree on." }));
+  const line = ({ modules, groups, agree }) => {
+    const word = agree === groups ? make("span", { className: "pill good", textContent: "all agree" }) : make("span", { className: "pill error", textContent: `${groups - agree} differ` });
+    return make("tr", {}, make("td", { textContent: modules }), make("td", { textContent: groups.toLocaleString("en") }), make("td", {}, word));
+  };
+  const head = make("tr", {}, ...["modules", "groups", "one global scale"].map((word) => make("th", { textContent: word })));
+  $("agreement").append(make("div", { className: "scroll" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows.map(line)))));
+  for (const members of differing) $("agreement").append(make("p", { className: "mono", textContent: members.map(([member, scale]) => `${member} ${scale}`).join(", ") }));
+  if (hidden) $("agreement").append(make("p", { textContent: `and ${many(hidden, "group")} more` }));
+}
+
+// Our own words, in which backticks set off code.
+function coded(text) {
+  return text.split("`").map((part, at) => (at % 2 ? make("code", { textContent: part }) : part));
+}
+
+function buildFindings() {
+  const byCode = new Map();
+  for (const finding of sheet.findings) {
+    const key = `${finding.level} ${finding.code}`;
+    byCode.set(key, [...(byCode.get(key) || []), finding]);
+  }
+  const rank = ["error", "warning", "note"];
+  const kinds = [...byCode.values()].sort((a, b) => rank.indexOf(a[0].level) - rank.indexOf(b[0].level));
+  if (!kinds.length) return $("found").append(make("p", { textContent: "None: nothing was found that should be otherwise." }));
+  $("found").append(...kinds.map((kind) => {
+    const [{ level, code, meaning, remedy }] = kind;
+    const told = kind.slice(0, ROWS).map(({ tensor, detail }) => make("li", {}, ...(tensor ? [make("span", { className: "mono", textContent: tensor }), ": "] : []), detail));
+    if (kind.length > ROWS) told.push(make("li", { textContent: `and ${kind.length - ROWS} more` }));
+    const head = make("div", {}, make("span", { className: `pill ${level}`, textContent: level }), make("span", { className: "code", textContent: code }));
+    const parts = [head, make("p", { className: "why" }, ...coded(meaning)), make("ul", {}, ...told)];
+    return make("div", { className: "finding" }, ...parts, make("p", {}, make("b", { textContent: "What to do: " }), ...coded(remedy)));
+  }));
+  $("card").after($("findings")); // what is wrong is read first
+}
+
+fillHead();
+buildGroups();
+buildFindings();
+buildMaps();
+buildTable();
+listen();
+requestAnimationFrame(() => setTimeout(() => { buildWorst(); document.body.dataset.state = "drawn"; }));

@@ -1,0 +1,162 @@
+"""action.yml: its own steps, run by bash as a runner runs them, on a checkpoint; gates fail the job, and nothing is uploaded."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+from checkpoints import read_folder, run, write_llama
+
+ROOT = Path(__file__).parents[1]
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+STEPS = {step["id"]: step for step in ACTION["runs"]["steps"]}
+
+
+class Ended(NamedTuple):
+    code: int
+    log: str
+    outputs: dict[str, str]
+
+
+class Runner:
+    """What a runner gives to the steps of a composite action: inputs by their defaults, files for outputs and the path."""
+
+    def __init__(self, folder: Path, inputs: dict[str, str], **variables: str) -> None:
+        self.folder = folder
+        self.inputs = {name: inputs.pop(name, value.get("default", "")) for name, value in ACTION["inputs"].items()}
+        assert not inputs, f"{inputs} are no inputs of the action"
+        (folder / "temp").mkdir(exist_ok=True)
+        files = {name: str(folder / name) for name in ("GITHUB_OUTPUT", "GITHUB_PATH")}
+        self.variables = {**os.environ, "RUNNER_TEMP": str(folder / "temp"), **files, **variables}
+
+    def step(self, name: str) -> Ended:
+        step = STEPS[name]
+        assert step["shell"] == "bash"
+        for file in ("GITHUB_OUTPUT", "GITHUB_PATH"):
+            (self.folder / file).write_text("")
+        environment = {**self.variables, **{key: self.filled(value) for key, value in step["env"].items()}}
+        command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+        ended = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+        lines = (self.folder / "GITHUB_OUTPUT").read_text().splitlines()
+        added = (self.folder / "GITHUB_PATH").read_text().split()
+        self.variables["PATH"] = os.pathsep.join([*added, self.variables["PATH"]])
+        return Ended(ended.returncode, ended.stdout + ended.stderr, dict(line.split("=", 1) for line in lines))
+
+    def filled(self, value: str) -> str:
+        """`${{ a || b }}` of inputs, the action's folder and variables."""
+
+        def known(expression: re.Match[str]) -> str:
+            return next(filter(None, map(self.word, expression[1].split("||"))), "")
+
+        return re.sub(r"\$\{\{(.*?)\}\}", known, value)
+
+    def word(self, name: str) -> str:
+        context, _, key = name.strip().partition(".")
+        return {"inputs": self.inputs, "github": {"action_path": str(ROOT)}, "env": self.variables}[context].get(key, "")
+
+
+@pytest.fixture
+def runner(tmp_path):
+    """In which the action is installed as the package is here."""
+    write_llama(tmp_path / "model")
+    installed = str(Path(sys.executable).parent)
+
+    def make(**inputs: str) -> Runner:
+        words = {name.replace("_", "-"): value for name, value in inputs.items()}
+        return Runner(tmp_path, {"source": "model", **words}, PATH=os.pathsep.join([installed, os.environ["PATH"]]))
+
+    return make
+
+
+def test_the_artifact_is_that_of_the_command_and_passes_its_gates(runner, tmp_path):
+    job = runner(options="--dialect modelopt --exclude '*.mlp.*' --scale-rule amax", min_sqnr="15", max_nmse="0.05")
+    made, verified = job.step("quantize"), job.step("verify")
+    assert (made.code, verified.code) == (0, 0), made.log + verified.log
+    options = ("--dialect", "modelopt", "--exclude", "*.mlp.*", "--scale-rule", "amax")
+    told = run("quantize", tmp_path / "model", "--format", "nvfp4", *options, "-o", tmp_path / "q", "--json").json
+    assert made.outputs == {"artifact": "artifact", "digest": told["digest"]}
+    assert read_folder(tmp_path / "artifact") == read_folder(tmp_path / "q")
+    least = run("verify", tmp_path / "q", "--source", tmp_path / "model", "--json").json["summary"]["sqnr_db_min"]
+    assert verified.outputs == {"sqnr-db-min": str(least)}
+    assert json.loads(verified.log)["passed"]
+
+
+@pytest.mark.parametrize("gate", [{"min_sqnr": "60"}, {"max_nmse": "1e-9"}])
+def test_a_gate_that_is_not_met_fails_the_job_and_says_what_was_found(gate, runner):
+    job = runner(**gate)
+    assert job.step("quantize").code == 0
+    ended = job.step("verify")
+    assert ended.code == 6
+    assert float(ended.outputs["sqnr-db-min"]) > 15
+    assert json.loads(ended.log)["findings"]
+
+
+def test_an_artifact_that_is_damaged_fails_the_job(runner, tmp_path):
+    job = runner()
+    assert job.step("quantize").code == 0
+    (shard,) = (tmp_path / "artifact").glob("model-00001*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert job.step("verify").code == 6
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"source": "absent"}, "absent"),
+        ({"format": "int4"}, "int4"),
+        ({"options": "--exclude 'a"}, "quote"),
+        ({"options": "--dialect awq"}, "awq"),
+        ({"format": "$(touch owned)"}, "$(touch owned)"),
+        ({"options": "--recipe $(touch${IFS}owned) ; touch owned"}, ""),
+    ],
+)
+def test_a_wrong_input_fails_the_job_and_is_never_run_by_the_shell(inputs, said, runner, tmp_path):
+    ended = runner(**inputs).step("quantize")
+    assert ended.code not in (0, 6)
+    assert said in ended.log
+    assert not ended.outputs
+    assert not (tmp_path / "owned").exists()
+    assert not (tmp_path / "artifact").exists()
+
+
+def test_the_install_step_makes_an_environment_whose_command_comes_first(wheel, tmp_path):
+    """Without a look at any index: pip's own variables keep it from fetching what the wheel needs."""
+    job = Runner(tmp_path, {"source": "model", "package": str(wheel)}, PIP_NO_DEPS="1", PIP_NO_INDEX="1")
+    ended = job.step("install")
+    assert ended.code == 0, ended.log
+    assert job.variables["PATH"].startswith(f"{tmp_path}/temp/fp4convert/bin{os.pathsep}")
+    assert (tmp_path / "temp" / "fp4convert" / "bin" / "fp4convert").exists()
+
+
+def test_without_a_package_the_actions_own_checkout_is_installed():
+    assert Runner.filled(Runner.__new__(Runner), "x") == "x"
+    job = object.__new__(Runner)
+    job.inputs, job.variables = {"package": "", "index": ""}, {}
+    assert job.filled(STEPS["install"]["env"]["PACKAGE"]) == str(ROOT)
+
+
+def test_inputs_reach_steps_as_variables_alone_and_every_one_is_used():
+    used = re.findall(r"inputs\.([a-z-]+)", json.dumps([step["env"] for step in STEPS.values()]))
+    assert set(used) == set(ACTION["inputs"])
+    assert not [name for name, step in STEPS.items() if "${{" in step["run"] or set(step) - {"id", "shell", "env", "run"}]
+    for output in ACTION["outputs"].values():
+        step, name = re.fullmatch(r"\$\{\{ steps\.(\w+)\.outputs\.([\w-]+) \}\}", output["value"]).groups()
+        assert f"{name}=" in STEPS[step]["run"]
+
+
+def test_the_page_lists_every_input_with_its_default():
+    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([a-z-]+)` \|.*\| (.*?) ?\|$", page, re.MULTILINE))
+    assert set(rows) == set(ACTION["inputs"])
+    assert {name: rows[name] for name in ("format", "output")} == {
+        name: ACTION["inputs"][name]["default"] for name in ("format", "output")
+    }
+    (example,) = (yaml.safe_load(text)["steps"][1] for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    assert set(example["with"]) <= set(ACTION["inputs"])

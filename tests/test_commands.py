@@ -1,0 +1,269 @@
+"""The commands from Python: the command line's words, defaults, bytes and documents, and errors that can be caught."""
+
+import ast
+import inspect as reflection
+import json
+import subprocess
+import sys
+import warnings
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import typer
+from checkpoints import LAYER, read_folder, run, write_llama
+from made_up_inputs import calibrate
+
+import fp4convert
+from fp4convert.cli import app
+from fp4convert.commands import calibrating, judging, making, studying
+
+ROOT = Path(__file__).parents[1]
+WORDS = {  # command -> the function that does it, and the class of its further words
+    "quantize": (making.quantize, making.QuantizeOptions),
+    "dequantize": (making.dequantize, making.DequantizeOptions),
+    "transcode": (making.transcode, making.TranscodeOptions),
+    "prune": (making.prune, making.PruneOptions),
+    "merge": (making.merge, None),
+    "inspect": (judging.inspect, judging.InspectOptions),
+    "compare": (judging.compare, judging.CompareOptions),
+    "verify": (judging.verify, judging.VerifyOptions),
+    "analyze": (studying.analyze, studying.AnalyzeOptions),
+    "calibrate": (calibrating.calibrate, calibrating.CalibrateOptions),
+}
+SCREEN = {"json", "quiet", "dry_run", "help"}  # what is shown, and how
+PYTHON = {"tell", "warn", "phases", "memory", "transport"}  # of inspect and verify the last two
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_llama(tmp_path / "source")
+
+
+@pytest.mark.parametrize("command", WORDS)
+def test_words_and_defaults_are_those_of_the_command_line(command):
+    function, further = WORDS[command]
+    parameters = reflection.signature(function).parameters
+    known = {name: value.default for name, value in parameters.items() if name != "options"}
+    extra = set(further.__annotations__) if further else set()
+    options = {option.name: option for option in typer.main.get_command(app).commands[command].params}
+    assert set(options) - SCREEN - extra - set(known) == set()
+    assert (set(known) | extra) - set(options) <= PYTHON
+    for name, default in known.items():
+        if name in options and default is not reflection.Parameter.empty:
+            assert (options[name].default or None) == (default or None), name
+
+
+def test_every_command_that_computes_has_its_function():
+    tells = {"doctor", "recipes", "explain"}  # these show what is known
+    assert set(typer.main.get_command(app).commands) - tells == set(WORDS)
+    assert all(getattr(fp4convert, name) is function for name, (function, _) in WORDS.items())
+
+
+def test_the_artifact_of_a_bare_call_is_that_of_the_bare_command(source, tmp_path):
+    made = fp4convert.quantize(source, format="nvfp4", output=tmp_path / "api")
+    told = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "cli", "--json").json
+    assert made.digest == told["digest"]
+    assert made.as_json().keys() == told.keys()
+    assert read_folder(tmp_path / "api") == read_folder(tmp_path / "cli")
+
+
+class StoppedError(Exception):
+    """Raised where the work would begin, with all that it was given."""
+
+
+def plain(value: object) -> object:
+    """A value without who is told, and of sources and artifacts what they hold."""
+    if is_dataclass(value) and not isinstance(value, type):
+        told = {"phases", "tell", "named"}
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value) if field.name not in told}
+    if isinstance(value, tuple | list):
+        return [plain(one) for one in value]
+    return plain(value.checkpoint) if hasattr(value, "checkpoint") else None if isinstance(value, fp4convert.Phases) else value
+
+
+@pytest.mark.parametrize(
+    ("work", "command", "words"),
+    [
+        ("making.fulfil", "quantize SOURCE --format nvfp4", {"format": "nvfp4"}),
+        ("making.convert.dequantize", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
+        ("making.convert.transcode", "transcode ARTIFACT -o OUT --dialect quark", {"output": "OUT", "dialect": "quark"}),
+        ("studying.analysis.analyze", "analyze SOURCE", {}),
+        ("calibrating.calibration.calibrate", "calibrate SOURCE -o OUT --self-generate 4", {"output": "OUT", "self_generate": 4}),
+    ],
+)
+def test_what_is_not_said_is_what_the_command_line_does_not_say(work, command, words, source, tmp_path, monkeypatch):
+    """Both come to the work with the same, where neither was told more than it needs."""
+    monkeypatch.chdir(tmp_path)
+    fp4convert.quantize(source, format="mxfp4", output="artifact")
+    places = {"SOURCE": str(source), "ARTIFACT": "artifact", "OUT": "out"}
+
+    def stop(*arguments: object) -> None:
+        raise StoppedError(plain(arguments))
+
+    monkeypatch.setattr(f"fp4convert.commands.{work}", stop)
+    name, reference, *rest = (places.get(word, word) for word in command.split())
+    with pytest.raises(StoppedError) as by_command:
+        run(name, reference, *rest)
+    with pytest.raises(StoppedError) as by_call:
+        getattr(fp4convert, name)(reference, **{word: places.get(str(value), value) for word, value in words.items()})
+    assert by_call.value.args == by_command.value.args
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ({"dialect": "modelopt", "scale_rule": "amax", "activations": 4, "input_scale": 0.5}, None),
+        ({"exclude": f"{LAYER}.mlp.*", "kv_cache": "fp8"}, None),
+        ({"exclude": [f"{LAYER}.mlp.*", "re:.*o_proj"], "workers": 1, "device": "cpu"}, None),
+        ({"target_bits": 6.0}, None),
+        ({"via": "fp8", "keep_packed": True, "memory": 0.5}, None),
+    ],
+)
+def test_every_word_does_what_its_option_does(words, options, source, tmp_path):
+    options = []
+    for word, value in words.items():
+        for one in value if isinstance(value, list) else [value]:
+            options += [f"--{word.replace('_', '-')}", *([] if one is True else [str(one)])]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        planned = fp4convert.preview_quantize(str(source), format="nvfp4", output=tmp_path / "api", **words)
+        made = fp4convert.quantize(str(source), format="nvfp4", output=str(tmp_path / "api"), **words)
+    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "cli", *options, "--json")
+    assert made.digest == outcome.json["digest"]
+    told = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "dry", *options, "--dry-run", "--json").json
+    assert json.loads(json.dumps(planned["tensors"])) == told["tensors"]
+    said = [line.removeprefix("warning: ") for line in outcome.err.splitlines() if line.startswith("warning: ")]
+    assert [str(one.message) for one in warned] == said
+
+
+def test_a_whole_round_from_python_is_that_of_the_command_line(source, tmp_path):
+    made, other = tmp_path / "q", tmp_path / "other"
+    fp4convert.quantize(source, format="mxfp4", output=made)
+    described = fp4convert.inspect(made, source=source, full=True)
+    assert json.loads(json.dumps(described)) == run("inspect", made, "--source", source, "--full", "--json").json
+    report = fp4convert.verify(made, source=source, min_sqnr=10, max_nmse=0.1)
+    assert report.passed
+    shown = run("verify", made, "--source", source, "--min-sqnr", 10, "--max-nmse", 0.1, "--json").json
+    assert json.loads(json.dumps(report.as_json())) == shown
+    assert not fp4convert.verify(made, source=source, min_sqnr=60).passed
+    fp4convert.transcode(made, other, dialect="quark")
+    assert fp4convert.inspect(other)["dialect"] == "quark"
+    fp4convert.dequantize(other, tmp_path / "back", dtype="fp32")
+    assert run("dequantize", made, "-o", tmp_path / "values", "--dtype", "fp32", "-q").code == 0
+    assert read_folder(tmp_path / "back") == read_folder(tmp_path / "values")
+
+
+def test_parts_and_merge(source, tmp_path):
+    whole = fp4convert.quantize(source, format="nvfp4", output=tmp_path / "whole")
+    heard: list[str] = []
+    for index in range(2):
+        part = {"shard_index": index, "num_shards": 2, "tell": heard.append}
+        assert fp4convert.quantize(source, format="nvfp4", output=tmp_path / "parts", **part).digest is None
+    assert heard[0].startswith("this process does part 0 of 2")
+    assert fp4convert.merge(tmp_path / "parts")["digest"] == whole.digest
+
+
+def test_analysis_and_calibration_files(source, tmp_path):
+    calibrate(tmp_path / "c.safetensors", source, "diag")
+    study = fp4convert.analyze(source, calibration=tmp_path / "c.safetensors", sample=0.001, exclude="*.mlp.*")
+    shown = run(
+        "analyze", source, "--calibration", tmp_path / "c.safetensors", "--sample", 0.001, "--exclude", "*.mlp.*", "--json"
+    )
+    assert json.loads(json.dumps(study)) == shown.json
+    weighed = {"scale_rule": "importance", "calibration": tmp_path / "c.safetensors"}
+    made = fp4convert.quantize(source, format="nvfp4", output=tmp_path / "q", **weighed)
+    assert made.scale_rule == "importance"
+
+
+def test_progress_is_told(source, tmp_path):
+    lines: list[str] = []
+    phases = fp4convert.Phases(lambda line, tensor: lines.append(line))
+    fp4convert.quantize(source, format="nvfp4", output=tmp_path / "q", phases=phases)
+    phases.end()
+    assert [meter.verb for meter in phases.meters][:2] == ["plan", "quantize"]
+
+
+@pytest.mark.parametrize("name", ["quantize", "dequantize"])
+def test_doubts_are_pythons_warnings_where_the_caller_stands(name, source, tmp_path, monkeypatch):
+    """As a person would see them: nothing in them acts on a terminal."""
+    monkeypatch.setattr("fp4convert.commands.making.unused", lambda device: ["a doubt \x1b[31m"])
+    fp4convert.quantize(source, format="nvfp4", output=tmp_path / "q", warn=lambda lines: None)
+    call = getattr(fp4convert, name)
+    words = {"format": "nvfp4", "output": tmp_path / "q"} if name == "quantize" else {"output": tmp_path / "back"}
+    with pytest.warns(UserWarning, match=r"a doubt \\x1b\[31m") as warned:
+        call(source if name == "quantize" else tmp_path / "q", **words)
+    assert {one.filename for one in warned} == {__file__}
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "call"),
+    [
+        (fp4convert.InputError, "unknown-format", lambda source, out: fp4convert.quantize(source, format="int4", output=out)),
+        (fp4convert.InputError, "not-an-artifact", lambda source, out: fp4convert.inspect(source)),
+        (fp4convert.InputError, "no-source", lambda source, out: fp4convert.verify(made(source, out), min_sqnr=20)),
+        (fp4convert.InputError, "no-plan", lambda source, out: fp4convert.merge(source)),
+        (fp4convert.InputError, "no-text", fp4convert.calibrate),
+        (
+            fp4convert.OutputError,
+            "foreign-output",
+            lambda source, out: fp4convert.quantize(source, format="nvfp4", output=filled(out)),
+        ),
+        (fp4convert.DeviceError, "no-device", lambda source, out: fp4convert.quantize(source, format="nvfp4", device="cuda:9")),
+    ],
+)
+def test_errors_are_classes_with_a_code(kind, code, call, source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(kind) as caught:
+        call(source, tmp_path / "out")
+    assert isinstance(caught.value, fp4convert.Fp4Error)
+    assert caught.value.code == code
+
+
+def made(source: Path, out: Path) -> Path:
+    fp4convert.quantize(source, format="nvfp4", output=out)
+    return out
+
+
+def filled(out: Path) -> Path:
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    return out
+
+
+@pytest.mark.parametrize("name", [name for name, (_, further) in WORDS.items() if further])
+def test_an_unknown_word_is_a_type_error_before_anything_is_read(name):
+    function = WORDS[name][0]
+    needed = [p.name for p in reflection.signature(function).parameters.values() if p.default is p.empty and p.name != "options"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scale_rul'"):
+        function(**dict.fromkeys(needed, "absent"), scale_rul="mse")
+
+
+def test_names_for_type_checkers_are_those_that_are_there():
+    (block,) = (node for node in ast.parse((ROOT / "fp4convert" / "__init__.py").read_text()).body if isinstance(node, ast.If))
+    typed = {
+        alias.name: part.module.removeprefix("fp4convert.")
+        for part in block.body
+        if isinstance(part, ast.ImportFrom)
+        for alias in part.names
+    }
+    assert typed == fp4convert._HOME
+    assert set(typed) | {"__version__"} == set(fp4convert.__all__) <= set(dir(fp4convert))
+
+
+def test_callers_are_type_checked(tmp_path):
+    """By the settings of the package itself, whose cache `make test` has just filled."""
+    (tmp_path / "right.py").write_text(
+        "import fp4convert, numpy\n"
+        "r: fp4convert.Result = fp4convert.quantize('m', format='nvfp4', scale_rule='amax', exclude=['a'])\n"
+        "q: fp4convert.Quantized = fp4convert.quantize_tensor(numpy.ones((1, 16), numpy.float32), format='nvfp4')\n"
+        "ok: bool = fp4convert.verify('a', source='m', min_sqnr=18).passed\n"
+    )
+    (tmp_path / "wrong.py").write_text(
+        "import fp4convert\nfp4convert.quantize('m', format='nvfp4', scale_rul='amax', workers='2')\n"
+    )
+    check = [sys.executable, "-m", "mypy", tmp_path / "right.py", tmp_path / "wrong.py"]
+    told = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    assert "right.py" not in told
+    assert 'wrong.py:2: error: Unexpected keyword argument "scale_rul"' in told
+    assert 'wrong.py:2: error: Argument "workers"' in told

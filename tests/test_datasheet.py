@@ -1,0 +1,181 @@
+"""What a report shows: the same numbers that verify prints and quantize recorded, and what is known by whom."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import LAYER, read_folder, run, values_of, weight, write_llama, write_single
+from test_verification import rewrite
+
+from fp4convert.artifact import open_artifact
+from fp4convert.datasheet import Subject, make_datasheet
+from fp4convert.histograms import BINS, MOST_PANELS, PANEL, count_values
+from fp4convert.sources import open_source
+from fp4convert.verification import Gate, verify
+
+ATTENTION, DOWN = f"{LAYER}.self_attn", f"{LAYER}.mlp.down_proj"
+SHARD = "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "the source")
+
+
+@pytest.fixture
+def artifact(source: Path, tmp_path: Path) -> Path:
+    command = ("quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "-o", tmp_path / "artifact", "-q")
+    assert run(*command).code == 0
+    return tmp_path / "artifact"
+
+
+def sheet_of(folder: Path, source: Path | None = None, is_verified: bool = False) -> dict:
+    """The document, as JSON brings it to a page."""
+    opened, original = open_artifact(str(folder)), open_source(str(source)) if source else None
+    verified = verify(opened, original, Gate()) if is_verified else None
+    return json.loads(json.dumps(make_datasheet(Subject(opened, original, verified)), allow_nan=False))
+
+
+def test_the_numbers_are_those_that_verify_prints(source, artifact):
+    shown = sheet_of(artifact, source, is_verified=True)
+    printed = run("verify", artifact, "--source", source, "--json").json["tensors"]
+    assert shown["evidence"]["how"] == "measured"
+    assert shown["tensors"]["name"] == [tensor["name"] for tensor in printed]
+    for key in ("sqnr_db", "mse", "max_abs", "cosine", "saturated", "zero"):
+        assert shown["tensors"][key] == pytest.approx([tensor[key] for tensor in printed], rel=1e-4)
+    assert set(shown["tensors"]["format"]) == {"nvfp4"}
+    worst = sorted(range(len(printed)), key=lambda at: printed[at]["sqnr_db"])[:6]
+    assert [one["tensor"] for one in shown["worst"]] == worst
+    assert [one["codes"] for one in shown["worst"]] == [printed[at]["histogram"] for at in worst]
+
+
+def test_without_a_source_the_numbers_are_those_that_were_recorded(artifact):
+    recorded = json.loads((artifact / "quantization_report.json").read_text())
+    for is_verified in (False, True):
+        shown = sheet_of(artifact, is_verified=is_verified)
+        assert shown["evidence"]["how"] == "recorded"
+        by_name = dict(zip(shown["tensors"]["name"], shown["tensors"]["sqnr_db"], strict=True))
+        assert by_name == pytest.approx({one["name"]: one["sqnr_db"] for one in recorded["tensors"]}, rel=1e-4)
+        assert all(one["values"] is None for one in shown["worst"])
+        mean = f"{recorded['summary']['sqnr_db_mean']:.2f} dB"
+        assert [value for value, word in shown["tiles"] if word == "SQNR, mean"] == [mean]
+
+
+def test_where_nothing_is_known_the_sheet_says_so(artifact):
+    (artifact / "quantization_report.json").unlink()
+    shown = sheet_of(artifact)
+    assert shown["evidence"]["how"] is None
+    assert "verify ARTIFACT --source SOURCE" in shown["evidence"]["words"]
+    assert (shown["tensors"]["name"], shown["stacks"], shown["places"], shown["worst"]) == ([], [], [], [])
+    assert not [word for _, word in shown["tiles"] if "SQNR" in word]
+
+
+def test_places_point_to_the_layer_and_the_module(source, artifact):
+    shown = sheet_of(artifact, source)
+    (stack,) = shown["stacks"]
+    assert (stack["name"], stack["layers"]) == ("model.layers", ["0"])
+    leaves = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    mlp = ["gate_proj", "up_proj", "down_proj"]
+    assert stack["modules"] == [*(f"self_attn.{leaf}" for leaf in leaves), *(f"mlp.{leaf}" for leaf in mlp)]
+    for at, name in enumerate(shown["tensors"]["name"]):
+        s, layer, module, expert = shown["places"][4 * at : 4 * at + 4]
+        assert (s, expert) == (0, -1)
+        assert name == f"model.layers.{stack['layers'][layer]}.{stack['modules'][module]}.weight"
+
+
+def test_experts_have_their_number_and_one_place(tmp_path):
+    names = [f"{LAYER}.mlp.experts.{expert}.{leaf}.weight" for expert in (0, 1, 7) for leaf in ("gate_proj", "down_proj")]
+    source = write_single(tmp_path / "m", {name: weight(seed) for seed, name in enumerate(names)}, {"model_type": "mixtral"})
+    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q", "-q").code == 0
+    shown = sheet_of(tmp_path / "q")
+    assert shown["stacks"][0]["modules"] == ["mlp.experts.*.gate_proj", "mlp.experts.*.down_proj"]
+    assert sorted(shown["places"][3::4]) == [0, 0, 1, 1, 7, 7]
+
+
+def test_scale_groups_are_counted_by_kind_and_a_differing_one_is_shown(source, artifact):
+    rows = {row["modules"]: (row["groups"], row["agree"]) for row in sheet_of(artifact)["groups"]["rows"]}
+    assert rows == {"model.layers.*.self_attn.{q,k,v}_proj": (1, 1), "model.layers.*.mlp.{gate,up}_proj": (1, 1)}
+    rewrite(artifact, SHARD, f"{ATTENTION}.v_proj.weight_global_scale", np.float32([123.0]).tobytes())
+    groups = sheet_of(artifact)["groups"]
+    assert {row["modules"]: (row["groups"], row["agree"]) for row in groups["rows"]} == {
+        "model.layers.*.self_attn.{q,k,v}_proj": (1, 0),
+        "model.layers.*.mlp.{gate,up}_proj": (1, 1),
+    }
+    assert [dict(members)[f"{ATTENTION}.v_proj"] for members in groups["differing"]] == ["123"]
+
+
+def test_findings_come_with_what_to_do(source, artifact):
+    rewrite(artifact, SHARD, f"{DOWN}.weight_global_scale", np.float32([np.inf]).tobytes())
+    shown = sheet_of(artifact, source, is_verified=True)
+    assert (shown["verdict"]["is_good"], shown["verdict"]["words"][:6]) == (False, "failed")
+    found = {finding["code"]: finding for finding in shown["findings"]}
+    assert found["global-scale"]["tensor"] == DOWN
+    assert found["global-scale"]["remedy"] == "Convert it again."
+    assert "infinite or NaN" in found["global-scale"]["meaning"]
+    assert all(finding["remedy"] and finding["meaning"] for finding in found.values())
+
+
+def test_what_is_not_finite_is_no_number_and_stands_first(source, artifact):
+    rewrite(artifact, SHARD, f"{DOWN}.weight_global_scale", np.float32([0.0]).tobytes())  # a divisor: every value is infinite
+    shown = sheet_of(artifact, source, is_verified=True)
+    at = shown["tensors"]["name"].index(f"{DOWN}.weight")
+    assert (shown["tensors"]["sqnr_db"][at], shown["tensors"]["mse"][at]) == (None, None)
+    assert shown["worst"][0]["tensor"] == at
+    assert sum(shown["worst"][0]["values"]["artifact"]) < sum(shown["worst"][0]["values"]["source"])
+
+
+def test_no_path_of_this_machine_is_told(source, artifact, tmp_path):
+    text = json.dumps(sheet_of(artifact, source, is_verified=True))
+    assert "the source" in text
+    assert str(tmp_path) not in text
+
+
+def test_hidden_signs_are_shown_as_what_they_are(tmp_path):
+    name = "a\u202eb\x07.o_proj.weight"
+    source = write_single(tmp_path / "m", {name: weight(1)})
+    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q", "-q").code == 0
+    assert sheet_of(tmp_path / "q", source)["tensors"]["name"] == [r"a\u202eb\x07.o_proj.weight"]
+
+
+def counted(values: np.ndarray, limit: float) -> list[int]:
+    """Counts by arithmetic on each value: which of BINS equal parts of -limit..limit it lies in."""
+    at = np.floor((values.ravel() + limit) / (2 * limit) * BINS).astype(int).clip(0, BINS - 1)
+    return [int((at == part).sum()) for part in range(BINS)]
+
+
+def test_histograms_count_the_values_of_both(source, artifact, tmp_path):
+    assert run("dequantize", artifact, "-o", tmp_path / "plain", "--dtype", "fp32").code == 0
+    name = f"{DOWN}.weight"
+    x, y = (values_of(read_folder(folder)[name]) for folder in (source, tmp_path / "plain"))
+    (found,) = count_values(open_artifact(str(artifact)), open_source(str(source)), [name]).values()
+    limit = max(np.abs(x).max(), np.abs(y).max())
+    assert (found.limit, found.share) == (limit, 1)
+    near = [np.abs(np.subtract(found.source, counted(x, limit))), np.abs(np.subtract(found.artifact, counted(y, limit)))]
+    assert sum(found.source) == sum(found.artifact) == x.size
+    assert max(part.sum() for part in near) <= 4  # a value on an edge may round to either side
+
+
+def test_of_a_large_matrix_rows_from_all_over_are_counted(tmp_path):
+    rows, columns = 2 * MOST_PANELS * PANEL // 1024, 1024  # twice as many panels as are read
+    data = np.zeros((rows, columns), np.float32)
+    data[: rows // 2] = 1
+    source = write_single(tmp_path / "m", {"o_proj.weight": ("F32", data.shape, data.tobytes())})
+    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q", "-q").code == 0
+    (found,) = count_values(open_artifact(str(tmp_path / "q")), open_source(str(source)), ["o_proj.weight"]).values()
+    assert found.share == 0.5
+    assert (found.source[BINS // 2], found.source[-1]) == (rows * columns // 4, rows * columns // 4)
+
+
+def test_a_card_tells_what_stays_and_where_it_comes_from(source, artifact):
+    shown = sheet_of(artifact, source)
+    facts = dict(shown["facts"])
+    assert (facts["dialect"], facts["scale rule"], facts["method"]) == ("compressed-tensors", "amax", "rtn")
+    assert re.search(r"\blm_head\b", facts["stays"])
+    assert re.search(r"\bmodel\.embed_tokens\b", facts["stays"])
+    assert "layernorm" not in facts["stays"]
+    assert shown["about"] == "made from a folder of weights"
+    assert [form["block_size"] for form in shown["forms"]] == [16]

@@ -1,0 +1,41 @@
+"""The tables in docs/*.md are those that the code makes; links between pages lead somewhere."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+sys.path.insert(0, str(DOCS))
+from tables import MADE, PARTS, filled, offsets  # noqa: E402
+
+from fp4convert.layout import LAYOUTS  # noqa: E402
+
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_up_to_date(page: Path) -> None:
+    """After a change on purpose: make docs."""
+    assert filled(page.read_text(encoding="utf-8")) == page.read_text(encoding="utf-8")
+
+
+def test_every_table_is_used_once() -> None:
+    used = [found[1] for page in PAGES for found in MADE.finditer(page.read_text(encoding="utf-8"))]
+    assert sorted(used) == sorted(PARTS)
+
+
+@pytest.mark.parametrize("page", [*PAGES, DOCS.parent / "README.md"], ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_places_of_128x4_are_those_of_its_formula() -> None:
+    """cuBLAS documentation, 1D block scaling factors layout: 32 rows of 16 bytes to a tile of 128 rows and 4 blocks."""
+    places = offsets(LAYOUTS["128x4"])
+    for row in (0, 1, 31, 32, 97, 127, 128, 255):
+        for block in range(8):
+            tile = (row // 128) * 2 + block // 4
+            assert places[row, block] == tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + block % 4

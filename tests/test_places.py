@@ -1,0 +1,78 @@
+"""Where tensors stand, by names of models that people publish; every place is typed by hand."""
+
+import pytest
+
+from fp4convert.places import Place, find_places, reading_order
+
+LLAMA = [f"model.layers.{layer}.{module}.weight" for layer in (0, 1) for module in ("self_attn.q_proj", "mlp.up_proj")]
+UNET = "down_blocks.1.attentions.0"
+CASES = {
+    "a decoder": (
+        [*LLAMA, "lm_head.weight"],
+        {
+            "model.layers.1.mlp.up_proj.weight": Place("model.layers", (1,), "mlp.up_proj"),
+            "lm_head.weight": Place("", (), "lm_head"),
+        },
+    ),
+    "experts": (
+        [
+            *(f"model.layers.3.mlp.experts.{expert}.{leaf}.weight" for expert in range(4) for leaf in ("gate_proj", "up_proj")),
+            "model.layers.3.mlp.shared_experts.up_proj.weight",
+        ],
+        {
+            "model.layers.3.mlp.experts.2.up_proj.weight": Place("model.layers", (3,), "mlp.experts.*.up_proj", 2),
+            "model.layers.3.mlp.shared_experts.up_proj.weight": Place("model.layers", (3,), "mlp.shared_experts.up_proj"),
+        },
+    ),
+    "experts with their numbers last": (
+        [f"blocks.7.ffn.experts.w1.{expert}.weight" for expert in range(3)],
+        {"blocks.7.ffn.experts.w1.2.weight": Place("blocks", (7,), "ffn.experts.w1.*", 2)},
+    ),
+    "a pipeline's numbers behind modules": (
+        [*(f"blocks.{n}.{leaf}.weight" for n in (0, 1) for leaf in ("ffn.0", "ffn.2", "ffn.net.0.proj", "attn1.to_out.0"))],
+        {
+            "blocks.1.ffn.2.weight": Place("blocks", (1,), "ffn.2"),
+            "blocks.1.ffn.net.0.proj.weight": Place("blocks", (1,), "ffn.net.0.proj"),
+            "blocks.1.attn1.to_out.0.weight": Place("blocks", (1,), "attn1.to_out.0"),
+        },
+    ),
+    "layers within layers": (
+        [
+            *(f"{UNET}.transformer_blocks.{n}.attn1.{leaf}.weight" for n in (0, 1) for leaf in ("to_q", "to_k")),
+            f"{UNET}.proj_in.weight",
+        ],
+        {
+            f"{UNET}.transformer_blocks.1.attn1.to_q.weight": Place(
+                "down_blocks.*.attentions.*.transformer_blocks", (1, 0, 1), "attn1.to_q"
+            ),
+            f"{UNET}.proj_in.weight": Place("down_blocks.*.attentions", (1, 0), "proj_in"),
+        },
+    ),
+    "one tensor in each layer": (
+        ["h.0.mlp.weight", "h.1.mlp.weight"],
+        {"h.1.mlp.weight": Place("h", (1,), "mlp")},
+    ),
+    "numbers in words and leading zeros are none": (
+        ["layer.w1.weight", "layer.007.x.weight"],
+        {"layer.w1.weight": Place("", (), "layer.w1"), "layer.007.x.weight": Place("", (), "layer.007.x")},
+    ),
+    "words that begin and end as separators do": (
+        ["_a_.0.__b__.weight"],
+        {"_a_.0.__b__.weight": Place("_a_", (0,), "__b__")},
+    ),
+    "a name that is only a number": (["0"], {"0": Place("", (0,), "")}),
+    "an empty name": ([""], {"": Place("", (), "")}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_places(case):
+    names, expected = CASES[case]
+    found = dict(zip(names, find_places(names), strict=True))
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_modules_stand_in_the_order_in_which_people_say_them():
+    said = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    said += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert reading_order(sorted(said)) == said
