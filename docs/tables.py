@@ -1,0 +1,148 @@
+"""make docs: fills what stands between `<!-- made: NAME -->` and `<!-- end -->` in docs/*.md from the code itself.
+
+python docs/tables.py            # prints the pages that differ, exits 1 where one does
+python docs/tables.py --write    # replaces them
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from fp4convert.dialects import MODULES, dialect_named
+from fp4convert.formats import FORMATS, NVFP4, Format
+from fp4convert.layout import LAYOUTS, Layout
+from fp4convert.pictures import draw_block
+from fp4convert.spelling import Form
+
+DOCS = Path(__file__).parent
+MADE = re.compile(r"(?<=<!-- made: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+ROWS, COLUMNS = 256, 128  # of the matrix that dialects are shown with
+TILE = (256, 8)  # of scale bytes that layouts are shown with
+SHOWN_ROWS, SHOWN_BLOCKS = (0, 1, 2, 7, 8, 31, 32, 33, 127, 128), (0, 1, 2, 3, 4, 7)
+STEMS = {"gpt-oss": "model.layers.0.mlp.experts.down_proj", "deepseek": "layers.0.ffn.experts.0.w1"}
+STACKED = ("gpt-oss",)  # one matrix for all experts
+EXPERTS = 4
+
+
+def table(headings: tuple[str, ...], rows: list[tuple[object, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(headings)} |"
+    yield f"|{'---|' * len(headings)}"
+    yield from (f"| {' | '.join(map(str, row))} |" for row in rows)
+
+
+def blocks() -> Iterator[str]:
+    """A block of either format, in every order of nibbles that a dialect has."""
+    yield "```"
+    for fmt in FORMATS.values():
+        traits = {name: dialect_named(name).TRAITS for name in MODULES}
+        orders = {name: trait.nibble_order for name, trait in traits.items() if fmt in trait.writes}
+        for order in dict.fromkeys(orders.values()):
+            yield f"{fmt.name}, {order}: {', '.join(name for name, own in orders.items() if own == order)}"
+            yield from (f"  {line}" for line in draw_block(fmt, order))
+    yield "```"
+
+
+def formats() -> Iterator[str]:
+    names = {"fp8_e4m3": "E4M3 (e4m3fn)", "e8m0": "E8M0"}
+    rows: list[tuple[object, ...]] = [("elements to a block", *(fmt.block_size for fmt in FORMATS.values()))]
+    rows.append(("block scale", *(names[fmt.scale_dtype] for fmt in FORMATS.values())))
+    rows.append(
+        (
+            "global scale",
+            *("float32, one to a matrix or scale group" if fmt.has_global_scale else "none" for fmt in FORMATS.values()),
+        )
+    )
+    rows.append(("bits a weight", *(f"{bits_of(fmt):g}" for fmt in FORMATS.values())))
+    rows.append(("GB for 70e9 weights", *(f"{70 * bits_of(fmt) / 8:.1f}" for fmt in FORMATS.values())))
+    yield from table(("", *FORMATS), rows)
+
+
+def bits_of(fmt: Format) -> float:
+    return 4 + 8 / fmt.block_size
+
+
+def codes() -> Iterator[str]:
+    """The sixteen codes, as ml_dtypes decodes them."""
+    values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(float)
+    words = [f"{value:g}" for value in values]
+    yield from table(("code", *(f"`{code:04b}`" for code in range(8))), [("value", *words[:8])])
+    yield ""
+    yield from table(("code", *(f"`{code:04b}`" for code in range(8, 16))), [("value", *words[8:])])
+
+
+def scales() -> Iterator[str]:
+    """Some bytes of block scales, as ml_dtypes decodes them."""
+    kinds = {"E4M3": ml_dtypes.float8_e4m3fn, "E8M0": ml_dtypes.float8_e8m0fnu}
+    rows: list[tuple[object, ...]] = []
+    for byte in (0x00, 0x01, 0x08, 0x38, 0x39, 0x7E, 0x7F, 0x80, 0xFE, 0xFF):
+        values = (float(np.array([byte], np.uint8).view(kind).astype(np.float32)[0]) for kind in kinds.values())
+        rows.append((f"`0x{byte:02X}`", *(f"{value:.6g}" for value in values)))
+    yield from table(("byte", *kinds), rows)
+
+
+def dialects() -> Iterator[str]:
+    """Names, dtypes and shapes of what stands for one matrix, in every dialect and format."""
+    rows: list[tuple[object, ...]] = []
+    for name in MODULES:
+        dialect = dialect_named(name)
+        for fmt in (fmt for fmt in dialect.TRAITS.writes if fmt in FORMATS.values()):
+            stem, shape = STEMS.get(name, "M"), (EXPERTS, ROWS, COLUMNS) if name in STACKED else (ROWS, COLUMNS)
+            specs = dialect.outputs(stem, shape, Form(fmt, 16, dialect.TRAITS.layouts[0]))
+            tensors = "<br>".join(f"`{spec.name.removeprefix(stem)}` {spec.dtype} {list(spec.shape)}" for spec in specs)
+            kind = dialect.TRAITS.global_scale_kind if fmt is NVFP4 else None
+            rows.append((name, fmt.name, tensors, dialect.TRAITS.nibble_order, ", ".join(dialect.TRAITS.layouts), kind or "none"))
+    yield from table(("dialect", "format", "tensors", "nibbles", "scale layouts", "global scale"), rows)
+
+
+def offsets(layout: Layout) -> np.ndarray:
+    """(rows, blocks) places of the scale bytes in the stored order."""
+    rows, columns = TILE
+    count = rows * columns
+    halves = [layout.arrange(memoryview((np.arange(count) >> shift & 255).astype(np.uint8).data), TILE) for shift in (0, 8)]
+    low, high = (np.frombuffer(half, np.uint8).astype(np.int64) for half in halves)
+    places = np.empty(count, np.int64)
+    places[low | high << 8] = np.arange(count)
+    return places.reshape(TILE)
+
+
+def layouts() -> Iterator[str]:
+    """Where the scale of a row's block lies, in bytes from the tensor's beginning."""
+    for name, layout in LAYOUTS.items():
+        places = offsets(layout)
+        yield f"**{name}**" + (
+            "" if layout.padding == (1, 1) else f", rows padded to {layout.padding[0]}, blocks to {layout.padding[1]}"
+        )
+        yield ""
+        rows: list[tuple[object, ...]] = [(f"row {row}", *(places[row, block] for block in SHOWN_BLOCKS)) for row in SHOWN_ROWS]
+        yield from table(("", *(f"block {block}" for block in SHOWN_BLOCKS)), rows)
+        yield ""
+
+
+PARTS: dict[str, Callable[[], Iterator[str]]] = {
+    part.__name__: part for part in (blocks, formats, codes, scales, dialects, layouts)
+}
+
+
+def filled(text: str) -> str:
+    """A page with what is made made anew; KeyError for a part that nothing makes."""
+    return MADE.sub(lambda found: "".join((found[1], found[2], *(f"{line}\n" for line in PARTS[found[1]]()))), text)
+
+
+def main(arguments: list[str]) -> int:
+    pages = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))}
+    stale = [page for page, text in pages.items() if filled(text) != text]
+    for page in stale:
+        print(page.name)
+        if "--write" in arguments:
+            page.write_text(filled(pages[page]), encoding="utf-8")
+    return int(bool(stale) and "--write" not in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
