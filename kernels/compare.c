@@ -22,75 +22,102 @@
 #define FINE 0x1p-70f
 #define COARSE 0x1p100f
 #define SMALLEST_STEP 0x1p-50f
-enum { GROUP = 256, SIDE = WIDTH / 4, PARTS = 16 / SIDE, SUMS = 5 };
+#ifdef __AVX512BW__
+enum { SIDE = 16 };
+#else
+enum { SIDE = WIDTH / 4 };
+#endif
+enum { GROUP = 256, PARTS = 16 / SIDE, SUMS = 5 };
 
 typedef VECTOR(float, 16) f32x4;
-typedef VECTOR(int32_t, 16) i32x4;
+typedef VECTOR(float, 32) f32x8;
 typedef VECTOR(int64_t, 16) i64x2;
-typedef struct { f32v part[PARTS]; } sixteen;
+typedef VECTOR(float, 4 * SIDE) f32s;
+typedef VECTOR(int32_t, 4 * SIDE) i32s;
+typedef VECTOR(uint32_t, 4 * SIDE) u32s;
+typedef VECTOR(uint16_t, 2 * SIDE) u16s;
+typedef struct { f32s part[PARTS]; } sixteen;
 
 /* Of a group: lanes of squares.  Of several: the largest (x - y)^2, and how many x^2 lie beyond (6 * step)^2. */
 typedef struct { sixteen signal, noise, output; } squares;
-typedef struct { f32v largest; i32v clipped; } extremes;
+typedef struct { f32s largest; i32s clipped; } extremes;
 /* Of a row; max_abs and clipped of what is added in double. */
 typedef struct { double signal[4], noise[4], output[4]; extremes seen; float max_abs; int64_t clipped; } row_sums;
 
 /* What compilers do not find: the larger of two that are not below zero; 16-bit and signed 8-bit integers widened. */
 #define MOVED(bytes, first) ((first) ? _mm_srli_si128((__m128i)(bytes), first) : (__m128i)(bytes))
-#if WIDTH == 32
-INLINE f32v larger(f32v a, f32v b) { return (f32v)_mm256_max_ps((__m256)a, (__m256)b); }
-INLINE u32v widened(const uint16_t *restrict x) { return (u32v)_mm256_cvtepu16_epi32(LOAD(__m128i, x)); }
-#define WIDENED_BYTES(bytes, first) ((i32v)_mm256_cvtepi8_epi32(MOVED(bytes, first)))
+#if defined(__AVX512BW__)
+INLINE f32s larger(f32s a, f32s b) { return (f32s)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE u32s widened(const uint16_t *restrict x) { return (u32s)_mm512_cvtepu16_epi32(LOAD(__m256i, x)); }
+INLINE f32s half_floats(const uint16_t *restrict x) { return (f32s)_mm512_cvtph_ps(LOAD(__m256i, x)); }
+#elif WIDTH == 32
+INLINE f32s larger(f32s a, f32s b) { return (f32s)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE u32s widened(const uint16_t *restrict x) { return (u32s)_mm256_cvtepu16_epi32(LOAD(__m128i, x)); }
+INLINE f32s half_floats(const uint16_t *restrict x) { return (f32s)_mm256_cvtph_ps(LOAD(__m128i, x)); }
+#define WIDENED_BYTES(bytes, first) ((i32s)_mm256_cvtepi8_epi32(MOVED(bytes, first)))
 #elif defined(__SSE4_1__)
-INLINE f32v larger(f32v a, f32v b) { return (f32v)_mm_max_ps((__m128)a, (__m128)b); }
-INLINE u32v widened(const uint16_t *restrict x) { return (u32v)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)x)); }
-#define WIDENED_BYTES(bytes, first) ((i32v)_mm_cvtepi8_epi32(MOVED(bytes, first)))
+INLINE f32s larger(f32s a, f32s b) { return (f32s)_mm_max_ps((__m128)a, (__m128)b); }
+INLINE u32s widened(const uint16_t *restrict x) { return (u32s)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)x)); }
+#define WIDENED_BYTES(bytes, first) ((i32s)_mm_cvtepi8_epi32(MOVED(bytes, first)))
 #else
-INLINE f32v larger(f32v a, f32v b) { i32v is_a = a > b; return (f32v)(((i32v)a & is_a) | ((i32v)b & ~is_a)); }
-INLINE u32v widened(const uint16_t *restrict x) { return __builtin_convertvector(LOAD(u16h, x), u32v); }
+INLINE f32s larger(f32s a, f32s b) { i32s is_a = a > b; return (f32s)(((i32s)a & is_a) | ((i32s)b & ~is_a)); }
+INLINE u32s widened(const uint16_t *restrict x) { return __builtin_convertvector(LOAD(u16s, x), u32s); }
 #define WIDENED_BYTES(bytes, first) \
-    ((i32v){(int8_t)(bytes)[first], (int8_t)(bytes)[first + 1], (int8_t)(bytes)[first + 2], (int8_t)(bytes)[first + 3]})
+    ((i32s){(int8_t)(bytes)[first], (int8_t)(bytes)[first + 1], (int8_t)(bytes)[first + 2], (int8_t)(bytes)[first + 3]})
+#endif
+#ifndef __F16C__
+INLINE f32s half_floats(const uint16_t *restrict x) { /* as fp4_from_finite_fp16 */
+    u32s bits = widened(x);
+    return (f32s)((u32s)((f32s)((bits & 0x7FFFu) << 13) * 0x1p112f) | (bits & 0x8000u) << 16);
+}
 #endif
 
-/* bf16 is cheapest apart: even elements before odd ones.  The others are in order. */
+INLINE sixteen ordered16_bf16(const uint16_t *restrict x) {
+    sixteen wide;
+    for (int p = 0; p < PARTS; p++) wide.part[p] = (f32s)(widened(x + p * SIDE) << 16);
+    return wide;
+}
+INLINE sixteen load16_fp16(const uint16_t *restrict x) {
+    sixteen wide;
+    for (int p = 0; p < PARTS; p++) wide.part[p] = half_floats(x + p * SIDE);
+    return wide;
+}
+INLINE sixteen load16_fp32(const float *restrict x) {
+    sixteen wide;
+    for (int p = 0; p < PARTS; p++) wide.part[p] = LOAD(f32s, x + p * SIDE);
+    return wide;
+}
+
+/* decode16: e2m1(code) * step of 16 codes: twice the value is an integer, and half the step exact.
+ * fold: lanes 2j and 2j + 1 added, then of these eight j and j + 4. */
+#ifdef __AVX512BW__
+enum { APART_bf16 = 0, APART_fp16 = 0, APART_fp32 = 0 };
+#define load16_bf16 ordered16_bf16
+
+INLINE sixteen decode16(const uint8_t *restrict packed, float half_step, int is_apart) {
+    const __m512 twice = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    const __m512i halves = {0, 0, 0, 0, 0x100000001, 0x100000001, 0x100000001, 0x100000001};
+    const __m512i shifts = _mm512_broadcast_i32x8((__m256i){0x400000000, 0xC00000008, 0x1400000010, 0x1C00000018});
+    __m512i words = _mm512_permutexvar_epi32(halves, _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)packed)));
+    return (void)is_apart, (sixteen){{_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), twice) * half_step}};
+}
+INLINE f32x4 fold(sixteen lanes, int is_apart) {
+    f32s all = lanes.part[0];
+    f32x8 eight = SHUFFLE(all, all, 0, 2, 4, 6, 8, 10, 12, 14) + SHUFFLE(all, all, 1, 3, 5, 7, 9, 11, 13, 15);
+    return (void)is_apart, SHUFFLE(eight, eight, 0, 1, 2, 3) + SHUFFLE(eight, eight, 4, 5, 6, 7);
+}
+#else /* bf16 is cheapest apart: even elements before odd ones.  The others are in order. */
 enum { APART_bf16 = 1, APART_fp16 = 0, APART_fp32 = 0 };
 
 INLINE sixteen load16_bf16(const uint16_t *restrict x) {
     sixteen wide;
     for (int p = 0; p < PARTS / 2; p++) {
-        u32v pairs = LOAD(u32v, x + 2 * p * SIDE);
-        wide.part[p] = (f32v)(pairs << 16);
-        wide.part[p + PARTS / 2] = (f32v)(pairs & 0xFFFF0000u);
+        u32s pairs = LOAD(u32s, x + 2 * p * SIDE);
+        wide.part[p] = (f32s)(pairs << 16);
+        wide.part[p + PARTS / 2] = (f32s)(pairs & 0xFFFF0000u);
     }
     return wide;
 }
-INLINE sixteen ordered16_bf16(const uint16_t *restrict x) {
-    sixteen wide;
-    for (int p = 0; p < PARTS; p++) wide.part[p] = (f32v)(widened(x + p * SIDE) << 16);
-    return wide;
-}
-INLINE sixteen load16_fp16(const uint16_t *restrict x) {
-    sixteen wide;
-    for (int p = 0; p < PARTS; p++) {
-#ifdef __F16C__
-        wide.part[p] = (f32v)_mm256_cvtph_ps(LOAD(__m128i, x + p * SIDE));
-#else /* as fp4_from_finite_fp16 */
-        u32v bits = widened(x + p * SIDE);
-        wide.part[p] = (f32v)((u32v)((f32v)((bits & 0x7FFFu) << 13) * 0x1p112f) | (bits & 0x8000u) << 16);
-#endif
-    }
-    return wide;
-}
-INLINE sixteen load16_fp32(const float *restrict x) {
-    sixteen wide;
-    for (int p = 0; p < PARTS; p++) wide.part[p] = LOAD(f32v, x + p * SIDE);
-    return wide;
-}
-
-#define ordered16_fp16 load16_fp16
-#define ordered16_fp32 load16_fp32
-
-/* e2m1(code) * step of 16 codes: twice the value is an integer, and half the step exact. */
 INLINE sixteen decode16(const uint8_t *restrict packed, float half_step, int is_apart) {
     const u8x16 twice = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
     u8x16 pairs = (u8x16)(i64x2){LOAD(int64_t, packed), 0}, low = pairs & 15, high = (u8x16)((u16x8)pairs >> 4) & 15;
@@ -101,32 +128,33 @@ INLINE sixteen decode16(const uint8_t *restrict packed, float half_step, int is_
         low = LOOKUP(twice, SHUFFLE(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
         high = SHUFFLE(low, low, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
     }
-    y.part[0] = __builtin_convertvector(WIDENED_BYTES(low, 0), f32v) * half_step;
-    y.part[PARTS / 2] = __builtin_convertvector(WIDENED_BYTES(high, 0), f32v) * half_step;
+    y.part[0] = __builtin_convertvector(WIDENED_BYTES(low, 0), f32s) * half_step;
+    y.part[PARTS / 2] = __builtin_convertvector(WIDENED_BYTES(high, 0), f32s) * half_step;
 #if WIDTH == 16
-    y.part[1] = __builtin_convertvector(WIDENED_BYTES(low, 4), f32v) * half_step;
-    y.part[3] = __builtin_convertvector(WIDENED_BYTES(high, 4), f32v) * half_step;
+    y.part[1] = __builtin_convertvector(WIDENED_BYTES(low, 4), f32s) * half_step;
+    y.part[3] = __builtin_convertvector(WIDENED_BYTES(high, 4), f32s) * half_step;
 #endif
     return y;
 }
+INLINE f32x4 fold(sixteen lanes, int is_apart) {
+    float all[16], eight[8];
+    memcpy(all, &lanes, sizeof all);
+    for (int j = 0; j < 8; j++) eight[j] = is_apart ? all[j] + all[j + 8] : all[2 * j] + all[2 * j + 1];
+    return LOAD(f32x4, eight) + LOAD(f32x4, eight + 4);
+}
+#endif
+#define ordered16_fp16 load16_fp16
+#define ordered16_fp32 load16_fp32
 
 INLINE void add16(squares *restrict sums, extremes *restrict seen, sixteen x, sixteen y, float limit) {
     for (int p = 0; p < PARTS; p++) {
-        f32v difference = x.part[p] - y.part[p], noise = difference * difference, signal = x.part[p] * x.part[p];
+        f32s difference = x.part[p] - y.part[p], noise = difference * difference, signal = x.part[p] * x.part[p];
         sums->signal.part[p] += signal;
         sums->noise.part[p] += noise;
         sums->output.part[p] += y.part[p] * y.part[p];
         seen->largest = larger(noise, seen->largest);
         seen->clipped -= signal > limit;
     }
-}
-
-/* Lanes 2j and 2j + 1 added, then of these eight j and j + 4. */
-INLINE f32x4 fold(sixteen lanes, int is_apart) {
-    float all[16], eight[8];
-    memcpy(all, &lanes, sizeof all);
-    for (int j = 0; j < 8; j++) eight[j] = is_apart ? all[j] + all[j + 8] : all[2 * j] + all[2 * j + 1];
-    return LOAD(f32x4, eight) + LOAD(f32x4, eight + 4);
 }
 
 /* A group's sums into its row's; 0, and nothing added, where float32 does not hold them. */
