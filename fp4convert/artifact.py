@@ -241,7 +241,8 @@ def _identity(reference: str, clues: Clues, record: dict[str, object]) -> tuple[
         try:
             return groups_recorded(record), str(record.get("dialect"))
         except InputError as error:
-            raise InputError(error.code, f"{RECORD}: {error.message}", "See what wrote it, and with which version.") from None
+            next_step = "Make the artifact again with this version, or read it with the version that wrote it."
+            raise InputError(error.code, f"{RECORD}: {error.message}", next_step) from None
     for name in MODULES:
         if groups := dialect_named(name).recognise(clues):
             return groups, name

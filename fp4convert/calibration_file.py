@@ -47,6 +47,7 @@ from fp4convert.sources import Source
 
 FORMAT, VERSION = "fp4convert-calibration", "2"
 AGAIN = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
+ANEW = "Copy it anew from where it was made, or calibrate again."  # nobody downloads such files
 GRAM_DIMENSIONS = 3  # (blocks, n, n)
 COUNTS = (".tokens", ".expert_tokens")  # end names of integers
 DTYPES: dict[str, np.dtype[np.generic]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "I64": np.dtype("<i8")}
@@ -310,7 +311,7 @@ def open_calibration(path: Path | str) -> Calibration:
         detail = f"{path}: {error.strerror}; expected a file that fp4convert calibrate made"
         raise InputError("calibration-file", detail, "Make it: fp4convert calibrate SOURCE -o FILE.") from None
     headers = [] if is_index else [header_of(path)]
-    notes = _strings(parse_json_object(text, str(path)).get("metadata")) if is_index else headers[0][0]
+    notes = _index_notes(path, text) if is_index else headers[0][0]
     _check_format(path, notes)
     if is_index:
         sums = _mapping(path, notes, "parts")
@@ -319,6 +320,13 @@ def open_calibration(path: Path | str) -> Calibration:
     _check_notes(path, notes)
     refs = {ref.name: ref for _, found in headers for ref in found}
     return Calibration(path, hash_file(path), notes, _mapping(path, notes, "inputs"), refs)
+
+
+def _index_notes(path: Path, text: bytes) -> dict[str, str]:
+    try:
+        return _strings(parse_json_object(text, str(path)).get("metadata"))
+    except InputError as error:
+        raise InputError(error.code, error.message, ANEW) from None
 
 
 def header_of(path: Path) -> tuple[dict[str, str], tuple[TensorRef, ...]]:
@@ -334,8 +342,8 @@ def header_of(path: Path) -> tuple[dict[str, str], tuple[TensorRef, ...]]:
     except OSError as error:
         detail = f"{path}: {error.strerror}; expected a part of the calibration"
         raise InputError("calibration-file", detail, "Keep the index and its parts in one folder.") from None
-    except InputError as error:  # nobody downloads such files
-        raise InputError(error.code, error.message, "Copy it anew from where it was made, or calibrate again.") from None
+    except InputError as error:
+        raise InputError(error.code, error.message, ANEW) from None
     return cast(SafetensorsFrame, header.frame).metadata, header.tensors
 
 

@@ -66,7 +66,7 @@ class Errand:
             settings = Settings(self.device, self.workers, is_joining=True)
             return quantize(source, prepare_quantize(source, self.request, self.formats), self.output, settings)
         except Fp4Error as error:
-            return {"kind": type(error).__name__, "said": (error.code, error.message, error.next_step, error.tensor)}
+            return {"kind": type(error).__name__, "said": (error.code, error.lines, error.next_step, error.tensor)}
 
 
 def quantize_together(address: str, errand: Errand, source: Source, plan: Plan, settings: Settings) -> Result:

@@ -147,9 +147,12 @@ def quantize(
     return Quantized(fmt, (x.shape[0], x.shape[1]), packed.ravel().data, block_scales.data, stored)
 
 
+LEAVE = "Mend the matrix, or leave it as it is."
+
+
 def not_finite() -> NumericError:
     """The error for NaN or Inf, by one who does not know where they are."""
-    return NumericError("not-finite", "the matrix holds NaN or Inf; weights must be finite")
+    return NumericError("not-finite", "the matrix holds NaN or Inf; weights must be finite", LEAVE)
 
 
 def find_not_finite_values(weights: Weights) -> str:

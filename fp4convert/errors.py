@@ -12,24 +12,57 @@ Fp4Error                1  (never raised itself; anything else that escapes is o
 
 from __future__ import annotations
 
+import re
+from functools import cache
+
+ERRORS = "errors.md"
+_ROW = re.compile(r"^\| `([a-z0-9-]+)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
+Rows = dict[str, tuple[str, str, str, str]]
+"""code -> the other cells of its row"""
+
+
+@cache
+def rows_of(page: str) -> Rows:
+    """Every row of a page of docs/ that the package carries, in its order; OSError where it cannot be read."""
+    from importlib.resources import files
+
+    found = _ROW.findall(files("fp4convert").joinpath(page).read_text(encoding="utf-8"))
+    return {code: (first, second, third, fourth) for code, first, second, third, fourth in found}
+
+
+def _remedy(code: str) -> str:
+    """The first sentence of what docs/errors.md says to do about a code, as plain text."""
+    try:
+        rows = rows_of(ERRORS)
+    except OSError:  # no file can be opened any more; the error itself still has to be told
+        return f"See what it means: fp4convert explain {code}."
+    sentence = rows[code][3].replace("`", "").partition(". ")[0] if code in rows else ""
+    return f"{sentence.removesuffix('.')}." if sentence else ""
+
 
 class Fp4Error(Exception):
     """An expected failure: what was found, where, what was expected, and the next step.
 
     code       stable slug for scripts, such as "header-length"
-    message    one sentence: what was found, where, what was expected
-    next_step  what the user can do now; may be empty
+    message    one sentence: what was found, where, what was expected; of several problems a line each
+    lines      those sentences; a name that holds a newline begins no line
+    next_step  what the user can do now: what the place that raised it knows, else what docs/errors.md says of the code
     tensor     full name of the tensor concerned, or None
     """
 
     exit_code = 1
 
-    def __init__(self, code: str, message: str, next_step: str = "", tensor: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, code: str, message: str | tuple[str, ...], next_step: str = "", tensor: str | None = None) -> None:
+        self.lines = (message,) if isinstance(message, str) else message
+        self.message = "\n".join(self.lines)
+        super().__init__(self.message)
         self.code = code
-        self.message = message
-        self.next_step = next_step
+        self._known_step = next_step
         self.tensor = tensor
+
+    @property
+    def next_step(self) -> str:
+        return self._known_step or _remedy(self.code)
 
     def as_json(self) -> dict[str, object]:
         """The document that --json prints for this error."""

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
 
-from fp4convert.errors import InputError
+from fp4convert.errors import ERRORS, InputError, rows_of
 
-FINDINGS, ERRORS = "findings.md", "errors.md"
-_ROW = re.compile(r"^\| `([a-z0-9-]+)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
-Rows = dict[str, tuple[str, str, str, str]]
-"""code -> the other cells of its row"""
+FINDINGS = "findings.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +46,13 @@ class Failure:
 @cache
 def explanations() -> dict[str, Explanation]:
     """Those of every finding, by its code; in the order of the page."""
-    return {code: Explanation(tuple(levels.split(", ")), *words) for code, (levels, *words) in _rows(FINDINGS).items()}
+    return {code: Explanation(tuple(levels.split(", ")), *words) for code, (levels, *words) in rows_of(FINDINGS).items()}
 
 
 @cache
 def failures() -> dict[str, Failure]:
     """Those of every error, by its code; in the order of the page."""
-    return {code: Failure(tuple(map(int, exits.split(", "))), *words) for code, (exits, *words) in _rows(ERRORS).items()}
-
-
-def _rows(page: str) -> Rows:
-    found = _ROW.findall(files("fp4convert").joinpath(page).read_text(encoding="utf-8"))
-    return {code: (first, second, third, fourth) for code, first, second, third, fourth in found}
+    return {code: Failure(tuple(map(int, exits.split(", "))), *words) for code, (exits, *words) in rows_of(ERRORS).items()}
 
 
 def explain(code: str) -> dict[str, object]:

@@ -328,7 +328,7 @@ def _summarize(errors: list[NumericError]) -> NumericError:
     first, next_step = (*excludable, *others)[0], (*others, *excludable)[0].next_step
     if not others:
         next_step = f"Run the same command again with {' '.join(error.next_step for error in excludable)}"
-    return NumericError(first.code, "\n".join(lines), next_step, first.tensor)
+    return NumericError(first.code, tuple(lines), next_step, first.tensor)
 
 
 def begin(job: Job, output: Path, settings: Settings) -> OutputFolder:

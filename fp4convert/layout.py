@@ -61,7 +61,9 @@ class Layout:
 
         padded = self.padded(shape)
         if stored.nbytes != math.prod(padded):
-            detail = f"{stored.nbytes} scale bytes; {self.name} has {math.prod(padded)} for {shape[0]} x {shape[1]}"
+            detail = (
+                f"{stored.nbytes} scale bytes; expected {math.prod(padded)}, as {self.name} has them for {shape[0]} x {shape[1]}"
+            )
             raise InputError("scale-layout", detail)
         split = self._split(padded)
         tiles = np.frombuffer(stored, np.uint8).reshape([split[axis] for axis in self.order])

@@ -210,7 +210,7 @@ class _Pass:
 def _summarized(errors: list[NumericError]) -> NumericError:
     """One error for all tensors that are not finite, with the options that leave them out."""
     options = " ".join(error.next_step for error in errors)
-    lines = "\n".join(error.message for error in errors)
+    lines = tuple(error.message for error in errors)
     return NumericError(errors[0].code, lines, f"Run the same command again with {options}", errors[0].tensor)
 
 

@@ -331,7 +331,7 @@ def _named(component: str) -> Iterator[None]:
     try:
         yield
     except Fp4Error as error:
-        lines = "\n".join(f"{component}: {line}" for line in error.message.split("\n"))
+        lines = tuple(f"{component}: {line}" for line in error.lines)
         raise type(error)(error.code, lines, error.next_step, error.tensor) from None
 
 
@@ -339,7 +339,7 @@ def _summarize(errors: list[NumericError]) -> NumericError:
     """One error for all components, with the options that complete the run."""
     options = dict.fromkeys(error.next_step.removeprefix(AGAIN) for error in errors)
     next_step = AGAIN + " ".join(options) if errors[0].next_step.startswith(AGAIN) else errors[0].next_step
-    return NumericError(errors[0].code, "\n".join(error.message for error in errors), next_step, errors[0].tensor)
+    return NumericError(errors[0].code, tuple(line for error in errors for line in error.lines), next_step, errors[0].tensor)
 
 
 def _labelled(name: str, value: object) -> object:

@@ -351,7 +351,8 @@ def _check(choice: Choice) -> None:
         ("--stack-rows", choice.stack_rows, STACK_ROWS),
     ):
         if given is not None and given not in words:
-            raise InputError("unknown-stack", f"{option} {given!r} is not known; expected {' or '.join(words)}")
+            detail = f"{option} {given!r} is not known; expected {' or '.join(words)}"
+            raise InputError("unknown-stack", detail, "Give one of these, or leave it out.")
     if choice.stack_rows is not None and choice.stack_order is None:
         detail = "--stack-rows says how gate and up share a stack; expected --stack-order with it"
-        raise InputError("unknown-stack", detail)
+        raise InputError("unknown-stack", detail, f"Add --stack-order {' or '.join(STACK_ORDERS)}.")

@@ -302,7 +302,8 @@ def _users_file(path: Path) -> RecipeFile:
         is_there = path.suffix == ".toml" or path.is_file()
         text = path.read_text(encoding="utf-8") if is_there else None
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no name of a file
-        raise InputError("recipe-file", f"{path}: cannot be read: {error}") from None
+        next_step = "Look for a typing error; it has to be a file of UTF-8 text that this user may read."
+        raise InputError("recipe-file", f"{path}: cannot be read: {error}", next_step) from None
     if text is None:
         detail = f"recipe {str(path)!r} is not known; expected one of {', '.join(known_names())}, or the path of a TOML file"
         raise InputError("unknown-recipe", detail, "See: fp4convert recipes.")

@@ -100,7 +100,7 @@ def folds_recorded(record: Mapping[str, object]) -> tuple[FoldUse, ...]:
                 uses.append(FoldUse(rule, repeats, width, tuple(map(str, modules))))
             case _:
                 detail = f"{RECORD}: an entry of folds is {str(entry)[:200]}; expected into, kind, linears, heads and modules"
-                raise InputError("record-folds", detail, "See what wrote it, and with which version.")
+                raise InputError("record-folds", detail)
     return tuple(uses)
 
 
@@ -123,7 +123,7 @@ def stacks_recorded(record: Mapping[str, object]) -> tuple[StackRule, ...]:
                 rules.append(rule._replace(experts=experts if isinstance(experts, int) else None))
             case _:
                 detail = f"{RECORD}: an entry of stacks is {entry!r}; expected tensors, members, order, rows and named"
-                raise InputError("record-stacks", detail, "See what wrote it, and with which version.")
+                raise InputError("record-stacks", detail)
     return tuple(rules)
 
 

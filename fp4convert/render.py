@@ -103,7 +103,7 @@ class Screen:
                 print(json.dumps(error.as_json(), indent=2), flush=True)
             except OSError:
                 _forget_stdout()
-        for number, line in enumerate(error.message.split("\n")):
+        for number, line in enumerate(error.lines):
             self.err.print(Text("error: " if number == 0 else "       ", "bold red").append(escape(line), "default"))
         if error.next_step:
             self.err.print(Text(" next: ", "bold").append(escape(error.next_step), "default"))

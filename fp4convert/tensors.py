@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fp4convert.backends import Given
 from fp4convert.backends.cpu import Cpu
-from fp4convert.codec import FLOAT_DTYPES, Float32s, find_not_finite_values
+from fp4convert.codec import FLOAT_DTYPES, LEAVE, Float32s, find_not_finite_values
 from fp4convert.errors import InputError, NumericError
 from fp4convert.formats import FLOAT_TYPES, Format, Matrix, Quantized, check_rule, format_named
 from fp4convert.respelling import DTYPES
@@ -78,7 +78,7 @@ def quantize_tensor(
     rule = check_rule(fmt, scale_rule or fmt.default_rule)
     weights = _Held(_matrix_of(x, fmt))
     if found := find_not_finite_values(weights):
-        raise NumericError("not-finite", f"the matrix has {found}; weights must be finite")
+        raise NumericError("not-finite", f"the matrix has {found}; weights must be finite", LEAVE)
     given = Given(_checked_amax(weights, fmt, global_amax), () if importance is None else (importance,))
     if importance is not None and rule != "importance":
         raise InputError("scale-rule", f"importance is given, and scale rule {rule} weighs nothing", "Leave it out.")
@@ -163,5 +163,5 @@ def _checked_shape(shape: tuple[int, ...], fmt: Format) -> tuple[int, int]:
         detail = (
             f"weights have the shape {tuple(shape)}; expected columns that are a multiple of {fmt.block_size}, for {fmt.name}"
         )
-        raise InputError("tensor-shape", detail)
+        raise InputError("tensor-shape", detail, f"Pad its columns with zeros to a multiple of {fmt.block_size}.")
     return shape[0], shape[1]

@@ -39,6 +39,8 @@ def check_refused(outcome, out, say: str) -> None:
     assert list(document) == ["error"]
     assert set(document["error"]) == {"code", "exit", "message", "tensor", "next"}
     assert document["error"]["exit"] == 2
+    assert outcome.err.count("\n next: ") == 1
+    assert document["error"]["next"]
     assert say.lower() in document["error"]["message"].lower()
 
 

@@ -131,7 +131,9 @@ def test_restore_turns_arrange_back(name: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_another_number_of_bytes_is_refused(name: str, change: int) -> None:
     count = arrange(name, scales((130, 5))).size + change
-    with pytest.raises(InputError, match=f"^{count} scale bytes; {name} has {count - change} for 130 x 5$") as refused:
+    with pytest.raises(
+        InputError, match=f"^{count} scale bytes; expected {count - change}, as {name} has them for 130 x 5$"
+    ) as refused:
         restore(name, np.zeros(count, np.uint8), (130, 5))
     assert refused.value.code == "scale-layout"
 

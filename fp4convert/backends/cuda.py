@@ -88,7 +88,9 @@ class Cuda:
         if (x.format is not NVFP4 or x.kind != "multiplier") if isinstance(x, Quantized) else x.dtype not in ("BF16", "F16"):
             raise InputError("gemv-vectors", "vectors of another kind; expected bf16, fp16, or NVFP4 with a multiplier")
         if x.shape[0] > MAX_VECTORS:
-            raise InputError("gemv-vectors", f"{x.shape[0]} vectors; expected at most {MAX_VECTORS} at once")
+            raise InputError(
+                "gemv-vectors", f"{x.shape[0]} vectors; expected at most {MAX_VECTORS} at once", "Call it for fewer at a time."
+            )
         y = np.empty((x.shape[0], q.shape[0]), np.float16)
         with self._take() as lane:
             for first, last in row_panels(q.shape, GPU_PANEL_ELEMENTS):

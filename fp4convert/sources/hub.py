@@ -154,7 +154,8 @@ class HubSource:
 
     def _check_there(self, file: str) -> None:
         if file not in self._files:
-            raise InputError("unreadable", f"{file} cannot be read: {self._repo} does not have it at commit {self._commit}")
+            detail = f"{file} cannot be read: {self._repo} does not have it at commit {self._commit}"
+            raise InputError("unreadable", detail, "Choose a commit that has it: --revision REV.")
 
     def check_unchanged(self, shard: str) -> None:
         """Nothing to ask: a commit does not change, and every reply was compared with it."""

@@ -52,7 +52,8 @@ def _check_name(repo: str, name: str) -> None:
     except UnicodeEncodeError:
         is_sound = False
     if not is_sound:
-        raise InputError("file-name", f"{repo} lists a file {name!r}; expected a path inside the repository")
+        detail = f"{repo} lists a file {name!r}; expected a path inside the repository"
+        raise InputError("file-name", detail, "Do not use this repository; take the checkpoint from its maker.")
 
 
 def _is_hidden(name: str) -> bool:

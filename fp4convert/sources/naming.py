@@ -61,7 +61,7 @@ def read_index(text: bytes, index: str = INDEXES[0]) -> dict[str, str]:
     folded = Counter(file.lower() for file in set(weight_map.values()))
     if twins := sorted(file for file in set(weight_map.values()) if folded[file.lower()] > 1):
         detail = f"{index}: weight_map names {twins[0]!r} and {twins[1]!r}, which differ only in case"
-        raise InputError("index", f"{detail}; expected names that any file system keeps apart")
+        raise InputError("index", f"{detail}; expected names that any file system keeps apart", "Rename one, in the index too.")
     return dict(weight_map)
 
 
@@ -69,7 +69,9 @@ def _check_shard_name(tensor: str, file: object, index: str) -> None:
     if not isinstance(file, str):
         raise InputError("index", f"{index}: weight_map gives {file!r} for {tensor!r}; expected a file name")
     if len(PurePosixPath(file).parts) != 1 or file in (".", "..") or "\0" in file:
-        raise InputError("index-outside", f"{index}: {tensor!r} is said to lie in {file!r}, outside the folder of shards")
+        raise InputError(
+            "index-outside", f"{index}: {tensor!r} is said to lie in {file!r}, outside the folder; expected a name in it"
+        )
     if not file.endswith(".safetensors"):
         raise InputError("index", f"{index}: {tensor!r} is said to lie in {file!r}; expected a .safetensors file")
 
