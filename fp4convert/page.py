@@ -18,20 +18,22 @@ from typing import Any
 
 from fp4convert.artifact import Artifact
 from fp4convert.datasheet import Subject, make_datasheet
-from fp4convert.papers import check_place, write_paper
+from fp4convert.papers import Paper, check_place, write_paper
 from fp4convert.progress import size_text
 from fp4convert.sources import Source
 from fp4convert.verification import Report
 
 FOLDER = "pages"
+GENERATOR = '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="fp4convert">\n'
+PAGE = Paper("--report", "FILE.html", GENERATOR)
 SIGNS = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}  # that mean something in HTML, or end a line of a script
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
 def check_page(path: Path | None) -> None:
-    """Nothing; OutputError where no file can be written there, which should be known before the work."""
+    """Nothing; OutputError where no file can be written there, or where something else lies than an earlier page."""
     if path is not None:
-        check_place(path, "--report", "FILE.html")
+        check_place(path, PAGE)
 
 
 def write_report(path: Path | None, artifact: Artifact, source: Source | None, verified: Report | None = None) -> list[str]:
@@ -48,7 +50,7 @@ def write_report(path: Path | None, artifact: Artifact, source: Source | None, v
 
 def write_page(document: Mapping[str, Any], path: Path) -> None:
     """Write the page of a data sheet, whole or not at all; OutputError where it cannot be written."""
-    write_paper(path, make_page(document))
+    write_paper(path, make_page(document), PAGE)
 
 
 def make_page(document: Mapping[str, Any]) -> str:

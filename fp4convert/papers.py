@@ -3,23 +3,54 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from fp4convert.errors import OutputError
 from fp4convert.shard import told
 
 
-def check_place(path: Path, option: str, example: str) -> None:
-    """Nothing; OutputError where no file can be written there, which should be known before the work."""
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """A kind of such files.
+
+    option   that asks for it
+    example  of a name
+    opening  that every one of them begins with
+    """
+
+    option: str
+    example: str
+    opening: str
+
+
+def check_place(path: Path, kind: Paper) -> None:
+    """Nothing; OutputError where no such file can be written, which should be known before the work.
+
+    What is there is replaced where it is an earlier one of its kind, and nothing else is.
+    """
     folder = path.parent
     detail = "it is a folder" if path.is_dir() else "" if folder.is_dir() else f"{folder} is no folder"
     detail = detail or ("" if os.access(folder, os.W_OK) else f"{folder} cannot be written to")
     if detail:
-        raise OutputError("cannot-write", f"{option} {path}: {detail}; expected the name of a new file", f"Give {example}.")
+        message = f"{kind.option} {path}: {detail}; expected the name of a new file"
+        raise OutputError("cannot-write", message, f"Give {kind.example}.")
+    if os.path.lexists(path) and not _is_earlier(path, kind):
+        detail = f"{kind.option} {path} is there already, and is none that an earlier run wrote; nothing else is written over"
+        raise OutputError("output-exists", detail, f"Choose another: {kind.option} {kind.example}.")
 
 
-def write_paper(path: Path, text: str) -> None:
-    """Write the file in UTF-8, in place of what is there; OutputError where it cannot be written."""
+def _is_earlier(path: Path, kind: Paper) -> bool:
+    if not path.is_file():
+        return False
+    opening = kind.opening.encode()
+    with told(path), path.open("rb") as stream:
+        return stream.read(len(opening)) == opening
+
+
+def write_paper(path: Path, text: str, kind: Paper) -> None:
+    """Write the file in UTF-8, in place of an earlier one; OutputError where it cannot be written, or something else is there."""
+    check_place(path, kind)
     temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with told(path):
         try:

@@ -5,7 +5,7 @@ Shards are uploaded as they are finished, and one commit names them all when the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -77,23 +77,33 @@ def fulfil(order: Order) -> Result:
 
     Raises  InputError for a part that would be pushed; what Work.carry_out, Pusher and write_report raise
     """
-    goals = order.goals
+    goals, pages = order.goals, _pages(order)
+    for page in pages.values():
+        check_page(page)
     result = order.work.carry_out(order.settings) if goals.publication is None else _publish(order, goals.publication)
-    if goals.page is not None:
-        for line in _write_pages(order.work, goals.page):
-            order.settings.tell(line)
+    for line in _write_pages(order.work, pages):
+        order.settings.tell(line)
     return result
 
 
-def _write_pages(work: Work, page: Path) -> Iterator[str]:
+def _pages(order: Order) -> dict[str, Path]:
+    """The page of every artifact, by its folder in the result; none where they are not asked for."""
+    page = order.goals.page
+    if page is None:
+        return {}
+    return {folder: page.with_stem(f"{page.stem}-{folder}") if folder else page for folder in order.work.errands()}
+
+
+def _write_pages(work: Work, pages: Mapping[str, Path]) -> Iterator[str]:
     """Lines that tell which pages were written.
 
     The source is opened again, for whoever converted it may have ended its reading.
     """
-    for folder, errand in work.errands().items():
+    for folder, page in pages.items():
+        errand = work.errands()[folder]
         access = replace(errand.access, revision=work.source.checkpoint.revision or errand.access.revision)
         source, artifact = open_source(errand.reference, access), open_artifact(str(errand.output))
-        yield from write_report(page.with_stem(f"{page.stem}-{folder}") if folder else page, artifact, source)
+        yield from write_report(page, artifact, source)
 
 
 def _publish(order: Order, goal: Publication) -> Result:

@@ -15,33 +15,38 @@ from typing import Any
 from urllib.parse import quote
 
 from fp4convert.artifact import Artifact
-from fp4convert.errors import OutputError
 from fp4convert.explanations import explanations
-from fp4convert.papers import check_place, write_paper
+from fp4convert.papers import Paper, check_place, write_paper
 from fp4convert.record import RECORD
 from fp4convert.render import escape
 
 VERSION = "2.1.0"
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 FINGERPRINT = "codeAndTensor/v1"
+_OPENING = f"""{{
+  "$schema": "{SCHEMA}",
+  "version": "{VERSION}",
+  "runs": [
+    {{
+      "tool": {{
+        "driver": {{
+          "name": "fp4convert",
+"""
+SARIF = Paper("--sarif", "FILE.sarif", _OPENING)
 Findings = Sequence[Mapping[str, Any]]
 """The `findings` of a document of inspect or verify"""
 
 
 def check_sarif(path: Path | None) -> None:
     """Nothing; OutputError where no file can be written there, or where something else lies than an earlier SARIF file."""
-    if path is None:
-        return
-    check_place(path, "--sarif", "FILE.sarif")
-    if path.exists() and not _is_sarif(path):
-        detail = f"--sarif {path} is there already, and no SARIF file; nothing else is written over"
-        raise OutputError("output-exists", detail, "Choose another: --sarif FILE.sarif.")
+    if path is not None:
+        check_place(path, SARIF)
 
 
 def write_sarif(path: Path | None, artifact: Artifact, findings: Findings) -> None:
     """Write the findings on an artifact where they are asked for; OutputError where they cannot be written."""
     if path is not None:
-        write_paper(path, json.dumps(make_sarif(artifact, findings), indent=2) + "\n")
+        write_paper(path, json.dumps(make_sarif(artifact, findings), indent=2) + "\n", SARIF)
 
 
 def make_sarif(artifact: Artifact, findings: Findings) -> dict[str, object]:
@@ -95,11 +100,3 @@ class _Places:
             "physicalLocation": {"artifactLocation": {"uri": quote(file)}},
             "logicalLocations": [{"fullyQualifiedName": escape(tensor)}],
         }
-
-
-def _is_sarif(path: Path) -> bool:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and found.get("version") == VERSION and "runs" in found

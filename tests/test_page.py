@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -146,6 +147,39 @@ def test_a_page_that_cannot_be_written_is_told_before_the_work(name, source, art
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("kind", ["weights", "text", "another's page", "empty", "pipe", "link"])
+def test_nothing_but_an_earlier_page_is_written_over(kind, source, artifact, tmp_path):
+    place, target = tmp_path / "there", tmp_path / "target"
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "link":
+        place.symlink_to(target)
+    else:
+        weights = next(artifact.glob("*.safetensors")).read_bytes()
+        held = {
+            "weights": weights,
+            "text": b"mine\n",
+            "another's page": b"<!doctype html>\n<html lang='en'>\n<head>\n",
+            "empty": b"",
+        }
+        place.write_bytes(held[kind])
+    before = (place.lstat().st_mode, place.read_bytes() if place.is_file() else None)
+    for command in (("verify", artifact), ("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")):
+        outcome = run(*command, "--report", place, "--json")
+        assert (outcome.code, outcome.json["error"]["code"]) == (5, "output-exists")
+        assert str(place) in outcome.json["error"]["message"]
+    assert (place.lstat().st_mode, place.read_bytes() if place.is_file() else None) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_an_earlier_page_is_replaced(source, artifact, tmp_path):
+    page = tmp_path / "v.html"
+    for asked, how in (((), "recorded"), (("--source", source), "measured")):
+        assert run("verify", artifact, *asked, "--report", page).code == 0
+        assert document_of(page)["evidence"]["how"] == how
+    assert list(tmp_path.iterdir()) == [page]
+
+
 @pytest.mark.parametrize("options", [("--dry-run",), ("--shard-index", 0, "--num-shards", 2)])
 def test_what_makes_nothing_whole_has_no_report(options, source, tmp_path):
     command = ("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--report", tmp_path / "r.html")
@@ -161,7 +195,14 @@ def test_every_transformer_of_a_pipeline_has_a_page(tmp_path):
         (folder / "model.safetensors").rename(folder / "diffusion_pytorch_model.safetensors")
     listed = {"_class_name": "NewPipeline", "transformer": ["diffusers", "N"], "transformer_2": ["diffusers", "N"]}
     (pipeline / "model_index.json").write_text(json.dumps(listed))
-    outcome = run("quantize", pipeline, "--format", "nvfp4", "-o", tmp_path / "out", "--report", tmp_path / "r.html")
+    command = ("quantize", pipeline, "--format", "nvfp4", "-o", tmp_path / "out", "--report", tmp_path / "r.html")
+    (tmp_path / "r-transformer_2.html").write_text("mine")
+    refused = run(*command, "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (5, "output-exists")
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "r-transformer_2.html").read_text() == "mine"
+    (tmp_path / "r-transformer_2.html").unlink()
+    outcome = run(*command)
     assert outcome.code == 0, outcome
     assert sorted(path.name for path in tmp_path.glob("*.html")) == ["r-transformer.html", "r-transformer_2.html"]
     assert document_of(tmp_path / "r-transformer_2.html")["tensors"]["name"] == ["blocks.0.transformer_2.weight"]

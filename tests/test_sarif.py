@@ -133,6 +133,7 @@ def test_nothing_else_is_written_over_and_bad_places_are_known_before_the_work(c
     before = {path: path.read_bytes() for path in damaged.rglob("*") if path.is_file()}
     for place, code in (
         (damaged / "config.json", "output-exists"),
+        (damaged / SECOND, "output-exists"),
         (damaged, "cannot-write"),
         (tmp_path / "none" / "f.sarif", "cannot-write"),
     ):
