@@ -36,6 +36,7 @@ MOST_KEPT = 12  # patterns of what stays
 MOST_DIFFERING = 20  # scale groups that are shown with their scales
 DIGITS = 5  # of a number
 MEASURED, RECORDED = "measured", "recorded"
+COUNTED = "; verify counted the codes again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +168,9 @@ def _evidence(subject: Subject, how: str | None) -> str:
     """Who says so, in a sentence."""
     if how == MEASURED:
         return "Measured by verify: every value of every quantized tensor beside the source's."
-    if how == RECORDED and subject.verified:
-        return "As quantize recorded it while it rounded (quantization_report.json); verify counted the codes again."
     if how == RECORDED:
-        return "As quantize measured it while it rounded (quantization_report.json)."
+        is_counted = subject.verified and not subject.artifact.source.is_streamed  # as auditing.check_codes does
+        return f"As quantize measured it while it rounded (quantization_report.json){COUNTED if is_counted else '.'}"
     again = "To measure it: fp4convert verify ARTIFACT --source SOURCE --report FILE.html"
     return f"How much was lost is not known: nothing is recorded, and no source was given. {again}"
 

@@ -33,7 +33,7 @@ def artifact(source: Path, tmp_path: Path) -> Path:
     return tmp_path / "artifact"
 
 
-def sheet_of(folder: Path, source: Path | None = None, is_verified: bool = False) -> dict:
+def sheet_of(folder: Path | str, source: Path | None = None, is_verified: bool = False) -> dict:
     """The document, as JSON brings it to a page."""
     opened, original = open_artifact(str(folder)), open_source(str(source)) if source else None
     verified = verify(opened, original, Gate()) if is_verified else None
@@ -51,6 +51,17 @@ def test_the_numbers_are_those_that_verify_prints(source, artifact):
     worst = sorted(range(len(printed)), key=lambda at: printed[at]["sqnr_db"])[:6]
     assert [one["tensor"] for one in shown["worst"]] == worst
     assert [one["codes"] for one in shown["worst"]] == [printed[at]["histogram"] for at in worst]
+
+
+def test_the_page_says_that_codes_were_counted_where_they_were(hub, artifact):
+    hub.add("org/artifact", artifact)
+    told = {
+        "verified": sheet_of(artifact, is_verified=True),
+        "looked at": sheet_of(artifact),
+        "on the Hub": sheet_of("org/artifact", is_verified=True),
+    }
+    assert {shown["evidence"]["how"] for shown in told.values()} == {"recorded"}
+    assert [name for name, shown in told.items() if "counted the codes again" in shown["evidence"]["words"]] == ["verified"]
 
 
 def test_without_a_source_the_numbers_are_those_that_were_recorded(artifact):
