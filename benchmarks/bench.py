@@ -1,26 +1,118 @@
-"""make bench: every measurement, written as one Markdown page to benchmarks/results/cpu.md."""
+"""make bench: every measurement, written as one Markdown page; make bench-check: whether a ratio has become worse.
+
+    python benchmarks/bench.py [PART ...]           measure parts, all by default; write results/cpu.json, and cpu.md from it
+    python benchmarks/bench.py --check [PART ...]   measure less of them, on as many bytes; 1 where a ratio has lost too much
+
+A part is a module here with sections(is_quick); it is measured in a process of its own, and its rows replace those it had.
+"""
 
 from __future__ import annotations
 
-import datetime
-import subprocess
+import argparse
+import importlib
+import json
+import multiprocessing
 import sys
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import gate
 from measure import ROOT, machine
+from sections import Section, as_document, from_document
 
-PARTS = ("kernels", "conversion", "planning", "startup")
+PARTS = ("kernels", "others", "conversion", "sources", "planning", "startup", "gpu_results")
+UNCHECKED = ("planning", "gpu_results")  # no ratio of two things measured in turn
+RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
+
+Document = dict[str, Any]  # part -> {"machine": where, what and when, "sections": [...]}
 
 
-def main() -> None:
-    parts = [
-        subprocess.run([sys.executable, ROOT / "benchmarks" / f"{part}.py"], check=True, capture_output=True, text=True)
-        for part in PARTS
-    ]
-    head = f"# CPU results\n\n{machine()}; {datetime.date.today()}. Repeat with `make bench`.\n\n"
-    page = head + "\n".join(part.stdout.strip() + "\n" for part in parts)
-    (ROOT / "benchmarks" / "results" / "cpu.md").write_text(page, encoding="utf-8")
-    print(page)
+def sections_of(part: str, is_quick: bool) -> list[Section]:
+    module = importlib.import_module(part)
+    if hasattr(module, "sections"):
+        return module.sections(is_quick)
+    reports = [] if is_quick else module.report().split("## ")[1:]
+    return [Section(*text.strip().split("\n\n", 1)) for text in reports]
+
+
+def measure(part: str, is_quick: bool = False) -> list[Section]:
+    """Its sections, from a process of its own."""
+    print(f"measuring {part}", file=sys.stderr, flush=True)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(sections_of, part, is_quick).result()
+
+
+def page_of(document: Document) -> str:
+    """cpu.md: nothing is in it that is not in the document."""
+    parts = [(part, [from_document(each) for each in document.get(part, {}).get("sections", ())]) for part in PARTS]
+    verdicts = [text for _, sections in parts for section in sections for text in section.verdicts()]
+    missed = sum(text.endswith("NOT MET") for text in verdicts)
+    head = (
+        "# CPU results\n\nWritten by `make bench`, one part by `python benchmarks/bench.py PART`. Ratios are of two things"
+        " measured in turn in the same run.\n"
+        f"Of {len(verdicts)} ratios with a bar, {len(verdicts) - missed} meet it and {missed} do not (NOT MET)."
+    )
+    texts = [head]
+    for part, sections in parts:
+        texts += [section.markdown() for section in sections]
+        measured = document[part]["machine"] if part in document else "not measured yet"
+        texts.append(f"Part `{part}`: {measured}.")
+    return "\n\n".join(texts) + "\n"
+
+
+def write(document: Document, path: Path) -> None:
+    path.write_text(json.dumps({part: document[part] for part in PARTS if part in document}, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(page_of(document), encoding="utf-8")
+
+
+def read(path: Path) -> Document:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def bench(parts: Iterable[str], path: Path) -> None:
+    """Each part is written as soon as it is known."""
+    for part in parts:
+        sections = measure(part)
+        gate.ratios(sections)  # names must tell rows apart
+        write({**read(path), part: {"machine": machine(), "sections": [as_document(section) for section in sections]}}, path)
+
+
+def check(parts: Iterable[str], path: Path) -> int:
+    """Compare; a part with a loss is measured once more, and what is lost twice is lost."""
+    document = read(path)
+    count, lost = 0, []
+    for part in parts:
+        committed = [from_document(each) for each in document.get(part, {}).get("sections", ())]
+        found = gate.compare(committed, measure(part, is_quick=True))
+        count += len(found)
+        losses = [each for each in found if each.is_lost]
+        if losses:
+            again = {each.key: each for each in gate.compare(committed, measure(part, is_quick=True))}
+            losses = [again[each.key] for each in losses if again[each.key].is_lost]
+        lost += losses
+        where = document.get(part, {}).get("machine", "nothing: run `make bench`")
+        print(f"{part}: {len(found)} ratios compared with {where}", flush=True)
+    for each in lost:
+        print(f"LOST {each}")
+    print(f"{count} ratios compared, {len(lost)} lost more than {gate.TOLERANCE:.0%} twice")
+    return 1 if lost or not count else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure, or compare with what is committed.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the figures; the page stands beside them")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+    if options.check:
+        return check(options.parts or [part for part in PARTS if part not in UNCHECKED], options.results)
+    bench(options.parts or PARTS, options.results)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,8 @@
-"""How everything here is measured: pairs taken in turn, ratios pair by pair, medians; and what to say of the machine."""
+"""How everything here is measured: works taken in turn, ratios within a turn, medians; and what to say of the machine."""
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import statistics
@@ -9,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,16 +22,27 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def in_turn(
+    *works: Callable[[], Any], rounds: int, clock: Callable[[Callable[[], Any]], float] = seconds
+) -> list[tuple[float, ...]]:
+    """Times of `rounds` calls of every work in turn, a tuple of rounds for each work, after one call that is not counted."""
+    taken = [[clock(work) for work in works] for _ in range(rounds + 1)]
+    return list(zip(*taken[1:], strict=True))
+
+
+def median_ratio(above: tuple[float, ...], below: tuple[float, ...]) -> float:
+    """The median of ratios within a round."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
 def paired(work: Callable[[], object], reference: Callable[[], object], rounds: int) -> tuple[float, float, float]:
     """Medians over `rounds` alternating calls: (work's seconds, reference's seconds, work / reference)."""
-    work(), reference()
-    pairs = [(seconds(work), seconds(reference)) for _ in range(rounds)]
-    ours, theirs = zip(*pairs, strict=True)
-    return statistics.median(ours), statistics.median(theirs), statistics.median(a / b for a, b in pairs)
+    ours, theirs = in_turn(work, reference, rounds=rounds)
+    return statistics.median(ours), statistics.median(theirs), median_ratio(ours, theirs)
 
 
 def machine() -> str:
-    """Processor, cores and versions, one line each."""
+    """Processor, cores, versions, commit and date."""
     import numpy
 
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -37,10 +50,10 @@ def machine() -> str:
         (line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")), platform.machine()
     )
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty", "--abbrev=7"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
-    cores = len(os.sched_getaffinity(0))
-    return f"{model}, {cores} cores; Python {platform.python_version()}, NumPy {numpy.__version__}; commit {commit}"
+    versions = f"Python {platform.python_version()}, NumPy {numpy.__version__}"
+    return f"{model}, {len(os.sched_getaffinity(0))} cores; {versions}; commit {commit or 'unknown'}; {datetime.date.today()}"
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:

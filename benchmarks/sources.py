@@ -1,7 +1,7 @@
 """What a stack of experts or an FP8 source costs beside plain bf16 matrices of the same weights: whole commands, warm cache.
 
 Seconds and processor seconds of `quantize` into memory-backed files, start-up taken off, as ratios of the plain source per
-element; medians of interleaved rounds.  Repeat with: python benchmarks/sources.py
+element; medians of interleaved rounds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,8 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from measure import table
+from measure import median_ratio
+from sections import Row, Section
 
 COMMAND = Path(sys.executable).with_name("fp4convert")
 EXPERTS, HIDDEN, INNER, ROUNDS, BLOCK = 16, 2880, 2880, 5, 128
@@ -90,25 +90,31 @@ def cost(*words: object) -> tuple[float, float]:
     return time.perf_counter() - begun, usage.ru_utime + usage.ru_stime
 
 
-def main() -> None:
+def rows_of(fmt: str, sources: dict[str, Path], out: Path) -> list[Row]:
+    """Every source but the plain one, beside that one."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sources}
+    for _ in range(ROUNDS):
+        idle = cost("doctor", "--json")
+        for name, source in sources.items():
+            shutil.rmtree(out, ignore_errors=True)
+            whole = cost("quantize", source, "--format", fmt, "-o", out, "-q")
+            found[name].append((whole[0] - idle[0], whole[1] - idle[1]))
+    plain_seconds, plain_cpu = zip(*found.pop("plain matrices"), strict=True)
+    rows = []
+    for name, costs in found.items():
+        taken, cpu = zip(*costs, strict=True)
+        rows.append(Row((fmt, name), (f"{median_ratio(taken, plain_seconds):.2f}",), median_ratio(cpu, plain_cpu), BARS[name]))
+    return rows
+
+
+def sections(is_quick: bool) -> list[Section]:
+    """Quick: NVFP4 alone."""
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as scratch:
         sources, out = write_sources(Path(scratch)), Path(scratch) / "out"
-        rows = []
-        for fmt in ("nvfp4", "mxfp4"):
-            found: dict[str, list[tuple[float, float]]] = {name: [] for name in sources}
-            for _ in range(ROUNDS):
-                idle = cost("doctor", "--json")
-                for name, source in sources.items():
-                    shutil.rmtree(out, ignore_errors=True)
-                    whole = cost("quantize", source, "--format", fmt, "-o", out, "-q")
-                    found[name].append((whole[0] - idle[0], whole[1] - idle[1]))
-            plain = found.pop("plain matrices")
-            for name, costs in found.items():
-                ratios = [statistics.median(own[at] / base[at] for own, base in zip(costs, plain, strict=True)) for at in (0, 1)]
-                bar = f"<= {BARS[name]} {'met' if ratios[1] <= BARS[name] else 'NOT MET'}"
-                rows.append((fmt, name, *(f"{ratio:.2f}" for ratio in ratios), bar))
-    print(table(("format", "source", "time", "processor time", "bar"), rows))
-
-
-if __name__ == "__main__":
-    main()
+        rows = [row for fmt in (("nvfp4",) if is_quick else ("nvfp4", "mxfp4")) for row in rows_of(fmt, sources, out)]
+    about = (
+        "What `quantize` costs for the same weights stored in another way, beside plain bf16 matrices; start-up taken off, warm"
+        f" files in memory, {3 * EXPERTS * HIDDEN * INNER / 1e6:.0f}M weights, medians of {ROUNDS} interleaved rounds. An FP8 source"
+        " has half the bytes: per byte of it, twice these figures."
+    )
+    return [Section("Sources", about, ("format", "source", "times the seconds"), tuple(rows), "times the CPU s", is_floor=False)]

@@ -78,8 +78,8 @@ def peers_of(fmt: str, originals: dict[str, Tensor], folder: Path) -> dict[str, 
     found: dict[str, dict[str, Tensor]] = {}
     for python, names in ((sys.executable, HERE[fmt]), (ROOT / ".venv-peers" / "bin" / "python", ELSEWHERE)):
         words = [f"{name}_{fmt}" for name in names]
-        script = Path(__file__).with_name("peers.py")
-        subprocess.run([python, script, source, folder / "peers.safetensors", *words], check=True, stdout=subprocess.DEVNULL)
+        command = [python, "-P", ROOT / "benchmarks" / "peers.py", "values", source, folder / "peers.safetensors", *words]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         values = load_file(folder / "peers.safetensors")
         found |= {name: {key: values[f"{name}_{fmt}/{key}"] for key in originals} for name in names}
     return found

@@ -1,0 +1,236 @@
+"""The benchmarks' page and gate: made of the same rows, a loss is found in either direction, and nothing is left out silently.
+
+Decides nothing about speed; the kernels are measured by make bench.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+import gate  # noqa: E402 - they stand beside the package
+import gpu_results  # noqa: E402
+import libraries  # noqa: E402
+import measure  # noqa: E402
+from sections import Row, Section, as_document, from_document, printed  # noqa: E402
+
+
+def imported(name: str):
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+bench = imported("bench")
+
+FAST = Section(
+    "Kernels",
+    "About them.",
+    ("compiler", "kernel", "GB/s"),
+    (
+        Row(("gcc", "amax"), ("33.1",), 0.996, 1.0, judged_decimals=2),
+        Row(("gcc", "quantize"), ("7.1",), 0.215, 0.22),
+        Row(("gcc", "copy"), ("9.9",), 112.4),
+        Row(("clang", "amax"), ("no clang: pip install ziglang",)),
+    ),
+    "share of read",
+)
+SLOW = Section("Whole", "", ("checkpoint", "s"), (Row(("2 GB",), ("0.9",), 1.3, 1.8),), "ratio", is_floor=False)
+PAGE = """# GPU results
+
+NVIDIA Thing 9, target sm_999 with hardware conversion; 2026-01-02.
+driver 1.
+Repeat with `python benchmarks/gpu.py`.
+
+Medians.
+
+## Comparison
+
+All 3 kernels agree.
+
+## 256M elements, bf16
+
+| what | ms | GB/s | % of copy | bar | output |
+| --- | --- | --- | --- | --- | --- |
+| copy | 0.5000 | 2000 | 99.8 |  | not compared |
+| quantize_naive | 2.0000 | 300 | 15.0 |  | bytes equal |
+| quantize_nvfp4_bf16 | 0.4000 | 1900 | 93.1 | >= 92 met | bytes equal |
+
+## 64M elements, fp16
+
+| what | ms | GB/s | % of copy | bar | output |
+| --- | --- | --- | --- | --- | --- |
+| amax_fp16 | 0.1000 | 1900 | 96.9 | >= 97 NOT MET | equal |
+
+## Others, 64M elements, bf16
+
+| what | ms | GB/s | % of copy | bar | output |
+| --- | --- | --- | --- | --- | --- |
+| torchao nvfp4_quantize |  |  |  |  | ImportError: none |
+"""
+
+
+def scaled(section: Section, factor: float) -> Section:
+    rows = tuple(
+        Row(row.labels, row.cells, row.ratio and row.ratio * factor, row.bar, row.judged_decimals) for row in section.rows
+    )
+    return Section(section.title, section.about, section.headings, rows, section.ratio_heading, section.is_floor)
+
+
+def document_of(**parts: list[Section]) -> dict:
+    return {name: {"machine": "a machine", "sections": [as_document(each) for each in found]} for name, found in parts.items()}
+
+
+def test_a_table_has_figures_ratio_and_verdict():
+    lines = FAST.markdown().splitlines()
+    assert lines[:3] == ["## Kernels", "", "About them."]
+    assert lines[4:] == [
+        "| compiler | kernel | GB/s | share of read | bar |",
+        "| --- | --- | --- | --- | --- |",
+        "| gcc | amax | 33.1 | 0.996 | >= 1 met |",
+        "| gcc | quantize | 7.1 | 0.215 | >= 0.22 NOT MET |",
+        "| gcc | copy | 9.9 | 112 |  |",
+        "| clang | amax | no clang: pip install ziglang |  |  |",
+    ]
+    assert SLOW.markdown().splitlines()[-1] == "| 2 GB | 0.9 | 1.30 | <= 1.8 met |"
+
+
+def test_only_a_row_that_says_so_is_rounded_before_it_is_judged():
+    assert Row((), (), 0.994, 1.0, judged_decimals=2).judged(True) == ">= 1 NOT MET"
+    assert Row((), (), 0.2199, 0.22).judged(True) == ">= 0.22 NOT MET"
+
+
+@pytest.mark.parametrize(("ratio", "text"), [(None, ""), (0.0364, "0.036"), (1.014, "1.01"), (45.67, "45.7"), (1234.5, "1234")])
+def test_ratios_are_printed_with_three_digits(ratio, text):
+    assert printed(ratio) == text
+
+
+@pytest.mark.parametrize("section", [FAST, SLOW, Section("Bare", "No table.")])
+def test_a_section_is_the_same_after_json(section):
+    assert from_document(json.loads(json.dumps(as_document(section)))) == section
+
+
+@pytest.mark.parametrize(
+    ("factor", "lost"),
+    [
+        (1.0, []),
+        (0.76, []),
+        (0.74, ["Kernels / gcc / amax", "Kernels / gcc / quantize", "Kernels / gcc / copy"]),
+        (1.24, []),
+        (1.26, ["Whole / 2 GB"]),
+    ],
+)
+def test_a_loss_of_more_than_a_quarter_is_found_in_both_directions(factor, lost):
+    found = gate.compare([FAST, SLOW], [scaled(FAST, factor), scaled(SLOW, factor)])
+    assert len(found) == 4
+    assert [str(each).partition(":")[0] for each in found if each.is_lost] == lost
+
+
+def test_a_loss_is_told_with_both_ratios():
+    (only,) = gate.compare([SLOW], [scaled(SLOW, 2)])
+    assert str(only) == "Whole / 2 GB: 1.30 committed, 2.60 now (-100%)"
+
+
+def test_rows_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two rows are named Kernels / gcc / amax"):
+        gate.ratios([FAST, FAST])
+
+
+def test_one_part_replaces_its_own_rows_alone(tmp_path, monkeypatch):
+    path = tmp_path / "cpu.json"
+    bench.write(document_of(kernels=[FAST], conversion=[SLOW]), path)
+    monkeypatch.setattr(bench, "measure", lambda part, is_quick=False: [scaled(SLOW, 2)])
+    bench.bench(["conversion"], path)
+    document = json.loads(path.read_text())
+    assert document["kernels"] == json.loads(json.dumps(document_of(kernels=[FAST])["kernels"]))
+    assert document["conversion"]["sections"][0]["rows"][0][2] == 2.6
+    page = path.with_suffix(".md").read_text()
+    assert page == bench.page_of(document)
+    assert "| gcc | amax | 33.1 | 0.996 | >= 1 met |" in page
+    assert "| 2 GB | 0.9 | 2.60 | <= 1.8 NOT MET |" in page
+    assert "Of 3 ratios with a bar, 1 meet it and 2 do not" in page
+    assert "Part `startup`: not measured yet." in page
+
+
+def run_check(tmp_path, monkeypatch, *measured: Section) -> int:
+    """Exit status where the kernels measure so, one time after the other."""
+    path = tmp_path / "cpu.json"
+    bench.write(document_of(kernels=[FAST]), path)
+    turns = iter(measured)
+    monkeypatch.setattr(bench, "measure", lambda part, is_quick=False: [next(turns)] if is_quick else pytest.fail("not quick"))
+    return bench.check(["kernels"], path)
+
+
+def test_the_check_passes_where_nothing_is_lost(tmp_path, monkeypatch, capsys):
+    assert run_check(tmp_path, monkeypatch, scaled(FAST, 0.9)) == 0
+    assert "kernels: 3 ratios compared with a machine" in capsys.readouterr().out
+
+
+def test_the_check_fails_where_a_ratio_is_lost_twice(tmp_path, monkeypatch, capsys):
+    assert run_check(tmp_path, monkeypatch, scaled(FAST, 0.5), scaled(FAST, 0.6)) == 1
+    assert "LOST Kernels / gcc / quantize: 0.215 committed, 0.129 now (-40%)" in capsys.readouterr().out
+
+
+def test_a_loss_that_does_not_repeat_is_noise(tmp_path, monkeypatch):
+    assert run_check(tmp_path, monkeypatch, scaled(FAST, 0.5), FAST) == 0
+
+
+def test_the_check_fails_where_there_is_nothing_to_compare(tmp_path, monkeypatch, capsys):
+    assert run_check(tmp_path, monkeypatch, SLOW) == 1
+    assert "0 ratios compared" in capsys.readouterr().out
+
+
+def test_every_part_can_be_measured():
+    assert all((BENCHMARKS / f"{part}.py").is_file() for part in bench.PARTS)
+    assert set(bench.UNCHECKED) < set(bench.PARTS)
+
+
+@pytest.mark.skipif(not bench.RESULTS.exists(), reason="no committed figures yet: make bench")
+def test_the_committed_page_is_that_of_the_committed_figures():
+    document = bench.read(bench.RESULTS)
+    assert bench.RESULTS.with_suffix(".md").read_text(encoding="utf-8") == bench.page_of(document)
+
+
+def test_gpu_pages_give_the_naive_kernel_beside_the_shipped_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_results, "RESULTS", tmp_path)
+    (none,) = gpu_results.sections(False)
+    assert none.about.startswith("No GPU results yet: `make gpu`")
+    (tmp_path / "gpu-thing-9.md").write_text(PAGE)
+    (section,) = gpu_results.sections(False)
+    assert section.title == "GPU: NVIDIA Thing 9"
+    assert "2026-01-02" in section.about
+    assert [row.labels[1] for row in section.rows] == ["copy", "quantize_naive", "quantize_nvfp4_bf16", "torchao nvfp4_quantize"]
+    assert section.verdicts() == [">= 0.92 met"]
+    assert section.rows[1].ratio == 0.15
+    assert section.rows[3] == Row(("Others, 64M elements, bf16", "torchao nvfp4_quantize"), ("", "", "ImportError: none"))
+
+
+def test_turns_are_taken_and_the_first_is_not_counted():
+    turns = iter(range(100))
+    ours, theirs = measure.in_turn(lambda: next(turns), lambda: next(turns), rounds=3, clock=lambda work: work())
+    assert (ours, theirs) == ((2, 4, 6), (3, 5, 7))
+    assert measure.median_ratio((2.0, 9.0, 4.0), (1.0, 1.0, 1.0)) == 4
+
+
+def test_the_compiler_of_a_library_is_read_from_it(tmp_path):
+    library = tmp_path / "libcpu.so"
+    library.write_bytes(b"\0GCC: (Debian 12.2.0-14) 12.2.0\0")
+    assert libraries.compiler_of(library) == ("gcc", "12.2.0")
+    library.write_bytes(b"\0GCC: (Debian 12.2.0-14) 12.2.0\0clang version 19.1.7\0")
+    assert libraries.compiler_of(library) == ("clang", "19.1.7")
+
+
+def test_a_missing_compiler_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None if name == "ziglang" else name)
+    monkeypatch.setattr(libraries, "ROOT", tmp_path)
+    with pytest.raises(libraries.UnavailableError, match=r"no clang: .*pip install cmake ziglang"):
+        libraries.built_by_the_other(libraries.installed())
