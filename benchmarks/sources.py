@@ -114,7 +114,7 @@ def sections(is_quick: bool) -> list[Section]:
         rows = [row for fmt in (("nvfp4",) if is_quick else ("nvfp4", "mxfp4")) for row in rows_of(fmt, sources, out)]
     about = (
         "What `quantize` costs for the same weights stored in another way, beside plain bf16 matrices; start-up taken off, warm"
-        f" files in memory, {3 * EXPERTS * HIDDEN * INNER / 1e6:.0f}M weights, medians of {ROUNDS} interleaved rounds. An FP8 source"
+        f" files in memory, {3 * EXPERTS * HIDDEN * INNER / 1e6:.0f}M weights, medians of {ROUNDS} rounds in turn. An FP8 source"
         " has half the bytes: per byte of it, twice these figures."
     )
     return [Section("Sources", about, ("format", "source", "times the seconds"), tuple(rows), "times the CPU s", is_floor=False)]
