@@ -49,7 +49,7 @@ golden: $(VENV)/test.stamp bench-peers
 	.venv-peers/bin/python tests/golden/generate.py fouroversix_nvfp4
 	$(BIN)/python tests/golden_plans.py
 
-# Fills the tables of docs/*.md that are made of the code itself.
+# Fills the tables of docs/*.md that are made of the code itself, or taken from benchmarks/results.
 docs: $(VENV)/test.stamp
 	$(BIN)/python docs/tables.py --write
 
@@ -58,11 +58,14 @@ pictures: demo
 	$(BIN)/fp4convert verify MiniLM-NVFP4 --source $(MINILM) --report build/report.html
 	$(BIN)/python docs/pictures.py build/report.html
 
-# Writes benchmarks/results/cpu.md (of cpu.json, which bench-check reads) and hub.md; one part: python benchmarks/bench.py PART.
+# Writes benchmarks/results/cpu.md (of cpu.json, which bench-check reads), hub.md and scaling.md, and takes tables of docs from them.
+# One part of cpu.md: python benchmarks/bench.py PART.
 bench: $(VENV)/test.stamp bench-peers
 	$(PIP_INSTALL) cmake ziglang
 	$(BIN)/python benchmarks/bench.py
 	$(BIN)/python benchmarks/hub.py
+	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python docs/tables.py --write
 
 # Measures the ratios again, some minutes, and fails where one is more than 25 % worse than committed. Run it before a release.
 bench-check: $(VENV)/test.stamp

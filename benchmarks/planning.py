@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 from measure import ROOT, table, verdict
 
+from fp4convert.shard import DTYPE_BITS
+
 COMMAND = Path(sys.executable).with_name("fp4convert")
 HIDDEN, EXPERT, HEADS, VOCABULARY = 7168, 1408, 64, 163840
 LAYERS, EXPERTS, SHARDS = 86, 384, 400
@@ -50,15 +52,22 @@ def tensors(layers: int, experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def write_checkpoint(folder: Path, layers: int = LAYERS, experts: int = EXPERTS, shards: int = SHARDS) -> int:
-    """A bf16 checkpoint of holes, in shards of equal size, with its index; returns the number of its tensors."""
-    listed = list(tensors(layers, experts))
-    total = sum(2 * math.prod(shape) for _, shape in listed)
+    """A bf16 checkpoint of holes; returns the number of its tensors."""
+    listed = [(name, "BF16", shape) for name, shape in tensors(layers, experts)]
+    write_holes(folder, CONFIG, listed, shards)
+    return len(listed)
+
+
+def write_holes(folder: Path, config: dict[str, object], listed: list[tuple[str, str, tuple[int, ...]]], shards: int) -> None:
+    """A checkpoint of holes: name, dtype and shape of every tensor, in shards of equal size, with its index."""
+    sizes = [DTYPE_BITS[dtype] // 8 * math.prod(shape) for _, dtype, shape in listed]
+    total = sum(sizes)
     weight_map: dict[str, str] = {}
     entries: dict[str, object] = {}
     end = written = number = 0
-    for name, shape in listed:
-        begin, end = end, end + 2 * math.prod(shape)
-        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    for (name, dtype, shape), nbytes in zip(listed, sizes, strict=True):
+        begin, end = end, end + nbytes
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         if (written + end) * shards >= total * (number + 1):
             number += 1
             file = f"model-{number:05d}-of-{shards:05d}.safetensors"
@@ -66,8 +75,7 @@ def write_checkpoint(folder: Path, layers: int = LAYERS, experts: int = EXPERTS,
             write_hole(folder / file, entries, end)
             entries, end, written = {}, 0, written + end
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return len(listed)
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def write_hole(path: Path, entries: dict[str, object], nbytes: int) -> None:

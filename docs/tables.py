@@ -1,5 +1,8 @@
 """make docs: fills what stands between `<!-- made: NAME -->` and `<!-- end -->` in docs/*.md from the code itself.
 
+What stands after `<!-- measured: FILE, HEADING -->` are the tables below that heading of benchmarks/results/FILE, and where they
+were measured.
+
 python docs/tables.py            # prints the pages that differ, exits 1 where one does
 python docs/tables.py --write    # replaces them
 """
@@ -22,6 +25,8 @@ from fp4convert.spelling import Form
 
 DOCS = Path(__file__).parent
 MADE = re.compile(r"(?<=<!-- made: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+MEASURED = re.compile(r"(?<=<!-- measured: )([\w.-]+), ([^\n]+?)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+RESULTS = DOCS.parent / "benchmarks" / "results"
 ROWS, COLUMNS = 256, 128  # of the matrix that dialects are shown with
 TILE = (256, 8)  # of scale bytes that layouts are shown with
 SHOWN_ROWS, SHOWN_BLOCKS = (0, 1, 2, 7, 8, 31, 32, 33, 127, 128), (0, 1, 2, 3, 4, 7)
@@ -129,9 +134,32 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
 }
 
 
+def measured(results: str, heading: str) -> Iterator[str]:
+    """The tables below a heading of a page of results, and the line that says where they were measured; KeyError for none."""
+    lines = results.splitlines()
+    first = next((at for at, line in enumerate(lines, 1) if line.lstrip("#").strip() == heading and line.startswith("#")), None)
+    after = lines[first:] if first is not None else []
+    last = next((at for at, line in enumerate(after) if line.startswith("#")), len(after))
+    rows = [line for line in after[:last] if line.startswith("|")]
+    if not rows:
+        raise KeyError(heading)
+    yield from rows
+    yield ""
+    told = (line for line in after if line.startswith("Part "))  # of a page of several parts, each of a day of its own
+    yield next(told, None) or next(line for line in lines if line and not line.startswith("#"))
+
+
 def filled(text: str) -> str:
-    """A page with what is made made anew; KeyError for a part that nothing makes."""
-    return MADE.sub(lambda found: "".join((found[1], found[2], *(f"{line}\n" for line in PARTS[found[1]]()))), text)
+    """A page with what is made made anew; KeyError for a part that nothing makes, or that was not measured."""
+
+    def made(found: re.Match[str]) -> str:
+        return "".join((found[1], found[2], *(f"{line}\n" for line in PARTS[found[1]]())))
+
+    def taken(found: re.Match[str]) -> str:
+        lines = measured((RESULTS / found[1]).read_text(encoding="utf-8"), found[2])
+        return "".join((found[1], ", ", found[2], found[3], *(f"{line}\n" for line in lines)))
+
+    return MEASURED.sub(taken, MADE.sub(made, text))
 
 
 def main(arguments: list[str]) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(DOCS))
-from tables import MADE, PARTS, filled, offsets  # noqa: E402
+from tables import MADE, PARTS, filled, measured, offsets  # noqa: E402
 
 from fp4convert.layout import LAYOUTS  # noqa: E402
 
@@ -24,6 +24,39 @@ def test_tables_are_up_to_date(page: Path) -> None:
 def test_every_table_is_used_once() -> None:
     used = [found[1] for page in PAGES for found in MADE.finditer(page.read_text(encoding="utf-8"))]
     assert sorted(used) == sorted(PARTS)
+
+
+RESULTS = """# Speed
+
+Some processor, 2 cores.
+
+## First
+
+Words.
+
+| a | b |
+| --- | --- |
+| 1 | 2 |
+
+## Second
+
+| c |
+| --- |
+| 3 |
+"""
+
+
+def test_measured_tables_are_those_below_their_heading() -> None:
+    assert list(measured(RESULTS, "First")) == ["| a | b |", "| --- | --- |", "| 1 | 2 |", "", "Some processor, 2 cores."]
+    assert list(measured(RESULTS, "Second"))[:3] == ["| c |", "| --- |", "| 3 |"]
+    assert list(measured(RESULTS + "\nPart `b`: elsewhere.\n", "First"))[-1] == "Part `b`: elsewhere."
+    with pytest.raises(KeyError):
+        list(measured(RESULTS, "Third"))
+
+
+def test_a_page_with_another_figure_than_the_results_is_found() -> None:
+    page = (DOCS / "performance.md").read_text(encoding="utf-8")
+    assert filled(re.sub(r"\d+ s \|", "7777 s |", page)) == page
 
 
 @pytest.mark.parametrize("page", [*PAGES, DOCS.parent / "README.md"], ids=lambda page: page.name)
