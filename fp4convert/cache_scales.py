@@ -14,19 +14,22 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fp4convert.artifact import Artifact
-from fp4convert.calibration_file import Calibration
-from fp4convert.codings import Linear
 from fp4convert.dialects import MODULES, dialect_named
 from fp4convert.errors import InputError
 from fp4convert.formats import E4M3_MAX
-from fp4convert.linears import Linears
 from fp4convert.reading import Finding
-from fp4convert.recipe import Recipe
 from fp4convert.shard import TensorRef, TensorSpec
 from fp4convert.sources import Source
-from fp4convert.tasks import Draft
+
+if TYPE_CHECKING:  # of plans, which `inspect` has none of
+    from fp4convert.calibration_file import Calibration
+    from fp4convert.codings import Linear
+    from fp4convert.linears import Linears
+    from fp4convert.recipe import Recipe
+    from fp4convert.tasks import Draft
 
 WORDS = ("fp8",)
 KEYS_VALUES = (("k_proj", "v_proj"), ("wk", "wv"))  # names of linear layers that make what a cache holds
@@ -54,6 +57,8 @@ def plan_cache(source: Source, linears: Linears, recipe: Recipe, calibration: Ca
 
     Raises InputError for models that have no cache with two scales a layer, and for a calibration that says nothing of one
     """
+    from fp4convert.tasks import Draft
+
     word, endings = recipe.target.kv_cache, dialect_named(str(recipe.target.dialect)).TRAITS.cache_scales
     if word is None:
         return Cache()

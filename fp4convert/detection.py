@@ -24,6 +24,7 @@ from fp4convert.formats import Format
 from fp4convert.layout import LAYOUTS, LINEAR, Layout
 
 Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 # q, w and p: the sizes of heads and of their parts
 RUNS = (1, 2, *range(4, 64, 4), *range(64, 128, 8), *range(128, 257, 16), 320, 384, 512)
@@ -40,6 +41,7 @@ LEAST_CELL = 4
 LEAST_VARIANCE = 1e-6  # of log2; below it a matrix is constant
 ACCIDENT, ACCIDENT_SCALES = 0.05, 4096  # standard deviation of a share by accident; the matrix in which it is sqrt(2) of that
 AGREEMENT, CONTRADICTION = 2.5, 5.0  # standard deviations by which every rival is beaten: linear as declared, and otherwise
+CERTAINTY, ENOUGH = 15.0, 4  # so many, for the declared layout after so many matrices or their doubles, end the search
 CONTRARY = 0.1  # of the lead over a rival, the part that other matrices may take back
 DECODERS: dict[str, Callable[[Bytes], Float32s]] = {"fp8_e4m3": decode_e4m3, "e8m0": decode_e8m0}
 
@@ -85,26 +87,39 @@ class _Contest:
 def detect_layout(matrices: Iterable[StoredScales], declared: str) -> str | None:
     """The layout, of those in LAYOUTS, that all matrices together lie in; None where they do not say.
 
-    matrices  are taken one by one; a layout that has another number of bytes for one of them is out
+    matrices  are taken one by one until all doubt is gone; a layout that has another number of bytes for one of them is out
     declared  what the artifact says; where that is linear, as almost all are, less evidence confirms it
     """
-    for name, level in evidence(matrices).items():
+    for name, level in evidence(matrices, declared).items():
         if level >= (AGREEMENT if name == declared == LINEAR.name else CONTRADICTION):
             return name
     return None
 
 
-def evidence(matrices: Iterable[StoredScales]) -> dict[str, float]:
-    """By how many standard deviations each layout beats all others and no structure at all; -inf where it does not fit."""
+def evidence(matrices: Iterable[StoredScales], declared: str = "") -> dict[str, float]:
+    """By how many standard deviations each layout beats all others and no structure at all; -inf where it does not fit.
+
+    declared  the layout that the rest of the matrices is not asked about once it is certain; one of another name never is, for
+              they may rule it out
+    """
     contest = _Contest()
     fits = np.ones(len(LAYOUTS), bool)
+    looked = 0
     for position, matrix in enumerate(matrices):
         fits &= [matrix.stored.size == math.prod(layout.padded(matrix.shape)) for layout in LAYOUTS.values()]
         if _is_looked_at(position) and fits.any() and _says_anything(matrix):
-            readings = zip(LAYOUTS.values(), fits, strict=True)
-            shares = [_shares(_sample(matrix, layout)) if is_fit else np.zeros(STRUCTURES) for layout, is_fit in readings]
-            contest.add(np.array(shares), min(math.prod(matrix.shape), SAMPLE))
+            shares = np.zeros((len(LAYOUTS), STRUCTURES))
+            readings = [_sample(matrix, layout) for layout, is_fit in zip(LAYOUTS.values(), fits, strict=True) if is_fit]
+            shares[fits] = _shares(np.stack(readings, axis=1))
+            contest.add(shares, min(math.prod(matrix.shape), SAMPLE))
+            looked += 1
+            if looked >= ENOUGH and looked.bit_count() == 1 and _level(contest, fits, declared) >= CERTAINTY:
+                break
     return dict(zip(LAYOUTS, contest.levels(fits).tolist(), strict=True))
+
+
+def _level(contest: _Contest, fits: NDArray[np.bool_], name: str) -> float:
+    return float(contest.levels(fits)[list(LAYOUTS).index(name)]) if name in LAYOUTS else -math.inf
 
 
 def _is_looked_at(position: int) -> bool:
@@ -143,34 +158,76 @@ def _log2(scale_dtype: str) -> Float32s:
 
 
 def _shares(x: Float32s) -> Floats:
-    """Shares of the variance that each structure explains: rows and columns, then those of RUNS, then those of PERIODS."""
-    rows, blocks = x.shape
-    shares = [_share(x.sum(axis=1), blocks, x) + _share(x.sum(axis=0), rows, x)]
-    for run in RUNS:
-        shares += _cell_shares(x, x[: rows // run * run].reshape(-1, run, blocks).sum(axis=1), run)
-    for period in PERIODS:
-        shares += _cell_shares(x, x[: rows // period * period].reshape(-1, period, blocks).sum(axis=0), rows // period)
-    return np.array(shares)
+    """(readings, STRUCTURES) shares of the variance that is explained: rows and columns, then those of RUNS, then of PERIODS.
+
+    x  (rows, readings, blocks): the same scales, read in several layouts; float64 sums are exact enough for differences of them
+    """
+    rows, readings, blocks = x.shape
+    doubles = x.astype(np.float64)
+    joined, starts = _join_blocks(doubles)
+    above = np.zeros((rows + 1, *joined.shape[1:]))  # the sums of all rows above
+    np.cumsum(joined, axis=0, out=above[1:])
+    members = np.array([*RUNS, *(rows // period for period in PERIODS)])
+    groups = np.array([*(rows // run for run in RUNS), *PERIODS])
+    cells = [np.diff(above[: rows // run * run + 1 : run], axis=0) for run in RUNS]
+    cells += [_join_blocks(sums)[0] for sums in _period_sums(doubles)]
+    power = np.add.reduceat(np.array([np.einsum("ijk,ijk->jk", sums, sums) for sums in cells]), starts, axis=-1)
+    total = np.add.reduceat(above[members * groups], starts, axis=-1)
+    squares = _squares_above(doubles, len(starts))
+    by_rows = np.square(joined[..., :blocks].sum(axis=-1)).sum(axis=0)
+    by_columns = np.square(above[-1, :, :blocks]).sum(axis=-1)
+    sides = ((by_rows, (rows, blocks)), (by_columns, (blocks, rows)))
+    shares = np.zeros((readings, len(members), WIDEST.bit_length()))
+    for column in range(len(starts)):
+        cell, beside = (members << column)[:, None], blocks >> column
+        sums = squares[members * groups, :, column], total[..., column], power[..., column]
+        share = _share(*sums, (groups[:, None] * beside, cell))
+        shares[..., column] = np.where(cell < LEAST_CELL, 0, np.where(2 * cell >= blocks, share, share / FINE)).T
+    both = sum(_share(squares[-1, :, 0], total[0, :, 0], one, shape) for one, shape in sides)
+    return np.concatenate((np.reshape(both, (readings, 1)), shares.reshape(readings, -1)), axis=1)
 
 
-def _cell_shares(x: Float32s, row_sums: Float32s, members: int) -> list[float]:
-    """What cells of 1, 2, 4, ... WIDEST blocks explain, of x summed over the `members` rows of each group."""
-    x = x[: members * len(row_sums)]
-    shares, sums, width = [], row_sums, 1
-    while width <= WIDEST:
-        cell = members * width
-        share = _share(sums, cell, x[:, : sums.shape[1] * width]) if cell >= LEAST_CELL else 0.0
-        shares.append(share if 2 * cell >= x.shape[1] else share / FINE)
-        even = sums.shape[1] // 2 * 2
-        sums, width = sums[:, 0:even:2] + sums[:, 1:even:2], 2 * width
-    return shares
+def _join_blocks(x: Floats) -> tuple[Floats, list[int]]:
+    """Sums over 1, 2, 4, ... WIDEST neighbours in every row, side by side, and where each width begins."""
+    parts, starts = [x], [0]
+    while len(parts) < WIDEST.bit_length() and (even := parts[-1].shape[-1] // 2 * 2):
+        starts.append(starts[-1] + parts[-1].shape[-1])
+        parts.append(parts[-1][..., 0:even:2] + parts[-1][..., 1:even:2])
+    return np.concatenate(parts, axis=-1), starts
 
 
-def _share(sums: Float32s, members: int, x: Float32s) -> float:
-    """The share of x's variance between cells of `members` elements each, whose sums are given; not below 0."""
-    if sums.size < 2 or members < 2:
-        return 0.0
-    squares, total = float(np.vdot(x, x)), float(sums.sum())
-    variance = (squares - total * total / x.size) / (x.size - 1)
-    within = (squares - float(np.vdot(sums, sums)) / members) / (x.size - sums.size)
-    return max(1 - within / variance, 0.0) if variance > LEAST_VARIANCE else 0.0
+def _period_sums(x: Floats) -> list[Floats]:
+    """For each of PERIODS, the sums over every period-th row, of as many rows as are whole periods: each from its double."""
+    rows, widest = len(x), PERIODS[-1]
+    found = [x[: rows // widest * widest].reshape(-1, widest, *x.shape[1:]).sum(axis=0)]
+    for period in PERIODS[-2::-1]:
+        begin, end = (rows // count * count for count in (2 * period, period))
+        sums = found[-1][:period] + found[-1][period:]
+        found.append(sums + x[begin:end] if begin < end else sums)
+    return found[::-1]
+
+
+def _squares_above(x: Floats, widths: int) -> Floats:
+    """(rows + 1, readings, widths) sums of squares of all rows above, of as many blocks as are whole cells of 1, 2, 4, ..."""
+    squares, blocks = np.square(x), x.shape[-1]
+    counts = [blocks >> width << width for width in range(widths)]
+    sums = {count: squares[..., :count].sum(axis=-1) for count in set(counts)}
+    above = np.zeros((len(x) + 1, x.shape[1], widths))
+    np.cumsum(np.stack([sums[count] for count in counts], axis=-1), axis=0, out=above[1:])
+    return above
+
+
+def _share(squares: Floats, total: Floats, power: Floats, shape: tuple[Integers | int, Integers | int]) -> Floats:
+    """The share of the variance between cells; not below 0, and 0 where there are not two cells of two elements.
+
+    squares, total  the sums of the squares of all elements, and of all elements
+    power           the sum of the squares of the cells' sums
+    shape           (cells, elements of each)
+    """
+    cells, members = np.asarray(shape[0]), np.asarray(shape[1])
+    count = cells * members
+    with np.errstate(divide="ignore", invalid="ignore"):
+        variance = (squares - total * total / count) / (count - 1)
+        within = (squares - power / members) / (count - cells)
+        share = np.where(variance > LEAST_VARIANCE, np.maximum(1 - within / variance, 0), 0)
+    return np.where((cells > 1) & (members > 1), share, 0)

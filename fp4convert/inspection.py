@@ -26,12 +26,10 @@ from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Format,
 from fp4convert.layout import LAYOUTS, arrange_scales
 from fp4convert.ledger import read_recorded
 from fp4convert.numbered import join_names
-from fp4convert.reading import Finding, Level
+from fp4convert.reading import UNSAID, Finding, Level, idle_scales
 from fp4convert.recipe import group_members, model_recipe, scale_group
 from fp4convert.record import MIXED, describe_form
-from fp4convert.respelling import UNSAID, idle_scales
 from fp4convert.sources import Source, stopping
-from fp4convert.suspicion import suspect
 
 ALL_NBYTES, SAMPLE_NBYTES = 64 << 20, 48 << 20  # of block scales: read whole up to the first, else about the second
 REMOTE_NBYTES, REMOTE_MODULES = 16 << 20, 96  # of a repository on the Hub: a download of seconds, whatever its size
@@ -39,6 +37,7 @@ LOOK_NBYTES = 1 << 16  # of a module's codes, where scales are zero
 REQUESTS = 8  # at once
 SMALLEST_AMAX, LARGEST_AMAX = 2.0**-20, 2.0**16  # that weights have; fp16 ends at 65504
 ZEROS_SHARE = 0.01  # of blocks; what rounding to zero leaves in honest artifacts is less
+SPREAD = 8  # modules apart are those whose layout is judged one after the other
 FEW_SCALES, LOWEST_BYTE = 6, 0x40  # E4M3 scales are many, or small, or powers of two
 WIDE_OCTAVES = 8  # between the 5th and the 95th percentile of the block scales of a matrix
 LARGEST_E4M3 = 0x7E  # 448, which the block with the largest weight of a scale group has
@@ -69,6 +68,8 @@ def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[st
     findings = [*artifact.findings, *_check_names(artifact), *_check_idle(artifact), *check_scales(artifact, chosen)]
     detected = detect_layout(_stored_scales(artifact, chosen), artifact.scale_layout)
     if source is not None:
+        from fp4convert.suspicion import suspect
+
         suspicion = suspect(artifact, source, chosen)
         if not any(finding.level == "error" for finding in suspicion.findings):
             findings = [finding for finding in findings if finding.code not in GUESSED]
@@ -130,10 +131,10 @@ def _beside(artifact: Artifact, modules: Sequence[str]) -> list[str]:
     return [module for module in artifact.modules if module in modules or scale_group(module, groups) in keys]
 
 
-def _stored_scales(artifact: Artifact, modules: Iterable[str]) -> Iterator[StoredScales]:
-    """Block scales as they are stored, where they have a tensor of their own."""
+def _stored_scales(artifact: Artifact, modules: Sequence[str]) -> Iterator[StoredScales]:
+    """Block scales as they are stored, where they have a tensor of their own; the first of them are from everywhere."""
     layout = LAYOUTS.get(artifact.scale_layout)
-    for module in modules:
+    for module in (module for first in range(SPREAD) for module in modules[first::SPREAD]):
         if layout is None or artifact.modules[module].stem != module:
             continue
         q = artifact.decode(module)

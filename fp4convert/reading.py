@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,6 +14,7 @@ from fp4convert.spelling import SCALE_DTYPES, Form, Group, parents_of
 from fp4convert.stacks import pieces_of
 
 Level = Literal["error", "warning", "note"]
+UNSAID = "not every four-bit module has one, or the record says nothing of them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +157,17 @@ def form_finder(groups: Sequence[Group]) -> Callable[[str], Form | None]:
         return found or next((form for pattern, form in patterns if matches(pattern, module)), None)
 
     return find
+
+
+def idle_scales(modules: Mapping[str, Packed], cache_scales: Collection[str], has_inputs: bool) -> list[str]:
+    """Scales beside four-bit modules that mean nothing for the artifact as a whole: only some modules have input scales.
+
+    has_inputs  all of them have
+    """
+    names = (
+        ref.name
+        for packed in modules.values()
+        for ref in packed.companions
+        if ref not in packed.refs or (packed.form.has_input_scale and not has_inputs)
+    )
+    return [name for name in names if name not in cache_scales]

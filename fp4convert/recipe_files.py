@@ -12,12 +12,14 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.abc import Traversable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp4convert.errors import InputError
 from fp4convert.recipe_rules import NAMED, ExpertsRule, FoldRule, FormatRule, KeepRule, OnlyRule, StackRule
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 DEFAULT = "default"  # the file that every model has
 STACK_ORDERS, STACK_ROWS = ("out_in", "in_out"), ("concatenated", "interleaved")

@@ -13,6 +13,7 @@ from fp4convert.dialects import Dialect, Ignored, Packed, dialect_to_write, form
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
 from fp4convert.plan import kept_modules, notes_on, refuse_other_container
+from fp4convert.reading import UNSAID, idle_scales
 from fp4convert.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_group
 from fp4convert.shard import DTYPE_BITS, TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
@@ -20,7 +21,6 @@ from fp4convert.stacks import Slot
 from fp4convert.tasks import Draft, Plan, Task, Writing, refuse_collisions
 
 DTYPES = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}  # a user's word -> safetensors' name
-UNSAID = "not every four-bit module has one, or the record says nothing of them"
 
 
 def plan_dequantize(
@@ -125,20 +125,6 @@ def _kept(ref: TensorRef, writing: Writing) -> TensorSpec:
     if ref.name not in writing.renamed or writing.dialect is None or ref.elements != 1:
         return TensorSpec(writing.renamed.get(ref.name, ref.name), ref.dtype, ref.shape)
     return TensorSpec(writing.renamed[ref.name], ref.dtype, writing.dialect.TRAITS.scalars.shape)
-
-
-def idle_scales(modules: Mapping[str, Packed], cache_scales: Collection[str], has_inputs: bool) -> list[str]:
-    """Scales beside four-bit modules that mean nothing for the artifact as a whole: only some modules have input scales.
-
-    has_inputs  all of them have
-    """
-    names = (
-        ref.name
-        for packed in modules.values()
-        for ref in packed.companions
-        if ref not in packed.refs or (packed.form.has_input_scale and not has_inputs)
-    )
-    return [name for name in names if name not in cache_scales]
 
 
 def _place(modules: dict[str, Packed], dialect: Dialect) -> dict[str, Stored]:

@@ -6,16 +6,13 @@ the file of the artifact that holds its tensor, else at the artifact's record; t
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from fp4convert.artifact import Artifact
-from fp4convert.explanations import explanations
 from fp4convert.papers import Paper, check_place, write_paper
 from fp4convert.record import RECORD
 from fp4convert.render import escape
@@ -51,6 +48,9 @@ def write_sarif(path: Path | None, artifact: Artifact, findings: Findings) -> No
 
 def make_sarif(artifact: Artifact, findings: Findings) -> dict[str, object]:
     """The document."""
+    import hashlib
+    from importlib.metadata import version
+
     codes = list(dict.fromkeys(str(finding["code"]) for finding in findings))
     driver = {"name": "fp4convert", "version": version("fp4convert"), "rules": [_rule(code) for code in codes]}
     place = _Places(artifact)
@@ -70,6 +70,8 @@ def make_sarif(artifact: Artifact, findings: Findings) -> dict[str, object]:
 
 
 def _rule(code: str) -> dict[str, object]:
+    from fp4convert.explanations import explanations
+
     known = explanations()[code]
     told = {"shortDescription": {"text": known.meaning}, "help": {"text": known.remedy}}
     return {"id": code, **told, "defaultConfiguration": {"level": known.levels[0]}}

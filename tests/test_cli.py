@@ -29,7 +29,7 @@ COMMANDS = (
     "analyze",
     "calibrate",
 )
-HEAVY = ("torch", "cupy", "transformers", "huggingface_hub", "safetensors", "compressed_tensors", "modelopt")
+HEAVY = ("torch", "cupy", "transformers", "huggingface_hub", "httpx2", "plotly", "safetensors", "compressed_tensors", "modelopt")
 
 
 @pytest.fixture
@@ -223,15 +223,21 @@ def test_conversion_and_inspection_load_nothing_heavy(source, artifact, tmp_path
     for arguments in (
         ("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out"),
         ("quantize", source, "--format", "nvfp4", "--dry-run"),
-        ("inspect", artifact),
         ("verify", artifact, "--source", source),
     ):
         assert modules_after(*arguments).isdisjoint(HEAVY), arguments
 
 
+@pytest.mark.parametrize("words", [("inspect",), ("verify",), ("quantize", "--format", "nvfp4", "--dry-run")])
+def test_what_only_looks_does_not_load_what_typer_checks_values_with(words, source, artifact):
+    command, *options = words
+    place = source if command == "quantize" else artifact
+    assert modules_after(command, place, *options).isdisjoint((*HEAVY, "pydantic"))
+
+
 def test_help_and_version_load_no_numpy():
-    for arguments in (("--help",), ("--version",), ("quantize", "--help"), ("verify", "--help")):
-        assert modules_after(*arguments).isdisjoint((*HEAVY, "numpy", "ml_dtypes"))
+    for arguments in (("--help",), ("--version",), ("quantize", "--help"), ("verify", "--help"), ("explain", "--help")):
+        assert modules_after(*arguments).isdisjoint((*HEAVY, "numpy", "ml_dtypes", "pydantic", "rich"))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -262,7 +268,7 @@ class Cleared:
 def app(standalone_mode):
     Cleared()
     time.sleep(20)
-cli.app = app
+cli.make_app = lambda called: app
 cli.main()
 """
 
@@ -313,3 +319,13 @@ def test_a_recipe_file_is_followed_and_a_wrong_one_is_bad_usage(source, tmp_path
         outcome = run("quantize", source, "--format", "nvfp4", option, word, "--dry-run", "--json")
         assert (outcome.code, outcome.json["error"]["exit"]) == (2, 2)
         assert word in outcome.json["error"]["message"]
+
+
+@pytest.mark.parametrize("words", [("--", "inspect"), ("inspect",)])
+def test_a_command_is_found_wherever_its_word_stands(words, artifact):
+    assert run(*words, artifact).code == 0
+
+
+def test_a_word_that_is_no_command_is_refused_with_the_nearest_one():
+    outcome = run("inspekt", "x")
+    assert (outcome.code, "Did you mean 'inspect'" in outcome.err) == (2, True)

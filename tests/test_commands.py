@@ -15,7 +15,7 @@ from checkpoints import LAYER, read_folder, run, write_llama
 from made_up_inputs import calibrate
 
 import fp4convert
-from fp4convert.cli import app
+from fp4convert.cli import make_app
 from fp4convert.commands import calibrating, judging, making, studying
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +46,7 @@ def test_words_and_defaults_are_those_of_the_command_line(command):
     parameters = reflection.signature(function).parameters
     known = {name: value.default for name, value in parameters.items() if name != "options"}
     extra = set(further.__annotations__) if further else set()
-    options = {option.name: option for option in typer.main.get_command(app).commands[command].params}
+    options = {option.name: option for option in typer.main.get_command(make_app()).commands[command].params}
     assert set(options) - SCREEN - extra - set(known) == set()
     assert (set(known) | extra) - set(options) <= PYTHON
     for name, default in known.items():
@@ -56,7 +56,7 @@ def test_words_and_defaults_are_those_of_the_command_line(command):
 
 def test_every_command_that_computes_has_its_function():
     tells = {"doctor", "recipes", "explain"}  # these show what is known
-    assert set(typer.main.get_command(app).commands) - tells == set(WORDS)
+    assert set(typer.main.get_command(make_app()).commands) - tells == set(WORDS)
     assert all(getattr(fp4convert, name) is function for name, (function, _) in WORDS.items())
 
 

@@ -13,7 +13,7 @@ import pytest
 import typer
 from checkpoints import Tensor, run, weight, write_single
 
-from fp4convert.cli import app
+from fp4convert.cli import make_app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -78,7 +78,7 @@ def example_commands() -> list[str]:
 @pytest.mark.parametrize("command", example_commands())
 def test_every_command_is_one(command):
     name, *arguments = shlex.split(command)
-    typer.main.get_command(app).commands[name].make_context(name, arguments)
+    typer.main.get_command(make_app()).commands[name].make_context(name, arguments)
 
 
 def fp8_blocks(seed: int) -> dict[str, Tensor]:

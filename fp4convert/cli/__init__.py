@@ -7,37 +7,36 @@ Exit codes: 0 done, 1 our bug, 2 bad input or usage, 3 source unreachable or cha
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+from collections.abc import Callable, Collection
+from inspect import getdoc
 from typing import Annotated, NoReturn
 
 import typer
 
 from fp4convert.cli import judging, making, studying
+from fp4convert.cli.words import Command, Group
 from fp4convert.errors import Fp4Error, InputError, Interrupted
 from fp4convert.stops import Stopped, listen
 from fp4convert.streams import sturdy_streams
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: half the time, and the same everywhere
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Turn a checkpoint into NVFP4 or MXFP4 safetensors that inference engines load.",
-)
-app.command("quantize")(making.quantize_command)
-app.command("inspect")(judging.inspect_command)
-app.command("verify")(judging.verify_command)
-app.command("compare")(judging.compare_command)
-app.command("dequantize")(making.dequantize_command)
-app.command("merge")(making.merge_command)
-app.command("analyze")(studying.analyze_command)
-app.command("calibrate")(studying.calibrate_command)
-app.command("prune")(making.prune_command)
-app.command("explain")(judging.explain_command)
-app.command("doctor")(judging.doctor_command)
-app.command("recipes")(judging.recipes_command)
-app.command("transcode")(making.transcode_command)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "quantize": making.quantize_command,
+    "inspect": judging.inspect_command,
+    "verify": judging.verify_command,
+    "compare": judging.compare_command,
+    "dequantize": making.dequantize_command,
+    "merge": making.merge_command,
+    "analyze": studying.analyze_command,
+    "calibrate": studying.calibrate_command,
+    "prune": making.prune_command,
+    "explain": judging.explain_command,
+    "doctor": judging.doctor_command,
+    "recipes": judging.recipes_command,
+    "transcode": making.transcode_command,
+}
 
 
 def _version(wanted: bool) -> None:
@@ -48,11 +47,33 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     pass
+
+
+def make_app(called: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
+    """The command line.
+
+    called  the commands that need their options; of others only names and help are read, which takes a tenth of the time
+    """
+    made = typer.Typer(
+        cls=Group,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # plain help: half the time, and the same everywhere
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help="Turn a checkpoint into NVFP4 or MXFP4 safetensors that inference engines load.",
+    )
+    made.callback()(_options)
+    for name, command in COMMANDS.items():
+        made.command(name, cls=Command, help=getdoc(command))(command if name in called else _uncalled)
+    return made
+
+
+def _uncalled() -> None:
+    """Stands for a command that the words do not name."""
 
 
 def main() -> None:
@@ -64,7 +85,7 @@ def main() -> None:
 
 def _main() -> None:
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(make_app(_called(sys.argv[1:]))(standalone_mode=False))
     except Fp4Error as error:
         _fail(error)
     except Stopped as stopped:
@@ -77,6 +98,12 @@ def _main() -> None:
         if not message:  # the bare command: its help has been printed
             sys.exit(InputError.exit_code)
         _fail(InputError("usage", message, "See: fp4convert --help."))
+
+
+def _called(words: list[str]) -> Collection[str]:
+    """The command that the words call; every one where a shell asks what completes them."""
+    is_asked = any(name.startswith("_") and name.endswith("_COMPLETE") for name in os.environ)
+    return tuple(COMMANDS) if is_asked else [word for word in words if word in COMMANDS][:1]
 
 
 def _without_token(arguments: list[str]) -> list[str]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
-from fp4convert import comparison, inspection, verification
 from fp4convert.artifact import open_artifact
-from fp4convert.calibration_file import open_calibration
 from fp4convert.commands import AccessOptions, Reference, access_of, as_path, check_words, ignore, original_access
-from fp4convert.page import check_page, write_report
 from fp4convert.sarif import check_sarif, write_sarif
 from fp4convert.sources import Source, open_original
-from fp4convert.verification import Gate, Outputs, Report
+
+if TYPE_CHECKING:  # what each command loads when it runs
+    from fp4convert.verification import Report
 
 
 class InspectOptions(AccessOptions, total=False):
@@ -59,6 +58,8 @@ def inspect(
     Returns   what `inspect --json` prints; `healthy` is False where the command exits with 6
     Raises    Fp4Error: InputError where it is no artifact, SourceError and AccessError from the Hub
     """
+    from fp4convert import inspection
+
     check_words(options, InspectOptions)
     sarif = as_path(options.get("sarif"))
     check_sarif(sarif)
@@ -85,6 +86,10 @@ def verify(
     Returns   tensors, summary and findings; `passed` is False where the command exits with 6
     Raises    Fp4Error, as `inspect` does; InputError for a gate without a source
     """
+    from fp4convert import verification
+    from fp4convert.calibration_file import open_calibration
+    from fp4convert.page import check_page, write_report
+
     check_words(options, VerifyOptions)
     page = as_path(options.get("report"))
     sarif = as_path(options.get("sarif"))
@@ -93,8 +98,9 @@ def verify(
     calibration = as_path(options.get("calibration"))
     known = None if calibration is None else open_calibration(calibration)
     opened, original = open_artifact(os.fspath(artifact), access_of(options)), _original(source, options)
-    asked = Outputs(known) if options.get("outputs") or known else None
-    report = verification.verify(opened, original, Gate(min_sqnr, max_nmse, options.get("max_output_error")), asked)
+    asked = verification.Outputs(known) if options.get("outputs") or known else None
+    gate = verification.Gate(min_sqnr, max_nmse, options.get("max_output_error"))
+    report = verification.verify(opened, original, gate, asked)
     for line in write_report(page, opened, original, report):
         options.get("tell", ignore)(line)
     write_sarif(sarif, opened, report.as_json()["findings"])
@@ -109,6 +115,10 @@ def compare(a: Reference, b: Reference, *, source: Reference, **options: Unpack[
     Returns  what `compare --json` prints
     Raises   Fp4Error, as `inspect` does; InputError for an artifact that is not sound, or of another source
     """
+    from fp4convert import comparison
+    from fp4convert.calibration_file import open_calibration
+    from fp4convert.verification import Outputs
+
     check_words(options, CompareOptions)
     known = None if (calibration := as_path(options.get("calibration"))) is None else open_calibration(calibration)
     pair = open_artifact(os.fspath(a), access_of(options)), open_artifact(os.fspath(b), access_of(options))
