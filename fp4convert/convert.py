@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -34,7 +31,7 @@ from fp4convert.recipe_rules import FormatRule
 from fp4convert.record import RECORD, Contents, folds_recorded, make_record, stacks_recorded, unquantized
 from fp4convert.respelling import DTYPES, plan_dequantize, plan_transcode
 from fp4convert.smoothing import Smoother
-from fp4convert.sources import Source
+from fp4convert.sources import Source, uncollected
 from fp4convert.sources.naming import index_file
 from fp4convert.tasks import Plan
 from fp4convert.template import Framed, place_modules
@@ -139,18 +136,6 @@ def _recipe_for(source: Source, request: Request, calibration: Calibration | Non
     stacks = (request.stack_order, request.stack_rows)
     choice = Choice(request.recipe, request.include, request.exclude, *stacks, request.keep_packed)
     return build_recipe(target, source.checkpoint.config, choice)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Meanwhile no cycles are looked for: among the millions of objects of a plan, which stay, that takes a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:

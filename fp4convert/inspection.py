@@ -22,7 +22,7 @@ from fp4convert.cache_scales import check_cache, describe_cache
 from fp4convert.codec import FLOAT_DTYPES, block_steps
 from fp4convert.detection import StoredScales, detect_layout
 from fp4convert.dialects import Packed
-from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Format, Quantized, row_panels
+from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Format, Kind, Quantized, row_panels
 from fp4convert.layout import LAYOUTS, arrange_scales
 from fp4convert.ledger import read_recorded
 from fp4convert.numbered import join_names
@@ -151,9 +151,10 @@ def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
         findings += _judge_histogram(artifact, module, histogram)
     for fmt in {form.format for form in artifact.forms}:
         findings += _judge_dtype(fmt, [each for each in histograms.values() if each.format is fmt])
-    stored = read_global_scales(artifact, modules)
-    for module, scale in stored.items():
-        findings += _judge_global_scale(module, scale, is_divisor=artifact.decode(module).kind == "divisor")
+    found = _read_global_scales(artifact, modules)
+    for module, (scale, kind) in found.items():
+        findings += _judge_global_scale(module, scale, is_divisor=kind == "divisor")
+    stored = {module: scale for module, (scale, _) in found.items()}
     level: Level = "error" if artifact.spelling.TRAITS.shares_scales else "warning"
     for members in _unequal_groups(artifact, stored):
         detail = f"{', '.join(members)} have different global scales; engines that fuse them use only one"
@@ -175,8 +176,13 @@ def check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
 
 def read_global_scales(artifact: Artifact, modules: Sequence[str]) -> dict[str, float]:
     """module -> the global scale that it stores: of all modules, or from the Hub of these and those that share theirs."""
-    found = _each(artifact, lambda module: artifact.decode(module).global_scale, _beside(artifact, modules))
-    return {module: scale for module, scale in found.items() if scale is not None}
+    return {module: scale for module, (scale, _) in _read_global_scales(artifact, modules).items()}
+
+
+def _read_global_scales(artifact: Artifact, modules: Sequence[str]) -> dict[str, tuple[float, Kind]]:
+    """The same with what each is meant as."""
+    found = _each(artifact, artifact.decode, _beside(artifact, modules))
+    return {module: (q.global_scale, q.kind) for module, q in found.items() if q.global_scale is not None}
 
 
 def _check_others(artifact: Artifact) -> Iterator[Finding]:

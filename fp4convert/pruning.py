@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fp4convert.backends import open_backend, processors
 from fp4convert.calibration_file import Calibration
-from fp4convert.convert import index_text, uncollected
+from fp4convert.convert import index_text
 from fp4convert.dialects import Ignored
 from fp4convert.ending import as_text
 from fp4convert.errors import InputError
@@ -39,7 +39,7 @@ from fp4convert.plan import notes_on
 from fp4convert.recipe import Choice, Target, model_recipe
 from fp4convert.record import RECORD
 from fp4convert.shard import TensorRef, TensorSpec
-from fp4convert.sources import Checkpoint, Source
+from fp4convert.sources import Checkpoint, Source, uncollected
 from fp4convert.tasks import Action, Draft, Plan, Step, Task, Writing, module_of, refuse_collisions
 from fp4convert.workers import Settings
 

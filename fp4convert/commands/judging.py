@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from fp4convert.artifact import open_artifact
 from fp4convert.commands import AccessOptions, Reference, access_of, as_path, check_words, ignore, original_access
 from fp4convert.sarif import check_sarif, write_sarif
-from fp4convert.sources import Source, open_original
+from fp4convert.sources import Source, open_original, uncollected
 
 if TYPE_CHECKING:  # what each command loads when it runs
     from fp4convert.verification import Report
@@ -63,8 +63,9 @@ def inspect(
     check_words(options, InspectOptions)
     sarif = as_path(options.get("sarif"))
     check_sarif(sarif)
-    opened = open_artifact(os.fspath(artifact), access_of(options))
-    description = inspection.inspect(opened, _original(source, options), full)
+    with uncollected():
+        opened = open_artifact(os.fspath(artifact), access_of(options))
+        description = inspection.inspect(opened, _original(source, options), full)
     write_sarif(sarif, opened, description["findings"])
     return description
 

@@ -235,6 +235,7 @@ class Dialect(Protocol):
         """True where engines that read these records would take the module for an ordinary one."""
 
 
+@cache
 def dialect_named(name: str) -> Dialect:
     """The dialect of that name; InputError names the known ones."""
     if name not in MODULES:

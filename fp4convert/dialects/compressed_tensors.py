@@ -28,7 +28,7 @@ from fp4convert.dialects import (
     whole,
 )
 from fp4convert.formats import FP8, INT4, MXFP4, NVFP4, Format
-from fp4convert.patterns import matches
+from fp4convert.patterns import matches, matches_any
 from fp4convert.shard import TensorRef
 from fp4convert.spelling import (
     ACTIVATIONS_FP4,
@@ -274,6 +274,5 @@ def _judge_scheme(weights: Json, targets: object) -> Iterator[Doubt]:
 def is_ignored(clues: Clues, module: str) -> bool:
     """`ignore` holds exact names, names of classes, and expressions after "re:" that are matched from the start."""
     patterns = strings(clues.record.get("ignore"))
-    return "Linear" in patterns or any(
-        pattern == module or (pattern.startswith("re:") and matches(pattern, module)) for pattern in patterns
-    )
+    expressions = tuple(pattern for pattern in patterns if pattern.startswith("re:"))
+    return "Linear" in patterns or module in patterns or matches_any(expressions, module)

@@ -5,6 +5,7 @@ A source makes a Checkpoint of what it finds (addresses, no data) with the check
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -139,6 +140,18 @@ def stopping(*sources: Source) -> Iterator[None]:
         for source in sources:
             source.stop()
         raise
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Meanwhile no cycles are looked for: among the many objects of headers and plans that takes a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def open_source(reference: str, access: Access | None = None, may_be_empty: bool = False) -> Source:
