@@ -88,6 +88,7 @@ class LocalSource:
         if len(mapped) != expected:
             detail = f"{file} changed while it was read: it had {expected} bytes and now has {len(mapped)}"
             raise SourceError("source-changed", detail, "Run the command again once it stays as it is.")
+        mapped.madvise(mmap.MADV_SEQUENTIAL)  # read ahead of a page that is missing, not around it
         return mapped
 
     def has_file(self, file: str) -> bool:
