@@ -1,160 +1,164 @@
 """A whole conversion against its own lawful costs, and its memory against the checkpoint's size.
 
-The reference reads the source, writes and fsyncs as many bytes as the artifact has, and hashes them; the latter two on as
-many threads as the conversion uses.
+The lawful costs: read the source once, write as many bytes as the artifact has, fsync them, hash them; writing and hashing
+on as many threads as the conversion has.  They are done in this process, so that they have no start-up.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-import threading
-import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-from measure import paired, table, verdict
+from disk import file_system, files_of, make_cold, make_warm
+from llamas import HIDDEN, MLP, make_checkpoint
+from processes import COMMAND, Cost, cost_here, median_of, ratio_of, run, take_turns
+from sections import Row, Section
 
-COMMAND = Path(sys.executable).with_name("fp4convert")
-HIDDEN, MLP, KEYS = 4096, 14336, 1024  # Llama-3.1-8B's matrices
+GIGABYTES = 4
 ROUNDS = 5
 THREADS = len(os.sched_getaffinity(0))
-MATRICES = {
-    **{"self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (KEYS, HIDDEN), "self_attn.v_proj": (KEYS, HIDDEN)},
-    **{"self_attn.o_proj": (HIDDEN, HIDDEN), "mlp.gate_proj": (MLP, HIDDEN), "mlp.up_proj": (MLP, HIDDEN)},
-    "mlp.down_proj": (HIDDEN, MLP),
-}
-LAYER_NBYTES = 2 * sum(rows * columns for rows, columns in MATRICES.values())
+BAR = 1.3  # times the lawful costs, by rule amax
+SLOWEST_SEARCH = 3  # times the plain rule
+SIZES = ((1, "mse"), (4, "mse"), (8, "mse"), (4, "amax"))  # GB, rule: of the peak of memory
+CACHES: dict[str, Callable[[Path], None]] = {"warm": make_warm, "cold": make_cold}
 
 
-def make_checkpoint(folder: Path, gigabytes: float) -> None:
-    """bf16 layers of Llama-3.1-8B's shapes, random, in shards of about 1 GB."""
-    folder.mkdir(parents=True)
-    noise = np.random.default_rng(0).standard_normal(1 << 24, np.float32) * np.float32(0.02)
-    pattern = (noise.view(np.uint32) >> 16).astype(np.uint16)
-    layers = max(1, round(gigabytes * 1e9 / LAYER_NBYTES))
-    weight_map = {}
-    for shard, group in enumerate(np.array_split(np.arange(layers), max(1, round(gigabytes)))):
-        file = f"model-{shard + 1:05d}.safetensors"
-        shapes = {f"model.layers.{layer}.{name}.weight": shape for layer in group for name, shape in MATRICES.items()}
-        write_shard(folder / file, shapes, pattern)
-        weight_map |= dict.fromkeys(shapes, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16"}))
+def words_of(source: Path, output: Path, rule: str, fmt: str = "nvfp4") -> list[object]:
+    """The command that is measured."""
+    return [COMMAND, "quantize", source, "--format", fmt, "--scale-rule", rule, "-o", output, "-q", "--device", "cpu"]
 
 
-def write_shard(path: Path, shapes: dict[str, tuple[int, int]], pattern: np.ndarray) -> None:
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + 2 * shape[0] * shape[1]]}
-        end = header[name]["data_offsets"][1]
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # as safetensors itself aligns
-    with path.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for number, (rows, columns) in enumerate(shapes.values()):
-            out.write(np.resize(np.roll(pattern, -number * 7919), rows * columns).tobytes())
-
-
-def convert(source: Path, output: Path, fmt: str = "nvfp4", rule: str = "amax") -> None:
+def convert(source: Path, output: Path, rule: str, fmt: str = "nvfp4", is_watched: bool = False) -> Cost:
+    """What it takes to write a new folder."""
     shutil.rmtree(output, ignore_errors=True)
-    words = ["quantize", source, "--format", fmt, "--scale-rule", rule, "-o", output, "-q"]
-    subprocess.run([COMMAND, *words], check=True, stdout=subprocess.DEVNULL)
+    return run(words_of(source, output, rule, fmt), is_watched)
 
 
-def lawful_costs(source: Path, artifact: Path, scratch: Path) -> None:
-    """Read every source byte; write and fsync the artifact's bytes; hash them."""
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    for path in sorted(source.glob("*.safetensors")):
-        subprocess.run(["cat", path], stdout=subprocess.DEVNULL, check=True)
-    shards = sorted(artifact.glob("*.safetensors"))
+class LawfulCosts:
+    """Read every source byte; write the artifact's bytes, which are in memory already; hash them."""
 
-    def write_and_hash(path: Path) -> str:
-        data = path.read_bytes()
-        with (scratch / path.name).open("wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        return hashlib.sha256(data).hexdigest()
+    def __init__(self, source: Path, artifact: Path, scratch: Path) -> None:
+        self._source = source
+        self._shards = {path.name: path.read_bytes() for path in files_of(artifact) if path.suffix == ".safetensors"}
+        self._scratch = scratch
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(write_and_hash, shards))
+    def done(self, is_flushed: bool) -> Cost:
+        """What they take, with fsync or without it."""
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.mkdir()
+        return cost_here(lambda: self._do(is_flushed))
 
+    def _do(self, is_flushed: bool) -> None:
+        subprocess.run(["cat", *files_of(self._source)], stdout=subprocess.DEVNULL, check=True)
 
-def peak_anonymous_memory(source: Path, output: Path) -> int:
-    """Highest RssAnon in bytes, polled every 5 ms while the command runs."""
-    shutil.rmtree(output, ignore_errors=True)
-    words = [COMMAND, "quantize", source, "--format", "nvfp4", "-o", output, "-q"]
-    process = subprocess.Popen([str(word) for word in words], stdout=subprocess.DEVNULL)
-    peak, ended = 0, threading.Event()
-    while not ended.wait(0.005):
-        try:
-            status = Path(f"/proc/{process.pid}/status").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            break
-        line = next((line for line in status.splitlines() if line.startswith("RssAnon")), None)
-        peak = max(peak, int(line.split()[1]) * 1024) if line else peak
-        if process.poll() is not None:
-            ended.set()
-    if process.wait():
-        raise SystemExit("the conversion failed")
-    return peak
+        def write_and_hash(name: str) -> str:
+            with (self._scratch / name).open("wb") as out:
+                out.write(self._shards[name])
+                if is_flushed:
+                    out.flush()
+                    os.fsync(out.fileno())
+            return hashlib.sha256(self._shards[name]).hexdigest()
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(write_and_hash, self._shards))
 
 
-def report() -> str:
-    scratch = Path(tempfile.mkdtemp(prefix="fp4convert-bench-"))
-    try:
-        return f"{_speed(scratch)}\n{_memory(scratch)}"
-    finally:
-        shutil.rmtree(scratch)
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for as long as something is measured, on the disk that holds temporary files."""
+    with tempfile.TemporaryDirectory(prefix="fp4convert-bench-") as folder:
+        yield Path(folder)
 
 
-def _speed(scratch: Path) -> str:
-    source, output = scratch / "source", scratch / "output"
-    make_checkpoint(source, 2)
-    convert(source, output)
-    reference = scratch / "reference"
-    shutil.copytree(output, reference)
-    work = paired(lambda: convert(source, output), lambda: lawful_costs(source, reference, scratch / "written"), ROUNDS)
-    ours, theirs, ratio = work
-    row = ["2 GB bf16, warm", f"{ours:.2f}", f"{theirs:.2f}", f"{ratio:.2f}", verdict(ratio, 1.8, is_floor=False)]
-    headings = ["checkpoint", "quantize s", "read + write + fsync + sha256 s", "ratio", "bar"]
-    text = f"## A whole conversion, {THREADS} threads, start-up included\n\nRule amax.\n\n{table(headings, [row])}\n"
-    rows = [[fmt, plain, *_searched(source, output, fmt, plain)] for fmt, plain in (("nvfp4", "amax"), ("mxfp4", "even"))]
-    shutil.rmtree(source)
-    headings = ["format", "other rule", "rule mse s", "the other s", "ratio", "bar"]
-    return f"{text}\nThe least squared error instead, of the same checkpoint:\n\n{table(headings, rows)}\n"
-
-
-def _searched(source: Path, output: Path, fmt: str, plain: str) -> list[str]:
-    ours, theirs, ratio = paired(lambda: convert(source, output, fmt, "mse"), lambda: convert(source, output, fmt, plain), ROUNDS)
-    return [f"{ours:.2f}", f"{theirs:.2f}", f"{ratio:.2f}", verdict(ratio, 3, is_floor=False)]
-
-
-def _memory(scratch: Path) -> str:
-    largest = 2 * HIDDEN * MLP
-    allowed = 150e6 + THREADS * largest / 16
-    rows = []
-    for gigabytes in (1, 4, 8):
-        source = scratch / f"source-{gigabytes}"
-        make_checkpoint(source, gigabytes)
-        started = time.perf_counter()
-        peak = peak_anonymous_memory(source, scratch / "output")
-        taken = time.perf_counter() - started
+def sections(is_quick: bool) -> list[Section]:
+    """Quick: rule amax from the cache alone."""
+    with scratch_folder() as scratch:
+        source, output = scratch / "source", scratch / "output"
+        make_checkpoint(source, GIGABYTES)
+        found = [
+            _speed(source, output, scratch, ("warm",) if is_quick else tuple(CACHES), ("amax",) if is_quick else ("amax", "mse"))
+        ]
+        found += [] if is_quick else [_search(source, output)]
         shutil.rmtree(source)
-        rows.append(
-            [f"{gigabytes} GB", f"{peak / 1e6:.0f}", f"{taken:.1f}", verdict(peak / 1e6, round(allowed / 1e6), is_floor=False)]
-        )
-    headings = ["checkpoint", "peak RssAnon MB", "seconds", "bar: 150 MB + 1/16 of the largest tensor a worker"]
-    return f"## Memory\n\n{table(headings, rows)}\n"
+        return found if is_quick else [*found, _memory(scratch)]
+
+
+def _speed(source: Path, output: Path, scratch: Path, caches: tuple[str, ...], rules: tuple[str, ...]) -> Section:
+    convert(source, output, "amax")
+    costs = LawfulCosts(source, output, scratch / "written")
+    rows = []
+    for cache in caches:
+        done = _rounds(source, output, costs, CACHES[cache], rules)
+        rows += [_row(cache, rule, flushed, done) for rule in rules for flushed in ("fsync", "no fsync")]
+    about = (
+        f"{GIGABYTES} GB of bf16 to NVFP4, {THREADS} threads, {file_system(scratch)}, start-up included, beside `cat` of the"
+        " source, writing as many bytes as the artifact has, and their sha256, on as many threads, without start-up; medians of"
+        f" {ROUNDS}. `quantize` has no switch for fsync: when it ends, the artifact is on the disk, whatever it is compared with."
+    )
+    headings = ("cache", "rule", "the other's writing", "quantize s", "the other s", "quantize CPU-s", "the other CPU-s")
+    return Section("A whole conversion", about, headings, tuple(rows), "times the other", is_floor=False)
+
+
+def _rounds(
+    source: Path, output: Path, costs: LawfulCosts, ready: Callable[[Path], None], rules: tuple[str, ...]
+) -> dict[str, list[Cost]]:
+    """All in turn, each after the source was made ready."""
+
+    def after(work: Callable[[], Cost]) -> Callable[[], Cost]:
+        def do() -> Cost:
+            ready(source)
+            return work()
+
+        return do
+
+    works = {rule: after(lambda rule=rule: convert(source, output, rule)) for rule in rules}
+    works |= {how: after(lambda how=how: costs.done(how == "fsync")) for how in ("fsync", "no fsync")}
+    return take_turns(works, ROUNDS)
+
+
+def _row(cache: str, rule: str, flushed: str, done: dict[str, list[Cost]]) -> Row:
+    pair = done[rule], done[flushed]
+    cells = [f"{median_of(costs, what):.2f}" for what in ("seconds", "cpu_seconds") for costs in pair]
+    bar = BAR if (rule, flushed) == ("amax", "fsync") else None
+    return Row((cache, rule, flushed), tuple(cells), ratio_of(*pair), bar)
+
+
+def _search(source: Path, output: Path) -> Section:
+    rows = []
+    for fmt, plain in (("nvfp4", "amax"), ("mxfp4", "even")):
+        works = {rule: lambda rule=rule, fmt=fmt: convert(source, output, rule, fmt) for rule in ("mse", plain)}
+        done = take_turns(works, ROUNDS)
+        cells = tuple(f"{median_of(done[rule]):.2f}" for rule in ("mse", plain))
+        rows.append(Row((fmt, plain), cells, ratio_of(done["mse"], done[plain]), SLOWEST_SEARCH))
+    about = f"The same checkpoint by rule mse and by another, medians of {ROUNDS}."
+    headings = ("format", "other rule", "mse s", "the other s")
+    return Section("The least squared error", about, headings, tuple(rows), "times the other", is_floor=False)
+
+
+def _memory(scratch: Path) -> Section:
+    allowed = 150e6 + THREADS * 2 * HIDDEN * MLP / 16
+    rows = []
+    for gigabytes, rule in SIZES:
+        source = scratch / "source"
+        make_checkpoint(source, gigabytes)
+        done = convert(source, scratch / "output", rule, is_watched=True)
+        shutil.rmtree(source)
+        cells = (f"{done.seconds:.1f}", f"{done.anonymous_nbytes / 1e6:.0f}")
+        rows.append(Row((f"{gigabytes} GB", rule), cells, done.anonymous_nbytes / allowed, 1))
+    about = (
+        f"The highest RssAnon of one run, as a share of what is allowed: {allowed / 1e6:.0f} MB, which is 150 MB and 1/16 of the"
+    )
+    about += " largest tensor for each worker."
+    headings = ("checkpoint", "rule", "seconds", "peak RssAnon MB")
+    return Section("Memory", about, headings, tuple(rows), "of what is allowed", is_floor=False)
 
 
 if __name__ == "__main__":
-    print(report())
+    print("\n\n".join(section.markdown() for section in sections(is_quick=False)))

@@ -15,15 +15,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from conversion import COMMAND, HIDDEN, MLP, make_checkpoint
 from huggingface_hub import constants
+from llamas import HIDDEN, MLP, make_checkpoint
 from measure import ROOT, machine, seconds, table, verdict
+from processes import COMMAND, run
 
 from fp4convert.sources import Access, open_source
 
@@ -116,22 +116,6 @@ def quantize(output: Path) -> float:
     return float(json.loads(done.stdout)["seconds"])
 
 
-def peak_memory(words: list[str]) -> tuple[int, int]:
-    """Highest RssAnon, polled every 5 ms, and highest RSS of all (VmHWM) of a command, in bytes."""
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-    peaks = {"RssAnon": 0, "VmHWM": 0}
-    while process.poll() is None:
-        with suppress(OSError):
-            for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-                name, _, value = line.partition(":")
-                if name in peaks:
-                    peaks[name] = max(peaks[name], int(value.split()[0]) * 1024)
-        time.sleep(0.005)
-    if process.returncode:
-        raise SystemExit("the conversion failed")
-    return peaks["RssAnon"], peaks["VmHWM"]
-
-
 def _speed(source: Path, output: Path, is_copying: bool) -> list[str]:
     """Medians of rounds in which all three take turns."""
     with hub_of(source, is_copying=is_copying) as place:
@@ -164,7 +148,8 @@ def _memory(source: Path, output: Path) -> list[list[str]]:
     for options in (("--memory", MEMORY), (), ("--memory", MEMORY, "--transport", "xet")):
         chunks = source.parent / "chunks" if "xet" in options else None
         with hub_of(source, chunks=chunks):
-            anonymous, peak = (nbytes / 1e6 for nbytes in peak_memory(words_of(output, *options)))
+            done = run(words_of(output, *options), is_watched=True)
+        anonymous, peak = done.anonymous_nbytes / 1e6, done.peak_nbytes / 1e6
         judged = verdict(peak, round(bar), is_floor=False) if options == ("--memory", MEMORY) else ""
         rows.append([" ".join(map(str, options)) or "default", f"{anonymous:.0f}", f"{peak:.0f}", judged])
     return rows
