@@ -171,7 +171,11 @@ def find_not_finite_values(weights: Weights) -> str:
 def check_importance(rule: str, importance: Float32s | None) -> None:
     """InputError where rule importance has none, ValueError where another rule has some."""
     if rule == IMPORTANCE and importance is None:
-        raise InputError("no-importance", "scale rule importance needs second moments of the inputs", "Give --calibration FILE.")
+        raise InputError(
+            "no-importance",
+            "scale rule importance needs second moments of the inputs",
+            "Give --calibration FILE, or importance=.",
+        )
     if rule != IMPORTANCE and importance is not None:
         raise ValueError(f"importance for scale rule {rule}, which weighs nothing")
 

@@ -138,6 +138,11 @@ class Quantized:
     kind: Kind = "multiplier"
     compared: Compared | None = field(default=None, compare=False, repr=False)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copied and pickled with its bytes, but without `compared`."""
+        bits = bytes(self.packed), bytes(self.block_scales)
+        return _revived, (self.format.name, self.shape, bits, self.global_scale, self.kind)
+
     def rows(self, first: int, last: int) -> Quantized:
         """Rows first..last-1, sharing the same bytes."""
         columns = self.shape[1]
@@ -157,6 +162,10 @@ class Span(Protocol):
     def nbytes(self) -> int: ...
 
     def __getitem__(self, part: slice, /) -> memoryview: ...
+
+
+def _revived(format: str, shape: tuple[int, int], bits: tuple[bytes, bytes], global_scale: float | None, kind: Kind) -> Quantized:
+    return Quantized(FORMATS[format], shape, memoryview(bits[0]), memoryview(bits[1]), global_scale, kind)
 
 
 class Blocks(Protocol):

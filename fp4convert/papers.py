@@ -38,6 +38,10 @@ def check_place(path: Path, kind: Paper) -> None:
     if os.path.lexists(path) and not _is_earlier(path, kind):
         detail = f"{kind.option} {path} is there already, and is none that an earlier run wrote; nothing else is written over"
         raise OutputError("output-exists", detail, f"Choose another: {kind.option} {kind.example}.")
+    temp = _beside(path)
+    with told(path):
+        temp.touch()
+        temp.unlink()
 
 
 def _is_earlier(path: Path, kind: Paper) -> bool:
@@ -48,13 +52,19 @@ def _is_earlier(path: Path, kind: Paper) -> bool:
         return stream.read(len(opening)) == opening
 
 
+def _beside(path: Path) -> Path:
+    """Where it is written before it takes its name; a link is not replaced, but what it leads to."""
+    target = path.resolve()
+    return target.with_name(f".{target.name}.{os.getpid()}.tmp")
+
+
 def write_paper(path: Path, text: str, kind: Paper) -> None:
     """Write the file in UTF-8, in place of an earlier one; OutputError where it cannot be written, or something else is there."""
     check_place(path, kind)
-    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temp = _beside(path)
     with told(path):
         try:
             temp.write_text(text, encoding="utf-8")
-            os.replace(temp, path)
+            os.replace(temp, path.resolve())
         finally:
             temp.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from fp4convert.backends import Given
 from fp4convert.backends.cpu import Cpu
 from fp4convert.codec import FLOAT_DTYPES, LEAVE, Float32s, find_not_finite_values
 from fp4convert.errors import InputError, NumericError
-from fp4convert.formats import FLOAT_TYPES, Format, Matrix, Quantized, check_rule, format_named
+from fp4convert.formats import FLOAT_TYPES, IMPORTANCE, Format, Matrix, Quantized, check_rule, format_named
 from fp4convert.respelling import DTYPES
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def quantize_tensor(
     format: str,
     global_amax: float | None = None,
     scale_rule: str | None = None,
-    importance: Float32s | None = None,
+    importance: Float32s | torch.Tensor | None = None,
 ) -> Quantized:
     """Codes and scales of one matrix: the bytes that `quantize` writes for it.
 
@@ -71,16 +71,16 @@ def quantize_tensor(
     importance   (columns,) float32 second moments of the inputs, for rule importance
     Returns      Quantized in memory of its own, its global scale a multiplier: packed, rows * columns / 2 bytes, element 2i in
                  bits 0-3; block_scales, a byte a block, row-major
-    Raises       InputError for any other format, rule, type, dtype, device or shape, and for a global_amax below the largest
-                 of x; NumericError for NaN and infinity, with the first place
+    Raises       InputError for any other format, rule, type, dtype, device or shape, and for a global_amax that is no number or
+                 below the largest of x; NumericError for NaN and infinity, with the first place
     """
     fmt = format_named(format)
     rule = check_rule(fmt, scale_rule or fmt.default_rule)
     weights = _Held(_matrix_of(x, fmt))
     if found := find_not_finite_values(weights):
         raise NumericError("not-finite", f"the matrix has {found}; weights must be finite", LEAVE)
-    given = Given(_checked_amax(weights, fmt, global_amax), () if importance is None else (importance,))
-    if importance is not None and rule != "importance":
+    given = Given(_checked_amax(weights, fmt, global_amax), () if importance is None else (_moments(importance),))
+    if importance is not None and rule != IMPORTANCE:
         raise InputError("scale-rule", f"importance is given, and scale rule {rule} weighs nothing", "Leave it out.")
     rows, columns = weights.shape
     packed = np.empty(rows * columns // 2, np.uint8)
@@ -98,6 +98,8 @@ def dequantize_tensor(q: Quantized, dtype: str = "fp32") -> NDArray[Any]:
     dtype    fp32, bf16 (an array of ml_dtypes.bfloat16) or fp16
     Raises   InputError for any other; NumericError where a value is beyond its range
     """
+    if not isinstance(q, Quantized):
+        raise InputError("tensor-type", f"a {type(q).__module__}.{type(q).__qualname__} is given; expected a Quantized")
     if dtype not in DTYPES:
         raise InputError("unknown-dtype", f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
     panels = [np.frombuffer(panel, FLOAT_DTYPES[DTYPES[dtype]]) for panel in Cpu().dequantize_panels(q, DTYPES[dtype])]
@@ -110,17 +112,36 @@ def _checked_amax(weights: _Held, fmt: Format, global_amax: float | None) -> flo
         return None
     if not fmt.has_global_scale:
         raise InputError(
-            "global-amax", f"global_amax {global_amax:g} is given, and {fmt.name} has no global scale", "Leave it out."
+            "global-amax", f"global_amax {global_amax!r} is given, and {fmt.name} has no global scale", "Leave it out."
         )
-    own = Cpu().amax(weights.matrix)
+    own, found = Cpu().amax(weights.matrix), _number(global_amax)
     with np.errstate(over="ignore"):
-        narrow = float(np.float32(global_amax))
+        narrow = float(np.float32(found))
     if not own <= narrow < math.inf:
-        detail = (
-            f"global_amax is {global_amax:g}; expected a finite number, at least {own:g}, the largest magnitude of the matrix"
-        )
+        detail = f"global_amax is {found:g}; expected a finite number, at least {own:g}, the largest magnitude of the matrix"
         raise InputError("global-amax", detail, "Give the largest magnitude of all matrices that share the global scale.")
     return narrow
+
+
+def _number(global_amax: object) -> float:
+    """The number, infinity where it is beyond every float; InputError for what is none, or several."""
+    try:
+        if isinstance(global_amax, str) or np.ndim(global_amax):  # type: ignore[arg-type]
+            raise TypeError
+        return float(global_amax)  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        raise InputError("global-amax", f"global_amax is {global_amax!r:.60}; expected a number", "Give a float.") from None
+
+
+def _moments(importance: object) -> Float32s:
+    """The second moments as an array; InputError for what is none."""
+    try:
+        return np.asarray(getattr(importance, "detach", lambda: importance)(), np.float32)
+    except (TypeError, ValueError, RuntimeError):
+        kind = f"{type(importance).__module__}.{type(importance).__qualname__}"
+        raise InputError("importance-shape", f"importance is a {kind}; expected an array, one number to a column") from None
 
 
 def _matrix_of(x: object, fmt: Format) -> Matrix:
@@ -129,7 +150,7 @@ def _matrix_of(x: object, fmt: Format) -> Matrix:
     if isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray):
         return _numpy_matrix(x, _checked_shape(x.shape, fmt))
     if torch is not None and isinstance(x, torch.Tensor):
-        return _torch_matrix(x, _checked_shape(tuple(x.shape), fmt))
+        return _torch_matrix(x, fmt)
     raise InputError(
         "tensor-type", f"weights are a {type(x).__module__}.{type(x).__qualname__}; expected a NumPy array or a torch tensor"
     )
@@ -142,15 +163,21 @@ def _numpy_matrix(x: NDArray[Any], shape: tuple[int, int]) -> Matrix:
     return Matrix(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, names[x.dtype], shape)
 
 
-def _torch_matrix(x: torch.Tensor, shape: tuple[int, int]) -> Matrix:
+def _torch_matrix(x: torch.Tensor, fmt: Format) -> Matrix:
     names = {f"torch.{kind.config_name}": name for name, kind in FLOAT_TYPES.items()}
+    if str(x.layout) != "torch.strided" or x.is_nested:
+        layout = "nested" if x.is_nested else x.layout
+        raise InputError("tensor-layout", f"weights are {layout}; expected torch.strided", "Make them dense: x.to_dense().")
+    shape = _checked_shape(tuple(x.shape), fmt)
     if str(x.dtype) not in names:
         raise InputError("tensor-dtype", f"weights are {x.dtype}; {EXPECTED}", "Cast them: x.float().")
     if x.device.type != "cpu":
         raise InputError("tensor-device", f"weights are on {x.device}; expected cpu", "Move them: x.cpu().")
-    if str(x.layout) != "torch.strided":
-        raise InputError("tensor-layout", f"weights are {x.layout}; expected torch.strided", "Make them dense: x.to_dense().")
-    flat: NDArray[np.uint8] = x.detach().contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
+    try:
+        flat: NDArray[np.uint8] = x.detach().resolve_neg().contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
+    except RuntimeError:  # of a subclass, such as a FakeTensor
+        found = f"weights are a {type(x).__module__}.{type(x).__qualname__}, which holds no values in memory"
+        raise InputError("tensor-type", f"{found}; expected a plain torch tensor") from None
     return Matrix(flat.data, names[str(x.dtype)], shape)
 
 

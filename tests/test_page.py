@@ -172,6 +172,23 @@ def test_nothing_but_an_earlier_page_is_written_over(kind, source, artifact, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
+def test_a_link_to_an_earlier_page_stays_a_link(artifact, tmp_path):
+    page, link = tmp_path / "v.html", tmp_path / "latest.html"
+    assert run("verify", artifact, "--report", page).code == 0
+    link.symlink_to(page)
+    page.write_bytes(page.read_bytes()[:1000])
+    assert run("verify", artifact, "--report", link).code == 0
+    assert link.is_symlink()
+    assert document_of(page)
+
+
+def test_a_name_that_no_file_can_have_is_told_before_the_work(source, tmp_path):
+    name = tmp_path / ("x" * 250)
+    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--report", name, "--json")
+    assert (outcome.code, outcome.json["error"]["code"]) == (5, "cannot-write")
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_earlier_page_is_replaced(source, artifact, tmp_path):
     page = tmp_path / "v.html"
     for asked, how in (((), "recorded"), (("--source", source), "measured")):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from checkpoints import LAYER, read_folder, run, write_llama
 from safetensors.torch import load_file
 from test_codec import CASES, EXCLUDED, GOLDEN
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_formulas import decoded, e4m3, unpacked
 
 import fp4convert
@@ -118,6 +121,23 @@ def test_values_come_back_as_modelopt_reads_them(case):
     assert np.array_equal(narrow.astype(np.float32), expected.bfloat16().float().numpy())
 
 
+def test_a_tensor_that_torch_keeps_negated_is_what_it_says():
+    x = INPUTS["rand_fp32"].clone()
+    assert torch._neg_view(x).is_neg()
+    assert bytes(quantize_tensor(torch._neg_view(x), format="nvfp4").packed) == bytes(quantize_tensor(-x, format="nvfp4").packed)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_what_is_quantized_can_be_copied_and_pickled(format):
+    q = quantize_tensor(INPUTS["rand_fp32"], format=format)
+    assert pickle.loads(pickle.dumps(q)) == q == copy.deepcopy(q)
+
+
+def test_only_what_is_quantized_is_dequantized():
+    with pytest.raises(InputError, match=r"numpy\.ndarray is given; expected a Quantized"):
+        dequantize_tensor(X)
+
+
 def test_importance_weighs_columns():
     """A column that counts for everything is met as well as four bits can."""
     x = torch.randn((8, 64), generator=torch.Generator().manual_seed(1)).numpy()
@@ -127,6 +147,8 @@ def test_importance_weighs_columns():
         quantize_tensor(x, format="nvfp4"),
         quantize_tensor(x, format="nvfp4", scale_rule="importance", importance=heavy),
     )
+    for form in (heavy.tolist(), torch.from_numpy(heavy).requires_grad_()):
+        assert quantize_tensor(x, format="nvfp4", scale_rule="importance", importance=form) == weighed
     lost = [np.square(dequantize_tensor(q) - x) for q in (by_mse, weighed)]
     assert lost[1][:, 5].sum() < lost[0][:, 5].sum()
     assert lost[1].sum() > lost[0].sum()
@@ -160,6 +182,13 @@ REFUSED = [
     (X, {"global_amax": float("nan")}, "global-amax", "finite"),
     (X, {"global_amax": 1e39}, "global-amax", "finite"),
     (X, {"format": "mxfp4", "global_amax": 1.0}, "global-amax", "no global scale"),
+    (X, {"format": "mxfp4", "global_amax": "3"}, "global-amax", "no global scale"),
+    (X, {"global_amax": "3"}, "global-amax", "'3'; expected a number"),
+    (X, {"global_amax": [1.0]}, "global-amax", "expected a number"),
+    (X, {"global_amax": 10**400}, "global-amax", "is inf; expected a finite number"),
+    (X, {"scale_rule": "importance", "importance": "much"}, "importance-shape", "builtins.str"),
+    (torch.nested.nested_tensor([torch.ones(2, 64)], layout=torch.jagged), {}, "tensor-layout", "nested"),
+    (FakeTensorMode().from_tensor(torch.ones(2, 64)), {}, "tensor-type", "FakeTensor, which holds no values"),
 ]
 
 
