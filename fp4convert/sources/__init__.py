@@ -38,7 +38,7 @@ class Access:
     revision: str | None = None
     subfolder: str | None = None
     token: str | None = None
-    memory_nbytes: int = 1 << 30
+    memory_nbytes: int = 10**9
     tell: Callable[[str], None] = lambda line: None
     transport: str = "http"
     output: Path | None = None
