@@ -3,6 +3,7 @@
 import ast
 import inspect as reflection
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import typer
-from checkpoints import LAYER, read_folder, run, write_llama
+from checkpoints import LAYER, read_folder, run, write_checkpoint, write_llama
 from made_up_inputs import calibrate
+from test_pruning import DEEPSEEK, calibrated, deepseek_shards
 
 import fp4convert
 from fp4convert.cli import make_app
-from fp4convert.commands import calibrating, judging, making, studying
+from fp4convert.commands import AccessOptions, PartOptions, WorkOptions, calibrating, judging, making, studying
 
 ROOT = Path(__file__).parents[1]
 WORDS = {  # command -> the function that does it, and the class of its further words
@@ -31,6 +33,8 @@ WORDS = {  # command -> the function that does it, and the class of its further 
     "analyze": (studying.analyze, studying.AnalyzeOptions),
     "calibrate": (calibrating.calibrate, calibrating.CalibrateOptions),
 }
+PRUNED = {"output": "OUT", "calibration": "STATS", "keep": 4}
+GENERATED = {"output": "OUT", "self_generate": 4}
 SCREEN = {"json", "quiet", "dry_run", "help"}  # what is shown, and how
 PYTHON = {"tell", "warn", "phases", "memory", "transport"}  # of inspect and verify the last two
 
@@ -52,6 +56,25 @@ def test_words_and_defaults_are_those_of_the_command_line(command):
     for name, default in known.items():
         if name in options and default is not reflection.Parameter.empty:
             assert (options[name].default or None) == (default or None), name
+
+
+@pytest.mark.parametrize("command", [command for command, (_, further) in WORDS.items() if further])
+def test_defaults_that_docstrings_tell_are_those_of_the_command_line(command):
+    """`default N` and `word (default)`, of whatever has a default there; options of None say in words what comes then."""
+    further = WORDS[command][1]
+    options = {option.name: option.default for option in typer.main.get_command(make_app()).commands[command].params}
+    lines = [line.split(maxsplit=1) for kind in lineage(further) for line in kind.__doc__.splitlines()]
+    rows = {row[0]: row[1] for row in lines if len(row) == 2 and row[0] in options}
+    for word, default in options.items():
+        if word in further.__annotations__ and default not in (None, False):
+            told = re.search(r"default (\d+)|(\S+) \(default", rows[word])
+            assert type(default)(told[1] or told[2]) == default, word
+
+
+def lineage(further: type) -> list[type]:
+    """A class of words and those that it extends; TypedDict forgets them."""
+    shared = (AccessOptions, WorkOptions, PartOptions, judging.InspectOptions)
+    return [further, *(kind for kind in shared if kind.__annotations__.keys() <= further.__annotations__.keys())]
 
 
 def test_every_command_that_computes_has_its_function():
@@ -85,23 +108,42 @@ def plain(value: object) -> object:
 @pytest.mark.parametrize(
     ("work", "command", "words"),
     [
-        ("making.fulfil", "quantize SOURCE --format nvfp4", {"format": "nvfp4"}),
-        ("making.convert.dequantize", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
-        ("making.convert.transcode", "transcode ARTIFACT -o OUT --dialect quark", {"output": "OUT", "dialect": "quark"}),
-        ("studying.analysis.analyze", "analyze SOURCE", {}),
-        ("calibrating.calibration.calibrate", "calibrate SOURCE -o OUT --self-generate 4", {"output": "OUT", "self_generate": 4}),
+        ("commands.making.fulfil", "quantize SOURCE --format nvfp4", {"format": "nvfp4"}),
+        ("commands.making.convert.dequantize", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
+        ("commands.making.convert.transcode", "transcode ARTIFACT -o OUT --dialect quark", {"output": "OUT", "dialect": "quark"}),
+        ("commands.making.pruning.prune", "prune SOURCE -o OUT --calibration STATS --keep 4", PRUNED),
+        ("commands.making.ending.merge", "merge ARTIFACT", {}),
+        ("inspection.inspect", "inspect ARTIFACT", {}),
+        ("verification.verify", "verify ARTIFACT", {}),
+        ("comparison.compare", "compare ARTIFACT ARTIFACT --source SOURCE", {"b": "ARTIFACT", "source": "SOURCE"}),
+        ("commands.studying.analysis.analyze", "analyze SOURCE", {}),
+        ("commands.calibrating.calibration.calibrate", "calibrate SOURCE -o OUT --self-generate 4", GENERATED),
+        ("commands.making.open_quantized", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
+        ("commands.making.open_artifact", "transcode ARTIFACT -o OUT --dialect quark", {"output": "OUT", "dialect": "quark"}),
+        ("commands.making.open_source", "prune SOURCE -o OUT --calibration STATS --keep 4", PRUNED),
+        ("commands.judging.open_artifact", "inspect ARTIFACT", {}),
+        ("commands.judging.open_original", "inspect ARTIFACT --source SOURCE", {"source": "SOURCE"}),
+        ("commands.judging.open_artifact", "verify ARTIFACT", {}),
+        ("commands.judging.open_artifact", "compare ARTIFACT ARTIFACT --source SOURCE", {"b": "ARTIFACT", "source": "SOURCE"}),
+        ("commands.studying.open_source", "analyze SOURCE", {}),
+        ("commands.calibrating.open_source", "calibrate SOURCE -o OUT --self-generate 4", GENERATED),
     ],
 )
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_is_not_said_is_what_the_command_line_does_not_say(work, command, words, source, tmp_path, monkeypatch):
-    """Both come to the work with the same, where neither was told more than it needs."""
+    """Both come to the opening and to the work with the same, where neither was told more than it needs."""
     monkeypatch.chdir(tmp_path)
-    fp4convert.quantize(source, format="mxfp4", output="artifact")
-    places = {"SOURCE": str(source), "ARTIFACT": "artifact", "OUT": "out"}
+    if command.startswith("prune"):
+        source = write_checkpoint(tmp_path / "experts", deepseek_shards(), DEEPSEEK)
+        calibrated(source)
+    else:
+        fp4convert.quantize(source, format="mxfp4", output="artifact")
+    places = {"SOURCE": str(source), "ARTIFACT": "artifact", "OUT": "out", "STATS": "calibration.safetensors"}
 
     def stop(*arguments: object) -> None:
         raise StoppedError(plain(arguments))
 
-    monkeypatch.setattr(f"fp4convert.commands.{work}", stop)
+    monkeypatch.setattr(f"fp4convert.{work}", stop)
     name, reference, *rest = (places.get(word, word) for word in command.split())
     with pytest.raises(StoppedError) as by_command:
         run(name, reference, *rest)

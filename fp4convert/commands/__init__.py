@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -78,20 +79,21 @@ def check_words(options: Mapping[str, Any], known: type) -> None:
             raise TypeError(f"unexpected keyword argument {word!r}; expected one of {', '.join(known.__annotations__)}")
 
 
+def words_of(kind: type[Any], options: Mapping[str, Any], **named: str) -> dict[str, Any]:
+    """The given words that are fields of a dataclass, as it has them; the defaults of all others are its own.
+
+    named  the word of a field that has another name
+    """
+    of_field = {field.name: named.get(field.name, field.name) for field in fields(kind)}
+    return {name: _AS.get(word, _itself)(options[word]) for name, word in of_field.items() if word in options}
+
+
 def access_of(options: AccessOptions, output: Path | None = None) -> Access:
     """How the Hub is asked.
 
     output  where an unfinished plan may lie, which says of which commit it is
     """
-    return Access(
-        options.get("revision"),
-        options.get("subfolder"),
-        given(options.get("token")),
-        int(min(options.get("memory", 1.0), MOST_MEMORY) * 10**9),
-        options.get("tell", ignore),
-        options.get("transport", "http"),
-        output,
-    )
+    return Access(**words_of(Access, options, memory_nbytes="memory") | {"output": output})
 
 
 def original_access(options: AccessOptions) -> Access:
@@ -109,9 +111,33 @@ def patterns(words: Patterns) -> tuple[str, ...]:
     return (words,) if isinstance(words, str) else tuple(words or ())
 
 
+def as_nbytes(gigabytes: float) -> int:
+    """Bytes; as many as anybody can have for inf."""
+    return int(min(gigabytes, MOST_MEMORY) * 10**9)
+
+
+def as_reference(file: Reference | None) -> str | None:
+    """A file that may not be named, as a string."""
+    return None if file is None else os.fspath(file)
+
+
 def as_path(file: Reference | None) -> Path | None:
     """A file that may not be named."""
     return None if file is None else Path(file)
+
+
+def _itself(value: object) -> object:
+    return value
+
+
+_AS: Mapping[str, Callable[[Any], object]] = {  # what becomes of a word
+    "include": patterns,
+    "exclude": patterns,
+    "token": given,
+    "calibration": as_reference,
+    "memory": as_nbytes,
+    "hold": as_nbytes,
+}
 
 
 def ignore(line: str) -> None:

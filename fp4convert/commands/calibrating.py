@@ -10,7 +10,7 @@ from typing import Unpack
 from fp4convert import calibration
 from fp4convert.calibration import Calibrated
 from fp4convert.calibration_state import interruptible
-from fp4convert.commands import MOST_MEMORY, AccessOptions, Reference, access_of, check_words, ignore
+from fp4convert.commands import AccessOptions, Reference, access_of, as_path, check_words, words_of
 from fp4convert.feeding import Feed
 from fp4convert.progress import Phases
 from fp4convert.sources import open_source
@@ -59,18 +59,10 @@ def calibrate(
     check_words(options, CalibrateOptions)
     target, phases = Path(output), options.get("phases") or Phases()
     texts = (text,) if isinstance(text, str | os.PathLike) else text
-    length = options.get("sequence_length")
-    feed = Feed(
-        tuple(map(Path, texts)),
-        Path(dataset) if dataset else None,
-        options.get("self_generate"),
-        options.get("samples", 128),
-        length,
-    )
+    feed = Feed(text=tuple(map(Path, texts)), dataset=as_path(dataset), **words_of(Feed, options))
     feed.check()
     with interruptible(target):
         phases.begin("plan")
         opened = open_source(os.fspath(source), access_of(options))
-        nbytes = int(min(options.get("hold", 8.0), MOST_MEMORY) * 10**9)
-        how = (options.get("gram", "diag"), options.get("device", "auto"), nbytes, options.get("force", False))
-        return calibration.calibrate(calibration.Order(opened, target, feed, *how, phases, options.get("tell", ignore)))
+        how = words_of(calibration.Order, options, held_nbytes="hold", is_forced="force") | {"phases": phases}
+        return calibration.calibrate(calibration.Order(source=opened, output=target, feed=feed, **how))

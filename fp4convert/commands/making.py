@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -22,8 +22,7 @@ from fp4convert.commands import (
     as_warnings,
     check_words,
     given,
-    ignore,
-    patterns,
+    words_of,
 )
 from fp4convert.fitting import choose_goal
 from fp4convert.gpus import unused
@@ -134,27 +133,19 @@ def _order(source: Reference, format: str, options: QuantizeOptions, is_dry: boo
     """What is asked for, planned; a person is told of doubts, and of a dry run only those that are not in its document."""
     check_words(options, QuantizeOptions)
     ray = options.get("ray")
-    settings = _part_settings(options, options.get("device", "auto"), is_elsewhere=ray is not None)
+    settings = _part_settings(options, is_elsewhere=ray is not None)
     publication = choose_publication(options.get("push_to_hub"), options.get("private", False), given(options.get("token")))
     goals = Goals(publication, choose_page(as_path(options.get("report")), settings.share, is_dry))
     size = choose_goal(options.get("target_size"), options.get("target_bits"))
     reference = os.fspath(source)
     output = Path(options.get("output") or f"{name_of(reference)}-{format.upper()}")
-    request = convert.Request(format, **_request_words(options))
+    request = convert.Request(format, **words_of(convert.Request, options))
     access = access_of(options, output)
-    errand = Errand(reference, access, request, output, settings.device, settings.workers, size)
+    errand = Errand(reference, access, request, output, device=settings.device, workers=settings.workers, goal=size)
     settings.phases.begin("plan")
     work = prepare(errand, ray, settings.phases, not is_dry)
     _tell(options, () if is_dry else work.warnings, settings)
     return Order(work, settings, goals)
-
-
-def _request_words(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are a Request's, as it has them."""
-    words = {field.name: options[field.name] for field in fields(convert.Request) if field.name in options}
-    lists: dict[str, Any] = {key: patterns(words[key]) for key in ("include", "exclude") if key in words}
-    paths = {key: os.fspath(words[key]) for key in ("calibration",) if words.get(key) is not None}
-    return {**words, **lists, **paths}
 
 
 def dequantize(artifact: Reference, output: Reference, *, dtype: str = "bf16", **options: Unpack[DequantizeOptions]) -> Result:
@@ -167,7 +158,7 @@ def dequantize(artifact: Reference, output: Reference, *, dtype: str = "bf16", *
     Raises    Fp4Error, as `quantize` does; NumericError beyond the range of fp16
     """
     check_words(options, DequantizeOptions)
-    settings, target = _settings(options, options.get("device", "auto")), Path(output)
+    settings, target = _settings(options), Path(output)
     settings.phases.begin("plan")
     source, opened = open_quantized(os.fspath(artifact), access_of(options, target))
     plan = convert.prepare_dequantize(source, opened, dtype)
@@ -185,12 +176,12 @@ def transcode(artifact: Reference, output: Reference, *, dialect: str, **options
     Raises    Fp4Error, as `quantize` does; InputError for what the dialect cannot say
     """
     check_words(options, TranscodeOptions)
-    settings, target = _settings(options, "cpu"), Path(output)
+    settings, target = _settings(options, device="cpu"), Path(output)
     settings.phases.begin("plan")
     opened = open_artifact(os.fspath(artifact), access_of(options, target))
     template = options.get("template")
     donor = open_source(os.fspath(template)) if template else None
-    request = convert.TranscodeRequest(dialect, options.get("format"), options.get("scale_layout"))
+    request = convert.TranscodeRequest(dialect, **words_of(convert.TranscodeRequest, options))
     plan = convert.prepare_transcode(opened, request, donor)
     _tell(options, plan.warnings, settings)
     return convert.transcode(opened, plan, target, settings, donor)
@@ -204,7 +195,7 @@ def prune(source: Reference, output: Reference, calibration: Reference, keep: in
     options      as PruneOptions says
     Raises       Fp4Error, as `quantize` does
     """
-    settings = _part_settings(options, "cpu")
+    settings = _part_settings(options, device="cpu")
     opened, todo = _pruning(source, output, (calibration, keep), options, settings)
     _tell(options, todo.plan.warnings, settings)
     return replace(pruning.prune(opened, todo, Path(output), settings), experts=todo.experts)
@@ -214,7 +205,7 @@ def preview_prune(
     source: Reference, output: Reference, calibration: Reference, keep: int, **options: Unpack[PruneOptions]
 ) -> dict[str, Any]:
     """The plan that `prune` would carry out: `prune --dry-run --json`.  Writes nothing; raises as it does."""
-    settings = _part_settings(options, "cpu")
+    settings = _part_settings(options, device="cpu")
     opened, todo = _pruning(source, output, (calibration, keep), options, settings)
     _tell(options, (), settings)
     return pruning.describe_pruning(opened, todo, settings)
@@ -240,16 +231,19 @@ def merge(output: Reference, *, phases: Phases | None = None) -> dict[str, Any]:
     return ending.merge(Path(output), phases or Phases())
 
 
-def _part_settings(options: PartOptions, device: str, is_elsewhere: bool = False) -> Settings:
+def _part_settings(options: PartOptions, is_elsewhere: bool = False, **fixed: str) -> Settings:
     """How to work, with the part that this process does; the launcher's variables count as they do for the command."""
-    is_joining = options.get("join", False)
-    share = choose_share(is_joining or is_elsewhere, options.get("shard_index"), options.get("num_shards"), os.environ)
-    return replace(_settings(options, device), is_joining=is_joining, share=share)
+    settings = _settings(options, **fixed)
+    is_shared = settings.is_joining or is_elsewhere
+    return replace(settings, share=choose_share(is_shared, options.get("shard_index"), options.get("num_shards"), os.environ))
 
 
-def _settings(options: WorkOptions, device: str) -> Settings:
-    phases, tell = options.get("phases") or Phases(), options.get("tell", ignore)
-    return Settings(device, options.get("workers", 0), options.get("force", False), phases, tell=tell)
+def _settings(options: WorkOptions, **fixed: str) -> Settings:
+    """How to work.
+
+    fixed  what the command leaves nobody a choice of
+    """
+    return Settings(**words_of(Settings, options, is_forced="force", is_joining="join") | fixed)
 
 
 def _tell(options: WorkOptions, warnings: Iterable[str], settings: Settings) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from fp4convert import analysis
 from fp4convert.calibration_file import open_calibration
-from fp4convert.commands import AccessOptions, Patterns, Reference, access_of, check_words, patterns
+from fp4convert.commands import AccessOptions, Patterns, Reference, access_of, check_words, words_of
 from fp4convert.progress import Phases
 from fp4convert.recipe import Choice
 from fp4convert.sources import open_source
@@ -41,9 +41,7 @@ def analyze(
     check_words(options, AnalyzeOptions)
     phases = options.get("phases") or Phases()
     phases.begin("plan")
-    excluded = patterns(options.get("exclude"))
-    stacks = (options.get("stack_order"), options.get("stack_rows"))
-    choice = Choice(options.get("recipe"), patterns(options.get("include")), excluded, *stacks)
+    choice = Choice(**words_of(Choice, options))
     known = None if calibration is None else open_calibration(Path(calibration))
     study = analysis.Study(choice, analysis.sample_nbytes(sample), known)
     return analysis.analyze(open_source(os.fspath(source), access_of(options)), study, phases)
