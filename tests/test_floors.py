@@ -55,7 +55,7 @@ FLOORS = [
     {"fitting", "forecast", "overview", "studies", "datasheet", "judgements", "sarif", "comparison"},
     {"cluster", "page"},
     {"pipelines", "pruning"},
-    {"publishing", "options"},
+    {"publishing"},
     {"commands"},
     {"cli"},
     {"__main__"},
@@ -83,7 +83,7 @@ ROOMS = {
     "ray": {"cluster"},
     "plotly": {"page"},
     "rich": {"render"},
-    "typer": {"cli", "options"},
+    "typer": {"cli"},
     "ctypes": {"backends", "gpus"},
     "numpy": {
         "pieces",

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fp4convert.options import (
+from fp4convert.cli.doing import carry_out
+from fp4convert.cli.options import (
     ArtifactArgument,
     JsonOption,
     PageOption,
@@ -33,14 +34,11 @@ def inspect_command(
 
     Exit code 6 when something is wrong with it. Example: fp4convert inspect ./Llama-3.1-8B-NVFP4
     """
-    from fp4convert import portrait, render
+    words = dict(locals())
+    from fp4convert import portrait
     from fp4convert.commands import judging
 
-    screen = render.Screen(json)
-    words = judging.InspectOptions(sarif=sarif, revision=revision, subfolder=subfolder, token=token, tell=screen.tell)
-    description = judging.inspect(artifact, source=source, full=full, **words)
-    screen.show(description, portrait.draw_artifact)
-    raise typer.Exit(0 if description["healthy"] else 6)
+    carry_out(words, judging.inspect, portrait.draw_artifact, hears=("tell",), verdict="healthy")
 
 
 def verify_command(
@@ -52,7 +50,7 @@ def verify_command(
         bool, typer.Option("--outputs", help="Measure what every linear layer answers, for random inputs.")
     ] = False,
     calibration: Annotated[
-        Path | None, typer.Option(help="The same for the inputs that fp4convert calibrate saw of the source.")
+        Path | None, typer.Option(readable=False, help="The same for the inputs that fp4convert calibrate saw of the source.")
     ] = None,
     max_output_error: Annotated[
         float | None, typer.Option(help="Fail when a layer's output error is above this; 0.1 is 10 %.")
@@ -68,32 +66,20 @@ def verify_command(
 
     Exit code 6 when something is wrong. Example: fp4convert verify ./M-NVFP4 --source ./M --min-sqnr 18
     """
-    from fp4convert import judgements, render
+    words = dict(locals())
+    from fp4convert import judgements
     from fp4convert.commands import judging
 
-    screen = render.Screen(json)
-    words = judging.VerifyOptions(
-        outputs=outputs,
-        calibration=calibration,
-        max_output_error=max_output_error,
-        report=report,
-        sarif=sarif,
-        revision=revision,
-        subfolder=subfolder,
-        token=token,
-        tell=screen.tell,
-    )
-    verified = judging.verify(artifact, source=source, min_sqnr=min_sqnr, max_nmse=max_nmse, **words)
-    screen.show(verified.as_json(), judgements.draw_verification)
-    raise typer.Exit(0 if verified.passed else 6)
+    carry_out(words, judging.verify, judgements.draw_verification, hears=("tell",), verdict="passed")
 
 
 def compare_command(
-    a: Annotated[str, typer.Argument(help="Four-bit weights: a folder, one file, or ORG/NAME on the Hub.")],
+    a: ArtifactArgument,
     b: Annotated[str, typer.Argument(help="The same, of the same model: in any format, dialect or rule.")],
     source: Annotated[str, typer.Option(help="The original checkpoint, to measure both against.")],
     calibration: Annotated[
-        Path | None, typer.Option(help="Output errors for the inputs that fp4convert calibrate saw, not for random ones.")
+        Path | None,
+        typer.Option(readable=False, help="Output errors for the inputs that fp4convert calibrate saw, not for random ones."),
     ] = None,
     revision: RevisionOption = None,
     subfolder: SubfolderOption = None,
@@ -104,13 +90,11 @@ def compare_command(
 
     Example: fp4convert compare ./M-NVFP4 ./M-MXFP4 --source ./M
     """
-    from fp4convert import judgements, render
+    words = dict(locals())
+    from fp4convert import judgements
     from fp4convert.commands import judging
 
-    screen = render.Screen(json)
-    words = judging.CompareOptions(calibration=calibration, revision=revision, subfolder=subfolder, token=token, tell=screen.tell)
-    document = judging.compare(a, b, source=source, **words)
-    screen.show(document, judgements.draw_comparison)
+    carry_out(words, judging.compare, judgements.draw_comparison, hears=("tell",))
 
 
 def explain_command(

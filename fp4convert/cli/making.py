@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from fp4convert.options import (
+from fp4convert.cli.doing import carry_out
+from fp4convert.cli.options import (
     ActivationsOption,
     ArtifactArgument,
     CacheOption,
@@ -51,9 +51,6 @@ from fp4convert.options import (
     ViaOption,
     WorkersOption,
 )
-
-if TYPE_CHECKING:  # what commands load when they run
-    from fp4convert.job import Result
 
 
 def quantize_command(
@@ -100,24 +97,13 @@ def quantize_command(
     Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
     """
     words = dict(locals())
+    from fp4convert import overview, render
     from fp4convert.commands import making
 
-    _carry_out(words, making.quantize, making.preview_quantize)
-
-
-def _carry_out(words: dict[str, Any], do: Callable[..., Result], preview: Callable[..., dict[str, Any]] | None = None) -> None:
-    """Do what a function of commands/ does, or what its dry run does, and show that.
-
-    words  every option of the command by its name, which is the word that the function has for it
-    """
-    from fp4convert import overview, render
-
-    screen, is_dry = render.Screen(words.pop("json"), words.pop("quiet")), words.pop("dry_run", False)
-    with screen.phases() as phases:
-        words |= {"phases": phases, "tell": screen.tell, "warn": screen.warn}
-        document: render.Document = preview(**words) if preview and is_dry else do(**words).as_json()
-    screen.show(document, overview.draw_plan if is_dry else render.draw_result)
-    screen.warn(document["warnings"] if is_dry else ())
+    if words.pop("dry_run"):
+        carry_out(words, making.preview_quantize, overview.draw_plan)
+    else:
+        carry_out(words, making.quantize, render.draw_result)
 
 
 def dequantize_command(
@@ -140,9 +126,10 @@ def dequantize_command(
     Example: fp4convert dequantize ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-restored
     """
     words = dict(locals())
+    from fp4convert import render
     from fp4convert.commands import making
 
-    _carry_out(words, making.dequantize)
+    carry_out(words, making.dequantize, render.draw_result)
 
 
 def transcode_command(
@@ -167,9 +154,10 @@ def transcode_command(
     Example: fp4convert transcode ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-modelopt --dialect modelopt
     """
     words = dict(locals())
+    from fp4convert import render
     from fp4convert.commands import making
 
-    _carry_out(words, making.transcode)
+    carry_out(words, making.transcode, render.draw_result)
 
 
 def prune_command(
@@ -197,9 +185,13 @@ def prune_command(
     Example: fp4convert prune ./Qwen3-30B-A3B -o ./Qwen3-30B-A3B-96 --calibration qwen3.safetensors --keep 96
     """
     words = dict(locals())
+    from fp4convert import overview, render
     from fp4convert.commands import making
 
-    _carry_out(words, making.prune, making.preview_prune)
+    if words.pop("dry_run"):
+        carry_out(words, making.preview_prune, overview.draw_plan)
+    else:
+        carry_out(words, making.prune, render.draw_result)
 
 
 def merge_command(
@@ -211,10 +203,8 @@ def merge_command(
 
     Example: fp4convert merge ./Llama-3.1-8B-NVFP4
     """
+    words = dict(locals())
     from fp4convert import render
     from fp4convert.commands import making
 
-    screen = render.Screen(json, quiet)
-    with screen.phases() as phases:
-        merged = making.merge(output, phases=phases)
-    screen.show(merged, render.draw_merged)
+    carry_out(words, making.merge, render.draw_merged, hears=("phases",))

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fp4convert.options import (
+from fp4convert.cli.doing import carry_out
+from fp4convert.cli.options import (
     CalibrationOption,
     ExcludeOption,
     ForceOption,
@@ -47,28 +48,11 @@ def analyze_command(
 
     Example: fp4convert analyze ./Llama-3.1-8B
     """
-    from fp4convert import render, studies
+    words = dict(locals())
+    from fp4convert import studies
     from fp4convert.commands import studying
 
-    screen = render.Screen(json, quiet)
-    with screen.phases() as phases:
-        words = studying.AnalyzeOptions(
-            include=include,
-            exclude=exclude,
-            recipe=recipe,
-            stack_order=stack_order,
-            stack_rows=stack_rows,
-            revision=revision,
-            subfolder=subfolder,
-            token=token,
-            memory=memory,
-            transport=transport,
-            phases=phases,
-            tell=screen.tell,
-        )
-        document = studying.analyze(source, calibration=calibration, sample=sample, **words)
-    screen.show(document, studies.draw_study)
-    screen.warn(document["warnings"])
+    carry_out(words, studying.analyze, studies.draw_study, hears=("phases", "tell"))
 
 
 def calibrate_command(
@@ -97,27 +81,8 @@ def calibrate_command(
 
     Example: fp4convert calibrate ./Llama-3.1-8B -o llama.safetensors --text book.txt --gram block:128
     """
-    from fp4convert import render, studies
+    words = dict(locals())
+    from fp4convert import studies
     from fp4convert.commands import calibrating
 
-    screen = render.Screen(json, quiet)
-    with screen.phases() as phases:
-        words = calibrating.CalibrateOptions(
-            self_generate=self_generate,
-            samples=samples,
-            sequence_length=sequence_length,
-            gram=gram,
-            device=device,
-            hold=hold,
-            revision=revision,
-            subfolder=subfolder,
-            token=token,
-            memory=memory,
-            transport=transport,
-            force=force,
-            phases=phases,
-            tell=screen.tell,
-        )
-        result = calibrating.calibrate(source, output, text=text or (), dataset=dataset, **words)
-    screen.show(result.as_json(), studies.draw_calibrated)
-    screen.warn(result.warnings)
+    carry_out(words, calibrating.calibrate, studies.draw_calibrated, hears=("phases", "tell"))

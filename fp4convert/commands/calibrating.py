@@ -43,7 +43,7 @@ def calibrate(
     source: Reference,
     output: Reference,
     *,
-    text: Reference | Iterable[Reference] = (),
+    text: Reference | Iterable[Reference] | None = None,
     dataset: Reference | None = None,
     **options: Unpack[CalibrateOptions],
 ) -> Calibrated:
@@ -58,7 +58,7 @@ def calibrate(
     """
     check_words(options, CalibrateOptions)
     target, phases = Path(output), options.get("phases") or Phases()
-    texts = (text,) if isinstance(text, str | os.PathLike) else text
+    texts = (text,) if isinstance(text, str | os.PathLike) else text or ()
     feed = Feed(text=tuple(map(Path, texts)), dataset=as_path(dataset), **words_of(Feed, options))
     feed.check()
     with interruptible(target):
