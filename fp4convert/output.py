@@ -187,7 +187,8 @@ class OutputFolder:
                         writer.discard()
                         raise
                     if is_whole:
-                        last, finishing = finisher.submit(self._name_shards, task, writer), writer
+                        finishing = writer  # before it begins: an interrupt may come while it does
+                        last = finisher.submit(self._name_shards, task, writer)
                     else:
                         writer.discard()
                         self.claims.drop(task.key)

@@ -23,6 +23,7 @@ from email.utils import parsedate_to_datetime
 from typing import NamedTuple, NoReturn
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
+from weakref import WeakSet
 
 from fp4convert.errors import AccessError, InputError, SourceError
 
@@ -105,18 +106,17 @@ class RangeReader:
         self._xet_names: dict[str, str] = {}
         self._lock = threading.Lock()
         self._mine = threading.local()
-        self._open: set[http.client.HTTPConnection] = set()
+        self._open: WeakSet[socket.socket] = WeakSet()  # a connection lets go of its own before the reply is read
         self._paused_until = 0.0
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Make every read, under way or to come, fail at once."""
+        """Make every read, under way or to come, fail at once; one that waits for a connection, before it asks for anything."""
         self._stopped.set()
         with self._lock:
-            for connection in self._open:
+            for opened in self._open:
                 with suppress(OSError):
-                    if connection.sock:
-                        connection.sock.shutdown(socket.SHUT_RDWR)
+                    socket.socket.shutdown(opened, socket.SHUT_RDWR)  # TLS's own would take the key from who still reads
 
     def read_into(self, file: RemoteFile, start: int, buffer: memoryview) -> None:
         """Fill the buffer with the file's bytes from `start` on.
@@ -219,9 +219,8 @@ class RangeReader:
 
     def _place(self, file: RemoteFile) -> str:
         """Where the Hub says that the bytes are: a signed link to its storage, or the Hub itself."""
-        with self._lock:
-            if file.url in self._places:
-                return self._places[file.url]
+        if known := self._places.get(file.url):
+            return known
         place = file.url
         for _ in range(HOPS):
             reply = self._request("HEAD", place, self._headers)
@@ -234,8 +233,7 @@ class RangeReader:
             place = _follow(place, reply.getheader("Location") or "")
             if _origin(place) != _origin(file.url):
                 break
-        with self._lock:
-            self._places[file.url] = place
+        self._places[file.url] = place
         return place
 
     def _judge_resolved(self, file: RemoteFile, reply: http.client.HTTPResponse) -> None:
@@ -261,9 +259,12 @@ class RangeReader:
         connections = self._mine.__dict__.setdefault("connections", {})
         if _origin(url) not in connections:
             connections[_origin(url)] = _connect(parts, self._patience.timeout_seconds)
-            with self._lock:
-                self._open.add(connections[_origin(url)][0])
         connection, of_proxy = connections[_origin(url)]
+        if not connection.sock:
+            connection.connect()
+            with self._lock:
+                self._open.add(connection.sock)
+            self._wait_while_paused()  # behind `add`: either this sees a stop, or `stop` sees the socket
         target = parts._replace(scheme="", netloc="").geturl() or "/" if of_proxy is None else url
         connection.request(method, target, headers={"Accept-Encoding": "identity", **headers, **(of_proxy or {})})
         reply: http.client.HTTPResponse = connection.getresponse()
@@ -273,8 +274,6 @@ class RangeReader:
         """Close this thread's connections: a reply that was not read to its end is in the way."""
         for connection, _ in self._mine.__dict__.pop("connections", {}).values():
             connection.close()
-            with self._lock:
-                self._open.discard(connection)
 
 
 def no_access(name: str, url: str, status: int, code: str | None) -> AccessError:

@@ -1,4 +1,9 @@
-"""Ctrl-C, and SIGTERM as Slurm and Kubernetes send it before they take the machine away: one exception, wherever it comes."""
+"""Ctrl-C, and SIGTERM as Slurm and Kubernetes send it before they take the machine away: one exception, wherever it comes.
+
+Python raises it between two steps of the main thread.  A signal that comes just before that thread begins to wait for a lock,
+or that another thread gets, does not end the wait: whatever is waited for would be done first.  So a thread of its own hears
+of every signal and interrupts the main one until the exception is raised.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,13 @@ import os
 import signal
 import sys
 import threading
+import time
+from functools import cache
 from types import FrameType
 from typing import NoReturn
+
+WAKE_SECONDS = 0.05
+NUDGE = signal.SIGURG  # ends a wait and does nothing else; where nobody listens to it, it is ignored
 
 
 class Stopped(BaseException):
@@ -31,6 +41,7 @@ def listen() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     sys.unraisablehook = _send_again
+    _watch()
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -46,3 +57,21 @@ def _send_again(lost: sys.UnraisableHookArgs) -> None:
         threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
     else:
         sys.__unraisablehook__(lost)
+
+
+@cache
+def _watch() -> None:
+    """Begin to hear of signals as they come; once in a process."""
+    signal.signal(NUDGE, lambda number, frame: None)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    threading.Thread(target=_wake, args=(reading,), name="stops", daemon=True).start()
+
+
+def _wake(reading: int) -> None:
+    main = threading.main_thread().ident
+    while (number := os.read(reading, 1)) and main is not None:
+        while signal.getsignal(number[0]) is _stop:  # it has not been raised
+            signal.pthread_kill(main, NUDGE)
+            time.sleep(WAKE_SECONDS)

@@ -75,6 +75,8 @@ class XetReader:
                 self._group = hf_xet.XetSession(config).new_download_stream_group(
                     token_refresh_url=self._token_url, token_refresh_headers=dict(self._headers)
                 )
+                if self._is_stopped:  # meanwhile: `stop` saw no group
+                    self._group.abort()
             return self._group
 
     def stop(self) -> None:

@@ -12,7 +12,9 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 import unicodedata
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ Tensor = tuple[str, tuple[int, ...], bytes]
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 LAYER = "model.layers.0"
+WAIT_SECONDS = 120.0  # that a command, or what one waits for, may take on a busy machine
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "torch_dtype": "bfloat16"}
 
 
@@ -182,7 +185,18 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def run_alone(*arguments: object, seconds: float = 30) -> Outcome:
+def wait_until(happened: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+    """Return as soon as it is so; fail where the process ends first, or after more than a busy machine takes."""
+    ended = time.monotonic() + WAIT_SECONDS
+    while not happened():
+        if process is not None and process.poll() is not None:
+            raise ChildProcessError(process.communicate())
+        if time.monotonic() > ended:
+            raise TimeoutError(f"it is not so after {WAIT_SECONDS} s")
+        time.sleep(0.002)
+
+
+def run_alone(*arguments: object, seconds: float = WAIT_SECONDS) -> Outcome:
     """Run the command as its own process, and fail where it hangs."""
     with start(*arguments) as process:
         try:

@@ -105,6 +105,7 @@ class FakeHub:
         self.xet_names: dict[str, str] = {}  # oid -> name in the chunk storage
         self.chunks = ""  # folder of that storage
         self.lock = threading.Lock()
+        self._released = threading.Event()
         self.signed: dict[str, int] = {}
         self._hub, self._storage = (self._serve(handler) for handler in self.handlers())
         self.endpoint = f"http://127.0.0.1:{self._hub.server_address[1]}"
@@ -119,7 +120,16 @@ class FakeHub:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         return server
 
+    def rest(self, seconds: float) -> None:
+        """Say nothing for so long, at most until `release`."""
+        self._released.wait(seconds)
+
+    def release(self) -> None:
+        """Let go of everybody who rests."""
+        self._released.set()
+
     def close(self) -> None:
+        self.release()
         for server in (self._hub, self._storage):
             server.shutdown()
             server.server_close()
@@ -269,10 +279,10 @@ class _Handler(BaseHTTPRequestHandler):
                     data = bytes(damaged)
                 self.wfile.write(data)
                 if self.fake.nbytes_per_second:
-                    time.sleep(max(0.0, began + (at - start) / self.fake.nbytes_per_second - time.monotonic()))
+                    self.fake.rest(max(0.0, began + (at - start) / self.fake.nbytes_per_second - time.monotonic()))
         if fault and fault.kind in ("drop", "stall"):
             self.wfile.flush()
-            time.sleep(fault.seconds if fault.kind == "stall" else 0)
+            self.fake.rest(fault.seconds if fault.kind == "stall" else 0)
             if fault.is_reset:
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True

@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 import tempfile
-import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -75,7 +74,7 @@ class _Writing:
         if self.is_broken() or self._is_cut("cut-before"):
             return None
         if stalled := self.fake.take(self, ("stall",)):
-            time.sleep(stalled.seconds)
+            self.fake.rest(stalled.seconds)
         status, document, headers = self.reply_to(body)
         if not self._is_cut("cut-after"):
             self.answer(status, json.dumps(document).encode(), headers)
