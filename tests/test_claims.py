@@ -180,10 +180,10 @@ def test_those_who_do_the_same_are_no_strangers(folder):
 def test_a_stranger_on_another_host_is_watched_until_it_shows_whether_it_lives(folder):
     worker = write(folder, f"worker-{FOREIGN['worker']}", FOREIGN)
     began = time.monotonic()
-    with Claims(folder, lease_seconds=5, work="a") as claims:
+    with Claims(folder, lease_seconds=60, work="a") as claims:
         threading.Timer(0.3, os.utime, (worker, (1, 1))).start()
         assert claims.others_at_other_work() == [FOREIGN["worker"]]
-    assert 0.3 < time.monotonic() - began < 3
+    assert 0.3 < time.monotonic() - began < 30
     with Claims(folder, lease_seconds=0.3, work="a") as claims:
         assert claims.others_at_other_work() == []
     assert not worker.exists()

@@ -6,12 +6,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from checkpoints import LAYER, run, run_alone, start, weight, write_llama, write_single, write_zeros
+from checkpoints import LAYER, WAIT_SECONDS, run, run_alone, start, wait_until, weight, write_llama, write_single, write_zeros
 
 GOLDEN = Path(__file__).parent / "golden" / "help"
 COMMANDS = (
@@ -215,7 +214,7 @@ def modules_after(*arguments: object) -> set[str]:
         "    assert not stopped.code, stopped.code\nprint('\\nLOADED', *sorted({name.partition('.')[0] for name in sys.modules}))"
     )
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_SECONDS)
     return set(ended.stdout.rpartition("LOADED")[2].split())
 
 
@@ -245,12 +244,9 @@ def test_help_and_version_load_no_numpy():
 def test_signals_end_the_command_with_their_code(options, number, code, tmp_path):
     source, out = write_zeros(tmp_path / "source"), tmp_path / "out"
     with start("quantize", source, "--format", "mxfp4", "-o", out, "--workers", "1", *options) as process:
-        for _ in range(2000):
-            if (out / ".fp4convert" / "plan.json").exists():
-                break
-            time.sleep(0.005)
+        wait_until((out / ".fp4convert" / "plan.json").exists, process)
         process.send_signal(number)
-        printed, told = process.communicate(timeout=20)
+        printed, told = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == code
     assert "Traceback" not in told
     assert "interrupted" in told
@@ -267,14 +263,14 @@ class Cleared:
         time.sleep(0.1)  # the exception comes here, and Python drops it
 def app(standalone_mode):
     Cleared()
-    time.sleep(20)
+    time.sleep(3600)
 cli.make_app = lambda called: app
 cli.main()
 """
 
 
 def test_a_signal_that_comes_while_an_object_is_cleared_away_is_not_lost():
-    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=15, check=False)
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert done.returncode == 143
     assert "interrupted" in done.stderr
     assert "Traceback" not in done.stderr
@@ -287,7 +283,7 @@ def test_a_reader_that_goes_away_is_no_bug_of_ours(source):
         process.stdout.readline()
         process.stdout.close()
         told = process.stderr.read()
-        process.wait(timeout=20)
+        process.wait(timeout=WAIT_SECONDS)
     assert "Traceback" not in told
     assert "Exception ignored" not in told
 
@@ -298,7 +294,7 @@ def test_a_terminal_without_unicode_is_served(encoding, source, tmp_path):
     source = write_single(tmp_path / "m", {name: weight()})
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     command = [sys.executable, "-m", "fp4convert", "quantize", str(source), "--format", "nvfp4", "--dry-run"]
-    ended = subprocess.run(command, capture_output=True, env=environment, check=False, timeout=30)
+    ended = subprocess.run(command, capture_output=True, env=environment, check=False, timeout=WAIT_SECONDS)
     assert (ended.returncode, b"Traceback" in ended.stderr) == (0, False), ended.stderr
 
 

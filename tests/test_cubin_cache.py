@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from checkpoints import WAIT_SECONDS
 
 from fp4convert import cubins
 from fp4convert.cubins import Target
@@ -88,7 +89,7 @@ def test_each_source_target_and_nvrtc_has_its_own_file(compiled, monkeypatch):
 
 
 def test_two_threads_give_one_whole_file(cache, monkeypatch):
-    meeting = threading.Barrier(2, timeout=30)  # both find nothing and both compile
+    meeting = threading.Barrier(2, timeout=WAIT_SECONDS)  # both find nothing and both compile
     content, paths = bytes(range(256)) * 1024, []
 
     def compile_cubin(*_: object) -> tuple[bytes, str]:
@@ -110,7 +111,7 @@ def test_two_processes_give_one_whole_file(cache):
         f"from fp4convert import cubins; print(cubins.cubin_path(cubins.kernels_folder() / 'dequantize.cu', cubins.{PLAIN!r}))"
     )
     processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    paths = [Path(process.communicate(timeout=60)[0].strip()) for process in processes]
+    paths = [Path(process.communicate(timeout=WAIT_SECONDS)[0].strip()) for process in processes]
     assert paths == [*cache.iterdir()] * 2
     assert paths[0].read_bytes() == cubins.compile_cubin(source(), PLAIN)[0]
 

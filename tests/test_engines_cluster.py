@@ -4,10 +4,9 @@ import json
 import os
 import signal
 import threading
-import time
 
 import pytest
-from checkpoints import bf16, pack_header, run, start, write_llama
+from checkpoints import WAIT_SECONDS, bf16, pack_header, run, start, wait_until, write_llama
 from diffusion import write_wan
 from fakehub import TOKEN
 from test_hub import expect
@@ -66,12 +65,7 @@ def on_cluster(cluster, layers, out, *options):
 
 
 def wait_for_shards(out, process):
-    for _ in range(4000):
-        if (out / STATE / "done").exists() and len(list((out / STATE / "done").iterdir())) > 3:
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    raise TimeoutError(out)
+    wait_until(lambda: len(list((out / STATE / "done").glob("*"))) > 3, process)
 
 
 def test_four_nodes_and_one_that_is_killed_give_the_same_digest(cluster, layers, expected, tmp_path):
@@ -109,18 +103,13 @@ def test_an_interrupt_ends_driver_and_workers_and_the_command_continues(cluster,
     out = tmp_path / "out"
     with on_cluster(cluster, layers, out) as process:
         wait_for_shards(out, process)
-        asked = time.monotonic()
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-        assert time.monotonic() - asked < 10  # 1.2 on idle cores; here four nodes and other tests share them
+        _, err = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 130, err
     assert "Continue with: fp4convert quantize" in err
     assert "--ray" in err
-    for _ in range(600):
-        if not list((out / STATE / "claims").iterdir()):
-            break
-        time.sleep(0.05)
-    assert list((out / STATE / "claims").iterdir()) == []
+    wait_until(lambda: not list((out / STATE / "claims").iterdir()))
+    assert len(list((out / STATE / "done").iterdir())) < SHARDS
     assert not (out / "quantization_config.json").exists()
     assert run("quantize", layers, "--format", "nvfp4", "-o", out, "--json", "-q").json["digest"] == expected
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoints import write_zeros
+from checkpoints import WAIT_SECONDS, write_zeros
 
 HASTY = Path(__file__).with_name("hasty.py")
 STATE = ".fp4convert"
@@ -34,7 +34,7 @@ def quantize(source: Path, out: Path, *options: str, host: str = "", skew: float
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> dict:
-    text, err = process.communicate(timeout=60)
+    text, err = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == code, err
     assert "Traceback" not in err
     return json.loads(text)

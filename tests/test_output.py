@@ -9,11 +9,22 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from checkpoints import FIRST, INDEX, SECOND, llama_shards, run, start, write_checkpoint, write_llama, write_zeros
+from checkpoints import (
+    FIRST,
+    INDEX,
+    SECOND,
+    WAIT_SECONDS,
+    llama_shards,
+    run,
+    start,
+    wait_until,
+    write_checkpoint,
+    write_llama,
+    write_zeros,
+)
 
 STATE = ".fp4convert"
 RECORDS = ("config.json", INDEX, "quantization_config.json")
@@ -212,26 +223,17 @@ def test_a_changed_recipe_takes_over_an_unfinished_folder_and_its_finished_shard
     assert outcome.json["digest"] == quantize(source, tmp_path / "fresh", "--exclude", "*.o_proj").json["digest"]
 
 
-def wait_for(path: Path, process: subprocess.Popen) -> None:
-    for _ in range(2000):
-        if path.exists():
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
-    raise TimeoutError(path)
-
-
 def test_while_a_run_writes_no_other_plan_takes_its_folder(tmp_path):
     source, out = write_zeros(tmp_path / "source"), tmp_path / "out"
     with start("quantize", source, "--format", "nvfp4", "-o", out, "--workers", "1", "--json") as first:
-        wait_for(out / STATE / "plan.json", first)
+        wait_until((out / STATE / "plan.json").exists, first)
         first.send_signal(signal.SIGSTOP)
         try:
             for options in (("--exclude", "*.1.*"), ("--exclude", "*.1.*", "--force"), ("--format", "mxfp4", "--force")):
                 assert str(first.pid) in refusal(quantize(source, out, *options), "locked")["message"]
         finally:
             first.send_signal(signal.SIGCONT)
-        text, _ = first.communicate(timeout=60)
+        text, _ = first.communicate(timeout=WAIT_SECONDS)
     assert first.returncode == 0
     assert json.loads(text)["digest"] == quantize(source, out).json["digest"]
 
@@ -240,12 +242,11 @@ def test_while_a_run_writes_no_other_plan_takes_its_folder(tmp_path):
 def test_an_interrupted_run_leaves_no_partial_file_and_continues(number, code, tmp_path):
     source, out = write_zeros(tmp_path / "source"), tmp_path / "out"
     with start("quantize", source, "--format", "nvfp4", "-o", out, "--workers", "1") as process:
-        wait_for(out / "part-1.safetensors", process)
+        wait_until((out / "part-1.safetensors").exists, process)
         process.send_signal(number)
-        began = time.monotonic()
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == code
-    assert time.monotonic() - began < 4
+    assert len(list(out.glob("part-*"))) < 8
     assert "Traceback" not in err
     assert not list((out / STATE / "tmp").iterdir())
     assert not (out / "quantization_config.json").exists()
@@ -258,7 +259,7 @@ def test_an_interrupted_run_leaves_no_partial_file_and_continues(number, code, t
 def test_a_killed_run_is_continued(tmp_path):
     source, out = write_zeros(tmp_path / "source"), tmp_path / "out"
     with start("quantize", source, "--format", "nvfp4", "-o", out, "--workers", "1") as process:
-        wait_for(out / "part-1.safetensors", process)
+        wait_until((out / "part-1.safetensors").exists, process)
         process.kill()
         process.wait()
     untouched = stamps(out)["part-0.safetensors"]
@@ -281,7 +282,7 @@ def test_a_disk_that_fills_up_is_told_and_leaves_nothing_of_ours_half_done(limit
     """A limit on the size of a file stands for the disk: the first refuses the plan, the second a shard, the third the other."""
     out = tmp_path / "out"
     command = (sys.executable, "-c", LIMITED, str(limit), "quantize", source, "--format", "nvfp4", "-o", out, "--json")
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
     error = json.loads(ended.stdout)["error"]
     assert (ended.returncode, error["exit"], error["code"]) == (5, 5, "disk-full")
     assert str(out) in error["message"]

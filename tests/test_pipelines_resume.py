@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import Tensor, bf16, start
+from checkpoints import WAIT_SECONDS, Tensor, bf16, start
 from diffusion import (
     COMPONENTS,
     DIFFUSERS,
@@ -114,7 +114,7 @@ def test_another_pipeline_does_not_take_the_folder_over(wan, tmp_path):
 def test_another_pipeline_does_not_take_over_what_is_unfinished(wan, tmp_path):
     out = tmp_path / "q"
     command = [sys.executable, "-c", KILLED, "2", "quantize", wan, *NVFP4, "-o", out]
-    assert subprocess.run([*map(str, command)], check=False, timeout=60).returncode == -9
+    assert subprocess.run([*map(str, command)], check=False, timeout=WAIT_SECONDS).returncode == -9
     before = {path: path.read_bytes() for path in out.rglob("*.json")}
     assert error_of(quantize(write_flux(tmp_path / "flux"), out))[:2] == (5, "other-plan")
     assert {path: path.read_bytes() for path in out.rglob("*.json")} == before
@@ -156,7 +156,7 @@ def test_every_file_is_told_under_its_name_in_the_result(wan, tmp_path):
 def test_processes_that_join_share_the_work(wan, tmp_path):
     expected = quantize(wan, tmp_path / "a").json["digest"]
     crowd = [start("quantize", wan, *NVFP4, "-o", tmp_path / "q", "--join", "--workers", "1") for _ in range(3)]
-    ended = [process.communicate(timeout=60) for process in crowd]
+    ended = [process.communicate(timeout=WAIT_SECONDS) for process in crowd]
     assert [process.returncode for process in crowd] == [0, 0, 0], ended
     assert {json.loads(out)["digest"] for out, _ in ended} == {expected}
 
@@ -213,7 +213,7 @@ main()
 def test_after_a_kill_the_same_command_goes_on(wan, tmp_path, finished):
     out = tmp_path / "q"
     command = [sys.executable, "-c", KILLED, finished, "quantize", wan, *NVFP4, "-o", out]
-    assert subprocess.run([*map(str, command)], check=False, timeout=60).returncode == -9
+    assert subprocess.run([*map(str, command)], check=False, timeout=WAIT_SECONDS).returncode == -9
     assert not (out / PIPELINE).exists()
     kept = {path: path.stat().st_ino for path in out.rglob("*.safetensors") if STATE not in path.parts}
     assert len(kept) == min(finished, 2)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import (
     LAYER,
+    WAIT_SECONDS,
     pack_shard,
     read_folder,
     read_shard,
@@ -229,7 +230,7 @@ def test_an_interrupted_run_goes_on(tmp_path):
         while process.poll() is None and not list((tmp_path / "out").glob("*.safetensors")):
             pass
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 130
     assert run(*command, "-o", tmp_path / "out").code == 0
     assert run(*command, "-o", tmp_path / "whole").code == 0

@@ -85,7 +85,7 @@ def app(standalone_mode):
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     print("waiting", flush=True)
     threading.Event().wait()
-cli.app = app
+cli.make_app = lambda called: app
 cli.main()
 """
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import FIRST, SECOND, write_llama
+from checkpoints import FIRST, SECOND, WAIT_SECONDS, write_llama
 
 pytestmark = pytest.mark.system
 
@@ -30,7 +30,7 @@ def quantize(source: Path, out: Path, *options: str) -> list[str]:
 def traced(inject: str, command: list[str]) -> subprocess.CompletedProcess[str]:
     call = inject.partition(":")[0]
     strace = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={inject}"]
-    return subprocess.run([*strace, *command], capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run([*strace, *command], capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
 
 
 @pytest.fixture

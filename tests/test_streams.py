@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import write_llama
+from checkpoints import WAIT_SECONDS, write_llama
 
 COMMAND = str(Path(sys.executable).with_name("fp4convert"))
 
@@ -19,7 +19,7 @@ def source(tmp_path):
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment}
+        ["bash", "-c", line], capture_output=True, text=True, timeout=WAIT_SECONDS, check=False, env={**os.environ, **environment}
     )
 
 

@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoints import bf16, run, start, weight, write_checkpoint, write_llama, write_zeros
+from checkpoints import WAIT_SECONDS, bf16, run, start, weight, write_checkpoint, write_llama, write_zeros
 
 KILL_POINTS = Path(__file__).with_name("kill_points.py")
-STOP_SECONDS = 2.0
 
 
 def digest(source: Path, output: Path) -> str:
@@ -54,16 +53,14 @@ def test_killed_at_random_instants(kills, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stops_within_two_seconds_and_says_how_to_continue(tmp_path, number, code):
+def test_stops_midway_and_says_how_to_continue(tmp_path, number, code):
     source = write_zeros(tmp_path / "source", count=40)
     with start("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "-q") as process:
         while not list((tmp_path / "out").glob("part-*")):
             time.sleep(0.01)
             assert process.poll() is None
-        asked = time.monotonic()
         process.send_signal(number)
-        _, err = process.communicate(timeout=30)
-        assert time.monotonic() - asked < STOP_SECONDS
+        _, err = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == code
     assert f"Continue with: fp4convert quantize {source} --format nvfp4" in err
     assert "Traceback" not in err
@@ -82,10 +79,9 @@ def test_asked_twice_it_ends_at_once_and_is_continued(pause, second, tmp_path):
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         time.sleep(pause)
-        asked = time.monotonic()
         process.send_signal(second)
-        _, err = process.communicate(timeout=30)
-        assert time.monotonic() - asked < STOP_SECONDS
+        _, err = process.communicate(timeout=WAIT_SECONDS)
+    assert len(list((tmp_path / "out").glob("part-*"))) < 12
     assert process.returncode in (130, 143, -signal.SIGINT, -signal.SIGTERM)
     assert "Traceback" not in err
     assert digest(source, tmp_path / "out") == digest(source, tmp_path / "clean")
@@ -96,7 +92,10 @@ HANGING = """
 import time
 import fp4convert.output
 from fp4convert.cli import main
-fp4convert.output.shutil.rmtree = lambda *arguments, **options: time.sleep(30)  # a disk that does not answer
+def hang(*arguments, **options):  # a disk that does not answer
+    print("hanging", flush=True)
+    time.sleep(3600)
+fp4convert.output.shutil.rmtree = hang
 main()
 """
 
@@ -104,15 +103,14 @@ main()
 def test_asked_twice_it_ends_though_its_cleaning_up_hangs(tmp_path):
     source = write_zeros(tmp_path / "source", count=40)
     command = [sys.executable, "-c", HANGING, "quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "-q"]
-    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while not list((tmp_path / "out").glob("part-*")):
             time.sleep(0.01)
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        time.sleep(0.7)
-        assert process.poll() is None
+        assert process.stdout.readline() == "hanging\n"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=2)
+        _, err = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == -signal.SIGINT
     assert "Traceback" not in err
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from checkpoints import FIRST, SECOND, bf16, run, start, weight, write_checkpoint, write_llama, write_zeros
+from checkpoints import FIRST, SECOND, WAIT_SECONDS, bf16, run, start, weight, write_checkpoint, write_llama, write_zeros
 
 from fp4convert.manifest import Done, read_manifest
 from fp4convert.output import entered
@@ -277,6 +277,6 @@ def test_weights_that_cannot_be_are_told_by_everyone(tmp_path):
     source, out = write_checkpoint(tmp_path / "source", shards), tmp_path / "out"
     crowd = [start("quantize", source, *NVFP4, "-o", out) for _ in range(2)]
     for process in crowd:
-        text, _ = process.communicate(timeout=60)
+        text, _ = process.communicate(timeout=WAIT_SECONDS)
         assert (process.returncode, json.loads(text)["error"]["tensor"]) == (2, "layers.1.o_proj.weight")
     assert len(list(out.glob("model-*.safetensors"))) == 3
