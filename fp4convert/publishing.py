@@ -34,7 +34,7 @@ class Publication:
 
 
 @dataclass(frozen=True, slots=True)
-class Goals:
+class Destinations:
     """Where the result goes beside the folder.
 
     page  a file of HTML; where the work makes several artifacts, each has one, with its folder in the name
@@ -50,7 +50,7 @@ class Order:
 
     work: Work
     settings: Settings
-    goals: Goals = field(default_factory=Goals)
+    destinations: Destinations = field(default_factory=Destinations)
 
 
 def choose_publication(repo: str | None, is_private: bool, token: str | None) -> Publication | None:
@@ -77,10 +77,10 @@ def fulfil(order: Order) -> Result:
 
     Raises  InputError for a part that would be pushed; what Work.carry_out, Pusher and write_report raise
     """
-    goals, pages = order.goals, _pages(order)
+    publication, pages = order.destinations.publication, _pages(order)
     for page in pages.values():
         check_page(page)
-    result = order.work.carry_out(order.settings) if goals.publication is None else _publish(order, goals.publication)
+    result = order.work.carry_out(order.settings) if publication is None else _publish(order, publication)
     for line in _write_pages(order.work, pages):
         order.settings.tell(line)
     return result
@@ -88,7 +88,7 @@ def fulfil(order: Order) -> Result:
 
 def _pages(order: Order) -> dict[str, Path]:
     """The page of every artifact, by its folder in the result; none where they are not asked for."""
-    page = order.goals.page
+    page = order.destinations.page
     if page is None:
         return {}
     return {folder: page.with_stem(f"{page.stem}-{folder}") if folder else page for folder in order.work.errands()}
@@ -106,7 +106,7 @@ def _write_pages(work: Work, pages: Mapping[str, Path]) -> Iterator[str]:
         yield from write_report(page, artifact, source)
 
 
-def _publish(order: Order, goal: Publication) -> Result:
+def _publish(order: Order, publication: Publication) -> Result:
     from fp4convert.card import CardRequest, make_card
     from fp4convert.push import Pusher
 
@@ -115,7 +115,7 @@ def _publish(order: Order, goal: Publication) -> Result:
         detail = f"part {settings.share.index} of {settings.share.count} cannot be pushed: one commit names all files"
         next_step = "Merge the parts; then the same command with --num-shards 1 finds everything done, and pushes it."
         raise InputError("share", detail, next_step)
-    pusher = Pusher(goal.repo, goal.is_private, goal.token, settings.tell, work.names())
+    pusher = Pusher(publication.repo, publication.is_private, publication.token, settings.tell, work.names())
     work.check(settings)
     work.begin(settings)
     try:
@@ -123,7 +123,7 @@ def _publish(order: Order, goal: Publication) -> Result:
         result = work.carry_out(replace(settings, named=pusher.add))
         goal_options = errand.goal.options() if errand.goal else {}
         options = {**asdict(errand.request), **goal_options, "subfolder": errand.access.subfolder}
-        card = make_card(work.plan, result, work.source, CardRequest(goal.repo, options, _errors(result)))
+        card = make_card(work.plan, result, work.source, CardRequest(publication.repo, options, _errors(result)))
         files = work.ended_files()
         nbytes = sum((errand.output / file).stat().st_size for file in files if file != CARD)
         settings.phases.begin("upload", nbytes + len(card.encode("utf-8", "replace")))

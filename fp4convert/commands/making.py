@@ -30,7 +30,7 @@ from fp4convert.job import Result
 from fp4convert.parts import choose_share, describe
 from fp4convert.pipelines import prepare
 from fp4convert.progress import Phases
-from fp4convert.publishing import Goals, Order, choose_page, choose_publication, fulfil
+from fp4convert.publishing import Destinations, Order, choose_page, choose_publication, fulfil
 from fp4convert.sources import Source, name_of, open_source
 from fp4convert.workers import Settings
 
@@ -135,7 +135,7 @@ def _order(source: Reference, format: str, options: QuantizeOptions, is_dry: boo
     ray = options.get("ray")
     settings = _part_settings(options, is_elsewhere=ray is not None)
     publication = choose_publication(options.get("push_to_hub"), options.get("private", False), given(options.get("token")))
-    goals = Goals(publication, choose_page(as_path(options.get("report")), settings.share, is_dry))
+    destinations = Destinations(publication, choose_page(as_path(options.get("report")), settings.share, is_dry))
     size = choose_goal(options.get("target_size"), options.get("target_bits"))
     reference = os.fspath(source)
     output = Path(options.get("output") or f"{name_of(reference)}-{format.upper()}")
@@ -145,7 +145,7 @@ def _order(source: Reference, format: str, options: QuantizeOptions, is_dry: boo
     settings.phases.begin("plan")
     work = prepare(errand, ray, settings.phases, not is_dry)
     _tell(options, () if is_dry else work.warnings, settings)
-    return Order(work, settings, goals)
+    return Order(work, settings, destinations)
 
 
 def dequantize(artifact: Reference, output: Reference, *, dtype: str = "bf16", **options: Unpack[DequantizeOptions]) -> Result:
