@@ -40,7 +40,7 @@ from fp4convert.shard import told
 from fp4convert.skeleton import Skeleton, import_transformers, open_skeleton
 from fp4convert.sources import Source, stopping
 
-__all__ = ["Calibrated", "Order", "calibrate", "interruptible"]
+__all__ = ["Calibrated", "Run", "calibrate", "interruptible"]
 
 GRAM_KINDS = "none, diag, block:N or full"
 TEXT_FILES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".vocab", ".bpe", ".merges")  # of a tokenizer
@@ -49,7 +49,7 @@ NAMED_MODULES = 3  # in a warning that many could stand in
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Run:
     """What is to be calibrated, and how.
 
     gram           none, diag, block:N or full
@@ -130,48 +130,48 @@ def _some(modules: Sequence[str]) -> str:
     return f"{len(modules)} linear layers ({', '.join(modules[:NAMED_MODULES])}{more})"
 
 
-def calibrate(order: Order) -> Calibrated:
+def calibrate(run: Run) -> Calibrated:
     """Write the calibration file of a source.
 
     Raises InputError for models that cannot be run a layer at a time, text that is none and activations that are not finite;
     OutputError where the file is there already or cannot be written.  An interrupted run leaves what continues it.
     """
     begun = time.monotonic()
-    order.feed.check()
-    _check_gram(order.gram)
+    run.feed.check()
+    _check_gram(run.gram)
     import_transformers()
-    device = _device_named(order.device)
-    _check_output(order)
-    notes = part_notes(order.source)
-    with kept_state(order.output, _purpose(order, notes, device), order.tell) as state, stopping(order.source):
-        order.phases.begin("model")
-        _copy_texts(order.source, state / "model")
-        skeleton = open_skeleton(order.source, state / "model", device)
-        samples = _samples_of(order, skeleton, state)
-        order.tell(_checked_needs(order, skeleton, state, sum(map(len, samples))).words())
-        run = _Run(order, skeleton, state, batches_of(samples), notes)
-        run.run_layers()
-        result = run.finish(samples, begun)
+    device = _device_named(run.device)
+    _check_output(run)
+    notes = part_notes(run.source)
+    with kept_state(run.output, _purpose(run, notes, device), run.tell) as state, stopping(run.source):
+        run.phases.begin("model")
+        _copy_texts(run.source, state / "model")
+        skeleton = open_skeleton(run.source, state / "model", device)
+        samples = _samples_of(run, skeleton, state)
+        run.tell(_checked_needs(run, skeleton, state, sum(map(len, samples))).words())
+        layers = _Layers(run, skeleton, state, batches_of(samples), notes)
+        layers.run_layers()
+        result = layers.finish(samples, begun)
     shutil.rmtree(state)
     return result
 
 
-def _check_output(order: Order) -> None:
-    output = order.output
+def _check_output(run: Run) -> None:
+    output = run.output
     if output.is_dir():
         raise OutputError("output-exists", f"{output} is a folder; expected the name of a new file", "Name one: -o FILE.")
-    if order.source.holds(output):
+    if run.source.holds(output):
         detail = f"{output} lies inside the source, where it would be taken for weights; expected a file outside it"
         raise InputError("output-in-source", detail, "Choose another: -o FILE.")
-    if output.exists() and not order.is_forced:
+    if output.exists() and not run.is_forced:
         detail = f"{output} is there already; nothing is written over it"
         raise OutputError("output-exists", detail, "Choose another file with -o, or replace it with --force.")
 
 
-def _checked_needs(order: Order, skeleton: Skeleton, state: Path, tokens: int) -> Needs:
+def _checked_needs(run: Run, skeleton: Skeleton, state: Path, tokens: int) -> Needs:
     """What so many tokens take, which is there."""
-    needs = needs_of(skeleton, order.gram, tokens, order.source.checkpoint.config)
-    needs.check(order.output, state, skeleton.device)
+    needs = needs_of(skeleton, run.gram, tokens, run.source.checkpoint.config)
+    needs.check(run.output, state, skeleton.device)
     return needs
 
 
@@ -198,11 +198,11 @@ def _device_named(name: str) -> torch.device:
     return device
 
 
-def _purpose(order: Order, notes: dict[str, str], device: torch.device) -> str:
+def _purpose(run: Run, notes: dict[str, str], device: torch.device) -> str:
     """What decides the file's bytes: a run with the same goes on where another ended."""
     libraries = [f"{name} {version(name)}" for name in ("fp4convert", "torch", "transformers")]
-    feed = [order.feed.words(), order.feed.samples, order.feed.sequence_length]
-    return json.dumps([notes, order.gram, str(device), feed, libraries])
+    feed = [run.feed.words(), run.feed.samples, run.feed.sequence_length]
+    return json.dumps([notes, run.gram, str(device), feed, libraries])
 
 
 def _copy_texts(source: Source, folder: Path) -> None:
@@ -219,16 +219,16 @@ def _copy_texts(source: Source, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(unquantized(source.checkpoint.config)))
 
 
-def _samples_of(order: Order, skeleton: Skeleton, state: Path) -> Samples:
+def _samples_of(run: Run, skeleton: Skeleton, state: Path) -> Samples:
     """The samples, made or, in a run that goes on, as they were made."""
     kept = state / SAMPLES
     if kept.exists():
         return load_samples(kept)
-    if order.feed.self_generate is None:
-        samples = read_samples(order.feed, skeleton, state / "model")
+    if run.feed.self_generate is None:
+        samples = read_samples(run.feed, skeleton, state / "model")
     else:
-        samples = _own_samples(order, skeleton, state)
-    _checked_needs(order, skeleton, state, sum(map(len, samples)))
+        samples = _own_samples(run, skeleton, state)
+    _checked_needs(run, skeleton, state, sum(map(len, samples)))
     temp = state / "tokens.new"
     with told(kept):
         save_samples(temp, samples)
@@ -236,22 +236,22 @@ def _samples_of(order: Order, skeleton: Skeleton, state: Path) -> Samples:
     return samples
 
 
-def _own_samples(order: Order, skeleton: Skeleton, state: Path) -> Samples:
-    count, length = own_shape(order.feed, skeleton)
-    _checked_needs(order, skeleton, state, count * length)
+def _own_samples(run: Run, skeleton: Skeleton, state: Path) -> Samples:
+    count, length = own_shape(run.feed, skeleton)
+    _checked_needs(run, skeleton, state, count * length)
     nbytes = sum(map(skeleton.nbytes, skeleton.layers))
-    if nbytes > order.held_nbytes:
+    if nbytes > run.held_nbytes:
         words = f"the weights take {size_text(nbytes)}, more than --hold: they are read again for every token that is written"
-        order.tell(f"{words}; --sequence-length N tells how many, --text FILE needs none of this")
-    order.phases.begin("write", count * (length - 1), tokens_text)
-    return write_samples(order.feed, skeleton, order.held_nbytes, order.phases.report)
+        run.tell(f"{words}; --sequence-length N tells how many, --text FILE needs none of this")
+    run.phases.begin("write", count * (length - 1), tokens_text)
+    return write_samples(run.feed, skeleton, run.held_nbytes, run.phases.report)
 
 
 @dataclass(slots=True)
-class _Run:
+class _Layers:
     """The layers of one model, one after the other."""
 
-    order: Order
+    run: Run
     skeleton: Skeleton
     state: Path
     batches: list[Batch]
@@ -269,15 +269,15 @@ class _Run:
         """Statistics of everything, part by part; what an earlier run finished is skipped."""
         self._begin()
         nbytes = {path: self.skeleton.nbytes(path) for path in self.skeleton.layers}
-        self.order.phases.begin("calibrate", sum(nbytes.values()))
+        self.run.phases.begin("calibrate", sum(nbytes.values()))
         for number, path in enumerate(self.skeleton.layers):
             if remark_file(self.state, number).exists():
                 self.is_tuple = bool(json.loads(remark_file(self.state, number).read_text())["is_tuple"])
-                self.order.phases.skip(nbytes[path])
+                self.run.phases.skip(nbytes[path])
                 continue
             watch = self._run_layer(number)
             self._keep(number, watch)
-            self.order.phases.report(path, nbytes[path])
+            self.run.phases.report(path, nbytes[path])
         if not remark_file(self.state, len(self.skeleton.layers)).exists():
             self._keep(len(self.skeleton.layers), self._run_rest())
 
@@ -307,7 +307,7 @@ class _Run:
     def _run_layer(self, layer: int) -> tuple[Watch, list[str]]:
         path = self.skeleton.layers[layer]
         mine = {module: place for module, place in self.skeleton.places.items() if self.skeleton.layer_of(place) == path}
-        watch = Watch(self.skeleton, self.order.gram, mine)
+        watch = Watch(self.skeleton, self.run.gram, mine)
         self.skeleton.fill(path)
         with watching(watch):
             for number, batch in enumerate(self.batches):
@@ -325,7 +325,7 @@ class _Run:
 
     def _run_rest(self) -> tuple[Watch, list[str]]:
         rest = {module: place for module, place in self.skeleton.places.items() if self.skeleton.layer_of(place) is None}
-        watch = Watch(self.skeleton, self.order.gram, rest)
+        watch = Watch(self.skeleton, self.run.gram, rest)
         with filled_on_demand(self.skeleton), watching(watch):
             for number, batch in enumerate(self.batches):
                 watch.begin(batch.first)
@@ -353,22 +353,22 @@ class _Run:
         remarks = [json.loads(remark_file(self.state, number).read_text()) for number in numbers]
         seen = {module for remark in remarks for module in remark["seen"]}
         unrouted = tuple(module for remark in remarks for module in remark["unrouted"])
-        checkpoint, tokens = self.order.source.checkpoint, sum(map(len, samples))
+        checkpoint, tokens = self.run.source.checkpoint, sum(map(len, samples))
         notes = {
             **self.notes,
             "source": json.dumps({"repo": checkpoint.repo, "revision": checkpoint.revision}),
             "samples": str(len(samples)),
             "tokens": str(tokens),
-            "gram": self.order.gram,
-            "text": self.order.feed.words(),
+            "gram": self.run.gram,
+            "text": self.run.feed.words(),
             "inputs": json.dumps({module: holder for remark in remarks for module, holder in remark["inputs"].items()}),
             "unrouted": json.dumps(unrouted),
         }
         missed = unwatched(self.skeleton, dict.fromkeys(seen))
-        self.order.phases.begin("join")
-        joined = join_parts(self.order.output, [part_file(self.state, number) for number in numbers], notes)
+        self.run.phases.begin("join")
+        joined = join_parts(self.run.output, [part_file(self.state, number) for number in numbers], notes)
         return Calibrated(
-            output=self.order.output,
+            output=self.run.output,
             nbytes=joined.nbytes,
             samples=len(samples),
             tokens=tokens,

@@ -20,12 +20,12 @@ WORDS = ["abcd", "hello", "xyzxyz", "quitealongsentence", "ab"]
 
 def calibrated(folder: Path, output: Path, text: str = TEXT, gram: str = "full") -> dict[str, np.ndarray]:
     """What a calibration of that model says, every linear layer's own; one that another holds has the same arrays."""
-    from fp4convert.calibration import Order, calibrate
+    from fp4convert.calibration import Run, calibrate
     from fp4convert.feeding import Feed
 
     words = output.with_suffix(".txt")
     words.write_text(text)
-    calibrate(Order(open_source(str(folder)), output, Feed((words,), sequence_length=LENGTH), gram))
+    calibrate(Run(open_source(str(folder)), output, Feed((words,), sequence_length=LENGTH), gram))
     found = load_file(output)
     for module, holder in open_calibration(output).inputs.items():
         prefix = f"{holder}."

@@ -154,14 +154,14 @@ def test_a_stop_says_what_stays(tmp_path, llama, words):
 
 @pytest.mark.parametrize("held_nbytes", [10**9, 0])
 def test_progress_is_told_while_the_model_writes(tmp_path, llama, held_nbytes):
-    from fp4convert.calibration import Order, calibrate
+    from fp4convert.calibration import Run, calibrate
     from fp4convert.feeding import Feed
 
     said: list[tuple[str, str]] = []
     seconds = iter(range(10**6))
     phases = Phases(lambda line, tensor: said.append((line, tensor)), lambda: float(next(seconds)))
     feed = Feed(self_generate=3, sequence_length=8)
-    calibrate(Order(open_source(str(llama)), tmp_path / "c", feed, held_nbytes=held_nbytes, phases=phases))
+    calibrate(Run(open_source(str(llama)), tmp_path / "c", feed, held_nbytes=held_nbytes, phases=phases))
     written = [(line, tensor) for line, tensor in said if line.startswith("write: ")]
     assert written[-1][0].startswith("write: 21 tokens in ")  # 3 times 8, but for the first ones
     assert any("of 21 tokens (" in line and "tokens/s" in line and line.endswith(" left") for line, _ in written[:-1])

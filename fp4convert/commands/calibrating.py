@@ -64,5 +64,5 @@ def calibrate(
     with interruptible(target):
         phases.begin("plan")
         opened = open_source(os.fspath(source), access_of(options))
-        how = words_of(calibration.Order, options, held_nbytes="hold", is_forced="force") | {"phases": phases}
-        return calibration.calibrate(calibration.Order(source=opened, output=target, feed=feed, **how))
+        how = words_of(calibration.Run, options, held_nbytes="hold", is_forced="force") | {"phases": phases}
+        return calibration.calibrate(calibration.Run(source=opened, output=target, feed=feed, **how))
