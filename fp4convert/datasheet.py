@@ -183,14 +183,14 @@ def _tensors(artifact: Artifact, errors: Sequence[TensorError]) -> Document:
     places = find_places([error.name for error in errors])
     sizes: dict[str, int] = defaultdict(int)
     for place in places:
-        sizes[place.stack] += bool(place.stack)
+        sizes[place.tower] += bool(place.tower)
     apart = sorted((stack for stack in sizes if stack), key=lambda stack: -sizes[stack])[:MOST_STACKS]
     layers: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     modules: dict[str, set[str]] = defaultdict(set)
     seats = []
     for error, place in zip(errors, places, strict=True):
-        is_apart = place.stack in apart
-        stack, layer = (place.stack, place.layer) if is_apart else ("", ())
+        is_apart = place.tower in apart
+        stack, layer = (place.tower, place.layer) if is_apart else ("", ())
         module = place.module if is_apart else error.name.removesuffix(ENDING)
         layers[stack].add(layer)
         modules[stack].add(module)

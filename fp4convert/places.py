@@ -23,13 +23,13 @@ _Texts = tuple[str, ...]
 class Place(NamedTuple):
     """Where one tensor stands.
 
-    stack   what lies around the layers, with stars for numbers: model.layers; empty outside of all
+    tower   what lies around the layers, with stars for numbers: model.layers; empty outside of all
     layer   the numbers of its layer, one for each list that layers are nested in
     module  what it is there, with a star for the number of an expert
     expert  that number
     """
 
-    stack: str
+    tower: str
     layer: Numbers
     module: str
     expert: int | None = None
@@ -52,9 +52,9 @@ def _place(texts: _Texts, numbers: Numbers, layered: set[_Texts]) -> Place:
     depth = max((at + 1 for at in range(of_experts) if at == 0 or texts[: at + 1] in layered), default=0)
     expert = numbers[of_experts] if of_experts < len(numbers) else None
     words = [ANY if at == of_experts else str(number) for at, number in enumerate(numbers)]
-    stack = "".join(part for pair in zip(texts[:depth], ANY * depth, strict=True) for part in pair)
+    tower = "".join(part for pair in zip(texts[:depth], ANY * depth, strict=True) for part in pair)
     rest = texts[depth] + "".join(f"{words[at]}{texts[at + 1]}" for at in range(depth, len(numbers)))
-    return Place(stack[:-2], numbers[:depth], rest[1:] if depth else rest, expert)  # without a separator and the star
+    return Place(tower[:-2], numbers[:depth], rest[1:] if depth else rest, expert)  # without a separator and the star
 
 
 def reading_order(modules: Iterable[str]) -> list[str]:
