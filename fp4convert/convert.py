@@ -25,7 +25,7 @@ from fp4convert.manifest import Manifest
 from fp4convert.merging import Merged, merge_folds
 from fp4convert.methods import FOLDING, open_statistics, reopened, rule_of, with_statistics
 from fp4convert.output import OutputFolder
-from fp4convert.plan import Beside, plan_quantize
+from fp4convert.plan import Scalars, plan_quantize
 from fp4convert.recipe import Choice, Recipe, Target, build_recipe, model_recipe
 from fp4convert.recipe_rules import FormatRule
 from fp4convert.record import RECORD, Contents, folds_recorded, make_record, stacks_recorded, unquantized
@@ -84,7 +84,7 @@ class Asked:
 
     recipe: Recipe
     linears: Linears
-    beside: Beside
+    scalars: Scalars
     calibration: Calibration | None
 
     def plan(self, source: Source, formats: tuple[FormatRule, ...] = ()) -> Plan:
@@ -92,7 +92,7 @@ class Asked:
         recipe = replace(self.recipe, formats=(*formats, *self.recipe.formats))
         with uncollected():
             merged = self._merged(source, recipe)
-            plan = plan_quantize(source.checkpoint, recipe, merged.linears, self.beside)
+            plan = plan_quantize(source.checkpoint, recipe, merged.linears, self.scalars)
         return replace(plan, folds=uses_of(merged.folds), warnings=(*plan.warnings, *merged.notes))
 
     def _merged(self, source: Source, recipe: Recipe) -> Merged:
@@ -103,7 +103,7 @@ class Asked:
         if target.via:
             detail = f"--via {target.via} rounds weights before anything else, and --method {target.method} multiplies them first"
             raise InputError("method-via", f"{detail}; expected one of them", "Leave --via out.")
-        smoother = Smoother(target, self.calibration, not isinstance(self.beside.inputs, Constant))
+        smoother = Smoother(target, self.calibration, not isinstance(self.scalars.inputs, Constant))
         return merge_folds(source.checkpoint, recipe, self.linears, dialect_to_write(target), smoother.factors)
 
 
@@ -117,7 +117,7 @@ def understand(source: Source, request: Request) -> Asked:
     inputs = choose_scales(source, recipe.format, request.activations, request.input_scale, measured)
     with uncollected():
         linears = find_linears(source, recipe)
-        return Asked(recipe, linears, Beside(inputs, measured, plan_cache(source, linears, recipe, calibration)), calibration)
+        return Asked(recipe, linears, Scalars(inputs, measured, plan_cache(source, linears, recipe, calibration)), calibration)
 
 
 def _recipe_for(source: Source, request: Request, calibration: Calibration | None) -> Recipe:

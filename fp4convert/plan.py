@@ -33,7 +33,7 @@ KEPT_DTYPE = "BF16"  # of what was packed and stays
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class Scalars:
     """Scales that stand beside the weights, and come from elsewhere.
 
     inputs    what says those of activations
@@ -46,7 +46,7 @@ class Beside:
     cache: Cache = field(default_factory=Cache)
 
 
-def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, beside: Beside = Beside()) -> Plan:
+def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, scalars: Scalars = Scalars()) -> Plan:
     """The plan that turns a checkpoint into the recipe's format and dialect.
 
     linears  those of the checkpoint
@@ -58,7 +58,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, besi
     verdicts = decide(linears, recipe, dialect)
     groups = gathered(verdicts)
     fed = fed_modules(verdicts, recipe, dialect)
-    inputs, inputs_told = scales_of(fed, beside.inputs)
+    inputs, inputs_told = scales_of(fed, scalars.inputs)
     drafting = _Drafting.of(verdicts, groups, dialect, inputs)
     home, consumed = linears.by_home(), linears.consumed()
 
@@ -70,7 +70,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, besi
                 yield from drafting.of_tensor(ref, home[ref.name])
             elif ref.name not in consumed:
                 yield Draft(*_why(ref, recipe), (ref,), (_as_it_is(ref),))
-            yield from beside.cache.drafts.get(ref.name, ())
+            yield from scalars.cache.drafts.get(ref.name, ())
 
     writing = Writing(checkpoint, recipe.target, dialect, form_of(recipe.target))
     tasks = tuple(writing.task(shard, list(drafts(shard.tensors))) for shard in checkpoint.shards)
@@ -86,9 +86,9 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, besi
         *uneven_groups(verdicts, recipe),
         *skipped_experts(verdicts),
         *inputs_told,
-        *find_small(fed, inputs, beside.measured),
-        *beside.cache.notes,
-        *_left_behind(linears, beside.cache),
+        *find_small(fed, inputs, scalars.measured),
+        *scalars.cache.notes,
+        *_left_behind(linears, scalars.cache),
         *_not_via(verdicts, recipe),
         *(_embeddings(asked, recipe) if not dialect.TRAITS.holds_embeddings else ()),
         *(() if made else [f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists"]),
