@@ -123,7 +123,7 @@ def estimate_seconds(source: Source, plan: Plan, backend: Backend, workers: int)
     }
 
 
-class Verdict(NamedTuple):
+class Row(NamedTuple):
     """What is said of a step; those that are told in one row have the same.
 
     group  the members of its scale group that become four-bit; None where it is alone
@@ -137,15 +137,15 @@ class Verdict(NamedTuple):
 
 def join_steps(sized: Sequence[Sized]) -> list[dict[str, object]]:
     """A row for every kind of module with one verdict, in the order of a model: embeddings, layers, what follows them."""
-    told = [(_name_of(one.step), _verdict_on(one.step), at) for at, one in enumerate(sized)]
+    told = [(_name_of(one.step), _row_on(one.step), at) for at, one in enumerate(sized)]
     rows = []
-    for pattern, positions in join_names((name, verdict) for name, verdict, _ in told):
-        name, verdict, first = told[positions[0]]
+    for pattern, positions in join_names((name, common) for name, common, _ in told):
+        name, common, first = told[positions[0]]
         places = [told[position][2] for position in positions]
         row = {
             "pattern": pattern,
             "count": len(places),
-            **verdict._asdict(),
+            **common._asdict(),
             "source_bytes": sum(sized[at].source_bytes for at in places),
             "output_bytes": sum(sized[at].output_bytes for at in places),
         }
@@ -201,10 +201,10 @@ def _name_of(step: Step) -> str:
     return step.module if step.shape else step.name.removesuffix(".weight")
 
 
-def _verdict_on(step: Step) -> Verdict:
+def _row_on(step: Step) -> Row:
     there = {linear.module.rpartition(".")[2] for linear in step.measured}
     members = [member for member in (step.group or "").rpartition(".")[2].split("/") if member in there]
-    return Verdict(step.action, step.reason, "/".join(members) if len(members) > 1 else None, step.format or None)
+    return Row(step.action, step.reason, "/".join(members) if len(members) > 1 else None, step.format or None)
 
 
 def find_doubts(sized: Sequence[Sized], plan: Plan) -> list[str]:
