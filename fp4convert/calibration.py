@@ -306,7 +306,7 @@ class _Layers:
 
     def _run_layer(self, layer: int) -> tuple[Watch, list[str]]:
         path = self.skeleton.layers[layer]
-        mine = {module: place for module, place in self.skeleton.places.items() if self.skeleton.layer_of(place) == path}
+        mine = {module: seat for module, seat in self.skeleton.seats.items() if self.skeleton.layer_of(seat) == path}
         watch = Watch(self.skeleton, self.run.gram, mine)
         self.skeleton.fill(path)
         with watching(watch):
@@ -324,7 +324,7 @@ class _Layers:
         return watch, unrouted
 
     def _run_rest(self) -> tuple[Watch, list[str]]:
-        rest = {module: place for module, place in self.skeleton.places.items() if self.skeleton.layer_of(place) is None}
+        rest = {module: seat for module, seat in self.skeleton.seats.items() if self.skeleton.layer_of(seat) is None}
         watch = Watch(self.skeleton, self.run.gram, rest)
         with filled_on_demand(self.skeleton), watching(watch):
             for number, batch in enumerate(self.batches):

@@ -69,16 +69,16 @@ def needs_of(skeleton: Skeleton, gram: str, tokens: int, config: dict[str, objec
     statistics = 0
     grams: dict[str | None, int] = defaultdict(int)
     seen: set[Hashable] = set()
-    for module, place in skeleton.places.items():
+    for module, seat in skeleton.seats.items():
         holder = scale_group(module, groups) or module
-        if holder in seen or isinstance(skeleton.module(place.path), torch.nn.Embedding):
+        if holder in seen or isinstance(skeleton.module(seat.path), torch.nn.Embedding):
             continue
         seen.add(holder)
         columns = skeleton.linears[module].shape[1]
         width = block_width(gram, columns)
         matrix = 4 * -(-columns // width) * width * width if width else 0
         statistics += 4 * columns * (2 if gram == "none" else 3) + matrix
-        grams[skeleton.layer_of(place)] += matrix
+        grams[skeleton.layer_of(seat)] += matrix
     hidden = int(getattr(skeleton.model.config.get_text_config(), "hidden_size", 0))
     return Needs(statistics, 2 * 4 * tokens * hidden, max(grams.values(), default=0))
 

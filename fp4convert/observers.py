@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from fp4convert.errors import InputError
-from fp4convert.skeleton import IMPLEMENTATION, Place, Skeleton
+from fp4convert.skeleton import IMPLEMENTATION, Seat, Skeleton
 
 FEW_TOKENS = 16  # an expert that was given fewer has no statistics worth the name
 FEW_SHARE = 1 / 8  # of what each would get if all got the same: nor has one with less
@@ -119,7 +119,7 @@ class Watch:
 
     skeleton: Skeleton
     gram: str
-    modules: dict[str, Place]
+    modules: dict[str, Seat]
     moments: dict[str, Moments] = field(default_factory=dict)
     inputs: dict[str, str] = field(default_factory=dict)
     routed: dict[str, Routed] = field(default_factory=dict)
@@ -133,17 +133,17 @@ class Watch:
 
     def __post_init__(self) -> None:
         self._paths |= {id(module): path for path, module in self.skeleton.model.named_modules()}
-        for module, place in self.modules.items():
-            if place.expert is not None:
-                self._members.setdefault((place.path, place.parameter in FIRST_PARAMETERS, place.expert), []).append(module)
+        for module, seat in self.modules.items():
+            if seat.expert is not None:
+                self._members.setdefault((seat.path, seat.parameter in FIRST_PARAMETERS, seat.expert), []).append(module)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Meanwhile its linear layers are watched."""
         by_path: dict[str, list[str]] = {}
-        for module, place in self.modules.items():
-            if place.expert is None:
-                by_path.setdefault(place.path, []).append(module)
+        for module, seat in self.modules.items():
+            if seat.expert is None:
+                by_path.setdefault(seat.path, []).append(module)
         handles = [
             self.skeleton.module(path).register_forward_pre_hook(self._hook(names), with_kwargs=True)
             for path, names in by_path.items()
@@ -252,11 +252,11 @@ class Watch:
 
     def _name_of(self, path: str) -> str:
         """What the checkpoint calls a module of the model, by the name of a linear layer in it."""
-        for module, place in self.modules.items():
-            if place.expert is not None and place.path == path:
-                return module[: module.rindex(f".{place.expert}.")]
-            if place.expert is None and place.path.startswith(f"{path}."):
-                return module.rsplit(".", place.path[len(path) :].count("."))[0]
+        for module, seat in self.modules.items():
+            if seat.expert is not None and seat.path == path:
+                return module[: module.rindex(f".{seat.expert}.")]
+            if seat.expert is None and seat.path.startswith(f"{path}."):
+                return module.rsplit(".", seat.path[len(path) :].count("."))[0]
         detail = f"{path} of the model has no linear layer that the checkpoint stores; expected one"
         next_step = "Download the checkpoint again: its config.json and its weights are not of one model."
         raise InputError("calibration-model", detail, next_step, path)
@@ -309,7 +309,7 @@ def unwatched(skeleton: Skeleton, seen: Mapping[str, object]) -> list[str]:
     return [
         module
         for module in skeleton.linears
-        if module not in seen and not (module in skeleton.places and skeleton.places[module].path in tables)
+        if module not in seen and not (module in skeleton.seats and skeleton.seats[module].path in tables)
     ]
 
 
@@ -317,7 +317,7 @@ def opaque(skeleton: Skeleton, modules: Iterable[str]) -> list[str]:
     """Those of the modules that are experts of a stack whose class in transformers lets nobody else compute them."""
     found = []
     for module in modules:
-        place = skeleton.places.get(module)
-        if place and place.expert is not None and not hasattr(skeleton.module(place.path), "has_gate"):
+        seat = skeleton.seats.get(module)
+        if seat and seat.expert is not None and not hasattr(skeleton.module(seat.path), "has_gate"):
             found.append(module)
     return found

@@ -33,7 +33,7 @@ BLOCKS = "_blocks"  # ends the name of a stack of MXFP4 codes
 NEXT = "Calibrate with the tools of its authors; without a calibration, fp4convert quantize needs no model code."
 
 
-class Place(NamedTuple):
+class Seat(NamedTuple):
     """Where a linear layer of the checkpoint is in the model.
 
     path       of the module that multiplies with it
@@ -63,7 +63,7 @@ class Skeleton:
     model      of transformers, in eval mode
     layers     path of every decoder (or encoder) layer, in their order
     linears    of the source, by module
-    places     module -> where it is in the model; those that the model does not have are absent
+    seats      module -> where it is in the model; those that the model does not have are absent
     stored     parameter of the model -> names in the checkpoint that it is made of
     tensors    name in the checkpoint -> what reads it
     device     where filled parts are
@@ -72,7 +72,7 @@ class Skeleton:
     model: Any
     layers: tuple[str, ...]
     linears: Mapping[str, Linear]
-    places: dict[str, Place]
+    seats: dict[str, Seat]
     stored: dict[str, list[str]]
     tensors: dict[str, Lazy]
     device: torch.device
@@ -130,9 +130,9 @@ class Skeleton:
         """What the parameters below a path take in memory."""
         return sum(parameter.nbytes for parameter in self.module(path).parameters())
 
-    def layer_of(self, place: Place) -> str | None:
+    def layer_of(self, seat: Seat) -> str | None:
         """The layer that a module is in, or None."""
-        found = re.match(rf"{re.escape(self.layers[0].rpartition('.')[0])}\.\d+(?=\.|$)", place.path)
+        found = re.match(rf"{re.escape(self.layers[0].rpartition('.')[0])}\.\d+(?=\.|$)", seat.path)
         return found[0] if found else None
 
 
@@ -164,9 +164,9 @@ def open_skeleton(source: Source, folder: Path, device: torch.device) -> Skeleto
     stored: dict[str, list[str]] = defaultdict(list)
     for name, target in targets.items():
         stored[target].append(name)
-    places = {module: _place(targets[home], module) for module, home in homes.items() if home in targets}
-    _narrow_experts(model, places, linears)
-    return Skeleton(model, _layers_of(model), linears, places, dict(stored), tensors, device, mapping)
+    seats = {module: _seat(targets[home], module) for module, home in homes.items() if home in targets}
+    _narrow_experts(model, seats, linears)
+    return Skeleton(model, _layers_of(model), linears, seats, dict(stored), tensors, device, mapping)
 
 
 def _build(folder: Path, device: torch.device) -> Any:
@@ -317,21 +317,21 @@ def _targets(model: Any, names: Iterable[str], mapping: list[Any]) -> dict[str, 
     return found
 
 
-def _place(target: str, module: str) -> Place:
+def _seat(target: str, module: str) -> Seat:
     path, _, parameter = target.rpartition(".")
-    return Place(path, parameter, None if parameter == "weight" else _expert_of(module))
+    return Seat(path, parameter, None if parameter == "weight" else _expert_of(module))
 
 
-def _narrow_experts(model: Any, places: Mapping[str, Place], linears: Mapping[str, Linear]) -> None:
+def _narrow_experts(model: Any, seats: Mapping[str, Seat], linears: Mapping[str, Linear]) -> None:
     """Let stacks of experts be held as they are stored: they are most of a model, and each is widened when it computes."""
-    for module, place in places.items():
-        if place.expert is None or not hasattr(model.get_submodule(place.path), "has_gate"):
+    for module, seat in seats.items():
+        if seat.expert is None or not hasattr(model.get_submodule(seat.path), "has_gate"):
             continue  # of others nobody knows how they compute
-        owner, stored = model.get_submodule(place.path), linears[module].refs[0].dtype
-        parameter = owner._parameters[place.parameter]
+        owner, stored = model.get_submodule(seat.path), linears[module].refs[0].dtype
+        parameter = owner._parameters[seat.parameter]
         dtype = TORCH_DTYPES[stored] if stored in FLOAT_TYPES else torch.bfloat16
         if parameter.dtype != dtype:
-            owner._parameters[place.parameter] = torch.nn.Parameter(parameter.to(dtype), requires_grad=False)
+            owner._parameters[seat.parameter] = torch.nn.Parameter(parameter.to(dtype), requires_grad=False)
 
 
 def _layers_of(model: Any) -> tuple[str, ...]:

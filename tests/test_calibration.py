@@ -160,7 +160,7 @@ def test_a_watch_that_looks_at_nothing_keeps_nothing(is_looking, tmp_path):
     folder = make_model(tmp_path / "m", "Mixtral")
     skeleton = open_skeleton(open_source(str(folder)), folder, torch.device("cpu"))
     skeleton.fill("")
-    watch = Watch(skeleton, "none", skeleton.places, is_looking=is_looking)
+    watch = Watch(skeleton, "none", skeleton.seats, is_looking=is_looking)
     with watching(watch):
         made = skeleton.model(input_ids=torch.tensor([tokens_of(TEXT[:LENGTH])])).logits
     assert torch.isfinite(made).all()
