@@ -36,7 +36,7 @@ def check_page(path: Path | None) -> None:
         check_place(path, PAGE)
 
 
-def write_report(path: Path | None, artifact: Artifact, source: Source | None, verified: Report | None = None) -> list[str]:
+def save_page(path: Path | None, artifact: Artifact, source: Source | None, verified: Report | None = None) -> list[str]:
     """Write the page of an artifact where one is asked for; a line that tells it.
 
     source, verified  as in datasheet.Subject

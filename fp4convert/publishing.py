@@ -13,7 +13,7 @@ from typing import Any
 from fp4convert.artifact import CARD, open_artifact
 from fp4convert.errors import InputError
 from fp4convert.job import Result
-from fp4convert.page import check_page, write_report
+from fp4convert.page import check_page, save_page
 from fp4convert.parts import Share
 from fp4convert.pipelines import Work
 from fp4convert.sources import open_source
@@ -75,7 +75,7 @@ def choose_page(page: Path | None, share: Share | None, is_dry: bool) -> Path | 
 def fulfil(order: Order) -> Result:
     """Carry out the work; any number of processes may do so together.
 
-    Raises  InputError for a part that would be pushed; what Work.carry_out, Pusher and write_report raise
+    Raises  InputError for a part that would be pushed; what Work.carry_out, Pusher and save_page raise
     """
     publication, pages = order.destinations.publication, _pages(order)
     for page in pages.values():
@@ -103,7 +103,7 @@ def _write_pages(work: Work, pages: Mapping[str, Path]) -> Iterator[str]:
         errand = work.errands()[folder]
         access = replace(errand.access, revision=work.source.checkpoint.revision or errand.access.revision)
         source, artifact = open_source(errand.reference, access), open_artifact(str(errand.output))
-        yield from write_report(page, artifact, source)
+        yield from save_page(page, artifact, source)
 
 
 def _publish(order: Order, publication: Publication) -> Result:

@@ -89,7 +89,7 @@ def verify(
     """
     from fp4convert import verification
     from fp4convert.calibration_file import open_calibration
-    from fp4convert.page import check_page, write_report
+    from fp4convert.page import check_page, save_page
 
     check_words(options, VerifyOptions)
     page = as_path(options.get("report"))
@@ -102,7 +102,7 @@ def verify(
     asked = verification.Outputs(known) if options.get("outputs") or known else None
     gate = verification.Gate(min_sqnr, max_nmse, options.get("max_output_error"))
     report = verification.verify(opened, original, gate, asked)
-    for line in write_report(page, opened, original, report):
+    for line in save_page(page, opened, original, report):
         options.get("tell", ignore)(line)
     write_sarif(sarif, opened, report.as_json()["findings"])
     return report
