@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fp4convert.job import Result
     from fp4convert.progress import Phases
     from fp4convert.tensors import dequantize_tensor, quantize_tensor
-    from fp4convert.verification import Report
+    from fp4convert.verification import Verified
 
     __version__: str
 
@@ -35,7 +35,7 @@ _HOMES = {  # module -> its public names
     "job": ("Result",),
     "progress": ("Phases",),
     "tensors": ("dequantize_tensor", "quantize_tensor"),
-    "verification": ("Report",),
+    "verification": ("Verified",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
@@ -48,9 +48,9 @@ __all__ = [
     "OutputError",
     "Phases",
     "Quantized",
-    "Report",
     "Result",
     "SourceError",
+    "Verified",
     "__version__",
     "analyze",
     "calibrate",

@@ -28,7 +28,7 @@ from fp4convert.portrait import artifact_rows
 from fp4convert.progress import size_text
 from fp4convert.render import Document, escape
 from fp4convert.sources import Source
-from fp4convert.verification import Report, TensorError
+from fp4convert.verification import TensorError, Verified
 
 WORST = 6  # tensors with histograms
 MOST_STACKS = 8  # of layers that are drawn apart; the tensors of more stand together
@@ -49,7 +49,7 @@ class Subject:
 
     artifact: Artifact
     source: Source | None = None
-    verified: Report | None = None
+    verified: Verified | None = None
 
 
 def make_datasheet(subject: Subject) -> Document:
@@ -80,7 +80,7 @@ def make_datasheet(subject: Subject) -> Document:
     return {key: _visible(value) for key, value in document.items()}
 
 
-def _errors(artifact: Artifact, verified: Report | None) -> tuple[str | None, Sequence[TensorError]]:
+def _errors(artifact: Artifact, verified: Verified | None) -> tuple[str | None, Sequence[TensorError]]:
     """What is known of every tensor's loss, and how: measured, recorded, or (None) not at all."""
     if verified and verified.tensors:
         return MEASURED, verified.tensors

@@ -21,7 +21,7 @@ from fp4convert.datasheet import Subject, make_datasheet
 from fp4convert.papers import Paper, check_place, write_paper
 from fp4convert.progress import size_text
 from fp4convert.sources import Source
-from fp4convert.verification import Report
+from fp4convert.verification import Verified
 
 FOLDER = "pages"
 GENERATOR = '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="fp4convert">\n'
@@ -36,7 +36,7 @@ def check_page(path: Path | None) -> None:
         check_place(path, PAGE)
 
 
-def save_page(path: Path | None, artifact: Artifact, source: Source | None, verified: Report | None = None) -> list[str]:
+def save_page(path: Path | None, artifact: Artifact, source: Source | None, verified: Verified | None = None) -> list[str]:
     """Write the page of an artifact where one is asked for; a line that tells it.
 
     source, verified  as in datasheet.Subject

@@ -87,7 +87,7 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Verified:
     """The document of `verify --json`.
 
     recorded  the summary of quantization_report.json; None where the artifact has none
@@ -113,7 +113,7 @@ class Report:
         }
 
 
-def verify(artifact: Artifact, source: Source | None, gate: Gate, outputs: Outputs | None = None) -> Report:
+def verify(artifact: Artifact, source: Source | None, gate: Gate, outputs: Outputs | None = None) -> Verified:
     """Re-hash every file and read every scale; with a source, measure every tensor and compare what was kept.
 
     outputs  measures what linear layers answer, too; a gate that asks for it does so for Gaussian inputs where this is None
@@ -144,7 +144,7 @@ def verify(artifact: Artifact, source: Source | None, gate: Gate, outputs: Outpu
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
     findings += (finding for error in tensors for finding in _judge(error, found[error.name], gate))
     summary, inputs = recorded.summary if recorded else None, describe_inputs(outputs.calibration) if outputs else None
-    return Report(tensors, _summarise(tensors, found), tuple(findings), is_healthy(tuple(findings)), summary, inputs)
+    return Verified(tensors, _summarise(tensors, found), tuple(findings), is_healthy(tuple(findings)), summary, inputs)
 
 
 def _by_stem(measured: Iterable[Distance]) -> dict[str, Sums]:

@@ -11,7 +11,7 @@ from fp4convert.sarif import check_sarif, write_sarif
 from fp4convert.sources import Source, open_original, uncollected
 
 if TYPE_CHECKING:  # what each command loads when it runs
-    from fp4convert.verification import Report
+    from fp4convert.verification import Verified
 
 
 class InspectOptions(AccessOptions, total=False):
@@ -77,7 +77,7 @@ def verify(
     min_sqnr: float | None = None,
     max_nmse: float | None = None,
     **options: Unpack[VerifyOptions],
-) -> Report:
+) -> Verified:
     """Every file hashed again, every scale read; with a source, every tensor measured: the command `verify`.
 
     artifact  as `inspect` takes it
@@ -101,11 +101,11 @@ def verify(
     opened, original = open_artifact(os.fspath(artifact), access_of(options)), _original(source, options)
     asked = verification.Outputs(known) if options.get("outputs") or known else None
     gate = verification.Gate(min_sqnr, max_nmse, options.get("max_output_error"))
-    report = verification.verify(opened, original, gate, asked)
-    for line in save_page(page, opened, original, report):
+    verified = verification.verify(opened, original, gate, asked)
+    for line in save_page(page, opened, original, verified):
         options.get("tell", ignore)(line)
-    write_sarif(sarif, opened, report.as_json()["findings"])
-    return report
+    write_sarif(sarif, opened, verified.as_json()["findings"])
+    return verified
 
 
 def compare(a: Reference, b: Reference, *, source: Reference, **options: Unpack[CompareOptions]) -> dict[str, Any]:
