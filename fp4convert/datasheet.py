@@ -20,13 +20,14 @@ from fp4convert.artifact import Artifact
 from fp4convert.explanations import explanations
 from fp4convert.formats import FLOAT_TYPES
 from fp4convert.histograms import count_values
-from fp4convert.inspection import choose_modules, inspect, read_global_scales
+from fp4convert.inspection import inspect
 from fp4convert.ledger import read_recorded, shares
 from fp4convert.numbered import join_names, join_words, reading_rank, split_leaf, split_numbers
 from fp4convert.places import ENDING, find_places, reading_order
 from fp4convert.portrait import artifact_rows
 from fp4convert.progress import size_text
 from fp4convert.render import Document, escape
+from fp4convert.soundness import choose_modules, read_global_scales
 from fp4convert.sources import Source
 from fp4convert.verification import TensorError, Verified
 

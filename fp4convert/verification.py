@@ -20,12 +20,12 @@ from fp4convert.codings.folded import foldings_of
 from fp4convert.distances import Distance, Pair, measure, pair_up
 from fp4convert.errors import InputError
 from fp4convert.inputs import Inputs, describe_inputs
-from fp4convert.inspection import GUESSED, check_scales
 from fp4convert.ledger import read_recorded, shares
 from fp4convert.linears import Linears
 from fp4convert.reading import Finding
 from fp4convert.record import RECORD
 from fp4convert.shard import TensorRef, hash_stream
+from fp4convert.soundness import choose_modules, judge
 from fp4convert.sources import Source, stopping
 from fp4convert.unfolding import check_columns, check_vector, unfolded
 
@@ -125,12 +125,9 @@ def verify(artifact: Artifact, source: Source | None, gate: Gate, outputs: Outpu
     if source is None and outputs:
         raise InputError("no-source", "--outputs needs the original weights", "Add --source SOURCE.")
     beside = stand_beside(artifact, source, outputs) if source else None
-    findings = [
-        *artifact.findings,
-        *_check_hashes(artifact),
-        *check_scales(artifact, list(artifact.modules)),
-        *_check_kept(artifact),
-    ]
+    fitting = source if beside and beside.shares_any() else None
+    judged = judge(artifact, fitting, list(artifact.modules), choose_modules(artifact, is_full=False))
+    findings = [*judged.findings, *_check_hashes(artifact), *_check_kept(artifact)]
     recorded, damages = read_recorded(artifact)
     findings += damages
     found: dict[str, Distance] = {}
@@ -139,8 +136,8 @@ def verify(artifact: Artifact, source: Source | None, gate: Gate, outputs: Outpu
         findings += differences
     if recorded is not None:
         findings += check_codes(artifact, recorded) if beside is None else check_measured(recorded, _by_stem(found.values()))
-    if found and all(_is_ours(distance) for distance in found.values()):
-        findings = [finding for finding in findings if finding.code not in GUESSED]
+    if not all(_is_ours(distance) for distance in found.values()):
+        findings += judged.refuted
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
     findings += (finding for error in tensors for finding in _judge(error, found[error.name], gate))
     summary, inputs = recorded.summary if recorded else None, describe_inputs(outputs.calibration) if outputs else None
@@ -206,6 +203,10 @@ class Beside:
     pairs: list[Pair]
     findings: list[Finding]
     outputs: Outputs | None
+
+    def shares_any(self) -> bool:
+        """Whether the source holds any four-bit module of the artifact."""
+        return any(pair.ours.module in self.artifact.modules for pair in self.pairs)
 
     def compare(self) -> tuple[dict[str, Distance], list[Finding]]:
         """The error of every quantized module, and findings where the artifact holds what is not the source's."""

@@ -14,7 +14,8 @@ from checkpoints import run, write_single
 
 from fp4convert.artifact import Artifact, open_artifact
 from fp4convert.formats import NVFP4
-from fp4convert.inspection import ALL_NBYTES, SAMPLE_NBYTES, check_scales, choose_modules, inspect
+from fp4convert.inspection import inspect
+from fp4convert.soundness import ALL_NBYTES, SAMPLE_NBYTES, choose_modules, judge
 from fp4convert.spelling import Form
 
 KEYS = (
@@ -63,8 +64,8 @@ def test_a_module_above_the_budget_hides_no_other():
 def test_share_read_is_of_the_bytes_of_block_scales(monkeypatch, tmp_path):
     folder = write_ct(tmp_path / "a", {f"layers.{n}.o_proj": scales() for n in range(8)})
     assert inspect(open_artifact(str(folder)), None, False)["share_read"] == 1.0
-    monkeypatch.setattr("fp4convert.inspection.ALL_NBYTES", 8 * 2048 - 1)
-    monkeypatch.setattr("fp4convert.inspection.SAMPLE_NBYTES", 4 * 2048)
+    monkeypatch.setattr("fp4convert.soundness.ALL_NBYTES", 8 * 2048 - 1)
+    monkeypatch.setattr("fp4convert.soundness.SAMPLE_NBYTES", 4 * 2048)
     assert inspect(open_artifact(str(folder)), None, False)["share_read"] == 0.5
     assert inspect(open_artifact(str(folder)), None, True)["share_read"] == 1.0
     assert "share read      50 % of the block scales" in run("inspect", folder).out.splitlines()
@@ -226,7 +227,7 @@ def test_scales_of_modules_that_are_not_chosen_are_left_alone(tmp_path):
     artifact: Artifact = open_artifact(
         str(write_ct(tmp_path / "a", {OUT: bad, "layers.1.o_proj": scales()}, divisors={OUT: 0.0}))
     )
-    codes = {finding.code for finding in check_scales(artifact, ["layers.1.o_proj"])}
+    codes = {finding.code for finding in judge(artifact, None, ["layers.1.o_proj"], []).findings}
     assert codes == {"global-scale"}, "what stands once for a module is always read"
 
 

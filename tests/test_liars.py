@@ -32,6 +32,8 @@ from liars import (
 
 from fp4convert.artifact import open_artifact
 from fp4convert.inspection import inspect
+from fp4convert.reading import Finding
+from fp4convert.verification import Gate, verify
 
 
 @pytest.fixture(scope="module")
@@ -273,11 +275,16 @@ LIES = [
 ]
 
 
+def of_inspect(finding: dict) -> Finding:
+    return Finding(**finding)
+
+
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.name)
 def test_a_lie_is_seen_alone(lie: Lie, artifacts, tmp_path):
     folder = artifacts[lie.artifact].copy()
     lie.tell(folder)
-    document = inspect(open_artifact(str(folder.write(tmp_path / "liar"))), None, False)
+    artifact = open_artifact(str(folder.write(tmp_path / "liar")))
+    document = inspect(artifact, None, False)
     level, code, tensor = lie.found
     told = [finding for finding in document["findings"] if (finding["level"], finding["code"]) == (level, code)]
     assert told, document["findings"]
@@ -286,6 +293,7 @@ def test_a_lie_is_seen_alone(lie: Lie, artifacts, tmp_path):
     if code == "scale-layout":
         assert document["scale_layout"]["detected"] in lie.name
         assert document["scale_layout"]["detected"] != document["scale_layout"]["declared"]
+    assert set(map(of_inspect, document["findings"])) <= set(verify(artifact, None, Gate()).findings)
 
 
 def test_at_least_24_kinds():
@@ -299,6 +307,10 @@ def test_exit_6_and_the_drawn_line(artifacts, tmp_path):
     assert outcome.code == 6
     assert "scale layout    linear (declared), 128x4 (detected)" in outcome.out.splitlines()
     assert outcome.out.splitlines()[-1] == "not healthy"
+    verified = run("verify", tmp_path / "liar", "--report", tmp_path / "page.html")
+    assert (verified.code, verified.out.splitlines()[-1]) == (6, "failed")
+    assert next(line for line in outcome.out.splitlines() if "scale-layout" in line) in verified.out.splitlines()
+    assert '"code":"scale-layout"' in (tmp_path / "page.html").read_text()
 
 
 def towers(dialect: str, tmp_path: Path) -> dict[str, str]:
@@ -312,7 +324,9 @@ def towers(dialect: str, tmp_path: Path) -> dict[str, str]:
     tensors = {name: ("BF16", shape, bf16(*shape, seed=at)) for at, (name, shape) in enumerate(shapes.items())}
     source, out = write_single(tmp_path / "source", tensors), tmp_path / dialect
     assert run("quantize", source, "--format", "nvfp4", "--dialect", dialect, "--include", "*", "-o", out).code == 0
-    return {finding["code"]: finding["level"] for finding in run("inspect", out, "--json").json["findings"]}
+    found, verified = (run(command, out, "--json").json["findings"] for command in ("inspect", "verify"))
+    assert all(finding in verified for finding in found)
+    return {finding["code"]: finding["level"] for finding in found}
 
 
 def test_a_router_a_tower_and_an_embedding(tmp_path):

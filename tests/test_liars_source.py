@@ -25,7 +25,9 @@ from liars import (
 
 from fp4convert.artifact import open_artifact
 from fp4convert.inspection import inspect
+from fp4convert.reading import Finding
 from fp4convert.sources import open_source
+from fp4convert.verification import Gate, verify
 
 PACKED = {"ct": ".weight_packed", "ct-mx": ".weight_packed", "mo": ".weight", "comfy": ".weight"}
 ERROR = "error"
@@ -132,6 +134,9 @@ def test_a_lie_is_seen_with_a_source_and_reported_as_declared_without(lie: Lie, 
     assert alone["scale_layout"]["detected"] in (None, alone["scale_layout"]["declared"])
     others = {finding["tensor"] for finding in beside["findings"]} - {lie.found[2]}
     assert not others, "only who lies is named"
+    verified = verify(artifact, open_source(str(source)), Gate())
+    assert {Finding(**finding) for finding in beside["findings"]} <= set(verified.findings)
+    assert not verified.passed
 
 
 def test_a_layout_on_which_statistics_say_nothing(tmp_path):
