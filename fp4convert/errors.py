@@ -107,12 +107,11 @@ class OutputError(Fp4Error):
 class Interrupted(Fp4Error):  # noqa: N818 - not a failure
     """The run was told to stop, and the same command continues.
 
-    command  the command line that continues
-    kept     what stays of the work
+    command    the command line that continues
+    exit_code  130, or 143 for SIGTERM
+    kept       what stays of the work
     """
 
-    exit_code = 130
-
-    def __init__(self, command: str, is_terminated: bool, kept: str) -> None:
+    def __init__(self, command: str, exit_code: int, kept: str) -> None:
         super().__init__("interrupted", f"interrupted: {kept}", f"Continue with: {command}")
-        self.exit_code = 143 if is_terminated else self.exit_code
+        self.exit_code = exit_code

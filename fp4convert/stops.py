@@ -32,8 +32,9 @@ class Stopped(BaseException):
         self.kept = "finished shards stay"
 
     @property
-    def is_terminated(self) -> bool:
-        return self.number == signal.SIGTERM
+    def exit_code(self) -> int:
+        """130 for Ctrl-C, 143 for SIGTERM."""
+        return 128 + self.number
 
 
 def listen() -> None:

@@ -134,3 +134,21 @@ def is_reading(process: int, out: Path) -> bool:
     with suppress(OSError):
         return any(str(out / "part-") in os.readlink(place) for place in Path(f"/proc/{process}/fd").iterdir())
     return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_while_the_command_line_is_still_loaded(number):
+    code = f"""
+import os, sys
+import fp4convert.__main__
+
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), {int(number)})
+
+sys.meta_path.insert(0, Stop())
+fp4convert.__main__.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", "interrupted\n")

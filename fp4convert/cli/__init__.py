@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from inspect import getdoc
 from typing import Annotated, NoReturn
 
@@ -19,7 +19,7 @@ import typer
 from fp4convert.cli import judging, making, studying
 from fp4convert.cli.words import Command, Group
 from fp4convert.errors import Fp4Error, InputError, Interrupted
-from fp4convert.stops import Stopped, listen
+from fp4convert.stops import Stopped
 from fp4convert.streams import sturdy_streams
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -78,7 +78,6 @@ def _uncalled() -> None:
 
 def main() -> None:
     """Run the command line; every expected failure becomes one message and its exit code."""
-    listen()
     with sturdy_streams():
         _main()
 
@@ -90,17 +89,17 @@ def _main() -> None:
         _fail(error)
     except Stopped as stopped:
         command = shlex.join(["fp4convert", *_without_token(sys.argv[1:])])
-        _fail(Interrupted(command, stopped.is_terminated, stopped.kept))
+        _fail(Interrupted(command, stopped.exit_code, stopped.kept))
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
         message = error.format_message()
         if not message:  # the bare command: its help has been printed
             sys.exit(InputError.exit_code)
-        _fail(InputError("usage", message, "See: fp4convert --help."))
+        _fail(InputError("usage", message, f"See: {' '.join(['fp4convert', *_called(sys.argv[1:])[:1]])} --help."))
 
 
-def _called(words: list[str]) -> Collection[str]:
+def _called(words: list[str]) -> Sequence[str]:
     """The command that the words call; every one where a shell asks what completes them."""
     is_asked = any(name.startswith("_") and name.endswith("_COMPLETE") for name in os.environ)
     return tuple(COMMANDS) if is_asked else [word for word in words if word in COMMANDS][:1]
