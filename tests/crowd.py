@@ -20,7 +20,7 @@ import fp4convert.backends.cpu
 import fp4convert.ending
 import fp4convert.publishing
 import fp4convert.render  # noqa: F401 - imported once here, not in every child
-from fp4convert.cli import main
+from fp4convert.__main__ import main
 
 SLOWED = ("stat", "rename", "replace", "unlink", "listdir", "scandir", "open", "mkdir", "link", "rmdir")
 SHARE = 0.3  # of the calls that wait

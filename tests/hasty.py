@@ -9,8 +9,8 @@ import platform
 import sys
 import time
 
+from fp4convert.__main__ import main
 from fp4convert.claims import Claims
-from fp4convert.cli import main
 
 LEASE_SECONDS, BEAT_SECONDS = 1.0, 0.2
 

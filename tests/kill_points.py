@@ -18,7 +18,7 @@ from pathlib import Path
 import fp4convert.backends.cpu
 import fp4convert.convert
 import fp4convert.render  # noqa: F401 - imported once here, not in every child
-from fp4convert.cli import main
+from fp4convert.__main__ import main
 
 COUNTED = ("pwrite", "fsync", "replace", "rename", "link", "unlink", "mkdir", "rmdir")
 STATE = ".fp4convert"

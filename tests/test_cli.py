@@ -210,7 +210,7 @@ def test_fp16_refuses_what_it_cannot_hold(tmp_path):
 def modules_after(*arguments: object) -> set[str]:
     """Top-level modules loaded when the command ends."""
     code = (
-        "import sys\nfrom fp4convert.cli import main\ntry:\n    main()\nexcept SystemExit as stopped:\n"
+        "import sys\nfrom fp4convert.__main__ import main\ntry:\n    main()\nexcept SystemExit as stopped:\n"
         "    assert not stopped.code, stopped.code\nprint('\\nLOADED', *sorted({name.partition('.')[0] for name in sys.modules}))"
     )
     command = [sys.executable, "-c", code, *map(str, arguments)]
@@ -256,6 +256,7 @@ def test_signals_end_the_command_with_their_code(options, number, code, tmp_path
 
 LOST = """
 import os, signal, sys, time
+import fp4convert.__main__
 from fp4convert import cli
 class Cleared:
     def __del__(self):
@@ -265,7 +266,7 @@ def app(standalone_mode):
     Cleared()
     time.sleep(3600)
 cli.make_app = lambda called: app
-cli.main()
+fp4convert.__main__.main()
 """
 
 

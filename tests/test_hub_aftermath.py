@@ -110,7 +110,7 @@ def test_not_even_the_log_of_the_hubs_client_tells_a_secret(name, hub, folder, t
 
 IMPATIENT = """
 import fp4convert.sources.hub as hub
-from fp4convert.cli import main
+from fp4convert.__main__ import main
 from fp4convert.ranges import Patience
 hub.Patience = lambda: Patience(1.0, first_seconds=0.01)
 main()

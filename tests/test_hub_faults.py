@@ -366,7 +366,7 @@ def test_an_interrupted_download_ends_soon_and_names_no_token(hub, tmp_path):
 
 
 def test_help_and_local_runs_load_no_client_of_the_hub(folder, tmp_path):
-    code = "import sys; from fp4convert.cli import main\ntry: main()\nexcept SystemExit: print(sorted(sys.modules))"
+    code = "import sys; from fp4convert.__main__ import main\ntry: main()\nexcept SystemExit: print(sorted(sys.modules))"
     for arguments in (("--help",), ("quantize", folder, "--format", "nvfp4", "--dry-run")):
         command = [sys.executable, "-c", code, *map(str, arguments)]
         loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_SECONDS).stdout

@@ -272,7 +272,7 @@ def test_a_killed_run_is_continued(tmp_path):
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
-from fp4convert.cli import main
+from fp4convert.__main__ import main
 main()
 """
 

@@ -204,7 +204,7 @@ def settle(*arguments):
     left[0] -= 1
     real(*arguments)
 output.OutputFolder.settle = settle
-from fp4convert.cli import main
+from fp4convert.__main__ import main
 main()
 """
 

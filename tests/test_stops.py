@@ -79,6 +79,7 @@ def test_a_hub_that_takes_a_connection_and_says_nothing(number, monkeypatch):
 
 UNHEARD = """
 import signal, threading, time
+import fp4convert.__main__
 from fp4convert import cli
 def app(standalone_mode):
     threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()  # gets the signals that the main thread does not
@@ -86,7 +87,7 @@ def app(standalone_mode):
     print("waiting", flush=True)
     threading.Event().wait()
 cli.make_app = lambda called: app
-cli.main()
+fp4convert.__main__.main()
 """
 
 

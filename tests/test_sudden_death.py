@@ -91,7 +91,7 @@ def test_asked_twice_it_ends_at_once_and_is_continued(pause, second, tmp_path):
 HANGING = """
 import time
 import fp4convert.output
-from fp4convert.cli import main
+from fp4convert.__main__ import main
 def hang(*arguments, **options):  # a disk that does not answer
     print("hanging", flush=True)
     time.sleep(3600)
