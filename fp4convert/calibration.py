@@ -74,15 +74,15 @@ class Run:
 class Calibrated:
     """What came of it.
 
-    nbytes     of the file, and of the parts beside it where it is an index
-    linears    modules with statistics
-    unrouted   modules of experts that were fed tokens that were not routed to them
-    unwatched  modules without statistics
-    opaque     of these, experts that calibrate cannot see into
+    output_bytes  of the file, and of the parts beside it where it is an index
+    linears       modules with statistics
+    unrouted      modules of experts that were fed tokens that were not routed to them
+    unwatched     modules without statistics
+    opaque        of these, experts that calibrate cannot see into
     """
 
     output: Path
-    nbytes: int
+    output_bytes: int
     samples: int
     tokens: int
     linears: int
@@ -111,13 +111,14 @@ class Calibrated:
     def as_json(self) -> dict[str, object]:
         return {
             "output": str(self.output),
-            "output_bytes": self.nbytes,
+            "output_bytes": self.output_bytes,
             "samples": self.samples,
             "tokens": self.tokens,
             "linears": self.linears,
             "experts": self.experts,
             "unrouted": list(self.unrouted),
             "unwatched": list(self.unwatched),
+            "opaque": list(self.opaque),
             "sha256": self.sha256,
             "seconds": self.seconds,
             "warnings": self.warnings,
@@ -369,7 +370,7 @@ class _Layers:
         joined = join_parts(self.run.output, [part_file(self.state, number) for number in numbers], notes)
         return Calibrated(
             output=self.run.output,
-            nbytes=joined.nbytes,
+            output_bytes=joined.nbytes,
             samples=len(samples),
             tokens=tokens,
             linears=len(seen),

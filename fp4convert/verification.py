@@ -91,7 +91,7 @@ class Verified:
     """The document of `verify --json`.
 
     recorded  the summary of quantization_report.json; None where the artifact has none
-    inputs    by which outputs were measured, as describe_inputs tells it; None where they were not
+    inputs, calibration  by which outputs were measured, as describe_inputs tells it; None where they were not
     """
 
     tensors: tuple[TensorError, ...]
@@ -99,12 +99,14 @@ class Verified:
     findings: tuple[Finding, ...]
     passed: bool
     recorded: dict[str, Any] | None = None
-    inputs: dict[str, str | None] | None = None
+    inputs: str | None = None
+    calibration: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         left_out = () if self.inputs else ("output_error",)
+        by = {"inputs": self.inputs, "calibration": self.calibration} if self.inputs else {}
         return {
-            **(self.inputs or {}),
+            **by,
             "tensors": [{key: value for key, value in asdict(one).items() if key not in left_out} for one in self.tensors],
             "summary": self.summary,
             "findings": [asdict(finding) for finding in self.findings],
@@ -140,8 +142,9 @@ def verify(artifact: Artifact, source: Source | None, gate: Gate, outputs: Outpu
         findings += judged.refuted
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
     findings += (finding for error in tensors for finding in _judge(error, found[error.name], gate))
-    summary, inputs = recorded.summary if recorded else None, describe_inputs(outputs.calibration) if outputs else None
-    return Verified(tensors, _summarise(tensors, found), tuple(findings), is_healthy(tuple(findings)), summary, inputs)
+    by = describe_inputs(outputs.calibration) if outputs else {}
+    summary = recorded.summary if recorded else None
+    return Verified(tensors, _summarise(tensors, found), tuple(findings), is_healthy(tuple(findings)), summary, **by)
 
 
 def _by_stem(measured: Iterable[Distance]) -> dict[str, Sums]:

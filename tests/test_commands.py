@@ -17,6 +17,7 @@ from made_up_inputs import calibrate
 from test_pruning import DEEPSEEK, calibrated, deepseek_shards
 
 import fp4convert
+from fp4convert.calibration import Calibrated
 from fp4convert.cli import make_app
 from fp4convert.commands import AccessOptions, PartOptions, WorkOptions, calibrating, judging, making, studying
 
@@ -89,6 +90,19 @@ def test_the_artifact_of_a_bare_call_is_that_of_the_bare_command(source, tmp_pat
     assert made.digest == told["digest"]
     assert made.as_json().keys() == told.keys()
     assert read_folder(tmp_path / "api") == read_folder(tmp_path / "cli")
+
+
+def test_results_have_the_keys_of_their_documents(source, tmp_path):
+    made = fp4convert.quantize(source, format="nvfp4", output=tmp_path / "out")
+    verified = [fp4convert.verify(made.output, source=source, outputs=outputs) for outputs in (False, True)]
+    calibrated = Calibrated(tmp_path / "c", 1, 2, 3, 4, 5, ("a",), ("b", "c"), ("c",), "0f", 6.0)
+    assert [(one.inputs, one.calibration) for one in verified] == [(None, None), ("gaussian", None)]
+    for one in (made, *verified, calibrated):
+        document = one.as_json()
+        named = {field.name for field in fields(one)}
+        assert {key for key in named - document.keys() if getattr(one, key) is not None} == set()
+        held = {key: getattr(one, key) for key in document.keys() - {"tensors", "findings"}}
+        assert json.loads(json.dumps(held, default=str)) == {key: document[key] for key in held}
 
 
 class StoppedError(Exception):

@@ -1,4 +1,4 @@
-"""The commands that look and tell: each parses, calls one function of the floor below, and prints."""
+"""The commands that look and tell: each parses, calls one function, and prints; what computes is in commands/."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What each command does, for the command line and for Python alike: a user's words in, a result out, nothing printed.
 
-A command has one function of its name: making.py writes, judging.py looks and tells, studying.py measures, calibrating.py needs
-torch.  Words have the names and the defaults of the command line's options; those that several commands have are here.
+A command that computes has one function of its name: making.py writes, judging.py looks and tells, studying.py measures,
+calibrating.py needs torch.  Words have the names and the defaults of the command line's options; those that several commands
+have are here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class AccessOptions(TypedDict, total=False):
     token      for the Hub; default: the one that is logged in
     memory     GB of what the Hub sends that are kept for a second reading; default 1
     transport  from the Hub: http (default), or xet
-    tell       gets lines for people when everything has to wait; default: nobody hears them
+    tell       gets lines for people: what is waited for, which part this is, which page was written; default: nobody hears them
     """
 
     revision: str | None
