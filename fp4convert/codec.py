@@ -43,8 +43,15 @@ Bytes = NDArray[np.uint8]
 Integers = NDArray[np.int64]
 f32 = np.float32
 
-WEIGHT_MIN = 2.0**-40
-E4M3_LARGEST_CODE = 126
+# Bounds of the searches for the least error, by the names that kernels/fp4.h has for them; normal is 2^-126 and more.
+LARGEST_CODE = 126  # of E4M3
+CODES_PER_BINADE = 8  # code c is worth twice code c - 8, from ALL_CODES_BELOW on; below that, c * 2^-9
+ALL_CODES_BELOW = 2 * CODES_PER_BINADE
+LOWEST_EXPONENT = 40  # below that of rule floor, for weighted squares: _mxfp4_search
+WEIGHT_MIN = 2.0**-LOWEST_EXPONENT
+TINY = 2.0**-53  # of global scales: q of what is more is above 2^-53 / E4M3_MAX = 2^-61.8, and its square 2^-123.6
+TINY_WEIGHTED = 2.0**-34  # the same with a weight: WEIGHT_MIN * (2^-34 / E4M3_MAX)^2 is 2^-125.6
+LEAST_GLOBAL_SCALE = 2.0**-60  # no step is below 2^-9 times it, which is normal; 2^-117 would do, and this leaves room
 
 # safetensors' name of a float dtype -> the NumPy dtype that holds its bits
 FLOAT_DTYPES: dict[str, np.dtype[np.generic]] = {
@@ -245,7 +252,7 @@ def _nvfp4_search(blocks: Float32s, first: Bytes, global_scale: np.float32, weig
     best, least = nearest.copy(), np.full(len(first), np.inf, f32)
     last = _nvfp4_last(blocks, nearest, global_scale, weights is not None)
     heaviest, its_weight = _heaviest(blocks, weights)
-    for code in range(E4M3_LARGEST_CODE, 0, -1):
+    for code in range(LARGEST_CODE, 0, -1):
         codes = np.full(len(first), code, np.uint8)
         value = decode_e4m3(codes[:1])
         clipped = np.maximum(heaviest / (value * global_scale) - f32(E2M1_MAX), 0)
@@ -274,7 +281,7 @@ def _wins(costs: Float32s, codes: Integers, least: Float32s, best: Integers, fir
 
 
 def _nvfp4_last(blocks: Float32s, first: Integers, global_scale: np.float32, has_weights: bool) -> Integers:
-    """The highest code that can be the best: c0 + 7, or 15 where that is more.
+    """The highest code that can be the best: c0 + CODES_PER_BINADE - 1, or ALL_CODES_BELOW - 1 where that is more.
 
     From 16 on code c is worth twice code c - 8, and E2M1's values up to 3, doubled, are E2M1 values.  So where every q is at
     most 3.5 under c, it is 2q under c - 8, twice as far from its value at most: t is at most four times, s^2 a quarter, the cost
@@ -282,10 +289,10 @@ def _nvfp4_last(blocks: Float32s, first: Integers, global_scale: np.float32, has
     too while no square and no step is subnormal; blocks where one might be try all codes.  (The same bound, and c0 - 3 as the
     lower one, which need not be relied on here: arXiv 2606.07618, ScaleSweep.)
     """
-    is_tiny = (blocks != 0) & (np.abs(blocks) <= global_scale * f32(2.0**-34 if has_weights else 2.0**-53))
-    is_unsound = is_tiny.any(axis=-1) | (global_scale < 2.0**-60)
-    last = np.minimum(np.maximum(first + 7, 15), E4M3_LARGEST_CODE)
-    return np.where(is_unsound, E4M3_LARGEST_CODE, last)
+    is_tiny = (blocks != 0) & (np.abs(blocks) <= global_scale * f32(TINY_WEIGHTED if has_weights else TINY))
+    is_unsound = is_tiny.any(axis=-1) | (global_scale < LEAST_GLOBAL_SCALE)
+    last = np.minimum(np.maximum(first + CODES_PER_BINADE - 1, ALL_CODES_BELOW - 1), LARGEST_CODE)
+    return np.where(is_unsound, LARGEST_CODE, last)
 
 
 _MXFP4_EXPONENT: dict[str, Callable[[Integers], Integers]] = {
@@ -310,7 +317,7 @@ def _mxfp4_search(blocks: Float32s, first: Integers, weights: Float32s | None) -
     more, and they can save 62 * 4^e in all.
     """
     best, least = first.copy(), np.full(len(first), np.inf, f32)
-    for offset in range(1, -2 if weights is None else -41, -1):
+    for offset in range(1, -(1 if weights is None else LOWEST_EXPONENT) - 1, -1):
         codes = first + offset
         q = blocks / decode_e8m0(np.clip(codes, 0, E8M0_STORED_MAX).astype(np.uint8))[:, None]
         costs = _costs(q, np.ldexp(f32(1), 2 * np.full(len(first), offset)), weights)

@@ -138,10 +138,9 @@ FP4_FN unsigned nvfp4_block_scale(float block_amax, float global_scale) {
  *
  *   DOUBT, SLACK       what a rough cost is trusted to: (cost + SLACK * top^2) * DOUBT, top the highest scale tried
  *   MARGIN             what the rounding of a bound is given, so that no code is left out which costs as little as the best
- *   TINY               of global scales: a square of what is smaller may be subnormal; under weights TINY_WEIGHTED
- *   LEAST_GLOBAL_SCALE under a smaller one a step may be */
-enum { LARGEST_CODE = 126, ALL_CODES_BELOW = 16 }; /* of E4M3: code c is c * 2^-9 up to there, twice code c - 8 from there on */
-enum { LOWEST_EXPONENT = 40 };                     /* of E8M0, below that of rule floor, for weighted squares: codec.py */
+ *
+ * codec.py has the others, by the same names, and where they come from. */
+enum { LARGEST_CODE = 126, CODES_PER_BINADE = 8, ALL_CODES_BELOW = 16, LOWEST_EXPONENT = 40 };
 #define DOUBT (1.0f + 0x1p-12f)
 #define SLACK 0x1p-17f
 #define MARGIN (1.0f + 0x1p-18f)

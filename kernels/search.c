@@ -237,7 +237,7 @@ INLINE void open_side(const float *const *rows, const float *const *weights, flo
     if (global_scale < LEAST_GLOBAL_SCALE) is_tiny = (i32s){0} == 0;
     f32s r = side->r = largest / (6.0f * global_scale);
     side->first = e4m3_codes(r);
-    side->last = lesser(greater(side->first + 7, (i32s){0} + (ALL_CODES_BELOW - 1)), (i32s){0} + LARGEST_CODE);
+    side->last = lesser(greater(side->first + (CODES_PER_BINADE - 1), (i32s){0} + (ALL_CODES_BELOW - 1)), (i32s){0} + LARGEST_CODE);
     side->last = ((side->last & ~is_tiny) | (LARGEST_CODE & is_tiny)) & (r > 0.0f);
     side->is_sound = ~is_tiny;
     i32s unclipped = (side->last - side->first + 1) & ~(r > 1.1f * e4m3_values(side->first));

@@ -126,7 +126,8 @@ template <bool WEIGHED> DEVICE u32 choose(const Unit<WEIGHED> &unit, u32 amax_bi
     int first = (int)nvfp4_block_scale(fp4_float(amax_bits), global_scale);
     if (r == 0.0f) return (u32)first;
     bool is_pair = rule == NVFP4_FOUR_OVER_SIX, is_sound = search.is_sound();
-    int four = (int)e4m3_encode(fmaxf(fminf(more, 448.0f), 0x1p-9f)), highest = min(max(first + 7, ALL_CODES_BELOW - 1), (int)LARGEST_CODE);
+    int four = (int)e4m3_encode(fmaxf(fminf(more, 448.0f), 0x1p-9f));
+    int highest = min(max(first + CODES_PER_BINADE - 1, (int)ALL_CODES_BELOW - 1), (int)LARGEST_CODE);
     int found = is_sound && !is_pair ? search.roughly(first, highest) : 0;
     return (u32)(found ? found : search.exactly(first, is_pair ? four : is_sound ? highest : (int)LARGEST_CODE, is_pair));
 }

@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fp4convert import codec
+
 KERNELS = Path(__file__).parents[1] / "kernels"
 PROGRAM = """
 #include "fp4.h"
@@ -24,6 +26,8 @@ EACH(from_bf16, unsigned short, float, fp4_from_bf16)
 EACH(from_fp16, unsigned short, float, fp4_from_fp16)
 EACH(to_bf16, float, unsigned short, fp4_to_bf16)
 EACH(to_fp16, float, unsigned short, fp4_to_fp16)
+double bounds[] = {
+    LARGEST_CODE, CODES_PER_BINADE, ALL_CODES_BELOW, LOWEST_EXPONENT, TINY, TINY_WEIGHTED, LEAST_GLOBAL_SCALE};
 """
 ALL_16 = np.arange(1 << 16).astype(np.uint16)
 
@@ -96,3 +100,21 @@ def test_floats_are_narrowed_half_to_even(header, name, kind):
     floats = awkward_floats()
     with np.errstate(over="ignore", invalid="ignore"):
         same(call(header, name, floats, np.uint16).view(kind), floats.astype(kind))
+
+
+def test_bounds_of_the_search_are_the_codecs(header):
+    ours = (codec.LARGEST_CODE, codec.CODES_PER_BINADE, codec.ALL_CODES_BELOW, codec.LOWEST_EXPONENT)
+    ours += (codec.TINY, codec.TINY_WEIGHTED, codec.LEAST_GLOBAL_SCALE)
+    assert tuple((ctypes.c_double * len(ours)).in_dll(header, "bounds")) == ours
+
+
+def test_under_the_bounds_of_the_search_nothing_is_subnormal():
+    normal, values = 2.0**-126, codec.decode_e4m3(np.arange(codec.LARGEST_CODE + 1, dtype=np.uint8)).astype(np.float64)
+    assert (codec.TINY / values.max()) ** 2 >= normal
+    assert codec.WEIGHT_MIN * (codec.TINY_WEIGHTED / values.max()) ** 2 >= normal
+    assert values[1] * codec.LEAST_GLOBAL_SCALE >= normal
+    low, high = np.split(values, [codec.ALL_CODES_BELOW])
+    assert (low == values[1] * np.arange(len(low))).all()
+    assert (high == 2 * values[codec.ALL_CODES_BELOW - codec.CODES_PER_BINADE : -codec.CODES_PER_BINADE]).all()
+    for lower, is_left_out in ((codec.LOWEST_EXPONENT, False), (codec.LOWEST_EXPONENT + 1, True)):  # as _mxfp4_search says
+        assert (47 * codec.WEIGHT_MIN * 2.0**lower > 62) == is_left_out
