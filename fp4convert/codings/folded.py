@@ -223,11 +223,6 @@ def quotients(before: Float32s, after: Float32s, kind: Kind) -> Float32s:
     return found
 
 
-def are_factors(values: Float32s) -> bool:
-    """True where all of them are positive and finite."""
-    return bool((np.isfinite(values) & (values > 0)).all())
-
-
 def read_vector(ref: TensorRef, source: Source) -> Float32s:
     """A tensor's values as float32, flat."""
     return np.frombuffer(source.read(ref), FLOAT_DTYPES[ref.dtype]).astype(np.float32)
