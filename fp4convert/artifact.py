@@ -68,6 +68,11 @@ class Artifact:
     findings: tuple[Finding, ...]
 
     @property
+    def packed(self) -> dict[str, Packed]:
+        """All its quantized modules, the four-bit ones first."""
+        return {**self.modules, **self.others}
+
+    @property
     def forms(self) -> tuple[Form, ...]:
         """The forms of its four-bit modules, which have one scale layout and one cache."""
         return tuple(group.form for group in self.groups if group.form.format.is_fp4)

@@ -141,7 +141,7 @@ def _describe(side: _Side, name: str, rows: list[dict[str, Any]]) -> dict[str, A
     artifact = side.artifact
     own = [(row["weights"], row[name]) for row in rows if row[name]]
     both = [(row[name]["sqnr_db"], row["name"]) for row in rows if _is_by_both(row) and row[name]["sqnr_db"] is not None]
-    formats = dict.fromkeys(packed.form.format.name for packed in (*artifact.modules.values(), *artifact.others.values()))
+    formats = dict.fromkeys(packed.form.format.name for packed in artifact.packed.values())
     least = min(both, default=(None, None))
     worst = {"sqnr_db_min": least[0], "worst": least[1]}
     return {

@@ -16,7 +16,7 @@ from fp4convert.dialects import Dialect, dialect_named, dialect_to_write
 from fp4convert.ending import as_text
 from fp4convert.errors import InputError
 from fp4convert.folds import uses_of
-from fp4convert.formats import FLOAT_TYPES, Blocks, format_named, row_panels
+from fp4convert.formats import FLOAT_TYPES, Blocks, dtype_named, format_named, row_panels
 from fp4convert.input_scales import Constant, Measured, choose_scales
 from fp4convert.job import Job, Result, begin, carry_out
 from fp4convert.linears import Linears, find_linears
@@ -29,7 +29,7 @@ from fp4convert.plan import Scalars, plan_quantize
 from fp4convert.recipe import Choice, Recipe, Target, build_recipe, model_recipe
 from fp4convert.recipe_rules import FormatRule
 from fp4convert.record import RECORD, Contents, folds_recorded, make_record, stacks_recorded, unquantized
-from fp4convert.respelling import DTYPES, plan_dequantize, plan_transcode
+from fp4convert.respelling import plan_dequantize, plan_transcode
 from fp4convert.smoothing import Smoother
 from fp4convert.sources import Source, uncollected
 from fp4convert.sources.naming import index_file
@@ -190,7 +190,7 @@ def dequantize(source: Source, artifact: Artifact | None, plan: Plan, output: Pa
 
     Raises DeviceError for a device that is not there; NumericError beyond fp16's range; OutputError as open_output does.
     """
-    config = _with_dtype(source.checkpoint.config, FLOAT_TYPES[DTYPES[plan.target.format]].config_name)
+    config = _with_dtype(source.checkpoint.config, FLOAT_TYPES[dtype_named(plan.target.format)].config_name)
     config = unquantized(config)
     texts = index_text(plan)
     last = plan.shards[-1].file

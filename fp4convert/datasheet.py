@@ -23,10 +23,11 @@ from fp4convert.histograms import count_values
 from fp4convert.inspection import inspect
 from fp4convert.ledger import read_recorded, shares
 from fp4convert.numbered import join_names, join_words, reading_rank, split_leaf, split_numbers
-from fp4convert.places import ENDING, find_places, reading_order
+from fp4convert.places import find_places, reading_order
 from fp4convert.portrait import artifact_rows
 from fp4convert.progress import size_text
-from fp4convert.render import Document, escape
+from fp4convert.render import Document, badness, escape
+from fp4convert.shard import WEIGHT
 from fp4convert.soundness import choose_modules, read_global_scales
 from fp4convert.sources import Source
 from fp4convert.verification import TensorError, Verified
@@ -61,7 +62,8 @@ def make_datasheet(subject: Subject) -> Document:
     artifact, verified = subject.artifact, subject.verified
     described: Document = inspect(artifact, None, is_full=False)
     how, errors = _errors(artifact, verified)
-    worst = sorted((at for at, error in enumerate(errors) if _is_lossy(error)), key=lambda at: _badness(errors[at]))[:WORST]
+    lossy = (at for at, error in enumerate(errors) if _is_lossy(error))
+    worst = sorted(lossy, key=lambda at: badness(errors[at].sqnr_db, errors[at].mse))[:WORST]
     findings = [asdict(finding) for finding in verified.findings] if verified else described["findings"]
     is_sound = verified.passed if verified else described["healthy"]
     document = {
@@ -94,11 +96,6 @@ def _errors(artifact: Artifact, verified: Verified | None) -> tuple[str | None, 
 
 def _is_lossy(error: TensorError) -> bool:
     return error.mse != 0
-
-
-def _badness(error: TensorError) -> float:
-    """Sorts tensors: those that could not be measured first, then by SQNR."""
-    return -math.inf if error.sqnr_db is None else error.sqnr_db
 
 
 def _verdict(is_verified: bool, is_sound: bool, findings: Sequence[Document]) -> str:
@@ -140,13 +137,11 @@ def _facts(subject: Subject, described: Document) -> dict[str, str]:
     for word, key in (("scale rule", "scale_rule"), ("method", "method"), ("calibration", "calibration")):
         if record.get(key):
             rows[word] = str(record[key])
-    packed = {
-        name for module in (*artifact.modules.values(), *artifact.others.values()) for ref in module.refs for name in [ref.name]
-    }
+    packed = {ref.name for module in artifact.packed.values() for ref in module.refs}
     others = (
         ref for ref in artifact.tensors.values() if len(ref.shape) > 1 and ref.dtype in FLOAT_TYPES and ref.name not in packed
     )
-    if kept := [ref.name.removesuffix(ENDING) for ref in others]:
+    if kept := [ref.name.removesuffix(WEIGHT) for ref in others]:
         rows["stays"] = _folded(kept)
     producer = record.get("producer")
     if isinstance(producer, dict):
@@ -192,7 +187,7 @@ def _tensors(artifact: Artifact, errors: Sequence[TensorError]) -> Document:
     for error, place in zip(errors, places, strict=True):
         is_apart = place.tower in apart
         stack, layer = (place.tower, place.layer) if is_apart else ("", ())
-        module = place.module if is_apart else error.name.removesuffix(ENDING)
+        module = place.module if is_apart else error.name.removesuffix(WEIGHT)
         layers[stack].add(layer)
         modules[stack].add(module)
         seats.append((stack, layer, module, -1 if place.expert is None or not is_apart else place.expert))
@@ -217,9 +212,9 @@ def _tensors(artifact: Artifact, errors: Sequence[TensorError]) -> Document:
 
 def _formats(artifact: Artifact, names: Iterable[str]) -> list[str]:
     """What codes each tensor has."""
-    packed = {**artifact.modules, **artifact.others}
+    packed = artifact.packed
     usual = artifact.forms[0].format.name
-    found = (packed.get(name.removesuffix(ENDING)) for name in names)
+    found = (packed.get(name.removesuffix(WEIGHT)) for name in names)
     return [each.form.format.name if each else usual for each in found]
 
 

@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.codings import Linear
-from fp4convert.codings.floats import MATRIX_DIMENSIONS, WEIGHT
+from fp4convert.codings.floats import MATRIX_DIMENSIONS
 from fp4convert.codings.folded import Divided, Factors, Folded, Folding, Kind
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES
 from fp4convert.linears import Linears
 from fp4convert.patterns import integer_of
 from fp4convert.recipe_rules import FoldRule, FoldUse
-from fp4convert.shard import TensorRef
+from fp4convert.shard import WEIGHT, TensorRef
 from fp4convert.sources import Checkpoint, Source
 
 BIAS = ".bias"

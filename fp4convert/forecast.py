@@ -18,6 +18,7 @@ from fp4convert.numbered import join_names, reading_rank, split_leaf, split_numb
 from fp4convert.pace import measure_pace
 from fp4convert.progress import size_text
 from fp4convert.rounding import Rounding
+from fp4convert.shard import WEIGHT
 from fp4convert.sources import Source
 from fp4convert.tasks import Plan, Step
 from fp4convert.workers import Settings
@@ -198,7 +199,7 @@ class _Place(NamedTuple):
 
 def _name_of(step: Step) -> str:
     """What a person calls it: a linear layer by its module, another weight without that word."""
-    return step.module if step.shape else step.name.removesuffix(".weight")
+    return step.module if step.shape else step.name.removesuffix(WEIGHT)
 
 
 def _row_on(step: Step) -> Row:

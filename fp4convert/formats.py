@@ -251,6 +251,14 @@ def format_named(name: str, known: Mapping[str, Format] = FORMATS) -> Format:
     return known[name]
 
 
+def dtype_named(word: str) -> str:
+    """safetensors' name of a type of unquantized weights, by a user's word; InputError names the known ones."""
+    known = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}
+    if word not in known:
+        raise InputError("unknown-dtype", f"dtype {word!r} is not known; expected one of {', '.join(known)}")
+    return known[word]
+
+
 def check_rule(fmt: Format, rule: str) -> str:
     """`rule` itself where `fmt` has it; InputError names the rules it has."""
     if rule not in fmt.scale_rules:

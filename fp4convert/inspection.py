@@ -34,7 +34,7 @@ def _describe(artifact: Artifact, detected: str | None, share: float, findings: 
 
     Of a mixed artifact, "forms" says more; what its forms do not agree on is None.
     """
-    packed = [*artifact.modules.values(), *artifact.others.values()]
+    packed = list(artifact.packed.values())
     quantized = {ref.name for each in packed for ref in each.refs}
     forms = _describe_forms(artifact)
 
@@ -62,14 +62,14 @@ def _describe(artifact: Artifact, detected: str | None, share: float, findings: 
 
 def _describe_patterns(artifact: Artifact) -> list[dict[str, object]]:
     """The quantized modules, layers and siblings folded: how many a pattern stands for, and their form in a word."""
-    forms = [(name, each.form.word) for name, each in (*artifact.modules.items(), *artifact.others.items())]
+    forms = [(name, each.form.word) for name, each in artifact.packed.items()]
     return [{"pattern": pattern, "modules": len(held), "form": forms[held[0]][1]} for pattern, held in join_names(forms)]
 
 
 def _describe_forms(artifact: Artifact) -> list[dict[str, object]]:
     """Every form that modules have, in the order of the records, with their number; the declared one where there are none."""
     gathered: dict[str, tuple[dict[str, object], list[Packed]]] = {}
-    for each in (*artifact.modules.values(), *artifact.others.values()):
+    for each in artifact.packed.values():
         described = describe_form(each.form, artifact.spelling)
         gathered.setdefault(str(described), (described, []))[1].append(each)
     forms = [

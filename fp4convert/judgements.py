@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fp4convert.render import Document, Screen, draw_findings, draw_verdict, fidelity_text
+from fp4convert.render import Document, Screen, badness, draw_findings, draw_verdict, fidelity_text
 
 MOST_SHOWN, MOST_COMPARED = 5, 10  # tensors
 SIDES = {
@@ -26,7 +26,7 @@ FORMS = {"bits_per_weight": ".3f", "sqnr_db_mean": ".2f", "sqnr_db_min": ".2f", 
 def draw_verification(screen: Screen, report: Document) -> None:
     """The totals and the worst tensors: by their outputs where these were measured, else by their weights."""
     tensors, summary, has_outputs = report["tensors"], report["summary"], "inputs" in report
-    worst = sorted(tensors, key=_output_badness if has_outputs else badness)[:MOST_SHOWN]
+    worst = sorted(tensors, key=_output_badness if has_outputs else _badness)[:MOST_SHOWN]
     if worst:
         keys = {"sqnr_db": ".2f", "mse": ".3g", "max_abs": ".3g", "cosine": ".6f"}
         rows = [[tensor["name"], *(number(tensor[key], form) for key, form in keys.items())] for tensor in worst]
@@ -132,11 +132,8 @@ def _exits(failure: Document) -> str:
     return ", ".join(map(str, failure["exits"]))
 
 
-def badness(tensor: Document) -> float:
-    """Sorts tensors: those that could not be measured first, then by SQNR, those without any error last."""
-    if tensor["mse"] is None:
-        return -math.inf
-    return math.inf if tensor["sqnr_db"] is None else float(tensor["sqnr_db"])
+def _badness(tensor: Document) -> float:
+    return badness(tensor["sqnr_db"], tensor["mse"])
 
 
 def _output_badness(tensor: Document) -> float:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fp4convert.numbered import Numbers, reading_rank, split_numbers
+from fp4convert.shard import WEIGHT
 
 ANY = "*"  # stands for a number
 EXPERTS = "expert"  # in the name of a list of them
 ATTENTION = "att"  # stands before the rest of its layer
-ENDING = ".weight"
 
 _Texts = tuple[str, ...]
 
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 def find_places(names: Sequence[str]) -> list[Place]:
     """The place of each tensor; two have the same one only where their names differ by a final ".weight" alone."""
-    split = [split_numbers(name.removesuffix(ENDING)) for name in names]
+    split = [split_numbers(name.removesuffix(WEIGHT)) for name in names]
     held: dict[tuple[_Texts, Numbers], int] = defaultdict(int)
     for texts, numbers in split:
         for depth in range(1, len(numbers) + 1):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from fp4convert.cache_scales import Cache
 from fp4convert.codings import Linear
-from fp4convert.codings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS, WEIGHT
+from fp4convert.codings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS
 from fp4convert.codings.folded import foldings_of
 from fp4convert.codings.fp8 import Fp8
 from fp4convert.dialects import Dialect, Ignored, dialect_to_write, form_of
@@ -21,7 +21,7 @@ from fp4convert.input_scales import Constant, Fed, InputScales, Measured, find_s
 from fp4convert.linears import Linears
 from fp4convert.patterns import matches
 from fp4convert.recipe import Recipe, ScaleGroup, StackRule, is_expert_stack, scale_group
-from fp4convert.shard import TensorRef, TensorSpec
+from fp4convert.shard import WEIGHT, TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
 from fp4convert.stacks import Slot
 from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions

@@ -9,7 +9,7 @@ from typing import Literal
 from fp4convert.dialects import Dialect, Packed
 from fp4convert.formats import FP8
 from fp4convert.patterns import matches
-from fp4convert.shard import TensorRef, TensorSpec
+from fp4convert.shard import WEIGHT, TensorRef, TensorSpec
 from fp4convert.spelling import SCALE_DTYPES, Form, Group, parents_of
 from fp4convert.stacks import pieces_of
 
@@ -45,7 +45,7 @@ class _Reader:
             detail = "it has scales, and no group or pattern of the record says what it is"
             self.findings.append(Finding("error", "form-unknown", stem, detail))
             return
-        ending = ".weight" if form.format is FP8 else self._dialect.TRAITS.packed
+        ending = WEIGHT if form.format is FP8 else self._dialect.TRAITS.packed
         packed = self._tensors.get(stem + ending)
         if packed is None:
             self.findings.append(Finding("error", "packed-missing", stem, "its scales are there, its packed codes are not"))
@@ -121,8 +121,8 @@ def read_modules(
 
 def _fp8_stems(tensors: Mapping[str, TensorRef]) -> Iterator[str]:
     for name, ref in tensors.items():
-        if name.endswith(".weight") and ref.dtype == "F8_E4M3" and len(ref.shape) == 2:
-            yield name.removesuffix(".weight")
+        if name.endswith(WEIGHT) and ref.dtype == "F8_E4M3" and len(ref.shape) == 2:
+            yield name.removesuffix(WEIGHT)
 
 
 def _fault(found: TensorRef | None, spec: TensorSpec, form: Form) -> Finding | None:

@@ -21,6 +21,7 @@ from fp4convert.recipe_files import (
     known_file,
 )
 from fp4convert.recipe_rules import ExpertsRule, FoldRule, FormatRule, KeepRule, OnlyRule, StackRule
+from fp4convert.shard import WEIGHT
 
 __all__ = [
     "Choice",
@@ -193,7 +194,7 @@ class Recipe:
         for rule in self.stacks:
             if matches_any(rule.tensors, tensor):
                 return self._settled(rule, tensor, shape)
-        leaf = tensor.removesuffix(".weight").rpartition(".")[2]
+        leaf = tensor.removesuffix(WEIGHT).rpartition(".")[2]
         if not is_expert_stack(tensor, shape):
             return None
         if order is None or (leaf in FUSED and rows is None):

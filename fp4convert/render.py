@@ -7,6 +7,7 @@ Text from a checkpoint is escaped first and printed as plain text: no control, b
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import unicodedata
@@ -189,6 +190,13 @@ def draw_result(screen: Screen, result: Document) -> None:
         screen.line(f"  pushed: {pushed}")
     if carried := result.get("carried"):
         _draw_carried(screen, carried)
+
+
+def badness(sqnr_db: float | None, mse: float | None) -> float:
+    """Sorts tensors: first what has no mse, for it is not measurable, or no ratio, for its source is zero; exact ones last."""
+    if mse == 0:
+        return math.inf
+    return -math.inf if mse is None or sqnr_db is None else sqnr_db
 
 
 def fidelity_text(summary: Document) -> str:

@@ -8,19 +8,17 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fp4convert.codings import Linear
-from fp4convert.codings.floats import STACK_DIMENSIONS, WEIGHT
+from fp4convert.codings.floats import STACK_DIMENSIONS
 from fp4convert.dialects import Dialect, Ignored, Packed, dialect_to_write, form_of, is_quantized_tensor
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES
+from fp4convert.formats import dtype_named
 from fp4convert.plan import kept_modules, notes_on, refuse_other_container
 from fp4convert.reading import UNSAID, idle_scales
 from fp4convert.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_group
-from fp4convert.shard import DTYPE_BITS, TensorRef, TensorSpec
+from fp4convert.shard import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
 from fp4convert.stacks import Slot
 from fp4convert.tasks import Draft, Plan, Task, Writing, refuse_collisions
-
-DTYPES = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}  # a user's word -> safetensors' name
 
 
 def plan_dequantize(
@@ -40,19 +38,16 @@ def plan_dequantize(
     idle          tensors that only an engine with a quantized cache wants; left out too
     Raises        InputError for an unknown dtype, or where a restored weight would take the name of another tensor
     """
-    if dtype not in DTYPES:
-        raise InputError("unknown-dtype", f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
-
-    target = Target(dtype)
+    target, stored = Target(dtype), dtype_named(dtype)
     drafts = {}
     for linear in beside:
-        spec = TensorSpec(linear.module + WEIGHT, DTYPES[dtype], linear.shape)
+        spec = TensorSpec(linear.module + WEIGHT, stored, linear.shape)
         drafts[linear.module] = Draft("dequantize", linear.coding.word, linear.refs, (spec,), linear.shape, linears=(linear,))
     for packed in modules.values():
         shape = packed.stored_shape
-        spec = TensorSpec(f"{packed.stem}.weight", DTYPES[dtype], shape)
+        spec = TensorSpec(f"{packed.stem}.weight", stored, shape)
         if len(shape) == STACK_DIMENSIONS:
-            spec = TensorSpec(packed.stem, DTYPES[dtype], (shape[0], shape[2], shape[1]))
+            spec = TensorSpec(packed.stem, stored, (shape[0], shape[2], shape[1]))
         drafts[packed.stem] = Draft("dequantize", "four-bit", packed.refs, (spec,), shape)
     left_out = {ref.name for packed in modules.values() for ref in packed.companions} | set(idle)
     left_out |= {ref.name for linear in beside for ref in linear.idle}
@@ -141,7 +136,7 @@ def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -
     ours = {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)}
     others = [ref for ref in checkpoint.tensors if ref.name not in ours]
     next_step = "Start from the original weights."
-    matrices = [ref.name for ref in others if ref.dtype.startswith("F8_") and ref.name.endswith(".weight")]
+    matrices = [ref.name for ref in others if ref.dtype.startswith("F8_") and ref.name.endswith(WEIGHT)]
     if matrices:
         detail = f"{len(matrices)} matrices are FP8, the first {matrices[0]!r}; this version carries four-bit ones and floats"
         raise InputError("fp8-modules", detail, next_step, matrices[0])

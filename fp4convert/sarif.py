@@ -16,6 +16,7 @@ from fp4convert.artifact import Artifact
 from fp4convert.papers import Paper, check_place, write_paper
 from fp4convert.record import RECORD
 from fp4convert.render import escape
+from fp4convert.shard import WEIGHT
 
 VERSION = "2.1.0"
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -87,9 +88,8 @@ class _Places:
 
     def __init__(self, artifact: Artifact) -> None:
         checkpoint = artifact.source.checkpoint
-        packed = {**artifact.modules, **artifact.others}
         self._files = {name: ref.file for name, ref in artifact.tensors.items()}
-        self._files |= {module: each.refs[0].file for module, each in packed.items()}
+        self._files |= {module: each.refs[0].file for module, each in artifact.packed.items()}
         records = (name for name in (RECORD, "config.json") if artifact.source.has_file(name))
         self._record = next(records, checkpoint.shards[0].file if checkpoint.shards else RECORD)
 
@@ -97,7 +97,7 @@ class _Places:
         """The location of a tensor of the artifact, or of the source, by its name; that of the artifact itself for None."""
         if tensor is None:
             return {"physicalLocation": {"artifactLocation": {"uri": quote(self._record)}}}
-        file = self._files.get(tensor) or self._files.get(tensor.removesuffix(".weight"), self._record)
+        file = self._files.get(tensor) or self._files.get(tensor.removesuffix(WEIGHT), self._record)
         return {
             "physicalLocation": {"artifactLocation": {"uri": quote(file)}},
             "logicalLocations": [{"fullyQualifiedName": escape(tensor)}],

@@ -27,6 +27,7 @@ DEPTH_LIMIT = 125  # of a value inside an entry; the reference reader allows 127
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference reader
 DEFAULT_METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
 ENGINE_NOTES = ("_quantization_metadata",)  # what says that tensors are quantized: written anew, or left out
+WEIGHT = ".weight"  # how the name of a linear layer's tensor ends
 DTYPE_BITS = {
     **{"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32},
     **{"F16": 16, "BF16": 16, "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8},

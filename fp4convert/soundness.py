@@ -213,7 +213,7 @@ def _check_others(artifact: Artifact) -> Iterator[Finding]:
             yield Finding("error", "scale-negative", module, f"{negative} of its {values.size} scales are negative")
     groups = group_members(artifact.source.checkpoint.config)
     gathered: dict[object, dict[str, str]] = defaultdict(dict)
-    for module, packed in (*artifact.modules.items(), *artifact.others.items()):
+    for module, packed in artifact.packed.items():
         if key := scale_group(module, groups):
             gathered[key][module] = packed.form.word
     for members in gathered.values():
@@ -323,7 +323,7 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
         yield Finding("error", "index-omits", None, detail)
     recipe = model_recipe(artifact.source.checkpoint.config)
     is_strict = not artifact.spelling.TRAITS.holds_embeddings
-    for module in (*artifact.modules, *artifact.others):
+    for module in artifact.packed:
         kind = recipe.kind_of(module)
         if kind == "router":
             detail = "it is a router, which few engines read quantized, and which loses most by it"
@@ -346,8 +346,7 @@ def _check_idle(artifact: Artifact) -> Iterator[Finding]:
 
 def _check_kept(artifact: Artifact) -> Iterator[Finding]:
     """Linear layers that stay, as their quantized namesakes in other layers show, and that no record ignores."""
-    quantized = (*artifact.modules, *artifact.others)
-    leaves = {leaf for module in quantized if not (leaf := module.rpartition(".")[2]).isdigit()}
+    leaves = {leaf for module in artifact.packed if not (leaf := module.rpartition(".")[2]).isdigit()}
     for ref in artifact.tensors.values():
         module, _, ending = ref.name.rpartition(".")
         is_linear = ending == "weight" and len(ref.shape) == 2 and module.rpartition(".")[2] in leaves

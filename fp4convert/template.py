@@ -23,7 +23,7 @@ from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, Blocks
 from fp4convert.gguf_shard import GgufFrame, block_names
 from fp4convert.respelling import Stored
-from fp4convert.shard import TensorRef
+from fp4convert.shard import WEIGHT, TensorRef
 from fp4convert.sources import Source
 from fp4convert.stacks import Piece, Rows, Slot, pieces_of
 
@@ -115,7 +115,7 @@ def _compare_kept(artifact: Artifact, donor: Source, tensors: dict[str, TensorRe
     """InputError where an embedding or another matrix that stays is another one in the donor, whose own is kept."""
     four_bit = {ref.name for packed in artifact.modules.values() for ref in packed.refs}
     kept = [ref for ref in artifact.tensors.values() if ref.name not in four_bit and len(ref.shape) == MATRIX_DIMENSIONS]
-    modules = {ref.name.removesuffix(".weight"): ref for ref in kept if ref.dtype in FLOAT_TYPES and ref.name.endswith(".weight")}
+    modules = {ref.name.removesuffix(WEIGHT): ref for ref in kept if ref.dtype in FLOAT_TYPES and ref.name.endswith(WEIGHT)}
     frame = donor.checkpoint.shards[0].frame
     names = block_names(frame, modules) if isinstance(frame, GgufFrame) else {}
     for module, stem in names.items():

@@ -19,8 +19,7 @@ from fp4convert.backends import Given
 from fp4convert.backends.cpu import Cpu
 from fp4convert.codec import FLOAT_DTYPES, LEAVE, Float32s, find_not_finite_values
 from fp4convert.errors import InputError, NumericError
-from fp4convert.formats import FLOAT_TYPES, IMPORTANCE, Format, Matrix, Quantized, check_rule, format_named
-from fp4convert.respelling import DTYPES
+from fp4convert.formats import FLOAT_TYPES, IMPORTANCE, Format, Matrix, Quantized, check_rule, dtype_named, format_named
 
 if TYPE_CHECKING:
     import torch
@@ -100,9 +99,8 @@ def dequantize_tensor(q: Quantized, dtype: str = "fp32") -> NDArray[Any]:
     """
     if not isinstance(q, Quantized):
         raise InputError("tensor-type", f"a {type(q).__module__}.{type(q).__qualname__} is given; expected a Quantized")
-    if dtype not in DTYPES:
-        raise InputError("unknown-dtype", f"dtype {dtype!r} is not known; expected one of {', '.join(DTYPES)}")
-    panels = [np.frombuffer(panel, FLOAT_DTYPES[DTYPES[dtype]]) for panel in Cpu().dequantize_panels(q, DTYPES[dtype])]
+    stored = dtype_named(dtype)
+    panels = [np.frombuffer(panel, FLOAT_DTYPES[stored]) for panel in Cpu().dequantize_panels(q, stored)]
     return np.concatenate(panels).reshape(q.shape)
 
 

@@ -16,7 +16,7 @@ from fp4convert.formats import FP8, MXFP4, NVFP4, Format
 from fp4convert.linears import Linears
 from fp4convert.patterns import matches_any
 from fp4convert.recipe import Recipe, ScaleGroup, scale_group
-from fp4convert.shard import TensorRef
+from fp4convert.shard import WEIGHT, TensorRef
 from fp4convert.spelling import Form
 from fp4convert.tasks import Action
 
@@ -101,7 +101,7 @@ class _Judge:
 
     def _reason_to_keep(self, linear: Linear) -> str | None:
         """Why it stays, or None; --exclude and --include may name the stack that it is in, too."""
-        stack = linear.stack.name.removesuffix(".weight") if linear.stack else ""
+        stack = linear.stack.name.removesuffix(WEIGHT) if linear.stack else ""
         if stack and matches_any((*self.recipe.exclude, *self.recipe.include), stack):
             return self.recipe.reason_to_keep(stack)
         return self.recipe.reason_to_keep(linear.module)
@@ -156,7 +156,7 @@ def _agreed(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
 
 def _check_kept(stack: TensorRef, recipe: Recipe) -> None:
     """InputError for a stack whose layout nobody tells, unless it stays anyway."""
-    if recipe.reason_to_keep(stack.name.removesuffix(".weight")):
+    if recipe.reason_to_keep(stack.name.removesuffix(WEIGHT)):
         return
     detail = f"{stack.file}: {stack.name} {list(stack.shape)} stacks matrices of experts, and no recipe tells how this model does"
     expected = (

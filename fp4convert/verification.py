@@ -263,7 +263,7 @@ def _check_folded(artifact: Artifact, source: Source, pair: Pair) -> Iterator[Fi
 
 
 def _own_names(artifact: Artifact) -> set[str]:
-    packed = (*artifact.modules.values(), *artifact.others.values())
+    packed = artifact.packed.values()
     names = {ref.name for module in packed for ref in (*module.refs, *module.companions)}
     return names | artifact.cache_scales(artifact.spelling).keys()
 

@@ -139,6 +139,19 @@ def test_what_is_not_finite_is_no_number_and_stands_first(source, artifact):
     assert sum(shown["worst"][0]["values"]["artifact"]) < sum(shown["worst"][0]["values"]["source"])
 
 
+def test_a_tensor_of_a_source_that_is_zero_stands_first(tmp_path):
+    """It has lost all and has no SQNR, like those that have lost nothing."""
+    names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(8)]
+    exact = ("BF16", (32, 64), bytes(2 * 32 * 64))
+    source = write_single(tmp_path / "source", {name: exact if at < 5 else weight(at) for at, name in enumerate(names)})
+    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "-q").code == 0
+    rewrite(source, "model.safetensors", names[7], bytes(2 * 32 * 64))
+    shown = sheet_of(tmp_path / "out", source, is_verified=True)
+    assert shown["tensors"]["name"][shown["worst"][0]["tensor"]] == names[7]
+    assert len(shown["worst"]) == 3  # the exact ones have lost nothing
+    assert run("verify", tmp_path / "out", "--source", source).out.splitlines()[1].split()[:2] == [names[7], "-"]
+
+
 def test_no_path_of_this_machine_is_told(source, artifact, tmp_path):
     text = json.dumps(sheet_of(artifact, source, is_verified=True))
     assert "the source" in text

@@ -17,11 +17,10 @@ from fp4convert.codings import Linear
 from fp4convert.errors import InputError
 from fp4convert.formats import FLOAT_TYPES, Matrix, Weights
 from fp4convert.recipe import StackRule, Target
-from fp4convert.shard import TensorRef
+from fp4convert.shard import WEIGHT, TensorRef
 from fp4convert.sources import Source
 from fp4convert.spelling import Form
 
-WEIGHT = ".weight"
 MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
 OUTPUT_MEMBERS = ("down_proj", "w2", "output_linear", "fc2", "wo")  # their rows are the hidden vector
 

@@ -28,11 +28,10 @@ from fp4convert.errors import InputError
 from fp4convert.formats import Matrix, Weights, row_panels
 from fp4convert.grid import Grid, through_fp8
 from fp4convert.recipe import Target
-from fp4convert.shard import TensorRef
+from fp4convert.shard import WEIGHT, TensorRef
 from fp4convert.sources import Source
 from fp4convert.spelling import Form, Granularity, schemes_of
 
-WEIGHT = ".weight"
 DTYPES = ("F8_E4M3", "F8_E5M2")
 E8M0_DTYPES = ("F8_E8M0", "U8")
 SCALE_DTYPES = (*FLOAT_DTYPES, *E8M0_DTYPES)
