@@ -7,6 +7,7 @@ any number of threads and panels.  What becomes of the sums is ledger.py's busin
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -95,6 +96,23 @@ class Sums:
         signal, noise, output, max_abs = (float(entry[name]) for name in COLUMNS[:-1])
         histogram = tuple(int(count) for count in entry["histogram"])
         return Sums(int(entry["elements"]), signal, noise, output, max_abs, int(entry["clipped"]), histogram)
+
+
+def summarise(tensors: Iterable[tuple[str, Sums]]) -> dict[str, Any]:
+    """The least and the mean SQNR of all tensors in dB, whose the least is, and the noise of all by their signal.
+
+    tensors  names and sums; those whose values are not finite count for nothing
+    """
+    finite = [(name, sums) for name, sums in tensors if math.isfinite(sums.noise)]
+    known = [(sums.sqnr_db, name) for name, sums in finite if sums.sqnr_db is not None]
+    least, worst = min(known, default=(None, None))
+    signal, noise = (math.fsum(getattr(sums, part) for _, sums in finite) for part in ("signal", "noise"))
+    return {
+        "sqnr_db_min": least,
+        "sqnr_db_mean": math.fsum(sqnr_db for sqnr_db, _ in known) / len(known) if known else None,
+        "nmse": noise / signal if signal > 0 else None,
+        "worst": worst,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from fp4convert.artifact import Artifact
 from fp4convert.codings import Linear
-from fp4convert.distances import Distance
+from fp4convert.distances import Distance, mean_output_error
 from fp4convert.errors import InputError
 from fp4convert.inputs import describe_inputs
 from fp4convert.linears import linears_stored
@@ -54,12 +54,14 @@ class _Side:
 
     distances  of the linear layers that it has quantized, by module
     kept       all others that it stores
+    doubted    tensors of which DOUBTS were found
     """
 
     artifact: Artifact
     distances: Mapping[str, Distance]
     kept: Mapping[str, Linear]
     findings: tuple[Finding, ...]
+    doubted: frozenset[str | None]
 
     def held(self, module: str) -> Held | None:
         """How it holds that linear layer; None where it does not."""
@@ -72,15 +74,14 @@ class _Side:
         sums = found.sums
         if not math.isfinite(sums.noise):
             return Held(word, nbits, True)
-        nmse = 0.0 if sums.noise == 0 else sums.noise / sums.signal if sums.signal else None
+        nmse = 0.0 if sums.noise == 0 else sums.nmse
         return Held(word, nbits, True, sums.sqnr_db, nmse, found.answers.error if found.answers else None)
 
     def _kept(self, module: str) -> Held | None:
         linear = self.kept.get(module)
         if linear is None:
             return None
-        doubted = {finding.tensor for finding in self.findings if finding.code in DOUBTS}
-        lost = None if doubted & {linear.home.name, module} else 0.0
+        lost = None if self.doubted & {linear.home.name, module} else 0.0
         return Held(linear.coding.word, 8 * linear.nbytes, False, None, lost, lost)
 
 
@@ -105,7 +106,8 @@ def compare(artifacts: tuple[Artifact, Artifact], source: Source, outputs: Outpu
         found, findings = beside.compare()
         modules = {pair.theirs.name: pair.ours.module for pair in beside.pairs}
         distances = {modules[name]: distance for name, distance in found.items()}
-        sides.append(_Side(beside.artifact, distances, linears_stored(beside.artifact), tuple(findings)))
+        doubted = frozenset(finding.tensor for finding in findings if finding.code in DOUBTS)
+        sides.append(_Side(beside.artifact, distances, linears_stored(beside.artifact), tuple(findings), doubted))
     rows = [_row(linear, *(side.held(module) for side in sides)) for module, linear in names.items()]
     return {
         "source": source.name,
@@ -154,7 +156,7 @@ def _describe(side: _Side, name: str, rows: list[dict[str, Any]]) -> dict[str, A
         "bits_per_weight": _mean((weights, held["bits_per_weight"]) for weights, held in own),
         "sqnr_db_mean": _mean((1, sqnr_db) for sqnr_db, _ in both),
         **worst,
-        "output_error": _root_mean((weights, held["output_error"]) for weights, held in own),
+        "output_error": mean_output_error((weights, held["output_error"]) for weights, held in own),
         "findings": [asdict(finding) for finding in side.findings],
     }
 
@@ -163,12 +165,6 @@ def _mean(weighted: Iterable[tuple[int, float]]) -> float | None:
     pairs = list(weighted)
     total = sum(weight for weight, _ in pairs)
     return math.fsum(weight * value for weight, value in pairs) / total if total else None
-
-
-def _root_mean(weighted: Iterable[tuple[int, float | None]]) -> float | None:
-    """Of powers, as verify and analyze add output errors up."""
-    power = _mean((weight, value * value) for weight, value in weighted if value is not None)
-    return None if power is None else math.sqrt(power)
 
 
 def _is_by_both(row: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,15 +49,20 @@ class Distance:
     """How far one tensor of an artifact is from the source's, added in float64.
 
     sums     x is the source's, y the artifact's; nothing is counted as clipped
-    product  sum of x y
     stem     what holds it in the artifact
     answers  what the layer answers; None where nobody asked
     """
 
     sums: Sums
-    product: float
     stem: str
     answers: Answers | None = None
+
+
+def mean_output_error(weighted: Iterable[tuple[int, float | None]]) -> float | None:
+    """Of (weights, output error) of layers: the root of the mean power, by weights; None where none is known."""
+    known = [(weights, error) for weights, error in weighted if error is not None]
+    total = sum(weights for weights, _ in known)
+    return math.sqrt(math.fsum(weights * error * error for weights, error in known) / total) if total else None
 
 
 class Pair(NamedTuple):
@@ -90,7 +95,7 @@ def measure(artifact: Artifact, source: Source, pair: Pair, inputs: Inputs | Non
     inputs  what the layer is given, where its answers are asked for
     """
     theirs, ours = pair.theirs.coding.weights(pair.theirs, source), _Stored(pair.ours, artifact.source)
-    signal = noise = max_abs = product = output = 0.0
+    signal = noise = max_abs = output = 0.0
     answered = answered_wrongly = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for panel in row_panels(theirs.shape, MEASURED_ELEMENTS):
@@ -100,7 +105,6 @@ def measure(artifact: Artifact, source: Source, pair: Pair, inputs: Inputs | Non
             difference = x - y
             signal += float(x @ x)
             noise += float(difference @ difference)
-            product += float(x @ y)
             output += float(y @ y)
             max_abs = max(max_abs, float(np.abs(difference).max(initial=0)))
             if inputs:
@@ -108,7 +112,7 @@ def measure(artifact: Artifact, source: Source, pair: Pair, inputs: Inputs | Non
                 answered_wrongly += output_power(_unfolded(difference, pair.theirs, source, panel), inputs)
     sums = Sums(math.prod(theirs.shape), signal, noise, output, max_abs, histogram=tuple(map(int, ours.counts)))
     answers = Answers(answered, answered_wrongly) if inputs else None
-    return Distance(sums, product, stem_of(artifact, pair.ours.module), answers)
+    return Distance(sums, stem_of(artifact, pair.ours.module), answers)
 
 
 def _unfolded(values: Doubles, linear: Linear, source: Source, panel: tuple[int, int]) -> Doubles:

@@ -7,12 +7,11 @@ from a source that was four-bit already has no line in it, for nothing was round
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp4convert.accounting import Account
+from fp4convert.accounting import Account, summarise
 from fp4convert.artifact import REPORT, Artifact
 from fp4convert.errors import InputError
 from fp4convert.formats import CODES
@@ -37,16 +36,8 @@ class Ledger:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The worst and the mean SQNR of all tensors, which one is the worst, and the noise of all by their signal."""
-        known = [(one.sums.sqnr_db, one.name) for one in self.accounts.values() if one.sums.sqnr_db is not None]
-        worst = min(known, default=(None, None))
-        signal, noise = (math.fsum(getattr(one.sums, part) for one in self.accounts.values()) for part in ("signal", "noise"))
-        return {
-            "sqnr_db_min": worst[0],
-            "sqnr_db_mean": math.fsum(sqnr_db for sqnr_db, _ in known) / len(known) if known else None,
-            "nmse": noise / signal if signal > 0 else None,
-            "worst": worst[1],
-        }
+        """Of all tensors, as accounting.summarise has it."""
+        return summarise((one.name, one.sums) for one in self.accounts.values())
 
     def as_text(self, record: Mapping[str, object]) -> str:
         """The file, a tensor to a line.

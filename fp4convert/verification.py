@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from fp4convert.accounting import Sums
+from fp4convert.accounting import Sums, summarise
 from fp4convert.artifact import UNDIGESTED, Artifact, is_healthy
 from fp4convert.auditing import check_codes, check_measured
 from fp4convert.backends import processors
 from fp4convert.calibration_file import Calibration
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.codings.folded import foldings_of
-from fp4convert.distances import Distance, Pair, measure, pair_up
+from fp4convert.distances import Distance, Pair, mean_output_error, measure, pair_up
 from fp4convert.errors import InputError
 from fp4convert.inputs import Inputs, describe_inputs
 from fp4convert.ledger import read_recorded, shares
@@ -95,7 +95,7 @@ class Verified:
     """
 
     tensors: tuple[TensorError, ...]
-    summary: dict[str, float | None]
+    summary: dict[str, Any]
     findings: tuple[Finding, ...]
     passed: bool
     recorded: dict[str, Any] | None = None
@@ -263,8 +263,7 @@ def _check_folded(artifact: Artifact, source: Source, pair: Pair) -> Iterator[Fi
 
 
 def _own_names(artifact: Artifact) -> set[str]:
-    packed = artifact.packed.values()
-    names = {ref.name for module in packed for ref in (*module.refs, *module.companions)}
+    names = {ref.name for module in artifact.packed.values() for ref in (*module.refs, *module.companions)}
     return names | artifact.cache_scales(artifact.spelling).keys()
 
 
@@ -288,12 +287,11 @@ def _parts(ref: TensorRef) -> Iterator[tuple[int, int]]:
 
 def _tensor_error(name: str, found: Distance) -> TensorError:
     sums = found.sums
-    cosine = found.product / math.sqrt(sums.signal * sums.output) if sums.signal > 0 and sums.output > 0 else None
     codes: dict[str, Any] = shares(sums.histogram)
     if not math.isfinite(sums.noise):
         return TensorError(name, None, None, None, None, **codes)
     output_error = found.answers.error if found.answers else None
-    return TensorError(name, sums.sqnr_db, sums.mse, sums.max_abs, cosine, **codes, output_error=output_error)
+    return TensorError(name, sums.sqnr_db, sums.mse, sums.max_abs, sums.cosine, **codes, output_error=output_error)
 
 
 def _judge(error: TensorError, found: Distance, gate: Gate) -> Iterator[Finding]:
@@ -320,7 +318,7 @@ def _missed(error: TensorError, found: Distance, gate: Gate) -> Iterator[Finding
         detail = f"SQNR {sqnr_db:.3f} dB, expected at least {gate.min_sqnr_db:g} dB"
         yield Finding("error", "sqnr-low", error.name, detail)
     if gate.max_nmse is not None and sums.noise > gate.max_nmse * sums.signal:
-        nmse = sums.noise / sums.signal if sums.signal else math.inf
+        nmse = math.inf if sums.nmse is None else sums.nmse
         yield Finding("error", "nmse-high", error.name, f"NMSE {nmse:.3g}, expected at most {gate.max_nmse:g}")
     if gate.max_output_error is not None and found.answers and not _is_within(error.output_error, gate.max_output_error):
         told = math.inf if error.output_error is None else error.output_error
@@ -332,20 +330,11 @@ def _is_within(output_error: float | None, most: float) -> bool:
     return output_error is not None and output_error <= most
 
 
-def _summarise(tensors: tuple[TensorError, ...], found: dict[str, Distance]) -> dict[str, float | None]:
+def _summarise(tensors: tuple[TensorError, ...], found: dict[str, Distance]) -> dict[str, Any]:
     """output_error_mean is that of powers, by weights, as analyze's of the whole."""
-    known = [error.sqnr_db for error in tensors if error.sqnr_db is not None]
-    finite = [distance.sums for distance in found.values() if math.isfinite(distance.sums.noise)]
-    signal, noise = sum(sums.signal for sums in finite), sum(sums.noise for sums in finite)
-    answered = [(found[error.name].sums.elements, error.output_error) for error in tensors if error.output_error is not None]
-    weights = sum(elements for elements, _ in answered)
-    outputs = {
-        "output_error_max": max((error for _, error in answered), default=None),
-        "output_error_mean": math.sqrt(sum(n * e * e for n, e in answered) / weights) if weights else None,
-    }
-    return {
-        "sqnr_db_min": min(known, default=None),
-        "sqnr_db_mean": sum(known) / len(known) if known else None,
-        "nmse": noise / signal if signal > 0 else None,
-        **(outputs if any(distance.answers for distance in found.values()) else {}),
-    }
+    summary = summarise((name, distance.sums) for name, distance in found.items())
+    if not any(distance.answers for distance in found.values()):
+        return summary
+    known = [error.output_error for error in tensors if error.output_error is not None]
+    mean = mean_output_error((found[error.name].sums.elements, error.output_error) for error in tensors)
+    return {**summary, "output_error_max": max(known, default=None), "output_error_mean": mean}

@@ -19,7 +19,7 @@ from simt import SimtKernels, survives, walled
 from test_cpu import EVERY_DTYPE, every_level
 
 from fp4convert import codec
-from fp4convert.accounting import COLUMNS, Sums, compare, compare_values, count_codes
+from fp4convert.accounting import COLUMNS, Sums, compare, compare_values, count_codes, summarise
 from fp4convert.backends.cpu import Cpu
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.formats import FORMATS, MXFP4, NVFP4, Compared, Format, Quantized
@@ -283,3 +283,18 @@ def test_sums_travel_as_json() -> None:
     for spoilt in ({}, {**sums.as_json(), "noise": "much"}, {**sums.as_json(), "histogram": None}):
         with pytest.raises((KeyError, TypeError, ValueError)):
             Sums.from_json(spoilt)
+
+
+def test_a_summary_of_tensors_worked_out_by_hand():
+    whole, exact, zero = Sums(4, signal=100.0, noise=1.0), Sums(4, signal=300.0), Sums(4, noise=2.0)
+    small, odd = Sums(4, signal=1e-3, noise=1e-4), Sums(4, signal=math.inf, noise=math.nan)
+    found = summarise({"whole": whole, "exact": exact, "zero": zero, "odd": odd, "small": small}.items())
+    assert found == {
+        "sqnr_db_min": 10.0,
+        "sqnr_db_mean": 15.0,
+        "nmse": pytest.approx(3.0001 / 400.001, rel=1e-15),
+        "worst": "small",
+    }
+    assert summarise([("odd", odd)]) == {"sqnr_db_min": None, "sqnr_db_mean": None, "nmse": None, "worst": None}
+    many = [(str(at), Sums(1, signal=1.0, noise=0.1)) for at in range(10)]
+    assert summarise(many)["nmse"] == 0.1  # added one after the other it would be less

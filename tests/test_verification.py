@@ -66,7 +66,7 @@ def test_a_sound_artifact_passes(format, dialect, source, artifact):
     folder = artifact(format, dialect)
     assert verify(folder) == {
         "tensors": [],
-        "summary": {"sqnr_db_min": None, "sqnr_db_mean": None, "nmse": None},
+        "summary": {"sqnr_db_min": None, "sqnr_db_mean": None, "nmse": None, "worst": None},
         "findings": [],
         "passed": True,
         "recorded": json.loads((folder / "quantization_report.json").read_text())["summary"],
@@ -97,6 +97,7 @@ def test_the_numbers_are_those_of_numpy(format, dialect, source, artifact, tmp_p
         "sqnr_db_min": pytest.approx(min(all_db), rel=1e-12),
         "sqnr_db_mean": pytest.approx(sum(all_db) / 7, rel=1e-12),
         "nmse": pytest.approx(sum(noises) / sum(signals), rel=1e-12),
+        "worst": min(zip(all_db, (entry["name"] for entry in document["tensors"]), strict=True))[1],
     }
     assert 15 < min(all_db) < max(all_db) < 25
 
