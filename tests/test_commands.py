@@ -193,6 +193,12 @@ def test_every_word_does_what_its_option_does(words, options, source, tmp_path):
     assert [str(one.message) for one in warned] == said
 
 
+def test_a_doubt_is_told_once_before_the_work_or_after_the_plan(source, tmp_path):
+    asked = ("quantize", source, "--format", "nvfp4", "--exclude", "absent", "-o", tmp_path / "q", "--json")
+    for more, count in ((["--dry-run"], 1), (["--dry-run", "-q"], 0), ([], 1)):
+        assert run(*asked, *more).err.count("'absent' matches no module") == count
+
+
 def test_a_whole_round_from_python_is_that_of_the_command_line(source, tmp_path):
     made, other = tmp_path / "q", tmp_path / "other"
     fp4convert.quantize(source, format="mxfp4", output=made)
