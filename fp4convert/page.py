@@ -30,22 +30,19 @@ SIGNS = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}  # that
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
-def check_page(path: Path | None) -> None:
+def check_page(path: Path) -> None:
     """Nothing; OutputError where no file can be written there, or where something else lies than an earlier page."""
-    if path is not None:
-        check_place(path, PAGE)
+    check_place(path, PAGE)
 
 
-def save_page(path: Path | None, artifact: Artifact, source: Source | None, verified: Verified | None = None) -> list[str]:
-    """Write the page of an artifact where one is asked for; a line that tells it.
+def save_page(path: Path, artifact: Artifact, source: Source | None, verified: Verified | None = None) -> str:
+    """Write the page of an artifact; a line that tells it.
 
     source, verified  as in datasheet.Subject
     Raises            OutputError where it cannot be written; what make_datasheet raises
     """
-    if path is None:
-        return []
     write_page(make_datasheet(Subject(artifact, source, verified)), path)
-    return [f"report: {path}, {size_text(path.stat().st_size)}"]
+    return f"report: {path}, {size_text(path.stat().st_size)}"
 
 
 def write_page(document: Mapping[str, Any], path: Path) -> None:

@@ -68,7 +68,8 @@ def choose_page(page: Path | None, share: Share | None, is_dry: bool) -> Path | 
         made = "a dry run makes nothing" if is_dry else "a part is not the whole"
         next_step = "Afterwards: fp4convert verify OUTPUT --report FILE.html."
         raise InputError("report", f"--report {page}: {made}; expected an artifact to show", next_step)
-    check_page(page)
+    if page is not None:
+        check_page(page)
     return page
 
 
@@ -103,7 +104,7 @@ def _write_pages(work: Work, pages: Mapping[str, Path]) -> Iterator[str]:
         errand = work.errands()[folder]
         access = replace(errand.access, revision=work.source.checkpoint.revision or errand.access.revision)
         source, artifact = open_source(errand.reference, access), open_artifact(str(errand.output))
-        yield from save_page(page, artifact, source)
+        yield save_page(page, artifact, source)
 
 
 def _publish(order: Order, publication: Publication) -> Result:

@@ -35,16 +35,14 @@ Findings = Sequence[Mapping[str, Any]]
 """The `findings` of a document of inspect or verify"""
 
 
-def check_sarif(path: Path | None) -> None:
+def check_sarif(path: Path) -> None:
     """Nothing; OutputError where no file can be written there, or where something else lies than an earlier SARIF file."""
-    if path is not None:
-        check_place(path, SARIF)
+    check_place(path, SARIF)
 
 
-def write_sarif(path: Path | None, artifact: Artifact, findings: Findings) -> None:
-    """Write the findings on an artifact where they are asked for; OutputError where they cannot be written."""
-    if path is not None:
-        write_paper(path, json.dumps(make_sarif(artifact, findings), indent=2) + "\n", SARIF)
+def write_sarif(path: Path, artifact: Artifact, findings: Findings) -> None:
+    """Write the findings on an artifact; OutputError where they cannot be written."""
+    write_paper(path, json.dumps(make_sarif(artifact, findings), indent=2) + "\n", SARIF)
 
 
 def make_sarif(artifact: Artifact, findings: Findings) -> dict[str, object]:

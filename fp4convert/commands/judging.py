@@ -62,11 +62,13 @@ def inspect(
 
     check_words(options, InspectOptions)
     sarif = as_path(options.get("sarif"))
-    check_sarif(sarif)
+    if sarif:
+        check_sarif(sarif)
     with uncollected():
         opened = open_artifact(os.fspath(artifact), access_of(options))
         description = inspection.inspect(opened, _original(source, options), full)
-    write_sarif(sarif, opened, description["findings"])
+    if sarif:
+        write_sarif(sarif, opened, description["findings"])
     return description
 
 
@@ -94,17 +96,20 @@ def verify(
     check_words(options, VerifyOptions)
     page = as_path(options.get("report"))
     sarif = as_path(options.get("sarif"))
-    check_page(page)
-    check_sarif(sarif)
+    if page:
+        check_page(page)
+    if sarif:
+        check_sarif(sarif)
     calibration = as_path(options.get("calibration"))
     known = None if calibration is None else open_calibration(calibration)
     opened, original = open_artifact(os.fspath(artifact), access_of(options)), _original(source, options)
     asked = verification.Outputs(known) if options.get("outputs") or known else None
     gate = verification.Gate(min_sqnr, max_nmse, options.get("max_output_error"))
     verified = verification.verify(opened, original, gate, asked)
-    for line in save_page(page, opened, original, verified):
-        options.get("tell", ignore)(line)
-    write_sarif(sarif, opened, verified.as_json()["findings"])
+    if page:
+        options.get("tell", ignore)(save_page(page, opened, original, verified))
+    if sarif:
+        write_sarif(sarif, opened, verified.as_json()["findings"])
     return verified
 
 
