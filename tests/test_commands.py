@@ -266,6 +266,9 @@ def test_doubts_are_pythons_warnings_where_the_caller_stands(name, source, tmp_p
         (fp4convert.InputError, "no-source", lambda source, out: fp4convert.verify(made(source, out), min_sqnr=20)),
         (fp4convert.InputError, "no-plan", lambda source, out: fp4convert.merge(source)),
         (fp4convert.InputError, "no-text", fp4convert.calibrate),
+        (fp4convert.InputError, "no-source", lambda source, out: fp4convert.quantize("", format="nvfp4", output=out)),
+        (fp4convert.InputError, "usage", lambda source, out: fp4convert.quantize(source, format="nvfp4", output=out, workers=-1)),
+        (fp4convert.InputError, "usage", lambda source, out: fp4convert.inspect(source, memory=float("nan"))),
         (
             fp4convert.OutputError,
             "foreign-output",

@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypedDict
 
+from fp4convert.errors import InputError
 from fp4convert.progress import Phases
 from fp4convert.sources import Access
 
@@ -113,8 +114,17 @@ def patterns(words: Patterns) -> tuple[str, ...]:
 
 
 def as_nbytes(gigabytes: float) -> int:
-    """Bytes; as many as anybody can have for inf."""
+    """Bytes; as many as anybody can have for inf.  InputError for less than nothing, and for NaN."""
+    if not gigabytes >= 0:
+        raise InputError("usage", f"{gigabytes:g} GB of memory; expected 0 or more", "Give a number of GB.")
     return int(min(gigabytes, MOST_MEMORY) * 10**9)
+
+
+def as_count(workers: int) -> int:
+    """The number itself; InputError for less than none."""
+    if workers < 0:
+        raise InputError("usage", f"workers is {workers}; expected 0 or more", "Leave it out: as many as suit the device.")
+    return workers
 
 
 def as_reference(file: Reference | None) -> str | None:
@@ -138,6 +148,7 @@ _AS: Mapping[str, Callable[[Any], object]] = {  # what becomes of a word
     "calibration": as_reference,
     "memory": as_nbytes,
     "hold": as_nbytes,
+    "workers": as_count,
 }
 
 

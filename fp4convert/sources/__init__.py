@@ -219,12 +219,13 @@ def _open(reference: str, access: Access, may_be_empty: bool = False) -> Source:
     except OSError as error:
         detail = f"{reference[:100]}: {error.strerror}; expected a folder or a file"
         raise InputError("no-source", detail, "Look for a typing error in the path; see that this user may read it.") from None
-    if is_there:
+    if is_there and reference:  # the path of no words is that of the current folder
         from fp4convert.sources.local import LocalSource
 
         return LocalSource(path, may_be_empty, subfolder_of(access))
     if not re.fullmatch(REPOSITORY, reference):
-        detail = f"{reference}: no such file or folder; expected a checkpoint on this disk, or organisation/name on the Hub"
+        name = reference or "the source without a name"
+        detail = f"{name}: no such file or folder; expected a checkpoint on this disk, or organisation/name on the Hub"
         raise InputError("no-source", detail)
     from fp4convert.sources.hub import HubSource
 
