@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fp4convert.artifact import Artifact
+from fp4convert.artifact import Artifact, is_healthy
 from fp4convert.codings import Linear
 from fp4convert.distances import Distance, mean_output_error
 from fp4convert.errors import InputError
@@ -21,7 +21,7 @@ from fp4convert.reading import Finding
 from fp4convert.sources import Source
 from fp4convert.verification import Outputs, stand_beside
 
-DOUBTS = ("kept-differs", "kept-missing")  # that what stays is the source's
+DOUBTS = ("kept-differs", "kept-missing", "not-measurable", "source-differs")  # that it is the source's
 A, B, EQUAL = "a", "b", "equal"
 
 
@@ -104,23 +104,29 @@ def compare(artifacts: tuple[Artifact, Artifact], source: Source, outputs: Outpu
     sides = []
     for beside in besides:
         found, findings = beside.compare()
+        findings += [doubt for name, distance in found.items() if (doubt := distance.check(name))]
         modules = {pair.theirs.name: pair.ours.module for pair in beside.pairs}
         distances = {modules[name]: distance for name, distance in found.items()}
         doubted = frozenset(finding.tensor for finding in findings if finding.code in DOUBTS)
         sides.append(_Side(beside.artifact, distances, linears_stored(beside.artifact), tuple(findings), doubted))
-    rows = [_row(linear, *(side.held(module) for side in sides)) for module, linear in names.items()]
+    rows = [_row(linear, sides) for linear in names.values()]
     return {
         "source": source.name,
         **describe_inputs(outputs.calibration),
         **{name: _describe(side, name, rows) for name, side in zip((A, B), sides, strict=True)},
         "tensors": rows,
         "totals": _count(rows),
+        "passed": all(is_healthy(side.findings) for side in sides),
     }
 
 
-def _row(linear: Linear, a: Held | None, b: Held | None) -> dict[str, Any]:
-    """difference_db is of B over A; None where one of them lost nothing, or is not there."""
-    elements = math.prod(linear.shape)
+def _row(linear: Linear, sides: Iterable[_Side]) -> dict[str, Any]:
+    """difference_db is of B over A; None where one of them lost nothing, or is not there.
+
+    better is None, too, where one of them is not the source's
+    """
+    elements, (a, b) = math.prod(linear.shape), (side.held(linear.module) for side in sides)
+    is_doubted = any(side.doubted & {linear.name, linear.module} for side in sides)
     return {
         "name": linear.name,
         "weights": elements,
@@ -128,7 +134,7 @@ def _row(linear: Linear, a: Held | None, b: Held | None) -> dict[str, Any]:
         B: b.as_json(elements) if b else None,
         "quantized_by": [name for name, held in ((A, a), (B, b)) if held and held.is_packed],
         "difference_db": b.sqnr_db - a.sqnr_db if a and b and a.sqnr_db is not None and b.sqnr_db is not None else None,
-        "better": _better(a, b),
+        "better": None if is_doubted else _better(a, b),
     }
 
 

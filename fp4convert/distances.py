@@ -25,6 +25,7 @@ from fp4convert.losses import output_power
 from fp4convert.reading import Finding
 from fp4convert.sources import Source
 
+DIFFERENT = 0.5  # of the weights' power; other weights have about 2, and odd ones lose up to 0.3 by rounding
 MEASURED_ELEMENTS = 1 << 20  # at once: 8 MB for each float64 copy
 Doubles = NDArray[np.float64]
 
@@ -56,6 +57,17 @@ class Distance:
     sums: Sums
     stem: str
     answers: Answers | None = None
+
+    def check(self, name: str) -> Finding | None:
+        """A finding where its values are not the source's, in the sense of four bits, or nothing can be said.
+
+        name  of the tensor
+        """
+        if not math.isfinite(self.sums.noise):
+            return Finding("error", "not-measurable", name, "its values or the source's are not finite")
+        if self.sums.noise > DIFFERENT * self.sums.signal:
+            return Finding("error", "source-differs", name, "its values are not those of the source, in no sense of four bits")
+        return None
 
 
 def mean_output_error(weighted: Iterable[tuple[int, float | None]]) -> float | None:

@@ -105,13 +105,14 @@ class OutputError(Fp4Error):
 
 
 class Interrupted(Fp4Error):  # noqa: N818 - not a failure
-    """The run was told to stop, and the same command continues.
+    """The run was told to stop; the same command continues, or begins again.
 
-    command    the command line that continues
+    command    the command line that does
     exit_code  130, or 143 for SIGTERM
-    kept       what stays of the work
+    kept       what stays of the work; None where nothing does
     """
 
-    def __init__(self, command: str, exit_code: int, kept: str) -> None:
-        super().__init__("interrupted", f"interrupted: {kept}", f"Continue with: {command}")
+    def __init__(self, command: str, exit_code: int, kept: str | None) -> None:
+        message, verb = f"interrupted: {kept or 'nothing of this command stays'}", "Continue" if kept else "Begin again"
+        super().__init__("interrupted", message, f"{verb} with: {command}")
         self.exit_code = exit_code

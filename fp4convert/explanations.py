@@ -60,6 +60,7 @@ def explain(code: str) -> dict[str, object]:
 
     Raises  InputError for a code that is neither
     """
+    code = code.strip().lower()
     finding, failure = explanations().get(code), failures().get(code)
     if not (finding or failure):
         known = get_close_matches(code, [*explanations(), *failures()], 3)

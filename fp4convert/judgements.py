@@ -71,10 +71,14 @@ def draw_comparison(screen: Screen, found: Document) -> None:
     counts += [f"by {side} alone {totals[f'quantized_by_{side}_alone']}" for side in "ab" if totals[f"quantized_by_{side}_alone"]]
     screen.line(f"{totals['compared']} linear layers: {', '.join(counts)}")
     mean = number(totals["difference_db_mean"], "+.2f")
+    judged = any(tensor["better"] for tensor in found["tensors"])
     better = f"a is better on {totals['better_a']}, b on {totals['better_b']}, equal on {totals['equal']}"
-    screen.line(f"{better}, by output error; SQNR of b - a {mean} dB on average; inputs: {found['inputs']}", "bold")
+    if judged:
+        screen.line(f"{better}, by output error; SQNR of b - a {mean} dB on average; inputs: {found['inputs']}", "bold")
     for side in "ab":
         draw_findings(screen, ({**finding, "detail": f"{side}: {finding['detail']}"} for finding in found[side]["findings"]))
+    if not found["passed"]:
+        draw_verdict(screen, False, "", "failed: what findings name is judged by nobody" if judged else "failed: no verdict")
 
 
 def _side_text(side: Document, key: str) -> str:

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import unicodedata
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -20,7 +21,9 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from fp4convert.errors import Fp4Error, OutputError
+from fp4convert.numbered import join_names
 from fp4convert.progress import Meter, Phases, duration_text, rate_text, size_text
+from fp4convert.shard import WEIGHT
 
 Document = dict[str, Any]  # what --json prints; keys as in the README
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # control, format (bidi), surrogate, private, unassigned, separators
@@ -297,11 +300,21 @@ def draw_examination(screen: Screen, found: Document) -> None:
 
 
 def draw_findings(screen: Screen, findings: Iterable[Document]) -> None:
-    """A line for each, by its level."""
+    """A line for each, by its level; those that say the same of several tensors in one, under their pattern."""
+    alike: dict[tuple[str, str, str], list[str | None]] = defaultdict(list)
     for finding in findings:
-        where = f"{escape(finding['tensor'])}: " if finding["tensor"] else ""
-        text = Text(f"{finding['level']} {finding['code']}: ", _COLOURS[finding["level"]])
-        screen.out.print(text.append(f"{where}{escape(finding['detail'])}", "default"))
+        alike[finding["level"], finding["code"], finding["detail"]].append(finding["tensor"])
+    for (level, code, detail), tensors in alike.items():
+        named = [(tensor.removesuffix(WEIGHT), WEIGHT if tensor.endswith(WEIGHT) else "") for tensor in tensors if tensor]
+        whole = [""] if len(named) < len(tensors) else []
+        for where in [*whole, *(_pattern_text(named, pattern, held) for pattern, held in join_names(named))]:
+            text = Text(f"{level} {code}: ", _COLOURS[level])
+            screen.out.print(text.append(f"{where}{escape(detail)}", "default"))
+
+
+def _pattern_text(named: Sequence[tuple[str, str]], pattern: str, held: Sequence[int]) -> str:
+    """The pattern of those names, and how many they are."""
+    return f"{escape(pattern)}{named[held[0]][1]}{f' ({len(held)} of them)' if len(held) > 1 else ''}: "
 
 
 def draw_verdict(screen: Screen, is_good: bool, good: str, bad: str) -> None:

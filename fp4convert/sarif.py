@@ -16,7 +16,7 @@ from fp4convert.artifact import Artifact
 from fp4convert.papers import Paper, check_place, write_paper
 from fp4convert.record import RECORD
 from fp4convert.render import escape
-from fp4convert.shard import WEIGHT
+from fp4convert.shard import WEIGHT, told
 
 VERSION = "2.1.0"
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -35,9 +35,14 @@ Findings = Sequence[Mapping[str, Any]]
 """The `findings` of a document of inspect or verify"""
 
 
-def check_sarif(path: Path) -> None:
-    """Nothing; OutputError where no file can be written there, or where something else lies than an earlier SARIF file."""
+def clear_sarif(path: Path) -> None:
+    """Remove an earlier SARIF file, which would stand for this run if it failed.
+
+    Raises  OutputError where no file can be written there, or where something else lies
+    """
     check_place(path, SARIF)
+    with told(path):
+        path.unlink(missing_ok=True)
 
 
 def write_sarif(path: Path, artifact: Artifact, findings: Findings) -> None:

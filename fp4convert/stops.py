@@ -12,6 +12,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import FrameType
 from typing import NoReturn
@@ -23,18 +25,28 @@ NUDGE = signal.SIGURG  # ends a wait and does nothing else; where nobody listens
 class Stopped(BaseException):
     """The process was told to stop.
 
-    kept  what stays of its work, in words; whoever knows better says so
+    kept  what stays of its work, in words; None where nothing does; whoever knows better says so
     """
 
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
-        self.kept = "finished shards stay"
+        self.kept: str | None = "finished shards stay"
 
     @property
     def exit_code(self) -> int:
         """130 for Ctrl-C, 143 for SIGTERM."""
         return 128 + self.number
+
+
+@contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """A stop in here leaves nothing that a second run continues from."""
+    try:
+        yield
+    except Stopped as stopped:
+        stopped.kept = None
+        raise
 
 
 def listen() -> None:

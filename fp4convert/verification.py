@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,8 +29,8 @@ from fp4convert.soundness import choose_modules, judge
 from fp4convert.sources import Source, stopping
 from fp4convert.unfolding import check_columns, check_vector, unfolded
 
-DIFFERENT = 0.5  # of the weights' power; other weights have about 2, and odd ones lose up to 0.3 by rounding
 PART_NBYTES = 8 << 20
+OUTPUT_GATE = "--max-output-error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,26 @@ class Gate:
     max_nmse: float | None = None
     max_output_error: float | None = None
 
+    @property
+    def given(self) -> dict[str, float]:
+        """What is asked, by the option that asks it."""
+        asked = {"--min-sqnr": self.min_sqnr_db, "--max-nmse": self.max_nmse, OUTPUT_GATE: self.max_output_error}
+        return {option: value for option, value in asked.items() if value is not None}
+
     def check(self, has_source: bool) -> None:
-        """InputError for a number that asks nothing, and where there is no source to ask it of."""
-        asked = {"--min-sqnr": self.min_sqnr_db, "--max-nmse": self.max_nmse, "--max-output-error": self.max_output_error}
-        given = {option: value for option, value in asked.items() if value is not None}
-        if given and not has_source:
-            raise InputError("no-source", f"{' and '.join(given)} need the original weights", "Add --source SOURCE.")
-        for option, value in given.items():
+        """InputError for a number that asks nothing or cannot be met, and where there is no source to ask it of."""
+        if self.given and not has_source:
+            verb = "needs" if len(self.given) == 1 else "need"
+            raise InputError("no-source", f"{' and '.join(self.given)} {verb} the original weights", "Add --source SOURCE.")
+        for option, value in self.given.items():
             if not math.isfinite(value):
                 detail = f"{option} {value} asks nothing; expected a finite number"
                 raise InputError("bad-gate", detail, f"Give a finite number, or leave {option} out.")
+            if option != "--min-sqnr" and value < 0:
+                raise InputError("bad-gate", f"{option} {value:g}: no error is negative; expected 0 or more", "Give 0 or more.")
+            if option == OUTPUT_GATE and value > 1:
+                detail = f"{option} {value:g} is {100 * value:g} %; expected a part of 1, from 0 to 1"
+                raise InputError("bad-gate", detail, f"For {value:g} %: {option} {value / 100:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +148,11 @@ def verify(artifact: Artifact, source: Source | None, gate: Gate, outputs: Outpu
         findings += differences
     if recorded is not None:
         findings += check_codes(artifact, recorded) if beside is None else check_measured(recorded, _by_stem(found.values()))
-    if not all(_is_ours(distance) for distance in found.values()):
+    if any(distance.check(name) for name, distance in found.items()):
         findings += judged.refuted
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
     findings += (finding for error in tensors for finding in _judge(error, found[error.name], gate))
+    findings += _check_measured(gate, found)
     by = describe_inputs(outputs.calibration) if outputs else {}
     summary = recorded.summary if recorded else None
     return Verified(tensors, _summarise(tensors, found), tuple(findings), is_healthy(tuple(findings)), summary, **by)
@@ -296,18 +307,18 @@ def _tensor_error(name: str, found: Distance) -> TensorError:
 
 def _judge(error: TensorError, found: Distance, gate: Gate) -> Iterator[Finding]:
     """A finding for each gate that a tensor misses, or one where it cannot be measured or is another."""
-    if not math.isfinite(found.sums.noise):
-        yield Finding("error", "not-measurable", error.name, "its values or the source's are not finite")
-        return
-    missed = list(_missed(error, found, gate))
+    missed = list(_missed(error, found, gate)) if math.isfinite(found.sums.noise) else []
     yield from missed
-    if not missed and not _is_ours(found):
-        yield Finding("error", "source-differs", error.name, "its values are not those of the source, in no sense of four bits")
+    if not missed and (doubt := found.check(error.name)):
+        yield doubt
 
 
-def _is_ours(found: Distance) -> bool:
-    """Whether values are those of the source, in the sense of four bits."""
-    return found.sums.noise <= DIFFERENT * found.sums.signal
+def _check_measured(gate: Gate, found: Mapping[str, Distance]) -> Iterator[Finding]:
+    """A finding where gates ask of what nobody measured: none of them is met then."""
+    has_answers = any(distance.answers for distance in found.values())
+    if idle := [option for option in gate.given if not (has_answers if option == OUTPUT_GATE else found)]:
+        detail = f"{' and '.join(idle)}: no tensor was measured, for none of the source's is quantized in the artifact"
+        yield Finding("error", "nothing-measured", None, detail)
 
 
 def _missed(error: TensorError, found: Distance, gate: Gate) -> Iterator[Finding]:
@@ -322,7 +333,7 @@ def _missed(error: TensorError, found: Distance, gate: Gate) -> Iterator[Finding
         yield Finding("error", "nmse-high", error.name, f"NMSE {nmse:.3g}, expected at most {gate.max_nmse:g}")
     if gate.max_output_error is not None and found.answers and not _is_within(error.output_error, gate.max_output_error):
         told = math.inf if error.output_error is None else error.output_error
-        detail = f"output error {told:.4g}, expected at most {gate.max_output_error:g}"
+        detail = f"output error {100 * told:.4g} %, expected at most {100 * gate.max_output_error:g} %"
         yield Finding("error", "output-error-high", error.name, detail)
 
 

@@ -36,7 +36,7 @@ def mxfp4(source, tmp_path_factory) -> Path:
 
 def compare(a: Path, b: Path, source: Path, *options: object) -> dict:
     outcome = run("compare", a, b, "--source", source, *options, "--json")
-    assert outcome.code == 0, outcome
+    assert outcome.code == (0 if outcome.json["passed"] else 6), outcome
     return outcome.json
 
 
@@ -125,8 +125,29 @@ def test_what_stays_and_is_not_the_sources_is_told_and_judged_by_nobody(source, 
     (row,) = (row for row in document["tensors"] if row["name"] == f"{DOWN}.weight")
     assert (row["b"]["nmse"], row["b"]["output_error"], row["better"]) == (None, None, None)
     told = run("compare", nvfp4, part, "--source", source)
-    assert told.code == 0
+    assert told.code == 6
+    assert told.out.splitlines()[-1] == "failed: what findings name is judged by nobody"
     assert f"error kept-differs: {DOWN}.weight: b: " in told.out
+
+
+def test_a_source_of_the_same_shapes_and_other_weights_gives_no_verdict(source, nvfp4, mxfp4, tmp_path):
+    tensors = {
+        name: (dtype, shape, bf16(*shape, seed=77 + at))
+        for at, (name, (dtype, shape, _)) in enumerate(read_folder(source).items())
+    }
+    other = write_single(tmp_path / "other", tensors, json.loads((source / "config.json").read_text()))
+    document = compare(nvfp4, mxfp4, other)
+    assert not document["passed"]
+    for side in "ab":
+        codes = {each["tensor"] for each in document[side]["findings"] if each["code"] == "source-differs"}
+        assert codes == {row["name"] for row in document["tensors"]}
+    assert {row["better"] for row in document["tensors"]} == {None}
+    told = run("compare", nvfp4, mxfp4, "--source", other)
+    lines = told.out.splitlines()
+    assert (told.code, lines[-1]) == (6, "failed: no verdict")
+    assert "better on" not in told.out
+    assert sum("source-differs" in line for line in lines) <= 4, "alike findings are one line"
+    assert any("of them): a: its values" in line for line in lines)
 
 
 def test_with_a_calibration_the_better_one_is_that_for_its_inputs(source, mxfp4, tmp_path):

@@ -131,6 +131,7 @@ def test_a_code_of_both_kinds_is_explained_as_both():
     for words in ("a finding (error)", "an error (exit code 2)", "what to do"):
         assert words in told
     assert run("explain", "kept-differs", "--json").json["error"] is None
+    assert run("explain", "SQNR-LOW", "--json").json == run("explain", "sqnr-low", "--json").json
 
 
 def test_the_list_has_every_code():

@@ -147,7 +147,7 @@ def test_a_layer_that_was_nothing_and_answers_something_misses_every_gate(tmp_pa
     dtype, shape, data = held[f"{DOWN}.weight_packed"]
     changed = {**held, f"{DOWN}.weight_packed": (dtype, shape, b"\x11" * len(data))}
     (tmp_path / "a" / "model.safetensors").write_bytes(pack_shard(changed))
-    spoilt = verify(tmp_path / "a", "--source", source, "--max-output-error", 1e9)
+    spoilt = verify(tmp_path / "a", "--source", source, "--max-output-error", 1)
     assert [entry["output_error"] for entry in spoilt["tensors"]] == [None, 0]
     assert ("output-error-high", f"{DOWN}.weight") in {(each["code"], each["tensor"]) for each in spoilt["findings"]}
 

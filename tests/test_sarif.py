@@ -140,6 +140,7 @@ def test_nothing_else_is_written_over_and_bad_places_are_known_before_the_work(c
         refused = run(command, damaged, "--sarif", place, "--json")
         assert (refused.code, refused.json["error"]["code"]) == (5, code)
     assert {path: path.read_bytes() for path in damaged.rglob("*") if path.is_file()} == before
+    assert run(command, damaged, "--sarif", tmp_path / "f.sarif").code == 6
     refused = run(command, tmp_path / "nothing", "--sarif", tmp_path / "f.sarif", "--json")
     assert refused.code == 2
     assert not os.path.exists(tmp_path / "f.sarif")

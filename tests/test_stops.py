@@ -64,7 +64,10 @@ def test_a_command_that_waits_ends_soon(command, where, kind, number, repositori
     with start(*words) as process:
         wait_until(lambda: fault.times < EVERY, process)
         time.sleep(0.3)
-        _end(process, number)
+        err = _end(process, number)
+    told = "Continue with: fp4convert quantize" if command is QUANTIZE else f"Begin again with: fp4convert {command[0]}"
+    assert told in err
+    assert ("finished shards stay" in err) == (command is QUANTIZE)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -99,7 +102,7 @@ def test_a_signal_that_does_not_reach_the_main_thread_ends_its_wait(number):
         _end(process, number)
 
 
-def _end(process, number: int) -> None:
+def _end(process, number: int) -> str:
     process.send_signal(number)
     try:
         _, err = process.communicate(timeout=SOON)
@@ -109,6 +112,7 @@ def _end(process, number: int) -> None:
     assert process.returncode == (143 if number == signal.SIGTERM else 130), err
     assert "interrupted" in err
     assert "Traceback" not in err
+    return err
 
 
 def test_a_long_check_of_what_is_written(tmp_path):

@@ -126,11 +126,46 @@ def test_gates(source, artifact):
     assert {code for code, _ in errors_of(verify(folder, "--source", source, "--max-nmse", 1e-6))} == {"nmse-high"}
 
 
+GATES = {"--min-sqnr": 20, "--max-nmse": 0.01, "--max-output-error": 0.1}
+
+
+def test_a_gate_that_measured_nothing_is_not_met(source, tmp_path):
+    """Nothing is quantized, as where somebody gates the wrong folder."""
+    folder = tmp_path / "kept"
+    assert run("quantize", source, "--format", "nvfp4", "--exclude", "*_proj", "--include", "lm_head", "-o", folder).code == 0
+    other = write_single(tmp_path / "other", {"x.norm.weight": ("BF16", (64,), bytes(128))})
+    for option, value in GATES.items():
+        found = verify(folder, "--source", other, option, value)["findings"]
+        (told,) = (finding for finding in found if finding["code"] == "nothing-measured")
+        assert (told["level"], told["detail"].partition(":")[0]) == ("error", option)
+    assert "nothing-measured" not in {code for code, _ in errors_of(verify(folder, "--source", other))}
+    assert verify(folder, "--source", source, "--min-sqnr", 5)["passed"]
+    whole = tmp_path / "whole"
+    assert run("quantize", source, "--format", "nvfp4", "--exclude", "*", "-o", whole).code == 0
+    gates = [word for gate in GATES.items() for word in gate]
+    assert {code for code, _ in errors_of(verify(whole, "--source", source, *gates))} == {"nothing-measured"}
+    assert verify(whole, "--source", source)["passed"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "step"),
+    [
+        ("--max-output-error", "8", "For 8 %: --max-output-error 0.08"),
+        ("--max-output-error", "-0.1", "Give 0 or more."),
+        ("--max-nmse", "-1", "Give 0 or more."),
+    ],
+)
+def test_a_gate_that_cannot_be_met_or_missed_is_bad_usage(option, value, step, source, artifact):
+    refused = run("verify", artifact(), "--source", source, option, value, "--json")
+    assert (refused.code, refused.json["error"]["code"], refused.json["error"]["next"]) == (2, "bad-gate", step)
+
+
 @pytest.mark.parametrize("option", ["--min-sqnr", "--max-nmse"])
 def test_a_gate_without_a_source_is_bad_usage(option, artifact):
     outcome = run("verify", artifact(), option, "1", "--json")
     assert (outcome.code, outcome.json["error"]["exit"]) == (2, 2)
     assert "--source" in outcome.json["error"]["next"]
+    assert outcome.json["error"]["message"] == f"{option} needs the original weights"
 
 
 @pytest.mark.parametrize("data", [bytes(4096), b"\x80\x3f" * 2048])
@@ -288,4 +323,4 @@ def test_weights_of_any_size_are_sound_beside_their_source(tmp_path):
     assert errors_of(verify(tmp_path / "out", "--source", source)) == set()
     other = write_single(tmp_path / "other", {"a.weight": ("F32", (64, 64), (-values).tobytes())}, {"model_type": "x"})
     found = {code for code, _ in errors_of(verify(tmp_path / "out", "--source", other))}
-    assert found == {"global-scale-reciprocal", "source-differs", "report-differs"}
+    assert found == {"global-scale-reciprocal", "scale-factor", "source-differs", "report-differs"}

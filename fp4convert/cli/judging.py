@@ -88,13 +88,13 @@ def compare_command(
 ) -> None:
     """Put two artifacts side by side against one source, tensor by tensor: which of them is better, and by how much.
 
-    Example: fp4convert compare ./M-NVFP4 ./M-MXFP4 --source ./M
+    Exit code 6 when one of them is not of that source. Example: fp4convert compare ./M-NVFP4 ./M-MXFP4 --source ./M
     """
     words = dict(locals())
     from fp4convert import judgements
     from fp4convert.commands import judging
 
-    carry_out(words, judging.compare, judgements.draw_comparison, hears=("tell",))
+    carry_out(words, judging.compare, judgements.draw_comparison, hears=("tell",), verdict="passed")
 
 
 def explain_command(

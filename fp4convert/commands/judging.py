@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from fp4convert.artifact import open_artifact
 from fp4convert.commands import AccessOptions, Reference, access_of, as_path, check_words, ignore, original_access
-from fp4convert.sarif import check_sarif, write_sarif
+from fp4convert.sarif import clear_sarif, write_sarif
 from fp4convert.sources import Source, open_original, uncollected
+from fp4convert.stops import keeping_nothing
 
 if TYPE_CHECKING:  # what each command loads when it runs
     from fp4convert.verification import Verified
@@ -47,6 +48,7 @@ class VerifyOptions(InspectOptions, total=False):
     report: Reference | None
 
 
+@keeping_nothing()
 def inspect(
     artifact: Reference, *, source: Reference | None = None, full: bool = False, **options: Unpack[InspectOptions]
 ) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def inspect(
     check_words(options, InspectOptions)
     sarif = as_path(options.get("sarif"))
     if sarif:
-        check_sarif(sarif)
+        clear_sarif(sarif)
     with uncollected():
         opened = open_artifact(os.fspath(artifact), access_of(options))
         description = inspection.inspect(opened, _original(source, options), full)
@@ -72,6 +74,7 @@ def inspect(
     return description
 
 
+@keeping_nothing()
 def verify(
     artifact: Reference,
     *,
@@ -99,7 +102,7 @@ def verify(
     if page:
         check_page(page)
     if sarif:
-        check_sarif(sarif)
+        clear_sarif(sarif)
     calibration = as_path(options.get("calibration"))
     known = None if calibration is None else open_calibration(calibration)
     opened, original = open_artifact(os.fspath(artifact), access_of(options)), _original(source, options)
@@ -113,6 +116,7 @@ def verify(
     return verified
 
 
+@keeping_nothing()
 def compare(a: Reference, b: Reference, *, source: Reference, **options: Unpack[CompareOptions]) -> dict[str, Any]:
     """Two artifacts side by side against one source, tensor by tensor: the command `compare`.
 

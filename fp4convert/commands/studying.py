@@ -12,6 +12,7 @@ from fp4convert.commands import AccessOptions, Patterns, Reference, access_of, c
 from fp4convert.progress import Phases
 from fp4convert.recipe import Choice
 from fp4convert.sources import open_source
+from fp4convert.stops import keeping_nothing
 
 
 class AnalyzeOptions(AccessOptions, total=False):
@@ -28,6 +29,7 @@ class AnalyzeOptions(AccessOptions, total=False):
     phases: Phases
 
 
+@keeping_nothing()
 def analyze(
     source: Reference, *, calibration: Reference | None = None, sample: float | None = None, **options: Unpack[AnalyzeOptions]
 ) -> dict[str, Any]:
