@@ -61,10 +61,22 @@ const range = (() => {
   return [Math.max(Math.min(Math.floor(known[0]), top - SPAN), top - DEEPEST), top];
 })();
 
+// Sorts tensors, as badness in render.py does: without an MSE it was not measurable, without a ratio its source is zero.
+function badness(at) {
+  if (tensors.mse[at] === 0) return Infinity;
+  return tensors.mse[at] === null ? -Infinity : (tensors.sqnr_db[at] ?? -Infinity);
+}
+
+function lossOf(at) {
+  const bad = badness(at);
+  if (bad === Infinity) return "nothing lost";
+  if (bad === -Infinity) return tensors.mse[at] === null ? "not measurable" : "no SQNR: its source is zero";
+  return `${number(bad, 2)} dB`;
+}
+
 function isWanted(at) {
   const name = tensors.name[at].toLowerCase();
-  const value = tensors.sqnr_db[at];
-  const isBelow = state.below === Infinity || (value === null ? tensors.mse[at] === null : value < state.below);
+  const isBelow = state.below === Infinity || badness(at) < state.below;
   return isBelow && state.words.every((word) => word.test(name));
 }
 
@@ -89,18 +101,18 @@ function expertsOf(stack, module) {
   return [...found].sort((a, b) => a - b);
 }
 
-// One number for a cell: nothing lost counts as the best, what could not be measured as the worst.
+// One number for a cell: nothing lost counts as the best, what has no ratio as the worst.
 function valueOf(cell) {
   if (!cell.length) return null;
-  const values = cell.map((at) => tensors.sqnr_db[at] ?? (tensors.mse[at] === null ? range[0] : range[1]));
+  const values = cell.map(badness).map((bad) => (Number.isFinite(bad) ? bad : range[bad < 0 ? 0 : 1]));
   return state.merge === "least" ? Math.min(...values) : values.reduce((sum, value) => sum + value, 0) / values.length;
 }
 
 function wordsOf(cell) {
   if (!cell.length) return "";
-  const worst = cell.reduce((a, b) => ((tensors.sqnr_db[b] ?? Infinity) < (tensors.sqnr_db[a] ?? Infinity) ? b : a));
+  const worst = cell.reduce((a, b) => (badness(b) < badness(a) ? b : a));
   const name = plain(tensors.name[worst]);
-  const loss = tensors.sqnr_db[worst] === null ? (tensors.mse[worst] === null ? "not measurable" : "nothing lost") : `${number(tensors.sqnr_db[worst], 2)} dB`;
+  const loss = lossOf(worst);
   if (cell.length > 1) {
     const known = cell.map((at) => tensors.sqnr_db[at]).filter((value) => value !== null);
     const mean = known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
@@ -269,7 +281,7 @@ function fillTable() {
   for (let at = 0; at < COUNT; at++) if (isWanted(at)) wanted.push(at);
   const values = tensors[state.column];
   const sign = state.isDown ? -1 : 1;
-  const last = (at) => (values[at] === null ? (state.column === "sqnr_db" && tensors.mse[at] === null ? -1 : 1) : 0); // bad first, unknown last
+  const last = (at) => (values[at] === null ? (state.column === "sqnr_db" && badness(at) < 0 ? -1 : 1) : 0); // bad first, unknown last
   wanted.sort((a, b) => last(a) - last(b) || sign * (values[a] < values[b] ? -1 : values[a] > values[b] ? 1 : 0));
   const rows = wanted.slice(0, state.shown).map((at) => make("tr", {}, ...COLUMNS.map(([key, , told]) => make("td", { textContent: told(tensors[key][at]) }))));
   $("tensors").tBodies[0].replaceChildren(...rows);

@@ -191,6 +191,31 @@ def test_experts_are_one_cell_with_mean_and_least_and_can_be_looked_into(tab, la
     assert tab.value("document.getElementById('experts').hidden")
 
 
+def test_only_what_has_no_error_lost_nothing(tab, large, tmp_path):
+    """A source of zeros has no SQNR either, whatever was lost of it: its tensor is among the worst."""
+    text = large.read_text(encoding="utf-8")
+    document = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    names = ["a.0.x.weight", "a.1.x.weight", "a.2.x.weight", "a.3.x.weight"]  # zero, exact, not finite, as usual
+    document["stacks"] = [{"name": "a", "layers": list("0123"), "modules": ["x"]}]
+    document["places"] = [number for layer in range(4) for number in (0, layer, 0, -1)]
+    document["tensors"] = {"name": names, "format": ["nvfp4"] * 4, "sqnr_db": [None, None, None, 20.0]}
+    document["tensors"] |= {"mse": [0.01, 0.0, None, 0.01]} | {
+        key: [0.01] * 4 for key in ("max_abs", "cosine", "saturated", "zero")
+    }
+    document["worst"] = []
+    write_page(document, tmp_path / "p.html")
+    tab.open(tmp_path / "p.html")
+    told = [hovered(tab, "#maps .map", layer, 0) for layer in range(4)]
+    expected = ["no SQNR: its source is zero", "nothing lost", "not measurable", "20.00 dB"]
+    assert [words for words in expected if words in told[expected.index(words)]] == expected
+    assert [words for words in told if "nothing lost" in words] == [told[1]]
+    least, most = tab.value("(({zmin, zmax}) => [zmin, zmax])(document.querySelector('#maps .map').data[0])")
+    assert tab.value("document.querySelector('#maps .map').data[0].z[0]") == [least, most, least, 20.0]
+    assert tab.value(SHOWN) == [names[0], names[2], names[3], names[1]]
+    tab.type("#below", "19")
+    tab.wait(f"{SHOWN}.length === 2")
+
+
 def test_names_that_are_scripts_do_nothing(tab, tmp_path):
     source, artifact = make_hostile(tmp_path)
     assert run("verify", artifact, "--source", source, "--report", tmp_path / "v.html").code == 0
