@@ -30,11 +30,7 @@ Document = dict[str, Any]  # part -> {"machine": where, what and when, "sections
 
 
 def sections_of(part: str, is_quick: bool) -> list[Section]:
-    module = importlib.import_module(part)
-    if hasattr(module, "sections"):
-        return module.sections(is_quick)
-    reports = [] if is_quick else module.report().split("## ")[1:]
-    return [Section(*text.strip().split("\n\n", 1)) for text in reports]
+    return importlib.import_module(part).sections(is_quick)
 
 
 def measure(part: str, is_quick: bool = False) -> list[Section]:

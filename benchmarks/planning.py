@@ -19,11 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from measure import ROOT, table, verdict
+from measure import ROOT, verdict
+from processes import COMMAND, clean_environment
+from sections import Row, Section
 
 from fp4convert.shard import DTYPE_BITS
 
-COMMAND = Path(sys.executable).with_name("fp4convert")
 HIDDEN, EXPERT, HEADS, VOCABULARY = 7168, 1408, 64, 163840
 LAYERS, EXPERTS, SHARDS = 86, 384, 400
 ROUNDS = 5
@@ -131,7 +132,7 @@ def measure_command(source: object, *options: str, environment: dict[str, str] |
     """The cost of a whole dry run."""
     words = [str(COMMAND), "quantize", str(source), "--format", "nvfp4", "--dry-run", *options]
     begun = time.perf_counter()
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, env={**os.environ, **(environment or {})})
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, env={**clean_environment(), **(environment or {})})
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{' '.join(words)}: exit status {status}")
@@ -151,7 +152,8 @@ def measure_hub(folder: Path) -> list[Cost]:
     return found
 
 
-def report() -> str:
+def sections(is_quick: bool) -> list[Section]:
+    """Quick: the same."""
     with tempfile.TemporaryDirectory(prefix="fp4convert-bench-") as scratch:
         folder = Path(scratch)
         count = write_checkpoint(folder)
@@ -162,22 +164,24 @@ def report() -> str:
         found["`quantize --dry-run --json`, the whole process"] = [measure_command(folder, "--json") for _ in range(ROUNDS)]
         found["`quantize --dry-run`, the whole process"] = [measure_command(folder) for _ in range(ROUNDS)]
         found["`quantize --dry-run --json` from a Hub on the loopback device"] = measure_hub(folder)
-    headings = ["stage", "seconds", "CPU seconds", "peak RSS MB", "bar: CPU seconds", "bar: MB"]
-    head = f"## Planning a trillion parameters: {count:,} tensors, {SHARDS} shards"
-    lines = f"Medians of {ROUNDS} processes. One thread works, so that CPU seconds are seconds where nothing else runs."
-    return f"{head}\n\n{lines}\n\n{table(headings, [row_of(*item) for item in found.items()])}\n"
+    about = (
+        f"{count:,} tensors, {SHARDS} shards; medians of {ROUNDS} processes. One thread works, so that CPU seconds are seconds"
+        " where nothing else runs."
+    )
+    headings = ("stage", "seconds", "CPU seconds", "peak RSS MB", "bar: CPU seconds", "bar: MB")
+    return [Section("Planning a trillion parameters", about, headings, tuple(_row(*item) for item in found.items()))]
 
 
-def row_of(name: str, found: list[Cost]) -> list[str]:
+def _row(name: str, found: list[Cost]) -> Row:
     cost = Cost(*(statistics.median(column) for column in zip(*found, strict=True)))
-    bars = ["", ""]
+    bars = ("", "")
     if name == PLANNED:
-        bars = [verdict(cost.cpu_seconds, 5, is_floor=False), verdict(cost.megabytes, 500, is_floor=False)]
-    return [name, f"{cost.seconds:.2f}", f"{cost.cpu_seconds:.2f}", f"{cost.megabytes:.0f}", *bars]
+        bars = verdict(cost.cpu_seconds, 5, is_floor=False), verdict(cost.megabytes, 500, is_floor=False)
+    return Row((name,), (f"{cost.seconds:.2f}", f"{cost.cpu_seconds:.2f}", f"{cost.megabytes:.0f}", *bars))
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         print(json.dumps(measure_stages(sys.argv[1])), file=sys.stderr)
     else:
-        print(report())
+        print("\n\n".join(section.markdown() for section in sections(is_quick=False)))

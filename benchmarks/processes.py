@@ -44,6 +44,11 @@ class FailedError(Exception):
     """A command that did not end with 0; the end of what it said."""
 
 
+def clean_environment() -> dict[str, str]:
+    """What commands run in."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def run(words: Iterable[object], is_watched: bool = False, limit: float | None = None) -> Cost:
     """Run a command to its end.
 
@@ -55,11 +60,12 @@ def run(words: Iterable[object], is_watched: bool = False, limit: float | None =
 
 def run_together(commands: Sequence[Iterable[object]], is_watched: bool = False, limit: float | None = None) -> list[Cost]:
     """Start all of them, wait for all; the clock of each begins with the first."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryFile() as said:
         begun = time.perf_counter()
         started = [
-            subprocess.Popen([str(word) for word in words], stdout=said, stderr=said, env=environment, start_new_session=True)
+            subprocess.Popen(
+                [str(word) for word in words], stdout=said, stderr=said, env=clean_environment(), start_new_session=True
+            )
             for words in commands
         ]
         late = threading.Event()
