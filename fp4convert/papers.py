@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4convert.errors import OutputError
+from fp4convert.errors import InputError, OutputError
 from fp4convert.shard import told
 
 
@@ -22,6 +23,34 @@ class Paper:
     option: str
     example: str
     opening: str
+
+
+def check_apart(asked: Mapping[Paper, Path | None], folder: Path | None) -> None:
+    """Nothing; InputError for a file in the artifact's own folder, or for two in one place.
+
+    asked   the files of one run; None where one is not asked for
+    folder  of the artifact, there or not yet; None where it has none to itself
+    """
+    taken: dict[Path, Paper] = {}
+    for kind, path in asked.items():
+        if path is None:
+            continue
+        place = _real(path)
+        if folder is not None and place.is_relative_to(_real(folder)):
+            detail = f"{kind.option} {path} lies in the artifact's folder, {folder}; expected a file outside it"
+            raise InputError("file-in-artifact", f"{detail}, for verify holds the folder to its record", f"Give {kind.example}.")
+        if place in taken:
+            detail = f"{taken[place].option} and {kind.option} are both {path}; expected two files"
+            raise InputError("file-twice", detail, f"Give them two names: {kind.option} {kind.example}.")
+        taken[place] = kind
+
+
+def _real(path: Path) -> Path:
+    """The path without links; one that no file can have as it is, which whoever opens it will tell."""
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError:
+        return path
 
 
 def check_place(path: Path, kind: Paper) -> None:

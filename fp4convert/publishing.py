@@ -13,7 +13,8 @@ from typing import Any
 from fp4convert.artifact import CARD, open_artifact
 from fp4convert.errors import InputError
 from fp4convert.job import Result
-from fp4convert.page import check_page, save_page
+from fp4convert.page import PAGE, check_page, save_page
+from fp4convert.papers import check_apart
 from fp4convert.parts import Share
 from fp4convert.pipelines import Work
 from fp4convert.sources import open_source
@@ -62,13 +63,14 @@ def choose_publication(repo: str | None, is_private: bool, token: str | None) ->
     return None if repo is None else Publication(repo, is_private, token)
 
 
-def choose_page(page: Path | None, share: Share | None, is_dry: bool) -> Path | None:
-    """The page; InputError where there will be nothing whole to show, OutputError where the page cannot be written."""
+def choose_page(page: Path | None, output: Path, share: Share | None, is_dry: bool) -> Path | None:
+    """The page; InputError in the output, or where nothing whole is made to show; OutputError where it cannot be written."""
     if page is not None and (is_dry or share is not None):
         made = "a dry run makes nothing" if is_dry else "a part is not the whole"
         next_step = "Afterwards: fp4convert verify OUTPUT --report FILE.html."
         raise InputError("report", f"--report {page}: {made}; expected an artifact to show", next_step)
     if page is not None:
+        check_apart({PAGE: page}, output)
         check_page(page)
     return page
 

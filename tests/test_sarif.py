@@ -131,16 +131,17 @@ def test_names_are_made_visible(tmp_path):
 @pytest.mark.parametrize("command", ["verify", "inspect"])
 def test_nothing_else_is_written_over_and_bad_places_are_known_before_the_work(command, damaged, tmp_path):
     before = {path: path.read_bytes() for path in damaged.rglob("*") if path.is_file()}
+    (tmp_path / "mine").write_bytes((damaged / "config.json").read_bytes())
     for place, code in (
-        (damaged / "config.json", "output-exists"),
-        (damaged / SECOND, "output-exists"),
-        (damaged, "cannot-write"),
+        (tmp_path / "mine", "output-exists"),
+        (tmp_path, "cannot-write"),
         (tmp_path / "none" / "f.sarif", "cannot-write"),
     ):
         refused = run(command, damaged, "--sarif", place, "--json")
         assert (refused.code, refused.json["error"]["code"]) == (5, code)
     assert {path: path.read_bytes() for path in damaged.rglob("*") if path.is_file()} == before
     assert run(command, damaged, "--sarif", tmp_path / "f.sarif").code == 6
+    assert (tmp_path / "mine").read_bytes() == (damaged / "config.json").read_bytes()
     refused = run(command, tmp_path / "nothing", "--sarif", tmp_path / "f.sarif", "--json")
     assert refused.code == 2
     assert not os.path.exists(tmp_path / "f.sarif")

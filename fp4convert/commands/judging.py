@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from fp4convert.artifact import open_artifact
 from fp4convert.commands import AccessOptions, Reference, access_of, as_path, check_words, ignore, original_access
-from fp4convert.sarif import clear_sarif, write_sarif
-from fp4convert.sources import Source, open_original, uncollected
+from fp4convert.papers import check_apart
+from fp4convert.sarif import SARIF, clear_sarif, write_sarif
+from fp4convert.sources import Source, open_original, subfolder_of, uncollected
 from fp4convert.stops import keeping_nothing
 
 if TYPE_CHECKING:  # what each command loads when it runs
@@ -64,6 +66,7 @@ def inspect(
 
     check_words(options, InspectOptions)
     sarif = as_path(options.get("sarif"))
+    check_apart({SARIF: sarif}, _folder_of(artifact, options))
     if sarif:
         clear_sarif(sarif)
     with uncollected():
@@ -94,11 +97,12 @@ def verify(
     """
     from fp4convert import verification
     from fp4convert.calibration_file import open_calibration
-    from fp4convert.page import check_page, save_page
+    from fp4convert.page import PAGE, check_page, save_page
 
     check_words(options, VerifyOptions)
     page = as_path(options.get("report"))
     sarif = as_path(options.get("sarif"))
+    check_apart({PAGE: page, SARIF: sarif}, _folder_of(artifact, options))
     if page:
         check_page(page)
     if sarif:
@@ -133,6 +137,11 @@ def compare(a: Reference, b: Reference, *, source: Reference, **options: Unpack[
     known = None if (calibration := as_path(options.get("calibration"))) is None else open_calibration(calibration)
     pair = open_artifact(os.fspath(a), access_of(options)), open_artifact(os.fspath(b), access_of(options))
     return comparison.compare(pair, open_original(os.fspath(source), original_access(options)), Outputs(known))
+
+
+def _folder_of(artifact: Reference, options: AccessOptions) -> Path | None:
+    """The folder of an artifact on this disk; None for a single file, whose neighbours are not its own, and for the Hub."""
+    return Path(artifact, subfolder_of(access_of(options))) if os.path.isdir(artifact) else None
 
 
 def _original(source: Reference | None, options: AccessOptions) -> Source | None:
