@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp4convert.artifact import Artifact, is_healthy
+from fp4convert.beside import Outputs, stand_beside
 from fp4convert.codings import Linear
 from fp4convert.distances import Distance, mean_output_error
 from fp4convert.errors import InputError
@@ -19,7 +20,6 @@ from fp4convert.inputs import describe_inputs
 from fp4convert.linears import linears_stored
 from fp4convert.reading import Finding
 from fp4convert.sources import Source
-from fp4convert.verification import Outputs, stand_beside
 
 DOUBTS = ("kept-differs", "kept-missing", "not-measurable", "source-differs")  # that it is the source's
 A, B, EQUAL = "a", "b", "equal"

@@ -50,7 +50,7 @@ FLOORS = [
     {"respelling", "carrying", "suspicion", "push", "advice", "feeding", "calibration_state", "calibration_needs", "histograms"},
     {"makers", "template", "soundness", "ending", "auditing", "analysis", "calibration", "tensors"},
     {"workers", "measuring", "distances", "inspection"},
-    {"job", "render"},
+    {"job", "render", "beside"},
     {"convert", "verification", "portrait", "card"},
     {"fitting", "forecast", "overview", "studies", "datasheet", "judgements", "sarif", "comparison"},
     {"cluster", "page"},

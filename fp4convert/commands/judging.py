@@ -96,6 +96,7 @@ def verify(
     Raises    Fp4Error, as `inspect` does; InputError for a gate without a source
     """
     from fp4convert import verification
+    from fp4convert.beside import Outputs
     from fp4convert.calibration_file import open_calibration
     from fp4convert.page import PAGE, check_page, save_page
 
@@ -110,7 +111,7 @@ def verify(
     calibration = as_path(options.get("calibration"))
     known = None if calibration is None else open_calibration(calibration)
     opened, original = open_artifact(os.fspath(artifact), access_of(options)), _original(source, options)
-    asked = verification.Outputs(known) if options.get("outputs") or known else None
+    asked = Outputs(known) if options.get("outputs") or known else None
     gate = verification.Gate(min_sqnr, max_nmse, options.get("max_output_error"))
     verified = verification.verify(opened, original, gate, asked)
     if page:
@@ -130,8 +131,8 @@ def compare(a: Reference, b: Reference, *, source: Reference, **options: Unpack[
     Raises   Fp4Error, as `inspect` does; InputError for an artifact that is not sound, or of another source
     """
     from fp4convert import comparison
+    from fp4convert.beside import Outputs
     from fp4convert.calibration_file import open_calibration
-    from fp4convert.verification import Outputs
 
     check_words(options, CompareOptions)
     known = None if (calibration := as_path(options.get("calibration"))) is None else open_calibration(calibration)
