@@ -15,8 +15,11 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+
 from fp4convert.agreement import Agreement, find_agreements
 from fp4convert.artifact import Artifact
+from fp4convert.codec import decode_e2m1
 from fp4convert.explanations import explanations
 from fp4convert.formats import FLOAT_TYPES
 from fp4convert.histograms import count_values
@@ -76,6 +79,7 @@ def make_datasheet(subject: Subject) -> Document:
         "evidence": {"how": how, "words": _evidence(subject, how)},
         **_tensors(artifact, errors),
         "worst": _worst(subject, errors, worst),
+        "magnitudes": [f"{value:g}" for value in decode_e2m1(np.arange(8, dtype=np.uint8))],  # of codes without their sign
         "groups": _groups(artifact),
         "findings": [_explained(finding) for finding in findings],
         "producer": f"fp4convert {version('fp4convert')}",

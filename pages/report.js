@@ -10,14 +10,17 @@ const ABOVE = 0.5; // dB above the median that have the best colour: a few that 
 const SPAN = 3; // dB that colours span at least: less is no difference to speak of
 const DEEPEST = 20; // and at most
 const ROWS = 25; // of the table, at first and at each asking
-const POINTS = ["0", "0.5", "1", "1.5", "2", "3", "4", "6"]; // of E2M1
 const CONFIG = { displayModeBar: false, responsive: false, doubleClick: false };
 const state = { words: [], below: Infinity, merge: "mean", column: "sqnr_db", isDown: false, shown: ROWS, open: null };
 
 const $ = (id) => document.getElementById(id);
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const number = (value, digits) => (value === null ? "-" : value.toFixed(digits));
-const brief = (value) => (value === null ? "-" : value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(2).replace("-", "−") : Number(value.toPrecision(3)).toString());
+function brief(value) {
+  if (value === null) return "-";
+  return value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(2).replace("-", "−") : Number(value.toPrecision(3)).toString();
+}
+
 const share = (value) => (value === null ? "-" : `${(100 * value).toFixed(2)} %`);
 const many = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 
@@ -138,7 +141,8 @@ function drawMap(box, cells, labels, layers, longest) {
   const column = (width - left - 8) / layers.length;
   const height = labels.length > 40 ? Math.max(3, Math.min(14, 900 / labels.length)) : 25;
   const gap = Math.min(column, height) > 9 ? 2 : Math.min(column, height) > 5 ? 1 : 0;
-  const stepX = Math.max(1, Math.ceil((layers.length * 30) / (width - left)), Math.ceil((layers.length * 8 * Math.max(...layers.map((l) => l.length))) / (width - left)));
+  const label = Math.max(30, 8 * Math.max(...layers.map((layer) => layer.length)));
+  const stepX = Math.max(1, Math.ceil((layers.length * label) / (width - left)));
   const stepY = Math.max(1, Math.ceil(13 / height));
   const everyX = layers.map((_, at) => at).filter((at) => at % stepX === 0);
   const everyY = labels.map((_, at) => at).filter((at) => at % stepY === 0);
@@ -221,8 +225,9 @@ function buildWorst() {
   sheet.worst.forEach((one, rank) => {
     const at = one.tensor;
     const stats = make("p");
-    for (const [word, value] of [["SQNR", `${number(tensors.sqnr_db[at], 2)} dB`], ["MSE", brief(tensors.mse[at])], ["largest error", brief(tensors.max_abs[at])], ["cosine", number(tensors.cosine[at], 5)]])
-      stats.append(make("span", {}, `${word} `, make("b", { textContent: value })));
+    const told = { SQNR: `${number(tensors.sqnr_db[at], 2)} dB`, MSE: brief(tensors.mse[at]) };
+    Object.assign(told, { "largest error": brief(tensors.max_abs[at]), cosine: number(tensors.cosine[at], 5) });
+    for (const [word, value] of Object.entries(told)) stats.append(make("span", {}, `${word} `, make("b", { textContent: value })));
     const box = make("div", { className: "map" });
     $("cards").append(make("article", {}, make("h3", { textContent: `${rank + 1}.\u00a0${tensors.name[at]}` }), stats, box));
     if (one.values && one.values.share < 1) stats.append(make("span", { textContent: `histogram of ${share(one.values.share)} of its rows` }));
@@ -233,7 +238,8 @@ function buildWorst() {
 
 function drawTensor(box, { values, codes }) {
   const traces = [];
-  const layout = { width: box.clientWidth, height: (values ? 150 : 0) + (codes ? 130 : 0) + 8, margin: { l: 44, r: 6, t: 8, b: 26 }, ...looks(), bargap: 0.16, dragmode: false };
+  const size = { width: box.clientWidth, height: (values ? 150 : 0) + (codes ? 130 : 0) + 8, margin: { l: 44, r: 6, t: 8, b: 26 } };
+  const layout = { ...size, ...looks(), bargap: 0.16, dragmode: false };
   const axis = { fixedrange: true, zeroline: false, ticks: "" };
   if (values) {
     const step = (2 * values.limit) / values.source.length;
@@ -245,13 +251,16 @@ function drawTensor(box, { values, codes }) {
     traces.push({ ...common, ...told, y: counts(values.source), customdata: values.source });
     const top = Math.log10(Math.max(...values.source, ...values.artifact, 10));
     layout.xaxis2 = { ...axis, anchor: "y2", range: [-values.limit, values.limit], nticks: 7, showgrid: false };
-    layout.yaxis2 = { ...axis, tickfont: { size: 10.5 }, anchor: "x2", type: "log", range: [-0.3, top + 0.15], dtick: Math.max(1, Math.ceil(top / 3)), exponentformat: "power", domain: codes ? [0.57, 1] : [0, 1] };
+    const powers = { type: "log", range: [-0.3, top + 0.15], dtick: Math.max(1, Math.ceil(top / 3)), exponentformat: "power" };
+    layout.yaxis2 = { ...axis, ...powers, tickfont: { size: 10.5 }, anchor: "x2", domain: codes ? [0.57, 1] : [0, 1] };
   }
   if (codes) {
     const total = codes.reduce((sum, count) => sum + count, 0) || 1;
     const order = [15, 14, 13, 12, 11, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7]; // bit 3 is the sign
-    const label = (code) => (code < 8 ? POINTS[code] : `−${POINTS[code - 8]}`);
-    traces.push({ type: "bar", x: order.map((_, at) => at), y: order.map((code) => (100 * codes[code]) / total), text: order.map((code) => `code ${code}, ${label(code)}`), textposition: "none", hovertemplate: "%{text}: %{y:.2f} %<extra></extra>" });
+    const label = (code) => `${code < 8 ? "" : "−"}${sheet.magnitudes[code % 8]}`;
+    const shares = { x: order.map((_, at) => at), y: order.map((code) => (100 * codes[code]) / total) };
+    const words = { text: order.map((code) => `code ${code}, ${label(code)}`), hovertemplate: "%{text}: %{y:.2f} %<extra></extra>" };
+    traces.push({ type: "bar", ...shares, ...words, textposition: "none" });
     const told = order.map((_, at) => at).filter((at) => box.clientWidth > 420 || !/[.]|−0/.test(label(order[at])));
     layout.xaxis = { ...axis, tickvals: told, ticktext: told.map((at) => label(order[at])), tickangle: 0, tickfont: { size: 10.5 }, range: [-0.6, 15.6] };
     layout.yaxis = { ...axis, tickfont: { size: 10.5 }, ticksuffix: " %", nticks: 4, domain: values ? [0, 0.36] : [0, 1] };
@@ -262,7 +271,10 @@ function drawTensor(box, { values, codes }) {
 
 // ------------------------------------------------------------------------------------------------------------- the table
 
-const COLUMNS = [["name", "tensor", String], ["format", "format", String], ["sqnr_db", "SQNR dB", (v) => number(v, 2)], ["mse", "MSE", brief], ["max_abs", "largest error", brief], ["cosine", "cosine", (v) => number(v, 5)], ["saturated", "saturated", share], ["zero", "zero", share]];
+const COLUMNS = [ // key, heading, and how a value is told
+  ["name", "tensor", String], ["format", "format", String], ["sqnr_db", "SQNR dB", (v) => number(v, 2)], ["mse", "MSE", brief],
+  ["max_abs", "largest error", brief], ["cosine", "cosine", (v) => number(v, 5)], ["saturated", "saturated", share], ["zero", "zero", share],
+];
 
 function buildTable() {
   if (!COUNT) return;
@@ -325,14 +337,19 @@ function listen() {
 
 function buildGroups() {
   const { rows, differing, hidden, has_scales } = sheet.groups;
-  if (!rows.length) return $("agreement").append(make("p", { textContent: has_scales ? "No scale group of several members was found." : "This format has no global scales: there is nothing to agree on." }));
+  const none = `${has_scales ? "No scale group of several members was found" : "This format has no global scales: there is nothing to agree on"}.`;
+  if (!rows.length) return $("agreement").append(make("p", { textContent: none }));
   const line = ({ modules, groups, agree }) => {
-    const word = agree === groups ? make("span", { className: "pill good", textContent: "all agree" }) : make("span", { className: "pill error", textContent: `${groups - agree} differ` });
+    const [className, textContent] = agree === groups ? ["pill good", "all agree"] : ["pill error", `${groups - agree} differ`];
+    const word = make("span", { className, textContent });
     return make("tr", {}, make("td", { textContent: modules }), make("td", { textContent: groups.toLocaleString("en") }), make("td", {}, word));
   };
   const head = make("tr", {}, ...["modules", "groups", "one global scale"].map((word) => make("th", { textContent: word })));
   $("agreement").append(make("div", { className: "scroll" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows.map(line)))));
-  for (const members of differing) $("agreement").append(make("p", { className: "mono", textContent: members.map(([member, scale]) => `${member} ${scale}`).join(", ") }));
+  for (const members of differing) {
+    const textContent = members.map(([member, scale]) => `${member} ${scale}`).join(", ");
+    $("agreement").append(make("p", { className: "mono", textContent }));
+  }
   if (hidden) $("agreement").append(make("p", { textContent: `and ${many(hidden, "group")} more` }));
 }
 
@@ -352,7 +369,8 @@ function buildFindings() {
   if (!kinds.length) return $("found").append(make("p", { textContent: "None: nothing was found that should be otherwise." }));
   $("found").append(...kinds.map((kind) => {
     const [{ level, code, meaning, remedy }] = kind;
-    const told = kind.slice(0, ROWS).map(({ tensor, detail }) => make("li", {}, ...(tensor ? [make("span", { className: "mono", textContent: tensor }), ": "] : []), detail));
+    const named = (tensor) => (tensor ? [make("span", { className: "mono", textContent: tensor }), ": "] : []);
+    const told = kind.slice(0, ROWS).map(({ tensor, detail }) => make("li", {}, ...named(tensor), detail));
     if (kind.length > ROWS) told.push(make("li", { textContent: `and ${kind.length - ROWS} more` }));
     const head = make("div", {}, make("span", { className: `pill ${level}`, textContent: level }), make("span", { className: "code", textContent: code }));
     const parts = [head, make("p", { className: "why" }, ...coded(meaning)), make("ul", {}, ...told)];

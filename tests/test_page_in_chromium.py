@@ -158,6 +158,10 @@ def test_original_and_quantized_values_are_drawn(tab, minilm):
     tab.open(minilm)
     traces = tab.value("[...document.querySelectorAll('#cards .map')].map(one => one.data.map(trace => trace.type))")
     assert traces == [["scatter", "scatter", "bar"]] * 6
+    words = tab.value("document.querySelector('#cards .map').data[2].text")
+    magnitudes = ["0", "0.5", "1", "1.5", "2", "3", "4", "6"]  # of E2M1: OCP MX v1.0, 5.3.3; code 8 is -0
+    signed = [*(f"code {8 + at}, −{text}" for at, text in enumerate(magnitudes))][::-1]
+    assert words == [*signed, *(f"code {at}, {text}" for at, text in enumerate(magnitudes))]
     shares = tab.value("[...document.querySelectorAll('#cards .map')].map(one => one.data[2].y.reduce((a, b) => a + b))")
     assert shares == pytest.approx([100] * 6)
 
