@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from conversion import COMMAND, HIDDEN, MLP, THREADS, write_shard
+from conversion import THREADS
+from llamas import HIDDEN, MLP, write_shard
 from measure import seconds
+from processes import COMMAND, clean_environment
 from sources import EXPERTS, as_fp8, write
 from timeline import Costs
 
@@ -65,7 +67,7 @@ def quantize(source: Path, output: Path, *options: object) -> None:
     """The whole command, into a new folder."""
     shutil.rmtree(output, ignore_errors=True)
     words = [COMMAND, "quantize", source, "--format", FORMAT, "-o", output, "-q", *options]
-    subprocess.run([str(word) for word in words], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([str(word) for word in words], check=True, stdout=subprocess.DEVNULL, env=clean_environment())
 
 
 def write_small(folder: Path, shards: int, matrices: int) -> Path:

@@ -19,11 +19,13 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from conversion import COMMAND, THREADS, make_checkpoint
+from conversion import THREADS
 from costs import FORMAT, Found, Stages, quantize
 from giants import GIANTS
 from hub import REPOSITORY, SLOW, hash_alone, hub_of
+from llamas import make_checkpoint
 from measure import ROOT, machine, seconds, table, verdict
+from processes import COMMAND, clean_environment
 from timeline import Costs, Machine, Shard, Times, conversion, shards_of
 
 from fp4convert.backends import open_backend
@@ -103,7 +105,7 @@ def check_parts(source: Path, output: Path, whole: Checked) -> Checked:
 
 
 def run(*words: object) -> None:
-    subprocess.run([str(word) for word in words], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([str(word) for word in words], check=True, stdout=subprocess.DEVNULL, env=clean_environment())
 
 
 def check_hub(source: Path, least: Path, output: Path, whole: Checked) -> Checked:

@@ -79,7 +79,8 @@ def test_inspect_and_verify_blame_no_artifact_for_what_the_network_did(command, 
         assert outcome.json == expected
 
 
-def test_verify_fetches_the_weights_once(hub, folder, artifact):
+def test_verify_fetches_the_weights_once_and_some_rows_to_compare(hub, folder, artifact, monkeypatch):
+    monkeypatch.setattr("fp4convert.suspicion.COMPARED_ELEMENTS", 8)  # eight rows of a module, one from each part of it
     hub.seen.clear()
     assert ask("verify", "org/q", "--source", "org/m", "--json").code == 0
     for file in (FIRST, SECOND):
@@ -90,7 +91,7 @@ def test_verify_fetches_the_weights_once(hub, folder, artifact):
             if "/org/m/" in seen.path and file in seen.path and seen.where == "storage"
         ]
         data = sum(int(match[2]) + 1 - max(begins, int(match[1])) for match in asked if int(match[2]) >= 1 << 15)
-        assert data <= (folder / file).stat().st_size
+        assert data <= 1.1 * (folder / file).stat().st_size
 
 
 @pytest.mark.parametrize("is_offline", [False, True])
