@@ -49,11 +49,14 @@ def machine() -> str:
     model = next(
         (line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")), platform.machine()
     )
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=7"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
+    commit = _git("rev-parse", "--short=7", "HEAD") or "unknown"
+    commit += "-dirty" if _git("status", "--porcelain", "--", ".", ":!benchmarks/results") else ""
     versions = f"Python {platform.python_version()}, NumPy {numpy.__version__}"
-    return f"{model}, {len(os.sched_getaffinity(0))} cores; {versions}; commit {commit or 'unknown'}; {datetime.date.today()}"
+    return f"{model}, {len(os.sched_getaffinity(0))} cores; {versions}; commit {commit}; {datetime.date.today()}"
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:
