@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from fp4convert.dialects import MODULES, Clues, Dialect, Ignored, Packed, dialect_named
 from fp4convert.errors import InputError
 from fp4convert.formats import Blocks, Format, Span
+from fp4convert.header import parse_json_object
 from fp4convert.reading import Finding, form_finder, read_modules
 from fp4convert.record import MIXED, RECORD, describe_form, describe_groups, groups_recorded
-from fp4convert.shard import TensorRef, parse_json_object
+from fp4convert.shard import TensorRef
 from fp4convert.sources import PLAN_FILE, Access, Source, open_source, subfolder_of
 from fp4convert.spelling import Form, Group, encode_scalar
 from fp4convert.stacks import gather

@@ -205,8 +205,7 @@ def kept_rows(ref: TensorRef, kept: Sequence[int], experts: int) -> tuple[Tensor
     """The parts of a tensor, equally many for each expert along its first axis, that belong to these experts, in their order."""
     height, nbytes = ref.shape[0] // experts, ref.nbytes // experts
     return tuple(
-        replace(
-            ref,
+        ref._replace(
             name=f"{ref.name}[{first}:{end}]",
             shape=((end - first) * height, *ref.shape[1:]),
             start=ref.start + first * nbytes,
@@ -219,8 +218,7 @@ def kept_columns(ref: TensorRef, kept: Sequence[int], experts: int) -> tuple[Ten
     """The same, of a tensor whose last axis is the experts: row by row."""
     nbytes = DTYPE_BITS[ref.dtype] // 8
     return tuple(
-        replace(
-            ref,
+        ref._replace(
             name=f"{ref.name}[{row}, {first}:{end}]",
             shape=(end - first,),
             start=ref.start + (row * experts + first) * nbytes,

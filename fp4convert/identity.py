@@ -10,7 +10,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 from fp4convert.numbered import split_numbers
 from fp4convert.record import unquantized
@@ -68,7 +67,7 @@ def telling_ranges(checkpoint: Checkpoint) -> list[TensorRef]:
 def _piece(ref: TensorRef, number: int, count: int) -> TensorRef:
     """One of so many samples that lie evenly over a tensor, as a tensor of bytes."""
     start = ref.start + (ref.nbytes - SAMPLE_NBYTES) * (2 * number + 1) // (2 * count)
-    return replace(ref, dtype="U8", shape=(SAMPLE_NBYTES,), start=start)
+    return ref._replace(dtype="U8", shape=(SAMPLE_NBYTES,), start=start)
 
 
 def _chosen(refs: Iterable[TensorRef], most: int) -> list[TensorRef]:

@@ -1,7 +1,6 @@
-"""safetensors bytes: a header parsed and checked, a header laid out, a shard written at the places the header gives.
+"""safetensors bytes: the address of a tensor, a header laid out, a shard written at the places the header gives.
 
-The header stands before the data, so every offset is known before the first weight is read.  Checks follow the format's
-own rules (huggingface/safetensors README, "Format", and its tensor.rs) and refuse whatever safetensors refuses.
+The header stands before the data, so every offset is known before the first weight is read; header.py reads it.
 This module knows nothing of folders, models or quantization.
 """
 
@@ -11,20 +10,18 @@ import errno
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from io import RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NamedTuple, NoReturn, Protocol, cast
+from typing import BinaryIO, ClassVar, NamedTuple, Protocol, cast
 
-from fp4convert.errors import InputError, OutputError
+from fp4convert.errors import OutputError
 
-FLOAT_DIGITS = 300  # an integer of fewer digits fits a float64
+SHAPES = 1 << 12  # that are remembered: models have few
 HASH_NBYTES = 4 << 20  # read and hashed at once
-DEPTH_LIMIT = 125  # of a value inside an entry; the reference reader allows 127 in all
-HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference reader
 DEFAULT_METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
 ENGINE_NOTES = ("_quantization_metadata",)  # what says that tensors are quantized: written anew, or left out
 WEIGHT = ".weight"  # how the name of a linear layer's tensor ends
@@ -36,8 +33,7 @@ DTYPE_BITS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+class TensorRef(NamedTuple):
     """The address of one stored tensor; holds no data.
 
     dtype  safetensors' name, or GGUF's name of a type of blocks, whose shape counts bytes
@@ -57,7 +53,13 @@ class TensorRef:
 
     @property
     def nbytes(self) -> int:
-        return self.elements * DTYPE_BITS.get(self.dtype, 8) // 8
+        return nbytes_of(self.dtype, self.shape)
+
+
+@lru_cache(SHAPES)
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor, as TensorRef has dtype and shape."""
+    return math.prod(shape) * DTYPE_BITS.get(dtype, 8) // 8
 
 
 class TensorSpec(NamedTuple):
@@ -105,141 +107,6 @@ class Header:
     frame: Frame
 
 
-def read_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> Header:
-    """The checked header of a shard of `nbytes` bytes; `read(offset, length)` gives its bytes.
-
-    Raises InputError on anything that safetensors refuses, naming the file, what was found and what was expected.
-    """
-    head = read(0, min(nbytes, 64))
-    if head.startswith(b"version https://git-lfs"):
-        raise _bad(file, "lfs-pointer", "is a Git LFS pointer, not the weights", "Fetch them: git lfs pull.")
-    if nbytes < 8:
-        raise _bad(file, "header-length", f"has {nbytes} bytes, shorter than the 8 bytes of a header length")
-    length = int.from_bytes(head[:8], "little")
-    if length > HEADER_LIMIT or length > nbytes - 8:
-        detail = f"gives a header length of {length}, but the file has {nbytes} bytes and the limit is {HEADER_LIMIT}"
-        raise _bad(file, "header-length", detail)
-    text = read(8, length)
-    if not text.startswith(b"{"):
-        raise _bad(file, "header", "has a header that does not begin with '{'; expected one JSON object")
-    entries = parse_json_object(text, f"{file}: header")
-    metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _bad(file, "header", "has a header whose __metadata__ does not map strings to strings")
-    refs = sorted((_entry(file, name, entry, 8 + length) for name, entry in entries.items()), key=_place)
-    _check_tiling(file, refs, 8 + length, nbytes)
-    return Header(file, nbytes, tuple(refs), SafetensorsFrame(metadata))
-
-
-def parse_json_object(text: bytes, where: str, has_constants: bool = False) -> dict[str, object]:
-    """A JSON object, strictly: UTF-8, no duplicate keys, numbers that fit a float.
-
-    where          how messages name the text, such as "model.safetensors: header"
-    has_constants  accept NaN and Infinity, which JSON lacks and model configs hold
-    Raises         InputError
-    """
-    expected = "expected one JSON object"
-    constant = float if has_constants else _refuse
-    try:
-        decoded = text.decode("utf-8")
-        numbers: dict[str, Any] = {"parse_constant": constant, "parse_int": _integer, "parse_float": _finite}
-        parsed = json.loads(decoded, object_pairs_hook=_unique(where), **numbers)
-        if "\\u" in decoded:
-            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError("header-utf8", f"{where} is not UTF-8 at byte {error.start}; {expected}") from None
-    except UnicodeEncodeError:
-        raise InputError("header-utf8", f"{where} holds a lone surrogate, which is not UTF-8; {expected}") from None
-    except (ValueError, RecursionError) as error:
-        detail = "nesting too deep" if isinstance(error, RecursionError) else str(error)
-        raise InputError("header", f"{where} is not valid JSON ({detail[:100]}); {expected}") from None
-    if not isinstance(parsed, dict):
-        raise InputError("header", f"{where} is not a JSON object; {expected}")
-    return parsed
-
-
-def _unique(where: str) -> Callable[[list[tuple[str, object]]], dict[str, object]]:
-    def build(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        built = dict(pairs)
-        if len(built) < len(pairs):
-            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            raise InputError("duplicate-key", f"{where} holds the duplicate key {twice!r}; expected each once")
-        return built
-
-    return build
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _integer(digits: str) -> int | float:
-    if len(digits) > FLOAT_DIGITS:
-        _finite(digits)
-    return -0.0 if digits == "-0" else int(digits)
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    return value if math.isfinite(value) else float(_refuse(digits))
-
-
-def _depth(value: object) -> int:
-    """How many lists and objects stand inside one another."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
-
-
-def _bad(file: str, code: str, detail: str, next_step: str = "Download the file again.") -> InputError:
-    return InputError(code, f"{file}: {detail}", next_step)
-
-
-def _place(ref: TensorRef) -> tuple[int, int]:
-    return ref.start, ref.nbytes
-
-
-def _counts(value: object) -> tuple[int, ...] | None:
-    """A list of non-negative 64-bit integers as a tuple, or None."""
-    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 1 << 63 for item in value):
-        return None
-    return tuple(value)
-
-
-def _entry(file: str, name: str, entry: object, data_start: int) -> TensorRef:
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise _bad(file, "header", f"header entry {name!r} lacks dtype, shape or data_offsets")
-    if any(_depth(entry[key]) > DEPTH_LIMIT for key in entry.keys() - {"dtype", "shape", "data_offsets"}):
-        raise _bad(file, "header", f"header entry {name!r} is nested too deep")
-    dtype, shape, offsets = entry["dtype"], _counts(entry["shape"]), _counts(entry["data_offsets"])
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise _bad(file, "dtype", f"{name!r} has the dtype {dtype!r}; known: {', '.join(DTYPE_BITS)}")
-    if shape is None or math.prod(shape) >= 1 << 60:
-        raise _bad(file, "shape", f"{name!r} has the impossible shape {str(entry['shape'])[:80]}")
-    if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _bad(file, "offset", f"{name!r} has bad offsets {str(entry['data_offsets'])[:80]}; expected [begin, end]")
-    bits, found = math.prod(shape) * DTYPE_BITS[dtype], offsets[1] - offsets[0]
-    if bits % 8:
-        raise _bad(file, "shape", f"{name!r}: {dtype} of shape {list(shape)} does not end on a whole byte")
-    if bits // 8 != found:
-        raise _bad(file, "shape", f"{name!r}: {dtype} of shape {list(shape)} takes {bits // 8} bytes, its offsets {found}")
-    return TensorRef(name, dtype, shape, file, data_start + offsets[0])
-
-
-def _check_tiling(file: str, refs: Sequence[TensorRef], data_start: int, nbytes: int) -> None:
-    """The tensors cover the data exactly: no overlap, no hole, nothing missing, nothing after the last."""
-    end = data_start
-    for ref in refs:
-        if ref.start != end:
-            fault = "overlap" if ref.start < end else "hole"
-            where = f"begins at byte {ref.start}, the tensor before it ends at {end}"
-            raise _bad(file, fault, f"{ref.name!r} leaves an {fault} in the data: it {where}".replace("an hole", "a hole"))
-        end += ref.nbytes
-    if end > nbytes:
-        raise _bad(file, "truncated", f"is truncated: the header describes {end} bytes, the file has {nbytes}")
-    if end < nbytes:
-        raise _bad(file, "trailing-bytes", f"has {nbytes - end} bytes after its last tensor; expected none")
-
-
 @dataclass(frozen=True, slots=True)
 class SafetensorsFrame:
     """A safetensors file's __metadata__."""
@@ -260,7 +127,7 @@ class SafetensorsFrame:
         entries: dict[str, object] = {"__metadata__": DEFAULT_METADATA | kept | notes}
         places, end = [], 0
         for spec in ordered:
-            nbytes = math.prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8
+            nbytes = nbytes_of(spec.dtype, spec.shape)
             entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (end, end + nbytes)}
             places.append(end)
             end += nbytes

@@ -31,6 +31,7 @@ FLOORS = [
         "codec",
         "pictures",
         "gguf_shard",
+        "header",
         "recipe",
         "gpus",
         "layout",

@@ -238,7 +238,7 @@ def unpacked_plan(source):
     """A plan in which lm_head was FP8 and becomes bf16: as this version cannot read such a source, its step is put together."""
     plan = prepare_quantize(source, Request("nvfp4"))
     (head,) = (step for step in plan.steps if step.module == "lm_head")
-    packed = replace(head.refs[0], dtype="F8_E4M3")
+    packed = head.refs[0]._replace(dtype="F8_E4M3")
     unpacked = replace(head, action="dequantize", refs=(packed,), shape=head.refs[0].shape)
     tasks = (replace(task, steps=tuple(unpacked if step is head else step for step in task.steps)) for task in plan.tasks)
     return replace(plan, tasks=tuple(tasks))

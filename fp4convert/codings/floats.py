@@ -195,7 +195,7 @@ def _as_stack(ref: TensorRef, rule: StackRule) -> TensorRef:
         number = f"{rule.experts_key} of config.json is {rule.experts}"
         next_step = f"Download the checkpoint again, or correct {rule.experts_key} in its config.json."
         raise InputError("stack-shape", f"{detail}; {number}, expected as many rows of each", next_step, ref.name)
-    return replace(ref, shape=(rule.experts, rows // rule.experts, columns))
+    return ref._replace(shape=(rule.experts, rows // rule.experts, columns))
 
 
 def _check_order(ref: TensorRef, rule: StackRule, hidden: Collection[int]) -> None:
@@ -220,7 +220,7 @@ def _of_stack(ref: TensorRef, rule: StackRule) -> Iterator[Linear]:
         raise InputError("stack-shape", detail, "Say how they are stored: --stack-order, --stack-rows.", ref.name)
     for expert in range(experts):
         nbytes = outer * inner * FLOAT_TYPES[ref.dtype].nbytes
-        matrix = replace(ref, name=f"{ref.name}[{expert}]", shape=(outer, inner), start=ref.start + expert * nbytes)
+        matrix = ref._replace(name=f"{ref.name}[{expert}]", shape=(outer, inner), start=ref.start + expert * nbytes)
         for number, member in enumerate(rule.members):
             module = rule.module(ref.name, expert, member)
             yield replace(_part_of(matrix, rule, number), module=module)
@@ -236,7 +236,7 @@ def _part_of(matrix: TensorRef, rule: StackRule, number: int) -> Linear:
         coding = Picked(kind.word, first, step, rule.is_transposed)
         return Linear(matrix.name, (rows, columns), coding, (matrix,), share=members)
     start = matrix.start + number * rows * columns * FLOAT_TYPES[matrix.dtype].nbytes
-    return Linear(matrix.name, (rows, columns), kind, (replace(matrix, shape=(rows, columns), start=start),))
+    return Linear(matrix.name, (rows, columns), kind, (matrix._replace(shape=(rows, columns), start=start),))
 
 
 _FLOATS = {dtype: Floats(kind.word) for dtype, kind in FLOAT_TYPES.items()}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from fp4convert.errors import InputError, SourceError
+from fp4convert.header import parse_json_object, read_header
 from fp4convert.pieces import (
     CONNECTIONS,
     CORRUPT,
@@ -30,7 +31,7 @@ from fp4convert.pieces import (
     split,
 )
 from fp4convert.ranges import Patience, RangeReader, RemoteFile, check_token
-from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
+from fp4convert.shard import Header, TensorRef
 from fp4convert.sources import Access, Checkpoint, name_of, stopping
 from fp4convert.sources.listing import list_files
 from fp4convert.sources.naming import (

@@ -13,7 +13,8 @@ from typing import BinaryIO, NoReturn
 
 from fp4convert.errors import InputError, SourceError
 from fp4convert.gguf_shard import GGUF, read_gguf_header
-from fp4convert.shard import Header, TensorRef, parse_json_object, read_header
+from fp4convert.header import parse_json_object, read_header
+from fp4convert.shard import Header, TensorRef
 from fp4convert.sources import Checkpoint, name_of
 from fp4convert.sources.naming import (
     PIPELINE,

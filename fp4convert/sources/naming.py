@@ -10,7 +10,8 @@ from pathlib import PurePosixPath
 
 from fp4convert.errors import InputError
 from fp4convert.gguf_shard import GGUF
-from fp4convert.shard import Header, parse_json_object
+from fp4convert.header import parse_json_object
+from fp4convert.shard import Header
 
 SINGLES = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # as transformers and as Diffusers name them
 INDEXES = tuple(f"{single}.index.json" for single in SINGLES)
@@ -78,15 +79,20 @@ def _check_shard_name(tensor: str, file: object, index: str) -> None:
 
 def check_index(shards: Sequence[Header], weight_map: dict[str, str], index: str) -> tuple[str, ...]:
     """The tensors that an index omits; InputError where it contradicts the headers."""
-    held = {shard.file: {ref.name for ref in shard.tensors} for shard in shards}
+    held = {ref.name: shard.file for shard in shards for ref in shard.tensors}
+    if held == weight_map:
+        return ()
     for tensor, file in weight_map.items():
-        if tensor not in held[file]:
+        if held.get(tensor) != file:
             raise InputError("index", f"{index}: {tensor!r} is not in {file}, where the index says it is")
-    return tuple(ref.name for shard in shards for ref in shard.tensors if ref.name not in weight_map)
+    return tuple(tensor for tensor in held if tensor not in weight_map)
 
 
 def check_unique(shards: Sequence[Header]) -> None:
     """InputError when two shards hold a tensor of the same name."""
+    names = [ref.name for shard in shards for ref in shard.tensors]
+    if len(set(names)) == len(names):
+        return
     owner: dict[str, str] = {}
     for shard in shards:
         for ref in shard.tensors:

@@ -1,0 +1,209 @@
+"""A safetensors header parsed and checked, and JSON read strictly.
+
+Checks follow the format's own rules (huggingface/safetensors README, "Format", and its tensor.rs) and refuse whatever
+safetensors refuses.  All entries of a header are looked at together first; they are looked at one by one, to say which is wrong
+and why, where any of them could be.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import chain, repeat
+from operator import add, itemgetter
+from typing import Any, NoReturn
+
+from fp4convert.errors import InputError
+from fp4convert.shard import DTYPE_BITS, SHAPES, Header, SafetensorsFrame, TensorRef, nbytes_of
+
+FLOAT_DIGITS = 300  # an integer of fewer digits fits a float64
+DEPTH_LIMIT = 125  # of a value inside an entry; the reference reader allows 127 in all
+HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference reader
+KEYS = ("dtype", "shape", "data_offsets")  # of an entry
+
+
+def read_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> Header:
+    """The checked header of a shard of `nbytes` bytes; `read(offset, length)` gives its bytes.
+
+    Raises InputError on anything that safetensors refuses, naming the file, what was found and what was expected.
+    """
+    head = read(0, min(nbytes, 64))
+    if head.startswith(b"version https://git-lfs"):
+        raise _bad(file, "lfs-pointer", "is a Git LFS pointer, not the weights", "Fetch them: git lfs pull.")
+    if nbytes < 8:
+        raise _bad(file, "header-length", f"has {nbytes} bytes, shorter than the 8 bytes of a header length")
+    length = int.from_bytes(head[:8], "little")
+    if length > HEADER_LIMIT or length > nbytes - 8:
+        detail = f"gives a header length of {length}, but the file has {nbytes} bytes and the limit is {HEADER_LIMIT}"
+        raise _bad(file, "header-length", detail)
+    text = read(8, length)
+    if not text.startswith(b"{"):
+        raise _bad(file, "header", "has a header that does not begin with '{'; expected one JSON object")
+    return read_together(file, text, nbytes) or read_one_by_one(file, text, nbytes)
+
+
+def read_together(file: str, text: bytes, nbytes: int) -> Header | None:
+    """The header of that text where nothing in it is out of the ordinary; None where anything may be, sound or not.
+
+    Of equal keys the parser keeps the last.  Without backslashes every string is two quotation marks, so none was dropped, and
+    no entry has other keys, where the strings that there must be are half as many as the marks in the text.
+    """
+    if b"\\" in text or b"-0" in text:  # -0 is no integer, which the parser makes it
+        return None
+    try:
+        entries = json.loads(text.decode("utf-8"), parse_constant=_refuse)
+        metadata = entries.pop("__metadata__", None)
+        dtypes, listed, offsets = zip(*map(itemgetter(*KEYS), entries.values()), strict=True)
+        numbers, shapes = [*chain.from_iterable(offsets)], [*map(tuple, listed)]
+        words = () if metadata is None else ("__metadata__", *metadata, *metadata.values())
+        is_sound = (
+            text.count(b'"') == 2 * (len(words) + (2 + len(KEYS)) * len(entries))  # a name, the keys and a dtype
+            and {*map(len, offsets)} == {2}
+            and {*map(type, listed), *map(type, offsets)} == {list}
+            and {*map(type, numbers), *map(type, chain.from_iterable(shapes))} == {int}
+            and {*map(type, words), *map(type, dtypes)} == {str}
+        )
+        sizes = [*map(_whole_nbytes, dtypes, shapes)] if is_sound else []
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    begins, ends, data_start = numbers[::2], numbers[1::2], 8 + len(text)
+    if not sizes or [*map(add, begins, sizes)] != ends:
+        return None
+    rows = sorted(zip(begins, ends, entries, dtypes, shapes, strict=True), key=itemgetter(0, 1))
+    at, until, *described = zip(*rows, strict=True)
+    if (*at, nbytes - data_start) != (0, *until):
+        return None
+    refs = tuple(map(TensorRef, *described, repeat(file), map(data_start.__add__, at)))
+    return Header(file, nbytes, refs, SafetensorsFrame(metadata or {}))
+
+
+@lru_cache(SHAPES)
+def _whole_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor whose entry may say so; ValueError for what `_entry` refuses."""
+    is_possible = dtype in DTYPE_BITS and all(0 <= size < 1 << 63 for size in shape) and math.prod(shape) < 1 << 60
+    if not is_possible or math.prod(shape) * DTYPE_BITS[dtype] % 8:
+        raise ValueError(dtype, shape)
+    return nbytes_of(dtype, shape)
+
+
+def read_one_by_one(file: str, text: bytes, nbytes: int) -> Header:
+    """The header of that text; InputError says which of its entries is wrong."""
+    entries, data_start = parse_json_object(text, f"{file}: header"), 8 + len(text)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _bad(file, "header", "has a header whose __metadata__ does not map strings to strings")
+    refs = sorted((_entry(file, name, entry, data_start) for name, entry in entries.items()), key=_place)
+    _check_tiling(file, refs, data_start, nbytes)
+    return Header(file, nbytes, tuple(refs), SafetensorsFrame(metadata))
+
+
+def parse_json_object(text: bytes, where: str, has_constants: bool = False) -> dict[str, object]:
+    """A JSON object, strictly: UTF-8, no duplicate keys, numbers that fit a float.
+
+    where          how messages name the text, such as "model.safetensors: header"
+    has_constants  accept NaN and Infinity, which JSON lacks and model configs hold
+    Raises         InputError
+    """
+    expected = "expected one JSON object"
+    constant = float if has_constants else _refuse
+    try:
+        decoded = text.decode("utf-8")
+        numbers: dict[str, Any] = {"parse_constant": constant, "parse_int": _integer, "parse_float": _finite}
+        parsed = json.loads(decoded, object_pairs_hook=_unique(where), **numbers)
+        if "\\u" in decoded:
+            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError("header-utf8", f"{where} is not UTF-8 at byte {error.start}; {expected}") from None
+    except UnicodeEncodeError:
+        raise InputError("header-utf8", f"{where} holds a lone surrogate, which is not UTF-8; {expected}") from None
+    except (ValueError, RecursionError) as error:
+        detail = "nesting too deep" if isinstance(error, RecursionError) else str(error)
+        raise InputError("header", f"{where} is not valid JSON ({detail[:100]}); {expected}") from None
+    if not isinstance(parsed, dict):
+        raise InputError("header", f"{where} is not a JSON object; {expected}")
+    return parsed
+
+
+def _unique(where: str) -> Callable[[list[tuple[str, object]]], dict[str, object]]:
+    def build(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        built = dict(pairs)
+        if len(built) < len(pairs):
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise InputError("duplicate-key", f"{where} holds the duplicate key {twice!r}; expected each once")
+        return built
+
+    return build
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _integer(digits: str) -> int | float:
+    if len(digits) > FLOAT_DIGITS:
+        _finite(digits)
+    return -0.0 if digits == "-0" else int(digits)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else float(_refuse(digits))
+
+
+def _depth(value: object) -> int:
+    """How many lists and objects stand inside one another."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
+
+
+def _bad(file: str, code: str, detail: str, next_step: str = "Download the file again.") -> InputError:
+    return InputError(code, f"{file}: {detail}", next_step)
+
+
+def _place(ref: TensorRef) -> tuple[int, int]:
+    return ref.start, ref.nbytes
+
+
+def _counts(value: object) -> tuple[int, ...] | None:
+    """A list of non-negative 64-bit integers as a tuple, or None."""
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 1 << 63 for item in value):
+        return None
+    return tuple(value)
+
+
+def _entry(file: str, name: str, entry: object, data_start: int) -> TensorRef:
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise _bad(file, "header", f"header entry {name!r} lacks dtype, shape or data_offsets")
+    if any(_depth(entry[key]) > DEPTH_LIMIT for key in entry.keys() - {"dtype", "shape", "data_offsets"}):
+        raise _bad(file, "header", f"header entry {name!r} is nested too deep")
+    dtype, shape, offsets = entry["dtype"], _counts(entry["shape"]), _counts(entry["data_offsets"])
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise _bad(file, "dtype", f"{name!r} has the dtype {dtype!r}; known: {', '.join(DTYPE_BITS)}")
+    if shape is None or math.prod(shape) >= 1 << 60:
+        raise _bad(file, "shape", f"{name!r} has the impossible shape {str(entry['shape'])[:80]}")
+    if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _bad(file, "offset", f"{name!r} has bad offsets {str(entry['data_offsets'])[:80]}; expected [begin, end]")
+    bits, found = math.prod(shape) * DTYPE_BITS[dtype], offsets[1] - offsets[0]
+    if bits % 8:
+        raise _bad(file, "shape", f"{name!r}: {dtype} of shape {list(shape)} does not end on a whole byte")
+    if bits // 8 != found:
+        raise _bad(file, "shape", f"{name!r}: {dtype} of shape {list(shape)} takes {bits // 8} bytes, its offsets {found}")
+    return TensorRef(name, dtype, shape, file, data_start + offsets[0])
+
+
+def _check_tiling(file: str, refs: Sequence[TensorRef], data_start: int, nbytes: int) -> None:
+    """The tensors cover the data exactly: no overlap, no hole, nothing missing, nothing after the last."""
+    end = data_start
+    for ref in refs:
+        if ref.start != end:
+            fault = "overlap" if ref.start < end else "hole"
+            where = f"begins at byte {ref.start}, the tensor before it ends at {end}"
+            raise _bad(file, fault, f"{ref.name!r} leaves an {fault} in the data: it {where}".replace("an hole", "a hole"))
+        end += ref.nbytes
+    if end > nbytes:
+        raise _bad(file, "truncated", f"is truncated: the header describes {end} bytes, the file has {nbytes}")
+    if end < nbytes:
+        raise _bad(file, "trailing-bytes", f"has {nbytes - end} bytes after its last tensor; expected none")
