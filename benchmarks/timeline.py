@@ -8,7 +8,8 @@ hashes it, and meanwhile the next shard is filled; a third waits for both (outpu
   finish(k)  the longer of the SHA-256 and the flush of the shard, and what a shard costs beside
   seconds  = start + planning + fill(1) + sum of step(k) + finish(n)
   step(k)    the longest of: fill(k), finish(k - 1), both their core seconds over all cores, both their bytes over the disk
-  merge    = start + all that was written, read again at the rate of the disk or hashed by all cores, whichever takes longer
+  merge    = start + all that was written, read again at the rate of the disk or hashed by all cores, whichever takes longer;
+             no more than that: what the merging machine wrote itself it does not read again
 
 On several machines each plans the whole and does every n-th shard; the slowest counts, and the merge comes after it.
 """

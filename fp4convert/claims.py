@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from fp4convert.seals import boot_id
 from fp4convert.shard import told
 
 LEASE_SECONDS = 60.0  # without a sign of life
@@ -192,11 +193,9 @@ def _read(path: Path) -> Owner | None:
 
 def _describe_self() -> Owner:
     """What tells this process from all others: the machine since it was started, its table of processes, and the process."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    boot, processes = boot_id(), 0
+    if os.path.exists("/proc/self/ns/pid"):
         processes = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        boot, processes = "", 0
     process = os.getpid()
     return {"host": platform.node(), "boot": boot, "processes": processes, "process": process, "started": _started(process)}
 

@@ -1,4 +1,4 @@
-"""The end of a conversion: every file read again, scale groups compared, then the texts and last the record.
+"""The end of a conversion: files looked at again, scale groups compared, then the texts and last the record.
 
 It needs the output folder alone, so whoever is there when the last task is done can do it, or `merge` later.
 """
@@ -17,9 +17,10 @@ from fp4convert.artifact import REPORT, UNDIGESTED
 from fp4convert.backends import processors
 from fp4convert.errors import InputError, OutputError
 from fp4convert.ledger import merged
-from fp4convert.manifest import Manifest, TaskFiles, digest_of, read_ended, read_manifest
+from fp4convert.manifest import Done, Manifest, TaskFiles, digest_of, read_ended, read_manifest
 from fp4convert.output import OutputFolder, entered
 from fp4convert.progress import Phases
+from fp4convert.seals import is_sealed
 from fp4convert.shard import hash_file, told
 from fp4convert.sources import PLAN_FILE
 
@@ -46,9 +47,11 @@ def as_text(value: object) -> str:
 
 
 def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:
-    """Tasks whose files are not what was written; every file that this process has not written itself is read."""
+    """Tasks whose files are not what was written; those that others wrote are read, but for what is as it was sealed."""
     records = {task.key: folder.record_of(task) for task in folder.manifest.tasks}
     sizes = {file: nbytes for task in folder.manifest.tasks if records[task.key] for file, nbytes in task.files.items()}
+    for done in filter(None, records.values()):
+        folder.hashes |= {file: sha256 for file, sha256 in done.files.items() if _is_known(folder, file, done)}
     unread = [file for file in sizes if file not in folder.hashes]
 
     is_over = threading.Event()
@@ -72,6 +75,11 @@ def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:
                 raise
     sound = {key for key, done in records.items() if done and done.files.items() <= folder.hashes.items()}
     return [task for task in folder.manifest.tasks if task.key not in sound]
+
+
+def _is_known(folder: OutputFolder, file: str, done: Done) -> bool:
+    """True where a file that this process has not looked at yet is as it was sealed by whoever wrote it."""
+    return file not in folder.hashes and is_sealed(folder.root / file, done.files[file], done.seals.get(file))
 
 
 def find_disputes(folder: OutputFolder) -> dict[str, list[TaskFiles]]:

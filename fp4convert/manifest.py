@@ -40,12 +40,14 @@ class Done:
     global_scales  scale group -> the float32 multiplier that its members in this shard got; groups of several shards alone
     accounts       module -> what it lost, of those that were rounded
     taken_over     how many modules came with codes of their own
+    seals          of the files under their final names
     """
 
     files: dict[str, str]
     global_scales: dict[str, float] = field(default_factory=dict)
     accounts: dict[str, Account] = field(default_factory=dict)
     taken_over: int = 0
+    seals: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -55,7 +57,7 @@ class Done:
         entry = json.loads(text)
         files, global_scales = dict(entry["files"]), dict(entry.get("global_scales", {}))
         accounts = {module: Account.from_json(account) for module, account in dict(entry.get("accounts", {})).items()}
-        done = Done(files, global_scales, accounts, int(entry.get("taken_over", 0)))
+        done = Done(files, global_scales, accounts, int(entry.get("taken_over", 0)), dict(entry.get("seals", {})))
         if not {*map(type, done.files.values())} <= {str} or not {*map(type, done.global_scales.values())} <= {float}:
             raise TypeError("a record of other types")
         return done

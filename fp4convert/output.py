@@ -1,7 +1,7 @@
 """The folder being written: whose it is, what is finished in it, and no final name that ever holds partial bytes.
 
   OUT/.fp4convert/plan.json         the plan being carried out: its identity, every task with its files, the texts written last
-  OUT/.fp4convert/done/<task>.json  files with their sha256, global scales and accounts of a finished task; its key names it
+  OUT/.fp4convert/done/<task>.json  files with sha256 and seal, global scales and accounts of a finished task; its key names it
   OUT/.fp4convert/claims/           which process does which task, and which processes are at work
   OUT/.fp4convert/tmp/<process>/    files on their way: written, fsynced, renamed into OUT, folder fsynced
   OUT/.fp4convert/ended.json        {"plan": id, "files": {file: sha256}} of everything, written when the last file was
@@ -19,7 +19,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,6 +27,7 @@ from fp4convert.accounting import Account
 from fp4convert.claims import Claims
 from fp4convert.errors import OutputError
 from fp4convert.manifest import ENDED, PLAN, STATE, Done, Manifest, TaskFiles, read_manifest, refuse_foreign
+from fp4convert.seals import seal
 from fp4convert.shard import ShardWriter, TensorRef, hash_file, told
 from fp4convert.sources import PLAN_FILE
 from fp4convert.tasks import Task
@@ -105,7 +106,7 @@ class Terms:
 class OutputFolder:
     """The output, as long as this process works in it.
 
-    hashes  sha256 of every file that this process has written or read again
+    hashes  sha256 of every file that this process has written, has read again, or found as another had sealed it
     named   called with the path, the name and the sha256 of every file that has got its final name
     """
 
@@ -219,7 +220,8 @@ class OutputFolder:
             else:
                 path(file).unlink()
         if first is None:
-            self._put(f"done/{task.key}.json", done.as_json())
+            seals = {file: seal(self.root / file, sha256, self.temps) for file, sha256 in done.files.items()}
+            self._put(f"done/{task.key}.json", replace(done, seals=seals).as_json())
         self.claims.drop(task.key)
 
     def write_texts(self, texts: dict[str, str]) -> None:

@@ -24,6 +24,7 @@ FLOORS = [
         "numbered",
         "budget",
         "explanations",
+        "seals",
     },
     {
         "asking",

@@ -154,7 +154,7 @@ def test_merge_refuses_what_is_no_output(make, layers, tmp_path):
     assert not (place / STATE).exists()
 
 
-def test_merge_reads_every_byte_again(layers, tmp_path):
+def test_merge_finds_a_byte_that_changed(layers, tmp_path):
     out = tmp_path / "out"
     expected = quantize(layers, out).json["digest"]
     shard = out / "model-03.safetensors"
