@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fp4convert.dialects import MODULES, Clues, Dialect, Ignored, Packed, dialect_named
+from fp4convert.dialects import MODULES, Clues, Dialect, Ignored, Packed, dialect_named, strings
 from fp4convert.errors import InputError
 from fp4convert.formats import Blocks, Format, Span
 from fp4convert.header import parse_json_object
@@ -153,10 +153,6 @@ class Artifact:
                 detail = f"the artifact is not sound: {finding.code}: {where}{finding.detail}"
                 raise InputError("unsound-artifact", detail, "See: fp4convert inspect.", finding.tensor)
 
-    def is_ignored(self, module: str) -> bool:
-        """True where a record takes the module for an ordinary one."""
-        return self.spelling.is_ignored(self.clues, module)
-
     def _read(self, name: str) -> Span:
         """The bytes of a tensor; where a sound module lacks it, it is a scale that is implied to be 1."""
         ref = self.tensors.get(name)
@@ -264,15 +260,13 @@ def _judge_records(clues: Clues, record: dict[str, object], dialect: str, module
         yield from _compare_records(clues, record, spelling, modules)
     for doubt in spelling.judge(clues):
         yield Finding(doubt.level, doubt.code, None, doubt.detail)
-    ours = record.get("ignore")
-    for module in modules:
-        try:
-            is_ignored = spelling.is_ignored(clues, module)
-        except InputError as error:
-            yield Finding("error", "ignore-pattern", None, f"config.json: {error.message}")
-            return
-        if is_ignored or (isinstance(ours, list) and module in ours):
-            yield Finding("error", "ignored-but-quantized", module, "a record lists it under ignore")
+    is_ignored, ours = spelling.ignores(clues), frozenset(strings(record.get("ignore")))
+    try:
+        for module in modules:
+            if is_ignored(module) or module in ours:
+                yield Finding("error", "ignored-but-quantized", module, "a record lists it under ignore")
+    except InputError as error:
+        yield Finding("error", "ignore-pattern", None, f"config.json: {error.message}")
 
 
 def _compare_records(

@@ -31,15 +31,18 @@ class _Sieve:
     """Many patterns as one question: most are text with stars around it, which strings find far sooner than expressions do."""
 
     def __init__(self, patterns: tuple[str, ...]) -> None:
-        texts = {pattern for pattern in patterns if not pattern.startswith("re:") and not set(pattern.strip("*")) & set("*?[")}
-        self._names = frozenset(pattern for pattern in texts if "*" not in pattern)
-        starred = [pattern for pattern in texts if "*" in pattern]
+        self._patterns = patterns
+        texts = {text for pattern in patterns for text in _texts_of(pattern)}
+        self._names = frozenset(text for text in texts if "*" not in text)
+        starred = [text for text in texts if "*" in text]
         self._inside = [text.strip("*") for text in starred if text[0] == text[-1] == "*"]
         self._beginnings = tuple(text.rstrip("*") for text in starred if text[0] != "*")
         self._ends = tuple(text.lstrip("*") for text in starred if text[-1] != "*")
-        self._expressions = [compiled(pattern) for pattern in patterns if pattern not in texts]
+        self._expressions = [compiled(pattern) for pattern in patterns if not _texts_of(pattern)]
 
     def holds(self, module: str) -> bool:
+        if "\n" in module:  # which no dot of an expression fits
+            return any(matches(pattern, module) for pattern in self._patterns)
         return (
             module in self._names
             or module.startswith(self._beginnings)
@@ -47,6 +50,22 @@ class _Sieve:
             or any(map(module.__contains__, self._inside))
             or any(expression.match(module) for expression in self._expressions)
         )
+
+
+_PLAIN = re.compile(
+    r"re:(?P<above>\(\?:\.\*\\\.\)\?)?(?P<head>\.\*)?(?P<text>(?:[\w/-]|\\[!-)+-/:-@\[-`{-~])+)(?P<tail>\.\*)?(?P<end>\$)?"
+)
+
+
+def _texts_of(pattern: str) -> tuple[str, ...]:
+    """Texts with stars around them, one of which fits a name of one line where the pattern does; none for other patterns."""
+    if not pattern.startswith("re:"):
+        return () if set(pattern.strip("*")) & set("*?[") else (pattern,)
+    if not (found := _PLAIN.fullmatch(pattern)):
+        return ()
+    text = re.sub(r"\\(.)", r"\1", found["text"])
+    core = f"{'*' if found['head'] else ''}{text}{'' if found['end'] and not found['tail'] else '*'}"
+    return (core, f"*.{core}") if found["above"] and not found["head"] else (core,)
 
 
 _sieve = cache(_Sieve)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache, partial
+from typing import Literal, TypeVar
 
 from fp4convert.dialects import Dialect, Packed
 from fp4convert.formats import FP8
@@ -13,6 +14,7 @@ from fp4convert.shard import WEIGHT, TensorRef, TensorSpec
 from fp4convert.spelling import SCALE_DTYPES, Form, Group, parents_of
 from fp4convert.stacks import pieces_of
 
+T = TypeVar("T")
 Level = Literal["error", "warning", "note"]
 UNSAID = "not every four-bit module has one, or the record says nothing of them"
 
@@ -27,73 +29,89 @@ class Finding:
     detail: str
 
 
+class _Kind:
+    """How modules of one form are stored.
+
+    packed  ending of the tensor of codes
+    specs   the tensors of a matrix of that shape, named by their endings
+    """
+
+    def __init__(self, form: Form, dialect: Dialect) -> None:
+        self.form = form
+        self.is_fp4, self.is_fp8 = form.format.is_fp4, form.format is FP8
+        self.packed = WEIGHT if self.is_fp8 else dialect.TRAITS.packed
+        self.specs = cache(partial(dialect.outputs, "", form=form))  # a model has few shapes, and many modules of each
+
+
 class _Reader:
     """Gathers the modules of an artifact, and what is wrong with them."""
 
     def __init__(self, tensors: Mapping[str, TensorRef], groups: Sequence[Group], dialect: Dialect) -> None:
         self._tensors = tensors
         self._dialect = dialect
-        self._form_of = form_finder(groups)
+        self._kind = cache(lambda form: _Kind(form, dialect))
+        self._kind_of = form_finder([(self._kind(form), modules) for form, modules in groups])
         self.has_fp8 = any(group.form.format is FP8 for group in groups)
         self.modules: dict[str, Packed] = {}
         self.findings: list[Finding] = []
 
     def read(self, stem: str) -> None:
         """A stem that its tensors say to be quantized in this dialect."""
-        form = self._form_of(stem)
-        if form is None:
+        kind = self._kind_of(stem)
+        if kind is None:
             detail = "it has scales, and no group or pattern of the record says what it is"
             self.findings.append(Finding("error", "form-unknown", stem, detail))
             return
-        ending = WEIGHT if form.format is FP8 else self._dialect.TRAITS.packed
-        packed = self._tensors.get(stem + ending)
+        packed = self._tensors.get(stem + kind.packed)
         if packed is None:
             self.findings.append(Finding("error", "packed-missing", stem, "its scales are there, its packed codes are not"))
             return
-        shape = self._dialect.stored_shape(stem, packed, form)
+        shape = self._dialect.stored_shape(stem, packed, kind.form)
         if shape is None:
-            detail = f"{packed.dtype} {list(packed.shape)} holds no matrix of whole blocks of {form.format.block_size}"
+            detail = f"{packed.dtype} {list(packed.shape)} holds no matrix of whole blocks of {kind.form.format.block_size}"
             self.findings.append(Finding("error", "packed-shape", stem, detail))
             return
-        if not form.format.is_fp4:
-            form = self._as_stored(stem, form)
-        self._check(stem, shape, form)
+        self._check(stem, shape, kind if kind.is_fp4 else self._as_stored(stem, kind))
 
     def read_beside(self, stem: str) -> None:
         """A stem whose weight is FP8, which is an ordinary tensor unless the record says otherwise."""
-        form = self._form_of(stem)
-        if form is None:
+        kind = self._kind_of(stem)
+        if kind is None:
             return
-        if form.format is FP8:
+        if kind.is_fp8:
             self.read(stem)
         elif self.has_fp8:
-            detail = f"it is FP8, and the record says {form.word}"
+            detail = f"it is FP8, and the record says {kind.form.word}"
             self.findings.append(Finding("error", "tensor-shape", f"{stem}.weight", detail))
 
-    def _as_stored(self, stem: str, form: Form) -> Form:
-        """The form with the dtype that its scales have."""
+    def _as_stored(self, stem: str, kind: _Kind) -> _Kind:
+        """The kind with the dtype that its scales have."""
         scales = self._tensors.get(f"{stem}.weight_scale")
-        return replace(form, stored_scales=scales.dtype) if scales and scales.dtype in SCALE_DTYPES else form
+        return self._kind(replace(kind.form, stored_scales=scales.dtype)) if scales and scales.dtype in SCALE_DTYPES else kind
 
-    def _check(self, stem: str, shape: tuple[int, ...], form: Form) -> None:
+    def _check(self, stem: str, shape: tuple[int, ...], kind: _Kind) -> None:
         """Take the module in where its tensors are there and of their shapes."""
-        traits, tensors = self._dialect.TRAITS, self._tensors
-        reason = self._dialect.unfit(stem, (shape[-2], shape[-1]), form) if form.format is FP8 else None
+        traits, tensors, form = self._dialect.TRAITS, self._tensors, kind.form
+        reason = self._dialect.unfit(stem, (shape[-2], shape[-1]), form) if kind.is_fp8 else None
         if reason:
             self.findings.append(Finding("error", "form-unknown", stem, f"{reason}, which this dialect does not hold"))
             return
-        specs = self._dialect.outputs(stem, shape, form)
-        free = {True: traits.labels, False: (*traits.implied, *self._wanted(stem, form))}  # of any length; may be missing
-        exact = [spec for spec in specs if not spec.name.endswith(free[spec.name in tensors])]
-        faults = [fault for spec in exact if (fault := _fault(tensors.get(spec.name), spec, form))]
-        self.findings += faults
-        if not faults:
-            names = [stem + ending for ending in traits.companions]
-            refs = tuple(tensors[spec.name] for spec in specs if spec.name in tensors)
-            companions = tuple(tensors[name] for name in names if name in tensors)
+        wanted = self._wanted(stem, form) if kind.is_fp8 else ()
+        is_whole, refs = True, []
+        for spec in kind.specs(shape):
+            ref = tensors.get(stem + spec.name)
+            if ref is not None:
+                refs.append(ref)
+            if ref is None or ref.dtype != spec.dtype or ref.shape != spec.shape:
+                free = (*traits.implied, *wanted) if ref is None else traits.labels  # may be missing; of any length
+                if not spec.name.endswith(free) and (fault := _fault(ref, spec._replace(name=stem + spec.name), form)):
+                    is_whole = False
+                    self.findings.append(fault)
+        if is_whole:
+            companions = tuple([tensors[name] for ending in traits.companions if (name := stem + ending) in tensors])
             for module, pieces in pieces_of(self._dialect.slots(stem, shape)).items():
-                rows = sum(piece.height for piece in pieces)
-                self.modules[module] = Packed(refs, (rows, shape[-1]), companions, stem, shape, pieces, form)
+                rows = sum([piece.height for piece in pieces])
+                self.modules[module] = Packed(tuple(refs), (rows, shape[-1]), companions, stem, shape, pieces, form)
 
     def _wanted(self, stem: str, form: Form) -> tuple[str, ...]:
         """Endings of what an FP8 module may lack, though its engines want it."""
@@ -136,14 +154,16 @@ def _fault(found: TensorRef | None, spec: TensorSpec, form: Form) -> Finding | N
     return None
 
 
-def form_finder(groups: Sequence[Group]) -> Callable[[str], Form | None]:
+def form_finder(groups: Iterable[tuple[T, Sequence[str]]]) -> Callable[[str], T | None]:
     """A function from a module's name to its form, or None where no group names it; names come before patterns.
 
     "X.*" is asked for the names above a module: a record may list the experts of a thousand layers.
+
+    groups  of forms, or of what else is said of modules, and their names and patterns
     """
-    names: dict[str, Form] = {}
-    above: dict[str, Form] = {}
-    patterns: list[tuple[str, Form]] = []
+    names: dict[str, T] = {}
+    above: dict[str, T] = {}
+    patterns: list[tuple[str, T]] = []
     for form, modules in groups:
         for module in modules:
             stem = module.removesuffix(".*")
@@ -152,9 +172,13 @@ def form_finder(groups: Sequence[Group]) -> Callable[[str], Form | None]:
             else:
                 (names if stem == module else above).setdefault(stem, form)
 
-    def find(module: str) -> Form | None:
-        found = names.get(module) or next((above[parent] for parent in parents_of(module) if parent in above), None)
-        return found or next((form for pattern, form in patterns if matches(pattern, module)), None)
+    def find(module: str) -> T | None:
+        found = names.get(module)
+        if found is None and above:
+            found = next((above[parent] for parent in parents_of(module) if parent in above), None)
+        if found is None:
+            found = next((form for pattern, form in patterns if pattern == "*" or matches(pattern, module)), None)
+        return found
 
     return find
 

@@ -25,6 +25,7 @@ from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Format,
 from fp4convert.layout import LAYOUTS, arrange_scales
 from fp4convert.reading import UNSAID, Finding, Level, idle_scales
 from fp4convert.recipe import group_members, model_recipe, scale_group
+from fp4convert.shard import WEIGHT
 from fp4convert.sources import Source, stopping
 
 ALL_NBYTES, SAMPLE_NBYTES = 64 << 20, 48 << 20  # of block scales: read whole up to the first, else about the second
@@ -347,9 +348,10 @@ def _check_idle(artifact: Artifact) -> Iterator[Finding]:
 def _check_kept(artifact: Artifact) -> Iterator[Finding]:
     """Linear layers that stay, as their quantized namesakes in other layers show, and that no record ignores."""
     leaves = {leaf for module in artifact.packed if not (leaf := module.rpartition(".")[2]).isdigit()}
-    for ref in artifact.tensors.values():
-        module, _, ending = ref.name.rpartition(".")
-        is_linear = ending == "weight" and len(ref.shape) == 2 and module.rpartition(".")[2] in leaves
-        if is_linear and ref.dtype in FLOAT_TYPES and not artifact.is_ignored(module):
-            detail = "it is not quantized, other layers' are, and no record ignores it: engines would look for its scales"
-            yield Finding("error", "kept-not-ignored", module, detail)
+    is_ignored = artifact.spelling.ignores(artifact.clues)
+    for name, ref in artifact.tensors.items():
+        if name.endswith(WEIGHT) and len(ref.shape) == 2 and ref.dtype in FLOAT_TYPES:
+            module = name.removesuffix(WEIGHT)
+            if module.rpartition(".")[2] in leaves and not is_ignored(module):
+                detail = "it is not quantized, other layers' are, and no record ignores it: engines would look for its scales"
+                yield Finding("error", "kept-not-ignored", module, detail)

@@ -304,10 +304,12 @@ class Table:
 
     def stored_shape(self, stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
         """Dialect.stored_shape."""
-        *above, items = packed.shape
+        if len(packed.shape) != 2:
+            return None
+        rows, items = packed.shape
         if not form.format.is_fp4:
-            return (*above, items * (INT4_PER_ITEM if form.format is INT4 else 1)) if len(above) == 1 else None
-        return whole_blocks((*above, items * self.codes_per_item), form) if len(above) == 1 else None
+            return rows, items * (INT4_PER_ITEM if form.format is INT4 else 1)
+        return whole_blocks((rows, items * self.codes_per_item), form)
 
     def encode(self, stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
         """Dialect.encode."""

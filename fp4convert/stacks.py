@@ -36,6 +36,9 @@ Slot = tuple[Rows, ...]
 
 def pieces_of(slots: Sequence[Slot]) -> dict[str, tuple[Piece, ...]]:
     """Where the rows of every module are in a matrix of those slots."""
+    if len(slots) == 1 == len(slots[0]):
+        ((module, begin, end),) = slots[0]
+        return {module: (Piece(begin, 0, 1, end - begin),)}
     found: dict[str, tuple[Piece, ...]] = {}
     first = 0
     for slot in slots:

@@ -180,12 +180,12 @@ def test_two_records_of_modelopt_must_agree(record, hf, codes):
     ],
 )
 def test_modules_that_engines_would_ignore(name, record, module, is_ignored):
-    assert dialect_named(name).is_ignored(clues(record), module) is is_ignored
+    assert dialect_named(name).ignores(clues(record))(module) is is_ignored
 
 
 def test_modelopt_ignores_by_its_second_record_alone():
-    assert dialect_named(MO).is_ignored(clues(None, hf=MO_FILE), "lm_head")
-    assert not dialect_named(MO).is_ignored(clues(None, hf=MO_FILE), M)
+    assert dialect_named(MO).ignores(clues(None, hf=MO_FILE))("lm_head")
+    assert not dialect_named(MO).ignores(clues(None, hf=MO_FILE))(M)
 
 
 @pytest.mark.parametrize(

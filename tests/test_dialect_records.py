@@ -93,8 +93,8 @@ def test_what_is_written_is_recognised_by_its_own_dialect_alone(name, form, file
     }
     assert list(dialect_named(name).judge(told)) == []
     is_named = name in (CT, MO, "quark", "gpt-oss")
-    assert dialect_named(name).is_ignored(told, "lm_head") is is_named
-    assert not dialect_named(name).is_ignored(told, M)
+    assert dialect_named(name).ignores(told)("lm_head") is is_named
+    assert not dialect_named(name).ignores(told)(M)
 
 
 def test_gpt_oss_names_what_stays_and_says_no_globs():
@@ -282,8 +282,8 @@ def test_mixed_precision_of_modelopt(form, algorithm, group):
     find = form_finder(dialect_named(MO).recognise(told))
     assert [find(module) for module in (*MLP, *ATTENTION, "lm_head")] == [Form(NVFP4, 4), Form(NVFP4, 4), form, form, None]
     assert list(dialect_named(MO).judge(told)) == []
-    assert not any(dialect_named(MO).is_ignored(told, module) for module in (*MLP, *ATTENTION))
-    assert dialect_named(MO).is_ignored(told, "m.0.mlp.gate")
+    assert not any(dialect_named(MO).ignores(told)(module) for module in (*MLP, *ATTENTION))
+    assert dialect_named(MO).ignores(told)("m.0.mlp.gate")
 
 
 @pytest.mark.parametrize(

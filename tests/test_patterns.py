@@ -42,6 +42,27 @@ def test_many_patterns_at_once_match_what_one_of_them_matches(patterns, module):
     assert matches_any(tuple(patterns), module) is any(matches(pattern, module) for pattern in patterns)
 
 
+WORDS = st.sampled_from(("a", "b", ".", "\\.", "\\*", ".*", "(?:.*\\.)?", "$", "^", "|", "a?", "_", "-", "[ab]", "\\d", "\\$"))
+
+
+@given(
+    st.lists(st.lists(WORDS, max_size=6).map(lambda words: f"re:{''.join(words)}"), max_size=3), st.text("ab.*\n_-$1", max_size=6)
+)
+@example([r"re:(?:.*\.)?a\.b$"], "x.a.b")
+@example([r"re:(?:.*\.)?a\.b$"], "a.b")
+@example([r"re:(?:.*\.)?a\.b$"], "xa.b")
+@example([r"re:.*\.a\..*$"], "x.a.b")
+@example([r"re:.*\.a$"], "x.a\n")
+@example([r"re:.*\.a$"], "x\n.a")
+@example([r"re:a\*$"], "ab")
+def test_many_expressions_at_once_match_what_one_of_them_matches(patterns, module):
+    try:
+        fits = [matches(pattern, module) for pattern in patterns]
+    except InputError:
+        return
+    assert matches_any(tuple(patterns), module) is any(fits)
+
+
 CONFIG = {
     "num_hidden_layers": 61,
     "num_nextn_predict_layers": 2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
@@ -66,8 +66,7 @@ class Clues:
         return {}
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(NamedTuple):
     """A quantized module as it is stored.
 
     refs          what its matrix is decoded from, the packed codes first
@@ -231,8 +230,8 @@ class Dialect(Protocol):
         """What is wrong with such records by themselves."""
 
     @staticmethod
-    def is_ignored(clues: Clues, module: str) -> bool:
-        """True where engines that read these records would take the module for an ordinary one."""
+    def ignores(clues: Clues) -> Callable[[str], bool]:
+        """Whether engines that read these records would take a module for an ordinary one, by its name."""
 
 
 @cache
@@ -327,9 +326,9 @@ def no_doubts(clues: Clues) -> Iterator[Doubt]:
     return iter(())
 
 
-def never_ignored(clues: Clues, module: str) -> bool:
-    """`is_ignored` of a dialect whose records name no module."""
-    return False
+def ignores_none(clues: Clues) -> Callable[[str], bool]:
+    """`ignores` of a dialect whose records name no module."""
+    return lambda module: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +349,10 @@ class Speller:
 
 def stems_named(tensors: Mapping[str, TensorRef], endings: tuple[str, ...]) -> list[str]:
     """The stems that at least one tensor's name gives, in order."""
-    return sorted({name.removesuffix(ending) for name in tensors for ending in endings if name.endswith(ending)})
+    found: dict[str, None] = {}  # not a set: names come in long runs that are sorted already
+    for ending in endings:
+        found |= dict.fromkeys(name.removesuffix(ending) for name in tensors if name.endswith(ending))
+    return sorted(found)
 
 
 def is_fp8(tensors: Mapping[str, TensorRef], name: str) -> bool:

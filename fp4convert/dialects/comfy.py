@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from fp4convert.dialects import Clues, Ignored, Json, Traits, each_alone, never_ignored, no_doubts, stems_named, whole
+from fp4convert.dialects import Clues, Ignored, Json, Traits, each_alone, ignores_none, no_doubts, stems_named, whole
 from fp4convert.formats import NVFP4, Blocks, Fetched, Quantized
 from fp4convert.layout import LAYOUTS as ORDERS
 from fp4convert.layout import swap_nibbles
@@ -35,7 +35,7 @@ TRAITS = Traits(
     companions=(".input_scale",),
     labels=(".comfy_quant",),
 )
-stems, slots, stored_shape, is_ignored, judge = each_alone, whole, half_columns, never_ignored, no_doubts
+stems, slots, stored_shape, ignores, judge = each_alone, whole, half_columns, ignores_none, no_doubts
 decode_input_scale = SCALARS.decode_input
 _MARK = json.dumps({"format": "nvfp4"}, separators=(",", ":")).encode()
 

@@ -13,7 +13,7 @@ Source: compressed-tensors 0.20, compressors/nvfp4 and compressors/mxfp4.  Reade
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fp4convert.dialects import (
     Clues,
@@ -271,8 +271,8 @@ def _judge_scheme(weights: Json, targets: object) -> Iterator[Doubt]:
         yield Doubt("error", "record-strategy", 'a group of modules has no targets; expected ["Linear"]')
 
 
-def is_ignored(clues: Clues, module: str) -> bool:
+def ignores(clues: Clues) -> Callable[[str], bool]:
     """`ignore` holds exact names, names of classes, and expressions after "re:" that are matched from the start."""
     patterns = strings(clues.record.get("ignore"))
-    expressions = tuple(pattern for pattern in patterns if pattern.startswith("re:"))
-    return "Linear" in patterns or module in patterns or matches_any(expressions, module)
+    names, expressions = frozenset(patterns), tuple(pattern for pattern in patterns if pattern.startswith("re:"))
+    return lambda module: "Linear" in names or module in names or matches_any(expressions, module)

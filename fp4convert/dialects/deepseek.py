@@ -19,8 +19,8 @@ from fp4convert.dialects import (
     Json,
     Traits,
     always_fit,
+    ignores_none,
     is_fp8,
-    never_ignored,
     no_doubts,
     no_notes,
     stems_named,
@@ -36,7 +36,7 @@ TRAITS = Traits(writes=(MXFP4,), scalars=SCALARS)  # no suffixes: ".scale" ends 
 TABLE = Table((".weight", "I8"), ".scale", {MXFP4: "F8_E8M0"}, SCALARS)
 outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
-slots, notes, is_ignored, judge, unfit = whole, no_notes, never_ignored, no_doubts, always_fit
+slots, notes, ignores, judge, unfit = whole, no_notes, ignores_none, no_doubts, always_fit
 _EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.w[123]")
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from fp4convert.dialects import Clues, Doubt, Ignored, Json, Traits, each_alone, never_ignored, no_notes, whole
+from fp4convert.dialects import Clues, Doubt, Ignored, Json, Traits, each_alone, ignores_none, no_notes, whole
 from fp4convert.formats import MXFP4, NVFP4, Blocks, Fetched, Format, Quantized
 from fp4convert.layout import from_halves, interleave, split_runs, to_halves
 from fp4convert.shard import TensorRef, TensorSpec
@@ -34,7 +34,7 @@ TRAITS = Traits(
     highest_scale={NVFP4: 126, MXFP4: 254},  # above it a sign, or NaN
 )
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
-stems, slots, notes, is_ignored = each_alone, whole, no_notes, never_ignored
+stems, slots, notes, ignores = each_alone, whole, no_notes, ignores_none
 _TYPES = {"MXFP4": MXFP4, "NVFP4": NVFP4}
 _SCALED = (  # what llama.cpp loads a .scale for; any other one makes it refuse the file
     *(f".attn_{name}" for name in ("q", "k", "v", "qkv", "output", "gate")),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fp4convert.dialects import Clues, Ignored, Json, Traits, always_fit, no_doubts, no_notes, stems_named, strings
 from fp4convert.errors import InputError
@@ -91,8 +91,9 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
     return everywhere(Form(MXFP4) if clues.record.get("quant_method") == "mxfp4" else None)
 
 
-def is_ignored(clues: Clues, module: str) -> bool:
+def ignores(clues: Clues) -> Callable[[str], bool]:
     """`modules_to_not_convert` holds beginnings of names, up to a dot or the end, in which "*" fits anything."""
     names = strings(clues.record.get("modules_to_not_convert"))
     few = [name for name in names if name.count("*") <= MOST_STARS]
-    return any(re.match(re.escape(name).replace(r"\*", ".*") + r"(?:\.|$)", module) for name in few)
+    expressions = [re.compile(re.escape(name).replace(r"\*", ".*") + r"(?:\.|$)") for name in few]
+    return lambda module: any(expression.match(module) for expression in expressions)

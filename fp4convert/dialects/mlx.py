@@ -20,7 +20,7 @@ from fp4convert.dialects import (
     Traits,
     always_fit,
     each_alone,
-    never_ignored,
+    ignores_none,
     no_notes,
     stems_named,
     whole,
@@ -36,7 +36,7 @@ TRAITS = Traits(writes=(NVFP4, MXFP4), scalars=SCALARS, holds_embeddings=True, s
 TABLE = Table((".weight", "U32"), ".scales", {NVFP4: "U8", MXFP4: "U8"}, SCALARS, codes_per_item=8)
 outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
-stems, slots, notes, is_ignored, unfit = each_alone, whole, no_notes, never_ignored, always_fit
+stems, slots, notes, ignores, unfit = each_alone, whole, no_notes, ignores_none, always_fit
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:

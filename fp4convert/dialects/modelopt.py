@@ -20,7 +20,7 @@ Source: ModelOpt 0.47, torch/export; vLLM 0.33, quantization/modelopt.py.  Reade
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -234,10 +234,14 @@ def judge(clues: Clues) -> Iterator[Doubt]:
         yield Doubt("error", "records-disagree", f"only one of config.json and hf_quant_config.json excludes {example!r}")
 
 
-def is_ignored(clues: Clues, module: str) -> bool:
+def ignores(clues: Clues) -> Callable[[str], bool]:
     """`ignore` holds wildcards, and engines also look for each entry as a part of the name; MIXED_PRECISION names the others."""
     listed = clues.record.get("quantized_layers", _nested(clues).get("quantized_layers"))
-    if isinstance(listed, dict) and module not in listed and not any(name in listed for name in parents_of(module)):
-        return True
     patterns = strings(clues.record.get("ignore")) or strings(_nested(clues).get("exclude_modules"))
-    return any(pattern in module or fnmatchcase(module, pattern) for pattern in patterns)
+
+    def is_ignored(module: str) -> bool:
+        if isinstance(listed, dict) and module not in listed and not any(name in listed for name in parents_of(module)):
+            return True
+        return any(pattern in module or fnmatchcase(module, pattern) for pattern in patterns)
+
+    return is_ignored

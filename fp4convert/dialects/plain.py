@@ -25,7 +25,7 @@ from fp4convert.dialects import (
     Traits,
     always_fit,
     each_alone,
-    never_ignored,
+    ignores_none,
     no_doubts,
     no_notes,
     stems_named,
@@ -48,7 +48,7 @@ TRAITS = Traits(
     companions=(".input_scale",),
 )
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
-stems, slots, notes, is_ignored, judge, unfit = each_alone, whole, no_notes, never_ignored, no_doubts, always_fit
+stems, slots, notes, ignores, judge, unfit = each_alone, whole, no_notes, ignores_none, no_doubts, always_fit
 
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:

@@ -12,7 +12,7 @@ Source: amd-quark 0.13, torch/export; vLLM 0.33, quantization/quark.  Readers: v
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from fp4convert.dialects import (
@@ -139,6 +139,7 @@ def judge(clues: Clues) -> Iterator[Doubt]:
         yield Doubt("error", "record-transform", "weights are rotated (algo_config), which nothing but its engine undoes")
 
 
-def is_ignored(clues: Clues, module: str) -> bool:
+def ignores(clues: Clues) -> Callable[[str], bool]:
     """`exclude` holds names and wildcards."""
-    return any(fnmatchcase(module, pattern) for pattern in strings(clues.record.get("exclude")))
+    patterns = strings(clues.record.get("exclude"))
+    return lambda module: any(fnmatchcase(module, pattern) for pattern in patterns)
