@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fp4convert.artifact import Artifact
-from fp4convert.recipe import group_members, scale_group
+from fp4convert.recipe import gather_groups, group_members
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +34,5 @@ def find_agreements(artifact: Artifact, stored: Mapping[str, float]) -> list[Agr
 
     stored  module -> global or input scale
     """
-    groups = group_members(artifact.source.checkpoint.config)
-    gathered: dict[object, dict[str, float]] = defaultdict(dict)
-    for module, scale in stored.items():
-        if key := scale_group(module, groups):
-            gathered[key][module] = scale
-    return [Agreement(scales) for scales in gathered.values() if len(scales) > 1]
+    gathered = gather_groups(stored, group_members(artifact.source.checkpoint.config))
+    return [Agreement({member: stored[member] for member in members}) for members in gathered.values() if len(members) > 1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from fp4convert.artifact import Artifact, is_healthy
@@ -13,6 +15,7 @@ from fp4convert.ledger import read_recorded
 from fp4convert.numbered import join_names
 from fp4convert.reading import Finding
 from fp4convert.record import MIXED, describe_form
+from fp4convert.shard import nbytes_of
 from fp4convert.soundness import choose_modules, judge, scale_nbytes
 from fp4convert.sources import Source
 
@@ -25,7 +28,8 @@ def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[st
     """
     chosen = choose_modules(artifact, is_full)
     judged = judge(artifact, source, chosen, chosen)
-    read, whole = (sum(scale_nbytes(artifact, module) for module in part) for part in (chosen, artifact.modules))
+    nbytes = scale_nbytes(artifact)
+    read, whole = sum(nbytes[module] for module in chosen), sum(nbytes.values())
     return _describe(artifact, judged.detected, read / whole if whole else 0.0, judged.findings)
 
 
@@ -35,8 +39,8 @@ def _describe(artifact: Artifact, detected: str | None, share: float, findings: 
     Of a mixed artifact, "forms" says more; what its forms do not agree on is None.
     """
     packed = list(artifact.packed.values())
-    quantized = {ref.name for each in packed for ref in each.refs}
     forms = _describe_forms(artifact)
+    stored = {ref.name for each in packed for ref in each.refs}
 
     def common(key: str) -> object:
         values = [form.get(key) for form in forms]
@@ -50,9 +54,9 @@ def _describe(artifact: Artifact, detected: str | None, share: float, findings: 
         **{key: common(key) for key in ("global_scale", "nibble_order", "activations")},
         **({"kv_cache": cache} if (cache := describe_cache(artifact)) else {}),
         **({"forms": forms} if len(forms) > 1 else {}),
-        "tensors": {"quantized": len(packed), "other": len(artifact.tensors) - len(quantized)},
+        "tensors": {"quantized": len(packed), "other": len(artifact.tensors) - len(stored)},
         "patterns": _describe_patterns(artifact),
-        "bits_per_weight": _bits(artifact, packed),
+        "bits_per_weight": forms[0].get("bits_per_weight") if len(forms) == 1 else _bits(artifact, packed),
         "share_read": round(share, 4),
         **({"fidelity": recorded.summary} if (recorded := read_recorded(artifact)[0]) else {}),
         "findings": [asdict(finding) for finding in findings],
@@ -69,9 +73,9 @@ def _describe_patterns(artifact: Artifact) -> list[dict[str, object]]:
 def _describe_forms(artifact: Artifact) -> list[dict[str, object]]:
     """Every form that modules have, in the order of the records, with their number; the declared one where there are none."""
     gathered: dict[str, tuple[dict[str, object], list[Packed]]] = {}
-    for each in artifact.packed.values():
-        described = describe_form(each.form, artifact.spelling)
-        gathered.setdefault(str(described), (described, []))[1].append(each)
+    for form, run in groupby(artifact.packed.values(), key=attrgetter("form")):
+        described = describe_form(form, artifact.spelling)
+        gathered.setdefault(str(described), (described, []))[1].extend(run)
     forms = [
         {**described, "modules": len(packed), "bits_per_weight": _bits(artifact, packed)}
         for described, packed in gathered.values()
@@ -81,7 +85,8 @@ def _describe_forms(artifact: Artifact) -> list[dict[str, object]]:
 
 def _bits(artifact: Artifact, packed: Iterable[Packed]) -> float | None:
     """Bits that a weight takes in those modules with its scales, but for those of activations."""
+    of_activations = artifact.spelling.TRAITS.companions
     tensors = {ref.name: ref for each in packed for ref in each.refs}
-    elements = sum(rows * columns for rows, columns in (each.shape for each in packed))
-    stored = sum(ref.nbytes for name, ref in tensors.items() if not name.endswith(artifact.spelling.TRAITS.companions))
-    return round(8 * stored / elements, 4) if elements else None
+    elements = sum([rows * columns for _, (rows, columns), *_ in packed])
+    nbytes = sum([nbytes_of(ref.dtype, ref.shape) for name, ref in tensors.items() if not name.endswith(of_activations)])
+    return round(8 * nbytes / elements, 4) if elements else None

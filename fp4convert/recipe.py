@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -305,6 +306,17 @@ def scale_group(module: str, groups: tuple[tuple[str, ...], ...]) -> ScaleGroup 
     """The scale group of a module, or None where it stands alone."""
     parent, _, leaf = module.rpartition(".")
     return next((ScaleGroup(parent, members) for members in groups if leaf in members), None)
+
+
+def gather_groups(modules: Iterable[str], groups: tuple[tuple[str, ...], ...]) -> dict[ScaleGroup, list[str]]:
+    """The members of every scale group among those modules."""
+    found: dict[ScaleGroup, list[str]] = defaultdict(list)
+    members_of = {leaf: members for members in reversed(groups) for leaf in members}
+    for module in modules:
+        parent, _, leaf = module.rpartition(".")
+        if members := members_of.get(leaf):
+            found[ScaleGroup(parent, members)].append(module)
+    return found
 
 
 def _files(config: Mapping[str, object], recipe: str | None) -> list[RecipeFile]:

@@ -8,10 +8,8 @@ Each finding's code is explained in docs/findings.md.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,17 +19,17 @@ from fp4convert.artifact import Artifact
 from fp4convert.cache_scales import check_cache
 from fp4convert.codec import FLOAT_DTYPES, block_steps
 from fp4convert.detection import StoredScales, detect_layout
-from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Format, Kind, Quantized, row_panels
+from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Format, Quantized, row_panels
 from fp4convert.layout import LAYOUTS, arrange_scales
 from fp4convert.reading import UNSAID, Finding, Level, idle_scales
-from fp4convert.recipe import group_members, model_recipe, scale_group
+from fp4convert.recipe import gather_groups, group_members, model_recipe, scale_group
+from fp4convert.scalars import global_scales, input_scales, read_each
 from fp4convert.shard import WEIGHT
-from fp4convert.sources import Source, stopping
+from fp4convert.sources import Source
 
 ALL_NBYTES, SAMPLE_NBYTES = 64 << 20, 48 << 20  # of block scales: read whole up to the first, else about the second
 REMOTE_NBYTES, REMOTE_MODULES = 16 << 20, 96  # of a repository on the Hub: a download of seconds, whatever its size
 LOOK_NBYTES = 1 << 16  # of a module's codes, where scales are zero
-REQUESTS = 8  # at once
 SMALLEST_AMAX, LARGEST_AMAX = 2.0**-20, 2.0**16  # that weights have; fp16 ends at 65504
 ZEROS_SHARE = 0.01  # of blocks; what rounding to zero leaves in honest artifacts is less
 SPREAD = 8  # modules apart are those whose layout is judged one after the other
@@ -39,8 +37,6 @@ FEW_SCALES, LOWEST_BYTE = 6, 0x40  # E4M3 scales are many, or small, or powers o
 WIDE_OCTAVES = 8  # between the 5th and the 95th percentile of the block scales of a matrix
 LARGEST_E4M3 = 0x7E  # 448, which the block with the largest weight of a scale group has
 GUESSED = ("scale-dtype", "global-scale-reciprocal", "global-scale-range")  # what a source that fits refutes
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +95,8 @@ def _check_layout(artifact: Artifact, detected: str | None) -> Iterator[Finding]
 
 def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:
     """The modules whose block scales are read: all, or some from everywhere."""
-    modules = sorted(artifact.modules)
-    nbytes, count = sum(_read_nbytes(artifact, module) for module in modules), len(modules)
+    modules, nbytes_of = sorted(artifact.modules), _read_nbytes(artifact)
+    nbytes, count = sum(nbytes_of.values()), len(modules)
     at_once, left, most = (REMOTE_NBYTES, REMOTE_NBYTES, REMOTE_MODULES)
     if not artifact.source.is_streamed:
         at_once, left, most = ALL_NBYTES, SAMPLE_NBYTES, count
@@ -108,34 +104,24 @@ def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:
         return modules
     chosen = []
     for module in modules[:: max(math.ceil(nbytes / left), math.ceil(count / most))]:
-        if (module_nbytes := _read_nbytes(artifact, module)) <= left:
+        if nbytes_of[module] <= left:
             chosen.append(module)
-            left -= module_nbytes
+            left -= nbytes_of[module]
     return chosen
 
 
-def scale_nbytes(artifact: Artifact, module: str) -> int:
-    """Of its block scales, without padding."""
-    packed = artifact.modules[module]
-    rows, columns = packed.shape
-    return rows * columns // packed.form.format.block_size
+def scale_nbytes(artifact: Artifact) -> dict[str, int]:
+    """Of the block scales of each module, without padding."""
+    sized = ((module, *packed.shape, packed.form) for module, packed in artifact.modules.items())
+    return {module: rows * columns // form.format.block_size for module, rows, columns, form in sized}
 
 
-def _read_nbytes(artifact: Artifact, module: str) -> int:
-    """What is read for a module's block scales: its codes too where they lie among them."""
-    is_apart = artifact.scale_layout in LAYOUTS
-    return scale_nbytes(artifact, module) * (1 if is_apart else artifact.modules[module].form.format.block_size // 2 + 1)
-
-
-def _each(artifact: Artifact, read: Callable[[str], T], modules: Iterable[str]) -> dict[str, T]:
-    """What `read` gives for each module; asked side by side where every answer takes its time."""
-    if not artifact.source.is_streamed:
-        return {module: read(module) for module in modules}
-    from concurrent.futures import ThreadPoolExecutor
-
-    asked = list(modules)
-    with ThreadPoolExecutor(REQUESTS) as pool, stopping(artifact.source):
-        return dict(zip(asked, pool.map(read, asked), strict=True))
+def _read_nbytes(artifact: Artifact) -> dict[str, int]:
+    """What is read for the block scales of each module: its codes too where they lie among them."""
+    nbytes = scale_nbytes(artifact)
+    if artifact.scale_layout in LAYOUTS:
+        return nbytes
+    return {module: of * (artifact.modules[module].form.format.block_size // 2 + 1) for module, of in nbytes.items()}
 
 
 def _beside(artifact: Artifact, modules: Sequence[str]) -> list[str]:
@@ -162,25 +148,21 @@ def _stored_scales(artifact: Artifact, modules: Sequence[str]) -> Iterator[Store
 def _check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
     """Findings on the block scales of those modules, and on the global and input scales of all."""
     findings: list[Finding] = []
-    histograms = _each(artifact, lambda module: _histogram(artifact.decode(module)), modules)
-    for module, histogram in histograms.items():
+    histograms = read_each(artifact.source, lambda module: _histogram(artifact.decode(module)), modules)
+    for module, histogram in zip(modules, histograms, strict=True):
         findings += _judge_histogram(artifact, module, histogram)
     for fmt in {form.format for form in artifact.forms}:
-        findings += _judge_dtype(fmt, [each for each in histograms.values() if each.format is fmt])
-    found = _read_global_scales(artifact, modules)
-    for module, (scale, kind) in found.items():
-        findings += _judge_global_scale(module, scale, is_divisor=kind == "divisor")
-    stored = {module: scale for module, (scale, _) in found.items()}
+        findings += _judge_dtype(fmt, [each for each in histograms if each.format is fmt])
+    stored, is_divisor = read_global_scales(artifact, modules), artifact.spelling.TRAITS.scalars.kind == "divisor"
+    for module, scale in stored.items():
+        if not _is_ordinary(scale, is_divisor):
+            findings.append(_judge_global_scale(module, scale, is_divisor))
     level: Level = "error" if artifact.spelling.TRAITS.shares_scales else "warning"
     for members in _unequal_groups(artifact, stored):
         detail = f"{', '.join(members)} have different global scales; engines that fuse them use only one"
         findings.append(Finding(level, "group-scales-differ", members[0], detail))
     findings += [*_check_others(artifact), *check_cache(artifact)]
-    inputs = {
-        module: scale
-        for module, scale in _each(artifact, artifact.input_scale, _beside(artifact, modules)).items()
-        if scale is not None
-    }
+    inputs = input_scales(artifact, _beside(artifact, modules))
     for module, scale in inputs.items():
         if not (math.isfinite(scale) and scale > 0):
             findings.append(Finding("error", "input-scale", module, f"as a multiplier its input scale is {scale}"))
@@ -192,13 +174,7 @@ def _check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
 
 def read_global_scales(artifact: Artifact, modules: Sequence[str]) -> dict[str, float]:
     """module -> the global scale that it stores: of all modules, or from the Hub of these and those that share theirs."""
-    return {module: scale for module, (scale, _) in _read_global_scales(artifact, modules).items()}
-
-
-def _read_global_scales(artifact: Artifact, modules: Sequence[str]) -> dict[str, tuple[float, Kind]]:
-    """The same with what each is meant as."""
-    found = _each(artifact, artifact.decode, _beside(artifact, modules))
-    return {module: (q.global_scale, q.kind) for module, q in found.items() if q.global_scale is not None}
+    return global_scales(artifact, _beside(artifact, modules))
 
 
 def _check_others(artifact: Artifact) -> Iterator[Finding]:
@@ -212,15 +188,14 @@ def _check_others(artifact: Artifact) -> Iterator[Finding]:
             yield Finding("error", "scale-not-finite", module, f"{bad} of its {values.size} scales are not finite")
         if negative := int(np.count_nonzero(values < 0)):
             yield Finding("error", "scale-negative", module, f"{negative} of its {values.size} scales are negative")
-    groups = group_members(artifact.source.checkpoint.config)
-    gathered: dict[object, dict[str, str]] = defaultdict(dict)
-    for module, packed in artifact.packed.items():
-        if key := scale_group(module, groups):
-            gathered[key][module] = packed.form.word
-    for members in gathered.values():
-        if len(set(members.values())) > 1:
-            detail = f"{', '.join(members)} are {', '.join(members.values())}; engines that fuse them refuse the artifact"
-            yield Finding("error", "group-forms-differ", next(iter(members)), detail)
+    if len({group.form.word for group in artifact.groups}) < 2:
+        return
+    packed = artifact.packed
+    for members in gather_groups(packed, group_members(artifact.source.checkpoint.config)).values():
+        words = [packed[module].form.word for module in members]
+        if len(set(words)) > 1:
+            detail = f"{', '.join(members)} are {', '.join(words)}; engines that fuse them refuse the artifact"
+            yield Finding("error", "group-forms-differ", members[0], detail)
 
 
 def _histogram(q: Blocks) -> _Histogram:
@@ -294,22 +269,26 @@ def _is_odd_e8m0(histogram: _Histogram) -> bool:
     return bool(np.searchsorted(below, 0.95) - np.searchsorted(below, 0.05) > WIDE_OCTAVES)
 
 
-def _judge_global_scale(module: str, stored: float, is_divisor: bool) -> Iterator[Finding]:
-    """The amax that a global scale implies: 2688 times the multiplier."""
-    if not (math.isfinite(stored) and stored > 0):
-        yield Finding("error", "global-scale", module, f"its global scale is {stored}")
-        return
+def _is_ordinary(stored: float, is_divisor: bool) -> bool:
+    """True where a global scale implies an amax that weights have: 2688 times the multiplier."""
+    if not 0 < stored < math.inf:
+        return False
+    amax = GLOBAL_RANGE / stored if is_divisor else GLOBAL_RANGE * stored
+    return SMALLEST_AMAX <= amax <= LARGEST_AMAX
+
+
+def _judge_global_scale(module: str, stored: float, is_divisor: bool) -> Finding:
+    """What is wrong with a global scale that is not ordinary."""
+    if not 0 < stored < math.inf:
+        return Finding("error", "global-scale", module, f"its global scale is {stored}")
     amax, inverse = GLOBAL_RANGE * stored, GLOBAL_RANGE / stored
     if is_divisor:
         amax, inverse = inverse, amax
-    if SMALLEST_AMAX <= amax <= LARGEST_AMAX:
-        return
     detail = f"its global scale {stored:g} says that the largest weight is {amax:.3g}"
-    if SMALLEST_AMAX <= inverse <= LARGEST_AMAX:
+    if _is_ordinary(stored, not is_divisor):
         detail += f"; it is the reciprocal of what it is declared as, which says {inverse:.3g}"
-        yield Finding("error", "global-scale-reciprocal", module, detail)
-    else:
-        yield Finding("warning", "global-scale-range", module, detail)
+        return Finding("error", "global-scale-reciprocal", module, detail)
+    return Finding("warning", "global-scale-range", module, detail)
 
 
 def _unequal_groups(artifact: Artifact, stored: dict[str, float]) -> list[list[str]]:

@@ -183,9 +183,16 @@ class Scalars:
 
     def decode_input(self, module: str, read: Read) -> float:
         """The scale of activations as a multiplier, not rounded."""
+        return self.as_multiplier(decode_scalar(read(self.input_name(module))))
+
+    def input_name(self, module: str) -> str:
+        """The tensor of the scale of activations."""
         if self.input_scale is None:
             raise RuntimeError("this dialect has no input scales")
-        stored = decode_scalar(read(module + self.input_scale))
+        return module + self.input_scale
+
+    def as_multiplier(self, stored: float) -> float:
+        """What is stored as a multiplier, not rounded."""
         if self.kind == "multiplier":
             return stored
         return 1 / stored if stored else math.inf

@@ -45,7 +45,7 @@ FLOORS = [
     {"sources", "dialects", "lane", "recast", "detection", "grid", "accounting", "bounds"},
     {"backends", "reading", "record"},
     {"artifact", "doctor", "experts", "identity"},
-    {"codings", "agreement"},
+    {"codings", "agreement", "scalars"},
     {"linears", "tasks", "calibration_file", "sampling"},
     {"verdicts", "manifest", "pace", "methods", "folds", "ledger", "skeleton", "input_scales", "cache_scales", "gptq", "inputs"},
     {"plan", "output", "rounding", "losses", "merging", "smoothing", "observers", "chain", "unfolding", "calibration_parts"},

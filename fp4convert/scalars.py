@@ -1,0 +1,72 @@
+"""The float32 that stand once per module, of many modules: what lies beside one another in a file is read together."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator
+from operator import attrgetter
+from typing import TypeVar
+
+from fp4convert.artifact import Artifact
+from fp4convert.shard import TensorRef
+from fp4convert.sources import Source, stopping
+
+REQUESTS = 8  # at once
+NBYTES = 4  # of a float32
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+
+def read_each(source: Source, read: Callable[[Item], Answer], items: Iterable[Item]) -> list[Answer]:
+    """What `read` gives for each item; asked side by side where every answer takes its time."""
+    if not source.is_streamed:
+        return [read(item) for item in items]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(REQUESTS) as pool, stopping(source):
+        return list(pool.map(read, items))
+
+
+def global_scales(artifact: Artifact, modules: Collection[str]) -> dict[str, float]:
+    """module -> the global scale that it stores, as its dialect's traits say it is meant, of those modules that have one."""
+    scalars = artifact.spelling.TRAITS.scalars
+    having = [module for module in modules if artifact.modules[module].form.format.has_global_scale]
+    if scalars.global_scale is None:
+        return dict.fromkeys(having, 1.0)
+    names = [artifact.modules[module].stem + scalars.global_scale for module in having]
+    return dict(zip(having, _read(artifact, names), strict=True))
+
+
+def input_scales(artifact: Artifact, modules: Collection[str]) -> dict[str, float]:
+    """module -> its input scale, a multiplier, of those modules whose form has one."""
+    scalars = artifact.spelling.TRAITS.scalars
+    having = [module for module in modules if artifact.modules[module].form.has_input_scale]
+    stored = _read(artifact, [scalars.input_name(module) for module in having])
+    return {module: scalars.as_multiplier(scale) for module, scale in zip(having, stored, strict=True)}
+
+
+def _read(artifact: Artifact, names: list[str]) -> list[float]:
+    """The float32 in each of those tensors; where a sound module lacks one, it is implied to be 1."""
+    runs = list(_runs({ref for name in names if (ref := artifact.tensors.get(name))}))
+    read = read_each(artifact.source, lambda run: _values(artifact.source, run), runs)
+    found = {ref.name: value for run, values in zip(runs, read, strict=True) for ref, value in zip(run, values, strict=True)}
+    return [found.get(name, 1.0) for name in names]
+
+
+def _runs(refs: Iterable[TensorRef]) -> Iterator[list[TensorRef]]:
+    """Tensors of one float32 each that follow one another in a file."""
+    run: list[TensorRef] = []
+    for ref in sorted(refs, key=attrgetter("file", "start")):
+        if run and (ref.start != run[-1].start + NBYTES or ref.file != run[-1].file):
+            yield run
+            run = []
+        run.append(ref)
+    if run:
+        yield run
+
+
+def _values(source: Source, run: list[TensorRef]) -> tuple[float, ...]:
+    buffer = memoryview(bytearray(NBYTES * len(run)))
+    source.read_into(run[0]._replace(dtype="F32", shape=(len(run),)), 0, buffer)
+    return struct.unpack(f"<{len(run)}f", buffer)
