@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 
 from fp4convert.stops import Stopped, listen
+
+# NumPy's threads wait for work without sleeping, from when they begin: 30 ms of a core each, unless told to sleep at once
+BLAS_WAIT = ("OPENBLAS_THREAD_TIMEOUT", "4")
+FEWEST_OBJECTS = 100_000  # made before Python looks for cycles; what loading makes stays, and is not to be looked through
 
 
 def main() -> None:
     """Run the command line; every expected failure becomes one message and its exit code."""
     try:
         listen()
+        os.environ.setdefault(*BLAS_WAIT)
+        gc.set_threshold(FEWEST_OBJECTS)
         from fp4convert.cli import main as command_line
 
         command_line()
     except Stopped as stopped:
         sys.stderr.write("interrupted\n")
         sys.exit(stopped.exit_code)
+    finally:
+        gc.freeze()  # the process ends: nothing is to be looked for
 
 
 if __name__ == "__main__":

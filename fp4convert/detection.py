@@ -12,7 +12,7 @@ Source of the shares: one-way analysis of variance, the intraclass correlation 1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -27,7 +27,8 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 # q, w and p: the sizes of heads and of their parts
-RUNS = (1, 2, *range(4, 64, 4), *range(64, 128, 8), *range(128, 257, 16), 320, 384, 512)
+FOUR = 4
+RUNS = (1, 2, *range(FOUR, 64, FOUR), *range(64, 128, 8), *range(128, 257, 16), 320, 384, 512)
 WIDEST = 64  # w: 1, 2, 4, ...
 PERIODS = (1, 2, 4, 8, 16, 32, 64, 128)
 STRUCTURES = 1 + (len(RUNS) + len(PERIODS)) * WIDEST.bit_length()  # the first is rows and columns
@@ -109,8 +110,9 @@ def evidence(matrices: Iterable[StoredScales], declared: str = "") -> dict[str, 
         fits &= [matrix.stored.size == math.prod(layout.padded(matrix.shape)) for layout in LAYOUTS.values()]
         if _is_looked_at(position) and fits.any() and _says_anything(matrix):
             shares = np.zeros((len(LAYOUTS), STRUCTURES))
-            readings = [_sample(matrix, layout) for layout, is_fit in zip(LAYOUTS.values(), fits, strict=True) if is_fit]
-            shares[fits] = _shares(np.stack(readings, axis=1))
+            shares[fits] = _shares(
+                _read(matrix, [layout for layout, is_fit in zip(LAYOUTS.values(), fits, strict=True) if is_fit])
+            )
             contest.add(shares, min(math.prod(matrix.shape), SAMPLE))
             looked += 1
             if looked >= ENOUGH and looked.bit_count() == 1 and _level(contest, fits, declared) >= CERTAINTY:
@@ -134,7 +136,17 @@ def _says_anything(matrix: StoredScales) -> bool:
     return bool(2 * is_known.sum() >= rows * blocks)
 
 
-def _sample(matrix: StoredScales, layout: Layout) -> Float32s:
+def _read(matrix: StoredScales, layouts: list[Layout]) -> Floats:
+    """(rows, layouts, blocks) log2 of a part of the scales as each layout reads them."""
+    first = _sample(matrix, layouts[0])
+    readings = np.empty((len(first), len(layouts), first.shape[1]))
+    readings[:, 0] = first
+    for position, layout in enumerate(layouts[1:], 1):
+        readings[:, position] = _sample(matrix, layout)
+    return readings
+
+
+def _sample(matrix: StoredScales, layout: Layout) -> Floats:
     """log2 of a part of the scales as read in a layout, less their mean; 0 where a byte is zero or NaN."""
     linear = np.frombuffer(layout.restore(matrix.stored.data, matrix.shape), np.uint8).reshape(matrix.shape)
     block_scales = linear[:, :SAMPLE_BLOCKS]
@@ -142,58 +154,82 @@ def _sample(matrix: StoredScales, layout: Layout) -> Float32s:
     count = max(PANELS, SAMPLE // (PANEL * blocks))
     if rows // PANEL > count:
         block_scales = np.concatenate([block_scales[PANEL * (k * (rows // PANEL) // count) :][:PANEL] for k in range(count)])
-    x = _log2(matrix.format.scale_dtype)[block_scales]
-    is_known = np.isfinite(x)
-    mean = x.sum(where=is_known, dtype=np.float64) / max(is_known.sum(), 1)
-    return np.where(is_known, x - np.float32(mean), np.float32(0))
+    table = _log2(matrix.format.scale_dtype)
+    is_known = np.isfinite(table)
+    counts = np.bincount(block_scales.reshape(-1), minlength=len(table))[is_known]
+    mean = float((counts * table[is_known]).sum()) / max(int(counts.sum()), 1)
+    around: Floats = np.where(is_known, table - mean, 0)
+    return around[block_scales]
 
 
 @cache
-def _log2(scale_dtype: str) -> Float32s:
+def _log2(scale_dtype: str) -> Floats:
     """log2 of the scale that each byte stands for; -inf or NaN for none, as byte 0 is, which zero blocks and padding store."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        table = np.log2(DECODERS[scale_dtype](np.arange(256, dtype=np.uint8)))
+        table = np.log2(DECODERS[scale_dtype](np.arange(256, dtype=np.uint8)).astype(np.float64))
     table[0] = -np.inf
     return table
 
 
-def _shares(x: Float32s) -> Floats:
+def _shares(x: Floats) -> Floats:
     """(readings, STRUCTURES) shares of the variance that is explained: rows and columns, then those of RUNS, then of PERIODS.
 
     x  (rows, readings, blocks): the same scales, read in several layouts; float64 sums are exact enough for differences of them
     """
     rows, readings, blocks = x.shape
-    doubles = x.astype(np.float64)
-    joined, starts = _join_blocks(doubles)
-    above = np.zeros((rows + 1, *joined.shape[1:]))  # the sums of all rows above
-    np.cumsum(joined, axis=0, out=above[1:])
-    members = np.array([*RUNS, *(rows // period for period in PERIODS)])
-    groups = np.array([*(rows // run for run in RUNS), *PERIODS])
-    cells = [np.diff(above[: rows // run * run + 1 : run], axis=0) for run in RUNS]
-    cells += [_join_blocks(sums)[0] for sums in _period_sums(doubles)]
-    power = np.add.reduceat(np.array([np.einsum("ijk,ijk->jk", sums, sums) for sums in cells]), starts, axis=-1)
-    total = np.add.reduceat(above[members * groups], starts, axis=-1)
-    squares = _squares_above(doubles, len(starts))
-    by_rows = np.square(joined[..., :blocks].sum(axis=-1)).sum(axis=0)
-    by_columns = np.square(above[-1, :, :blocks]).sum(axis=-1)
+    widths = 1 << np.arange(min(blocks, WIDEST).bit_length())
+    *starts, joined = np.cumsum([0, *(blocks // widths)]).tolist()
+    power = np.zeros((len(RUNS) + len(PERIODS), readings, joined))
+    for sums, to in zip(_cells(x), power, strict=True):
+        np.einsum("ijk,ijk->jk", sums, sums, out=to[:, -sums.shape[-1] :])
+    members = np.array([*RUNS, *(rows // period for period in PERIODS)])[:, None, None]
+    groups = np.array([*(rows // run for run in RUNS), *PERIODS])[:, None, None]
+    of_rows, squares_of_rows = _sum_blocks(x, widths)
+    total, squares = (_sum_above(each, (members * groups).reshape(-1)) for each in (of_rows, squares_of_rows))
+    cell = members * widths
+    share = _share(squares, total, np.add.reduceat(power, starts, axis=-1), (groups * (blocks // widths), cell))
+    shares = np.zeros((len(power), readings, WIDEST.bit_length()))
+    shares[..., : len(widths)] = np.where(cell < LEAST_CELL, 0, np.where(2 * cell >= blocks, share, share / FINE))
+    by_rows, by_columns = np.square(of_rows[..., 0]).sum(axis=0), np.square(x.sum(axis=0)).sum(axis=-1)
     sides = ((by_rows, (rows, blocks)), (by_columns, (blocks, rows)))
-    shares = np.zeros((readings, len(members), WIDEST.bit_length()))
-    for column in range(len(starts)):
-        cell, beside = (members << column)[:, None], blocks >> column
-        sums = squares[members * groups, :, column], total[..., column], power[..., column]
-        share = _share(*sums, (groups[:, None] * beside, cell))
-        shares[..., column] = np.where(cell < LEAST_CELL, 0, np.where(2 * cell >= blocks, share, share / FINE)).T
-    both = sum(_share(squares[-1, :, 0], total[0, :, 0], one, shape) for one, shape in sides)
-    return np.concatenate((np.reshape(both, (readings, 1)), shares.reshape(readings, -1)), axis=1)
+    both = sum(_share(squares[0, :, 0], total[0, :, 0], one, shape) for one, shape in sides)  # the first run has all rows
+    return np.concatenate((np.reshape(both, (readings, 1)), shares.swapaxes(0, 1).reshape(readings, -1)), axis=1)
 
 
-def _join_blocks(x: Floats) -> tuple[Floats, list[int]]:
-    """Sums over 1, 2, 4, ... WIDEST neighbours in every row, side by side, and where each width begins."""
-    parts, starts = [x], [0]
-    while len(parts) < WIDEST.bit_length() and (even := parts[-1].shape[-1] // 2 * 2):
-        starts.append(starts[-1] + parts[-1].shape[-1])
-        parts.append(parts[-1][..., 0:even:2] + parts[-1][..., 1:even:2])
-    return np.concatenate(parts, axis=-1), starts
+def _cells(x: Floats) -> Iterator[Floats]:
+    """The sums of all cells, for each of RUNS, then for each of PERIODS; not of those too small to be looked at."""
+    for run in RUNS:
+        if run < FOUR:
+            yield _join_blocks(_sum_rows(x, run), LEAST_CELL // run)
+    fours = _join_blocks(_sum_rows(x, FOUR))
+    above = np.zeros((len(fours) + 1, *fours.shape[1:]))  # the sums of all fours above
+    np.cumsum(fours, axis=0, out=above[1:])
+    for run in RUNS:
+        if run >= FOUR:
+            ends = above[: len(x) // run * run // FOUR + 1 : run // FOUR]
+            yield ends[1:] - ends[:-1]
+    for sums in _period_sums(x):
+        yield _join_blocks(sums)
+
+
+def _sum_rows(x: Floats, run: int) -> Floats:
+    """Sums over whole runs of so many rows."""
+    whole = len(x) // run * run
+    sums = x[:whole:run]
+    for row in range(1, run):
+        sums = sums + x[row:whole:run]
+    return sums
+
+
+def _join_blocks(x: Floats, narrowest: int = 1) -> Floats:
+    """Sums over 1, 2, 4, ... WIDEST neighbours in every row, side by side; no narrower ones than that."""
+    parts, width = [], 1
+    while width <= WIDEST and x.shape[-1]:
+        if width >= narrowest:
+            parts.append(x)
+        even = x.shape[-1] // 2 * 2
+        x, width = x[..., 0:even:2] + x[..., 1:even:2], 2 * width
+    return np.concatenate(parts, axis=-1)
 
 
 def _period_sums(x: Floats) -> list[Floats]:
@@ -207,14 +243,21 @@ def _period_sums(x: Floats) -> list[Floats]:
     return found[::-1]
 
 
-def _squares_above(x: Floats, widths: int) -> Floats:
-    """(rows + 1, readings, widths) sums of squares of all rows above, of as many blocks as are whole cells of 1, 2, 4, ..."""
-    squares, blocks = np.square(x), x.shape[-1]
-    counts = [blocks >> width << width for width in range(widths)]
-    sums = {count: squares[..., :count].sum(axis=-1) for count in set(counts)}
-    above = np.zeros((len(x) + 1, x.shape[1], widths))
-    np.cumsum(np.stack([sums[count] for count in counts], axis=-1), axis=0, out=above[1:])
-    return above
+def _sum_blocks(x: Floats, widths: Integers) -> tuple[Floats, Floats]:
+    """(rows, readings, widths) sums of every row and of its squares, of as many blocks as are whole cells of those widths."""
+    counts = (x.shape[-1] // widths * widths).tolist()
+    parts = {count: x[..., :count] for count in counts}
+    sums = {count: np.einsum("ijk->ij", part) for count, part in parts.items()}
+    squares = {count: np.einsum("ijk,ijk->ij", part, part) for count, part in parts.items()}
+    return np.stack([sums[count] for count in counts], axis=-1), np.stack([squares[count] for count in counts], axis=-1)
+
+
+def _sum_above(x: Floats, ends: Integers) -> Floats:
+    """The sums of all rows above each end."""
+    bounds = np.unique([0, *ends])
+    above = np.zeros((len(bounds), *x.shape[1:]))
+    np.cumsum(np.add.reduceat(x, bounds[:-1], axis=0), axis=0, out=above[1:])
+    return above[np.searchsorted(bounds, ends)]
 
 
 def _share(squares: Floats, total: Floats, power: Floats, shape: tuple[Integers | int, Integers | int]) -> Floats:

@@ -234,6 +234,25 @@ def test_what_only_looks_does_not_load_what_typer_checks_values_with(words, sour
     assert modules_after(command, place, *options).isdisjoint((*HEAVY, "pydantic"))
 
 
+def test_plain_words_do_not_load_what_typer_checks_values_with(source, tmp_path):
+    words = ("--shard-index", "0", "--num-shards", "2", "--workers", "1", "--memory", "0.5", "--exclude", "x", "--exclude", "y")
+    loaded = modules_after("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--scale-rule", "amax", *words, "-q")
+    assert loaded.isdisjoint((*HEAVY, "pydantic"))
+
+
+@pytest.mark.parametrize("told", [None, "20"])
+def test_threads_of_numpy_sleep_until_they_are_needed_unless_a_user_says_otherwise(told):
+    code = (
+        "import os\nfrom fp4convert.__main__ import main\ntry:\n    main()\nfinally:\n"
+        "    print(os.environ['OPENBLAS_THREAD_TIMEOUT'])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_THREAD_TIMEOUT"}
+    environment |= {"OPENBLAS_THREAD_TIMEOUT": told} if told else {}
+    command = [sys.executable, "-c", code, "--version"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=WAIT_SECONDS)
+    assert ended.stdout.split()[-1] == (told or "4")
+
+
 def test_help_and_version_load_no_numpy():
     for arguments in (("--help",), ("--version",), ("quantize", "--help"), ("verify", "--help"), ("explain", "--help")):
         assert modules_after(*arguments).isdisjoint((*HEAVY, "numpy", "ml_dtypes", "pydantic", "rich"))

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from fp4convert import codec
+from fp4convert import codec, detection
 from fp4convert.codec import Bytes
 from fp4convert.detection import AGREEMENT, CONTRADICTION, StoredScales, detect_layout, evidence
 from fp4convert.formats import FORMATS, MXFP4, NVFP4, Format
@@ -47,6 +47,44 @@ def minilm(name: str) -> list[Bytes]:
                 block_scales = codec.quantize(weight.astype(np.float32), fmt, fmt.default_rule).block_scales
                 scales.append(np.frombuffer(block_scales, np.uint8).reshape(len(weight), -1))
     return scales
+
+
+# ---------------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def share_between(x: Floats, cell_of: NDArray[np.int64]) -> float:
+    """By the definition: the intraclass correlation of elements in equal cells; those of cell -1 are left out."""
+    cells = [x[cell_of == cell] for cell in range(cell_of.max() + 1)]
+    if len(cells) < 2 or len(cells[0]) < 2:
+        return 0.0
+    within = sum(((cell - cell.mean()) ** 2).sum() for cell in cells) / sum(len(cell) - 1 for cell in cells)
+    return float(max(1 - within / x[cell_of >= 0].var(ddof=1), 0))
+
+
+def cells_of(shape: Shape, groups: int, of_row: Callable[[Floats], Floats], rows: int, width: int) -> NDArray[np.int64]:
+    """The cell of every element, of so many groups of rows; -1 beyond whole ones."""
+    row, block = np.ogrid[: shape[0], : shape[1]]
+    beside = shape[1] // width
+    return np.where((row < rows) & (block < beside * width), of_row(row) * beside + block // width, -1)
+
+
+@pytest.mark.parametrize("shape", [(35, 9), (130, 33), (263, 68), (600, 5)])
+def test_shares_are_those_of_the_definition(shape: Shape) -> None:
+    rng, (rows, blocks) = np.random.default_rng(4), shape
+    x = rng.normal(size=shape) + rng.normal(size=(rows // 8 + 1, 1)).repeat(8, 0)[:rows] + 0.3 * rng.normal(size=(1, blocks))
+    shares = detection._shares(np.stack([x, x[::-1]], axis=1))[0]
+    row, block = np.ogrid[:rows, :blocks]
+    sides = [np.broadcast_to(row, shape), np.broadcast_to(block, shape)]
+    assert shares[0] == pytest.approx(sum(share_between(x, side) for side in sides))
+    structures = [(run, rows // run, lambda i, run=run: i // run) for run in detection.RUNS]
+    structures += [(rows // period, period, lambda i, period=period: i % period) for period in detection.PERIODS]
+    for found, (members, groups, of_row) in zip(shares[1:].reshape(len(structures), -1), structures, strict=True):
+        for width, share in zip((1, 2, 4, 8, 16, 32, 64), found, strict=True):
+            expected = 0.0
+            if (cell := members * width) >= detection.LEAST_CELL and groups and width <= blocks:
+                expected = share_between(x, cells_of(shape, groups, of_row, members * groups, width))
+                expected /= 1 if 2 * cell >= blocks else detection.FINE
+            assert share == pytest.approx(expected, abs=1e-9), (members, groups, width)
 
 
 # ------------------------------------------------------------------------------------------------------------- real weights

@@ -1,40 +1,64 @@
-"""What the words of a command line become: most are taken as they are, without what typer checks values with.
+"""What the words of a command line become: plain ones are taken here, and typer checks what is left, with its own messages.
 
-Typer imports pydantic for every option of a command, given or not: as long again as all else before the work begins.
+Typer imports pydantic to check a value: as long again as all else before the work begins.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args, get_origin
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+from typer.models import ParameterInfo
+
+MOST_DIGITS = 15  # of a plain number; a float has so many exactly
+_ODD = object()  # stands for what typer has to look at
 
 
 class _PlainOption(TyperOption):
     def process_value(self, ctx: Any, value: Any) -> Any:
-        return _called_back(self, ctx, value) if _is_plain(self, value) else super().process_value(ctx, value)
+        return super().process_value(ctx, value) if (taken := _take(self, value)) is _ODD else _called_back(self, ctx, taken)
 
 
 class _PlainArgument(TyperArgument):
     def process_value(self, ctx: Any, value: Any) -> Any:
-        return _called_back(self, ctx, value) if _is_plain(self, value) else super().process_value(ctx, value)
+        return super().process_value(ctx, value) if (taken := _take(self, value)) is _ODD else _called_back(self, ctx, taken)
 
 
-def _is_plain(parameter: TyperOption | TyperArgument, value: object) -> bool:
-    """True for what nothing is to be done with: an option that is not given, and a word where a word is wanted."""
+def _take(parameter: TyperOption | TyperArgument, value: Any) -> object:
+    """What typer would make of a value: none given, one plain word, or plain words where several may be given."""
     if parameter.nargs != 1:
-        return False
+        return _ODD
     if value is None or (parameter.multiple and value == ()):
-        return not parameter.required
-    kind = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)  # older typers have none, nor pydantic
-    return (
-        not parameter.multiple and type(value) is kind and (kind is str or (kind in (int, float) and value == parameter.default))
-    )
+        return _ODD if parameter.required else () if parameter.multiple else None
+    described = getattr(parameter, "type_descriptor", None)  # older typers have none, nor pydantic
+    if described is None:
+        return _ODD
+    if not parameter.multiple:
+        return _take_word(described.annotation, described.parameter_info, value)
+    kind = get_args(described.annotation)[0] if get_origin(described.annotation) is list else None
+    taken = [_take_word(kind, described.parameter_info, word) for word in value]
+    return _ODD if _ODD in taken else taken
+
+
+def _take_word(kind: object, info: ParameterInfo, word: Any) -> object:
+    if type(word) is kind:  # a word where one is wanted, and defaults
+        return word
+    if kind is Path and isinstance(word, str):
+        is_any = info.file_okay and info.dir_okay and not (info.exists or info.readable or info.writable or info.resolve_path)
+        return Path(word) if is_any else _ODD
+    if kind not in (int, float) or not isinstance(word, str) or len(word) > MOST_DIGITS:
+        return _ODD
+    digits = word.replace(".", "", 1) if kind is float else word
+    if not (digits.isascii() and digits.isdigit()):
+        return _ODD
+    number = int(word) if kind is int else float(word)
+    is_within = (info.min is None or number >= info.min) and (info.max is None or number <= info.max)
+    return number if is_within else _ODD
 
 
 def _called_back(parameter: TyperOption | TyperArgument, ctx: Any, value: object) -> object:
-    taken = () if parameter.multiple and value is None else value  # as typer has it
-    return taken if parameter.callback is None else parameter.callback(ctx, parameter, taken)
+    return value if parameter.callback is None else parameter.callback(ctx, parameter, value)
 
 
 def _taken_plainly(parameters: list[Any]) -> list[Any]:

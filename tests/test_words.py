@@ -1,0 +1,106 @@
+"""cli/words.py: what is taken plainly becomes what typer makes of it, and whatever typer refuses is still refused by typer."""
+
+import io
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.core import TyperCommand
+
+from fp4convert.cli.words import Command
+
+TEXTS = (
+    "8",
+    "0",
+    "-8",
+    "+8",
+    " 8",
+    "8 ",
+    "08",
+    "1_0",
+    "8.0",
+    "8.5",
+    ".5",
+    "5.",
+    ".",
+    "1.2.3",
+    "1e3",
+    "inf",
+    "nan",
+    "",
+    "-",
+    "٣",
+    "²",
+)
+DIGITS = ("1" * 15, "1" * 16, "1" * 40, "0." + "1" * 15, "1" * 5000)
+OPTIONS: dict[str, Any] = {
+    "str": Annotated[str | None, typer.Option("--x")],
+    "int": Annotated[int | None, typer.Option("--x")],
+    "int from 0": Annotated[int | None, typer.Option("--x", min=0)],
+    "int from 9": Annotated[int | None, typer.Option("--x", min=9)],
+    "int to 7": Annotated[int | None, typer.Option("--x", max=7)],
+    "float": Annotated[float | None, typer.Option("--x")],
+    "float from 1": Annotated[float | None, typer.Option("--x", min=1)],
+    "path": Annotated[Path | None, typer.Option("--x", readable=False)],
+    "path that exists": Annotated[Path | None, typer.Option("--x", exists=True)],
+    "path that is read": Annotated[Path | None, typer.Option("--x")],
+    "file": Annotated[Path | None, typer.Option("--x", readable=False, dir_okay=False)],
+}
+
+
+def taken(kind: type[TyperCommand], annotation: object, words: list[str], default: object = None) -> tuple[object, ...]:
+    """What an option of that annotation becomes, or what the user is told."""
+    made: list[object] = []
+
+    def command(x: Any = default) -> None:
+        made.append(x)
+
+    command.__annotations__["x"] = annotation
+    app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None, add_completion=False)
+    app.command(cls=kind)(command)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            app(words, standalone_mode=False)
+    except Exception as error:
+        return type(error), str(error)
+    return type(made[0]), repr(made[0])
+
+
+@pytest.mark.parametrize("annotation", OPTIONS.values(), ids=OPTIONS)
+def test_every_word_becomes_what_typer_makes_of_it(annotation: object, tmp_path: Path) -> None:
+    for word in (*TEXTS, *DIGITS, str(tmp_path), __file__, str(tmp_path / "absent")):
+        assert taken(Command, annotation, ["--x", word]) == taken(TyperCommand, annotation, ["--x", word]), word
+    assert taken(Command, annotation, []) == taken(TyperCommand, annotation, [])
+
+
+@pytest.mark.parametrize("kind", [str, int, float, Path])
+def test_words_that_may_be_several(kind: type) -> None:
+    annotation: Any = Annotated[list[kind] | None, typer.Option("--x")]  # type: ignore[valid-type]
+    for words in ([], ["8"], ["8", "9"], ["8", "-9"], ["8", "x"]):
+        given = [part for word in words for part in ("--x", word)]
+        assert taken(Command, annotation, given) == taken(TyperCommand, annotation, given), words
+
+
+@pytest.mark.parametrize(
+    ("kind", "default"), [(int, 16), (float, 1.0), (float, 1), (str, "auto"), (Path, Path("a")), (bool, True)]
+)
+def test_what_is_not_given(kind: type, default: object) -> None:
+    annotation: Any = Annotated[kind, typer.Option("--x")]
+    assert taken(Command, annotation, [], default) == taken(TyperCommand, annotation, [], default)
+
+
+def test_what_is_missing_is_refused() -> None:
+    def command(x: Annotated[str, typer.Argument()]) -> None:
+        pass
+
+    told = []
+    for kind in (Command, TyperCommand):
+        app: Callable[..., object] = typer.Typer(rich_markup_mode=None, add_completion=False)
+        app.command(cls=kind)(command)  # type: ignore[attr-defined]
+        with pytest.raises(Exception, match="Missing") as refused:
+            app([], standalone_mode=False)
+        told.append(refused.value.format_message())  # type: ignore[attr-defined]
+    assert told[0] == told[1]
