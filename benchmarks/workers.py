@@ -1,7 +1,9 @@
 """One conversion by several processes: what the sharing itself costs, beside what one process takes for the same bytes.
 
 Every process has one thread.  Start-up is what the same command takes of the processors when its part is done already: it
-imports, reads headers, plans, and finds nothing to do.
+imports, reads headers, plans, and finds nothing to do.  Of workers that begin at once it is measured at once, too: they take
+more of the processors than one after the other.  That of `merge` is one of next to nothing: what grows with bytes, tensors or
+shards is no start-up.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import shutil
 from pathlib import Path
 
 from conversion import ROUNDS, THREADS, scratch_folder, words_of
+from costs import FEW, write_small
 from llamas import LAYER_NBYTES, make_checkpoint
 from processes import COMMAND, Cost, median_of, ratio_of, run, run_together, take_turns
 from sections import Row, Section
@@ -19,29 +22,36 @@ GIGABYTES = SHARDS * LAYER_NBYTES / 1e9  # a layer each
 COUNTS = (1, 2, 4, 8)
 BAR, START_BAR = 1.1, 0.4  # times one worker's CPU-seconds; CPU-seconds
 JOINED, DEALT = "at once, --join", "one after the other, --shard-index and merge"
+START, MERGE = "start-up of ", "merge"
 
 
 def sections(is_quick: bool) -> list[Section]:
     """Quick: one worker and the most."""
     counts = (1, SHARDS) if is_quick else COUNTS
     with scratch_folder() as scratch:
-        source, output = scratch / "source", scratch / "output"
+        source, output, least = scratch / "source", scratch / "output", scratch / "least"
         make_checkpoint(source, GIGABYTES, SHARDS)
+        run(_words(write_small(scratch / "small", 1, FEW), least))
         works = {JOINED + str(count): lambda count=count: _join(source, output, count) for count in counts}
-        done = take_turns(works | {DEALT: lambda: _deal(source, output), "start": lambda: _start(source, output)}, ROUNDS)
-    start = median_of(done["start"], "cpu_seconds")
-    one = [_without(cost, start, 1) for cost in done[f"{JOINED}1"]]
-    rows = [_row(JOINED, count, done[JOINED + str(count)], one, start) for count in counts]
-    rows.append(_row(DEALT, SHARDS, done[DEALT], one, start))
+        works[DEALT] = lambda: _deal(source, output, output)  # the last of these: the others find its folder finished
+        works |= {START + JOINED + str(count): lambda count=count: _start(source, output, count) for count in counts}
+        works |= {START + DEALT: lambda: _deal(source, output, least), MERGE: lambda: _merge(least)}
+        done = take_turns(works, ROUNDS)
+    less = {name: list(map(_without, done[name], done[START + name])) for name in done if START + name in done}
+    rows = [_row(count, JOINED, done[JOINED + str(count)], less[JOINED + str(count)], less[f"{JOINED}1"]) for count in counts]
+    rows.append(_row(SHARDS, DEALT, done[DEALT], less[DEALT], less[f"{JOINED}1"]))
     about = (
         f"{SHARDS} shards, {GIGABYTES:.1f} GB of bf16 to NVFP4, rule amax, {THREADS} cores, one thread a worker, warm; medians of"
-        f" {ROUNDS}. CPU-seconds of all workers together, less their start-up, beside those of one."
+        f" {ROUNDS}. CPU-seconds of all processes together, less their start-up, beside those of one. Start-up is of as many"
+        " processes, at once or one after the other as they were, whose part is done already; of merge where next to nothing"
+        " was written."
     )
     headings = ("workers", "how", "seconds", "CPU-seconds", "less start-up")
     shared = Section("Several workers", about, headings, tuple(rows), "times one worker", is_floor=False)
-    about = "CPU-seconds that the same command takes where its part is done already. Judged by the figure itself."
-    begun = Row(("quantize",), (f"{median_of(done['start']):.2f}",), start, START_BAR)
-    return [shared, Section("Start-up of a worker", about, ("command", "seconds"), (begun,), "CPU-seconds", is_floor=False)]
+    about = "CPU-seconds of a process that was taken for start-up above. Judged by the figure itself."
+    begun = {"quantize": (f"{START}{JOINED}1", 1), f"quantize, each of {SHARDS} at once": (f"{START}{JOINED}{SHARDS}", SHARDS)}
+    lines = tuple(_line(name, done[key], count) for name, (key, count) in (begun | {MERGE: (MERGE, 1)}).items())
+    return [shared, Section("Start-up of a worker", about, ("command", "seconds"), lines, "CPU-seconds", is_floor=False)]
 
 
 def _words(source: Path, output: Path) -> list[object]:
@@ -51,31 +61,46 @@ def _words(source: Path, output: Path) -> list[object]:
 def _join(source: Path, output: Path, count: int) -> Cost:
     """Workers of one folder, all started at once."""
     shutil.rmtree(output, ignore_errors=True)
-    costs = run_together([[*_words(source, output), "--join"]] * count)
+    return _together([[*_words(source, output), "--join"]] * count)
+
+
+def _start(source: Path, output: Path, count: int) -> Cost:
+    """Workers whose part is done, all started at once."""
+    return _together([_part(source, output, 0)] * count)
+
+
+def _together(commands: list[list[object]]) -> Cost:
+    costs = run_together(commands)
     return Cost(max(cost.seconds for cost in costs), sum(cost.cpu_seconds for cost in costs))
 
 
-def _deal(source: Path, output: Path) -> Cost:
-    """Parts of one folder, one after the other, and the end."""
-    shutil.rmtree(output, ignore_errors=True)
-    parts = [run([*_words(source, output), "--shard-index", index, "--num-shards", SHARDS]) for index in range(SHARDS)]
-    parts.append(run([COMMAND, "merge", output, "-q"]))
+def _deal(source: Path, output: Path, merged: Path) -> Cost:
+    """Parts of one folder, one after the other, and the end; of a new folder, where it is the one that is merged."""
+    if merged == output:
+        shutil.rmtree(output, ignore_errors=True)
+    parts = [*(run(_part(source, output, index)) for index in range(SHARDS)), _merge(merged)]
     return Cost(sum(part.seconds for part in parts), sum(part.cpu_seconds for part in parts))
 
 
-def _start(source: Path, output: Path) -> Cost:
-    """A worker whose part is done."""
-    return run([*_words(source, output), "--shard-index", 0, "--num-shards", SHARDS])
+def _part(source: Path, output: Path, index: int) -> list[object]:
+    return [*_words(source, output), "--shard-index", index, "--num-shards", SHARDS]
 
 
-def _without(cost: Cost, start: float, starts: int) -> Cost:
-    return Cost(cost.seconds, cost.cpu_seconds - starts * start)
+def _merge(output: Path) -> Cost:
+    return run([COMMAND, "merge", output, "-q"])
 
 
-def _row(how: str, count: int, costs: list[Cost], one: list[Cost], start: float) -> Row:
-    less = [_without(cost, start, count) for cost in costs]
+def _without(cost: Cost, start: Cost) -> Cost:
+    return Cost(cost.seconds, cost.cpu_seconds - start.cpu_seconds)
+
+
+def _row(count: int, how: str, costs: list[Cost], less: list[Cost], one: list[Cost]) -> Row:
     cells = (f"{median_of(costs):.2f}", *(f"{median_of(each, 'cpu_seconds'):.2f}" for each in (costs, less)))
     return Row((str(count), how), cells, ratio_of(less, one, "cpu_seconds"), BAR if count == SHARDS else None)
+
+
+def _line(name: str, costs: list[Cost], count: int) -> Row:
+    return Row((name,), (f"{median_of(costs):.2f}",), median_of(costs, "cpu_seconds") / count, START_BAR)
 
 
 if __name__ == "__main__":
