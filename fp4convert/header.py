@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import chain, repeat
+from itertools import chain
 from operator import add, itemgetter
 from typing import Any, NoReturn
 
@@ -72,11 +72,12 @@ def read_together(file: str, text: bytes, nbytes: int) -> Header | None:
     begins, ends, data_start = numbers[::2], numbers[1::2], 8 + len(text)
     if not sizes or [*map(add, begins, sizes)] != ends:
         return None
-    rows = sorted(zip(begins, ends, entries, dtypes, shapes, strict=True), key=itemgetter(0, 1))
-    at, until, *described = zip(*rows, strict=True)
-    if (*at, nbytes - data_start) != (0, *until):
-        return None
-    refs = tuple(map(TensorRef, *described, repeat(file), map(data_start.__add__, at)))
+    rows: Iterable[Sequence[Any]] = zip(begins, ends, entries, dtypes, shapes, strict=True)
+    if [*begins, nbytes - data_start] != [0, *ends]:
+        rows = sorted(rows, key=itemgetter(0, 1))
+        if [*(row[0] for row in rows), nbytes - data_start] != [0, *(row[1] for row in rows)]:
+            return None
+    refs = tuple([TensorRef(name, dtype, shape, file, data_start + begin) for begin, _, name, dtype, shape in rows])
     return Header(file, nbytes, refs, SafetensorsFrame(metadata or {}))
 
 

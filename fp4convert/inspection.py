@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +16,7 @@ from fp4convert.ledger import read_recorded
 from fp4convert.numbered import join_names
 from fp4convert.reading import Finding
 from fp4convert.record import MIXED, describe_form
-from fp4convert.shard import nbytes_of
+from fp4convert.shard import TensorRef, nbytes_of
 from fp4convert.soundness import choose_modules, judge, scale_nbytes
 from fp4convert.sources import Source
 
@@ -40,7 +41,6 @@ def _describe(artifact: Artifact, detected: str | None, share: float, findings: 
     """
     packed = list(artifact.packed.values())
     forms = _describe_forms(artifact)
-    stored = {ref.name for each in packed for ref in each.refs}
 
     def common(key: str) -> object:
         values = [form.get(key) for form in forms]
@@ -54,7 +54,7 @@ def _describe(artifact: Artifact, detected: str | None, share: float, findings: 
         **{key: common(key) for key in ("global_scale", "nibble_order", "activations")},
         **({"kv_cache": cache} if (cache := describe_cache(artifact)) else {}),
         **({"forms": forms} if len(forms) > 1 else {}),
-        "tensors": {"quantized": len(packed), "other": len(artifact.tensors) - len(stored)},
+        "tensors": {"quantized": len(packed), "other": len(artifact.tensors) - len(_stored(packed))},
         "patterns": _describe_patterns(artifact),
         "bits_per_weight": forms[0].get("bits_per_weight") if len(forms) == 1 else _bits(artifact, packed),
         "share_read": round(share, 4),
@@ -83,10 +83,15 @@ def _describe_forms(artifact: Artifact) -> list[dict[str, object]]:
     return forms or [describe_form(artifact.forms[0], artifact.spelling)]
 
 
-def _bits(artifact: Artifact, packed: Iterable[Packed]) -> float | None:
+def _bits(artifact: Artifact, packed: Collection[Packed]) -> float | None:
     """Bits that a weight takes in those modules with its scales, but for those of activations."""
     of_activations = artifact.spelling.TRAITS.companions
-    tensors = {ref.name: ref for each in packed for ref in each.refs}
-    elements = sum([rows * columns for _, (rows, columns), *_ in packed])
-    nbytes = sum([nbytes_of(ref.dtype, ref.shape) for name, ref in tensors.items() if not name.endswith(of_activations)])
+    elements = sum([rows * columns for rows, columns in map(attrgetter("shape"), packed)])
+    kinds = Counter(map(attrgetter("dtype", "shape"), (ref for ref in _stored(packed) if not ref.name.endswith(of_activations))))
+    nbytes = sum(count * nbytes_of(*kind) for kind, count in kinds.items())
     return round(8 * nbytes / elements, 4) if elements else None
+
+
+def _stored(packed: Collection[Packed]) -> list[TensorRef]:
+    """The tensors that those modules are decoded from, which modules of one stack share."""
+    return [*chain.from_iterable({each.stem: each.refs for each in packed}.values())]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 
 Numbers = tuple[int, ...]
@@ -26,6 +27,23 @@ _NUMBER = re.compile(r"(?<![^._])(0|[1-9][0-9]{0,8})(?![^._])")  # a word of its
 
 def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
     """The text around the numbers of a name, and the numbers."""
+    parent, dot, word = name.rpartition(".")
+    if not dot:
+        return _split(name)
+    texts, numbers = _split(parent)
+    texts, own = _lengthen(texts, word)
+    return texts, numbers + own
+
+
+@lru_cache(1 << 12)
+def _lengthen(texts: tuple[str, ...], word: str) -> tuple[tuple[str, ...], Numbers]:
+    """The text around the numbers of a name that goes on with that word, and the numbers of the word."""
+    (after, *rest), own = _split(word)
+    return (*texts[:-1], f"{texts[-1]}.{after}", *rest), own
+
+
+@lru_cache(1 << 12)  # siblings follow one another, and their last words are few
+def _split(name: str) -> tuple[tuple[str, ...], Numbers]:
     parts = _NUMBER.split(name)
     return tuple(parts[::2]), tuple(map(int, parts[1::2]))
 
@@ -59,9 +77,13 @@ def join_names(named: Iterable[tuple[str, Hashable]]) -> Iterator[tuple[str, lis
         texts, numbers = split_numbers(name)
         alike[texts, verdict].setdefault(numbers, []).append(position)
     siblings: dict[tuple[tuple[str, ...], Ranges, Hashable], dict[str, list[int]]] = defaultdict(dict)
+    known: dict[frozenset[Numbers], list[Ranges]] = {}  # siblings have the same numbers
     for (texts, verdict), held in alike.items():
         parent, word, parameter = split_leaf(texts[-1])
-        for ranges in find_ranges(held):
+        found = frozenset(held)
+        if found not in known:
+            known[found] = find_ranges(found)
+        for ranges in known[found]:
             own = [position for numbers in product(*ranges) for position in held[numbers]]
             siblings[(*texts[:-1], parent, parameter), ranges, verdict][word] = own
     for ((*texts_before, parent, parameter), ranges, _), words in siblings.items():

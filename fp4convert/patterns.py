@@ -8,11 +8,12 @@ from __future__ import annotations
 import fnmatch
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache, lru_cache
 
 from fp4convert.errors import InputError
 
+SHAPES = 1 << 12  # of names that are remembered
 MOST_LAYERS = 4096  # in one range; a config.json that says more is not one of a model
 TEXT_CONFIGS = ("text_config", "language_config", "llm_config")  # where models of several kinds of input keep the layers' numbers
 
@@ -27,34 +28,77 @@ def matches_any(patterns: tuple[str, ...], module: str) -> bool:
     return bool(patterns) and _sieve(patterns).holds(module)
 
 
+def sift(patterns: tuple[str, ...], modules: Collection[str]) -> list[str]:
+    """The modules that one of the patterns matches, in their order."""
+    return _sieve(patterns).sift(modules) if patterns else []
+
+
 class _Sieve:
-    """Many patterns as one question: most are text with stars around it, which strings find far sooner than expressions do."""
+    """Many patterns as one question: most are text with stars around it, which strings find far sooner than expressions do.
+
+    A pattern without digits fits all names that differ in digits alone, or none of them: so the modules of many layers are few
+    shapes, which are asked once.  A shape has a zero for every digit.  Of patterns with digits it says where they may fit.
+    """
 
     def __init__(self, patterns: tuple[str, ...]) -> None:
         self._patterns = patterns
+        others = [pattern for pattern in patterns if not _texts_of(pattern)]
+        blind = [pattern for pattern in others if not _DIGIT.search(pattern) and not pattern.startswith("re:")]
+        numbered = [pattern for pattern in others if pattern not in blind]
         texts = {text for pattern in patterns for text in _texts_of(pattern)}
+        counting = {text for text in texts if _DIGIT.search(text)}
+        possible = {text.translate(_ZEROS) for text in (*counting, *map(_beginning_of, numbered))}
+        self._fits = lru_cache(SHAPES)(_Texts(texts - counting, blind).fit)
+        self._may_fit = lru_cache(SHAPES)(_Texts(possible, ()).fit)
+        self._fits_numbers = _Texts(counting, numbered).fit
+
+    def holds(self, module: str) -> bool:
+        return self._holds(module, module.translate(_ZEROS))
+
+    def sift(self, modules: Collection[str]) -> list[str]:
+        shapes = "\n".join(modules).translate(_ZEROS).split("\n")  # at once: one by one it takes longer than all else
+        if len(shapes) != len(modules):
+            return [module for module in modules if self.holds(module)]
+        return [module for module, shape in zip(modules, shapes, strict=True) if self._holds(module, shape)]
+
+    def _holds(self, module: str, shape: str) -> bool:
+        if "\n" in shape:  # which no dot of an expression fits
+            return any(matches(pattern, module) for pattern in self._patterns)
+        return self._fits(shape) or (self._may_fit(shape) and self._fits_numbers(module))
+
+
+class _Texts:
+    """Texts with stars at their ends, sorted by where these stand, and other patterns."""
+
+    def __init__(self, texts: Collection[str], patterns: Iterable[str]) -> None:
+        self._expressions = [compiled(pattern) for pattern in patterns]
         self._names = frozenset(text for text in texts if "*" not in text)
         starred = [text for text in texts if "*" in text]
         self._inside = [text.strip("*") for text in starred if text[0] == text[-1] == "*"]
         self._beginnings = tuple(text.rstrip("*") for text in starred if text[0] != "*")
         self._ends = tuple(text.lstrip("*") for text in starred if text[-1] != "*")
-        self._expressions = [compiled(pattern) for pattern in patterns if not _texts_of(pattern)]
 
-    def holds(self, module: str) -> bool:
-        if "\n" in module:  # which no dot of an expression fits
-            return any(matches(pattern, module) for pattern in self._patterns)
+    def fit(self, name: str) -> bool:
         return (
-            module in self._names
-            or module.startswith(self._beginnings)
-            or module.endswith(self._ends)
-            or any(map(module.__contains__, self._inside))
-            or any(expression.match(module) for expression in self._expressions)
+            name in self._names
+            or name.startswith(self._beginnings)
+            or name.endswith(self._ends)
+            or any(map(name.__contains__, self._inside))
+            or any(expression.match(name) for expression in self._expressions)
         )
 
 
+_sieve = cache(_Sieve)
+_DIGIT = re.compile("[0-9]")
+_ZEROS = str.maketrans("123456789", "0" * 9)
 _PLAIN = re.compile(
     r"re:(?P<above>\(\?:\.\*\\\.\)\?)?(?P<head>\.\*)?(?P<text>(?:[\w/-]|\\[!-)+-/:-@\[-`{-~])+)(?P<tail>\.\*)?(?P<end>\$)?"
 )
+
+
+def _beginning_of(pattern: str) -> str:
+    """How all names begin that a pattern fits, as a text with a star."""
+    return "*" if pattern.startswith("re:") else f"{re.split('[*?[]', pattern)[0]}*"
 
 
 def _texts_of(pattern: str) -> tuple[str, ...]:

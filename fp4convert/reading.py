@@ -51,6 +51,8 @@ class _Reader:
         self._dialect = dialect
         self._kind = cache(lambda form: _Kind(form, dialect))
         self._kind_of = form_finder([(self._kind(form), modules) for form, modules in groups])
+        beside = [name for name in tensors if name.endswith(dialect.TRAITS.companions)]
+        self._companions = [ending for ending in dialect.TRAITS.companions if any(name.endswith(ending) for name in beside)]
         self.has_fp8 = any(group.form.format is FP8 for group in groups)
         self.modules: dict[str, Packed] = {}
         self.findings: list[Finding] = []
@@ -108,9 +110,9 @@ class _Reader:
                     is_whole = False
                     self.findings.append(fault)
         if is_whole:
-            companions = tuple([tensors[name] for ending in traits.companions if (name := stem + ending) in tensors])
+            companions = tuple([tensors[name] for ending in self._companions if (name := stem + ending) in tensors])
             for module, pieces in pieces_of(self._dialect.slots(stem, shape)).items():
-                rows = sum([piece.height for piece in pieces])
+                rows = pieces[0].height if len(pieces) == 1 else sum([piece.height for piece in pieces])
                 self.modules[module] = Packed(tuple(refs), (rows, shape[-1]), companions, stem, shape, pieces, form)
 
     def _wanted(self, stem: str, form: Form) -> tuple[str, ...]:

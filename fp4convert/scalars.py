@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
-from operator import attrgetter
 from typing import TypeVar
 
 from fp4convert.artifact import Artifact
@@ -48,16 +47,18 @@ def input_scales(artifact: Artifact, modules: Collection[str]) -> dict[str, floa
 
 def _read(artifact: Artifact, names: list[str]) -> list[float]:
     """The float32 in each of those tensors; where a sound module lacks one, it is implied to be 1."""
-    runs = list(_runs({ref for name in names if (ref := artifact.tensors.get(name))}))
-    read = read_each(artifact.source, lambda run: _values(artifact.source, run), runs)
-    found = {ref.name: value for run, values in zip(runs, read, strict=True) for ref, value in zip(run, values, strict=True)}
+    wanted = set(names)
+    runs = list(_runs(ref for name, ref in artifact.tensors.items() if name in wanted))
+    found: dict[str, float] = {}
+    for values in read_each(artifact.source, lambda run: _values(artifact.source, run), runs):
+        found.update(values)
     return [found.get(name, 1.0) for name in names]
 
 
 def _runs(refs: Iterable[TensorRef]) -> Iterator[list[TensorRef]]:
-    """Tensors of one float32 each that follow one another in a file."""
+    """Tensors of one float32 each, in the order of their files: those that follow one another."""
     run: list[TensorRef] = []
-    for ref in sorted(refs, key=attrgetter("file", "start")):
+    for ref in refs:
         if run and (ref.start != run[-1].start + NBYTES or ref.file != run[-1].file):
             yield run
             run = []
@@ -66,7 +67,8 @@ def _runs(refs: Iterable[TensorRef]) -> Iterator[list[TensorRef]]:
         yield run
 
 
-def _values(source: Source, run: list[TensorRef]) -> tuple[float, ...]:
+def _values(source: Source, run: list[TensorRef]) -> Iterator[tuple[str, float]]:
+    """The name and the number of each."""
     buffer = memoryview(bytearray(NBYTES * len(run)))
     source.read_into(run[0]._replace(dtype="F32", shape=(len(run),)), 0, buffer)
-    return struct.unpack(f"<{len(run)}f", buffer)
+    return zip([ref.name for ref in run], struct.unpack(f"<{len(run)}f", buffer), strict=True)

@@ -21,6 +21,7 @@ from fp4convert.codec import FLOAT_DTYPES, block_steps
 from fp4convert.detection import StoredScales, detect_layout
 from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Format, Quantized, row_panels
 from fp4convert.layout import LAYOUTS, arrange_scales
+from fp4convert.patterns import sift
 from fp4convert.reading import UNSAID, Finding, Level, idle_scales
 from fp4convert.recipe import gather_groups, group_members, model_recipe, scale_group
 from fp4convert.scalars import global_scales, input_scales, read_each
@@ -303,7 +304,7 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
         yield Finding("error", "index-omits", None, detail)
     recipe = model_recipe(artifact.source.checkpoint.config)
     is_strict = not artifact.spelling.TRAITS.holds_embeddings
-    for module in artifact.packed:
+    for module in sift(recipe.kept_patterns, artifact.packed):
         kind = recipe.kind_of(module)
         if kind == "router":
             detail = "it is a router, which few engines read quantized, and which loses most by it"

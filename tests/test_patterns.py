@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fp4convert.errors import InputError
-from fp4convert.patterns import expand, integer_of, matches, matches_any
+from fp4convert.patterns import expand, integer_of, matches, matches_any, sift
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,21 @@ def test_many_expressions_at_once_match_what_one_of_them_matches(patterns, modul
     except InputError:
         return
     assert matches_any(tuple(patterns), module) is any(fits)
+
+
+@given(
+    st.lists(
+        st.text("a1.*?[]", max_size=5) | st.sampled_from(("a[0-1]*", "*a1", "*a1*", "re:a\\d", "re:a1$", "re:.*1")), max_size=4
+    ),
+    st.lists(st.text("a012.\n", max_size=5), max_size=4),
+)
+@example(["*a1"], ["a0", "a1", "a11", "a2"])
+@example(["a[0-1]*"], ["a0", "a1", "a2", "b0"])
+@example(["re:a1$"], ["a0", "a1", "a\n1"])
+def test_modules_that_differ_in_numbers_alone_are_sifted_as_if_asked_one_by_one(patterns, modules):
+    fitting = [module for module in modules if any(matches(pattern, module) for pattern in patterns)]
+    assert sift(tuple(patterns), modules) == fitting
+    assert [module for module in modules if matches_any(tuple(patterns), module)] == fitting
 
 
 CONFIG = {

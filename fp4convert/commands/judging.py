@@ -51,6 +51,7 @@ class VerifyOptions(InspectOptions, total=False):
 
 
 @keeping_nothing()
+@uncollected()
 def inspect(
     artifact: Reference, *, source: Reference | None = None, full: bool = False, **options: Unpack[InspectOptions]
 ) -> dict[str, Any]:
@@ -69,9 +70,8 @@ def inspect(
     check_apart({SARIF: sarif}, _folder_of(artifact, options))
     if sarif:
         clear_sarif(sarif)
-    with uncollected():
-        opened = open_artifact(os.fspath(artifact), access_of(options))
-        description = inspection.inspect(opened, _original(source, options), full)
+    opened = open_artifact(os.fspath(artifact), access_of(options))
+    description = inspection.inspect(opened, _original(source, options), full)
     if sarif:
         write_sarif(sarif, opened, description["findings"])
     return description
