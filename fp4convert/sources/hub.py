@@ -38,9 +38,9 @@ from fp4convert.sources.naming import (
     PIPELINE,
     WEIGHTS,
     check_index,
-    check_unique,
     choose_shards,
     find_components,
+    find_homes,
     find_index,
     no_weights,
     read_index,
@@ -207,7 +207,7 @@ class HubSource:
             raise InputError("gguf", detail, f"Download it: hf download {self._repo} {shards[0]} --local-dir FOLDER.")
         with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool, stopping(self):
             headers = tuple(pool.map(self._header, shards))
-        check_unique(headers)
+        homes = find_homes(headers)
         sidecars, left_out = sort_others(self._files, shards)
         return Checkpoint(
             repo=self._repo,
@@ -216,7 +216,7 @@ class HubSource:
             shards=headers,
             sidecars=sidecars,
             left_out=left_out,
-            unindexed=check_index(headers, weight_map, index) if weight_map and index else (),
+            unindexed=check_index(homes, weight_map, index) if weight_map and index else (),
             stamps={name: self._files[name].oid for name in (*shards, *sidecars)},
         )
 

@@ -20,9 +20,9 @@ from fp4convert.sources.naming import (
     PIPELINE,
     WEIGHTS,
     check_index,
-    check_unique,
     choose_shards,
     find_components,
+    find_homes,
     find_index,
     no_subfolder,
     no_weights,
@@ -146,7 +146,7 @@ class LocalSource:
         if not shards and not may_be_empty:
             raise no_weights(self._folder, names)
         headers = tuple(self._header(name) for name in shards)
-        check_unique(headers)
+        homes = find_homes(headers)
         sidecars, left_out = sort_others(self._files(), shards)
         return Checkpoint(
             repo=None,
@@ -155,7 +155,7 @@ class LocalSource:
             shards=headers,
             sidecars=sidecars,
             left_out=left_out,
-            unindexed=check_index(headers, weight_map, index) if weight_map and index else (),
+            unindexed=check_index(homes, weight_map, index) if weight_map and index else (),
             stamps=self._stamps_of(*shards, *sidecars),
         )
 

@@ -59,8 +59,9 @@ def read_index(text: bytes, index: str = INDEXES[0]) -> dict[str, str]:
         if not isinstance(file, str) or file not in sound:
             _check_shard_name(tensor, file, index)
             sound.add(file)
-    folded = Counter(file.lower() for file in set(weight_map.values()))
-    if twins := sorted(file for file in set(weight_map.values()) if folded[file.lower()] > 1):
+    files = set(weight_map.values())
+    folded = Counter(file.lower() for file in files)
+    if twins := sorted(file for file in files if folded[file.lower()] > 1):
         detail = f"{index}: weight_map names {twins[0]!r} and {twins[1]!r}, which differ only in case"
         raise InputError("index", f"{detail}; expected names that any file system keeps apart", "Rename one, in the index too.")
     return dict(weight_map)
@@ -77,29 +78,27 @@ def _check_shard_name(tensor: str, file: object, index: str) -> None:
         raise InputError("index", f"{index}: {tensor!r} is said to lie in {file!r}; expected a .safetensors file")
 
 
-def check_index(shards: Sequence[Header], weight_map: dict[str, str], index: str) -> tuple[str, ...]:
-    """The tensors that an index omits; InputError where it contradicts the headers."""
-    held = {ref.name: shard.file for shard in shards for ref in shard.tensors}
-    if held == weight_map:
+def find_homes(shards: Sequence[Header]) -> dict[str, str]:
+    """Tensor name -> the shard that holds it; InputError when two do."""
+    homes = {ref.name: shard.file for shard in shards for ref in shard.tensors}
+    if len(homes) < sum(len(shard.tensors) for shard in shards):
+        first: dict[str, str] = {}
+        for ref in (ref for shard in shards for ref in shard.tensors):
+            if ref.name in first:
+                detail = f"{ref.name!r} is in two shards, {first[ref.name]} and {ref.file}; expected one"
+                raise InputError("tensor-twice", detail, "Remove the file that does not belong.", ref.name)
+            first[ref.name] = ref.file
+    return homes
+
+
+def check_index(homes: dict[str, str], weight_map: dict[str, str], index: str) -> tuple[str, ...]:
+    """The tensors that an index omits, of those that `find_homes` found; InputError where it contradicts the headers."""
+    if homes == weight_map:
         return ()
     for tensor, file in weight_map.items():
-        if held.get(tensor) != file:
+        if homes.get(tensor) != file:
             raise InputError("index", f"{index}: {tensor!r} is not in {file}, where the index says it is")
-    return tuple(tensor for tensor in held if tensor not in weight_map)
-
-
-def check_unique(shards: Sequence[Header]) -> None:
-    """InputError when two shards hold a tensor of the same name."""
-    names = [ref.name for shard in shards for ref in shard.tensors]
-    if len(set(names)) == len(names):
-        return
-    owner: dict[str, str] = {}
-    for shard in shards:
-        for ref in shard.tensors:
-            if ref.name in owner:
-                detail = f"{ref.name!r} is in two shards, {owner[ref.name]} and {shard.file}; expected one"
-                raise InputError("tensor-twice", detail, "Remove the file that does not belong.", ref.name)
-            owner[ref.name] = shard.file
+    return tuple(tensor for tensor in homes if tensor not in weight_map)
 
 
 def choose_shards(where: object, names: Collection[str], weight_map: dict[str, str] | None) -> list[str]:
