@@ -201,11 +201,11 @@ def _cells(x: Floats) -> Iterator[Floats]:
     for run in RUNS:
         if run < FOUR:
             yield _join_blocks(_sum_rows(x, run), LEAST_CELL // run)
-    fours = _join_blocks(_sum_rows(x, FOUR))
-    above = np.zeros((len(fours) + 1, *fours.shape[1:]))  # the sums of all fours above
-    np.cumsum(fours, axis=0, out=above[1:])
+    above = _join_blocks(np.concatenate((np.zeros((1, *x.shape[1:])), _sum_rows(x, FOUR))))
+    yield above[1:]
+    np.cumsum(above, axis=0, out=above)
     for run in RUNS:
-        if run >= FOUR:
+        if run > FOUR:
             ends = above[: len(x) // run * run // FOUR + 1 : run // FOUR]
             yield ends[1:] - ends[:-1]
     for sums in _period_sums(x):
@@ -254,7 +254,7 @@ def _sum_blocks(x: Floats, widths: Integers) -> tuple[Floats, Floats]:
 
 def _sum_above(x: Floats, ends: Integers) -> Floats:
     """The sums of all rows above each end."""
-    bounds = np.unique([0, *ends])
+    bounds = np.array(sorted({0, *ends.tolist()}))  # np.unique would load numpy.ma, which takes 10 ms
     above = np.zeros((len(bounds), *x.shape[1:]))
     np.cumsum(np.add.reduceat(x, bounds[:-1], axis=0), axis=0, out=above[1:])
     return above[np.searchsorted(bounds, ends)]

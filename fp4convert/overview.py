@@ -32,7 +32,7 @@ def draw_plan(screen: Screen, plan: Document) -> None:
     """What becomes of every kind of module, and why; then sizes and time."""
     rows = [HEADINGS, *map(_cells, plan["patterns"])]
     others = [max(len(row[at]) for row in rows) for at in range(1, len(HEADINGS) - 1)]
-    left = screen.out.width - sum(others) - len(GAP) * (len(others) + 1)
+    left = screen.width - sum(others) - len(GAP) * (len(others) + 1)
     widths = [_name_width([row[0] for row in rows], left - WHY_WIDTH), *others]
     room = max(WHY_WIDTH, left - widths[0])
     screen.line(_line(HEADINGS, widths), "bold")
@@ -43,12 +43,12 @@ def draw_plan(screen: Screen, plan: Document) -> None:
             screen.line(f"{component}/", "bold")
             part_of, above = component, ""
         if parent and parent != above:
-            for part in _broken(_told(parent.removesuffix(".")), screen.out.width):
+            for part in _broken(_told(parent.removesuffix(".")), screen.width):
                 screen.line(part, "bold")
         above = parent
         style = STYLES.get(row["action"], "green")
         if len(cells[0]) > widths[0]:
-            for part in _broken(cells[0], screen.out.width):
+            for part in _broken(cells[0], screen.width):
                 screen.line(part, style)
         name = "" if len(cells[0]) > widths[0] else cells[0]
         first, *more = wrap(cells[-1], room) or [""]

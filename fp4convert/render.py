@@ -14,16 +14,17 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import islice
-from typing import Any
-
-from rich.console import Console, Group, RenderableType
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, TextIO
 
 from fp4convert.errors import Fp4Error, OutputError
 from fp4convert.numbered import join_names
 from fp4convert.progress import Meter, Phases, duration_text, rate_text, size_text
 from fp4convert.shard import WEIGHT
+
+if TYPE_CHECKING:  # what draws tables, bars, and colours on terminals
+    from rich.console import Console, RenderableType
 
 Document = dict[str, Any]  # what --json prints; keys as in the README
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # control, format (bidi), surrogate, private, unassigned, separators
@@ -55,9 +56,23 @@ class Screen:
     def __init__(self, is_json: bool = False, is_quiet: bool = False) -> None:
         self.is_json = is_json
         self.is_quiet = is_quiet
-        width = None if sys.stdout.isatty() else PIPE_WIDTH
-        self.out = Console(highlight=False, soft_wrap=True, width=width)
-        self.err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    @cached_property
+    def out(self) -> Console:
+        from rich.console import Console
+
+        return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+    @cached_property
+    def width(self) -> int:
+        """Characters that a line of stdout has room for."""
+        return self.out.width if sys.stdout.isatty() else PIPE_WIDTH
+
+    @cached_property
+    def err(self) -> Console:
+        from rich.console import Console
+
+        return Console(stderr=True, highlight=False, soft_wrap=True)
 
     def show(self, document: Document, draw: Callable[[Screen, Document], None]) -> None:
         """The document as JSON for a machine, or drawn for a person."""
@@ -76,11 +91,22 @@ class Screen:
                 sys.exit(CLOSED_PIPE)
             raise OutputError("cannot-print", f"standard output cannot be written: {error.strerror}") from None
 
-    def line(self, text: object, style: str = "") -> None:
-        self.out.print(Text(escape(text), style))
+    def line(self, text: object, style: str = "", label: str = "") -> None:
+        """A line on stdout; where it has a label before it, that alone has the style."""
+        self._print(sys.stdout, text, style, label)
+
+    def _print(self, to: TextIO, text: object, style: str, label: str = "") -> None:
+        if not _has_colours(to):
+            print(f"{label}{escape(text)}", file=to, flush=True)
+            return
+        from rich.text import Text
+
+        line = Text(label, style).append(escape(text), "default") if label else Text(escape(text), style)
+        (self.out if to is sys.stdout else self.err).print(line)
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         from rich.table import Column, Table
+        from rich.text import Text
 
         table = Table(*(Column(heading, overflow="fold") for heading in headings), box=None, pad_edge=False)
         for row in rows:
@@ -89,12 +115,12 @@ class Screen:
 
     def warn(self, warnings: Iterable[str]) -> None:
         for warning in () if self.is_quiet else warnings:
-            self.err.print(Text("warning: ", "yellow").append(escape(warning), "default"))
+            self._print(sys.stderr, warning, "yellow", "warning: ")
 
     def note(self, lines: Iterable[str]) -> None:
         """What a person wants to know meanwhile, on stderr."""
         for line in () if self.is_quiet else lines:
-            self.err.print(Text(escape(line), "dim"))
+            self._print(sys.stderr, line, "dim")
 
     def tell(self, line: str) -> None:
         """A line of `note`."""
@@ -108,14 +134,14 @@ class Screen:
             except OSError:
                 _forget_stdout()
         for number, line in enumerate(error.lines):
-            self.err.print(Text("error: " if number == 0 else "       ", "bold red").append(escape(line), "default"))
+            self._print(sys.stderr, line, "bold red", "error: " if number == 0 else "       ")
         if error.next_step:
-            self.err.print(Text(" next: ", "bold").append(escape(error.next_step), "default"))
+            self._print(sys.stderr, error.next_step, "bold", " next: ")
 
     @contextmanager
     def phases(self) -> Iterator[Phases]:
         """A bar for each phase on a terminal, a line every few seconds elsewhere and in CI; both on stderr."""
-        is_bare = "CI" in os.environ or self.err.is_dumb_terminal or not (self.err.is_terminal and sys.stderr.isatty())
+        is_bare = "CI" in os.environ or not sys.stderr.isatty() or self.err.is_dumb_terminal or not self.err.is_terminal
         phases = Phases(_print_progress if is_bare and not self.is_quiet else None)
         if is_bare or self.is_quiet:
             yield phases
@@ -125,6 +151,11 @@ class Screen:
 
         with Live(get_renderable=lambda: _bars(phases.meters, self.err.width), console=self.err, transient=True):
             yield phases
+
+
+def _has_colours(stream: TextIO) -> bool:
+    """False where rich would print plain words: a pipe or a file, unless a user asks for colours in it."""
+    return stream.isatty() or bool(os.environ.get("FORCE_COLOR")) or os.environ.get("TTY_COMPATIBLE") == "1"
 
 
 def _forget_stdout() -> None:
@@ -139,8 +170,10 @@ def _print_progress(line: str, tensor: str) -> None:
 
 def _bars(meters: Sequence[Meter], width: int) -> RenderableType:
     """A row for each phase, with a bar where there is room for one; below them the tensor that was done last."""
+    from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
+    from rich.text import Text
 
     verbs = max((len(meter.verb) for meter in meters), default=0)
     room = min(BAR_WIDTH, width - verbs - STATUS_WIDTH - 2)
@@ -308,8 +341,7 @@ def draw_findings(screen: Screen, findings: Iterable[Document]) -> None:
         named = [(tensor.removesuffix(WEIGHT), WEIGHT if tensor.endswith(WEIGHT) else "") for tensor in tensors if tensor]
         whole = [""] if len(named) < len(tensors) else []
         for where in [*whole, *(_pattern_text(named, pattern, held) for pattern, held in join_names(named))]:
-            text = Text(f"{level} {code}: ", _COLOURS[level])
-            screen.out.print(text.append(f"{where}{escape(detail)}", "default"))
+            screen.line(f"{where}{detail}", _COLOURS[level], f"{level} {code}: ")
 
 
 def _pattern_text(named: Sequence[tuple[str, str]], pattern: str, held: Sequence[int]) -> str:

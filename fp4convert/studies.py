@@ -30,7 +30,7 @@ def draw_study(screen: Screen, study: Document) -> None:
     screen.table((*KIND, *headings), [_kind_row(kind, used, study["weights"]) for kind in study["kinds"]])
     screen.line("")
     for sentence in study["recommendation"]["words"]:
-        for line in wrap(sentence, min(screen.out.width, WIDEST)):
+        for line in wrap(sentence, min(screen.width, WIDEST)):
             screen.line(line)
 
 

@@ -28,7 +28,7 @@ def draw(capsys, rows, width=100, **more):
     totals = {"source_bytes": 1_370_000_000_000, "output_bytes": 389_000_000_000, "bits_per_weight": 4.5, "added_bytes": 0}
     peaks = {"peak_memory_bytes": 138_000_000, "peak_disk_bytes": 389_100_000_000}
     screen = Screen()
-    screen.out.width = width
+    screen.width = width
     draw_plan(screen, {**totals, **peaks, "patterns": rows, "seconds_estimated": SECONDS, **more})
     return capsys.readouterr().out.splitlines()
 

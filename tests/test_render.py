@@ -14,6 +14,7 @@ from contextlib import suppress
 import pytest
 from checkpoints import LAYER, hidden_characters, run, weight, write_checkpoint, write_llama, write_single
 
+from fp4convert.errors import InputError
 from fp4convert.render import Screen, draw_result, escape
 
 
@@ -40,6 +41,30 @@ def test_escape_shows_what_could_act_on_a_terminal(text, shown):
 def test_every_single_character_is_shown_or_harmless():
     for code in (*range(0x3000), *range(0xD7F0, 0xE010), *range(0xFE00, 0x10000), *range(0xE0000, 0xE0200)):
         assert not hidden_characters(escape(chr(code)))
+
+
+def test_a_file_gets_the_words_that_a_terminal_gets_without_the_colours(capsys, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("TTY_COMPATIBLE", raising=False)
+    told = []
+    for colours in ("", "1"):
+        monkeypatch.setenv("FORCE_COLOR", colours)
+        screen = Screen()
+        for text in ("", "plain", "  [bold]x[/bold] :smile: é 漢字 ", "a\tb\x1b[31m", "word " * 400, "x" * 1500):
+            screen.line(text)
+            screen.line(text, "bold red")
+            screen.line(text, "yellow", "warning x: ")
+            screen.warn([text])
+            screen.tell(text)
+            screen.fail(InputError("usage", f"{text}one\ntwo", text))
+        told.append(capsys.readouterr())
+    plain, coloured = told
+    assert plain.out.count("\n") == 18
+    assert "\x1b" not in plain.out + plain.err
+    for stream in ("out", "err"):
+        assert "\x1b[1;31m" in getattr(coloured, stream)
+        assert re.sub(r"\x1b\[[0-9;]*m", "", getattr(coloured, stream)) == getattr(plain, stream)
 
 
 def test_a_drawn_result_ends_with_the_digest(tmp_path):
@@ -73,6 +98,7 @@ def test_a_drawn_result_tells_what_it_knows(capsys):
 
 SHOWN = """
 import time
+from fp4convert.errors import InputError
 from fp4convert.render import Screen
 with Screen().phases() as phases:
     phases.begin("plan")
