@@ -63,6 +63,31 @@ class Done:
         return done
 
 
+class Records:
+    """The records of finished tasks, each parsed once as long as its file stays the same: who waits for others looks often."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._parsed: dict[str, tuple[object, Done]] = {}
+
+    def path(self, task: TaskFiles) -> Path:
+        """Where a task's record is, or will be."""
+        return self._folder / f"{task.key}.json"
+
+    def of(self, task: TaskFiles) -> Done | None:
+        """What a task wrote; None where there is no record, or a damaged one: it proves nothing."""
+        try:
+            with self.path(task).open(encoding="utf-8") as stream:
+                status = os.fstat(stream.fileno())
+                mark = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+                known = self._parsed.get(task.key)
+                if known is None or known[0] != mark:
+                    known = self._parsed[task.key] = mark, Done.from_json(stream.read())
+        except (ValueError, KeyError, TypeError, RecursionError, OSError):
+            return None
+        return known[1]
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a run is for.

@@ -26,12 +26,13 @@ from typing import BinaryIO
 from fp4convert.accounting import Account
 from fp4convert.claims import Claims
 from fp4convert.errors import OutputError
-from fp4convert.manifest import ENDED, PLAN, STATE, Done, Manifest, TaskFiles, read_manifest, refuse_foreign
+from fp4convert.manifest import ENDED, PLAN, STATE, Done, Manifest, Records, TaskFiles, read_manifest, refuse_foreign
 from fp4convert.seals import seal
 from fp4convert.shard import ShardWriter, TensorRef, hash_file, told
 from fp4convert.sources import PLAN_FILE
 from fp4convert.tasks import Task
 
+DONE = "done"  # the folder of records
 PLANNING = "plan"  # the claim of whoever writes plan.json
 READ_NBYTES = 1 << 20
 OnNamed = Callable[[Path, str, str], None]
@@ -106,8 +107,9 @@ class Terms:
 class OutputFolder:
     """The output, as long as this process works in it.
 
-    hashes  sha256 of every file that this process has written, has read again, or found as another had sealed it
-    named   called with the path, the name and the sha256 of every file that has got its final name
+    hashes   sha256 of every file that this process has written, has read again, or found as another had sealed it
+    named    called with the path, the name and the sha256 of every file that has got its final name
+    records  of finished tasks
     """
 
     root: Path
@@ -115,6 +117,10 @@ class OutputFolder:
     claims: Claims
     hashes: dict[str, str] = field(default_factory=dict)
     named: OnNamed = lambda path, file, sha256: None
+    records: Records = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.records = Records(self.state / DONE)
 
     @property
     def state(self) -> Path:
@@ -127,14 +133,10 @@ class OutputFolder:
 
     def record_of(self, task: TaskFiles) -> Done | None:
         """What a finished task wrote; None where it is not finished, or where its files are gone or have other sizes."""
-        try:
-            done = Done.from_json((self.state / "done" / f"{task.key}.json").read_text(encoding="utf-8"))
-            is_there = done.files.keys() == task.files.keys() and all(
-                _nbytes_of(self.root / file) == nbytes for file, nbytes in task.files.items()
-            )
-        except (ValueError, KeyError, TypeError, RecursionError, OSError):
-            return None  # not there, or damaged: it proves nothing, and the task is done again
-        return done if is_there else None
+        done = self.records.of(task)
+        if done is None or done.files.keys() != task.files.keys():
+            return None
+        return done if all(_nbytes_of(self.root / file) == nbytes for file, nbytes in task.files.items()) else None
 
     def missing(self) -> list[TaskFiles]:
         """The tasks of the plan that are not finished."""
@@ -143,7 +145,7 @@ class OutputFolder:
     def forget(self, task: TaskFiles) -> None:
         """Have a task done again."""
         with told(self.root):
-            (self.state / "done" / f"{task.key}.json").unlink(missing_ok=True)
+            self.records.path(task).unlink(missing_ok=True)
         for file in task.files:
             self.hashes.pop(file, None)
 
@@ -221,7 +223,7 @@ class OutputFolder:
                 path(file).unlink()
         if first is None:
             seals = {file: seal(self.root / file, sha256, self.temps) for file, sha256 in done.files.items()}
-            self._put(f"done/{task.key}.json", replace(done, seals=seals).as_json())
+            self._put(f"{DONE}/{task.key}.json", replace(done, seals=seals).as_json())
         self.claims.drop(task.key)
 
     def write_texts(self, texts: dict[str, str]) -> None:
@@ -346,7 +348,7 @@ def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
     folder = OutputFolder(root, manifest, claims)
     try:
         with told(root):
-            for place in (folder.state / "done", folder.temps):
+            for place in (folder.state / DONE, folder.temps):
                 place.mkdir(parents=True, exist_ok=True)
         try:
             yield folder
@@ -379,7 +381,7 @@ def _nbytes_of(path: Path) -> int | None:
     """The size of a file; None where there is none, or no more: other processes move theirs."""
     try:
         status = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no name that a file can have
         return None
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 

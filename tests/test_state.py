@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from checkpoints import FIRST, run, run_alone, write_llama
 
+from fp4convert.manifest import Done, Records, TaskFiles
+
 STATE, RECORD = ".fp4convert", "quantization_config.json"
 DEEP, BIG = b"[" * 100_000, b"9" * 6000
 
@@ -76,6 +78,24 @@ def test_a_hash_that_is_another_has_its_task_done_again(sha256, source, out, cle
     entry = json.loads(record_of(out).read_text())
     record_of(out).write_text(json.dumps({**entry, "files": {FIRST: sha256}}))
     is_redone(source, out, clean, "unfinished", "damaged")
+
+
+def test_a_record_is_parsed_once_as_long_as_it_stays_the_same(tmp_path, monkeypatch):
+    task, records, parsed = TaskFiles("a", {"m": 1}), Records(tmp_path), []
+    parse = Done.from_json
+    monkeypatch.setattr(Done, "from_json", lambda text: parsed.append(text) or parse(text))
+    assert records.of(task) is None
+    found = []
+    for sha256 in "0" * 64, "1" * 64:  # of one size
+        (tmp_path / "new").write_text(Done({"m": sha256}).as_json())
+        os.replace(tmp_path / "new", records.path(task))
+        found += [records.of(task) for _ in range(3)]
+    assert [done.files["m"][0] for done in found] == ["0", "0", "0", "1", "1", "1"]
+    assert len(parsed) == 2
+    records.path(task).write_text("{")
+    assert records.of(task) is None
+    records.path(task).unlink()
+    assert records.of(task) is None
 
 
 CHANGES = {
