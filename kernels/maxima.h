@@ -6,7 +6,9 @@
 
 INLINE i16v magnitude16(i16v x) { return x & (int16_t)0x7FFF; }
 
-#ifdef __clang__
+#if WIDTH == 32
+INLINE i16v max16(i16v a, i16v b) { return (i16v)_mm256_max_epi16((__m256i)a, (__m256i)b); }
+#elif defined(__clang__)
 INLINE i16v max16(i16v a, i16v b) { return __builtin_elementwise_max(a, b); }
 #else
 INLINE i16v max16(i16v a, i16v b) { i16v greater = a > b; return (a & greater) | (b & ~greater); }
@@ -50,7 +52,30 @@ INLINE void block_maxima16(const uint16_t *restrict x, int blocks, int width, ui
     }
 }
 
+/* n % 16 == 0; finite.  F16C's conversion is exact, subnormals too; compilers do not find it in the scalar form. */
+INLINE const float *widen_fp16(const uint16_t *restrict x, int n, float *restrict wide) {
+#ifdef __F16C__
+    for (int i = 0; i < n; i += 8) STORE(wide + i, _mm256_cvtph_ps(LOAD(__m128i, x + i)));
+#else
+    for (int i = 0; i < n; i++) wide[i] = fp4_from_finite_fp16(x[i]);
+#endif
+    return wide;
+}
+
+INLINE const float *widen_fp32(const float *restrict x, int n, float *restrict wide) { (void)n, (void)wide; return x; }
+
+INLINE const float *widen_bf16(const uint16_t *restrict x, int n, float *restrict wide) {
+    for (int i = 0; i < n; i++) wide[i] = fp4_from_bf16(x[i]);
+    return wide;
+}
+
 /* float32 magnitude bits of every block; blocks <= CHUNK */
+INLINE void widen_maxima_bf16(const uint16_t *restrict x, int blocks, int width, uint32_t *restrict maxima) {
+    uint16_t narrow[CHUNK];
+    block_maxima16(x, blocks, width, narrow);
+    for (int b = 0; b < blocks; b++) maxima[b] = (uint32_t)narrow[b] << 16;
+}
+
 INLINE void widen_maxima_fp16(const uint16_t *restrict x, int blocks, int width, uint32_t *restrict maxima) {
     uint16_t narrow[CHUNK];
     block_maxima16(x, blocks, width, narrow);
