@@ -41,7 +41,7 @@ static __attribute__((noinline)) void divided(const float *restrict x, const flo
                                     uint8_t *restrict packed, uint8_t *restrict block_scales) {                               \
         uint32_t maxima[CHUNK], scales[CHUNK];                                                                                \
         float wide[CHUNK * 16], step[CHUNK], inverse[CHUNK];                                                                  \
-        int quick = 1, done = 0;                                                                                              \
+        int quick = 0, done = 0; /* counted, not and-ed: compilers make branches of that */                                   \
         widen_maxima_##dtype(x, blocks, 16, maxima);                                                                          \
         if (choice->weights || choice->rule != NVFP4_AMAX) {                                                                  \
             NAME(choose_nvfp4)(widen_##dtype(x, blocks * 16, wide), first, blocks, choice, block_scales);                     \
@@ -53,9 +53,9 @@ static __attribute__((noinline)) void divided(const float *restrict x, const flo
         for (int b = 0; b < blocks; b++) {                                                                                    \
             step[b] = e4m3_decode_positive(scales[b]) * choice->global_scale;                                                 \
             inverse[b] = 1.0f / step[b];                                                                                      \
-            quick &= is_quick(step[b], inverse[b], fp4_float(maxima[b]));                                                     \
+            quick += is_quick(step[b], inverse[b], fp4_float(maxima[b]));                                                     \
         }                                                                                                                     \
-        if (quick) done = quick_##dtype(x, maxima, step, inverse, blocks, packed);                                            \
+        if (quick == blocks) done = quick_##dtype(x, maxima, step, inverse, blocks, packed);                                  \
         if (done == blocks) return;                                                                                           \
         divided(widen_##dtype(x + done * 16, (blocks - done) * 16, wide), step + done, blocks - done, packed + done * 8);     \
     }                                                                                                                         \

@@ -97,16 +97,16 @@ INLINE __m512i quotients(__m512i x, const uint32_t *restrict top, const uint32_t
                              const float *restrict inverse, int blocks, uint8_t *restrict packed) {                            \
         uint32_t top[CHUNK], factor[CHUNK];                                                                                    \
         uint64_t doubtful = 0;                                                                                                 \
-        int fits = 1; /* 16 bits; not where all of a block are subnormal */                                                    \
+        int fits = 0; /* 16 bits; not where all of a block are subnormal */                                                    \
         for (int b = 0; b < blocks; b++) {                                                                                     \
             int E = (int)(maxima[b] >> 23) - bias;                                                                             \
             E = E > least ? E : least;                                                                                         \
             float R = fp4_float((unsigned)(E + bias) << 23) * 0x1p13f * inverse[b];                                            \
-            fits &= (R < 65536.0f) | (maxima[b] == 0);                                                                         \
+            fits += (R < 65536.0f) | (maxima[b] == 0);                                                                         \
             top[b] = (uint32_t)(((E + 1) << mantissa) - 1);                                                                    \
             factor[b] = (uint32_t)(int)R;                                                                                      \
         }                                                                                                                      \
-        if (!fits) return 0;                                                                                                   \
+        if (fits < blocks) return 0;                                                                                           \
         for (int b = 0; b + 2 <= blocks; b += 2) {                                                                             \
             __m512i value = _mm512_loadu_si512(x + b * 16), q = quotients(value, top + b, factor + b, mantissa);               \
             __m512i at = _mm512_srli_epi16(q, 10), codes = _mm512_permutexvar_epi16(at, (__m512i)code_of);                     \
