@@ -191,7 +191,7 @@ class Cpu:
 
     def _call(self, name: str, *arguments: Array | int) -> None:
         native = [ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data) for a in arguments]
-        self._library[name](*native)
+        getattr(self._library, name)(*native)  # kept by the library, where an item is made anew
 
 
 def _finite(amax: float) -> float:
