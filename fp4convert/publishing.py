@@ -13,7 +13,6 @@ from typing import Any
 from fp4convert.artifact import CARD, open_artifact
 from fp4convert.errors import InputError
 from fp4convert.job import Result
-from fp4convert.page import PAGE, check_page, save_page
 from fp4convert.papers import check_apart
 from fp4convert.parts import Share
 from fp4convert.pipelines import Work
@@ -70,6 +69,8 @@ def choose_page(page: Path | None, output: Path, share: Share | None, is_dry: bo
         next_step = "Afterwards: fp4convert verify OUTPUT --report FILE.html."
         raise InputError("report", f"--report {page}: {made}; expected an artifact to show", next_step)
     if page is not None:
+        from fp4convert.page import PAGE, check_page
+
         check_apart({PAGE: page}, output)
         check_page(page)
     return page
@@ -81,8 +82,11 @@ def fulfil(order: Order) -> Result:
     Raises  InputError for a part that would be pushed; what Work.carry_out, Pusher and save_page raise
     """
     publication, pages = order.destinations.publication, _pages(order)
-    for page in pages.values():
-        check_page(page)
+    if pages:
+        from fp4convert.page import check_page
+
+        for page in pages.values():
+            check_page(page)
     result = order.work.carry_out(order.settings) if publication is None else _publish(order, publication)
     for line in _write_pages(order.work, pages):
         order.settings.tell(line)
@@ -103,6 +107,8 @@ def _write_pages(work: Work, pages: Mapping[str, Path]) -> Iterator[str]:
     The source is opened again, for whoever converted it may have ended its reading.
     """
     for folder, page in pages.items():
+        from fp4convert.page import save_page
+
         errand = work.errands()[folder]
         access = replace(errand.access, revision=work.source.checkpoint.revision or errand.access.revision)
         source, artifact = open_source(errand.reference, access), open_artifact(str(errand.output))

@@ -97,10 +97,12 @@ def quantize_command(
     Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
     """
     words = dict(locals())
-    from fp4convert import overview, render
+    from fp4convert import render
     from fp4convert.commands import making
 
     if words.pop("dry_run"):
+        from fp4convert import overview
+
         carry_out(words, making.preview_quantize, overview.draw_plan)
     else:
         carry_out(words, making.quantize, render.draw_result)
@@ -185,10 +187,12 @@ def prune_command(
     Example: fp4convert prune ./Qwen3-30B-A3B -o ./Qwen3-30B-A3B-96 --calibration qwen3.safetensors --keep 96
     """
     words = dict(locals())
-    from fp4convert import overview, render
+    from fp4convert import render
     from fp4convert.commands import making
 
     if words.pop("dry_run"):
+        from fp4convert import overview
+
         carry_out(words, making.preview_prune, overview.draw_plan)
     else:
         carry_out(words, making.prune, render.draw_result)
