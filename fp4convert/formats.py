@@ -108,6 +108,31 @@ class Weights(Protocol):
         """The largest magnitudes of parts that make up the whole, where they are found sooner than rows are."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class InMemory:
+    """Weights that are in memory already."""
+
+    matrix: Matrix
+
+    @property
+    def dtype(self) -> str:
+        return self.matrix.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape
+
+    def rows(self, first: int, last: int) -> Matrix:
+        width = self.shape[1] * FLOAT_TYPES[self.dtype].nbytes
+        return Matrix(self.matrix.data[first * width : last * width], self.dtype, (last - first, self.shape[1]))
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        buffer[:] = self.rows(first, last).data
+
+    def amaxes(self) -> Iterator[float] | None:
+        return None
+
+
 class Compared(NamedTuple):
     """What rows of codes have lost: accounting.py says what the numbers are.
 

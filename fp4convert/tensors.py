@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,37 +17,12 @@ from fp4convert.backends import Given
 from fp4convert.backends.cpu import Cpu
 from fp4convert.codec import FLOAT_DTYPES, LEAVE, Float32s, find_not_finite_values
 from fp4convert.errors import InputError, NumericError
-from fp4convert.formats import FLOAT_TYPES, IMPORTANCE, Format, Matrix, Quantized, check_rule, dtype_named, format_named
+from fp4convert.formats import FLOAT_TYPES, IMPORTANCE, Format, InMemory, Matrix, Quantized, check_rule, dtype_named, format_named
 
 if TYPE_CHECKING:
     import torch
 
 EXPECTED = "expected float32, float16 or bfloat16"
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Weights that are in memory."""
-
-    matrix: Matrix
-
-    @property
-    def dtype(self) -> str:
-        return self.matrix.dtype
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.matrix.shape
-
-    def rows(self, first: int, last: int) -> Matrix:
-        width = self.shape[1] * FLOAT_TYPES[self.dtype].nbytes
-        return Matrix(self.matrix.data[first * width : last * width], self.dtype, (last - first, self.shape[1]))
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
 
 
 def quantize_tensor(
@@ -75,7 +48,7 @@ def quantize_tensor(
     """
     fmt = format_named(format)
     rule = check_rule(fmt, scale_rule or fmt.default_rule)
-    weights = _Held(_matrix_of(x, fmt))
+    weights = InMemory(_matrix_of(x, fmt))
     if found := find_not_finite_values(weights):
         raise NumericError("not-finite", f"the matrix has {found}; weights must be finite", LEAVE)
     given = Given(_checked_amax(weights, fmt, global_amax), () if importance is None else (_moments(importance),))
@@ -104,7 +77,7 @@ def dequantize_tensor(q: Quantized, dtype: str = "fp32") -> NDArray[Any]:
     return np.concatenate(panels).reshape(q.shape)
 
 
-def _checked_amax(weights: _Held, fmt: Format, global_amax: float | None) -> float | None:
+def _checked_amax(weights: InMemory, fmt: Format, global_amax: float | None) -> float | None:
     """The amax of the scale group, where one is given; InputError where the matrix cannot be in that group."""
     if global_amax is None:
         return None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,19 @@ from fp4convert.backends import Given
 from fp4convert.backends.cpu import Cpu, _library
 from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.errors import InputError, NumericError
-from fp4convert.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Format, Matrix, Quantized, global_range, kernel_of, rule_number
+from fp4convert.formats import (
+    FLOAT_TYPES,
+    FORMATS,
+    MXFP4,
+    NVFP4,
+    Format,
+    InMemory,
+    Matrix,
+    Quantized,
+    global_range,
+    kernel_of,
+    rule_number,
+)
 
 NATIVE = _library().fp4_level(0)  # 4, 3 or 2 on x86-64, 0 elsewhere
 Cpus = dict[int, Cpu]
@@ -106,7 +117,7 @@ def test_any_number_of_blocks_at_any_address(cpus: Cpus, dtype: str, fmt: Format
 def test_a_given_amax_takes_the_place_of_the_groups(dtype: str) -> None:
     """2688 makes the global scale 1, whatever the weights are: what mlx stores, which has no place for one."""
     values = rounded(generator(7).normal(0, 900, (33, 512)), dtype)
-    whole = _Held(matrix(values, dtype))
+    whole = InMemory(matrix(values, dtype))
     for rule in NVFP4.scale_rules:
         given, importance = global_range(rule), importance_for(rule, 512)
         ((_, found),) = Cpu().quantize_group(
@@ -115,35 +126,9 @@ def test_a_given_amax_takes_the_place_of_the_groups(dtype: str) -> None:
         assert found.global_scale == 1.0
         assert_same_bytes(found, codec.quantize(values.astype(np.float32), NVFP4, rule, given, importance), values, rule)
     values[32, 511] = np.inf
-    spoiled = _Held(matrix(values, dtype))
+    spoiled = InMemory(matrix(values, dtype))
     with pytest.raises(NumericError):
         next(Cpu().quantize_group([spoiled], [spoiled], NVFP4, "amax", Given(2688.0)))
-
-
-@dataclass(frozen=True)
-class _Held:
-    """Weights in memory."""
-
-    matrix: Matrix
-
-    @property
-    def dtype(self) -> str:
-        return self.matrix.dtype
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.matrix.shape
-
-    def rows(self, first: int, last: int) -> Matrix:
-        row_nbytes = self.matrix.data.nbytes // self.shape[0]
-        data = self.matrix.data[first * row_nbytes : last * row_nbytes]
-        return Matrix(data, self.dtype, (last - first, self.shape[1]))
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> None:
-        return None
 
 
 def unaligned(x: Matrix) -> Matrix:

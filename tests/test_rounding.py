@@ -2,7 +2,6 @@
 
 import json
 import signal
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from fp4convert import codec, rounding
 from fp4convert.backends import open_backend
 from fp4convert.calibration_file import open_calibration
 from fp4convert.codings.folded import Factors, Folding, Scaled
-from fp4convert.formats import MXFP4, NVFP4, Matrix, format_named
+from fp4convert.formats import MXFP4, NVFP4, InMemory, Matrix, format_named
 from fp4convert.recipe import Target
 from fp4convert.sources import open_source
 
@@ -131,23 +130,9 @@ def test_gptq_is_that_of_the_algebra_under_scales_by_importance(source, tmp_path
     assert np.mean(found == expected) > 0.999
 
 
-@dataclass(frozen=True)
-class Held:
+def held(values):
     """Weights in memory."""
-
-    values: np.ndarray
-    dtype = "F32"
-
-    @property
-    def shape(self):
-        return self.values.shape
-
-    def rows(self, first, last):
-        part = np.ascontiguousarray(self.values[first:last])
-        return Matrix(part.reshape(-1).view(np.uint8).data, "F32", part.shape)
-
-    def amaxes(self):
-        return None
+    return InMemory(Matrix(values.reshape(-1).view(np.uint8).data, "F32", values.shape))
 
 
 def test_errors_are_those_of_the_codes_that_are_written(source, tmp_path, monkeypatch):
@@ -157,7 +142,7 @@ def test_errors_are_those_of_the_codes_that_are_written(source, tmp_path, monkey
     target = Target("nvfp4", scale_rule="importance", method="gptq")
     w = np.random.default_rng(3).standard_normal((50, 128), dtype=np.float32)
     rounder = rounding.Rounding(target, open_backend("cpu"), open_calibration(file))
-    panels = [q for _, q in rounder.panels([Held(w)], [Held(w)], [DOWN], NVFP4)]
+    panels = [q for _, q in rounder.panels([held(w)], [held(w)], [DOWN], NVFP4)]
     assert [q.shape[0] for q in panels] == [20, 20, 10]
     noise = sum(np.frombuffer(q.compared.rows, np.float64).reshape(-1, 5)[:, 1].sum() for q in panels)
     values = np.concatenate([codec.dequantize(q) for q in panels])
@@ -173,7 +158,7 @@ def test_under_factors_moments_are_those_of_the_inputs_that_arrive(source, tmp_p
     fold = Folding("m", "k", (), lambda source: Factors(factors, factors))
     w = np.random.default_rng(3).standard_normal((8, 128), dtype=np.float32)
     calibration = open_calibration(calibrate(tmp_path / "c.safetensors", source))
-    scaled = Scaled(Held(w), open_source(str(source)), fold, None)
+    scaled = Scaled(held(w), open_source(str(source)), fold, None)
     rounder = rounding.Rounding(Target("mxfp4", scale_rule="importance", method="awq"), open_backend("cpu"), calibration)
     ((_, found),) = rounder.panels([scaled], [scaled], [DOWN], MXFP4)
     moments = (calibration.moments(DOWN) / np.square(factors)).astype(np.float32)

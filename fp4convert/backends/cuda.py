@@ -6,14 +6,13 @@ import math
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 
 from fp4convert.backends import OWN, Given
 from fp4convert.codec import Float32s, global_scale_of, not_finite
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, NVFP4, Blocks, Format, Matrix, Quantized, Weights, row_panels
+from fp4convert.formats import NVFP4, Blocks, Format, InMemory, Matrix, Quantized, Weights, row_panels
 from fp4convert.gpus import Gpu
 from fp4convert.lane import GEMV_VECTORS, GPU_PANEL_ELEMENTS, LANES, MAX_ELEMENT_NBYTES, Kernels, Lane, told
 
@@ -55,7 +54,7 @@ class Cuda:
     def amax(self, x: Matrix) -> float:
         """The largest magnitude, exact; Inf or NaN where the data holds one."""
         with self._take() as lane:
-            lane.measure([_Held(x)], keep=[])
+            lane.measure([InMemory(x)], keep=[])
             return lane.amax()
 
     def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float, importance: Float32s | None = None) -> Quantized:
@@ -66,7 +65,7 @@ class Cuda:
         with self._take() as lane:
             lane.give_amax(group_amax)
             own = [] if importance is None else [importance]
-            panels = [(bytes(q.packed), bytes(q.block_scales)) for _, q in lane.quantize([_Held(x)], fmt, rule, own)]
+            panels = [(bytes(q.packed), bytes(q.block_scales)) for _, q in lane.quantize([InMemory(x)], fmt, rule, own)]
         packed, block_scales = (memoryview(b"".join(panel[part] for panel in panels)) for part in (0, 1))
         stored = float(global_scale_of(group_amax, rule)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed, block_scales, stored)
@@ -123,29 +122,3 @@ class _Seat:
     def open(self) -> Lane:
         self._lane = self._lane or Lane(self.kernels)
         return self._lane
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Held:
-    """Weights that are in memory already."""
-
-    matrix: Matrix
-
-    @property
-    def dtype(self) -> str:
-        return self.matrix.dtype
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.matrix.shape
-
-    def rows(self, first: int, last: int) -> Matrix:
-        columns = self.shape[1]
-        row_nbytes = columns * FLOAT_TYPES[self.dtype].nbytes
-        return Matrix(self.matrix.data[first * row_nbytes : last * row_nbytes], self.dtype, (last - first, columns))
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
