@@ -101,7 +101,7 @@ def _hash(path: Path, each: Callable[[int], None]) -> str:
 
 
 def write_ending(folder: OutputFolder) -> Ending:
-    """Write the texts and the report, then the record; every task is finished and its files were read again."""
+    """Write the texts and the report, then the record; every task is finished, and its files are known to be what was written."""
     manifest = folder.manifest
     folder.write_texts(manifest.texts)
     files = {file: folder.hashes[file] for file in (*manifest.files, *_write_report(folder))}

@@ -1,9 +1,9 @@
 """Whether a file is still as it was when it was hashed, without reading it again.
 
 A seal is made of a file's sha256 and of all that changes when the file does: device, inode, size, times of data and inode,
-and the machine since it was started.  A seal that is not found again proves nothing: then the file is read.  It never is on
-another machine, after a restart, in a copied folder, or where there is no boot id.  What goes wrong below the file system,
-on a disk that loses bits, it does not see: that shows when the file is read.
+and the machine since it was started.  A seal that is not found again proves nothing: then the file is read.  A seal is never
+found again on another machine, after a restart or in a copied folder, and none is made where there is no boot id.  What goes
+wrong below the file system, on a disk that loses bits, it does not see: that shows when the file is read.
 """
 
 from __future__ import annotations

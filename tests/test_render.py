@@ -96,9 +96,21 @@ def test_a_drawn_result_tells_what_it_knows(capsys):
     ]
 
 
+def test_a_drawn_merge_claims_no_reading(tmp_path):
+    """Which shards were read again, docs/resume.md says."""
+    source, out = write_llama(tmp_path / "source"), tmp_path / "out"
+    for index in range(2):
+        assert run("quantize", source, "--format", "nvfp4", "-o", out, "--shard-index", index, "--num-shards", 2).code == 0
+    digest = run("merge", out, "--json").json["digest"]
+    lines = run("merge", out).out.splitlines()
+    assert lines[0] == str(out)
+    assert re.fullmatch(r"  2 shards merged \(nvfp4, compressed-tensors\), 49\.\d kB, in \S+ s", lines[1])
+    assert lines[2].startswith("  SQNR 21.")
+    assert lines[3:] == [f"  digest {digest}"]
+
+
 SHOWN = """
 import time
-from fp4convert.errors import InputError
 from fp4convert.render import Screen
 with Screen().phases() as phases:
     phases.begin("plan")

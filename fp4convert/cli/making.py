@@ -203,7 +203,8 @@ def merge_command(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """End a conversion whose parts are done: read every shard again, compare scale groups, write the index and the records.
+    """End a conversion whose parts are done: check every shard (reading what no seal proves untouched:
+    docs/resume.md), compare scale groups, write the index and the records.
 
     Example: fp4convert merge ./Llama-3.1-8B-NVFP4
     """

@@ -222,7 +222,9 @@ def _pruning(
 
 
 def merge(output: Reference, *, phases: Phases | None = None) -> dict[str, Any]:
-    """End a conversion whose parts are done: read every shard again, compare scale groups, write the records: `merge`.
+    """End a conversion whose parts are done: check every shard, compare scale groups, write the records: `merge`.
+
+    Shards that no seal proves untouched are read again (docs/resume.md).
 
     output   the folder that parts were written to, or copied into
     Returns  what `merge --json` prints
