@@ -1,4 +1,5 @@
-/* The largest magnitude of every block, as the CPU's vectors find it: from 16-bit types a tree of interleaves, no float conversions. */
+/* The largest magnitude of every block, as the CPU's vectors find it: from 16-bit types a tree of interleaves, no float conversions.
+ * And values as float32 (widen), for what is worked out in that. */
 #ifndef FP4_MAXIMA_H
 #define FP4_MAXIMA_H
 

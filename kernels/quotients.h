@@ -64,10 +64,12 @@ INLINE int quick_fp32(const float *restrict x, const uint32_t *restrict maxima, 
  * 4096 |x| / step, at most two too small, and one too large where R was rounded up.  What is cut off from F is below the first
  * midpoint and stays there: |x| < 2^(E - 8) in bf16, 2^(E - 5) in fp16, and 2^E / step < 6.9.
  * Every midpoint is a multiple of 1/4, 1024 in Q.  So the upper six bits of Q + 2 say the code, unless Q + 2 is one of the four
- * numbers at a midpoint: then the pair of blocks is worked out in float32.  About one pair in twenty is.
+ * numbers at a midpoint: then the pair of blocks is worked out in float32.  About one pair in twenty is
+ * (tests/test_quotients.py: how far Q can be off, and that no other code is wrong).
  * fp16's subnormals have the smallest exponent and no leading one.  Those of bf16 are nothing beside a step of 2^-100. */
 enum { BF16_MANTISSA = 7, FP16_MANTISSA = 10, FP16_BIAS = 127 - 15, NEAR = 1024 - 4, NONE = -1 };
 typedef VECTOR(int16_t, 64) i16x32;
+_Static_assert(CHUNK <= 64, "doubtful has a bit for each block");
 #define ALL32(value) _mm512_set1_epi16((short)(value))
 
 /* By the upper bits of Q + 2: the code; the bits that are all zero near a midpoint, NONE where there is none. */
@@ -99,11 +101,11 @@ INLINE __m512i quotients(__m512i x, const uint32_t *restrict top, const uint32_t
         uint64_t doubtful = 0;                                                                                                 \
         int fits = 0; /* 16 bits; not where all of a block are subnormal */                                                    \
         for (int b = 0; b < blocks; b++) {                                                                                     \
-            int E = (int)(maxima[b] >> 23) - bias;                                                                             \
-            E = E > least ? E : least;                                                                                         \
-            float R = fp4_float((unsigned)(E + bias) << 23) * 0x1p13f * inverse[b];                                            \
+            int biased = (int)(maxima[b] >> 23) - bias;                                                                        \
+            biased = biased > least ? biased : least;                                                                          \
+            float R = fp4_float((unsigned)(biased + bias) << 23) * 0x1p13f * inverse[b];                                       \
             fits += (R < 65536.0f) | (maxima[b] == 0);                                                                         \
-            top[b] = (uint32_t)(((E + 1) << mantissa) - 1);                                                                    \
+            top[b] = (uint32_t)(((biased + 1) << mantissa) - 1);                                                               \
             factor[b] = (uint32_t)(int)R;                                                                                      \
         }                                                                                                                      \
         if (fits < blocks) return 0;                                                                                           \
