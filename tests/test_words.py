@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import pytest
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperArgument, TyperCommand, TyperOption
 
-from fp4convert.cli.words import Command
+from fp4convert.cli.words import PlainCommand
 
 TEXTS = (
     "8",
@@ -72,8 +72,29 @@ def taken(kind: type[TyperCommand], annotation: object, words: list[str], defaul
 @pytest.mark.parametrize("annotation", OPTIONS.values(), ids=OPTIONS)
 def test_every_word_becomes_what_typer_makes_of_it(annotation: object, tmp_path: Path) -> None:
     for word in (*TEXTS, *DIGITS, str(tmp_path), __file__, str(tmp_path / "absent")):
-        assert taken(Command, annotation, ["--x", word]) == taken(TyperCommand, annotation, ["--x", word]), word
-    assert taken(Command, annotation, []) == taken(TyperCommand, annotation, [])
+        assert taken(PlainCommand, annotation, ["--x", word]) == taken(TyperCommand, annotation, ["--x", word]), word
+    assert taken(PlainCommand, annotation, []) == taken(TyperCommand, annotation, [])
+
+
+@pytest.mark.parametrize(("kind", "word"), [(int, "8"), (float, "8"), (float, "8.5"), (str, "a"), (Path, "a/b")])
+@pytest.mark.parametrize("parameter", [TyperArgument, TyperOption])
+def test_plain_words_are_taken_without_typer(
+    parameter: Any, kind: Callable[[str], object], word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them is left to it: it would take the same, after loading pydantic."""
+    is_option, left, process = parameter is TyperOption, [], parameter.process_value
+
+    def told(self: Any, ctx: Any, value: Any) -> Any:
+        left.append(self.name)
+        return process(self, ctx, value)
+
+    monkeypatch.setattr(parameter, "process_value", told)
+    annotation: Any = Annotated[kind, typer.Option("--x", readable=False) if is_option else typer.Argument(readable=False)]
+    given = ["--x", word] if is_option else [word]
+    assert taken(PlainCommand, annotation, given) == (type(kind(word)), repr(kind(word)))
+    assert "x" not in left
+    assert taken(TyperCommand, annotation, given) == (type(kind(word)), repr(kind(word)))
+    assert "x" in left
 
 
 @pytest.mark.parametrize("kind", [str, int, float, Path])
@@ -81,7 +102,7 @@ def test_words_that_may_be_several(kind: type) -> None:
     annotation: Any = Annotated[list[kind] | None, typer.Option("--x")]  # type: ignore[valid-type]
     for words in ([], ["8"], ["8", "9"], ["8", "-9"], ["8", "x"]):
         given = [part for word in words for part in ("--x", word)]
-        assert taken(Command, annotation, given) == taken(TyperCommand, annotation, given), words
+        assert taken(PlainCommand, annotation, given) == taken(TyperCommand, annotation, given), words
 
 
 @pytest.mark.parametrize(
@@ -89,7 +110,7 @@ def test_words_that_may_be_several(kind: type) -> None:
 )
 def test_what_is_not_given(kind: type, default: object) -> None:
     annotation: Any = Annotated[kind, typer.Option("--x")]
-    assert taken(Command, annotation, [], default) == taken(TyperCommand, annotation, [], default)
+    assert taken(PlainCommand, annotation, [], default) == taken(TyperCommand, annotation, [], default)
 
 
 def test_what_is_missing_is_refused() -> None:
@@ -97,7 +118,7 @@ def test_what_is_missing_is_refused() -> None:
         pass
 
     told = []
-    for kind in (Command, TyperCommand):
+    for kind in (PlainCommand, TyperCommand):
         app: Callable[..., object] = typer.Typer(rich_markup_mode=None, add_completion=False)
         app.command(cls=kind)(command)  # type: ignore[attr-defined]
         with pytest.raises(Exception, match="Missing") as refused:

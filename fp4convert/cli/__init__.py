@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from fp4convert.cli import judging, making, studying
-from fp4convert.cli.words import Command, Group
+from fp4convert.cli.words import PlainCommand, PlainGroup
 from fp4convert.errors import Fp4Error, InputError, Interrupted
 from fp4convert.stops import Stopped
 from fp4convert.streams import sturdy_streams
@@ -59,7 +59,7 @@ def make_app(called: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
     called  the commands that need their options; of others only names and help are read, which takes a tenth of the time
     """
     made = typer.Typer(
-        cls=Group,
+        cls=PlainGroup,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # plain help: half the time, and the same everywhere
@@ -68,7 +68,7 @@ def make_app(called: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
     )
     made.callback()(_options)
     for name, command in COMMANDS.items():
-        made.command(name, cls=Command, help=getdoc(command))(command if name in called else _uncalled)
+        made.command(name, cls=PlainCommand, help=getdoc(command))(command if name in called else _uncalled)
     return made
 
 

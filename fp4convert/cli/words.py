@@ -62,22 +62,26 @@ def _called_back(parameter: TyperOption | TyperArgument, ctx: Any, value: object
 
 
 def _taken_plainly(parameters: list[Any]) -> list[Any]:
-    """These parameters, which typer makes of no other classes than its own, as ones that take plain words as they are."""
+    """The same parameters, as ones that take plain words as they are.
+
+    Typer makes them of its own classes and of no others, so their class is changed where they stand: they belong to the command
+    that typer has just made for us.  Copies would not do, for typer sorts parameters by which object they are, and keeps one.
+    """
     for parameter in parameters:
         if type(parameter) in (TyperOption, TyperArgument):
             parameter.__class__ = _PlainOption if type(parameter) is TyperOption else _PlainArgument
     return parameters
 
 
-class Command(TyperCommand):
-    """One command."""
+class PlainCommand(TyperCommand):
+    """One command, whose plain words are taken here."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _taken_plainly(super().get_params(ctx))
 
 
-class Group(TyperGroup):
-    """All of them, and the options before them."""
+class PlainGroup(TyperGroup):
+    """All commands, and the options before them."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _taken_plainly(super().get_params(ctx))
