@@ -31,7 +31,7 @@ from fp4convert.portrait import artifact_rows
 from fp4convert.progress import size_text
 from fp4convert.render import Document, badness, escape
 from fp4convert.shard import WEIGHT
-from fp4convert.soundness import choose_modules, read_global_scales
+from fp4convert.soundness import choose_modules, read_group_scales
 from fp4convert.sources import Source
 from fp4convert.verification import TensorError, Verified
 
@@ -234,7 +234,7 @@ def _worst(subject: Subject, errors: Sequence[TensorError], worst: Sequence[int]
 
 def _groups(artifact: Artifact) -> Document:
     """Scale groups by kind: how many there are, and how many store one scale."""
-    stored = read_global_scales(artifact, choose_modules(artifact, is_full=False))
+    stored = read_group_scales(artifact, choose_modules(artifact, is_full=False))
     kinds: dict[str, list[Agreement]] = defaultdict(list)
     for group in find_agreements(artifact, stored):
         kinds[_kind(group.members)].append(group)

@@ -27,7 +27,7 @@ def read_each(source: Source, read: Callable[[Item], Answer], items: Iterable[It
         return list(pool.map(read, items))
 
 
-def global_scales(artifact: Artifact, modules: Collection[str]) -> dict[str, float]:
+def read_global_scales(artifact: Artifact, modules: Collection[str]) -> dict[str, float]:
     """module -> the global scale that it stores, as its dialect's traits say it is meant, of those modules that have one."""
     scalars = artifact.spelling.TRAITS.scalars
     having = [module for module in modules if artifact.modules[module].form.format.has_global_scale]
@@ -37,7 +37,7 @@ def global_scales(artifact: Artifact, modules: Collection[str]) -> dict[str, flo
     return dict(zip(having, _read(artifact, names), strict=True))
 
 
-def input_scales(artifact: Artifact, modules: Collection[str]) -> dict[str, float]:
+def read_input_scales(artifact: Artifact, modules: Collection[str]) -> dict[str, float]:
     """module -> its input scale, a multiplier, of those modules whose form has one."""
     scalars = artifact.spelling.TRAITS.scalars
     having = [module for module in modules if artifact.modules[module].form.has_input_scale]

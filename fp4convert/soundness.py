@@ -24,7 +24,7 @@ from fp4convert.layout import LAYOUTS, arrange_scales
 from fp4convert.patterns import sift
 from fp4convert.reading import UNSAID, Finding, Level, idle_scales
 from fp4convert.recipe import gather_groups, group_members, model_recipe, scale_group
-from fp4convert.scalars import global_scales, input_scales, read_each
+from fp4convert.scalars import read_each, read_global_scales, read_input_scales
 from fp4convert.shard import WEIGHT
 from fp4convert.sources import Source
 
@@ -154,7 +154,7 @@ def _check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
         findings += _judge_histogram(artifact, module, histogram)
     for fmt in {form.format for form in artifact.forms}:
         findings += _judge_dtype(fmt, [each for each in histograms if each.format is fmt])
-    stored, is_divisor = read_global_scales(artifact, modules), artifact.spelling.TRAITS.scalars.kind == "divisor"
+    stored, is_divisor = read_group_scales(artifact, modules), artifact.spelling.TRAITS.scalars.kind == "divisor"
     for module, scale in stored.items():
         if not _is_ordinary(scale, is_divisor):
             findings.append(_judge_global_scale(module, scale, is_divisor))
@@ -163,7 +163,7 @@ def _check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
         detail = f"{', '.join(members)} have different global scales; engines that fuse them use only one"
         findings.append(Finding(level, "group-scales-differ", members[0], detail))
     findings += [*_check_others(artifact), *check_cache(artifact)]
-    inputs = input_scales(artifact, _beside(artifact, modules))
+    inputs = read_input_scales(artifact, _beside(artifact, modules))
     for module, scale in inputs.items():
         if not (math.isfinite(scale) and scale > 0):
             findings.append(Finding("error", "input-scale", module, f"as a multiplier its input scale is {scale}"))
@@ -173,9 +173,9 @@ def _check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
     return findings
 
 
-def read_global_scales(artifact: Artifact, modules: Sequence[str]) -> dict[str, float]:
+def read_group_scales(artifact: Artifact, modules: Sequence[str]) -> dict[str, float]:
     """module -> the global scale that it stores: of all modules, or from the Hub of these and those that share theirs."""
-    return global_scales(artifact, _beside(artifact, modules))
+    return read_global_scales(artifact, _beside(artifact, modules))
 
 
 def _check_others(artifact: Artifact) -> Iterator[Finding]:
