@@ -12,6 +12,7 @@ from checkpoints import write_llama
 from fakehub import TOKEN
 from fakehub_uploads import UploadHub
 from pushing import FastTime, Made, check_secrets, make
+from tiny_chains import TEXT, make_model
 from tiny_models import offline
 
 from fp4convert.ranges import Patience
@@ -61,6 +62,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """An artifact in two shards, ready to be pushed."""
     root = tmp_path_factory.mktemp("push")
     return make(write_llama(root / "m", **{"tokenizer.json": b"{}" * 2000, "notes.txt": b"n"}), root / "q")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama, to be calibrated."""
+    return make_model(tmp_path_factory.mktemp("llama") / "m", "Llama")
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """Text for it."""
+    path = tmp_path / "words.txt"
+    path.write_text(TEXT)
+    return path
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from checkpoints import Outcome, run, start
-from tiny_chains import LENGTH, SAMPLES, TEXT, make_model
+from checkpoints import run, start
+from tiny_chains import LENGTH, SAMPLES, TEXT, calibrate, make_model
 from tiny_models import read_tensors
 
 from fp4convert.progress import Phases
@@ -21,22 +20,6 @@ LAYERS, HIDDEN, WIDE = 3, 64, 96
 MATRICES = 4 * (3 * HIDDEN**2 + WIDE**2)  # of a layer: q, k and v share one; o; gate and up share one; down
 STATISTICS = LAYERS * (MATRICES + 12 * (3 * HIDDEN + WIDE)) + 4 * HIDDEN**2 + 12 * HIDDEN  # and the head
 STATES = 2 * 4 * HIDDEN * LENGTH * SAMPLES
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("llama") / "m", "Llama")
-
-
-@pytest.fixture
-def words(tmp_path) -> Path:
-    path = tmp_path / "words.txt"
-    path.write_text(TEXT)
-    return path
-
-
-def calibrate(source: Path, output: Path, *options: object) -> Outcome:
-    return run("calibrate", source, "-o", output, "--sequence-length", LENGTH, *options, "--json")
 
 
 def have_free(monkeypatch, nbytes: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import run, write_llama
-from tiny_chains import TEXT, make_model, write_tokenizer
+from tiny_chains import make_model, write_tokenizer
 from tiny_models import read_tensors
 
 pytestmark = pytest.mark.engine
@@ -17,13 +17,6 @@ pytestmark = pytest.mark.engine
 @pytest.fixture
 def llama(tmp_path) -> Path:
     return make_model(tmp_path / "llama", "Llama")
-
-
-@pytest.fixture
-def words(tmp_path) -> Path:
-    path = tmp_path / "words.txt"
-    path.write_text(TEXT)
-    return path
 
 
 def refuse(folder: Path, *options: object) -> dict:

