@@ -27,8 +27,8 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 # q, w and p: the sizes of heads and of their parts
-FOUR = 4
-RUNS = (1, 2, *range(FOUR, 64, FOUR), *range(64, 128, 8), *range(128, 257, 16), 320, 384, 512)
+FINEST_RUN = 4  # of those whose sums longer ones are made of
+RUNS = (1, 2, *range(FINEST_RUN, 64, FINEST_RUN), *range(64, 128, 8), *range(128, 257, 16), 320, 384, 512)
 WIDEST = 64  # w: 1, 2, 4, ...
 PERIODS = (1, 2, 4, 8, 16, 32, 64, 128)
 STRUCTURES = 1 + (len(RUNS) + len(PERIODS)) * WIDEST.bit_length()  # the first is rows and columns
@@ -199,14 +199,14 @@ def _shares(x: Floats) -> Floats:
 def _cells(x: Floats) -> Iterator[Floats]:
     """The sums of all cells, for each of RUNS, then for each of PERIODS; not of those too small to be looked at."""
     for run in RUNS:
-        if run < FOUR:
+        if run < FINEST_RUN:
             yield _join_blocks(_sum_rows(x, run), LEAST_CELL // run)
-    above = _join_blocks(np.concatenate((np.zeros((1, *x.shape[1:])), _sum_rows(x, FOUR))))
+    above = _join_blocks(np.concatenate((np.zeros((1, *x.shape[1:])), _sum_rows(x, FINEST_RUN))))
     yield above[1:]
     np.cumsum(above, axis=0, out=above)
     for run in RUNS:
-        if run > FOUR:
-            ends = above[: len(x) // run * run // FOUR + 1 : run // FOUR]
+        if run > FINEST_RUN:
+            ends = above[: len(x) // run * run // FINEST_RUN + 1 : run // FINEST_RUN]
             yield ends[1:] - ends[:-1]
     for sums in _period_sums(x):
         yield _join_blocks(sums)

@@ -23,6 +23,9 @@ FLOAT_DIGITS = 300  # an integer of fewer digits fits a float64
 DEPTH_LIMIT = 125  # of a value inside an entry; the reference reader allows 127 in all
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference reader
 KEYS = ("dtype", "shape", "data_offsets")  # of an entry
+NUMBER_LIMIT = 1 << 63  # of a size or an offset
+ELEMENT_LIMIT = 1 << 60  # of a tensor
+BYTE_BITS = 8
 
 
 def read_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> Header:
@@ -84,8 +87,8 @@ def read_together(file: str, text: bytes, nbytes: int) -> Header | None:
 @lru_cache(SHAPES)
 def _whole_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor whose entry may say so; ValueError for what `_entry` refuses."""
-    is_possible = dtype in DTYPE_BITS and all(0 <= size < 1 << 63 for size in shape) and math.prod(shape) < 1 << 60
-    if not is_possible or math.prod(shape) * DTYPE_BITS[dtype] % 8:
+    is_possible = dtype in DTYPE_BITS and all(0 <= size < NUMBER_LIMIT for size in shape) and math.prod(shape) < ELEMENT_LIMIT
+    if not is_possible or math.prod(shape) * DTYPE_BITS[dtype] % BYTE_BITS:
         raise ValueError(dtype, shape)
     return nbytes_of(dtype, shape)
 
@@ -170,28 +173,30 @@ def _place(ref: TensorRef) -> tuple[int, int]:
 
 def _counts(value: object) -> tuple[int, ...] | None:
     """A list of non-negative 64-bit integers as a tuple, or None."""
-    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 1 << 63 for item in value):
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < NUMBER_LIMIT for item in value):
         return None
     return tuple(value)
 
 
 def _entry(file: str, name: str, entry: object, data_start: int) -> TensorRef:
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+    if not isinstance(entry, dict) or not entry.keys() >= {*KEYS}:
         raise _bad(file, "header", f"header entry {name!r} lacks dtype, shape or data_offsets")
-    if any(_depth(entry[key]) > DEPTH_LIMIT for key in entry.keys() - {"dtype", "shape", "data_offsets"}):
+    if any(_depth(entry[key]) > DEPTH_LIMIT for key in entry.keys() - {*KEYS}):
         raise _bad(file, "header", f"header entry {name!r} is nested too deep")
     dtype, shape, offsets = entry["dtype"], _counts(entry["shape"]), _counts(entry["data_offsets"])
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _bad(file, "dtype", f"{name!r} has the dtype {dtype!r}; known: {', '.join(DTYPE_BITS)}")
-    if shape is None or math.prod(shape) >= 1 << 60:
+    if shape is None or math.prod(shape) >= ELEMENT_LIMIT:
         raise _bad(file, "shape", f"{name!r} has the impossible shape {str(entry['shape'])[:80]}")
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _bad(file, "offset", f"{name!r} has bad offsets {str(entry['data_offsets'])[:80]}; expected [begin, end]")
     bits, found = math.prod(shape) * DTYPE_BITS[dtype], offsets[1] - offsets[0]
-    if bits % 8:
+    if bits % BYTE_BITS:
         raise _bad(file, "shape", f"{name!r}: {dtype} of shape {list(shape)} does not end on a whole byte")
-    if bits // 8 != found:
-        raise _bad(file, "shape", f"{name!r}: {dtype} of shape {list(shape)} takes {bits // 8} bytes, its offsets {found}")
+    if bits // BYTE_BITS != found:
+        raise _bad(
+            file, "shape", f"{name!r}: {dtype} of shape {list(shape)} takes {bits // BYTE_BITS} bytes, its offsets {found}"
+        )
     return TensorRef(name, dtype, shape, file, data_start + offsets[0])
 
 

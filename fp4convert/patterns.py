@@ -1,6 +1,7 @@
 """Patterns on names: globs, regular expressions after "re:" (matched from the start, as compressed-tensors does), layer numbers.
 
 `{a:b}` in a pattern of a recipe file stands for the numbers a..b-1: `expand` reads a and b in config.json.
+Many patterns are asked about many names as one question (`sift`, `matches_any`), mostly by strings.
 """
 
 from __future__ import annotations
@@ -92,7 +93,15 @@ _sieve = cache(_Sieve)
 _DIGIT = re.compile("[0-9]")
 _ZEROS = str.maketrans("123456789", "0" * 9)
 _PLAIN = re.compile(
-    r"re:(?P<above>\(\?:\.\*\\\.\)\?)?(?P<head>\.\*)?(?P<text>(?:[\w/-]|\\[!-)+-/:-@\[-`{-~])+)(?P<tail>\.\*)?(?P<end>\$)?"
+    r"""
+    re:
+    (?P<above>\(\?:\.\*\\\.\)\?)?               # (?:.*\.)?: of any module, or of none
+    (?P<head>\.\*)?                             # .*
+    (?P<text>(?:[\w/-]|\\[!-)+-/:-@\[-`{-~])+)  # what stands for itself, and escaped signs but for the star
+    (?P<tail>\.\*)?                             # .*
+    (?P<end>\$)?                                # without it, names may go on
+    """,
+    re.VERBOSE,
 )
 
 
@@ -110,9 +119,6 @@ def _texts_of(pattern: str) -> tuple[str, ...]:
     text = re.sub(r"\\(.)", r"\1", found["text"])
     core = f"{'*' if found['head'] else ''}{text}{'' if found['end'] and not found['tail'] else '*'}"
     return (core, f"*.{core}") if found["above"] and not found["head"] else (core,)
-
-
-_sieve = cache(_Sieve)
 
 
 _ENDLESS = re.compile(r"\([^()]*[*+][^()]*\)[*+]")  # a repeat of what repeats: its time can double with every letter

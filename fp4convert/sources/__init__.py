@@ -144,7 +144,11 @@ def stopping(*sources: Source) -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Meanwhile no cycles are looked for: among the many objects of headers and plans that takes a third of the time."""
+    """Meanwhile no cycles are looked for, which goes through the many objects of headers and plans again and again.
+
+    At Python's own threshold that is a third of the time, and programs that use the package have this one.  The command line has
+    a higher one (__main__.py), but a large checkpoint makes more objects than that, many times.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
