@@ -83,7 +83,9 @@ def run_together(commands: Sequence[Iterable[object]], is_watched: bool = False,
             raise TimeIsUpError(f"more than {limit:.0f} s")
         if any(process.returncode for process in started):
             said.seek(0)
-            raise FailedError(said.read().decode(errors="replace")[-TOLD_CHARACTERS:])
+            text = said.read().decode(errors="replace")[-TOLD_CHARACTERS:]
+            ended = [f"\nended by signal {-code}" for process in started if (code := process.returncode) < 0]
+            raise FailedError("".join([text, *ended[:1]]))
     return costs
 
 

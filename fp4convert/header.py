@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, takewhile
 from operator import add, itemgetter
 from typing import Any, NoReturn
 
@@ -25,6 +25,7 @@ HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference reader
 KEYS = ("dtype", "shape", "data_offsets")  # of an entry
 NUMBER_LIMIT = 1 << 63  # of a size or an offset
 ELEMENT_LIMIT = 1 << 60  # of a tensor
+OVERFLOW = 1 << 64  # of the reference reader's sizes
 BYTE_BITS = 8
 
 
@@ -87,10 +88,15 @@ def read_together(file: str, text: bytes, nbytes: int) -> Header | None:
 @lru_cache(SHAPES)
 def _whole_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor whose entry may say so; ValueError for what `_entry` refuses."""
-    is_possible = dtype in DTYPE_BITS and all(0 <= size < NUMBER_LIMIT for size in shape) and math.prod(shape) < ELEMENT_LIMIT
+    is_possible = dtype in DTYPE_BITS and all(0 <= size < NUMBER_LIMIT for size in shape) and not _is_too_large(shape)
     if not is_possible or math.prod(shape) * DTYPE_BITS[dtype] % BYTE_BITS:
         raise ValueError(dtype, shape)
     return nbytes_of(dtype, shape)
+
+
+def _is_too_large(shape: tuple[int, ...]) -> bool:
+    """True also where sizes overflow before one of 0: the reference reader multiplies from the left."""
+    return math.prod(shape) >= ELEMENT_LIMIT or math.prod(takewhile(bool, shape)) >= OVERFLOW
 
 
 def read_one_by_one(file: str, text: bytes, nbytes: int) -> Header:
@@ -186,7 +192,7 @@ def _entry(file: str, name: str, entry: object, data_start: int) -> TensorRef:
     dtype, shape, offsets = entry["dtype"], _counts(entry["shape"]), _counts(entry["data_offsets"])
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _bad(file, "dtype", f"{name!r} has the dtype {dtype!r}; known: {', '.join(DTYPE_BITS)}")
-    if shape is None or math.prod(shape) >= ELEMENT_LIMIT:
+    if shape is None or _is_too_large(shape):
         raise _bad(file, "shape", f"{name!r} has the impossible shape {str(entry['shape'])[:80]}")
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _bad(file, "offset", f"{name!r} has bad offsets {str(entry['data_offsets'])[:80]}; expected [begin, end]")

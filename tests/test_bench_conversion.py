@@ -53,6 +53,8 @@ def test_a_command_that_takes_too_long_is_ended():
 def test_a_command_that_fails_tells_what_it_said():
     with pytest.raises(processes.FailedError, match="no such thing"):
         processes.run([sys.executable, "-c", "raise SystemExit('no such thing')"])
+    with pytest.raises(processes.FailedError, match="ended by signal 9"):
+        processes.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
 
 
 def test_turns_leave_the_first_round_out_and_ratios_are_of_pairs():

@@ -9,7 +9,7 @@ import pytest
 from checkpoints import pack_header, pack_shard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from safetensors import deserialize
+from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save_file
 from test_shard import BITS, header_of
 
@@ -86,6 +86,7 @@ def test_each_fault_has_its_code(code):
         {**U8, "shape": [-4]},
         {**U8, "shape": [1 << 62, 1 << 62]},
         {**U8, "shape": [1 << 70, 0], "data_offsets": [0, 0]},
+        {**U8, "shape": [1 << 32, 1 << 32, 0], "data_offsets": [0, 0]},
         {**U8, "data_offsets": [0]},
         {**U8, "data_offsets": [0, 4, 4]},
         {**U8, "data_offsets": [False, 4]},
@@ -100,6 +101,17 @@ def test_each_fault_has_its_code(code):
 )
 def test_entries_of_another_kind_are_refused(entry):
     refusal(shard_of({"a": entry}, bytes(4)))
+
+
+@pytest.mark.parametrize("shape", [[1 << 32, 1 << 32, 0], [1 << 32, 1 << 31, 0], [0, 1 << 62, 1 << 62], [1 << 61, 0]])
+def test_sizes_overflow_from_the_left_as_safetensors_has_it(shape):
+    data = shard_of({"a": {**U8, "shape": shape, "data_offsets": [0, 0]}}, b"")
+    try:
+        deserialize(data)
+    except SafetensorError:
+        assert refusal(data).code == "shape"
+    else:
+        read_header("x", len(data), lambda offset, length: data[offset : offset + length])
 
 
 def test_a_header_of_the_largest_length_is_no_reason_to_read_it():

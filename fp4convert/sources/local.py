@@ -125,7 +125,8 @@ class LocalSource:
             yield
         finally:  # a mapping takes its time to go, a thirtieth of a second for 1 GB: now, beside other work, and not in the end
             with self._lock:
-                self._maps.pop(file, None)
+                mapped = self._maps.pop(file, None)
+            del mapped  # outside of the lock: other readers need not wait for it
 
     def room_for(self, nbytes: int) -> AbstractContextManager[None]:
         return nullcontext()
