@@ -12,13 +12,14 @@ Source of the shares: one-way analysis of variance, the intraclass correlation 1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fp4convert.backends.cpu import CELL_WIDTHS, PERIODS, Cpu
 from fp4convert.codec import Bytes, Float32s, decode_e4m3, decode_e8m0
 from fp4convert.formats import Format
 from fp4convert.layout import LAYOUTS, LINEAR, Layout
@@ -26,12 +27,9 @@ from fp4convert.layout import LAYOUTS, LINEAR, Layout
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-# q, w and p: the sizes of heads and of their parts
-FINEST_RUN = 4  # of those whose sums longer ones are made of
-RUNS = (1, 2, *range(FINEST_RUN, 64, FINEST_RUN), *range(64, 128, 8), *range(128, 257, 16), 320, 384, 512)
-WIDEST = 64  # w: 1, 2, 4, ...
-PERIODS = (1, 2, 4, 8, 16, 32, 64, 128)
-STRUCTURES = 1 + (len(RUNS) + len(PERIODS)) * WIDEST.bit_length()  # the first is rows and columns
+# q: the sizes of heads and of their parts, as w and p are, which CELL_WIDTHS and PERIODS hold
+RUNS = (1, 2, *range(4, 64, 4), *range(64, 128, 8), *range(128, 257, 16), 320, 384, 512)
+STRUCTURES = 1 + (len(RUNS) + len(PERIODS)) * len(CELL_WIDTHS)  # the first is rows and columns
 
 LEAST_ROWS, LEAST_BLOCKS, LEAST_SCALES = 32, 4, 1024  # of a matrix that says anything
 ALL_MATRICES = 64  # every matrix up to this one is looked at, then every second up to its double, every fourth, ...
@@ -110,9 +108,8 @@ def evidence(matrices: Iterable[StoredScales], declared: str = "") -> dict[str, 
         fits &= [matrix.stored.size == math.prod(layout.padded(matrix.shape)) for layout in LAYOUTS.values()]
         if _is_looked_at(position) and fits.any() and _says_anything(matrix):
             shares = np.zeros((len(LAYOUTS), STRUCTURES))
-            shares[fits] = _shares(
-                _read(matrix, [layout for layout, is_fit in zip(LAYOUTS.values(), fits, strict=True) if is_fit])
-            )
+            fitting = [layout for layout, is_fit in zip(LAYOUTS.values(), fits, strict=True) if is_fit]
+            shares[fits] = _shares([_sample(matrix, layout) for layout in fitting], _log2(matrix.format.scale_dtype))
             contest.add(shares, min(math.prod(matrix.shape), SAMPLE))
             looked += 1
             if looked >= ENOUGH and looked.bit_count() == 1 and _level(contest, fits, declared) >= CERTAINTY:
@@ -132,34 +129,27 @@ def _says_anything(matrix: StoredScales) -> bool:
     rows, blocks = matrix.shape
     if rows < LEAST_ROWS or blocks < LEAST_BLOCKS or rows * blocks < LEAST_SCALES:
         return False
-    is_known = np.isfinite(_log2(matrix.format.scale_dtype))[matrix.stored]
-    return bool(2 * is_known.sum() >= rows * blocks)
+    is_known = np.isfinite(_log2(matrix.format.scale_dtype))
+    return bool(2 * Cpu().count_bytes(matrix.stored)[is_known].sum() >= rows * blocks)
 
 
-def _read(matrix: StoredScales, layouts: list[Layout]) -> Floats:
-    """(rows, layouts, blocks) log2 of a part of the scales as each layout reads them."""
-    first = _sample(matrix, layouts[0])
-    readings = np.empty((len(first), len(layouts), first.shape[1]))
-    readings[:, 0] = first
-    for position, layout in enumerate(layouts[1:], 1):
-        readings[:, position] = _sample(matrix, layout)
-    return readings
-
-
-def _sample(matrix: StoredScales, layout: Layout) -> Floats:
-    """log2 of a part of the scales as read in a layout, less their mean; 0 where a byte is zero or NaN."""
+def _sample(matrix: StoredScales, layout: Layout) -> Bytes:
+    """(rows, blocks) part of the scales as read in a layout."""
     linear = np.frombuffer(layout.restore(matrix.stored.data, matrix.shape), np.uint8).reshape(matrix.shape)
     block_scales = linear[:, :SAMPLE_BLOCKS]
     rows, blocks = block_scales.shape
     count = max(PANELS, SAMPLE // (PANEL * blocks))
     if rows // PANEL > count:
         block_scales = np.concatenate([block_scales[PANEL * (k * (rows // PANEL) // count) :][:PANEL] for k in range(count)])
-    table = _log2(matrix.format.scale_dtype)
-    is_known = np.isfinite(table)
-    counts = np.bincount(block_scales.reshape(-1), minlength=len(table))[is_known]
-    mean = float((counts * table[is_known]).sum()) / max(int(counts.sum()), 1)
-    around: Floats = np.where(is_known, table - mean, 0)
-    return around[block_scales]
+    return np.ascontiguousarray(block_scales)
+
+
+def _around_mean(block_scales: Bytes, log2: Floats) -> Floats:
+    """log2 of what each byte stands for, less the mean of these; 0 of a byte that is zero or NaN."""
+    is_known = np.isfinite(log2)
+    counts = Cpu().count_bytes(block_scales)[is_known]
+    mean = float((counts * log2[is_known]).sum()) / max(int(counts.sum()), 1)
+    return np.where(is_known, log2 - mean, 0)
 
 
 @cache
@@ -171,93 +161,23 @@ def _log2(scale_dtype: str) -> Floats:
     return table
 
 
-def _shares(x: Floats) -> Floats:
+def _shares(readings: Sequence[Bytes], log2: Floats) -> Floats:
     """(readings, STRUCTURES) shares of the variance that is explained: rows and columns, then those of RUNS, then of PERIODS.
 
-    x  (rows, readings, blocks): the same scales, read in several layouts; float64 sums are exact enough for differences of them
+    readings  (rows, blocks) each: the same scales, read in several layouts
+    log2      of what each byte stands for; float64 sums are exact enough for differences of them
     """
-    rows, readings, blocks = x.shape
-    widths = 1 << np.arange(min(blocks, WIDEST).bit_length())
-    *starts, joined = np.cumsum([0, *(blocks // widths)]).tolist()
-    power = np.zeros((len(RUNS) + len(PERIODS), readings, joined))
-    for sums, to in zip(_cells(x), power, strict=True):
-        np.einsum("ijk,ijk->jk", sums, sums, out=to[:, -sums.shape[-1] :])
-    members = np.array([*RUNS, *(rows // period for period in PERIODS)])[:, None, None]
-    groups = np.array([*(rows // run for run in RUNS), *PERIODS])[:, None, None]
-    of_rows, squares_of_rows = _sum_blocks(x, widths)
-    total, squares = (_sum_above(each, (members * groups).reshape(-1)) for each in (of_rows, squares_of_rows))
+    rows, blocks = readings[0].shape
+    runs = (rows, *RUNS)  # all rows of one block are a column
+    sums, of_rows = zip(*(Cpu().sum_cells(each, _around_mean(each, log2), runs) for each in readings), strict=True)
+    power, total, squares = np.moveaxis(np.stack(sums), -1, 0)
+    widths, members = np.array(CELL_WIDTHS), np.array([*runs, *(rows // period for period in PERIODS)])[:, None]
+    groups = np.array([*(rows // run for run in runs), *PERIODS])[:, None]
     cell = members * widths
-    share = _share(squares, total, np.add.reduceat(power, starts, axis=-1), (groups * (blocks // widths), cell))
-    shares = np.zeros((len(power), readings, WIDEST.bit_length()))
-    shares[..., : len(widths)] = np.where(cell < LEAST_CELL, 0, np.where(2 * cell >= blocks, share, share / FINE))
-    by_rows, by_columns = np.square(of_rows[..., 0]).sum(axis=0), np.square(x.sum(axis=0)).sum(axis=-1)
-    sides = ((by_rows, (rows, blocks)), (by_columns, (blocks, rows)))
-    both = sum(_share(squares[0, :, 0], total[0, :, 0], one, shape) for one, shape in sides)  # the first run has all rows
-    return np.concatenate((np.reshape(both, (readings, 1)), shares.swapaxes(0, 1).reshape(readings, -1)), axis=1)
-
-
-def _cells(x: Floats) -> Iterator[Floats]:
-    """The sums of all cells, for each of RUNS, then for each of PERIODS; not of those too small to be looked at."""
-    for run in RUNS:
-        if run < FINEST_RUN:
-            yield _join_blocks(_sum_rows(x, run), LEAST_CELL // run)
-    above = _join_blocks(np.concatenate((np.zeros((1, *x.shape[1:])), _sum_rows(x, FINEST_RUN))))
-    yield above[1:]
-    np.cumsum(above, axis=0, out=above)
-    for run in RUNS:
-        if run > FINEST_RUN:
-            ends = above[: len(x) // run * run // FINEST_RUN + 1 : run // FINEST_RUN]
-            yield ends[1:] - ends[:-1]
-    for sums in _period_sums(x):
-        yield _join_blocks(sums)
-
-
-def _sum_rows(x: Floats, run: int) -> Floats:
-    """Sums over whole runs of so many rows."""
-    whole = len(x) // run * run
-    sums = x[:whole:run]
-    for row in range(1, run):
-        sums = sums + x[row:whole:run]
-    return sums
-
-
-def _join_blocks(x: Floats, narrowest: int = 1) -> Floats:
-    """Sums over 1, 2, 4, ... WIDEST neighbours in every row, side by side; no narrower ones than that."""
-    parts, width = [], 1
-    while width <= WIDEST and x.shape[-1]:
-        if width >= narrowest:
-            parts.append(x)
-        even = x.shape[-1] // 2 * 2
-        x, width = x[..., 0:even:2] + x[..., 1:even:2], 2 * width
-    return np.concatenate(parts, axis=-1)
-
-
-def _period_sums(x: Floats) -> list[Floats]:
-    """For each of PERIODS, the sums over every period-th row, of as many rows as are whole periods: each from its double."""
-    rows, widest = len(x), PERIODS[-1]
-    found = [x[: rows // widest * widest].reshape(-1, widest, *x.shape[1:]).sum(axis=0)]
-    for period in PERIODS[-2::-1]:
-        begin, end = (rows // count * count for count in (2 * period, period))
-        sums = found[-1][:period] + found[-1][period:]
-        found.append(sums + x[begin:end] if begin < end else sums)
-    return found[::-1]
-
-
-def _sum_blocks(x: Floats, widths: Integers) -> tuple[Floats, Floats]:
-    """(rows, readings, widths) sums of every row and of its squares, of as many blocks as are whole cells of those widths."""
-    counts = (x.shape[-1] // widths * widths).tolist()
-    parts = {count: x[..., :count] for count in counts}
-    sums = {count: np.einsum("ijk->ij", part) for count, part in parts.items()}
-    squares = {count: np.einsum("ijk,ijk->ij", part, part) for count, part in parts.items()}
-    return np.stack([sums[count] for count in counts], axis=-1), np.stack([squares[count] for count in counts], axis=-1)
-
-
-def _sum_above(x: Floats, ends: Integers) -> Floats:
-    """The sums of all rows above each end."""
-    bounds = np.array(sorted({0, *ends.tolist()}))  # np.unique would load numpy.ma, which takes 10 ms
-    above = np.zeros((len(bounds), *x.shape[1:]))
-    np.cumsum(np.add.reduceat(x, bounds[:-1], axis=0), axis=0, out=above[1:])
-    return above[np.searchsorted(bounds, ends)]
+    share = _share(squares, total, power, (groups * (blocks // widths), cell))
+    both = share[:, 0, 0] + _share(squares[:, 0, 0], total[:, 0, 0], np.array(of_rows), (rows, blocks))
+    others = np.where(cell < LEAST_CELL, 0, np.where(2 * cell >= blocks, share, share / FINE))[:, 1:]
+    return np.concatenate((both[:, None], others.reshape(len(readings), -1)), axis=1)
 
 
 def _share(squares: Floats, total: Floats, power: Floats, shape: tuple[Integers | int, Integers | int]) -> Floats:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fp4convert.agreement import find_agreements
 from fp4convert.artifact import Artifact
+from fp4convert.backends.cpu import Cpu
 from fp4convert.cache_scales import check_cache
 from fp4convert.codec import FLOAT_DTYPES, block_steps
 from fp4convert.detection import StoredScales, detect_layout
@@ -200,9 +201,9 @@ def _check_others(artifact: Artifact) -> Iterator[Finding]:
 
 
 def _histogram(q: Blocks) -> _Histogram:
-    counts = np.zeros(256, np.int64)
+    counts, cpu = np.zeros(256, np.int64), Cpu()
     for first, last in row_panels(q.shape):
-        counts += np.bincount(np.frombuffer(q.scales(first, last), np.uint8), minlength=256)
+        counts += cpu.count_bytes(q.scales(first, last))
     every_byte = memoryview(bytes(range(256)))
     one_each = Quantized(q.format, (256, q.format.block_size), every_byte, every_byte, q.global_scale, q.kind)
     return _Histogram(q.format, counts, block_steps(one_each))

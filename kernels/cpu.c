@@ -37,10 +37,15 @@
     E(decode_int4, (const uint8_t *p, const float *s, const float *z, const void *grid, float *y), (p, s, z, grid, y))  \
     E(decode_int8, (const uint8_t *p, const float *s, const float *z, const void *grid, float *y), (p, s, z, grid, y))  \
     E(round_bf16, (const float *x, int64_t n, uint16_t *y), (x, n, y))
+#define FOR_CELLS(E)                                                                                                    \
+    E(sum_cells, (const uint8_t *c, const double *v, int64_t rows, int64_t blocks, const int64_t *r, int64_t n, double *room, \
+                  double *sums), (c, v, rows, blocks, r, n, room, sums))                                                \
+    E(count_bytes, (const uint8_t *b, int64_t n, int64_t *counts), (b, n, counts))
 #define ENTRIES(E)                                                                                                      \
     FOR_DTYPE(E, bf16, uint16_t) FOR_DTYPE(E, fp16, uint16_t) FOR_DTYPE(E, fp32, float)                                 \
     TO_FP8(E, bf16, uint16_t) TO_FP8(E, fp16, uint16_t) TO_FP8(E, fp32, float)                                          \
-    FOR_NBYTES(E, 1, uint8_t) FOR_NBYTES(E, 2, uint16_t) FOR_NBYTES(E, 4, uint32_t) FOR_GRID(E) COUNT_CODES(E)
+    FOR_NBYTES(E, 1, uint8_t) FOR_NBYTES(E, 2, uint16_t) FOR_NBYTES(E, 4, uint32_t) FOR_GRID(E) FOR_CELLS(E)            \
+    COUNT_CODES(E)
 
 #ifdef __x86_64__
 static int level;

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from fp4convert import codec, detection
+from fp4convert.backends.cpu import CELL_WIDTHS, PERIODS
 from fp4convert.codec import Bytes
 from fp4convert.detection import AGREEMENT, CONTRADICTION, StoredScales, detect_layout, evidence
 from fp4convert.formats import FORMATS, MXFP4, NVFP4, Format
@@ -72,14 +73,17 @@ def cells_of(shape: Shape, groups: int, of_row: Callable[[Floats], Floats], rows
 def test_shares_are_those_of_the_definition(shape: Shape) -> None:
     rng, (rows, blocks) = np.random.default_rng(4), shape
     x = rng.normal(size=shape) + rng.normal(size=(rows // 8 + 1, 1)).repeat(8, 0)[:rows] + 0.3 * rng.normal(size=(1, blocks))
-    shares = detection._shares(np.stack([x, x[::-1]], axis=1))[0]
+    log2 = np.quantile(x, np.linspace(0, 1, 256))
+    codes = np.searchsorted(log2, x).astype(np.uint8)
+    shares = detection._shares([codes, np.flipud(codes).copy()], log2)[0]
+    x = log2[codes]
     row, block = np.ogrid[:rows, :blocks]
     sides = [np.broadcast_to(row, shape), np.broadcast_to(block, shape)]
     assert shares[0] == pytest.approx(sum(share_between(x, side) for side in sides))
     structures = [(run, rows // run, lambda i, run=run: i // run) for run in detection.RUNS]
-    structures += [(rows // period, period, lambda i, period=period: i % period) for period in detection.PERIODS]
+    structures += [(rows // period, period, lambda i, period=period: i % period) for period in PERIODS]
     for found, (members, groups, of_row) in zip(shares[1:].reshape(len(structures), -1), structures, strict=True):
-        for width, share in zip((1, 2, 4, 8, 16, 32, 64), found, strict=True):
+        for width, share in zip(CELL_WIDTHS, found, strict=True):
             expected = 0.0
             if (cell := members * width) >= detection.LEAST_CELL and groups and width <= blocks:
                 expected = share_between(x, cells_of(shape, groups, of_row, members * groups, width))

@@ -33,9 +33,11 @@ from fp4convert.grid import Grid, amax_fp8, decode_fp8
 
 PANEL_ELEMENT_NBYTES = 4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
 READ_ELEMENTS = 1 << 20  # of weights at once: 2 MB of bf16, a quarter of a streamed piece, so that few lie across two of them
+PERIODS, CELL_WIDTHS = (128, 64, 32, 16, 8, 4, 2, 1), (1, 2, 4, 8, 16, 32, 64)  # of the cells in kernels/cells.c
 LEVELS = {2: "x86-64-v2 (SSE4.2)", 3: "x86-64-v3 (AVX2)", 4: "x86-64-v4 (AVX-512)", 0: "baseline"}
 
 Array = NDArray[np.generic]
+Doubles = NDArray[np.float64]
 
 
 class Cpu:
@@ -182,6 +184,26 @@ class Cpu:
         turned = np.empty(len(columns) * rows * nbytes, np.uint8)
         self._call(f"transpose_{nbytes}", raw, rows, width, columns.start, columns.step, len(columns), turned)
         return Matrix(turned.data, stored.dtype, (len(columns), rows))
+
+    def count_bytes(self, stored: memoryview | Bytes) -> NDArray[np.int64]:
+        """(256,) how often each byte occurs."""
+        counts, flat = np.zeros(256, np.int64), np.frombuffer(stored, np.uint8)
+        self._call("count_bytes", flat, flat.size, counts)
+        return counts
+
+    def sum_cells(self, codes: Bytes, values: Doubles, runs: Sequence[int]) -> tuple[Doubles, float]:
+        """What the cells of a matrix add up to, (runs and PERIODS, CELL_WIDTHS, 3), and its rows; kernels/cells.c says how.
+
+        codes    (rows, blocks), each of which stands for one of the 256 values
+        Returns  by rows and by blocks of a cell: the squares of the sums of cells, all elements in cells, the squares of these;
+                 and the squares of the sums of rows
+        """
+        rows, blocks = codes.shape
+        sums = np.zeros((len(runs) + len(PERIODS)) * len(CELL_WIDTHS) * 3 + 1)
+        room = np.empty(rows * (blocks + 1) + (rows + 1 + PERIODS[0]) * 3 * min(blocks, CELL_WIDTHS[-1]))
+        stored, table = np.ascontiguousarray(codes, np.uint8), np.ascontiguousarray(values, np.float64)
+        self._call("sum_cells", stored, table, rows, blocks, np.array(runs, np.int64), len(runs), room, sums)
+        return sums[:-1].reshape(-1, len(CELL_WIDTHS), 3), float(sums[-1])
 
     def to_bf16(self, values: Float32s) -> memoryview:
         """The bytes of the values as bf16, half to even; NaN stays NaN."""

@@ -1,0 +1,66 @@
+"""The C kernels that add up block scales against the definition, on each level of this processor; sums of integers are exact."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from adversarial import generator
+from numpy.typing import NDArray
+from test_cpu import Cpus, every_level, unaligned_bytes
+from test_kernels_grid import GUARD
+
+from fp4convert.backends.cpu import CELL_WIDTHS, PERIODS
+
+RUNS = (1, 2, 3, 7, 64, 400)
+
+
+@pytest.fixture(scope="module")
+def cpus(tmp_path_factory: pytest.TempPathFactory) -> Cpus:
+    return every_level(tmp_path_factory.mktemp("levels"))
+
+
+def groups_of(rows: int, runs: tuple[int, ...]) -> list[list[range]]:
+    """The rows of every group, for each of the runs, and for each of the periods; whole ones only."""
+    found = [[range(first, first + run) for first in range(0, rows - run + 1, run)] for run in runs]
+    return [*found, *([range(first, rows // period * period, period) for first in range(period)] for period in PERIODS)]
+
+
+def figures(x: NDArray[np.int64], groups: list[range], width: int) -> list[int]:
+    """The squares of the sums of cells, all elements in cells, and the squares of these."""
+    whole = x.shape[1] // width * width
+    cells = [x[list(group), first : first + width] for group in groups for first in range(0, whole, width)]
+    return [sum(int(c.sum()) ** 2 for c in cells), sum(int(c.sum()) for c in cells), sum(int(np.square(c).sum()) for c in cells)]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 64), (127, 5), (128, 65), (263, 24), (385, 131)])
+def test_sum_cells(cpus: Cpus, shape: tuple[int, int]) -> None:
+    rng = generator(51, shape[0])
+    values, codes = rng.integers(-999, 999, 256), rng.integers(0, 256, shape).astype(np.uint8)
+    x = values[codes]
+    expected = [[figures(x, groups, width) for width in CELL_WIDTHS] for groups in groups_of(shape[0], RUNS)]
+    of_rows = int(np.square(x.sum(axis=1)).sum())
+    for cpu in cpus.values():
+        sums, rows = cpu.sum_cells(codes, values.astype(np.float64), RUNS)
+        assert sums.tolist() == expected
+        assert rows == of_rows
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (130, 3), (257, 100)])
+def test_sum_cells_needs_no_more_room_than_it_says(cpus: Cpus, shape: tuple[int, int]) -> None:
+    rows, blocks = shape
+    codes, values, runs = np.full(shape, 3, np.uint8), np.ones(256), np.array(RUNS)
+    doubles = rows * (blocks + 1) + (rows + 129) * 3 * min(blocks, 64)
+    for cpu in cpus.values():
+        room, sums = np.full(doubles + 32, GUARD, np.float64), np.zeros((len(RUNS) + 8) * 7 * 3 + 33)
+        cpu._call("sum_cells", codes, values, rows, blocks, runs, len(runs), room[16:-16], sums)
+        assert (room[:16] == GUARD).all()
+        assert (room[-16:] == GUARD).all()
+        assert sums[-33] == rows * blocks**2
+        assert not sums[-32:].any()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 17, 1000, 70001])
+def test_count_bytes(cpus: Cpus, count: int) -> None:
+    stored = np.minimum(generator(52).integers(0, 400, count), 255).astype(np.uint8)
+    for cpu in cpus.values():
+        assert cpu.count_bytes(unaligned_bytes(stored.data)).tolist() == np.bincount(stored, minlength=256).tolist()
