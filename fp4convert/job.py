@@ -9,9 +9,10 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -235,23 +236,19 @@ class _Part:
                 return ending
 
     def _do_tasks(self, filler: Filler) -> None:
-        folder, known = self._folder, self._tasks
         is_told = False
         while left := self._left(filler):
-            taken = 0
+            taken: list[TaskFiles] = []
 
-            def count(task: TaskFiles) -> TaskFiles:
-                nonlocal taken
-                taken += 1
-                self._unseen.discard(task.key)
-                return task
+            def claimed(tasks: list[TaskFiles], taken: list[TaskFiles] = taken) -> Iterator[TaskFiles]:
+                for task in self._folder.claimed(tasks):
+                    taken.append(task)
+                    self._unseen.discard(task.key)
+                    yield task
 
-            shards = (task for task in left if task.key in known)
-            folder.write_shards((known[count(task).key] for task in folder.claimed(shards)), filler.fill)
-            for task in folder.claimed(task for task in left if task.key not in known):
-                folder.write_copies(count(task), self._source.open_file, self._settings.phases.report)
-                for file in task.files:
-                    self._source.check_unchanged(file)
+            shards = claimed([task for task in left if task.key in self._tasks])
+            copies = claimed([task for task in left if task.key not in self._tasks])
+            self._folder.write_shards((self._tasks[task.key] for task in shards), filler.fill, partial(self._copy, copies))
             if not taken:
                 if not is_told:
                     self._tell_whom(left)
@@ -259,6 +256,12 @@ class _Part:
                 self._pause()
             else:
                 self._pause_seconds = FIRST_SECONDS
+
+    def _copy(self, tasks: Iterable[TaskFiles]) -> None:
+        for task in tasks:
+            self._folder.write_copies(task, self._source.open_file, self._settings.phases.report)
+            for file in task.files:
+                self._source.check_unchanged(file)
 
     def _left(self, filler: Filler) -> list[TaskFiles]:
         """What is still to be done; what others did meanwhile, or an earlier run, is no work of ours."""

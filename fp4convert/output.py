@@ -170,11 +170,14 @@ class OutputFolder:
         detail = f"{self.temps} was removed by another process, which saw no sign of life of this one, or by hand"
         return OutputError("given-up", detail, "Run the same command again: what is finished stays.")
 
-    def write_shards(self, tasks: Iterable[Task], fill: Callable[[Task, TaskWriter], bool]) -> None:
+    def write_shards(
+        self, tasks: Iterable[Task], fill: Callable[[Task, TaskWriter], bool], after: Callable[[], None] = lambda: None
+    ) -> None:
         """Create the shards of each claimed task, let `fill` append every tensor, then put them under their final names.
 
-        fill  returns whether the shards are whole; those that are not, are discarded
-        While one task's shards are flushed, hashed and named, the next ones are filled.
+        fill   returns whether the shards are whole; those that are not, are discarded
+        after  what is to be done when all are filled
+        While one task's shards are flushed, hashed and named, the next ones are filled, or what comes after them is done.
         """
         finishing: TaskWriter | None = None
         with ThreadPoolExecutor(1) as finisher:
@@ -195,6 +198,7 @@ class OutputFolder:
                     else:
                         writer.discard()
                         self.claims.drop(task.key)
+                after()
                 if last is not None:
                     last.result()
             except BaseException as error:
@@ -269,7 +273,7 @@ class OutputFolder:
 
     def _put(self, name: str, text: str) -> None:
         final = self.state / name
-        temp = self.write_temp("state", lambda out: out.write(text.encode("utf-8")))
+        temp = self.write_temp(f"state-{final.name}", lambda out: out.write(text.encode("utf-8")))
         with told(final):
             os.replace(temp, final)
             _fsync_folder(final.parent)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, ClassVar, NamedTuple, Protocol, cast
@@ -22,6 +22,8 @@ from fp4convert.errors import OutputError
 
 SHAPES = 1 << 12  # that are remembered: models have few
 HASH_NBYTES = 4 << 20  # read and hashed at once
+FLUSH_NBYTES = 4 << 20  # of an output, which the disk is told to begin with
+WRITE_NOW = 2  # Linux: SYNC_FILE_RANGE_WRITE
 DEFAULT_METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
 ENGINE_NOTES = ("_quantization_metadata",)  # what says that tensors are quantized: written anew, or left out
 WEIGHT = ".weight"  # how the name of a linear layer's tensor ends
@@ -163,11 +165,15 @@ class ShardWriter:
         self._filled = {ref.name: 0 for ref in self._outputs}
 
     def append(self, ref: TensorRef, data: memoryview) -> None:
-        """Write the next bytes of that output."""
-        flat = data.cast("B")
+        """Write the next bytes of that output; the disk begins with what it has of them, so that the end waits for little."""
+        flat, before = data.cast("B"), self._filled[ref.name]
+        after = before + flat.nbytes
         with told(self.path, self._nbytes):
-            self._pwrite(flat, ref.start + self._filled[ref.name])
-        self._filled[ref.name] += flat.nbytes
+            self._pwrite(flat, ref.start + before)
+        self._filled[ref.name] = after
+        first, last = (nbytes // FLUSH_NBYTES * FLUSH_NBYTES for nbytes in (before, after))
+        if last > first:
+            _begin_flush()(self._fd, ref.start + first, last - first, WRITE_NOW)
 
     def _pwrite(self, data: memoryview, offset: int) -> None:
         while data:
@@ -215,6 +221,18 @@ def _reserve(fd: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that reserves nothing
             raise
+
+
+@cache
+def _begin_flush() -> Callable[[int, int, int, int], object]:
+    """Linux's sync_file_range, which waits for nothing: fsync tells what failed.  Elsewhere the disk begins when it likes."""
+    import ctypes
+
+    begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if begin is None:
+        return lambda fd, start, nbytes, how: None
+    begin.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return cast(Callable[[int, int, int, int], object], begin)
 
 
 @contextmanager
