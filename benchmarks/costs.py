@@ -30,9 +30,10 @@ from timeline import Costs
 
 from fp4convert.backends import open_backend
 from fp4convert.convert import Request, prepare_quantize
+from fp4convert.disk import hash_file
 from fp4convert.makers import Quantizer
 from fp4convert.pace import measure_pace
-from fp4convert.shard import ShardWriter, TensorRef, hash_file
+from fp4convert.shard import ShardWriter, TensorRef
 from fp4convert.sources import open_source
 
 FORMAT = "nvfp4"

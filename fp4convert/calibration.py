@@ -21,6 +21,7 @@ from fp4convert.calibration_needs import Needs, needs_of
 from fp4convert.calibration_parts import join_parts, part_notes, write_part
 from fp4convert.calibration_state import SAMPLES, Hidden, interruptible, kept_state, part_file, remark_file
 from fp4convert.chain import Call, Shelf, begin, end, filled_on_demand, step
+from fp4convert.disk import told
 from fp4convert.errors import DeviceError, InputError, OutputError
 from fp4convert.feeding import (
     Batch,
@@ -36,7 +37,6 @@ from fp4convert.feeding import (
 from fp4convert.observers import UNROUTED_TOKENS, Watch, opaque, unwatched, watching
 from fp4convert.progress import Phases, size_text, tokens_text
 from fp4convert.record import unquantized
-from fp4convert.shard import told
 from fp4convert.skeleton import Skeleton, import_transformers, open_skeleton
 from fp4convert.sources import Source, stopping
 

@@ -40,10 +40,11 @@ from numpy.typing import NDArray
 from fp4convert.bounds import Seen, contradiction, not_a_gram
 from fp4convert.codec import Float32s
 from fp4convert.codings import Linear
+from fp4convert.disk import hash_file
 from fp4convert.errors import InputError
 from fp4convert.header import parse_json_object, read_header
 from fp4convert.identity import fingerprint_of, weights_of
-from fp4convert.shard import SafetensorsFrame, TensorRef, hash_file
+from fp4convert.shard import SafetensorsFrame, TensorRef
 from fp4convert.sources import Source
 
 FORMAT, VERSION = "fp4convert-calibration", "2"

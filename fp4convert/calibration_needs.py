@@ -12,11 +12,11 @@ import torch
 
 from fp4convert.backends import memory_nbytes
 from fp4convert.calibration_parts import LARGEST_NBYTES
+from fp4convert.disk import told
 from fp4convert.errors import InputError, OutputError
 from fp4convert.observers import block_width
 from fp4convert.progress import size_text
 from fp4convert.recipe import group_members, scale_group
-from fp4convert.shard import told
 from fp4convert.skeleton import Skeleton
 
 LESS = "--gram block:128 takes less"

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.calibration_file import DTYPES, FORMAT, VERSION, header_of
+from fp4convert.disk import hash_file, told
 from fp4convert.identity import fingerprint_of, weights_of
-from fp4convert.shard import SafetensorsFrame, ShardWriter, TensorRef, TensorSpec, hash_file, told
+from fp4convert.shard import SafetensorsFrame, ShardWriter, TensorRef, TensorSpec
 from fp4convert.sources import Source
 
 LARGEST_NBYTES = 5 * 10**9  # of tensors in one file

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fp4convert.disk import told
 from fp4convert.errors import Fp4Error, InputError, OutputError
-from fp4convert.shard import told
 from fp4convert.stops import Stopped
 
 SAMPLES = "tokens.npz"

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from fp4convert.disk import told
 from fp4convert.seals import boot_id
-from fp4convert.shard import told
 
 LEASE_SECONDS = 60.0  # without a sign of life
 BEAT_SECONDS = 15.0

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from fp4convert.artifact import REPORT, UNDIGESTED
 from fp4convert.backends import processors
+from fp4convert.disk import hash_file, told
 from fp4convert.errors import InputError, OutputError
 from fp4convert.ledger import merged
 from fp4convert.manifest import Done, Manifest, TaskFiles, digest_of, read_ended, read_manifest
 from fp4convert.output import OutputFolder, entered
 from fp4convert.progress import Phases
 from fp4convert.seals import is_sealed
-from fp4convert.shard import hash_file, told
 from fp4convert.sources import PLAN_FILE
 
 SHA256_DIGITS = 64

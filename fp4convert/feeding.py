@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from fp4convert.chain import filled_on_demand
+from fp4convert.disk import hash_file
 from fp4convert.errors import InputError
 from fp4convert.observers import Watch, watching
-from fp4convert.shard import hash_file
 from fp4convert.skeleton import Skeleton, import_transformers, reason_of
 
 SEQUENCE_LENGTH, OWN_LENGTH = 2048, 512  # of text; of what a model writes token by token

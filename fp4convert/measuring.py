@@ -36,6 +36,7 @@ from fp4convert.claims import Claims
 from fp4convert.codec import as_floats, not_finite
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import measured_whole
+from fp4convert.disk import told
 from fp4convert.errors import NumericError, SourceError
 from fp4convert.formats import FP8, Matrix, Weights, format_named, row_panels
 from fp4convert.grid import Grid, fp8_scales_of
@@ -45,7 +46,6 @@ from fp4convert.manifest import STATE
 from fp4convert.pieces import CORRUPT
 from fp4convert.progress import Phases
 from fp4convert.rounding import Rounding
-from fp4convert.shard import told
 from fp4convert.sources import Source, stopping
 
 FOLDER = "measured"

@@ -11,11 +11,9 @@ Any number of processes may carry out the same plan at once.  Nothing foreign is
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -25,10 +23,11 @@ from typing import BinaryIO
 
 from fp4convert.accounting import Account
 from fp4convert.claims import Claims
+from fp4convert.disk import fsync_folder, hash_file, nbytes_there, told
 from fp4convert.errors import OutputError
 from fp4convert.manifest import ENDED, PLAN, STATE, Done, Manifest, Records, TaskFiles, read_manifest, refuse_foreign
 from fp4convert.seals import seal
-from fp4convert.shard import ShardWriter, TensorRef, hash_file, told
+from fp4convert.shard import ShardWriter, TensorRef
 from fp4convert.sources import PLAN_FILE
 from fp4convert.tasks import Task
 
@@ -136,7 +135,7 @@ class OutputFolder:
         done = self.records.of(task)
         if done is None or done.files.keys() != task.files.keys():
             return None
-        return done if all(_nbytes_of(self.root / file) == nbytes for file, nbytes in task.files.items()) else None
+        return done if all(nbytes_there(self.root / file) == nbytes for file, nbytes in task.files.items()) else None
 
     def missing(self) -> list[TaskFiles]:
         """The tasks of the plan that are not finished."""
@@ -267,7 +266,7 @@ class OutputFolder:
         with told(final):
             final.parent.mkdir(parents=True, exist_ok=True)
             os.replace(temp, final)
-            _fsync_folder(final.parent)
+            fsync_folder(final.parent)
         self.hashes[file] = sha256
         self.named(final, file, sha256)
 
@@ -276,7 +275,7 @@ class OutputFolder:
         temp = self.write_temp(f"state-{final.name}", lambda out: out.write(text.encode("utf-8")))
         with told(final):
             os.replace(temp, final)
-            _fsync_folder(final.parent)
+            fsync_folder(final.parent)
 
     def put_ended(self, files: dict[str, str]) -> None:
         """Say that everything is written."""
@@ -368,7 +367,7 @@ def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
 def missing_nbytes(root: Path, manifest: Manifest) -> int:
     """What is still to be written of a plan; all of it where its folder is not there."""
     coming = [Path(folder, file) for folder, _, files in os.walk(root / STATE / "tmp") for file in files]
-    return manifest.nbytes - sum(_nbytes_of(path) or 0 for path in (*(root / file for file in manifest.files), *coming))
+    return manifest.nbytes - sum(nbytes_there(path) or 0 for path in (*(root / file for file in manifest.files), *coming))
 
 
 def _check_space(root: Path, manifest: Manifest, more_nbytes: int) -> None:
@@ -379,23 +378,3 @@ def _check_space(root: Path, manifest: Manifest, more_nbytes: int) -> None:
     if needed > free:
         detail = f"{root} needs {needed:,} bytes, its disk has {free:,} free"
         raise OutputError("disk-full", detail, "Free some space, or choose another disk: -o FOLDER.")
-
-
-def _nbytes_of(path: Path) -> int | None:
-    """The size of a file; None where there is none, or no more: other processes move theirs."""
-    try:
-        status = path.stat()
-    except (OSError, ValueError):  # ValueError: no name that a file can have
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-
-def _fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that knows no such thing for folders
-            raise
-    finally:
-        os.close(fd)

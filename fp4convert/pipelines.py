@@ -19,6 +19,7 @@ from fp4convert.backends import open_backend
 from fp4convert.cluster import Errand, check_cluster, quantize_together
 from fp4convert.convert import begin_quantize, manifest_of, name_files, prepare_quantize, quantize
 from fp4convert.dialects import Ignored
+from fp4convert.disk import told
 from fp4convert.errors import Fp4Error, InputError, NumericError
 from fp4convert.fitting import Fit, Measuring, fit
 from fp4convert.forecast import READING_RATES, describe_plan
@@ -26,7 +27,6 @@ from fp4convert.job import Job, Result, carry_out, opened
 from fp4convert.manifest import digest_of, read_ended, read_manifest
 from fp4convert.output import OutputFolder, TaskWriter, missing_nbytes
 from fp4convert.progress import Phases
-from fp4convert.shard import told
 from fp4convert.sources import PLAN_FILE, Source, access_to, open_with_components
 from fp4convert.sources.naming import PIPELINE
 from fp4convert.tasks import Action, Plan, Step

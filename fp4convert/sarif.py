@@ -13,10 +13,11 @@ from typing import Any
 from urllib.parse import quote
 
 from fp4convert.artifact import Artifact
+from fp4convert.disk import told
 from fp4convert.papers import Paper, check_place, write_paper
 from fp4convert.record import RECORD
 from fp4convert.render import escape
-from fp4convert.shard import WEIGHT, told
+from fp4convert.shard import WEIGHT
 
 VERSION = "2.1.0"
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

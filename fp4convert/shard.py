@@ -6,24 +6,20 @@ This module knows nothing of folders, models or quantization.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from io import RawIOBase
+from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, ClassVar, NamedTuple, Protocol, cast
+from typing import ClassVar, NamedTuple, Protocol
 
+from fp4convert.disk import begin_flush, hash_file, reserve, told
 from fp4convert.errors import OutputError
 
 SHAPES = 1 << 12  # that are remembered: models have few
-HASH_NBYTES = 4 << 20  # read and hashed at once
 FLUSH_NBYTES = 4 << 20  # of an output, which the disk is told to begin with
-WRITE_NOW = 2  # Linux: SYNC_FILE_RANGE_WRITE
 DEFAULT_METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
 ENGINE_NOTES = ("_quantization_metadata",)  # what says that tensors are quantized: written anew, or left out
 WEIGHT = ".weight"  # how the name of a linear layer's tensor ends
@@ -156,7 +152,7 @@ class ShardWriter:
         self.begin_again()
         with told(path, self._nbytes):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-            _reserve(self._fd, nbytes)
+            reserve(self._fd, nbytes)
             os.ftruncate(self._fd, nbytes)
             self._pwrite(memoryview(header), 0)
 
@@ -173,7 +169,7 @@ class ShardWriter:
         self._filled[ref.name] = after
         first, last = (nbytes // FLUSH_NBYTES * FLUSH_NBYTES for nbytes in (before, after))
         if last > first:
-            _begin_flush()(self._fd, ref.start + first, last - first, WRITE_NOW)
+            begin_flush(self._fd, ref.start + first, last - first)
 
     def _pwrite(self, data: memoryview, offset: int) -> None:
         while data:
@@ -211,57 +207,3 @@ class ShardWriter:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
-
-
-def _reserve(fd: int, nbytes: int) -> None:
-    """Have the disk keep so much room, where it can: a full one is known before the first byte."""
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that reserves nothing
-            raise
-
-
-@cache
-def _begin_flush() -> Callable[[int, int, int, int], object]:
-    """Linux's sync_file_range, which waits for nothing: fsync tells what failed.  Elsewhere the disk begins when it likes."""
-    import ctypes
-
-    begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if begin is None:
-        return lambda fd, start, nbytes, how: None
-    begin.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return cast(Callable[[int, int, int, int], object], begin)
-
-
-@contextmanager
-def told(path: Path, needed_nbytes: int | None = None) -> Iterator[None]:
-    """Turn the system's refusals into an OutputError that names the path."""
-    try:
-        yield
-    except OSError as error:
-        need = "" if needed_nbytes is None else f" ({needed_nbytes:,} bytes)"
-        code = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "cannot-write"
-        next_step = "Make room and run the same command again: what is finished stays." if code == "disk-full" else ""
-        raise OutputError(code, f"{path}: cannot be written{need}: {error.strerror}", next_step) from error
-
-
-def hash_file(path: Path, each: Callable[[int], None] = lambda nbytes: None) -> str:
-    """The sha256 of a file, as hex.
-
-    each  called with the size of every block that was read; what it raises ends the reading
-    """
-    with path.open("rb", buffering=0) as stream:
-        return hash_stream(stream, each)
-
-
-def hash_stream(stream: BinaryIO, each: Callable[[int], None] = lambda nbytes: None) -> str:
-    """The sha256 of what is left of a stream, as hex; `each` as in hash_file."""
-    import hashlib
-
-    found, block = hashlib.sha256(), memoryview(bytearray(HASH_NBYTES))
-    while count := cast(RawIOBase, stream).readinto(block):
-        found.update(block[:count])
-        each(count)
-    return found.hexdigest()

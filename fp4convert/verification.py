@@ -14,13 +14,13 @@ from fp4convert.artifact import UNDIGESTED, Artifact, is_healthy
 from fp4convert.auditing import check_codes, check_measured
 from fp4convert.beside import Outputs, own_names, parts, stand_beside
 from fp4convert.codec import FLOAT_DTYPES
+from fp4convert.disk import hash_stream
 from fp4convert.distances import Distance, mean_output_error
 from fp4convert.errors import InputError
 from fp4convert.inputs import describe_inputs
 from fp4convert.ledger import read_recorded, shares
 from fp4convert.reading import Finding
 from fp4convert.record import RECORD
-from fp4convert.shard import hash_stream
 from fp4convert.soundness import choose_modules, judge
 from fp4convert.sources import Source
 

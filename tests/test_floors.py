@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp4convert"
 FLOORS = [
     {"errors", "streams", "stops", "recipe_rules"},
+    {"disk"},
     {
         "formats",
         "cubins",
@@ -86,7 +87,7 @@ ROOMS = {
     "plotly": {"page"},
     "rich": {"render"},
     "typer": {"cli"},
-    "ctypes": {"backends", "gpus"},
+    "ctypes": {"backends", "disk", "gpus"},
     "numpy": {
         "pieces",
         "gptq",

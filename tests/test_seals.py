@@ -10,8 +10,8 @@ import pytest
 from checkpoints import FIRST, SECOND, run, write_llama
 
 from fp4convert import ending, seals
+from fp4convert.disk import hash_file
 from fp4convert.seals import is_sealed, seal
-from fp4convert.shard import hash_file
 
 SHA256 = "1" * 64
 

@@ -1,0 +1,98 @@
+"""Files as the system has them: sizes, hashes, room that is kept, bytes on their way to the disk, refusals in our words."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from io import RawIOBase
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from fp4convert.errors import OutputError
+
+HASH_NBYTES = 4 << 20  # read and hashed at once
+WRITE_NOW = 2  # Linux: SYNC_FILE_RANGE_WRITE
+
+
+@contextmanager
+def told(path: Path, needed_nbytes: int | None = None) -> Iterator[None]:
+    """Turn the system's refusals into an OutputError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        need = "" if needed_nbytes is None else f" ({needed_nbytes:,} bytes)"
+        code = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "cannot-write"
+        next_step = "Make room and run the same command again: what is finished stays." if code == "disk-full" else ""
+        raise OutputError(code, f"{path}: cannot be written{need}: {error.strerror}", next_step) from error
+
+
+def nbytes_there(path: Path) -> int | None:
+    """The size of a file; None where there is none, or no more: other processes move theirs."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):  # ValueError: no name that a file can have
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def reserve(fd: int, nbytes: int) -> None:
+    """Have the disk keep so much room, where it can: a full one is known before the first byte."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that reserves nothing
+            raise
+
+
+def begin_flush(fd: int, start: int, nbytes: int) -> None:
+    """Have the disk begin with these bytes, where it can be told; nothing waits, and a later fsync tells what failed."""
+    if begin := _sync_file_range():
+        begin(fd, start, nbytes, WRITE_NOW)
+
+
+@cache
+def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
+    """Linux's; None elsewhere."""
+    import ctypes
+
+    begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if begin is not None:
+        begin.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return cast("Callable[[int, int, int, int], object] | None", begin)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Have the names in it on the disk."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that knows no such thing for folders
+            raise
+    finally:
+        os.close(fd)
+
+
+def hash_file(path: Path, each: Callable[[int], None] = lambda nbytes: None) -> str:
+    """The sha256 of a file, as hex.
+
+    each  called with the size of every block that was read; what it raises ends the reading
+    """
+    with path.open("rb", buffering=0) as stream:
+        return hash_stream(stream, each)
+
+
+def hash_stream(stream: BinaryIO, each: Callable[[int], None] = lambda nbytes: None) -> str:
+    """The sha256 of what is left of a stream, as hex; `each` as in hash_file."""
+    import hashlib
+
+    found, block = hashlib.sha256(), memoryview(bytearray(HASH_NBYTES))
+    while count := cast(RawIOBase, stream).readinto(block):
+        found.update(block[:count])
+        each(count)
+    return found.hexdigest()
