@@ -144,14 +144,6 @@ def _sample(matrix: StoredScales, layout: Layout) -> Bytes:
     return np.ascontiguousarray(block_scales)
 
 
-def _around_mean(block_scales: Bytes, log2: Floats) -> Floats:
-    """log2 of what each byte stands for, less the mean of these; 0 of a byte that is zero or NaN."""
-    is_known = np.isfinite(log2)
-    counts = Cpu().count_bytes(block_scales)[is_known]
-    mean = float((counts * log2[is_known]).sum()) / max(int(counts.sum()), 1)
-    return np.where(is_known, log2 - mean, 0)
-
-
 @cache
 def _log2(scale_dtype: str) -> Floats:
     """log2 of the scale that each byte stands for; -inf or NaN for none, as byte 0 is, which zero blocks and padding store."""
@@ -165,11 +157,11 @@ def _shares(readings: Sequence[Bytes], log2: Floats) -> Floats:
     """(readings, STRUCTURES) shares of the variance that is explained: rows and columns, then those of RUNS, then of PERIODS.
 
     readings  (rows, blocks) each: the same scales, read in several layouts
-    log2      of what each byte stands for; float64 sums are exact enough for differences of them
+    log2      of what each byte stands for, not finite where that is none; float64 sums are exact enough for differences of them
     """
     rows, blocks = readings[0].shape
     runs = (rows, *RUNS)  # all rows of one block are a column
-    sums, of_rows = zip(*(Cpu().sum_cells(each, _around_mean(each, log2), runs) for each in readings), strict=True)
+    sums, of_rows = zip(*(Cpu().sum_cells(each, log2, runs) for each in readings), strict=True)
     power, total, squares = np.moveaxis(np.stack(sums), -1, 0)
     widths, members = np.array(CELL_WIDTHS), np.array([*runs, *(rows // period for period in PERIODS)])[:, None]
     groups = np.array([*(rows // run for run in runs), *PERIODS])[:, None]

@@ -179,7 +179,9 @@ def form_finder(groups: Iterable[tuple[T, Sequence[str]]]) -> Callable[[str], T 
         if found is None and above:
             found = next((above[parent] for parent in parents_of(module) if parent in above), None)
         if found is None:
-            found = next((form for pattern, form in patterns if pattern == "*" or matches(pattern, module)), None)
+            for pattern, form in patterns:
+                if pattern == "*" or matches(pattern, module):
+                    return form
         return found
 
     return find

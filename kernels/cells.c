@@ -3,7 +3,8 @@
  *   sum_cells(codes, values, rows, blocks, runs, count, room, sums)
  *   count_bytes(bytes, n, counts)              counts[b] += how many of the n bytes are b; 256 int64
  *
- * codes is rows x blocks bytes, row-major, each of which stands for one of 256 values.  A cell has `run` rows, for each of `count`
+ * codes is rows x blocks bytes, row-major, each of which stands for one of 256 values, less the mean of all that are finite, or for 0
+ * where its value is not.  A cell has `run` rows, for each of `count`
  * runs, and then every p-th row, for p = 128, 64, ... 1; of these it has w blocks, for w = 1, 2, 4, ... 64.  sums begins with zeros;
  * of every such choice of rows and every w it gets the squares of the sums of cells, all elements in cells, and the squares of these,
  * each added up: (count + 8) x 7 x 3, and behind them the squares of the sums of whole rows.  Only whole cells and whole periods
@@ -13,6 +14,27 @@
 #include "vector.h"
 
 enum { WIDTHS = 7, WIDEST = 1 << (WIDTHS - 1), LONGEST = 128, PERIODS = 8, FIGURES = 3, TABLES = 4 };
+
+/* Neighbours are often equal: each of four has a table of its own, so that no count waits for the one before. */
+void NAME(count_bytes)(const uint8_t *restrict bytes, int64_t n, int64_t *restrict counts) {
+    int64_t held[TABLES][256] = {{0}}, i = 0;
+    for (; i + TABLES <= n; i += TABLES)
+        for (int t = 0; t < TABLES; t++) held[t][bytes[i + t]]++;
+    for (; i < n; i++) counts[bytes[i]]++;
+    for (int t = 0; t < TABLES; t++)
+        for (int b = 0; b < 256; b++) counts[b] += held[t][b];
+}
+
+/* What each byte stands for among those: its value less the mean of the finite ones, and 0 where it is not finite. */
+INLINE void center(const uint8_t *restrict codes, int64_t n, const double *restrict values, double *restrict around) {
+    int64_t counts[256] = {0}, known = 0;
+    double total = 0;
+    NAME(count_bytes)(codes, n, counts);
+    for (int b = 0; b < 256; b++)
+        if (__builtin_isfinite(values[b])) total += (double)counts[b] * values[b], known += counts[b];
+    double mean = known ? total / (double)known : 0;
+    for (int b = 0; b < 256; b++) around[b] = __builtin_isfinite(values[b]) ? values[b] - mean : 0;
+}
 
 /* Behind a row's elements the sums of 2, 4, ... neighbours; returns how many there are in all, less than twice as many. */
 INLINE int64_t join(double *row, int64_t blocks) {
@@ -78,7 +100,9 @@ INLINE void sum_periods(const double *restrict x, int64_t rows, int64_t pitch, i
 void NAME(sum_cells)(const uint8_t *restrict codes, const double *restrict values, int64_t rows, int64_t blocks,
                      const int64_t *restrict runs, int64_t count, double *restrict room, double *restrict sums) {
     double *x = room, *of_rows = x + rows * blocks, *above = of_rows + rows;
-    for (int64_t i = 0; i < rows * blocks; i++) x[i] = values[codes[i]];
+    double around[256];
+    center(codes, rows * blocks, values, around);
+    for (int64_t i = 0; i < rows * blocks; i++) x[i] = around[codes[i]];
     memset(of_rows, 0, (size_t)rows * sizeof *of_rows);
     for (int64_t first = 0; first < blocks; first += WIDEST) {
         int64_t width = blocks - first < WIDEST ? blocks - first : WIDEST, pitch = 3 * width;
@@ -92,14 +116,4 @@ void NAME(sum_cells)(const uint8_t *restrict codes, const double *restrict value
         sum_periods(x + first, rows, blocks, width, above, above + (rows + 1) * pitch, sums + count * WIDTHS * FIGURES);
     }
     for (int64_t row = 0; row < rows; row++) sums[(count + PERIODS) * WIDTHS * FIGURES] += of_rows[row] * of_rows[row];
-}
-
-/* Neighbours are often equal: each of four has a table of its own, so that no count waits for the one before. */
-void NAME(count_bytes)(const uint8_t *restrict bytes, int64_t n, int64_t *restrict counts) {
-    int64_t held[TABLES][256] = {{0}}, i = 0;
-    for (; i + TABLES <= n; i += TABLES)
-        for (int t = 0; t < TABLES; t++) held[t][bytes[i + t]]++;
-    for (; i < n; i++) counts[bytes[i]]++;
-    for (int t = 0; t < TABLES; t++)
-        for (int b = 0; b < 256; b++) counts[b] += held[t][b];
 }

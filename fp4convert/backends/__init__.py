@@ -11,7 +11,6 @@ from typing import Protocol
 from fp4convert.codec import Float32s
 from fp4convert.errors import DeviceError, InputError
 from fp4convert.formats import Blocks, Format, Quantized, Weights
-from fp4convert.gpus import survey
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +88,8 @@ def open_backend(device: str) -> Backend:
     if device != "auto" and (kind != "cuda" or not (device == kind or re.fullmatch("0|[1-9][0-9]{0,8}", number))):
         detail = f"device {device!r} is not known; expected auto, cpu, cuda or cuda:N"
         raise InputError("no-device", detail, "Choose one of these; fp4convert doctor lists the GPUs.")
+    from fp4convert.gpus import survey
+
     found = survey()
     chosen = [gpu for gpu in found.gpus if not number or gpu.number == int(number)]
     if chosen:

@@ -194,7 +194,7 @@ class Cpu:
     def sum_cells(self, codes: Bytes, values: Doubles, runs: Sequence[int]) -> tuple[Doubles, float]:
         """What the cells of a matrix add up to, (runs and PERIODS, CELL_WIDTHS, 3), and its rows; kernels/cells.c says how.
 
-        codes    (rows, blocks), each of which stands for one of the 256 values
+        codes    (rows, blocks), each of which stands for one of the 256 values less their mean, or 0 where it is not finite
         Returns  by rows and by blocks of a cell: the squares of the sums of cells, all elements in cells, the squares of these;
                  and the squares of the sums of rows
         """
