@@ -156,7 +156,7 @@ class Quantizer:
                 yield from self._rounding.panels(self._measured(measured), members, modules, format_named(steps[0].format))
 
     def _room_for(self, linears: Sequence[Linear]) -> AbstractContextManager[None]:
-        return self.source.room_for(sum(linear.nbytes for linear in linears))
+        return self.source.room_for([ref for linear in linears for ref in linear.refs])
 
     def _measured(self, linears: Sequence[Linear]) -> list[Weights]:
         """What has the values of these linear layers, in any order."""

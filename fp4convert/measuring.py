@@ -242,7 +242,7 @@ def _losses_of(bench: Bench, group: list[Candidate]) -> Losses:
     weights = [one.linear.coding.weights(one.linear, source) for one in group]
     sums = [_Sums.of(one) for one in group]
     fp4 = next((name for one in group for name in one.formats if name != FP8.name), None)
-    with source.room_for(sum(linear.nbytes for linear in group[0].group)):
+    with source.room_for([ref for linear in group[0].group for ref in linear.refs]):
         if fp4:
             _add_blocks(bench, group, weights, sums)
         for one, matrix, own in zip(group, weights, sums, strict=True):

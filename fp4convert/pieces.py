@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -134,7 +134,7 @@ class Pieces:
         self._spent: set[Piece] = set()  # of these, what a stream needs no more but for a second reading
         self._nbytes = 0  # of all that are known
         self._lock = threading.Lock()
-        self._held_nbytes = 0
+        self._held: tuple[Piece, ...] = ()
         self._released = threading.Condition()
 
     def fetch(self, piece: Piece) -> Future[memoryview]:
@@ -173,13 +173,14 @@ class Pieces:
         return latest
 
     def spend(self, pieces: Iterable[Piece]) -> None:
-        """Let go of pieces before others, but for as many bytes as room was made for."""
+        """Let go of pieces before others, but for those that room was made for."""
         with self._lock:
             self._spent.update(piece for piece in pieces if piece in self._known)
 
     def _make_room(self) -> None:
-        if self._nbytes > (kept_nbytes := SPARE_NBYTES + self._held_nbytes):
-            self._drop([piece for piece in self._known if piece in self._spent], kept_nbytes)
+        held = self._held
+        if self._nbytes > (kept_nbytes := SPARE_NBYTES + _sum(held)):
+            self._drop([piece for piece in self._known if piece in self._spent and not _overlaps(piece, held)], kept_nbytes)
         if self._nbytes > self._budget_nbytes:
             self._drop(list(self._known), self._budget_nbytes)
 
@@ -194,17 +195,20 @@ class Pieces:
                     return
 
     @contextmanager
-    def room_for(self, nbytes: int) -> Iterator[None]:
-        """Waits until so much, which will be read more than once, fits beside what others read so; one always may."""
+    def room_for(self, ranges: Collection[Piece]) -> Iterator[None]:
+        """Waits until these ranges, which will be read more than once, fit beside what others read so; one always may."""
         limit = max(0, self._budget_nbytes - SPARE_NBYTES)
         with self._released:
-            self._released.wait_for(lambda: not self._held_nbytes or self._held_nbytes + nbytes <= limit)
-            self._held_nbytes += nbytes
+            self._released.wait_for(lambda: not self._held or _sum((*self._held, *ranges)) <= limit)
+            self._held = (*self._held, *ranges)
         try:
             yield
         finally:
             with self._released:
-                self._held_nbytes -= nbytes
+                left = list(self._held)
+                for piece in ranges:
+                    left.remove(piece)
+                self._held = tuple(left)
                 self._released.notify_all()
 
     def forget(self, file: str) -> None:
@@ -218,6 +222,14 @@ class Pieces:
     def close(self) -> None:
         """Nothing more comes: who waits, or asks, gets the error."""
         self._pool.close(self.failure)
+
+
+def _sum(ranges: Iterable[Piece]) -> int:
+    return sum(piece.stop - piece.start for piece in ranges)
+
+
+def _overlaps(piece: Piece, ranges: Iterable[Piece]) -> bool:
+    return any(other.file == piece.file and other.start < piece.stop and piece.start < other.stop for other in ranges)
 
 
 def split(file: str, start: int, stop: int) -> list[Piece]:

@@ -8,7 +8,7 @@ halves of every head of q and k take turns (convert_hf_to_gguf.py, LlamaModel.pe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -73,8 +73,8 @@ class Framed:
     def stream(self, file: str) -> AbstractContextManager[None]:
         return self._owner(file).stream(file)
 
-    def room_for(self, nbytes: int) -> AbstractContextManager[None]:
-        return self._artifact.room_for(nbytes)
+    def room_for(self, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
+        return self._artifact.room_for(refs)
 
     def stop(self) -> None:
         self._donor.stop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -181,8 +181,8 @@ class HubSource:
             stream.stop()
             del self._streams[file]
 
-    def room_for(self, nbytes: int) -> AbstractContextManager[None]:
-        return self._pieces.room_for(nbytes)
+    def room_for(self, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
+        return self._pieces.room_for({Piece(ref.file, ref.start, ref.start + ref.nbytes) for ref in refs})
 
     def stop(self) -> None:
         self._pieces.close()
