@@ -159,7 +159,7 @@ class Stages:
         return seconds(work) * THREADS / (len(steps) * FP8_SHAPE[0] * FP8_SHAPE[1])
 
     def _measure_disk(self) -> None:
-        """A file written by all threads at once, flushed, hashed and read through a mapping."""
+        """A file written by all threads at once, hashed and read through a mapping; and one flushed, all of it at the end."""
         each = NBYTES // THREADS // PIECE_NBYTES * PIECE_NBYTES
         refs = [TensorRef(str(number), "U8", (each,), "file", number * each) for number in range(THREADS)]
         path, piece = self._scratch / "file", memoryview(bytes(PIECE_NBYTES))
@@ -177,11 +177,14 @@ class Stages:
         os.sync()
         nbytes = each * THREADS
         self._note("writing", seconds(write_all) * THREADS / nbytes)
-        with path.open("rb") as stream:
-            self._note("flushing", seconds(lambda: os.fsync(stream.fileno())) / nbytes)
         self._note("hashing", seconds(partial(hash_file, path)) / nbytes)
         self._note("reading", seconds(lambda: touch(path)) / nbytes)
         written[0].discard()
+        with path.open("wb") as out:
+            out.write(bytes(nbytes))
+            out.flush()
+            self._note("flushing", seconds(lambda: os.fsync(out.fileno())) / nbytes)
+        path.unlink()
 
 
 def touch(path: Path) -> None:

@@ -1,13 +1,14 @@
 """How long a conversion takes, by formulas alone: from what a byte, a weight, a tensor and a shard cost, and from a machine.
 
-A shard is filled by as many threads as there are cores, a scale group by one of them.  Then one thread flushes it, another
-hashes it, and meanwhile the next shard is filled; a third waits for both (output.write_shards, ShardWriter.finish).
+A shard is filled by as many threads as there are cores, a scale group by one of them, and the disk flushes what there is of it.
+Then one thread hashes it, and meanwhile the next shard is filled (output.write_shards, ShardWriter).
 
   fill(k)    the longest of: scale groups dealt to cores, largest first; bytes of the source over the link; of a streamed
-             source its SHA-256, which is one thread's; and then what Python does for each tensor, one after the other
-  finish(k)  the longer of the SHA-256 and the flush of the shard, and what a shard costs beside
+             source its SHA-256, which is one thread's; bytes written, and read where the source lies there, over the disk; and
+             then what Python does for each tensor, one after the other
+  finish(k)  the SHA-256 of the shard, and what a shard costs beside
   seconds  = start + planning + fill(1) + sum of step(k) + finish(n)
-  step(k)    the longest of: fill(k), finish(k - 1), both their core seconds over all cores, both their bytes over the disk
+  step(k)    the longest of: fill(k), finish(k - 1), both their core seconds over all cores
   merge    = start + all that was written, read again at the rate of the disk or hashed by all cores, whichever takes longer;
              no more than that: what the merging machine wrote itself it does not read again
 
@@ -147,7 +148,7 @@ def _work(shards: Sequence[Shard], costs: Costs, machine: Machine) -> tuple[floa
 
 def _step(filled: Shard | None, finished: Shard | None, costs: Costs, machine: Machine) -> dict[str, float]:
     """Seconds of everything that goes on while one shard is filled and the one before it is finished; the longest counts."""
-    core_seconds = disk_nbytes = 0.0
+    core_seconds = 0.0
     times = {"cores": 0.0, "link": 0.0, "disk": 0.0, "sha-256": 0.0}
     if filled:
         python, own = filled.tensors * costs.tensor, [_core_seconds(group, costs) for group in filled.groups]
@@ -155,16 +156,13 @@ def _step(filled: Shard | None, finished: Shard | None, costs: Costs, machine: M
         core_seconds += sum(own) + hashing + python
         times["cores"] = python + makespan(own, machine.cores)
         times["sha-256"] = hashing
-        if machine.link is None:
-            disk_nbytes += filled.source_nbytes
-        else:
+        times["disk"] = (filled.output_nbytes + (filled.source_nbytes if machine.link is None else 0)) / machine.disk
+        if machine.link is not None:
             times["link"] = filled.source_nbytes / machine.link
     if finished:
         hashing = finished.output_nbytes * costs.hashing
         core_seconds += hashing + costs.shard
-        disk_nbytes += finished.output_nbytes
         times["sha-256"] = max(times["sha-256"], hashing + costs.shard)
-    times["disk"] = disk_nbytes / machine.disk + (costs.shard if finished else 0.0)
     times["cores"] = max(times["cores"], core_seconds / machine.cores)
     return times
 
