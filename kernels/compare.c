@@ -17,25 +17,16 @@
  * A group with a step below SMALLEST_STEP, or with sums outside FINE..COARSE, is added in double instead, in the same order.
  * Bytes moved per bf16 element: NVFP4 2 + 0.5625, MXFP4 2 + 0.53125; count_codes 0.5.
  */
-#include "vector.h"
+#include "maxima.h"
 
 #define FINE 0x1p-70f
 #define COARSE 0x1p100f
 #define SMALLEST_STEP 0x1p-50f
-#ifdef __AVX512BW__
-enum { SIDE = 16 };
-#else
-enum { SIDE = WIDTH / 4 };
-#endif
 enum { GROUP = 256, PARTS = 16 / SIDE, SUMS = 5 };
 
 typedef VECTOR(float, 16) f32x4;
 typedef VECTOR(float, 32) f32x8;
 typedef VECTOR(int64_t, 16) i64x2;
-typedef VECTOR(float, 4 * SIDE) f32s;
-typedef VECTOR(int32_t, 4 * SIDE) i32s;
-typedef VECTOR(uint32_t, 4 * SIDE) u32s;
-typedef VECTOR(uint16_t, 2 * SIDE) u16s;
 typedef struct { f32s part[PARTS]; } sixteen;
 
 /* Of a group: lanes of squares.  Of several: the largest (x - y)^2, and how many x^2 lie beyond (6 * step)^2. */
@@ -44,47 +35,35 @@ typedef struct { f32s largest; i32s clipped; } extremes;
 /* Of a row; max_abs and clipped of what is added in double. */
 typedef struct { double signal[4], noise[4], output[4]; extremes seen; float max_abs; int64_t clipped; } row_sums;
 
-/* What compilers do not find: the larger of two that are not below zero; 16-bit and signed 8-bit integers widened. */
+/* What compilers do not find: the larger of two that are not below zero; signed 8-bit integers widened. */
 #define MOVED(bytes, first) ((first) ? _mm_srli_si128((__m128i)(bytes), first) : (__m128i)(bytes))
 #if defined(__AVX512BW__)
 INLINE f32s larger(f32s a, f32s b) { return (f32s)_mm512_max_ps((__m512)a, (__m512)b); }
-INLINE u32s widened(const uint16_t *restrict x) { return (u32s)_mm512_cvtepu16_epi32(LOAD(__m256i, x)); }
-INLINE f32s half_floats(const uint16_t *restrict x) { return (f32s)_mm512_cvtph_ps(LOAD(__m256i, x)); }
 #elif WIDTH == 32
 INLINE f32s larger(f32s a, f32s b) { return (f32s)_mm256_max_ps((__m256)a, (__m256)b); }
-INLINE u32s widened(const uint16_t *restrict x) { return (u32s)_mm256_cvtepu16_epi32(LOAD(__m128i, x)); }
-INLINE f32s half_floats(const uint16_t *restrict x) { return (f32s)_mm256_cvtph_ps(LOAD(__m128i, x)); }
 #define WIDENED_BYTES(bytes, first) ((i32s)_mm256_cvtepi8_epi32(MOVED(bytes, first)))
 #elif defined(__SSE4_1__)
 INLINE f32s larger(f32s a, f32s b) { return (f32s)_mm_max_ps((__m128)a, (__m128)b); }
-INLINE u32s widened(const uint16_t *restrict x) { return (u32s)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)x)); }
 #define WIDENED_BYTES(bytes, first) ((i32s)_mm_cvtepi8_epi32(MOVED(bytes, first)))
 #else
 INLINE f32s larger(f32s a, f32s b) { i32s is_a = a > b; return (f32s)(((i32s)a & is_a) | ((i32s)b & ~is_a)); }
-INLINE u32s widened(const uint16_t *restrict x) { return __builtin_convertvector(LOAD(u16s, x), u32s); }
 #define WIDENED_BYTES(bytes, first) \
     ((i32s){(int8_t)(bytes)[first], (int8_t)(bytes)[first + 1], (int8_t)(bytes)[first + 2], (int8_t)(bytes)[first + 3]})
-#endif
-#ifndef __F16C__
-INLINE f32s half_floats(const uint16_t *restrict x) { /* as fp4_from_finite_fp16 */
-    u32s bits = widened(x);
-    return (f32s)((u32s)((f32s)((bits & 0x7FFFu) << 13) * 0x1p112f) | (bits & 0x8000u) << 16);
-}
 #endif
 
 INLINE sixteen ordered16_bf16(const uint16_t *restrict x) {
     sixteen wide;
-    for (int p = 0; p < PARTS; p++) wide.part[p] = (f32s)(widened(x + p * SIDE) << 16);
+    for (int p = 0; p < PARTS; p++) wide.part[p] = floats_bf16(x + p * SIDE);
     return wide;
 }
 INLINE sixteen load16_fp16(const uint16_t *restrict x) {
     sixteen wide;
-    for (int p = 0; p < PARTS; p++) wide.part[p] = half_floats(x + p * SIDE);
+    for (int p = 0; p < PARTS; p++) wide.part[p] = floats_fp16(x + p * SIDE);
     return wide;
 }
 INLINE sixteen load16_fp32(const float *restrict x) {
     sixteen wide;
-    for (int p = 0; p < PARTS; p++) wide.part[p] = LOAD(f32s, x + p * SIDE);
+    for (int p = 0; p < PARTS; p++) wide.part[p] = floats_fp32(x + p * SIDE);
     return wide;
 }
 

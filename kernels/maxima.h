@@ -1,5 +1,5 @@
-/* The largest magnitude of every block, as the CPU's vectors find it: from 16-bit types a tree of interleaves, no float conversions.
- * And values as float32 (widen), for what is worked out in that. */
+/* The largest magnitude of every block, as the CPU's vectors find it: a tree of interleaves, of bits, no float conversions.
+ * And values as float32 (floats, widen), for what is worked out in that. */
 #ifndef FP4_MAXIMA_H
 #define FP4_MAXIMA_H
 
@@ -53,22 +53,39 @@ INLINE void block_maxima16(const uint16_t *restrict x, int blocks, int width, ui
     }
 }
 
-/* n % 16 == 0; finite.  F16C's conversion is exact, subnormals too; compilers do not find it in the scalar form. */
-INLINE const float *widen_fp16(const uint16_t *restrict x, int n, float *restrict wide) {
-#ifdef __F16C__
-    for (int i = 0; i < n; i += 8) STORE(wide + i, _mm256_cvtph_ps(LOAD(__m128i, x + i)));
+/* SIDE values as float32; finite.  Conversions are exact, subnormals too, and compilers do not find them in the scalar form. */
+#if SIDE == 16
+INLINE u32s widened(const uint16_t *restrict x) { return (u32s)_mm512_cvtepu16_epi32(LOAD(__m256i, x)); }
+INLINE f32s floats_fp16(const uint16_t *restrict x) { return (f32s)_mm512_cvtph_ps(LOAD(__m256i, x)); }
+#elif SIDE == 8
+INLINE u32s widened(const uint16_t *restrict x) { return (u32s)_mm256_cvtepu16_epi32(LOAD(__m128i, x)); }
+INLINE f32s floats_fp16(const uint16_t *restrict x) { return (f32s)_mm256_cvtph_ps(LOAD(__m128i, x)); }
 #else
-    for (int i = 0; i < n; i++) wide[i] = fp4_from_finite_fp16(x[i]);
+#ifdef __SSE4_1__
+INLINE u32s widened(const uint16_t *restrict x) { return (u32s)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)x)); }
+#else
+INLINE u32s widened(const uint16_t *restrict x) { return __builtin_convertvector(LOAD(VECTOR(uint16_t, 8), x), u32s); }
 #endif
+INLINE f32s floats_fp16(const uint16_t *restrict x) { /* as fp4_from_finite_fp16 */
+    u32s bits = widened(x);
+    return (f32s)((u32s)((f32s)((bits & 0x7FFFu) << 13) * 0x1p112f) | (bits & 0x8000u) << 16);
+}
+#endif
+INLINE f32s floats_bf16(const uint16_t *restrict x) { return (f32s)(widened(x) << 16); }
+INLINE f32s floats_fp32(const float *restrict x) { return LOAD(f32s, x); }
+
+/* n % 16 == 0 */
+INLINE const float *widen_bf16(const uint16_t *restrict x, int n, float *restrict wide) {
+    for (int i = 0; i < n; i += SIDE) STORE(wide + i, floats_bf16(x + i));
+    return wide;
+}
+
+INLINE const float *widen_fp16(const uint16_t *restrict x, int n, float *restrict wide) {
+    for (int i = 0; i < n; i += SIDE) STORE(wide + i, floats_fp16(x + i));
     return wide;
 }
 
 INLINE const float *widen_fp32(const float *restrict x, int n, float *restrict wide) { (void)n, (void)wide; return x; }
-
-INLINE const float *widen_bf16(const uint16_t *restrict x, int n, float *restrict wide) {
-    for (int i = 0; i < n; i++) wide[i] = fp4_from_bf16(x[i]);
-    return wide;
-}
 
 /* float32 magnitude bits of every block; blocks <= CHUNK */
 INLINE void widen_maxima_bf16(const uint16_t *restrict x, int blocks, int width, uint32_t *restrict maxima) {
@@ -83,8 +100,53 @@ INLINE void widen_maxima_fp16(const uint16_t *restrict x, int blocks, int width,
     for (int b = 0; b < blocks; b++) maxima[b] = fp4_bits(fp4_from_finite_fp16(narrow[b]));
 }
 
+/* float32 magnitude bits of SIDE consecutive blocks of `width` (16 or 32), as a tree of neighbours. */
+#define HALVE(v, count, LOW, HIGH) \
+    for (int i = 0; i < (count); i++) v[i] = greater(SHUFFLE(v[2 * i], v[2 * i + 1], LOW), SHUFFLE(v[2 * i], v[2 * i + 1], HIGH))
+#if SIDE == 16
+#define LOW_1 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+#define HIGH_1 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
+#define LOW_2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define HIGH_2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#define LOW_4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
+#define HIGH_4 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
+#define LOW_8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define HIGH_8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+#elif SIDE == 8
+#define LOW_1 0, 8, 1, 9, 4, 12, 5, 13
+#define HIGH_1 2, 10, 3, 11, 6, 14, 7, 15
+#define LOW_2 0, 1, 8, 9, 4, 5, 12, 13
+#define HIGH_2 2, 3, 10, 11, 6, 7, 14, 15
+#define LOW_4 0, 1, 2, 3, 8, 9, 10, 11
+#define HIGH_4 4, 5, 6, 7, 12, 13, 14, 15
+#else
+#define LOW_1 0, 4, 1, 5
+#define HIGH_1 2, 6, 3, 7
+#define LOW_2 0, 1, 4, 5
+#define HIGH_2 2, 3, 6, 7
+#endif
+INLINE i32s tree_maxima32(const float *restrict x, int width) {
+    i32s v[SIDE];
+    for (int i = 0; i < SIDE; i++) {
+        v[i] = LOAD(i32s, x + i * width) & 0x7FFFFFFF;
+        for (int k = SIDE; k < width; k += SIDE) v[i] = greater(v[i], LOAD(i32s, x + i * width + k) & 0x7FFFFFFF);
+        __asm__("" ::: "memory"); /* in this order: gcc's own defeats what processors fetch ahead */
+    }
+    HALVE(v, SIDE / 2, LOW_1, HIGH_1);
+    HALVE(v, SIDE / 4, LOW_2, HIGH_2);
+#if SIDE >= 8
+    HALVE(v, SIDE / 8, LOW_4, HIGH_4);
+#endif
+#if SIDE == 16
+    HALVE(v, 1, LOW_8, HIGH_8);
+#endif
+    return v[0];
+}
+
 INLINE void widen_maxima_fp32(const float *restrict x, int blocks, int width, uint32_t *restrict maxima) {
-    for (int b = 0; b < blocks; b++) {
+    int b = 0;
+    for (; b + SIDE <= blocks; b += SIDE) STORE(maxima + b, tree_maxima32(x + b * width, width));
+    for (; b < blocks; b++) {
         uint32_t largest = 0;
         for (int j = 0; j < width; j++) {
             uint32_t magnitude = fp4_bits(x[b * width + j]) & 0x7FFFFFFFu;

@@ -55,7 +55,7 @@ static __attribute__((noinline)) void divided(const float *restrict x, const flo
             inverse[b] = 1.0f / step[b];                                                                                      \
             quick += is_quick(step[b], inverse[b], fp4_float(maxima[b]));                                                     \
         }                                                                                                                     \
-        if (quick == blocks) done = quick_##dtype(x, maxima, step, inverse, blocks, packed);                                  \
+        if (quick == blocks) done = quick_##dtype(x, step, inverse, blocks, packed);                                          \
         if (done == blocks) return;                                                                                           \
         divided(widen_##dtype(x + done * 16, (blocks - done) * 16, wide), step + done, blocks - done, packed + done * 8);     \
     }                                                                                                                         \
@@ -89,13 +89,15 @@ static void mxfp4_chunk(const float *restrict x, int blocks, const uint8_t *rest
     pack_codes(codes, blocks * 32, packed);
 }
 
+enum { PART = CHUNK / 2 }; /* blocks: 4 KB of float32, a page */
+
 #define DEFINE_MXFP4(dtype, type)                                                                                     \
     static void mxfp4_##dtype(const type *restrict x, int64_t n, const Choice *choice, uint8_t *restrict packed,      \
                               uint8_t *restrict block_scales) {                                                       \
-        uint32_t maxima[CHUNK];                                                                                       \
-        float wide[CHUNK * 32];                                                                                       \
-        for (int64_t start = 0; start < n; start += CHUNK * 32, packed += CHUNK * 16, block_scales += CHUNK) {        \
-            int blocks = (int)(n - start < CHUNK * 32 ? n - start : CHUNK * 32) / 32;                                 \
+        uint32_t maxima[PART];                                                                                        \
+        float wide[PART * 32];                                                                                        \
+        for (int64_t start = 0; start < n; start += PART * 32, packed += PART * 16, block_scales += PART) {           \
+            int blocks = (int)(n - start < PART * 32 ? n - start : PART * 32) / 32;                                   \
             widen_maxima_##dtype(x + start, blocks, 32, maxima);                                                      \
             const float *values = widen_##dtype(x + start, blocks * 32, wide);                                        \
             mxfp4_scales(values, maxima, start / 32, blocks, choice, block_scales);                                   \

@@ -1,7 +1,7 @@
 /* Codes of NVFP4 blocks under given steps, rounded from |x| / step as float32 would have it, and no division.
  *
- *   quick_D(x, maxima, step, inverse, blocks, packed)   codes of as many leading blocks as have a fast way; returns their number
- *   is_quick(step, inverse, block_amax)                 what all of them must be; inverse: 1.0f / step
+ *   quick_D(x, step, inverse, blocks, packed)   codes of as many leading blocks as have a fast way; returns their number
+ *   is_quick(step, inverse, block_amax)         what all of them must be; inverse: 1.0f / step
  *
  * D is bf16, fp16 or fp32.  The E2M1 midpoints are .25, .75, 1.25, 1.75, 2.5, 3.5, 5; a tie stays at the first and every second,
  * and goes up at the others.
@@ -29,104 +29,84 @@ INLINE u8v pack4(i16v c0, i16v c1, i16v c2, i16v c3) {
 }
 
 #ifdef __AVX512BW__
-/* ------------------------------------------------------------------------------------------- float32: corrected products
+/* ------------------------------------------------------------------------------- AVX-512: fixed point, and a place for doubt
  *
- * A block to a 64-byte vector.  x / step comes from two corrections of x * fl(1 / step).  The first brings it within one unit in
- * its last place, so that its residual is exact, and with a correctly rounded inverse the second rounds correctly (Markstein,
- * IBM J. Res. Dev. 34, 1990).  Quick are blocks where residuals stay normal, no x but zero underflows, no code saturates (6.9: the
- * inverse is not exact) and the step's mantissa is not all ones. */
-#define ALL16(value) _mm512_set1_ps(value)
+ * Two blocks to a 64-byte vector of 16-bit lanes: Q is 4096 x fl(1 / step), cut off to the integer below: negative where
+ * x / step is, and not for -0.0.  Quick are blocks whose quotients are below 6.9, so that Q has 16 bits.  The inverse is off by at most
+ * 2^-24 of itself, so what is cut off is by less than 0.002.  Every midpoint is a multiple of 1/4, 1024 in Q.  So the upper six bits of Q,
+ * its cell, say the code, unless Q is the first number of a cell that begins with a midpoint, or the last of one that ends with one:
+ * then the pair of blocks is worked out in float32.  About one pair in forty is (tests/test_quotients.py: no other code is wrong). */
+typedef VECTOR(uint16_t, 64) u16x32;
+_Static_assert(CHUNK <= 64, "doubtful has a bit for each block");
+
+static const u16x32 even_lanes = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                  32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+
+/* By the cell: bits 12-15 the code, bit 0 whether doubt is at the end; added to a doubtful Q, that makes its bits 0-9 zero.
+ * No cell has two midpoints.  Those without have their doubt where no multiple of 1/2 is, which what was FP4 before would hit. */
+#define BEGIN(code) (code) << 12
+#define END(code) (code) << 12 | 1
+static const u16x32 cells_from_zero = {
+    END(0), BEGIN(1), END(1), BEGIN(2), END(2), BEGIN(3), END(3), BEGIN(4), END(4), END(4), BEGIN(5), BEGIN(5),
+    END(5), END(5), BEGIN(6), BEGIN(6), END(6), BEGIN(6), END(6), END(6), BEGIN(7), BEGIN(7), END(7), BEGIN(7),
+    END(7), BEGIN(7), END(7), BEGIN(7), END(7), BEGIN(7), END(7), BEGIN(7)};
+static const u16x32 cells_to_zero = {
+    END(15), BEGIN(15), END(15), BEGIN(15), END(15), BEGIN(15), END(15), BEGIN(15), END(15), BEGIN(15), END(15), END(15),
+    BEGIN(14), BEGIN(14), END(14), BEGIN(14), END(14), END(14), BEGIN(13), BEGIN(13), END(13), END(13), BEGIN(12), BEGIN(12),
+    END(12), BEGIN(11), END(11), BEGIN(10), END(10), BEGIN(9), END(9), BEGIN(8)};
 
 INLINE int is_quick(float step, float inverse, float block_amax) {
     return (step >= 0x1p-100f) & (step <= 1.0f) & ((fp4_bits(step) & 0x7FFFFFu) != 0x7FFFFFu) & (block_amax * inverse < 6.9f);
 }
 
-INLINE int quick_fp32(const float *restrict x, const uint32_t *restrict maxima, const float *restrict step,
-                      const float *restrict inverse, int blocks, uint8_t *restrict packed) {
-    for (int b = 0; b < blocks; b++) {
-        __m512 s = ALL16(step[b]), r = ALL16(inverse[b]), value = _mm512_loadu_ps(x + b * 16), v = _mm512_abs_ps(value), q = v * r;
-        q = _mm512_fmadd_ps(_mm512_fnmadd_ps(q, s, v), r, q);
-        q = _mm512_fmadd_ps(_mm512_fnmadd_ps(q, s, v), r, q);
-        __m512 fine = _mm512_fmadd_ps(q, ALL16(2.0f), ALL16(E2M1_INTEGERS)); /* as e2m1_round */
-        __m512 coarse = _mm512_fmadd_ps(q, ALL16(0.5f), ALL16(E2M1_INTEGERS + 4.0f));
-        __m512 rounded = _mm512_min_ps(_mm512_min_ps(fine, q + (E2M1_INTEGERS + 2.0f)), coarse);
-        __m512i sign = _mm512_srli_epi32((__m512i)(value + 0.0f), 28); /* -0.0 is not below zero */
-        __m512i codes = ((__m512i)rounded & _mm512_set1_epi32(7)) | (sign & _mm512_set1_epi32(8));
-        _mm_storel_epi64((__m128i *)(packed + b * 8), _mm512_cvtepi64_epi8(codes | _mm512_srli_epi64(codes, 28)));
-    }
-    return (void)maxima, blocks;
+/* x / step comes from two corrections of x * fl(1 / step).  The first brings it within one unit in its last place, so that its residual
+ * is exact, and with a correctly rounded inverse the second rounds correctly (Markstein, IBM J. Res. Dev. 34, 1990): where residuals
+ * stay normal, no x but zero underflows, no code saturates and the step's mantissa is not all ones. */
+INLINE void corrected(const float *restrict x, float step, float inverse, uint8_t *restrict packed) {
+    __m512 s = _mm512_set1_ps(step), r = _mm512_set1_ps(inverse), value = _mm512_loadu_ps(x), v = _mm512_abs_ps(value), q = v * r;
+    q = _mm512_fmadd_ps(_mm512_fnmadd_ps(q, s, v), r, q);
+    q = _mm512_fmadd_ps(_mm512_fnmadd_ps(q, s, v), r, q);
+    __m512 fine = q * 2.0f + E2M1_INTEGERS, coarse = q * 0.5f + (E2M1_INTEGERS + 4.0f); /* as e2m1_round */
+    __m512 rounded = _mm512_min_ps(_mm512_min_ps(fine, q + (E2M1_INTEGERS + 2.0f)), coarse);
+    __m512i sign = _mm512_srli_epi32((__m512i)(value + 0.0f), 28); /* -0.0 is not below zero */
+    __m512i codes = ((__m512i)rounded & _mm512_set1_epi32(7)) | (sign & _mm512_set1_epi32(8));
+    _mm_storel_epi64((__m128i *)packed, _mm512_cvtepi64_epi8(codes | _mm512_srli_epi64(codes, 28)));
 }
 
-/* ------------------------------------------------------------------------- 16-bit types: fixed point, and a place for doubt
- *
- * Two blocks to a 64-byte vector.  E is the exponent of a block's largest magnitude, and F the mantissa of an x, its leading one at
- * bit 15, shifted right by what its exponent lacks: |x| = F * 2^(E - 15), cut off.  With R = 2^(E + 13) / step, Q = F * R >> 16 is
- * 4096 |x| / step, at most two too small, and one too large where R was rounded up.  What is cut off from F is below the first
- * midpoint and stays there: |x| < 2^(E - 8) in bf16, 2^(E - 5) in fp16, and 2^E / step < 6.9.
- * Every midpoint is a multiple of 1/4, 1024 in Q.  So the upper six bits of Q + 2 say the code, unless Q + 2 is one of the four
- * numbers at a midpoint: then the pair of blocks is worked out in float32.  About one pair in twenty is
- * (tests/test_quotients.py: how far Q can be off, and that no other code is wrong).
- * fp16's subnormals have the smallest exponent and no leading one.  Those of bf16 are nothing beside a step of 2^-100. */
-enum { BF16_MANTISSA = 7, FP16_MANTISSA = 10, FP16_BIAS = 127 - 15, NEAR = 1024 - 4, NONE = -1 };
-typedef VECTOR(int16_t, 64) i16x32;
-_Static_assert(CHUNK <= 64, "doubtful has a bit for each block");
-#define ALL32(value) _mm512_set1_epi16((short)(value))
-
-/* By the upper bits of Q + 2: the code; the bits that are all zero near a midpoint, NONE where there is none. */
-static const i16x32 code_of = {0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7};
-static const i16x32 near_of = {NONE, NEAR, NONE, NEAR, NONE, NEAR, NONE, NEAR, NONE, NONE, NEAR, NONE, NONE, NONE, NEAR, NONE,
-                               NONE, NONE, NONE, NONE, NEAR, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE};
-
-INLINE __m512i each_of_two(const uint32_t *restrict of_blocks) {
-    __m256i low = _mm256_set1_epi16((short)of_blocks[0]), high = _mm256_set1_epi16((short)of_blocks[1]);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+/* Q in the lower halves of the lanes; a multiplication and an addition that are rounded once, downwards. */
+INLINE __m512i fixed_point(f32s x, float inverse) {
+    const __m512 integers = _mm512_set1_ps(12582912.0f);
+    return (__m512i)_mm512_fmadd_round_ps((__m512)x, _mm512_set1_ps(inverse), integers, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
 
-/* Q + 2 of two blocks; top: their largest exponents, with every bit of a mantissa. */
-INLINE __m512i quotients(__m512i x, const uint32_t *restrict top, const uint32_t *restrict factor, int mantissa) {
-    __m512i u = x & ALL32(0x7FFF), F = _mm512_slli_epi16(x, 15 - mantissa) | ALL32(0x8000);
-    if (mantissa == FP16_MANTISSA) {
-        const __m512i least = ALL32(1 << FP16_MANTISSA);
-        F = _mm512_mask_sub_epi16(F, _mm512_cmplt_epu16_mask(u, least), F, ALL32(0x8000));
-        u = _mm512_max_epu16(u, least);
+#define DEFINE_QUICK(dtype, type)                                                                                             \
+    INLINE int quick_##dtype(const type *restrict x, const float *restrict step, const float *restrict inverse, int blocks,   \
+                             uint8_t *restrict packed) {                                                                      \
+        float factor[CHUNK];                                                                                                  \
+        uint64_t doubtful = 0;                                                                                                \
+        for (int b = 0; b < blocks; b++) factor[b] = inverse[b] * 4096.0f;                                                    \
+        for (int b = 0; b + 2 <= blocks; b += 2) {                                                                            \
+            __m512i first = fixed_point(floats_##dtype(x + b * 16), factor[b]);                                               \
+            __m512i second = fixed_point(floats_##dtype(x + b * 16 + 16), factor[b + 1]);                                     \
+            __m512i q = _mm512_permutex2var_epi16(first, (__m512i)even_lanes, second), cell = _mm512_srli_epi16(q, 10);       \
+            __m512i entry = _mm512_permutex2var_epi16((__m512i)cells_from_zero, cell, (__m512i)cells_to_zero);                \
+            int is_near = _mm512_testn_epi16_mask(_mm512_add_epi16(q, entry), _mm512_set1_epi16(1023)) != 0;                  \
+            doubtful |= (uint64_t)is_near << b;                                                                               \
+            __m512i codes = _mm512_srli_epi16(entry, 12);                                                                     \
+            codes = codes | _mm512_srli_epi32(codes, 12);                                                                     \
+            _mm_storeu_si128((__m128i *)(packed + b * 8), _mm512_cvtepi32_epi8(codes));                                       \
+        }                                                                                                                     \
+        for (; doubtful; doubtful &= doubtful - 1) {                                                                          \
+            int b = __builtin_ctzll(doubtful);                                                                                \
+            float wide[32];                                                                                                   \
+            const float *values = widen_##dtype(x + b * 16, 32, wide);                                                        \
+            for (int i = 0; i < 2; i++) corrected(values + i * 16, step[b + i], inverse[b + i], packed + (b + i) * 8);        \
+        }                                                                                                                     \
+        return blocks & ~1;                                                                                                   \
     }
-    F = _mm512_srlv_epi16(F, _mm512_srli_epi16(each_of_two(top) - u, mantissa));
-    return _mm512_add_epi16(_mm512_mulhi_epu16(F, each_of_two(factor)), ALL32(2));
-}
-
-#define DEFINE_QUICK(dtype, mantissa, bias, least)                                                                             \
-    INLINE int quick_##dtype(const uint16_t *restrict x, const uint32_t *restrict maxima, const float *restrict step,          \
-                             const float *restrict inverse, int blocks, uint8_t *restrict packed) {                            \
-        uint32_t top[CHUNK], factor[CHUNK];                                                                                    \
-        uint64_t doubtful = 0;                                                                                                 \
-        int fits = 0; /* 16 bits; not where all of a block are subnormal */                                                    \
-        for (int b = 0; b < blocks; b++) {                                                                                     \
-            int biased = (int)(maxima[b] >> 23) - bias;                                                                        \
-            biased = biased > least ? biased : least;                                                                          \
-            float R = fp4_float((unsigned)(biased + bias) << 23) * 0x1p13f * inverse[b];                                       \
-            fits += (R < 65536.0f) | (maxima[b] == 0);                                                                         \
-            top[b] = (uint32_t)(((biased + 1) << mantissa) - 1);                                                               \
-            factor[b] = (uint32_t)(int)R;                                                                                      \
-        }                                                                                                                      \
-        if (fits < blocks) return 0;                                                                                           \
-        for (int b = 0; b + 2 <= blocks; b += 2) {                                                                             \
-            __m512i value = _mm512_loadu_si512(x + b * 16), q = quotients(value, top + b, factor + b, mantissa);               \
-            __m512i at = _mm512_srli_epi16(q, 10), codes = _mm512_permutexvar_epi16(at, (__m512i)code_of);                     \
-            int is_near = _mm512_testn_epi16_mask(q, _mm512_permutexvar_epi16(at, (__m512i)near_of)) != 0;                     \
-            doubtful |= (uint64_t)is_near << b;                                                                                \
-            codes = _mm512_mask_add_epi16(codes, _mm512_cmpgt_epu16_mask(value, ALL32(0x8000)), codes, ALL32(8));              \
-            codes = codes | _mm512_srli_epi32(codes, 12);                                                                      \
-            _mm_storeu_si128((__m128i *)(packed + b * 8), _mm512_cvtepi32_epi8(codes));                                        \
-        }                                                                                                                      \
-        for (; doubtful; doubtful &= doubtful - 1) {                                                                           \
-            int b = __builtin_ctzll(doubtful);                                                                                 \
-            float wide[32];                                                                                                    \
-            quick_fp32(widen_##dtype(x + b * 16, 32, wide), maxima, step + b, inverse + b, 2, packed + b * 8);                 \
-        }                                                                                                                      \
-        return blocks & ~1;                                                                                                    \
-    }
-DEFINE_QUICK(bf16, BF16_MANTISSA, 0, 0)
-DEFINE_QUICK(fp16, FP16_MANTISSA, FP16_BIAS, 1)
+DEFINE_QUICK(bf16, uint16_t)
+DEFINE_QUICK(fp16, uint16_t)
+DEFINE_QUICK(fp32, float)
 #else
 /* ----------------------------------------------------------------------------------- bf16: thresholds instead of quotients
  *
@@ -175,8 +155,8 @@ INLINE i16v codes_under(const uint16_t *restrict x, const uint32_t *restrict T) 
     return sign16(value) - passed;
 }
 
-INLINE int quick_bf16(const uint16_t *restrict x, const uint32_t *restrict maxima, const float *restrict step,
-                      const float *restrict inverse, int blocks, uint8_t *restrict packed) {
+INLINE int quick_bf16(const uint16_t *restrict x, const float *restrict step, const float *restrict inverse, int blocks,
+                      uint8_t *restrict packed) {
     uint32_t T[4][8] __attribute__((aligned(32)));
     const int per_block = 16 / LANES;
     int b = 0;
@@ -186,13 +166,13 @@ INLINE int quick_bf16(const uint16_t *restrict x, const uint32_t *restrict maxim
         STORE(packed + b * 8, pack4(codes_under(p, T[0]), codes_under(p + LANES, T[1 / per_block]),
                                     codes_under(p + 2 * LANES, T[2 / per_block]), codes_under(p + 3 * LANES, T[3 / per_block])));
     }
-    return (void)maxima, (void)inverse, b;
+    return (void)inverse, b;
 }
 
 INLINE int is_quick(float step, float inverse, float block_amax) {
     return (void)inverse, (void)block_amax, (step >= 0x1p-100f) & (step <= 0x1p16f);
 }
-#define quick_fp16(x, maxima, step, inverse, blocks, packed) 0
-#define quick_fp32(x, maxima, step, inverse, blocks, packed) 0
+#define quick_fp16(x, step, inverse, blocks, packed) 0
+#define quick_fp32(x, step, inverse, blocks, packed) 0
 #endif
 #endif

@@ -13,33 +13,25 @@
  */
 #include "search.h"
 
-#ifdef __AVX512BW__
-#define SIDE 16
+#if SIDE == 16
 #define INTERLEAVE_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define INTERLEAVE_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
-#elif defined(__AVX2__)
-#define SIDE 8
+#elif SIDE == 8
 #define INTERLEAVE_LOW 0, 8, 1, 9, 2, 10, 3, 11
 #define INTERLEAVE_HIGH 4, 12, 5, 13, 6, 14, 7, 15
 #else
-#define SIDE 4
 #define INTERLEAVE_LOW 0, 4, 1, 5
 #define INTERLEAVE_HIGH 2, 6, 3, 7
 #endif
 
-typedef VECTOR(float, 4 * SIDE) f32s;
-typedef VECTOR(int32_t, 4 * SIDE) i32s;
-typedef VECTOR(uint32_t, 4 * SIDE) u32s;
-
 INLINE f32s all(float value) { return value - (f32s){0}; }
 INLINE f32s either(i32s mask, f32s a, f32s b) { return (f32s)((mask & (i32s)a) | (~mask & (i32s)b)); }
 
-/* lesser, greater: of signed words; below: of unsigned ones. fused: a * b + c, rounded once where the processor can. any: whether a lane
+/* lesser: of signed words, as greater; below: of unsigned ones. fused: a * b + c, rounded once where the processor can. any: whether a lane
  * is not zero.  Written out for AVX-512, of whose sixteen lanes gcc makes sixteen scalars. */
 #ifdef __AVX512BW__
 INLINE i32s lesser(i32s a, i32s b) { return (i32s)_mm512_min_epi32((__m512i)a, (__m512i)b); }
 INLINE u32s below(u32s a, u32s b) { return (u32s)_mm512_min_epu32((__m512i)a, (__m512i)b); }
-INLINE i32s greater(i32s a, i32s b) { return (i32s)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 INLINE f32s fused(f32s a, f32s b, f32s c) { return (f32s)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 INLINE int any(i32s mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0; }
 #else
@@ -51,11 +43,6 @@ INLINE i32s lesser(i32s a, i32s b) {
 INLINE u32s below(u32s a, u32s b) {
     u32s r;
     for (int l = 0; l < SIDE; l++) r[l] = a[l] < b[l] ? a[l] : b[l];
-    return r;
-}
-INLINE i32s greater(i32s a, i32s b) {
-    i32s r;
-    for (int l = 0; l < SIDE; l++) r[l] = a[l] > b[l] ? a[l] : b[l];
     return r;
 }
 INLINE f32s fused(f32s a, f32s b, f32s c) {

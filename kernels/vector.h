@@ -22,6 +22,11 @@
 #define WIDTH 16
 #endif
 #define LANES (WIDTH / 2) /* 16-bit lanes */
+#ifdef __AVX512BW__
+#define SIDE 16 /* 32-bit lanes of the widest vector: blocks or elements side by side */
+#else
+#define SIDE (WIDTH / 4)
+#endif
 #define CHUNK 64          /* blocks whose scales are worked out together, small enough for the first cache */
 #define VECTOR(type, bytes) type __attribute__((vector_size(bytes)))
 typedef VECTOR(int16_t, WIDTH) i16v;
@@ -31,6 +36,9 @@ typedef VECTOR(uint32_t, WIDTH) u32v;
 typedef VECTOR(uint8_t, WIDTH) u8v;
 typedef VECTOR(float, WIDTH) f32v;
 typedef VECTOR(uint16_t, WIDTH / 2) u16h; /* as many lanes as f32v */
+typedef VECTOR(float, 4 * SIDE) f32s;
+typedef VECTOR(int32_t, 4 * SIDE) i32s;
+typedef VECTOR(uint32_t, 4 * SIDE) u32s;
 typedef VECTOR(uint8_t, 8) u8x8;
 typedef VECTOR(uint8_t, 16) u8x16;
 typedef VECTOR(uint16_t, 16) u16x8;
@@ -38,6 +46,17 @@ typedef VECTOR(uint16_t, 16) u16x8;
 #define LOAD(type, p) ({ type loaded; memcpy(&loaded, (p), sizeof loaded); loaded; })
 #define STORE(p, value) do { __typeof__(value) stored = (value); memcpy((p), &stored, sizeof stored); } while (0)
 #define SHUFFLE __builtin_shufflevector
+
+/* The larger of signed words.  Written out, for gcc takes lanes apart. */
+#if SIDE == 16
+INLINE i32s greater(i32s a, i32s b) { return (i32s)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+#elif SIDE == 8
+INLINE i32s greater(i32s a, i32s b) { return (i32s)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+#elif defined(__SSE4_1__)
+INLINE i32s greater(i32s a, i32s b) { return (i32s)_mm_max_epi32((__m128i)a, (__m128i)b); }
+#else
+INLINE i32s greater(i32s a, i32s b) { i32s is_a = a > b; return (a & is_a) | (b & ~is_a); }
+#endif
 
 /* Sixteen entries of a table of sixteen bytes. */
 #ifdef __SSSE3__

@@ -1,13 +1,14 @@
-"""What kernels/quotients.h claims of its quotients in fixed point, in integers, by the steps at which it could fail.
+"""What kernels/quotients.h claims of its quotients in fixed point, in integers, by the values at which it could fail.
 
-F is the mantissa of an x, its leading one at bit 15, shifted right by what its exponent lacks of E; R is 2^(E + 13) / step, cut
-off; Q = F * R >> 16, about 4096 |x| / step.  Everything scales with 2^E, so that E is 0 here.  Numbers are counted in 2^-26, of
-which all of these steps are multiples.
+Q is 4096 x fl(1 / step), cut off to the integer below, of a float32 x.  Powers of two move nothing, so that steps are taken from
+[1, 2): x is X * 2^(e - 23) with X of 24 bits, step S * 2^-23, and fl(1 / step) I * 2^-24.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,70 +18,73 @@ Integers = NDArray[np.int64]
 REACH = np.float32(6.9)  # the largest quotient of a quick block
 ONE = 4096  # of Q
 MIDPOINTS = [int(ONE * midpoint) for midpoint in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)]
-UNIT = 26  # numbers are multiples of 2^-UNIT
-BITS = {"bf16": 8, "fp16": 11}  # of a mantissa, its leading one too
+PLACES = [midpoint + away for midpoint in MIDPOINTS for away in (-2, -1, 0, 1, 2)]
+EXPONENTS = range(-3, 4)  # of x that come near a midpoint; beyond the last none is reached
+LEAST_FRACTION = 4e-5  # of itself that a quotient which is not in doubt keeps away from a midpoint; float32's is 6e-8
 
 
-def quick_steps() -> NDArray[np.float32]:
-    """Steps by which R is next to an integer, on either side, and any others, of blocks whose largest magnitude is 1 or more."""
-    rng = np.random.default_rng(0)
-    round_ones = 2048 * np.arange(1, 28)  # powers of two over them are at midpoints, or next to them
-    whole = np.concatenate((np.arange(1, 64), round_ones, rng.integers(64, 57000, 150), np.arange(56400, 56600, 5)))
-    near = (8192 / whole).astype(np.float32).view(np.int32)[:, None] + np.arange(-2, 3, dtype=np.int32)
-    steps = np.concatenate((near.ravel().view(np.float32), np.exp2(rng.uniform(-3, 12, 200)).astype(np.float32)))
-    return steps[np.float32(1) / steps < REACH]
+class Case(NamedTuple):
+    """Arrays of equal size: x and step counted in 2^-26, fl(1 / step) in 2^-24; and floor(4096 x * fl(1 / step))."""
+
+    x: Integers
+    step: Integers
+    q: Integers
 
 
-def quotients(dtype: str, shifts: range) -> Iterator[tuple[Integers, Integers, Integers]]:
-    """(Q, |x|, step) of every mantissa under those steps, by how much smaller than E the exponent of x is.
-
-    Without a leading one it is a subnormal's, which has the exponent of the smallest normal numbers.
-    """
-    steps, bits = quick_steps(), BITS[dtype]
-    r = (np.float32(8192) * (np.float32(1) / steps)).astype(np.int64)
-    assert r.max() < 1 << 16
-    in_units = np.ldexp(steps.astype(np.float64), UNIT).astype(np.int64)
-    assert (np.ldexp(in_units.astype(np.float64), -UNIT) == steps).all()
-    mantissas = np.arange(1 << bits)[:, None]
-    for shift in shifts:
-        f = mantissas << 16 - bits >> shift
-        x = mantissas << UNIT - (bits - 1) - shift
-        is_reached = np.ldexp(x, -UNIT) * (np.float32(1) / steps) < REACH
-        each_x, each_step = np.broadcast_arrays(x, in_units)
-        yield (f * r >> 16)[is_reached], each_x[is_reached], each_step[is_reached]
+def steps() -> Integers:
+    """S, but for the one that is not quick."""
+    first, last = 1 << 23, (1 << 24) - 2
+    any_others = np.random.default_rng(0).integers(first, last, 3000)
+    return np.concatenate((np.arange(first, first + 40), any_others, np.arange(last - 40, last + 1)))
 
 
-def test_steps_reach_from_the_least_to_far_beyond_the_largest() -> None:
-    steps = quick_steps()
-    assert 1 / 6.91 < steps.min() < 1 / 6.89
-    assert steps.max() > 4096
+def cases(exponent: int, sign: int) -> Case:
+    """Those x of an exponent whose quotients are next to midpoints, or a 4096th or two away."""
+    s = steps()
+    inverse = np.float32(1) / np.ldexp(s.astype(np.float32), -23)
+    i = np.ldexp(inverse.astype(np.float64), 24).astype(np.int64)
+    assert (np.ldexp(i.astype(np.float64), -24) == inverse).all()
+    x = (np.multiply.outer(PLACES, s) >> 12 + exponent)[..., None] + np.arange(-2, 4)
+    every_s, every_i = (np.broadcast_to(values[:, None], x.shape) for values in (s, i))
+    is_quick = np.ldexp(x.astype(np.float32), exponent - 23) * np.ldexp(every_i.astype(np.float32), -24) < REACH
+    is_taken = (x >= 1 << 23) & (x < 1 << 24) & is_quick
+    in_units = sign * x[is_taken] << 26 - 23 + exponent
+    return Case(in_units, every_s[is_taken] << 26 - 23, in_units * every_i[is_taken] >> 26 + 24 - 12)
 
 
-def test_a_quotient_is_at_most_two_too_small_and_one_too_large() -> None:
-    """Of every bf16 magnitude of which F cuts nothing off."""
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_codes_are_in_doubt_next_to_midpoints_alone(exponent: int, sign: int) -> None:
+    """Another Q is on its quotient's side of every midpoint, with room for rounding; and it has no more than 16 bits."""
+    x, step, q = cases(exponent, sign)
+    assert x.size > 500
+    assert -(1 << 15) <= q.min() <= q.max() < 1 << 15
+    for midpoint in [sign * midpoint for midpoint in MIDPOINTS]:
+        distance = ONE * x - midpoint * step
+        is_certain = (q != midpoint) & (q != midpoint - 1)
+        assert (np.abs(distance) > abs(midpoint) * step * LEAST_FRACTION)[is_certain].all()
+        assert ((distance > 0) == (q >= midpoint))[is_certain].all()
+
+
+def test_what_is_in_doubt_can_be_on_either_side() -> None:
     low, high = 0, 0
-    for q, x, step in quotients("bf16", range(9)):
-        assert (ONE * x <= (q + 2) * step).all()
-        assert ((q - 1) * step <= ONE * x).all()
-        low, high = low + int((ONE * x > (q + 1) * step).sum()), high + int((q * step > ONE * x).sum())
-    assert low > 0  # both come to pass
+    for exponent in EXPONENTS:
+        x, step, q = cases(exponent, 1)
+        for midpoint in MIDPOINTS:
+            low += int(((q == midpoint - 1) & (ONE * x >= midpoint * step)).sum())
+            high += int(((q == midpoint) & (ONE * x < midpoint * step)).sum())
+    assert low > 0
     assert high > 0
 
 
-@pytest.mark.parametrize("dtype", BITS)
-def test_what_is_cut_off_is_below_the_first_midpoint(dtype: str) -> None:
-    """Nothing is where the exponent lacks no more than the 8 or 5 zeros behind a mantissa."""
-    for q, x, step in quotients(dtype, range(16 - BITS[dtype] + 1, 16)):
-        assert (ONE * x < MIDPOINTS[0] * step).all()
-        assert (q + 2 < MIDPOINTS[0]).all()
-
-
-@pytest.mark.parametrize("dtype", BITS)
-def test_codes_are_in_doubt_at_midpoints_alone(dtype: str) -> None:
-    """Q + 2 below a midpoint, or four or more above it, is on the side of the quotient; and it has no more than 15 bits."""
-    for q, x, step in quotients(dtype, range(16)):
-        assert q.max(initial=0) + 2 < 1 << 15
-        for midpoint in MIDPOINTS:
-            is_above = ONE * x > midpoint * step
-            assert not is_above[q + 2 < midpoint].any()
-            assert is_above[q + 2 >= midpoint + 4].all()
+def test_cells_have_their_codes_and_their_doubts() -> None:
+    """On both sides of every midpoint; else where no multiple of 1/2 is, which what was FP4 before would hit."""
+    text = (Path(__file__).parents[1] / "kernels" / "quotients.h").read_text()
+    tables = re.findall(r"u16x32 cells_\w+ = \{(.*?)\};", text, re.DOTALL)
+    entries = [entry for table in tables for entry in re.findall(r"(BEGIN|END)\((\d+)\)", table)]
+    quarters = [sign * midpoint // (ONE // 4) for midpoint in MIDPOINTS for sign in (1, -1)]
+    for cell, (doubt, code) in zip([*range(32), *range(-32, 0)], entries, strict=True):
+        magnitude = cell if cell >= 0 else -1 - cell
+        assert int(code) == sum(0 < quarter <= magnitude for quarter in quarters) + 8 * (cell < 0)
+        own = [kind for kind, place in (("BEGIN", cell), ("END", cell + 1)) if place in quarters]
+        assert [doubt] == (own or ["BEGIN" if cell % 2 else "END"])
