@@ -52,10 +52,10 @@ class Sums:
     def plus(self, compared: Compared, elements: int) -> Sums:
         """With what further rows add, in their order."""
         rows = np.frombuffer(compared.rows, np.float64).reshape(-1, len(COLUMNS))
-        own = [self.signal, self.noise, self.output]
-        signal, noise, output = (float(value) for value in np.add.accumulate(np.vstack([own, rows[:, :3]]), axis=0)[-1])
-        counts = tuple(int(count) for count in np.frombuffer(compared.counts, np.int64))
-        histogram = tuple(map(sum, zip(self.histogram or (0,) * len(counts), counts, strict=True)))
+        own = [[self.signal, self.noise, self.output]]
+        signal, noise, output = np.add.accumulate(np.concatenate((own, rows[:, :3])))[-1].tolist()
+        counts = np.frombuffer(compared.counts, np.int64).tolist()
+        histogram = tuple(before + more for before, more in zip(self.histogram or (0,) * len(counts), counts, strict=True))
         most = float(np.maximum.reduce(rows[:, 3], initial=self.max_abs))
         return Sums(self.elements + elements, signal, noise, output, most, self.clipped + int(rows[:, 4].sum()), histogram)
 

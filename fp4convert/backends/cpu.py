@@ -229,9 +229,8 @@ def _panels(weights: Weights) -> Iterator[Matrix]:
 
 def _aligned(x: Matrix) -> Array:
     """The values, flat; copied only where a shard's header left them unaligned."""
-    kind = FLOAT_DTYPES[x.dtype]
-    raw = np.frombuffer(x.data, np.uint8)
-    return (raw if raw.ctypes.data % kind.itemsize == 0 else raw.copy()).view(kind)
+    values = np.frombuffer(x.data, FLOAT_DTYPES[x.dtype])
+    return values if values.flags.aligned else values.copy()
 
 
 def _held(stored: memoryview, shape: tuple[int, ...]) -> Array:
