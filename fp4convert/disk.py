@@ -10,12 +10,28 @@ from contextlib import contextmanager
 from functools import cache
 from io import RawIOBase
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, NamedTuple, cast
 
 from fp4convert.errors import OutputError
 
 HASH_NBYTES = 4 << 20  # read and hashed at once
 WRITE_NOW = 2  # Linux: SYNC_FILE_RANGE_WRITE
+
+
+class Mark(NamedTuple):
+    """What changes whenever a file does: written, replaced or renamed over, even by one of the same size and time.
+
+    written_ns, changed_ns  times of its data and of its inode
+    """
+
+    inode: int
+    nbytes: int
+    written_ns: int
+    changed_ns: int
+
+    @staticmethod
+    def of(status: os.stat_result) -> Mark:
+        return Mark(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fp4convert.artifact import REPORT, UNDIGESTED
 from fp4convert.backends import processors
-from fp4convert.disk import hash_file, told
+from fp4convert.disk import Mark, hash_file, told
 from fp4convert.errors import InputError, OutputError
 from fp4convert.ledger import merged
 from fp4convert.manifest import Done, Manifest, TaskFiles, digest_of, read_ended, read_manifest
@@ -152,7 +152,7 @@ def _fidelity(root: Path) -> dict[str, object]:
         return dict(json.loads((root / REPORT).read_text(encoding="utf-8"))["summary"])
 
 
-def ended_meanwhile(folder: OutputFolder, before: object) -> Ending | None:
+def ended_meanwhile(folder: OutputFolder, before: Mark | None) -> Ending | None:
     """What another process ended the folder with since its mark was `before` (read_ended); None where none did."""
     mark, files = read_ended(folder.root)
     is_whole = mark != before and files.keys() - {REPORT} == {*folder.manifest.files, folder.manifest.last}

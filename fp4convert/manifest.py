@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from fp4convert.accounting import Account
 from fp4convert.artifact import REPORT, UNDIGESTED
+from fp4convert.disk import Mark
 from fp4convert.errors import OutputError
 from fp4convert.gguf_shard import GGUF
 from fp4convert.sources import PLAN_FILE
@@ -68,7 +69,7 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._parsed: dict[str, tuple[object, Done]] = {}
+        self._parsed: dict[str, tuple[Mark, Done]] = {}
 
     def path(self, task: TaskFiles) -> Path:
         """Where a task's record is, or will be."""
@@ -78,8 +79,7 @@ class Records:
         """What a task wrote; None where there is no record, or a damaged one: it proves nothing."""
         try:
             with self.path(task).open(encoding="utf-8") as stream:
-                status = os.fstat(stream.fileno())
-                mark = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+                mark = Mark.of(os.fstat(stream.fileno()))
                 known = self._parsed.get(task.key)
                 if known is None or known[0] != mark:
                     known = self._parsed[task.key] = mark, Done.from_json(stream.read())
@@ -181,17 +181,15 @@ class Ended(NamedTuple):
     files  the sha256 of every file in it then
     """
 
-    mark: object
+    mark: Mark | None
     files: dict[str, str]
 
 
 def read_ended(root: Path) -> Ended:
     """How a folder was finished last."""
-    path = root / STATE / ENDED
     try:
-        status = path.stat()
-        entry = json.loads(path.read_text(encoding="utf-8"))
-        return Ended((status.st_mtime_ns, status.st_ino), dict(entry["files"]))
+        with (root / STATE / ENDED).open(encoding="utf-8") as stream:
+            return Ended(Mark.of(os.fstat(stream.fileno())), dict(json.loads(stream.read())["files"]))
     except (ValueError, KeyError, TypeError, RecursionError, OSError):
         return Ended(None, {})
 

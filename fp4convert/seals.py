@@ -14,6 +14,8 @@ import os
 import time
 from pathlib import Path
 
+from fp4convert.disk import Mark
+
 LOOKS, LOOK_SECONDS = 12, 0.001  # at the file system's clock; most go on every 1 to 10 ms
 
 
@@ -59,7 +61,6 @@ def _look(path: Path, sha256: str) -> tuple[str, int]:
         status = os.fstat(fd)
     finally:
         os.close(fd)
-    machine = boot_id()
-    traits = (machine, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, sha256)
-    sealed = hashlib.sha256(json.dumps(traits).encode()).hexdigest() if machine else ""
-    return sealed, max(status.st_mtime_ns, status.st_ctime_ns)
+    machine, mark = boot_id(), Mark.of(status)
+    sealed = hashlib.sha256(json.dumps([machine, status.st_dev, *mark, sha256]).encode()).hexdigest() if machine else ""
+    return sealed, max(mark.written_ns, mark.changed_ns)

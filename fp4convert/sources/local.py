@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+from fp4convert.disk import Mark
 from fp4convert.errors import InputError, SourceError
 from fp4convert.gguf_shard import GGUF, read_gguf_header
 from fp4convert.header import parse_json_object, read_header
@@ -222,9 +223,7 @@ def _folders_of(folder: Path) -> list[str]:
 
 
 def _stamp(path: Path) -> str:
-    """Changes when the file is written, replaced or renamed over, even by one of equal size and time."""
-    status = path.stat()
-    return f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+    return " ".join(map(str, Mark.of(path.stat())))
 
 
 def _unreadable(place: object, error: OSError) -> InputError:
