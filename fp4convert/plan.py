@@ -108,11 +108,12 @@ class _Drafting:
     """
 
     verdicts: Mapping[str, Verdict]
-    groups: Mapping[ScaleGroup, list[Linear]]
+    groups: Mapping[ScaleGroup, tuple[Linear, ...]]
     dialect: Dialect
     stems: Mapping[str, tuple[int, ...]]
     slots: Mapping[str, tuple[Slot, ...]]
     inputs: Mapping[str, float]
+    _read: Mapping[ScaleGroup, tuple[TensorRef, ...]] = field(default_factory=dict)  # for the scales of a group
     _labels: Mapping[ScaleGroup, str] = field(default_factory=dict)  # what a person calls a scale group
     _stem_at: Mapping[str, str] = field(default_factory=dict)  # by its first module
     _held: frozenset[str] = frozenset()  # modules that stems of other names hold
@@ -121,7 +122,7 @@ class _Drafting:
     def of(
         cls,
         verdicts: Mapping[str, Verdict],
-        groups: Mapping[ScaleGroup, list[Linear]],
+        groups: Mapping[ScaleGroup, tuple[Linear, ...]],
         dialect: Dialect,
         inputs: Mapping[str, float],
     ) -> _Drafting:
@@ -130,8 +131,9 @@ class _Drafting:
         slots = {stem: dialect.slots(stem, shape) for stem, shape in stems.items() if stem not in shapes}
         at = {stored[0][0].module: stem for stem, stored in slots.items()}
         held = frozenset(rows.module for stored in slots.values() for slot in stored for rows in slot)
+        read = {group: _read_for(members) for group, members in groups.items()}
         labels = {group: _label(group, members) for group, members in groups.items() if len(members) > 1}
-        return cls(verdicts, groups, dialect, stems, slots, inputs, labels, at, held)
+        return cls(verdicts, groups, dialect, stems, slots, inputs, read, labels, at, held)
 
     def of_tensor(self, ref: TensorRef, linears: list[Linear]) -> Iterator[Draft]:
         """What becomes of a stored tensor that holds those; where all of them stay as they are, it stays whole."""
@@ -160,7 +162,6 @@ class _Drafting:
         if first.form is None:
             raise RuntimeError(f"{stem} stays")
         linears = tuple(verdict.linear for verdict in verdicts)
-        measured = tuple(self.groups[first.group]) if first.group else linears
         return Draft(
             first.action,
             first.reason,
@@ -169,11 +170,11 @@ class _Drafting:
             shape,
             slots,
             group=self._labels.get(first.group) if first.group else None,
-            amax_of=tuple(dict.fromkeys(ref for linear in measured for ref in (*linear.refs, *_read_by(linear)))),
+            amax_of=self._read[first.group] if first.group else _read_for(linears),
             module=stem,
             form=first.form,
             linears=linears,
-            measured=measured,
+            measured=self.groups[first.group] if first.group else linears,
             scalar=max((self.inputs[linear.module] for linear in linears if linear.module in self.inputs), default=None),
         )
 
@@ -212,6 +213,11 @@ def _folded(linear: Linear, ref: TensorRef, reason: str = "") -> Draft:
     return Draft("fold", told, linear.refs, (_as_it_is(ref),), linear.shape, amax_of=_read_by(linear), linears=(linear,))
 
 
+def _read_for(linears: Iterable[Linear]) -> tuple[TensorRef, ...]:
+    """What their largest magnitude is found in."""
+    return tuple(dict.fromkeys(ref for linear in linears for ref in (*linear.refs, *_read_by(linear))))
+
+
 def _read_by(linear: Linear) -> tuple[TensorRef, ...]:
     """What its folds read."""
     return tuple(ref for folding in foldings_of(linear) for ref in folding.beside)
@@ -235,14 +241,15 @@ def _why(ref: TensorRef, recipe: Recipe) -> tuple[Action, str]:
 def kept_modules(tasks: Iterable[Task]) -> list[str]:
     """Modules with a matrix or a stack that stays, and none that is four-bit."""
     kept: set[str] = set()
-    made: set[str] = set()
+    made = {""}
     for task in tasks:
         for step in task.steps:
-            names = made if step.is_made else kept
-            names.update(module_of(ref.name) for ref in step.outputs if step.is_made or len(ref.shape) >= MATRIX_DIMENSIONS)
             if step.is_made:
-                names.add(step.module)
-    return sorted(kept - made - {""})
+                made.add(step.module)
+                made.update([module_of(ref.name) for ref in step.outputs])
+            else:
+                kept.update(module_of(ref.name) for ref in step.outputs if len(ref.shape) >= MATRIX_DIMENSIONS)
+    return sorted(kept - made)
 
 
 def _refuse_lookalikes(tasks: Iterable[Task], dialect: Dialect, chosen: Collection[str]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fp4convert.errors import InputError
 from fp4convert.formats import IMPORTANCE, NVFP4, Format, check_rule, format_named
-from fp4convert.patterns import compiled, configs_in, expand, integer_of, matches, matches_any
+from fp4convert.patterns import compiled, configs_in, expand, integer_of, matches, matches_any, sift
 from fp4convert.recipe_files import (
     ANY_FORMAT,
     DEFAULT,
@@ -159,6 +159,13 @@ class Recipe:
         if self.only_patterns and override is None and not matches_any(self.only_patterns, module):
             return self.only[-1].reason
         return None
+
+    def pick_doubtful(self, modules: Collection[str]) -> Collection[str]:
+        """The modules that there may be a reason to keep: one question for all of them, and few are left to be asked about."""
+        if self.only_patterns:
+            return modules
+        kept = (pattern for rule in self.formats if rule.format == KEEP for pattern in rule.patterns)
+        return set(sift((*self.choice.exclude, *kept, *self.kept_patterns), modules))
 
     def format_of(self, module: str) -> str:
         """Name of the format that the module becomes where it does not stay."""

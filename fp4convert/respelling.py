@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from fp4convert.codings import Linear
@@ -104,8 +103,8 @@ def plan_transcode(
         refs = tuple(dict.fromkeys(ref for member in members for ref in modules[member].refs))
         group = tuple(dict.fromkeys(ref for member in members for ref in shared[scale_group(member, recipe.groups) or member]))
         specs = dialect.outputs(stem, stored.shape, form)
-        made = Draft("transcode", "four-bit", refs, specs, stored.shape, stored.slots, amax_of=group)
-        drafts[stem] = replace(made, home=stored.home, form=form)
+        how = (specs, stored.shape, stored.slots)
+        drafts[stem] = Draft("transcode", "four-bit", refs, *how, amax_of=group, home=stored.home, form=form)
     homes = {stored.home.name for stored in placed.values()}
     idle = idle_scales(modules, renamed or {}, form.has_input_scale)
     tasks = _module_tasks(Writing(checkpoint, target, dialect, form, renamed or {}), modules, drafts, homes | set(idle))
@@ -163,7 +162,7 @@ def _module_tasks(writing: Writing, modules: dict[str, Packed], drafts: dict[str
     consumed = left_out | {ref.name for packed in modules.values() for ref in packed.refs}
     at: dict[str, list[Draft]] = defaultdict(list)
     for stem, draft in drafts.items():
-        at[(draft.home or draft.refs[0]).file].append(replace(draft, module=stem))
+        at[(draft.home or draft.refs[0]).file].append(draft._replace(module=stem))
     tasks = []
     for shard in writing.checkpoint.shards:
         copies = [

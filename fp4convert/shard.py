@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from json.encoder import encode_basestring
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -120,16 +121,17 @@ class SafetensorsFrame:
         Wider dtypes stand first, so that every tensor is aligned to its own type, then names decide: the bytes do not depend
         on the order of `specs`, and an artifact carried to another dialect and back is the same file.
         """
-        ordered = sorted(specs, key=lambda spec: (-DTYPE_BITS[spec.dtype], spec.name))
+        ordered = sorted(sorted(specs), key=lambda spec: -DTYPE_BITS[spec.dtype])
         kept = {key: value for key, value in self.metadata.items() if key not in ENGINE_NOTES}
-        entries: dict[str, object] = {"__metadata__": DEFAULT_METADATA | kept | notes}
+        metadata = json.dumps(DEFAULT_METADATA | kept | notes, ensure_ascii=False, separators=(",", ":"))
+        entries = [f'"__metadata__":{metadata}']
         places, end = [], 0
-        for spec in ordered:
-            nbytes = nbytes_of(spec.dtype, spec.shape)
-            entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (end, end + nbytes)}
-            places.append(end)
-            end += nbytes
-        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+        for name, dtype, shape, _ in ordered:  # as text: json.dumps takes twice as long
+            begin, end = end, end + nbytes_of(dtype, shape)
+            sizes = ",".join(map(str, shape))
+            entries.append(f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}')
+            places.append(begin)
+        text = f"{{{','.join(entries)}}}".encode()
         text += b" " * (-len(text) % 8)
         start = 8 + len(text)
         refs = tuple(

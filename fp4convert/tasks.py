@@ -10,8 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fp4convert.codings import Linear
 from fp4convert.dialects import Dialect, Ignored, form_of
@@ -24,11 +23,9 @@ from fp4convert.spelling import Form, Group, group_modules
 from fp4convert.stacks import Slot
 
 Action = Literal["quantize", "dequantize", "transcode", "fold", "prune", "copy", "skip", "write"]
-_ADDRESS = attrgetter("name", "dtype", "shape", "file", "start")
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """What one tensor (or the tensors of one four-bit module) becomes.
 
     module   what its outputs are named after: a module, or a stem of the dialect that holds several
@@ -192,8 +189,7 @@ class Plan:
         return {"metadata": {"total_size": sum(ref.nbytes for ref in outputs)}, "weight_map": weight_map}
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """A step whose outputs have no place yet.
 
     module  as the step's; where it is empty, that of its first output
@@ -247,7 +243,7 @@ class Writing:
                 slots=draft.slots,
                 group=draft.group,
                 amax_of=draft.amax_of,
-                outputs=tuple(place[spec.name] for spec in draft.specs),
+                outputs=tuple([place[spec.name] for spec in draft.specs]),
                 form=draft.form,
                 linears=draft.linears,
                 measured=draft.measured,
@@ -257,7 +253,7 @@ class Writing:
         )
         sources = sorted({shard.file, *(ref.file for draft in drafts for ref in (*draft.refs, *draft.amax_of))})
         promise = [repr(self.target), [self.checkpoint.stamps[file] for file in sources], [_told(step) for step in steps]]
-        key = hashlib.sha256(json.dumps(promise).encode())
+        key = hashlib.sha256(json.dumps(promise, check_circular=False).encode())
         for written in shards:
             key.update(json.dumps([written.file, written.nbytes, len(written.header)]).encode() + written.header)
         return Task(key.hexdigest(), tuple(sources), shards, steps)
@@ -298,8 +294,7 @@ def refuse_collisions(tasks: Iterable[Task]) -> None:
 
 def _told(step: Step) -> list[object]:
     """What a step says of its bytes beside the header of its shard, for JSON."""
-    read = [[_ADDRESS(ref) for ref in refs] for refs in (step.refs, step.amax_of)]
-    told: list[object] = [step.module, step.action, step.shape, step.slots, *read, step.scalar]
+    told: list[object] = [step.module, step.action, step.shape, step.slots, step.refs, step.amax_of, step.scalar]
     return told if not step.linears else [*told, step.form.word if step.form else "", *map(_meaning, step.linears)]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from fp4convert.codings import Linear
 from fp4convert.codings.folded import foldings_of
@@ -15,7 +16,7 @@ from fp4convert.errors import InputError
 from fp4convert.formats import FP8, MXFP4, NVFP4, Format
 from fp4convert.linears import Linears
 from fp4convert.patterns import matches_any
-from fp4convert.recipe import Recipe, ScaleGroup, scale_group
+from fp4convert.recipe import Recipe, ScaleGroup, gather_groups
 from fp4convert.shard import WEIGHT, TensorRef
 from fp4convert.spelling import Form
 from fp4convert.tasks import Action
@@ -23,8 +24,7 @@ from fp4convert.tasks import Action
 NAME_SOME = "Name modules to quantize: --include 'PATTERN'; what a recipe keeps: fp4convert recipes."
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What one linear layer becomes.
 
     form   that it has in the result; None where that is an ordinary tensor
@@ -53,10 +53,10 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
     for stack in linears.unruled:
         _check_kept(stack, recipe)
     verdicts = judge_each(linears.of, recipe, dialect)
-    forms = dict.fromkeys(verdict.form for verdict in verdicts.values() if verdict.form)
+    forms = [verdict.form for verdict in verdicts.values() if verdict.form]
     check_forms(recipe.target, forms)
     if forms and not any(form.format.is_fp4 for form in forms):
-        words = " and ".join(form.word for form in forms)
+        words = " and ".join(form.word for form in dict.fromkeys(forms))
         detail = f"the recipe makes {words} of every module and {recipe.target.format} of none; expected modules of four bits"
         raise InputError("no-four-bit", detail, "Leave some modules out of the recipe's [[format]] rows.")
     return _agreed(verdicts)
@@ -64,7 +64,9 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
 
 def judge_each(linears: Mapping[str, Linear], recipe: Recipe, dialect: Dialect) -> dict[str, Verdict]:
     """The verdict on each of these linear layers by itself, by module, whatever the others become."""
-    judge = _Judge(recipe, dialect, {name: module_form(recipe.target, name) for name in recipe.module_formats})
+    forms = {name: module_form(recipe.target, name) for name in recipe.module_formats}
+    groups = {module: group for group, modules in gather_groups(linears, recipe.groups).items() for module in modules}
+    judge = _Judge(recipe, dialect, forms, groups, recipe.pick_doubtful(linears))
     return {module: judge.verdict(linear) for module, linear in linears.items()}
 
 
@@ -73,11 +75,15 @@ class _Judge:
     """Decides on one linear layer after the other.
 
     forms    of the modules that become each format
+    groups   of the modules that have siblings to share a scale with
+    asked    the modules that the recipe is asked about one by one
     """
 
     recipe: Recipe
     dialect: Dialect
     forms: Mapping[str, Form]
+    groups: Mapping[str, ScaleGroup]
+    asked: Collection[str]
 
     def verdict(self, linear: Linear) -> Verdict:
         if reason := self._reason_to_keep(linear):
@@ -91,7 +97,7 @@ class _Judge:
             return self._stays(linear, "skip", f"{columns} columns, not a multiple of the block of {fmt.block_size}")
         if reason := self.dialect.unfit(linear.module, linear.shape, form):
             return self._stays(linear, "skip", reason)
-        group = scale_group(linear.module, self.recipe.groups) if fmt.has_global_scale else None
+        group = self.groups.get(linear.module) if fmt.has_global_scale else None
         own = linear.coding.form_kept(linear, self.recipe.target) if fmt is FP8 and isinstance(linear.coding, Fp8) else None
         if own and not self.dialect.unfit(linear.module, linear.shape, own):
             return Verdict(linear, "copy", f"{linear.coding.word} already: the same codes and scales", own, group, stays=True)
@@ -104,7 +110,7 @@ class _Judge:
         stack = linear.stack.name.removesuffix(WEIGHT) if linear.stack else ""
         if stack and matches_any((*self.recipe.exclude, *self.recipe.include), stack):
             return self.recipe.reason_to_keep(stack)
-        return self.recipe.reason_to_keep(linear.module)
+        return self.recipe.reason_to_keep(linear.module) if linear.module in self.asked else None
 
     def _stays(self, linear: Linear, action: Action, reason: str) -> Verdict:
         """As it is; what is packed becomes bf16, for no engine would know what it was, or stays packed where that is wanted."""
@@ -150,7 +156,7 @@ def _agreed(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
         if len({(verdicts[module].action, verdicts[module].linear.coding.word) for module in modules}) > 1:
             for module in modules:
                 if verdicts[module].action == "transcode":
-                    verdicts[module] = replace(verdicts[module], action="quantize", reason=_origin(verdicts[module].linear))
+                    verdicts[module] = verdicts[module]._replace(action="quantize", reason=_origin(verdicts[module].linear))
     return verdicts
 
 
@@ -166,23 +172,20 @@ def _check_kept(stack: TensorRef, recipe: Recipe) -> None:
     raise InputError("unknown-stack", f"{detail}; {expected}", next_step, stack.name)
 
 
-def gathered(verdicts: Mapping[str, Verdict]) -> dict[ScaleGroup, list[Linear]]:
+def gathered(verdicts: Mapping[str, Verdict]) -> dict[ScaleGroup, tuple[Linear, ...]]:
     """The members of every scale group that become four-bit."""
     found: dict[ScaleGroup, list[Linear]] = defaultdict(list)
     for verdict in verdicts.values():
         if verdict.group:
             found[verdict.group].append(verdict.linear)
-    return found
+    return {group: tuple(members) for group, members in found.items()}
 
 
 def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
     """One warning for each kind of scale group some of whose members stay, are not there, or become another format."""
-    forms: dict[ScaleGroup, dict[str, Form | None]] = defaultdict(dict)
-    for module, verdict in verdicts.items():
-        if key := scale_group(module, recipe.groups):
-            forms[key][module.rpartition(".")[2]] = verdict.form
     uneven: dict[tuple[tuple[str, ...], str], list[ScaleGroup]] = defaultdict(list)
-    for key, members in forms.items():
+    for key, modules in gather_groups(verdicts, recipe.groups).items():
+        members = {module.rpartition(".")[2]: verdicts[module].form for module in modules}
         if any(members.values()) and (what := _unevenness(key, members, recipe)):
             uneven[key.members, what].append(key)
     return [

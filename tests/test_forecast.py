@@ -239,7 +239,7 @@ def unpacked_plan(source):
     plan = prepare_quantize(source, Request("nvfp4"))
     (head,) = (step for step in plan.steps if step.module == "lm_head")
     packed = head.refs[0]._replace(dtype="F8_E4M3")
-    unpacked = replace(head, action="dequantize", refs=(packed,), shape=head.refs[0].shape)
+    unpacked = head._replace(action="dequantize", refs=(packed,), shape=head.refs[0].shape)
     tasks = (replace(task, steps=tuple(unpacked if step is head else step for step in task.steps)) for task in plan.tasks)
     return replace(plan, tasks=tuple(tasks))
 

@@ -169,9 +169,12 @@ class _Vector:
         return None
 
 
+_CHANGED = (Folded, Divided)
+
+
 def foldings_of(linear: Linear) -> tuple[Folding, ...]:
     """The folds that change it."""
-    return linear.coding.foldings if isinstance(linear.coding, Folded | Divided) else ()
+    return linear.coding.foldings if isinstance(linear.coding, _CHANGED) else ()
 
 
 def reads_folded(linear: Linear) -> bool:

@@ -349,10 +349,8 @@ class Speller:
 
 def stems_named(tensors: Mapping[str, TensorRef], endings: tuple[str, ...]) -> list[str]:
     """The stems that at least one tensor's name gives, in order."""
-    found: dict[str, None] = {}  # not a set: names come in long runs that are sorted already
-    for ending in endings:
-        found |= dict.fromkeys(name.removesuffix(ending) for name in tensors if name.endswith(ending))
-    return sorted(found)
+    found = {name.removesuffix(ending): None for ending in endings for name in tensors if name.endswith(ending)}
+    return sorted(found)  # of no set: names come in long runs that are sorted already
 
 
 def is_fp8(tensors: Mapping[str, TensorRef], name: str) -> bool:
