@@ -26,6 +26,7 @@ from fp4convert.sources import PLAN_FILE
 
 SHA256_DIGITS = 64
 ENDING = "end"  # the claim of whoever ends the conversion
+_NESTED = (dict, list, tuple)  # what JSON nests
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,22 @@ class Ending:
 
 
 def as_text(value: object) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    """The JSON of a small file of ours: what json.dumps makes with an indent of 2, which it does ten times slower."""
+    return f"{_indented(value)}\n"
+
+
+def _indented(value: object, lead: str = "\n") -> str:
+    """The JSON of a value in a line that begins so; a list or an object of plain values is spelled at once.  Keys are strings."""
+    inner = f"{lead}  "
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, _NESTED) else ()
+    if not any(issubclass(kind, _NESTED) for kind in set(map(type, children))):
+        text = json.dumps(value, ensure_ascii=False, separators=(f",{inner}", ": "))
+        return f"{opening}{inner}{text[1:-1]}{lead}{closing}" if children else text
+    told = [_indented(child, inner) for child in children]
+    if isinstance(value, dict):
+        told = [f"{json.dumps(key, ensure_ascii=False)}: {text}" for key, text in zip(value, told, strict=True)]
+    return f"{opening}{inner}{f',{inner}'.join(told)}{lead}{closing}"
 
 
 def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:

@@ -12,15 +12,14 @@ from typing import NamedTuple
 
 from fp4convert.backends import Backend, open_backend
 from fp4convert.convert import artifact_job
-from fp4convert.formats import MODULE_FORMATS, format_named
 from fp4convert.methods import RTN, reopened
 from fp4convert.numbered import join_names, reading_rank, split_leaf, split_numbers
 from fp4convert.pace import measure_pace
 from fp4convert.progress import size_text
 from fp4convert.rounding import Rounding
 from fp4convert.shard import WEIGHT
-from fp4convert.sources import Source
-from fp4convert.tasks import Plan, Step
+from fp4convert.sources import Source, uncollected
+from fp4convert.tasks import Plan, Step, bits_per_weight
 from fp4convert.workers import Settings
 
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
@@ -43,6 +42,7 @@ EMBEDDINGS = ("embed", "wte", "wpe")  # in the name of what stands before the la
 ASIDE = ("visual", "vision", "audio", "image", "multi_modal", "mm_proj", "mtp")  # in names beside the language model
 
 
+@uncollected()
 def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, object]:
     """The document of `quantize --dry-run --json`.
 
@@ -65,7 +65,7 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "calibration": plan.target.calibration,
         "source_bytes": sum(step.source_bytes for step in sized),
         "output_bytes": plan.output_bytes,
-        "bits_per_weight": plan.bits_per_weight,
+        "bits_per_weight": bits_per_weight((step, nbytes) for step, _, nbytes in sized),
         "added_bytes": _added_nbytes(sized),
         "peak_memory_bytes": BASE_NBYTES + held_nbytes + min(source.held_nbytes, source.checkpoint.nbytes),
         "peak_disk_bytes": artifact_job(source, plan).output_nbytes,
@@ -138,11 +138,10 @@ class Row(NamedTuple):
 
 def join_steps(sized: Sequence[Sized]) -> list[dict[str, object]]:
     """A row for every kind of module with one verdict, in the order of a model: embeddings, layers, what follows them."""
-    told = [(_name_of(one.step), _row_on(one.step), at) for at, one in enumerate(sized)]
+    told = [(_name_of(one.step), _row_on(one.step)) for one in sized]
     rows = []
-    for pattern, positions in join_names((name, common) for name, common, _ in told):
-        name, common, first = told[positions[0]]
-        places = [told[position][2] for position in positions]
+    for pattern, places in join_names(told):
+        name, common = told[places[0]]
         row = {
             "pattern": pattern,
             "count": len(places),
@@ -150,7 +149,7 @@ def join_steps(sized: Sequence[Sized]) -> list[dict[str, object]]:
             "source_bytes": sum(sized[at].source_bytes for at in places),
             "output_bytes": sum(sized[at].output_bytes for at in places),
         }
-        rows.append((_Place.of(pattern, name, sized[first].step, min(places)), row))
+        rows.append((_Place.of(pattern, name, sized[places[0]].step, min(places)), row))
     begun: dict[str, int] = {}
     for place, _ in rows:
         begun[place.stack] = min(place.at, begun.get(place.stack, place.at))
@@ -203,9 +202,7 @@ def _name_of(step: Step) -> str:
 
 
 def _row_on(step: Step) -> Row:
-    there = {linear.module.rpartition(".")[2] for linear in step.measured}
-    members = [member for member in (step.group or "").rpartition(".")[2].split("/") if member in there]
-    return Row(step.action, step.reason, "/".join(members) if len(members) > 1 else None, step.format or None)
+    return Row(step.action, step.reason, step.group.rpartition(".")[2] if step.group else None, step.format or None)
 
 
 def find_doubts(sized: Sequence[Sized], plan: Plan) -> list[str]:
@@ -228,10 +225,10 @@ def _find_bad_splits(plan: Plan) -> Iterator[str]:
     """A warning for every kind of layer that some number of ranks cannot divide."""
     kinds: dict[tuple[str, int, int], list[str]] = defaultdict(list)
     for step in plan.steps:
-        if (name := step.format or None) and len(step.shape) > 1:
+        if step.form and len(step.shape) > 1:
             leaf = step.module.rpartition(".")[2]
             if leaf in ROW_PARALLEL:
-                kinds[leaf, step.shape[-1], format_named(name, MODULE_FORMATS).block_size].append(step.module)
+                kinds[leaf, step.shape[-1], step.form.format.block_size].append(step.module)
             elif leaf in COLUMN_PARALLEL:
                 kinds[leaf, step.shape[-2], 0].append(step.module)
     for (leaf, size, block), modules in kinds.items():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fp4convert.ending import ENDING, Ending, ended_meanwhile, find_disputes, find_harmed, write_ending
 from fp4convert.errors import InputError, NumericError, OutputError, SourceError
-from fp4convert.manifest import Manifest, TaskFiles, read_ended
+from fp4convert.manifest import Manifest, TaskFiles, nbytes_written, read_ended
 from fp4convert.numbered import split_numbers
 from fp4convert.output import OutputFolder, Terms, missing_nbytes, open_output
 from fp4convert.pieces import CORRUPT
@@ -112,7 +112,7 @@ class Job:
     @property
     def output_nbytes(self) -> int:
         """Everything that will be written, but for the last record and the parts."""
-        return self.manifest().nbytes
+        return nbytes_written(self.tasks, self.texts)
 
     def manifest(self) -> Manifest:
         """What the output folder remembers of this job, to know it again and to end it."""

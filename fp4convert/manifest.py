@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -88,6 +89,12 @@ class Records:
         return known[1]
 
 
+def nbytes_written(tasks: Iterable[TaskFiles], texts: Mapping[str, str]) -> int:
+    """Bytes of the files of tasks and of small files of ours, by their names."""
+    small = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts.values())
+    return small + sum(sum(task.files.values()) for task in tasks)
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a run is for.
@@ -117,8 +124,7 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Everything that will be written, but for the last record."""
-        small = sum(len(text.encode("utf-8", "surrogatepass")) for text in self.texts.values())
-        return small + sum(sum(task.files.values()) for task in self.tasks)
+        return nbytes_written(self.tasks, self.texts)
 
     @property
     def shards(self) -> list[str]:

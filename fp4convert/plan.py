@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fp4convert.cache_scales import Cache
 from fp4convert.codings import Linear
@@ -74,8 +75,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, scal
 
     writing = Writing(checkpoint, recipe.target, dialect, form_of(recipe.target))
     tasks = tuple(writing.task(shard, list(drafts(shard.tensors))) for shard in checkpoint.shards)
-    refuse_collisions(tasks)
-    _refuse_lookalikes(tasks, dialect, drafting.stems)
+    _refuse_lookalikes(refuse_collisions(tasks), dialect, drafting.stems)
     made = [module for module, verdict in verdicts.items() if verdict.is_made]
     asked = [module for module in made if verdicts[module].stays or recipe.is_asked_for(module)]  # no other fits a rule of keep
     kept = kept_modules(tasks)
@@ -98,23 +98,41 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, scal
     return Plan(recipe.target, tasks, ignored, notes, _stack_rules(linears, recipe))
 
 
+class _Shared(NamedTuple):
+    """What the members of a scale group have in common.
+
+    label    what a person calls the group; None where it has one member
+    read     what the common amax is found in
+    linears  the members
+    """
+
+    label: str | None
+    read: tuple[TensorRef, ...]
+    linears: tuple[Linear, ...]
+
+    @classmethod
+    def of(cls, linears: tuple[Linear, ...], group: ScaleGroup | None = None) -> _Shared:
+        """That of members of a group, or of modules that have no scale in common with others."""
+        read = dict.fromkeys(ref for linear in linears for ref in (*linear.refs, *_read_by(linear)))
+        return cls(_label(group, linears) if group and len(linears) > 1 else None, tuple(read), linears)
+
+
 @dataclass(frozen=True, slots=True)
 class _Drafting:
     """Verdicts as drafts, every module's beside the others of its stored tensor.
 
+    groups what is shared in every scale group
     stems  shape of everything that is made, by what its tensors are named after
     slots  of the stems that hold other modules
     inputs scales of activations, of the modules that have one
     """
 
     verdicts: Mapping[str, Verdict]
-    groups: Mapping[ScaleGroup, tuple[Linear, ...]]
+    groups: Mapping[ScaleGroup, _Shared]
     dialect: Dialect
     stems: Mapping[str, tuple[int, ...]]
     slots: Mapping[str, tuple[Slot, ...]]
     inputs: Mapping[str, float]
-    _read: Mapping[ScaleGroup, tuple[TensorRef, ...]] = field(default_factory=dict)  # for the scales of a group
-    _labels: Mapping[ScaleGroup, str] = field(default_factory=dict)  # what a person calls a scale group
     _stem_at: Mapping[str, str] = field(default_factory=dict)  # by its first module
     _held: frozenset[str] = frozenset()  # modules that stems of other names hold
 
@@ -131,9 +149,8 @@ class _Drafting:
         slots = {stem: dialect.slots(stem, shape) for stem, shape in stems.items() if stem not in shapes}
         at = {stored[0][0].module: stem for stem, stored in slots.items()}
         held = frozenset(rows.module for stored in slots.values() for slot in stored for rows in slot)
-        read = {group: _read_for(members) for group, members in groups.items()}
-        labels = {group: _label(group, members) for group, members in groups.items() if len(members) > 1}
-        return cls(verdicts, groups, dialect, stems, slots, inputs, read, labels, at, held)
+        shared = {group: _Shared.of(members, group) for group, members in groups.items()}
+        return cls(verdicts, shared, dialect, stems, slots, inputs, at, held)
 
     def of_tensor(self, ref: TensorRef, linears: list[Linear]) -> Iterator[Draft]:
         """What becomes of a stored tensor that holds those; where all of them stay as they are, it stays whole."""
@@ -161,20 +178,21 @@ class _Drafting:
         first, shape = verdicts[0], self.stems[stem]
         if first.form is None:
             raise RuntimeError(f"{stem} stays")
-        linears = tuple(verdict.linear for verdict in verdicts)
+        linears = tuple([verdict.linear for verdict in verdicts])
+        shared = self.groups[first.group] if first.group else _Shared.of(linears)
         return Draft(
             first.action,
             first.reason,
-            tuple(ref for linear in linears for ref in linear.refs),
+            tuple([ref for linear in linears for ref in linear.refs]),
             self.dialect.outputs(stem, shape, first.form),
             shape,
             slots,
-            group=self._labels.get(first.group) if first.group else None,
-            amax_of=self._read[first.group] if first.group else _read_for(linears),
+            group=shared.label,
+            amax_of=shared.read,
             module=stem,
             form=first.form,
             linears=linears,
-            measured=self.groups[first.group] if first.group else linears,
+            measured=shared.linears,
             scalar=max((self.inputs[linear.module] for linear in linears if linear.module in self.inputs), default=None),
         )
 
@@ -213,11 +231,6 @@ def _folded(linear: Linear, ref: TensorRef, reason: str = "") -> Draft:
     return Draft("fold", told, linear.refs, (_as_it_is(ref),), linear.shape, amax_of=_read_by(linear), linears=(linear,))
 
 
-def _read_for(linears: Iterable[Linear]) -> tuple[TensorRef, ...]:
-    """What their largest magnitude is found in."""
-    return tuple(dict.fromkeys(ref for linear in linears for ref in (*linear.refs, *_read_by(linear))))
-
-
 def _read_by(linear: Linear) -> tuple[TensorRef, ...]:
     """What its folds read."""
     return tuple(ref for folding in foldings_of(linear) for ref in folding.beside)
@@ -252,9 +265,8 @@ def kept_modules(tasks: Iterable[Task]) -> list[str]:
     return sorted(kept - made)
 
 
-def _refuse_lookalikes(tasks: Iterable[Task], dialect: Dialect, chosen: Collection[str]) -> None:
+def _refuse_lookalikes(outputs: Mapping[str, TensorRef], dialect: Dialect, chosen: Collection[str]) -> None:
     """InputError where readers would take a tensor that stays for a part of a four-bit module."""
-    outputs = {ref.name: ref for task in tasks for ref in task.outputs}
     if others := sorted(set(dialect.find(outputs)) - set(chosen)):
         detail = f"{others[0]} stays, and its tensors have the names and types of four-bit ones in this dialect"
         raise InputError("name-collision", detail, "Choose another --dialect.", others[0])

@@ -12,6 +12,8 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from fp4convert.errors import InputError
@@ -78,11 +80,11 @@ class Group(NamedTuple):
 def group_modules(forms: Iterable[tuple[str, Form]]) -> tuple[Group, ...]:
     """Modules by their form, in the order in which forms come first."""
     gathered: list[tuple[Form, list[str]]] = []
-    for module, form in forms:
+    for form, run in groupby(forms, itemgetter(1)):
         own = next((modules for known, modules in gathered if known == form), None)
         if own is None:
             gathered.append((form, own := []))
-        own.append(module)
+        own += [module for module, _ in run]
     return tuple(Group(form, tuple(modules)) for form, modules in gathered)
 
 

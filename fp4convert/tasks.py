@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from fp4convert.codings import Linear
@@ -17,7 +18,7 @@ from fp4convert.dialects import Dialect, Ignored, form_of
 from fp4convert.errors import InputError
 from fp4convert.recipe import StackRule, Target
 from fp4convert.recipe_rules import FoldUse
-from fp4convert.shard import Header, TensorRef, TensorSpec
+from fp4convert.shard import Header, TensorRef, TensorSpec, nbytes_of
 from fp4convert.sources import Checkpoint
 from fp4convert.spelling import Form, Group, group_modules
 from fp4convert.stacks import Slot
@@ -70,7 +71,7 @@ class Step(NamedTuple):
 
     @property
     def output_bytes(self) -> int:
-        return sum(ref.nbytes for ref in self.outputs)
+        return sum([nbytes_of(ref.dtype, ref.shape) for ref in self.outputs])
 
     @property
     def is_made(self) -> bool:
@@ -177,16 +178,14 @@ class Plan:
     @property
     def bits_per_weight(self) -> float | None:
         """Of the four-bit modules, scales and all; None where there are none."""
-        made = [step for step in self.steps if step.is_made]
-        weights = sum(math.prod(step.shape) for step in made)
-        return 8 * sum(step.output_bytes for step in made) / weights if weights else None
+        return bits_per_weight((step, step.output_bytes) for step in self.steps)
 
     @property
     def index(self) -> dict[str, object]:
         """The model.safetensors.index.json of the output."""
         outputs = [ref for task in self.tasks for ref in task.outputs]
-        weight_map = {ref.name: ref.file for ref in sorted(outputs, key=lambda ref: ref.name)}
-        return {"metadata": {"total_size": sum(ref.nbytes for ref in outputs)}, "weight_map": weight_map}
+        weight_map = {ref.name: ref.file for ref in sorted(outputs, key=attrgetter("name"))}
+        return {"metadata": {"total_size": sum([nbytes_of(ref.dtype, ref.shape) for ref in outputs])}, "weight_map": weight_map}
 
 
 class Draft(NamedTuple):
@@ -214,6 +213,13 @@ class Draft(NamedTuple):
     @property
     def name(self) -> str:
         return self.module or module_of(self.specs[0].name)
+
+
+def bits_per_weight(sized: Iterable[tuple[Step, int]]) -> float | None:
+    """Of the four-bit modules among steps with their bytes, scales and all; None where there are none."""
+    made = [(step.shape, nbytes) for step, nbytes in sized if step.is_made]
+    weights = sum(math.prod(shape) for shape, _ in made)
+    return 8 * sum(nbytes for _, nbytes in made) / weights if weights else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +257,8 @@ class Writing:
             )
             for draft in drafts
         )
-        sources = sorted({shard.file, *(ref.file for draft in drafts for ref in (*draft.refs, *draft.amax_of))})
+        read = {ref.file for draft in drafts for refs in (draft.refs, draft.amax_of) for ref in refs}
+        sources = sorted({shard.file, *read})
         promise = [repr(self.target), [self.checkpoint.stamps[file] for file in sources], [_told(step) for step in steps]]
         key = hashlib.sha256(json.dumps(promise, check_circular=False).encode())
         for written in shards:
@@ -275,8 +282,9 @@ class Writing:
                 yield Shard(file, header, -(-end // shard.frame.alignment) * shard.frame.alignment, placed)
 
 
-def refuse_collisions(tasks: Iterable[Task]) -> None:
-    seen: set[str] = set()
+def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
+    """Every output by its name; InputError where two have the same, or two shards."""
+    found: dict[str, TensorRef] = {}
     files: set[str] = set()
     for task in tasks:
         for shard in task.shards:
@@ -286,10 +294,11 @@ def refuse_collisions(tasks: Iterable[Task]) -> None:
             files.add(shard.file)
         for step in task.steps:
             for ref in step.outputs:
-                if ref.name in seen:
+                if ref.name in found:
                     detail = f"{ref.file}: the output {ref.name!r} already exists; expected names that do not collide"
                     raise InputError("name-collision", detail, f"Leave one out: --exclude {step.module!r}.", ref.name)
-                seen.add(ref.name)
+                found[ref.name] = ref
+    return found
 
 
 def _told(step: Step) -> list[object]:
