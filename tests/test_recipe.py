@@ -1,10 +1,13 @@
 """What stays, what becomes what, and which modules share a scale, as recipe files and the command line say it."""
 
+from dataclasses import replace
+
 import pytest
 
 from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4
 from fp4convert.recipe import Choice, Target, build_recipe, scale_group
+from fp4convert.recipe_rules import FormatRule
 
 
 def recipe(model_type: str = "llama", include=(), exclude=(), fmt=NVFP4, rule=None):
@@ -71,6 +74,30 @@ def test_what_every_model_keeps(module):
 )
 def test_what_is_an_ordinary_linear_layer(module):
     assert recipe().reason_to_keep(module) is None
+
+
+FORMATS = (FormatRule(("*.o_proj",), "keep"), FormatRule(("*.q_proj",), "fp8"))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        recipe(),
+        recipe("gpt2"),
+        recipe(include=["lm_head", "*.gate"], exclude=["re:.*up_proj$"]),
+        replace(recipe(), formats=FORMATS),
+        build_recipe(Target("nvfp4"), {}, Choice("experts_only")),
+    ],
+    ids=("plain", "family", "chosen", "formats", "only"),
+)
+def test_whatever_has_a_reason_to_stay_is_among_what_is_doubtful(made):
+    layers = [
+        f"model.layers.{layer}.{name}" for layer in range(3) for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
+    ]
+    modules = dict.fromkeys([*KEPT, *layers, "transformer.h.0.attn.c_attn"])
+    stay = {module for module in modules if made.reason_to_keep(module)}
+    assert stay
+    assert stay <= set(made.pick_doubtful(modules)) <= set(modules)
 
 
 def test_exclude_goes_before_include_before_the_recipe():
