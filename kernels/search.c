@@ -228,9 +228,9 @@ INLINE void open_side(const float *const *rows, const float *const *weights, flo
     side->last = ((side->last & ~is_tiny) | (LARGEST_CODE & is_tiny)) & (r > 0.0f);
     side->is_sound = ~is_tiny;
     i32s unclipped = (side->last - side->first + 1) & ~(r > 1.1f * e4m3_values(side->first));
+    unclipped = (i32s)either(side->last == 0, (f32s)((i32s){0} + 16), (f32s)unclipped); /* those count for nothing */
     side->unclipped = 16;
-    for (int l = 0; l < SIDE; l++)
-        if (side->last[l] && unclipped[l] < side->unclipped) side->unclipped = unclipped[l];
+    for (int l = 0; l < SIDE; l++) side->unclipped = unclipped[l] < side->unclipped ? unclipped[l] : side->unclipped;
 }
 
 INLINE i32s best_codes(const Side *side, const f32s *w) {
