@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Literal, TypeVar
 
-from fp4convert.dialects import Dialect, Packed
+from fp4convert.dialects import Dialect, Packed, whole
 from fp4convert.formats import FP8
 from fp4convert.patterns import matches
 from fp4convert.shard import WEIGHT, TensorRef, TensorSpec
 from fp4convert.spelling import SCALE_DTYPES, Form, Group, parents_of
-from fp4convert.stacks import pieces_of
+from fp4convert.stacks import Piece, pieces_of
 
 T = TypeVar("T")
 Level = Literal["error", "warning", "note"]
@@ -49,6 +49,7 @@ class _Reader:
     def __init__(self, tensors: Mapping[str, TensorRef], groups: Sequence[Group], dialect: Dialect) -> None:
         self._tensors = tensors
         self._dialect = dialect
+        self._is_apart = dialect.slots is whole
         self._kind = cache(lambda form: _Kind(form, dialect))
         self._kind_of = form_finder([(self._kind(form), modules) for form, modules in groups])
         beside = [name for name in tensors if name.endswith(dialect.TRAITS.companions)]
@@ -111,7 +112,8 @@ class _Reader:
                     self.findings.append(fault)
         if is_whole:
             companions = tuple([tensors[name] for ending in self._companions if (name := stem + ending) in tensors])
-            for module, pieces in pieces_of(self._dialect.slots(stem, shape)).items():
+            placed = {stem: _alone(shape[0])} if self._is_apart else pieces_of(self._dialect.slots(stem, shape))
+            for module, pieces in placed.items():
                 rows = pieces[0].height if len(pieces) == 1 else sum([piece.height for piece in pieces])
                 self.modules[module] = Packed(tuple(refs), (rows, shape[-1]), companions, stem, shape, pieces, form)
 
@@ -124,6 +126,12 @@ class _Reader:
             detail = "it is FP8 with one scale, and has no scale of activations: engines that quantize them would compute garbage"
             self.findings.append(Finding("warning", "input-scale-missing", stem, detail))
         return (table.input_scale,)
+
+
+@cache
+def _alone(rows: int) -> tuple[Piece, ...]:
+    """What `pieces_of` says of a module that is stored by itself; models have few heights."""
+    return pieces_of(whole("", (rows,)))[""]
 
 
 def read_modules(

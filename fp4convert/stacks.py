@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from fp4convert.formats import Blocks, Fetched, Matrix, Quantized, Weights, row_panels
@@ -37,9 +36,6 @@ Slot = tuple[Rows, ...]
 
 def pieces_of(slots: Sequence[Slot]) -> dict[str, tuple[Piece, ...]]:
     """Where the rows of every module are in a matrix of those slots."""
-    if len(slots) == 1 == len(slots[0]):
-        ((module, begin, end),) = slots[0]
-        return {module: (_alone(begin, end),)}
     found: dict[str, tuple[Piece, ...]] = {}
     first = 0
     for slot in slots:
@@ -48,12 +44,6 @@ def pieces_of(slots: Sequence[Slot]) -> dict[str, tuple[Piece, ...]]:
             found[rows.module] = (*found.get(rows.module, ()), piece)
         first += sum(rows.last - rows.first for rows in slot)
     return found
-
-
-@lru_cache(1 << 12)
-def _alone(begin: int, end: int) -> Piece:
-    """Rows begin..end-1 of a module that is stored by itself; models have few heights."""
-    return Piece(begin, 0, 1, end - begin)
 
 
 def gather(stored: Blocks, shape: tuple[int, int], pieces: tuple[Piece, ...]) -> Blocks:

@@ -38,6 +38,7 @@ def test_a_glob_fits_the_whole_name_and_an_expression_its_beginning(pattern, mod
 @example([""], "")
 @example(["**a*"], "ba")
 @example(["re:a.b"], "axbc")
+@example(["*1*"], "\udcff1")  # no UTF-8, as a word of a command line may be
 def test_many_patterns_at_once_match_what_one_of_them_matches(patterns, module):
     assert matches_any(tuple(patterns), module) is any(matches(pattern, module) for pattern in patterns)
 
