@@ -9,7 +9,7 @@
  */
 #include "vector.h"
 
-enum { PAGE = 4096, AHEAD = 8 * PAGE };
+enum { PAGE = 4096, SPAN = 4 * PAGE, AHEAD = 8 * PAGE };
 
 #define AS_IT_IS(bits) ((uint32_t)(bits))
 #define AS_BF16(bits) fp4_bits(fp4_from_bf16(bits))
@@ -21,7 +21,7 @@ enum { PAGE = 4096, AHEAD = 8 * PAGE };
     INLINE uint##width##_t largest_##dtype(const type *restrict x, int64_t n, uint##width##_t largest) {                \
         int##width##_t positive = (int##width##_t)largest;                                                              \
         uint##width##_t negative = 0;                                                                                   \
-        _Pragma("GCC unroll 4") for (int64_t i = 0; i < n; i++) {                                                       \
+        for (int64_t i = 0; i < n; i++) {                                                                               \
             uint##width##_t word = bits_of(x[i]);                                                                       \
             positive = (int##width##_t)word > positive ? (int##width##_t)word : positive;                               \
             negative = word > negative ? word : negative;                                                               \
@@ -30,11 +30,12 @@ enum { PAGE = 4096, AHEAD = 8 * PAGE };
         return negative > (uint##width##_t)positive ? negative : (uint##width##_t)positive;                             \
     }                                                                                                                   \
     void NAME(amax_##dtype)(const type *restrict x, int64_t n, uint32_t *restrict amax_bits) {                          \
-        const int64_t page = PAGE / sizeof(type);                                                                       \
+        const int64_t span = SPAN / sizeof(type);                                                                       \
         uint##width##_t largest = 0;                                                                                    \
-        for (; n >= page; n -= page, x += page) {                                                                       \
-            for (int line = 0; line < 2; line++) __builtin_prefetch((const char *)x + AHEAD + 64 * line, 0, 2);         \
-            largest = largest_##dtype(x, page, largest);                                                                \
+        for (; n >= span; n -= span, x += span) {                                                                       \
+            const char *page = (const char *)x + AHEAD, *end = page + SPAN;                                             \
+            for (; page < end; page += PAGE) __builtin_prefetch(page, 0, 2), __builtin_prefetch(page + 64, 0, 2);       \
+            largest = largest_##dtype(x, span, largest);                                                                \
         }                                                                                                               \
         uint32_t found = widened(largest_##dtype(x, n, largest));                                                       \
         *amax_bits = found > *amax_bits ? found : *amax_bits;                                                           \
