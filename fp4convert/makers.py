@@ -23,7 +23,7 @@ from fp4convert.backends.cpu import Cpu
 from fp4convert.calibration_file import Calibration
 from fp4convert.carrying import Carrier, carry, group_exponent
 from fp4convert.codec import FLOAT_DTYPES, Float32s, as_floats, check_largest, find_not_finite_values, not_finite
-from fp4convert.codings import Linear
+from fp4convert.codings import Linear, room_for
 from fp4convert.codings.floats import MATRIX_DIMENSIONS, measured_whole
 from fp4convert.codings.folded import reach_of
 from fp4convert.codings.fp4 import FourBit
@@ -144,7 +144,7 @@ class Quantizer:
             for number, step in enumerate(steps):
                 for slot in _members(step):
                     weights = [self._weights(linear) for linear in slot]
-                    with self._room_for(slot):
+                    with room_for(self.source, slot):
                         panels = self._rounding.panels(
                             weights, [Woven(tuple(weights))], [slot[0].module], format_named(step.format)
                         )
@@ -152,11 +152,8 @@ class Quantizer:
         else:
             members = [self._weights(step.linears[0]) for step in steps]
             modules = [step.linears[0].module for step in steps]
-            with self._room_for(measured):
+            with room_for(self.source, measured):
                 yield from self._rounding.panels(self._measured(measured), members, modules, format_named(steps[0].format))
-
-    def _room_for(self, linears: Sequence[Linear]) -> AbstractContextManager[None]:
-        return self.source.room_for([ref for linear in linears for ref in linear.refs])
 
     def _measured(self, linears: Sequence[Linear]) -> list[Weights]:
         """What has the values of these linear layers, in any order."""

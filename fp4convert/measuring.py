@@ -34,7 +34,7 @@ from fp4convert.backends.cpu import Cpu
 from fp4convert.calibration_file import Calibration
 from fp4convert.claims import Claims
 from fp4convert.codec import as_floats, not_finite
-from fp4convert.codings import Linear
+from fp4convert.codings import Linear, room_for
 from fp4convert.codings.floats import measured_whole
 from fp4convert.disk import told
 from fp4convert.errors import NumericError, SourceError
@@ -242,7 +242,7 @@ def _losses_of(bench: Bench, group: list[Candidate]) -> Losses:
     weights = [one.linear.coding.weights(one.linear, source) for one in group]
     sums = [_Sums.of(one) for one in group]
     fp4 = next((name for one in group for name in one.formats if name != FP8.name), None)
-    with source.room_for([ref for linear in group[0].group for ref in linear.refs]):
+    with room_for(source, group[0].group):
         if fp4:
             _add_blocks(bench, group, weights, sums)
         for one, matrix, own in zip(group, weights, sums, strict=True):

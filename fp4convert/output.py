@@ -107,7 +107,7 @@ class OutputFolder:
     """The output, as long as this process works in it.
 
     hashes   sha256 of every file that this process has written, has read again, or found as another had sealed it
-    named    called with the path, the name and the sha256 of every file that has got its final name
+    named    called with the path, the name and the sha256 of every file that has got its final name, by two threads at times
     records  of finished tasks
     """
 

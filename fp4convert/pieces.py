@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -134,6 +134,7 @@ class Pieces:
         self._spent: set[Piece] = set()  # of these, what a stream needs no more but for a second reading
         self._nbytes = 0  # of all that are known
         self._lock = threading.Lock()
+        self._held_nbytes = 0
         self._held: tuple[Piece, ...] = ()
         self._released = threading.Condition()
 
@@ -179,7 +180,7 @@ class Pieces:
 
     def _make_room(self) -> None:
         held = self._held
-        if self._nbytes > (kept_nbytes := SPARE_NBYTES + _sum(held)):
+        if self._nbytes > (kept_nbytes := SPARE_NBYTES + self._held_nbytes):
             self._drop([piece for piece in self._known if piece in self._spent and not _overlaps(piece, held)], kept_nbytes)
         if self._nbytes > self._budget_nbytes:
             self._drop(list(self._known), self._budget_nbytes)
@@ -195,16 +196,21 @@ class Pieces:
                     return
 
     @contextmanager
-    def room_for(self, ranges: Collection[Piece]) -> Iterator[None]:
-        """Waits until these ranges, which will be read more than once, fit beside what others read so; one always may."""
-        limit = max(0, self._budget_nbytes - SPARE_NBYTES)
+    def room_for(self, nbytes: int, ranges: Iterable[Piece] = ()) -> Iterator[None]:
+        """Waits until so much, which will be read more than once, fits beside what others read so; one always may.
+
+        ranges  of which every byte will be: they stay
+        """
+        limit, ranges = max(0, self._budget_nbytes - SPARE_NBYTES), tuple(ranges)
         with self._released:
-            self._released.wait_for(lambda: not self._held or _sum((*self._held, *ranges)) <= limit)
-            self._held = (*self._held, *ranges)
+            self._released.wait_for(lambda: not self._held_nbytes or self._held_nbytes + nbytes <= limit)
+            self._held_nbytes += nbytes
+            self._held += ranges
         try:
             yield
         finally:
             with self._released:
+                self._held_nbytes -= nbytes
                 left = list(self._held)
                 for piece in ranges:
                     left.remove(piece)
@@ -222,10 +228,6 @@ class Pieces:
     def close(self) -> None:
         """Nothing more comes: who waits, or asks, gets the error."""
         self._pool.close(self.failure)
-
-
-def _sum(ranges: Iterable[Piece]) -> int:
-    return sum(piece.stop - piece.start for piece in ranges)
 
 
 def _overlaps(piece: Piece, ranges: Iterable[Piece]) -> bool:

@@ -97,6 +97,7 @@ class Pusher:
         self._queue: queue.SimpleQueue[tuple[Ware, Future[None]] | None] = queue.SimpleQueue()
         self._started: dict[str, Future[None]] = {}
         self._worker: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._uploaded: dict[str, tuple[str, Any]] = {}  # name -> sha256, huggingface_hub's operation
 
     def begin(self) -> None:
@@ -149,7 +150,7 @@ class Pusher:
         return headers
 
     def add(self, path: Path, name: str, sha256: str) -> None:
-        """Upload a finished file in the background; what goes wrong is told, and tried once more by `commit`.
+        """Upload a finished file in the background; what goes wrong is told, and tried once more by `commit`.  Any thread may.
 
         path  stays as it is until then
         """
@@ -189,9 +190,10 @@ class Pusher:
 
     def _start(self, ware: Ware) -> Future[None]:
         """Hand a file to the one thread that uploads: the others stay free for signals and for work."""
-        if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name="push", daemon=True)
-            self._worker.start()
+        with self._starting:
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, name="push", daemon=True)
+                self._worker.start()
         future = self._started[ware.name] = Future()
         self._queue.put((ware, future))
         return future

@@ -73,8 +73,8 @@ class Framed:
     def stream(self, file: str) -> AbstractContextManager[None]:
         return self._owner(file).stream(file)
 
-    def room_for(self, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
-        return self._artifact.room_for(refs)
+    def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
+        return self._artifact.room_for(nbytes, refs)
 
     def stop(self) -> None:
         self._donor.stop()

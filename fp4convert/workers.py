@@ -30,7 +30,7 @@ class Settings:
     is_joining  one of several processes that begin together: none of them may replace a plan
     share       the part of the tasks that this process does; None for all that nobody else does
     tell        gets a line for people when everything has to wait
-    named   called with the path, the name and the sha256 of every file that this process has finished
+    named   called with the path, the name and the sha256 of every file that this process has finished, by two threads at times
     """
 
     device: str = "auto"

@@ -105,16 +105,16 @@ def test_room_is_given_to_one_at_least_and_to_others_as_it_is_freed(file):
     kept, order = Pieces(file.read_into, pieces.SPARE_NBYTES + 100), []
 
     def use(name: str, nbytes: int) -> None:
-        with kept.room_for([Piece(name, 0, nbytes)]):
+        with kept.room_for(nbytes):
             order.append(name)
 
-    with kept.room_for([Piece("first", 0, 1000)]):  # more than there is
+    with kept.room_for(1000):  # more than there is
         waiting = threading.Thread(target=use, args=("second", 60))
         waiting.start()
         time.sleep(0.05)
         assert order == []
     waiting.join(5)
-    with kept.room_for([Piece("beside", 0, 40)]):
+    with kept.room_for(40):
         use("third", 60)
     assert order == ["second", "third"]
 
@@ -163,7 +163,7 @@ def test_what_was_read_stays_only_for_those_who_read_it_again(file, monkeypatch)
     kept = Pieces(file.read_into, 1 << 20)
     for held_nbytes in (16 << 10, 0):
         stream = Stream(kept, "f", NBYTES, SHA256)
-        with kept.room_for([Piece("f", 0, held_nbytes)]):
+        with kept.room_for(held_nbytes, [Piece("f", 0, held_nbytes)]):
             for start in range(0, NBYTES, 1 << 10):
                 kept.fetch(stream.cover(start, start + (1 << 10))[0]).result()
                 stream.have_read(start, start + (1 << 10))
@@ -185,8 +185,8 @@ def test_what_somebody_reads_again_stays_and_what_nobody_does_goes(file, monkeyp
             kept.fetch(stream.cover(number << 10, (number + 1) << 10)[0]).result()
             stream.have_read(number << 10, (number + 1) << 10)
 
-    with kept.room_for([Piece("f", 8 << 10, 16 << 10)]):
-        with kept.room_for([Piece("f", 0, 8 << 10)]):
+    with kept.room_for(8 << 10, [Piece("f", 8 << 10, 16 << 10)]):
+        with kept.room_for(8 << 10, [Piece("f", 0, 8 << 10)]):
             read(0, 16)
             read(0, 8)
         read(16, 32)

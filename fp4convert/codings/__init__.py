@@ -8,7 +8,8 @@ fp4      any dialect's four-bit blocks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,3 +73,9 @@ class Linear:
     def home(self) -> TensorRef:
         """The stored tensor whose place its outputs take."""
         return self.stack or self.refs[0]
+
+
+def room_for(source: Source, linears: Collection[Linear]) -> AbstractContextManager[None]:
+    """Meanwhile these are read more than once; waits until the source has memory for them."""
+    whole = {ref for linear in linears if linear.share == 1 for ref in linear.refs}
+    return source.room_for(sum(linear.nbytes for linear in linears), whole)

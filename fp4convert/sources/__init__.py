@@ -124,8 +124,8 @@ class Source(Protocol):
     def stream(self, file: str) -> AbstractContextManager[None]:
         """Meanwhile the shard's tensors are read, all of them; SourceError at the end where its bytes were not the right ones."""
 
-    def room_for(self, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
-        """Meanwhile these tensors are read more than once; waits until there is memory for them."""
+    def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
+        """Meanwhile so many bytes are read more than once, and all of these tensors; waits until there is memory for them."""
 
     def stop(self) -> None:
         """Make reads in other threads fail soon; nothing is read afterwards."""

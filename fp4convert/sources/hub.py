@@ -181,8 +181,8 @@ class HubSource:
             stream.stop()
             del self._streams[file]
 
-    def room_for(self, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
-        return self._pieces.room_for({Piece(ref.file, ref.start, ref.start + ref.nbytes) for ref in refs})
+    def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
+        return self._pieces.room_for(nbytes, (Piece(ref.file, ref.start, ref.start + ref.nbytes) for ref in refs))
 
     def stop(self) -> None:
         self._pieces.close()

@@ -129,7 +129,7 @@ class LocalSource:
                 mapped = self._maps.pop(file, None)
             del mapped  # outside of the lock: other readers need not wait for it
 
-    def room_for(self, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
+    def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
         return nullcontext()
 
     def stop(self) -> None:
