@@ -30,7 +30,7 @@ from timeline import Costs
 
 from fp4convert.backends import open_backend
 from fp4convert.convert import Request, prepare_quantize
-from fp4convert.disk import hash_file
+from fp4convert.disk import hash_file, reserve
 from fp4convert.makers import Quantizer
 from fp4convert.pace import measure_pace
 from fp4convert.shard import ShardWriter, TensorRef
@@ -177,10 +177,12 @@ class Stages:
         os.sync()
         nbytes = each * THREADS
         self._note("writing", seconds(write_all) * THREADS / nbytes)
+        os.sync()
         self._note("hashing", seconds(partial(hash_file, path)) / nbytes)
         self._note("reading", seconds(lambda: touch(path)) / nbytes)
         written[0].discard()
         with path.open("wb") as out:
+            reserve(out.fileno(), nbytes)
             out.write(bytes(nbytes))
             out.flush()
             self._note("flushing", seconds(lambda: os.fsync(out.fileno())) / nbytes)

@@ -1,11 +1,11 @@
 """How long a conversion takes, by formulas alone: from what a byte, a weight, a tensor and a shard cost, and from a machine.
 
-A shard is filled by as many threads as there are cores, a scale group by one of them, and the disk flushes what there is of it.
-Then one thread hashes it, and meanwhile the next shard is filled (output.write_shards, ShardWriter).
+A shard is filled by as many threads as there are cores, a scale group by one of them, and on Linux the disk flushes what there is
+of it.  Then one thread hashes it, and meanwhile the next shard is filled (output.write_shards, ShardWriter).
 
-  fill(k)    the longest of: scale groups dealt to cores, largest first; bytes of the source over the link; of a streamed
-             source its SHA-256, which is one thread's; bytes written, and read where the source lies there, over the disk; and
-             then what Python does for each tensor, one after the other
+  fill(k)    the longest of: scale groups dealt to cores, largest first, and what Python does for each tensor, one after the
+             other; bytes of the source over the link; of a streamed source its SHA-256, which is one thread's; bytes written,
+             and read where the source lies there, over the disk
   finish(k)  the SHA-256 of the shard, and what a shard costs beside
   seconds  = start + planning + fill(1) + sum of step(k) + finish(n)
   step(k)    the longest of: fill(k), finish(k - 1), both their core seconds over all cores

@@ -56,7 +56,7 @@ def nbytes_there(path: Path) -> int | None:
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Have the disk keep so much room, where it can: a full one is known before the first byte."""
+    """Have the disk keep so much room, where it can: a full one is known before the first byte.  Raises OSError."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, nbytes)
@@ -66,7 +66,10 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 def begin_flush(fd: int, start: int, nbytes: int) -> None:
-    """Have the disk begin with these bytes, where it can be told; nothing waits, and a later fsync tells what failed."""
+    """Have the disk begin with these bytes, where it can be told.
+
+    Nothing waits for them, unless the disk has more to do than it can note down; a later fsync tells what failed.
+    """
     if begin := _sync_file_range():
         begin(fd, start, nbytes, WRITE_NOW)
 
@@ -83,7 +86,7 @@ def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Have the names in it on the disk."""
+    """Have the names in it on the disk, where its file system knows such a thing; OSError where it fails."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -175,7 +175,7 @@ class OutputFolder:
         """Create the shards of each claimed task, let `fill` append every tensor, then put them under their final names.
 
         fill   returns whether the shards are whole; those that are not, are discarded
-        after  what is to be done when all are filled
+        after  what is to be done when all are filled; where it fails, the last shards are finished all the same
         While one task's shards are flushed, hashed and named, the next ones are filled, or what comes after them is done.
         """
         finishing: TaskWriter | None = None
@@ -255,7 +255,7 @@ class OutputFolder:
     def write_temp(self, name: str, fill: Callable[[BinaryIO], object]) -> Path:
         """A file on its way, whole and on the disk."""
         temp = self.temps / f"small-{name}"
-        with told(self.root / name), temp.open("wb") as out:
+        with told(temp), temp.open("wb") as out:
             fill(out)
             out.flush()
             os.fsync(out.fileno())

@@ -20,7 +20,7 @@ from fp4convert.disk import begin_flush, hash_file, reserve, told
 from fp4convert.errors import OutputError
 
 SHAPES = 1 << 12  # that are remembered: models have few
-FLUSH_NBYTES = 4 << 20  # of an output, which the disk is told to begin with
+FLUSH_NBYTES, LEAST_FLUSH_NBYTES = 4 << 20, 64 << 10  # of an output, which the disk is told to begin with
 DEFAULT_METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
 ENGINE_NOTES = ("_quantization_metadata",)  # what says that tensors are quantized: written anew, or left out
 WEIGHT = ".weight"  # how the name of a linear layer's tensor ends
@@ -163,13 +163,15 @@ class ShardWriter:
         self._filled = {ref.name: 0 for ref in self._outputs}
 
     def append(self, ref: TensorRef, data: memoryview) -> None:
-        """Write the next bytes of that output; the disk begins with what it has of them, so that the end waits for little."""
+        """Write the next bytes of that output; on Linux the disk begins with them, so that the end waits for little."""
         flat, before = data.cast("B"), self._filled[ref.name]
         after = before + flat.nbytes
         with told(self.path, self._nbytes):
             self._pwrite(flat, ref.start + before)
         self._filled[ref.name] = after
         first, last = (nbytes // FLUSH_NBYTES * FLUSH_NBYTES for nbytes in (before, after))
+        if after == ref.nbytes and after - first >= LEAST_FLUSH_NBYTES:
+            last = after
         if last > first:
             begin_flush(self._fd, ref.start + first, last - first)
 

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ from checkpoints import (
     write_llama,
     write_zeros,
 )
+
+from fp4convert.errors import OutputError
+from fp4convert.output import OutputFolder
+from fp4convert.shard import ShardWriter
 
 STATE = ".fp4convert"
 RECORDS = ("config.json", INDEX, "quantization_config.json")
@@ -340,3 +345,41 @@ def test_the_state_says_what_a_finished_shard_is(source, tmp_path):
     hashes["tokenizer.json"] = hashlib.sha256(b"{}").hexdigest()
     found = {file: sha256 for entry in done for file, sha256 in entry["files"].items()}
     assert (len(done), found) == (3, hashes)
+
+
+def test_small_files_are_copied_while_the_last_shard_is_hashed(source, tmp_path, monkeypatch):
+    """The last hash waits for the copies here; and two threads that record at once share no file on its way."""
+    finish, copy, temp = ShardWriter.finish, OutputFolder.write_copies, OutputFolder.write_temp
+    copied, on_their_way = threading.Event(), {}
+
+    def finish_late(writer):
+        assert writer.path.name != SECOND or copied.wait(WAIT_SECONDS)
+        return finish(writer)
+
+    def copy_and_tell(folder, *arguments):
+        copy(folder, *arguments)
+        copied.set()
+
+    def write_and_note(folder, name, fill):
+        on_their_way.setdefault(threading.current_thread(), set()).add(name)
+        return temp(folder, name, fill)
+
+    monkeypatch.setattr(ShardWriter, "finish", finish_late)
+    monkeypatch.setattr(OutputFolder, "write_copies", copy_and_tell)
+    monkeypatch.setattr(OutputFolder, "write_temp", write_and_note)
+    assert quantize(source, tmp_path / "out").code == 0
+    first, second = on_their_way.values()
+    assert first.isdisjoint(second)
+
+
+def test_a_copy_that_fails_leaves_the_last_shard_finished(source, tmp_path, monkeypatch):
+    def fail(folder, *arguments):
+        raise OutputError("disk-full", "no room for copies")
+
+    monkeypatch.setattr(OutputFolder, "write_copies", fail)
+    refusal(quantize(source, tmp_path / "out"), "disk-full")
+    monkeypatch.undo()
+    untouched = stamps(tmp_path / "out")
+    assert untouched.keys() == {FIRST, SECOND}
+    assert quantize(source, tmp_path / "out").json["adopted_bytes"] > 0
+    assert stamps(tmp_path / "out") == untouched

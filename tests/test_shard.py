@@ -3,12 +3,11 @@
 import hashlib
 import json
 import struct
-import sys
 
 import pytest
 from safetensors import deserialize
 
-from fp4convert import disk, shard
+from fp4convert import shard
 from fp4convert.disk import hash_file
 from fp4convert.errors import OutputError
 from fp4convert.header import read_header
@@ -95,11 +94,13 @@ def test_a_file_is_hashed_whole_and_every_block_is_told(tmp_path):
     assert (sum(told), len(told)) == (len(data), 3)
 
 
-def test_the_disk_begins_with_what_it_has_of_every_output(tmp_path, monkeypatch):
-    """Ranges follow each other, hold nothing that is not written, and miss less than one of them at the end."""
+def test_the_disk_begins_with_every_output_while_it_is_written(tmp_path, monkeypatch):
+    """Ranges follow each other and hold nothing that is not written; what is small stays for the end."""
     block, told = shard.FLUSH_NBYTES, []
-    refs = TensorRef("a", "U8", (3 * block - 1,), "m", 8), TensorRef("b", "U8", (2 * block,), "m", 8 + 3 * block - 1)
-    writer = ShardWriter(tmp_path / "m", bytes(8), refs, 8 + 5 * block - 1)
+    sizes = {"a": 3 * block - 1, "b": 2 * block, "c": shard.LEAST_FLUSH_NBYTES, "d": shard.LEAST_FLUSH_NBYTES - 1}
+    starts = [8 + sum(list(sizes.values())[:number]) for number in range(len(sizes) + 1)]
+    refs = [TensorRef(name, "U8", (nbytes,), "m", at) for (name, nbytes), at in zip(sizes.items(), starts, strict=False)]
+    writer = ShardWriter(tmp_path / "m", bytes(8), refs, starts[-1])
     monkeypatch.setattr(shard, "begin_flush", lambda fd, start, nbytes: told.append((start, nbytes)))
     data = memoryview(bytes(block // 2 + 1))
     for ref in refs:
@@ -107,14 +108,9 @@ def test_the_disk_begins_with_what_it_has_of_every_output(tmp_path, monkeypatch)
             before = len(told)
             writer.append(ref, data[: ref.nbytes - first])
             assert all(start + nbytes <= ref.start + first + len(data) for start, nbytes in told[before:])
-    assert told == [(8, block), (8 + block, block), (refs[1].start, block), (refs[1].start + block, block)]
-    assert writer.finish() == hashlib.sha256(bytes(8 + 5 * block - 1)).hexdigest()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no sync_file_range")
-def test_linux_is_told_to_begin(tmp_path):
-    begin = disk._sync_file_range()
-    with (tmp_path / "m").open("wb", buffering=0) as out:
-        out.write(bytes(8))
-        assert begin(out.fileno(), 0, 8, disk.WRITE_NOW) == 0
-    assert begin(-1, 0, 8, disk.WRITE_NOW) == -1
+    first, second, third, _, _ = starts
+    assert told == [
+        *((first, block), (first + block, block), (first + 2 * block, block - 1)),
+        *((second, block), (second + block, block), (third, shard.LEAST_FLUSH_NBYTES)),
+    ]
+    assert writer.finish() == hashlib.sha256(bytes(starts[-1])).hexdigest()

@@ -1,0 +1,70 @@
+"""What is asked of a disk: hashes, marks of files that changed, sizes, room, and names that reach it."""
+
+import hashlib
+import os
+import sys
+
+import pytest
+
+from fp4convert import disk
+from fp4convert.disk import Mark, fsync_folder, hash_file, nbytes_there, reserve, told
+from fp4convert.errors import OutputError
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no sync_file_range")
+def test_linux_is_told_to_begin(tmp_path):
+    begin = disk._sync_file_range()
+    with (tmp_path / "m").open("wb", buffering=0) as out:
+        out.write(bytes(8))
+        assert begin(out.fileno(), 0, 8, disk.WRITE_NOW) == 0
+    assert begin(-1, 0, 8, disk.WRITE_NOW) == -1
+
+
+def test_a_file_that_changed_has_another_mark(tmp_path):
+    path, other = tmp_path / "a", tmp_path / "b"
+    for each in (path, other):
+        each.write_bytes(b"1234")
+        os.utime(each, ns=(5, 5))
+    before = Mark.of(path.stat())
+    assert Mark.of(path.stat()) == before
+    os.replace(other, path)  # of the same size and time
+    assert Mark.of(path.stat()) != before
+    before = Mark.of(path.stat())
+    path.write_bytes(b"12345")
+    assert Mark.of(path.stat()) != before
+
+
+def test_what_is_no_file_has_no_size(tmp_path):
+    (tmp_path / "a").write_bytes(b"123")
+    assert [nbytes_there(tmp_path / name) for name in ("a", "", "b", "a/b", "\0")] == [3, None, None, None, None]
+
+
+def test_room_is_kept_before_anything_is_written(tmp_path):
+    with (tmp_path / "a").open("wb") as out:
+        reserve(out.fileno(), 1 << 20)
+        assert not hasattr(os, "posix_fallocate") or os.fstat(out.fileno()).st_blocks * 512 >= 1 << 20
+    if hasattr(os, "posix_fallocate"):
+        with (tmp_path / "a").open("rb") as file, pytest.raises(OSError, match="Bad file"):
+            reserve(file.fileno(), 2 << 20)
+
+
+def test_names_of_a_folder_are_flushed_and_what_is_none_is_an_error(tmp_path):
+    fsync_folder(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        fsync_folder(tmp_path / "none")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, disk.HASH_NBYTES, disk.HASH_NBYTES + 1])
+def test_a_hash_is_that_of_the_whole_file(nbytes, tmp_path):
+    data, seen = os.urandom(nbytes), []
+    (tmp_path / "a").write_bytes(data)
+    assert hash_file(tmp_path / "a", seen.append) == hashlib.sha256(data).hexdigest()
+    assert sum(seen) == nbytes
+
+
+def test_a_refusal_names_the_path_and_what_was_needed(tmp_path):
+    with pytest.raises(OutputError) as caught, told(tmp_path / "none" / "a", 1234):
+        (tmp_path / "none" / "a").write_bytes(b"")
+    assert caught.value.code == "cannot-write"
+    assert str(tmp_path / "none" / "a") in caught.value.message
+    assert "1,234 bytes" in caught.value.message
