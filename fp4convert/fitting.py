@@ -34,7 +34,7 @@ from fp4convert.recipe_rules import FormatRule
 from fp4convert.rounding import Rounding
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
-from fp4convert.verdicts import NAME_SOME, Verdict, decide, gathered, judge_each
+from fp4convert.verdicts import NAME_SOME, Verdict, decide, gather_made, judge_each
 
 MOST_TRIES = 50  # to meet a size: what names and records take changes a little with the choice
 GIGA = 10**9
@@ -208,7 +208,7 @@ class _Fitting:
         parts: dict[str, list[str]] = defaultdict(list)
         for module in own:
             parts[_part_of(module, recipe)].append(module)
-        groups = gathered(decided)
+        groups = gather_made(decided)
         candidates = [
             Candidate(verdict.linear, tuple(groups[verdict.group]) if verdict.group else (verdict.linear,), formats)
             for module, verdict in own.items()

@@ -26,7 +26,7 @@ from fp4convert.shard import WEIGHT, TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
 from fp4convert.stacks import Slot
 from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
-from fp4convert.verdicts import Verdict, decide, gathered, skipped_experts, uneven_groups
+from fp4convert.verdicts import Verdict, decide, gather_made, skipped_experts, uneven_groups
 
 ENDING_PARTS = 3  # of a stack's name that tell it from others: mlp.experts.gate_up_proj
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
@@ -57,7 +57,7 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, scal
     dialect = dialect_to_write(recipe.target)
     refuse_other_container(checkpoint, dialect, str(recipe.target.dialect))
     verdicts = decide(linears, recipe, dialect)
-    groups = gathered(verdicts)
+    groups = gather_made(verdicts)
     fed = fed_modules(verdicts, recipe, dialect)
     inputs, inputs_told = scales_of(fed, scalars.inputs)
     drafting = _Drafting.of(verdicts, groups, dialect, inputs)

@@ -56,6 +56,7 @@ class ScaleGroup(NamedTuple):
     members: tuple[str, ...]
 
     def __str__(self) -> str:
+        """Its name in steps and records; members are last parts of names, so forecast.py reads them behind the last dot."""
         return f"{self.parent}.{'/'.join(self.members)}"
 
 
@@ -160,10 +161,13 @@ class Recipe:
             return self.only[-1].reason
         return None
 
-    def pick_doubtful(self, modules: Collection[str]) -> Collection[str]:
-        """The modules that there may be a reason to keep: one question for all of them, and few are left to be asked about."""
+    def pick_doubtful(self, modules: Collection[str]) -> set[str]:
+        """The modules that there may be a reason to keep: perhaps too many, never too few; the others are asked about no more.
+
+        Every pattern that `reason_to_keep` may find a reason in belongs here.
+        """
         if self.only_patterns:
-            return modules
+            return set(modules)
         kept = (pattern for rule in self.formats if rule.format == KEEP for pattern in rule.patterns)
         return set(sift((*self.choice.exclude, *kept, *self.kept_patterns), modules))
 

@@ -25,7 +25,7 @@ NAME_SOME = "Name modules to quantize: --include 'PATTERN'; what a recipe keeps:
 
 
 class Verdict(NamedTuple):
-    """What one linear layer becomes.
+    """What one linear layer becomes; a tuple, for there are as many as modules and a frozen dataclass takes longer to make.
 
     form   that it has in the result; None where that is an ordinary tensor
     group  its scale group; None where it has its scale to itself
@@ -75,15 +75,15 @@ class _Judge:
     """Decides on one linear layer after the other.
 
     forms    of the modules that become each format
-    groups   of the modules that have siblings to share a scale with
-    asked    the modules that the recipe is asked about one by one
+    groups   of the modules whose name is that of a member
+    doubtful the modules that there may be a reason to keep, which the recipe is asked about one by one
     """
 
     recipe: Recipe
     dialect: Dialect
     forms: Mapping[str, Form]
     groups: Mapping[str, ScaleGroup]
-    asked: Collection[str]
+    doubtful: Collection[str]
 
     def verdict(self, linear: Linear) -> Verdict:
         if reason := self._reason_to_keep(linear):
@@ -110,7 +110,7 @@ class _Judge:
         stack = linear.stack.name.removesuffix(WEIGHT) if linear.stack else ""
         if stack and matches_any((*self.recipe.exclude, *self.recipe.include), stack):
             return self.recipe.reason_to_keep(stack)
-        return self.recipe.reason_to_keep(linear.module) if linear.module in self.asked else None
+        return self.recipe.reason_to_keep(linear.module) if linear.module in self.doubtful else None
 
     def _stays(self, linear: Linear, action: Action, reason: str) -> Verdict:
         """As it is; what is packed becomes bf16, for no engine would know what it was, or stays packed where that is wanted."""
@@ -148,15 +148,11 @@ def _origin(linear: Linear) -> str:
 
 def _agreed(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
     """The same, but that no scale group takes over the blocks of some members and quantizes others."""
-    groups: dict[ScaleGroup, list[str]] = defaultdict(list)
-    for module, verdict in verdicts.items():
-        if verdict.group:
-            groups[verdict.group].append(module)
-    for modules in groups.values():
-        if len({(verdicts[module].action, verdicts[module].linear.coding.word) for module in modules}) > 1:
-            for module in modules:
-                if verdicts[module].action == "transcode":
-                    verdicts[module] = verdicts[module]._replace(action="quantize", reason=_origin(verdicts[module].linear))
+    for members in gather_made(verdicts).values():
+        if len({(verdicts[linear.module].action, linear.coding.word) for linear in members}) > 1:
+            for linear in members:
+                if verdicts[linear.module].action == "transcode":
+                    verdicts[linear.module] = verdicts[linear.module]._replace(action="quantize", reason=_origin(linear))
     return verdicts
 
 
@@ -172,8 +168,8 @@ def _check_kept(stack: TensorRef, recipe: Recipe) -> None:
     raise InputError("unknown-stack", f"{detail}; {expected}", next_step, stack.name)
 
 
-def gathered(verdicts: Mapping[str, Verdict]) -> dict[ScaleGroup, tuple[Linear, ...]]:
-    """The members of every scale group that become four-bit."""
+def gather_made(verdicts: Mapping[str, Verdict]) -> dict[ScaleGroup, tuple[Linear, ...]]:
+    """The members of every scale group that share its scale; `gather_groups` has those that stay, too."""
     found: dict[ScaleGroup, list[Linear]] = defaultdict(list)
     for verdict in verdicts.values():
         if verdict.group:

@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from families import FAMILIES
+from family_tables import LAYERS
 
 from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4
 from fp4convert.recipe import Choice, Target, build_recipe, scale_group
+from fp4convert.recipe_files import known_names
 from fp4convert.recipe_rules import FormatRule
 
 
@@ -76,28 +79,29 @@ def test_what_is_an_ordinary_linear_layer(module):
     assert recipe().reason_to_keep(module) is None
 
 
-FORMATS = (FormatRule(("*.o_proj",), "keep"), FormatRule(("*.q_proj",), "fp8"))
+KEEP_OUTPUTS = (FormatRule(("*.o_proj",), "keep"), FormatRule(("*.q_proj",), "fp8"))
+OF_FAMILIES = dict.fromkeys(module for family in FAMILIES for group in family.groups for module in group)
+
+
+def of_file(name):
+    return build_recipe(Target("nvfp4"), {"model_type": "llama", **LAYERS}, Choice(name))
 
 
 @pytest.mark.parametrize(
     "made",
     [
-        recipe(),
-        recipe("gpt2"),
         recipe(include=["lm_head", "*.gate"], exclude=["re:.*up_proj$"]),
-        replace(recipe(), formats=FORMATS),
-        build_recipe(Target("nvfp4"), {}, Choice("experts_only")),
+        replace(recipe(), formats=KEEP_OUTPUTS),
+        *map(of_file, known_names()),
     ],
-    ids=("plain", "family", "chosen", "formats", "only"),
+    ids=("chosen", "formats", *known_names()),
 )
 def test_whatever_has_a_reason_to_stay_is_among_what_is_doubtful(made):
-    layers = [
-        f"model.layers.{layer}.{name}" for layer in range(3) for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
-    ]
-    modules = dict.fromkeys([*KEPT, *layers, "transformer.h.0.attn.c_attn"])
+    named = [pattern.replace("*", "x.7") for pattern in made.kept_patterns if not pattern.startswith("re:")]
+    modules = dict.fromkeys([*KEPT, *OF_FAMILIES, *named])
     stay = {module for module in modules if made.reason_to_keep(module)}
     assert stay
-    assert stay <= set(made.pick_doubtful(modules)) <= set(modules)
+    assert stay <= made.pick_doubtful(modules) <= set(modules)
 
 
 def test_exclude_goes_before_include_before_the_recipe():

@@ -15,7 +15,7 @@ from fp4convert.errors import InputError
 from fp4convert.linears import find_linears
 from fp4convert.recipe import Choice, ScaleGroup, Target, build_recipe
 from fp4convert.sources import open_source
-from fp4convert.verdicts import Verdict, decide, gathered, skipped_experts, uneven_groups
+from fp4convert.verdicts import Verdict, decide, gather_made, skipped_experts, uneven_groups
 
 LAYER = "model.layers.0"
 ATTENTION, DOWN = f"{LAYER}.self_attn", f"{LAYER}.mlp.down_proj"
@@ -153,7 +153,7 @@ def test_a_scale_group_is_taken_over_whole_or_quantized_whole(packed, tmp_path):
     if packed != QKV:
         assert {found[module].reason for module in modules} == {"a linear layer", "a linear layer, from mxfp4"}
     assert {found[module].group for module in modules} == {ScaleGroup(ATTENTION, QKV)}
-    assert {key: [linear.module for linear in held] for key, held in gathered(found).items()} == {
+    assert {key: [linear.module for linear in held] for key, held in gather_made(found).items()} == {
         ScaleGroup(ATTENTION, QKV): [module for module in found if module in modules]
     }
 
