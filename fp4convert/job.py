@@ -214,6 +214,7 @@ class _Part:
         self._unseen = set(self._sizes)
         self.adopted_nbytes = 0
         self._pause_seconds = FIRST_SECONDS
+        self._has_taken = False  # anything, since it last looked at what is left
         self._tries: dict[str, int] = {}
         self._disputed: set[str] = set()
 
@@ -238,24 +239,24 @@ class _Part:
     def _do_tasks(self, filler: Filler) -> None:
         is_told = False
         while left := self._left(filler):
-            taken: list[TaskFiles] = []
-
-            def claimed(tasks: list[TaskFiles], taken: list[TaskFiles] = taken) -> Iterator[TaskFiles]:
-                for task in self._folder.claimed(tasks):
-                    taken.append(task)
-                    self._unseen.discard(task.key)
-                    yield task
-
-            shards = claimed([task for task in left if task.key in self._tasks])
-            copies = claimed([task for task in left if task.key not in self._tasks])
+            self._has_taken = False
+            shards = self._taken([task for task in left if task.key in self._tasks])
+            copies = self._taken([task for task in left if task.key not in self._tasks])
             self._folder.write_shards((self._tasks[task.key] for task in shards), filler.fill, partial(self._copy, copies))
-            if not taken:
-                if not is_told:
-                    self._tell_whom(left)
-                is_told = True
-                self._pause()
-            else:
+            if self._has_taken:
                 self._pause_seconds = FIRST_SECONDS
+                continue
+            if not is_told:
+                self._tell_whom(left)
+            is_told = True
+            self._pause()
+
+    def _taken(self, tasks: list[TaskFiles]) -> Iterator[TaskFiles]:
+        """Of these, one after the other, those that fall to us."""
+        for task in self._folder.claimed(tasks):
+            self._has_taken = True
+            self._unseen.discard(task.key)
+            yield task
 
     def _copy(self, tasks: Iterable[TaskFiles]) -> None:
         for task in tasks:
