@@ -19,7 +19,7 @@ from fp4convert.progress import size_text
 from fp4convert.rounding import Rounding
 from fp4convert.shard import WEIGHT
 from fp4convert.sources import Source, uncollected
-from fp4convert.tasks import Plan, Step, bits_per_weight
+from fp4convert.tasks import Plan, Step, bits_per_weight_of
 from fp4convert.workers import Settings
 
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
@@ -65,7 +65,7 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "calibration": plan.target.calibration,
         "source_bytes": sum(step.source_bytes for step in sized),
         "output_bytes": plan.output_bytes,
-        "bits_per_weight": bits_per_weight((step, nbytes) for step, _, nbytes in sized),
+        "bits_per_weight": bits_per_weight_of((step, nbytes) for step, _, nbytes in sized),
         "added_bytes": _added_nbytes(sized),
         "peak_memory_bytes": BASE_NBYTES + held_nbytes + min(source.held_nbytes, source.checkpoint.nbytes),
         "peak_disk_bytes": artifact_job(source, plan).output_nbytes,

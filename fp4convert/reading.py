@@ -49,7 +49,7 @@ class _Reader:
     def __init__(self, tensors: Mapping[str, TensorRef], groups: Sequence[Group], dialect: Dialect) -> None:
         self._tensors = tensors
         self._dialect = dialect
-        self._is_apart = dialect.slots is whole
+        self._has_own_matrix = dialect.slots is whole  # every module, then: `_alone` knows its rows by their number
         self._kind = cache(lambda form: _Kind(form, dialect))
         self._kind_of = form_finder([(self._kind(form), modules) for form, modules in groups])
         beside = [name for name in tensors if name.endswith(dialect.TRAITS.companions)]
@@ -112,7 +112,7 @@ class _Reader:
                     self.findings.append(fault)
         if is_whole:
             companions = tuple([tensors[name] for ending in self._companions if (name := stem + ending) in tensors])
-            placed = {stem: _alone(shape[0])} if self._is_apart else pieces_of(self._dialect.slots(stem, shape))
+            placed = {stem: _alone(shape[0])} if self._has_own_matrix else pieces_of(self._dialect.slots(stem, shape))
             for module, pieces in placed.items():
                 rows = pieces[0].height if len(pieces) == 1 else sum([piece.height for piece in pieces])
                 self.modules[module] = Packed(tuple(refs), (rows, shape[-1]), companions, stem, shape, pieces, form)

@@ -18,7 +18,7 @@ from fp4convert.dialects import Dialect, Ignored, form_of
 from fp4convert.errors import InputError
 from fp4convert.recipe import StackRule, Target
 from fp4convert.recipe_rules import FoldUse
-from fp4convert.shard import Header, TensorRef, TensorSpec, nbytes_of
+from fp4convert.shard import Header, TensorRef, TensorSpec, total_nbytes
 from fp4convert.sources import Checkpoint
 from fp4convert.spelling import Form, Group, group_modules
 from fp4convert.stacks import Slot
@@ -28,6 +28,8 @@ Action = Literal["quantize", "dequantize", "transcode", "fold", "prune", "copy",
 
 class Step(NamedTuple):
     """What one tensor (or the tensors of one four-bit module) becomes.
+
+    A tuple, for a plan makes one for each tensor, and a frozen dataclass takes longer to make.
 
     module   what its outputs are named after: a module, or a stem of the dialect that holds several
     action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as it is; fold: it keeps its
@@ -71,7 +73,7 @@ class Step(NamedTuple):
 
     @property
     def output_bytes(self) -> int:
-        return sum([nbytes_of(ref.dtype, ref.shape) for ref in self.outputs])
+        return total_nbytes(self.outputs)
 
     @property
     def is_made(self) -> bool:
@@ -177,19 +179,19 @@ class Plan:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Of the four-bit modules, scales and all; None where there are none."""
-        return bits_per_weight((step, step.output_bytes) for step in self.steps)
+        """Of the quantized modules, scales and all; None where there are none."""
+        return bits_per_weight_of((step, step.output_bytes) for step in self.steps)
 
     @property
     def index(self) -> dict[str, object]:
         """The model.safetensors.index.json of the output."""
         outputs = [ref for task in self.tasks for ref in task.outputs]
         weight_map = {ref.name: ref.file for ref in sorted(outputs, key=attrgetter("name"))}
-        return {"metadata": {"total_size": sum([nbytes_of(ref.dtype, ref.shape) for ref in outputs])}, "weight_map": weight_map}
+        return {"metadata": {"total_size": total_nbytes(outputs)}, "weight_map": weight_map}
 
 
 class Draft(NamedTuple):
-    """A step whose outputs have no place yet.
+    """A step whose outputs have no place yet; a tuple, as a step is.
 
     module  as the step's; where it is empty, that of its first output
     home    a tensor of the shard that the outputs belong to; where it is None, the first that is read
@@ -215,8 +217,8 @@ class Draft(NamedTuple):
         return self.module or module_of(self.specs[0].name)
 
 
-def bits_per_weight(sized: Iterable[tuple[Step, int]]) -> float | None:
-    """Of the four-bit modules among steps with their bytes, scales and all; None where there are none."""
+def bits_per_weight_of(sized: Iterable[tuple[Step, int]]) -> float | None:
+    """Of the quantized modules, of whatever format, among steps with their bytes, scales and all; None where there are none."""
     made = [(step.shape, nbytes) for step, nbytes in sized if step.is_made]
     weights = sum(math.prod(shape) for shape, _ in made)
     return 8 * sum(nbytes for _, nbytes in made) / weights if weights else None

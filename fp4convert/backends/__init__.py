@@ -88,7 +88,7 @@ def open_backend(device: str) -> Backend:
     if device != "auto" and (kind != "cuda" or not (device == kind or re.fullmatch("0|[1-9][0-9]{0,8}", number))):
         detail = f"device {device!r} is not known; expected auto, cpu, cuda or cuda:N"
         raise InputError("no-device", detail, "Choose one of these; fp4convert doctor lists the GPUs.")
-    from fp4convert.gpus import survey
+    from fp4convert.gpus import survey  # late: where the CPU is asked for, nothing that finds GPUs is loaded
 
     found = survey()
     chosen = [gpu for gpu in found.gpus if not number or gpu.number == int(number)]

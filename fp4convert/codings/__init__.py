@@ -15,7 +15,7 @@ from typing import Protocol
 
 from fp4convert.formats import Weights
 from fp4convert.recipe import Target
-from fp4convert.shard import TensorRef, nbytes_of
+from fp4convert.shard import TensorRef, total_nbytes
 from fp4convert.sources import Source
 from fp4convert.spelling import Form
 
@@ -67,7 +67,7 @@ class Linear:
 
     @property
     def nbytes(self) -> int:
-        return sum([nbytes_of(ref.dtype, ref.shape) for ref in self.refs]) // self.share
+        return total_nbytes(self.refs) // self.share
 
     @property
     def home(self) -> TensorRef:

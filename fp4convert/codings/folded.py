@@ -169,12 +169,12 @@ class _Vector:
         return None
 
 
-_CHANGED = (Folded, Divided)
+_WITH_FACTORS = (Folded, Divided)
 
 
 def foldings_of(linear: Linear) -> tuple[Folding, ...]:
     """The folds that change it."""
-    return linear.coding.foldings if isinstance(linear.coding, _CHANGED) else ()
+    return linear.coding.foldings if isinstance(linear.coding, _WITH_FACTORS) else ()
 
 
 def reads_folded(linear: Linear) -> bool:

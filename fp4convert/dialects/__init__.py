@@ -350,7 +350,7 @@ class Speller:
 def stems_named(tensors: Mapping[str, TensorRef], endings: tuple[str, ...]) -> list[str]:
     """The stems that at least one tensor's name gives, in order."""
     found = {name.removesuffix(ending): None for ending in endings for name in tensors if name.endswith(ending)}
-    return sorted(found)  # of no set: names come in long runs that are sorted already
+    return sorted(found)  # of a dict and no set: it keeps the order, in which long runs are sorted already
 
 
 def is_fp8(tensors: Mapping[str, TensorRef], name: str) -> bool:

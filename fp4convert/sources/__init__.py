@@ -147,7 +147,8 @@ def uncollected() -> Iterator[None]:
     """Meanwhile no cycles are looked for, which goes through the many objects of headers and plans again and again.
 
     At Python's own threshold that is a third of the time, and programs that use the package have this one.  The command line has
-    a higher one (__main__.py), but a large checkpoint makes more objects than that, many times.
+    a higher one (__main__.py), but a large checkpoint makes more objects than that, many times.  Afterwards every object of the
+    process counts as old, those of the program that called too: its garbage in cycles waits for a full collection.
     """
     was_enabled = gc.isenabled()
     gc.disable()
