@@ -3,16 +3,20 @@
  *   sum_cells(codes, values, rows, blocks, runs, count, room, sums)
  *   count_bytes(bytes, n, counts)              counts[b] += how many of the n bytes are b; 256 int64
  *
- * codes is rows x blocks bytes, row-major, each of which stands for one of 256 values, less the mean of all that are finite, or for 0
- * where its value is not.  A cell has `run` rows, for each of `count`
- * runs, and then every p-th row, for p = 128, 64, ... 1; of these it has w blocks, for w = 1, 2, 4, ... 64.  sums begins with zeros;
- * of every such choice of rows and every w it gets the squares of the sums of cells, all elements in cells, and the squares of these,
- * each added up: (count + 8) x 7 x 3, and behind them the squares of the sums of whole rows.  Only whole cells and whole periods
- * count.  room: rows * (blocks + 1) + (rows + 129) * 3 * min(blocks, 64) doubles.  fp4convert/detection.py says what it is for.
+ * codes is rows x blocks bytes, row-major, each of which stands for one of 256 values (double), less the mean of all that are
+ * finite, or for 0 where its value is not.  A cell has `run` rows, for each of `count` runs (int64, 1 or more), and then every
+ * p-th row, for p = 128, 64, ... 1; of these it has w blocks, for w = 1, 2, 4, ... 64.  Only whole cells and periods count.
+ * sums begins with zeros.  Of every such choice of rows and every w it gets the squares of the sums of cells, all elements in
+ * cells, and the squares of these, each added up: (count + 8) x 7 x 3 doubles, and behind them the squares of whole rows' sums.
+ * room: rows * (blocks + 1) + (rows + 129) * 3 * min(blocks, 64) doubles, whatever they hold.  Codes need no alignment.
+ * Bytes moved: count_bytes 1 a byte; sum_cells per code 2, and in doubles 8 to and 16 from its value, 24 to the sums above every
+ * row, and 16 / run from these for every run.
+ * tests/test_kernels_cells.py defines both; fp4convert/detection.py says what they are for.
  * Block scales are judged where they are read: there are no CUDA kernels for these.
  */
 #include "vector.h"
 
+/* CELL_WIDTHS and PERIODS in fp4convert/backends/cpu.py must say the same: 7 widths up to 64, 8 periods down from 128. */
 enum { WIDTHS = 7, WIDEST = 1 << (WIDTHS - 1), LONGEST = 128, PERIODS = 8, FIGURES = 3, TABLES = 4 };
 
 /* Neighbours are often equal: each of four has a table of its own, so that no count waits for the one before. */

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from test_cpu import Cpus, every_level, unaligned_bytes
 from test_kernels_grid import GUARD
 
-from fp4convert.backends.cpu import CELL_WIDTHS, PERIODS
+from fp4convert.backends.cpu import CELL_WIDTHS, PERIODS, Cpu, Doubles
+from fp4convert.codec import Bytes
 
 RUNS = (1, 2, 3, 7, 64, 400)
 
@@ -50,15 +51,34 @@ def test_sum_cells(cpus: Cpus, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (130, 3), (257, 100)])
 def test_sum_cells_needs_no_more_room_than_it_says(cpus: Cpus, shape: tuple[int, int]) -> None:
     rows, blocks = shape
-    codes, values, runs = np.full(shape, 3, np.uint8), np.arange(256.0), np.array(RUNS)
-    doubles = rows * (blocks + 1) + (rows + 129) * 3 * min(blocks, 64)
+    codes, values, runs = generator(53, rows).integers(0, 256, shape).astype(np.uint8), np.arange(256.0), np.array(RUNS)
+    doubles, figures = rows * (blocks + 1) + (rows + 129) * 3 * min(blocks, 64), (len(RUNS) + 8) * 7 * 3 + 1
     for cpu in cpus.values():
-        room, sums = np.full(doubles + 32, GUARD, np.float64), np.zeros((len(RUNS) + 8) * 7 * 3 + 33)
+        room, sums = np.full(doubles + 32, GUARD, np.float64), np.full(figures + 32, GUARD, np.float64)
+        sums[:figures] = 0
         cpu._call("sum_cells", codes, values, rows, blocks, runs, len(runs), room[16:-16], sums)
         assert (room[:16] == GUARD).all()
         assert (room[-16:] == GUARD).all()
-        assert sums[-33] == 0
-        assert not sums[-32:].any()
+        assert (sums[figures:] == GUARD).all()
+        expected, of_rows = cpu.sum_cells(codes, values, RUNS)
+        assert sums[:figures].tolist() == [*expected.ravel().tolist(), of_rows]
+
+
+@pytest.mark.parametrize(
+    ("codes", "values", "runs", "told"),
+    [
+        (np.zeros((4, 4), np.uint8), np.zeros(256), (2, 0), "runs"),
+        (np.zeros((4, 4), np.uint8), np.zeros(256), (-1,), "runs"),
+        (np.zeros((4, 4), np.uint8), np.zeros(255), (2,), "values of shape"),
+        (np.zeros((4, 4), np.uint8), np.zeros((16, 16)), (2,), "values of shape"),
+        (np.zeros((4, 4), np.uint8), np.zeros(256, np.float32), (2,), "values of shape"),
+        (np.zeros(16, np.uint8), np.zeros(256), (2,), "codes of shape"),
+        (np.zeros((4, 4), np.int64), np.zeros(256), (2,), "codes of shape"),
+    ],
+)
+def test_sum_cells_refuses_what_its_loops_cannot_take(codes: Bytes, values: Doubles, runs: tuple[int, ...], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Cpu().sum_cells(codes, values, runs)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 17, 1000, 70001])
@@ -66,3 +86,8 @@ def test_count_bytes(cpus: Cpus, count: int) -> None:
     stored = np.minimum(generator(52).integers(0, 400, count), 255).astype(np.uint8)
     for cpu in cpus.values():
         assert cpu.count_bytes(unaligned_bytes(stored.data)).tolist() == np.bincount(stored, minlength=256).tolist()
+
+
+def test_count_bytes_refuses_gaps() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        Cpu().count_bytes(np.zeros((4, 4), np.uint8)[:, ::2])

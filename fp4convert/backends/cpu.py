@@ -33,7 +33,7 @@ from fp4convert.grid import Grid, amax_fp8, decode_fp8
 
 PANEL_ELEMENT_NBYTES = 4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
 READ_ELEMENTS = 1 << 20  # of weights at once: 2 MB of bf16, a quarter of a streamed piece, so that few lie across two of them
-PERIODS, CELL_WIDTHS = (128, 64, 32, 16, 8, 4, 2, 1), (1, 2, 4, 8, 16, 32, 64)  # of the cells in kernels/cells.c
+PERIODS, CELL_WIDTHS = (128, 64, 32, 16, 8, 4, 2, 1), (1, 2, 4, 8, 16, 32, 64)  # must equal the enum in kernels/cells.c
 LEVELS = {2: "x86-64-v2 (SSE4.2)", 3: "x86-64-v3 (AVX2)", 4: "x86-64-v4 (AVX-512)", 0: "baseline"}
 
 Array = NDArray[np.generic]
@@ -186,22 +186,36 @@ class Cpu:
         return Matrix(turned.data, stored.dtype, (len(columns), rows))
 
     def count_bytes(self, stored: memoryview | Bytes) -> NDArray[np.int64]:
-        """(256,) how often each byte occurs."""
+        """(256,) int64: how often each byte occurs; in no Backend, for tests/test_kernels_cells.py defines it, and not codec.py.
+
+        stored  contiguous, of any dtype: its bytes are counted
+        Raises  ValueError where it is not contiguous
+        """
         counts, flat = np.zeros(256, np.int64), np.frombuffer(stored, np.uint8)
         self._call("count_bytes", flat, flat.size, counts)
         return counts
 
     def sum_cells(self, codes: Bytes, values: Doubles, runs: Sequence[int]) -> tuple[Doubles, float]:
-        """What the cells of a matrix add up to, (runs and PERIODS, CELL_WIDTHS, 3), and its rows; kernels/cells.c says how.
+        """What a matrix's cells add up to, (runs and PERIODS, CELL_WIDTHS, 3) float64, and its rows; kernels/cells.c says how.
 
-        codes    (rows, blocks), each of which stands for one of the 256 values less their mean, or 0 where it is not finite
-        Returns  by rows and by blocks of a cell: the squares of the sums of cells, all elements in cells, the squares of these;
-                 and the squares of the sums of rows
+        In no Backend, for tests/test_kernels_cells.py defines it, and not codec.py.
+        codes    (rows, blocks) uint8, each of which stands for one of the values less their mean, or for 0 where it is not finite
+        values   (256,) float64
+        runs     how many rows a cell has, each >= 1
+        Returns  for the runs, then PERIODS, and each of CELL_WIDTHS, added up: the squares of the sums of cells, all elements in
+                 cells, the squares of these; and the squares of the sums of rows
+        Raises   ValueError for other shapes, dtypes and runs
         """
+        if codes.ndim != 2 or codes.dtype != np.uint8:
+            raise ValueError(f"codes of shape {codes.shape}, {codes.dtype}; expected (rows, blocks), uint8")
+        if values.shape != (256,) or values.dtype != np.float64:
+            raise ValueError(f"values of shape {values.shape}, {values.dtype}; expected (256,), float64")
+        if min(runs, default=1) < 1:
+            raise ValueError(f"runs {tuple(runs)}; expected rows, 1 or more")
         rows, blocks = codes.shape
         sums = np.zeros((len(runs) + len(PERIODS)) * len(CELL_WIDTHS) * 3 + 1)
         room = np.empty(rows * (blocks + 1) + (rows + 1 + PERIODS[0]) * 3 * min(blocks, CELL_WIDTHS[-1]))
-        stored, table = np.ascontiguousarray(codes, np.uint8), np.ascontiguousarray(values, np.float64)
+        stored, table = np.ascontiguousarray(codes), np.ascontiguousarray(values)
         self._call("sum_cells", stored, table, rows, blocks, np.array(runs, np.int64), len(runs), room, sums)
         return sums[:-1].reshape(-1, len(CELL_WIDTHS), 3), float(sums[-1])
 
