@@ -11,13 +11,12 @@
 
 enum { PAGE = 4096, SPAN = 4 * PAGE, AHEAD = 8 * PAGE };
 
-#define AS_IT_IS(bits) ((uint32_t)(bits))
+#define AS_IT_IS(word) (word)
 #define AS_BF16(bits) fp4_bits(fp4_from_bf16(bits))
 #define AS_FP16(bits) fp4_bits(fp4_from_fp16(bits))
-#define THE_WORD(x) (x)
 
-/* bits_of: of an x; widened: float32 bits of a magnitude's */
-#define DEFINE_AMAX(dtype, type, width, bits_of, widened)                                                               \
+/* bits_of: the word of an x; float_bits_of: float32 bits of the magnitude that such a word is */
+#define DEFINE_AMAX(dtype, type, width, bits_of, float_bits_of)                                                         \
     INLINE uint##width##_t largest_##dtype(const type *restrict x, int64_t n, uint##width##_t largest) {                \
         int##width##_t positive = (int##width##_t)largest;                                                              \
         uint##width##_t negative = 0;                                                                                   \
@@ -37,9 +36,9 @@ enum { PAGE = 4096, SPAN = 4 * PAGE, AHEAD = 8 * PAGE };
             for (; page < end; page += PAGE) __builtin_prefetch(page, 0, 2), __builtin_prefetch(page + 64, 0, 2);       \
             largest = largest_##dtype(x, span, largest);                                                                \
         }                                                                                                               \
-        uint32_t found = widened(largest_##dtype(x, n, largest));                                                       \
+        uint32_t found = float_bits_of(largest_##dtype(x, n, largest));                                                 \
         *amax_bits = found > *amax_bits ? found : *amax_bits;                                                           \
     }
-DEFINE_AMAX(bf16, uint16_t, 16, THE_WORD, AS_BF16)
-DEFINE_AMAX(fp16, uint16_t, 16, THE_WORD, AS_FP16)
+DEFINE_AMAX(bf16, uint16_t, 16, AS_IT_IS, AS_BF16)
+DEFINE_AMAX(fp16, uint16_t, 16, AS_IT_IS, AS_FP16)
 DEFINE_AMAX(fp32, float, 32, fp4_bits, AS_IT_IS)

@@ -1,5 +1,12 @@
-/* The largest magnitude of every block, as the CPU's vectors find it: a tree of interleaves, of bits, no float conversions.
- * And values as float32 (floats, widen), for what is worked out in that. */
+/* The largest magnitude of every block, as the CPU's vectors find it, and values as float32, for what is worked out in that.
+ *
+ *   floats_D(x)                                  SIDE values as a vector of float32
+ *   float_array_D(x, n, wide)                    n values as float32: `wide` filled with them, or x itself where it is float32
+ *   float_maxima_D(x, blocks, width, maxima)     of every block the float32 bits of its largest magnitude
+ *   block_maxima16(x, blocks, width, maxima)     the same as bits of bf16 or fp16, whichever x is
+ *
+ * D is bf16, fp16 or fp32; values are finite.  Magnitudes are compared as integers, in a tree of interleaves, and of a block's the
+ * largest alone becomes float32. */
 #ifndef FP4_MAXIMA_H
 #define FP4_MAXIMA_H
 
@@ -53,48 +60,49 @@ INLINE void block_maxima16(const uint16_t *restrict x, int blocks, int width, ui
     }
 }
 
-/* SIDE values as float32; finite.  Conversions are exact, subnormals too, and compilers do not find them in the scalar form. */
+/* words_of16: SIDE words of 16 bits in lanes of 32.
+ * Conversions are exact, subnormals too, and compilers do not find them in the scalar form. */
 #if SIDE == 16
-INLINE u32s widened(const uint16_t *restrict x) { return (u32s)_mm512_cvtepu16_epi32(LOAD(__m256i, x)); }
+INLINE u32s words_of16(const uint16_t *restrict x) { return (u32s)_mm512_cvtepu16_epi32(LOAD(__m256i, x)); }
 INLINE f32s floats_fp16(const uint16_t *restrict x) { return (f32s)_mm512_cvtph_ps(LOAD(__m256i, x)); }
 #elif SIDE == 8
-INLINE u32s widened(const uint16_t *restrict x) { return (u32s)_mm256_cvtepu16_epi32(LOAD(__m128i, x)); }
+INLINE u32s words_of16(const uint16_t *restrict x) { return (u32s)_mm256_cvtepu16_epi32(LOAD(__m128i, x)); }
 INLINE f32s floats_fp16(const uint16_t *restrict x) { return (f32s)_mm256_cvtph_ps(LOAD(__m128i, x)); }
 #else
 #ifdef __SSE4_1__
-INLINE u32s widened(const uint16_t *restrict x) { return (u32s)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)x)); }
+INLINE u32s words_of16(const uint16_t *restrict x) { return (u32s)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)x)); }
 #else
-INLINE u32s widened(const uint16_t *restrict x) { return __builtin_convertvector(LOAD(VECTOR(uint16_t, 8), x), u32s); }
+INLINE u32s words_of16(const uint16_t *restrict x) { return __builtin_convertvector(LOAD(VECTOR(uint16_t, 8), x), u32s); }
 #endif
 INLINE f32s floats_fp16(const uint16_t *restrict x) { /* as fp4_from_finite_fp16 */
-    u32s bits = widened(x);
+    u32s bits = words_of16(x);
     return (f32s)((u32s)((f32s)((bits & 0x7FFFu) << 13) * 0x1p112f) | (bits & 0x8000u) << 16);
 }
 #endif
-INLINE f32s floats_bf16(const uint16_t *restrict x) { return (f32s)(widened(x) << 16); }
+INLINE f32s floats_bf16(const uint16_t *restrict x) { return (f32s)(words_of16(x) << 16); }
 INLINE f32s floats_fp32(const float *restrict x) { return LOAD(f32s, x); }
 
 /* n % 16 == 0 */
-INLINE const float *widen_bf16(const uint16_t *restrict x, int n, float *restrict wide) {
+INLINE const float *float_array_bf16(const uint16_t *restrict x, int n, float *restrict wide) {
     for (int i = 0; i < n; i += SIDE) STORE(wide + i, floats_bf16(x + i));
     return wide;
 }
 
-INLINE const float *widen_fp16(const uint16_t *restrict x, int n, float *restrict wide) {
+INLINE const float *float_array_fp16(const uint16_t *restrict x, int n, float *restrict wide) {
     for (int i = 0; i < n; i += SIDE) STORE(wide + i, floats_fp16(x + i));
     return wide;
 }
 
-INLINE const float *widen_fp32(const float *restrict x, int n, float *restrict wide) { (void)n, (void)wide; return x; }
+INLINE const float *float_array_fp32(const float *restrict x, int n, float *restrict wide) { (void)n, (void)wide; return x; }
 
 /* float32 magnitude bits of every block; blocks <= CHUNK */
-INLINE void widen_maxima_bf16(const uint16_t *restrict x, int blocks, int width, uint32_t *restrict maxima) {
+INLINE void float_maxima_bf16(const uint16_t *restrict x, int blocks, int width, uint32_t *restrict maxima) {
     uint16_t narrow[CHUNK];
     block_maxima16(x, blocks, width, narrow);
     for (int b = 0; b < blocks; b++) maxima[b] = (uint32_t)narrow[b] << 16;
 }
 
-INLINE void widen_maxima_fp16(const uint16_t *restrict x, int blocks, int width, uint32_t *restrict maxima) {
+INLINE void float_maxima_fp16(const uint16_t *restrict x, int blocks, int width, uint32_t *restrict maxima) {
     uint16_t narrow[CHUNK];
     block_maxima16(x, blocks, width, narrow);
     for (int b = 0; b < blocks; b++) maxima[b] = fp4_bits(fp4_from_finite_fp16(narrow[b]));
@@ -143,7 +151,7 @@ INLINE i32s tree_maxima32(const float *restrict x, int width) {
     return v[0];
 }
 
-INLINE void widen_maxima_fp32(const float *restrict x, int blocks, int width, uint32_t *restrict maxima) {
+INLINE void float_maxima_fp32(const float *restrict x, int blocks, int width, uint32_t *restrict maxima) {
     int b = 0;
     for (; b + SIDE <= blocks; b += SIDE) STORE(maxima + b, tree_maxima32(x + b * width, width));
     for (; b < blocks; b++) {

@@ -42,9 +42,9 @@ static __attribute__((noinline)) void divided(const float *restrict x, const flo
         uint32_t maxima[CHUNK], scales[CHUNK];                                                                                \
         float wide[CHUNK * 16], step[CHUNK], inverse[CHUNK];                                                                  \
         int quick = 0, done = 0; /* counted, not and-ed: compilers make branches of that */                                   \
-        widen_maxima_##dtype(x, blocks, 16, maxima);                                                                          \
+        float_maxima_##dtype(x, blocks, 16, maxima);                                                                          \
         if (choice->weights || choice->rule != NVFP4_AMAX) {                                                                  \
-            NAME(choose_nvfp4)(widen_##dtype(x, blocks * 16, wide), first, blocks, choice, block_scales);                     \
+            NAME(choose_nvfp4)(float_array_##dtype(x, blocks * 16, wide), first, blocks, choice, block_scales);               \
             for (int b = 0; b < blocks; b++) scales[b] = block_scales[b];                                                     \
         } else {                                                                                                              \
             for (int b = 0; b < blocks; b++) scales[b] = nvfp4_block_scale(fp4_float(maxima[b]), choice->global_scale);       \
@@ -57,7 +57,8 @@ static __attribute__((noinline)) void divided(const float *restrict x, const flo
         }                                                                                                                     \
         if (quick == blocks) done = quick_##dtype(x, step, inverse, blocks, packed);                                          \
         if (done == blocks) return;                                                                                           \
-        divided(widen_##dtype(x + done * 16, (blocks - done) * 16, wide), step + done, blocks - done, packed + done * 8);     \
+        divided(float_array_##dtype(x + done * 16, (blocks - done) * 16, wide),                                               \
+                step + done, blocks - done, packed + done * 8);                                                               \
     }                                                                                                                         \
     static void nvfp4_##dtype(const type *restrict x, int64_t n, const Choice *choice, uint8_t *restrict packed,              \
                               uint8_t *restrict block_scales) {                                                               \
@@ -98,8 +99,8 @@ enum { PART = CHUNK / 2 }; /* blocks: 4 KB of float32, a page */
         float wide[PART * 32];                                                                                        \
         for (int64_t start = 0; start < n; start += PART * 32, packed += PART * 16, block_scales += PART) {           \
             int blocks = (int)(n - start < PART * 32 ? n - start : PART * 32) / 32;                                   \
-            widen_maxima_##dtype(x + start, blocks, 32, maxima);                                                      \
-            const float *values = widen_##dtype(x + start, blocks * 32, wide);                                        \
+            float_maxima_##dtype(x + start, blocks, 32, maxima);                                                      \
+            const float *values = float_array_##dtype(x + start, blocks * 32, wide);                                  \
             mxfp4_scales(values, maxima, start / 32, blocks, choice, block_scales);                                   \
             mxfp4_chunk(values, blocks, block_scales, packed);                                                        \
         }                                                                                                             \
@@ -119,7 +120,7 @@ INLINE i16v mxfp4_codes(const uint16_t *restrict x, int16_t offset) {
 static __attribute__((noinline)) void mxfp4_slow_block(const uint16_t *restrict x, const uint8_t *restrict block_scale,
                                                        uint8_t *restrict packed) {
     float wide[32];
-    mxfp4_chunk(widen_bf16(x, 32, wide), 1, block_scale, packed);
+    mxfp4_chunk(float_array_bf16(x, 32, wide), 1, block_scale, packed);
 }
 
 static void mxfp4_bf16(const uint16_t *restrict x, int64_t n, const Choice *choice, uint8_t *restrict packed,
@@ -130,7 +131,7 @@ static void mxfp4_bf16(const uint16_t *restrict x, int64_t n, const Choice *choi
     for (int64_t first = 0; first < n / 32; first += CHUNK, x += CHUNK * 32, packed += CHUNK * 16, block_scales += CHUNK) {
         int blocks = (int)(n / 32 - first < CHUNK ? n / 32 - first : CHUNK), b = 0, slow = 0;
         if (choice->weights || choice->rule == MXFP4_MSE)
-            NAME(choose_mxfp4)(widen_bf16(x, blocks * 32, wide), first, blocks, choice, block_scales);
+            NAME(choose_mxfp4)(float_array_bf16(x, blocks * 32, wide), first, blocks, choice, block_scales);
         else {
             block_maxima16(x, blocks, 32, maxima);
             for (int i = 0; i < blocks; i++) block_scales[i] = (uint8_t)e8m0_encode((uint32_t)maxima[i] << 16, choice->rule);

@@ -1,6 +1,8 @@
 /* Codes of NVFP4 blocks under given steps, rounded from |x| / step as float32 would have it, and no division.
  *
- *   quick_D(x, step, inverse, blocks, packed)   codes of as many leading blocks as have a fast way; returns their number
+ *   quick_D(x, step, inverse, blocks, packed)   codes of as many leading blocks as have a fast way; returns their number:
+ *                                               with AVX-512 an even one, of any type; else of bf16 alone, whole groups of four
+ *                                               vectors (WIDTH / 8 blocks)
  *   is_quick(step, inverse, block_amax)         what all of them must be; inverse: 1.0f / step
  *
  * D is bf16, fp16 or fp32.  The E2M1 midpoints are .25, .75, 1.25, 1.75, 2.5, 3.5, 5; a tie stays at the first and every second,
@@ -31,11 +33,12 @@ INLINE u8v pack4(i16v c0, i16v c1, i16v c2, i16v c3) {
 #ifdef __AVX512BW__
 /* ------------------------------------------------------------------------------- AVX-512: fixed point, and a place for doubt
  *
- * Two blocks to a 64-byte vector of 16-bit lanes: Q is 4096 x fl(1 / step), cut off to the integer below: negative where
- * x / step is, and not for -0.0.  Quick are blocks whose quotients are below 6.9, so that Q has 16 bits.  The inverse is off by at most
- * 2^-24 of itself, so what is cut off is by less than 0.002.  Every midpoint is a multiple of 1/4, 1024 in Q.  So the upper six bits of Q,
- * its cell, say the code, unless Q is the first number of a cell that begins with a midpoint, or the last of one that ends with one:
- * then the pair of blocks is worked out in float32.  About one pair in forty is (tests/test_quotients.py: no other code is wrong). */
+ * Two blocks to a 64-byte vector of 16-bit lanes: Q is 4096 * x * fl(1 / step), cut off to the integer below: negative where
+ * x / step is, and not for -0.0.  Quick are blocks whose quotients are below 6.9, so that Q has 16 bits.  The inverse is off by
+ * at most 2^-24 of itself, so what is cut off is by less than 0.002.  Every midpoint is a multiple of 1/4, 1024 in Q.  So the
+ * upper six bits of Q, its cell, say the code, unless Q is the first number of a cell that begins with a midpoint, or the last of
+ * one that ends with one: then the pair of blocks is worked out in float32 (tests/test_quotients.py: no other code is wrong).
+ * Of normally distributed weights 3 to 4 pairs in a hundred are. */
 typedef VECTOR(uint16_t, 64) u16x32;
 _Static_assert(CHUNK <= 64, "doubtful has a bit for each block");
 
@@ -99,7 +102,7 @@ INLINE __m512i fixed_point(f32s x, float inverse) {
         for (; doubtful; doubtful &= doubtful - 1) {                                                                          \
             int b = __builtin_ctzll(doubtful);                                                                                \
             float wide[32];                                                                                                   \
-            const float *values = widen_##dtype(x + b * 16, 32, wide);                                                        \
+            const float *values = float_array_##dtype(x + b * 16, 32, wide);                                                  \
             for (int i = 0; i < 2; i++) corrected(values + i * 16, step[b + i], inverse[b + i], packed + (b + i) * 8);        \
         }                                                                                                                     \
         return blocks & ~1;                                                                                                   \

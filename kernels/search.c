@@ -27,19 +27,13 @@
 INLINE f32s all(float value) { return value - (f32s){0}; }
 INLINE f32s either(i32s mask, f32s a, f32s b) { return (f32s)((mask & (i32s)a) | (~mask & (i32s)b)); }
 
-/* lesser: of signed words, as greater; below: of unsigned ones. fused: a * b + c, rounded once where the processor can. any: whether a lane
- * is not zero.  Written out for AVX-512, of whose sixteen lanes gcc makes sixteen scalars. */
+/* below: the lesser of unsigned words.  fused: a * b + c, rounded once where the processor can.  any: whether a lane is not zero.
+ * Written out for AVX-512, of whose sixteen lanes gcc makes sixteen scalars. */
 #ifdef __AVX512BW__
-INLINE i32s lesser(i32s a, i32s b) { return (i32s)_mm512_min_epi32((__m512i)a, (__m512i)b); }
 INLINE u32s below(u32s a, u32s b) { return (u32s)_mm512_min_epu32((__m512i)a, (__m512i)b); }
 INLINE f32s fused(f32s a, f32s b, f32s c) { return (f32s)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 INLINE int any(i32s mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0; }
 #else
-INLINE i32s lesser(i32s a, i32s b) {
-    i32s r;
-    for (int l = 0; l < SIDE; l++) r[l] = a[l] < b[l] ? a[l] : b[l];
-    return r;
-}
 INLINE u32s below(u32s a, u32s b) {
     u32s r;
     for (int l = 0; l < SIDE; l++) r[l] = a[l] < b[l] ? a[l] : b[l];

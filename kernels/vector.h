@@ -27,7 +27,7 @@
 #else
 #define SIDE (WIDTH / 4)
 #endif
-#define CHUNK 64          /* blocks whose scales are worked out together, small enough for the first cache */
+#define CHUNK 64 /* blocks whose scales are worked out together, small enough for the first cache */
 #define VECTOR(type, bytes) type __attribute__((vector_size(bytes)))
 typedef VECTOR(int16_t, WIDTH) i16v;
 typedef VECTOR(uint16_t, WIDTH) u16v;
@@ -47,15 +47,23 @@ typedef VECTOR(uint16_t, 16) u16x8;
 #define STORE(p, value) do { __typeof__(value) stored = (value); memcpy((p), &stored, sizeof stored); } while (0)
 #define SHUFFLE __builtin_shufflevector
 
-/* The larger of signed words.  Written out, for gcc takes lanes apart. */
+/* The larger and the lesser of signed words.  Written out where gcc takes lanes apart. */
 #if SIDE == 16
 INLINE i32s greater(i32s a, i32s b) { return (i32s)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+INLINE i32s lesser(i32s a, i32s b) { return (i32s)_mm512_min_epi32((__m512i)a, (__m512i)b); }
 #elif SIDE == 8
 INLINE i32s greater(i32s a, i32s b) { return (i32s)_mm256_max_epi32((__m256i)a, (__m256i)b); }
 #elif defined(__SSE4_1__)
 INLINE i32s greater(i32s a, i32s b) { return (i32s)_mm_max_epi32((__m128i)a, (__m128i)b); }
 #else
 INLINE i32s greater(i32s a, i32s b) { i32s is_a = a > b; return (a & is_a) | (b & ~is_a); }
+#endif
+#if SIDE != 16
+INLINE i32s lesser(i32s a, i32s b) {
+    i32s r;
+    for (int l = 0; l < SIDE; l++) r[l] = a[l] < b[l] ? a[l] : b[l];
+    return r;
+}
 #endif
 
 /* Sixteen entries of a table of sixteen bytes. */

@@ -1,7 +1,7 @@
 """What kernels/quotients.h claims of its quotients in fixed point, in integers, by the values at which it could fail.
 
-Q is 4096 x fl(1 / step), cut off to the integer below, of a float32 x.  Powers of two move nothing, so that steps are taken from
-[1, 2): x is X * 2^(e - 23) with X of 24 bits, step S * 2^-23, and fl(1 / step) I * 2^-24.
+Q is 4096 * x * fl(1 / step), cut off to the integer below, of a float32 x.  Powers of two move nothing, so that steps are taken
+from [1, 2): x is X * 2^(e - 23) with X of 24 bits, step S * 2^-23, and fl(1 / step) I * 2^-24.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEAST_FRACTION = 4e-5  # of itself that a quotient which is not in doubt keeps a
 
 
 class Case(NamedTuple):
-    """Arrays of equal size: x and step counted in 2^-26, fl(1 / step) in 2^-24; and floor(4096 x * fl(1 / step))."""
+    """Arrays of equal size: x and step counted in 2^-26, fl(1 / step) in 2^-24; and floor(4096 * x * fl(1 / step))."""
 
     x: Integers
     step: Integers
