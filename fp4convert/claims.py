@@ -25,6 +25,7 @@ from fp4convert.disk import told
 from fp4convert.seals import boot_id
 
 LEASE_SECONDS = 60.0  # without a sign of life
+SILENT_SECONDS = 5.0  # of an empty one: its maker fills it at once, or is dead
 BEAT_SECONDS = 15.0
 WAIT_SECONDS = 0.1
 Owner = dict[str, object]
@@ -58,6 +59,7 @@ class Claims:
         self.name = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._seen: dict[str, Seen] = {}
         self._held: set[str] = set()
+        self._made: set[str] = set()  # of these, what may say nothing yet: an interrupt comes at any time
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="claims", daemon=True)
@@ -71,22 +73,25 @@ class Claims:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._ended.set()
-        for claim in list(self._held):
+        for claim in self._held | self._made:
             self.drop(claim)
 
     def take(self, claim: str) -> bool:
         """True where this process holds the claim from now on; False where a living one does."""
         path = self._folder / claim
         with told(path):
+            self._made.add(claim)
             try:
                 made = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
             except FileExistsError:
+                self._made.discard(claim)
                 is_alive, owner = self._judge(claim)
                 return not is_alive and self._remove_dead(claim, owner) and self.take(claim)
             with os.fdopen(made, "w") as out:
                 json.dump(self._me | {"worker": self.name, "work": self._work}, out)
         with self._lock:
             self._held.add(claim)
+        self._made.discard(claim)
         return True
 
     def drop(self, claim: str) -> None:
@@ -95,8 +100,10 @@ class Claims:
             self._held.discard(claim)
         path = self._folder / claim
         with suppress(OSError):
-            if (_read(path) or {}).get("worker") == self.name:
+            owner = _read(path)
+            if (owner is None and claim in self._made) or (owner is not None and owner.get("worker") == self.name):
                 path.unlink()
+        self._made.discard(claim)
 
     @contextmanager
     def waited_for(self, claim: str) -> Iterator[None]:
@@ -136,13 +143,16 @@ class Claims:
         path = self._folder / claim
         owner = _read(path)  # before its time: of one that is replaced meanwhile the time is a new one
         try:
-            renewed_ns = path.stat().st_mtime_ns
+            status = path.stat()
         except FileNotFoundError:
             return False, owner
+        renewed_ns, lease_seconds = status.st_mtime_ns, self._lease_seconds
+        if not status.st_size:
+            lease_seconds = min(lease_seconds, SILENT_SECONDS)
         seen = self._seen.get(claim)
         if seen is None or seen.renewed_ns != renewed_ns:
             seen = self._seen[claim] = Seen(renewed_ns, time.monotonic(), seen is not None)
-        if time.monotonic() - seen.since > self._lease_seconds:
+        if time.monotonic() - seen.since > lease_seconds:
             return False, owner
         return owner is None or not self._is_here(owner) or _started(owner.get("process")) == owner.get("started"), owner
 

@@ -347,9 +347,9 @@ def open_output(root: Path, manifest: Manifest, terms: Terms) -> Iterator[Output
 def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
     """A folder of ours, with this process among those that work in it."""
     claims = Claims(root / STATE / "claims", work=manifest.plan_id)
-    claims.__enter__()
     folder = OutputFolder(root, manifest, claims)
     try:
+        claims.__enter__()
         with told(root):
             for place in (folder.state / DONE, folder.temps):
                 place.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,11 @@ import time
 
 import pytest
 
+from fp4convert import claims as claims_module
 from fp4convert.claims import Claims, _describe_self
+from fp4convert.manifest import STATE, Manifest
+from fp4convert.output import entered
+from fp4convert.stops import Stopped
 
 FOREIGN = {"host": "elsewhere", "boot": "x", "processes": 1, "process": 1, "started": "1", "worker": "elsewhere-1-00000000"}
 HOLD = """
@@ -123,6 +127,47 @@ def test_a_claim_that_says_nothing_is_given_up_after_the_lease(text, folder):
         assert not claims.take("a")
         time.sleep(0.2)
         assert claims.take("a")
+
+
+def test_an_empty_claim_is_given_up_soon_and_one_that_cannot_be_read_is_not(folder, monkeypatch):
+    monkeypatch.setattr(claims_module, "SILENT_SECONDS", 0.1)
+    folder.mkdir()
+    (folder / "a").touch()
+    (folder / "b").write_text("{")
+    with Claims(folder) as claims:
+        assert not claims.take("a")
+        assert not claims.take("b")
+        time.sleep(0.2)
+        assert claims.take("a")
+        assert not claims.take("b")
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_interrupt_while_a_claim_is_made_leaves_none(number, folder, monkeypatch):
+    """The file is there, and nothing in it yet: of the process itself, and of a task."""
+    real, made = os.open, []
+
+    def opened(path, flags, *arguments):
+        fd = real(path, flags, *arguments)
+        if flags & os.O_EXCL:
+            made.append(path)
+            if len(made) == number:
+                os.close(fd)
+                raise Stopped(signal.SIGINT)
+        return fd
+
+    monkeypatch.setattr(os, "open", opened)
+    with pytest.raises(Stopped), entered(folder.parent / "out", Manifest({}, {}, (), {}, None, "last")) as output:
+        output.claims.take("a")
+    assert len(made) == number
+    assert list((folder.parent / "out" / STATE / "claims").iterdir()) == []
+
+
+def test_an_empty_claim_of_another_is_not_dropped(folder):
+    with Claims(folder) as claims:
+        (folder / "a").touch()
+        assert not claims.take("a")
+    assert [path.name for path in folder.iterdir()] == ["a"]
 
 
 def test_what_was_taken_from_us_is_not_dropped(folder):

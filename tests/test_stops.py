@@ -16,7 +16,9 @@ import pytest
 from checkpoints import run, start, wait_until, write_llama, write_zeros
 from test_hub import NVFP4
 
+from fp4convert import stops
 from fp4convert.manifest import TaskFiles, read_manifest
+from fp4convert.stops import Stopped
 
 EVERY = 10_000
 SOON = 15.0  # seconds, on a busy machine; whoever is not stopped waits for 20 at least
@@ -157,3 +159,37 @@ fp4convert.__main__.main()
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", "interrupted\n")
+
+
+def test_a_stop_that_other_code_made_an_error_of_its_own_comes_out_again(monkeypatch):
+    """As C code does that imports a module: what it was told becomes an ImportError."""
+    stopped = Stopped(signal.SIGTERM)
+    monkeypatch.setattr(stops, "_raised", [stopped])
+    with pytest.raises(Stopped) as caught, stops.uncovered():
+        raise ImportError
+    assert caught.value is stopped
+    monkeypatch.setattr(stops, "_raised", [])
+    with pytest.raises(ImportError), stops.uncovered():
+        raise ImportError
+
+
+def test_a_signal_is_remembered_until_somebody_listens_anew():
+    script = """
+import os, signal
+from fp4convert import stops
+for number in (signal.SIGINT, signal.SIGTERM):
+    stops.listen()
+    assert stops._raised == []
+    try:
+        with stops.uncovered():
+            try:
+                os.kill(os.getpid(), number)
+                signal.sigtimedwait([], 1)
+            except BaseException:
+                raise ImportError
+    except stops.Stopped as stopped:
+        assert stopped.number == number
+        print(stopped.exit_code)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["130", "143"]

@@ -19,7 +19,7 @@ import typer
 from fp4convert.cli import judging, making, studying
 from fp4convert.cli.words import PlainCommand, PlainGroup
 from fp4convert.errors import Fp4Error, InputError, Interrupted
-from fp4convert.stops import Stopped
+from fp4convert.stops import Stopped, uncovered
 from fp4convert.streams import sturdy_streams
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -84,7 +84,8 @@ def main() -> None:
 
 def _main() -> None:
     try:
-        sys.exit(make_app(_called(sys.argv[1:]))(standalone_mode=False))
+        with uncovered():
+            sys.exit(make_app(_called(sys.argv[1:]))(standalone_mode=False))
     except Fp4Error as error:
         _fail(error)
     except Stopped as stopped:
