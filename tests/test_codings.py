@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from spellings import module_of, write_artifact
 from torch_formulas import decoded, e4m3
 
-from fp4convert.codings import Linear
-from fp4convert.codings.floats import measured_whole
+from fp4convert.codings import Linear, room_for
+from fp4convert.codings.floats import Floats, measured_whole
 from fp4convert.formats import Weights
 from fp4convert.linears import find_linears
 from fp4convert.recipe import Choice, Target, build_recipe
+from fp4convert.shard import TensorRef
 from fp4convert.sources import Source, open_source
 
 EXPERTS = "model.layers.0.mlp.experts"
@@ -347,3 +349,20 @@ def test_blocks_of_four_bits_are_worth_what_the_formats_say(dialect, tmp_path):
     assert (linear.coding.word, linear.shape) == (fmt, (20, 64))
     expected = decoded(torch.from_numpy(q.codes), held).numpy()
     check_panels(linear.coding.weights(linear, source), expected)
+
+
+class Roomy:
+    """A source that notes what room it is asked for."""
+
+    def room_for(self, nbytes, refs):
+        self.asked = nbytes, refs
+        return nullcontext()
+
+
+def test_a_part_of_a_stack_claims_its_own_bytes_and_keeps_no_other_part():
+    """By hand: a matrix of 64 bytes that is its own, and a quarter of 1024."""
+    own, stack = TensorRef("a", "BF16", (4, 8), "f", 0), TensorRef("b", "U8", (4, 256), "f", 64)
+    linears = [Linear("a", (4, 8), Floats("bf16"), (own,)), Linear("b.0", (1, 512), Floats("u8"), (stack,), share=4)]
+    source = Roomy()
+    with room_for(source, linears):
+        assert source.asked == (64 + 256, {own})
