@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import os
 import struct
 
 import pytest
 from safetensors import deserialize
 
-from fp4convert import shard
+from fp4convert import disk, shard
 from fp4convert.disk import hash_file
 from fp4convert.errors import OutputError
 from fp4convert.header import read_header
@@ -87,11 +88,28 @@ def test_a_writer_that_is_told_to_stop_does_not_hash_to_the_end(tmp_path):
 
 
 def test_a_file_is_hashed_whole_and_every_block_is_told(tmp_path):
-    data = bytes(range(256)) * 40_000  # more than two blocks
+    data = bytes(disk.HASH_NBYTES) + bytes(range(256)) * (disk.HASH_NBYTES // 256) + b"end"
     (tmp_path / "m").write_bytes(data)
     told = []
     assert hash_file(tmp_path / "m", told.append) == hashlib.sha256(data).hexdigest()
     assert (sum(told), len(told)) == (len(data), 3)
+
+
+def test_no_call_writes_more_than_others_can_wait_for(tmp_path, monkeypatch):
+    data = bytes(range(256)) * (3 * shard.WRITE_NBYTES // 256) + b"end"
+    ref = TensorRef("a", "U8", (len(data),), "m", 8)
+    writer = ShardWriter(tmp_path / "m", bytes(8), (ref,), 8 + len(data))
+    pwrite, calls = os.pwrite, []
+
+    def half(fd, piece, offset):
+        """Writes half of what it is given, as systems may."""
+        calls.append(len(piece))
+        return pwrite(fd, piece[: (len(piece) + 1) // 2], offset)
+
+    monkeypatch.setattr(os, "pwrite", half)
+    writer.append(ref, memoryview(data))
+    assert max(calls) == shard.WRITE_NBYTES
+    assert writer.finish() == hashlib.sha256(bytes(8) + data).hexdigest()
 
 
 def test_the_disk_begins_with_every_output_while_it_is_written(tmp_path, monkeypatch):
