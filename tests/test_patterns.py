@@ -135,3 +135,23 @@ def test_layers_beyond_belief_are_refused(first, end):
     with pytest.raises(InputError) as caught:
         expand(f"layers.{{{first}:{end}}}.*", {"huge": 10**12})
     assert caught.value.code == "layer-range"
+
+
+def test_many_patterns_are_not_hashed_for_every_name():
+    hashed = []
+
+    class Name(str):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            hashed.append(self)
+            return super().__hash__()
+
+    names = tuple(Name(f"layers.{number}.up") for number in range(1000))
+    assert matches_any(names, "layers.1.up")
+    hashed.clear()
+    assert all(matches_any(names, f"layers.{number}.up") == (number < 1000) for number in range(2000))
+    assert len(hashed) < 100
+    again = tuple(f"layers.{number}.down" for number in range(1000))
+    assert matches_any(again, "layers.1.down")
+    assert not matches_any(again, "layers.1.up")
