@@ -3,7 +3,7 @@
     python benchmarks/bench.py [PART ...]           measure parts, all by default; write results/cpu.json, and cpu.md from it
     python benchmarks/bench.py --check [PART ...]   measure less of them, on as many bytes; 1 where a ratio has lost too much
 
-A part is a module here with sections(is_quick); it is measured in a process of its own, and its rows replace those it had.
+Processors without AVX-512 have pages of their own, such as cpu-avx2.md: their ratios are others.  A part is a module here with sections(is_quick); it is measured in a process of its own, and its rows replace those it had.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ import gate
 from measure import ROOT, machine
 from sections import Section, as_document, from_document
 
+from fp4convert.backends.cpu import LEVELS, Cpu
+
 PARTS = ("kernels", "others", "conversion", "headline", "workers", "converters", "sources", "planning", "startup", "gpu_results")
 UNCHECKED = ("converters", "planning", "gpu_results")  # slow, or no ratio of two things measured in turn
-RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
+FOLDER = ROOT / "benchmarks" / "results"
+PAGES = {LEVELS[4]: "cpu", LEVELS[3]: "cpu-avx2", LEVELS[2]: "cpu-sse4", LEVELS[0]: "cpu-baseline"}
+RESULTS = FOLDER / f"{PAGES[Cpu().instruction_set]}.json"
 
 Document = dict[str, Any]  # part -> {"machine": where, what and when, "sections": [...]}
 

@@ -42,8 +42,10 @@ def paired(work: Callable[[], object], reference: Callable[[], object], rounds: 
 
 
 def machine() -> str:
-    """Processor, cores, versions, commit and date."""
+    """Processor, its instruction set, cores, versions, commit and date."""
     import numpy
+
+    from fp4convert.backends.cpu import Cpu
 
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = next(
@@ -52,7 +54,8 @@ def machine() -> str:
     commit = _git("rev-parse", "--short=7", "HEAD") or "unknown"
     commit += "-dirty" if _git("status", "--porcelain", "--", ".", ":!benchmarks/results") else ""
     versions = f"Python {platform.python_version()}, NumPy {numpy.__version__}"
-    return f"{model}, {len(os.sched_getaffinity(0))} cores; {versions}; commit {commit}; {datetime.date.today()}"
+    cores = f"{len(os.sched_getaffinity(0))} cores, {Cpu().instruction_set}"
+    return f"{model}, {cores}; {versions}; commit {commit}; {datetime.date.today()}"
 
 
 def _git(*words: str) -> str:
