@@ -3,7 +3,8 @@
     python benchmarks/bench.py [PART ...]           measure parts, all by default; write results/cpu.json, and cpu.md from it
     python benchmarks/bench.py --check [PART ...]   measure less of them, on as many bytes; 1 where a ratio has lost too much
 
-Processors without AVX-512 have pages of their own, such as cpu-avx2.md: their ratios are others.  A part is a module here with sections(is_quick); it is measured in a process of its own, and its rows replace those it had.
+Processors without AVX-512 have pages of their own, such as cpu-avx2.md: their ratios are others.  A part is a module here with
+sections(is_quick); it is measured in a process of its own, and its rows replace those it had.
 """
 
 from __future__ import annotations
