@@ -53,7 +53,7 @@ static __attribute__((noinline)) void divided(const float *restrict x, const flo
         for (int b = 0; b < blocks; b++) {                                                                                    \
             step[b] = e4m3_decode_positive(scales[b]) * choice->global_scale;                                                 \
             inverse[b] = 1.0f / step[b];                                                                                      \
-            quick += is_quick(step[b], inverse[b], fp4_float(maxima[b]));                                                     \
+            quick += is_quick(step[b], inverse[b], fp4_float(maxima[b]), LARGEST_STEP_##dtype);                               \
         }                                                                                                                     \
         if (quick == blocks) done = quick_##dtype(x, step, inverse, blocks, packed);                                          \
         if (done == blocks) return;                                                                                           \
