@@ -29,6 +29,7 @@ from sources import EXPERTS, as_fp8, write
 from timeline import Costs
 
 from fp4convert.backends import open_backend
+from fp4convert.backends.cpu import READ_ELEMENTS
 from fp4convert.convert import Request, prepare_quantize
 from fp4convert.disk import hash_file, reserve
 from fp4convert.makers import Quantizer
@@ -37,7 +38,7 @@ from fp4convert.shard import ShardWriter, TensorRef
 from fp4convert.sources import open_source
 
 FORMAT = "nvfp4"
-NBYTES, PIECE_NBYTES = 256 << 20, 576 << 10  # written; what 2 MB of bf16 become
+NBYTES, PIECE_NBYTES = 256 << 20, READ_ELEMENTS * 9 // 16  # written; what a panel becomes
 SMALL = 64  # rows and columns of a matrix that costs nothing
 FEW, MANY, SHARDS = 4, 1000, 24  # matrices of a shard, and shards
 FP8_SHAPE = (2048, 7168)  # an expert's of DeepSeek-V3
