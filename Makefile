@@ -59,7 +59,7 @@ pictures: demo
 	$(BIN)/python docs/pictures.py build/report.html
 
 # Writes benchmarks/results/cpu.md (of cpu.json, which bench-check reads), hub.md and scaling.md, and takes tables of docs from them.
-# One part of cpu.md: python benchmarks/bench.py PART. Without AVX-512 the page is another: cpu-avx2.md, cpu-sse4.md, cpu-baseline.md.
+# One part of cpu.md: python benchmarks/bench.py PART. Without AVX-512 the pages are others: cpu-avx2.md and so on.
 bench: $(VENV)/test.stamp bench-peers
 	$(PIP_INSTALL) cmake ziglang
 	$(BIN)/python benchmarks/bench.py

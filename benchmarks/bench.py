@@ -20,16 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import gate
-from measure import ROOT, machine
+from measure import machine, results
 from sections import Section, as_document, from_document
-
-from fp4convert.backends.cpu import LEVELS, Cpu
 
 PARTS = ("kernels", "others", "conversion", "headline", "workers", "converters", "sources", "planning", "startup", "gpu_results")
 UNCHECKED = ("converters", "planning", "gpu_results")  # slow, or no ratio of two things measured in turn
-FOLDER = ROOT / "benchmarks" / "results"
-PAGES = {LEVELS[4]: "cpu", LEVELS[3]: "cpu-avx2", LEVELS[2]: "cpu-sse4", LEVELS[0]: "cpu-baseline"}
-RESULTS = FOLDER / f"{PAGES[Cpu().instruction_set]}.json"
+RESULTS = results("cpu", "json")
 
 Document = dict[str, Any]  # part -> {"machine": where, what and when, "sections": [...]}
 
@@ -83,6 +79,9 @@ def bench(parts: Iterable[str], path: Path) -> None:
 def check(parts: Iterable[str], path: Path) -> int:
     """Compare; a part with a loss is measured once more, and what is lost twice is lost."""
     document = read(path)
+    if not document:
+        print(f"there are no figures in {path} to compare with: run `make bench` first", file=sys.stderr)
+        return 1
     count, lost = 0, []
     for part in parts:
         committed = [from_document(each) for each in document.get(part, {}).get("sections", ())]

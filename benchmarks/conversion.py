@@ -1,7 +1,7 @@
 """A whole conversion against its own lawful costs, and its memory against the checkpoint's size.
 
 The lawful costs: read the source once, write as many bytes as the artifact has, fsync them, hash them; writing and hashing
-on as many threads as the conversion has.  They are done in this process, so that they have no start-up.
+on as many threads as the conversion has, and as it writes.  They are done in this process, so that they have no start-up.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from disk import file_system, files_of, make_cold, make_warm
 from llamas import HIDDEN, MLP, make_checkpoint
 from processes import COMMAND, Cost, cost_here, median_of, ratio_of, run, take_turns
 from sections import Row, Section
+
+from fp4convert.shard import WRITE_NBYTES
 
 GIGABYTES = 4
 ROUNDS = 5
@@ -59,10 +61,11 @@ class LawfulCosts:
         subprocess.run(["cat", *files_of(self._source)], stdout=subprocess.DEVNULL, check=True)
 
         def write_and_hash(name: str) -> str:
-            with (self._scratch / name).open("wb") as out:
-                out.write(self._shards[name])
+            data = memoryview(self._shards[name])
+            with (self._scratch / name).open("wb", buffering=0) as out:
+                for start in range(0, len(data), WRITE_NBYTES):
+                    out.write(data[start : start + WRITE_NBYTES])
                 if is_flushed:
-                    out.flush()
                     os.fsync(out.fileno())
             return hashlib.sha256(self._shards[name]).hexdigest()
 

@@ -68,7 +68,7 @@ class Discarding:
 def quantize(source: Path, output: Path, *options: object) -> None:
     """The whole command, into a new folder."""
     shutil.rmtree(output, ignore_errors=True)
-    words = [COMMAND, "quantize", source, "--format", FORMAT, "-o", output, "-q", *options]
+    words = [COMMAND, "quantize", source, "--format", FORMAT, "-o", output, "-q", "--device", "cpu", *options]
     subprocess.run([str(word) for word in words], check=True, stdout=subprocess.DEVNULL, env=clean_environment())
 
 

@@ -6,7 +6,6 @@ download is one connection of http.client, read into one buffer, without a check
 
 from __future__ import annotations
 
-import datetime
 import http.client
 import json
 import os
@@ -22,7 +21,7 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import constants
 from llamas import HIDDEN, MLP, make_checkpoint
-from measure import ROOT, machine, seconds, table, verdict
+from measure import ROOT, machine, results, seconds, table, verdict
 from processes import COMMAND, run
 
 from fp4convert.sources import Access, open_source
@@ -106,7 +105,7 @@ def hash_through(connections: int) -> Callable[[], None]:
 def words_of(output: Path, *options: object) -> list[str]:
     """The command that is measured, writing a new folder."""
     shutil.rmtree(output, ignore_errors=True)
-    words = [COMMAND, "quantize", REPOSITORY, "--format", "nvfp4", "-o", output, "-q", "--json", *options]
+    words = [COMMAND, "quantize", REPOSITORY, "--format", "nvfp4", "-o", output, "-q", "--json", "--device", "cpu", *options]
     return [str(word) for word in words]
 
 
@@ -173,9 +172,9 @@ def report() -> str:
 
 
 def main() -> None:
-    head = f"# From the Hub\n\n{machine()}; {datetime.date.today()}. Repeat with `python benchmarks/hub.py`.\n\n"
+    head = f"# From the Hub\n\n{machine()}. Repeat with `python benchmarks/hub.py`.\n\n"
     page = head + report()
-    (ROOT / "benchmarks" / "results" / "hub.md").write_text(page, encoding="utf-8")
+    results("hub", "md").write_text(page, encoding="utf-8")
     print(page)
 
 

@@ -41,6 +41,14 @@ def paired(work: Callable[[], object], reference: Callable[[], object], rounds: 
     return statistics.median(ours), statistics.median(theirs), median_ratio(ours, theirs)
 
 
+def results(name: str, kind: str) -> Path:
+    """Where a page of figures is kept: those of processors without AVX-512 have their own, such as cpu-avx2.md."""
+    from fp4convert.backends.cpu import LEVELS, Cpu
+
+    words = {LEVELS[4]: "", LEVELS[3]: "-avx2", LEVELS[2]: "-sse4"}
+    return ROOT / "benchmarks" / "results" / f"{name}{words.get(Cpu().instruction_set, f'-{platform.machine()}')}.{kind}"
+
+
 def machine() -> str:
     """Processor, its instruction set, cores, versions, commit and date."""
     import numpy

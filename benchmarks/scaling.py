@@ -25,7 +25,7 @@ from disk import put_on_disk
 from giants import GIANTS
 from hub import REPOSITORY, SLOW, hash_alone, hub_of
 from llamas import make_checkpoint
-from measure import ROOT, machine, seconds, table, verdict
+from measure import machine, results, seconds, table, verdict
 from processes import COMMAND, clean_environment
 from timeline import Costs, Machine, Shard, Times, conversion, shards_of
 
@@ -97,7 +97,7 @@ def check_parts(source: Path, output: Path, whole: Checked) -> Checked:
     """The same in as many parts as there are shards, done here one after the other: the slowest, and the merge."""
     count = len(whole.shards)
     shutil.rmtree(output)
-    words = [COMMAND, "quantize", source, "--format", FORMAT, "-o", output, "-q", "--scale-rule", whole.rule]
+    words = [COMMAND, "quantize", source, "--format", FORMAT, "-o", output, "-q", "--device", "cpu", "--scale-rule", whole.rule]
     parts = [
         seconds(lambda number=number: run(*words, "--num-shards", count, "--shard-index", number)) for number in range(count)
     ]
@@ -214,7 +214,7 @@ def main() -> None:
     sizes = tuple(map(float, sys.argv[1:]))
     page = f"# Scaling\n\n{circumstances()}\n\n{report(sizes or SIZES)}"
     if not sizes:
-        (ROOT / "benchmarks" / "results" / "scaling.md").write_text(page, encoding="utf-8")
+        results("scaling", "md").write_text(page, encoding="utf-8")
     sys.stdout.write(page)
 
 

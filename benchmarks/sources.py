@@ -97,7 +97,7 @@ def rows_of(fmt: str, sources: dict[str, Path], out: Path) -> list[Row]:
         idle = cost("doctor", "--json")
         for name, source in sources.items():
             shutil.rmtree(out, ignore_errors=True)
-            whole = cost("quantize", source, "--format", fmt, "-o", out, "-q")
+            whole = cost("quantize", source, "--format", fmt, "-o", out, "-q", "--device", "cpu")
             found[name].append((whole[0] - idle[0], whole[1] - idle[1]))
     plain_seconds, plain_cpu = zip(*found.pop("plain matrices"), strict=True)
     rows = []

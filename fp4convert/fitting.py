@@ -30,7 +30,7 @@ from fp4convert.plan import KEPT_DTYPE
 from fp4convert.progress import Phases, size_text
 from fp4convert.recipe import EXPERT_WORDS, Recipe, scale_group
 from fp4convert.recipe_files import ANY_FORMAT, KEEP
-from fp4convert.recipe_rules import FormatRule
+from fp4convert.recipe_rules import FormatRule, Patterns
 from fp4convert.rounding import Rounding
 from fp4convert.shard import TensorRef
 from fp4convert.sources import Source
@@ -303,7 +303,7 @@ class _Fitting:
         for part, option in zip(parts, chosen, strict=True):
             if option.word != self.recipe.format.name:
                 patterns[option.word] += self._patterns(part.name)
-        return tuple(FormatRule(tuple(own), word) for word, own in patterns.items())
+        return tuple(FormatRule(Patterns(own), word) for word, own in patterns.items())
 
     def _patterns(self, part: str) -> list[str]:
         """A glob for experts, where it fits nothing else; else the names."""
@@ -321,7 +321,7 @@ class _Fitting:
 
 def _with(recipe: Recipe, word: str, modules: Mapping[str, object]) -> Recipe:
     """The recipe by which all of these modules become that."""
-    names = tuple(module if _is_plain(module) else f"re:{re.escape(module)}$" for module in modules)
+    names = Patterns(module if _is_plain(module) else f"re:{re.escape(module)}$" for module in modules)
     return replace(recipe, formats=(FormatRule(names, word), *recipe.formats))
 
 

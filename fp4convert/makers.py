@@ -175,10 +175,10 @@ class Quantizer:
     def _write_floats(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         """Values of linear layers that stay, in the dtype of the output."""
         for step in steps:
-            for panel in values_of(step.linears[0], self.source, step.outputs[0].dtype):
-                if stop.is_set():
-                    return
-                writer.append(step.outputs[0], panel)
+            output = step.outputs[0]
+            panels = values_of(step.linears[0], self.source, output.dtype)
+            if not _append(step, ((output.name, panel) for panel in panels), writer, stop):
+                return
 
     def _explain(self, step: Step, error: NumericError) -> list[NumericError]:
         """What is wrong with which linear layer."""
@@ -236,9 +236,9 @@ def _blocks(linear: Linear) -> Blocks:
 
 def _noted(panels: Iterable[tuple[int, Quantized]], step: Step, writer: TaskWriter, note: Note) -> Iterator[Quantized]:
     """The panels; the writer is told the global scale of a group with members in other shards, to be compared with theirs."""
+    is_shared = step.action == "quantize" and len({ref.file for ref in step.amax_of}) > 1
     for _, q in panels:
-        is_found = step.action == "quantize" and len({ref.file for ref in step.amax_of}) > 1
-        if is_found and step.group and q.global_scale is not None:
+        if is_shared and step.group and q.global_scale is not None:
             writer.global_scales[step.group] = q.global_scale
         if q.compared:
             note(q.compared, q.shape[0] * q.shape[1])
@@ -266,10 +266,8 @@ class Dequantizer:
             output = step.outputs[0]
             try:
                 with closing(self._panels(step)) as panels:
-                    for values in panels:
-                        if stop.is_set():
-                            return
-                        writer.append(output, values)
+                    if not _append(step, ((output.name, values) for values in panels), writer, stop):
+                        return
             except NumericError as error:
                 named = NumericError(error.code, f"{output.name}: {error.message}", error.next_step, output.name)
                 raise UnsoundShardError([named]) from None

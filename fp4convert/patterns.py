@@ -15,7 +15,6 @@ from functools import cache, lru_cache
 from fp4convert.errors import InputError
 
 SHAPES = 1 << 12  # of names that are remembered
-MANY = 64  # patterns, which take longer to hash than to ask
 MOST_LAYERS = 4096  # in one range; a config.json that says more is not one of a model
 TEXT_CONFIGS = ("text_config", "language_config", "llm_config")  # where models of several kinds of input keep the layers' numbers
 
@@ -27,12 +26,12 @@ def matches(pattern: str, module: str) -> bool:
 
 def matches_any(patterns: tuple[str, ...], module: str) -> bool:
     """True where one of the patterns matches."""
-    return bool(patterns) and _sieve_of(patterns).holds(module)
+    return bool(patterns) and _sieve(patterns).holds(module)
 
 
 def sift(patterns: tuple[str, ...], modules: Collection[str]) -> list[str]:
     """The modules that one of the patterns matches, in their order."""
-    return _sieve_of(patterns).sift(modules) if patterns else []
+    return _sieve(patterns).sift(modules) if patterns else []
 
 
 class _Sieve:
@@ -91,18 +90,6 @@ class _Texts:
 
 
 _sieve = cache(_Sieve)
-_sieves_of_many: dict[int, tuple[tuple[str, ...], _Sieve]] = {}  # by identity, which lasts while the tuple is held here
-
-
-def _sieve_of(patterns: tuple[str, ...]) -> _Sieve:
-    """Its sieve; of many patterns without hashing all of them for every module that is asked about."""
-    if len(patterns) < MANY:
-        return _sieve(patterns)
-    if id(patterns) not in _sieves_of_many:
-        _sieves_of_many[id(patterns)] = patterns, _sieve(patterns)
-    return _sieves_of_many[id(patterns)][1]
-
-
 _DIGIT = re.compile("[0-9]")
 _ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _PLAIN = re.compile(

@@ -21,7 +21,7 @@ from fp4convert.recipe_files import (
     families_of,
     known_file,
 )
-from fp4convert.recipe_rules import ExpertsRule, FoldRule, FormatRule, KeepRule, OnlyRule, StackRule
+from fp4convert.recipe_rules import ExpertsRule, FoldRule, FormatRule, KeepRule, OnlyRule, Patterns, StackRule
 from fp4convert.shard import WEIGHT
 
 __all__ = [
@@ -361,7 +361,7 @@ def _filled(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
                 )
                 for rule in file.stacks
             ),
-            formats=tuple(rule._replace(patterns=filled(rule.patterns)) for rule in file.formats),
+            formats=tuple(rule._replace(patterns=Patterns(filled(rule.patterns))) for rule in file.formats),
         )
     except InputError as error:
         raise InputError(error.code, f"{file.name}: {error.message}", error.next_step) from None

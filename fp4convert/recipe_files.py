@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp4convert.errors import InputError
-from fp4convert.recipe_rules import NAMED, ExpertsRule, FoldRule, FormatRule, KeepRule, OnlyRule, StackRule
+from fp4convert.recipe_rules import NAMED, ExpertsRule, FoldRule, FormatRule, KeepRule, OnlyRule, Patterns, StackRule
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -180,7 +180,7 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
             )
             for row in rows["stack"]
         ),
-        tuple(FormatRule(tuple(row["modules"]), row["format"]) for row in rows["format"]),
+        tuple(FormatRule(Patterns(row["modules"]), row["format"]) for row in rows["format"]),
         tuple(
             FoldRule(row["into"], row["kind"], tuple(row["linears"]), tuple(row["may_lack"]), tuple(row["aside"]))
             for row in rows["fold"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 NAMED = "{parent}.{expert}.{member}"
@@ -59,10 +60,21 @@ class StackRule(NamedTuple):
         return named.replace("{parent}", parent)
 
 
+class Patterns(tuple[str, ...]):
+    """A tuple that is hashed once: thousands of patterns, about which every module is asked, are looked up by their hash."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return tuple.__hash__(self)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 class FormatRule(NamedTuple):
     """Modules that become another format than the one asked for; "keep" and "target" are words for none and that one."""
 
-    patterns: tuple[str, ...]
+    patterns: Patterns
     format: str
 
 

@@ -20,7 +20,7 @@ from fp4convert.disk import begin_flush, hash_file, reserve, told
 from fp4convert.errors import OutputError
 
 SHAPES = 1 << 12  # that are remembered: models have few
-WRITE_NBYTES = 64 << 10  # by one call: more take memory in runs that a virtual machine has given back, and other threads wait
+WRITE_NBYTES = 64 << 10  # by one call: longer ones take pages 2 MB at a time, slow on virtual machines, and keep threads out
 FLUSH_NBYTES, LEAST_FLUSH_NBYTES = 4 << 20, 64 << 10  # of an output, which the disk is told to begin with
 DEFAULT_METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
 ENGINE_NOTES = ("_quantization_metadata",)  # what says that tensors are quantized: written anew, or left out

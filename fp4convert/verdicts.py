@@ -108,7 +108,7 @@ class _Judge:
     def _reason_to_keep(self, linear: Linear) -> str | None:
         """Why it stays, or None; --exclude and --include may name the stack that it is in, too."""
         stack = linear.stack.name.removesuffix(WEIGHT) if linear.stack else ""
-        if stack and matches_any((*self.recipe.exclude, *self.recipe.include), stack):
+        if stack and (matches_any(self.recipe.exclude, stack) or matches_any(self.recipe.include, stack)):
             return self.recipe.reason_to_keep(stack)
         return self.recipe.reason_to_keep(linear.module) if linear.module in self.doubtful else None
 

@@ -193,9 +193,8 @@ def test_every_part_can_be_measured():
     assert set(bench.UNCHECKED) < set(bench.PARTS)
 
 
-@pytest.mark.parametrize("path", sorted(bench.FOLDER.glob("cpu*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(bench.RESULTS.parent.glob("cpu*.json")), ids=lambda path: path.stem)
 def test_the_committed_page_is_that_of_the_committed_figures(path):
-    assert path.stem in bench.PAGES.values()
     assert path.with_suffix(".md").read_text(encoding="utf-8") == bench.page_of(bench.read(path))
 
 

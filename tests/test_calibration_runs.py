@@ -282,7 +282,7 @@ print(peak(sys.argv[2]), peak(sys.argv[3]))
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is read from /proc")
-def test_one_layer_is_in_memory(tmp_path, words):
+def test_layers_do_not_stay_in_memory(tmp_path, words):
     """Of 3 and of 18 layers, each of 38 MB in float32, the larger model takes nothing like 15 layers more.
 
     What an allocator keeps differs by up to two layers from run to run, where other work takes the cores.

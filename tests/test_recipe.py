@@ -10,7 +10,7 @@ from fp4convert.errors import InputError
 from fp4convert.formats import MXFP4, NVFP4
 from fp4convert.recipe import Choice, Target, build_recipe, scale_group
 from fp4convert.recipe_files import known_names
-from fp4convert.recipe_rules import FormatRule
+from fp4convert.recipe_rules import FormatRule, Patterns
 
 
 def recipe(model_type: str = "llama", include=(), exclude=(), fmt=NVFP4, rule=None):
@@ -79,7 +79,7 @@ def test_what_is_an_ordinary_linear_layer(module):
     assert recipe().reason_to_keep(module) is None
 
 
-KEEP_OUTPUTS = (FormatRule(("*.o_proj",), "keep"), FormatRule(("*.q_proj",), "fp8"))
+KEEP_OUTPUTS = (FormatRule(Patterns(("*.o_proj",)), "keep"), FormatRule(Patterns(("*.q_proj",)), "fp8"))
 OF_FAMILIES = dict.fromkeys(module for family in FAMILIES for group in family.groups for module in group)
 
 

@@ -95,7 +95,7 @@ def test_a_file_is_hashed_whole_and_every_block_is_told(tmp_path):
     assert (sum(told), len(told)) == (len(data), 3)
 
 
-def test_no_call_writes_more_than_others_can_wait_for(tmp_path, monkeypatch):
+def test_no_call_writes_more_than_a_short_run_of_pages(tmp_path, monkeypatch):
     data = bytes(range(256)) * (3 * shard.WRITE_NBYTES // 256) + b"end"
     ref = TensorRef("a", "U8", (len(data),), "m", 8)
     writer = ShardWriter(tmp_path / "m", bytes(8), (ref,), 8 + len(data))

@@ -8,7 +8,6 @@ Peers that do not resolve with the rest run in .venv-peers, which `make bench-pe
 
 from __future__ import annotations
 
-import datetime
 import shutil
 import subprocess
 import sys
@@ -176,7 +175,7 @@ def write_page(weights: dict[str, list[list[str]]], outputs: list[list[str]]) ->
     """benchmarks/results/fidelity.md."""
     headings = ["values by", "MiniLM, dB", "tiny, dB", "squared error beside mse", "tensors with less error"]
     page = [
-        f"# Fidelity\n\n{machine()}; {datetime.date.today()}. Repeat with `make bench-fidelity`.\n",
+        f"# Fidelity\n\n{machine()}. Repeat with `make bench-fidelity`.\n",
         (Path(__file__).with_name("about.md")).read_text(encoding="utf-8"),
         *(f"## Weights, {fmt}\n\n{table(headings, rows)}\n" for fmt, rows in weights.items()),
         f"## Outputs\n\n{table(['method', 'MiniLM, output SQNR, dB', 'tiny, KL'], outputs)}\n",

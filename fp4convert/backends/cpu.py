@@ -32,7 +32,7 @@ from fp4convert.formats import (
 from fp4convert.grid import Grid, amax_fp8, decode_fp8
 
 PANEL_ELEMENT_NBYTES = 4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
-READ_ELEMENTS = 2 << 20  # of weights at once: 4 MB of bf16, half a streamed piece; the interpreter's part shrinks with more
+READ_ELEMENTS = 2 << 20  # in a panel: 4 MB of bf16; larger ones take less time, but would all lie across streamed pieces
 PERIODS, CELL_WIDTHS = (128, 64, 32, 16, 8, 4, 2, 1), (1, 2, 4, 8, 16, 32, 64)  # must equal the enum in kernels/cells.c
 LEVELS = {2: "x86-64-v2 (SSE4.2)", 3: "x86-64-v3 (AVX2)", 4: "x86-64-v4 (AVX-512)", 0: "baseline"}
 
