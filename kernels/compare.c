@@ -35,20 +35,18 @@ typedef struct { f32s largest; i32s clipped; } extremes;
 /* Of a row; max_abs and clipped of what is added in double. */
 typedef struct { double signal[4], noise[4], output[4]; extremes seen; float max_abs; int64_t clipped; } row_sums;
 
-/* What compilers do not find: the larger of two that are not below zero; signed 8-bit integers widened. */
-#define MOVED(bytes, first) ((first) ? _mm_srli_si128((__m128i)(bytes), first) : (__m128i)(bytes))
+/* What compilers do not find: the larger of two that are not below zero; SIDE signed 8-bit integers widened. */
 #if defined(__AVX512BW__)
 INLINE f32s larger(f32s a, f32s b) { return (f32s)_mm512_max_ps((__m512)a, (__m512)b); }
 #elif WIDTH == 32
 INLINE f32s larger(f32s a, f32s b) { return (f32s)_mm256_max_ps((__m256)a, (__m256)b); }
-#define WIDENED_BYTES(bytes, first) ((i32s)_mm256_cvtepi8_epi32(MOVED(bytes, first)))
+INLINE i32s widened(const uint8_t *restrict bytes) { return (i32s)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)bytes)); }
 #elif defined(__SSE4_1__)
 INLINE f32s larger(f32s a, f32s b) { return (f32s)_mm_max_ps((__m128)a, (__m128)b); }
-#define WIDENED_BYTES(bytes, first) ((i32s)_mm_cvtepi8_epi32(MOVED(bytes, first)))
+INLINE i32s widened(const uint8_t *restrict bytes) { return (i32s)_mm_cvtepi8_epi32(_mm_cvtsi32_si128(LOAD(int32_t, bytes))); }
 #else
 INLINE f32s larger(f32s a, f32s b) { i32s is_a = a > b; return (f32s)(((i32s)a & is_a) | ((i32s)b & ~is_a)); }
-#define WIDENED_BYTES(bytes, first) \
-    ((i32s){(int8_t)(bytes)[first], (int8_t)(bytes)[first + 1], (int8_t)(bytes)[first + 2], (int8_t)(bytes)[first + 3]})
+INLINE i32s widened(const uint8_t *restrict bytes) { return __builtin_convertvector(LOAD(VECTOR(int8_t, SIDE), bytes), i32s); }
 #endif
 
 INLINE sixteen ordered16_bf16(const uint16_t *restrict x) {
@@ -67,17 +65,21 @@ INLINE sixteen load16_fp32(const float *restrict x) {
     return wide;
 }
 
-/* decode16: e2m1(code) * step of 16 codes: twice the value is an integer, and half the step exact.
+/* twice_of: twice the values of a group's codes, integers, as bytes in `room`; with AVX-512 the packed codes themselves.
+ * decode16: e2m1(code) * step of the 16 from the i-th on, of these; half the step is exact.
  * fold: lanes 2j and 2j + 1 added, then of these eight j and j + 4. */
 #ifdef __AVX512BW__
 enum { APART_bf16 = 0, APART_fp16 = 0, APART_fp32 = 0 };
 #define load16_bf16 ordered16_bf16
 
-INLINE sixteen decode16(const uint8_t *restrict packed, float half_step, int is_apart) {
+INLINE const uint8_t *twice_of(const uint8_t *restrict packed, size_t n, int is_apart, uint8_t *restrict room) {
+    return (void)n, (void)is_apart, (void)room, packed;
+}
+INLINE sixteen decode16(const uint8_t *restrict packed, size_t i, float half_step, int is_apart) {
     const __m512 twice = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     const __m512i halves = {0, 0, 0, 0, 0x100000001, 0x100000001, 0x100000001, 0x100000001};
     const __m512i shifts = _mm512_broadcast_i32x8((__m256i){0x400000000, 0xC00000008, 0x1400000010, 0x1C00000018});
-    __m512i words = _mm512_permutexvar_epi32(halves, _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)packed)));
+    __m512i words = _mm512_permutexvar_epi32(halves, _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)(packed + i / 2))));
     return (void)is_apart, (sixteen){{_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), twice) * half_step}};
 }
 INLINE f32x4 fold(sixteen lanes, int is_apart) {
@@ -97,22 +99,39 @@ INLINE sixteen load16_bf16(const uint16_t *restrict x) {
     }
     return wide;
 }
-INLINE sixteen decode16(const uint8_t *restrict packed, float half_step, int is_apart) {
-    const u8x16 twice = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
-    u8x16 pairs = (u8x16)(i64x2){LOAD(int64_t, packed), 0}, low = pairs & 15, high = (u8x16)((u16x8)pairs >> 4) & 15;
-    sixteen y;
-    if (is_apart) {
-        low = LOOKUP(twice, low), high = LOOKUP(twice, high);
-    } else {
-        low = LOOKUP(twice, SHUFFLE(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
-        high = SHUFFLE(low, low, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
-    }
-    y.part[0] = __builtin_convertvector(WIDENED_BYTES(low, 0), f32s) * half_step;
-    y.part[PARTS / 2] = __builtin_convertvector(WIDENED_BYTES(high, 0), f32s) * half_step;
-#if WIDTH == 16
-    y.part[1] = __builtin_convertvector(WIDENED_BYTES(low, 4), f32s) * half_step;
-    y.part[3] = __builtin_convertvector(WIDENED_BYTES(high, 4), f32s) * half_step;
+#if WIDTH == 32
+#define LOOKUPS(table, index) ((u8v)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)(table)), (__m256i)(index)))
+#else
+#define LOOKUPS LOOKUP
 #endif
+INLINE const uint8_t *twice_of(const uint8_t *restrict packed, size_t n, int is_apart, uint8_t *restrict room) {
+    const u8x16 twice = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
+    uint8_t padded[GROUP / 2]; /* whole vectors are read */
+    if (n < GROUP) {
+        memset(padded, 0, sizeof padded);
+        packed = memcpy(padded, packed, n / 2);
+    }
+    if (is_apart) {
+        for (int i = 0; i < GROUP / 2; i += WIDTH) {
+            u8v pairs = LOAD(u8v, packed + i);
+            STORE(room + i, LOOKUPS(twice, pairs & 15));
+            STORE(room + GROUP / 2 + i, LOOKUPS(twice, (u8v)((u16v)pairs >> 4) & 15));
+        }
+    } else {
+        for (int i = 0; i < GROUP / 2; i += WIDTH / 2) {
+            u16v pairs = __builtin_convertvector(LOAD(VECTOR(uint8_t, WIDTH / 2), packed + i), u16v);
+            STORE(room + 2 * i, LOOKUPS(twice, (u8v)((pairs | pairs << 4) & 0x0F0F)));
+        }
+    }
+    return room;
+}
+INLINE sixteen decode16(const uint8_t *restrict twice, size_t i, float half_step, int is_apart) {
+    const uint8_t *first = twice + (is_apart ? i / 2 : i), *second = first + (is_apart ? GROUP / 2 : 8);
+    sixteen y;
+    for (int p = 0; p < PARTS; p++) {
+        const uint8_t *bytes = (p < PARTS / 2 ? first : second) + p % (PARTS / 2) * SIDE;
+        y.part[p] = __builtin_convertvector(widened(bytes), f32s) * half_step;
+    }
     return y;
 }
 INLINE f32x4 fold(sixteen lanes, int is_apart) {
@@ -203,9 +222,11 @@ INLINE float fp4_from_fp32(float value) { return value; }
                               const uint8_t *restrict block_scales, size_t width, const table256 *restrict table) {         \
         squares group = {0};                                                                                                \
         extremes seen = row->seen;                                                                                          \
+        uint8_t room[GROUP];                                                                                                \
+        const uint8_t *twice = twice_of(packed, n, APART_##dtype, room);                                                    \
         for (size_t i = 0; i < n; i += 16) {                                                                                \
             size_t byte = block_scales[i / width];                                                                          \
-            sixteen y = decode16(packed + i / 2, table->half[byte], APART_##dtype);                                         \
+            sixteen y = decode16(twice, i, table->half[byte], APART_##dtype);                                               \
             add16(&group, &seen, load16_##dtype(x + i), y, table->limit[byte]);                                             \
         }                                                                                                                   \
         if (!add_group(row, &group, &seen, APART_##dtype))                                                                  \
