@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp4convert.backends.cpu import Cpu
-from fp4convert.codec import FLOAT_DTYPES, Float32s, as_floats, as_matrix, decode_e8m0
+from fp4convert.codec import FLOAT_DTYPES, Float32s, as_matrix, decode_e8m0
 from fp4convert.codings import Linear
 from fp4convert.dialects import Clues, Json, Packed, fp8_form
 from fp4convert.errors import InputError
@@ -39,6 +39,7 @@ SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".scale_weight")
 IDLE = (".input_scale", ".activation_scale", ".scale_input", ".k_scale", ".v_scale", ".output_scale")
 BITS = 8
 VIA_BLOCK = (128, 128)
+VIA_COLUMNS = 2048  # rounded together: what is held meanwhile does not grow with the width of a matrix
 Block = tuple[int, int]
 
 
@@ -119,9 +120,16 @@ class ThroughFp8:
 
     def rows(self, first: int, last: int) -> Matrix:
         height = VIA_BLOCK[0]
-        begin, end = first // height * height, min(-(-last // height) * height, self.shape[0])
-        stored = self.weights.rows(begin, end)
-        return as_matrix(through_fp8(as_floats(stored), VIA_BLOCK)[first - begin : last - begin])
+        rounded = np.empty((last - first, self.shape[1]), np.float32)
+        for begin in range(first // height * height, last, height):
+            stored = self.weights.rows(begin, min(begin + height, self.shape[0]))
+            values = np.frombuffer(stored.data, FLOAT_DTYPES[stored.dtype]).reshape(stored.shape)
+            wanted = slice(max(first - begin, 0), last - begin)  # of the rows of these blocks
+            for left in range(0, self.shape[1], VIA_COLUMNS):
+                columns = slice(left, left + VIA_COLUMNS)
+                part = through_fp8(values[:, columns].astype(np.float32), VIA_BLOCK)[wanted]
+                rounded[max(begin - first, 0) :][: len(part), columns] = part
+        return as_matrix(rounded)
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data
