@@ -188,6 +188,12 @@ def test_the_check_fails_where_there_is_nothing_to_compare(tmp_path, monkeypatch
     assert "0 ratios compared" in capsys.readouterr().out
 
 
+def test_the_check_measures_nothing_where_no_figures_are_committed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "measure", lambda part, is_quick=False: pytest.fail("measured"))
+    assert bench.check(["kernels"], tmp_path / "cpu-avx2.json") == 1
+    assert "cpu-avx2.json to compare with: run `make bench` first" in capsys.readouterr().err
+
+
 def test_every_part_can_be_measured():
     assert all((BENCHMARKS / f"{part}.py").is_file() for part in bench.PARTS)
     assert set(bench.UNCHECKED) < set(bench.PARTS)
