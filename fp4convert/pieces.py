@@ -4,6 +4,7 @@ A file that is read from its first byte to its last has a Stream: it brings the 
 the readers, and hashes them.  Readers who run ahead of the hash wait for it, lest a piece is fetched for them and again for it;
 one who wants a piece from elsewhere in the file has it fetched at once.
 A piece that no stream hashes is fetched by two requests and compared, until two bring the same bytes.
+A piece that a stream hashes may go before its last reader came: fetched again, it must be what was hashed, or what went.
 Where pieces come from, others decide.
 """
 
@@ -40,6 +41,13 @@ class Piece(NamedTuple):
     start: int
     stop: int
     is_hashed: bool = False
+
+
+class Hashed(NamedTuple):
+    """What a piece must be when it is fetched again: a hash as it stood before those bytes, and its digest after them."""
+
+    before: hashlib._Hash
+    digest: bytes
 
 
 class Buffers:
@@ -132,6 +140,7 @@ class Pieces:
         self._pool = Fetchers(self.connections)
         self._known: dict[Piece, Future[memoryview]] = {}  # least recently used first
         self._spent: set[Piece] = set()  # of these, what a stream needs no more but for a second reading
+        self._hashed: dict[Piece, Hashed] = {}
         self._nbytes = 0  # of all that are known
         self._lock = threading.Lock()
         self._held_nbytes = 0
@@ -157,9 +166,20 @@ class Pieces:
         return self._pool.submit(self._agreed, piece, other)
 
     def _fetched(self, piece: Piece) -> memoryview:
-        data = self.buffers.take(piece.stop - piece.start)
-        self._read_into(piece.file, piece.start, data)
-        return data.toreadonly()
+        """Fetch a piece; one that was here before, until it is what it was."""
+        for _ in range(REQUESTS):
+            data = self.buffers.take(piece.stop - piece.start)
+            self._read_into(piece.file, piece.start, data)
+            hashed = self._hashed.get(piece)
+            if hashed is None or _is_what_was(hashed, data):
+                return data.toreadonly()
+        detail = f"{piece.file}: bytes {piece.start}-{piece.stop - 1} came otherwise than before in each of {REQUESTS} requests"
+        self.failure = SourceError(CORRUPT, detail, "Run the same command again.")
+        raise self.failure
+
+    def note_hash(self, piece: Piece, hashed: Hashed) -> None:
+        """Whoever fetches the piece again gets the bytes that were hashed so, or SourceError."""
+        self._hashed[piece] = hashed
 
     def _agreed(self, piece: Piece, other: Future[memoryview]) -> memoryview:
         found = [self._fetched(piece)]
@@ -189,7 +209,9 @@ class Pieces:
         """Remove the first of these pieces that are there, until no more than so many bytes are known."""
         for piece in pieces:
             if self._known[piece].done():
-                del self._known[piece]
+                future = self._known.pop(piece)
+                if piece.is_hashed and piece not in self._hashed and not future.exception():
+                    self.note_hash(piece, Hashed(hashlib.sha256(), hashlib.sha256(future.result()).digest()))
                 self._spent.discard(piece)
                 self._nbytes -= piece.stop - piece.start
                 if self._nbytes <= kept_nbytes:
@@ -218,12 +240,19 @@ class Pieces:
                 self._released.notify_all()
 
     def forget(self, file: str) -> None:
-        """Fetch every piece of a file anew when it is next wanted."""
+        """Fetch every piece of a file anew when it is next wanted, whatever it was."""
+        self.end_hash(file)
         with self._lock:
             for piece in [piece for piece in self._known if piece.file == file]:
                 del self._known[piece]
                 self._spent.discard(piece)
                 self._nbytes -= piece.stop - piece.start
+
+    def end_hash(self, file: str) -> None:
+        """Forget what the pieces of a file were: its hash is known, or another is begun."""
+        with self._lock:
+            for piece in [piece for piece in self._hashed if piece.file == file]:
+                del self._hashed[piece]
 
     def close(self) -> None:
         """Nothing more comes: who waits, or asks, gets the error."""
@@ -311,7 +340,9 @@ class Stream:
                 coming = [self._pieces.fetch(later) for later in self._all[number : number + self._pieces.connections]]
                 data = coming[0].result()
                 self._compare_head(self._all[number], data)
+                before = self._hash.copy()
                 self._hash.update(data)
+                self._pieces.note_hash(self._all[number], Hashed(before, self._hash.digest()))
                 with self._changed:
                     self._at = number + 1
                     self._changed.notify_all()
@@ -341,6 +372,12 @@ class Stream:
 
 def _is_same(one: memoryview, other: memoryview) -> bool:
     return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
+
+
+def _is_what_was(hashed: Hashed, data: memoryview) -> bool:
+    found = hashed.before.copy()
+    found.update(data)
+    return found.digest() == hashed.digest
 
 
 def hasher(nbytes: int, oid: str) -> hashlib._Hash:

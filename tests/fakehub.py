@@ -62,6 +62,7 @@ class Fault:
     kind    status, drop, stall, flip, ignore-range, etag, gzip, or commit, size, oid: lies of the hub; of what is sent
             to it, also cut-before and cut-after: no reply, and it had no effect or had it
     where   hub or storage
+    match   an expression for the path and the range that are asked for
     times   at how many requests
     after   requests that pass before
     """
@@ -159,7 +160,7 @@ class FakeHub:
         with self.lock:
             for fault in self.faults:
                 is_here = (fault.where, fault.method) == (handler.where, handler.command) and fault.kind in kinds
-                if is_here and fault.times > 0 and re.search(fault.match, handler.path):
+                if is_here and fault.times > 0 and re.search(fault.match, f"{handler.path} {handler.headers.get('Range', '')}"):
                     if fault.after:
                         fault.after -= 1
                         continue

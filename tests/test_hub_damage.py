@@ -3,11 +3,13 @@
 import re
 
 import pytest
-from checkpoints import FIRST, SECOND, run, write_llama
+from checkpoints import FIRST, SECOND, run, weight, write_checkpoint, write_llama
 from test_hub import ALL_FILES, NVFP4, ask, cached, expect
 
+from fp4convert import pieces
 from fp4convert.ranges import Patience
 from fp4convert.sources import Access, open_source
+from fp4convert.sources import hub as hub_source
 from fp4convert.sources.hub import HubSource
 
 
@@ -119,3 +121,17 @@ def test_a_source_is_the_same_through_one_connection(hub, folder):
     local = open_source(str(folder))
     for ref in source.checkpoint.tensors:
         assert source.read(ref) == local.read(ref)
+
+
+def test_a_piece_that_is_fetched_again_with_a_flipped_byte_is_no_part_of_an_artifact(hub, tmp_path, monkeypatch):
+    """Pieces of 64 KB and no memory for them: what was measured is fetched again to be rounded."""
+    for name, value in {"PIECE_NBYTES": 1 << 16, "SPARE_NBYTES": 1 << 16}.items():
+        monkeypatch.setattr(pieces, name, value)
+        monkeypatch.setattr(hub_source, name, value)
+    folder = write_checkpoint(tmp_path / "m", {"model.safetensors": {"a.weight": weight(0, 4096, 1024)}})
+    hub.add("org/m", folder)
+    expected = expect(hub, folder, tmp_path / "a")
+    fault = hub.fault("flip", match=f"bytes={3 << 16}-", after=1, at=1)
+    outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b", "--memory", "0")
+    assert fault.times == 0, "no piece was fetched again"
+    assert outcome.json["digest"] == expected

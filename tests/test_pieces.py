@@ -4,6 +4,7 @@ import hashlib
 import random
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -151,7 +152,7 @@ class SlowHash:
 
     def __init__(self, own) -> None:
         self._own = own
-        self.hexdigest = own.hexdigest
+        self.hexdigest, self.digest, self.copy = own.hexdigest, own.digest, own.copy
 
     def update(self, data: memoryview) -> None:
         time.sleep(0.002)
@@ -255,3 +256,36 @@ def test_after_the_end_nothing_is_fetched(file):
     kept.close()
     with pytest.raises(SourceError, match="stopped"):
         kept.fetch(Piece("f", 0, 10))
+
+
+class SecondTimeOtherwise(File):
+    """One byte of a piece comes otherwise when it is fetched again, so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def read_into(self, file: str, start: int, buffer: memoryview) -> None:
+        is_again = (start, start + buffer.nbytes) in self.fetched
+        super().read_into(file, start, buffer)
+        if is_again and start == 30 << 10 and self.times:
+            self.times -= 1
+            buffer[5] ^= 1
+
+
+@pytest.mark.parametrize("times", [1, 100])
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["behind the hash", "ahead of the hash"])
+def test_a_piece_that_is_fetched_again_is_what_it_was(is_ahead, times, file, monkeypatch):
+    monkeypatch.setattr(pieces, "SPARE_NBYTES", 12 << 10)
+    kept = Pieces(SecondTimeOtherwise(times).read_into, 12 << 10)
+    stream = Stream(kept, "f", NBYTES, SHA256)
+    twice = Piece("f", 30 << 10, 31 << 10, True)
+    if is_ahead:
+        assert bytes(kept.fetch(twice).result()) == DATA[30 << 10 : 31 << 10]
+        for number in range(40, 60):  # until nothing is left of it
+            kept.fetch(Piece("f", number << 10, (number + 1) << 10, True)).result()
+    with nullcontext() if times == 1 else pytest.raises(SourceError, match="otherwise than before"):
+        stream.end()
+        assert bytes(kept.fetch(twice).result()) == DATA[30 << 10 : 31 << 10]
+    kept.end_hash("f")
+    assert not kept._hashed

@@ -179,6 +179,7 @@ class HubSource:
             raise
         finally:
             stream.stop()
+            self._pieces.end_hash(file)
             del self._streams[file]
 
     def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
