@@ -24,6 +24,7 @@ from fp4convert.errors import Fp4Error, InputError, OutputError
 from fp4convert.stops import Stopped
 
 SAMPLES = "tokens.npz"
+NOTE = "for.json"  # what the folder was made for
 
 
 def state_of(output: Path) -> Path:
@@ -40,6 +41,7 @@ def kept_state(output: Path, purpose: str, tell: Callable[[str], None]) -> Itera
     """
     state = state_of(output)
     made = [place for place in (state, *state.absolute().parents) if not place.exists()]
+    _refuse_foreign(state)
     with told(state):
         state.mkdir(parents=True, exist_ok=True)
         lock = (state / "lock").open("w")
@@ -74,8 +76,17 @@ def interruptible(output: Path) -> Iterator[None]:
         raise
 
 
+def _refuse_foreign(state: Path) -> None:
+    """OutputError where the folder is not one that a calibration made: what is in it would be removed."""
+    with told(state):
+        others = state.exists() and any(path.name != "lock" for path in state.iterdir())
+        if state.is_symlink() or (others and not (state / NOTE).is_file()):
+            detail = f"{state} is not a folder made by fp4convert, or is a link; a calibration keeps its parts there"
+            raise OutputError("foreign-output", detail, "Move it, or choose another file: -o FILE.")
+
+
 def _begin(state: Path, purpose: str, tell: Callable[[str], None]) -> None:
-    note = state / "for.json"
+    note = state / NOTE
     was = note.read_text(encoding="utf-8") if note.exists() else None
     if was == purpose:
         tell(f"going on with what {state} holds")

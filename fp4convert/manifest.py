@@ -216,3 +216,11 @@ def digest_of(hashes: dict[str, str]) -> str:
     files = (file for file in sorted(hashes) if file not in UNDIGESTED and not file.endswith(f"/{REPORT}"))
     lines = "".join(f"{hashes[file]}  {file}\n" for file in files)
     return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def refuse_links(root: Path, *names: str) -> None:
+    """OutputError where a folder of ours in an output is a link: leftovers are removed, and behind it they may be somebody's."""
+    for place in (root / STATE, *(root / STATE / name for name in names)):
+        if place.is_symlink():
+            detail = f"{place} is a link; expected a folder made by fp4convert, whose leftovers may be removed"
+            raise OutputError("foreign-output", detail, "Remove the link, or choose another folder: -o FOLDER.")

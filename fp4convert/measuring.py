@@ -42,7 +42,7 @@ from fp4convert.formats import FP8, Matrix, Weights, format_named, row_panels
 from fp4convert.grid import Grid, fp8_scales_of
 from fp4convert.inputs import column_power, weighted
 from fp4convert.makers import find_not_finite
-from fp4convert.manifest import STATE
+from fp4convert.manifest import STATE, refuse_links
 from fp4convert.pieces import CORRUPT
 from fp4convert.progress import Phases
 from fp4convert.rounding import Rounding
@@ -107,9 +107,10 @@ def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
     found: Losses = {}
     seconds = FIRST_SECONDS
     with ExitStack() as entered:
-        claims = (
-            entered.enter_context(Claims(bench.output / STATE / FOLDER / "claims")) if bench.output and bench.is_kept else None
-        )
+        claims = None
+        if bench.output and bench.is_kept:
+            refuse_links(bench.output, FOLDER, f"{FOLDER}/claims")
+            claims = entered.enter_context(Claims(bench.output / STATE / FOLDER / "claims"))
         while left:
             before = len(left)
             for key, (file, own) in list(left.items()):

@@ -25,7 +25,18 @@ from fp4convert.accounting import Account
 from fp4convert.claims import Claims
 from fp4convert.disk import fsync_folder, hash_file, nbytes_there, told
 from fp4convert.errors import OutputError
-from fp4convert.manifest import ENDED, PLAN, STATE, Done, Manifest, Records, TaskFiles, read_manifest, refuse_foreign
+from fp4convert.manifest import (
+    ENDED,
+    PLAN,
+    STATE,
+    Done,
+    Manifest,
+    Records,
+    TaskFiles,
+    read_manifest,
+    refuse_foreign,
+    refuse_links,
+)
 from fp4convert.seals import seal
 from fp4convert.shard import ShardWriter, TensorRef
 from fp4convert.sources import PLAN_FILE
@@ -346,6 +357,7 @@ def open_output(root: Path, manifest: Manifest, terms: Terms) -> Iterator[Output
 @contextmanager
 def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
     """A folder of ours, with this process among those that work in it."""
+    refuse_links(root, "claims", "tmp", DONE)
     claims = Claims(root / STATE / "claims", work=manifest.plan_id)
     folder = OutputFolder(root, manifest, claims)
     try:

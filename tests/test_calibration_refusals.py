@@ -180,3 +180,17 @@ def test_experts_that_cannot_be_looked_into(tmp_path, words):
     assert (error["code"], error["exit"]) == ("calibration-missing", 2)
     assert error["message"].endswith("calibrate does not see into the experts of dbrx models")
     assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize("is_link", [False, True], ids=["folder", "link"])
+def test_a_folder_of_somebody_else_where_the_parts_would_be(is_link, llama, words):
+    state = llama.parent / ".c.safetensors.calibration"
+    mine = llama.parent / "mine" if is_link else state
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    if is_link:
+        (mine / "for.json").write_text("{}")
+        state.symlink_to(mine)
+    error = refuse(llama, "--text", words)
+    assert (error["code"], error["exit"]) == ("foreign-output", 5)
+    assert (mine / "thesis.tex").read_text() == "years of work"

@@ -383,3 +383,22 @@ def test_a_copy_that_fails_leaves_the_last_shard_finished(source, tmp_path, monk
     assert untouched.keys() == {FIRST, SECOND}
     assert quantize(source, tmp_path / "out").json["adopted_bytes"] > 0
     assert stamps(tmp_path / "out") == untouched
+
+
+@pytest.mark.parametrize("options", [(), ("--force",)])
+@pytest.mark.parametrize("name", [".", "tmp", "claims", "done"])
+def test_no_folder_of_ours_is_a_link_to_files_of_somebody_else(name, options, source, tmp_path):
+    assert quantize(source, tmp_path / "out").code == 0
+    mine = tmp_path / "mine" / "deep"
+    mine.mkdir(parents=True)
+    (mine / "thesis.tex").write_text("years of work")
+    place = tmp_path / "out" / STATE / name
+    if name == ".":
+        shutil.copytree(place, mine.parent, dirs_exist_ok=True)
+    shutil.rmtree(place)
+    place.resolve().symlink_to(mine.parent)
+    (tmp_path / "out" / SECOND).unlink(missing_ok=True)
+    before = contents(tmp_path / "mine")
+    error = refusal(quantize(source, tmp_path / "out", *options), "foreign-output")
+    assert str(place.resolve().parent) in error["message"] or name == "."
+    assert contents(tmp_path / "mine") == before
