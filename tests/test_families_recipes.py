@@ -302,6 +302,10 @@ granite4_vision
   - model.language_model.layers.0.mlp.up_proj
   keep model.layerwise_projectors.0.out_linear
   keep model.spatial_projectors.0.qformer.encoder.layer.0.output_query.dense
+hunyuan_vl
+  - model.layers.0.mlp.up_proj
+  keep vit.layers.0.mlp.dense_h_to_4h
+  keep model.vit.perceive.mlp
 deepseek_ocr2
   - model.layers.0.mlp.up_proj
   keep model.sam_model.blocks.0.attn.qkv
@@ -313,6 +317,18 @@ emu3
 kyutai_speech_to_text
   - model.layers.0.self_attn.o_proj.linear
   keep codec_model.encoder_transformer.layers.0.mlp.fc1
+qwen2_5_omni
+  - thinker.model.layers.0.mlp.up_proj
+  keep thinker.audio_tower.layers.0.fc1
+  keep thinker.visual.blocks.0.attn.proj
+  keep talker.model.layers.0.mlp.up_proj
+  keep token2wav.code2wav_dit_model.transformer_blocks.0.attn.to_q
+nemo_speechlm
+  - llm.model.layers.0.mixer.up_proj
+  keep perception.encoder.asr_encoder.layers.0.self_attn.linear_q
+  keep perception.proj
+  keep ctc_timestamp.decoder.transformer.layers.0.fc1
+  keep model.word_timestamp_encoder.layers.0.fc1
 seamless_m4t
   - text_encoder.layers.0.ffn.fc1
   - text_decoder.layers.0.ffn.fc1

@@ -18,9 +18,10 @@ LAYERS = ("num_hidden_layers", "num_layers", "depth", "encoder_layers", "decoder
 MODEL_TYPES = (
     # towers of images and films
     *("blip-2", "instructblip", "kosmos-2", "lighton_ocr", "molmo2", "unlimited_ocr", "video_llama_3", "video_llava"),
-    *("cosmos3_edge", "hyperclovax_vision_v2", "minicpmv4_6", "paddleocr_vl"),
+    *("cosmos3_edge", "cosmos3_omni", "hyperclovax_vision_v2", "minicpmv4_6", "paddleocr_vl"),
+    *("pix2struct", "pp_formulanet", "vision-encoder-decoder"),
     # of sound
-    *("dots3_note", "granite_speech", "granite_speech_plus", "seamless_m4t", "vibevoice_asr"),
+    *("dots3_note", "granite_speech", "granite_speech_plus", "seamless_m4t", "speech-encoder-decoder", "vibevoice_asr"),
 )
 
 
