@@ -278,6 +278,70 @@ longcat_flash
 hunyuan_v1_moe
   - model.layers.3.mlp.shared_mlp.up_proj
   keep model.layers.3.mlp.gate.wg
+lighton_ocr
+  - model.language_model.layers.0.mlp.up_proj
+  keep model.vision_encoder.transformer.layers.0.feed_forward.gate_proj
+  keep model.vision_projection.patch_merger.merging_layer
+molmo2
+  - model.transformer.blocks.0.self_attn.att_proj
+  keep model.vision_backbone.image_vit.transformer.resblocks.0.attention.wq
+  keep model.vision_backbone.image_pooling_2d.wo
+  keep model.vision_backbone.image_projector.w1
+video_llava
+  - language_model.model.layers.0.mlp.up_proj
+  keep video_tower.vision_model.encoder.layers.0.mlp.fc1
+  keep image_tower.vision_model.encoder.layers.0.mlp.fc1
+granite_speech
+  - language_model.model.layers.0.mlp.up_proj
+  keep encoder.layers.0.attn.to_kv
+  keep encoder.layers.0.attn.rel_pos_emb
+  keep encoder.out_mid
+  keep projector.qformer.encoder.layer.0.attention.attention.query
+  keep projector.linear
+granite4_vision
+  - model.language_model.layers.0.mlp.up_proj
+  keep model.layerwise_projectors.0.out_linear
+  keep model.spatial_projectors.0.qformer.encoder.layer.0.output_query.dense
+hunyuan_vl
+  - model.layers.0.mlp.up_proj
+  keep vit.layers.0.mlp.dense_h_to_4h
+  keep model.vit.perceive.mlp
+deepseek_ocr2
+  - model.layers.0.mlp.up_proj
+  keep model.sam_model.blocks.0.attn.qkv
+  keep model.qwen2_model.model.model.layers.0.mlp.up_proj
+  keep model.projector.layers
+emu3
+  - text_model.model.layers.0.mlp.up_proj
+  keep vqmodel.encoder.middle_block.attn_1.q_proj
+kyutai_speech_to_text
+  - model.layers.0.self_attn.o_proj.linear
+  keep codec_model.encoder_transformer.layers.0.mlp.fc1
+qwen2_5_omni
+  - thinker.model.layers.0.mlp.up_proj
+  keep thinker.audio_tower.layers.0.fc1
+  keep thinker.visual.blocks.0.attn.proj
+  keep talker.model.layers.0.mlp.up_proj
+  keep token2wav.code2wav_dit_model.transformer_blocks.0.attn.to_q
+nemo_speechlm
+  - llm.model.layers.0.mixer.up_proj
+  keep perception.encoder.asr_encoder.layers.0.self_attn.linear_q
+  keep perception.proj
+  keep ctc_timestamp.decoder.transformer.layers.0.fc1
+  keep model.word_timestamp_encoder.layers.0.fc1
+seamless_m4t
+  - text_encoder.layers.0.ffn.fc1
+  - text_decoder.layers.0.ffn.fc1
+  keep speech_encoder.encoder.layers.0.ffn1.intermediate_dense
+t5
+  - encoder.block.0.layer.0.SelfAttention.q
+bart
+  - model.encoder.layers.0.fc1
+florence2
+  - language_model.model.encoder.layers.0.fc1
+  keep vision_tower.blocks.0.0.spatial_block.ffn.fn.net.fc1
+whisper
+  - model.encoder.layers.0.fc1
 """
 
 
