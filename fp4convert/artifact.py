@@ -105,13 +105,13 @@ class Artifact:
         return dialect_named(self.dialect)
 
     def decode(self, module: str) -> Blocks:
-        """The matrix of that module; its bytes stay where they are until they are touched."""
-        packed = self.modules[module]
-        return gather(self._decode(packed), packed.shape, packed.pieces)
+        """The matrix of that module, or of a stack of that name, all its matrices below each other.
 
-    def decode_stem(self, stem: str) -> Blocks:
-        """The stored matrix of that name, which is a module's own, or a stack's matrices below each other."""
-        return self._decode(self.modules.get(stem) or next(packed for packed in self.modules.values() if packed.stem == stem))
+        Its bytes stay where they are until they are touched.
+        """
+        if packed := self.modules.get(module):
+            return gather(self._decode(packed), packed.shape, packed.pieces)
+        return self._decode(next(packed for packed in self.modules.values() if packed.stem == module))
 
     def _decode(self, packed: Packed) -> Blocks:
         return self.spelling.decode(packed.stem, packed.stored_shape, packed.form, self._read)

@@ -28,11 +28,12 @@ from fp4convert.output import OutputFolder
 from fp4convert.plan import Scalars, plan_quantize
 from fp4convert.recipe import Choice, Recipe, Target, build_recipe, model_recipe
 from fp4convert.recipe_rules import FormatRule
-from fp4convert.record import RECORD, Contents, folds_recorded, make_record, stacks_recorded, unquantized
+from fp4convert.record import RECORD, Contents, folds_recorded, make_record, unquantized
 from fp4convert.respelling import plan_dequantize, plan_transcode
 from fp4convert.smoothing import Smoother
 from fp4convert.sources import Source, uncollected
 from fp4convert.sources.naming import index_file
+from fp4convert.stacking import find_stacks, rules_of
 from fp4convert.tasks import Plan
 from fp4convert.template import Framed, place_modules
 from fp4convert.workers import Settings
@@ -177,12 +178,16 @@ def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) ->
     if artifact:
         for module in artifact.modules:
             _refuse_odd_scale(module, artifact.decode(module))
-    linears = find_linears(source, model_recipe(source.checkpoint.config))
+    recipe = model_recipe(source.checkpoint.config)
+    linears = find_linears(source, recipe)
+    stacks, notes = find_stacks(linears.of.values(), rules_of(artifact, recipe) if artifact else ())
     packed = [linear for linear in linears.of.values() if linear.coding.is_packed]
-    modules = artifact.modules if artifact else {}
-    beside = [linear for linear in packed if linear.module not in modules]
-    idle = [*(ref.name for ref in linears.idle), *(artifact.cache_scales(artifact.spelling) if artifact else ())]
-    return plan_dequantize(source.checkpoint, modules, beside, dtype, idle)
+    idle = [ref.name for ref in linears.idle]
+    if artifact:
+        idle += [ref.name for module in artifact.modules.values() for ref in module.companions]
+        idle += artifact.cache_scales(artifact.spelling)
+    plan = plan_dequantize(source.checkpoint, packed, stacks, dtype, idle)
+    return replace(plan, warnings=(*plan.warnings, *notes))
 
 
 def dequantize(source: Source, artifact: Artifact | None, plan: Plan, output: Path, settings: Settings) -> Result:
@@ -198,7 +203,7 @@ def dequantize(source: Source, artifact: Artifact | None, plan: Plan, output: Pa
         last = "config.json"
         texts[last] = as_text(config)
     job = Job(source, plan, texts, None, last, ENGINE_RECORDS | texts.keys())
-    return carry_out(job, Dequantizer(source, artifact, open_backend(settings.device)), output, settings)
+    return carry_out(job, Dequantizer(source, open_backend(settings.device)), output, settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +265,8 @@ def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
 
 def _as_before(artifact: Artifact, plan: Plan) -> Plan:
     """The plan, with how the source's stacks were read, and what a cast loses beside values."""
-    plan = replace(plan, stacks=stacks_recorded(artifact.record), folds=folds_recorded(artifact.record))
+    stacks = rules_of(artifact, model_recipe(artifact.source.checkpoint.config))
+    plan = replace(plan, stacks=stacks, folds=folds_recorded(artifact.record))
     if artifact.form.activations == plan.target.activations:
         return plan
     lost = "activations become 16-bit: four-bit ones of nvfp4 need input scales, which an mxfp4 artifact does not have"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import shlex
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from itertools import groupby
 from operator import itemgetter
@@ -24,13 +24,13 @@ from fp4convert.calibration_file import Calibration
 from fp4convert.carrying import Carrier, carry, group_exponent
 from fp4convert.codec import FLOAT_DTYPES, Float32s, as_floats, check_largest, find_not_finite_values, not_finite
 from fp4convert.codings import Linear, room_for
-from fp4convert.codings.floats import MATRIX_DIMENSIONS, measured_whole
+from fp4convert.codings.floats import measured_whole
 from fp4convert.codings.folded import reach_of
 from fp4convert.codings.fp4 import FourBit
 from fp4convert.codings.fp8 import Fp8, ThroughFp8
 from fp4convert.dialects import Speller, dialect_named, form_of
 from fp4convert.errors import DeviceError, NumericError
-from fp4convert.formats import FP8, Blocks, Compared, Quantized, Weights, format_named, row_panels
+from fp4convert.formats import FP8, Blocks, Compared, Matrix, Quantized, Weights, format_named, row_panels
 from fp4convert.grid import Grid, fp8_scales_of
 from fp4convert.output import TaskWriter
 from fp4convert.recipe import Target
@@ -251,9 +251,8 @@ class Dequantizer:
     action: Action = "dequantize"
     made = "dequantized"
 
-    def __init__(self, source: Source, artifact: Artifact | None, backend: Backend) -> None:
+    def __init__(self, source: Source, backend: Backend) -> None:
         self.source = source
-        self._artifact = artifact  # of the steps without linear layers
         self._backend = backend
         self.device = backend.name
         self.threads = backend.threads
@@ -273,23 +272,43 @@ class Dequantizer:
                 raise UnsoundShardError([named]) from None
 
     def _panels(self, step: Step) -> Generator[memoryview]:
-        """The values in the order of the output: rows, or for a stack each of its matrices transposed."""
+        """The values in the order of the output: rows, or for a stack one expert after the other."""
         dtype = step.outputs[0].dtype
-        if step.linears:
-            yield from values_of(step.linears[0], self.source, dtype)
+        if not step.slots:
+            yield from self._values(step.linears[0], dtype)
             return
-        if self._artifact is None:
-            raise RuntimeError(f"{step.module} has no blocks")
-        stored = self._artifact.decode_stem(step.module)
-        if len(step.shape) == MATRIX_DIMENSIONS:
-            yield from self._backend.dequantize_panels(stored, dtype)
+        linears = {linear.module: linear for linear in step.linears}
+        count = len(step.slots) // step.shape[0]
+        for first in range(0, len(step.slots), count):
+            slots = step.slots[first : first + count]
+            held = {linears[rows.module] for slot in slots for rows in slot}
+            with room_for(self.source, [linear for linear in held if linear.share > 1]):  # whose rows lie among those of others
+                if step.is_transposed or any(len(slot) > 1 for slot in slots):
+                    yield self._matrix(step, linears, slots)
+                else:
+                    for (rows,) in slots:
+                        yield from self._values(linears[rows.module], dtype, rows)
+
+    def _matrix(self, step: Step, linears: Mapping[str, Linear], slots: Sequence[Slot]) -> memoryview:
+        """One expert of a stack, whole: its slots below each other, the rows of each in turns."""
+        dtype, columns = step.outputs[0].dtype, step.shape[-1]
+        values = [[b"".join(self._values(linears[rows.module], dtype, rows)) for rows in slot] for slot in slots]
+        woven = [np.stack([np.frombuffer(each, FLOAT_DTYPES[dtype]).reshape(-1, columns) for each in slot], 1) for slot in values]
+        matrix = (
+            np.concatenate([each.reshape(-1, columns) for each in woven]) if len(woven) > 1 else woven[0].reshape(-1, columns)
+        )
+        data = matrix.reshape(-1).view(np.uint8).data
+        if not step.is_transposed:
+            return data
+        return Cpu().transpose(Matrix(data, dtype, (len(matrix), columns)), range(columns)).data
+
+    def _values(self, linear: Linear, dtype: str, rows: Rows | None = None) -> Iterator[memoryview]:
+        """The values of a linear layer as bytes of that dtype, or of those rows of one in four bits."""
+        if not isinstance(linear.coding, FourBit):
+            yield from values_of(linear, self.source, dtype)
             return
-        experts, rows, columns = step.shape
-        for first in range(0, experts * rows, rows):
-            expert = rows_of(stored, Rows(step.module, first, first + rows))
-            values = b"".join(self._backend.dequantize_panels(expert, dtype))
-            matrix = np.frombuffer(values, FLOAT_DTYPES[dtype]).reshape(rows, columns)
-            yield np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint8).data
+        blocks = linear.coding.blocks(linear)
+        yield from self._backend.dequantize_panels(rows_of(blocks, rows) if rows else blocks, dtype)
 
 
 def values_of(linear: Linear, source: Source, dtype: str) -> Iterator[memoryview]:

@@ -14,6 +14,7 @@ from fp4convert.cache_scales import Cache
 from fp4convert.codings import Linear
 from fp4convert.codings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS
 from fp4convert.codings.folded import foldings_of
+from fp4convert.codings.fp4 import FourBit
 from fp4convert.codings.fp8 import Fp8
 from fp4convert.dialects import Dialect, Ignored, dialect_to_write, form_of
 from fp4convert.errors import InputError
@@ -24,11 +25,11 @@ from fp4convert.patterns import matches
 from fp4convert.recipe import Recipe, ScaleGroup, StackRule, is_expert_stack, scale_group
 from fp4convert.shard import WEIGHT, TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
+from fp4convert.stacking import are_stacked, ending_of, rules_of
 from fp4convert.stacks import Slot
 from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
 from fp4convert.verdicts import Verdict, decide, gather_made, skipped_experts, uneven_groups
 
-ENDING_PARTS = 3  # of a stack's name that tell it from others: mlp.experts.gate_up_proj
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
 KEPT_DTYPE = "BF16"  # of what was packed and stays
 
@@ -217,12 +218,20 @@ def _label(group: ScaleGroup, members: Iterable[Linear]) -> str:
 
 
 def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
-    """How the stacks that are taken apart were read, by the ends of their names."""
+    """How the stacks that are taken apart were read, by the ends of their names; before that how those of an artifact were.
+
+    By whole names where matrices that stand alone would be taken for others of them.
+    """
     every = (linear.stack for linear in linears.of.values() if linear.stack)
     stacks = {stack.name: stack for stack in every if stack.dtype in FLOAT_TYPES}
-    used = ((name, recipe.stack_rule(name, ref.shape)) for name, ref in stacks.items())
-    ends = ((".".join(name.split(".")[-ENDING_PARTS:]), rule) for name, rule in used if rule)
-    return tuple(dict.fromkeys(rule._replace(tensors=(f"*{end}",)) for end, rule in ends))
+    found = ((ref, recipe.stack_rule(name, ref.shape)) for name, ref in stacks.items())
+    used = [(ref, rule if len(ref.shape) < STACK_DIMENSIONS else rule._replace(experts=None)) for ref, rule in found if rule]
+    rules = tuple(dict.fromkeys(rule._replace(tensors=(ending_of(ref.name),)) for ref, rule in used))
+    alone = (module for module, linear in linears.of.items() if not linear.stack and not linear.coding.is_packed)
+    if rules and are_stacked(alone, rules):
+        rules = tuple(rule._replace(tensors=(ref.name,)) for ref, rule in used)
+    artifact = next((linear.coding.artifact for linear in linears.of.values() if isinstance(linear.coding, FourBit)), None)
+    return (*(rules_of(artifact, recipe) if artifact else ()), *rules)
 
 
 def _folded(linear: Linear, ref: TensorRef, reason: str = "") -> Draft:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fp4convert.codings import Linear
-from fp4convert.codings.floats import STACK_DIMENSIONS
 from fp4convert.dialects import Dialect, Ignored, Packed, dialect_to_write, form_of, is_quantized_tensor
 from fp4convert.errors import InputError
 from fp4convert.formats import dtype_named
@@ -16,49 +15,57 @@ from fp4convert.reading import UNSAID, idle_scales
 from fp4convert.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_group
 from fp4convert.shard import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
 from fp4convert.sources import Checkpoint
+from fp4convert.stacking import Stacked
 from fp4convert.stacks import Slot
 from fp4convert.tasks import Draft, Plan, Task, Writing, refuse_collisions
 
 
 def plan_dequantize(
     checkpoint: Checkpoint,
-    modules: dict[str, Packed],
-    beside: Sequence[Linear],
+    packed: Sequence[Linear],
+    stacks: Sequence[Stacked],
     dtype: str,
     idle: Collection[str] = (),
 ) -> Plan:
     """The plan that turns quantized weights back into a checkpoint whose modules are bf16, fp16 or fp32.
 
-    Companions of a module are left out: they would mean nothing beside ordinary weights.  A stack of four-bit experts becomes
-    one as transformers keeps it: (experts, columns, rows), under its own name.
+    A stack in which modules stay in floats of another dtype becomes F32, which holds the values of all.
 
-    modules       the sound four-bit modules, as `artifact` found them
-    beside        modules that are packed in another way
-    idle          tensors that only an engine with a quantized cache wants; left out too
-    Raises        InputError for an unknown dtype, or where a restored weight would take the name of another tensor
+    packed   the linear layers that are quantized, in whatever way
+    stacks   of experts, that some of them were, and others that stayed
+    idle     tensors that mean nothing beside ordinary weights; left out, as what linear layers call idle is
+    Raises   InputError for an unknown dtype, or where a restored weight would take the name of another tensor
     """
     target, stored = Target(dtype), dtype_named(dtype)
-    drafts = {}
-    for linear in beside:
-        spec = TensorSpec(linear.module + WEIGHT, stored, linear.shape)
-        drafts[linear.module] = Draft("dequantize", linear.coding.word, linear.refs, (spec,), linear.shape, linears=(linear,))
-    for packed in modules.values():
-        shape = packed.stored_shape
-        spec = TensorSpec(f"{packed.stem}.weight", stored, shape)
-        if len(shape) == STACK_DIMENSIONS:
-            spec = TensorSpec(packed.stem, stored, (shape[0], shape[2], shape[1]))
-        drafts[packed.stem] = Draft("dequantize", "four-bit", packed.refs, (spec,), shape)
-    left_out = {ref.name for packed in modules.values() for ref in packed.companions} | set(idle)
-    left_out |= {ref.name for linear in beside for ref in linear.idle}
-    consumed = left_out | {ref.name for linear in beside for ref in linear.refs}
-    tasks = _module_tasks(Writing(checkpoint, target), modules, drafts, consumed)
+    drafts = {stack.name: _stack_draft(stack, stored) for stack in stacks}
+    stacked = {module for stack in stacks for module in stack.modules}
+    for linear in packed:
+        if linear.module not in stacked:
+            spec = TensorSpec(linear.module + WEIGHT, stored, linear.shape)
+            drafts[linear.module] = Draft("dequantize", linear.coding.word, linear.refs, (spec,), linear.shape, linears=(linear,))
+    left_out = {ref.name for linear in packed for ref in linear.idle} | set(idle)
+    consumed = left_out | {ref.name for draft in drafts.values() for ref in draft.refs}
+    tasks = _module_tasks(Writing(checkpoint, target), drafts, consumed)
     scales = [name for name in left_out if not name.endswith(".weight_shape")]
     warnings = [f"{len(scales)} scales are left out: ordinary weights need none"] if scales else []
-    four_bit = {ref.name for packed in modules.values() for ref in packed.refs} | consumed
-    typed = [ref.name for ref in checkpoint.tensors if ref.dtype not in DTYPE_BITS and ref.name not in four_bit]
+    if wide := [draft.specs[0].name for draft in drafts.values() if draft.slots and draft.specs[0].dtype != stored]:
+        warnings.append(
+            f"{len(wide)} stacks of experts are not {dtype}, the first {wide[0]!r}: matrices in them stayed in another dtype"
+        )
+    typed = [ref.name for ref in checkpoint.tensors if ref.dtype not in DTYPE_BITS and ref.name not in consumed]
     if typed:
         warnings.append(f"{len(typed)} tensors stay in GGUF's own types, the first {typed[0]!r}")
     return Plan(target, tasks, Ignored((), ()), (*notes_on(checkpoint), *warnings))
+
+
+def _stack_draft(stack: Stacked, stored: str) -> Draft:
+    """What becomes of a stack: its modules in that dtype, but where others of another dtype stayed in floats."""
+    dtypes = {stored if linear.coding.is_packed else linear.refs[0].dtype for linear in stack.linears}
+    spec = TensorSpec(stack.name, dtypes.pop() if len(dtypes) == 1 else "F32", stack.stored_shape)
+    refs = tuple(dict.fromkeys(ref for linear in stack.linears for ref in linear.refs))
+    reason = ", ".join(dict.fromkeys(linear.coding.word for linear in stack.linears))
+    draft = Draft("dequantize", reason, refs, (spec,), stack.shape, stack.slots)
+    return draft._replace(linears=stack.linears, is_transposed=stack.is_transposed)
 
 
 class Stored(NamedTuple):
@@ -107,7 +114,8 @@ def plan_transcode(
         drafts[stem] = Draft("transcode", "four-bit", refs, *how, amax_of=group, home=stored.home, form=form)
     homes = {stored.home.name for stored in placed.values()}
     idle = idle_scales(modules, renamed or {}, form.has_input_scale)
-    tasks = _module_tasks(Writing(checkpoint, target, dialect, form, renamed or {}), modules, drafts, homes | set(idle))
+    consumed = homes | set(idle) | {ref.name for packed in modules.values() for ref in packed.refs}
+    tasks = _module_tasks(Writing(checkpoint, target, dialect, form, renamed or {}), drafts, consumed)
     kept = kept_modules(tasks)
     patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
     warnings = [f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []
@@ -157,9 +165,8 @@ def _refuse_unfit(placed: dict[str, Stored], modules: Iterable[str], dialect: Di
             raise InputError("dialect-module", detail, "Choose another --dialect.", module)
 
 
-def _module_tasks(writing: Writing, modules: dict[str, Packed], drafts: dict[str, Draft], left_out: set[str]) -> tuple[Task, ...]:
-    """Tasks that carry out each draft where the first of its packed codes are, and copy every other tensor."""
-    consumed = left_out | {ref.name for packed in modules.values() for ref in packed.refs}
+def _module_tasks(writing: Writing, drafts: dict[str, Draft], consumed: set[str]) -> tuple[Task, ...]:
+    """Tasks that carry out each draft where the first of its packed codes are, and copy every tensor that is not consumed."""
     at: dict[str, list[Draft]] = defaultdict(list)
     for stem, draft in drafts.items():
         at[(draft.home or draft.refs[0]).file].append(draft._replace(module=stem))

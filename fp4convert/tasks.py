@@ -46,6 +46,7 @@ class Step(NamedTuple):
     measured every member of the scale group (or the linear layer alone), in whichever shard; the common amax sets the
              global scale, and tells whether all of them are finite
     scalar   a float32 that no tensor of the source holds: the input scale of its module, or what is written
+    is_transposed  each matrix of a stack is stored as (columns, rows)
     """
 
     module: str
@@ -61,6 +62,7 @@ class Step(NamedTuple):
     linears: tuple[Linear, ...] = ()
     measured: tuple[Linear, ...] = ()
     scalar: float | None = None
+    is_transposed: bool = False
 
     @property
     def name(self) -> str:
@@ -211,6 +213,7 @@ class Draft(NamedTuple):
     linears: tuple[Linear, ...] = ()
     measured: tuple[Linear, ...] = ()
     scalar: float | None = None
+    is_transposed: bool = False
 
     @property
     def name(self) -> str:
@@ -256,6 +259,7 @@ class Writing:
                 linears=draft.linears,
                 measured=draft.measured,
                 scalar=draft.scalar,
+                is_transposed=draft.is_transposed,
             )
             for draft in drafts
         )
@@ -306,6 +310,8 @@ def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
 def _told(step: Step) -> list[object]:
     """What a step says of its bytes beside the header of its shard, for JSON."""
     told: list[object] = [step.module, step.action, step.shape, step.slots, step.refs, step.amax_of, step.scalar]
+    if step.is_transposed:  # shapes do not tell it of square matrices
+        told.append("transposed")
     return told if not step.linears else [*told, step.form.word if step.form else "", *map(_meaning, step.linears)]
 
 

@@ -249,14 +249,6 @@ def decoded(family: Family, tensors: Tensors) -> Tensors:
     return result
 
 
-def stacked_again(family: Family, source: Tensors, restored: Tensors) -> Tensors:
-    """What `dequantize` wrote, with the single matrices of experts put back into the stacks they came from."""
-    result = {name: restored[name] if name in restored else tensor.clone() for name, tensor in source.items()}
-    for module, matrix in matrices(family, result).items():
-        matrix.copy_(restored[f"{module}.weight"])
-    return result
-
-
 def write_values(source: Path, tensors: Tensors, folder: Path) -> Path:
     """The folder, now with that checkpoint's model and other values, as ordinary weights."""
     folder.mkdir()

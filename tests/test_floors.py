@@ -47,7 +47,7 @@ FLOORS = [
     {"backends", "reading", "record"},
     {"artifact", "detection", "doctor", "experts", "identity"},
     {"codings", "agreement", "scalars"},
-    {"linears", "tasks", "calibration_file", "sampling"},
+    {"linears", "tasks", "calibration_file", "sampling", "stacking"},
     {"verdicts", "manifest", "pace", "methods", "folds", "ledger", "skeleton", "input_scales", "cache_scales", "gptq", "inputs"},
     {"plan", "output", "rounding", "losses", "merging", "smoothing", "observers", "chain", "unfolding", "calibration_parts"},
     {"respelling", "carrying", "suspicion", "push", "advice", "feeding", "calibration_state", "calibration_needs", "histograms"},

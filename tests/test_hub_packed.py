@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from checkpoints import FIRST, SECOND, Tensor, run, write_checkpoint
+from checkpoints import FIRST, SECOND, Tensor, read_folder, run, write_checkpoint
 
 EXPERTS, ROWS, COLUMNS = "model.layers.0.mlp.experts", 1536, 2048  # a matrix takes several pieces of a stream
 NAMES = [f"model.layers.0.{leaf}_proj" for leaf in ("self_attn.q", "mlp.gate", "mlp.up", "mlp.down")]
@@ -69,6 +69,21 @@ def test_a_source_from_the_hub_becomes_what_its_folder_becomes(name, format, hub
         assert outcome.code == 0, outcome.err
         digests.add(files_digest(tmp_path / out))
     assert len(digests) == 1
+
+
+def test_stacks_come_back_from_the_hub_as_from_a_folder(hub, tmp_path):
+    make, config, options = SOURCES["stacks"]
+    folder = write_checkpoint(tmp_path / "m", make(), config)
+    assert run("quantize", folder, "--format", "mxfp4", "-o", tmp_path / "a", *options).code == 0
+    hub.add("org/a", tmp_path / "a")
+    for source, out in ((tmp_path / "a", "local"), ("org/a", "hub")):
+        outcome = run("dequantize", source, "-o", tmp_path / out, "-q")
+        assert outcome.code == 0, outcome.err
+    local, streamed = (read_folder(tmp_path / out) for out in ("local", "hub"))
+    assert local == streamed
+    assert {name: each[:2] for name, each in local.items()} == {
+        name: each[:2] for tensors in make().values() for name, each in tensors.items()
+    }
 
 
 def files_digest(folder):

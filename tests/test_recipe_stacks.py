@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tiny_models import offline
+from tiny_models import fp4convert, offline, read_tensors
 
 from fp4convert.errors import InputError
 from fp4convert.recipe import Choice, StackRule, Target, build_recipe
@@ -131,6 +131,23 @@ def test_a_checkpoint_as_it_was_published_is_sliced_as_transformers_reads_it(mod
     with offline():
         model = getattr(transformers, case.kind).from_pretrained(tmp_path)
     assert_same(model, case, found)
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_dequantize_stacks_again_what_was_sliced(model_type: str, tmp_path: Path) -> None:
+    """Names and shapes of the checkpoint, near its values, and transformers loads them without a word."""
+    import transformers
+
+    case = CASES[model_type]
+    build(case, tmp_path / "m")
+    fp4convert("quantize", tmp_path / "m", "--format", "nvfp4", "-o", tmp_path / "a", "-q")
+    fp4convert("dequantize", tmp_path / "a", "-o", tmp_path / "r", "--dtype", "fp32", "-q")
+    source, restored = read_tensors(tmp_path / "m"), read_tensors(tmp_path / "r")
+    assert {name: tensor.shape for name, tensor in restored.items()} == {name: tensor.shape for name, tensor in source.items()}
+    assert [name for name, tensor in source.items() if (restored[name] - tensor).norm() > 0.15 * tensor.norm()] == []
+    with offline():
+        _, info = getattr(transformers, case.kind).from_pretrained(tmp_path / "r", output_loading_info=True)
+    assert not any(info.values()), info
 
 
 def test_where_inputs_and_outputs_are_as_many_a_person_decides(tmp_path: Path) -> None:

@@ -1,0 +1,253 @@
+"""Which modules of an artifact were one stack of experts in its source, and how that stack lay; pure.
+
+The record says by which rules stacks were taken apart: each rule is read backwards, from a module's name to its stack's, and
+nothing is guessed from shapes.  Where no record tells, stacks of a dialect are what transformers takes them for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from fp4convert.artifact import Artifact
+from fp4convert.codings import Linear
+from fp4convert.codings.fp4 import FourBit
+from fp4convert.errors import InputError
+from fp4convert.patterns import matches, matches_any
+from fp4convert.recipe import Recipe, StackRule
+from fp4convert.record import stacks_recorded
+from fp4convert.shard import WEIGHT
+from fp4convert.stacks import Rows, Slot
+
+ENDING_PARTS = 3  # of a stack's name that tell it from others: mlp.experts.gate_up_proj
+NEXT_STEP = "Make the artifact again from its source, or download it again."
+_WILD = set("*?[")
+_PARTS = {"parent": ".*", "expert": "0|[1-9][0-9]{0,8}"}
+
+
+class Stacked(NamedTuple):
+    """A stack of experts that is put together out of modules.
+
+    name           of its tensor
+    linears        whose rows it holds, expert by expert
+    shape          (experts, rows, columns): all rows of an expert, as the linear layers have them
+    slots          equally many for each expert: whose rows stand below each other, or take turns
+    is_transposed  each expert's matrix is stored as (columns, rows)
+    is_flat        experts stand below each other, in a tensor of two dimensions
+    modules        that it stands for
+    """
+
+    name: str
+    linears: tuple[Linear, ...]
+    shape: tuple[int, int, int]
+    slots: tuple[Slot, ...]
+    is_transposed: bool
+    is_flat: bool
+    modules: tuple[str, ...]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of its tensor."""
+        experts, rows, columns = self.shape
+        outer, inner = (columns, rows) if self.is_transposed else (rows, columns)
+        return (experts * outer, inner) if self.is_flat else (experts, outer, inner)
+
+
+class _Place(NamedTuple):
+    """Where in a stack a module belongs; `tensor` is empty where the rule does not tell its name."""
+
+    tensor: str
+    rule: StackRule
+    expert: int
+    member: str
+
+
+def rules_of(artifact: Artifact, recipe: Recipe) -> tuple[StackRule, ...]:
+    """How stacks of experts lay in the source of an artifact: as its record says, else as its dialect and transformers have them.
+
+    recipe  of its model; where our own record names no stack, it tells whether the dialect's are the source's, or were single
+            matrices there
+    """
+    rules = list(stacks_recorded(artifact.record))
+    find, stems = _Finder(rules), set[str]()
+    for module, packed in artifact.modules.items():
+        if packed.stem == module or packed.stem in stems:
+            continue
+        stems.add(packed.stem)  # with the first module of expert 0, of as many as take turns
+        if not find.place_of(module) and (not artifact.record or recipe.stack_rule(packed.stem)):
+            members = [rows.module for rows in artifact.spelling.slots(packed.stem, packed.stored_shape)[0]]
+            leaves = tuple(member.rpartition(".")[2] for member in members)
+            rules.append(StackRule((ending_of(packed.stem),), leaves, True, len(leaves) > 1))
+    return tuple(dict.fromkeys(rules))
+
+
+def ending_of(tensor: str) -> str:
+    """A pattern for stacks of that kind in every layer."""
+    return f"*{'.'.join(tensor.split('.')[-ENDING_PARTS:])}"
+
+
+def find_stacks(linears: Iterable[Linear], rules: Sequence[StackRule]) -> tuple[list[Stacked], list[str]]:
+    """The stacks that linear layers belong to, and what a person should know of those that stay apart.
+
+    linears  of an artifact
+    rules    by which its source's stacks were taken apart; the first that fits a tensor counts
+    Raises   InputError for a stack that lacks an expert, or whose experts have several shapes
+    """
+    find = _Finder(rules)
+    members: dict[tuple[str, StackRule], dict[tuple[int, str], Linear]] = defaultdict(dict)
+    nameless: dict[StackRule, str] = {}
+    for linear in linears:
+        if linear.stack and not linear.coding.is_packed:
+            continue  # its stack is there
+        if not (place := find.place_of(linear.module)):
+            continue
+        if place.tensor:
+            members[place.tensor, place.rule][place.expert, place.member] = linear
+        else:
+            nameless.setdefault(place.rule, linear.module)
+    stacks = [_whole(_put_together(name, rule, found)) for (name, rule), found in members.items()]
+    _check_counts(members)
+    notes = [
+        f"experts stay apart: the record's rule for stacks {', '.join(rule.tensors)} does not tell the name of the tensor that"
+        f" {module} was a part of"
+        for rule, module in nameless.items()
+    ]
+    return stacks, notes
+
+
+def are_stacked(modules: Iterable[str], rules: Sequence[StackRule]) -> bool:
+    """True where one of these modules would be taken for a part of a stack."""
+    find = _Finder(rules)
+    return any(find.place_of(module) for module in modules)
+
+
+class _Finder:
+    """Rules for stacks, read backwards; what they say of one parent is found once."""
+
+    def __init__(self, rules: Sequence[StackRule]) -> None:
+        self._rules = rules
+        self._spelled: dict[tuple[str, tuple[str, ...]], list[StackRule]] = defaultdict(list)
+        for rule in rules:
+            self._spelled[rule.named, rule.members].append(rule)
+        self._below = cache(self._find_below)
+
+    def place_of(self, module: str) -> _Place | None:
+        """The stack and the place in it that a module has by the first rule that fits."""
+        nameless = None
+        for named, members in self._spelled:
+            match = _expression(named, members).fullmatch(module)
+            if match is None:
+                continue
+            found = {"member": members[0], **match.groupdict()}
+            for tensor, rule in self._below(named, members, found.get("parent")):
+                place = _Place(tensor, rule, int(found["expert"]), found["member"])
+                if not tensor:
+                    nameless = nameless or place
+                elif rule.module(tensor, place.expert, place.member) == module:
+                    return place
+        return nameless
+
+    def _find_below(self, named: str, members: tuple[str, ...], parent: str | None) -> list[tuple[str, StackRule]]:
+        """The stacks below that parent by the rules of such names."""
+        found = ((self._find_tensor(rule, parent), rule) for rule in self._spelled[named, members])
+        return [(tensor, rule) for tensor, rule in found if tensor is not None]
+
+    def _find_tensor(self, rule: StackRule, parent: str | None) -> str | None:
+        """The stack below that parent by a rule; "" where the rule does not tell its name, None where it has none there."""
+        is_told = True
+        for pattern in rule.tensors:
+            tensor = _tensor_below(pattern, parent)
+            is_told = is_told and tensor is not None
+            if tensor is not None and matches(pattern, tensor) and self._first(tensor) is rule:
+                return tensor
+        return None if is_told else ""
+
+    def _first(self, tensor: str) -> StackRule | None:
+        return next((rule for rule in self._rules if matches_any(rule.tensors, tensor)), None)
+
+
+@cache
+def _expression(named: str, members: tuple[str, ...]) -> re.Pattern[str]:
+    """What fits the names of a rule's modules; nothing where their names do not tell the expert."""
+    parts = {**_PARTS, "member": "|".join(map(re.escape, members))}
+    if "{expert}" not in named or (len(members) > 1 and "{member}" not in named):
+        return re.compile(r"(?!)")
+    text, seen = "", set[str]()
+    for number, piece in enumerate(re.split(r"\{(parent|expert|member)\}", named)):
+        if number % 2 == 0:
+            text += re.escape(piece)
+        else:
+            text += f"(?P={piece})" if piece in seen else f"(?P<{piece}>{parts[piece]})"
+            seen.add(piece)
+    return re.compile(text)
+
+
+def _tensor_below(pattern: str, parent: str | None) -> str | None:
+    """The tensor that a pattern names below that parent; None where its last part is no name, or nobody knows the parent."""
+    if pattern.startswith("re:"):
+        return None
+    if not _WILD & set(pattern):
+        return pattern
+    stem = pattern.removesuffix(WEIGHT)
+    _, dot, leaf = stem.rpartition(".")
+    if parent is None or not dot or _WILD & set(leaf):
+        return None
+    return f"{parent}.{leaf}{pattern[len(stem) :]}"
+
+
+def _put_together(name: str, rule: StackRule, found: Mapping[tuple[int, str], Linear]) -> Stacked:
+    """The stack of these (expert, member), all of them there and of one shape; InputError otherwise."""
+    experts = rule.experts or len({expert for expert, _ in found})
+    wanted = ((expert, member) for expert in range(experts) for member in rule.members)
+    if lacking := next((each for each in wanted if each not in found), None):
+        module = rule.module(name, *lacking)
+        detail = f"{module} is not there, and {len(found)} other matrices of {name} are"
+        raise InputError("stack-experts", f"{detail}; expected every expert from 0 on", NEXT_STEP, module)
+    if len(found) > experts * len(rule.members):
+        detail = f"{name} was a stack of {experts} experts, as the record says; found matrices of more, {len(found)} in all"
+        raise InputError("stack-experts", detail, NEXT_STEP, name)
+    linears = tuple([found[expert, member] for expert in range(experts) for member in rule.members])
+    rows, columns = linears[0].shape
+    if odd := next((linear for linear in linears if linear.shape != (rows, columns)), None):
+        detail = f"{odd.module} is {list(odd.shape)}, and {linears[0].module} {[rows, columns]}; both were parts of {name}"
+        raise InputError("stack-experts", f"{detail}, expected one shape", NEXT_STEP, odd.module)
+    count = len(rule.members)
+    held = [Rows(linear.module, 0, rows) for linear in linears]
+    slots = tuple(_dealt(held, count if rule.is_interleaved else 1))
+    shape = (experts, rows * count, columns)
+    modules = tuple([linear.module for linear in linears])
+    return Stacked(name, linears, shape, slots, rule.is_transposed, bool(rule.experts), modules)
+
+
+def _dealt(held: Sequence[Rows], count: int) -> Iterator[Slot]:
+    return (tuple(held[first : first + count]) for first in range(0, len(held), count))
+
+
+def _check_counts(members: Mapping[tuple[str, StackRule], Mapping[tuple[int, str], Linear]]) -> None:
+    """InputError where stacks of the same experts have several numbers of them."""
+    counts: dict[str, tuple[str, int]] = {}
+    for (name, rule), found in members.items():
+        parent = rule.module(name, 0, rule.members[0]).rpartition(".0.")[0]
+        count = len(found) // len(rule.members)
+        other, there = counts.setdefault(parent, (name, count))
+        if there != count:
+            detail = f"{name} would have {count} experts, and {other} has {there}; expected every expert in both"
+            raise InputError("stack-experts", detail, NEXT_STEP, name)
+
+
+def _whole(stack: Stacked) -> Stacked:
+    """The stack, read as it is stored where a dialect keeps one of the same rows in the same order."""
+    coding, first = stack.linears[0].coding, stack.linears[0].module
+    if not isinstance(coding, FourBit):
+        return stack
+    packed = coding.artifact.modules[first]
+    stem, shape = packed.stem, packed.stored_shape
+    if stem == first or coding.artifact.spelling.slots(stem, shape) != stack.slots:
+        return stack
+    experts, rows, columns = stack.shape
+    linear = Linear(stem, (experts * rows, columns), coding, packed.refs)
+    slots = tuple((Rows(stem, begin, begin + rows),) for begin in range(0, experts * rows, rows))
+    return stack._replace(linears=(linear,), slots=slots)
