@@ -47,7 +47,7 @@ build: $(VENV)/bin/python
 golden: $(VENV)/test.stamp bench-peers
 	$(BIN)/python tests/golden/generate.py
 	.venv-peers/bin/python tests/golden/generate.py fouroversix_nvfp4
-	$(BIN)/python tests/golden_plans.py
+	$(BIN)/python tests/support/golden_plans.py
 
 # Fills the tables of docs/*.md that are made of the code itself, or taken from benchmarks/results.
 docs: $(VENV)/test.stamp

@@ -21,7 +21,7 @@ from llamas import HIDDEN, MLP, make_checkpoint
 from processes import COMMAND, Cost, cost_here, median_of, ratio_of, run, take_turns
 from sections import Row, Section
 
-from fp4convert.shard import WRITE_NBYTES
+from fp4convert.storage.safetensors import WRITE_NBYTES
 
 GIGABYTES = 4
 ROUNDS = 5

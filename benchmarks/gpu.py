@@ -25,9 +25,9 @@ from gpu_compare import compare_all, vectors_of
 from gpu_device import BASELINES, REPEATS, Case, Device, M, Rung, Values, Work, family
 from measure import ROOT
 
-from fp4convert import gpus
-from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.formats import FLOAT_TYPES, MXFP4, NVFP4, Format, rule_number
+from fp4convert.numerics.backends import gpus
+from fp4convert.numerics.codec import FLOAT_DTYPES
+from fp4convert.numerics.formats import FLOAT_TYPES, MXFP4, NVFP4, Format, rule_number
 
 BARS = {"amax": 97, "quantize": 92, "dequantize": 90}  # % of the copy's rate
 SEARCH_BARS = {False: 12, True: 30}  # by whether the hardware converts to E2M1

@@ -14,10 +14,11 @@ import numpy as np
 from gpu_device import BASELINES, Device, M, Rung, Values
 from measure import ROOT
 
-from fp4convert import codec
-from fp4convert.backends.cpu import Cpu
-from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.formats import FLOAT_TYPES, FORMATS, IMPORTANCE, NVFP4, Format, Quantized, kernel_of, rule_number
+from fp4convert.numerics import codec
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import FLOAT_DTYPES
+from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, IMPORTANCE, NVFP4, Format, kernel_of, rule_number
+from fp4convert.numerics.matrices import Quantized
 
 sys.path.append(str(ROOT / "tests"))
 import adversarial

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from measure import ROOT, table, verdict
 
-from fp4convert import gpus
-from fp4convert.cubins import Target, cubin_path, kernels_folder
+from fp4convert.numerics.backends import gpus
+from fp4convert.numerics.backends.cubins import Target, cubin_path, kernels_folder
 
 REPEATS, WARM_UP = 40, 5
 M = 1 << 20

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from gpu_device import Case, Device, Rung, Values
 
-from fp4convert.formats import E2M1_MAX, E4M3_MAX, E4M3_MIN, GLOBAL_RANGE, NVFP4
+from fp4convert.numerics.formats import E2M1_MAX, E4M3_MAX, E4M3_MIN, GLOBAL_RANGE, NVFP4
 
 SHAPE = (8192, 8192)
 Amax = Callable[[Any], Any]  # x -> its largest magnitude

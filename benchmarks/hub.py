@@ -1,6 +1,6 @@
 """A repository on the Hub against a bare download of the same bytes: how fast it is hashed and quantized, in what memory.
 
-The Hub is tests/fakehub.py in a process of its own, on the loopback device, and shares the cores of this machine.  The bare
+The Hub is tests/support/fakehub.py in a process of its own, on the loopback device, on the cores of this machine.  The bare
 download is one connection of http.client, read into one buffer, without a check.
 """
 
@@ -24,7 +24,8 @@ from llamas import HIDDEN, MLP, make_checkpoint
 from measure import ROOT, machine, results, seconds, table, verdict
 from processes import COMMAND, run
 
-from fp4convert.sources import Access, open_source
+from fp4convert.storage.open import open_source
+from fp4convert.storage.source import Access
 
 ROUNDS = 7
 GIGABYTES = 4

@@ -18,7 +18,7 @@ import numpy as np
 from measure import in_turn, median_ratio
 from sections import Row, Section
 
-from fp4convert.backends.cpu import LEVELS
+from fp4convert.numerics.backends.cpu import LEVELS
 
 ELEMENTS = 128 << 20  # 256 MB of bf16: several times the last cache
 SEARCHED = 32 << 20  # by kernels that try many scales: those compute, so that less is enough

@@ -43,7 +43,7 @@ def paired(work: Callable[[], object], reference: Callable[[], object], rounds: 
 
 def results(name: str, kind: str) -> Path:
     """Where a page of figures is kept: those of processors without AVX-512 have their own, such as cpu-avx2.md."""
-    from fp4convert.backends.cpu import LEVELS, Cpu
+    from fp4convert.numerics.backends.cpu import LEVELS, Cpu
 
     words = {LEVELS[4]: "", LEVELS[3]: "-avx2", LEVELS[2]: "-sse4"}
     return ROOT / "benchmarks" / "results" / f"{name}{words.get(Cpu().instruction_set, f'-{platform.machine()}')}.{kind}"
@@ -53,7 +53,7 @@ def machine() -> str:
     """Processor, its instruction set, cores, versions, commit and date."""
     import numpy
 
-    from fp4convert.backends.cpu import Cpu
+    from fp4convert.numerics.backends.cpu import Cpu
 
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = next(

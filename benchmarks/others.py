@@ -21,8 +21,9 @@ import numpy as np
 from measure import ROOT, in_turn, median_ratio
 from sections import Row, Section
 
-from fp4convert.backends.cpu import Cpu
-from fp4convert.formats import FLOAT_TYPES, FORMATS, Matrix
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS
+from fp4convert.numerics.matrices import Matrix
 from kernels import hold_cores
 
 SHAPE = (4096, 4096)

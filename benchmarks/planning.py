@@ -23,7 +23,7 @@ from measure import ROOT, verdict
 from processes import COMMAND, clean_environment
 from sections import Row, Section
 
-from fp4convert.shard import DTYPE_BITS
+from fp4convert.storage.safetensors import DTYPE_BITS
 
 HIDDEN, EXPERT, HEADS, VOCABULARY = 7168, 1408, 64, 163840
 LAYERS, EXPERTS, SHARDS = 86, 384, 400
@@ -97,13 +97,14 @@ class Cost(NamedTuple):
 
 def measure_stages(folder: str) -> dict[str, Cost]:
     """The cost of each stage; run in a process of its own."""
-    from fp4convert import render
-    from fp4convert.convert import Request, prepare_quantize
-    from fp4convert.ending import as_text
-    from fp4convert.forecast import describe_plan
-    from fp4convert.overview import draw_plan
-    from fp4convert.sources import open_source
-    from fp4convert.workers import Settings
+    from fp4convert.cli import screen
+    from fp4convert.cli.draw_plan import draw_plan
+    from fp4convert.conversion.dry_run import describe_plan
+    from fp4convert.conversion.quantization import prepare_quantize
+    from fp4convert.conversion.requests import Request
+    from fp4convert.execution.settings import Settings
+    from fp4convert.storage.json_text import as_text
+    from fp4convert.storage.open import open_source
 
     found = {}
     begun = time.perf_counter(), time.process_time()
@@ -123,7 +124,7 @@ def measure_stages(folder: str) -> dict[str, Cost]:
     end("text of the index")
     document = describe_plan(source, plan, Settings())
     end("document of the dry run")
-    render.Screen().show(document, draw_plan)
+    screen.Screen().show(document, draw_plan)
     end("draw it")
     return found
 

@@ -14,12 +14,14 @@ from planning import write_checkpoint
 from processes import COMMAND, median_of, ratio_of, run, take_turns
 from sections import Row, Section
 
-from fp4convert.artifact import Artifact, open_artifact
-from fp4convert.convert import Request, artifact_job, prepare_quantize
-from fp4convert.ending import as_text
-from fp4convert.inspection import choose_modules
-from fp4convert.record import RECORD
-from fp4convert.sources import open_source
+from fp4convert.checkpoint.artifact import Artifact, open_artifact
+from fp4convert.conversion.artifact_job import artifact_job
+from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.requests import Request
+from fp4convert.quality.checks import choose_modules
+from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.json_text import as_text
+from fp4convert.storage.open import open_source
 
 ROUNDS = 9
 BARE_MS = 20  # what `python -c pass` takes on the machine that the bars are meant for

@@ -17,11 +17,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from fp4convert.dialects import MODULES, dialect_named
-from fp4convert.formats import FORMATS, NVFP4, Format
-from fp4convert.layout import LAYOUTS, Layout
-from fp4convert.pictures import draw_block
-from fp4convert.spelling import Form
+from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.checkpoint.dialects.registry import MODULES, dialect_named
+from fp4convert.cli.draw_quality import draw_block
+from fp4convert.numerics.formats import FORMATS, NVFP4, Format
+from fp4convert.numerics.scale_layouts import LAYOUTS, Layout
 
 DOCS = Path(__file__).parent
 MADE = re.compile(r"(?<=<!-- made: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)

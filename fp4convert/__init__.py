@@ -10,32 +10,55 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fp4convert.calibration import Calibrated
-    from fp4convert.commands.calibrating import calibrate
-    from fp4convert.commands.judging import compare, inspect, verify
-    from fp4convert.commands.making import dequantize, merge, preview_prune, preview_quantize, prune, quantize, transcode
-    from fp4convert.commands.studying import analyze
+    from fp4convert.calibration.run import Calibrated
+    from fp4convert.commands.analysis import analyze
+    from fp4convert.commands.calibration import calibrate
+    from fp4convert.commands.convert import dequantize, merge, preview_prune, preview_quantize, prune, quantize, transcode
+    from fp4convert.commands.quality import compare, inspect, verify
+    from fp4convert.commands.tensors import dequantize_tensor, quantize_tensor
     from fp4convert.errors import AccessError, DeviceError, Fp4Error, InputError, NumericError, OutputError, SourceError
-    from fp4convert.formats import Quantized
-    from fp4convert.job import Result
+    from fp4convert.execution.settings import Result
+    from fp4convert.numerics.matrices import Quantized
     from fp4convert.progress import Phases
-    from fp4convert.tensors import dequantize_tensor, quantize_tensor
-    from fp4convert.verification import Verified
+    from fp4convert.quality.verification import Verified
 
     __version__: str
 
 _HOMES = {  # module -> its public names
-    "calibration": ("Calibrated",),
-    "commands.calibrating": ("calibrate",),
-    "commands.judging": ("compare", "inspect", "verify"),
-    "commands.making": ("dequantize", "merge", "preview_prune", "preview_quantize", "prune", "quantize", "transcode"),
-    "commands.studying": ("analyze",),
-    "errors": ("AccessError", "DeviceError", "Fp4Error", "InputError", "NumericError", "OutputError", "SourceError"),
-    "formats": ("Quantized",),
-    "job": ("Result",),
+    "calibration.run": ("Calibrated",),
+    "commands.analysis": ("analyze",),
+    "commands.calibration": ("calibrate",),
+    "commands.convert": (
+        "dequantize",
+        "merge",
+        "preview_prune",
+        "preview_quantize",
+        "prune",
+        "quantize",
+        "transcode",
+    ),
+    "commands.quality": (
+        "compare",
+        "inspect",
+        "verify",
+    ),
+    "commands.tensors": (
+        "dequantize_tensor",
+        "quantize_tensor",
+    ),
+    "errors": (
+        "AccessError",
+        "DeviceError",
+        "Fp4Error",
+        "InputError",
+        "NumericError",
+        "OutputError",
+        "SourceError",
+    ),
+    "execution.settings": ("Result",),
+    "numerics.matrices": ("Quantized",),
     "progress": ("Phases",),
-    "tensors": ("dequantize_tensor", "quantize_tensor"),
-    "verification": ("Verified",),
+    "quality.verification": ("Verified",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [

@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 
-from fp4convert.stops import Stopped, listen, uncovered
+from fp4convert.process import Stopped, listen, uncovered
 
 # NumPy's threads wait for work without sleeping, from when they begin: 30 ms of a core each, unless told to sleep at once
 BLAS_WAIT = ("OPENBLAS_THREAD_TIMEOUT", "4")
@@ -20,7 +20,7 @@ def main() -> None:
         os.environ.setdefault(*BLAS_WAIT)
         gc.set_threshold(FEWEST_OBJECTS)
         with uncovered():
-            from fp4convert.cli import main as command_line
+            from fp4convert.cli.app import main as command_line
 
         command_line()
     except Stopped as stopped:

@@ -13,7 +13,9 @@ Fp4Error                1  (never raised itself; anything else that escapes is o
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import cache
+from typing import Literal, NamedTuple
 
 ERRORS = "errors.md"
 _ROW = re.compile(r"^\| `([a-z0-9-]+)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
@@ -116,3 +118,32 @@ class Interrupted(Fp4Error):  # noqa: N818 - not a failure
         message, verb = f"interrupted: {kept or 'nothing of this command stays'}", "Continue" if kept else "Begin again"
         super().__init__("interrupted", message, f"{verb} with: {command}")
         self.exit_code = exit_code
+
+
+class Doubt(NamedTuple):
+    """Something wrong with a record, as a finding's level, code and detail."""
+
+    level: Literal["error", "warning"]
+    code: str
+    detail: str
+
+
+Level = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something wrong (error), doubtful (warning) or worth knowing (note)."""
+
+    level: Level
+    code: str
+    tensor: str | None
+    detail: str
+
+
+def is_healthy(findings: tuple[Finding, ...]) -> bool:
+    """True where no finding is an error."""
+    return all(finding.level != "error" for finding in findings)
+
+
+CORRUPT = "source-corrupt"

@@ -7,6 +7,7 @@ of every signal and interrupts the main one until the exception is raised.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 WAKE_SECONDS = 0.05
 NUDGE = signal.SIGURG  # ends a wait and does nothing else; where nobody listens to it, it is ignored
@@ -104,3 +105,34 @@ def _wake(reading: int) -> None:
         while signal.getsignal(number[0]) is _stop:  # it has not been raised
             signal.pthread_kill(main, NUDGE)
             time.sleep(WAKE_SECONDS)
+
+
+class _Indifferent(io.FileIO):
+    """A file whose writes always end well."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+@contextmanager
+def sturdy_streams() -> Iterator[None]:
+    """Meanwhile stdout and stderr are there, print every character in some way, and stderr never fails."""
+    before = sys.stdout, sys.stderr
+    out, err = (stream or _opened(io.FileIO(os.devnull, "w")) for stream in before)
+    for stream in (out, err):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if sys.__stderr__ is not None and err is sys.__stderr__:
+        err = _opened(_Indifferent(err.fileno(), "w", closefd=False), err.encoding)
+    sys.stdout, sys.stderr = out, err
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def _opened(file: io.FileIO, encoding: str = "utf-8") -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BufferedWriter(file), encoding, "backslashreplace", line_buffering=True)

@@ -7,8 +7,8 @@
  *
  * D is bf16, fp16 or fp32; values are finite.  Magnitudes are compared as integers, in a tree of interleaves, and of a block's the
  * largest alone becomes float32. */
-#ifndef FP4_MAXIMA_H
-#define FP4_MAXIMA_H
+#ifndef FP4_BLOCK_AMAX_H
+#define FP4_BLOCK_AMAX_H
 
 #include "vector.h"
 

@@ -24,7 +24,7 @@ struct Block { u32 stored; float step, inverse, rest; bool is_fast; };
  * place, rest is what is then missing, to first order.  Before its last rounding q is within 2^-45 of x / step (relative), so that it
  * and the codec's quotient can part only where x / step is as close to B, moved by half a unit in its last place.  With x = X * 2^j,
  * step = S * 2^k and that place N * 2^l, this asks for |X * 2^m - N * S| <= 16; over all X of 8 and of 11 bits and all 8 values of N
- * this has one solution where q is wrong, S = 2^24 - 1 (tests/test_cuda_quotients.py counts them).  Such steps go the exact way.
+ * this has one solution where q is wrong, S = 2^24 - 1 (tests/kernels/test_cuda_nvfp4_encode.py counts them).  Such steps go the exact way.
  *
  * float32 x: two corrections of x * fl(1 / step).  The first brings the quotient within one unit in its last place; then its residual
  * is exact, and with a correctly rounded inverse the second rounds correctly (Markstein, IBM J. Res. Dev. 34, 1990).

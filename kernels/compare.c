@@ -10,14 +10,14 @@
  *
  *   sum x^2, sum (x - y)^2, sum y^2, max |x - y|, how many |x| > 6 * step (compare_values: 0)
  *
- * Equal bit for bit to compare in fp4convert/accounting.py on every level, and on the GPU, for the order of addition is fixed.
+ * Equal bit for bit to compare in fp4convert/numerics/error_sums.py on every level, and on the GPU, for the order of addition is fixed.
  * A row is taken in groups of 256 elements, element i of a group to lane i % 16.  A group adds its squares in float32: each lane,
  * then lanes 2j and 2j + 1, then of these eight j and j + 4.  Its four sums are added to four doubles of the row, which in the end
  * are (0 + 2) + (1 + 3).  Eighteen roundings to float32 are off by less than 7e-7 together.
  * A group with a step below SMALLEST_STEP, or with sums outside FINE..COARSE, is added in double instead, in the same order.
  * Bytes moved per bf16 element: NVFP4 2 + 0.5625, MXFP4 2 + 0.53125; count_codes 0.5.
  */
-#include "maxima.h"
+#include "block_amax.h"
 
 #define FINE 0x1p-70f
 #define COARSE 0x1p100f

@@ -5,7 +5,7 @@
  *
  * y = e2m1(code) * step in float32, then one rounding to D (bf16, fp16 or fp32); step is block_scale * stored_global,
  * or block_scale / stored_global where a divisor is stored.  y is aligned to its type; packed and block_scales need no alignment.
- * Bytes equal dequantize in fp4convert/codec.py.  Bytes moved per bf16 element: NVFP4 0.5625 + 2, MXFP4 0.53125 + 2.
+ * Bytes equal dequantize in fp4convert/numerics/codec.py.  Bytes moved per bf16 element: NVFP4 0.5625 + 2, MXFP4 0.53125 + 2.
  */
 #include "vector.h"
 

@@ -5,7 +5,7 @@
  *
  * y = e2m1(code) * step in float32, then one rounding to D (bf16, fp16 or fp32); step is block_scale * stored_global,
  * or block_scale / stored_global where a divisor is stored.  n > 0.  Launch and alignment: device.h.
- * Bytes equal dequantize in fp4convert/codec.py; where a value is NaN it is NaN, with bits of the device's own.
+ * Bytes equal dequantize in fp4convert/numerics/codec.py; where a value is NaN it is NaN, with bits of the device's own.
  * Bytes moved per bf16 element: NVFP4 0.5625 + 2, MXFP4 0.53125 + 2.
  *
  * A thread owns four groups of 8 elements, THREADS apart: a warp reads 128 bytes of codes in a row and

@@ -1,7 +1,7 @@
 /* E2M1, E4M3 and E8M0, encoded and decoded one value at a time: the only scalar conversions in the project, for host and device.
  *
  * Every function is IEEE float32, round to nearest even, denormals kept; compile without fast-math, without contraction of
- * a*b+c and without flush to zero.  Each gives what fp4convert/codec.py gives for the same value.
+ * a*b+c and without flush to zero.  Each gives what fp4convert/numerics/codec.py gives for the same value.
  *
  *   E2M1  s ee m        0 .5 1 1.5 2 3 4 6 and their negatives; no Inf, no NaN
  *   E4M3  s eeee mmm    e4m3fn: bias 7, largest 448 (0x7E), NaN 0x7F, no Inf
@@ -26,7 +26,7 @@ FP4_FN float fp4_float(unsigned bits) { float value; __builtin_memcpy(&value, &b
 #define fp4_min(a, b) ((a) < (b) ? (a) : (b))
 #endif
 
-/* Scale rules of NVFP4 and of MXFP4, in the order of fp4convert/formats.py; rule importance has entry points of its own. */
+/* Scale rules of NVFP4 and of MXFP4, in the order of fp4convert/numerics/formats.py; rule importance has entry points of its own. */
 enum { NVFP4_AMAX = 0, NVFP4_MSE = 1, NVFP4_FOUR_OVER_SIX = 2 };
 enum { FP4_FLOOR = 0, FP4_EVEN = 1, FP4_CEIL = 2, MXFP4_MSE = 3 };
 enum { FP4_INF_BITS = 0x7F800000, FP4_E8M0_STORED_MAX = 252 }; /* 6 * 2^(252-127) is finite */

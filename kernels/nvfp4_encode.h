@@ -7,10 +7,10 @@
  * D is bf16, fp16 or fp32.  The E2M1 midpoints are .25, .75, 1.25, 1.75, 2.5, 3.5, 5; a tie stays at the first and every second,
  * and goes up at the others.
  */
-#ifndef FP4_QUOTIENTS_H
-#define FP4_QUOTIENTS_H
+#ifndef FP4_NVFP4_ENCODE_H
+#define FP4_NVFP4_ENCODE_H
 
-#include "maxima.h"
+#include "block_amax.h"
 
 /* 8 in the lanes below zero, 0 elsewhere; bf16's -0.0 (0x8000) is not below zero. */
 INLINE i16v sign16(i16v x) { return ((x ^ (int16_t)0x8000) > 0) & 8; }
@@ -48,7 +48,7 @@ INLINE int is_quick(float step, float inverse, float block_amax, float largest_s
  * x / step is, and not for -0.0.  Quick are blocks whose quotients are below 6.9, so that Q has 16 bits.  The inverse is off by
  * at most 2^-24 of itself, so what is cut off is by less than 0.002.  Every midpoint is a multiple of 1/4, 1024 in Q.  So the
  * upper six bits of Q, its cell, say the code, unless Q is the first number of a cell that begins with a midpoint, or the last of
- * one that ends with one: then the pair of blocks is worked out in float32 (tests/test_quotients.py: no other code is wrong).
+ * one that ends with one: then the pair of blocks is worked out in float32 (tests/kernels/test_nvfp4_encode.py: no other code is wrong).
  * Of normally distributed weights 3 to 4 pairs in a hundred are. */
 #define LARGEST_STEP_bf16 1.0f
 #define LARGEST_STEP_fp16 1.0f
@@ -119,7 +119,7 @@ INLINE __m512i fixed_point(f32s x, float inverse) {
  *
  * Q is 4096 * x * fl(1 / step) rounded to the nearest integer, off by at most 1/2 and less than 0.002.  So a |Q| that is not a
  * multiple of 1024 is on its quotient's side of every midpoint, and its upper bits, its cell, say the code.  Doubt is where a
- * cell begins with a midpoint and |Q| is its first number (tests/test_quotients.py: no other code is wrong): then eight values
+ * cell begins with a midpoint and |Q| is its first number (tests/kernels/test_nvfp4_encode.py: no other code is wrong): then eight values
  * are worked out in float32.  Of normally distributed weights one such eight in two hundred is.  Signs are those of x. */
 #define LARGEST_STEP_bf16 0x1p16f /* no x but zero underflows */
 #define LARGEST_STEP_fp16 0x1p16f

@@ -8,11 +8,11 @@
  *   weigh_mxfp4_D(x, n, weights, columns, packed, block_scales)          as codec.weigh makes them; n % columns == 0
  *
  * D is bf16, fp16 or fp32: the type of x, which is finite and aligned to its type; packed and block_scales need no alignment.
- * Bytes equal quantize in fp4convert/codec.py.
+ * Bytes equal quantize in fp4convert/numerics/codec.py.
  * Bytes moved per bf16 element: NVFP4 2 + 0.5625, MXFP4 2 + 0.53125.
  * The scales come first, CHUNK blocks at a time: from the blocks' largest magnitudes, or from search.c; then the codes.
  */
-#include "quotients.h"
+#include "nvfp4_encode.h"
 #include "search.h"
 
 /* --------------------------------------------------------------------------- quantize from float32, any value range */

@@ -6,7 +6,7 @@
  *
  * D is bf16, fp16 or fp32: the type of x, which quantize wants finite.  n % 16 == 0 (MXFP4: % 32), n > 0.  Launch and alignment: device.h.
  * Nothing is read on the host: *amax may come from a kernel earlier in the same stream.
- * Bytes equal quantize in fp4convert/codec.py.  Bytes moved per bf16 element: amax 2, NVFP4 2 + 0.5625, MXFP4 2 + 0.53125.
+ * Bytes equal quantize in fp4convert/numerics/codec.py.  Bytes moved per bf16 element: amax 2, NVFP4 2 + 0.5625, MXFP4 2 + 0.53125.
  *
  * A thread owns two units of 16 elements, THREADS apart: an NVFP4 block each, or half an MXFP4 block whose amax two lanes share.
  */

@@ -11,12 +11,12 @@
  * room: rows * (blocks + 1) + (rows + 129) * 3 * min(blocks, 64) doubles, whatever they hold.  Codes need no alignment.
  * Bytes moved: count_bytes 1 a byte; sum_cells per code 2, and in doubles 8 to and 16 from its value, 24 to the sums above every
  * row, and 16 / run from these for every run.
- * tests/test_kernels_cells.py defines both; fp4convert/detection.py says what they are for.
+ * tests/kernels/test_scale_variance.py defines both; fp4convert/quality/layout_detection.py says what they are for.
  * Block scales are judged where they are read: there are no CUDA kernels for these.
  */
 #include "vector.h"
 
-/* CELL_WIDTHS and PERIODS in fp4convert/backends/cpu.py must say the same: 7 widths up to 64, 8 periods down from 128. */
+/* CELL_WIDTHS and PERIODS in fp4convert/numerics/backends/cpu.py must say the same: 7 widths up to 64, 8 periods down from 128. */
 enum { WIDTHS = 7, WIDEST = 1 << (WIDTHS - 1), LONGEST = 128, PERIODS = 8, FIGURES = 3, TABLES = 4 };
 
 /* Neighbours are often equal: each of four has a table of its own, so that no count waits for the one before. */

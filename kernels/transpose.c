@@ -3,7 +3,7 @@
  *   transpose_N(x, rows, width, first, step, count, y)    N: 1, 2 or 4 bytes an element; nothing needs alignment
  *
  * x is rows x width, row-major; row k of y is column first + k * step of x, so y is count x rows.  Bytes equal transpose in
- * fp4convert/grid.py.  Every tile is copied out of its rows before it is turned: in place, the lines of rows whose distance is a
+ * fp4convert/numerics/fp8_int.py.  Every tile is copied out of its rows before it is turned: in place, the lines of rows whose distance is a
  * power of two would drive each other out of the first cache.  Bytes moved per element: 2 N, and the columns stepped over.
  */
 #include "vector.h"

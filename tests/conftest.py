@@ -11,11 +11,12 @@ import pytest
 from checkpoints import write_llama
 from fakehub import TOKEN
 from fakehub_uploads import UploadHub
+from paths import ROOT
 from pushing import FastTime, Made, check_secrets, make
 from tiny_chains import TEXT, make_model
 from tiny_models import offline
 
-from fp4convert.ranges import Patience
+from fp4convert.storage.hub.http import Patience
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +33,7 @@ def _offline(request: pytest.FixtureRequest) -> Iterator[None]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout, built by the local compiler."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, Path(__file__).parents[1]]
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
     subprocess.run([str(word) for word in command], check=True, capture_output=True)
     (built,) = folder.glob("*.whl")
     return built
@@ -50,7 +51,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
         monkeypatch.setattr(constants, name, value)
     for name, value in (("HF_ENDPOINT", fake.endpoint), ("HF_HOME", str(tmp_path / "home")), ("HF_TOKEN", TOKEN)):
         monkeypatch.setenv(name, value)
-    for asking in ("fp4convert.sources.hub", "fp4convert.push"):
+    for asking in ("fp4convert.storage.hub.source", "fp4convert.storage.hub.upload"):
         monkeypatch.setattr(f"{asking}.Patience", lambda: Patience(1.0, first_seconds=0.01))
     yield fake
     fake.close()

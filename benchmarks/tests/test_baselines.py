@@ -9,18 +9,20 @@ import ctypes
 import importlib.util
 import shutil
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from adversarial import PLAIN, assert_same_bytes, assert_same_values, generator, rounded
+from paths import ROOT
 from simt import KERNELS, aligned, compile_for_host, guarded, is_intact, launch
 
-from fp4convert import codec, cubins
-from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.formats import NVFP4, Quantized
+from fp4convert.numerics import codec
+from fp4convert.numerics.backends import cubins
+from fp4convert.numerics.codec import FLOAT_DTYPES
+from fp4convert.numerics.formats import NVFP4
+from fp4convert.numerics.matrices import Quantized
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 from gpu_compare import product_and_reach  # noqa: E402 - they stand beside the package
 from gpu_device import BASELINES, THREADS, baselines_source, grid_of  # noqa: E402

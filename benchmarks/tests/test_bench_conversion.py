@@ -2,13 +2,13 @@
 
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-from fp4convert.sources import open_source
+from fp4convert.storage.open import open_source
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 
 
 import disk

@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 import gate  # noqa: E402 - they stand beside the package
 import gpu_results  # noqa: E402

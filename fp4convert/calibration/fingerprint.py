@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from fp4convert.numbered import split_numbers
-from fp4convert.record import unquantized
-from fp4convert.shard import TensorRef
-from fp4convert.sources import Checkpoint, Source, stopping
+from fp4convert.checkpoint.module_names import split_numbers
+from fp4convert.storage.json_text import unquantized
+from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.source import Checkpoint, Source, stopping
 
 SMALL_NBYTES, SAMPLE_NBYTES = 64 << 10, 4096
 SMALL_TENSORS, SAMPLES = 2048, 1024  # that are read: each may be two requests to the Hub

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.calibration_file import Calibration, Gram
-from fp4convert.codec import Float32s
+from fp4convert.calibration.statistics import Calibration, Gram
+from fp4convert.numerics.codec import Float32s
 
 Floats = NDArray[np.floating[Any]]
 
@@ -61,3 +61,11 @@ def column_power(matrix: Floats) -> NDArray[np.float64]:
 def weighted(columns: NDArray[np.float64], moments: Float32s | None) -> float:
     """What inputs of these moments make of the power of columns; of unit variance where there are none."""
     return float(np.add.reduce(columns if moments is None else columns * moments))
+
+
+def output_power(matrix: Floats, inputs: Inputs) -> float:
+    """The mean of |matrix x|^2 over the inputs x, in float64.
+
+    matrix  (rows, columns) float32 or float64
+    """
+    return max(inputs.power(matrix.astype(np.float64, copy=False)), 0.0)

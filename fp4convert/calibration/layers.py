@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fp4convert.calibration.model import NEXT, Skeleton
 from fp4convert.errors import InputError
-from fp4convert.skeleton import NEXT, Skeleton
 
 MODEL_ERRORS = (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError, NotImplementedError)
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp4convert.codings import Linear
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES
-from fp4convert.linears import find_linears
-from fp4convert.recipe import Recipe, model_recipe
-from fp4convert.shard import TensorRef
-from fp4convert.sources import Source
+from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.recipes.recipe import Recipe, model_recipe
+from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.source import Source
 
 IMPLEMENTATION = "fp4convert"  # of attention and of experts: both look at what passes, and compute what the model defines
 TORCH_DTYPES = {

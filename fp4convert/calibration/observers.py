@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fp4convert.calibration.model import IMPLEMENTATION, Seat, Skeleton
 from fp4convert.errors import InputError
-from fp4convert.skeleton import IMPLEMENTATION, Seat, Skeleton
 
 FEW_TOKENS = 16  # an expert that was given fewer has no statistics worth the name
 FEW_SHARE = 1 / 8  # of what each would get if all got the same: nor has one with less

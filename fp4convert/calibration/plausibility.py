@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.codec import Float32s
+from fp4convert.numerics.codec import Float32s
 
 SLACK = 0.01  # sums in float32, in any order, are off by less; so is what is kept in float16
 TINY = 1e-30  # of squares: below, float32 loses their digits

@@ -17,13 +17,10 @@ from typing import Any
 
 import torch
 
-from fp4convert.calibration_needs import Needs, needs_of
-from fp4convert.calibration_parts import join_parts, part_notes, write_part
-from fp4convert.calibration_state import SAMPLES, Hidden, interruptible, kept_state, part_file, remark_file
-from fp4convert.chain import Call, Shelf, begin, end, filled_on_demand, step
-from fp4convert.disk import told
-from fp4convert.errors import DeviceError, InputError, OutputError
-from fp4convert.feeding import (
+from fp4convert.calibration.layers import Call, Shelf, begin, end, filled_on_demand, step
+from fp4convert.calibration.model import Skeleton, import_transformers, open_skeleton
+from fp4convert.calibration.observers import UNROUTED_TOKENS, Watch, opaque, unwatched, watching
+from fp4convert.calibration.samples import (
     Batch,
     Feed,
     Samples,
@@ -34,13 +31,23 @@ from fp4convert.feeding import (
     save_samples,
     write_samples,
 )
-from fp4convert.observers import UNROUTED_TOKENS, Watch, opaque, unwatched, watching
+from fp4convert.calibration.workdir import (
+    SAMPLES,
+    Hidden,
+    Needs,
+    join_parts,
+    kept_state,
+    needs_of,
+    part_file,
+    part_notes,
+    remark_file,
+    write_part,
+)
+from fp4convert.errors import DeviceError, InputError, OutputError
 from fp4convert.progress import Phases, size_text, tokens_text
-from fp4convert.record import unquantized
-from fp4convert.skeleton import Skeleton, import_transformers, open_skeleton
-from fp4convert.sources import Source, stopping
-
-__all__ = ["Calibrated", "Run", "calibrate", "interruptible"]
+from fp4convert.storage.disk import told
+from fp4convert.storage.json_text import unquantized
+from fp4convert.storage.source import Source, stopping
 
 GRAM_KINDS = "none, diag, block:N or full"
 TEXT_FILES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".vocab", ".bpe", ".merges")  # of a tokenizer

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fp4convert.chain import filled_on_demand
-from fp4convert.disk import hash_file
+from fp4convert.calibration.layers import filled_on_demand
+from fp4convert.calibration.model import Skeleton, import_transformers, reason_of
+from fp4convert.calibration.observers import Watch, watching
 from fp4convert.errors import InputError
-from fp4convert.observers import Watch, watching
-from fp4convert.skeleton import Skeleton, import_transformers, reason_of
+from fp4convert.storage.disk import hash_file
 
 SEQUENCE_LENGTH, OWN_LENGTH = 2048, 512  # of text; of what a model writes token by token
 BATCH_TOKENS = 2048  # at once, of samples of one length

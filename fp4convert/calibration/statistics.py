@@ -37,15 +37,16 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.bounds import Seen, contradiction, not_a_gram
-from fp4convert.codec import Float32s
-from fp4convert.codings import Linear
-from fp4convert.disk import hash_file
+from fp4convert.calibration.fingerprint import fingerprint_of, weights_of
+from fp4convert.calibration.plausibility import Seen, contradiction, not_a_gram
+from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
-from fp4convert.header import parse_json_object, read_header
-from fp4convert.identity import fingerprint_of, weights_of
-from fp4convert.shard import SafetensorsFrame, TensorRef
-from fp4convert.sources import Source
+from fp4convert.numerics.codec import Float32s
+from fp4convert.storage.disk import hash_file
+from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.safetensors import SafetensorsFrame, TensorRef
+from fp4convert.storage.safetensors_header import read_header
+from fp4convert.storage.source import Source
 
 FORMAT, VERSION = "fp4convert-calibration", "2"
 AGAIN = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
@@ -388,8 +389,7 @@ def _parsed(path: Path, notes: Mapping[str, str], key: str) -> object:
     try:
         return json.loads(notes[key])
     except (KeyError, ValueError, RecursionError):
-        detail = f"{path}: its metadata holds no JSON under {key!r}"
-        raise InputError("calibration-file", detail, "Calibrate again.") from None
+        raise InputError("calibration-file", f"{path}: its metadata holds no JSON under {key!r}", "Calibrate again.") from None
 
 
 def _mapping(path: Path, notes: Mapping[str, str], key: str) -> dict[str, str]:

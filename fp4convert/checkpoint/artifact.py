@@ -11,20 +11,22 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fp4convert.dialects import MODULES, Clues, Dialect, Ignored, Packed, dialect_named, strings
-from fp4convert.errors import InputError
-from fp4convert.formats import Blocks, Format, Span
-from fp4convert.header import parse_json_object
-from fp4convert.reading import Finding, form_finder, read_modules
-from fp4convert.record import MIXED, RECORD, describe_form, describe_groups, groups_recorded
-from fp4convert.shard import TensorRef
-from fp4convert.sources import PLAN_FILE, Access, Source, open_source, subfolder_of
-from fp4convert.spelling import Form, Group, encode_scalar
-from fp4convert.stacks import gather
+from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, strings
+from fp4convert.checkpoint.dialects.forms import Form, Group
+from fp4convert.checkpoint.dialects.registry import MODULES, dialect_named
+from fp4convert.checkpoint.dialects.stacks import gather
+from fp4convert.checkpoint.dialects.tables import encode_scalar
+from fp4convert.checkpoint.modules import form_finder, read_modules
+from fp4convert.checkpoint.record import MIXED, describe_form, describe_groups, groups_recorded
+from fp4convert.errors import Finding, InputError
+from fp4convert.numerics.formats import Format
+from fp4convert.numerics.matrices import Blocks, Span
+from fp4convert.storage.checkpoint_files import PLAN_FILE, RECORD
+from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.open import open_source
+from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.source import Access, Source, subfolder_of
 
-CARD = "README.md"  # the model card: for people, who edit it
-REPORT = "quantization_report.json"  # how much was lost: ledger.py
-UNDIGESTED = frozenset({CARD, REPORT})  # no engine reads them, and no digest counts them
 CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})  # engines stumble over it; what the weights are is not in doubt
 UNSAID_ENDINGS = (  # smoothing, order of activations, offsets, low-rank parts, scales of a cache in another dialect
     *(".pre_quant_scale", ".weight_g_idx", ".weight_zero_point", ".svdquant_lora_a", ".svdquant_lora_b", ".output_scale"),
@@ -302,8 +304,3 @@ def _are_alike(ours: Form | None, theirs: Form | None) -> bool:
 def has_records(spelling: Dialect, groups: Sequence[Group]) -> bool:
     """True where engines of that dialect read a record of their own."""
     return bool(spelling.records([Group(form, ()) for form, _ in groups], Ignored((), ())))
-
-
-def is_healthy(findings: tuple[Finding, ...]) -> bool:
-    """True where no finding is an error."""
-    return all(finding.level != "error" for finding in findings)

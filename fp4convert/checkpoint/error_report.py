@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp4convert.accounting import Account, summarise
-from fp4convert.artifact import REPORT, Artifact
-from fp4convert.errors import InputError
-from fp4convert.formats import CODES
-from fp4convert.reading import Finding
-from fp4convert.sources import Source
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.errors import Finding, InputError
+from fp4convert.numerics.error_sums import Account, summarise
+from fp4convert.numerics.formats import CODES
+from fp4convert.storage.checkpoint_files import REPORT
+from fp4convert.storage.source import Source
 
 LARGEST_CODES, ZERO_CODES = (7, 15), (0, 8)  # of E2M1
 HEAD = ("producer", "format", "scale_rule", "method")  # of our record

@@ -6,19 +6,20 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from fp4convert.artifact import Artifact, is_artifact, read_artifact, read_clues, refuse_unsaid
-from fp4convert.codings import Linear
-from fp4convert.codings.floats import find_floats
-from fp4convert.codings.fp4 import find_fp4
-from fp4convert.codings.fp8 import DTYPES, find_fp8, fp8_of
-from fp4convert.codings.int4 import Integers, find_integers, integers_of
-from fp4convert.dialects import Clues, is_quantized_tensor
+from fp4convert.checkpoint.artifact import Artifact, is_artifact, read_artifact, read_clues, refuse_unsaid
+from fp4convert.checkpoint.dialects.base import Clues
+from fp4convert.checkpoint.dialects.registry import is_quantized_tensor
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.floats import find_floats
+from fp4convert.checkpoint.encodings.fp4 import find_fp4
+from fp4convert.checkpoint.encodings.fp8 import DTYPES, find_fp8, fp8_of
+from fp4convert.checkpoint.encodings.int4 import Integers, find_integers, integers_of
+from fp4convert.checkpoint.record import stacks_recorded
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, FP8
-from fp4convert.recipe import Recipe, is_expert_stack, model_recipe
-from fp4convert.record import stacks_recorded
-from fp4convert.shard import TensorRef
-from fp4convert.sources import Source
+from fp4convert.numerics.formats import FLOAT_TYPES, FP8
+from fp4convert.recipes.recipe import Recipe, is_expert_stack, model_recipe
+from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.source import Source
 
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale", ".k_zero_point", ".v_zero_point")
 

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from fp4convert.dialects import Dialect, Packed, whole
-from fp4convert.formats import FP8
-from fp4convert.patterns import matches
-from fp4convert.shard import WEIGHT, TensorRef, TensorSpec
-from fp4convert.spelling import SCALE_DTYPES, Form, Group, parents_of
-from fp4convert.stacks import Piece, pieces_of
+from fp4convert.checkpoint.dialects.base import Dialect, Packed, whole
+from fp4convert.checkpoint.dialects.forms import SCALE_DTYPES, Form, Group
+from fp4convert.checkpoint.dialects.stacks import Piece, pieces_of
+from fp4convert.checkpoint.dialects.tables import parents_of
+from fp4convert.errors import Finding
+from fp4convert.numerics.formats import FP8
+from fp4convert.recipes.patterns import matches
+from fp4convert.storage.safetensors import WEIGHT, TensorRef, TensorSpec
 
 T = TypeVar("T")
-Level = Literal["error", "warning", "note"]
 UNSAID = "not every four-bit module has one, or the record says nothing of them"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something wrong (error), doubtful (warning) or worth knowing (note)."""
-
-    level: Level
-    code: str
-    tensor: str | None
-    detail: str
 
 
 class _Kind:

@@ -6,19 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fp4convert.dialects import Dialect, Ignored, dialect_named
+from fp4convert.checkpoint.dialects.base import Dialect, Ignored
+from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form, Granularity, Group, merged
+from fp4convert.checkpoint.dialects.registry import dialect_named
+from fp4convert.checkpoint.dialects.tables import targets_of
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, INT4, STORED_FORMATS, format_named
-from fp4convert.layout import padding_of
-from fp4convert.recipe import StackRule, Target
-from fp4convert.recipe_rules import FoldRule, FoldUse
-from fp4convert.spelling import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form, Granularity, Group, merged, targets_of
+from fp4convert.numerics.formats import FLOAT_TYPES, INT4, STORED_FORMATS, format_named
+from fp4convert.numerics.scale_layouts import padding_of
+from fp4convert.recipes.recipe import Target
+from fp4convert.recipes.rules import FoldRule, FoldUse, StackRule
+from fp4convert.storage.checkpoint_files import RECORD
 
-RECORD = "quantization_config.json"
 MIXED = "mixed"  # the format of an artifact whose modules have several forms
-QUANTIZATION_KEYS = frozenset(  # of config.json, in any dialect
-    {"quantization_config", "compression_config", "quantization", "expert_dtype"}
-)
 
 
 class Contents(NamedTuple):
@@ -52,12 +51,6 @@ def make_record(target: Target, contents: Contents, producer: dict[str, str], or
         "producer": producer,
         "source": origin,
     }
-
-
-def unquantized(config: Mapping[str, object]) -> dict[str, object]:
-    """The config without a word on quantization, in itself or in the configs of its parts."""
-    kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
-    return {key: unquantized(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def _describe_stack(rule: StackRule) -> dict[str, object]:

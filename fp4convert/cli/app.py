@@ -16,26 +16,25 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from fp4convert.cli import judging, making, studying
-from fp4convert.cli.words import PlainCommand, PlainGroup
+from fp4convert.cli import convert_commands, quality_commands
+from fp4convert.cli.typer_startup import PlainCommand, PlainGroup
 from fp4convert.errors import Fp4Error, InputError, Interrupted
-from fp4convert.stops import Stopped, uncovered
-from fp4convert.streams import sturdy_streams
+from fp4convert.process import Stopped, sturdy_streams, uncovered
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "quantize": making.quantize_command,
-    "inspect": judging.inspect_command,
-    "verify": judging.verify_command,
-    "compare": judging.compare_command,
-    "dequantize": making.dequantize_command,
-    "merge": making.merge_command,
-    "analyze": studying.analyze_command,
-    "calibrate": studying.calibrate_command,
-    "prune": making.prune_command,
-    "explain": judging.explain_command,
-    "doctor": judging.doctor_command,
-    "recipes": judging.recipes_command,
-    "transcode": making.transcode_command,
+    "quantize": convert_commands.quantize_command,
+    "inspect": quality_commands.inspect_command,
+    "verify": quality_commands.verify_command,
+    "compare": quality_commands.compare_command,
+    "dequantize": convert_commands.dequantize_command,
+    "merge": convert_commands.merge_command,
+    "analyze": quality_commands.analyze_command,
+    "calibrate": quality_commands.calibrate_command,
+    "prune": convert_commands.prune_command,
+    "explain": quality_commands.explain_command,
+    "doctor": quality_commands.doctor_command,
+    "recipes": quality_commands.recipes_command,
+    "transcode": convert_commands.transcode_command,
 }
 
 
@@ -113,7 +112,7 @@ def _without_token(arguments: list[str]) -> list[str]:
 
 
 def _fail(error: Fp4Error) -> NoReturn:
-    from fp4convert.render import Screen
+    from fp4convert.cli.screen import Screen
 
     Screen(is_json="--json" in sys.argv).fail(error)
     sys.exit(error.exit_code)

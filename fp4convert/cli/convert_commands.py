@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from fp4convert.cli.doing import carry_out
 from fp4convert.cli.options import (
     ActivationsOption,
     ArtifactArgument,
@@ -51,6 +50,7 @@ from fp4convert.cli.options import (
     ViaOption,
     WorkersOption,
 )
+from fp4convert.cli.screen import carry_out
 
 
 def quantize_command(
@@ -97,15 +97,15 @@ def quantize_command(
     Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
     """
     words = dict(locals())
-    from fp4convert import render
-    from fp4convert.commands import making
+    from fp4convert.cli import draw_results
+    from fp4convert.commands import convert
 
     if words.pop("dry_run"):
-        from fp4convert import overview
+        from fp4convert.cli import draw_plan
 
-        carry_out(words, making.preview_quantize, overview.draw_plan)
+        carry_out(words, convert.preview_quantize, draw_plan.draw_plan)
     else:
-        carry_out(words, making.quantize, render.draw_result)
+        carry_out(words, convert.quantize, draw_results.draw_result)
 
 
 def dequantize_command(
@@ -128,10 +128,10 @@ def dequantize_command(
     Example: fp4convert dequantize ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-restored
     """
     words = dict(locals())
-    from fp4convert import render
-    from fp4convert.commands import making
+    from fp4convert.cli import draw_results
+    from fp4convert.commands import convert
 
-    carry_out(words, making.dequantize, render.draw_result)
+    carry_out(words, convert.dequantize, draw_results.draw_result)
 
 
 def transcode_command(
@@ -156,10 +156,10 @@ def transcode_command(
     Example: fp4convert transcode ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-modelopt --dialect modelopt
     """
     words = dict(locals())
-    from fp4convert import render
-    from fp4convert.commands import making
+    from fp4convert.cli import draw_results
+    from fp4convert.commands import convert
 
-    carry_out(words, making.transcode, render.draw_result)
+    carry_out(words, convert.transcode, draw_results.draw_result)
 
 
 def prune_command(
@@ -187,15 +187,15 @@ def prune_command(
     Example: fp4convert prune ./Qwen3-30B-A3B -o ./Qwen3-30B-A3B-96 --calibration qwen3.safetensors --keep 96
     """
     words = dict(locals())
-    from fp4convert import render
-    from fp4convert.commands import making
+    from fp4convert.cli import draw_results
+    from fp4convert.commands import convert
 
     if words.pop("dry_run"):
-        from fp4convert import overview
+        from fp4convert.cli import draw_plan
 
-        carry_out(words, making.preview_prune, overview.draw_plan)
+        carry_out(words, convert.preview_prune, draw_plan.draw_plan)
     else:
-        carry_out(words, making.prune, render.draw_result)
+        carry_out(words, convert.prune, draw_results.draw_result)
 
 
 def merge_command(
@@ -209,7 +209,7 @@ def merge_command(
     Example: fp4convert merge ./Llama-3.1-8B-NVFP4
     """
     words = dict(locals())
-    from fp4convert import render
-    from fp4convert.commands import making
+    from fp4convert.cli import draw_results
+    from fp4convert.commands import convert
 
-    carry_out(words, making.merge, render.draw_merged, hears=("phases",))
+    carry_out(words, convert.merge, draw_results.draw_merged, hears=("phases",))

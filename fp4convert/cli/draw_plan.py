@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from textwrap import wrap
 
-from fp4convert.numbered import join_words, split_leaf
+from fp4convert.checkpoint.module_names import join_words, split_leaf
+from fp4convert.cli.screen import Screen
 from fp4convert.progress import duration_text, size_text
-from fp4convert.render import Document, Screen, escape, shorten
+from fp4convert.report.text import Document, escape, shorten
 
 HEADINGS = ("modules", "count", "becomes", "before", "after", "why")
 WORDS = {

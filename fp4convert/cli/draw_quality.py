@@ -3,8 +3,66 @@
 from __future__ import annotations
 
 import math
+from textwrap import wrap
+from typing import Any
 
-from fp4convert.render import Document, Screen, badness, draw_findings, draw_verdict, fidelity_text
+from fp4convert.cli.screen import Screen, draw_findings, draw_verdict
+from fp4convert.numerics.formats import FORMATS, Format
+from fp4convert.progress import duration_text, size_text
+from fp4convert.report.text import Document, artifact_rows, badness, fidelity_text
+
+CODE = "seem"  # E2M1, bit 3 first
+SCALES = {"fp8_e4m3": "-eeeemmm", "e8m0": "eeeeeeee"}  # of a scale that is positive
+SHOWN = 2  # bytes at the beginning of a block, before the dots
+
+
+def elements_of(fmt: Format, nibble_order: str) -> list[tuple[int, int]]:
+    """(element in bits 7-4, element in bits 3-0) of every byte of a block's codes.
+
+    nibble_order  low_first, high_first or half_split, as Traits.nibble_order
+    """
+    half = fmt.block_size // 2
+    if nibble_order == "half_split":
+        return [(byte + half, byte) for byte in range(half)]
+    pairs = [(2 * byte + 1, 2 * byte) for byte in range(half)]
+    return pairs if nibble_order == "low_first" else [(low, high) for high, low in pairs]
+
+
+def draw_block(fmt: Format, nibble_order: str) -> list[str]:
+    """Three lines: numbers of bits, what they mean, of which elements of the block; ValueError for a format without blocks."""
+    if fmt.scale_dtype not in SCALES:
+        raise ValueError(f"{fmt.name} has no blocks to draw")
+    elements = elements_of(fmt, nibble_order)
+    first, last = ([_byte(*pair) for pair in part] for part in (elements[:SHOWN], elements[-1:]))
+    scale = ("76543210", SCALES[fmt.scale_dtype], f"all {fmt.block_size}")
+    return ["  ".join(line).rstrip() for line in zip(*first, ("   ", "...", "   "), *last, scale, strict=True)]
+
+
+def _byte(high: int, low: int) -> tuple[str, str, str]:
+    return "7654 3210", f"{CODE} {CODE}", f"{high:>4} {low:>4}"
+
+
+MOST_PATTERNS = 24  # of modules that are shown
+
+
+def draw_artifact(screen: Screen, artifact: Document) -> None:
+    """What `inspect` found out."""
+    recorded = {"recorded": fidelity_text(fidelity)} if (fidelity := artifact.get("fidelity")) else {}
+    for key, value in {**artifact_rows(artifact), **recorded, **_picture(artifact)}.items():
+        screen.line(f"{key:<16}{value}")
+    for entry in artifact["patterns"][:MOST_PATTERNS]:
+        screen.line(f"{entry['modules']:>9}  {entry['form']:<12}  {entry['pattern']}")
+    if (more := len(artifact["patterns"]) - MOST_PATTERNS) > 0:
+        screen.line(f"{'':<25}and {more} patterns more: --json")
+    draw_findings(screen, artifact["findings"])
+    draw_verdict(screen, artifact["healthy"], "healthy", "not healthy")
+
+
+def _picture(artifact: Document) -> dict[str, str]:
+    """The bits of a block, where all blocks are of one format."""
+    fmt = FORMATS.get(artifact["format"])
+    return dict(zip(("bits", "meaning", "elements"), draw_block(fmt, artifact["nibble_order"]), strict=True)) if fmt else {}
+
 
 MOST_SHOWN, MOST_COMPARED = 5, 10  # tensors
 SIDES = {
@@ -150,3 +208,60 @@ def number(value: float | None, form: str) -> str:
 
 def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.3f} %"
+
+
+WIDEST = 130  # of a sentence, also in a pipe
+WHOLE = ("format", "rule", "block", "bits/weight", "SQNR dB", "output error", "")
+KIND = ("kind", "matrices", "weights")
+
+
+def draw_study(screen: Screen, study: Document) -> None:
+    """The whole by every form; kinds by the forms that engines read; words."""
+    share = 100 * study["sampled_weights"] / study["weights"]
+    what = f"{study['sampled_matrices']} of {study['matrices']} matrices, {share:.3g} % of {study['weights']:,} weights"
+    screen.line(f"{study['source']}: {what}, {size_text(study['sampled_bytes'])} read; inputs: {study['inputs']}", "bold")
+    screen.table(WHOLE, [_row(way) for way in study["ways"]])
+    screen.line("")
+    used = [way for way in study["ways"] if not way["for_study"]]
+    headings = [f"{way['format']}\n{_rule(way)}" for way in used]
+    screen.line("output error of every kind in the forms that engines read, in percent", "bold")
+    screen.table((*KIND, *headings), [_kind_row(kind, used, study["weights"]) for kind in study["kinds"]])
+    screen.line("")
+    for sentence in study["recommendation"]["words"]:
+        for line in wrap(sentence, min(screen.width, WIDEST)):
+            screen.line(line)
+
+
+def draw_calibrated(screen: Screen, found: Document) -> None:
+    """What `calibrate` wrote."""
+    screen.line(found["output"], "bold")
+    screen.line(f"  {found['samples']} samples, {found['tokens']:,} tokens in {duration_text(found['seconds'])}")
+    experts = f", {found['experts']} experts" if found["experts"] else ""
+    screen.line(f"  statistics of {found['linears']} linear layers{experts}, {size_text(found['output_bytes'])}")
+    screen.line(f"  sha256 {found['sha256']}")
+
+
+def _row(way: dict[str, Any]) -> tuple[str, ...]:
+    sqnr = "exact" if way["sqnr_db"] is None else f"{way['sqnr_db']:.2f}"
+    block = "" if way["block"] is None else str(way["block"])
+    numbers = (f"{way['bits_per_weight']:.3f}", sqnr, _percent(way))
+    return way["format"], way["rule"] or "", block, *numbers, "for study" if way["for_study"] else ""
+
+
+def _rule(way: dict[str, Any]) -> str:
+    """What tells a form from others of its format."""
+    return str(way["block"] if isinstance(way["block"], str) else way["rule"] or "")
+
+
+def _kind_row(kind: dict[str, Any], used: list[dict[str, Any]], weights: int) -> tuple[str, ...]:
+    found = {_key(way): way for way in kind["ways"]}
+    cells = (f"{100 * found[_key(way)]['output_error']:.2f}" if _key(way) in found else "" for way in used)
+    return kind["kind"], str(kind["matrices"]), f"{100 * kind['weights'] / weights:.3g} %", *cells
+
+
+def _key(way: dict[str, Any]) -> tuple[object, ...]:
+    return way["format"], way["rule"], way["block"]
+
+
+def _percent(way: dict[str, Any]) -> str:
+    return f"{100 * way['output_error']:.3f} %"

@@ -20,7 +20,7 @@ def _one_of(*words: str) -> Callable[[str], list[str]]:
 
 def complete_recipe(incomplete: str) -> list[str]:
     """The same for names of recipes."""
-    from fp4convert.recipe_files import known_names
+    from fp4convert.recipes.toml_files import known_names
 
     return _one_of(*known_names())(incomplete)
 

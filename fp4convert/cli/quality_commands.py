@@ -7,17 +7,28 @@ from typing import Annotated
 
 import typer
 
-from fp4convert.cli.doing import carry_out
 from fp4convert.cli.options import (
     ArtifactArgument,
+    CalibrationOption,
+    ExcludeOption,
+    ForceOption,
+    IncludeOption,
     JsonOption,
+    MemoryOption,
     PageOption,
+    QuietOption,
+    RecipeOption,
     RevisionOption,
     SarifOption,
+    SourceArgument,
+    StackOrderOption,
+    StackRowsOption,
     SubfolderOption,
     TokenOption,
+    TransportOption,
     complete_recipe,
 )
+from fp4convert.cli.screen import carry_out
 
 
 def inspect_command(
@@ -35,10 +46,10 @@ def inspect_command(
     Exit code 6 when something is wrong with it. Example: fp4convert inspect ./Llama-3.1-8B-NVFP4
     """
     words = dict(locals())
-    from fp4convert import portrait
-    from fp4convert.commands import judging
+    from fp4convert.cli import draw_quality
+    from fp4convert.commands import quality
 
-    carry_out(words, judging.inspect, portrait.draw_artifact, hears=("tell",), verdict="healthy")
+    carry_out(words, quality.inspect, draw_quality.draw_artifact, hears=("tell",), verdict="healthy")
 
 
 def verify_command(
@@ -67,10 +78,10 @@ def verify_command(
     Exit code 6 when something is wrong. Example: fp4convert verify ./M-NVFP4 --source ./M --min-sqnr 18
     """
     words = dict(locals())
-    from fp4convert import judgements
-    from fp4convert.commands import judging
+    from fp4convert.cli import draw_quality
+    from fp4convert.commands import quality
 
-    carry_out(words, judging.verify, judgements.draw_verification, hears=("tell",), verdict="passed")
+    carry_out(words, quality.verify, draw_quality.draw_verification, hears=("tell",), verdict="passed")
 
 
 def compare_command(
@@ -91,10 +102,10 @@ def compare_command(
     Exit code 6 when one of them is not of that source. Example: fp4convert compare ./M-NVFP4 ./M-MXFP4 --source ./M
     """
     words = dict(locals())
-    from fp4convert import judgements
-    from fp4convert.commands import judging
+    from fp4convert.cli import draw_quality
+    from fp4convert.commands import quality
 
-    carry_out(words, judging.compare, judgements.draw_comparison, hears=("tell",), verdict="passed")
+    carry_out(words, quality.compare, draw_quality.draw_comparison, hears=("tell",), verdict="passed")
 
 
 def explain_command(
@@ -105,12 +116,13 @@ def explain_command(
 
     Example: fp4convert explain global-scale-reciprocal
     """
-    from fp4convert import explanations, judgements, render
+    from fp4convert.cli import draw_quality, screen
+    from fp4convert.report import explanations
 
     if code is None:
-        render.Screen(json).show(explanations.explain_all(), judgements.draw_codes)
+        screen.Screen(json).show(explanations.explain_all(), draw_quality.draw_codes)
     else:
-        render.Screen(json).show(explanations.explain(code), judgements.draw_code)
+        screen.Screen(json).show(explanations.explain(code), draw_quality.draw_code)
 
 
 def doctor_command(json: JsonOption = False) -> None:
@@ -118,9 +130,9 @@ def doctor_command(json: JsonOption = False) -> None:
 
     Example: fp4convert doctor
     """
-    from fp4convert import doctor, render
+    from fp4convert.cli import doctor, draw_results, screen
 
-    render.Screen(json).show(doctor.examine(Path()), render.draw_examination)
+    screen.Screen(json).show(doctor.examine(Path()), draw_results.draw_examination)
 
 
 def recipes_command(
@@ -134,9 +146,71 @@ def recipes_command(
 
     Example: fp4convert recipes deepseek
     """
-    from fp4convert import recipe_files, render
+    from fp4convert.cli import draw_results, screen
+    from fp4convert.recipes import toml_files
 
     if name is None:
-        render.Screen(json).show(recipe_files.describe_known(), render.draw_recipes)
+        screen.Screen(json).show(toml_files.describe_known(), draw_results.draw_recipes)
     else:
-        render.Screen(json).show(recipe_files.describe(name), render.draw_recipe)
+        screen.Screen(json).show(toml_files.describe(name), draw_results.draw_recipe)
+
+
+def analyze_command(
+    source: SourceArgument,
+    calibration: CalibrationOption = None,
+    sample: Annotated[float | None, typer.Option(help="GB of the source to read: rows of all kinds. Default: 0.02.")] = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
+    recipe: RecipeOption = None,
+    stack_order: StackOrderOption = None,
+    stack_rows: StackRowsOption = None,
+    revision: RevisionOption = None,
+    subfolder: SubfolderOption = None,
+    token: TokenOption = None,
+    memory: MemoryOption = 1.0,
+    transport: TransportOption = "http",
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Tell which format, which rule and which modules: what every kind of module loses in each form. Writes nothing.
+
+    Example: fp4convert analyze ./Llama-3.1-8B
+    """
+    words = dict(locals())
+    from fp4convert.cli import draw_quality
+    from fp4convert.commands import analysis
+
+    carry_out(words, analysis.analyze, draw_quality.draw_study, hears=("phases", "tell"))
+
+
+def calibrate_command(
+    source: SourceArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", readable=False, help="New safetensors file.")],
+    text: Annotated[list[Path] | None, typer.Option(help="A file of plain text; may be given several times.")] = None,
+    dataset: Annotated[Path | None, typer.Option(help="jsonl or parquet with 'text' or 'messages' in each record.")] = None,
+    self_generate: Annotated[int | None, typer.Option(help="No data: so many sequences are written by the model.")] = None,
+    samples: Annotated[int, typer.Option(help="At most so many, evenly spread over the data.")] = 128,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens of each. Default: what the model takes, up to 2048, or 512 of its own.")
+    ] = None,
+    gram: Annotated[str, typer.Option(help="none, diag (second moments), block:N or full, which GPTQ takes.")] = "diag",
+    device: Annotated[str, typer.Option(help="auto (a GPU, else the CPU), cpu, cuda or cuda:N.")] = "auto",
+    hold: Annotated[float, typer.Option(min=0, help="GB of weights held at once, with --self-generate.")] = 8.0,
+    revision: RevisionOption = None,
+    subfolder: SubfolderOption = None,
+    token: TokenOption = None,
+    memory: MemoryOption = 1.0,
+    transport: TransportOption = "http",
+    force: ForceOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Run text through the model, a layer at a time, and keep what every linear layer is given.
+
+    Example: fp4convert calibrate ./Llama-3.1-8B -o llama.safetensors --text book.txt --gram block:128
+    """
+    words = dict(locals())
+    from fp4convert.cli import draw_quality
+    from fp4convert.commands import calibration
+
+    carry_out(words, calibration.calibrate, draw_quality.draw_calibrated, hears=("phases", "tell"))

@@ -7,10 +7,8 @@ Text from a checkpoint is escaped first and printed as plain text: no control, b
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
-import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,36 +16,52 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TextIO
 
-from fp4convert.errors import Fp4Error, OutputError
-from fp4convert.numbered import join_names
-from fp4convert.progress import Meter, Phases, duration_text, rate_text, size_text
-from fp4convert.shard import WEIGHT
+import typer
 
-if TYPE_CHECKING:  # what draws tables, bars, and colours on terminals
+from fp4convert.checkpoint.module_names import join_names
+from fp4convert.errors import Fp4Error, OutputError
+from fp4convert.progress import Meter, Phases
+from fp4convert.report.text import Document, escape, shorten
+from fp4convert.storage.safetensors import WEIGHT
+
+if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-Document = dict[str, Any]  # what --json prints; keys as in the README
-_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # control, format (bidi), surrogate, private, unassigned, separators
+FINDINGS = 6  # the exit code where something is wrong with what was looked at
+
+
+def carry_out(
+    words: dict[str, Any],
+    do: Callable[..., Any],
+    draw: Callable[[Screen, Document], None],
+    hears: tuple[str, ...] = ("phases", "tell", "warn"),
+    verdict: str = "",
+) -> None:
+    """Do what a function of commands/ does, and show that; warnings in its document are shown last.
+
+    words    every option of the command by its name, which is the word that the function has for it
+    do       returns a document, or what has one as_json
+    hears    which words for who is told `do` takes
+    verdict  the key of the document that is False where the command ends with FINDINGS
+    """
+
+    screen = Screen(words.pop("json"), words.pop("quiet", False))
+    with screen.phases() as phases:
+        ears = {"phases": phases, "tell": screen.tell, "warn": screen.warn}
+        made = do(**words, **{word: ears[word] for word in hears})
+        document: Document = made if isinstance(made, dict) else made.as_json()
+    screen.show(document, draw)
+    screen.warn(document.get("warnings", ()))
+    if verdict and not document[verdict]:
+        raise typer.Exit(FINDINGS)
+
+
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 CLOSED_PIPE = 141  # as a shell shows a program whose reader went away
-CELL_WIDTH = 100
 BAR_WIDTH, SHORTEST_BAR = 40, 8
 STATUS_WIDTH = len("999 GB of 999 GB (100 %), 999 MB/s, 59 min 59 s left")
 JSON_PIECES = 10_000  # words and signs of a document that are written together
 PIPE_WIDTH = 1000  # a pipe keeps rows whole
-
-
-def escape(text: object) -> str:
-    """`text` with everything that could act on a terminal written as \\xNN or \\uNNNN."""
-    string = str(text)
-    return string if string.isprintable() else "".join(map(_visible, string))
-
-
-def _visible(character: str) -> str:
-    if unicodedata.category(character) not in _HIDDEN:
-        return character
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 class Screen:
@@ -186,152 +200,6 @@ def _bars(meters: Sequence[Meter], width: int) -> RenderableType:
     return Group(rows, Text(shorten(escape(tensor), width - 3), "dim", no_wrap=True, overflow="ellipsis"))
 
 
-def draw_result(screen: Screen, result: Document) -> None:
-    """What a conversion did, in lines to paste: the same whatever command made it.
-
-    adopted_bytes    of the source, whose result was there already; they count for no rate
-    bits_per_weight  of the quantized tensors
-    """
-    counts, bits = result["tensors"], result.get("bits_per_weight")
-    named = {"": result["format"], "dialect ": result["dialect"], "rule ": result["scale_rule"]}
-    named["method "] = method if (method := result.get("method")) != "rtn" else None
-    screen.line(result["output"], "bold")
-    screen.line(f"  {', '.join(f'{word}{name}' for word, name in named.items() if name)}")
-    if experts := result.get("experts"):
-        screen.line(f"  {experts['kept']} of {experts['before']} experts stay in each of {experts['layers']} layers")
-    (how, converted), *others = counts.items()
-    told = [f"{converted} tensors {how}", *(f"{count} {'kept' if how == 'copied' else how}" for how, count in others)]
-    screen.line(f"  {', '.join(told)}")
-    before, after = result["source_bytes"], result["output_bytes"]
-    weights = f", {bits:.3f} bits per weight where it is quantized" if bits and before else ""
-    ratio = f" ({100 * after / before:.0f} %)" if before else ""
-    screen.line(f"  {size_text(before)} -> {size_text(after)}{ratio}{weights}")
-    share, seconds = result.get("share"), result["seconds"]
-    worked = before if share else before - result.get("adopted_bytes", 0)  # a part tells what it did itself
-    if fidelity := result.get("fidelity"):
-        screen.line(f"  {fidelity_text(fidelity)}")
-    rate = f", {rate_text(worked / seconds)}" if worked and seconds else ""
-    screen.line(f"  in {duration_text(seconds)} on {result['device']}{rate}")
-    if share:
-        screen.line(f"  part {share['index']} of {share['of']}, shards written: {share['shards']}. When every part is done:")
-        screen.line(f"  fp4convert merge {result['output']}")
-    else:
-        screen.line(f"  digest {result['digest']}")
-    for part in result.get("components", ()):
-        sizes = f"{size_text(part['source_bytes'])} -> {size_text(part['output_bytes'])}"
-        screen.line(f"  {part['name']}: {part['tensors'][how]} tensors {how}, {sizes}")
-        if fidelity := part.get("fidelity"):
-            screen.line(f"  {part['name']}: {fidelity_text(fidelity)}")
-    if pushed := result.get("pushed"):
-        screen.line(f"  pushed: {pushed}")
-    if carried := result.get("carried"):
-        _draw_carried(screen, carried)
-
-
-def badness(sqnr_db: float | None, mse: float | None) -> float:
-    """Sorts tensors: first what has no mse, for it is not measurable, or no ratio, for its source is zero; exact ones last."""
-    if mse == 0:
-        return math.inf
-    return -math.inf if mse is None or sqnr_db is None else sqnr_db
-
-
-def fidelity_text(summary: Document) -> str:
-    """How much was lost, in a line."""
-    mean, least = summary["sqnr_db_mean"], summary["sqnr_db_min"]
-    return "nothing was lost" if mean is None else f"SQNR {mean:.2f} dB on average, least {least:.2f} dB ({summary['worst']})"
-
-
-def _draw_carried(screen: Screen, carried: Document) -> None:
-    """What a transcoded artifact keeps of the other, and what it does not."""
-    how = "keep every value in another format" if "blocks" in carried else "are carried bit for bit"
-    screen.line(f"  {carried['bit_for_bit']} of {carried['modules']} modules {how}")
-    for key, what in (
-        ("rounded", "a scale stored as its reciprocal is off by one bit on the way back"),
-        ("lossy", "blocks too small for E4M3 were rounded"),
-    ):
-        if names := carried.get(key):
-            screen.line(f"  {len(names)} are not ({what}), the first {names[0]}", "yellow")
-    if "blocks" in carried:
-        screen.line(f"  {carried['kept_blocks']:,} of {carried['blocks']:,} blocks keep every value")
-
-
-def draw_merged(screen: Screen, merged: Document) -> None:
-    """What `merge` ended."""
-    screen.line(merged["output"], "bold")
-    made = ", ".join(word for word in (merged["format"], merged["dialect"]) if word)
-    size, seconds = size_text(merged["output_bytes"]), duration_text(merged["seconds"])
-    screen.line(f"  {merged['shards']} shards merged ({made}), {size}, in {seconds}")
-    if fidelity := merged.get("fidelity"):
-        screen.line(f"  {fidelity_text(fidelity)}")
-    screen.line(f"  digest {merged['digest']}")
-
-
-def draw_recipes(screen: Screen, found: Document) -> None:
-    """Every recipe in a line, families with the models that they are for."""
-    width = max(len(recipe["name"]) for recipe in found["recipes"])
-    for recipe in found["recipes"]:
-        models = ", ".join((*recipe["model_types"], *recipe["class_names"]))
-        screen.line(f"{recipe['name']:{width}}  {recipe['about']}")
-        if models:
-            screen.line(f"{'':{width}}  for {models}")
-
-
-def draw_recipe(screen: Screen, recipe: Document) -> None:
-    """What one recipe says, in the words of its file."""
-    screen.line(f"{recipe['name']}: {recipe['about']}")
-    if models := (*recipe["model_types"], *recipe["class_names"]):
-        screen.line(f"for {', '.join(models)}")
-    if recipe["base"]:
-        screen.line(f"builds on {', '.join(recipe['base'])}")
-    for rule in recipe["keep"]:
-        screen.line(f"keeps {', '.join(rule['modules'])}: {rule['reason']}")
-    for rule in recipe["only"]:
-        screen.line(f"quantizes only {', '.join(rule['modules'])}")
-    for rule in recipe["formats"]:
-        screen.line(f"makes {rule['format']} of {', '.join(rule['modules'])}")
-    for members in recipe["groups"]:
-        screen.line(f"one scale for {', '.join(members)}")
-    for rule in recipe["stacks"]:
-        rows = f", {rule['rows']}" if len(rule["members"]) > 1 else ""
-        screen.line(f"takes {', '.join(rule['tensors'])} for stacks of {', '.join(rule['members'])}: {rule['order']}{rows}")
-    for rule in recipe["experts"]:
-        screen.line(f"counts experts by {', '.join(rule['counts'])}: in {', '.join((*rule['rows'], *rule['columns']))}")
-
-
-def draw_examination(screen: Screen, found: Document) -> None:
-    """What `doctor` found out."""
-    cache, cpu, disk = found["cubin_cache"], found["cpu"], found["disk"]
-    driver = f"NVIDIA, runs CUDA {found['driver']}, shows {found['gpus_shown']} GPU(s)" if found["driver"] else "none"
-    kept = (
-        f"{cache['files']} files, {size_text(cache['bytes'])}" if cache["writable"] else "not writable: compiled anew by each run"
-    )
-    rows = {
-        "fp4convert": f"{found['fp4convert']}, Python {found['python']}",
-        "--device auto": found["device"],
-        "driver": driver,
-        "CuPy": found["cupy"] or ("none that can be used" if found["gpus_shown"] else "not looked for"),
-        "NVRTC": found["nvrtc"] or "-",
-        "cubin cache": f"{cache['folder']} ({kept})",
-        "CPU": f"{cpu['processors']} processors, {cpu['machine']}, kernels for {cpu['instruction_set']}",
-        "disk": f"{disk['folder']}: {disk['free_bytes'] / 1e9:,.1f} GB free" if disk["folder"] else "the folder is gone",
-    }
-    for key, value in rows.items():
-        screen.line(f"{key:<16}{value}")
-    for gpu in found["gpus"]:
-        memory = f"{gpu['memory_bytes'] / 1e9:,.1f} GB"
-        screen.line(
-            f"{gpu['device']:<16}{gpu['name']}, compute capability {gpu['compute_capability']}, {memory}, {gpu['target']}"
-        )
-        for how in ("hardware", "software"):
-            if gpu[f"{how}_conversion"]:
-                screen.line(f"{'':<16}E2M1 conversion in {how}: {', '.join(gpu[f'{how}_conversion'])}")
-    for gpu in found["gpus_refused"]:
-        screen.line(f"{gpu['device']:<16}cannot be used: {gpu['reason']}", "yellow")
-    if found["problem"]:
-        screen.line(f"no GPU is used: {found['problem']}", "yellow")
-        screen.line(f"  {found['next']}")
-
-
 def draw_findings(screen: Screen, findings: Iterable[Document]) -> None:
     """A line for each, by its level; those that say the same of several tensors in one, under their pattern."""
     alike: dict[tuple[str, str, str], list[str | None]] = defaultdict(list)
@@ -352,7 +220,3 @@ def _pattern_text(named: Sequence[tuple[str, str]], pattern: str, held: Sequence
 def draw_verdict(screen: Screen, is_good: bool, good: str, bad: str) -> None:
     """The last line of what judges."""
     screen.line(good if is_good else bad, "bold green" if is_good else "bold red")
-
-
-def shorten(text: str, width: int = CELL_WIDTH) -> str:
-    return text if len(text) <= width else f"{text[: width // 2]}...{text[-width // 2 :]}"

@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 from typing import Any, Unpack
 
-from fp4convert import analysis
-from fp4convert.calibration_file import open_calibration
-from fp4convert.commands import AccessOptions, Patterns, Reference, access_of, check_words, words_of
+from fp4convert.calibration.statistics import open_calibration
+from fp4convert.commands.options import AccessOptions, Patterns, Reference, access_of, check_words, words_of
+from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
-from fp4convert.recipe import Choice
-from fp4convert.sources import open_source
-from fp4convert.stops import keeping_nothing
+from fp4convert.quality import analysis
+from fp4convert.recipes.recipe import Choice
+from fp4convert.storage.open import open_source
 
 
 class AnalyzeOptions(AccessOptions, total=False):

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Unpack
 
-from fp4convert import calibration
-from fp4convert.calibration import Calibrated
-from fp4convert.calibration_state import interruptible
-from fp4convert.commands import AccessOptions, Reference, access_of, as_path, check_words, words_of
-from fp4convert.feeding import Feed
+from fp4convert.calibration import run
+from fp4convert.calibration.run import Calibrated
+from fp4convert.calibration.samples import Feed
+from fp4convert.calibration.workdir import interruptible
+from fp4convert.commands.options import AccessOptions, Reference, access_of, as_path, check_words, words_of
 from fp4convert.progress import Phases
-from fp4convert.sources import open_source
+from fp4convert.storage.open import open_source
 
 
 class CalibrateOptions(AccessOptions, total=False):
@@ -64,5 +64,5 @@ def calibrate(
     with interruptible(target):
         phases.begin("plan")
         opened = open_source(os.fspath(source), access_of(options))
-        how = words_of(calibration.Run, options, held_nbytes="hold", is_forced="force") | {"phases": phases}
-        return calibration.calibrate(calibration.Run(source=opened, output=target, feed=feed, **how))
+        how = words_of(run.Run, options, held_nbytes="hold", is_forced="force") | {"phases": phases}
+        return run.calibrate(run.Run(source=opened, output=target, feed=feed, **how))

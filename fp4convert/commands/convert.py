@@ -8,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from fp4convert import convert, ending, pruning
-from fp4convert.artifact import open_artifact, open_quantized
-from fp4convert.calibration_file import open_calibration
-from fp4convert.cluster import Errand
-from fp4convert.commands import (
+from fp4convert.calibration.statistics import open_calibration
+from fp4convert.checkpoint.artifact import open_artifact, open_quantized
+from fp4convert.commands.options import (
     PartOptions,
     Patterns,
     Reference,
@@ -24,15 +22,17 @@ from fp4convert.commands import (
     given,
     words_of,
 )
-from fp4convert.fitting import choose_goal
-from fp4convert.gpus import unused
-from fp4convert.job import Result
-from fp4convert.parts import choose_share, describe
-from fp4convert.pipelines import prepare
+from fp4convert.commands.publish import Destinations, Order, choose_page, choose_publication, fulfil
+from fp4convert.conversion import pruning, repacking, requests
+from fp4convert.conversion.diffusers import prepare
+from fp4convert.conversion.ray_workers import Errand
+from fp4convert.conversion.requests import choose_goal
+from fp4convert.execution import finish
+from fp4convert.execution.settings import Result, Settings, choose_share, describe
+from fp4convert.numerics.backends.gpus import unused
 from fp4convert.progress import Phases
-from fp4convert.publishing import Destinations, Order, choose_page, choose_publication, fulfil
-from fp4convert.sources import Source, name_of, open_source
-from fp4convert.workers import Settings
+from fp4convert.storage.open import open_source
+from fp4convert.storage.source import Source, name_of
 
 
 class DequantizeOptions(WorkOptions, total=False):
@@ -139,7 +139,7 @@ def _order(source: Reference, format: str, options: QuantizeOptions, is_dry: boo
     output = Path(options.get("output") or f"{name_of(reference)}-{format.upper()}")
     destinations = Destinations(publication, choose_page(as_path(options.get("report")), output, settings.share, is_dry))
     size = choose_goal(options.get("target_size"), options.get("target_bits"))
-    request = convert.Request(format, **words_of(convert.Request, options))
+    request = requests.Request(format, **words_of(requests.Request, options))
     access = access_of(options, output)
     errand = Errand(reference, access, request, output, device=settings.device, workers=settings.workers, goal=size)
     settings.phases.begin("plan")
@@ -161,9 +161,9 @@ def dequantize(artifact: Reference, output: Reference, *, dtype: str = "bf16", *
     settings, target = _settings(options), Path(output)
     settings.phases.begin("plan")
     source, opened = open_quantized(os.fspath(artifact), access_of(options, target))
-    plan = convert.prepare_dequantize(source, opened, dtype)
+    plan = repacking.prepare_dequantize(source, opened, dtype)
     _tell(options, plan.warnings, settings)
-    return convert.dequantize(source, opened, plan, target, settings)
+    return repacking.dequantize(source, opened, plan, target, settings)
 
 
 def transcode(artifact: Reference, output: Reference, *, dialect: str, **options: Unpack[TranscodeOptions]) -> Result:
@@ -181,10 +181,10 @@ def transcode(artifact: Reference, output: Reference, *, dialect: str, **options
     opened = open_artifact(os.fspath(artifact), access_of(options, target))
     template = options.get("template")
     donor = open_source(os.fspath(template)) if template else None
-    request = convert.TranscodeRequest(dialect, **words_of(convert.TranscodeRequest, options))
-    plan = convert.prepare_transcode(opened, request, donor)
+    request = repacking.TranscodeRequest(dialect, **words_of(repacking.TranscodeRequest, options))
+    plan = repacking.prepare_transcode(opened, request, donor)
     _tell(options, plan.warnings, settings)
-    return convert.transcode(opened, plan, target, settings, donor)
+    return repacking.transcode(opened, plan, target, settings, donor)
 
 
 def prune(source: Reference, output: Reference, calibration: Reference, keep: int, **options: Unpack[PruneOptions]) -> Result:
@@ -230,7 +230,7 @@ def merge(output: Reference, *, phases: Phases | None = None) -> dict[str, Any]:
     Returns  what `merge --json` prints
     Raises   InputError where it holds no plan; OutputError where a shard is missing or damaged
     """
-    return ending.merge(Path(output), phases or Phases())
+    return finish.merge(Path(output), phases or Phases())
 
 
 def _part_settings(options: PartOptions, is_elsewhere: bool = False, **fixed: str) -> Settings:

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 from fp4convert.errors import InputError
 from fp4convert.progress import Phases
-from fp4convert.sources import Access
+from fp4convert.storage.source import Access
 
 MOST_MEMORY = 1e6  # GB; inf, too, means no limit
 
@@ -162,6 +162,6 @@ def as_warnings(lines: Iterable[str]) -> None:
     while sys._getframe(level).f_globals.get("__name__", "").startswith("fp4convert."):
         level += 1
     for line in lines:
-        from fp4convert.render import escape
+        from fp4convert.report.text import escape
 
         warnings.warn(escape(line), UserWarning, stacklevel=level + 1)

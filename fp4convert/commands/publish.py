@@ -10,14 +10,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fp4convert.artifact import CARD, open_artifact
+from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.conversion.diffusers import Work
 from fp4convert.errors import InputError
-from fp4convert.job import Result
-from fp4convert.papers import check_apart
-from fp4convert.parts import Share
-from fp4convert.pipelines import Work
-from fp4convert.sources import open_source
-from fp4convert.workers import Settings
+from fp4convert.execution.settings import Result, Settings, Share
+from fp4convert.report.user_files import check_apart
+from fp4convert.storage.checkpoint_files import CARD
+from fp4convert.storage.open import open_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ def choose_page(page: Path | None, output: Path, share: Share | None, is_dry: bo
         next_step = "Afterwards: fp4convert verify OUTPUT --report FILE.html."
         raise InputError("report", f"--report {page}: {made}; expected an artifact to show", next_step)
     if page is not None:
-        from fp4convert.page import PAGE, check_page
+        from fp4convert.report.html import PAGE, check_page
 
         check_apart({PAGE: page}, output)
         check_page(page)
@@ -83,7 +82,7 @@ def fulfil(order: Order) -> Result:
     """
     publication, pages = order.destinations.publication, _pages(order)
     if pages:
-        from fp4convert.page import check_page
+        from fp4convert.report.html import check_page
 
         for page in pages.values():
             check_page(page)
@@ -107,7 +106,7 @@ def _write_pages(work: Work, pages: Mapping[str, Path]) -> Iterator[str]:
     The source is opened again, for whoever converted it may have ended its reading.
     """
     for folder, page in pages.items():
-        from fp4convert.page import save_page
+        from fp4convert.report.html import save_page
 
         errand = work.errands()[folder]
         access = replace(errand.access, revision=work.source.checkpoint.revision or errand.access.revision)
@@ -116,8 +115,8 @@ def _write_pages(work: Work, pages: Mapping[str, Path]) -> Iterator[str]:
 
 
 def _publish(order: Order, publication: Publication) -> Result:
-    from fp4convert.card import CardRequest, make_card
-    from fp4convert.push import Pusher
+    from fp4convert.report.model_card import CardRequest, make_card
+    from fp4convert.storage.hub.upload import Pusher
 
     work, settings, errand = order.work, order.settings, order.work.errand
     if settings.share is not None:

@@ -6,15 +6,16 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from fp4convert.artifact import open_artifact
-from fp4convert.commands import AccessOptions, Reference, access_of, as_path, check_words, ignore, original_access
-from fp4convert.papers import check_apart
-from fp4convert.sarif import SARIF, clear_sarif, write_sarif
-from fp4convert.sources import Source, open_original, subfolder_of, uncollected
-from fp4convert.stops import keeping_nothing
+from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.commands.options import AccessOptions, Reference, access_of, as_path, check_words, ignore, original_access
+from fp4convert.process import keeping_nothing
+from fp4convert.report.sarif import SARIF, clear_sarif, write_sarif
+from fp4convert.report.user_files import check_apart
+from fp4convert.storage.open import open_original
+from fp4convert.storage.source import Source, subfolder_of, uncollected
 
-if TYPE_CHECKING:  # what each command loads when it runs
-    from fp4convert.verification import Verified
+if TYPE_CHECKING:
+    from fp4convert.quality.verification import Verified
 
 
 class InspectOptions(AccessOptions, total=False):
@@ -63,7 +64,7 @@ def inspect(
     Returns   what `inspect --json` prints; `healthy` is False where the command exits with 6
     Raises    Fp4Error: InputError where it is no artifact, SourceError and AccessError from the Hub
     """
-    from fp4convert import inspection
+    from fp4convert.quality import inspection
 
     check_words(options, InspectOptions)
     sarif = as_path(options.get("sarif"))
@@ -95,10 +96,10 @@ def verify(
     Returns   tensors, summary and findings; `passed` is False where the command exits with 6
     Raises    Fp4Error, as `inspect` does; InputError for a gate without a source
     """
-    from fp4convert import verification
-    from fp4convert.beside import Outputs
-    from fp4convert.calibration_file import open_calibration
-    from fp4convert.page import PAGE, check_page, save_page
+    from fp4convert.calibration.statistics import open_calibration
+    from fp4convert.quality import verification
+    from fp4convert.quality.source_compare import Outputs
+    from fp4convert.report.html import PAGE, check_page, save_page
 
     check_words(options, VerifyOptions)
     page = as_path(options.get("report"))
@@ -130,9 +131,9 @@ def compare(a: Reference, b: Reference, *, source: Reference, **options: Unpack[
     Returns  what `compare --json` prints
     Raises   Fp4Error, as `inspect` does; InputError for an artifact that is not sound, or of another source
     """
-    from fp4convert import comparison
-    from fp4convert.beside import Outputs
-    from fp4convert.calibration_file import open_calibration
+    from fp4convert.calibration.statistics import open_calibration
+    from fp4convert.quality import comparison
+    from fp4convert.quality.source_compare import Outputs
 
     check_words(options, CompareOptions)
     known = None if (calibration := as_path(options.get("calibration"))) is None else open_calibration(calibration)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.backends import Given
-from fp4convert.backends.cpu import Cpu
-from fp4convert.codec import FLOAT_DTYPES, LEAVE, Float32s, find_not_finite_values
 from fp4convert.errors import InputError, NumericError
-from fp4convert.formats import FLOAT_TYPES, IMPORTANCE, Format, InMemory, Matrix, Quantized, check_rule, dtype_named, format_named
+from fp4convert.numerics.backends.base import Given
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import FLOAT_DTYPES, LEAVE, Float32s, find_not_finite_values
+from fp4convert.numerics.formats import FLOAT_TYPES, IMPORTANCE, Format, check_rule, dtype_named, format_named
+from fp4convert.numerics.matrices import InMemory, Matrix, Quantized
 
 if TYPE_CHECKING:
     import torch

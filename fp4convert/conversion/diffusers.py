@@ -15,22 +15,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from fp4convert.backends import open_backend
-from fp4convert.cluster import Errand, check_cluster, quantize_together
-from fp4convert.convert import begin_quantize, manifest_of, name_files, prepare_quantize, quantize
-from fp4convert.dialects import Ignored
-from fp4convert.disk import told
+from fp4convert.checkpoint.dialects.base import Ignored
+from fp4convert.conversion.dry_run import READING_RATES, describe_plan
+from fp4convert.conversion.mixed_precision import Fit, Measuring, fit
+from fp4convert.conversion.quantization import begin_quantize, manifest_of, name_files, prepare_quantize, quantize
+from fp4convert.conversion.ray_workers import Errand, check_cluster, quantize_together
 from fp4convert.errors import Fp4Error, InputError, NumericError
-from fp4convert.fitting import Fit, Measuring, fit
-from fp4convert.forecast import READING_RATES, describe_plan
-from fp4convert.job import Job, Result, carry_out, opened
-from fp4convert.manifest import digest_of, read_ended, read_manifest
-from fp4convert.output import OutputFolder, TaskWriter, missing_nbytes
+from fp4convert.execution.folder import OutputFolder, TaskWriter, missing_nbytes
+from fp4convert.execution.job import Job, carry_out, opened
+from fp4convert.execution.plan_file import digest_of, read_ended, read_manifest
+from fp4convert.execution.settings import Result, Settings
+from fp4convert.numerics.backends import open_backend
+from fp4convert.planning.steps import Action, Plan, Step
 from fp4convert.progress import Phases
-from fp4convert.sources import PLAN_FILE, Source, access_to, open_with_components
-from fp4convert.sources.naming import PIPELINE
-from fp4convert.tasks import Action, Plan, Step
-from fp4convert.workers import Settings
+from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE
+from fp4convert.storage.disk import told
+from fp4convert.storage.open import access_to, open_with_components
+from fp4convert.storage.source import Source
 
 AGAIN = "Run the same command again with "  # how the next step of weights that are NaN begins
 

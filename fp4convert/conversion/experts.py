@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from fp4convert.errors import InputError
-from fp4convert.patterns import configs_in, integer_of, matches_any
-from fp4convert.recipe import Recipe
-from fp4convert.recipe_rules import ExpertsRule
-from fp4convert.shard import DTYPE_BITS, TensorRef
+from fp4convert.recipes.patterns import configs_in, integer_of, matches_any
+from fp4convert.recipes.recipe import Recipe
+from fp4convert.recipes.rules import ExpertsRule
+from fp4convert.storage.safetensors import DTYPE_BITS, TensorRef
 
 AGAIN = "Download the checkpoint again, or correct the number of experts in its config.json."
 EXPERTS = ".experts."

@@ -15,73 +15,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fp4convert.backends import open_backend
-from fp4convert.budget import Option, Part, choose
-from fp4convert.convert import Asked, Request, artifact_job, understand
-from fp4convert.dialects import Dialect, dialect_to_write
-from fp4convert.ending import nbytes_of
+from fp4convert.checkpoint.dialects.base import Dialect
+from fp4convert.checkpoint.dialects.registry import dialect_to_write
+from fp4convert.checkpoint.module_names import split_numbers
+from fp4convert.conversion.artifact_job import artifact_job
+from fp4convert.conversion.knapsack import Option, Part, choose
+from fp4convert.conversion.quantization import Asked, understand
+from fp4convert.conversion.requests import Goal, Request
+from fp4convert.conversion.sensitivity import Bench, Candidate, Losses, measure
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, FP8
-from fp4convert.job import refuse_inside
-from fp4convert.manifest import read_manifest
-from fp4convert.measuring import Bench, Candidate, Losses, measure
-from fp4convert.numbered import split_numbers
-from fp4convert.plan import KEPT_DTYPE
+from fp4convert.execution.finish import nbytes_of
+from fp4convert.execution.job import refuse_inside
+from fp4convert.execution.plan_file import read_manifest
+from fp4convert.execution.rounding import Rounding
+from fp4convert.numerics.backends import open_backend
+from fp4convert.numerics.formats import FLOAT_TYPES, FP8
+from fp4convert.planning.decisions import NAME_SOME, Verdict, decide, gather_made, judge_each
+from fp4convert.planning.quantize_plan import KEPT_DTYPE
 from fp4convert.progress import Phases, size_text
-from fp4convert.recipe import EXPERT_WORDS, Recipe, scale_group
-from fp4convert.recipe_files import ANY_FORMAT, KEEP
-from fp4convert.recipe_rules import FormatRule, Patterns
-from fp4convert.rounding import Rounding
-from fp4convert.shard import TensorRef
-from fp4convert.sources import Source
-from fp4convert.verdicts import NAME_SOME, Verdict, decide, gather_made, judge_each
+from fp4convert.recipes.recipe import EXPERT_WORDS, Recipe, scale_group
+from fp4convert.recipes.rules import FormatRule, Patterns
+from fp4convert.recipes.toml_files import ANY_FORMAT, KEEP
+from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.source import Source
 
 MOST_TRIES = 50  # to meet a size: what names and records take changes a little with the choice
-GIGA = 10**9
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What the artifact should come to: one of the two.
-
-    nbytes  of all its files
-    bits    of each weight, scales and all, averaged over the modules that would be four-bit without a goal
-    """
-
-    nbytes: int | None = None
-    bits: float | None = None
-
-    def options(self) -> dict[str, float | None]:
-        """The options of the command that ask for it."""
-        return {"target_size": None if self.nbytes is None else self.nbytes / GIGA, "target_bits": self.bits}
-
-    def within(self, low: float, high: float) -> None:
-        """InputError where it is below the smallest artifact, or not below one of which everything stays."""
-        wanted = self.nbytes if self.nbytes is not None else self.bits or 0.0
-        if low <= wanted < high:
-            return
-        if self.nbytes is not None:
-            asked, span = f"--target-size {self.nbytes / GIGA:.9g} GB", (f"{math.ceil(low) / GIGA:.9f}", f"{high / GIGA:.9f} GB")
-        else:
-            asked, span = f"--target-bits {self.bits:g}", (f"{math.ceil(low * 1e6) / 1e6:.6f}", f"{high:g} bits per weight")
-        expected = f"expected from {span[0]} to below {span[1]}"
-        reach = "all of it four-bit takes the lower, and nothing of it the upper"
-        raise InputError(
-            "target-range", f"{asked}; {expected}: {reach}", "Choose another; or give other modules to it: --include, --exclude."
-        )
-
-
-def choose_goal(gigabytes: float | None, bits: float | None) -> Goal | None:
-    """What the options ask for; InputError for both of them, or for what is no positive number."""
-    if gigabytes is not None and bits is not None:
-        raise InputError("target-twice", "--target-size and --target-bits are given; expected one of them", "Leave one out.")
-    for option, value, unit in (("--target-size", gigabytes, "GB"), ("--target-bits", bits, "bits per weight")):
-        if value is not None and not 0 < value < math.inf:
-            detail = f"{option} {value:g}; expected a positive number of {unit}"
-            raise InputError("target-range", detail, "Give any such number: what is out of reach is told with the range.")
-    if gigabytes is not None:
-        return Goal(nbytes=int(gigabytes * GIGA))
-    return None if bits is None else Goal(bits=bits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from fp4convert.backends import open_backend, processors
-from fp4convert.calibration_file import Calibration
-from fp4convert.convert import index_text
-from fp4convert.dialects import Ignored
-from fp4convert.ending import as_text
-from fp4convert.errors import InputError
-from fp4convert.experts import (
+from fp4convert.calibration.statistics import Calibration
+from fp4convert.checkpoint.dialects.base import Ignored
+from fp4convert.conversion.artifact_job import index_text
+from fp4convert.conversion.dry_run import BASE_NBYTES, Sized, describe_steps, estimate_seconds
+from fp4convert.conversion.experts import (
     Mixture,
     Routing,
     check_mixture,
@@ -30,18 +28,21 @@ from fp4convert.experts import (
     kept_rows,
     read_routing,
 )
-from fp4convert.forecast import BASE_NBYTES, Sized, describe_steps, estimate_seconds
-from fp4convert.job import Job, Result, carry_out
-from fp4convert.makers import copy_steps
-from fp4convert.output import TaskWriter
-from fp4convert.patterns import matches_any
-from fp4convert.plan import notes_on
-from fp4convert.recipe import Choice, Target, model_recipe
-from fp4convert.record import RECORD
-from fp4convert.shard import TensorRef, TensorSpec
-from fp4convert.sources import Checkpoint, Source, uncollected
-from fp4convert.tasks import Action, Draft, Plan, Step, Task, Writing, module_of, refuse_collisions
-from fp4convert.workers import Settings
+from fp4convert.errors import InputError
+from fp4convert.execution.folder import TaskWriter
+from fp4convert.execution.job import Job, carry_out
+from fp4convert.execution.repacker import copy_steps
+from fp4convert.execution.settings import Result, Settings
+from fp4convert.numerics.backends import open_backend
+from fp4convert.numerics.backends.base import processors
+from fp4convert.planning.quantize_plan import notes_on
+from fp4convert.planning.steps import Action, Draft, Plan, Step, Task, Writing, module_of, refuse_collisions
+from fp4convert.recipes.patterns import matches_any
+from fp4convert.recipes.recipe import Choice, Target, model_recipe
+from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.json_text import as_text
+from fp4convert.storage.safetensors import TensorRef, TensorSpec
+from fp4convert.storage.source import Checkpoint, Source, uncollected
 
 PRUNED = "pruned"
 PRUNING = "expert_pruning.json"  # our record of what stayed

@@ -17,17 +17,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fp4convert.convert import Request, begin_quantize, prepare_quantize, quantize
+from fp4convert.conversion.quantization import begin_quantize, prepare_quantize, quantize
+from fp4convert.conversion.requests import Goal, Request
 from fp4convert.errors import DeviceError, Fp4Error, InputError
-from fp4convert.fitting import Goal
-from fp4convert.input_scales import whole_reference
-from fp4convert.job import Result
-from fp4convert.manifest import TaskFiles
-from fp4convert.output import OutputFolder
-from fp4convert.recipe_rules import FormatRule
-from fp4convert.sources import Access, Source, open_source
-from fp4convert.tasks import Plan
-from fp4convert.workers import Settings
+from fp4convert.execution.folder import OutputFolder
+from fp4convert.execution.plan_file import TaskFiles
+from fp4convert.execution.settings import Result, Settings
+from fp4convert.planning.activation_scales import whole_reference
+from fp4convert.planning.steps import Plan
+from fp4convert.recipes.rules import FormatRule
+from fp4convert.storage.open import open_source
+from fp4convert.storage.source import Access, Source
 
 LOOK_SECONDS = 1.0
 LATE_SECONDS = 30.0  # for the others, once one worker has seen the end

@@ -30,23 +30,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.backends.cpu import Cpu
-from fp4convert.calibration_file import Calibration
-from fp4convert.claims import Claims
-from fp4convert.codec import as_floats, not_finite
-from fp4convert.codings import Linear, room_for
-from fp4convert.codings.floats import measured_whole
-from fp4convert.disk import told
-from fp4convert.errors import NumericError, SourceError
-from fp4convert.formats import FP8, Matrix, Weights, format_named, row_panels
-from fp4convert.grid import Grid, fp8_scales_of
-from fp4convert.inputs import column_power, weighted
-from fp4convert.makers import find_not_finite
-from fp4convert.manifest import STATE, refuse_links
-from fp4convert.pieces import CORRUPT
+from fp4convert.calibration.input_power import column_power, weighted
+from fp4convert.calibration.statistics import Calibration
+from fp4convert.checkpoint.encodings.base import Linear, room_for
+from fp4convert.checkpoint.encodings.floats import measured_whole
+from fp4convert.errors import CORRUPT, NumericError, SourceError
+from fp4convert.execution.leases import Claims
+from fp4convert.execution.plan_file import STATE, refuse_links
+from fp4convert.execution.repacker import find_not_finite
+from fp4convert.execution.rounding import Rounding
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import as_floats, not_finite
+from fp4convert.numerics.formats import FP8, format_named
+from fp4convert.numerics.fp8_int import Grid, fp8_scales_of
+from fp4convert.numerics.matrices import Matrix, Weights, row_panels
 from fp4convert.progress import Phases
-from fp4convert.rounding import Rounding
-from fp4convert.sources import Source, stopping
+from fp4convert.storage.disk import told
+from fp4convert.storage.source import Source, stopping
 
 FOLDER = "measured"
 DIGITS = 9  # of a loss

@@ -13,20 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4convert.artifact import REPORT, UNDIGESTED
-from fp4convert.backends import processors
-from fp4convert.disk import Mark, hash_file, told
+from fp4convert.checkpoint.error_report import merged
 from fp4convert.errors import InputError, OutputError
-from fp4convert.ledger import merged
-from fp4convert.manifest import Done, Manifest, TaskFiles, digest_of, read_ended, read_manifest
-from fp4convert.output import OutputFolder, entered
+from fp4convert.execution.folder import OutputFolder, entered
+from fp4convert.execution.plan_file import Done, Manifest, TaskFiles, digest_of, read_ended, read_manifest
+from fp4convert.numerics.backends.base import processors
 from fp4convert.progress import Phases
-from fp4convert.seals import is_sealed
-from fp4convert.sources import PLAN_FILE
+from fp4convert.storage.checkpoint_files import PLAN_FILE, REPORT, UNDIGESTED
+from fp4convert.storage.disk import Mark, hash_file, is_sealed, told
+from fp4convert.storage.json_text import as_text
 
 SHA256_DIGITS = 64
 ENDING = "end"  # the claim of whoever ends the conversion
-_NESTED = (dict, list, tuple)  # what JSON nests
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +39,6 @@ class Ending:
     nbytes: int
     files: dict[str, str]
     fidelity: dict[str, object] | None = None
-
-
-def as_text(value: object) -> str:
-    """The JSON of a small file, whichever stage writes it: what json.dumps makes with an indent of 2, in ten times as long.
-
-    tests/test_ending.py holds them together.
-    """
-    return f"{_indented(value)}\n"
-
-
-def _indented(value: object, lead: str = "\n") -> str:
-    """The JSON of a value in a line that begins so; a list or an object of plain values is spelled at once.  Keys are strings."""
-    inner = f"{lead}  "
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, _NESTED) else ()
-    if not any(issubclass(kind, _NESTED) for kind in set(map(type, children))):
-        text = json.dumps(value, ensure_ascii=False, separators=(f",{inner}", ": "))
-        return f"{opening}{inner}{text[1:-1]}{lead}{closing}" if children else text
-    texts = [_indented(child, inner) for child in children]
-    if isinstance(value, dict):
-        texts = [f"{json.dumps(key, ensure_ascii=False)}: {text}" for key, text in zip(value, texts, strict=True)]
-    return f"{opening}{inner}{f',{inner}'.join(texts)}{lead}{closing}"
 
 
 def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:

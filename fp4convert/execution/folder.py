@@ -21,11 +21,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from fp4convert.accounting import Account
-from fp4convert.claims import Claims
-from fp4convert.disk import fsync_folder, hash_file, nbytes_there, told
 from fp4convert.errors import OutputError
-from fp4convert.manifest import (
+from fp4convert.execution.leases import Claims
+from fp4convert.execution.plan_file import (
     ENDED,
     PLAN,
     STATE,
@@ -37,15 +35,16 @@ from fp4convert.manifest import (
     refuse_foreign,
     refuse_links,
 )
-from fp4convert.seals import seal
-from fp4convert.shard import ShardWriter, TensorRef
-from fp4convert.sources import PLAN_FILE
-from fp4convert.tasks import Task
+from fp4convert.execution.settings import OnNamed
+from fp4convert.numerics.error_sums import Account
+from fp4convert.planning.steps import Task
+from fp4convert.storage.checkpoint_files import PLAN_FILE
+from fp4convert.storage.disk import fsync_folder, hash_file, nbytes_there, seal, told
+from fp4convert.storage.safetensors import ShardWriter, TensorRef
 
 DONE = "done"  # the folder of records
 PLANNING = "plan"  # the claim of whoever writes plan.json
 READ_NBYTES = 1 << 20
-OnNamed = Callable[[Path, str, str], None]
 
 
 class TaskWriter:

@@ -16,63 +16,22 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from fp4convert.ending import ENDING, Ending, ended_meanwhile, find_disputes, find_harmed, write_ending
-from fp4convert.errors import InputError, NumericError, OutputError, SourceError
-from fp4convert.manifest import Manifest, TaskFiles, nbytes_written, read_ended
-from fp4convert.numbered import split_numbers
-from fp4convert.output import OutputFolder, Terms, missing_nbytes, open_output
-from fp4convert.pieces import CORRUPT
-from fp4convert.record import MIXED, RECORD
-from fp4convert.sources import Source, stopping
-from fp4convert.tasks import Action, Plan
-from fp4convert.workers import Filler, Settings, Worker
+from fp4convert.checkpoint.module_names import split_numbers
+from fp4convert.checkpoint.record import MIXED
+from fp4convert.errors import CORRUPT, InputError, NumericError, OutputError, SourceError
+from fp4convert.execution.finish import ENDING, Ending, ended_meanwhile, find_disputes, find_harmed, write_ending
+from fp4convert.execution.folder import OutputFolder, Terms, missing_nbytes, open_output
+from fp4convert.execution.plan_file import Manifest, TaskFiles, nbytes_written, read_ended
+from fp4convert.execution.settings import Result, Settings
+from fp4convert.execution.workers import Filler, Worker
+from fp4convert.planning.steps import Action, Plan
+from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.source import Source, stopping
 
 OPTIONS = "the options"
 FIRST_SECONDS, LONGEST_SECONDS = 0.1, 3.0  # between looks at what others do: many wait, and a shared disk has to answer all
 LARGE_NBYTES = 16 << 20  # of a file that is copied by itself: what is begun again after an interruption is little
 TRIES = 3  # to write files that afterwards are what was written
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a conversion tells at its end; the keys of --json.
-
-    bits_per_weight  of the quantized modules, scales and all; None where there are none
-    output_bytes  of the whole; after one of several parts, of what this process wrote
-    digest        of the whole; None after one of several parts
-    adopted_bytes of the source, whose result an earlier run or another process wrote
-    share         which part, and how many shards it wrote; None for the whole
-    pushed        address of the commit that holds it on the Hub; None where it is here alone
-    components    of a pipeline: the name and the result of each conversion that it was made of
-    method        by which weights were rounded; None where none were
-    fidelity      the summary of its report; None where nothing was rounded, or after one of several parts
-    experts       of a pruned model: how many a layer had and has, in how many layers
-    """
-
-    output: str
-    format: str
-    dialect: str | None
-    scale_rule: str | None
-    device: str
-    source_bytes: int
-    output_bytes: int
-    seconds: float
-    tensors: dict[str, int]
-    digest: str | None
-    adopted_bytes: int = 0
-    bits_per_weight: float | None = None
-    carried: dict[str, object] | None = None
-    share: dict[str, int] | None = None
-    pushed: str | None = None
-    components: list[dict[str, object]] | None = None
-    method: str | None = None
-    fidelity: dict[str, object] | None = None
-    experts: dict[str, int] | None = None
-
-    def as_json(self) -> dict[str, object]:
-        """The document; some keys are there only where they mean something."""
-        rare = ("carried", "share", "pushed", "components", "method", "fidelity", "experts")
-        return {key: value for key, value in asdict(self).items() if key not in rare or value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from fp4convert.disk import told
-from fp4convert.seals import boot_id
+from fp4convert.storage.disk import boot_id, told
 
 LEASE_SECONDS = 60.0  # without a sign of life
 SILENT_SECONDS = 5.0  # of an empty one: its maker fills it at once, or is dead

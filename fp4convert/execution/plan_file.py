@@ -10,14 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from fp4convert.accounting import Account
-from fp4convert.artifact import REPORT, UNDIGESTED
-from fp4convert.disk import Mark
 from fp4convert.errors import OutputError
-from fp4convert.gguf_shard import GGUF
-from fp4convert.sources import PLAN_FILE
-from fp4convert.sources.naming import WEIGHTS
-from fp4convert.tasks import Task
+from fp4convert.numerics.error_sums import Account
+from fp4convert.planning.steps import Task
+from fp4convert.storage.checkpoint_files import GGUF, PLAN_FILE, REPORT, UNDIGESTED, WEIGHTS
+from fp4convert.storage.disk import Mark
 
 STATE, PLAN = PLAN_FILE.split("/")
 ENDED = "ended.json"

@@ -8,15 +8,25 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 
-from fp4convert.backends import Backend, Given, memory_nbytes
-from fp4convert.backends.cpu import Cpu
-from fp4convert.calibration_file import Calibration
-from fp4convert.codec import as_floats, block_steps, pack
-from fp4convert.codings.folded import moments_under
-from fp4convert.formats import IMPORTANCE, Format, Quantized, Weights, global_range, row_panels
-from fp4convert.gptq import PANEL_ELEMENTS, Factor, explained, factorize, held_nbytes, one_thread, round_columns, torch_device
-from fp4convert.methods import GPTQ
-from fp4convert.recipe import Target
+from fp4convert.calibration.methods.gptq import (
+    PANEL_ELEMENTS,
+    Factor,
+    explained,
+    factorize,
+    held_nbytes,
+    one_thread,
+    round_columns,
+    torch_device,
+)
+from fp4convert.calibration.methods.scaled_weights import moments_under
+from fp4convert.calibration.statistics import Calibration
+from fp4convert.numerics.backends.base import Backend, Given, memory_nbytes
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import as_floats, block_steps, pack
+from fp4convert.numerics.formats import IMPORTANCE, Format, global_range
+from fp4convert.numerics.matrices import Quantized, Weights, row_panels
+from fp4convert.planning.method_needs import GPTQ
+from fp4convert.recipes.recipe import Target
 
 MEMORY_SHARE = 0.5  # of the machine's, for all workers together
 

@@ -5,11 +5,24 @@ Parts need no network, no shared clock and not even a shared folder: each writes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
-from fp4convert.errors import InputError
+from fp4convert.errors import InputError, NumericError
+from fp4convert.progress import Phases
+
+OnNamed = Callable[[Path, str, str], None]
+
+
+class UnsoundShardError(Exception):
+    """A shard that cannot be finished, because of these tensors."""
+
+    def __init__(self, errors: list[NumericError]) -> None:
+        super().__init__()
+        self.errors = errors
+
 
 T = TypeVar("T")
 
@@ -107,3 +120,68 @@ def _find_launched(environment: Mapping[str, str], count: int | None) -> tuple[i
 
 def _said(value: int | None) -> str:
     return "is not given" if value is None else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to work; nothing here changes a byte of the result.
+
+    workers     threads; 0 is as many as the device serves best
+    phases      learns how far the work is
+    is_forced   files of another, finished plan in the output folder may go
+    is_joining  one of several processes that begin together: none of them may replace a plan
+    share       the part of the tasks that this process does; None for all that nobody else does
+    tell        gets a line for people when everything has to wait
+    named   called with the path, the name and the sha256 of every file that this process has finished, by two threads at times
+    """
+
+    device: str = "auto"
+    workers: int = 0
+    is_forced: bool = False
+    phases: Phases = field(default_factory=Phases)
+    is_joining: bool = False
+    share: Share | None = None
+    tell: Callable[[str], None] = lambda line: None
+    named: OnNamed = lambda path, file, sha256: None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a conversion tells at its end; the keys of --json.
+
+    bits_per_weight  of the quantized modules, scales and all; None where there are none
+    output_bytes  of the whole; after one of several parts, of what this process wrote
+    digest        of the whole; None after one of several parts
+    adopted_bytes of the source, whose result an earlier run or another process wrote
+    share         which part, and how many shards it wrote; None for the whole
+    pushed        address of the commit that holds it on the Hub; None where it is here alone
+    components    of a pipeline: the name and the result of each conversion that it was made of
+    method        by which weights were rounded; None where none were
+    fidelity      the summary of its report; None where nothing was rounded, or after one of several parts
+    experts       of a pruned model: how many a layer had and has, in how many layers
+    """
+
+    output: str
+    format: str
+    dialect: str | None
+    scale_rule: str | None
+    device: str
+    source_bytes: int
+    output_bytes: int
+    seconds: float
+    tensors: dict[str, int]
+    digest: str | None
+    adopted_bytes: int = 0
+    bits_per_weight: float | None = None
+    carried: dict[str, object] | None = None
+    share: dict[str, int] | None = None
+    pushed: str | None = None
+    components: list[dict[str, object]] | None = None
+    method: str | None = None
+    fidelity: dict[str, object] | None = None
+    experts: dict[str, int] | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """The document; some keys are there only where they mean something."""
+        rare = ("carried", "share", "pushed", "components", "method", "fidelity", "experts")
+        return {key: value for key, value in asdict(self).items() if key not in rare or value is not None}

@@ -4,43 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from fp4convert.errors import NumericError, SourceError
-from fp4convert.makers import UnsoundShardError
-from fp4convert.output import OnNamed, TaskWriter
-from fp4convert.parts import Share
-from fp4convert.pieces import CORRUPT
-from fp4convert.progress import Phases
-from fp4convert.sources import Source
-from fp4convert.tasks import Action, Step, Task
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How to work; nothing here changes a byte of the result.
-
-    workers     threads; 0 is as many as the device serves best
-    phases      learns how far the work is
-    is_forced   files of another, finished plan in the output folder may go
-    is_joining  one of several processes that begin together: none of them may replace a plan
-    share       the part of the tasks that this process does; None for all that nobody else does
-    tell        gets a line for people when everything has to wait
-    named   called with the path, the name and the sha256 of every file that this process has finished, by two threads at times
-    """
-
-    device: str = "auto"
-    workers: int = 0
-    is_forced: bool = False
-    phases: Phases = field(default_factory=Phases)
-    is_joining: bool = False
-    share: Share | None = None
-    tell: Callable[[str], None] = lambda line: None
-    named: OnNamed = lambda path, file, sha256: None
+from fp4convert.errors import CORRUPT, NumericError, SourceError
+from fp4convert.execution.folder import TaskWriter
+from fp4convert.execution.settings import Settings, UnsoundShardError
+from fp4convert.planning.steps import Action, Step, Task
+from fp4convert.storage.source import Source
 
 
 class Worker(Protocol):

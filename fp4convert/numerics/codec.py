@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.errors import InputError, NumericError
-from fp4convert.formats import (
+from fp4convert.numerics.formats import (
     E2M1_MAX,
     E4M3_MAX,
     E4M3_MIN,
@@ -30,13 +30,10 @@ from fp4convert.formats import (
     IMPORTANCE,
     Format,
     Kind,
-    Matrix,
-    Quantized,
-    Weights,
     check_rule,
     global_range,
-    row_panels,
 )
+from fp4convert.numerics.matrices import Matrix, Quantized, Weights, row_panels
 
 Float32s = NDArray[np.float32]
 Bytes = NDArray[np.uint8]

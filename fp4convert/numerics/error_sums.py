@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.codec import Float32s, block_steps, dequantize
-from fp4convert.formats import CODES, E2M1_MAX, Compared, Quantized
+from fp4convert.numerics.codec import Float32s, block_steps, dequantize
+from fp4convert.numerics.formats import CODES, E2M1_MAX
+from fp4convert.numerics.matrices import Compared, Quantized
 
 GROUP, LANES, QUARTERS = 256, 16, 4  # elements that are added in float32, by lanes; lanes that remain of those
 FINE, COARSE = 2.0**-70, 2.0**100  # sums whose squares float32 holds

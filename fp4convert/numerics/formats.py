@@ -6,9 +6,9 @@ Sources: OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0 and MXFP4; NVIDIA's N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from fp4convert.errors import InputError
 
@@ -23,8 +23,6 @@ GLOBAL_SCALE_MIN = 2.0**-126  # smallest normal float32
 CODES = 16  # of four bits
 ROW_SUMS = 5  # that tell what a row has lost: accounting.py
 IMPORTANCE = "importance"  # the scale rule that weighs errors with the second moments of the inputs
-
-PANEL_ELEMENTS = 4 << 20  # elements held at once: 8 MB of bf16 in, 2.3 MB out
 
 Kind = Literal["multiplier", "divisor"]
 
@@ -74,197 +72,6 @@ FLOAT_TYPES = {  # by safetensors' name
     "F16": FloatType("fp16", "float16", 2, 65504.0),
     "F32": FloatType("fp32", "float32", 4, 2.0**128 - 2.0**103),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """Weights as they are stored: whole rows of a matrix, row-major.
-
-    data   the bytes, little-endian; need not be aligned
-    dtype  safetensors' name: BF16, F16 or F32
-    """
-
-    data: memoryview
-    dtype: str
-    shape: tuple[int, int]
-
-
-class Weights(Protocol):
-    """A matrix somewhere, fetched by ranges of whole rows, as often as is wanted; equal to another where it is the same one."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    def rows(self, first: int, last: int) -> Matrix:
-        """Rows first..last-1, read-only, valid while their source is open."""
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        """Rows first..last-1 into a writable buffer of exactly their size."""
-
-    def amaxes(self) -> Iterator[float] | None:
-        """The largest magnitudes of parts that make up the whole, where they are found sooner than rows are."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class InMemory:
-    """Weights that are in memory already."""
-
-    matrix: Matrix
-
-    @property
-    def dtype(self) -> str:
-        return self.matrix.dtype
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.matrix.shape
-
-    def rows(self, first: int, last: int) -> Matrix:
-        width = self.shape[1] * FLOAT_TYPES[self.dtype].nbytes
-        return Matrix(self.matrix.data[first * width : last * width], self.dtype, (last - first, self.shape[1]))
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
-
-
-class Compared(NamedTuple):
-    """What rows of codes have lost: accounting.py says what the numbers are.
-
-    rows    float64 (rows, ROW_SUMS)
-    counts  int64 (CODES): how often each code occurs; empty where codes have more bits
-    """
-
-    rows: memoryview
-    counts: memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """One matrix, or some whole rows of one, in canonical form: row-major, low nibble first, linear scales.
-
-    packed        rows * columns / 2 bytes; element 2i in bits 0-3, element 2i+1 in bits 4-7
-    block_scales  rows * columns / block_size bytes, E4M3 or E8M0
-    global_scale  the stored float32, as an exact Python float; None where the format has none
-    kind          how that float is meant: value = code * block_scale * multiplier, or code * block_scale / divisor
-    compared      with the weights that they were made of, where that was done
-    """
-
-    format: Format
-    shape: tuple[int, int]
-    packed: memoryview
-    block_scales: memoryview
-    global_scale: float | None
-    kind: Kind = "multiplier"
-    compared: Compared | None = field(default=None, compare=False, repr=False)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Copied and pickled with its bytes, but without `compared`."""
-        bits = bytes(self.packed), bytes(self.block_scales)
-        return _revived, (self.format.name, self.shape, bits, self.global_scale, self.kind)
-
-    def rows(self, first: int, last: int) -> Quantized:
-        """Rows first..last-1, sharing the same bytes."""
-        columns = self.shape[1]
-        packed = self.packed[first * columns // 2 : last * columns // 2]
-        scales_per_row = columns // self.format.block_size
-        block_scales = self.block_scales[first * scales_per_row : last * scales_per_row]
-        return replace(self, shape=(last - first, columns), packed=packed, block_scales=block_scales, compared=None)
-
-    def scales(self, first: int, last: int) -> memoryview:
-        return self.rows(first, last).block_scales
-
-
-class Span(Protocol):
-    """Bytes somewhere, fetched by slices without a step; a memoryview is one."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def __getitem__(self, part: slice, /) -> memoryview: ...
-
-
-def _revived(format: str, shape: tuple[int, int], bits: tuple[bytes, bytes], global_scale: float | None, kind: Kind) -> Quantized:
-    return Quantized(FORMATS[format], shape, memoryview(bits[0]), memoryview(bits[1]), global_scale, kind)
-
-
-class Blocks(Protocol):
-    """A four-bit matrix somewhere, fetched by ranges of whole rows, as often as is wanted; a Quantized is one."""
-
-    @property
-    def format(self) -> Format: ...
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    @property
-    def global_scale(self) -> float | None: ...
-
-    @property
-    def kind(self) -> Kind: ...
-
-    def rows(self, first: int, last: int) -> Quantized:
-        """Rows first..last-1 in canonical form."""
-
-    def scales(self, first: int, last: int) -> memoryview:
-        """The block scales of rows first..last-1, linear, without their codes where these lie elsewhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """Blocks that lie somewhere in canonical form."""
-
-    format: Format
-    shape: tuple[int, int]
-    packed: Span
-    block_scales: Span
-    global_scale: float | None
-    kind: Kind = "multiplier"
-
-    def rows(self, first: int, last: int) -> Quantized:
-        half = self.shape[1] // 2
-        packed = self.packed[first * half : last * half]
-        shape = (last - first, self.shape[1])
-        return Quantized(self.format, shape, packed, self.scales(first, last), self.global_scale, self.kind)
-
-    def scales(self, first: int, last: int) -> memoryview:
-        width = self.shape[1] // self.format.block_size
-        return self.block_scales[first * width : last * width]
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """Blocks that are put into canonical form as they are fetched.
-
-    fetch         (first, last + 1) of a range of rows -> its packed codes and its block scales
-    fetch_scales  -> its block scales alone, where that is less work
-    """
-
-    format: Format
-    shape: tuple[int, int]
-    global_scale: float | None
-    kind: Kind
-    fetch: Callable[[int, int], tuple[memoryview, memoryview]]
-    fetch_scales: Callable[[int, int], memoryview] | None = None
-
-    def rows(self, first: int, last: int) -> Quantized:
-        packed, block_scales = self.fetch(first, last)
-        return Quantized(self.format, (last - first, self.shape[1]), packed, block_scales, self.global_scale, self.kind)
-
-    def scales(self, first: int, last: int) -> memoryview:
-        return self.fetch_scales(first, last) if self.fetch_scales else self.fetch(first, last)[1]
-
-
-def row_panels(shape: tuple[int, int], elements: int = PANEL_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of ranges of whole rows, of about `elements` elements each."""
-    rows, columns = shape
-    height = max(1, elements // columns)
-    return ((first, min(first + height, rows)) for first in range(0, rows, height))
 
 
 def format_named(name: str, known: Mapping[str, Format] = FORMATS) -> Format:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from fp4convert.codec import Bytes, Float32s, as_floats
-from fp4convert.formats import E4M3_MAX, Matrix
+from fp4convert.numerics.codec import Bytes, Float32s, as_floats
+from fp4convert.numerics.formats import E4M3_MAX
+from fp4convert.numerics.matrices import Matrix
 
 f32 = np.float32
 

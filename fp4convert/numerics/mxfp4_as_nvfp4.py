@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.codec import decode_e2m1, encode_e2m1, pack, unpack
 from fp4convert.errors import NumericError
-from fp4convert.formats import MXFP4, NVFP4, Quantized
+from fp4convert.numerics.codec import decode_e2m1, encode_e2m1, pack, unpack
+from fp4convert.numerics.formats import MXFP4, NVFP4
+from fp4convert.numerics.matrices import Quantized
 
 LOWEST, HIGHEST = -9, 8  # powers of two in E4M3
 BIAS, NAN_BYTE = 127, 255  # of E8M0

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from fp4convert.errors import InputError
-from fp4convert.formats import Blocks, row_panels
+from fp4convert.numerics.matrices import Blocks, row_panels
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from fp4convert.artifact import Artifact, open_artifact
-from fp4convert.calibration_file import FORMAT, Calibration, open_calibration
+from fp4convert.calibration.statistics import FORMAT, Calibration, open_calibration
+from fp4convert.checkpoint.artifact import Artifact, open_artifact
+from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form
+from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.errors import InputError
-from fp4convert.formats import E4M3_MAX, GLOBAL_RANGE, Format
-from fp4convert.recipe import ScaleGroup
-from fp4convert.record import folds_recorded
-from fp4convert.sources import Source, stopping
-from fp4convert.spelling import ACTIVATIONS_FP4, Form
+from fp4convert.numerics.formats import E4M3_MAX, GLOBAL_RANGE, Format
+from fp4convert.recipes.recipe import ScaleGroup
+from fp4convert.storage.source import Source, stopping
 
 SMALLEST = 2.0**-100  # it and its inverse are far inside float32
 OPTION = "--input-scale"

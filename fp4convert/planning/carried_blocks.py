@@ -6,14 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from fp4convert.artifact import Artifact
-from fp4convert.codings.fp4 import FourBit
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.dialects.tables import is_reversible
+from fp4convert.checkpoint.encodings.fp4 import FourBit
 from fp4convert.errors import NumericError
-from fp4convert.formats import Blocks, Fetched, Format, Kind, row_panels
-from fp4convert.recast import NOTHING, global_exponent, largest_exponent, recast
-from fp4convert.recipe import ScaleGroup, group_members, scale_group
-from fp4convert.spelling import is_reversible
-from fp4convert.tasks import Plan
+from fp4convert.numerics.formats import Format, Kind
+from fp4convert.numerics.matrices import Blocks, Fetched, row_panels
+from fp4convert.numerics.mxfp4_as_nvfp4 import NOTHING, global_exponent, largest_exponent, recast
+from fp4convert.planning.steps import Plan
+from fp4convert.recipes.recipe import ScaleGroup, group_members, scale_group
 
 
 class Kept(NamedTuple):

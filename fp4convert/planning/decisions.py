@@ -7,19 +7,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fp4convert.codings import Linear
-from fp4convert.codings.folded import foldings_of
-from fp4convert.codings.fp4 import FourBit
-from fp4convert.codings.fp8 import Fp8
-from fp4convert.dialects import Dialect, check_forms, module_form
+from fp4convert.calibration.methods.scaled_weights import foldings_of
+from fp4convert.checkpoint.dialects.base import Dialect
+from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.checkpoint.dialects.registry import check_forms, module_form
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.fp4 import FourBit
+from fp4convert.checkpoint.encodings.fp8 import Fp8
+from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
-from fp4convert.formats import FP8, MXFP4, NVFP4, Format
-from fp4convert.linears import Linears
-from fp4convert.patterns import matches_any
-from fp4convert.recipe import Recipe, ScaleGroup, gather_groups
-from fp4convert.shard import WEIGHT, TensorRef
-from fp4convert.spelling import Form
-from fp4convert.tasks import Action
+from fp4convert.numerics.formats import FP8, MXFP4, NVFP4, Format
+from fp4convert.planning.steps import Action
+from fp4convert.recipes.patterns import matches_any
+from fp4convert.recipes.recipe import Recipe, ScaleGroup, gather_groups
+from fp4convert.storage.safetensors import WEIGHT, TensorRef
 
 NAME_SOME = "Name modules to quantize: --include 'PATTERN'; what a recipe keeps: fp4convert recipes."
 

@@ -12,15 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from fp4convert.artifact import Artifact
-from fp4convert.codings import Linear
-from fp4convert.codings.fp4 import FourBit
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.dialects.stacks import Rows, Slot
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.fp4 import FourBit
+from fp4convert.checkpoint.record import stacks_recorded
 from fp4convert.errors import InputError
-from fp4convert.patterns import matches, matches_any
-from fp4convert.recipe import Recipe, StackRule
-from fp4convert.record import stacks_recorded
-from fp4convert.shard import WEIGHT
-from fp4convert.stacks import Rows, Slot
+from fp4convert.recipes.patterns import matches, matches_any
+from fp4convert.recipes.recipe import Recipe
+from fp4convert.recipes.rules import StackRule
+from fp4convert.storage.safetensors import WEIGHT
 
 ENDING_PARTS = 3  # of a stack's name that tell it from others: mlp.experts.gate_up_proj
 NEXT_STEP = "Make the artifact again from its source, or download it again."

@@ -10,15 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fp4convert.codings.folded import Folded
-from fp4convert.dialects import Dialect
+from fp4convert.calibration.methods.folds import FindFactors, Fold, Refusal, changed_by, find_folds, vectors_of
+from fp4convert.calibration.methods.scaled_weights import Folded
+from fp4convert.checkpoint.dialects.base import Dialect
+from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
-from fp4convert.folds import FindFactors, Fold, Refusal, changed_by, find_folds, vectors_of
-from fp4convert.linears import Linears
-from fp4convert.patterns import configs_in
-from fp4convert.recipe import Recipe
-from fp4convert.sources import Checkpoint
-from fp4convert.verdicts import Verdict, decide
+from fp4convert.planning.decisions import Verdict, decide
+from fp4convert.recipes.patterns import configs_in
+from fp4convert.recipes.recipe import Recipe
+from fp4convert.storage.source import Checkpoint
 
 TOLD_REFUSALS = 3  # in warnings, one for each reason
 

@@ -17,15 +17,16 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.artifact import Artifact
-from fp4convert.codec import FLOAT_DTYPES, dequantize
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.dialects.stacks import Piece, Rows, Slot, pieces_of
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, Blocks
-from fp4convert.gguf_shard import GgufFrame, block_names
-from fp4convert.respelling import Stored
-from fp4convert.shard import WEIGHT, TensorRef
-from fp4convert.sources import Source
-from fp4convert.stacks import Piece, Rows, Slot, pieces_of
+from fp4convert.numerics.codec import FLOAT_DTYPES, dequantize
+from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.numerics.matrices import Blocks
+from fp4convert.planning.repack_plan import Stored
+from fp4convert.storage.gguf import GgufFrame, block_names
+from fp4convert.storage.safetensors import WEIGHT, TensorRef
+from fp4convert.storage.source import Source
 
 COMPARED_ROWS = 24  # of every module, and the last
 KEPT_LIMIT = 1e-3  # of the power of what is not quantized; a cast to fp16 or bf16 leaves far less

@@ -16,20 +16,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fp4convert.artifact import Artifact
-from fp4convert.dialects import MODULES, dialect_named
+from fp4convert.checkpoint.dialects.registry import MODULES, dialect_named
 from fp4convert.errors import InputError
-from fp4convert.formats import E4M3_MAX
-from fp4convert.reading import Finding
-from fp4convert.shard import TensorRef, TensorSpec
-from fp4convert.sources import Source
+from fp4convert.numerics.formats import E4M3_MAX
+from fp4convert.storage.safetensors import TensorRef, TensorSpec
+from fp4convert.storage.source import Source
 
-if TYPE_CHECKING:  # of plans, which `inspect` has none of
-    from fp4convert.calibration_file import Calibration
-    from fp4convert.codings import Linear
-    from fp4convert.linears import Linears
-    from fp4convert.recipe import Recipe
-    from fp4convert.tasks import Draft
+if TYPE_CHECKING:
+    from fp4convert.calibration.statistics import Calibration
+    from fp4convert.checkpoint.encodings.base import Linear
+    from fp4convert.checkpoint.linears import Linears
+    from fp4convert.planning.steps import Draft
+    from fp4convert.recipes.recipe import Recipe
 
 WORDS = ("fp8",)
 KEYS_VALUES = (("k_proj", "v_proj"), ("wk", "wv"))  # names of linear layers that make what a cache holds
@@ -57,7 +55,7 @@ def plan_cache(source: Source, linears: Linears, recipe: Recipe, calibration: Ca
 
     Raises InputError for models that have no cache with two scales a layer, and for a calibration that says nothing of one
     """
-    from fp4convert.tasks import Draft
+    from fp4convert.planning.steps import Draft
 
     word, endings = recipe.target.kv_cache, dialect_named(str(recipe.target.dialect)).TRAITS.cache_scales
     if word is None:
@@ -164,31 +162,3 @@ def _float_of(source: Source, ref: TensorRef) -> float | None:
     wide = b"\0\0" + stored if ref.dtype == "BF16" else stored
     (value,) = struct.unpack("<e" if ref.dtype == "F16" else "<f", wide)
     return float(value) if 0 < value < float("inf") else None
-
-
-def check_cache(artifact: Artifact) -> Iterator[Finding]:
-    """Findings on the scales of a cache that an artifact's record asks for."""
-    found: dict[str, list[str]] = defaultdict(list)
-    endings = artifact.spelling.TRAITS.cache_scales
-    for name in artifact.cache_scales(artifact.spelling):
-        ending = next(ending for ending in endings if name.endswith(f".{ending}"))
-        found[name.removesuffix(f".{ending}")].append(name)
-        if _float_of(artifact.source, artifact.tensors[name]) is None:
-            yield Finding("error", "cache-scale", name, "as the scale of a cache it is no positive number")
-    for attention, names in found.items():
-        if len(names) != len(endings):
-            detail = f"its cache has the scale {names[0]} and not the other: engines take 1 for that"
-            yield Finding("warning", "cache-scale-missing", attention, detail)
-    if artifact.forms[0].kv_cache and not found:
-        detail = "the record asks for an FP8 cache of keys and values, and there are no scales of it: engines take 1"
-        yield Finding("note", "cache-scale-missing", None, detail)
-
-
-def describe_cache(artifact: Artifact) -> dict[str, object] | None:
-    """The cache that an artifact's record asks for: its type, how many scales there are, the smallest and the largest."""
-    word = artifact.forms[0].kv_cache
-    if word is None:
-        return None
-    names = artifact.cache_scales(artifact.spelling)
-    values = [value for name in names if (value := _float_of(artifact.source, artifact.tensors[name]))]
-    return {"dtype": word, "scales": len(names), "smallest": min(values, default=None), "largest": max(values, default=None)}

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from fp4convert.calibration_file import Calibration, open_calibration
-from fp4convert.codings import Linear
-from fp4convert.codings.folded import reads_folded
+from fp4convert.calibration.methods.scaled_weights import reads_folded
+from fp4convert.calibration.statistics import Calibration, open_calibration
+from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
-from fp4convert.formats import IMPORTANCE
-from fp4convert.recipe import Target
-from fp4convert.tasks import Plan, Step
+from fp4convert.numerics.formats import IMPORTANCE
+from fp4convert.planning.steps import Plan, Step
+from fp4convert.recipes.recipe import Target
 
 RTN, GPTQ = "rtn", "gptq"
 METHODS = (RTN, GPTQ, "awq", "smooth")

@@ -10,25 +10,27 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fp4convert.cache_scales import Cache
-from fp4convert.codings import Linear
-from fp4convert.codings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS
-from fp4convert.codings.folded import foldings_of
-from fp4convert.codings.fp4 import FourBit
-from fp4convert.codings.fp8 import Fp8
-from fp4convert.dialects import Dialect, Ignored, dialect_to_write, form_of
+from fp4convert.calibration.methods.scaled_weights import foldings_of
+from fp4convert.checkpoint.dialects.base import Dialect, Ignored
+from fp4convert.checkpoint.dialects.registry import dialect_to_write, form_of
+from fp4convert.checkpoint.dialects.stacks import Slot
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS
+from fp4convert.checkpoint.encodings.fp4 import FourBit
+from fp4convert.checkpoint.encodings.fp8 import Fp8
+from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES
-from fp4convert.input_scales import Constant, Fed, InputScales, Measured, find_small, scales_of
-from fp4convert.linears import Linears
-from fp4convert.patterns import matches
-from fp4convert.recipe import Recipe, ScaleGroup, StackRule, is_expert_stack, scale_group
-from fp4convert.shard import WEIGHT, TensorRef, TensorSpec
-from fp4convert.sources import Checkpoint
-from fp4convert.stacking import are_stacked, ending_of, rules_of
-from fp4convert.stacks import Slot
-from fp4convert.tasks import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
-from fp4convert.verdicts import Verdict, decide, gather_made, skipped_experts, uneven_groups
+from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.planning.activation_scales import Constant, Fed, InputScales, Measured, find_small, scales_of
+from fp4convert.planning.decisions import Verdict, decide, gather_made, skipped_experts, uneven_groups
+from fp4convert.planning.expert_stacks import are_stacked, ending_of, rules_of
+from fp4convert.planning.kv_cache_scales import Cache
+from fp4convert.planning.steps import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
+from fp4convert.recipes.patterns import matches
+from fp4convert.recipes.recipe import Recipe, ScaleGroup, is_expert_stack, scale_group
+from fp4convert.recipes.rules import StackRule
+from fp4convert.storage.safetensors import WEIGHT, TensorRef, TensorSpec
+from fp4convert.storage.source import Checkpoint
 
 GGUF_STACK = "_exps."  # in the name of a stack of experts in a GGUF file
 KEPT_DTYPE = "BF16"  # of what was packed and stays

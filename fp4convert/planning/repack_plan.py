@@ -6,18 +6,19 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fp4convert.codings import Linear
-from fp4convert.dialects import Dialect, Ignored, Packed, dialect_to_write, form_of, is_quantized_tensor
+from fp4convert.checkpoint.dialects.base import Dialect, Ignored, Packed
+from fp4convert.checkpoint.dialects.registry import dialect_to_write, form_of, is_quantized_tensor
+from fp4convert.checkpoint.dialects.stacks import Slot
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.modules import UNSAID, idle_scales
 from fp4convert.errors import InputError
-from fp4convert.formats import dtype_named
-from fp4convert.plan import kept_modules, notes_on, refuse_other_container
-from fp4convert.reading import UNSAID, idle_scales
-from fp4convert.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_group
-from fp4convert.shard import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
-from fp4convert.sources import Checkpoint
-from fp4convert.stacking import Stacked
-from fp4convert.stacks import Slot
-from fp4convert.tasks import Draft, Plan, Task, Writing, refuse_collisions
+from fp4convert.numerics.formats import dtype_named
+from fp4convert.planning.expert_stacks import Stacked
+from fp4convert.planning.quantize_plan import kept_modules, notes_on, refuse_other_container
+from fp4convert.planning.steps import Draft, Plan, Task, Writing, refuse_collisions
+from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_group
+from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
+from fp4convert.storage.source import Checkpoint
 
 
 def plan_dequantize(

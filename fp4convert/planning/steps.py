@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from fp4convert.codings import Linear
-from fp4convert.dialects import Dialect, Ignored, form_of
+from fp4convert.checkpoint.dialects.base import Dialect, Ignored
+from fp4convert.checkpoint.dialects.forms import Form, Group, group_modules
+from fp4convert.checkpoint.dialects.registry import form_of
+from fp4convert.checkpoint.dialects.stacks import Slot
+from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
-from fp4convert.recipe import StackRule, Target
-from fp4convert.recipe_rules import FoldUse
-from fp4convert.shard import Header, TensorRef, TensorSpec, total_nbytes
-from fp4convert.sources import Checkpoint
-from fp4convert.spelling import Form, Group, group_modules
-from fp4convert.stacks import Slot
+from fp4convert.recipes.recipe import Target
+from fp4convert.recipes.rules import FoldUse, StackRule
+from fp4convert.storage.safetensors import Header, TensorRef, TensorSpec, total_nbytes
+from fp4convert.storage.source import Checkpoint
 
 Action = Literal["quantize", "dequantize", "transcode", "fold", "prune", "copy", "skip", "write"]
 

@@ -8,26 +8,57 @@ Each finding's code is explained in docs/findings.md.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.agreement import find_agreements
-from fp4convert.artifact import Artifact
-from fp4convert.backends.cpu import Cpu
-from fp4convert.cache_scales import check_cache
-from fp4convert.codec import FLOAT_DTYPES, block_steps
-from fp4convert.detection import StoredScales, detect_layout
-from fp4convert.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Blocks, Format, Quantized, row_panels
-from fp4convert.layout import LAYOUTS, arrange_scales
-from fp4convert.patterns import sift
-from fp4convert.reading import UNSAID, Finding, Level, idle_scales
-from fp4convert.recipe import gather_groups, group_members, model_recipe, scale_group
-from fp4convert.scalars import read_each, read_global_scales, read_input_scales
-from fp4convert.shard import WEIGHT
-from fp4convert.sources import Source
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.modules import UNSAID, idle_scales
+from fp4convert.errors import Finding, Level
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import FLOAT_DTYPES, block_steps
+from fp4convert.numerics.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Format
+from fp4convert.numerics.matrices import Blocks, Quantized, row_panels
+from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
+from fp4convert.planning.kv_cache_scales import _float_of
+from fp4convert.quality.layout_detection import StoredScales, detect_layout
+from fp4convert.quality.stored_scalars import find_agreements, read_each, read_global_scales, read_input_scales
+from fp4convert.recipes.patterns import sift
+from fp4convert.recipes.recipe import gather_groups, group_members, model_recipe, scale_group
+from fp4convert.storage.safetensors import WEIGHT
+from fp4convert.storage.source import Source
+
+
+def check_cache(artifact: Artifact) -> Iterator[Finding]:
+    """Findings on the scales of a cache that an artifact's record asks for."""
+    found: dict[str, list[str]] = defaultdict(list)
+    endings = artifact.spelling.TRAITS.cache_scales
+    for name in artifact.cache_scales(artifact.spelling):
+        ending = next(ending for ending in endings if name.endswith(f".{ending}"))
+        found[name.removesuffix(f".{ending}")].append(name)
+        if _float_of(artifact.source, artifact.tensors[name]) is None:
+            yield Finding("error", "cache-scale", name, "as the scale of a cache it is no positive number")
+    for attention, names in found.items():
+        if len(names) != len(endings):
+            detail = f"its cache has the scale {names[0]} and not the other: engines take 1 for that"
+            yield Finding("warning", "cache-scale-missing", attention, detail)
+    if artifact.forms[0].kv_cache and not found:
+        detail = "the record asks for an FP8 cache of keys and values, and there are no scales of it: engines take 1"
+        yield Finding("note", "cache-scale-missing", None, detail)
+
+
+def describe_cache(artifact: Artifact) -> dict[str, object] | None:
+    """The cache that an artifact's record asks for: its type, how many scales there are, the smallest and the largest."""
+    word = artifact.forms[0].kv_cache
+    if word is None:
+        return None
+    names = artifact.cache_scales(artifact.spelling)
+    values = [value for name in names if (value := _float_of(artifact.source, artifact.tensors[name]))]
+    return {"dtype": word, "scales": len(names), "smallest": min(values, default=None), "largest": max(values, default=None)}
+
 
 ALL_NBYTES, SAMPLE_NBYTES = 64 << 20, 48 << 20  # of block scales: read whole up to the first, else about the second
 REMOTE_NBYTES, REMOTE_MODULES = 16 << 20, 96  # of a repository on the Hub: a download of seconds, whatever its size
@@ -78,7 +109,7 @@ def judge(artifact: Artifact, source: Source | None, read: Sequence[str], sample
     detected = detect_layout(_stored_scales(artifact, sampled), artifact.scale_layout)
     if source is None:
         return Judged((*findings, *_check_layout(artifact, detected)), (), detected)
-    from fp4convert.suspicion import suspect
+    from fp4convert.quality.source_match import suspect
 
     suspicion = suspect(artifact, source, sampled)
     if suspicion.layout is None:

@@ -11,15 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fp4convert.artifact import Artifact, is_healthy
-from fp4convert.beside import Outputs, stand_beside
-from fp4convert.codings import Linear
-from fp4convert.distances import Distance, mean_output_error
-from fp4convert.errors import InputError
-from fp4convert.inputs import describe_inputs
-from fp4convert.linears import linears_stored
-from fp4convert.reading import Finding
-from fp4convert.sources import Source
+from fp4convert.calibration.input_power import describe_inputs
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.linears import linears_stored
+from fp4convert.errors import Finding, InputError, is_healthy
+from fp4convert.quality.source_compare import Distance, Outputs, mean_output_error, stand_beside
+from fp4convert.storage.source import Source
 
 DOUBTS = ("kept-differs", "kept-missing", "not-measurable", "source-differs")  # that it is the source's
 A, B, EQUAL = "a", "b", "equal"

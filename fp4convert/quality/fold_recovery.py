@@ -14,17 +14,17 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.artifact import Artifact
-from fp4convert.codec import as_floats, block_steps, decode_e2m1, dequantize, encode_e2m1
-from fp4convert.codings import Linear
-from fp4convert.codings.folded import Factors, Folded, quotients, read_vector
-from fp4convert.folds import Fold, changed_by, folds_used, vectors_of
-from fp4convert.formats import Blocks, Weights, row_panels
-from fp4convert.linears import Linears, linears_stored, originals_of
-from fp4convert.reading import Finding
-from fp4convert.record import folds_recorded
-from fp4convert.shard import TensorRef
-from fp4convert.sources import Source
+from fp4convert.calibration.methods.folds import Fold, changed_by, folds_used, vectors_of
+from fp4convert.calibration.methods.scaled_weights import Factors, Folded, quotients, read_vector
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.linears import Linears, linears_stored, originals_of
+from fp4convert.checkpoint.record import folds_recorded
+from fp4convert.errors import Finding
+from fp4convert.numerics.codec import as_floats, block_steps, decode_e2m1, dequantize, encode_e2m1
+from fp4convert.numerics.matrices import Blocks, Weights, row_panels
+from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.source import Source
 
 EXCESS = 1.1  # of a column's noise over that of the nearest codes, which rounding chose
 UNSEEN = 1e-6  # of a column's power: what float32 may lose

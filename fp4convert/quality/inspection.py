@@ -9,16 +9,15 @@ from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
 
-from fp4convert.artifact import Artifact, is_healthy
-from fp4convert.cache_scales import describe_cache
-from fp4convert.dialects import Packed
-from fp4convert.ledger import read_recorded
-from fp4convert.numbered import join_names
-from fp4convert.reading import Finding
-from fp4convert.record import MIXED, describe_form
-from fp4convert.shard import TensorRef, nbytes_of
-from fp4convert.soundness import choose_modules, judge, scale_nbytes
-from fp4convert.sources import Source
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.dialects.base import Packed
+from fp4convert.checkpoint.error_report import read_recorded
+from fp4convert.checkpoint.module_names import join_names
+from fp4convert.checkpoint.record import MIXED, describe_form
+from fp4convert.errors import Finding, is_healthy
+from fp4convert.quality.checks import choose_modules, describe_cache, judge, scale_nbytes
+from fp4convert.storage.safetensors import TensorRef, nbytes_of
+from fp4convert.storage.source import Source
 
 
 def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.backends.cpu import CELL_WIDTHS, PERIODS, Cpu
-from fp4convert.codec import Bytes, Float32s, decode_e4m3, decode_e8m0
-from fp4convert.formats import Format
-from fp4convert.layout import LAYOUTS, LINEAR, Layout
+from fp4convert.numerics.backends.cpu import CELL_WIDTHS, PERIODS, Cpu
+from fp4convert.numerics.codec import Bytes, Float32s, decode_e4m3, decode_e8m0
+from fp4convert.numerics.formats import Format
+from fp4convert.numerics.scale_layouts import LAYOUTS, LINEAR, Layout
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

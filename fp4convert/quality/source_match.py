@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.artifact import Artifact
-from fp4convert.codec import FLOAT_DTYPES, Float32s, block_steps, decode_e2m1, dequantize, encode_e2m1
-from fp4convert.codings import Linear
-from fp4convert.errors import InputError
-from fp4convert.formats import Blocks, Quantized
-from fp4convert.layout import LAYOUTS, arrange_scales, swap_nibbles
-from fp4convert.reading import Finding
-from fp4convert.sources import Source
-from fp4convert.unfolding import unfolded
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.errors import Finding, InputError
+from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, block_steps, decode_e2m1, dequantize, encode_e2m1
+from fp4convert.numerics.matrices import Blocks, Quantized
+from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales, swap_nibbles
+from fp4convert.quality.fold_recovery import unfolded
+from fp4convert.storage.source import Source
 
 COMPARED_MODULES = 64
 COMPARED_ELEMENTS = 1 << 17  # of each: 4096 blocks at least

@@ -3,12 +3,44 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
-from fp4convert.artifact import Artifact
-from fp4convert.shard import TensorRef
-from fp4convert.sources import Source, stopping
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.recipes.recipe import gather_groups, group_members
+from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.source import Source, stopping
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """One scale group of an artifact.
+
+    scales  what each member stores: module -> scale, in the order in which the artifact has them
+    """
+
+    scales: dict[str, float]
+
+    @property
+    def members(self) -> list[str]:
+        return list(self.scales)
+
+    @property
+    def is_kept(self) -> bool:
+        """True where all members store one scale; NaN is none."""
+        values = list(self.scales.values())
+        return all(value == values[0] for value in values)
+
+
+def find_agreements(artifact: Artifact, stored: Mapping[str, float]) -> list[Agreement]:
+    """The scale groups of several members among these modules.
+
+    stored  module -> global or input scale
+    """
+    gathered = gather_groups(stored, group_members(artifact.source.checkpoint.config))
+    return [Agreement({member: stored[member] for member in members}) for members in gathered.values() if len(members) > 1]
+
 
 REQUESTS = 8  # at once
 NBYTES = 4  # of a float32

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fp4convert.errors import InputError
-from fp4convert.formats import IMPORTANCE, NVFP4, Format, check_rule, format_named
-from fp4convert.patterns import compiled, configs_in, expand, integer_of, matches, matches_any, sift
-from fp4convert.recipe_files import (
+from fp4convert.numerics.formats import IMPORTANCE, NVFP4, Format, check_rule, format_named
+from fp4convert.recipes.patterns import compiled, configs_in, expand, integer_of, matches, matches_any, sift
+from fp4convert.recipes.rules import ExpertsRule, FoldRule, FormatRule, KeepRule, OnlyRule, Patterns, StackRule
+from fp4convert.recipes.toml_files import (
     ANY_FORMAT,
     DEFAULT,
     KEEP,
@@ -21,21 +22,7 @@ from fp4convert.recipe_files import (
     families_of,
     known_file,
 )
-from fp4convert.recipe_rules import ExpertsRule, FoldRule, FormatRule, KeepRule, OnlyRule, Patterns, StackRule
-from fp4convert.shard import WEIGHT
-
-__all__ = [
-    "Choice",
-    "FoldRule",
-    "KeepRule",
-    "Recipe",
-    "ScaleGroup",
-    "StackRule",
-    "Target",
-    "build_recipe",
-    "group_members",
-    "scale_group",
-]
+from fp4convert.storage.safetensors import WEIGHT
 
 FUSED = {  # last parts of names that hold a gate and an up projection, whoever made the model
     "gate_up_proj": ("gate_proj", "up_proj"),

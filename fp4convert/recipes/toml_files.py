@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp4convert.errors import InputError
-from fp4convert.recipe_rules import NAMED, ExpertsRule, FoldRule, FormatRule, KeepRule, OnlyRule, Patterns, StackRule
+from fp4convert.recipes.rules import NAMED, ExpertsRule, FoldRule, FormatRule, KeepRule, OnlyRule, Patterns, StackRule
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable

@@ -17,23 +17,22 @@ from typing import Any
 
 import numpy as np
 
-from fp4convert.agreement import Agreement, find_agreements
-from fp4convert.artifact import Artifact
-from fp4convert.codec import decode_e2m1
-from fp4convert.explanations import explanations
-from fp4convert.formats import FLOAT_TYPES
-from fp4convert.histograms import count_values
-from fp4convert.inspection import inspect
-from fp4convert.ledger import read_recorded, shares
-from fp4convert.numbered import join_names, join_words, reading_rank, split_leaf, split_numbers
-from fp4convert.places import find_places, reading_order
-from fp4convert.portrait import artifact_rows
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.error_report import read_recorded, shares
+from fp4convert.checkpoint.module_names import join_names, join_words, reading_rank, split_leaf, split_numbers
+from fp4convert.numerics.codec import decode_e2m1
+from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.progress import size_text
-from fp4convert.render import Document, badness, escape
-from fp4convert.shard import WEIGHT
-from fp4convert.soundness import choose_modules, read_group_scales
-from fp4convert.sources import Source
-from fp4convert.verification import TensorError, Verified
+from fp4convert.quality.checks import choose_modules, read_group_scales
+from fp4convert.quality.inspection import inspect
+from fp4convert.quality.stored_scalars import Agreement, find_agreements
+from fp4convert.quality.verification import TensorError, Verified
+from fp4convert.report.explanations import explanations
+from fp4convert.report.histograms import count_values
+from fp4convert.report.model_map import find_places, reading_order
+from fp4convert.report.text import Document, artifact_rows, badness, escape
+from fp4convert.storage.safetensors import WEIGHT
+from fp4convert.storage.source import Source
 
 WORST = 6  # tensors with histograms
 MOST_STACKS = 8  # of layers that are drawn apart; the tensors of more stand together
@@ -58,7 +57,7 @@ class Subject:
 
 
 def make_datasheet(subject: Subject) -> Document:
-    """The document; its keys are those that pages/report.js reads.
+    """The document; its keys are those that page/report.js reads.
 
     Raises  what reading the artifact and the source raises
     """

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp4convert.artifact import Artifact
-from fp4convert.codec import as_doubles
-from fp4convert.codings import Linear
-from fp4convert.formats import Weights, row_panels
-from fp4convert.linears import linears_stored
-from fp4convert.sources import Source
-from fp4convert.unfolding import unfolded
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.linears import linears_stored
+from fp4convert.numerics.codec import as_doubles
+from fp4convert.numerics.matrices import Weights, row_panels
+from fp4convert.quality.fold_recovery import unfolded
+from fp4convert.storage.source import Source
 
 BINS = 81  # odd: zero has one of its own
 MOST_PANELS, PANEL = 16, 1 << 18  # of a tensor, evenly spread; elements of each

@@ -1,4 +1,4 @@
-"""A data sheet as one page of HTML that needs nothing else: pages/ says how it looks, plotly draws, and nothing is fetched.
+"""A data sheet as one page of HTML that needs nothing else: page/ says how it looks, plotly draws, and nothing is fetched.
 
 Whatever a checkpoint says reaches the page as JSON in which no sign has a meaning in HTML, and from there as text.  The page
 allows its own two scripts, by their hashes, and no address: neither a name that is a script nor a mistake of ours could run.
@@ -16,14 +16,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fp4convert.artifact import Artifact
-from fp4convert.datasheet import Subject, make_datasheet
-from fp4convert.papers import Paper, check_place, write_paper
+from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.progress import size_text
-from fp4convert.sources import Source
-from fp4convert.verification import Verified
+from fp4convert.quality.verification import Verified
+from fp4convert.report.datasheet import Subject, make_datasheet
+from fp4convert.report.user_files import Paper, check_place, write_paper
+from fp4convert.storage.source import Source
 
-FOLDER = "pages"
 GENERATOR = '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="fp4convert">\n'
 PAGE = Paper("--report", "FILE.html", GENERATOR)
 SIGNS = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}  # that mean something in HTML, or end a line of a script
@@ -74,7 +73,7 @@ _POLICIES = (
 
 
 def _read(file: str) -> str:
-    return files("fp4convert").joinpath(FOLDER, file).read_text(encoding="utf-8")
+    return files("fp4convert.report").joinpath("page", file).read_text(encoding="utf-8")
 
 
 def _sealed(script: str) -> str:

@@ -15,11 +15,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fp4convert.artifact import CARD
-from fp4convert.formats import format_named
-from fp4convert.job import Result
-from fp4convert.sources import Source
-from fp4convert.tasks import Plan
+from fp4convert.execution.settings import Result
+from fp4convert.numerics.formats import format_named
+from fp4convert.planning.steps import Plan
+from fp4convert.storage.checkpoint_files import CARD
+from fp4convert.storage.source import Source
 
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")  # of the source's front matter
 WORD_LIMIT = 300  # characters of such a word

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from fp4convert.numbered import Numbers, reading_rank, split_numbers
-from fp4convert.shard import WEIGHT
+from fp4convert.checkpoint.module_names import Numbers, reading_rank, split_numbers
+from fp4convert.storage.safetensors import WEIGHT
 
 ANY = "*"  # stands for a number
 EXPERTS = "expert"  # in the name of a list of them

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from fp4convert.artifact import Artifact
-from fp4convert.disk import told
-from fp4convert.papers import Paper, check_place, write_paper
-from fp4convert.record import RECORD
-from fp4convert.render import escape
-from fp4convert.shard import WEIGHT
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.report.text import escape
+from fp4convert.report.user_files import Paper, check_place, write_paper
+from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.disk import told
+from fp4convert.storage.safetensors import WEIGHT
 
 VERSION = "2.1.0"
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -75,7 +75,7 @@ def make_sarif(artifact: Artifact, findings: Findings) -> dict[str, object]:
 
 
 def _rule(code: str) -> dict[str, object]:
-    from fp4convert.explanations import explanations
+    from fp4convert.report.explanations import explanations
 
     known = explanations()[code]
     told = {"shortDescription": {"text": known.meaning}, "help": {"text": known.remedy}}

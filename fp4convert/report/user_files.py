@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4convert.disk import told
 from fp4convert.errors import InputError, OutputError
+from fp4convert.storage.disk import told
 
 
 @dataclass(frozen=True, slots=True)

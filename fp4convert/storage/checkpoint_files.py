@@ -9,9 +9,18 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import PurePosixPath
 
 from fp4convert.errors import InputError
-from fp4convert.gguf_shard import GGUF
-from fp4convert.header import parse_json_object
-from fp4convert.shard import Header
+from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.safetensors import Header
+
+PLAN_FILE = ".fp4convert/plan.json"  # in a folder that fp4convert writes: the plan being carried out, or carried out
+
+RECORD = "quantization_config.json"
+
+CARD = "README.md"  # the model card: for people, who edit it
+REPORT = "quantization_report.json"  # how much was lost: ledger.py
+UNDIGESTED = frozenset({CARD, REPORT})  # no engine reads them, and no digest counts them
+
+GGUF = ".gguf"
 
 SINGLES = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # as transformers and as Diffusers name them
 INDEXES = tuple(f"{single}.index.json" for single in SINGLES)

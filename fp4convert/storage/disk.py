@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -115,3 +118,53 @@ def hash_stream(stream: BinaryIO, each: Callable[[int], None] = lambda nbytes: N
         found.update(block[:count])
         each(count)
     return found.hexdigest()
+
+
+LOOKS, LOOK_SECONDS = 12, 0.001  # at the file system's clock; most go on every 1 to 10 ms
+
+
+def boot_id() -> str:
+    """A word that this machine has had since it was started, and no other has; "" where it is not told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def seal(path: Path, sha256: str, clock: Path) -> str:
+    """The seal of a file that has its final name; "" where later changes might not show in it.
+
+    clock  a folder of ours on the same file system, whose time is set, to learn what time it is there: a change within the same
+           tick as the last one would leave the file's times as they are
+    """
+    try:
+        for _ in range(LOOKS):
+            os.utime(clock)
+            now = clock.stat().st_mtime_ns  # before the file: whatever changes it afterwards is later
+            found, changed_ns = _look(path, sha256)
+            if changed_ns < now:
+                return found
+            time.sleep(LOOK_SECONDS)
+    except OSError:  # the file or the folder is gone: the work itself will tell
+        pass
+    return ""
+
+
+def is_sealed(path: Path, sha256: str, found: str | None) -> bool:
+    """True where the file is what was sealed as having that sha256."""
+    try:
+        return bool(found) and _look(path, sha256)[0] == found
+    except OSError:
+        return False
+
+
+def _look(path: Path, sha256: str) -> tuple[str, int]:
+    """The seal that a file has now, and when it last changed by its file system's clock, in ns."""
+    fd = os.open(path, os.O_RDONLY)  # opened: a network file system asks its server then
+    try:
+        status = os.fstat(fd)
+    finally:
+        os.close(fd)
+    machine, mark = boot_id(), Mark.of(status)
+    sealed = hashlib.sha256(json.dumps([machine, status.st_dev, *mark, sha256]).encode()).hexdigest() if machine else ""
+    return sealed, max(mark.written_ns, mark.changed_ns)

@@ -17,9 +17,8 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from fp4convert.errors import InputError
-from fp4convert.shard import DTYPE_BITS, Header, TensorRef, TensorSpec
+from fp4convert.storage.safetensors import DTYPE_BITS, Header, TensorRef, TensorSpec
 
-GGUF = ".gguf"
 SCALED_ARCHITECTURES = ("llama", "qwen3", "mistral3")  # run with llama.cpp of 2026-10; ten others gave NaN or garbage
 _HEAD = "4sIQQ"  # magic, version, tensors, keys
 _MAGIC, _VERSION, _VERSIONS = b"GGUF", 3, (2, 3)

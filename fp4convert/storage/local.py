@@ -11,13 +11,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from fp4convert.disk import Mark
 from fp4convert.errors import InputError, SourceError
-from fp4convert.gguf_shard import GGUF, read_gguf_header
-from fp4convert.header import parse_json_object, read_header
-from fp4convert.shard import Header, TensorRef
-from fp4convert.sources import Checkpoint, name_of
-from fp4convert.sources.naming import (
+from fp4convert.storage.checkpoint_files import (
+    GGUF,
     PIPELINE,
     WEIGHTS,
     check_index,
@@ -31,6 +27,12 @@ from fp4convert.sources.naming import (
     sort_others,
     sort_pipeline,
 )
+from fp4convert.storage.disk import Mark
+from fp4convert.storage.gguf import read_gguf_header
+from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.safetensors import Header, TensorRef
+from fp4convert.storage.safetensors_header import read_header
+from fp4convert.storage.source import Checkpoint, name_of
 
 SCALAR_NBYTES = 8
 

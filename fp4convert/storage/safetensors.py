@@ -16,8 +16,8 @@ from json.encoder import encode_basestring
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
 
-from fp4convert.disk import begin_flush, hash_file, reserve, told
 from fp4convert.errors import OutputError
+from fp4convert.storage.disk import begin_flush, hash_file, reserve, told
 
 SHAPES = 1 << 12  # that are remembered: models have few
 WRITE_NBYTES = 64 << 10  # by one call: longer ones take pages 2 MB at a time, slow on virtual machines, and keep threads out
@@ -132,7 +132,12 @@ class SafetensorsFrame:
         metadata = json.dumps(DEFAULT_METADATA | kept | notes, ensure_ascii=False, separators=(",", ":"))
         entries = [f'"__metadata__":{metadata}']
         places, end = [], 0
-        for name, dtype, shape, _ in ordered:  # what json.dumps spells so too, in twice the time: tests/test_shard.py
+        for (
+            name,
+            dtype,
+            shape,
+            _,
+        ) in ordered:  # what json.dumps spells so too, in twice the time: tests/storage/test_safetensors.py
             begin, end = end, end + nbytes_of(dtype, shape)
             sizes = ",".join(map(str, shape))
             entries.append(f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}')

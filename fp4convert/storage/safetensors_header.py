@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain, repeat, takewhile
 from operator import add, itemgetter
-from typing import Any, NoReturn
+from typing import Any
 
 from fp4convert.errors import InputError
-from fp4convert.shard import DTYPE_BITS, SHAPES, Header, SafetensorsFrame, TensorRef, nbytes_of
+from fp4convert.storage.json_text import DEPTH_LIMIT, _depth, _refuse, parse_json_object
+from fp4convert.storage.safetensors import DTYPE_BITS, SHAPES, Header, SafetensorsFrame, TensorRef, nbytes_of
 
-FLOAT_DIGITS = 300  # an integer of fewer digits fits a float64
-DEPTH_LIMIT = 125  # of a value inside an entry; the reference reader allows 127 in all
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference reader
 KEYS = ("dtype", "shape", "data_offsets")  # of an entry
 NUMBER_LIMIT = 1 << 63  # of a size or an offset
@@ -109,65 +107,6 @@ def read_one_by_one(file: str, text: bytes, nbytes: int) -> Header:
     refs = sorted((_entry(file, name, entry, data_start) for name, entry in entries.items()), key=_place)
     _check_tiling(file, refs, data_start, nbytes)
     return Header(file, nbytes, tuple(refs), SafetensorsFrame(metadata))
-
-
-def parse_json_object(text: bytes, where: str, has_constants: bool = False) -> dict[str, object]:
-    """A JSON object, strictly: UTF-8, no duplicate keys, numbers that fit a float.
-
-    where          how messages name the text, such as "model.safetensors: header"
-    has_constants  accept NaN and Infinity, which JSON lacks and model configs hold
-    Raises         InputError
-    """
-    expected = "expected one JSON object"
-    constant = float if has_constants else _refuse
-    try:
-        decoded = text.decode("utf-8")
-        numbers: dict[str, Any] = {"parse_constant": constant, "parse_int": _integer, "parse_float": _finite}
-        parsed = json.loads(decoded, object_pairs_hook=_unique(where), **numbers)
-        if "\\u" in decoded:
-            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError("header-utf8", f"{where} is not UTF-8 at byte {error.start}; {expected}") from None
-    except UnicodeEncodeError:
-        raise InputError("header-utf8", f"{where} holds a lone surrogate, which is not UTF-8; {expected}") from None
-    except (ValueError, RecursionError) as error:
-        detail = "nesting too deep" if isinstance(error, RecursionError) else str(error)
-        raise InputError("header", f"{where} is not valid JSON ({detail[:100]}); {expected}") from None
-    if not isinstance(parsed, dict):
-        raise InputError("header", f"{where} is not a JSON object; {expected}")
-    return parsed
-
-
-def _unique(where: str) -> Callable[[list[tuple[str, object]]], dict[str, object]]:
-    def build(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        built = dict(pairs)
-        if len(built) < len(pairs):
-            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            raise InputError("duplicate-key", f"{where} holds the duplicate key {twice!r}; expected each once")
-        return built
-
-    return build
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _integer(digits: str) -> int | float:
-    if len(digits) > FLOAT_DIGITS:
-        _finite(digits)
-    return -0.0 if digits == "-0" else int(digits)
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    return value if math.isfinite(value) else float(_refuse(digits))
-
-
-def _depth(value: object) -> int:
-    """How many lists and objects stand inside one another."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
 
 
 def _bad(file: str, code: str, detail: str, next_step: str = "Download the file again.") -> InputError:

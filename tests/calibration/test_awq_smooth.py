@@ -8,16 +8,16 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from artifacts import artifact_values
 from calibrations import statistics_of, write_calibration
 from checkpoints import FIRST, SECOND, Tensor, read_folder, run, values_of, weight, write_checkpoint
 from folded_llama import INPUTS, LAYER, READERS, Arrays, calibrated, changed, doubled, made, stored_weights, write_source
+from folding_llama import LLAMA, TENSORS, bf16_norm
 from made_up_inputs import correlated
-from test_convert import artifact_values
-from test_folds import LLAMA, TENSORS, bf16_norm
 
-from fp4convert import codec
-from fp4convert.formats import NVFP4
-from fp4convert.sources import open_source
+from fp4convert.numerics import codec
+from fp4convert.numerics.formats import NVFP4
+from fp4convert.storage.open import open_source
 
 GROUPS = (*(own for maker, own in READERS.items() if "layernorm" in maker), ("self_attn.o_proj",), ("mlp.down_proj",))
 

@@ -10,9 +10,10 @@ import pytest
 from checkpoints import LLAMA, bf16, write_checkpoint
 from true_shapes import LLAMA_70B, QWEN3_CODER_480B, Decoder
 
-from fp4convert.identity import telling_ranges, weights_of
-from fp4convert.shard import Header, SafetensorsFrame, TensorRef
-from fp4convert.sources import Checkpoint, open_source
+from fp4convert.calibration.fingerprint import telling_ranges, weights_of
+from fp4convert.storage.open import open_source
+from fp4convert.storage.safetensors import Header, SafetensorsFrame, TensorRef
+from fp4convert.storage.source import Checkpoint
 
 NORM, BIG = "model.layers.1.input_layernorm.weight", "model.layers.0.mlp.down_proj.weight"
 

@@ -10,20 +10,23 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import Tensor, bf16, values_of, weight, write_single
+from checkpoints import Tensor, bf16, values_of, write_single
+from folding_llama import LLAMA, TENSORS, bf16_norm
 from folding_models import MODELS, build, outputs, write_as
+from paths import ROOT
 from tiny_models import read_tensors
 
-from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.codings.folded import Factors, divided, foldings_of, quotients
-from fp4convert.dialects import dialect_named
+from fp4convert.calibration.methods.awq_smooth import storable
+from fp4convert.calibration.methods.folds import Fold
+from fp4convert.calibration.methods.scaled_weights import Factors, divided, foldings_of, quotients
+from fp4convert.checkpoint.dialects.registry import dialect_named
+from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError
-from fp4convert.folds import Fold
-from fp4convert.linears import find_linears
-from fp4convert.merging import Merged, merge_folds
-from fp4convert.recipe import Choice, Recipe, Target, build_recipe
-from fp4convert.smoothing import storable
-from fp4convert.sources import Source, open_source
+from fp4convert.numerics.codec import FLOAT_DTYPES
+from fp4convert.planning.fold_plan import Merged, merge_folds
+from fp4convert.recipes.recipe import Choice, Recipe, Target, build_recipe
+from fp4convert.storage.open import open_source
+from fp4convert.storage.source import Source
 
 ATTENTION = ("input_layernorm", "self_attn.v_proj")
 GATED = (*ATTENTION, "post_attention_layernorm", "mlp.up_proj")
@@ -50,14 +53,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # typed by hand 
     ),
 }
 EVERYTHING = Choice("all")
-ROOT = Path(__file__).parents[1]
 PREFIXES = {"bert": "encoder.layer", "gemma3": "language_model.model.layers"}
-
-
-def bf16_norm(size: int) -> Tensor:
-    """A norm's weight, or a bias, near 1."""
-    values = 1 + 0.2 * np.random.default_rng(size).standard_normal(size).astype(np.float32)
-    return "BF16", (size,), values.astype(ml_dtypes.bfloat16).tobytes()
 
 
 def recipe_of(source: Source, choice: Choice) -> Recipe:
@@ -144,19 +140,6 @@ def test_every_tensor_that_a_fold_changes_has_to_change(name, checkpoints, tmp_p
         assert (before - after).abs().max() > 1e-4 * before.abs().max(), each
 
 
-LLAMA: dict[str, Any] = {
-    **{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
-}
-NORMS = {f"model.layers.0.{name}.weight": bf16_norm(64) for name in ("input_layernorm", "post_attention_layernorm")}
-SHAPES = {
-    **{"self_attn.q_proj": (128, 64), "self_attn.k_proj": (64, 64), "self_attn.v_proj": (64, 64), "self_attn.o_proj": (64, 128)},
-    **{"mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96)},
-}
-TENSORS: dict[str, Tensor] = {
-    **NORMS,
-    **{f"model.layers.0.{name}.weight": weight(seed, *shape) for seed, (name, shape) in enumerate(SHAPES.items())},
-}
 ALL = {f"model.layers.0.{name}" for name in GATED}
 
 

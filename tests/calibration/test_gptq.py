@@ -3,20 +3,20 @@
 import subprocess
 import sys
 
-import ml_dtypes
 import numpy as np
 import pytest
 from calibrations import statistics_of
+from gptq_reference import E2M1, gptq_by_the_paper, nearest
 from made_up_inputs import correlated
 
-from fp4convert import codec, gptq
+from fp4convert.calibration.methods import gptq
 from fp4convert.errors import NumericError
-from fp4convert.formats import MXFP4, NVFP4
+from fp4convert.numerics import codec
+from fp4convert.numerics.formats import MXFP4, NVFP4
 
 torch = pytest.importorskip("torch")
 
 BOTH = pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=["nvfp4", "mxfp4"])
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 @pytest.fixture(autouse=True)
@@ -45,27 +45,6 @@ def whole(blocks, columns):
         part = slice(number * width, (number + 1) * width)
         h[part, part] = block
     return h[:columns, :columns]
-
-
-def gptq_by_the_paper(w, h, steps, damping=0.01):
-    """Codes by algorithm 1 of arXiv 2210.17323 with its order of columns; float64, the inverse as such, no lazy blocks."""
-    columns = len(h)
-    damped = h + damping * np.diag(h).mean() * np.eye(columns)
-    order = np.argsort(-np.diag(h), kind="stable")
-    upper = np.linalg.cholesky(np.linalg.inv(damped[np.ix_(order, order)])).T
-    left, codes = w.astype(np.float64)[:, order], np.zeros(w.shape, np.uint8)
-    for at, column in enumerate(order):
-        step = steps[:, column * steps.shape[1] // columns].astype(np.float64)
-        codes[:, column] = nearest(left[:, at] / step)
-        error = (left[:, at] - E2M1[codes[:, column]] * step) / upper[at, at]
-        left[:, at:] -= np.outer(error, upper[at, at:])
-    return codes
-
-
-def nearest(q):
-    """Codes by ml_dtypes' own conversion; a negative quotient sets the sign."""
-    magnitude = np.minimum(np.abs(q), 6).astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 7
-    return np.where(q < 0, magnitude | 8, magnitude)
 
 
 def values_of(codes, steps):
@@ -237,7 +216,7 @@ def test_the_number_of_torch_threads_is_put_back():
 
 PEAK = """
 import numpy as np, torch
-from fp4convert import gptq
+from fp4convert.calibration.methods import gptq
 
 def peak():
     with open("/proc/self/status") as status:

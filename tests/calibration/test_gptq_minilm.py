@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from artifacts import artifact_values
 from calibrations import write_calibration
 from checkpoints import read_folder, run, values_of
-from test_convert import artifact_values
 from tiny_models import offline
 
-from fp4convert.sources import open_source
+from fp4convert.storage.open import open_source
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

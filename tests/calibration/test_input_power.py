@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fp4convert.calibration_file import Gram
-from fp4convert.inputs import Inputs
+from fp4convert.calibration.input_power import Inputs
+from fp4convert.calibration.statistics import Gram
 
 DRAW = np.random.default_rng(5)
 X = DRAW.standard_normal((40, 24)) @ DRAW.standard_normal((24, 24))  # tokens, columns

@@ -13,7 +13,7 @@ from tiny_chains import LENGTH, SAMPLES, TEXT, calibrate, make_model
 from tiny_models import read_tensors
 
 from fp4convert.progress import Phases
-from fp4convert.sources import open_source
+from fp4convert.storage.open import open_source
 
 pytestmark = pytest.mark.engine
 LAYERS, HIDDEN, WIDE = 3, 64, 96
@@ -43,9 +43,9 @@ def test_a_disk_that_is_too_small_is_known_beforehand(tmp_path, llama, words, mo
 
 
 def test_text_is_not_written_for_a_disk_that_is_too_small(tmp_path, llama, monkeypatch):
-    from fp4convert import feeding
+    from fp4convert.calibration import layers
 
-    monkeypatch.setattr(feeding, "filled_on_demand", None)
+    monkeypatch.setattr(layers, "filled_on_demand", None)
     have_free(monkeypatch, 10**5)
     error = calibrate(llama, tmp_path / "c.safetensors", "--self-generate", SAMPLES)
     assert (error.code, error.json["error"]["code"]) == (5, "disk-full")
@@ -53,7 +53,7 @@ def test_text_is_not_written_for_a_disk_that_is_too_small(tmp_path, llama, monke
 
 
 def test_what_an_earlier_run_left_counts_as_there(tmp_path, llama, words, monkeypatch):
-    from fp4convert import calibration
+    from fp4convert.calibration import workdir
 
     class Death(BaseException):
         pass
@@ -61,19 +61,19 @@ def test_what_an_earlier_run_left_counts_as_there(tmp_path, llama, words, monkey
     def die(*arguments: object) -> None:
         raise Death
 
-    joined = calibration.join_parts
-    monkeypatch.setattr(calibration, "join_parts", die)
+    joined = workdir.join_parts
+    monkeypatch.setattr(workdir, "join_parts", die)
     with pytest.raises(Death):
         calibrate(llama, tmp_path / "c.safetensors", "--text", words, "--gram", "full")
-    monkeypatch.setattr(calibration, "join_parts", joined)
+    monkeypatch.setattr(workdir, "join_parts", joined)
     have_free(monkeypatch, STATISTICS)
     assert calibrate(llama, tmp_path / "c.safetensors", "--text", words, "--gram", "full").code == 0
 
 
 def test_gram_matrices_that_memory_does_not_hold(tmp_path, llama, words, monkeypatch):
-    from fp4convert import calibration_needs
+    from fp4convert.calibration import workdir
 
-    monkeypatch.setattr(calibration_needs, "_memory_of", lambda device: MATRICES - 1)
+    monkeypatch.setattr(workdir, "_memory_of", lambda device: MATRICES - 1)
     error = calibrate(llama, tmp_path / "c.safetensors", "--text", words, "--gram", "full")
     assert (error.code, error.json["error"]["code"]) == (2, "gram-memory")
     assert f"{MATRICES:,} bytes of memory" in error.json["error"]["message"]
@@ -137,8 +137,8 @@ def test_a_stop_says_what_stays(tmp_path, llama, words):
 
 @pytest.mark.parametrize("held_nbytes", [10**9, 0])
 def test_progress_is_told_while_the_model_writes(tmp_path, llama, held_nbytes):
-    from fp4convert.calibration import Run, calibrate
-    from fp4convert.feeding import Feed
+    from fp4convert.calibration.run import Run, calibrate
+    from fp4convert.calibration.samples import Feed
 
     said: list[tuple[str, str]] = []
     seconds = iter(range(10**6))

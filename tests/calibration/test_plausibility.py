@@ -7,12 +7,12 @@ import pytest
 from calibrations import write_calibration
 from checkpoints import LAYER, run, write_llama
 from made_up_inputs import calibrate, correlated, inputs_of
-from test_methods import refused
+from refusals import refused
 
-from fp4convert.bounds import Seen, contradiction, not_a_gram
-from fp4convert.calibration_file import open_calibration
+from fp4convert.calibration.plausibility import Seen, contradiction, not_a_gram
+from fp4convert.calibration.statistics import open_calibration
 from fp4convert.errors import InputError
-from fp4convert.sources import open_source
+from fp4convert.storage.open import open_source
 
 X = np.array([[1, -2, 0], [3, 0, 0], [-1, 2, 0], [1, 4, 0]], np.float32)  # four tokens of three columns
 RIGHT = Seen(

@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 from tiny_chains import LENGTH, MODELS, SAMPLES, TEXT, make_model, tokens_of
 
-from fp4convert.calibration_file import open_calibration
-from fp4convert.sources import open_source
+from fp4convert.calibration.statistics import open_calibration
+from fp4convert.storage.open import open_source
 
 pytestmark = pytest.mark.engine
 RTOL = 1e-5
@@ -20,8 +20,8 @@ WORDS = ["abcd", "hello", "xyzxyz", "quitealongsentence", "ab"]
 
 def calibrated(folder: Path, output: Path, text: str = TEXT, gram: str = "full") -> dict[str, np.ndarray]:
     """What a calibration of that model says, every linear layer's own; one that another holds has the same arrays."""
-    from fp4convert.calibration import Run, calibrate
-    from fp4convert.feeding import Feed
+    from fp4convert.calibration.run import Run, calibrate
+    from fp4convert.calibration.samples import Feed
 
     words = output.with_suffix(".txt")
     words.write_text(text)
@@ -154,8 +154,8 @@ def test_an_encoder_is_given_lines_without_padding(tmp_path):
 def test_a_watch_that_looks_at_nothing_keeps_nothing(is_looking, tmp_path):
     import torch
 
-    from fp4convert.observers import Watch, watching
-    from fp4convert.skeleton import open_skeleton
+    from fp4convert.calibration.model import open_skeleton
+    from fp4convert.calibration.observers import Watch, watching
 
     folder = make_model(tmp_path / "m", "Mixtral")
     skeleton = open_skeleton(open_source(str(folder)), folder, torch.device("cpu"))

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from checkpoints import run, start
 from packings import fp8_blocks, pack_checkpoint
+from paths import SUPPORT
 from safetensors.numpy import load_file
 from tiny_chains import LENGTH, TEXT, calibrate, make_model, tokens_of
 from tiny_models import read_tensors
 
-from fp4convert.calibration_file import open_calibration
-from fp4convert.sources import open_source
+from fp4convert.calibration.statistics import open_calibration
+from fp4convert.storage.open import open_source
 
 pytestmark = pytest.mark.engine
 
@@ -79,9 +80,9 @@ def die(*arguments: object) -> None:
 @pytest.mark.parametrize("point", ["write_part", "join_parts", "save_samples"])
 def test_an_interrupt_leaves_what_the_next_run_takes(tmp_path, llama, words, monkeypatch, point):
     """Finished layers are not run again; other options start anew, and say so."""
-    from fp4convert import calibration, chain
+    from fp4convert.calibration import run as calibration_run
 
-    output, made = tmp_path / "a.safetensors", getattr(calibration, point)
+    output, made = tmp_path / "a.safetensors", getattr(calibration_run, point)
     count = iter(range(9))
 
     def fail(*arguments: object) -> object:
@@ -89,34 +90,35 @@ def test_an_interrupt_leaves_what_the_next_run_takes(tmp_path, llama, words, mon
             raise Death
         return made(*arguments)
 
-    monkeypatch.setattr(calibration, point, fail)
+    monkeypatch.setattr(calibration_run, point, fail)
     with pytest.raises(Death):
         calibrate(llama, output, "--text", words)
     assert not output.exists()
-    monkeypatch.setattr(calibration, point, made)
-    layers: list[int] = []
+    monkeypatch.setattr(calibration_run, point, made)
+    ran: list[int] = []
 
     def counted(skeleton, number, hidden, call):
-        layers.append(number)
-        return chain.step(skeleton, number, hidden, call)
+        ran.append(number)
+        return step(skeleton, number, hidden, call)
 
-    monkeypatch.setattr(calibration, "step", counted)
+    step = calibration_run.step
+    monkeypatch.setattr(calibration_run, "step", counted)
     other = calibrate(llama, tmp_path / "b.safetensors", "--text", words)
-    assert (other.code, set(layers)) == (0, {0, 1, 2})
-    layers.clear()
+    assert (other.code, set(ran)) == (0, {0, 1, 2})
+    ran.clear()
     again = calibrate(llama, output, "--text", words)
-    assert (again.code, set(layers)) == (0, {"write_part": {1, 2}, "join_parts": set(), "save_samples": {0, 1, 2}}[point])
+    assert (again.code, set(ran)) == (0, {"write_part": {1, 2}, "join_parts": set(), "save_samples": {0, 1, 2}}[point])
     assert output.read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
 def test_other_options_start_anew(tmp_path, llama, words, monkeypatch):
-    from fp4convert import calibration
+    from fp4convert.calibration import run as calibration_run
 
-    output, joined = tmp_path / "a.safetensors", calibration.join_parts
-    monkeypatch.setattr(calibration, "join_parts", die)
+    output, joined = tmp_path / "a.safetensors", calibration_run.join_parts
+    monkeypatch.setattr(calibration_run, "join_parts", die)
     with pytest.raises(Death):
         calibrate(llama, output, "--text", words)
-    monkeypatch.setattr(calibration, "join_parts", joined)
+    monkeypatch.setattr(calibration_run, "join_parts", joined)
     outcome = calibrate(llama, output, "--text", words, "--gram", "block:16")
     assert outcome.code == 0
     assert "started anew" in outcome.err
@@ -138,12 +140,11 @@ def test_own_text_is_what_the_model_would_say(tmp_path, llama):
     import torch
     import transformers
 
-    from fp4convert import calibration, feeding
+    from fp4convert.calibration import run as calibration_run
 
-    kept = []
+    kept, save = [], calibration_run.save_samples
     with pytest.MonkeyPatch.context() as patch:
-        save = feeding.save_samples
-        patch.setattr(calibration, "save_samples", lambda path, samples: (kept.extend(samples), save(path, samples)))
+        patch.setattr(calibration_run, "save_samples", lambda path, samples: (kept.extend(samples), save(path, samples)))
         assert calibrate(llama, tmp_path / "a.safetensors", "--self-generate", 4).code == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype="float32").eval()
     ids = torch.from_numpy(np.stack(kept))
@@ -169,11 +170,11 @@ def test_records_of_a_data_set(tmp_path, llama):
 
 
 def test_samples_are_spread_evenly_over_the_text(tmp_path, llama, words):
-    from fp4convert import calibration, feeding
+    from fp4convert.calibration import run as calibration_run
 
-    kept = []
+    kept, save = [], calibration_run.save_samples
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "save_samples", lambda path, found: (kept.extend(found), feeding.save_samples(path, found)))
+        patch.setattr(calibration_run, "save_samples", lambda path, found: (kept.extend(found), save(path, found)))
         calibrate(llama, tmp_path / "a.safetensors", "--text", words, "--samples", 2)
     assert [ids.tolist() for ids in kept] == [tokens_of(TEXT[:LENGTH]), tokens_of(TEXT[3 * LENGTH : 4 * LENGTH])]
 
@@ -199,15 +200,17 @@ def test_packed_weights_are_what_they_stand_for(tmp_path, words):
 
 def test_gptoss_as_it_is_published(tmp_path):
     """Stacks in MXFP4, beside the stacks of bfloat16 that the formula makes of them."""
+    from gptoss_models import expected_weights, make_gptoss
     from safetensors.torch import save_file
-    from test_engines_gptoss import _expected, make_gptoss
 
     native, twin = (tmp_path / name for name in ("native", "twin"))
     native.mkdir()
     make_gptoss(native)
     tensors = {name: tensor for name, tensor in read_tensors(native).items() if not name.endswith(("_blocks", "_scales"))}
     twin.mkdir()
-    save_file({**tensors, **{k: v.contiguous() for k, v in _expected(native).items()}}, twin / "m.safetensors", {"format": "pt"})
+    save_file(
+        {**tensors, **{k: v.contiguous() for k, v in expected_weights(native).items()}}, twin / "m.safetensors", {"format": "pt"}
+    )
     config = json.loads((native / "config.json").read_text())
     del config["quantization_config"]
     (twin / "config.json").write_text(json.dumps(config))
@@ -291,7 +294,7 @@ def test_layers_do_not_stay_in_memory(tmp_path, words):
     small, large = (make_model(tmp_path / f"m{count}", "Llama", num_hidden_layers=count, **sizes) for count in (3, 18))
     layer = sum(tensor.nbytes for name, tensor in read_tensors(small).items() if ".layers.0." in name)
     command = [sys.executable, "-c", MEASURED, *map(str, (words, small, large))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=SUPPORT)
     base, more = map(int, done.stdout.split()[-2:])
     print(f"layer {layer / 1e6:.0f} MB, peak {base / 1e6:.0f} MB with 3, {more / 1e6:.0f} MB with 18")
     assert more - base < 4 * layer

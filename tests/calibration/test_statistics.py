@@ -9,13 +9,13 @@ from checkpoints import FIRST, LAYER, LLAMA, write_checkpoint, write_llama
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from fp4convert.calibration_file import open_calibration
-from fp4convert.calibration_parts import join_parts, part_notes, write_part
+from fp4convert.calibration.fingerprint import fingerprint_of, weights_of
+from fp4convert.calibration.statistics import open_calibration
+from fp4convert.calibration.workdir import join_parts, part_notes, write_part
+from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError
-from fp4convert.identity import fingerprint_of, weights_of
-from fp4convert.linears import find_linears
-from fp4convert.recipe import Target, build_recipe
-from fp4convert.sources import open_source
+from fp4convert.recipes.recipe import Target, build_recipe
+from fp4convert.storage.open import open_source
 
 Q, K, DOWN = f"{LAYER}.self_attn.q_proj", f"{LAYER}.self_attn.k_proj", f"{LAYER}.mlp.down_proj"
 X = np.random.default_rng(3).standard_normal((50, 64)).astype(np.float32)

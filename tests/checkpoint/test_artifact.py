@@ -65,7 +65,7 @@ def inspect(folder: Path) -> dict:
     document = outcome.json
     errors = [finding for finding in document["findings"] if finding["level"] == "error"]
     assert (outcome.code, document["healthy"]) == ((6, False) if errors else (0, True))
-    document.pop("fidelity", None)  # tests/test_ledger.py has it
+    document.pop("fidelity", None)  # tests/checkpoint/test_error_report.py has it
     return document
 
 

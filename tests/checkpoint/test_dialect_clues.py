@@ -23,10 +23,11 @@ from typed_records import (
     with_weights,
 )
 
-from fp4convert.dialects import Clues, dialect_named
-from fp4convert.formats import FP8, INT4, MXFP4, NVFP4
-from fp4convert.shard import TensorRef
-from fp4convert.spelling import Form, Group, everywhere
+from fp4convert.checkpoint.dialects.base import Clues
+from fp4convert.checkpoint.dialects.forms import Form, Group, everywhere
+from fp4convert.checkpoint.dialects.registry import dialect_named
+from fp4convert.numerics.formats import FP8, INT4, MXFP4, NVFP4
+from fp4convert.storage.safetensors import TensorRef
 
 M = "model.layers.0.mlp.up_proj"
 

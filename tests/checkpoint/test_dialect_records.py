@@ -31,12 +31,14 @@ from typed_records import (
     with_inputs,
 )
 
-from fp4convert.dialects import MODULES, Clues, Ignored, check_forms, dialect_named, fp8_form, module_form
+from fp4convert.checkpoint.dialects.base import Clues, Ignored
+from fp4convert.checkpoint.dialects.forms import Form, Group
+from fp4convert.checkpoint.dialects.registry import MODULES, check_forms, dialect_named, fp8_form, module_form
+from fp4convert.checkpoint.dialects.tables import targets_of
+from fp4convert.checkpoint.modules import form_finder
 from fp4convert.errors import InputError
-from fp4convert.formats import FP8, INT4, MXFP4, NVFP4
-from fp4convert.reading import form_finder
-from fp4convert.recipe import Target
-from fp4convert.spelling import Form, Group, targets_of
+from fp4convert.numerics.formats import FP8, INT4, MXFP4, NVFP4
+from fp4convert.recipes.recipe import Target
 
 M = "model.layers.0.mlp.up_proj"
 

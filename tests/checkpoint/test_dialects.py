@@ -8,12 +8,13 @@ import pytest
 from checkpoints import read_folder, run, write_single
 from spellings import PLAIN_LAYOUTS, arranged, module_of, write_artifact
 
-from fp4convert.dialects import MODULES, Speller, dialect_named, dialect_to_write, is_quantized_tensor
+from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.checkpoint.dialects.registry import MODULES, Speller, dialect_named, dialect_to_write, is_quantized_tensor
 from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4, NVFP4, Quantized
-from fp4convert.recipe import Target
-from fp4convert.shard import TensorRef
-from fp4convert.spelling import Form
+from fp4convert.numerics.formats import MXFP4, NVFP4
+from fp4convert.numerics.matrices import Quantized
+from fp4convert.recipes.recipe import Target
+from fp4convert.storage.safetensors import TensorRef
 
 CT, MO = "compressed-tensors", "modelopt"
 M = "model.layers.0.mlp.up_proj"

@@ -21,13 +21,14 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from spellings import module_of, write_artifact
 from torch_formulas import decoded, e4m3
 
-from fp4convert.codings import Linear, room_for
-from fp4convert.codings.floats import Floats, measured_whole
-from fp4convert.formats import Weights
-from fp4convert.linears import find_linears
-from fp4convert.recipe import Choice, Target, build_recipe
-from fp4convert.shard import TensorRef
-from fp4convert.sources import Source, open_source
+from fp4convert.checkpoint.encodings.base import Linear, room_for
+from fp4convert.checkpoint.encodings.floats import Floats, measured_whole
+from fp4convert.checkpoint.linears import find_linears
+from fp4convert.numerics.matrices import Weights
+from fp4convert.recipes.recipe import Choice, Target, build_recipe
+from fp4convert.storage.open import open_source
+from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.source import Source
 
 EXPERTS = "model.layers.0.mlp.experts"
 MODULE = "model.layers.0.mlp.down_proj"

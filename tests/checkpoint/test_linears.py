@@ -13,10 +13,10 @@ import pytest
 from checkpoints import LLAMA, Tensor, bf16, run, weight, write_single
 from spellings import module_of, write_artifact
 
+from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.errors import InputError
-from fp4convert.linears import Linears, find_linears
-from fp4convert.recipe import Choice, Target, build_recipe
-from fp4convert.sources import open_source
+from fp4convert.recipes.recipe import Choice, Target, build_recipe
+from fp4convert.storage.open import open_source
 
 LAYER = "model.layers.0"
 EXPERTS, Q_PROJ, O_PROJ = f"{LAYER}.mlp.experts", f"{LAYER}.self_attn.q_proj", f"{LAYER}.self_attn.o_proj"

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from fp4convert.numbered import find_ranges, join_names, join_words, split_leaf, split_numbers
+from fp4convert.checkpoint.module_names import find_ranges, join_names, join_words, split_leaf, split_numbers
 
 
 def joined(*names: str) -> list[str]:

@@ -10,11 +10,12 @@ from checkpoints import Tensor, run, write_checkpoint
 from spellings import KEPT, module_of, spelled
 from typed_records import CT_MXFP4_RECORD, CT_NVFP4_RECORD
 
-from fp4convert.artifact import open_artifact
-from fp4convert.dialects import Clues, dialect_named
-from fp4convert.formats import FP8, INT4, NVFP4
-from fp4convert.reading import form_finder
-from fp4convert.spelling import Form, Group
+from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.checkpoint.dialects.base import Clues
+from fp4convert.checkpoint.dialects.forms import Form, Group
+from fp4convert.checkpoint.dialects.registry import dialect_named
+from fp4convert.checkpoint.modules import form_finder
+from fp4convert.numerics.formats import FP8, INT4, NVFP4
 
 CT, MO = "compressed-tensors", "modelopt"
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"

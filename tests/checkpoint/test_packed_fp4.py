@@ -12,8 +12,8 @@ from fp4_sources import MAKERS, V4, Source, make_deepseek_v4
 from golden_plans import PLANS, draw_plan
 from tiny_models import differing, fp4convert, read_tensors
 
-from fp4convert import codec
-from fp4convert.formats import FORMATS
+from fp4convert.numerics import codec
+from fp4convert.numerics.formats import FORMATS
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
 
@@ -41,7 +41,7 @@ def _four_bit(folder: Path) -> tuple[dict[str, tuple[Any, Any]], Tensors]:
 
 def test_the_plan_is_the_page_that_a_person_read(source: Source, request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.params["source"]
-    assert draw_plan(source.folder) == (PLANS / f"{name}.txt").read_text(), "see: python tests/golden_plans.py"
+    assert draw_plan(source.folder) == (PLANS / f"{name}.txt").read_text(), "see: python tests/support/golden_plans.py"
 
 
 def test_the_same_modules_are_four_bit_and_all_else_is_bf16(source: Source, artifact: Path) -> None:

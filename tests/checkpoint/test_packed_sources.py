@@ -45,7 +45,7 @@ def done(packed: tuple[Case, Path, Tensors]) -> Conversion:
 
 def test_the_plan_is_the_page_that_a_person_read(packed: tuple[Case, Path, Tensors]) -> None:
     case, source, _ = packed
-    assert draw_plan(source) == (PLANS / f"{case}.txt").read_text(), "see: python tests/golden_plans.py"
+    assert draw_plan(source) == (PLANS / f"{case}.txt").read_text(), "see: python tests/support/golden_plans.py"
 
 
 def test_engine_reads_the_source_as_the_judge_does(packed: tuple[Case, Path, Tensors], tmp_path: Path) -> None:

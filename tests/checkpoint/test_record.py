@@ -2,13 +2,13 @@
 
 import pytest
 
-from fp4convert.dialects import Ignored
+from fp4convert.checkpoint.dialects.base import Ignored
+from fp4convert.checkpoint.dialects.forms import Form, Group
+from fp4convert.checkpoint.modules import form_finder
+from fp4convert.checkpoint.record import Contents, describe_groups, groups_recorded, make_record
 from fp4convert.errors import InputError
-from fp4convert.formats import FP8, INT4, MXFP4, NVFP4
-from fp4convert.reading import form_finder
-from fp4convert.recipe import Target
-from fp4convert.record import Contents, describe_groups, groups_recorded, make_record
-from fp4convert.spelling import Form, Group
+from fp4convert.numerics.formats import FP8, INT4, MXFP4, NVFP4
+from fp4convert.recipes.recipe import Target
 
 PRODUCER = {"name": "fp4convert", "version": "1"}
 ORIGIN: dict[str, object] = {"repo": "a/b", "revision": None}

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4convert import formats, stacks
-from fp4convert.formats import MXFP4, Fetched, Quantized
-from fp4convert.stacks import Piece, Rows, alternate, gather, pieces_of, rows_of
+from fp4convert.checkpoint.dialects.stacks import Piece, Rows, alternate, gather, pieces_of, rows_of
+from fp4convert.numerics import matrices
+from fp4convert.numerics.formats import MXFP4
+from fp4convert.numerics.matrices import Fetched, Quantized
 
 COLUMNS = 64  # 32 bytes of codes and two scales to a row
 HEIGHTS = st.integers(1, 9)
@@ -137,7 +138,7 @@ def test_rows_of_members_take_turns(elements, count, height):
     """In panels of one row, of three, and of all."""
     tables = [matrix_of(height, seed) for seed in range(count)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stacks, "row_panels", lambda shape: formats.row_panels(shape, elements))
+        patch.setattr(matrices, "row_panels", lambda shape: matrices.row_panels(shape, elements))
         panels = list(alternate([blocks_of(own) for own in tables]))
     expected = tuple(np.stack([own[kind] for own in tables], axis=1).reshape(count * height, -1) for kind in (0, 1))
     assert joined(panels) == as_bytes(expected)

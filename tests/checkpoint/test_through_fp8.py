@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fp4convert.codings.fp8 import ThroughFp8
-from fp4convert.formats import Matrix
+from fp4convert.checkpoint.encodings.fp8 import ThroughFp8
+from fp4convert.numerics.matrices import Matrix
 
 
 class Wide:

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 from checkpoints import LAYER, WAIT_SECONDS, run, run_alone, start, wait_until, weight, write_llama, write_single, write_zeros
+from paths import GOLDEN
 
-GOLDEN = Path(__file__).parent / "golden" / "help"
+HELP = GOLDEN / "help"
 COMMANDS = (
     "quantize",
     "inspect",
@@ -49,13 +49,13 @@ def test_help_is_golden(command):
     """After a change on purpose: COLUMNS=100 NO_COLOR=1 TERM=dumb fp4convert COMMAND --help, read, and kept."""
     outcome = run_alone(*command.split(), "--help")
     assert (outcome.code, outcome.err) == (0, "")
-    golden = (GOLDEN / f"{command or 'fp4convert'}.txt").read_text(encoding="utf-8")
+    golden = (HELP / f"{command or 'fp4convert'}.txt").read_text(encoding="utf-8")
     assert [line.rstrip() for line in outcome.out.splitlines()] == golden.splitlines()
 
 
 def test_every_command_is_in_the_help():
-    listed = (GOLDEN / "fp4convert.txt").read_text(encoding="utf-8")
-    assert {path.stem for path in GOLDEN.iterdir()} == {"fp4convert", *COMMANDS}
+    listed = (HELP / "fp4convert.txt").read_text(encoding="utf-8")
+    assert {path.stem for path in HELP.iterdir()} == {"fp4convert", *COMMANDS}
     for command in COMMANDS:
         assert re.search(rf"\b{command}\b", listed)
 
@@ -239,7 +239,7 @@ def test_what_only_looks_does_not_load_what_typer_checks_values_with(words, sour
 def test_plain_words_do_not_load_what_typer_checks_values_with(source, tmp_path):
     words = ("--shard-index", "0", "--num-shards", "2", "--workers", "1", "--memory", "0.5", "--exclude", "x", "--exclude", "y")
     loaded = modules_after("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--scale-rule", "amax", *words, "-q")
-    assert loaded.isdisjoint((*HEAVY, *UNNEEDED, "html", "fp4convert.datasheet", "fp4convert.overview"))
+    assert loaded.isdisjoint((*HEAVY, *UNNEEDED, "html", "fp4convert.report.datasheet", "fp4convert.cli.draw_plan"))
 
 
 @pytest.mark.parametrize("told", [None, "20"])
@@ -278,7 +278,7 @@ def test_signals_end_the_command_with_their_code(options, number, code, tmp_path
 LOST = """
 import os, signal, sys, time
 import fp4convert.__main__
-from fp4convert import cli
+from fp4convert.cli import app as cli
 class Cleared:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGTERM)

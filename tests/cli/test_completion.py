@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fp4convert.dialects import MODULES
-from fp4convert.formats import FORMATS
-from fp4convert.layout import LAYOUTS
-from fp4convert.methods import METHODS
+from fp4convert.checkpoint.dialects.registry import MODULES
+from fp4convert.numerics.formats import FORMATS
+from fp4convert.numerics.scale_layouts import LAYOUTS
+from fp4convert.planning.method_needs import METHODS
 
 BIN = Path(sys.executable).parent
 INSTALLED = "bash", "--noprofile", "--norc", "-c"

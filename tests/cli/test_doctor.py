@@ -8,7 +8,7 @@ import pytest
 from checkpoints import run
 from lazy_cuda import Machine
 
-from fp4convert import cubins, gpus
+from fp4convert.numerics.backends import cubins, gpus
 
 
 @pytest.fixture

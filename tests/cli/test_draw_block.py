@@ -1,17 +1,15 @@
 """The picture of a block says where bits are: bytes that other packages wrote are taken apart by what it says."""
 
-from pathlib import Path
-
 import ml_dtypes
 import numpy as np
 import pytest
+from paths import GOLDEN
 from safetensors import safe_open
 
-from fp4convert.formats import FP8, MXFP4, NVFP4
-from fp4convert.layout import swap_nibbles
-from fp4convert.pictures import draw_block, elements_of
+from fp4convert.cli.draw_quality import draw_block, elements_of
+from fp4convert.numerics.formats import FP8, MXFP4, NVFP4
+from fp4convert.numerics.scale_layouts import swap_nibbles
 
-GOLDEN = Path(__file__).parent / "golden"
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 
 

@@ -6,8 +6,8 @@ import pytest
 from checkpoints import LAYER, run, weight, write_checkpoint
 from true_shapes import deepseek_v3, write_holes
 
-from fp4convert.overview import draw_plan
-from fp4convert.render import Screen
+from fp4convert.cli.draw_plan import draw_plan
+from fp4convert.cli.screen import Screen
 
 SECONDS = {
     "device": "cpu",

@@ -14,8 +14,10 @@ from contextlib import suppress
 import pytest
 from checkpoints import LAYER, hidden_characters, run, weight, write_checkpoint, write_llama, write_single
 
+from fp4convert.cli.draw_results import draw_result
+from fp4convert.cli.screen import Screen
 from fp4convert.errors import InputError
-from fp4convert.render import Screen, draw_result, escape
+from fp4convert.report.text import escape
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_a_drawn_merge_claims_no_reading(tmp_path):
 
 SHOWN = """
 import time
-from fp4convert.render import Screen
+from fp4convert.cli.screen import Screen
 with Screen().phases() as phases:
     phases.begin("plan")
     phases.begin("quantize", 15_300_000_000)

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
-from fp4convert.cli.words import PlainCommand
+from fp4convert.cli.typer_startup import PlainCommand
 
 TEXTS = (
     "8",

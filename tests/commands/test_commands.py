@@ -14,25 +14,26 @@ import pytest
 import typer
 from checkpoints import LAYER, read_folder, run, write_checkpoint, write_llama
 from made_up_inputs import calibrate
-from test_pruning import DEEPSEEK, calibrated, deepseek_shards
+from paths import ROOT
+from pruned_deepseek import DEEPSEEK, calibrated, deepseek_shards
 
 import fp4convert
-from fp4convert.calibration import Calibrated
-from fp4convert.cli import make_app
-from fp4convert.commands import AccessOptions, PartOptions, WorkOptions, calibrating, judging, making, studying
+from fp4convert.calibration.run import Calibrated
+from fp4convert.cli.app import make_app
+from fp4convert.commands import analysis, calibration, convert, quality
+from fp4convert.commands.options import AccessOptions, PartOptions, WorkOptions
 
-ROOT = Path(__file__).parents[1]
 WORDS = {  # command -> the function that does it, and the class of its further words
-    "quantize": (making.quantize, making.QuantizeOptions),
-    "dequantize": (making.dequantize, making.DequantizeOptions),
-    "transcode": (making.transcode, making.TranscodeOptions),
-    "prune": (making.prune, making.PruneOptions),
-    "merge": (making.merge, None),
-    "inspect": (judging.inspect, judging.InspectOptions),
-    "compare": (judging.compare, judging.CompareOptions),
-    "verify": (judging.verify, judging.VerifyOptions),
-    "analyze": (studying.analyze, studying.AnalyzeOptions),
-    "calibrate": (calibrating.calibrate, calibrating.CalibrateOptions),
+    "quantize": (convert.quantize, convert.QuantizeOptions),
+    "dequantize": (convert.dequantize, convert.DequantizeOptions),
+    "transcode": (convert.transcode, convert.TranscodeOptions),
+    "prune": (convert.prune, convert.PruneOptions),
+    "merge": (convert.merge, None),
+    "inspect": (quality.inspect, quality.InspectOptions),
+    "compare": (quality.compare, quality.CompareOptions),
+    "verify": (quality.verify, quality.VerifyOptions),
+    "analyze": (analysis.analyze, analysis.AnalyzeOptions),
+    "calibrate": (calibration.calibrate, calibration.CalibrateOptions),
 }
 PRUNED = {"output": "OUT", "calibration": "STATS", "keep": 4}
 GENERATED = {"output": "OUT", "self_generate": 4}
@@ -74,7 +75,7 @@ def test_defaults_that_docstrings_tell_are_those_of_the_command_line(command):
 
 def lineage(further: type) -> list[type]:
     """A class of words and those that it extends; TypedDict forgets them."""
-    shared = (AccessOptions, WorkOptions, PartOptions, judging.InspectOptions)
+    shared = (AccessOptions, WorkOptions, PartOptions, quality.InspectOptions)
     return [further, *(kind for kind in shared if kind.__annotations__.keys() <= further.__annotations__.keys())]
 
 
@@ -122,25 +123,25 @@ def plain(value: object) -> object:
 @pytest.mark.parametrize(
     ("work", "command", "words"),
     [
-        ("commands.making.fulfil", "quantize SOURCE --format nvfp4", {"format": "nvfp4"}),
-        ("commands.making.convert.dequantize", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
-        ("commands.making.convert.transcode", "transcode ARTIFACT -o OUT --dialect quark", {"output": "OUT", "dialect": "quark"}),
-        ("commands.making.pruning.prune", "prune SOURCE -o OUT --calibration STATS --keep 4", PRUNED),
-        ("commands.making.ending.merge", "merge ARTIFACT", {}),
-        ("inspection.inspect", "inspect ARTIFACT", {}),
-        ("verification.verify", "verify ARTIFACT", {}),
-        ("comparison.compare", "compare ARTIFACT ARTIFACT --source SOURCE", {"b": "ARTIFACT", "source": "SOURCE"}),
-        ("commands.studying.analysis.analyze", "analyze SOURCE", {}),
-        ("commands.calibrating.calibration.calibrate", "calibrate SOURCE -o OUT --self-generate 4", GENERATED),
-        ("commands.making.open_quantized", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
-        ("commands.making.open_artifact", "transcode ARTIFACT -o OUT --dialect quark", {"output": "OUT", "dialect": "quark"}),
-        ("commands.making.open_source", "prune SOURCE -o OUT --calibration STATS --keep 4", PRUNED),
-        ("commands.judging.open_artifact", "inspect ARTIFACT", {}),
-        ("commands.judging.open_original", "inspect ARTIFACT --source SOURCE", {"source": "SOURCE"}),
-        ("commands.judging.open_artifact", "verify ARTIFACT", {}),
-        ("commands.judging.open_artifact", "compare ARTIFACT ARTIFACT --source SOURCE", {"b": "ARTIFACT", "source": "SOURCE"}),
-        ("commands.studying.open_source", "analyze SOURCE", {}),
-        ("commands.calibrating.open_source", "calibrate SOURCE -o OUT --self-generate 4", GENERATED),
+        ("commands.convert.fulfil", "quantize SOURCE --format nvfp4", {"format": "nvfp4"}),
+        ("commands.convert.repacking.dequantize", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
+        ("commands.convert.repacking.transcode", "transcode ARTIFACT -o OUT --dialect quark", {"output": "OUT", "dialect": "quark"}),
+        ("commands.convert.pruning.prune", "prune SOURCE -o OUT --calibration STATS --keep 4", PRUNED),
+        ("commands.convert.finish.merge", "merge ARTIFACT", {}),
+        ("quality.inspection.inspect", "inspect ARTIFACT", {}),
+        ("quality.verification.verify", "verify ARTIFACT", {}),
+        ("quality.comparison.compare", "compare ARTIFACT ARTIFACT --source SOURCE", {"b": "ARTIFACT", "source": "SOURCE"}),
+        ("quality.analysis.analyze", "analyze SOURCE", {}),
+        ("calibration.run.calibrate", "calibrate SOURCE -o OUT --self-generate 4", GENERATED),
+        ("commands.convert.open_quantized", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
+        ("commands.convert.open_artifact", "transcode ARTIFACT -o OUT --dialect quark", {"output": "OUT", "dialect": "quark"}),
+        ("commands.convert.open_source", "prune SOURCE -o OUT --calibration STATS --keep 4", PRUNED),
+        ("commands.quality.open_artifact", "inspect ARTIFACT", {}),
+        ("commands.quality.open_original", "inspect ARTIFACT --source SOURCE", {"source": "SOURCE"}),
+        ("commands.quality.open_artifact", "verify ARTIFACT", {}),
+        ("commands.quality.open_artifact", "compare ARTIFACT ARTIFACT --source SOURCE", {"b": "ARTIFACT", "source": "SOURCE"}),
+        ("commands.analysis.open_source", "analyze SOURCE", {}),
+        ("commands.calibration.open_source", "calibrate SOURCE -o OUT --self-generate 4", GENERATED),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -249,7 +250,7 @@ def test_progress_is_told(source, tmp_path):
 @pytest.mark.parametrize("name", ["quantize", "dequantize"])
 def test_doubts_are_pythons_warnings_where_the_caller_stands(name, source, tmp_path, monkeypatch):
     """As a person would see them: nothing in them acts on a terminal."""
-    monkeypatch.setattr("fp4convert.commands.making.unused", lambda device: ["a doubt \x1b[31m"])
+    monkeypatch.setattr("fp4convert.commands.convert.unused", lambda device: ["a doubt \x1b[31m"])
     fp4convert.quantize(source, format="nvfp4", output=tmp_path / "q", warn=lambda lines: None)
     call = getattr(fp4convert, name)
     words = {"format": "nvfp4", "output": tmp_path / "q"} if name == "quantize" else {"output": tmp_path / "back"}

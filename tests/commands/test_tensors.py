@@ -6,21 +6,21 @@ import copy
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from checkpoints import LAYER, read_folder, run, write_llama
+from golden_cases import CASES, EXCLUDED
+from paths import GOLDEN, SUPPORT
 from safetensors.torch import load_file
-from test_codec import CASES, EXCLUDED, GOLDEN
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_formulas import decoded, e4m3, unpacked
 
 import fp4convert
+from fp4convert.commands.tensors import dequantize_tensor, quantize_tensor
 from fp4convert.errors import InputError, NumericError
-from fp4convert.tensors import dequantize_tensor, quantize_tensor
 
 INPUTS = load_file(GOLDEN / "inputs.safetensors")
 MODELOPT, TORCHAO = (load_file(GOLDEN / f"{name}.safetensors") for name in ("modelopt_nvfp4", "torchao_mxfp4"))
@@ -234,7 +234,7 @@ q = fp4convert.quantize_tensor(numpy.ones((1, 16), numpy.float32), format="nvfp4
 assert bytes(q.packed) == b"\\x77" * 8
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=SUPPORT)
 
 
 def test_the_package_offers_both():

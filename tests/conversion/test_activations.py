@@ -22,8 +22,9 @@ from checkpoints import (
     write_llama,
 )
 
-from fp4convert.dialects import dialect_named
-from fp4convert.formats import NVFP4, Quantized
+from fp4convert.checkpoint.dialects.registry import dialect_named
+from fp4convert.numerics.formats import NVFP4
+from fp4convert.numerics.matrices import Quantized
 
 CT, MO = "compressed-tensors", "modelopt"
 TARGETS = [("nvfp4", CT), ("mxfp4", CT), ("nvfp4", MO)]

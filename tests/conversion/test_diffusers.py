@@ -5,7 +5,6 @@ import json
 import os
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 from checkpoints import read_folder, run, weight
@@ -29,6 +28,7 @@ from diffusion import (
     write_others,
     write_wan,
 )
+from paths import ROOT
 
 QUANTIZED = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "ffn.net.0.proj", "ffn.net.2")
 
@@ -62,7 +62,7 @@ def test_the_transformer_is_converted_and_everything_else_copied_byte_for_byte(t
 
 
 def test_the_digest_can_be_recomputed_as_the_readme_says(wan, tmp_path):
-    readme = Path(__file__).with_name("..").joinpath("README.md").read_text(encoding="utf-8")
+    readme = ROOT.joinpath("README.md").read_text(encoding="utf-8")
     (wan / "vae" / "README.md").write_bytes(b"counts")
     expected = quantize(wan, tmp_path / "q").json["digest"]
     command = re.search(r"`(find \. .*?sha256sum)`", readme, re.DOTALL)[1].replace("\n", " ")

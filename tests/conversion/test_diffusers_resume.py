@@ -26,12 +26,13 @@ from diffusion import (
     write_others,
     write_wan,
 )
+from paths import SUPPORT
 
-from fp4convert.cluster import Errand
-from fp4convert.convert import Request
-from fp4convert.pipelines import Conversion, prepare
-from fp4convert.sources import Access
-from fp4convert.workers import Settings
+from fp4convert.conversion.diffusers import Conversion, prepare
+from fp4convert.conversion.ray_workers import Errand
+from fp4convert.conversion.requests import Request
+from fp4convert.execution.settings import Settings
+from fp4convert.storage.source import Access
 
 BAD = "blocks.7.ffn.net.2.weight"
 
@@ -43,7 +44,7 @@ def wan(tmp_path):
 
 @pytest.mark.slow
 def test_killed_at_every_write_fsync_and_rename(wan, tmp_path):
-    kill_points = Path(__file__).with_name("kill_points.py")
+    kill_points = SUPPORT.joinpath("kill_points.py")
     command = [sys.executable, kill_points, tmp_path, "quantize", wan, "--format", "nvfp4"]
     outcome = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert outcome["points"] > 150
@@ -165,7 +166,7 @@ def test_a_large_file_is_copied_by_itself_and_only_once(wan, tmp_path, monkeypat
     large = {f"text_encoder/large-{number}.safetensors": bf16(1 << 15, seed=number) for number in range(2)}
     for name, data in large.items():
         (wan / name).write_bytes(data)
-    monkeypatch.setattr("fp4convert.job.LARGE_NBYTES", 1 << 16)
+    monkeypatch.setattr("fp4convert.execution.job.LARGE_NBYTES", 1 << 16)
     out = tmp_path / "q"
     expected = quantize(wan, out).json["digest"]
     tasks = json.loads((out / STATE / "plan.json").read_text())["tasks"]
@@ -177,7 +178,7 @@ def test_a_large_file_is_copied_by_itself_and_only_once(wan, tmp_path, monkeypat
 
 
 def test_a_file_that_changes_while_it_is_copied_is_exit_3(wan, tmp_path, monkeypatch):
-    from fp4convert.output import OutputFolder
+    from fp4convert.execution.folder import OutputFolder
 
     changing, real = wan / "vae" / "config.json", OutputFolder.write_copies
 
@@ -196,7 +197,7 @@ def test_a_file_that_changes_while_it_is_copied_is_exit_3(wan, tmp_path, monkeyp
 
 KILLED = """
 import os, signal, sys
-import fp4convert.output as output
+import fp4convert.execution.folder as output
 real, left = output.OutputFolder.settle, [int(sys.argv.pop(1))]
 def settle(*arguments):
     if not left[0]:

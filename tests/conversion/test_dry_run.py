@@ -7,10 +7,11 @@ import pytest
 from checkpoints import LAYER, run, weight, write_llama, write_single
 from true_shapes import LLAMA_70B, QWEN3_8B, QWEN3_CODER_480B, deepseek_v3, write_holes
 
-from fp4convert.convert import Request, prepare_quantize
-from fp4convert.forecast import Sized, describe_plan, find_doubts
-from fp4convert.sources import open_source
-from fp4convert.workers import Settings
+from fp4convert.conversion.dry_run import Sized, describe_plan, find_doubts
+from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.requests import Request
+from fp4convert.execution.settings import Settings
+from fp4convert.storage.open import open_source
 
 W4A4 = ("--dialect", "modelopt", "--activations", 4)
 
@@ -175,7 +176,7 @@ class FixedPace:
 
 def test_the_time_is_that_of_its_parts(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("fp4convert.forecast.measure_pace", lambda *words: asked.append(words[2:]) or FixedPace)
+    monkeypatch.setattr("fp4convert.conversion.dry_run.measure_pace", lambda *words: asked.append(words[2:]) or FixedPace)
     source = write_holes(tmp_path / "m", "llama", LLAMA_70B.tensors(), shards=9)
     document = forecast(source, "nvfp4", "--workers", 3)
     seconds = document["seconds_estimated"]
@@ -291,7 +292,7 @@ def test_warnings_of_a_dry_run_come_after_the_plan_and_are_those_of_the_document
 
 
 def test_what_comes_from_the_hub_is_hashed_too(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr("fp4convert.forecast.measure_pace", lambda *words: FixedPace)
+    monkeypatch.setattr("fp4convert.conversion.dry_run.measure_pace", lambda *words: FixedPace)
     source = write_llama(tmp_path / "m")
     hub.add("org/m", source)
     nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from fp4convert.conversion.experts import Routing, choose_kept, find_mixtures, kept_columns, kept_rows, read_routing
 from fp4convert.errors import InputError
-from fp4convert.experts import Routing, choose_kept, find_mixtures, kept_columns, kept_rows, read_routing
-from fp4convert.recipe import Choice, Target, build_recipe
-from fp4convert.recipe_rules import ExpertsRule
-from fp4convert.shard import TensorRef
+from fp4convert.recipes.recipe import Choice, Target, build_recipe
+from fp4convert.recipes.rules import ExpertsRule
+from fp4convert.storage.safetensors import TensorRef
 
 RULE = ExpertsRule(("n_routed_experts", "num_experts"), ("num_experts_per_tok",), ())
 GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}

@@ -38,7 +38,7 @@ def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_the_plan_is_the_page_that_a_person_read(done: Conversion) -> None:
-    assert draw_plan(done.source) == (PLANS / f"{done.family.name}.txt").read_text(), "see: python tests/golden_plans.py"
+    assert draw_plan(done.source) == (PLANS / f"{done.family.name}.txt").read_text(), "see: python tests/support/golden_plans.py"
 
 
 def test_four_bit_modules_are_those_listed_with_the_codes_of_the_codec(done: Conversion) -> None:

@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from fp4convert.backends import open_backend
-from fp4convert.gpus import survey
-from fp4convert.pace import LARGEST, SMALLEST, measure_pace
-from fp4convert.recipe import Target
+from fp4convert.conversion.dry_run import LARGEST, SMALLEST, measure_pace
+from fp4convert.numerics.backends import open_backend
+from fp4convert.numerics.backends.gpus import survey
+from fp4convert.recipes.recipe import Target
 
 
 class Counted:
@@ -53,7 +53,7 @@ class Looked:
 def test_the_rate_is_that_of_all_threads(threads, monkeypatch):
     """What all did, but to warm up, in the time between the last two looks of the main thread at the clock."""
     backend, looks = Counted(1e9), []
-    monkeypatch.setattr("fp4convert.pace.time", Looked(looks))
+    monkeypatch.setattr("fp4convert.conversion.dry_run.time", Looked(looks))
     pace = measure_pace(backend, Target("nvfp4"), (10, 4096), threads)
     assert pace.threads == (threads or 2)
     measured = sum(math.prod(shape) for shape in backend.asked) - pace.threads * SMALLEST
@@ -109,7 +109,7 @@ def test_the_processor_here_has_a_rate(format):
 
 @pytest.mark.gpu
 def test_a_gpu_has_a_rate_once_it_is_warm():
-    from fp4convert.backends.cuda import Cuda
+    from fp4convert.numerics.backends.cuda import Cuda
 
     found = survey()
     if not found.gpus:

@@ -22,8 +22,8 @@ from checkpoints import (
 from diffusion import write_wan
 from targets import digits, losses, nbytes_of, planned, quantize, shards
 
-from fp4convert.artifact import Artifact
-from fp4convert.sources import open_source
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.storage.open import open_source
 
 UNITS = ("q_proj/k_proj/v_proj", "o_proj", "gate_proj/up_proj", "down_proj")
 

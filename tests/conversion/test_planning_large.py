@@ -10,16 +10,18 @@ import time
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-from fp4convert import render
-from fp4convert.convert import Request, prepare_quantize
-from fp4convert.ending import as_text
-from fp4convert.forecast import describe_plan
-from fp4convert.overview import draw_plan
-from fp4convert.sources import open_source
-from fp4convert.workers import Settings
+from fp4convert.cli import screen
+from fp4convert.cli.draw_plan import draw_plan
+from fp4convert.conversion.dry_run import describe_plan
+from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.requests import Request
+from fp4convert.execution.settings import Settings
+from fp4convert.storage.json_text import as_text
+from fp4convert.storage.open import open_source
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 from planning import write_checkpoint
 
 LAYERS, EXPERTS, SHARDS = 8, 200, 10
@@ -32,7 +34,7 @@ def plan(folder: Path) -> None:
     request = Request("nvfp4", include=("lm_head", "re:.*gate$"), exclude=PATTERNS)
     planned = prepare_quantize(source, request)
     assert as_text(planned.index)
-    render.Screen().show(describe_plan(source, planned, Settings("cpu")), draw_plan)
+    screen.Screen().show(describe_plan(source, planned, Settings("cpu")), draw_plan)
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,11 @@ from checkpoints import (
 )
 from targets import MEASURED, digits, losses, quantize, shards
 
-from fp4convert.cluster import Errand
-from fp4convert.convert import Request
-from fp4convert.fitting import Goal, Measuring, fit
-from fp4convert.sources import Access, open_source
+from fp4convert.conversion.mixed_precision import Measuring, fit
+from fp4convert.conversion.ray_workers import Errand
+from fp4convert.conversion.requests import Goal, Request
+from fp4convert.storage.open import open_source
+from fp4convert.storage.source import Access
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_a_run_again_measures_nothing_and_a_changed_source_again(source, tmp_pat
     first = quantize(source, out, "--target-bits", 6)
     before = {path.name: path.stat().st_mtime_ns for path in (out / MEASURED).glob("*.json")}
     assert len(before) == 2
-    monkeypatch.setattr("fp4convert.measuring._losses_of", None)  # whoever measures fails
+    monkeypatch.setattr("fp4convert.conversion.sensitivity._losses_of", None)  # whoever measures fails
     assert quantize(source, out, "--target-bits", 6)["digest"] == first["digest"]
     monkeypatch.undo()
     (victim,) = [path for path in (out / MEASURED).glob("*.json") if path.name == min(before)]
@@ -127,7 +128,7 @@ def test_workers_of_a_cluster_are_sent_the_choice_and_measure_nothing(source, tm
     """What Ray runs on every node; the API by which it is made."""
     request, goal = Request("nvfp4"), Goal(bits=6)
     found = fit(open_source(str(source)), request, goal, Measuring())
-    monkeypatch.setattr("fp4convert.measuring._losses_of", None)
+    monkeypatch.setattr("fp4convert.conversion.sensitivity._losses_of", None)
     errand = Errand(str(source), Access(), request, tmp_path / "sent", "cpu", 1, goal, found.rules)
     result = errand()
     monkeypatch.undo()

@@ -26,6 +26,7 @@ from checkpoints import (
     write_llama,
     write_single,
 )
+from paths import SUPPORT
 
 CT, MO = "compressed-tensors", "modelopt"
 PARTS = {
@@ -393,7 +394,7 @@ def test_killed_at_every_write_fsync_and_rename(tmp_path):
         tmp_path / "source", {FIRST: {"l.0.o_proj.weight": weight(1)}, SECOND: {"lm_head.weight": weight(2)}}
     )
     quantize(source, tmp_path / "artifact", CT)
-    command = [sys.executable, Path(__file__).with_name("kill_points.py"), tmp_path]
+    command = [sys.executable, SUPPORT.joinpath("kill_points.py"), tmp_path]
     words = ["transcode", tmp_path / "artifact", "--dialect", MO]
     outcome = json.loads(subprocess.run([*command, *words], capture_output=True, text=True, check=True).stdout)
     assert outcome["points"] > 20

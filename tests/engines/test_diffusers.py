@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_models import fp4convert
 
-from fp4convert.sources import open_source
+from fp4convert.storage.open import open_source
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed: pip install diffusers pillow")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fp4convert.recipe import Target, build_recipe
+from fp4convert.recipes.recipe import Target, build_recipe
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed: pip install diffusers pillow")
 

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 from tiny_models import fp4convert, offline
 
-from fp4convert.dialects import Clues, dialect_named
-from fp4convert.formats import FORMATS
-from fp4convert.linears import linears_of
-from fp4convert.plan import Plan, plan_quantize
-from fp4convert.recipe import Target, build_recipe
-from fp4convert.shard import Header, SafetensorsFrame, TensorRef
-from fp4convert.sources import Checkpoint
-from fp4convert.spelling import Form, Group
+from fp4convert.checkpoint.dialects.base import Clues
+from fp4convert.checkpoint.dialects.forms import Form, Group
+from fp4convert.checkpoint.dialects.registry import dialect_named
+from fp4convert.checkpoint.linears import linears_of
+from fp4convert.numerics.formats import FORMATS
+from fp4convert.planning.quantize_plan import plan_quantize
+from fp4convert.planning.steps import Plan
+from fp4convert.recipes.recipe import Target, build_recipe
+from fp4convert.storage.safetensors import Header, SafetensorsFrame, TensorRef
+from fp4convert.storage.source import Checkpoint
 
 pytestmark = pytest.mark.engine
 H = 64

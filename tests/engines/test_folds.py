@@ -12,9 +12,9 @@ from checkpoints import run
 from folding_models import build, outputs
 from made_up_inputs import correlated
 
-from fp4convert.linears import find_linears
-from fp4convert.recipe import Target, build_recipe
-from fp4convert.sources import open_source
+from fp4convert.checkpoint.linears import find_linears
+from fp4convert.recipes.recipe import Target, build_recipe
+from fp4convert.storage.open import open_source
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
 

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gptoss_models import (
+    EXPERTS,
+    LAYERS,
+    STACKED,
+    expected_weights,
+    listed_experts,
+    make_gptoss,
+)
 from tiny_models import differing, fp4convert, fp4convert_json, read_json, read_tensors
 from torch_formulas import mxfp4_weight
-
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
-
-LAYERS, EXPERTS, HIDDEN, INTERMEDIATE = 2, 4, 128, 64
-SHAPE = {
-    "num_hidden_layers": LAYERS,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_local_experts": EXPERTS,
-    "num_experts_per_tok": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 320,
-    "max_position_embeddings": 128,
-    "sliding_window": 32,
-}
-KEPT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-STACKED = ("gate_up_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny gpt-oss whose experts hold every code and several block scales, written by safetensors alone."""
     return make_gptoss(tmp_path_factory.mktemp("native"))
+
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
 
 
 @pytest.fixture(scope="module")
@@ -49,62 +40,6 @@ def back(listed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("back") / "artifact"
     fp4convert("transcode", listed, "-o", folder, "--dialect", "gpt-oss", "-q")
     return folder
-
-
-def make_gptoss(folder: Path) -> Path:
-    import torch
-    from safetensors.torch import save_file
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = GptOssForCausalLM(GptOssConfig(**SHAPE)).bfloat16()
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.data.normal_(0, 0.02)
-        model.save_pretrained(folder)
-        tensors = {}
-        for name, tensor in read_tensors(folder).items():
-            if name.endswith(STACKED):
-                experts, columns, rows = tensor.shape  # transformers holds them transposed
-                tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
-                tensors[f"{name}_scales"] = torch.randint(116, 122, (experts, rows, columns // 32), dtype=torch.uint8)
-            else:
-                tensors[name] = tensor
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    record = {"quant_method": "mxfp4", "modules_to_not_convert": KEPT}
-    config = {**read_json(folder / "config.json"), "quantization_config": record}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def _expected(native: Path) -> dict[str, Any]:
-    """Name -> bfloat16 weight of every stack of experts, transposed as transformers holds it; no rounding happens."""
-    tensors = read_tensors(native)
-    return {
-        name.removesuffix("_blocks"): mxfp4_weight(blocks.flatten(-2), tensors[name.replace("_blocks", "_scales")])
-        .transpose(1, 2)
-        .bfloat16()
-        for name, blocks in tensors.items()
-        if name.endswith("_blocks")
-    }
-
-
-def _listed(native: Path) -> dict[str, tuple[Any, Any]]:
-    """Module of one expert -> its packed codes and block scales: gate is every even row of gate_up, up every odd one."""
-    tensors = read_tensors(native)
-    modules = {}
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}.mlp.experts"
-        for expert in range(EXPERTS):
-            for stack, projection, rows in (
-                ("gate_up_proj", "gate_proj", slice(0, None, 2)),
-                ("gate_up_proj", "up_proj", slice(1, None, 2)),
-                ("down_proj", "down_proj", slice(None)),
-            ):
-                blocks, scales = (tensors[f"{prefix}.{stack}_{part}"][expert, rows] for part in ("blocks", "scales"))
-                modules[f"{prefix}.{expert}.{projection}"] = (blocks.flatten(-2), scales)
-    return modules
 
 
 def _load(folder: Path) -> Any:
@@ -131,7 +66,7 @@ def _engine_weights(model: Any) -> dict[str, Any]:
 
 def test_engine_reads_the_native_file_as_the_formula_does(native: Path) -> None:
     """What the tests below rest on: transformers decodes code 8 as -0.0, and the rows and columns are where they should be."""
-    expected = _expected(native)
+    expected = expected_weights(native)
     assert len(expected) == LAYERS * len(STACKED)
     assert differing(_engine_weights(_load(native)), expected) == []
 
@@ -148,7 +83,7 @@ def test_experts_become_modules_of_the_same_bytes(native: Path, listed: Path) ->
     """Gate and up are the even and odd rows; biases and everything else stay as they are."""
     expected = {name: tensor for name, tensor in read_tensors(native).items() if not name.endswith(("_blocks", "_scales"))}
     assert f"model.layers.1.mlp.experts.{STACKED[0]}_bias" in expected
-    for module, (packed, block_scales) in _listed(native).items():
+    for module, (packed, block_scales) in listed_experts(native).items():
         expected |= {f"{module}.weight_packed": packed, f"{module}.weight_scale": block_scales}
     assert differing(read_tensors(listed), expected) == []
     found = fp4convert_json("inspect", listed)
@@ -159,7 +94,7 @@ def test_experts_become_modules_of_the_same_bytes(native: Path, listed: Path) ->
 def test_dequantized_experts_equal_the_formula(native: Path, listed: Path, tmp_path: Path) -> None:
     fp4convert("dequantize", listed, "-o", tmp_path / "restored", "--dtype", "fp32", "-q")
     restored = read_tensors(tmp_path / "restored")
-    expected = {f"{module}.weight": mxfp4_weight(*stored) for module, stored in _listed(native).items()}
+    expected = {f"{module}.weight": mxfp4_weight(*stored) for module, stored in listed_experts(native).items()}
     assert differing({name: restored[name] for name in expected}, expected) == []
 
 
@@ -173,7 +108,7 @@ def test_there_and_back_is_the_native_file(native: Path, back: Path) -> None:
 
 def test_engine_loads_what_came_back(native: Path, back: Path) -> None:
     model = _load(back)
-    assert differing(_engine_weights(model), _expected(native)) == []
+    assert differing(_engine_weights(model), expected_weights(native)) == []
     logits = _logits(model)
     assert logits.isfinite().all()
     assert logits.std() > 0.001
@@ -188,7 +123,8 @@ def test_dequantized_stacks_load_as_a_plain_model(native: Path, tmp_path: Path, 
 
     fp4convert("dequantize", native, "-o", tmp_path / "plain", "--dtype", dtype, "-q")
     expected = {
-        name: tensor.to({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]) for name, tensor in _expected(native).items()
+        name: tensor.to({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+        for name, tensor in expected_weights(native).items()
     }
     restored = read_tensors(tmp_path / "plain")
     assert not any(name.endswith(("_blocks", "_scales")) for name in restored)

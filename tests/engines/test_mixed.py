@@ -16,11 +16,12 @@ from mixing import Eight, Matrices, spell, write_mixed
 from mo_export import FP4, FP8, export_modelopt, with_exceptions
 from tiny_models import fp4convert, fp4convert_json, make_llama, read_json, read_tensors
 
-from fp4convert.artifact import Artifact, open_artifact
-from fp4convert.dialects import fp8_form, module_form
-from fp4convert.formats import FP8 as FP8_FORMAT
-from fp4convert.recipe import Target
-from fp4convert.spelling import Form, Granularity, scale_grid
+from fp4convert.checkpoint.artifact import Artifact, open_artifact
+from fp4convert.checkpoint.dialects.forms import Form, Granularity
+from fp4convert.checkpoint.dialects.registry import fp8_form, module_form
+from fp4convert.checkpoint.dialects.tables import scale_grid
+from fp4convert.numerics.formats import FP8 as FP8_FORMAT
+from fp4convert.recipes.recipe import Target
 
 pytestmark = [
     pytest.mark.engine,

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from modelopt_export import export_modelopt
 from tiny_models import TORCH_NAMES, differing, fp4convert, fp4convert_json, make_llama, read_json, read_tensors
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("source"))
+
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:transformers .* is not tested with current version")]
 
@@ -17,11 +24,6 @@ CONFIGS = {"W4A16": "W4A16_NVFP4_CFG", "W4A4": "NVFP4_DEFAULT_CFG"}
 MODULES = 14
 PROBED = "model.layers.1.mlp.down_proj"
 every_export = pytest.mark.parametrize("export", CONFIGS, indirect=True)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")
@@ -45,28 +47,12 @@ def w4a4(source: Path, exports: dict[str, Path], tmp_path_factory: pytest.TempPa
 @pytest.fixture(scope="module")
 def exports(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What ModelOpt itself exports: weights only, and with input scales for four-bit activations."""
-    return {name: _export(source, config, tmp_path_factory.mktemp(name)) for name, config in CONFIGS.items()}
+    return {name: export_modelopt(source, config, tmp_path_factory.mktemp(name)) for name, config in CONFIGS.items()}
 
 
 @pytest.fixture
 def export(request: pytest.FixtureRequest, exports: dict[str, Path]) -> Path:
     return exports[request.param]
-
-
-def _export(source: Path, config: str, folder: Path) -> Path:
-    import torch
-    from modelopt.torch import quantization
-    from modelopt.torch.export import export_hf_checkpoint
-    from transformers import AutoModelForCausalLM
-
-    def calibrate(model: Any) -> None:
-        with torch.no_grad():
-            model(torch.arange(1, 17).reshape(1, -1))
-
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    quantized = quantization.quantize(model, getattr(quantization, config), forward_loop=calibrate)
-    export_hf_checkpoint(quantized, export_dir=folder)
-    return folder
 
 
 def _input_scales(export: Path) -> set[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from checkpoints import run, run_alone, write_llama
 from fakehub import TOKEN, FakeHub
-from test_hub import expect
+from hub_cases import expect
 
 pytestmark = pytest.mark.system
 OLAH = "olah==0.5.4"

@@ -17,7 +17,7 @@ from family import Family, build, load, logits, logits_of
 from tiny_chains import LENGTH, TEXT, make_model, tokens_of
 from tiny_models import fp4convert, fp4convert_json, read_json, read_tensors
 
-from fp4convert.sources import open_source
+from fp4convert.storage.open import open_source
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
 

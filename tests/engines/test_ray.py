@@ -9,9 +9,9 @@ import pytest
 from checkpoints import WAIT_SECONDS, bf16, pack_header, run, start, wait_until, write_llama
 from diffusion import write_wan
 from fakehub import TOKEN
-from test_hub import expect
+from hub_cases import expect
 
-from fp4convert.claims import Claims
+from fp4convert.execution.leases import Claims
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 

@@ -18,7 +18,7 @@ from ct_export import export_compressed
 from mo_export import FP4, FP8, export_modelopt, with_exceptions
 from tiny_models import differing, fp4convert, fp4convert_json, make_llama, read_json, read_tensors
 
-from fp4convert.sources import open_source
+from fp4convert.storage.open import open_source
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
 

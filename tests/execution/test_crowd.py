@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from checkpoints import run, weight, write_checkpoint
+from paths import SUPPORT
 
 from fp4convert.errors import OutputError
-from fp4convert.manifest import read_manifest
-from fp4convert.output import Terms, entered
+from fp4convert.execution.folder import Terms, entered
+from fp4convert.execution.plan_file import read_manifest
 
-CROWD = Path(__file__).with_name("crowd.py")
+CROWD = SUPPORT.joinpath("crowd.py")
 STATE, RECORD = ".fp4convert", "quantization_config.json"
 DELAYS = (0.002, pytest.param(0.01, marks=pytest.mark.slow))  # seconds
 OPTIONS = {"a": (), "b": ("--exclude", "*.3.*"), "modelopt": ("--dialect", "modelopt"), "mxfp4": ("--format", "mxfp4")}
@@ -125,7 +126,7 @@ def test_one_that_leaves_while_another_sweeps_is_no_error(clean, tmp_path, monke
         remove(path, ignore_errors=True)
         remove(path, **options)
 
-    monkeypatch.setattr("fp4convert.output.shutil.rmtree", remove_twice)
+    monkeypatch.setattr("fp4convert.execution.folder.shutil.rmtree", remove_twice)
     with entered(out, read_manifest(out)) as folder:
         folder.begin(Terms())
 

@@ -28,8 +28,8 @@ from checkpoints import (
 )
 
 from fp4convert.errors import OutputError
-from fp4convert.output import OutputFolder
-from fp4convert.shard import ShardWriter
+from fp4convert.execution.folder import OutputFolder
+from fp4convert.storage.safetensors import ShardWriter
 
 STATE = ".fp4convert"
 RECORDS = ("config.json", INDEX, "quantization_config.json")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from checkpoints import WAIT_SECONDS, write_zeros
+from paths import SUPPORT
 
-HASTY = Path(__file__).with_name("hasty.py")
+HASTY = SUPPORT.joinpath("hasty.py")
 STATE = ".fp4convert"
 OTHER = ("--dialect", "modelopt", "--force")
 

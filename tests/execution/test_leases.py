@@ -11,17 +11,17 @@ import time
 
 import pytest
 
-from fp4convert import claims as claims_module
-from fp4convert.claims import Claims, _describe_self
-from fp4convert.manifest import STATE, Manifest
-from fp4convert.output import entered
-from fp4convert.stops import Stopped
+from fp4convert.execution import leases
+from fp4convert.execution.folder import entered
+from fp4convert.execution.leases import Claims, _describe_self
+from fp4convert.execution.plan_file import STATE, Manifest
+from fp4convert.process import Stopped
 
 FOREIGN = {"host": "elsewhere", "boot": "x", "processes": 1, "process": 1, "started": "1", "worker": "elsewhere-1-00000000"}
 HOLD = """
 import sys, time
 from pathlib import Path
-from fp4convert.claims import Claims
+from fp4convert.execution.leases import Claims
 with Claims(Path(sys.argv[1])) as claims:
     claims.take("a")
     print("held", flush=True)
@@ -130,7 +130,7 @@ def test_a_claim_that_says_nothing_is_given_up_after_the_lease(text, folder):
 
 
 def test_an_empty_claim_is_given_up_soon_and_one_that_cannot_be_read_is_not(folder, monkeypatch):
-    monkeypatch.setattr(claims_module, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "SILENT_SECONDS", 0.1)
     folder.mkdir()
     (folder / "a").touch()
     (folder / "b").write_text("{")

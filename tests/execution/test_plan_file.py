@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoints import FIRST, run, run_alone, write_llama
 
-from fp4convert.manifest import Done, Records, TaskFiles
+from fp4convert.execution.plan_file import Done, Records, TaskFiles
 
 STATE, RECORD = ".fp4convert", "quantization_config.json"
 DEEP, BIG = b"[" * 100_000, b"9" * 6000

@@ -5,6 +5,7 @@ import signal
 
 import numpy as np
 import pytest
+from artifacts import artifact_values, quantize
 from checkpoints import (
     LAYER,
     WAIT_SECONDS,
@@ -19,18 +20,20 @@ from checkpoints import (
     write_llama,
     write_single,
 )
+from gptq_reference import gptq_by_the_paper
 from made_up_inputs import aliases_of, calibrate, correlated, inputs_of
-from test_convert import artifact_values, quantize
-from test_gptq import gptq_by_the_paper
-from test_methods import refused
+from refusals import refused
 
-from fp4convert import codec, rounding
-from fp4convert.backends import open_backend
-from fp4convert.calibration_file import open_calibration
-from fp4convert.codings.folded import Factors, Folding, Scaled
-from fp4convert.formats import MXFP4, NVFP4, InMemory, Matrix, format_named
-from fp4convert.recipe import Target
-from fp4convert.sources import open_source
+from fp4convert.calibration.methods import gptq
+from fp4convert.calibration.methods.scaled_weights import Factors, Folding, Scaled
+from fp4convert.calibration.statistics import open_calibration
+from fp4convert.execution import rounding
+from fp4convert.numerics import codec
+from fp4convert.numerics.backends import base, open_backend
+from fp4convert.numerics.formats import MXFP4, NVFP4, format_named
+from fp4convert.numerics.matrices import InMemory, Matrix
+from fp4convert.recipes.recipe import Target
+from fp4convert.storage.open import open_source
 
 pytest.importorskip("torch")
 
@@ -137,7 +140,7 @@ def held(values):
 
 def test_errors_are_those_of_the_codes_that_are_written(source, tmp_path, monkeypatch):
     """In panels: what the report will say is measured after GPTQ, not before."""
-    monkeypatch.setattr(rounding, "PANEL_ELEMENTS", 20 * 128)
+    monkeypatch.setattr(gptq, "PANEL_ELEMENTS", 20 * 128)
     file = calibrate(tmp_path / "c.safetensors", source)
     target = Target("nvfp4", scale_rule="importance", method="gptq")
     w = np.random.default_rng(3).standard_normal((50, 128), dtype=np.float32)
@@ -317,7 +320,7 @@ def test_workers_are_as_many_as_memory_holds(source, tmp_path, monkeypatch):
     cpu = open_backend("cpu")
     need = 16 * (8 << 20) + 20 * 128 * 128
     for memory, expected in ((100 * need, cpu.threads), (2 * need, 1), (need // 2, 1)):
-        monkeypatch.setattr(rounding, "memory_nbytes", lambda memory=memory: memory)
+        monkeypatch.setattr(base, "memory_nbytes", lambda memory=memory: memory)
         assert rounding.Rounding(Target("nvfp4", method="gptq"), cpu, calibration).threads == expected
 
 

@@ -14,11 +14,11 @@ from subprocess import PIPE
 
 import pytest
 from checkpoints import run, start, wait_until, write_llama, write_zeros
-from test_hub import NVFP4
+from hub_cases import NVFP4
 
-from fp4convert import stops
-from fp4convert.manifest import TaskFiles, read_manifest
-from fp4convert.stops import Stopped
+from fp4convert import process
+from fp4convert.execution.plan_file import TaskFiles, read_manifest
+from fp4convert.process import Stopped
 
 EVERY = 10_000
 SOON = 15.0  # seconds, on a busy machine; whoever is not stopped waits for 20 at least
@@ -85,7 +85,7 @@ def test_a_hub_that_takes_a_connection_and_says_nothing(number, monkeypatch):
 UNHEARD = """
 import signal, threading, time
 import fp4convert.__main__
-from fp4convert import cli
+from fp4convert.cli import app as cli
 def app(standalone_mode):
     threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()  # gets the signals that the main thread does not
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -164,30 +164,29 @@ fp4convert.__main__.main()
 def test_a_stop_that_other_code_made_an_error_of_its_own_comes_out_again(monkeypatch):
     """As C code does that imports a module: what it was told becomes an ImportError."""
     stopped = Stopped(signal.SIGTERM)
-    monkeypatch.setattr(stops, "_raised", [stopped])
-    with pytest.raises(Stopped) as caught, stops.uncovered():
+    monkeypatch.setattr(process, "_raised", [stopped])
+    with pytest.raises(Stopped) as caught, process.uncovered():
         raise ImportError
     assert caught.value is stopped
-    monkeypatch.setattr(stops, "_raised", [])
-    with pytest.raises(ImportError), stops.uncovered():
+    monkeypatch.setattr(process, "_raised", [])
+    with pytest.raises(ImportError), process.uncovered():
         raise ImportError
 
 
 def test_a_signal_is_remembered_until_somebody_listens_anew():
     script = """
 import os, signal
-from fp4convert import stops
 for number in (signal.SIGINT, signal.SIGTERM):
-    stops.listen()
-    assert stops._raised == []
+    process.listen()
+    assert process._raised == []
     try:
-        with stops.uncovered():
+        with process.uncovered():
             try:
                 os.kill(os.getpid(), number)
                 signal.sigtimedwait([], 1)
             except BaseException:
                 raise ImportError
-    except stops.Stopped as stopped:
+    except process.Stopped as stopped:
         assert stopped.number == number
         print(stopped.exit_code)
 """

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from checkpoints import WAIT_SECONDS, bf16, run, start, weight, write_checkpoint, write_llama, write_zeros
+from paths import SUPPORT
 
-KILL_POINTS = Path(__file__).with_name("kill_points.py")
+KILL_POINTS = SUPPORT.joinpath("kill_points.py")
 
 
 def digest(source: Path, output: Path) -> str:
@@ -90,7 +91,7 @@ def test_asked_twice_it_ends_at_once_and_is_continued(pause, second, tmp_path):
 
 HANGING = """
 import time
-import fp4convert.output
+import fp4convert.execution.folder
 from fp4convert.__main__ import main
 def hang(*arguments, **options):  # a disk that does not answer
     print("hanging", flush=True)

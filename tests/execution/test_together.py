@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from checkpoints import FIRST, SECOND, WAIT_SECONDS, bf16, run, start, weight, write_checkpoint, write_llama, write_zeros
 
-from fp4convert.manifest import Done, read_manifest
-from fp4convert.output import entered
+from fp4convert.execution.folder import entered
+from fp4convert.execution.plan_file import Done, read_manifest
 
 STATE = ".fp4convert"
 NVFP4 = ("--format", "nvfp4", "--json", "-q")

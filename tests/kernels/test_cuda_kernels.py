@@ -25,12 +25,13 @@ from adversarial import (
     rounded,
     wide_range,
 )
+from cpu_levels import EVERY_DTYPE, EVERY_RULE
 from simt import KERNELS, MARGIN, POISON, SimtKernels, aligned, guarded, is_intact, survives, walled
-from test_cpu import EVERY_DTYPE, EVERY_RULE
 
-from fp4convert import codec
-from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Format, Quantized, rule_number
+from fp4convert.numerics import codec
+from fp4convert.numerics.codec import FLOAT_DTYPES
+from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Format, rule_number
+from fp4convert.numerics.matrices import Quantized
 
 # One unit, two; one warp's and a block's first row of units and their neighbours; a whole block; several and a tail.
 LENGTHS = (16, 32, 48, 496, 512, 528, 4080, 4096, 4112, 4128, 8160, 8176, 8192, 8208, 8224, 16384, 3 * 8192 + 32, 5 * 8192 - 16)

@@ -3,15 +3,15 @@
 import ctypes
 import shutil
 import subprocess
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from paths import ROOT
 
-from fp4convert import codec
+from fp4convert.numerics import codec
 
-KERNELS = Path(__file__).parents[1] / "kernels"
+KERNELS = ROOT / "kernels"
 PROGRAM = """
 #include "fp4.h"
 #define EACH(name, from, to, call) \\

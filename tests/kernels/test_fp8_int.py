@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from adversarial import DTYPES, PLAIN, Float32s, generator, matrix
-from test_cpu import Cpus, every_level, unaligned, unaligned_bytes
-from test_grid import EVERY_LAYOUT, same, some_scales
+from cpu_levels import Cpus, every_level, unaligned, unaligned_bytes
+from scale_grids import EVERY_LAYOUT, same, some_scales
 
-from fp4convert import grid
-from fp4convert.backends.cpu import Cpu
-from fp4convert.formats import Matrix
-from fp4convert.grid import Grid
+from fp4convert.numerics import fp8_int
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.fp8_int import Grid
+from fp4convert.numerics.matrices import Matrix
 
 GUARD = 0xA5
 
@@ -50,11 +50,13 @@ def test_decode_fp8(cpus: Cpus, rows: int, columns: int, block: tuple[int, int])
     codes, scales = some_codes(rows, columns), some_scales(rows, columns, block)
     for first in {0, 1, rows // 2, rows - 1}:
         part, where = raw(codes[first:]), Grid(scales, block, first)
-        expected = grid.decode_fp8(part, (rows - first, columns), where)
+        expected = fp8_int.decode_fp8(part, (rows - first, columns), where)
         for cpu in cpus.values():
             same(cpu.decode_fp8(part, expected.shape, where), expected)
             same(cpu.decode_fp8(unaligned_bytes(part), expected.shape, where), expected)
-            same(cpu.decode_fp8(part, expected.shape, where, "F8_E5M2"), grid.decode_fp8(part, expected.shape, where, "F8_E5M2"))
+            same(
+                cpu.decode_fp8(part, expected.shape, where, "F8_E5M2"), fp8_int.decode_fp8(part, expected.shape, where, "F8_E5M2")
+            )
 
 
 def test_every_fp8_code_under_every_kind_of_scale(cpus: Cpus) -> None:
@@ -63,7 +65,7 @@ def test_every_fp8_code_under_every_kind_of_scale(cpus: Cpus) -> None:
     scales = np.concatenate([bits.ravel(), bits.ravel() | 1 << 31]).astype(np.uint32).view(np.float32)[:, None]
     codes = np.tile(np.arange(256, dtype=np.uint8), (len(scales), 1))
     where = Grid(scales, (1, 256))
-    expected = grid.decode_fp8(raw(codes), codes.shape, where)
+    expected = fp8_int.decode_fp8(raw(codes), codes.shape, where)
     for cpu in cpus.values():
         same(cpu.decode_fp8(raw(codes), codes.shape, where), expected)
 
@@ -71,7 +73,7 @@ def test_every_fp8_code_under_every_kind_of_scale(cpus: Cpus) -> None:
 def test_any_number_of_fp8_columns_at_any_address(cpus: Cpus) -> None:
     for columns in [*range(1, 70), 127, 129, 255, 513]:
         codes, scales = some_codes(3, columns), some_scales(3, columns, (2, 24))
-        expected = grid.decode_fp8(raw(codes), codes.shape, Grid(scales, (2, 24)))
+        expected = fp8_int.decode_fp8(raw(codes), codes.shape, Grid(scales, (2, 24)))
         layout = np.array([3, columns, 2, 24, 0])
         shifted = np.frombuffer(unaligned_bytes(raw(codes)), np.uint8)
         for cpu in cpus.values():
@@ -86,7 +88,7 @@ def test_amax_fp8(cpus: Cpus, rows: int, columns: int, block: tuple[int, int]) -
     codes[codes & 0x7F == 0x7F] = 3
     for first in (0, rows // 2):
         shape, where = (rows - first, columns), Grid(scales, block, first)
-        values = grid.decode_fp8(raw(codes[first:]), shape, where)
+        values = fp8_int.decode_fp8(raw(codes[first:]), shape, where)
         for cpu in cpus.values():
             assert cpu.amax_fp8(unaligned_bytes(raw(codes[first:])), shape, where) == float(np.abs(values).max())
             assert cpu.amax_fp8(raw(codes[first:]), shape, Grid(-scales, block, first)) == float(np.abs(values).max())
@@ -104,7 +106,7 @@ def test_amax_fp8_finds_each_element(cpus: Cpus) -> None:
         codes.flat[place] = 0x80 | (place % 126 + 1)
         scales = some_scales(2, 75, (1, 16)) % np.float32(1)
         where = Grid(scales, (1, 16))
-        expected = grid.amax_fp8(raw(codes), codes.shape, where)
+        expected = fp8_int.amax_fp8(raw(codes), codes.shape, where)
         assert expected > 0 or not scales[place // 75, place % 75 // 16] or expected == 0
         for cpu in cpus.values():
             assert cpu.amax_fp8(raw(codes), codes.shape, where) == expected
@@ -151,7 +153,7 @@ def test_decode_integers(cpus: Cpus, bits: int, has_zero_points: bool, group: in
         zeros = rng.integers(-half, half, scales.shape).astype(np.float32) if has_zero_points else None
         for first in (0, rows // 2):
             shape, where, part = (rows - first, columns), Grid(scales, block, first), raw(packed[first:])
-            expected = grid.decode_integers(part, shape, where, bits, zeros)
+            expected = fp8_int.decode_integers(part, shape, where, bits, zeros)
             for cpu in cpus.values():
                 same(cpu.decode_integers(part, shape, where, bits, zeros), expected)
                 same(cpu.decode_integers(unaligned_bytes(part), shape, where, bits, zeros), expected)
@@ -162,7 +164,7 @@ def test_integers_are_written_where_they_belong(cpus: Cpus, bits: int) -> None:
     for columns in [*range(1, 40), 511, 512, 513]:
         packed = generator(32).integers(0, 256, (3, -(-columns * bits // 32) * 4)).astype(np.uint8)
         scales, layout = some_scales(3, columns, (1, 8)), np.array([3, columns, 1, 8, 0])
-        expected = grid.decode_integers(raw(packed), (3, columns), Grid(scales, (1, 8)), bits)
+        expected = fp8_int.decode_integers(raw(packed), (3, columns), Grid(scales, (1, 8)), bits)
         for cpu in cpus.values():
             found = written(cpu, 3 * columns * 4, 4, f"decode_int{bits}", packed, scales, 0, layout)
             same(found.view(np.float32).reshape(3, columns), expected)
@@ -177,9 +179,9 @@ def test_quantize_fp8(cpus: Cpus, make, dtype: str) -> None:  # type: ignore[no-
     values = make(dtype, 11, 416)
     for columns in (416, 399, 17, 1):
         x = matrix(values[:, :columns], dtype)
-        amax = grid.row_amax(x)
-        for scales in (grid.fp8_scales_of(amax), grid.fp8_scales_of(amax.max(keepdims=True)), np.ones(1, np.float32)):
-            expected = grid.quantize_fp8(x, scales)
+        amax = fp8_int.row_amax(x)
+        for scales in (fp8_int.fp8_scales_of(amax), fp8_int.fp8_scales_of(amax.max(keepdims=True)), np.ones(1, np.float32)):
+            expected = fp8_int.quantize_fp8(x, scales)
             for cpu in cpus.values():
                 assert (cpu.row_amax(unaligned(x)) == amax).all()
                 assert (cpu.quantize_fp8(x, scales) == expected).all()
@@ -203,7 +205,7 @@ def test_fp8_scales_for_other_rows_are_refused() -> None:
 def test_bf16(cpus: Cpus) -> None:
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     values = (upper[:, None] | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)).ravel().view(np.float32)
-    expected = np.frombuffer(grid.to_bf16(values), np.uint16)
+    expected = np.frombuffer(fp8_int.to_bf16(values), np.uint16)
     is_nan = np.isnan(values)
     for cpu in cpus.values():
         found = np.frombuffer(cpu.to_bf16(values), np.uint16)

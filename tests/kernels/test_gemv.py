@@ -13,9 +13,10 @@ from adversarial import generator
 from numpy.typing import NDArray
 from simt import KERNELS, aligned, compile_for_host, guarded, is_intact, launch, survives, walled
 
-from fp4convert import codec
-from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.formats import FORMATS, MXFP4, NVFP4, Format, Kind, Quantized
+from fp4convert.numerics import codec
+from fp4convert.numerics.codec import FLOAT_DTYPES
+from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4, Format, Kind
+from fp4convert.numerics.matrices import Quantized
 
 Float64s = NDArray[np.float64]
 Float16s = NDArray[np.float16]

@@ -32,13 +32,14 @@ from adversarial import (
     matrix,
     rounded,
 )
+from cpu_levels import EVERY_DTYPE, EVERY_RULE, every_level
 from simt import SimtKernels
-from test_cpu import EVERY_DTYPE, EVERY_RULE, every_level
 
-from fp4convert import codec
-from fp4convert.backends.cpu import Cpu
-from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.formats import FORMATS, MXFP4, NVFP4, Format, Kind, Quantized
+from fp4convert.numerics import codec
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import FLOAT_DTYPES
+from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4, Format, Kind
+from fp4convert.numerics.matrices import Quantized
 
 SEARCHED = ("mse", "four-over-six", "importance")
 UNWEIGHTED = [rule for rule in MXFP4.scale_rules if rule != "importance"]  # which is many times the reference's work

@@ -12,14 +12,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 from adversarial import scattered_importance
+from paths import ROOT
 
-from fp4convert import codec, grid
-from fp4convert.accounting import compare, compare_values, count_codes
-from fp4convert.formats import MXFP4, NVFP4, Matrix, Quantized
-from fp4convert.grid import Grid
+from fp4convert.numerics import codec, fp8_int
+from fp4convert.numerics.error_sums import compare, compare_values, count_codes
+from fp4convert.numerics.formats import MXFP4, NVFP4
+from fp4convert.numerics.fp8_int import Grid
+from fp4convert.numerics.matrices import Matrix, Quantized
 
 pytestmark = pytest.mark.system
-ROOT = Path(__file__).parents[1]
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-static"]
 KINDS = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp32": np.float32}
@@ -86,22 +87,22 @@ def expected_bytes(x: dict[str, np.ndarray]) -> bytes:
 def expected_of_fp8(x: dict[str, np.ndarray]) -> Iterator[bytes]:
     for kind, dtype in (("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")):
         rows = Matrix(x[kind].view(np.uint8).data, dtype, (4, COLUMNS // 4))
-        yield grid.row_amax(rows).tobytes()
-        yield grid.quantize_fp8(rows, np.ones(1, np.float32)).tobytes()
+        yield fp8_int.row_amax(rows).tobytes()
+        yield fp8_int.quantize_fp8(rows, np.ones(1, np.float32)).tobytes()
 
 
 def expected_of_grids(values: np.ndarray) -> Iterator[bytes]:
     stored = values.view(np.uint8).data
     width = -(-COLUMNS // 100)
     fp8 = Grid(values[: 2 * width].reshape(2, width), (3, 100), 1)
-    decoded = grid.decode_fp8(stored, (4, COLUMNS), fp8)
+    decoded = fp8_int.decode_fp8(stored, (4, COLUMNS), fp8)
     yield np.array(np.nan if np.isnan(decoded).any() else np.abs(decoded).max(), np.float32).tobytes()
     yield decoded.tobytes()
     for bits, columns in ((4, 2 * COLUMNS), (8, COLUMNS)):
         width = -(-columns // 100)
         scales = values[: 4 * width].reshape(4, width)
-        yield grid.decode_integers(stored, (4, columns), Grid(scales, (1, 100)), bits).tobytes()
-    yield bytes(grid.to_bf16(values))
+        yield fp8_int.decode_integers(stored, (4, columns), Grid(scales, (1, 100)), bits).tobytes()
+    yield bytes(fp8_int.to_bf16(values))
     for kind in (np.uint32, np.uint16, np.uint8):
         square = values.view(kind)[:COLUMNS].reshape(8, COLUMNS // 8)
         yield square[:, ::2].T.tobytes()

@@ -1,4 +1,4 @@
-"""What kernels/quotients.h claims of its quotients in fixed point, in integers, by the values at which it could fail.
+"""What kernels/nvfp4_encode.h claims of its quotients in fixed point, in integers, by the values at which it could fail.
 
 Q is 4096 * x * fl(1 / step) of a float32 x, as an integer: with AVX-512 the one below, with AVX2 the nearest.  Powers of two move
 nothing, so that steps are taken from [1, 2): x is X * 2^(e - 23) with X of 24 bits, step S * 2^-23, and fl(1 / step) I * 2^-24.
@@ -7,15 +7,15 @@ nothing, so that steps are taken from [1, 2): x is X * 2^(e - 23) with X of 24 b
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from paths import ROOT
 
 Integers = NDArray[np.int64]
-SOURCE = (Path(__file__).parents[1] / "kernels" / "quotients.h").read_text()
+SOURCE = (ROOT / "kernels" / "nvfp4_encode.h").read_text()
 REACH = np.float32(6.9)  # the largest quotient of a quick block
 ONE = 4096  # of Q
 MIDPOINTS = [int(ONE * midpoint) for midpoint in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from adversarial import generator
+from cpu_levels import Cpus, every_level, unaligned_bytes
 from numpy.typing import NDArray
-from test_cpu import Cpus, every_level, unaligned_bytes
-from test_kernels_grid import GUARD
 
-from fp4convert.backends.cpu import CELL_WIDTHS, PERIODS, Cpu, Doubles
-from fp4convert.codec import Bytes
+from fp4convert.numerics.backends.cpu import CELL_WIDTHS, PERIODS, Cpu, Doubles
+from fp4convert.numerics.codec import Bytes
+
+GUARD = 0xA5
 
 RUNS = (1, 2, 3, 7, 64, 400)
 

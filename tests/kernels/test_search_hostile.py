@@ -23,15 +23,16 @@ from adversarial import (
     rounded,
     scattered_importance,
 )
+from cpu_levels import every_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scale_search import E4M3, GRID, assert_same_scales, costs, every_code, every_exponent, lattice, normalised
 from simt import SimtKernels
-from test_cpu import every_level
-from test_search import E4M3, GRID, Float32s, assert_same_scales, costs, every_code, every_exponent, lattice, normalised
 
-from fp4convert import codec
-from fp4convert.backends.cpu import Cpu
-from fp4convert.formats import IMPORTANCE, MXFP4, NVFP4, Format
+from fp4convert.numerics import codec
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import Float32s
+from fp4convert.numerics.formats import IMPORTANCE, MXFP4, NVFP4, Format
 
 Backends = dict[str, Cpu | SimtKernels]
 f32 = np.float32

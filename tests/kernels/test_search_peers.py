@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from paths import GOLDEN
 from safetensors.torch import load_file
-from test_search import E4M3, GRID
+from scale_search import E4M3, GRID
 from torch import Tensor
 
-from fp4convert import codec
-from fp4convert.formats import MXFP4, NVFP4
+from fp4convert.numerics import codec
+from fp4convert.numerics.formats import MXFP4, NVFP4
 
 Doubles = NDArray[np.float64]
 Blocks = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # of each: the scale's byte, its codes
@@ -30,7 +30,7 @@ BELOW_OUR_GLOBAL_SCALES = {"denorm_bf16", "denorm_fp32"}  # which end at 2^-126
 
 @cache
 def golden(name: str) -> dict[str, Tensor]:
-    return load_file(Path(__file__).parent / "golden" / f"{name}.safetensors")
+    return load_file(GOLDEN / f"{name}.safetensors")
 
 
 def cases(name: str, but: set[str]) -> list[str]:

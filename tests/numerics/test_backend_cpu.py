@@ -6,8 +6,6 @@ Decides that each level is reached and how it treats memory; test_kernels.py hol
 from __future__ import annotations
 
 import ctypes
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,42 +23,15 @@ from adversarial import (
     rounded,
     wide_range,
 )
+from cpu_levels import EVERY_DTYPE, EVERY_RULE, NATIVE, Cpus, every_level, unaligned, unaligned_bytes
 
-from fp4convert import codec
-from fp4convert.backends import Given
-from fp4convert.backends.cpu import Cpu, _library
-from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.errors import InputError, NumericError
-from fp4convert.formats import (
-    FLOAT_TYPES,
-    FORMATS,
-    MXFP4,
-    NVFP4,
-    Format,
-    InMemory,
-    Matrix,
-    Quantized,
-    global_range,
-    kernel_of,
-    rule_number,
-)
-
-NATIVE = _library().fp4_level(0)  # 4, 3 or 2 on x86-64, 0 elsewhere
-Cpus = dict[int, Cpu]
-EVERY_RULE = pytest.mark.parametrize(("fmt", "rule"), [(fmt, rule) for fmt in FORMATS.values() for rule in fmt.scale_rules])
-EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
-
-
-def every_level(folder: Path) -> Cpus:
-    """One backend a level; a level is lowered for good, so each has a copy of the library in `folder`, and that its own level."""
-    source = Path(_library()._name)
-    found = {}
-    for level in range(2, NATIVE + 1) if NATIVE else (0,):
-        copy = shutil.copy(source, folder / f"v{level}{source.suffix}")
-        found[level] = Cpu()
-        found[level]._library = ctypes.CDLL(str(copy))
-        found[level]._library.fp4_level(level)
-    return found
+from fp4convert.numerics import codec
+from fp4convert.numerics.backends.base import Given
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import FLOAT_DTYPES
+from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Format, global_range, kernel_of, rule_number
+from fp4convert.numerics.matrices import InMemory, Matrix, Quantized
 
 
 @pytest.fixture(scope="module")
@@ -131,13 +102,6 @@ def test_a_given_amax_takes_the_place_of_the_groups(dtype: str) -> None:
         next(Cpu().quantize_group([spoiled], [spoiled], NVFP4, "amax", Given(2688.0)))
 
 
-def unaligned(x: Matrix) -> Matrix:
-    """The same values, one byte past where they were aligned."""
-    shifted = np.empty(len(x.data) + 1, np.uint8)
-    shifted[1:] = x.data
-    return Matrix(shifted[1:].data, x.dtype, x.shape)
-
-
 @EVERY_RULE
 @EVERY_DTYPE
 def test_data_need_not_be_aligned(cpus: Cpus, dtype: str, fmt: Format, rule: str) -> None:
@@ -153,10 +117,6 @@ def test_data_need_not_be_aligned(cpus: Cpus, dtype: str, fmt: Format, rule: str
             fmt, found.shape, *(unaligned_bytes(part) for part in (found.packed, found.block_scales)), found.global_scale
         )
         assert cpu.dequantize(shifted, dtype) == cpu.dequantize(found, dtype)
-
-
-def unaligned_bytes(part: memoryview) -> memoryview:
-    return memoryview(b"\0" + bytes(part))[1:]
 
 
 @EVERY_RULE

@@ -18,11 +18,13 @@ from checkpoints import LAYER, bf16, llama_shards, run, write_checkpoint, write_
 from lazy_cuda import Machine
 from simt import KERNELS, compile_for_host
 
-from fp4convert import codec, cubins, gpus, lane
-from fp4convert.backends import Given, cuda, open_backend
-from fp4convert.codec import FLOAT_DTYPES
 from fp4convert.errors import DeviceError, InputError, NumericError
-from fp4convert.formats import FORMATS, NVFP4, Matrix, Quantized
+from fp4convert.numerics import codec
+from fp4convert.numerics.backends import cubins, cuda, cuda_stream, gpus, open_backend
+from fp4convert.numerics.backends.base import Given
+from fp4convert.numerics.codec import FLOAT_DTYPES
+from fp4convert.numerics.formats import FORMATS, NVFP4
+from fp4convert.numerics.matrices import Matrix, Quantized
 
 EVERY_RULE = pytest.mark.parametrize(("fmt", "rule"), [(fmt, rule) for fmt in FORMATS.values() for rule in fmt.scale_rules])
 
@@ -44,7 +46,7 @@ def machine(libraries, cache, monkeypatch: pytest.MonkeyPatch) -> Machine:  # ty
     made = Machine(libraries)
     monkeypatch.setitem(sys.modules, "cupy", made.module())
     monkeypatch.setattr(gpus, "ask_driver", lambda: ((13, 0), made.count, ""))
-    monkeypatch.setattr(lane, "GPU_PANEL_ELEMENTS", 2048)
+    monkeypatch.setattr(cuda_stream, "GPU_PANEL_ELEMENTS", 2048)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     return made
 
@@ -94,7 +96,7 @@ def group_of(dtype: str) -> list[Values]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("room_nbytes", [0, 30_000, 1 << 30])
 def test_a_group_is_quantized_under_one_amax_with_any_room(machine, dtype, fmt, rule, room_nbytes):
-    machine.free_nbytes = room_nbytes * lane.LANES * 2
+    machine.free_nbytes = room_nbytes * cuda_stream.LANES * 2
     values = group_of(dtype)
     group_amax = max(float(np.abs(each.astype(np.float32)).max()) for each in values)
     measured = [Recorded(each, dtype) for each in values]
@@ -149,7 +151,7 @@ def test_a_gpu_without_memory_for_one_panel_is_refused(machine):
 
 def test_a_refusal_leaves_the_lane_as_it_was(machine, monkeypatch):
     """A lane that could not grow still has the buffers that it had, both sides of them."""
-    monkeypatch.setattr("fp4convert.backends.cuda.LANES", 1)
+    monkeypatch.setattr("fp4convert.numerics.backends.cuda.LANES", 1)
     backend = open_backend("cuda")
     small, wide = gaussian("BF16", 4, 512), gaussian("F32", 4, 8192)
     expected = codec.quantize(small.astype(np.float32), NVFP4, "amax", 0.25)
@@ -192,7 +194,7 @@ def test_a_caller_that_stops_early_gives_the_lane_back(machine):
     backend = open_backend("cuda")
     values = gaussian("BF16", 33, 512)
     expected = codec.quantize(values.astype(np.float32), NVFP4, "amax")
-    for _ in range(2 * lane.LANES):
+    for _ in range(2 * cuda_stream.LANES):
         panels = backend.quantize_group([Recorded(values, "BF16")], [Recorded(values, "BF16")], NVFP4, "amax")
         assert bytes(next(panels)[1].packed) == bytes(expected.packed)[: 4 * 256]
         assert machine.unfinished()
@@ -203,16 +205,16 @@ def test_a_caller_that_stops_early_gives_the_lane_back(machine):
 def test_what_stayed_on_the_gpu_is_freed_with_its_group(machine):
     backend = open_backend("cuda")
     held = set()
-    for number in range(3 * lane.LANES):
+    for number in range(3 * cuda_stream.LANES):
         weights = Recorded(gaussian("BF16", 33, 512), "BF16")
         assert len(list(backend.quantize_group([weights], [weights], NVFP4, "amax"))) == 9
         gc.collect()
-        held.add((number < lane.LANES) or len(machine.held))  # by then every lane has its buffers
+        held.add((number < cuda_stream.LANES) or len(machine.held))  # by then every lane has its buffers
     assert len(held) == 2
 
 
 def test_what_is_only_measured_takes_no_room(machine):
-    machine.free_nbytes = 40_000 * lane.LANES * 5 // 4
+    machine.free_nbytes = 40_000 * cuda_stream.LANES * 5 // 4
     other, own = (Recorded(gaussian("BF16", 33, 512), "BF16") for _ in range(2))  # 33,792 bytes each
     list(open_backend("cuda").quantize_group([other, own], [own], NVFP4, "amax"))
     assert len(own.fetched) == len(other.fetched) == 9

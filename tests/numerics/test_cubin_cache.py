@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from checkpoints import WAIT_SECONDS
 
-from fp4convert import cubins
-from fp4convert.cubins import Target
 from fp4convert.errors import OutputError
+from fp4convert.numerics.backends import cubins
+from fp4convert.numerics.backends.cubins import Target
 
 PLAIN = Target("sm_90", has_cvt=False)
 ELF = b"\x7fELF" + bytes(60)  # without any table

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from fp4convert import cubins
-from fp4convert.cubins import Target
 from fp4convert.errors import InputError
+from fp4convert.numerics.backends import cubins
+from fp4convert.numerics.backends.cubins import Target
 
 ARCHS = {
     (8, 0): "sm_80",

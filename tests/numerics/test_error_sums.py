@@ -15,14 +15,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 from adversarial import PLAIN, Values, gaussian, generator, matrix, rounded
+from cpu_levels import EVERY_DTYPE, every_level
 from simt import SimtKernels, survives, walled
-from test_cpu import EVERY_DTYPE, every_level
 
-from fp4convert import codec
-from fp4convert.accounting import COLUMNS, Sums, compare, compare_values, count_codes, summarise
-from fp4convert.backends.cpu import Cpu
-from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.formats import FORMATS, MXFP4, NVFP4, Compared, Format, Quantized
+from fp4convert.numerics import codec
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import FLOAT_DTYPES
+from fp4convert.numerics.error_sums import COLUMNS, Sums, compare, compare_values, count_codes, summarise
+from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4, Format
+from fp4convert.numerics.matrices import Compared, Quantized
 
 Backends = dict[str, Cpu | SimtKernels]
 EVERY_FORMAT = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

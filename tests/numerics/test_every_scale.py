@@ -23,8 +23,8 @@ from checkpoints import (
     write_llama,
     write_single,
 )
+from gguf_donors import model, write_donor
 from spellings import KEPT, module_of, write_artifact
-from test_template import model, write_donor
 
 TARGETS = {  # dialect -> endings of the block scales and of the input scales of an NVFP4 module
     "compressed-tensors": (".weight_packed", ".input_global_scale"),

@@ -12,42 +12,18 @@ import torch
 from adversarial import DTYPES, PLAIN, Float32s, generator, matrix
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from scale_grids import EVERY_LAYOUT, same, some_scales
 
-from fp4convert import grid
-from fp4convert.formats import Matrix
-from fp4convert.grid import Grid
+from fp4convert.numerics import fp8_int
+from fp4convert.numerics.fp8_int import Grid
+from fp4convert.numerics.matrices import Matrix
 
 TORCH_FP8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-# rows, columns, block: per tensor, per row, square blocks that are cut, blocks of one row
-LAYOUTS = [
-    (5, 256, (5, 256)),
-    (5, 256, (1, 256)),
-    (200, 300, (128, 128)),
-    (37, 100, (32, 32)),
-    (6, 300, (1, 128)),
-    (4, 77, (3, 7)),
-]
-EVERY_LAYOUT = pytest.mark.parametrize(("rows", "columns", "block"), LAYOUTS, ids=lambda value: str(value).replace(" ", ""))
-
-
-def some_scales(rows: int, columns: int, block: tuple[int, int]) -> Float32s:
-    """Scales of any size, subnormals, ones that make subnormals or infinity, and negative ones."""
-    shape = (-(-rows // block[0]), -(-columns // block[1]))
-    rng = generator(20, rows, columns)
-    chosen = np.ldexp(rng.normal(size=shape), rng.integers(-145, 119, shape))
-    return np.where(rng.random(shape) < 0.5, rng.lognormal(-6, 1, shape), chosen).astype(np.float32)
 
 
 def expanded(scales: Float32s, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
     wide = torch.from_numpy(scales).repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return wide[: shape[0], : shape[1]]
-
-
-def same(found: Float32s, expected: Float32s) -> None:
-    """Equal bits, any NaN for a NaN."""
-    both_nan = np.isnan(found) & np.isnan(expected)
-    assert found.shape == expected.shape
-    assert ((found.view(np.uint32) == expected.view(np.uint32)) | both_nan).all()
 
 
 @pytest.mark.parametrize("dtype", TORCH_FP8)
@@ -56,22 +32,22 @@ def test_fp8_is_decoded_as_torch_does_it(rows: int, columns: int, block: tuple[i
     codes = generator(21).integers(0, 256, (rows, columns)).astype(np.uint8)
     scales = some_scales(rows, columns, block)
     expected = torch.from_numpy(codes).view(TORCH_FP8[dtype]).to(torch.float32) * expanded(scales, block, codes.shape)
-    found = grid.decode_fp8(codes.reshape(-1).data, codes.shape, Grid(scales, block), dtype)
+    found = fp8_int.decode_fp8(codes.reshape(-1).data, codes.shape, Grid(scales, block), dtype)
     same(found, expected.numpy())
     first = rows // 2
-    part = grid.decode_fp8(codes[first:].reshape(-1).data, (rows - first, columns), Grid(scales, block, first), dtype)
+    part = fp8_int.decode_fp8(codes[first:].reshape(-1).data, (rows - first, columns), Grid(scales, block, first), dtype)
     same(part, expected.numpy()[first:])
     at = first // block[0]
-    part = grid.decode_fp8(codes[first:].reshape(-1).data, part.shape, Grid(scales[at:], block, first % block[0]), dtype)
+    part = fp8_int.decode_fp8(codes[first:].reshape(-1).data, part.shape, Grid(scales[at:], block, first % block[0]), dtype)
     same(part, expected.numpy()[first:])
-    finite = np.where(np.isfinite(codes.view(grid.FP8_DTYPES[dtype]).astype(np.float32)), codes, 1).astype(np.uint8)
+    finite = np.where(np.isfinite(codes.view(fp8_int.FP8_DTYPES[dtype]).astype(np.float32)), codes, 1).astype(np.uint8)
     expected = torch.from_numpy(finite).view(TORCH_FP8[dtype]).to(torch.float32) * expanded(scales, block, codes.shape)
-    assert grid.amax_fp8(finite.reshape(-1).data, codes.shape, Grid(scales, block), dtype) == float(expected.abs().max())
+    assert fp8_int.amax_fp8(finite.reshape(-1).data, codes.shape, Grid(scales, block), dtype) == float(expected.abs().max())
 
 
 def test_fp8_nan_makes_the_amax_nan() -> None:
     codes = np.array([[0x7E, 0xFF], [1, 2]], np.uint8)
-    assert np.isnan(grid.amax_fp8(codes.reshape(-1).data, (2, 2), Grid(np.ones((1, 1), np.float32), (2, 2))))
+    assert np.isnan(fp8_int.amax_fp8(codes.reshape(-1).data, (2, 2), Grid(np.ones((1, 1), np.float32), (2, 2))))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -93,14 +69,16 @@ def test_integers_are_decoded_as_compressed_tensors_does_it(bits: int, symmetric
     expected = PackedQuantizationCompressor.decompress(stored, scheme)["weight"].numpy()
     zeros = None
     if not symmetric:
-        zeros = grid.read_zero_points(stored["weight_zero_point"].numpy().reshape(-1).view(np.uint8).data, (rows, groups), bits)
+        zeros = fp8_int.read_zero_points(
+            stored["weight_zero_point"].numpy().reshape(-1).view(np.uint8).data, (rows, groups), bits
+        )
         assert (zeros == zero_points).all()
     packed = stored["weight_packed"].numpy()
     block = Grid(scales.numpy(), (1, group or columns))
     assert len(np.unique(expected)) > 100
-    same(grid.decode_integers(packed.reshape(-1).view(np.uint8).data, (rows, columns), block, bits, zeros), expected)
+    same(fp8_int.decode_integers(packed.reshape(-1).view(np.uint8).data, (rows, columns), block, bits, zeros), expected)
     below = Grid(block.scales, block.block, 8)
-    same(grid.decode_integers(packed[8:].reshape(-1).view(np.uint8).data, (13, columns), below, bits, zeros), expected[8:])
+    same(fp8_int.decode_integers(packed[8:].reshape(-1).view(np.uint8).data, (13, columns), below, bits, zeros), expected[8:])
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -110,7 +88,7 @@ def test_padding_behind_integers_is_left_out(bits: int) -> None:
 
     values = generator(23).integers(-8, 8, (3, 37)).astype(np.int8)
     packed = pack_to_int32(torch.from_numpy(values), bits).numpy()
-    found = grid.decode_integers(
+    found = fp8_int.decode_integers(
         packed.reshape(-1).view(np.uint8).data, (3, 37), Grid(np.ones((3, 1), np.float32), (1, 37)), bits
     )
     assert (found == values).all()
@@ -123,11 +101,11 @@ def test_fp8_is_encoded_as_torch_and_ml_dtypes_do_it(make, dtype: str, is_per_ro
     values = make(dtype, 9, 416)
     x = matrix(values, dtype)
     wide = values.astype(np.float32)
-    amax = grid.row_amax(x)
+    amax = fp8_int.row_amax(x)
     assert (amax == np.abs(wide).max(axis=1)).all()
-    scales = grid.fp8_scales_of(amax if is_per_row else amax.max(keepdims=True))
+    scales = fp8_int.fp8_scales_of(amax if is_per_row else amax.max(keepdims=True))
     quotients = (torch.from_numpy(wide) / torch.from_numpy(scales)[:, None]).clamp(-448, 448)
-    found = grid.quantize_fp8(x, scales)
+    found = fp8_int.quantize_fp8(x, scales)
     assert (found == quotients.to(torch.float8_e4m3fn).view(torch.uint8).numpy()).all()
     assert (found == quotients.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8)).all()
 
@@ -135,13 +113,13 @@ def test_fp8_is_encoded_as_torch_and_ml_dtypes_do_it(make, dtype: str, is_per_ro
 def test_fp8_scales() -> None:
     smallest = 2.0**-149
     amax = np.array([0, 448, 1, smallest, 224 * smallest, 300 * smallest], np.float32)
-    assert grid.fp8_scales_of(amax).tolist() == [1, 1, float(np.float32(1) / np.float32(448)), 1, 1, smallest]
+    assert fp8_int.fp8_scales_of(amax).tolist() == [1, 1, float(np.float32(1) / np.float32(448)), 1, 1, smallest]
 
 
 def test_fp8_codes_by_hand() -> None:
     """Ties to even, signed zeros and underflows, saturation where amax / 448 was rounded down."""
     values = np.array([[448, -448, 17, 19, 2.0**-10, 2.0**-10 + 2.0**-20, -(2.0**-11), -0.0, 0.0, 470, -1e30]], np.float32)
-    found = grid.quantize_fp8(matrix(values, "F32"), np.ones(1, np.float32))
+    found = fp8_int.quantize_fp8(matrix(values, "F32"), np.ones(1, np.float32))
     assert found.tolist() == [[0x7E, 0xFE, 0x58, 0x5A, 0, 1, 0x80, 0x80, 0, 0x7E, 0xFE]]
 
 
@@ -149,7 +127,7 @@ def test_fp8_codes_by_hand() -> None:
 def test_transpose(dtype: str) -> None:
     kind = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32}[dtype]
     values = np.arange(5 * 8, dtype=kind).reshape(5, 8)
-    found = grid.transpose(Matrix(values.reshape(-1).view(np.uint8).data, dtype, (5, 8)), range(3, 8, 2))
+    found = fp8_int.transpose(Matrix(values.reshape(-1).view(np.uint8).data, dtype, (5, 8)), range(3, 8, 2))
     assert (found.shape, found.dtype) == ((3, 5), dtype)
     assert np.frombuffer(found.data, kind).tolist() == [3, 11, 19, 27, 35, 5, 13, 21, 29, 37, 7, 15, 23, 31, 39]
 
@@ -157,5 +135,5 @@ def test_transpose(dtype: str) -> None:
 def test_bf16() -> None:
     values = PLAIN["random_bits"]("F32", 40, 512)
     expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint8).numpy()
-    assert bytes(grid.to_bf16(values)) == expected.tobytes()
-    assert np.isnan(np.frombuffer(grid.to_bf16(np.array([[np.nan]], np.float32)), ml_dtypes.bfloat16)).all()
+    assert bytes(fp8_int.to_bf16(values)) == expected.tobytes()
+    assert np.isnan(np.frombuffer(fp8_int.to_bf16(np.array([[np.nan]], np.float32)), ml_dtypes.bfloat16)).all()

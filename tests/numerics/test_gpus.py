@@ -9,9 +9,8 @@ import pytest
 from checkpoints import run, write_llama
 from lazy_cuda import CUDARuntimeError, Machine
 
-from fp4convert import gpus
-from fp4convert.backends import open_backend
 from fp4convert.errors import DeviceError
+from fp4convert.numerics.backends import gpus, open_backend
 
 DRIVER = ((13, 0), 1, "")
 

@@ -6,9 +6,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from fp4convert.codec import dequantize
-from fp4convert.formats import MXFP4, NVFP4, Quantized
-from fp4convert.recast import NOTHING, Recast, global_exponent, largest_exponent, recast
+from fp4convert.numerics.codec import dequantize
+from fp4convert.numerics.formats import MXFP4, NVFP4
+from fp4convert.numerics.matrices import Quantized
+from fp4convert.numerics.mxfp4_as_nvfp4 import NOTHING, Recast, global_exponent, largest_exponent, recast
 
 E2M1 = [Fraction(value) / 2 for value in (0, 1, 2, 3, 4, 6, 8, 12)]  # magnitudes of codes 0-7
 E4M3_POWERS = "01 02 04 08 10 18 20 28 30 38 40 48 50 58 60 68 70 78"  # 2^-9 .. 2^8; below 2^-6 they are subnormal

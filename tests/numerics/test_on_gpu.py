@@ -24,12 +24,13 @@ from adversarial import (
 )
 from checkpoints import bf16, run, write_checkpoint
 
-from fp4convert import codec
-from fp4convert.backends.cpu import Cpu
-from fp4convert.backends.cuda import Cuda
-from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.formats import FORMATS, MXFP4, NVFP4, Quantized
-from fp4convert.gpus import survey
+from fp4convert.numerics import codec
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.backends.cuda import Cuda
+from fp4convert.numerics.backends.gpus import survey
+from fp4convert.numerics.codec import FLOAT_DTYPES
+from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4
+from fp4convert.numerics.matrices import Quantized
 
 pytestmark = pytest.mark.gpu
 CHUNK_NBYTES = 128 << 20

@@ -10,9 +10,9 @@ import torch
 from modelopt.torch.export.diffusers_utils import swizzle_nvfp4_scales
 from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
-from fp4convert.codec import Bytes
 from fp4convert.errors import InputError
-from fp4convert.layout import LAYOUTS, from_halves, interleave, padding_of, split_runs, to_halves
+from fp4convert.numerics.codec import Bytes
+from fp4convert.numerics.scale_layouts import LAYOUTS, from_halves, interleave, padding_of, split_runs, to_halves
 
 SHAPES = [(1, 1), (130, 5), (5, 6), (300, 9), (128, 4), (256, 8)]
 

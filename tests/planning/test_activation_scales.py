@@ -22,9 +22,10 @@ from checkpoints import (
     write_single,
 )
 
-from fp4convert.convert import Request, prepare_quantize
-from fp4convert.input_scales import whole_reference
-from fp4convert.sources import open_source
+from fp4convert.conversion.quantization import prepare_quantize
+from fp4convert.conversion.requests import Request
+from fp4convert.planning.activation_scales import whole_reference
+from fp4convert.storage.open import open_source
 
 ENDINGS = {  # of an input scale's name, and whether it is stored as a divisor
     "compressed-tensors": (".input_global_scale", True),

@@ -10,12 +10,12 @@ import pytest
 from checkpoints import LLAMA, Tensor, bf16, weight, write_single
 from spellings import module_of, records, tensors_of
 
-from fp4convert.dialects import dialect_to_write
+from fp4convert.checkpoint.dialects.registry import dialect_to_write
+from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError
-from fp4convert.linears import find_linears
-from fp4convert.recipe import Choice, ScaleGroup, Target, build_recipe
-from fp4convert.sources import open_source
-from fp4convert.verdicts import Verdict, decide, gather_made, skipped_experts, uneven_groups
+from fp4convert.planning.decisions import Verdict, decide, gather_made, skipped_experts, uneven_groups
+from fp4convert.recipes.recipe import Choice, ScaleGroup, Target, build_recipe
+from fp4convert.storage.open import open_source
 
 LAYER = "model.layers.0"
 ATTENTION, DOWN = f"{LAYER}.self_attn", f"{LAYER}.mlp.down_proj"

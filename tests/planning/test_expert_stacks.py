@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from checkpoints import LLAMA, Outcome, Tensor, read_folder, run, write_checkpoint, write_single
 
-from fp4convert import convert
-from fp4convert.artifact import open_artifact
+from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.conversion import repacking
 
 EXPERTS = "model.layers.0.mlp.experts"
 HIDDEN, COUNT = 64, 3
@@ -259,4 +259,4 @@ def test_how_a_stack_lies_is_in_the_keys_of_tasks(change: dict[str, object], tmp
 def keys_of(artifact: Path) -> list[str]:
     """The keys of the tasks that dequantize has."""
     opened = open_artifact(str(artifact))
-    return [task.key for task in convert.prepare_dequantize(opened.source, opened, "bf16").tasks]
+    return [task.key for task in repacking.prepare_dequantize(opened.source, opened, "bf16").tasks]

@@ -10,59 +10,17 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from checkpoints import LAYER, Outcome, llama_shards, run, values_of, write_llama
-from gguf.quants import dequantize, quantize
+from checkpoints import LAYER, Outcome, run, write_llama
+from gguf.quants import dequantize
+from gguf_donors import HEADS, Arrays, model, write_donor
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "lm_head": "output",
-    f"{LAYER}.input_layernorm": "blk.0.attn_norm",
-    f"{LAYER}.self_attn.q_proj": "blk.0.attn_q",
-    f"{LAYER}.self_attn.k_proj": "blk.0.attn_k",
-    f"{LAYER}.self_attn.v_proj": "blk.0.attn_v",
-    f"{LAYER}.self_attn.o_proj": "blk.0.attn_output",
-    f"{LAYER}.mlp.gate_proj": "blk.0.ffn_gate",
-    f"{LAYER}.mlp.up_proj": "blk.0.ffn_up",
-    f"{LAYER}.mlp.down_proj": "blk.0.ffn_down",
-}
-HEADS = {"blk.0.attn_q.weight": 4, "blk.0.attn_k.weight": 2}
 MODULES = 7
-Arrays = dict[str, np.ndarray]
-
-
-def model() -> Arrays:
-    """The model's tensors under llama.cpp's names, in the order of its own rows."""
-    tensors = {name: tensor for shard in llama_shards().values() for name, tensor in shard.items()}
-    arrays = {}
-    for name, tensor in tensors.items():
-        module, _, part = name.rpartition(".")
-        arrays[f"{NAMES[module]}.{part}"] = values_of(tensor).astype(np.float32)
-    return arrays
 
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
     """As convert_hf_to_gguf.py does it: the two halves of every head take turns."""
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
-
-
-def write_donor(
-    path: Path, arrays: Arrays, kind: str = "BF16", architecture: str = "llama", kinds: dict[str, str] | None = None
-) -> Path:
-    """kinds  types of single tensors; NVFP4, which the package cannot make, is all zeros"""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(1)
-    writer.add_head_count(HEADS["blk.0.attn_q.weight"])
-    writer.add_head_count_kv(HEADS["blk.0.attn_k.weight"])
-    for name, array in arrays.items():
-        dtype = gguf.GGMLQuantizationType[(kinds or {}).get(name) or (kind if array.ndim > 1 else "F32")]
-        zeros = np.zeros((*array.shape[:-1], array.shape[-1] // 64 * 36), np.uint8)
-        writer.add_tensor(name, zeros if dtype.name == "NVFP4" else quantize(array, dtype), raw_dtype=dtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def llamas(arrays: Arrays) -> Arrays:

@@ -23,7 +23,7 @@ from checkpoints import (
     write_single,
 )
 
-from fp4convert.sources import open_source
+from fp4convert.storage.open import open_source
 
 CT, MO = "compressed-tensors", "modelopt"
 ATTENTION = f"{LAYER}.self_attn"

@@ -5,11 +5,12 @@ import shutil
 
 import numpy as np
 import pytest
+from artifacts import quantize
 from checkpoints import LAYER, LLAMA, run, weight, write_llama, write_single
 from made_up_inputs import calibrate
-from test_convert import quantize
+from refusals import refused
 
-from fp4convert import methods
+from fp4convert.planning import method_needs
 
 
 @pytest.fixture
@@ -20,16 +21,6 @@ def source(tmp_path):
 @pytest.fixture
 def calibration(source, tmp_path):
     return calibrate(tmp_path / "calibration.safetensors", source, "diag")
-
-
-def refused(source, tmp_path, *options):
-    """The error of a command that writes nothing, and whose message is one line."""
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json", *options)
-    assert outcome.code == 2, outcome.err
-    assert not (tmp_path / "out").exists()
-    assert "\n" not in outcome.json["error"]["message"]
-    assert outcome.json["error"]["next"]
-    return outcome.json["error"]
 
 
 def test_the_method_and_the_file_are_recorded(source, calibration, tmp_path):
@@ -71,7 +62,7 @@ def test_a_run_is_not_continued_with_other_statistics(source, calibration, tmp_p
 def test_an_unknown_method_is_refused(method, source, calibration, tmp_path):
     error = refused(source, tmp_path, "--method", method, "--calibration", calibration)
     assert error["code"] == "unknown-method"
-    assert all(known in error["message"] for known in methods.METHODS)
+    assert all(known in error["message"] for known in method_needs.METHODS)
 
 
 def test_a_file_that_is_none_is_refused(source, tmp_path):
@@ -96,9 +87,10 @@ def test_the_file_of_another_revision_is_refused(source, calibration, tmp_path):
 
 def test_every_node_of_a_cluster_finds_the_file(source, calibration, tmp_path, monkeypatch):
     """By its whole path, whatever folder its worker begins in."""
-    from fp4convert.cluster import Errand, _sent
-    from fp4convert.convert import Request
-    from fp4convert.sources import Access, open_source
+    from fp4convert.conversion.ray_workers import Errand, _sent
+    from fp4convert.conversion.requests import Request
+    from fp4convert.storage.open import open_source
+    from fp4convert.storage.source import Access
 
     monkeypatch.chdir(tmp_path)
     errand = Errand(str(source), Access(), Request("nvfp4", calibration=calibration.name), tmp_path / "out")
@@ -107,11 +99,12 @@ def test_every_node_of_a_cluster_finds_the_file(source, calibration, tmp_path, m
 
 def test_a_file_that_changes_meanwhile_is_noticed(source, calibration, tmp_path):
     """Between the plan and the work."""
-    from fp4convert.convert import Request, prepare_quantize
-    from fp4convert.convert import quantize as carry_out
+    from fp4convert.conversion.quantization import prepare_quantize
+    from fp4convert.conversion.quantization import quantize as carry_out
+    from fp4convert.conversion.requests import Request
     from fp4convert.errors import InputError
-    from fp4convert.sources import open_source
-    from fp4convert.workers import Settings
+    from fp4convert.execution.settings import Settings
+    from fp4convert.storage.open import open_source
 
     opened = open_source(str(source))
     plan = prepare_quantize(opened, Request("nvfp4", calibration=str(calibration)))

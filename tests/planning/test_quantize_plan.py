@@ -7,12 +7,12 @@ import pytest
 from checkpoints import FIRST, INDEX, LAYER, SECOND, bf16, llama_shards, read_folder, run, weight, write_checkpoint, write_llama
 from checkpoints import write_single as write
 
+from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4, NVFP4
-from fp4convert.linears import find_linears
-from fp4convert.plan import plan_quantize
-from fp4convert.recipe import Choice, Target, build_recipe
-from fp4convert.sources import open_source
+from fp4convert.numerics.formats import MXFP4, NVFP4
+from fp4convert.planning.quantize_plan import plan_quantize
+from fp4convert.recipes.recipe import Choice, Target, build_recipe
+from fp4convert.storage.open import open_source
 
 ATTENTION = f"{LAYER}.self_attn"
 TARGETS = [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("nvfp4", "modelopt")]

@@ -10,7 +10,7 @@ import pytest
 from calibrations import statistics_of, write_calibration
 from checkpoints import FIRST, LAYER, SECOND, bf16, run, values_of, weight, write_checkpoint, write_llama, write_single
 
-from fp4convert.sources import open_source
+from fp4convert.storage.open import open_source
 
 DOWN, Q = f"{LAYER}.mlp.down_proj", f"{LAYER}.self_attn.q_proj"
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import LAYER, SECOND, bf16, pack_shard, read_folder, read_shard, run, values_of, write_llama, write_single
 from made_up_inputs import calibrate
-from test_outputs import restored
+from restored_artifacts import restored
 
 DOWN = f"{LAYER}.mlp.down_proj"
 

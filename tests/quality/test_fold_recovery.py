@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import run
 from folded_llama import LAYER, calibrated, changed, doubled, made, write_source
-from test_folds import TENSORS
+from folding_llama import TENSORS
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from checkpoints import run, write_single
 
-from fp4convert.artifact import Artifact, open_artifact
-from fp4convert.formats import NVFP4
-from fp4convert.inspection import inspect
-from fp4convert.soundness import ALL_NBYTES, SAMPLE_NBYTES, choose_modules, judge
-from fp4convert.spelling import Form
+from fp4convert.checkpoint.artifact import Artifact, open_artifact
+from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.numerics.formats import NVFP4
+from fp4convert.quality.checks import ALL_NBYTES, SAMPLE_NBYTES, choose_modules, judge
+from fp4convert.quality.inspection import inspect
 
 KEYS = (
     *("format", "dialect", "block_size", "element_dtype", "scale_dtype", "scale_layout", "global_scale", "nibble_order"),
@@ -64,8 +64,8 @@ def test_a_module_above_the_budget_hides_no_other():
 def test_share_read_is_of_the_bytes_of_block_scales(monkeypatch, tmp_path):
     folder = write_ct(tmp_path / "a", {f"layers.{n}.o_proj": scales() for n in range(8)})
     assert inspect(open_artifact(str(folder)), None, False)["share_read"] == 1.0
-    monkeypatch.setattr("fp4convert.soundness.ALL_NBYTES", 8 * 2048 - 1)
-    monkeypatch.setattr("fp4convert.soundness.SAMPLE_NBYTES", 4 * 2048)
+    monkeypatch.setattr("fp4convert.quality.checks.ALL_NBYTES", 8 * 2048 - 1)
+    monkeypatch.setattr("fp4convert.quality.checks.SAMPLE_NBYTES", 4 * 2048)
     assert inspect(open_artifact(str(folder)), None, False)["share_read"] == 0.5
     assert inspect(open_artifact(str(folder)), None, True)["share_read"] == 1.0
     assert "share read      50 % of the block scales" in run("inspect", folder).out.splitlines()

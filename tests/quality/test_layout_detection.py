@@ -15,12 +15,13 @@ import pytest
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from fp4convert import codec, detection
-from fp4convert.backends.cpu import CELL_WIDTHS, PERIODS
-from fp4convert.codec import Bytes
-from fp4convert.detection import AGREEMENT, CONTRADICTION, StoredScales, detect_layout, evidence
-from fp4convert.formats import FORMATS, MXFP4, NVFP4, Format
-from fp4convert.layout import LAYOUTS
+from fp4convert.numerics import codec
+from fp4convert.numerics.backends.cpu import CELL_WIDTHS, PERIODS
+from fp4convert.numerics.codec import Bytes
+from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4, Format
+from fp4convert.numerics.scale_layouts import LAYOUTS
+from fp4convert.quality import layout_detection
+from fp4convert.quality.layout_detection import AGREEMENT, CONTRADICTION, StoredScales, detect_layout, evidence
 
 Floats = NDArray[np.float64]
 Shape = tuple[int, int]
@@ -75,19 +76,19 @@ def test_shares_are_those_of_the_definition(shape: Shape) -> None:
     x = rng.normal(size=shape) + rng.normal(size=(rows // 8 + 1, 1)).repeat(8, 0)[:rows] + 0.3 * rng.normal(size=(1, blocks))
     log2 = np.quantile(x, np.linspace(0, 1, 256))
     codes = np.searchsorted(log2, x).astype(np.uint8)
-    shares = detection._shares([codes, np.flipud(codes).copy()], log2)[0]
+    shares = layout_detection._shares([codes, np.flipud(codes).copy()], log2)[0]
     x = log2[codes]
     row, block = np.ogrid[:rows, :blocks]
     sides = [np.broadcast_to(row, shape), np.broadcast_to(block, shape)]
     assert shares[0] == pytest.approx(sum(share_between(x, side) for side in sides))
-    structures = [(run, rows // run, lambda i, run=run: i // run) for run in detection.RUNS]
+    structures = [(run, rows // run, lambda i, run=run: i // run) for run in layout_detection.RUNS]
     structures += [(rows // period, period, lambda i, period=period: i % period) for period in PERIODS]
     for found, (members, groups, of_row) in zip(shares[1:].reshape(len(structures), -1), structures, strict=True):
         for width, share in zip(CELL_WIDTHS, found, strict=True):
             expected = 0.0
-            if (cell := members * width) >= detection.LEAST_CELL and groups and width <= blocks:
+            if (cell := members * width) >= layout_detection.LEAST_CELL and groups and width <= blocks:
                 expected = share_between(x, cells_of(shape, groups, of_row, members * groups, width))
-                expected /= 1 if 2 * cell >= blocks else detection.FINE
+                expected /= 1 if 2 * cell >= blocks else layout_detection.FINE
             assert share == pytest.approx(expected, abs=1e-9), (members, groups, width)
 
 

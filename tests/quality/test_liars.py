@@ -30,10 +30,11 @@ from liars import (
     write_minilm,
 )
 
-from fp4convert.artifact import open_artifact
-from fp4convert.inspection import inspect
-from fp4convert.reading import Finding
-from fp4convert.verification import Gate, verify
+from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.errors import Finding
+from fp4convert.quality.inspection import inspect
+from fp4convert.quality.verification import Gate, verify
+from fp4convert.report.explanations import explanations
 
 
 @pytest.fixture(scope="module")
@@ -345,3 +346,7 @@ def test_what_was_changed_is_what_differs(artifacts, tmp_path):
         assert document["findings"] == [], name
         assert MODEL in folder.files
         assert (SCALES in folder.files) == (name == "plain")
+
+
+def test_docs_say_that_these_lies_are_seen_alone():
+    assert {lie.name for lie in LIES if "alone" not in explanations()[lie.found[1]].seen} == set()

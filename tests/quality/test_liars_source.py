@@ -23,11 +23,12 @@ from liars import (
     write_minilm,
 )
 
-from fp4convert.artifact import open_artifact
-from fp4convert.inspection import inspect
-from fp4convert.reading import Finding
-from fp4convert.sources import open_source
-from fp4convert.verification import Gate, verify
+from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.errors import Finding
+from fp4convert.quality.inspection import inspect
+from fp4convert.quality.verification import Gate, verify
+from fp4convert.report.explanations import explanations
+from fp4convert.storage.open import open_source
 
 PACKED = {"ct": ".weight_packed", "ct-mx": ".weight_packed", "mo": ".weight", "comfy": ".weight"}
 ERROR = "error"
@@ -251,3 +252,7 @@ def test_honest_experts_are_healthy(source, tmp_path):
 
 def test_the_set_is_what_can_be_made():
     assert {(fmt, dialect, bits) for fmt, dialect, bits in ARTIFACTS.values()} <= set(HONEST)
+
+
+def test_docs_say_that_these_lies_are_seen_with_a_source():
+    assert {lie.name for lie in LIES if "with a source" not in explanations()[lie.found[1]].seen} == set()

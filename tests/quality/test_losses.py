@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from fp4convert.codings import Linear
-from fp4convert.codings.floats import Floats, Picked
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.floats import Floats, Picked
 from fp4convert.errors import InputError
-from fp4convert.sampling import draw_sample, kinds_of, short_names
-from fp4convert.shard import TensorRef
+from fp4convert.quality.losses import draw_sample, kinds_of, short_names
+from fp4convert.storage.safetensors import TensorRef
 
 
 def linear(module: str, rows: int, columns: int, coding: object = Floats("bf16")) -> Linear:

@@ -9,6 +9,7 @@ import pytest
 from checkpoints import LAYER, SECOND, pack_shard, read_folder, read_shard, run, values_of, write_llama, write_single
 from folded_llama import INPUTS, READERS, calibrated, made, stored_weights, write_source
 from made_up_inputs import aliases_of, calibrate, inputs_of
+from restored_artifacts import restored
 
 DOWN = f"{LAYER}.mlp.down_proj"
 
@@ -29,13 +30,6 @@ def verify(folder: Path, *options: object) -> dict:
     outcome = run("verify", folder, *options, "--json")
     assert outcome.code == (0 if outcome.json["passed"] else 6), outcome
     return outcome.json
-
-
-def restored(folder: Path, out: Path) -> dict[str, np.ndarray]:
-    """The values of an artifact by name, float64."""
-    if not out.exists():
-        assert run("dequantize", folder, "-o", out, "--dtype", "fp32", "-q").code == 0
-    return {name: values_of(tensor) for name, tensor in read_folder(out).items() if "weight" in name}
 
 
 def relative(error: np.ndarray, weights: np.ndarray, x: np.ndarray, gram: str) -> float:

@@ -9,11 +9,11 @@ import pytest
 from checkpoints import pack_shard, read_shard, run, write_single
 from liars import MODEL
 
-from fp4convert.artifact import open_artifact
+from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.errors import InputError
-from fp4convert.inspection import inspect
-from fp4convert.sources import open_source
-from fp4convert.suspicion import COMPARED_MODULES, suspect
+from fp4convert.quality.inspection import inspect
+from fp4convert.quality.source_match import COMPARED_MODULES, suspect
+from fp4convert.storage.open import open_source
 
 NAMES = [f"layers.{n}.o_proj" for n in range(3)]
 

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from fp4convert.dialects import Packed, dialect_named
-from fp4convert.formats import MXFP4, NVFP4
-from fp4convert.scalars import read_global_scales, read_input_scales
-from fp4convert.shard import TensorRef
-from fp4convert.spelling import Form
+from fp4convert.checkpoint.dialects.base import Packed
+from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.checkpoint.dialects.registry import dialect_named
+from fp4convert.numerics.formats import MXFP4, NVFP4
+from fp4convert.quality.stored_scalars import read_global_scales, read_input_scales
+from fp4convert.storage.safetensors import TensorRef
 
 FILES = {"a": struct.pack("<4f", 9, 2, 4, 8), "b": struct.pack("<2f", 16, 0)}
 

@@ -12,7 +12,6 @@ from checkpoints import (
     LAYER,
     SECOND,
     bf16,
-    pack_shard,
     read_folder,
     read_shard,
     run,
@@ -21,6 +20,7 @@ from checkpoints import (
     write_llama,
     write_single,
 )
+from rewriting import rewrite
 
 ATTENTION, DOWN = f"{LAYER}.self_attn", f"{LAYER}.mlp.down_proj"
 TARGETS = [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("nvfp4", "modelopt")]
@@ -51,14 +51,6 @@ def verify(folder: Path, *options: object) -> dict:
 def errors_of(document: dict) -> set[tuple[str, str | None]]:
     assert document["passed"] is not any(finding["level"] == "error" for finding in document["findings"])
     return {(finding["code"], finding["tensor"]) for finding in document["findings"] if finding["level"] == "error"}
-
-
-def rewrite(folder: Path, file: str, name: str, data: bytes) -> None:
-    """Replace the bytes of one tensor, its dtype and shape kept."""
-    tensors = read_shard(folder / file)
-    dtype, shape, before = tensors[name]
-    assert len(data) == len(before)
-    (folder / file).write_bytes(pack_shard({**tensors, name: (dtype, shape, data)}))
 
 
 @pytest.mark.parametrize(("format", "dialect"), TARGETS)

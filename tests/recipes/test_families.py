@@ -6,7 +6,7 @@ A line: kept or not, and a module.  Layers are those of a model of 8 layers, of 
 import pytest
 from family_tables import LAYERS, recipe_for, rows_of
 
-from fp4convert.recipe import Choice, Target, build_recipe, scale_group
+from fp4convert.recipes.recipe import Choice, Target, build_recipe, scale_group
 
 TABLE = """
 llama

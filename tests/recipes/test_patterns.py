@@ -5,8 +5,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fp4convert.errors import InputError
-from fp4convert.patterns import expand, integer_of, matches, matches_any, sift
-from fp4convert.recipe_rules import Patterns
+from fp4convert.recipes.patterns import expand, integer_of, matches, matches_any, sift
+from fp4convert.recipes.rules import Patterns
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from families import FAMILIES
 from family_tables import LAYERS
 
 from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4, NVFP4
-from fp4convert.recipe import Choice, Target, build_recipe, scale_group
-from fp4convert.recipe_files import known_names
-from fp4convert.recipe_rules import FormatRule, Patterns
+from fp4convert.numerics.formats import MXFP4, NVFP4
+from fp4convert.recipes.recipe import Choice, Target, build_recipe, scale_group
+from fp4convert.recipes.rules import FormatRule, Patterns
+from fp4convert.recipes.toml_files import known_names
 
 
 def recipe(model_type: str = "llama", include=(), exclude=(), fmt=NVFP4, rule=None):

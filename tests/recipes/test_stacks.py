@@ -13,7 +13,8 @@ import pytest
 from tiny_models import fp4convert, offline, read_tensors
 
 from fp4convert.errors import InputError
-from fp4convert.recipe import Choice, StackRule, Target, build_recipe
+from fp4convert.recipes.recipe import Choice, Target, build_recipe
+from fp4convert.recipes.rules import StackRule
 
 pytestmark = pytest.mark.engine
 

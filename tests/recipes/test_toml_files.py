@@ -1,20 +1,20 @@
 """Recipe files: what configs/ holds, what a user's file may say, and what is refused with file, key and what was expected."""
 
 import re
-from pathlib import Path
 
 import pytest
 from checkpoints import run
 from hypothesis import given
 from hypothesis import strategies as st
+from paths import ROOT
 
 from fp4convert.errors import InputError
-from fp4convert.patterns import compiled
-from fp4convert.recipe import Choice, Target, build_recipe
-from fp4convert.recipe_files import RecipeFile, chosen_files, families_of, known_file, known_names, parse
-from fp4convert.recipe_rules import KeepRule, StackRule
+from fp4convert.recipes.patterns import compiled
+from fp4convert.recipes.recipe import Choice, Target, build_recipe
+from fp4convert.recipes.rules import KeepRule, StackRule
+from fp4convert.recipes.toml_files import RecipeFile, chosen_files, families_of, known_file, known_names, parse
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = ROOT / "configs"
 MODES = ("all", "mlp_only", "experts_only", "omlp_only")
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.toml"))
 NUMBERS = {"num_hidden_layers": 8, "num_nextn_predict_layers": 1, "first_k_dense_replace": 2, "num_layers": 8, "hidden_size": 64}

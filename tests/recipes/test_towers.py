@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fp4convert.recipe import Target, build_recipe
-from fp4convert.shard import WEIGHT
+from fp4convert.recipes.recipe import Target, build_recipe
+from fp4convert.storage.safetensors import WEIGHT
 
 MOST_LAYERS = 4
 LAYERS = ("num_hidden_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")

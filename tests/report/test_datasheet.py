@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import LAYER, read_folder, run, values_of, weight, write_llama, write_single
-from test_verification import rewrite
+from rewriting import rewrite
 
-from fp4convert.artifact import open_artifact
-from fp4convert.datasheet import Subject, make_datasheet
-from fp4convert.histograms import BINS, MOST_PANELS, PANEL, count_values
-from fp4convert.sources import open_source
-from fp4convert.verification import Gate, verify
+from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.quality.verification import Gate, verify
+from fp4convert.report.datasheet import Subject, make_datasheet
+from fp4convert.report.histograms import BINS, MOST_PANELS, PANEL, count_values
+from fp4convert.storage.open import open_source
 
 ATTENTION, DOWN = f"{LAYER}.self_attn", f"{LAYER}.mlp.down_proj"
 SHARD = "model-00002-of-00002.safetensors"

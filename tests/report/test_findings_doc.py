@@ -2,16 +2,11 @@
 
 import ast
 import re
-from pathlib import Path
 
-import liars
-import pytest
-import test_liars
-import test_liars_source
+from paths import ROOT
 
-from fp4convert.explanations import explanations
+from fp4convert.report.explanations import explanations
 
-ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"\| `([a-z-]+)` \| ([a-z, ]+) \| (.+?) \| (.+?) \| (.+?) \|")
 
 
@@ -51,9 +46,3 @@ def test_programs_read_the_page_as_people_do():
 
 def test_every_code_says_who_sees_it():
     assert all(re.search(r"\b(alone|with a source|verify)\b", seen) for _, seen in explained().values())
-
-
-@pytest.mark.parametrize(("lies", "who"), [(test_liars.LIES, "alone"), (test_liars_source.LIES, "with a source")])
-def test_the_page_and_the_lies_agree_on_who_sees_them(lies: list[liars.Lie], who):
-    seen = {code: text for code, (_, text) in explained().items()}
-    assert {code for _, code, _ in (lie.found for lie in lies) if who not in seen[code]} == set()

@@ -14,7 +14,7 @@ import pytest
 from checkpoints import run, weight, write_llama, write_single
 from hostile import NAMES, make_hostile, name_of
 
-from fp4convert.page import make_page
+from fp4convert.report.html import make_page
 
 
 class Elements(HTMLParser):

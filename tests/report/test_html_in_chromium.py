@@ -14,7 +14,7 @@ from browser import Tab, browser
 from checkpoints import Tensor, run, write_llama, write_single
 from hostile import NAMES, make_hostile, name_of
 
-from fp4convert.page import write_page
+from fp4convert.report.html import write_page
 
 pytestmark = pytest.mark.system
 

@@ -10,10 +10,11 @@ from checkpoints import LLAMA, run, weight, write_checkpoint, write_llama, write
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
-from fp4convert.card import CardRequest, code, make_card
-from fp4convert.convert import Request, prepare_quantize, quantize
-from fp4convert.sources import open_source
-from fp4convert.workers import Settings
+from fp4convert.conversion.quantization import prepare_quantize, quantize
+from fp4convert.conversion.requests import Request
+from fp4convert.execution.settings import Settings
+from fp4convert.report.model_card import CardRequest, code, make_card
+from fp4convert.storage.open import open_source
 
 REPO = "me/m-NVFP4"
 HOSTILE = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp4convert.places import Place, find_places, reading_order
+from fp4convert.report.model_map import Place, find_places, reading_order
 
 LLAMA = [f"model.layers.{layer}.{module}.weight" for layer in (0, 1) for module in ("self_attn.q_proj", "mlp.up_proj")]
 UNET = "down_blocks.1.attentions.0"

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 import yaml
 from checkpoints import read_folder, run, write_llama
+from paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 STEPS = {step["id"]: step for step in ACTION["runs"]["steps"]}
 

@@ -5,12 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
 from tables import MADE, PARTS, filled, measured, offsets  # noqa: E402
 
-from fp4convert.layout import LAYOUTS  # noqa: E402
+from fp4convert.numerics.scale_layouts import LAYOUTS  # noqa: E402
 
 PAGES = sorted(DOCS.glob("*.md"))
 

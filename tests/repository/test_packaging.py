@@ -13,20 +13,23 @@ from pathlib import Path
 import numpy
 import pytest
 from checkpoints import run, write_llama
+from paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CUDA = ("fp4.h", "device.h", "quantize.cu", "dequantize.cu", "gemv.cu")  # compiled on the user's machine
-PAGES = ("py.typed", "findings.md", "errors.md", "pages/report.html", "pages/report.css", "pages/report.js")
+PAGES = ("py.typed", "findings.md", "errors.md", *(f"report/page/report.{kind}" for kind in ("html", "css", "js")))
 CARRIED = (*(f"kernels/{name}" for name in CUDA), "kernels/quantize.c", "kernels/cpu.c", "configs/default.toml", *PAGES)
 PROBE = """
 from importlib.resources import files
 import fp4convert, sys
-from fp4convert import backends, formats, recipe
+from fp4convert.numerics import backends
+from fp4convert.numerics import formats
+from fp4convert.numerics import matrices
+from fp4convert.recipes import recipe
 import numpy as np
 assert fp4convert.__file__.startswith(sys.argv[1]), fp4convert.__file__
 assert all(files("fp4convert").joinpath(name).is_file() for name in sys.argv[2:])
-x = formats.Matrix(np.full(16, 6.0, np.float32).view(np.uint8).data, "F32", (1, 16))
+x = matrices.Matrix(np.full(16, 6.0, np.float32).view(np.uint8).data, "F32", (1, 16))
 q = backends.open_backend("cpu").quantize(x, formats.NVFP4, "amax", 6.0)
 assert bytes(q.packed) == b"\\x77" * 8
 assert recipe.build_recipe(recipe.Target("nvfp4", "modelopt"), {"model_type": "llama"}).groups

@@ -1,14 +1,14 @@
 """docs/python.md: its examples run, in its order, and it lists every name of the package."""
 
 import re
-from pathlib import Path
 
 import pytest
 from checkpoints import write_llama
+from paths import ROOT
 
 import fp4convert
 
-TEXT = (Path(__file__).parents[1] / "docs" / "python.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import typer
 from checkpoints import Tensor, run, weight, write_single
+from paths import GOLDEN, ROOT
 
-from fp4convert.cli import make_app
+from fp4convert.cli.app import make_app
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMAND = Path(sys.executable).with_name("fp4convert")
 
@@ -63,7 +63,7 @@ def test_the_road_over_fp8_costs_what_the_readme_says(tmp_path):
 
 
 def test_options_named_in_the_readme_exist():
-    helps = "".join(path.read_text(encoding="utf-8") for path in (Path(__file__).parent / "golden" / "help").iterdir())
+    helps = "".join(path.read_text(encoding="utf-8") for path in (GOLDEN / "help").iterdir())
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert "--push-to-hub" in named
     assert {option for option in named if option not in helps} == set()

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from checkpoints import Tensor, run, weight, write_single
+from paths import ROOT
 
-from fp4convert.recipe import Choice, Recipe, Target, build_recipe, scale_group
-from fp4convert.recipe_files import _FILE, _ROWS, parse
-from fp4convert.recipe_rules import StackRule
+from fp4convert.recipes.recipe import Choice, Recipe, Target, build_recipe, scale_group
+from fp4convert.recipes.rules import StackRule
+from fp4convert.recipes.toml_files import _FILE, _ROWS, parse
 
-ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",

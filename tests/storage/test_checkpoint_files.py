@@ -7,8 +7,8 @@ from checkpoints import FIRST, INDEX, SECOND, llama_shards, pack_shard, run, wei
 from diffusion import DIFFUSERS, DIFFUSERS_FIRST, DIFFUSERS_INDEX, DIFFUSERS_SECOND, FLUX_CONFIG, flux_shards, write_component
 
 from fp4convert.errors import InputError
-from fp4convert.sources import open_source
-from fp4convert.sources.naming import read_index
+from fp4convert.storage.checkpoint_files import read_index
+from fp4convert.storage.open import open_source
 
 
 def index_text(weight_map: object) -> bytes:

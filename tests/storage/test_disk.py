@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from fp4convert import disk
-from fp4convert.disk import Mark, fsync_folder, hash_file, nbytes_there, reserve, told
 from fp4convert.errors import OutputError
+from fp4convert.storage import disk
+from fp4convert.storage.disk import Mark, fsync_folder, hash_file, nbytes_there, reserve, told
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no sync_file_range")

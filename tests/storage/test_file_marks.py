@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from checkpoints import FIRST, SECOND, run, write_llama
 
-from fp4convert import ending, seals
-from fp4convert.disk import hash_file
-from fp4convert.seals import is_sealed, seal
+from fp4convert.storage import disk
+from fp4convert.storage.disk import hash_file, is_sealed, seal
 
 SHA256 = "1" * 64
 
@@ -85,19 +84,19 @@ def test_every_change_shows_however_soon_it_comes(file):
 @pytest.mark.parametrize("machine", ["this", ""])
 @pytest.mark.parametrize("found", ["", None, "0" * 64, 5])
 def test_what_is_no_seal_proves_nothing(found, machine, file, monkeypatch):
-    monkeypatch.setattr(seals, "boot_id", lambda: machine)
+    monkeypatch.setattr(disk, "boot_id", lambda: machine)
     assert not is_sealed(file, SHA256, found)
 
 
 def test_a_seal_is_of_one_sha256_and_of_one_machine_since_it_was_started(file, monkeypatch):
     found = sealed(file)
     assert not is_sealed(file, "2" * 64, found)
-    monkeypatch.setattr(seals, "boot_id", lambda: "another")
+    monkeypatch.setattr(disk, "boot_id", lambda: "another")
     assert not is_sealed(file, SHA256, found)
 
 
 def test_without_a_boot_id_nothing_is_sealed(file, monkeypatch):
-    monkeypatch.setattr(seals, "boot_id", lambda: "")
+    monkeypatch.setattr(disk, "boot_id", lambda: "")
     assert seal(file, SHA256, file.parent) == ""
 
 
@@ -109,10 +108,10 @@ def test_nothing_is_sealed_before_the_disks_clock_has_gone_on(late_ns, file, tmp
     now = max(status.st_mtime_ns, status.st_ctime_ns) + late_ns
     set_time = os.utime
     monkeypatch.setattr(os, "utime", lambda path: set_time(path, ns=(now, now)))
-    assert bool(seal(file, SHA256, clock)) == (late_ns > 0 and bool(seals.boot_id()))
+    assert bool(seal(file, SHA256, clock)) == (late_ns > 0 and bool(disk.boot_id()))
 
 
-@pytest.mark.skipif(not seals.boot_id(), reason="this machine has no boot id")
+@pytest.mark.skipif(not disk.boot_id(), reason="this machine has no boot id")
 def test_a_file_from_the_future_is_not_sealed(file, tmp_path):
     os.utime(file, ns=(2 * file.stat().st_mtime_ns,) * 2)
     assert seal(file, SHA256, tmp_path) == ""
@@ -135,7 +134,7 @@ def read_again(monkeypatch) -> list[str]:
         names.append(path.name)
         return hash_file(path, each)
 
-    monkeypatch.setattr(ending, "hash_file", told)
+    monkeypatch.setattr(disk, "hash_file", told)
     return names
 
 
@@ -176,7 +175,7 @@ def test_parts_that_were_copied_are_read_again(source, out, read_again):
 
 
 def test_after_a_restart_everything_is_read_again(source, out, read_again, monkeypatch):
-    monkeypatch.setattr(seals, "boot_id", lambda: "the next")
+    monkeypatch.setattr(disk, "boot_id", lambda: "the next")
     assert run("merge", out).code == 0
     assert sorted(read_again) == FILES
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from fp4convert.errors import InputError
-from fp4convert.gguf_shard import GgufFrame, read_gguf_header
-from fp4convert.shard import Header, TensorSpec
+from fp4convert.storage.gguf import GgufFrame, read_gguf_header
+from fp4convert.storage.safetensors import Header, TensorSpec
 
 pytestmark = pytest.mark.timeout(60)
 SPENT_NBYTES = 8 << 20  # what a header of some hundred bytes may cost

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from checkpoints import LAYER, LLAMA, bf16, pack_shard, read_folder, run, weight, write_checkpoint, write_llama, write_single
 
-from fp4convert import codec
 from fp4convert.errors import SourceError
-from fp4convert.formats import NVFP4
-from fp4convert.sources import open_source
+from fp4convert.numerics import codec
+from fp4convert.numerics.formats import NVFP4
+from fp4convert.storage.open import open_source
 
 CONV1D = {f"decoder.h.0.attn.{leaf}.weight": weight(seed) for seed, leaf in enumerate(("c_attn", "c_proj"))}
 
@@ -137,7 +137,7 @@ def test_a_source_that_shrinks_is_told(source):
 
 def test_a_source_written_during_a_run_ends_it(source, tmp_path, monkeypatch):
     """Equal size, other bytes: no record may promise what was read half before and half after."""
-    from fp4convert import workers
+    from fp4convert.execution import workers
 
     fill = workers.fill_shard
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fp4convert.ending import as_text
+from fp4convert.storage.json_text import as_text
 
 DOCUMENTS = [
     *({}, [], 3, "x", None, True),

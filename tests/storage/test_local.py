@@ -22,7 +22,7 @@ from checkpoints import (
 )
 
 from fp4convert.errors import InputError, SourceError
-from fp4convert.sources import open_source
+from fp4convert.storage.open import open_source
 
 SNAPSHOT = "0123456789abcdef0123456789abcdef01234567"
 

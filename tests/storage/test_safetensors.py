@@ -6,24 +6,15 @@ import os
 import struct
 
 import pytest
+from headers import BITS, header_of
 from safetensors import deserialize
 
-from fp4convert import disk, shard
-from fp4convert.disk import hash_file
 from fp4convert.errors import OutputError
-from fp4convert.header import read_header
-from fp4convert.shard import SafetensorsFrame, ShardWriter, TensorRef, TensorSpec
+from fp4convert.storage import disk, safetensors
+from fp4convert.storage.disk import hash_file
+from fp4convert.storage.safetensors import SafetensorsFrame, ShardWriter, TensorRef, TensorSpec
 
-BITS = {
-    **{"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16},
-    **{"U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8},
-    **{"F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
-}
 LAID_OUT = b'\x58\0\0\0\0\0\0\0{"__metadata__":{"format":"pt"},"b":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}    '
-
-
-def header_of(data: bytes):
-    return read_header("x.safetensors", len(data), lambda offset, length: data[offset : offset + length])
 
 
 def test_a_small_file_typed_by_hand_is_laid_out():
@@ -96,7 +87,7 @@ def test_a_file_is_hashed_whole_and_every_block_is_told(tmp_path):
 
 
 def test_no_call_writes_more_than_a_short_run_of_pages(tmp_path, monkeypatch):
-    data = bytes(range(256)) * (3 * shard.WRITE_NBYTES // 256) + b"end"
+    data = bytes(range(256)) * (3 * safetensors.WRITE_NBYTES // 256) + b"end"
     ref = TensorRef("a", "U8", (len(data),), "m", 8)
     writer = ShardWriter(tmp_path / "m", bytes(8), (ref,), 8 + len(data))
     pwrite, calls = os.pwrite, []
@@ -108,18 +99,18 @@ def test_no_call_writes_more_than_a_short_run_of_pages(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", half)
     writer.append(ref, memoryview(data))
-    assert max(calls) == shard.WRITE_NBYTES
+    assert max(calls) == safetensors.WRITE_NBYTES
     assert writer.finish() == hashlib.sha256(bytes(8) + data).hexdigest()
 
 
 def test_the_disk_begins_with_every_output_while_it_is_written(tmp_path, monkeypatch):
     """Ranges follow each other and hold nothing that is not written; what is small stays for the end."""
-    block, told = shard.FLUSH_NBYTES, []
-    sizes = {"a": 3 * block - 1, "b": 2 * block, "c": shard.LEAST_FLUSH_NBYTES, "d": shard.LEAST_FLUSH_NBYTES - 1}
+    block, told = safetensors.FLUSH_NBYTES, []
+    sizes = {"a": 3 * block - 1, "b": 2 * block, "c": safetensors.LEAST_FLUSH_NBYTES, "d": safetensors.LEAST_FLUSH_NBYTES - 1}
     starts = [8 + sum(list(sizes.values())[:number]) for number in range(len(sizes) + 1)]
     refs = [TensorRef(name, "U8", (nbytes,), "m", at) for (name, nbytes), at in zip(sizes.items(), starts, strict=False)]
     writer = ShardWriter(tmp_path / "m", bytes(8), refs, starts[-1])
-    monkeypatch.setattr(shard, "begin_flush", lambda fd, start, nbytes: told.append((start, nbytes)))
+    monkeypatch.setattr(disk, "begin_flush", lambda fd, start, nbytes: told.append((start, nbytes)))
     data = memoryview(bytes(block // 2 + 1))
     for ref in refs:
         for first in range(0, ref.nbytes, len(data)):
@@ -129,6 +120,6 @@ def test_the_disk_begins_with_every_output_while_it_is_written(tmp_path, monkeyp
     first, second, third, _, _ = starts
     assert told == [
         *((first, block), (first + block, block), (first + 2 * block, block - 1)),
-        *((second, block), (second + block, block), (third, shard.LEAST_FLUSH_NBYTES)),
+        *((second, block), (second + block, block), (third, safetensors.LEAST_FLUSH_NBYTES)),
     ]
     assert writer.finish() == hashlib.sha256(bytes(starts[-1])).hexdigest()

@@ -7,15 +7,16 @@ import struct
 import numpy as np
 import pytest
 from checkpoints import pack_header, pack_shard
+from headers import BITS, header_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save_file
-from test_shard import BITS, header_of
 
 from fp4convert.errors import InputError
-from fp4convert.header import parse_json_object, read_header, read_one_by_one, read_together
-from fp4convert.shard import SafetensorsFrame
+from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.safetensors import SafetensorsFrame
+from fp4convert.storage.safetensors_header import read_header, read_one_by_one, read_together
 
 SMALL = b'\x38\0\0\0\0\0\0\0{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}   \x01\x02'
 U8 = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}

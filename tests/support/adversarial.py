@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert import codec
-from fp4convert.codec import FLOAT_DTYPES
-from fp4convert.formats import Format, Matrix, Quantized
+from fp4convert.numerics import codec
+from fp4convert.numerics.codec import FLOAT_DTYPES
+from fp4convert.numerics.formats import Format
+from fp4convert.numerics.matrices import Matrix, Quantized
 
 Values = NDArray[np.generic]
 Float32s = NDArray[np.float32]

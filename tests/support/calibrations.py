@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from fp4convert.identity import fingerprint_of, weights_of
-from fp4convert.sources import Source
+from fp4convert.calibration.fingerprint import fingerprint_of, weights_of
+from fp4convert.storage.source import Source
 
 
 def notes_for(source: Source, **notes: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ import numpy as np
 from fakehub import SIGNATURE, TOKEN
 from safetensors import deserialize
 
-from fp4convert.cli import main
+from fp4convert.cli.app import main
 
 Tensor = tuple[str, tuple[int, ...], bytes]
 """dtype as safetensors names it, shape, little-endian bytes"""

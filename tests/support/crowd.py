@@ -16,10 +16,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import fp4convert.backends.cpu
-import fp4convert.ending
-import fp4convert.publishing
-import fp4convert.render  # noqa: F401 - imported once here, not in every child
+import fp4convert.cli.screen
+import fp4convert.commands.publish
+import fp4convert.execution.finish
+import fp4convert.numerics.backends.cpu  # noqa: F401 - imported once here, not in every child
 from fp4convert.__main__ import main
 
 SLOWED = ("stat", "rename", "replace", "unlink", "listdir", "scandir", "open", "mkdir", "link", "rmdir")

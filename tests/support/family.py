@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from tiny_models import INDEX, read_json, read_tensors
 
-from fp4convert import codec
-from fp4convert.formats import FORMATS, Quantized
+from fp4convert.numerics import codec
+from fp4convert.numerics.formats import FORMATS
+from fp4convert.numerics.matrices import Quantized
 
 Tensors = dict[str, Any]
 SHARDS = 3

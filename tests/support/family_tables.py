@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp4convert.recipe import Choice, Recipe, Target, build_recipe
+from fp4convert.recipes.recipe import Choice, Recipe, Target, build_recipe
 
 LAYERS = {"num_hidden_layers": 8, "first_k_dense_replace": 2, "num_layers": 8}
 

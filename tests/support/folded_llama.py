@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from calibrations import statistics_of, write_calibration
 from checkpoints import FIRST, SECOND, Tensor, read_folder, run, values_of, write_checkpoint
+from folding_llama import LLAMA, TENSORS
 from made_up_inputs import correlated
-from test_folds import LLAMA, TENSORS
 
-from fp4convert.sources import open_source
+from fp4convert.storage.open import open_source
 
 LAYER = "model.layers.0"
 READERS = {

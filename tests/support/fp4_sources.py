@@ -11,10 +11,10 @@ import torch_formulas as formulas
 from ct_export import export_compressed
 from families_experts import DEEPSEEK_V4, V4_EXPERTS, unprefixed
 from family import PARTS, Family, Tensors, build, modules_of
+from gptoss_models import listed_experts as gptoss_experts
+from gptoss_models import make_gptoss
+from modelopt_export import export_modelopt
 from packings import fp8_blocks, mxfp4_experts, pack_checkpoint
-from test_engines_gptoss import _listed as gptoss_experts
-from test_engines_gptoss import make_gptoss
-from test_engines_modelopt import _export as export_modelopt
 from tiny_models import make_llama, read_json, read_tensors
 from torch_formulas import mxfp4_weight
 

@@ -1,7 +1,7 @@
 """The plan of a conversion as a page that a person can read: one line for every kind of module, without what differs by machine.
 
-python tests/golden_plans.py            # prints what differs from tests/golden/plans, exits 1 where something does
-python tests/golden_plans.py --write    # replaces the pages; a person reads the diff before it is committed
+python tests/support/golden_plans.py            # prints what differs from tests/golden/plans, exits 1 where something does
+python tests/support/golden_plans.py --write    # replaces the pages; a person reads the diff before it is committed
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from families import FAMILIES
 from family import build
 from fp4_sources import MAKERS
 from packed_families import CASES
+from paths import GOLDEN
 from tiny_models import fp4convert_json, offline
 
-PLANS = Path(__file__).parent / "golden" / "plans"
+PLANS = GOLDEN / "plans"
 HEAD = ("pattern", "n", "becomes", "scale group", "before", "after", "why")
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 
 from fp4convert.__main__ import main
-from fp4convert.claims import Claims
+from fp4convert.execution.leases import Claims
 
 LEASE_SECONDS, BEAT_SECONDS = 1.0, 0.2
 

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import fp4convert.backends.cpu
-import fp4convert.convert
-import fp4convert.render  # noqa: F401 - imported once here, not in every child
+import fp4convert.cli.screen
+import fp4convert.conversion.quantization
+import fp4convert.numerics.backends.cpu  # noqa: F401 - imported once here, not in every child
 from fp4convert.__main__ import main
 
 COUNTED = ("pwrite", "fsync", "replace", "rename", "link", "unlink", "mkdir", "rmdir")

@@ -10,7 +10,7 @@ import numpy as np
 from calibrations import statistics_of, write_calibration
 from checkpoints import read_folder
 
-from fp4convert.sources import open_source
+from fp4convert.storage.open import open_source
 
 ALIASES = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # layers that are given what another is
 Inputs = Mapping[str, np.ndarray]

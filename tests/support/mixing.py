@@ -9,11 +9,14 @@ from typing import NamedTuple
 
 from checkpoints import Tensor, pack_shard
 
-from fp4convert.dialects import Ignored, Speller, dialect_named
-from fp4convert.formats import FP8, Quantized
-from fp4convert.recipe import Target
-from fp4convert.record import RECORD, Contents, make_record
-from fp4convert.spelling import Form, group_modules
+from fp4convert.checkpoint.dialects.base import Ignored
+from fp4convert.checkpoint.dialects.forms import Form, group_modules
+from fp4convert.checkpoint.dialects.registry import Speller, dialect_named
+from fp4convert.checkpoint.record import Contents, make_record
+from fp4convert.numerics.formats import FP8
+from fp4convert.numerics.matrices import Quantized
+from fp4convert.recipes.recipe import Target
+from fp4convert.storage.checkpoint_files import RECORD
 
 NOBODY = {"name": "test", "version": "0"}
 NOWHERE: dict[str, object] = {"repo": None, "revision": None}

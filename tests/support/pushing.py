@@ -15,8 +15,8 @@ from fakehub import SIGNATURE, TOKEN
 from fakehub_uploads import UploadHub
 
 from fp4convert.errors import Fp4Error
-from fp4convert.push import Pusher
-from fp4convert.record import RECORD
+from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.hub.upload import Pusher
 
 REPO = "me/q"
 CARD = "---\nlicense: mit\n---\n\n# A model\n"

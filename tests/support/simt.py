@@ -15,11 +15,13 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from paths import SUPPORT
 
-from fp4convert.codec import FLOAT_DTYPES, Float32s, global_scale_of, weigh
-from fp4convert.formats import CODES, FLOAT_TYPES, ROW_SUMS, Compared, Format, Matrix, Quantized, kernel_of, rule_number
+from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, global_scale_of, weigh
+from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
+from fp4convert.numerics.matrices import Compared, Matrix, Quantized
 
-TESTS = Path(__file__).parent
+TESTS = SUPPORT
 KERNELS = TESTS.parent / "kernels"
 FLAGS = ["-x", "c++", "-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
 ELEMENTS_PER_BLOCK = 8192  # as kernels/device.h says

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fp4convert.dialects import Clues
-from fp4convert.shard import TensorRef
+from fp4convert.checkpoint.dialects.base import Clues
+from fp4convert.storage.safetensors import TensorRef
 
 CT, MO = "compressed-tensors", "modelopt"
 CT_NVFP4_RECORD = {

@@ -16,16 +16,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.backends.cpu import Cpu
-from fp4convert.calibration_file import Calibration
-from fp4convert.codec import Float32s, as_floats, as_matrix
-from fp4convert.codings import Linear
-from fp4convert.codings.folded import Factors, divided, over_squares, quotients, read_vector
-from fp4convert.folds import Fold
-from fp4convert.formats import IMPORTANCE, Format, format_named, global_range, row_panels
-from fp4convert.inputs import Inputs
-from fp4convert.recipe import Target
-from fp4convert.sources import Source
+from fp4convert.calibration.input_power import Inputs
+from fp4convert.calibration.methods.folds import Fold
+from fp4convert.calibration.methods.scaled_weights import Factors, divided, over_squares, quotients, read_vector
+from fp4convert.calibration.statistics import Calibration
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import Float32s, as_floats, as_matrix
+from fp4convert.numerics.formats import IMPORTANCE, Format, format_named, global_range
+from fp4convert.numerics.matrices import row_panels
+from fp4convert.recipes.recipe import Target
+from fp4convert.storage.source import Source
 
 ALPHAS = tuple(step / 20 for step in range(21))
 SMOOTH_ALPHA = 0.5

@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.codings import Linear
-from fp4convert.codings.floats import MATRIX_DIMENSIONS
-from fp4convert.codings.folded import Divided, Factors, Folded, Folding, Kind
+from fp4convert.calibration.methods.scaled_weights import Divided, Factors, Folded, Folding, Kind
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
+from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES
-from fp4convert.linears import Linears
-from fp4convert.patterns import integer_of
-from fp4convert.recipe_rules import FoldRule, FoldUse
-from fp4convert.shard import WEIGHT, TensorRef
-from fp4convert.sources import Checkpoint, Source
+from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.recipes.patterns import integer_of
+from fp4convert.recipes.rules import FoldRule, FoldUse
+from fp4convert.storage.safetensors import WEIGHT, TensorRef
+from fp4convert.storage.source import Checkpoint, Source
 
 BIAS = ".bias"
 Floats = NDArray[np.floating[Any]]

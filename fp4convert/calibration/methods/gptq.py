@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4convert.codec import Bytes, Float32s
 from fp4convert.errors import DeviceError, NumericError
-from fp4convert.formats import E2M1_MAX
+from fp4convert.numerics.codec import Bytes, Float32s
+from fp4convert.numerics.formats import E2M1_MAX
 
 DAMPING = 0.01  # of the mean diagonal, added to it
 ESCALATION = 4  # times as much where the matrix is not positive definite

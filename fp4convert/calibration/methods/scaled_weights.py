@@ -12,14 +12,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from fp4convert.codec import FLOAT_DTYPES, Float32s, as_floats, as_matrix
-from fp4convert.codings import Coding, Linear
-from fp4convert.formats import Matrix, Weights
-from fp4convert.recipe import Target
-from fp4convert.shard import TensorRef
-from fp4convert.sources import Source
-from fp4convert.spelling import Form
-from fp4convert.stacks import Woven
+from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.checkpoint.dialects.stacks import Woven
+from fp4convert.checkpoint.encodings.base import Coding, Linear
+from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_floats, as_matrix
+from fp4convert.numerics.matrices import Matrix, Weights
+from fp4convert.recipes.recipe import Target
+from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.source import Source
 
 Kind = Literal["norm", "norm_plus_one", "bias"]
 f32 = np.float32

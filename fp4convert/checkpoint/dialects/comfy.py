@@ -16,12 +16,24 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from fp4convert.dialects import Clues, Ignored, Json, Traits, each_alone, ignores_none, no_doubts, stems_named, whole
-from fp4convert.formats import NVFP4, Blocks, Fetched, Quantized
-from fp4convert.layout import LAYOUTS as ORDERS
-from fp4convert.layout import swap_nibbles
-from fp4convert.shard import TensorRef, TensorSpec
-from fp4convert.spelling import ACTIVATIONS_FP4, Form, Group, Part, Read, Scalars, everywhere, half_columns
+from fp4convert.checkpoint.dialects.base import (
+    Clues,
+    Ignored,
+    Json,
+    Traits,
+    each_alone,
+    ignores_none,
+    no_doubts,
+    stems_named,
+    whole,
+)
+from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
+from fp4convert.checkpoint.dialects.tables import Part, Read, Scalars, half_columns
+from fp4convert.numerics.formats import NVFP4
+from fp4convert.numerics.matrices import Blocks, Fetched, Quantized
+from fp4convert.numerics.scale_layouts import LAYOUTS as ORDERS
+from fp4convert.numerics.scale_layouts import swap_nibbles
+from fp4convert.storage.safetensors import TensorRef, TensorSpec
 
 SCALARS = Scalars(".weight_scale_2", ".input_scale")
 TRAITS = Traits(

@@ -15,37 +15,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from fp4convert.dialects import (
-    Clues,
-    Doubt,
-    Ignored,
-    Json,
-    Traits,
-    each_alone,
-    no_notes,
-    stems_named,
-    strings,
-    whole,
-)
-from fp4convert.formats import FP8, INT4, MXFP4, NVFP4, Format
-from fp4convert.patterns import matches, matches_any
-from fp4convert.shard import TensorRef
-from fp4convert.spelling import (
-    ACTIVATIONS_FP4,
-    ACTIVATIONS_FP8,
-    Form,
-    Fp8Table,
-    Granularity,
-    Group,
-    Scalars,
-    Table,
-    everywhere,
-    from_layers,
-    merged,
-    scale_grid,
-    schemes_of,
-    targets_of,
-)
+from fp4convert.checkpoint.dialects.base import Clues, Ignored, Json, Traits, each_alone, no_notes, stems_named, strings, whole
+from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form, Granularity, Group, everywhere, merged
+from fp4convert.checkpoint.dialects.tables import Fp8Table, Scalars, Table, from_layers, scale_grid, schemes_of, targets_of
+from fp4convert.errors import Doubt
+from fp4convert.numerics.formats import FP8, INT4, MXFP4, NVFP4, Format
+from fp4convert.recipes.patterns import matches, matches_any
+from fp4convert.storage.safetensors import TensorRef
 
 
 def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int, ...]:

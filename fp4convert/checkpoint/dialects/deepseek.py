@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from fp4convert.dialects import (
+from fp4convert.checkpoint.dialects.base import (
     Clues,
     Ignored,
     Json,
@@ -26,10 +26,11 @@ from fp4convert.dialects import (
     stems_named,
     whole,
 )
+from fp4convert.checkpoint.dialects.forms import Form, Group, everywhere
+from fp4convert.checkpoint.dialects.tables import Scalars, Table
 from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4
-from fp4convert.shard import TensorRef
-from fp4convert.spelling import Form, Group, Scalars, Table, everywhere
+from fp4convert.numerics.formats import MXFP4
+from fp4convert.storage.safetensors import TensorRef
 
 SCALARS = Scalars(None)
 TRAITS = Traits(writes=(MXFP4,), scalars=SCALARS)  # no suffixes: ".scale" ends names of ordinary norms too

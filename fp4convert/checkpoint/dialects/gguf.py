@@ -14,11 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from fp4convert.dialects import Clues, Doubt, Ignored, Json, Traits, each_alone, ignores_none, no_notes, whole
-from fp4convert.formats import MXFP4, NVFP4, Blocks, Fetched, Format, Quantized
-from fp4convert.layout import from_halves, interleave, split_runs, to_halves
-from fp4convert.shard import TensorRef, TensorSpec
-from fp4convert.spelling import ACTIVATIONS_FP4, Form, Group, Part, Read, Scalars, everywhere, whole_blocks
+from fp4convert.checkpoint.dialects.base import Clues, Ignored, Json, Traits, each_alone, ignores_none, no_notes, whole
+from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
+from fp4convert.checkpoint.dialects.tables import Part, Read, Scalars, whole_blocks
+from fp4convert.errors import Doubt
+from fp4convert.numerics.formats import MXFP4, NVFP4, Format
+from fp4convert.numerics.matrices import Blocks, Fetched, Quantized
+from fp4convert.numerics.scale_layouts import from_halves, interleave, split_runs, to_halves
+from fp4convert.storage.safetensors import TensorRef, TensorSpec
 
 SCALARS = Scalars(".scale", ".input_scale", (1,))
 TRAITS = Traits(

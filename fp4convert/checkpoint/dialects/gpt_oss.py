@@ -15,12 +15,23 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from fp4convert.dialects import Clues, Ignored, Json, Traits, always_fit, no_doubts, no_notes, stems_named, strings
+from fp4convert.checkpoint.dialects.base import (
+    Clues,
+    Ignored,
+    Json,
+    Traits,
+    always_fit,
+    no_doubts,
+    no_notes,
+    stems_named,
+    strings,
+)
+from fp4convert.checkpoint.dialects.forms import Form, Group, everywhere
+from fp4convert.checkpoint.dialects.stacks import Rows, Slot
+from fp4convert.checkpoint.dialects.tables import Scalars, Table, whole_blocks
 from fp4convert.errors import InputError
-from fp4convert.formats import MXFP4
-from fp4convert.shard import TensorRef, TensorSpec
-from fp4convert.spelling import Form, Group, Scalars, Table, everywhere, whole_blocks
-from fp4convert.stacks import Rows, Slot
+from fp4convert.numerics.formats import MXFP4
+from fp4convert.storage.safetensors import TensorRef, TensorSpec
 
 SCALARS = Scalars(None)
 TRAITS = Traits(writes=(MXFP4,), scalars=SCALARS, packed="_blocks", suffixes=("_blocks", "_scales"))

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from fp4convert.dialects import (
+from fp4convert.checkpoint.dialects.base import (
     Clues,
-    Doubt,
     Ignored,
     Json,
     Traits,
@@ -25,9 +24,11 @@ from fp4convert.dialects import (
     stems_named,
     whole,
 )
-from fp4convert.formats import FORMATS, MXFP4, NVFP4
-from fp4convert.shard import TensorRef
-from fp4convert.spelling import Form, Group, Scalars, Table, everywhere
+from fp4convert.checkpoint.dialects.forms import Form, Group, everywhere
+from fp4convert.checkpoint.dialects.tables import Scalars, Table
+from fp4convert.errors import Doubt
+from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4
+from fp4convert.storage.safetensors import TensorRef
 
 MATRIX_DIMENSIONS = 2
 MXFP8_WORDS = 8  # to a scale

@@ -24,9 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from fp4convert.dialects import (
+from fp4convert.checkpoint.dialects.base import (
     Clues,
-    Doubt,
     Ignored,
     Json,
     Traits,
@@ -37,23 +36,19 @@ from fp4convert.dialects import (
     strings,
     whole,
 )
-from fp4convert.formats import FP8, MXFP4, NVFP4
-from fp4convert.shard import TensorRef
-from fp4convert.spelling import (
+from fp4convert.checkpoint.dialects.forms import (
     ACTIVATIONS_FP4,
     ACTIVATIONS_FP8,
     Form,
-    Fp8Table,
     Granularity,
     Group,
-    Scalars,
-    Table,
     everywhere,
     group_modules,
-    parents_of,
-    scale_grid,
-    schemes_of,
 )
+from fp4convert.checkpoint.dialects.tables import Fp8Table, Scalars, Table, parents_of, scale_grid, schemes_of
+from fp4convert.errors import Doubt
+from fp4convert.numerics.formats import FP8, MXFP4, NVFP4
+from fp4convert.storage.safetensors import TensorRef
 
 _FP8_ACTIVATIONS: dict[Granularity, int] = {"tensor": ACTIVATIONS_FP8, "row": ACTIVATIONS_FP8, (128, 128): 16}
 

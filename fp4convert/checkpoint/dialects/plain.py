@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from fp4convert.dialects import (
+from fp4convert.checkpoint.dialects.base import (
     Clues,
     Ignored,
     Json,
@@ -31,11 +31,13 @@ from fp4convert.dialects import (
     stems_named,
     whole,
 )
-from fp4convert.formats import MXFP4, NVFP4, Blocks, Fetched, Quantized, Spans
-from fp4convert.layout import LAYOUTS as ORDERS
-from fp4convert.layout import interleave, split_runs
-from fp4convert.shard import TensorRef, TensorSpec
-from fp4convert.spelling import Form, Group, Part, Read, Scalars, half_columns, whole_blocks
+from fp4convert.checkpoint.dialects.forms import Form, Group
+from fp4convert.checkpoint.dialects.tables import Part, Read, Scalars, half_columns, whole_blocks
+from fp4convert.numerics.formats import MXFP4, NVFP4
+from fp4convert.numerics.matrices import Blocks, Fetched, Quantized, Spans
+from fp4convert.numerics.scale_layouts import LAYOUTS as ORDERS
+from fp4convert.numerics.scale_layouts import interleave, split_runs
+from fp4convert.storage.safetensors import TensorRef, TensorSpec
 
 SCALARS = Scalars(".global_scale", ".input_scale", is_apart=True)
 TRAITS = Traits(

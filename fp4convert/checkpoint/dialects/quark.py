@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from fp4convert.dialects import (
+from fp4convert.checkpoint.dialects.base import (
     Clues,
-    Doubt,
     Ignored,
     Json,
     Traits,
@@ -29,9 +28,11 @@ from fp4convert.dialects import (
     strings,
     whole,
 )
-from fp4convert.formats import MXFP4, NVFP4
-from fp4convert.shard import TensorRef
-from fp4convert.spelling import ACTIVATIONS_FP4, Form, Group, Scalars, Table, everywhere
+from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
+from fp4convert.checkpoint.dialects.tables import Scalars, Table
+from fp4convert.errors import Doubt
+from fp4convert.numerics.formats import MXFP4, NVFP4
+from fp4convert.storage.safetensors import TensorRef
 
 SCALARS = Scalars(".weight_scale_2", ".input_scale_2")
 TRAITS = Traits(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fp4convert.formats import Blocks, Fetched, Matrix, Quantized, Weights, row_panels
+from fp4convert.numerics.matrices import Blocks, Fetched, Matrix, Quantized, Weights, row_panels
 
 
 class Rows(NamedTuple):

@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from fp4convert.formats import Weights
-from fp4convert.recipe import Target
-from fp4convert.shard import TensorRef, total_nbytes
-from fp4convert.sources import Source
-from fp4convert.spelling import Form
+from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.numerics.matrices import Weights
+from fp4convert.recipes.recipe import Target
+from fp4convert.storage.safetensors import TensorRef, total_nbytes
+from fp4convert.storage.source import Source
 
 
 class Coding(Protocol):

@@ -12,14 +12,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fp4convert.backends.cpu import Cpu
-from fp4convert.codings import Linear
+from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
-from fp4convert.formats import FLOAT_TYPES, Matrix, Weights
-from fp4convert.recipe import StackRule, Target
-from fp4convert.shard import WEIGHT, TensorRef
-from fp4convert.sources import Source
-from fp4convert.spelling import Form
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.numerics.matrices import Matrix, Weights
+from fp4convert.recipes.recipe import Target
+from fp4convert.recipes.rules import StackRule
+from fp4convert.storage.safetensors import WEIGHT, TensorRef
+from fp4convert.storage.source import Source
 
 MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
 OUTPUT_MEMBERS = ("down_proj", "w2", "output_linear", "fc2", "wo")  # their rows are the hidden vector

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fp4convert.artifact import Artifact
-from fp4convert.backends.cpu import Cpu
-from fp4convert.codec import as_matrix
-from fp4convert.codings import Linear
-from fp4convert.dialects import module_form
-from fp4convert.formats import Blocks, Format, Matrix, Weights
-from fp4convert.recipe import Target
-from fp4convert.sources import Source
-from fp4convert.spelling import Form
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.dialects.forms import Form
+from fp4convert.checkpoint.dialects.registry import module_form
+from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import as_matrix
+from fp4convert.numerics.formats import Format
+from fp4convert.numerics.matrices import Blocks, Matrix, Weights
+from fp4convert.recipes.recipe import Target
+from fp4convert.storage.source import Source
 
 
 @dataclass(frozen=True, slots=True, eq=False)

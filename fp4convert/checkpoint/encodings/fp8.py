@@ -20,17 +20,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp4convert.backends.cpu import Cpu
-from fp4convert.codec import FLOAT_DTYPES, Float32s, as_matrix, decode_e8m0
-from fp4convert.codings import Linear
-from fp4convert.dialects import Clues, Json, Packed, fp8_form
+from fp4convert.checkpoint.dialects.base import Clues, Json, Packed
+from fp4convert.checkpoint.dialects.forms import Form, Granularity
+from fp4convert.checkpoint.dialects.registry import fp8_form
+from fp4convert.checkpoint.dialects.tables import schemes_of
+from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
-from fp4convert.formats import Matrix, Weights, row_panels
-from fp4convert.grid import Grid, through_fp8
-from fp4convert.recipe import Target
-from fp4convert.shard import WEIGHT, TensorRef
-from fp4convert.sources import Source
-from fp4convert.spelling import Form, Granularity, schemes_of
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix, decode_e8m0
+from fp4convert.numerics.fp8_int import Grid, through_fp8
+from fp4convert.numerics.matrices import Matrix, Weights, row_panels
+from fp4convert.recipes.recipe import Target
+from fp4convert.storage.safetensors import WEIGHT, TensorRef
+from fp4convert.storage.source import Source
 
 DTYPES = ("F8_E4M3", "F8_E5M2")
 E8M0_DTYPES = ("F8_E8M0", "U8")

@@ -15,17 +15,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fp4convert.backends.cpu import Cpu
-from fp4convert.codec import FLOAT_DTYPES, Float32s, as_matrix
-from fp4convert.codings import Linear
-from fp4convert.dialects import Clues, Json, Packed, form_of
+from fp4convert.checkpoint.dialects.base import Clues, Json, Packed
+from fp4convert.checkpoint.dialects.forms import Form, Granularity
+from fp4convert.checkpoint.dialects.registry import form_of
+from fp4convert.checkpoint.dialects.tables import schemes_of
+from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
-from fp4convert.formats import INT4, Matrix, Weights, row_panels
-from fp4convert.grid import Grid, read_zero_points
-from fp4convert.recipe import Target
-from fp4convert.shard import TensorRef
-from fp4convert.sources import Source
-from fp4convert.spelling import Form, Granularity, schemes_of
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix
+from fp4convert.numerics.formats import INT4
+from fp4convert.numerics.fp8_int import Grid, read_zero_points
+from fp4convert.numerics.matrices import Matrix, Weights, row_panels
+from fp4convert.recipes.recipe import Target
+from fp4convert.storage.safetensors import TensorRef
+from fp4convert.storage.source import Source
 
 PACKED, SCALE, ZERO, SHAPE, ORDER = ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx"
 IDLE = (".input_scale", ".output_scale", ".k_scale", ".v_scale")

@@ -12,28 +12,24 @@ from importlib.resources import files
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.backends import OWN, Given, processors
-from fp4convert.codec import FLOAT_DTYPES, Bytes, Float32s, check_importance, check_range, global_scale_of, not_finite, weigh
-from fp4convert.formats import (
-    CODES,
-    FLOAT_TYPES,
-    PANEL_ELEMENTS,
-    ROW_SUMS,
-    Blocks,
-    Compared,
-    Format,
-    Matrix,
-    Quantized,
-    Weights,
-    kernel_of,
-    row_panels,
-    rule_number,
+from fp4convert.numerics.backends.base import OWN, Given, processors
+from fp4convert.numerics.codec import (
+    FLOAT_DTYPES,
+    Bytes,
+    Float32s,
+    check_importance,
+    check_range,
+    global_scale_of,
+    not_finite,
+    weigh,
 )
-from fp4convert.grid import Grid, amax_fp8, decode_fp8
+from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
+from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8
+from fp4convert.numerics.matrices import PANEL_ELEMENTS, Blocks, Compared, Matrix, Quantized, Weights, row_panels
 
 PANEL_ELEMENT_NBYTES = 4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
 READ_ELEMENTS = 2 << 20  # in a panel: 4 MB of bf16; larger ones take less time, but would all lie across streamed pieces
-PERIODS, CELL_WIDTHS = (128, 64, 32, 16, 8, 4, 2, 1), (1, 2, 4, 8, 16, 32, 64)  # must equal the enum in kernels/cells.c
+PERIODS, CELL_WIDTHS = (128, 64, 32, 16, 8, 4, 2, 1), (1, 2, 4, 8, 16, 32, 64)  # must equal the enum in kernels/scale_variance.c
 LEVELS = {2: "x86-64-v2 (SSE4.2)", 3: "x86-64-v3 (AVX2)", 4: "x86-64-v4 (AVX-512)", 0: "baseline"}
 
 Array = NDArray[np.generic]
@@ -186,7 +182,7 @@ class Cpu:
         return Matrix(turned.data, stored.dtype, (len(columns), rows))
 
     def count_bytes(self, stored: memoryview | Bytes) -> NDArray[np.int64]:
-        """(256,) int64: how often each byte occurs; in no Backend, for tests/test_kernels_cells.py defines it, and not codec.py.
+        """(256,) int64: how often each byte occurs; defined by tests/kernels/test_scale_variance.py, and so in no Backend.
 
         stored  contiguous, of any dtype: its bytes are counted
         Raises  ValueError where it is not contiguous
@@ -196,9 +192,9 @@ class Cpu:
         return counts
 
     def sum_cells(self, codes: Bytes, values: Doubles, runs: Sequence[int]) -> tuple[Doubles, float]:
-        """What a matrix's cells add up to, (runs and PERIODS, CELL_WIDTHS, 3) float64, and its rows; kernels/cells.c says how.
+        """What a matrix's cells add up to, (runs and PERIODS, CELL_WIDTHS, 3) float64, and its rows.
 
-        In no Backend, for tests/test_kernels_cells.py defines it, and not codec.py.
+        kernels/scale_variance.c says how; defined by tests/kernels/test_scale_variance.py, and so in no Backend.
         codes    (rows, blocks) uint8, each of which stands for one of the values less their mean, or for 0 where it is not finite
         values   (256,) float64
         runs     how many rows a cell has, each >= 1

@@ -9,12 +9,21 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from fp4convert.backends import OWN, Given
-from fp4convert.codec import Float32s, global_scale_of, not_finite
 from fp4convert.errors import InputError
-from fp4convert.formats import NVFP4, Blocks, Format, InMemory, Matrix, Quantized, Weights, row_panels
-from fp4convert.gpus import Gpu
-from fp4convert.lane import GEMV_VECTORS, GPU_PANEL_ELEMENTS, LANES, MAX_ELEMENT_NBYTES, Kernels, Lane, told
+from fp4convert.numerics.backends.base import OWN, Given
+from fp4convert.numerics.backends.cuda_stream import (
+    GEMV_VECTORS,
+    GPU_PANEL_ELEMENTS,
+    LANES,
+    MAX_ELEMENT_NBYTES,
+    Kernels,
+    Lane,
+    told,
+)
+from fp4convert.numerics.backends.gpus import Gpu
+from fp4convert.numerics.codec import Float32s, global_scale_of, not_finite
+from fp4convert.numerics.formats import NVFP4, Format
+from fp4convert.numerics.matrices import Blocks, InMemory, Matrix, Quantized, Weights, row_panels
 
 MAX_VECTORS = 65535 * GEMV_VECTORS  # a grid has no more rows
 

@@ -19,24 +19,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fp4convert import cubins
-from fp4convert.codec import Float32s, check_importance, check_range, global_scale_of, not_finite, weigh
 from fp4convert.errors import DeviceError
-from fp4convert.formats import (
-    CODES,
-    FLOAT_TYPES,
-    ROW_SUMS,
-    Blocks,
-    Compared,
-    Format,
-    Matrix,
-    Quantized,
-    Weights,
-    kernel_of,
-    row_panels,
-    rule_number,
-)
-from fp4convert.gpus import Gpu
+from fp4convert.numerics.backends import cubins
+from fp4convert.numerics.backends.gpus import Gpu
+from fp4convert.numerics.codec import Float32s, check_importance, check_range, global_scale_of, not_finite, weigh
+from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
+from fp4convert.numerics.matrices import Blocks, Compared, Matrix, Quantized, Weights, row_panels
 
 LANES = 4  # to a GPU: callers that read, compute and write side by side
 GPU_PANEL_ELEMENTS = 8 << 20  # 16 MB of bf16: a third of a millisecond of PCIe 5, several times what starting the work costs

@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 
-from fp4convert import cubins
+from fp4convert.numerics.backends import cubins
 
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 NO_GPU = "the NVIDIA driver shows no GPU"

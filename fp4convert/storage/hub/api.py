@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from fp4convert.errors import AccessError, Fp4Error, OutputError
-from fp4convert.ranges import PASSING, Patience, host_of, no_access, pause_of
+from fp4convert.storage.hub.http import PASSING, Patience, host_of, no_access, pause_of
 
 AGAIN = "Run the same command again: what is uploaded stays."
 CHANGED = 412  # the head is not the parent that a commit names: somebody else's, or our own whose reply was lost

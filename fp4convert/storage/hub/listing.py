@@ -8,9 +8,19 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, cast
 
 from fp4convert.errors import Fp4Error, InputError, SourceError
-from fp4convert.ranges import AGAIN, PASSING, Patience, RemoteFile, check_endpoint, host_of, no_access, pause_of, plain_words
-from fp4convert.sources import Access, commit_begun, subfolder_of
-from fp4convert.sources.naming import no_subfolder
+from fp4convert.storage.checkpoint_files import no_subfolder
+from fp4convert.storage.hub.http import (
+    AGAIN,
+    PASSING,
+    Patience,
+    RemoteFile,
+    check_endpoint,
+    host_of,
+    no_access,
+    pause_of,
+    plain_words,
+)
+from fp4convert.storage.source import Access, commit_begun, subfolder_of
 
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # how the cache names its files
 COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -22,9 +22,8 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.errors import SourceError
+from fp4convert.errors import CORRUPT, SourceError
 
-CORRUPT = "source-corrupt"
 CONNECTIONS = 8  # pieces fetched at once; a storage that limits each connection gives eight times what it gives one
 PIECE_NBYTES = 8 << 20
 REQUESTS = 4  # for a piece that comes differently each time, after the first

@@ -15,26 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from fp4convert.errors import InputError, SourceError
-from fp4convert.header import parse_json_object, read_header
-from fp4convert.pieces import (
-    CONNECTIONS,
-    CORRUPT,
-    PIECE_NBYTES,
-    SPARE_NBYTES,
-    Fetchers,
-    Piece,
-    Pieces,
-    Stream,
-    corrupt,
-    hasher,
-    split,
-)
-from fp4convert.ranges import Patience, RangeReader, RemoteFile, check_token
-from fp4convert.shard import Header, TensorRef
-from fp4convert.sources import Access, Checkpoint, name_of, stopping
-from fp4convert.sources.listing import list_files
-from fp4convert.sources.naming import (
+from fp4convert.errors import CORRUPT, InputError, SourceError
+from fp4convert.storage.checkpoint_files import (
     PIPELINE,
     WEIGHTS,
     check_index,
@@ -47,7 +29,25 @@ from fp4convert.sources.naming import (
     sort_others,
     sort_pipeline,
 )
-from fp4convert.xet import XetReader
+from fp4convert.storage.hub.http import Patience, RangeReader, RemoteFile, check_token
+from fp4convert.storage.hub.listing import list_files
+from fp4convert.storage.hub.prefetch import (
+    CONNECTIONS,
+    PIECE_NBYTES,
+    SPARE_NBYTES,
+    Fetchers,
+    Piece,
+    Pieces,
+    Stream,
+    corrupt,
+    hasher,
+    split,
+)
+from fp4convert.storage.hub.xet import XetReader
+from fp4convert.storage.json_text import parse_json_object
+from fp4convert.storage.safetensors import Header, TensorRef
+from fp4convert.storage.safetensors_header import read_header
+from fp4convert.storage.source import Access, Checkpoint, name_of, stopping
 
 HEAD_NBYTES = 32 << 10  # of a shard, read at once: most headers are shorter
 HEADERS_AT_ONCE = 8

@@ -19,12 +19,10 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from fp4convert.artifact import CARD
-from fp4convert.asking import AGAIN, Asker
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
-from fp4convert.ranges import Patience, RangeReader, RemoteFile, check_endpoint, check_token
-from fp4convert.record import RECORD
-from fp4convert.sources.naming import OTHER_WEIGHTS, WEIGHTS
+from fp4convert.storage.checkpoint_files import CARD, OTHER_WEIGHTS, RECORD, WEIGHTS
+from fp4convert.storage.hub.api import AGAIN, Asker
+from fp4convert.storage.hub.http import Patience, RangeReader, RemoteFile, check_endpoint, check_token
 
 BRANCH = "main"
 ENGINE_RECORD = "hf_quant_config.json"  # of an earlier artifact in another dialect: it would contradict ours

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp4convert.errors import InputError, SourceError
-from fp4convert.ranges import RangeReader, RemoteFile
+from fp4convert.storage.hub.http import RangeReader, RemoteFile
 
 BUFFER_NBYTES = 256 << 20  # of hf_xet, whose own default is 1.6 GB
 GIT_DIGITS = 40  # of the hash of a file that git holds itself

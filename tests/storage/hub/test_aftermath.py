@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from checkpoints import FIRST, SECOND, WAIT_SECONDS, weight, write_llama, write_single
 from fakehub import TOKEN
+from hub_cases import NVFP4, ask, expect
 from pushing import check_secrets
-from test_hub import NVFP4, ask, expect
 
-from fp4convert.ranges import Patience
+from fp4convert.storage.hub.http import Patience
 
 MANY = 1000
 STATE, RECORD = ".fp4convert", "quantization_config.json"
@@ -71,7 +71,7 @@ FAULTS = {
 def test_after_exit_3_finished_shards_stay_and_the_next_run_completes(name, hub, folder, tmp_path, monkeypatch):
     fault, code, finished = FAULTS[name]
     if name == "stalled":
-        monkeypatch.setattr("fp4convert.sources.hub.Patience", lambda: Patience(0.2, first_seconds=0.01))
+        monkeypatch.setattr("fp4convert.storage.hub.source.Patience", lambda: Patience(0.2, first_seconds=0.01))
     expected, out = expect(hub, folder, tmp_path / "a"), tmp_path / "q"
     hub.fault(**fault)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", out, "--workers", 1)
@@ -109,19 +109,20 @@ def test_not_even_the_log_of_the_hubs_client_tells_a_secret(name, hub, folder, t
 
 
 IMPATIENT = """
-import fp4convert.sources.hub as hub
+import fp4convert.storage.hub.source as hub
 from fp4convert.__main__ import main
-from fp4convert.ranges import Patience
+from fp4convert.storage.hub.http import Patience
 hub.Patience = lambda: Patience(1.0, first_seconds=0.01)
 main()
 """
-BUG = (
-    IMPATIENT.replace("main()", "import fp4convert.workers as w\ndef fail(*a): raise KeyError('a bug')\nw.fill_shard = fail\n")
-    + """
-import fp4convert.workers
-fp4convert.workers.fill_shard = fail
+BUG = IMPATIENT.replace(
+    "main()",
+    """
+import fp4convert.execution.workers as workers
+def fail(*a): raise KeyError('a bug')
+workers.fill_shard = fail
 main()
-"""
+""",
 )
 
 

@@ -4,13 +4,13 @@ import re
 
 import pytest
 from checkpoints import FIRST, SECOND, run, weight, write_checkpoint, write_llama
-from test_hub import ALL_FILES, NVFP4, ask, cached, expect
+from hub_cases import ALL_FILES, NVFP4, ask, cached, expect
 
-from fp4convert import pieces
-from fp4convert.ranges import Patience
-from fp4convert.sources import Access, open_source
-from fp4convert.sources import hub as hub_source
-from fp4convert.sources.hub import HubSource
+from fp4convert.storage.hub import prefetch, source
+from fp4convert.storage.hub.http import Patience
+from fp4convert.storage.hub.source import HubSource
+from fp4convert.storage.open import open_source
+from fp4convert.storage.source import Access
 
 
 @pytest.fixture
@@ -82,7 +82,9 @@ def test_inspect_and_verify_blame_no_artifact_for_what_the_network_did(command, 
 
 
 def test_verify_fetches_the_weights_once_and_some_rows_to_compare(hub, folder, artifact, monkeypatch):
-    monkeypatch.setattr("fp4convert.suspicion.COMPARED_ELEMENTS", 8)  # eight rows of a module, one from each part of it
+    monkeypatch.setattr(
+        "fp4convert.quality.source_match.COMPARED_ELEMENTS", 8
+    )  # eight rows of a module, one from each part of it
     hub.seen.clear()
     assert ask("verify", "org/q", "--source", "org/m", "--json").code == 0
     for file in (FIRST, SECOND):
@@ -126,8 +128,8 @@ def test_a_source_is_the_same_through_one_connection(hub, folder):
 def test_a_piece_that_is_fetched_again_with_a_flipped_byte_is_no_part_of_an_artifact(hub, tmp_path, monkeypatch):
     """Pieces of 64 KB and no memory for them: what was measured is fetched again to be rounded."""
     for name, value in {"PIECE_NBYTES": 1 << 16, "SPARE_NBYTES": 1 << 16}.items():
-        monkeypatch.setattr(pieces, name, value)
-        monkeypatch.setattr(hub_source, name, value)
+        monkeypatch.setattr(prefetch, name, value)
+        monkeypatch.setattr(source, name, value)
     folder = write_checkpoint(tmp_path / "m", {"model.safetensors": {"a.weight": weight(0, 4096, 1024)}})
     hub.add("org/m", folder)
     expected = expect(hub, folder, tmp_path / "a")

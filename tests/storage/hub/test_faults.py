@@ -13,12 +13,13 @@ from itertools import pairwise
 import pytest
 from checkpoints import FIRST, SECOND, WAIT_SECONDS, start, wait_until, weight, write_llama, write_single, write_zeros
 from fakehub import SIGNATURE, TOKEN
-from test_hub import NVFP4, ask, expect
+from hub_cases import NVFP4, ask, expect
 
 from fp4convert.errors import Fp4Error, SourceError
-from fp4convert.ranges import Patience, RangeReader, RemoteFile, _AgainError, _follow, no_access, pause_of
-from fp4convert.sources import Access, open_source
-from fp4convert.sources.hub import HubSource
+from fp4convert.storage.hub.http import Patience, RangeReader, RemoteFile, _AgainError, _follow, no_access, pause_of
+from fp4convert.storage.hub.source import HubSource
+from fp4convert.storage.open import open_source
+from fp4convert.storage.source import Access
 
 TOO_MUCH_NBYTES = 64 << 20
 LONG, SOON = 90.0, 30.0  # seconds: what nobody waits for, and what a busy machine may take instead

@@ -6,10 +6,10 @@ import pytest
 from calibrations import statistics_of, write_calibration
 from checkpoints import FIRST, SECOND, Tensor, bf16, run, write_checkpoint
 from folded_llama import LAYER, READERS
+from folding_llama import LLAMA, bf16_norm
 from made_up_inputs import correlated
-from test_folds import LLAMA, bf16_norm
 
-from fp4convert.sources import open_source
+from fp4convert.storage.open import open_source
 
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_size": 2048}
 SHAPES = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import pack_header
-from test_hub import ask
+from hub_cases import ask
 
 LAYERS, EXPERTS, ROWS, COLUMNS = 36, 128, 8192, 16384
 LEAVES = ("down_proj", "gate_proj", "up_proj")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 from checkpoints import hidden_characters, run_alone, weight, write_single
+from hub_cases import NVFP4, ask
 from pushing import check_secrets
-from test_hub import NVFP4, ask
 
 NAMES = (
     "\x1b[31mRED\x1b]0;pwned\x07",

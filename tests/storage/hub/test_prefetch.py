@@ -8,9 +8,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from fp4convert import pieces
 from fp4convert.errors import SourceError
-from fp4convert.pieces import Buffers, Piece, Pieces, Stream, hasher, split
+from fp4convert.storage.hub import prefetch
+from fp4convert.storage.hub.prefetch import Buffers, Piece, Pieces, Stream, hasher, split
 
 NBYTES = 64 << 10
 DATA = random.Random(0).randbytes(NBYTES)
@@ -34,7 +34,7 @@ class File:
 
 @pytest.fixture
 def file(monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_NBYTES", 1 << 10)
+    monkeypatch.setattr(prefetch, "PIECE_NBYTES", 1 << 10)
     return File()
 
 
@@ -43,7 +43,7 @@ def test_a_range_is_split_into_parts_that_follow_one_another(stop):
     parts = split("f", 7, 7 + stop)
     assert (parts[0].start, parts[-1].stop) == (7, 7 + stop)
     assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
-    assert all(0 < part.stop - part.start <= pieces.PIECE_NBYTES for part in parts)
+    assert all(0 < part.stop - part.start <= prefetch.PIECE_NBYTES for part in parts)
     assert split("f", 7, 7) == []
 
 
@@ -70,7 +70,7 @@ def test_bytes_are_read_only(file):
 def test_a_stream_stays_a_few_pieces_ahead_and_brings_the_rest_when_it_ends(file):
     stream = Stream(Pieces(file.read_into, 1 << 20), "f", NBYTES, SHA256)
     time.sleep(0.1)
-    assert len(file.fetched) <= pieces.AHEAD + pieces.CONNECTIONS
+    assert len(file.fetched) <= prefetch.AHEAD + prefetch.CONNECTIONS
     assert [piece.start for piece in stream.cover(1000, 3000)] == [0, 1024, 2048]
     stream.end()
     assert sorted(file.fetched) == [(at, at + 1024) for at in range(0, NBYTES, 1024)]
@@ -103,7 +103,7 @@ def test_the_hash_of_git_is_known():
 
 
 def test_room_is_given_to_one_at_least_and_to_others_as_it_is_freed(file):
-    kept, order = Pieces(file.read_into, pieces.SPARE_NBYTES + 100), []
+    kept, order = Pieces(file.read_into, prefetch.SPARE_NBYTES + 100), []
 
     def use(name: str, nbytes: int) -> None:
         with kept.room_for(nbytes):
@@ -135,9 +135,9 @@ def test_memory_is_used_again_once_nobody_looks_at_it(file):
 
 
 def test_a_reader_who_is_faster_than_the_hash_has_nothing_fetched_twice(file, monkeypatch):
-    monkeypatch.setattr(pieces, "SPARE_NBYTES", 12 << 10)
+    monkeypatch.setattr(prefetch, "SPARE_NBYTES", 12 << 10)
     kept = Pieces(file.read_into, 12 << 10)
-    monkeypatch.setattr(pieces, "hasher", lambda nbytes, oid: SlowHash(hasher(nbytes, oid)))
+    monkeypatch.setattr(prefetch, "hasher", lambda nbytes, oid: SlowHash(hasher(nbytes, oid)))
     stream = Stream(kept, "f", NBYTES, SHA256)
     for start in range(0, NBYTES, 1 << 10):
         for piece in stream.cover(start, start + (1 << 10)):
@@ -160,7 +160,7 @@ class SlowHash:
 
 
 def test_what_was_read_stays_only_for_those_who_read_it_again(file, monkeypatch):
-    monkeypatch.setattr(pieces, "SPARE_NBYTES", 4 << 10)
+    monkeypatch.setattr(prefetch, "SPARE_NBYTES", 4 << 10)
     kept = Pieces(file.read_into, 1 << 20)
     for held_nbytes in (16 << 10, 0):
         stream = Stream(kept, "f", NBYTES, SHA256)
@@ -177,7 +177,7 @@ def test_what_was_read_stays_only_for_those_who_read_it_again(file, monkeypatch)
 
 def test_what_somebody_reads_again_stays_and_what_nobody_does_goes(file, monkeypatch):
     """Two readers: the second has not begun again when the first is done, and others have read more than there is to spare."""
-    monkeypatch.setattr(pieces, "SPARE_NBYTES", 4 << 10)
+    monkeypatch.setattr(prefetch, "SPARE_NBYTES", 4 << 10)
     kept = Pieces(file.read_into, 1 << 20, connections=1)
     stream = Stream(kept, "f", NBYTES, SHA256)
 
@@ -276,7 +276,7 @@ class SecondTimeOtherwise(File):
 @pytest.mark.parametrize("times", [1, 100])
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["behind the hash", "ahead of the hash"])
 def test_a_piece_that_is_fetched_again_is_what_it_was(is_ahead, times, file, monkeypatch):
-    monkeypatch.setattr(pieces, "SPARE_NBYTES", 12 << 10)
+    monkeypatch.setattr(prefetch, "SPARE_NBYTES", 12 << 10)
     kept = Pieces(SecondTimeOtherwise(times).read_into, 12 << 10)
     stream = Stream(kept, "f", NBYTES, SHA256)
     twice = Piece("f", 30 << 10, 31 << 10, True)

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from checkpoints import write_llama
-from test_hub import NVFP4, ask
+from hub_cases import NVFP4, ask
 
 PASSWORD = "p@ss"  # %40 in an address
 NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")

@@ -6,7 +6,7 @@ import pytest
 from checkpoints import run, write_llama
 from fakehub import Storage
 from fakehub_uploads import _UploadHub
-from test_hub import NVFP4, ask
+from hub_cases import NVFP4, ask
 
 TOO_MANY = "9" * 5000  # digits, of which Python makes no number
 NO_LIST = "its reply is no list of files"

@@ -1,39 +1,13 @@
 """A repository on the Hub gives what the same folder gives, and nothing of it lies on the disk meanwhile."""
 
-import hashlib
 import json
-from pathlib import Path
 
 import pytest
-from checkpoints import FIRST, SECOND, Outcome, run, weight, write_checkpoint, write_llama
-from fakehub import SIGNATURE, TOKEN, FakeHub
+from checkpoints import FIRST, SECOND, run, weight, write_checkpoint, write_llama
+from hub_cases import ALL_FILES, NVFP4, ask, cached, expect
 
-from fp4convert.record import RECORD
-from fp4convert.sources import Access, open_source
-
-NVFP4 = ("--format", "nvfp4", "--json")
-
-
-def ask(*arguments: object) -> Outcome:
-    """Run the command; neither the token nor what signs a link is printed, ever."""
-    outcome = run(*arguments)
-    assert TOKEN not in outcome.out + outcome.err
-    assert SIGNATURE not in outcome.out + outcome.err
-    return outcome
-
-
-def expect(hub: FakeHub, folder: Path, out: Path) -> str:
-    """The digest that org/m gives: that of its folder, but that our record names the repository and its newest commit."""
-    assert run("quantize", folder, *NVFP4, "-o", out).code == 0
-    record = json.loads((out / RECORD).read_text())
-    assert record["source"] == {"repo": None, "revision": None}
-    record["source"] = {"repo": "org/m", "revision": hub.repos["org/m"].branches["main"]}
-    (out / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-    files = [path for path in out.rglob("*") if path.is_file() and ".fp4convert" not in path.parts]
-    files = [path for path in files if path not in (out / "README.md", out / "quantization_report.json")]
-    names = sorted(path.relative_to(out).as_posix() for path in files)
-    lines = "".join(f"{hashlib.sha256((out / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
-    return hashlib.sha256(lines.encode()).hexdigest()
+from fp4convert.storage.open import open_source
+from fp4convert.storage.source import Access
 
 
 @pytest.fixture
@@ -133,8 +107,8 @@ def test_the_size_of_pieces_changes_no_byte(piece_nbytes, hub, folder, tmp_path,
     if piece_nbytes < 100:
         folder = write_checkpoint(tmp_path / "tiny", {"model.safetensors": {"a.o_proj.weight": weight(0, 1, 16)}})
         hub.add("org/m", folder)
-    monkeypatch.setattr("fp4convert.pieces.PIECE_NBYTES", piece_nbytes)
-    monkeypatch.setattr("fp4convert.sources.hub.PIECE_NBYTES", piece_nbytes)
+    monkeypatch.setattr("fp4convert.storage.hub.prefetch.PIECE_NBYTES", piece_nbytes)
+    monkeypatch.setattr("fp4convert.storage.hub.source.PIECE_NBYTES", piece_nbytes)
     expected = expect(hub, folder, tmp_path / "a")
     for memory in ("0", "1"):
         remote = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / memory, "--memory", memory).json
@@ -167,20 +141,6 @@ def test_a_repository_without_safetensors_is_refused(file, code, hub, tmp_path):
     hub.add("org/m", tmp_path / "r")
     outcome = ask("quantize", "org/m", *NVFP4)
     assert (outcome.code, outcome.json["error"]["code"]) == (2, code)
-
-
-def cached(hub, folder, tmp_path, names):
-    """Download some files as the Hub's own client does; returns the cache."""
-    from huggingface_hub import hf_hub_download
-
-    hub.add("org/m", folder)
-    for name in names:
-        hf_hub_download("org/m", name, endpoint=hub.endpoint)
-    hub.seen.clear()
-    return tmp_path / "cache" / "models--org--m"
-
-
-ALL_FILES = (FIRST, SECOND, "model.safetensors.index.json", "config.json", "tokenizer.json", "notes.txt")
 
 
 def test_what_is_in_the_cache_is_not_fetched(hub, folder, tmp_path):

@@ -8,8 +8,8 @@ from fakehub import File
 from pushing import CARD, MANY, REPO, Made, check_secrets, make, push, refusal, requests
 
 from fp4convert.errors import AccessError, InputError, OutputError
-from fp4convert.push import Pusher
-from fp4convert.record import RECORD
+from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.hub.upload import Pusher
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from fakehub_uploads import UploadHub
 from pushing import CARD, MANY, REPO, push, refusal, requests
 
 from fp4convert.errors import OutputError
-from fp4convert.push import Pusher
-from fp4convert.ranges import Patience
-from fp4convert.record import RECORD
+from fp4convert.storage.checkpoint_files import RECORD
+from fp4convert.storage.hub.http import Patience
+from fp4convert.storage.hub.upload import Pusher
 
 LONG, SOON = 90.0, 30.0  # seconds: what nobody waits for, and what a busy machine may take instead
 
@@ -209,7 +209,7 @@ def test_a_commit_without_one_of_the_files_is_noticed(hub, made, told, monkeypat
 
 
 def test_a_hub_that_never_answers_is_not_waited_for(hub, made, told, monkeypatch):
-    monkeypatch.setattr("fp4convert.push.Patience", lambda: Patience(0.2, first_seconds=0.01))
+    monkeypatch.setattr("fp4convert.storage.hub.upload.Patience", lambda: Patience(0.2, first_seconds=0.01))
     stalled = hub.fault("stall", where="hub", method="POST", match="/commit/", seconds=LONG)
     began = time.monotonic()
     push(made, told)
@@ -228,7 +228,7 @@ def test_a_file_that_is_gone(hub, made, told):
 @pytest.fixture
 def patient(hub, monkeypatch):
     """Whatever ends soon does not end because the Hub was given up."""
-    monkeypatch.setattr("fp4convert.push.Patience", lambda: Patience(LONG, first_seconds=0.01))
+    monkeypatch.setattr("fp4convert.storage.hub.upload.Patience", lambda: Patience(LONG, first_seconds=0.01))
 
 
 def test_a_stop_ends_soon(patient, hub, made, told):
@@ -276,7 +276,7 @@ def test_a_stop_ends_a_commit_whose_upload_hangs(patient, hub, made, told):
 LEFT = """
 import sys
 from pathlib import Path
-from fp4convert.push import Pusher
+from fp4convert.storage.hub.upload import Pusher
 pusher = Pusher("me/q", False, None, print)
 pusher.begin()
 pusher.add(Path(sys.argv[1]), "model.safetensors", sys.argv[2])

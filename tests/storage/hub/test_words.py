@@ -5,10 +5,10 @@ import socket
 import ssl
 
 import pytest
-from test_hub import ask
+from hub_cases import ask
 
 from fp4convert.errors import SourceError
-from fp4convert.ranges import AGAIN, Patience, RangeReader, RemoteFile, plain_words
+from fp4convert.storage.hub.http import AGAIN, Patience, RangeReader, RemoteFile, plain_words
 
 REFUSED, UNKNOWN, LATE = "refuses the connection", "no such host", "did not answer in time"
 
@@ -40,7 +40,7 @@ def check_listing(monkeypatch, endpoint: str, words: str) -> None:
 
 
 def test_a_list_that_nobody_gives(hub, closed_port, silent_port, monkeypatch):
-    monkeypatch.setattr("fp4convert.sources.hub.Patience", lambda: Patience(0.1, first_seconds=0.01))
+    monkeypatch.setattr("fp4convert.storage.hub.source.Patience", lambda: Patience(0.1, first_seconds=0.01))
     check_listing(monkeypatch, f"http://127.0.0.1:{closed_port}", REFUSED)
     check_listing(monkeypatch, "https://hub.invalid", UNKNOWN)
     check_listing(monkeypatch, f"http://127.0.0.1:{silent_port}", LATE)

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 from checkpoints import write_llama
-from test_hub import NVFP4, ask, expect
+from hub_cases import NVFP4, ask, expect
 
 from fp4convert.errors import SourceError
-from fp4convert.ranges import RemoteFile
-from fp4convert.xet import XetReader
+from fp4convert.storage.hub.http import RemoteFile
+from fp4convert.storage.hub.xet import XetReader
 
 XET = ("--transport", "xet")
 

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from fp4convert.formats import FORMATS
-from fp4convert.pictures import draw_block
-from fp4convert.render import Document, Screen, draw_findings, draw_verdict, fidelity_text
+import math
+import unicodedata
+from typing import Any
 
-MOST_PATTERNS = 24  # of modules that are shown
-
-
-def draw_artifact(screen: Screen, artifact: Document) -> None:
-    """What `inspect` found out."""
-    recorded = {"recorded": fidelity_text(fidelity)} if (fidelity := artifact.get("fidelity")) else {}
-    for key, value in {**artifact_rows(artifact), **recorded, **_picture(artifact)}.items():
-        screen.line(f"{key:<16}{value}")
-    for entry in artifact["patterns"][:MOST_PATTERNS]:
-        screen.line(f"{entry['modules']:>9}  {entry['form']:<12}  {entry['pattern']}")
-    if (more := len(artifact["patterns"]) - MOST_PATTERNS) > 0:
-        screen.line(f"{'':<25}and {more} patterns more: --json")
-    draw_findings(screen, artifact["findings"])
-    draw_verdict(screen, artifact["healthy"], "healthy", "not healthy")
+Document = dict[str, Any]  # what --json prints; keys as in the README
+_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # control, format (bidi), surrogate, private, unassigned, separators
+CELL_WIDTH = 100
 
 
-def _picture(artifact: Document) -> dict[str, str]:
-    """The bits of a block, where all blocks are of one format."""
-    fmt = FORMATS.get(artifact["format"])
-    return dict(zip(("bits", "meaning", "elements"), draw_block(fmt, artifact["nibble_order"]), strict=True)) if fmt else {}
+def escape(text: object) -> str:
+    """`text` with everything that could act on a terminal written as \\xNN or \\uNNNN."""
+    string = str(text)
+    return string if string.isprintable() else "".join(map(_visible, string))
+
+
+def _visible(character: str) -> str:
+    if unicodedata.category(character) not in _HIDDEN:
+        return character
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def badness(sqnr_db: float | None, mse: float | None) -> float:
+    """Sorts tensors: first what has no mse, for it is not measurable, or no ratio, for its source is zero; exact ones last."""
+    if mse == 0:
+        return math.inf
+    return -math.inf if mse is None or sqnr_db is None else sqnr_db
+
+
+def fidelity_text(summary: Document) -> str:
+    """How much was lost, in a line."""
+    mean, least = summary["sqnr_db_mean"], summary["sqnr_db_min"]
+    return "nothing was lost" if mean is None else f"SQNR {mean:.2f} dB on average, least {least:.2f} dB ({summary['worst']})"
+
+
+def shorten(text: str, width: int = CELL_WIDTH) -> str:
+    return text if len(text) <= width else f"{text[: width // 2]}...{text[-width // 2 :]}"
 
 
 def artifact_rows(artifact: Document) -> dict[str, str]:

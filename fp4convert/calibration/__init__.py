@@ -1,0 +1,4 @@
+"""Statistics of what linear layers are given, and how they are gathered.
+
+Imports checkpoint and below; torch and transformers.
+"""

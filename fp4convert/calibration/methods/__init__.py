@@ -1,0 +1,4 @@
+"""Methods that use a calibration: GPTQ, AWQ, SmoothQuant.
+
+Imports checkpoint and below; torch.
+"""

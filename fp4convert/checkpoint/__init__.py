@@ -1,0 +1,4 @@
+"""What a checkpoint holds: modules, records, dialects, encodings.
+
+Imports recipes and below.
+"""

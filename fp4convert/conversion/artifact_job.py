@@ -1,0 +1,71 @@
+"""What each command asks for, checked and planned; and the records that make the result an artifact."""
+
+from __future__ import annotations
+
+import math
+from importlib.metadata import version
+
+from fp4convert.checkpoint.dialects.base import Dialect
+from fp4convert.checkpoint.dialects.registry import dialect_named
+from fp4convert.checkpoint.record import Contents, make_record
+from fp4convert.errors import InputError
+from fp4convert.execution.job import Job
+from fp4convert.numerics.matrices import Blocks
+from fp4convert.planning.steps import Plan
+from fp4convert.storage.checkpoint_files import RECORD, REPORT, index_file
+from fp4convert.storage.json_text import as_text, unquantized
+from fp4convert.storage.source import Source
+
+ENGINE_RECORDS = frozenset(  # of any dialect: a source's own would contradict ours
+    {RECORD, "hf_quant_config.json", REPORT}
+)
+
+
+def _refuse_odd_scale(module: str, q: Blocks) -> None:
+    """InputError where a global scale is no positive number, which would make every value of its module wrong."""
+    if q.global_scale is not None and not 0 < q.global_scale < math.inf:
+        detail = f"{module}: its global scale is {q.global_scale}; expected a positive number"
+        raise InputError("global-scale", detail, "See: fp4convert inspect.", module)
+
+
+def _check_scalars(module: str, q: Blocks, input_scale: float | None, spelling: Dialect) -> None:
+    """InputError where the dialect cannot say a module's global scale or input scale."""
+    try:
+        for _ in spelling.encode_scalars(module, q, input_scale):
+            pass
+    except InputError as error:
+        message = error.message if module in error.message else f"{module}: {error.message}"
+        raise InputError(error.code, message, error.next_step, module) from None
+
+
+def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = None) -> Job:
+    """The conversion whose result is an artifact: shards, then the records that engines read, last our own.
+
+    origin  of the weights; None where it is the source
+    """
+    spelling = _dialect_of(plan)
+    groups = plan.groups
+    records = spelling.records(groups, plan.ignored)
+    config = unquantized(source.checkpoint.config)
+    if "config.json" in records or (config and spelling.TRAITS.container == "safetensors"):
+        records["config.json"] = {**config, **records.get("config.json", {})}
+    texts = {**index_text(plan), **{file: as_text(record) for file, record in records.items()}}
+    producer = {"name": "fp4convert", "version": version("fp4convert")}
+    here: dict[str, object] = {"repo": source.checkpoint.repo, "revision": source.checkpoint.revision}
+    record = make_record(
+        plan.target, Contents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds), producer, origin or here
+    )
+    return Job(source, plan, texts, record, RECORD, ENGINE_RECORDS | texts.keys())
+
+
+def _dialect_of(plan: Plan) -> Dialect:
+    if plan.target.dialect is None:
+        raise RuntimeError("a plan to dequantize has no dialect")
+    return dialect_named(plan.target.dialect)
+
+
+def index_text(plan: Plan) -> dict[str, str]:
+    """The index of several shards, or of one whose name says that there are others."""
+    files = [shard.file for shard in plan.shards]
+    is_alone = len(files) == 1 and "-of-" not in files[0]
+    return {} if is_alone else {index_file(files): as_text(plan.index)}

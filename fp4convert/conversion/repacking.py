@@ -1,0 +1,189 @@
+"""What each command asks for, checked and planned; and the records that make the result an artifact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.dialects.base import Dialect
+from fp4convert.checkpoint.dialects.registry import dialect_to_write
+from fp4convert.checkpoint.linears import find_linears
+from fp4convert.checkpoint.record import folds_recorded
+from fp4convert.conversion.artifact_job import (
+    ENGINE_RECORDS,
+    _check_scalars,
+    _dialect_of,
+    _refuse_odd_scale,
+    artifact_job,
+    index_text,
+)
+from fp4convert.errors import InputError
+from fp4convert.execution.job import Job, carry_out
+from fp4convert.execution.repacker import Dequantizer, Transcoder
+from fp4convert.execution.settings import Result, Settings
+from fp4convert.numerics.backends import open_backend
+from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named, format_named
+from fp4convert.numerics.matrices import row_panels
+from fp4convert.planning.carried_blocks import Carrier, describe_carried
+from fp4convert.planning.expert_stacks import find_stacks, rules_of
+from fp4convert.planning.gguf_template import Framed, place_modules
+from fp4convert.planning.repack_plan import plan_dequantize, plan_transcode
+from fp4convert.planning.steps import Plan
+from fp4convert.recipes.recipe import Target, model_recipe
+from fp4convert.storage.json_text import as_text, unquantized
+from fp4convert.storage.source import Source
+
+
+def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) -> Plan:
+    """The plan that `dequantize` carries out.
+
+    artifact  what the source is, where some of its modules have four bits
+    Raises    InputError for an unknown dtype, an artifact with errors, or weights that nothing here reads
+    """
+    if artifact:
+        for module in artifact.modules:
+            _refuse_odd_scale(module, artifact.decode(module))
+    recipe = model_recipe(source.checkpoint.config)
+    linears = find_linears(source, recipe)
+    stacks, notes = find_stacks(linears.of.values(), rules_of(artifact, recipe) if artifact else ())
+    packed = [linear for linear in linears.of.values() if linear.coding.is_packed]
+    idle = [ref.name for ref in linears.idle]
+    if artifact:
+        idle += [ref.name for module in artifact.modules.values() for ref in module.companions]
+        idle += artifact.cache_scales(artifact.spelling)
+    plan = plan_dequantize(source.checkpoint, packed, stacks, dtype, idle)
+    return replace(plan, warnings=(*plan.warnings, *notes))
+
+
+def dequantize(source: Source, artifact: Artifact | None, plan: Plan, output: Path, settings: Settings) -> Result:
+    """Carry out a plan of prepare_dequantize: ordinary weights again, with the values that engines compute.
+
+    Raises DeviceError for a device that is not there; NumericError beyond fp16's range; OutputError as open_output does.
+    """
+    config = _with_dtype(source.checkpoint.config, FLOAT_TYPES[dtype_named(plan.target.format)].config_name)
+    config = unquantized(config)
+    texts = index_text(plan)
+    last = plan.shards[-1].file
+    if all(shard.frame.container == "safetensors" for shard in source.checkpoint.shards):
+        last = "config.json"
+        texts[last] = as_text(config)
+    job = Job(source, plan, texts, None, last, ENGINE_RECORDS | texts.keys())
+    return carry_out(job, Dequantizer(source, open_backend(settings.device)), output, settings)
+
+
+@dataclass(frozen=True, slots=True)
+class TranscodeRequest:
+    """What `transcode` is asked for.
+
+    format        the artifact's own where None; nvfp4 for an MXFP4 artifact
+    scale_layout  the dialect's own where None
+    """
+
+    dialect: str
+    format: str | None = None
+    scale_layout: str | None = None
+
+
+def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Source | None = None) -> Plan:
+    """The plan that `transcode` carries out; InputError for what cannot be said without a change, or an artifact with errors.
+
+    donor  a GGUF file, whose frame the result gets
+    """
+    artifact.refuse_unsound()
+    made = format_named(request.format or artifact.format.name)
+    is_same = made is artifact.format
+    if not is_same and artifact.format.has_global_scale:
+        detail = f"{artifact.format.name} cannot be carried into {made.name}: its block scales are no powers of two"
+        raise InputError("not-lossless", detail, "Dequantize it, and quantize the result.")
+    recorded = str(artifact.record.get("scale_rule"))
+    rule = recorded if is_same and recorded in made.scale_rules else None
+    activations = artifact.form.activations if is_same else 16
+    target = Target(made.name, request.dialect, rule, activations, request.scale_layout, artifact.form.kv_cache)
+    method, calibration = (_word(artifact.record.get(key)) for key in ("method", "calibration"))
+    target = replace(target, method=method, calibration=calibration)
+    spelling = dialect_to_write(target)
+    for module in artifact.modules if is_same else ():
+        _refuse_odd_scale(module, artifact.decode(module))
+        _check_scalars(module, artifact.decode(module), artifact.input_scale(module), spelling)
+        _check_block_scales(artifact, module, spelling)
+    if donor is None:
+        renamed = artifact.cache_scales(spelling)
+        plan = plan_transcode(artifact.source.checkpoint, artifact.modules, target, renamed=renamed)
+        return _as_before(artifact, plan)
+    if spelling.TRAITS.container != "gguf":
+        raise InputError("template", f"--template means nothing for dialect {request.dialect}; it is for gguf", "Leave it out.")
+    _check_unit_scales(artifact, donor)
+    framed = Framed(donor, artifact.source).checkpoint
+    return _as_before(artifact, plan_transcode(framed, artifact.modules, target, place_modules(artifact, donor)))
+
+
+def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
+    """InputError where llama.cpp reads no global scale for the donor's architecture, and a module has one."""
+    if all(shard.frame.reads_global_scales for shard in donor.checkpoint.shards):
+        return
+    for module in artifact.modules:
+        if artifact.decode(module).global_scale not in (None, 1.0):
+            detail = f"{module} has a global scale other than 1, which llama.cpp passes over for models of this architecture"
+            next_step = "Quantize the GGUF file itself: fp4convert quantize FILE.gguf --dialect gguf."
+            raise InputError("dialect-global-scale", detail, next_step, module)
+
+
+def _as_before(artifact: Artifact, plan: Plan) -> Plan:
+    """The plan, with how the source's stacks were read, and what a cast loses beside values."""
+    stacks = rules_of(artifact, model_recipe(artifact.source.checkpoint.config))
+    plan = replace(plan, stacks=stacks, folds=folds_recorded(artifact.record))
+    if artifact.form.activations == plan.target.activations:
+        return plan
+    lost = "activations become 16-bit: four-bit ones of nvfp4 need input scales, which an mxfp4 artifact does not have"
+    return replace(plan, warnings=(*plan.warnings, lost))
+
+
+def _check_block_scales(artifact: Artifact, module: str, spelling: Dialect) -> None:
+    """InputError where engines of the dialect would read a block scale as another number."""
+    highest = spelling.TRAITS.highest_scale.get(artifact.format)
+    if highest is None:
+        return
+    q, sayable = artifact.decode(module), bytes(range(highest + 1))
+    panels = (q.rows(first, last) for first, last in row_panels(q.shape))
+    if count := sum(len(bytes(rows.block_scales).translate(None, sayable)) for rows in panels):
+        detail = f"{module} has {count} block scales with a sign, or that are NaN; engines would read them as other numbers"
+        raise InputError("dialect-block-scale", detail, "See: fp4convert inspect --full.", module)
+
+
+def transcode(artifact: Artifact, plan: Plan, output: Path, settings: Settings, donor: Source | None = None) -> Result:
+    """Carry out a plan of prepare_transcode: the same codes and block scales under other names.
+
+    Raises OutputError as open_output does.
+    """
+    source = Framed(donor, artifact.source) if donor else artifact.source
+    job = artifact_job(source, plan, _origin_of(artifact))
+    carrier = Carrier(artifact, format_named(plan.target.format))
+    carried = describe_carried(carrier.each(), _dialect_of(plan).TRAITS.global_scale_kind)
+    result = carry_out(job, Transcoder(artifact, source, carrier, plan.target), output, settings)
+    return replace(result, carried=carried)
+
+
+def _origin_of(artifact: Artifact) -> dict[str, object]:
+    """Where an artifact's record says that its weights come from."""
+    recorded = artifact.record.get("source")
+    known = recorded if isinstance(recorded, dict) else {}
+    return {key: _word(known.get(key)) for key in ("repo", "revision")}
+
+
+def _word(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _with_dtype(config: dict[str, object], dtype: str) -> dict[str, object]:
+    """The config with every declared dtype widened to hold `dtype` too: engines load all weights in the declared one."""
+    known = {kind.config_name for kind in FLOAT_TYPES.values()}
+    widened: dict[str, object] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            widened[key] = _with_dtype(value, dtype)
+        elif key in ("dtype", "torch_dtype") and value in known and value != dtype:
+            widened[key] = FLOAT_TYPES["F32"].config_name
+        else:
+            widened[key] = value
+    return widened

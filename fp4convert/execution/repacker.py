@@ -1,0 +1,185 @@
+"""What workers do with the steps of one scale group, or of one tensor: quantize, dequantize, transcode, copy.
+
+A worker reads panels of whole rows and writes the parts that a dialect makes of them; memory does not grow with the tensor.
+"""
+
+from __future__ import annotations
+
+import glob
+import shlex
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+
+import numpy as np
+
+from fp4convert.checkpoint.artifact import Artifact
+from fp4convert.checkpoint.dialects.registry import Speller, dialect_named, form_of
+from fp4convert.checkpoint.dialects.stacks import Rows, Slot, alternate, rows_of
+from fp4convert.checkpoint.dialects.tables import Part
+from fp4convert.checkpoint.encodings.base import Linear, room_for
+from fp4convert.checkpoint.encodings.fp4 import FourBit
+from fp4convert.errors import NumericError
+from fp4convert.execution.folder import TaskWriter
+from fp4convert.execution.settings import UnsoundShardError
+from fp4convert.numerics.backends.base import Backend, processors
+from fp4convert.numerics.backends.cpu import Cpu
+from fp4convert.numerics.codec import FLOAT_DTYPES, as_floats, check_largest, find_not_finite_values
+from fp4convert.numerics.matrices import Matrix, Quantized, row_panels
+from fp4convert.planning.carried_blocks import Carrier
+from fp4convert.planning.steps import Action, Step
+from fp4convert.recipes.recipe import Target
+from fp4convert.storage.source import Source
+
+COPY_NBYTES = 8 << 20
+
+
+def _members(step: Step) -> list[tuple[Linear, ...]]:
+    """The linear layers of a step whose rows take turns; one below the other in the result."""
+    if not step.slots:
+        return [step.linears]
+    linears = {linear.module: linear for linear in step.linears}
+    return [tuple(linears[rows.module] for rows in slot) for slot in step.slots]
+
+
+class Dequantizer:
+    """Writes the values of quantized modules; copies everything else."""
+
+    action: Action = "dequantize"
+    made = "dequantized"
+
+    def __init__(self, source: Source, backend: Backend) -> None:
+        self.source = source
+        self._backend = backend
+        self.device = backend.name
+        self.threads = backend.threads
+
+    def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+        for step in steps:
+            if step.action != "dequantize":
+                copy_steps(self.source, [step], writer, stop)
+                continue
+            output = step.outputs[0]
+            try:
+                with closing(self._panels(step)) as panels:
+                    if not _append(step, ((output.name, values) for values in panels), writer, stop):
+                        return
+            except NumericError as error:
+                named = NumericError(error.code, f"{output.name}: {error.message}", error.next_step, output.name)
+                raise UnsoundShardError([named]) from None
+
+    def _panels(self, step: Step) -> Generator[memoryview]:
+        """The values in the order of the output: rows, or for a stack one expert after the other."""
+        dtype = step.outputs[0].dtype
+        if not step.slots:
+            yield from self._values(step.linears[0], dtype)
+            return
+        linears = {linear.module: linear for linear in step.linears}
+        count = len(step.slots) // step.shape[0]
+        for first in range(0, len(step.slots), count):
+            slots = step.slots[first : first + count]
+            held = {linears[rows.module] for slot in slots for rows in slot}
+            with room_for(self.source, [linear for linear in held if linear.share > 1]):  # whose rows lie among those of others
+                if step.is_transposed or any(len(slot) > 1 for slot in slots):
+                    yield self._matrix(step, linears, slots)
+                else:
+                    for (rows,) in slots:
+                        yield from self._values(linears[rows.module], dtype, rows)
+
+    def _matrix(self, step: Step, linears: Mapping[str, Linear], slots: Sequence[Slot]) -> memoryview:
+        """One expert of a stack, whole: its slots below each other, the rows of each in turns."""
+        dtype, columns = step.outputs[0].dtype, step.shape[-1]
+        values = [[b"".join(self._values(linears[rows.module], dtype, rows)) for rows in slot] for slot in slots]
+        woven = [np.stack([np.frombuffer(each, FLOAT_DTYPES[dtype]).reshape(-1, columns) for each in slot], 1) for slot in values]
+        matrix = (
+            np.concatenate([each.reshape(-1, columns) for each in woven]) if len(woven) > 1 else woven[0].reshape(-1, columns)
+        )
+        data = matrix.reshape(-1).view(np.uint8).data
+        if not step.is_transposed:
+            return data
+        return Cpu().transpose(Matrix(data, dtype, (len(matrix), columns)), range(columns)).data
+
+    def _values(self, linear: Linear, dtype: str, rows: Rows | None = None) -> Iterator[memoryview]:
+        """The values of a linear layer as bytes of that dtype, or of those rows of one in four bits."""
+        if not isinstance(linear.coding, FourBit):
+            yield from values_of(linear, self.source, dtype)
+            return
+        blocks = linear.coding.blocks(linear)
+        yield from self._backend.dequantize_panels(rows_of(blocks, rows) if rows else blocks, dtype)
+
+
+def values_of(linear: Linear, source: Source, dtype: str) -> Iterator[memoryview]:
+    """The values of a linear layer as bytes of that dtype, panel by panel; NumericError beyond the range of F16 or BF16."""
+    weights = linear.coding.weights(linear, source)
+    for first, last in row_panels(weights.shape):
+        panel = weights.rows(first, last)
+        if panel.dtype == dtype:
+            yield panel.data
+            continue
+        values = as_floats(panel).reshape(-1)
+        check_largest(float(np.fmax.reduce(np.abs(values), initial=0)), dtype)
+        yield Cpu().to_bf16(values) if dtype == "BF16" else values.astype(FLOAT_DTYPES[dtype]).view(np.uint8).data
+
+
+class Transcoder:
+    """Spells four-bit modules in another dialect; copies everything else."""
+
+    action: Action = "transcode"
+    made = "transcoded"
+    device = "cpu"
+
+    def __init__(self, artifact: Artifact, source: Source, carrier: Carrier, target: Target) -> None:
+        self._artifact = artifact
+        self.source = source  # of what is copied; modules are the artifact's
+        self._carrier = carrier
+        self._dialect = dialect_named(str(target.dialect))
+        self._form = form_of(target)
+        self.threads = processors()
+
+    def __call__(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+        for step in steps:
+            if step.action != "transcode":
+                copy_steps(self.source, [step], writer, stop)
+                continue
+            speller = Speller(self._dialect, self._form, self._artifact.input_scale(step.slots[0][0].module))
+            if not _append(step, speller.parts(step.module, step.shape, self._panels(step.slots)), writer, stop):
+                return
+
+    def _panels(self, slots: tuple[Slot, ...]) -> Iterator[Quantized]:
+        for slot in slots:
+            yield from alternate([rows_of(self._carrier.blocks(rows.module), rows) for rows in slot])
+
+
+def _append(step: Step, parts: Iterator[Part], writer: TaskWriter, stop: threading.Event) -> bool:
+    """Write parts at the places that the step has for their names; False where it was stopped before the last."""
+    place = {output.name: output for output in step.outputs}
+    for name, part in parts:
+        if stop.is_set():
+            return False
+        writer.append(place[name], part)
+    return True
+
+
+def copy_steps(source: Source, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+    """What the first output of each step holds: the bytes of its refs, one behind the other."""
+    for step in steps:
+        for ref in step.refs:
+            for start in range(0, ref.nbytes, COPY_NBYTES):
+                if stop.is_set():
+                    return
+                writer.append(step.outputs[0], source.read_range(ref, start, min(start + COPY_NBYTES, ref.nbytes)))
+
+
+def find_not_finite(source: Source, linear: Linear) -> NumericError | None:
+    """The error for a matrix that holds NaN or Inf: how many, and where the first is; None where all are finite."""
+    found = find_not_finite_values(linear.coding.weights(linear, source))
+    if not found:
+        return None
+    detail = f"{linear.home.file}: {linear.name} has {found}"
+    return NumericError("not-finite", f"{detail}; weights must be finite", f"--exclude {_pattern(linear.module)}", linear.name)
+
+
+def _pattern(module: str) -> str:
+    """A pattern for the shell that fits this module alone, whatever its name holds."""
+    pattern = glob.escape(module)
+    return shlex.quote(f"[r]{pattern[1:]}" if pattern.startswith("re:") else pattern)

@@ -1,0 +1,4 @@
+"""Formats, and the reference arithmetic that every kernel equals.
+
+Imports errors only.
+"""

@@ -1,0 +1,38 @@
+"""Who does the arithmetic: every module here offers a Backend, and all give the bytes of codec.py."""
+
+from __future__ import annotations
+
+import re
+
+from fp4convert.errors import DeviceError, InputError
+from fp4convert.numerics.backends.base import Backend
+
+
+def open_backend(device: str) -> Backend:
+    """The backend for --device; never another one in its place.
+
+    device   auto (every usable GPU, else the CPU), cpu, cuda (every GPU) or cuda:N
+    Raises   InputError for any other; DeviceError for a GPU that is not there or cannot be used
+    """
+    from fp4convert.numerics.backends.cpu import Cpu
+
+    kind, _, number = device.partition(":")
+    if device == "cpu":
+        return Cpu()
+    if device != "auto" and (kind != "cuda" or not (device == kind or re.fullmatch("0|[1-9][0-9]{0,8}", number))):
+        detail = f"device {device!r} is not known; expected auto, cpu, cuda or cuda:N"
+        raise InputError("no-device", detail, "Choose one of these; fp4convert doctor lists the GPUs.")
+    from fp4convert.numerics.backends.gpus import survey  # late: where the CPU is asked for, nothing that finds GPUs is loaded
+
+    found = survey()
+    chosen = [gpu for gpu in found.gpus if not number or gpu.number == int(number)]
+    if chosen:
+        from fp4convert.numerics.backends.cuda import Cuda
+
+        return Cuda(chosen)
+    if device == "auto":
+        return Cpu()
+    there = f"expected {' or '.join(f'cuda:{gpu.number}' for gpu in found.gpus)}" if found.gpus else found.problem
+    refused = next((reason for name, reason in found.refused if name == device), None)
+    next_step = f"{found.next_step} See: fp4convert doctor.".strip()
+    raise DeviceError("no-device", f"device {device!r} is not there: {refused or there}", next_step)

@@ -1,0 +1,4 @@
+"""The HTML page, SARIF, the model card, and what codes mean.
+
+Imports quality, checkpoint and below.
+"""

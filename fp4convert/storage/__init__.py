@@ -1,0 +1,4 @@
+"""Bytes on a disk: safetensors and GGUF files, checkpoints, JSON.
+
+Imports errors, process and progress.
+"""

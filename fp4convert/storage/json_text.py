@@ -1,0 +1,114 @@
+"""A safetensors header parsed and checked, and JSON read strictly.
+
+Checks follow the format's own rules (huggingface/safetensors README, "Format", and its tensor.rs) and refuse whatever
+safetensors refuses.  All entries of a header are looked at together first; they are looked at one by one, to say which is wrong
+and why, where any of them could be.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from fp4convert.errors import InputError
+
+FLOAT_DIGITS = 300  # an integer of fewer digits fits a float64
+DEPTH_LIMIT = 125  # of a value inside an entry; the reference reader allows 127 in all
+
+
+def parse_json_object(text: bytes, where: str, has_constants: bool = False) -> dict[str, object]:
+    """A JSON object, strictly: UTF-8, no duplicate keys, numbers that fit a float.
+
+    where          how messages name the text, such as "model.safetensors: header"
+    has_constants  accept NaN and Infinity, which JSON lacks and model configs hold
+    Raises         InputError
+    """
+    expected = "expected one JSON object"
+    constant = float if has_constants else _refuse
+    try:
+        decoded = text.decode("utf-8")
+        numbers: dict[str, Any] = {"parse_constant": constant, "parse_int": _integer, "parse_float": _finite}
+        parsed = json.loads(decoded, object_pairs_hook=_unique(where), **numbers)
+        if "\\u" in decoded:
+            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError("header-utf8", f"{where} is not UTF-8 at byte {error.start}; {expected}") from None
+    except UnicodeEncodeError:
+        raise InputError("header-utf8", f"{where} holds a lone surrogate, which is not UTF-8; {expected}") from None
+    except (ValueError, RecursionError) as error:
+        detail = "nesting too deep" if isinstance(error, RecursionError) else str(error)
+        raise InputError("header", f"{where} is not valid JSON ({detail[:100]}); {expected}") from None
+    if not isinstance(parsed, dict):
+        raise InputError("header", f"{where} is not a JSON object; {expected}")
+    return parsed
+
+
+def _unique(where: str) -> Callable[[list[tuple[str, object]]], dict[str, object]]:
+    def build(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        built = dict(pairs)
+        if len(built) < len(pairs):
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise InputError("duplicate-key", f"{where} holds the duplicate key {twice!r}; expected each once")
+        return built
+
+    return build
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _integer(digits: str) -> int | float:
+    if len(digits) > FLOAT_DIGITS:
+        _finite(digits)
+    return -0.0 if digits == "-0" else int(digits)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else float(_refuse(digits))
+
+
+def _depth(value: object) -> int:
+    """How many lists and objects stand inside one another."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
+
+
+QUANTIZATION_KEYS = frozenset(  # of config.json, in any dialect
+    {"quantization_config", "compression_config", "quantization", "expert_dtype"}
+)
+
+
+def unquantized(config: Mapping[str, object]) -> dict[str, object]:
+    """The config without a word on quantization, in itself or in the configs of its parts."""
+    kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    return {key: unquantized(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+_NESTED = (dict, list, tuple)  # what JSON nests
+
+
+def as_text(value: object) -> str:
+    """The JSON of a small file, whichever stage writes it: what json.dumps makes with an indent of 2, in ten times as long.
+
+    tests/storage/test_json_text.py holds them together.
+    """
+    return f"{_indented(value)}\n"
+
+
+def _indented(value: object, lead: str = "\n") -> str:
+    """The JSON of a value in a line that begins so; a list or an object of plain values is spelled at once.  Keys are strings."""
+    inner = f"{lead}  "
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, _NESTED) else ()
+    if not any(issubclass(kind, _NESTED) for kind in set(map(type, children))):
+        text = json.dumps(value, ensure_ascii=False, separators=(f",{inner}", ": "))
+        return f"{opening}{inner}{text[1:-1]}{lead}{closing}" if children else text
+    texts = [_indented(child, inner) for child in children]
+    if isinstance(value, dict):
+        texts = [f"{json.dumps(key, ensure_ascii=False)}: {text}" for key, text in zip(value, texts, strict=True)]
+    return f"{opening}{inner}{f',{inner}'.join(texts)}{lead}{closing}"

@@ -1,0 +1,58 @@
+"""A small GGUF model, and a donor of its frame."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from checkpoints import LAYER, llama_shards, values_of
+from gguf.quants import quantize
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "lm_head": "output",
+    f"{LAYER}.input_layernorm": "blk.0.attn_norm",
+    f"{LAYER}.self_attn.q_proj": "blk.0.attn_q",
+    f"{LAYER}.self_attn.k_proj": "blk.0.attn_k",
+    f"{LAYER}.self_attn.v_proj": "blk.0.attn_v",
+    f"{LAYER}.self_attn.o_proj": "blk.0.attn_output",
+    f"{LAYER}.mlp.gate_proj": "blk.0.ffn_gate",
+    f"{LAYER}.mlp.up_proj": "blk.0.ffn_up",
+    f"{LAYER}.mlp.down_proj": "blk.0.ffn_down",
+}
+
+
+HEADS = {"blk.0.attn_q.weight": 4, "blk.0.attn_k.weight": 2}
+
+
+Arrays = dict[str, np.ndarray]
+
+
+def model() -> Arrays:
+    """The model's tensors under llama.cpp's names, in the order of its own rows."""
+    tensors = {name: tensor for shard in llama_shards().values() for name, tensor in shard.items()}
+    arrays = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        arrays[f"{NAMES[module]}.{part}"] = values_of(tensor).astype(np.float32)
+    return arrays
+
+
+def write_donor(
+    path: Path, arrays: Arrays, kind: str = "BF16", architecture: str = "llama", kinds: dict[str, str] | None = None
+) -> Path:
+    """kinds  types of single tensors; NVFP4, which the package cannot make, is all zeros"""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(1)
+    writer.add_head_count(HEADS["blk.0.attn_q.weight"])
+    writer.add_head_count_kv(HEADS["blk.0.attn_k.weight"])
+    for name, array in arrays.items():
+        dtype = gguf.GGMLQuantizationType[(kinds or {}).get(name) or (kind if array.ndim > 1 else "F32")]
+        zeros = np.zeros((*array.shape[:-1], array.shape[-1] // 64 * 36), np.uint8)
+        writer.add_tensor(name, zeros if dtype.name == "NVFP4" else quantize(array, dtype), raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
