@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,18 @@ from tiny_chains import TEXT, make_model
 from tiny_models import offline
 
 from fp4convert.storage.hub.http import Patience
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `sweep(n)` every n-th case is in the gate; the others are slow."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("sweep"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -233,6 +233,7 @@ with gptq.one_thread():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_the_memory_of_a_factor_is_what_is_foretold():
     measured = int(subprocess.run([sys.executable, "-c", PEAK], check=True, capture_output=True, text=True).stdout)

@@ -43,11 +43,13 @@ def done(packed: tuple[Case, Path, Tensors]) -> Conversion:
     return Conversion(case, source, artifact, restored, judged)
 
 
+@pytest.mark.sweep(4)
 def test_the_plan_is_the_page_that_a_person_read(packed: tuple[Case, Path, Tensors]) -> None:
     case, source, _ = packed
     assert draw_plan(source) == (PLANS / f"{case}.txt").read_text(), "see: python tests/support/golden_plans.py"
 
 
+@pytest.mark.sweep(4)
 def test_engine_reads_the_source_as_the_judge_does(packed: tuple[Case, Path, Tensors], tmp_path: Path) -> None:
     case, source, judged = packed
     if case.options is None:
@@ -56,6 +58,7 @@ def test_engine_reads_the_source_as_the_judge_does(packed: tuple[Case, Path, Ten
     assert logits(case.family, source, **case.options()).equal(logits(case.family, plain))
 
 
+@pytest.mark.sweep(4)
 def test_four_bit_modules_have_the_codes_of_the_judged_values(done: Conversion) -> None:
     quantized = {name: tensor for name, tensor in read_tensors(done.artifact).items() if name.endswith(PARTS)}
     expected = spelled(encoded(done.case.family, done.judged))
@@ -79,6 +82,7 @@ def test_records_of_the_source_are_replaced(done: Conversion) -> None:
     assert "quantization_config" not in read_json(done.restored / "config.json")
 
 
+@pytest.mark.sweep(4)
 def test_logits_are_those_of_the_model_that_the_codec_made(done: Conversion, tmp_path: Path) -> None:
     family = done.case.family
     reference = logits(family, write_values(done.source, decoded(family, done.judged), tmp_path / "reference"))

@@ -125,7 +125,11 @@ def plain(value: object) -> object:
     [
         ("commands.convert.fulfil", "quantize SOURCE --format nvfp4", {"format": "nvfp4"}),
         ("commands.convert.repacking.dequantize", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
-        ("commands.convert.repacking.transcode", "transcode ARTIFACT -o OUT --dialect quark", {"output": "OUT", "dialect": "quark"}),
+        (
+            "commands.convert.repacking.transcode",
+            "transcode ARTIFACT -o OUT --dialect quark",
+            {"output": "OUT", "dialect": "quark"},
+        ),
         ("commands.convert.pruning.prune", "prune SOURCE -o OUT --calibration STATS --keep 4", PRUNED),
         ("commands.convert.finish.merge", "merge ARTIFACT", {}),
         ("quality.inspection.inspect", "inspect ARTIFACT", {}),

@@ -389,11 +389,10 @@ def test_the_number_of_threads_changes_nothing(workers, source, tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "default")
 
 
+@pytest.mark.slow
 def test_killed_at_every_write_fsync_and_rename(tmp_path):
-    source = write_checkpoint(
-        tmp_path / "source", {FIRST: {"l.0.o_proj.weight": weight(1)}, SECOND: {"lm_head.weight": weight(2)}}
-    )
-    quantize(source, tmp_path / "artifact", CT)
+    shards = {FIRST: {"l.0.o_proj.weight": weight(1)}, SECOND: {"lm_head.weight": weight(2)}}
+    quantize(write_checkpoint(tmp_path / "source", shards), tmp_path / "artifact", CT)
     command = [sys.executable, SUPPORT.joinpath("kill_points.py"), tmp_path]
     words = ["transcode", tmp_path / "artifact", "--dialect", MO]
     outcome = json.loads(subprocess.run([*command, *words], capture_output=True, text=True, check=True).stdout)

@@ -79,27 +79,32 @@ def check_index(folder: Path) -> None:
         assert Counter(json.loads((folder / INDEX).read_text())["weight_map"].values()) == shards
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("pair", list(permutations(NVFP4_DIALECTS, 2)), ids="-".join)
 def test_nvfp4_there_and_back(pair, tmp_path):
     check_pair(tmp_path, pair, "nvfp4", modules_of("nvfp4"), is_split=True)
 
 
+@pytest.mark.sweep(11)
 @pytest.mark.parametrize("pair", list(permutations(NVFP4_DIALECTS, 2)), ids="-".join)
 def test_nvfp4_with_four_bit_activations_there_and_back(pair, tmp_path):
     check_pair(tmp_path, pair, "nvfp4", modules_of("nvfp4", 4), activations=4)
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("is_split", [True, False], ids=["sharded", "single"])
 @pytest.mark.parametrize("pair", list(permutations(MXFP4_DIALECTS, 2)), ids="-".join)
 def test_mxfp4_there_and_back(pair, is_split, tmp_path):
     check_pair(tmp_path, pair, "mxfp4", modules_of("mxfp4"), is_split=is_split)
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("pair", list(permutations([d for d in MXFP4_DIALECTS if d != "mlx"], 2)), ids="-".join)
 def test_mxfp4_with_four_bit_activations_there_and_back(pair, tmp_path):
     check_pair(tmp_path, pair, "mxfp4", modules_of("mxfp4"), activations=4)
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("is_split", [True, False], ids=["sharded", "single"])
 @pytest.mark.parametrize("other", MXFP4_DIALECTS)
 @pytest.mark.parametrize(("dialect", "members"), [("gpt-oss", GPT_OSS), ("deepseek", DEEPSEEK)])

@@ -130,6 +130,7 @@ def test_modelopts_exports_dequantize_as_the_formula_says(modelopt: Exports, sou
     assert restored.keys() == read_tensors(source).keys()
 
 
+@pytest.mark.slow
 def test_matrices_of_eight_bits_beside_four(modelopt: Exports, compressed: dict[str, Any], tmp_path: Path) -> None:
     """No other dialect says what they are; integers of eight bits are not read at all; FP8 is restored as torch computes it."""
     exports = [("fp8-modules", modelopt["beside-fp8"]), *((code, compressed[name][0]) for name, code in REFUSED.items())]
@@ -212,6 +213,7 @@ def test_modelopts_mxfp4_travels_to_compressed_tensors_and_quark(modelopt: Expor
     _refused("dialect-format", "transcode", tmp_path / "there", "-o", tmp_path / "never", "--dialect", "modelopt")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_inspect_knows_compressed_tensors_exports(compressed: dict[str, Any], name: str) -> None:
     mixed = {"beside-fp8": (None, MODULES), "beside-int8": (4, IN_MLP), "w4a4-beside-w4a16": (None, MODULES)}
@@ -234,6 +236,7 @@ def test_dequantize_equals_compressed_tensors_own(compressed: dict[str, Any], so
     assert restored.keys() == read_tensors(source).keys()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dialect", ["modelopt", "quark"])
 @pytest.mark.parametrize("name", ["nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4"])
 def test_compressed_tensors_exports_there_and_back(compressed: dict[str, Any], tmp_path: Path, name: str, dialect: str) -> None:

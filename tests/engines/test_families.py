@@ -161,6 +161,7 @@ def test_the_engine_takes_for_quantized_what_is_quantized(name: str) -> None:
     assert taken == set(plan.quantized)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", LOADED)
 def test_a_saved_model_is_loaded_whole(name: str, tmp_path: Path) -> None:
     """Nothing missing, nothing left over, whatever the engine makes of the checkpoint's names."""

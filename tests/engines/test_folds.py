@@ -38,6 +38,7 @@ def restored(folder: Path, out: Path, *options: object) -> Path:
     return out.with_suffix(".f32")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "cohere", "bert", "mixtral", "qwen2_moe", "deepseek_v2"])
 def test_a_folded_artifact_is_as_close_as_a_rounded_one(name, tmp_path):
     """A reader that was left out, or a factor that was not undone, would be an error of another size."""

@@ -216,6 +216,7 @@ def test_engine_runs_the_template_as_transformers_does(tmp_path: Path, kind: str
     assert _distance(_run(template), _expected(checkpoint, weights)) < 0.02
 
 
+@pytest.mark.sweep(4)
 @every_way
 @every_format
 @every_kind
@@ -302,6 +303,7 @@ def test_inspect_knows_the_file(make: Make, fmt: str, way: str) -> None:
     assert found["findings"] == []
 
 
+@pytest.mark.sweep(4)
 @every_way
 @every_format
 @every_kind

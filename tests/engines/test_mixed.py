@@ -145,6 +145,7 @@ def _with_fp8(source: Path, exported: tuple[Path, dict[str, Any]], target: Targe
     return matrices, expected
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("activations", [16, 4])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_transformers_reads_fp8_beside_nvfp4(

@@ -171,6 +171,7 @@ def test_256_experts_become_160_in_groups_and_quantize_takes_the_result(tmp_path
     assert 0 < noise.pow(2).mean() < 0.1 * found.float().pow(2).mean()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"])
 def test_what_goes_has_the_least_saliency_by_the_papers_formula(name: str, tmp_path: Path) -> None:
     """REAP, arXiv 2510.13999: S_j = mean over the tokens routed to j of g_j(x) * |f_j(x)|, of the whole model in float32."""

@@ -11,6 +11,7 @@ from torch_formulas import quark_weights, unpacked
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.slow,  # compiles C++ when it is first imported
     pytest.mark.filterwarnings("ignore:.*Enum subclass"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]

@@ -70,6 +70,7 @@ def wait_for_shards(out, process):
     wait_until(lambda: len(list((out / STATE / "done").glob("*"))) > 3, process)
 
 
+@pytest.mark.slow
 def test_four_nodes_and_one_that_is_killed_give_the_same_digest(cluster, layers, expected, tmp_path):
     out = tmp_path / "out"
     with on_cluster(cluster, layers, out) as process:
@@ -101,6 +102,7 @@ def test_a_cluster_that_is_not_there_is_refused_before_anything_is_written(layer
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_driver_and_workers_and_the_command_continues(cluster, layers, expected, tmp_path):
     out = tmp_path / "out"
     with on_cluster(cluster, layers, out) as process:
@@ -116,6 +118,7 @@ def test_an_interrupt_ends_driver_and_workers_and_the_command_continues(cluster,
     assert run("quantize", layers, "--format", "nvfp4", "-o", out, "--json", "-q").json["digest"] == expected
 
 
+@pytest.mark.slow
 def test_workers_ask_the_hub_that_this_process_asks(cluster, hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # engines are kept from asking a hub
@@ -129,6 +132,7 @@ def test_workers_ask_the_hub_that_this_process_asks(cluster, hub, tmp_path, monk
     assert TOKEN not in text + err
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_done_by_all_nodes_component_by_component(cluster, tmp_path):
     source = write_wan(tmp_path / "wan")
     expected = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "alone", "--json", "-q").json["digest"]

@@ -65,6 +65,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return MAKERS[request.param](tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize(("fmt", "dialect"), TENSORS)
 def test_safetensors_and_torch_read_every_file(source: Path, tmp_path: Path, fmt: str, dialect: str) -> None:
     artifact = tmp_path / "artifact"

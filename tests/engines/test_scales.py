@@ -117,6 +117,7 @@ def test_scales_copied_from_modelopts_export_are_its_own(judged: Judged, tmp_pat
         assert stored.item() == np.float32(1 / multiplier), name
 
 
+@pytest.mark.slow
 def test_eight_bit_modules_get_modelopts_scales(judged: Judged, tmp_path: Path) -> None:
     """Attention in FP8 beside an NVFP4 MLP: activations by amax / 448 and amax / 2688."""
     (tmp_path / "recipe.toml").write_text(RECIPE)
@@ -186,6 +187,7 @@ def test_scales_copied_from_compressed_tensors_own_export(judged: Judged, tmp_pa
     assert differing(_endings(ours, ".input_global_scale"), theirs) == []
 
 
+@pytest.mark.slow
 def test_what_calibrate_saw_goes_into_every_attention(judged: Judged, tmp_path: Path) -> None:
     """fp4convert's own calibration and quantization call layers and attentions by the same names."""
     fp4convert("calibrate", judged.source, "-o", tmp_path / "c.safetensors", "--self-generate", 2, "--sequence-length", 16, "-q")

@@ -177,6 +177,7 @@ def test_inspect_knows_the_plain_dialect(plain: Any, fmt: str, layout: str) -> N
     assert found["healthy"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @every_format
 def test_plain_dialect_dequantizes_to_the_same(plain: Any, restored: Any, fmt: str, layout: str, tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ def _engine_weights(folder: Path, dtype: Any) -> dict[str, Any]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
+@pytest.mark.sweep(5)
 @every_format
 @every_llama
 def test_engine_computes_the_weights_that_dequantize_writes(convert: Convert, kind: str, fmt: str) -> None:
@@ -145,6 +146,7 @@ def test_kept_tensors_are_the_source_bytes(convert: Convert, kind: str, fmt: str
     assert differing(kept, {name: restored[name] for name in kept}) == []
 
 
+@pytest.mark.sweep(5)
 @every_format
 @every_llama
 def test_compressed_model_runs_and_equals_the_plain_one(convert: Convert, kind: str, fmt: str) -> None:
@@ -158,6 +160,7 @@ def test_compressed_model_runs_and_equals_the_plain_one(convert: Convert, kind: 
     assert logits.equal(_logits(_load(done.restored, _dtype("bf16"))))
 
 
+@pytest.mark.sweep(5)
 @every_format
 @every_llama
 def test_dequantizing_engine_equals_the_plain_model(convert: Convert, kind: str, fmt: str) -> None:
@@ -168,6 +171,7 @@ def test_dequantizing_engine_equals_the_plain_model(convert: Convert, kind: str,
     assert logits.equal(_logits(_load(done.restored, done.dtype)))
 
 
+@pytest.mark.sweep(3)
 @every_format
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_dequantize_equals_compressed_tensors_in_float32(convert: Convert, tmp_path: Path, dtype: str, fmt: str) -> None:
@@ -250,6 +254,7 @@ DROPS_GLOBAL_SCALE = pytest.mark.xfail(
 )
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("fmt", [pytest.param("nvfp4", marks=DROPS_GLOBAL_SCALE), "mxfp4"])
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_equal_the_plain_model(convert: Convert, kind: str, fmt: str) -> None:
@@ -303,6 +308,7 @@ def _raise_one_block_scale(tensors: dict[str, Any]) -> None:
     tensors[f"{TAMPERED}.weight_scale"].view(torch.uint8)[7, 3] += 1
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("fmt", "tamper"),
     [
@@ -330,6 +336,7 @@ def test_tampering_with_one_tensor_is_seen(
     assert not _logits(_load(tmp_path / "tampered", done.dtype)).equal(_logits(_load(done.restored, done.dtype)))
 
 
+@pytest.mark.sweep(4)
 @every_format
 @pytest.mark.parametrize(("dtype", "is_dequantized"), [("bf16", False), ("fp32", True)])
 def test_minilm_embeds_as_before(tmp_path: Path, fmt: str, dtype: str, is_dequantized: bool) -> None:

@@ -56,6 +56,7 @@ def run_all(commands: list[list[str]], folder: Path, delay: float) -> list[tuple
     return [(status, json.loads(out or "null"), err) for status, out, err in json.loads(ended.stdout)]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize(
     ("before", "names", "more"),

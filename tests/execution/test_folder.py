@@ -228,6 +228,7 @@ def test_a_changed_recipe_takes_over_an_unfinished_folder_and_its_finished_shard
     assert outcome.json["digest"] == quantize(source, tmp_path / "fresh", "--exclude", "*.o_proj").json["digest"]
 
 
+@pytest.mark.slow
 def test_while_a_run_writes_no_other_plan_takes_its_folder(tmp_path):
     source, out = write_zeros(tmp_path / "source"), tmp_path / "out"
     with start("quantize", source, "--format", "nvfp4", "-o", out, "--workers", "1", "--json") as first:
@@ -261,6 +262,7 @@ def test_an_interrupted_run_leaves_no_partial_file_and_continues(number, code, t
     assert stamps(out)["part-0.safetensors"] == untouched
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_continued(tmp_path):
     source, out = write_zeros(tmp_path / "source"), tmp_path / "out"
     with start("quantize", source, "--format", "nvfp4", "-o", out, "--workers", "1") as process:
@@ -383,22 +385,3 @@ def test_a_copy_that_fails_leaves_the_last_shard_finished(source, tmp_path, monk
     assert untouched.keys() == {FIRST, SECOND}
     assert quantize(source, tmp_path / "out").json["adopted_bytes"] > 0
     assert stamps(tmp_path / "out") == untouched
-
-
-@pytest.mark.parametrize("options", [(), ("--force",)])
-@pytest.mark.parametrize("name", [".", "tmp", "claims", "done"])
-def test_no_folder_of_ours_is_a_link_to_files_of_somebody_else(name, options, source, tmp_path):
-    assert quantize(source, tmp_path / "out").code == 0
-    mine = tmp_path / "mine" / "deep"
-    mine.mkdir(parents=True)
-    (mine / "thesis.tex").write_text("years of work")
-    place = tmp_path / "out" / STATE / name
-    if name == ".":
-        shutil.copytree(place, mine.parent, dirs_exist_ok=True)
-    shutil.rmtree(place)
-    place.resolve().symlink_to(mine.parent)
-    (tmp_path / "out" / SECOND).unlink(missing_ok=True)
-    before = contents(tmp_path / "mine")
-    error = refusal(quantize(source, tmp_path / "out", *options), "foreign-output")
-    assert str(place.resolve().parent) in error["message"] or name == "."
-    assert contents(tmp_path / "mine") == before

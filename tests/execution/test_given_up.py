@@ -55,6 +55,7 @@ def stamps(out: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skew", [-1e6, 1e6])
 def test_clocks_that_differ_split_the_work_all_the_same(skew, source, digests, tmp_path):
     out = tmp_path / "out"
@@ -78,6 +79,7 @@ def test_what_a_dead_process_of_another_host_was_at_is_done_once_more_and_the_re
     assert left_behind(out) == []
 
 
+@pytest.mark.slow
 def test_a_dead_process_of_another_host_does_not_keep_another_plan_out(source, digests, tmp_path):
     out = tmp_path / "out"
     dead = quantize(source, out, host="elsewhere")
@@ -87,6 +89,7 @@ def test_a_dead_process_of_another_host_does_not_keep_another_plan_out(source, d
     assert finish(quantize(source, out, *OTHER))["digest"] == digests[OTHER]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("options", [(), OTHER], ids=["same-plan", "other-plan"])
 def test_a_process_that_wakes_up_after_it_was_given_up_changes_nothing(options, source, digests, tmp_path):
     out = tmp_path / "out"
@@ -103,6 +106,7 @@ def test_a_process_that_wakes_up_after_it_was_given_up_changes_nothing(options, 
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("gone", [STATE, f"{STATE}/tmp", f"{STATE}/claims", f"{STATE}/done", "."])
 def test_a_folder_that_is_removed_under_a_run_ends_it_with_exit_5(gone, source, digests, tmp_path):
     out = tmp_path / "out"

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import FIRST, run, run_alone, write_llama
+from checkpoints import FIRST, SECOND, run, run_alone, write_llama
 
 from fp4convert.execution.plan_file import Done, Records, TaskFiles
 
@@ -149,6 +149,7 @@ def replace(path: Path, make: str, elsewhere: Path) -> None:
         path.symlink_to(elsewhere)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("make", ["pipe", "link-to-itself", "link-nowhere"])
 @pytest.mark.parametrize("file", [FIRST, "empty.txt"])
 def test_a_file_in_whose_place_is_none_is_written_again(file, make, source, out, clean, tmp_path):
@@ -199,3 +200,21 @@ def test_parts_of_two_plans_in_one_folder_are_not_merged(source, tmp_path):
     assert FIRST in merged.json["error"]["message"]
     finished, alone = (quantize(source, tmp_path / name, *parts[1]) for name in ("both", "alone"))
     assert finished.json["digest"] == alone.json["digest"]
+
+
+@pytest.mark.parametrize("options", [(), ("--force",)])
+@pytest.mark.parametrize("name", [".", "tmp", "claims", "done"])
+def test_no_folder_of_ours_is_a_link_to_files_of_somebody_else(name, options, source, out, tmp_path):
+    mine = tmp_path / "mine" / "deep"
+    mine.mkdir(parents=True)
+    (mine / "thesis.tex").write_text("years of work")
+    place = (out / STATE / name).resolve()
+    if name == ".":
+        shutil.copytree(place, mine.parent, dirs_exist_ok=True)
+    shutil.rmtree(place)
+    place.symlink_to(mine.parent)
+    (out / SECOND).unlink()
+    before = {path: path.read_bytes() for path in mine.parent.rglob("*") if path.is_file()}
+    refused = quantize(source, out, *options)
+    assert (refused.code, refused.json["error"]["code"]) == (5, "foreign-output")
+    assert {path: path.read_bytes() for path in mine.parent.rglob("*") if path.is_file()} == before

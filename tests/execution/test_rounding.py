@@ -189,6 +189,7 @@ def test_a_person_is_told_the_method(source, tmp_path):
     assert record["method"] == "gptq"
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("gram", ["full", "block:128"])
 def test_the_same_bytes_from_any_workers_any_process_and_parts(format, gram, source, tmp_path):
@@ -203,6 +204,7 @@ def test_the_same_bytes_from_any_workers_any_process_and_parts(format, gram, sou
     assert len(digests) == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(tmp_path):
     """Stopped in the middle, and the same command ends it with the bytes of a run that nobody stopped."""
     shards = {

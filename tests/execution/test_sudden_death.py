@@ -20,6 +20,7 @@ def digest(source: Path, output: Path) -> str:
     return str(run("quantize", source, "--format", "nvfp4", "-o", output, "--json", "-q").json["digest"])
 
 
+@pytest.mark.slow
 def test_killed_at_every_write_fsync_and_rename(tmp_path):
     source = write_llama(tmp_path / "source", **{"tokenizer.json": b"{}"})
     command = [sys.executable, KILL_POINTS, tmp_path, "quantize", source, "--format", "nvfp4"]
@@ -70,6 +71,7 @@ def test_stops_midway_and_says_how_to_continue(tmp_path, number, code):
     assert list((tmp_path / "out" / ".fp4convert" / "tmp").iterdir()) == []
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("pause", [0.0, 0.02, 0.1])
 def test_asked_twice_it_ends_at_once_and_is_continued(pause, second, tmp_path):

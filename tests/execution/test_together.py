@@ -57,6 +57,7 @@ def test_the_same_command_at_once_gives_the_bytes_of_one(tmp_path):
     assert list((out / STATE / "tmp").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_both_write_some_of_the_shards(tmp_path):
     """Each is stopped while the other works, so that neither can do everything."""
     source, out = write_zeros(tmp_path / "source", count=24), tmp_path / "out"
@@ -73,6 +74,7 @@ def test_both_write_some_of_the_shards(tmp_path):
     assert finish(first)["digest"] == finish(second)["digest"] == quantize(source, tmp_path / "alone").json["digest"]
 
 
+@pytest.mark.slow
 def test_of_three_one_dies_and_the_others_do_its_work(tmp_path):
     source, out = write_zeros(tmp_path / "source", count=30), tmp_path / "out"
     expected = quantize(source, tmp_path / "alone").json["digest"]
@@ -87,6 +89,7 @@ def test_of_three_one_dies_and_the_others_do_its_work(tmp_path):
     assert list((out / STATE / "tmp").iterdir()) == []
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("count", [2, 5, 40])
 def test_parts_are_merged_to_the_bytes_of_one_run(count, layers, tmp_path):
     """In one folder, and each in its own folder, copied together afterwards."""
@@ -231,6 +234,7 @@ def test_a_second_result_of_a_task_is_discarded(tmp_path):
     assert not late.exists()
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_in_a_crowd(layers, tmp_path):
     """Workers come and are killed at random instants; the last ones find the bytes of a clean run."""
     expected, out = quantize(layers, tmp_path / "alone").json["digest"], tmp_path / "out"

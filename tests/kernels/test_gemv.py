@@ -105,6 +105,7 @@ def assert_close(found: Float16s, q: Quantized, x: Vectors) -> None:
     assert not len(wrong), f"{len(wrong)} wrong, first vector and row {at}: {found[at]}, expected {exact[at]} +- {bound[at]}"
 
 
+@pytest.mark.sweep(4)
 @EVERY_X
 @EVERY_W
 @pytest.mark.parametrize("kind", ["multiplier", "divisor"])
@@ -128,6 +129,7 @@ def test_a_vector_does_not_depend_on_its_neighbours(library: ctypes.CDLL, fmt: F
         assert together[k].tobytes() == alone[0].tobytes(), f"vector {k} of 5"
 
 
+@pytest.mark.sweep(4)
 @EVERY_X
 @EVERY_W
 def test_nothing_is_read_behind_an_input(library: ctypes.CDLL, fmt: Format, word: str) -> None:

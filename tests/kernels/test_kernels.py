@@ -69,6 +69,7 @@ def check(backends: Backends, values: Values, dtype: str, fmt: Format, rule: str
 # --------------------------------------------------------------------------------------------------------- quantize
 
 
+@pytest.mark.sweep(4)
 @EVERY_RULE
 @EVERY_DTYPE
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
@@ -102,6 +103,7 @@ def reciprocal_differences(values: Values, q: Quantized) -> int:
     return int((wrong.reshape(1, -1) != codec.unpack(np.frombuffer(q.packed, np.uint8)[None])).sum())
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("exponent", [-43, -122, -125, -133, -148, -10, -6, 90])
 def test_nvfp4_bf16_within_a_hair_of_a_midpoint(backends: Backends, exponent: int) -> None:
     """Where fl(x / step) reaches a midpoint that x / step does not, or misses it by one float32 step; the block scale is 1."""
@@ -203,6 +205,7 @@ def test_nvfp4_where_quotients_are_7(backends: Backends, dtype: str) -> None:
             check(backends, blocks.reshape(1, -1), dtype, NVFP4, "amax", group_amax)
 
 
+@pytest.mark.sweep(2)
 @EVERY_DTYPE
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_the_smallest_values_under_every_step(backends: Backends, dtype: str, fmt: Format) -> None:
@@ -260,6 +263,7 @@ def test_every_16_bit_value_nvfp4(backends: Backends, dtype: str) -> None:
     assert len(reached) >= 200
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("rule", UNWEIGHTED[:3])
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 def test_every_16_bit_value_mxfp4(backends: Backends, dtype: str, rule: str) -> None:

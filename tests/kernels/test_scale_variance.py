@@ -34,6 +34,7 @@ def figures(x: NDArray[np.float64], groups: list[range], width: int) -> list[flo
     return [sum(each(cell) for cell in cells) for each in (lambda c: c.sum() ** 2, np.sum, lambda c: np.square(c).sum())]
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 64), (127, 5), (128, 65), (263, 24), (385, 131)])
 def test_sum_cells(cpus: Cpus, shape: tuple[int, int]) -> None:
     rng = generator(51, shape[0])

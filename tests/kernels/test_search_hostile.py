@@ -136,6 +136,7 @@ def check_case(backends: Backends, fmt: Format, rule: str, case: Case) -> None:
     assert_same_scales(check_kernels(backends, fmt, rule, case), best_scales(case, fmt, rule), case.blocks)
 
 
+@pytest.mark.sweep(5)
 @EVERY_SEARCH
 def test_searches_of_hostile_blocks(backends: Backends, fmt: Format, rule: str) -> None:
     @settings(max_examples=150, deadline=None, derandomize=True, database=None)

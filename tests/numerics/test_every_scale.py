@@ -105,6 +105,7 @@ def assert_whole(folder: Path, dialect: str, count: int) -> None:
     assert run("verify", folder).code == 0
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("dialect", TARGETS)
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_module_has_its_scale(kind, dialect, tmp_path):

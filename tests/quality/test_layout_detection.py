@@ -224,6 +224,7 @@ def lognormal_rows(fmt: Format) -> list[Bytes]:
     return scales
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("true", LAYOUTS)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_lognormal_rows_are_decided(fmt: str, true: str) -> None:

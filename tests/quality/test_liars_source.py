@@ -120,6 +120,7 @@ LIES = [
 ]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.name)
 def test_a_lie_is_seen_with_a_source_and_reported_as_declared_without(lie: Lie, artifacts, source, tmp_path):
     honest = artifacts[lie.artifact]
@@ -195,6 +196,7 @@ HONEST = [
 ]
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(("format", "dialect", "activations"), HONEST)
 def test_honest_artifacts_are_healthy(format, dialect, activations, source, tmp_path):
     options = ("--format", format, "--dialect", dialect, "--activations", activations)
@@ -202,6 +204,7 @@ def test_honest_artifacts_are_healthy(format, dialect, activations, source, tmp_
     assert errors(tmp_path / "out", source) == []
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("rule", ["floor", "even", "ceil"])
 def test_honest_casts_are_healthy(rule, source, tmp_path):
     assert run("quantize", source, "--format", "mxfp4", "--scale-rule", rule, "-o", tmp_path / "mx").code == 0
@@ -212,6 +215,7 @@ def test_honest_casts_are_healthy(rule, source, tmp_path):
         assert errors(out, source) == []
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("layout", ["linear", "128x4", "8x4", "deepgemm", "k_major", "interleaved", "appended"])
 @pytest.mark.parametrize("key", ["ct", "ct-mx"])
 def test_honest_layouts_are_healthy(key, layout, artifacts, source, tmp_path):
@@ -220,6 +224,7 @@ def test_honest_layouts_are_healthy(key, layout, artifacts, source, tmp_path):
     assert errors(tmp_path / "out", source) == []
 
 
+@pytest.mark.slow
 def test_honest_shards_and_exclusions_are_healthy(source, tmp_path):
     folder = Folder.read(source)
     split_in_two(folder)
@@ -231,6 +236,7 @@ def test_honest_shards_and_exclusions_are_healthy(source, tmp_path):
         assert errors(out, sharded) == []
 
 
+@pytest.mark.slow
 def test_honest_experts_are_healthy(source, tmp_path):
     """The same matrices as routed experts, as deepseek names them, and in stacks, as gpt-oss has them."""
     tensors = read_shard(source / MODEL)

@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 from checkpoints import hidden_characters, run
 from error_codes import raised
 from paths import ROOT

@@ -45,6 +45,7 @@ def test_packages_of_the_build_are_debians():
     assert packages == ["gcc", "libc6-dev"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extras", ["", "cuda12,gguf"])
 def test_the_wheel_is_installed_with_the_extras(extras, wheel, tmp_path):
     """The line as it is, with pip's own variables to keep it from the network, in an environment of its own."""

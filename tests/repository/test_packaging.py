@@ -81,6 +81,7 @@ def check_bare(venv: Path, folder: Path) -> None:
     assert run_bare(venv, "--version") == f"fp4convert {PROJECT['version']}\n"
 
 
+@pytest.mark.slow
 def test_wheel_works_in_an_environment_without_a_compiler(wheel, tmp_path):
     """What it depends on is found where it is installed here; what is installed here of ours is not."""
     venv = tmp_path / "venv"

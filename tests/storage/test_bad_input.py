@@ -87,6 +87,7 @@ def test_a_pipe_in_an_artifact_does_not_hang_inspect(file, tmp_path):
     assert "not a regular file" in outcome.json["error"]["message"]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", cases("quantized", "kept", "warned"))
 def test_converted_with_nothing_lost_in_silence(case: Case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from built_once import built_once
 from checkpoints import Outcome, run
 
 LETTERS = string.ascii_lowercase
@@ -52,18 +53,20 @@ def make_model(folder: Path, name: str, dtype: str = "float32", **sizes: Any) ->
     import torch
     import transformers
 
-    config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
-    own = {**BERT, **sizes} if name == "Bert" else {**SIZES, **MODELS[name], **sizes}
-    config = getattr(transformers, config_name)(**own)
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = getattr(transformers, "BertModel" if name == "Bert" else f"{name}ForCausalLM")(config)
-        for tensor in model.state_dict().values():
-            if tensor.is_floating_point():
-                torch.nn.init.normal_(tensor, 0.5 if tensor.dim() == 1 else 0.0, 0.2)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
-    write_tokenizer(folder)
-    return folder
+    def build(made: Path) -> None:
+        config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+        own = {**BERT, **sizes} if name == "Bert" else {**SIZES, **MODELS[name], **sizes}
+        config = getattr(transformers, config_name)(**own)
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            model = getattr(transformers, "BertModel" if name == "Bert" else f"{name}ForCausalLM")(config)
+            for tensor in model.state_dict().values():
+                if tensor.is_floating_point():
+                    torch.nn.init.normal_(tensor, 0.5 if tensor.dim() == 1 else 0.0, 0.2)
+        model.to(getattr(torch, dtype)).save_pretrained(made)
+        write_tokenizer(made)
+
+    return built_once(f"{name} {dtype} {sorted(sizes.items())}", build, folder)
 
 
 def write_tokenizer(folder: Path) -> None:

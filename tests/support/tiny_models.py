@@ -6,14 +6,14 @@ torch and transformers are imported where they are needed: collecting the tests 
 from __future__ import annotations
 
 import json
-import subprocess
-import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from built_once import built_once
+from checkpoints import run
 
 TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SHAPE = {
@@ -87,13 +87,15 @@ def make_scattered_llama(folder: Path) -> Path:
 def _save(kind: Any, config: Any, folder: Path, dtype: str) -> Path:
     import torch
 
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = kind(config).to(getattr(torch, TORCH_NAMES[dtype]))
-        for name, parameter in model.named_parameters():
-            _season(name, parameter.data)
-    model.save_pretrained(folder)
-    return folder
+    def build(made: Path) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = kind(config).to(getattr(torch, TORCH_NAMES[dtype]))
+            for name, parameter in model.named_parameters():
+                _season(name, parameter.data)
+        model.save_pretrained(made)
+
+    return built_once(f"{kind.__name__} {dtype} {config.to_json_string()}", build, folder)
 
 
 def _season(name: str, weight: Any) -> None:
@@ -109,11 +111,10 @@ def _season(name: str, weight: Any) -> None:
 
 
 def fp4convert(*arguments: object, expect: int = 0) -> str:
-    """What the installed command prints to stdout; the test fails where its exit code is not `expect`."""
-    script = Path(sysconfig.get_path("scripts")) / "fp4convert"
-    done = subprocess.run([script, *map(str, arguments)], capture_output=True, text=True, check=False)
-    assert done.returncode == expect, f"exit code {done.returncode}: {done.stderr or done.stdout}"
-    return done.stdout
+    """What the command prints to stdout; the test fails where its exit code is not `expect`."""
+    outcome = run(*arguments)
+    assert outcome.code == expect, f"exit code {outcome.code}: {outcome.err or outcome.out}"
+    return outcome.out
 
 
 def fp4convert_json(*arguments: object) -> dict[str, Any]:

@@ -68,6 +68,7 @@ def artifact(hub, folder, tmp_path):
     return tmp_path / "q"
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("after", range(0, 40, 3))
 @pytest.mark.parametrize("command", [("inspect", "org/q"), ("verify", "org/q", "--source", "org/m")])
 def test_inspect_and_verify_blame_no_artifact_for_what_the_network_did(command, after, hub, folder, artifact):

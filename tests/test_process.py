@@ -41,6 +41,7 @@ SCALES = {"match": "safetensors", "after": 4}  # headers come twice
 WEIGHTS = {"match": "/m/.*safetensors", "after": 4}
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("kind", ["stall", "status"])
 @pytest.mark.parametrize(
