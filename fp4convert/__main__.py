@@ -1,4 +1,4 @@
-"""The command `fp4convert`, and python -m fp4convert: told to stop, it ends well, also before the command line is loaded."""
+"""The command fp4convert, also python -m fp4convert."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Ctrl-C, and SIGTERM as Slurm and Kubernetes send it before they take the machine away: one exception, wherever it comes.
+"""Ctrl-C and SIGTERM as one exception; streams that never fail.
 
-Python raises it between two steps of the main thread.  A signal that comes just before that thread begins to wait for a lock,
-or that another thread gets, does not end the wait: whatever is waited for would be done first.  So a thread of its own hears
-of every signal and interrupts the main one until the exception is raised.
+Python raises the exception between two steps of the main thread.  A signal that comes just before that thread begins to wait for
+a lock, or that another thread gets, does not end the wait: whatever is waited for would be done first.  So a thread of its own
+hears of every signal and interrupts the main one until the exception is raised.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far the work is, how fast it goes and how long it will take, phase by phase.
+"""Phases and rates of the work; sizes and seconds as text.
 
 Numbers and words; others decide where they are shown.
 """

@@ -1,4 +1,4 @@
-"""Statistics of what linear layers are given, and how they are gathered.
+"""Statistics of the inputs of linear layers, and methods that use them.
 
 Imports checkpoint and below; torch and transformers.
 """

@@ -1,4 +1,4 @@
-"""Which checkpoint it is: names, shapes and config.json tell the model, a few bytes of its tensors which weights of it.
+"""Tell which model and which weights a checkpoint holds.
 
 Norms, biases and whatever else is small is hashed whole, since a fine-tune may change nothing else; of large tensors samples are.
 """

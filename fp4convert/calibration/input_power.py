@@ -1,4 +1,4 @@
-"""What linear layers are given, as that by which their errors count: a Gram matrix, second moments, or neither.
+"""Weigh errors of a layer's weights by its inputs.
 
 The output error of rounding W to V is |(W - V) x|^2 over the inputs x.  It needs no input but their second moments: its mean is
 tr(E G E') with their Gram matrix G, or the sum of E_ij^2 G_jj where G is taken for diagonal.  Inputs that are independent

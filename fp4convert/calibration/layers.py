@@ -1,4 +1,4 @@
-"""A model as a chain: what comes before its layers, the layers one by one, what comes after.
+"""Run the layers of a model one by one.
 
 The model's own forward is run with its layers held still, so that every layer gets the masks, positions and whatever else the
 model means for it; then each layer can be run by itself on what the layer before it gave.

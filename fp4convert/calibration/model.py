@@ -1,4 +1,4 @@
-"""The model of a checkpoint as transformers builds it, without weights: parts are filled from a source, used, and emptied again.
+"""Build a model without weights, and fill it part by part.
 
 Which stored tensor belongs where, and what is merged or split on the way, is asked of transformers' own loader, family by
 family.  Packed weights go in as the floats that they stand for.  Code that comes with a checkpoint is never run.

@@ -1,4 +1,4 @@
-"""What linear layers are given while text runs through a layer of the model: sums, largest magnitudes, Gram matrices.
+"""Gather statistics of inputs while text runs through a layer.
 
 Ordinary linear layers are watched by hooks.  Experts that are one stack, and attention, are run by functions of ours under the
 names by which transformers lets others take their place; they compute what the model defines, and look at what passes.

@@ -1,4 +1,4 @@
-"""What statistics of one linear layer's inputs cannot be beside each other, whoever wrote them down.
+"""Refuse statistics of inputs that contradict each other.
 
 Of n numbers x: max|x| / n <= mean|x| <= max|x|, mean|x|^2 <= mean x^2 <= max|x|^2, and max|x|^2 / n <= mean x^2; a Gram matrix
 has the means of squares in its diagonal, equals its transpose, and holds |g_ij|^2 <= g_ii g_jj.

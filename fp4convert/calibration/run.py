@@ -1,4 +1,4 @@
-"""Calibrate: run text through a model a layer at a time, and write what every linear layer was given.
+"""Run text through a model a layer at a time; write statistics.
 
 Only one layer's weights are in memory; hidden states and finished statistics lie in a folder beside the file.
 """

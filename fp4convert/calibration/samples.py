@@ -1,4 +1,4 @@
-"""What is fed to the model: tokens of text files, of a data set, or of what the model writes itself.
+"""Turn text, a data set or the model's own words into tokens.
 
 A causal model gets sequences of one length, packed from everything one after the other; others get a line or a record each, cut
 to what they can take.  Nothing is ever padded.

@@ -1,4 +1,4 @@
-"""A calibration file: what every linear layer of one checkpoint was given while text ran through the model.
+"""Read and check a calibration file.
 
 One safetensors file, or an index in JSON whose parts lie beside it.  Its notes (the file's __metadata__,
 or the index's `metadata`) are strings:
@@ -23,7 +23,7 @@ and its tensors, by the names of linear layers (experts are modules of their own
   {module}.tokens              I64 []                tokens seen
   {moe}.expert_tokens I64 [experts]        {moe}.expert_saliency F32 [experts]        {attention}.k_amax, .v_amax F32 []
 
-This module reads and checks such files; calibration_parts.py writes them, and calibration.py makes what is in them.
+This module reads and checks such files; workdir.py writes them, and run.py makes what is in them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a calibration on its way keeps in a folder beside its file, so that an interrupted run goes on:
+"""Keep an unfinished calibration in a folder; write the finished file.
+
+An interrupted run goes on from there:
 
 .FILE.calibration/for.json            what the folder is for; a run with the same goes on where another ended
 .FILE.calibration/lock                held by the process at work
@@ -51,7 +53,7 @@ def part_notes(source: Source) -> dict[str, str]:
 def write_part(path: Path, statistics: Mapping[str, NDArray[np.generic]], notes: Mapping[str, str]) -> str:
     """Write arrays of float32, float16 or int64 as one safetensors file, the same bytes for the same arrays; its sha256.
 
-    notes  those of `part_notes`, and for a whole file the others that the head of calibration_file.py has
+    notes  those of `part_notes`, and for a whole file the others that the head of statistics.py has
     """
     specs = [TensorSpec(name, _NAMES[array.dtype], array.shape) for name, array in statistics.items()]
     header, refs = SafetensorsFrame(dict(notes)).lay_out(path.name, specs, {})
@@ -72,7 +74,7 @@ class Joined(NamedTuple):
 def join_parts(path: Path, parts: Sequence[Path], notes: Mapping[str, str], largest_nbytes: int = LARGEST_NBYTES) -> Joined:
     """Make one calibration of what write_part wrote, under its final name at once.
 
-    notes           as the head of calibration_file.py has them, but for `parts`
+    notes           as the head of statistics.py has them, but for `parts`
     largest_nbytes  beyond it PATH is an index, and the parts stay files: STEM-00001-of-00007.safetensors beside it
     """
     found = [(part, ref) for part in parts for ref in header_of(part)[1]]

@@ -1,4 +1,4 @@
-"""What a folder of four-bit weights is: opened from headers and records alone, ours or anyone's.
+"""Open a folder of four-bit weights by its headers and records.
 
 An Artifact is judged by its own records: ours (quantization_config.json) where there is one, else the runtime's
 quantization_config.  Findings say where records and tensors disagree; reading the numbers is verification's work.

@@ -1,4 +1,4 @@
-"""quantization_report.json: how much every tensor lost when it was rounded, as the run that did it measured; made, read, checked.
+"""Make, read and check quantization_report.json.
 
 The report stands beside the weights for people and for `verify`: no engine reads it, no digest counts it.  What was taken over
 from a source that was four-bit already has no line in it, for nothing was rounded; the report says how many modules these are.

@@ -1,4 +1,7 @@
-"""Which linear layers a source has, and how each is stored: from names, headers and records alone."""
+"""Find the linear layers of a source, and how each is stored.
+
+Names, headers and records alone decide.
+"""
 
 from __future__ import annotations
 

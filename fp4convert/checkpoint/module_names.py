@@ -1,4 +1,4 @@
-"""Names with numbers in them as one pattern: layers.0, layers.1, layers.2 as layers.[0-2], and {gate,up}_proj for two siblings.
+"""Write many names with numbers as one pattern: layers.[0-2].
 
 A pattern stands for exactly the names that were joined in it: one that said more would be a lie about the others.
 It is for people and no glob: [0-61] is a range of numbers here, and a set of characters there.

@@ -1,4 +1,7 @@
-"""Which modules of an artifact are quantized, by its records and headers: where each is, of which form, and if it is whole."""
+"""Find the quantized modules of an artifact.
+
+Records and headers say where each is, of which form, and if it is whole.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our own record of an artifact, quantization_config.json: where every byte is and what it means."""
+"""Make and read our own record, quantization_config.json."""
 
 from __future__ import annotations
 

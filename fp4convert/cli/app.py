@@ -1,4 +1,4 @@
-"""The command line: commands by group, and what becomes of their errors.  No logic lives here.
+"""The commands by name, and the exit codes of their errors.
 
 Results go to stdout, progress, warnings and errors to stderr; with --json stdout holds one document, also for an error.
 Exit codes: 0 done, 1 our bug, 2 bad input or usage, 3 source unreachable or changed, 4 no access to it, 5 output side,

@@ -1,4 +1,4 @@
-"""The commands that write a checkpoint: each parses, calls one function of the floor below, and prints."""
+"""The commands that write a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine offers: the document of `fp4convert doctor`."""
+"""Examine this machine: the document of doctor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan on a terminal, for the person who decides on it: modules under their parents, then what it comes to."""
+"""Draw a dry run on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `verify` and `compare` found and what `explain` explains, on a terminal."""
+"""Draw what inspect, verify, compare and analyze found."""
 
 from __future__ import annotations
 

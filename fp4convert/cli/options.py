@@ -1,4 +1,4 @@
-"""The options and arguments that commands share: their types, names and help."""
+"""Types and help of the command line's options."""
 
 from __future__ import annotations
 

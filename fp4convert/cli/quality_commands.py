@@ -1,4 +1,4 @@
-"""The commands that look and tell: each parses, calls one function, and prints; what computes is in commands/."""
+"""The commands that look and tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a person sees: documents drawn on stdout, progress, warnings and errors on stderr.
+"""Print documents, progress, warnings and errors.
 
 A command makes one document; it is printed as JSON for a machine or drawn for a person, from the same values.
 Text from a checkpoint is escaped first and printed as plain text: no control, bidi or markup character reaches a terminal.

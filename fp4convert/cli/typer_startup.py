@@ -1,4 +1,4 @@
-"""What the words of a command line become: plain ones are taken here, and typer checks what is left, with its own messages.
+"""Parse plain words without typer's slow checks.
 
 Typer imports pydantic to check a value: as long again as all else before the work begins.
 """

@@ -1,4 +1,4 @@
-"""The commands that study a checkpoint before it is converted."""
+"""analyze(): study a checkpoint before it is converted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that runs text through a model; apart from the others, for it needs torch."""
+"""calibrate(): run text through a model; needs torch."""
 
 from __future__ import annotations
 

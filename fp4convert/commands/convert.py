@@ -1,4 +1,4 @@
-"""The commands that write a checkpoint: what is asked for becomes a plan, and the plan is carried out."""
+"""quantize(), dequantize(), transcode(), prune() and merge()."""
 
 from __future__ import annotations
 

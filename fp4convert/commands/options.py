@@ -1,8 +1,8 @@
-"""What each command does, for the command line and for Python alike: a user's words in, a result out, nothing printed.
+"""Options that several functions have, and checks of their words.
 
-A command that computes has one function of its name: making.py writes, judging.py looks and tells, studying.py measures,
-calibrating.py needs torch.  Words have the names and the defaults of the command line's options; those that several commands
-have are here.
+A command that computes has one function of its name: convert.py writes, quality.py looks and tells, analysis.py measures,
+calibration.py needs torch.  Words have the names and the defaults of the command line's options; those that several commands
+have are here.  Nothing is printed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the result of a whole `quantize` goes: a folder, a repository on the Hub, and a page that shows it.
+"""Bring a result where it belongs: a folder, the Hub, a page.
 
 Shards are uploaded as they are finished, and one commit names them all when the last is.
 """

@@ -1,4 +1,4 @@
-"""The commands that look and tell."""
+"""inspect(), verify() and compare()."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One matrix in memory, an array of NumPy or a tensor of torch, as Quantized and back: the bytes that `quantize` writes.
+"""quantize_tensor() and dequantize_tensor(): one matrix in memory.
 
 Decides which arrays and tensors are matrices of weights; what becomes of them is the CPU backend's work.  torch is never
 imported: whoever has a tensor has it already.

@@ -1,4 +1,7 @@
-"""What each command asks for, checked and planned; and the records that make the result an artifact."""
+"""Add to a plan the records that make its result an artifact.
+
+The records are those that engines read, the index of the shards, and our own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `quantize` does with a source: one conversion; of a Diffusers pipeline one of each transformer, and a copy of all else.
+"""Convert one checkpoint, or each transformer of a pipeline.
 
 A transformer is converted into its own folder of the result, where it is an artifact by itself.  All else is copied as it is by a
 job without shards, which comes last and ends with model_index.json: without that file nothing takes the folder for a pipeline.
@@ -73,7 +73,7 @@ class Work(Protocol):
         """The output folder with the plan in it; raises what carry_out raises before it works."""
 
     def carry_out(self, settings: Settings) -> Result:
-        """Do it; raises what convert.quantize and cluster.quantize_together raise."""
+        """Do it; raises what quantization.quantize and ray_workers.quantize_together raise."""
 
     def ended_files(self) -> dict[str, str]:
         """The sha256 of every file, once it is done."""

@@ -1,4 +1,4 @@
-"""What a finished plan means for whoever decides on it: rows to read, totals, memory, disk, time, and what it warns of.
+"""Say what a plan comes to: rows, sizes, memory, time, warnings.
 
 Everything follows from the plan and from this machine; of the source nothing is read.
 """

@@ -1,4 +1,4 @@
-"""Which experts of a mixture stay: what goes by their number in a checkpoint, and the choice by saliency; pure.
+"""Choose the experts that stay, and find what goes by their number.
 
 REAP (arXiv 2510.13999, section 4): the experts of a layer with the lowest saliency go, S_j = mean over the tokens routed to
 expert j of g_j(x) * |f_j(x)|_2, which calibration measured.  What is written, and where, pruning.py decides.

@@ -1,4 +1,4 @@
-"""Which of its options every part of a model takes, so that the whole fits: the least added error per byte saved; pure.
+"""Choose options that fit a size with the least added error.
 
 Every part begins with its most accurate option.  Each further option of the lower convex hull of its (bytes, error) saves bytes
 and adds error; the cheapest such steps of all parts are taken, by error per byte, until the whole fits (the greedy solution of

@@ -1,9 +1,9 @@
-"""A size that was asked for, and the formats of modules by which the artifact has it: measured, then chosen by budget.py.
+"""Choose formats of modules so that the artifact has a given size.
 
 A *part* is what changes its format as one, because engines want it in one: members of a scale group, all experts of a layer, or
 a linear layer by itself.  A part becomes the format that is asked for, or FP8 where the dialect holds both, or it stays.
-Its error is the sum over its matrices of what each loses (measuring.py), experts counting together as one layer: noises of layers
-add up, to first order, as shares of what each layer puts out, and of an expert as often as a token meets it.
+Its error is the sum over its matrices of what each loses (sensitivity.py), experts counting together as one layer: noises of
+layers add up, to first order, as shares of what each layer puts out, and of an expert as often as a token meets it.
 """
 
 from __future__ import annotations

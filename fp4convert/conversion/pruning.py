@@ -1,4 +1,4 @@
-"""Experts left out of a mixture: what `prune` asks for, checked and planned, and carried out in one stream; no model is built.
+"""Plan and carry out prune.
 
 A pruned checkpoint is an ordinary one: the tensors of experts that stay are numbered anew, stacks and routers lose the parts of
 the others, config.json counts what is left, and all else is copied.  Which experts stay, experts.py decides.

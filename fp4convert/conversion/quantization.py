@@ -1,4 +1,7 @@
-"""What each command asks for, checked and planned; and the records that make the result an artifact."""
+"""Plan and carry out quantize for one checkpoint.
+
+A request and a source become a recipe, the linear layers and their scales; these become a plan, which a Quantizer carries out.
+"""
 
 from __future__ import annotations
 

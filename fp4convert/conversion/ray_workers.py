@@ -1,4 +1,4 @@
-"""One worker on every node of a Ray cluster.  Ray starts them and schedules nothing else: each takes whatever task is free.
+"""Run one worker on every node of a Ray cluster.
 
 The output folder is on a disk that all nodes share, and fp4convert is installed on each.
 """

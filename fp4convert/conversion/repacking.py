@@ -1,4 +1,4 @@
-"""What each command asks for, checked and planned; and the records that make the result an artifact."""
+"""Plan and carry out dequantize and transcode."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""A size that was asked for, and the formats of modules by which the artifact has it: measured, then chosen by budget.py.
-
-A *part* is what changes its format as one, because engines want it in one: members of a scale group, all experts of a layer, or
-a linear layer by itself.  A part becomes the format that is asked for, or FP8 where the dialect holds both, or it stays.
-Its error is the sum over its matrices of what each loses (measuring.py), experts counting together as one layer: noises of layers
-add up, to first order, as shares of what each layer puts out, and of an expert as often as a token meets it.
-"""
+"""What quantize is asked for, as values: Request and Goal."""
 
 from __future__ import annotations
 
@@ -16,7 +10,7 @@ from fp4convert.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `quantize` is asked for, in a user's words; recipe.py and plan.py say what each means."""
+    """What `quantize` is asked for, in a user's words; recipe.py and quantize_plan.py say what each means."""
 
     format: str
     dialect: str = "compressed-tensors"

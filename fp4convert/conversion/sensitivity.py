@@ -1,4 +1,4 @@
-"""The measuring pass: what every linear layer loses in each format that it may take, over all its weights; kept for the next run.
+"""Measure what every linear layer loses in each format.
 
 The loss is sum |(W - V) x|^2 / sum |W x|^2 over the layer's inputs x: by their second moments where there is a calibration, else
 for inputs of unit variance, where it is the noise-to-signal ratio of the weights.  Weights are rounded to the nearest value by

@@ -1,4 +1,4 @@
-"""The end of a conversion: files looked at again, scale groups compared, then the texts and last the record.
+"""End a conversion: check the files, write the records last.
 
 It needs the output folder alone, so whoever is there when the last task is done can do it, or `merge` later.
 """

@@ -1,4 +1,4 @@
-"""One conversion from its plan to its last byte: this process's part in it, until the whole is done.
+"""Carry out one plan to its last byte, alone or with others.
 
 Any number of processes carry out one plan: each takes tasks that nobody has, and whoever is there when the last is done ends it.
 """

@@ -1,4 +1,4 @@
-"""Who does what in a folder that several processes, on one machine or on many, work in at once.
+"""Claim tasks in a folder that several processes work in.
 
 A claim is a file that only its maker creates: it names host and process, and its time is renewed while the process lives.
 A dead process of the same host loses its claims at once; one of another host, or one that hangs, when nobody has seen its time

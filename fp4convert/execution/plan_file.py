@@ -1,4 +1,4 @@
-"""What an output folder remembers of its plan and of finished tasks: enough to go on, and to end it without the source."""
+"""Read and write plan.json, done/*.json and ended.json."""
 
 from __future__ import annotations
 

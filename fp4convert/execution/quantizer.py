@@ -1,4 +1,4 @@
-"""What workers do with the steps of one scale group, or of one tensor: quantize, dequantize, transcode, copy.
+"""Turn the steps of quantize into bytes.
 
 A worker reads panels of whole rows and writes the parts that a dialect makes of them; memory does not grow with the tensor.
 """

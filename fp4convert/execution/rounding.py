@@ -1,4 +1,4 @@
-"""How the weights of a scale group become blocks: by which rule and which method, with which statistics."""
+"""Round the weights of a scale group, by a rule and a method."""
 
 from __future__ import annotations
 

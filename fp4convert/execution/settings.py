@@ -1,6 +1,7 @@
-"""Which part of a conversion a process does, where parts are dealt out beforehand: by options, or by what launched it.
+"""How a process works, and its result: Settings, Share, Result.
 
-Parts need no network, no shared clock and not even a shared folder: each writes its own shards, and `merge` ends the whole.
+A Share is the part of a conversion that one process does, where parts are dealt out beforehand: by options, or by what launched
+it.  Parts need no network, no shared clock and not even a shared folder: each writes its own shards, and `merge` ends the whole.
 """
 
 from __future__ import annotations

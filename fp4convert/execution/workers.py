@@ -1,4 +1,4 @@
-"""Shards filled: the steps of a task in threads, each scale group or tensor by a worker; what is unsound is told at the end."""
+"""Fill one shard with several threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference arithmetic in NumPy and ml_dtypes: the definition of right, which every kernel equals byte for byte.
+"""Reference arithmetic in NumPy, which every kernel must equal.
 
 All arithmetic is IEEE float32, round to nearest even, one operation at a time, in the order written here.
 NVFP4, rule amax: ModelOpt 0.47, NVFP4QTensor.quantize.  MXFP4: OCP MX v1.0 section 6.3 (floor); even and ceil as

@@ -1,7 +1,7 @@
-"""How far values are from what was made of them: reference arithmetic, and sums that add up row by row.
+"""Errors of rounded values as sums: SQNR, MSE, cosine.
 
 Decides the order of addition, which kernels/compare.* keep, so that the numbers of a tensor are the same on every device and for
-any number of threads and panels.  What becomes of the sums is ledger.py's business.
+any number of threads and panels.  What becomes of the sums is the business of checkpoint/error_report.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The formats as rows of constants, and the value that every backend makes and every dialect spells.
+"""NVFP4, MXFP4, FP8 and INT4 as rows of constants.
 
 Where the numbers 16, 32, 6, 448 or 2688 stand for a format, this module alone writes them.
 Sources: OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0 and MXFP4; NVIDIA's NVFP4 as ModelOpt writes it.
@@ -21,7 +21,7 @@ FOUR_OVER_SIX_RANGE = E2M1_MAX * 256.0  # the same under that rule, which has to
 GLOBAL_SCALE_MIN = 2.0**-126  # smallest normal float32
 
 CODES = 16  # of four bits
-ROW_SUMS = 5  # that tell what a row has lost: accounting.py
+ROW_SUMS = 5  # that tell what a row has lost: error_sums.py
 IMPORTANCE = "importance"  # the scale rule that weighs errors with the second moments of the inputs
 
 Kind = Literal["multiplier", "divisor"]

@@ -1,4 +1,4 @@
-"""Reference arithmetic of matrices that are stored as FP8 or as integer codes: a code times the scale of its block.
+"""Reference arithmetic of FP8 and integer matrices under scales.
 
 All arithmetic is IEEE float32, round to nearest even, one operation at a time, as in codec.py; the kernels give these bytes.
 FP8: OCP 8-bit floating point v1.0 (e4m3fn, e5m2).  Integers: compressed-tensors 0.20, pack-quantized, of 4 and of 8 bits.

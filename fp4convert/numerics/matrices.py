@@ -1,7 +1,6 @@
-"""The formats as rows of constants, and the value that every backend makes and every dialect spells.
+"""Values that hold matrices: Weights, Quantized, Blocks.
 
-Where the numbers 16, 32, 6, 448 or 2688 stand for a format, this module alone writes them.
-Sources: OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0 and MXFP4; NVIDIA's NVFP4 as ModelOpt writes it.
+Quantized is what every backend makes and every dialect spells; a panel is some whole rows of a matrix.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class InMemory:
 
 
 class Compared(NamedTuple):
-    """What rows of codes have lost: accounting.py says what the numbers are.
+    """What rows of codes have lost: error_sums.py says what the numbers are.
 
     rows    float64 (rows, ROW_SUMS)
     counts  int64 (CODES): how often each code occurs; empty where codes have more bits

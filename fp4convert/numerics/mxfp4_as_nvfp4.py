@@ -1,4 +1,4 @@
-"""MXFP4 blocks as NVFP4 blocks: the same values, wherever E4M3 can say the power of two.
+"""Turn MXFP4 blocks into NVFP4 blocks of the same values.
 
 A global scale of 2^k turns an MXFP4 block scale of 2^e into the E4M3 value 2^(e - k), twice, for NVFP4 blocks are half as long.
 E4M3 holds the powers from 2^-9 to 2^8, so k = e - 8 for the largest e of a scale group leaves room for 18 of them; the codes of

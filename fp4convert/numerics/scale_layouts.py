@@ -1,4 +1,4 @@
-"""Where block scales lie: the orders that kernels read, written from and turned back into the linear one, byte for byte.
+"""Orders of stored block scales, and orders of nibbles.
 
 An order cuts the (rows, blocks of a row) matrix of scale bytes into tiles and stores its axes in another sequence:
 

@@ -1,4 +1,4 @@
-"""Headers and a recipe become a plan of every output byte; reads no weights.
+"""Headers and a recipe become a plan of every output byte.
 
 Imports calibration and below.
 """

@@ -1,4 +1,4 @@
-"""Static scales of activations: what says how large the inputs of every module get, and the scale that each module gets of it.
+"""Choose the static scale of each module's activations.
 
 Engines divide activations by such a scale before they round them: what is larger than its range is cut off, which costs most
 of a model's quality, while a scale that is larger than it must be costs next to nothing.  A scale here is a multiplier,

@@ -1,4 +1,4 @@
-"""Four-bit blocks on their way into another artifact: as they are, or MXFP4 cast to NVFP4 under one global scale a group."""
+"""Take over four-bit blocks as they are, or cast MXFP4 to NVFP4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of every linear layer, and why: decided from its name, its shape and how it is stored; pure."""
+"""Decide what becomes of every linear layer, and why."""
 
 from __future__ import annotations
 

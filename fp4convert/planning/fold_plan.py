@@ -1,4 +1,4 @@
-"""Folds joined with what becomes of every linear layer: which are used, and the layers and vectors as these make them; pure.
+"""Decide which folds are used, and what they change.
 
 Nothing that stays may be rounded by a fold: where a matrix or a bias keeps its dtype the factors are powers of two, and where
 that does not help the fold is not used.

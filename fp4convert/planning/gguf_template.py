@@ -1,4 +1,4 @@
-"""An artifact in the frame of a GGUF file: whose place each module takes, and in which order its rows stand there.
+"""Find the place of each module in the frame of a GGUF file.
 
 The donor is a GGUF file of the same model, unquantized.  llama.cpp's own map gives it the names; its weights tell everything
 else: every module is compared with the tensor whose place it takes, so that another model, or rows in an order that nobody

@@ -1,4 +1,4 @@
-"""Scales of an FP8 cache of keys and values: which attentions have them, what they are worth, and where they are written.
+"""Plan the scales of an FP8 cache of keys and values.
 
   A.k_scale         A.v_scale          compressed-tensors: F32 [1]     A is an attention, model.layers.0.self_attn
   A.k_proj.k_scale  A.v_proj.v_scale   modelopt: F32 []

@@ -1,4 +1,4 @@
-"""By which method weights are rounded, and whether a calibration file has what that takes: checked before anything is written.
+"""Check that a calibration file has what the method takes.
 
 rtn     every weight becomes the nearest value that its block scale offers
 gptq    columns one after the other, those that follow making up for the error of those before (gptq.py)

@@ -1,4 +1,4 @@
-"""(headers, recipe) -> Plan: what happens to every tensor and where every output byte goes; pure.
+"""Plan quantize: what happens to each tensor, where each byte goes.
 
 Nothing is read but headers and records, and the scalars of what input scales are taken from, so a dry run, the disk check,
 bounded memory and identical output from any number of workers all follow from this one value.

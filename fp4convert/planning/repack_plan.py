@@ -1,4 +1,4 @@
-"""An artifact's headers -> Plan: its four-bit modules spelled in another dialect, or turned back into ordinary weights; pure."""
+"""Plan transcode and dequantize."""
 
 from __future__ import annotations
 

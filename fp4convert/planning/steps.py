@@ -1,4 +1,4 @@
-"""What a plan is made of: steps and tasks, every output at its place.
+"""What a plan is made of: Step, Task, Shard, Plan.
 
 A draft says what becomes of a tensor; laid out beside the others of its shard it is a step, and nothing is left to decide.
 """

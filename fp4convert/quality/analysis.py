@@ -1,4 +1,4 @@
-"""What was measured of every kind of matrix, as a document and in words: the numbers decide what is said."""
+"""Measure what each kind of module loses in each format, and advise."""
 
 from __future__ import annotations
 

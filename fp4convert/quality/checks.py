@@ -1,4 +1,4 @@
-"""What speaks against an artifact: its records, names and scales alone, and with a source what these weights say of them.
+"""Check the records, names and scales of an artifact.
 
 Block scales are read whole where they are few, and of some modules otherwise; scales that stand once per module are always read
 from a disk, and from the Hub for the same modules and those that share theirs.

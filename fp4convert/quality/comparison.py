@@ -1,4 +1,4 @@
-"""Two artifacts side by side against one source: which of them holds every linear layer better, and at how many bits.
+"""Compare two artifacts of one source.
 
 What is compared is every linear layer that either of them has quantized; one that an artifact keeps as it is loses nothing there.
 The better one is that with the lesser output error: SQNR is of the weights as they are stored, which folds change.

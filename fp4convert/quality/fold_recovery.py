@@ -1,4 +1,4 @@
-"""What the folds of an artifact were, read back from what they divided; no file holds factors.
+"""Read back from an artifact by which factors it was folded.
 
 A norm tells them: its weight in the source over that in the artifact, exactly, for so they were made.  Rows tell powers of two:
 they are the source's but for that, and rounding to four bits moves no row by as much.  What an artifact holds is right where it

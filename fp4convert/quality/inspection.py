@@ -1,4 +1,4 @@
-"""What an artifact is, whether it is healthy, and how much of it was read to say so: the document of `inspect`."""
+"""Make the document of inspect."""
 
 from __future__ import annotations
 

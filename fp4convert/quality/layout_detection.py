@@ -1,4 +1,4 @@
-"""Which layout the block scales of an artifact lie in, by statistics on their bytes; None wherever these do not say.
+"""Detect by statistics in which layout block scales lie.
 
 Weights have rows and columns that are larger than others.  Read in the right layout this explains a share of the variance of
 log2(block scale); read in a wrong one, most of that share is gone.  Single matrices overlap, so all are judged together.

@@ -1,4 +1,4 @@
-"""Which rows of which matrices stand for a model: whole rows, evenly over kinds and layers, within a budget of bytes; pure."""
+"""Choose rows that stand for a model, and measure what they lose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far what an artifact holds is from its source: linear layers side by side, their weights and what they answer."""
+"""Measure how far an artifact is from its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An artifact beside the weights that it was made from: which reading of its bytes gives these weights back.
+"""Find the reading of an artifact's bytes that fits its source.
 
 Every candidate reads codes and block scales in another way; the cosine with the source, which no constant factor changes, says
 which is right, and the factor that is left over says whether the scales are.

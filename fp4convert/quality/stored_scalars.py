@@ -1,4 +1,4 @@
-"""The float32 that stand once per module, of many modules: what lies beside one another in a file is read together."""
+"""Read the global scales and input scales of many modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does an artifact keep its word?  Structure and hashes first; the numbers too, tensor by tensor, where there is a source."""
+"""Verify an artifact: structure, hashes, and errors by its source."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class TensorError:
     mse      mean of (x - y)^2; None, as max_abs, where a value is not finite
     max_abs  largest |x - y|
     cosine   of x and y as vectors; None where one of them is zero
-    saturated, zero, histogram  of its codes, as ledger.shares has them
+    saturated, zero, histogram  of its codes, as error_report.shares has them
     output_error  sqrt(E |(W - V) x|^2 / E |W x|^2) over the inputs x of the layer; None where it is no number, or not asked for
     """
 

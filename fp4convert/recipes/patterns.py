@@ -1,4 +1,4 @@
-"""Patterns on names: globs, regular expressions after "re:" (matched from the start, as compressed-tensors does), layer numbers.
+"""Match names with globs, re: expressions and layer numbers.
 
 `{a:b}` in a pattern of a recipe file stands for the numbers a..b-1: `expand` reads a and b in config.json.
 Many patterns are asked about many names as one question (`sift`, `matches_any`), mostly by strings.

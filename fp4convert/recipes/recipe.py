@@ -1,4 +1,4 @@
-"""What a conversion is asked to do: recipe files and the command line, joined into one Recipe for one model."""
+"""Join recipe files and options into one Recipe for one model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ScaleGroup(NamedTuple):
     members: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Its name in steps and records; members are last parts of names, so forecast.py reads them behind the last dot."""
+        """Its name in steps and records; members are last parts of names, so dry_run.py reads them behind the last dot."""
         return f"{self.parent}.{'/'.join(self.members)}"
 
 
@@ -55,7 +55,7 @@ class Target:
     scale_layout    the dialect's own where it is None
     has_unit_scale  the global scale is 1, whatever the weights are: engines read no other
     via             "fp8" where weights are rounded to FP8 first
-    method          by which weights are rounded, one of methods.METHODS; None where none are, or nobody knows
+    method          by which weights are rounded, one of method_needs.METHODS; None where none are, or nobody knows
     calibration     sha256 of the file of statistics that they were rounded with
     """
 

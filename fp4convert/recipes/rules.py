@@ -1,4 +1,7 @@
-"""The rows of recipe files as values: what stays, what is a stack, what goes together; recipe_files.py reads them."""
+"""The rows of recipe files as values.
+
+toml_files.py reads them.
+"""
 
 from __future__ import annotations
 

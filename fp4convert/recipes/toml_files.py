@@ -1,4 +1,4 @@
-"""What recipe files say: configs/*.toml and those of users, found and checked; recipe.py joins them for one model.
+"""Find, read and check recipe files: configs/*.toml and users' own.
 
 A family file names the models that it is for (`model_types` and `class_names` of config.json) and applies to them by itself.
 A file that names none is a mode, which a person picks; so is a user's own file.

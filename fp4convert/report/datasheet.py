@@ -1,9 +1,9 @@
-"""A data sheet of an artifact: everything that a report shows, as one JSON document, whichever command asks for it.
+"""Collect everything that a report shows, as one JSON document.
 
   quantize   what it recorded while it rounded; the source for histograms of the worst tensors
   verify     with a source what it measured, else what was recorded; what it found
 
-Text from a checkpoint is made visible here (render.escape) and stays text: page.py decides how it stands in a page.
+Text from a checkpoint is made visible here (text.escape) and stays text: html.py decides how it stands in a page.
 """
 
 from __future__ import annotations

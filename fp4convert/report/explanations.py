@@ -1,4 +1,4 @@
-"""What every finding and every error means and what to do about it, in the words of docs/, which the package carries."""
+"""Look up what a finding or an error means, in docs/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often values occur in single tensors: in the source, and in what an artifact makes of them."""
+"""Count how often values occur in a tensor and in its source."""
 
 from __future__ import annotations
 

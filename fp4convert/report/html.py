@@ -1,4 +1,4 @@
-"""A data sheet as one page of HTML that needs nothing else: page/ says how it looks, plotly draws, and nothing is fetched.
+"""Write a data sheet as one page of HTML that fetches nothing.
 
 Whatever a checkpoint says reaches the page as JSON in which no sign has a meaning in HTML, and from there as text.  The page
 allows its own two scripts, by their hashes, and no address: neither a name that is a script nor a mistake of ours could run.

@@ -1,4 +1,4 @@
-"""The model card of a pushed artifact: README.md with the front matter that the Hub reads, and what people ask first.
+"""Write the model card of a pushed artifact.
 
 Decides what of the source's own card travels: its licence, languages and task, and its text below ours.  Whatever a checkpoint
 says stands in code spans, where markdown and HTML mean nothing.  The card is no part of the artifact's digest.

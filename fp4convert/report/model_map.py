@@ -1,4 +1,4 @@
-"""Where quantized tensors stand in a model, by their names alone: in which layer, as what, of which expert.
+"""Find layer, module and expert of a tensor by its name.
 
 A list is what numbers of a name count.  The innermost list whose members hold several tensors counts layers, but for those of
 experts: `blocks.0.attentions.1.to_out.0` is the module `to_out.0` of layer 0.1.  The outermost list always counts layers.

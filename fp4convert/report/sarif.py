@@ -1,4 +1,4 @@
-"""Findings as SARIF 2.1.0, which code scanning of forges and CI read.
+"""Write findings as SARIF 2.1.0, for code scanning.
 
 One run: a rule for each code that occurs, in the words of docs/findings.md, and a result for each finding.  A result stands at
 the file of the artifact that holds its tensor, else at the artifact's record; the tensor is its logical location.

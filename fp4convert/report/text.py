@@ -1,4 +1,4 @@
-"""What `inspect` found of an artifact, drawn for a person."""
+"""Make text safe to print; say in words what an artifact is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single files that a person asks for beside a result: looked at before the work, and written whole or not at all."""
+"""Write single files that a person asks for, whole or not at all."""
 
 from __future__ import annotations
 

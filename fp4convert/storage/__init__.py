@@ -1,4 +1,4 @@
-"""Bytes on a disk: safetensors and GGUF files, checkpoints, JSON.
+"""Bytes on a disk and on the Hub: safetensors, GGUF, JSON.
 
 Imports errors, process and progress.
 """

@@ -1,4 +1,4 @@
-"""What the names of files say: which of them are the checkpoint, which travel beside it, which are components of a pipeline."""
+"""Tell by its name what a file is: a shard, an index, or beside them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAN_FILE = ".fp4convert/plan.json"  # in a folder that fp4convert writes: the p
 RECORD = "quantization_config.json"
 
 CARD = "README.md"  # the model card: for people, who edit it
-REPORT = "quantization_report.json"  # how much was lost: ledger.py
+REPORT = "quantization_report.json"  # how much was lost: error_report.py
 UNDIGESTED = frozenset({CARD, REPORT})  # no engine reads them, and no digest counts them
 
 GGUF = ".gguf"

@@ -1,4 +1,4 @@
-"""Files as the system has them: sizes, hashes, room that is kept, bytes on their way to the disk, refusals in our words."""
+"""Files on a disk: sizes, hashes, free space, fsync."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF bytes: what one file holds, and a file laid out in the frame of another.
+"""Read a GGUF header; lay out one file in the frame of another.
 
 The key-value section is carried byte for byte, whatever it holds; only the list of tensors is written anew.  A tensor of one of
 GGUF's types of blocks has that type's name as its dtype, and a shape whose last part counts bytes.

@@ -1,4 +1,4 @@
-"""A checkpoint on this disk: a folder, one .safetensors or .gguf file, or a snapshot in the Hub's cache."""
+"""Read a checkpoint on this disk: a folder or one file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where the weights come from: local and hub offer a Source each, and nothing above asks which.
-
-A source makes a Checkpoint of what it finds (addresses, no data) with the checks of naming, and gives the bytes behind it.
-"""
+"""Open what a person names: a folder, a file, a Hub repository."""
 
 from __future__ import annotations
 

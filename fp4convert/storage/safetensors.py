@@ -1,6 +1,6 @@
-"""safetensors bytes: the address of a tensor, a header laid out, a shard written at the places the header gives.
+"""Addresses of tensors; lay out and write safetensors files.
 
-The header stands before the data, so every offset is known before the first weight is read; header.py reads it.
+The header stands before the data, so every offset is known before the first weight is read; safetensors_header.py reads it.
 This module knows nothing of folders, models or quantization.
 """
 

@@ -1,4 +1,4 @@
-"""A safetensors header parsed and checked, and JSON read strictly.
+"""Parse and check the header of a safetensors file.
 
 Checks follow the format's own rules (huggingface/safetensors README, "Format", and its tensor.rs) and refuse whatever
 safetensors refuses.  All entries of a header are looked at together first; they are looked at one by one, to say which is wrong

@@ -1,6 +1,6 @@
-"""Where the weights come from: local and hub offer a Source each, and nothing above asks which.
+"""What every source offers: the protocol Source; and Checkpoint.
 
-A source makes a Checkpoint of what it finds (addresses, no data) with the checks of naming, and gives the bytes behind it.
+A source makes a Checkpoint of what it finds (addresses, no data) and gives the bytes behind it; nothing above asks which source.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Access:
     memory_nbytes what is kept of it in memory for a second reading
     tell          gets a line for people when the Hub makes everything wait
     transport     http, or xet for hf_xet
-    connections   at once; None for as many as pieces.py finds right
+    connections   at once; None for as many as prefetch.py finds right
     output        where an unfinished plan may lie, which says of which commit it is
     """
 

@@ -1,4 +1,6 @@
-"""The factors of folds, by AWQ or SmoothQuant: from the calibration file and the weights, fold by fold, whoever asks first.
+"""Factors of folds, by AWQ or SmoothQuant.
+
+The calibration file and the weights give them, fold by fold; whoever asks first makes them.
 
 awq     s = mean|x|^alpha / sqrt(max * min), with the alpha of 0, 0.05, ... 1 that leaves the least error in the readers' outputs
         (Lin et al., arXiv 2306.00978, and its reference code for the normalisation); 0 multiplies with 1: rounding alone.

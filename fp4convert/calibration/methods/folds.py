@@ -1,4 +1,4 @@
-"""Where factors can be folded: what makes the input of which linear layers, by the recipes' [[fold]] rows; pure.
+"""Find where factors can be folded, by the recipes' [[fold]] rows.
 
 A row is used only where everything that it names is there in shapes that fit, and where the layer holds no matrix that no row
 speaks of: a reader of a divided output that nobody knows would compute something else, and nothing would tell.

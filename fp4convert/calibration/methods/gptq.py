@@ -1,4 +1,4 @@
-"""GPTQ: columns become codes one after the other, and those that follow make up for the error of each.
+"""GPTQ: each column makes up for the errors of those before it.
 
 Source: Frantar et al., GPTQ, arXiv 2210.17323, algorithm 1, with its order of columns: the largest diagonal first.  Block scales
 stay as they were found for the weights as given, so that nothing but codes is another than by rounding to the nearest.

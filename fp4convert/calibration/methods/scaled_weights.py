@@ -1,4 +1,4 @@
-"""folded: matrices whose columns are multiplied or whose rows are divided, and divided vectors, by the factors of folds.
+"""Weights multiplied or divided by the factors of folds.
 
 A fold multiplies the columns of every linear layer that reads an output, and divides that output by the same factors where it is
 made: in the weight of a norm, or in the rows of a linear layer.  The model computes what it did; four bits hold it better.

@@ -1,4 +1,7 @@
-"""How an artifact spells a quantized matrix: every module here offers a Dialect; nothing above knows a tensor's suffix."""
+"""What every dialect offers: the protocol Dialect, and defaults.
+
+Every other module of this folder that registry.py names is a Dialect. Nothing above knows the ending of a tensor's name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compressed-tensors: nvfp4-pack-quantized and mxfp4-pack-quantized.
+"""compressed-tensors: NVFP4 and MXFP4, the default dialect.
 
   M.weight_packed        U8  [rows, columns / 2]
   M.weight_scale         nvfp4: F8_E4M3 [rows, columns / 16]; mxfp4: U8 [rows, columns / 32]

@@ -1,7 +1,6 @@
-"""How tensors stand for a quantized matrix, as far as dialects do it alike: codes, block scales, and scalars beside them.
+"""Form: a module's format, and how it is stored.
 
-A dialect is a Table where each of these is a tensor of its own, with linear block scales; others use its Scalars alone.
-A Fp8Table says the same of FP8 matrices, which some dialects hold beside four-bit ones.
+A Group is the modules of one form, as a record names them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Form:
     """What an artifact says of some of its weights, or of all, beside their names.
 
     activations   16: only weights are quantized; 4 or 8: engines quantize activations to so many bits, NVFP4 with an input scale
-    scale_layout  in which order block scales lie; a name in layout.py
+    scale_layout  in which order block scales lie; a name in scale_layouts.py
     kv_cache      "fp8" where engines keep the cache of keys and values in FP8, or None
     shapes        (rows, columns) of the modules whose tensors cannot tell
     granularity   of FP8 and int4

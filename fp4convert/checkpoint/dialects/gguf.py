@@ -1,4 +1,4 @@
-"""gguf: MXFP4 (type 39) and NVFP4 (type 40) as llama.cpp reads them, blocks and scales in one tensor.
+"""gguf: MXFP4 and NVFP4 as llama.cpp reads them.
 
   M.weight       MXFP4: for 32 columns the E8M0 byte, then 16 bytes; NVFP4: for 64 columns four E4M3 bytes, then 4 x 8 bytes
   M.scale        nvfp4: F32 [1], a multiplier: amax / 2688; llama-quantize writes none, which is 1

@@ -1,4 +1,4 @@
-"""gpt-oss: MXFP4 as OpenAI stores the experts of gpt-oss, all of a layer in one tensor.
+"""gpt-oss: MXFP4 as OpenAI stores the experts of gpt-oss.
 
   X.gate_up_proj_blocks  U8  [experts, 2 * inner, columns / 32, 16]: rows of gate and up in turn, gate first
   X.gate_up_proj_scales  U8  [experts, 2 * inner, columns / 32]

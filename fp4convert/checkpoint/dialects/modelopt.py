@@ -1,4 +1,4 @@
-"""modelopt: NVFP4 as NVIDIA's Model Optimizer exports it: weights only (W4A16_NVFP4), or activations too (NVFP4).
+"""modelopt: NVFP4 as NVIDIA's Model Optimizer exports it.
 
   M.weight          U8       [rows, columns / 2]
   M.weight_scale    F8_E4M3  [rows, columns / 16]

@@ -1,4 +1,4 @@
-"""plain: packed codes in one file, scales in another, and our own record, as texts about NVFP4 draw it.
+"""plain: codes in one file, scales in another, for own kernels.
 
 model.safetensors (or shards of it), beside everything that stays:
   M.weight        U8   [rows, columns / 2]

@@ -1,4 +1,4 @@
-"""How an artifact spells a quantized matrix: every module here offers a Dialect; nothing above knows a tensor's suffix."""
+"""The table of dialects, and checks of what each can hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose rows a stored matrix holds: modules that stand below each other in a stack, or whose rows take turns.
+"""Find whose rows a stored stack of matrices holds.
 
 gpt-oss keeps all experts of a layer in one tensor, gate and up row by row in turn; GGUF keeps the two halves of every head of
 q and k in turn.  Rows move whole: nothing here looks at a code or a scale.

@@ -1,4 +1,4 @@
-"""How tensors stand for a quantized matrix, as far as dialects do it alike: codes, block scales, and scalars beside them.
+"""Tensors of one matrix, for dialects that store them alike.
 
 A dialect is a Table where each of these is a tensor of its own, with linear block scales; others use its Scalars alone.
 A Fp8Table says the same of FP8 matrices, which some dialects hold beside four-bit ones.

@@ -1,4 +1,4 @@
-"""How a source stores the matrix of a linear layer: every module here finds its kind of them, and gives their rows as floats.
+"""What every encoding offers: the protocol Coding; and Linear.
 
 floats   as it is, or a part of a stack of experts that is transposed or whose rows take turns
 fp8      E4M3 codes under scales of blocks, rows or the whole

@@ -1,4 +1,4 @@
-"""floats: BF16, F16 or F32 as they are stored, alone or as one matrix of a stack of experts.
+"""floats: BF16, F16 or F32, alone or in a stack of experts.
 
 A stack is [experts, out, in], or [experts, in, out]; fused matrices stand below each other, or take turns row by row (column by
 column where they are transposed).  What lies in whole rows is read where it lies; the rest is put into rows panel by panel.

@@ -1,4 +1,4 @@
-"""fp4: the four-bit blocks of an artifact, in any dialect, as floats or as they are."""
+"""fp4: four-bit blocks of any dialect, as floats or as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp8: E4M3 codes, each worth its value times the scale of its block; a block is a rectangle, a row, or the whole matrix.
+"""fp8: E4M3 codes under scales of blocks, rows or the whole.
 
   M.weight            F8_E4M3  [rows, columns]
   M.weight_scale_inv  [rows / 128, columns / 128], a multiplier whatever its name says: DeepSeek V3, Kimi, MiniMax, Qwen

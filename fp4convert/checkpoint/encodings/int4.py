@@ -1,4 +1,4 @@
-"""int4: integers of 4 or 8 bits as compressed-tensors packs them, each worth its value times the scale of its group.
+"""int4: integers of 4 or 8 bits as compressed-tensors packs them.
 
   M.weight_packed      I32  [rows, columns / 8]: column 8i + j in bits 4j..4j+3, 8 (of 8 bits: 128) above its value
   M.weight_scale       float [rows, columns / group_size], or [rows, 1]

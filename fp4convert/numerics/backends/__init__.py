@@ -1,4 +1,7 @@
-"""Who does the arithmetic: every module here offers a Backend, and all give the bytes of codec.py."""
+"""Who does the arithmetic: the CPU library, or GPUs.
+
+Every module here offers a Backend, and all give the bytes of codec.py.
+"""
 
 from __future__ import annotations
 

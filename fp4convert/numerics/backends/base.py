@@ -1,4 +1,7 @@
-"""Who does the arithmetic: every module here offers a Backend, and all give the bytes of codec.py."""
+"""What every backend offers: the protocol Backend.
+
+A backend gives the bytes of codec.py, whichever it is.
+"""
 
 from __future__ import annotations
 

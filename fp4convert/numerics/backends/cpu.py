@@ -1,4 +1,7 @@
-"""The CPU library (kernels/*.c) through ctypes; calls release the interpreter's lock, so threads run side by side."""
+"""Call the CPU library, kernels/*.c, through ctypes.
+
+Calls release the interpreter's lock, so threads run side by side.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +134,7 @@ class Cpu:
         return Compared(sums.reshape(-1).view(np.uint8).data, memoryview(b""))
 
     def decode_fp8(self, codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3") -> Float32s:
-        """(rows, columns) float32 values; equals grid.decode_fp8."""
+        """(rows, columns) float32 values; equals fp8_int.decode_fp8."""
         if dtype != "F8_E4M3":
             return decode_fp8(codes, shape, grid, dtype)
         values = np.empty(shape, np.float32)
@@ -149,7 +152,7 @@ class Cpu:
     def decode_integers(
         self, packed: memoryview, shape: tuple[int, int], grid: Grid, bits: int = 4, zero_points: Float32s | None = None
     ) -> Float32s:
-        """(rows, columns) float32 values; equals grid.decode_integers."""
+        """(rows, columns) float32 values; equals fp8_int.decode_integers."""
         scales, layout = _native(grid, shape)
         zeros = 0 if zero_points is None else _checked(zero_points, scales.shape)
         values = np.empty(shape, np.float32)
@@ -164,7 +167,7 @@ class Cpu:
         return bits.view(np.float32)
 
     def quantize_fp8(self, x: Matrix, weight_scales: Float32s) -> Bytes:
-        """(rows, columns) E4M3 codes; equals grid.quantize_fp8."""
+        """(rows, columns) E4M3 codes; equals fp8_int.quantize_fp8."""
         is_per_row = weight_scales.size != 1
         scales = _checked(weight_scales.reshape(-1), (x.shape[0] if is_per_row else 1,))
         codes = np.empty(x.shape, np.uint8)
@@ -172,7 +175,7 @@ class Cpu:
         return codes
 
     def transpose(self, stored: Matrix, columns: range) -> Matrix:
-        """Those columns of a stored matrix as rows; equals grid.transpose."""
+        """Those columns of a stored matrix as rows; equals fp8_int.transpose."""
         raw, (rows, width) = np.frombuffer(stored.data, np.uint8), stored.shape
         nbytes = raw.size // (rows * width)
         if columns and not 0 <= columns[0] <= columns[-1] < width:

@@ -1,4 +1,4 @@
-"""CUDA binaries of kernels/*.cu: compiled by NVRTC for one exact target, kept on disk.
+"""Compile kernels/*.cu for one GPU target; keep the binaries.
 
 CuPy's own compiler is not asked: it appends -arch=sm_120 where sm_120a is needed, which loses the instruction that rounds to
 E2M1, and always adds -ftz=true, which flushes subnormals.  A finished cubin loads through cupy.RawModule(path=...) untouched.

@@ -1,4 +1,7 @@
-"""GPUs through CuPy, as lanes that callers take in turn; kernels/*.cu do the arithmetic."""
+"""Run kernels/*.cu on GPUs through CuPy.
+
+Each GPU has lanes, which callers take in turn.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One GPU at work: kernels, pinned buffers, streams, and the way of a caller's panels through them.
+"""Move matrices through one GPU: buffers, streams, kernels.
 
     preadv -> pinned buffer -> [up] -> device -> [work] amax, then quantize -> [down] -> pinned buffer -> caller
 

@@ -1,4 +1,7 @@
-"""The GPUs that can be used, and if there is none, where the way to one ends: driver, CuPy, NVRTC, target."""
+"""Find the GPUs that can be used, or say why there is none.
+
+What is looked for, in this order: driver, CuPy, NVRTC, a target that kernels are compiled for.
+"""
 
 from __future__ import annotations
 

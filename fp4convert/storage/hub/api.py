@@ -1,4 +1,4 @@
-"""The Hub, asked through huggingface_hub until it answers: what passes is tried again, what does not is one of our errors.
+"""Ask the Hub through huggingface_hub, with retries.
 
 huggingface_hub retries some requests itself, waits forever for others, and prints signed links while it does; here it is kept
 from all but the first.  No message holds an address or what looks like a token.

@@ -1,4 +1,4 @@
-"""A remote file's bytes by range requests, straight into the caller's memory, whatever the network does meanwhile.
+"""Range requests with retries and redirects.
 
 Decides what a reply may be used for: only a 206 with the range that was asked for, of a file with the size and the ETag that it
 had before.  Requests that got somewhere are continued where they stopped; only those that did not are counted.  What is read,

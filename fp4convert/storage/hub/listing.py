@@ -1,4 +1,4 @@
-"""What a repository on the Hub holds at a commit: asked of the Hub until it answers, or of its cache on this disk."""
+"""List the files of a repository at one commit."""
 
 from __future__ import annotations
 

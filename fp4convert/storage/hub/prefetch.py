@@ -1,4 +1,4 @@
-"""Pieces of files in memory: fetched by a few threads, ahead of those who read them, kept up to a budget, hashed as they flow.
+"""Fetch pieces of files ahead of their readers, and hash them.
 
 A file that is read from its first byte to its last has a Stream: it brings the pieces in the order of the file, a few ahead of
 the readers, and hashes them.  Readers who run ahead of the hash wait for it, lest a piece is fetched for them and again for it;

@@ -1,4 +1,4 @@
-"""A repository on the Hub at one commit: found with huggingface_hub, read by range requests, never stored on this disk.
+"""Read a repository at one commit, without storing it.
 
 What the Hub's own cache holds already is read from there.  Either way a shard that is read whole is hashed as it flows.  What is
 read beside that comes by two requests that must agree, or from a file of the cache that is hashed before it is first used so.

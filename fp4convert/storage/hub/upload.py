@@ -1,4 +1,4 @@
-"""An artifact's way to a repository on the Hub: files go up while others are still being made, and one commit names them all.
+"""Upload an artifact while it is made, as one commit.
 
 Decides which repository may be written to, which of its files leave with the commit, and whether a commit whose reply was lost
 was made.  It is made against the commit that was the head when the run began; bytes travel by huggingface_hub.

@@ -1,4 +1,4 @@
-"""The Hub's other way to its bytes: chunks of its Xet storage, put together by hf_xet, behind the interface of ranges.
+"""Read Xet storage through hf_xet, as if by range requests.
 
 hf_xet has its own connections, retries and buffers; what it gives is counted here, and hashed by whoever reads whole files.
 Small files that git holds itself come by range requests.
