@@ -1,6 +1,6 @@
 """linears.py and codings/: which linear layers a source has, what belongs to each, and every reason for refusing a source.
 
-What their rows are worth is in test_codings.py.
+What their rows are worth is in test_encodings.py.
 """
 
 from __future__ import annotations

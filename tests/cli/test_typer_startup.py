@@ -1,4 +1,4 @@
-"""cli/words.py: what is taken plainly becomes what typer makes of it, and whatever typer refuses is still refused by typer."""
+"""cli/typer_startup.py: plain words become what typer makes of them, and what typer refuses is still refused by typer."""
 
 import io
 from collections.abc import Callable

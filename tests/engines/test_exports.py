@@ -1,6 +1,6 @@
 """What ModelOpt and compressed-tensors themselves export beyond the plain case: caches in FP8, mixed modules, MXFP4.
 
-How ModelOpt's plain NVFP4 fares is in test_engines_modelopt.py.  vLLM's maybe_remap_kv_scale_name takes self_attn.k_proj.k_scale
+How ModelOpt's plain NVFP4 fares is in test_modelopt.py.  vLLM's maybe_remap_kv_scale_name takes self_attn.k_proj.k_scale
 (ModelOpt) and self_attn.k_scale (compressed-tensors) for the same scale.
 """
 

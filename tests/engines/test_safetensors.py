@@ -1,6 +1,6 @@
 """safetensors and torch read every file of an artifact: names, dtypes, shapes, alignment and bytes.
 
-What the engines make of the numbers: test_engines_transformers.py and test_engines_modelopt.py.
+What the engines make of the numbers: test_transformers.py and test_modelopt.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The C kernels of FP8 and integer codes against grid.py, byte for byte, on each level of this processor.
+"""The C kernels of FP8 and integer codes against fp8_int.py, byte for byte, on each level of this processor.
 
-Decides that they are right wherever grid.py is; test_grid.py decides the latter.
+Decides that they are right wherever fp8_int.py is; test_fp8_int.py decides the latter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What values lose by their codes: the sums against float64 and against their order spelled out, and every kernel against both.
 
-Decides that accounting.py is right, and that kernels/compare.* equal it bit for bit on each level and on the GPU's stand-in.
+Decides that error_sums.py is right, and that kernels/compare.* equal it bit for bit on each level and on the GPU's stand-in.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
 
 
 def check(backends: Backends, values: Values, dtype: str, q: Quantized) -> Sums:
-    """The sums by accounting.py, after every backend found the same rows and counts."""
+    """The sums by error_sums.py, after every backend found the same rows and counts."""
     expected = compare(values.astype(np.float32), q)
     for name, backend in backends.items():
         found = backend.compare(matrix(values, dtype), q)

@@ -1,6 +1,6 @@
-"""grid.py against torch, ml_dtypes and compressed-tensors: FP8 and integer codes under block scales, and back.
+"""fp8_int.py against torch, ml_dtypes and compressed-tensors: FP8 and integer codes under block scales, and back.
 
-Decides that this reference is right; test_kernels_grid.py then holds every kernel to it.
+Decides that this reference is right; test_fp8_int.py then holds every kernel to it.
 """
 
 from __future__ import annotations

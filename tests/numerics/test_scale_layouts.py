@@ -1,4 +1,4 @@
-"""layout.py against code of other packages, against the documented offsets, and against bytes typed by hand."""
+"""scale_layouts.py against code of other packages, against the documented offsets, and against bytes typed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""detection.py on the weights of a real model and on structure made to deceive it: it may say nothing, but nothing false."""
+"""Layout detection on the weights of a real model and on structure made to deceive it: it may say nothing, but nothing false."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""suspicion.py where its judgements turn: which reading is named, and which factor is one of rounding."""
+"""source_match.py where its judgements turn: which reading is named, and which factor is one of rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for the part of CuPy that lane.py uses: streams put everything off for as long as they may.
+"""A stand-in for the part of CuPy that cuda_stream.py uses: streams put everything off for as long as they may.
 
 What is started on a stream happens when something waits for it, in the order of that stream alone; what another stream does
 is only seen after an event was waited for.  A wait that the program forgets therefore gives wrong bytes, on every run.  Kernels
