@@ -1,4 +1,4 @@
-"""transcode --format nvfp4 of MXFP4 artifacts, whole: values, groups across shards, counts; arithmetic is in test_the cast.
+"""transcode --format nvfp4 of MXFP4 artifacts, whole: values, groups, counts; arithmetic is in test_mxfp4_as_nvfp4.py.
 
 Artifacts are made by hand, without a record of ours; values are decoded by ml_dtypes in float64.
 """
