@@ -11,7 +11,7 @@ import pytest
 from checkpoints import WAIT_SECONDS, write_zeros
 from paths import SUPPORT
 
-HASTY = SUPPORT.joinpath("hasty.py")
+HASTY = SUPPORT.joinpath("hasty_worker.py")
 STATE = ".fp4convert"
 OTHER = ("--dialect", "modelopt", "--force")
 
