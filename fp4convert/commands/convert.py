@@ -163,7 +163,7 @@ def dequantize(artifact: Reference, output: Reference, *, dtype: str = "bf16", *
     source, opened = open_quantized(os.fspath(artifact), access_of(options, target))
     plan = repacking.prepare_dequantize(source, opened, dtype)
     _tell(options, plan.warnings, settings)
-    return repacking.dequantize(source, opened, plan, target, settings)
+    return repacking.dequantize(source, plan, target, settings)
 
 
 def transcode(artifact: Reference, output: Reference, *, dialect: str, **options: Unpack[TranscodeOptions]) -> Result:

@@ -56,7 +56,7 @@ def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) ->
     return replace(plan, warnings=(*plan.warnings, *notes))
 
 
-def dequantize(source: Source, artifact: Artifact | None, plan: Plan, output: Path, settings: Settings) -> Result:
+def dequantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:
     """Carry out a plan of prepare_dequantize: ordinary weights again, with the values that engines compute.
 
     Raises DeviceError for a device that is not there; NumericError beyond fp16's range; OutputError as open_output does.

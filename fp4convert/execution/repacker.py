@@ -15,7 +15,7 @@ import numpy as np
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.registry import Speller, dialect_named, form_of
-from fp4convert.checkpoint.dialects.stacks import Rows, Slot, alternate, rows_of
+from fp4convert.checkpoint.dialects.stacks import Rows, Slot, alternate, pieces_of, rows_of
 from fp4convert.checkpoint.dialects.tables import Part
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.fp4 import FourBit
@@ -88,16 +88,14 @@ class Dequantizer:
 
     def _matrix(self, step: Step, linears: Mapping[str, Linear], slots: Sequence[Slot]) -> memoryview:
         """One expert of a stack, whole: its slots below each other, the rows of each in turns."""
-        dtype, columns = step.outputs[0].dtype, step.shape[-1]
-        values = [[b"".join(self._values(linears[rows.module], dtype, rows)) for rows in slot] for slot in slots]
-        woven = [np.stack([np.frombuffer(each, FLOAT_DTYPES[dtype]).reshape(-1, columns) for each in slot], 1) for slot in values]
-        matrix = (
-            np.concatenate([each.reshape(-1, columns) for each in woven]) if len(woven) > 1 else woven[0].reshape(-1, columns)
-        )
+        dtype, (_, height, columns) = step.outputs[0].dtype, step.shape
+        matrix = np.empty((height, columns), FLOAT_DTYPES[dtype])
+        for module, (piece,) in pieces_of(slots).items():
+            values = b"".join(self._values(linears[module], dtype, Rows(module, piece.start, piece.start + piece.height)))
+            places = slice(piece.first, piece.first + piece.height * piece.step, piece.step)
+            matrix[places] = np.frombuffer(values, matrix.dtype).reshape(-1, columns)
         data = matrix.reshape(-1).view(np.uint8).data
-        if not step.is_transposed:
-            return data
-        return Cpu().transpose(Matrix(data, dtype, (len(matrix), columns)), range(columns)).data
+        return Cpu().transpose(Matrix(data, dtype, (height, columns)), range(columns)).data if step.is_transposed else data
 
     def _values(self, linear: Linear, dtype: str, rows: Rows | None = None) -> Iterator[memoryview]:
         """The values of a linear layer as bytes of that dtype, or of those rows of one in four bits."""

@@ -24,7 +24,6 @@ from fp4convert.recipes.rules import StackRule
 from fp4convert.storage.safetensors import WEIGHT
 
 ENDING_PARTS = 3  # of a stack's name that tell it from others: mlp.experts.gate_up_proj
-NEXT_STEP = "Make the artifact again from its source, or download it again."
 _WILD = set("*?[")
 _PARTS = {"parent": ".*", "expert": "0|[1-9][0-9]{0,8}"}
 
@@ -206,15 +205,15 @@ def _put_together(name: str, rule: StackRule, found: Mapping[tuple[int, str], Li
     if lacking := next((each for each in wanted if each not in found), None):
         module = rule.module(name, *lacking)
         detail = f"{module} is not there, and {len(found)} other matrices of {name} are"
-        raise InputError("stack-experts", f"{detail}; expected every expert from 0 on", NEXT_STEP, module)
+        raise InputError("stack-experts", f"{detail}; expected every expert from 0 on", tensor=module)
     if len(found) > experts * len(rule.members):
         detail = f"{name} was a stack of {experts} experts, as the record says; found matrices of more, {len(found)} in all"
-        raise InputError("stack-experts", detail, NEXT_STEP, name)
+        raise InputError("stack-experts", detail, tensor=name)
     linears = tuple([found[expert, member] for expert in range(experts) for member in rule.members])
     rows, columns = linears[0].shape
     if odd := next((linear for linear in linears if linear.shape != (rows, columns)), None):
         detail = f"{odd.module} is {list(odd.shape)}, and {linears[0].module} {[rows, columns]}; both were parts of {name}"
-        raise InputError("stack-experts", f"{detail}, expected one shape", NEXT_STEP, odd.module)
+        raise InputError("stack-experts", f"{detail}, expected one shape", tensor=odd.module)
     count = len(rule.members)
     held = [Rows(linear.module, 0, rows) for linear in linears]
     slots = tuple(_dealt(held, count if rule.is_interleaved else 1))
@@ -236,7 +235,7 @@ def _check_counts(members: Mapping[tuple[str, StackRule], Mapping[tuple[int, str
         other, there = counts.setdefault(parent, (name, count))
         if there != count:
             detail = f"{name} would have {count} experts, and {other} has {there}; expected every expert in both"
-            raise InputError("stack-experts", detail, NEXT_STEP, name)
+            raise InputError("stack-experts", detail, tensor=name)
 
 
 def _whole(stack: Stacked) -> Stacked:

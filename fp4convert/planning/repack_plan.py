@@ -38,18 +38,19 @@ def plan_dequantize(
     Raises   InputError for an unknown dtype, or where a restored weight would take the name of another tensor
     """
     target, stored = Target(dtype), dtype_named(dtype)
-    drafts = {stack.name: _stack_draft(stack, stored) for stack in stacks}
+    drafts = [_stack_draft(stack, stored) for stack in stacks]
     stacked = {module for stack in stacks for module in stack.modules}
     for linear in packed:
         if linear.module not in stacked:
             spec = TensorSpec(linear.module + WEIGHT, stored, linear.shape)
-            drafts[linear.module] = Draft("dequantize", linear.coding.word, linear.refs, (spec,), linear.shape, linears=(linear,))
+            draft = Draft("dequantize", linear.coding.word, linear.refs, (spec,), linear.shape)
+            drafts.append(draft._replace(module=linear.module, linears=(linear,)))
     left_out = {ref.name for linear in packed for ref in linear.idle} | set(idle)
-    consumed = left_out | {ref.name for draft in drafts.values() for ref in draft.refs}
+    consumed = left_out | {ref.name for draft in drafts for ref in draft.refs}
     tasks = _module_tasks(Writing(checkpoint, target), drafts, consumed)
     scales = [name for name in left_out if not name.endswith(".weight_shape")]
     warnings = [f"{len(scales)} scales are left out: ordinary weights need none"] if scales else []
-    if wide := [draft.specs[0].name for draft in drafts.values() if draft.slots and draft.specs[0].dtype != stored]:
+    if wide := [draft.specs[0].name for draft in drafts if draft.slots and draft.specs[0].dtype != stored]:
         warnings.append(
             f"{len(wide)} stacks of experts are not {dtype}, the first {wide[0]!r}: matrices in them stayed in another dtype"
         )
@@ -66,7 +67,7 @@ def _stack_draft(stack: Stacked, stored: str) -> Draft:
     refs = tuple(dict.fromkeys(ref for linear in stack.linears for ref in linear.refs))
     reason = ", ".join(dict.fromkeys(linear.coding.word for linear in stack.linears))
     draft = Draft("dequantize", reason, refs, (spec,), stack.shape, stack.slots)
-    return draft._replace(linears=stack.linears, is_transposed=stack.is_transposed)
+    return draft._replace(module=stack.name, linears=stack.linears, is_transposed=stack.is_transposed)
 
 
 class Stored(NamedTuple):
@@ -105,14 +106,14 @@ def plan_transcode(
     shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
     for module, packed in modules.items():
         shared[scale_group(module, recipe.groups) or module] += packed.refs
-    drafts = {}
+    drafts = []
     for stem, stored in placed.items():
         members = list(dict.fromkeys(rows.module for slot in stored.slots for rows in slot))
         refs = tuple(dict.fromkeys(ref for member in members for ref in modules[member].refs))
         group = tuple(dict.fromkeys(ref for member in members for ref in shared[scale_group(member, recipe.groups) or member]))
         specs = dialect.outputs(stem, stored.shape, form)
-        how = (specs, stored.shape, stored.slots)
-        drafts[stem] = Draft("transcode", "four-bit", refs, *how, amax_of=group, home=stored.home, form=form)
+        draft = Draft("transcode", "four-bit", refs, specs, stored.shape, stored.slots)
+        drafts.append(draft._replace(module=stem, amax_of=group, home=stored.home, form=form))
     homes = {stored.home.name for stored in placed.values()}
     idle = idle_scales(modules, renamed or {}, form.has_input_scale)
     consumed = homes | set(idle) | {ref.name for packed in modules.values() for ref in packed.refs}
@@ -166,11 +167,11 @@ def _refuse_unfit(placed: dict[str, Stored], modules: Iterable[str], dialect: Di
             raise InputError("dialect-module", detail, "Choose another --dialect.", module)
 
 
-def _module_tasks(writing: Writing, drafts: dict[str, Draft], consumed: set[str]) -> tuple[Task, ...]:
+def _module_tasks(writing: Writing, drafts: Iterable[Draft], consumed: set[str]) -> tuple[Task, ...]:
     """Tasks that carry out each draft where the first of its packed codes are, and copy every tensor that is not consumed."""
     at: dict[str, list[Draft]] = defaultdict(list)
-    for stem, draft in drafts.items():
-        at[(draft.home or draft.refs[0]).file].append(draft._replace(module=stem))
+    for draft in drafts:
+        at[(draft.home or draft.refs[0]).file].append(draft)
     tasks = []
     for shard in writing.checkpoint.shards:
         copies = [

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ct_export import Schemes, export_compressed
-from mo_export import FP4, FP8, Quantizers, export_modelopt, with_exceptions
+from compressed_tensors_export import Schemes, export_compressed
+from modelopt_export import FP4, FP8, Quantizers, export_modelopt, with_exceptions
 from tiny_models import differing, fp4convert, fp4convert_json, make_llama, read_json, read_tensors
 from torch_formulas import quark_weights
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from checkpoints import Tensor, read_folder
-from ct_export import export_compressed
+from compressed_tensors_export import export_compressed
 from mixing import Eight, Matrices, spell, write_mixed
-from mo_export import FP4, FP8, export_modelopt, with_exceptions
+from modelopt_export import FP4, FP8, export_modelopt, with_exceptions
 from tiny_models import fp4convert, fp4convert_json, make_llama, read_json, read_tensors
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from calibrations import write_calibration
-from ct_export import export_compressed
-from mo_export import FP4, FP8, export_modelopt, with_exceptions
+from compressed_tensors_export import export_compressed
+from modelopt_export import FP4, FP8, export_modelopt, with_exceptions
 from tiny_models import differing, fp4convert, fp4convert_json, make_llama, read_json, read_tensors
 
 from fp4convert.storage.open import open_source

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch_formulas as formulas
-from ct_export import export_compressed
+from compressed_tensors_export import export_compressed
 from families_experts import DEEPSEEK_V4, V4_EXPERTS, unprefixed
 from family import PARTS, Family, Tensors, build, modules_of
 from gptoss_models import listed_experts as gptoss_experts

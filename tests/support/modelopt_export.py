@@ -1,12 +1,26 @@
-"""ModelOpt's own export."""
+"""What ModelOpt leaves on a disk: a model that it calibrated, quantized and exported by itself, on the CPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+Quantizers = dict[str, Any]
+FP4 = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
+FP8 = {"num_bits": (4, 3), "axis": None}
 
-def export_modelopt(source: Path, config: str, folder: Path) -> Path:
+
+def with_exceptions(quantizers: Quantizers) -> Quantizers:
+    """A configuration of ModelOpt's with those quantizers, by pattern, and with the modules that it leaves alone by default."""
+    from modelopt.torch import quantization
+
+    left_alone = [entry for entry in quantization.NVFP4_DEFAULT_CFG["quant_cfg"] if entry.get("enable") is False]
+    chosen = [{"quantizer_name": pattern, "cfg": numbers} for pattern, numbers in quantizers.items()]
+    return {"quant_cfg": [left_alone[0], *chosen, *left_alone[1:]], "algorithm": "max"}
+
+
+def export_modelopt(source: Path, config: Quantizers | str, folder: Path) -> Path:
+    """The folder, now with ModelOpt's artifact of that source; `config` may be the name of one of its own configurations."""
     import torch
     from modelopt.torch import quantization
     from modelopt.torch.export import export_hf_checkpoint
@@ -17,6 +31,6 @@ def export_modelopt(source: Path, config: str, folder: Path) -> Path:
             model(torch.arange(1, 17).reshape(1, -1))
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    quantized = quantization.quantize(model, getattr(quantization, config), forward_loop=calibrate)
-    export_hf_checkpoint(quantized, export_dir=folder)
+    chosen = getattr(quantization, config) if isinstance(config, str) else config
+    export_hf_checkpoint(quantization.quantize(model, chosen, forward_loop=calibrate), export_dir=folder)
     return folder
