@@ -58,13 +58,12 @@ pictures: demo
 	$(BIN)/fp4convert verify MiniLM-NVFP4 --source $(MINILM) --report build/report.html
 	$(BIN)/python docs/pictures.py build/report.html
 
-# Writes benchmarks/results/cpu.md (of cpu.json, which bench-check reads), hub.md and scaling.md, and takes tables of docs from them.
+# Writes benchmarks/results/cpu.md (of cpu.json, which bench-check reads) and hub.md, and takes tables of docs from them.
 # One part of cpu.md: python benchmarks/bench.py PART. Without AVX-512 the pages are others: cpu-avx2.md and so on.
 bench: $(VENV)/test.stamp bench-peers
 	$(PIP_INSTALL) cmake ziglang
 	$(BIN)/python benchmarks/bench.py
 	$(BIN)/python benchmarks/hub.py
-	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python docs/tables.py --write
 
 # Measures the ratios again, some minutes, and fails where one is more than 25 % worse than committed. Run it before a release.

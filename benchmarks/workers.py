@@ -13,8 +13,7 @@ import shutil
 from pathlib import Path
 
 from conversion import ROUNDS, THREADS, scratch_folder, words_of
-from costs import FEW, write_small
-from llamas import LAYER_NBYTES, make_checkpoint
+from llamas import LAYER_NBYTES, make_checkpoint, make_small_checkpoint
 from processes import COMMAND, Cost, median_of, ratio_of, run, run_together, take_turns
 from sections import Row, Section
 
@@ -32,7 +31,8 @@ def sections(is_quick: bool) -> list[Section]:
     with scratch_folder() as scratch:
         source, output, least = scratch / "source", scratch / "output", scratch / "least"
         make_checkpoint(source, GIGABYTES, SHARDS)
-        run(_words(write_small(scratch / "small", 1, FEW), least))
+        make_small_checkpoint(scratch / "small")
+        run(_words(scratch / "small", least))
         works = {JOINED + str(count): lambda count=count: _join(source, output, count) for count in counts}
         works[DEALT] = lambda: _deal(source, output, output)  # the last of these: the others find its folder finished
         works |= {START + JOINED + str(count): lambda count=count: _start(source, output, count) for count in counts}
