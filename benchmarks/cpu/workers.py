@@ -12,10 +12,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from conversion import ROUNDS, THREADS, scratch_folder, words_of
-from llamas import LAYER_NBYTES, make_checkpoint, make_small_checkpoint
-from processes import COMMAND, Cost, median_of, ratio_of, run, run_together, take_turns
-from sections import Row, Section
+from cpu.conversion import ROUNDS, THREADS, scratch_folder, words_of
+from harness.checkpoints import LAYER_NBYTES, make_checkpoint, make_small_checkpoint
+from harness.processes import COMMAND, Cost, median_of, ratio_of, run, run_together, take_turns
+from harness.sections import Row, Section
 
 SHARDS = 8
 GIGABYTES = SHARDS * LAYER_NBYTES / 1e9  # a layer each
@@ -102,7 +102,3 @@ def _row(count: int, how: str, costs: list[Cost], less: list[Cost], one: list[Co
 
 def _line(name: str, costs: list[Cost], count: int) -> Row:
     return Row((name,), (f"{median_of(costs):.2f}",), median_of(costs, "cpu_seconds") / count, START_BAR)
-
-
-if __name__ == "__main__":
-    print("\n\n".join(section.markdown() for section in sections(is_quick=False)))

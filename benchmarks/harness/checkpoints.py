@@ -1,4 +1,4 @@
-"""A made checkpoint: a Llama with Llama-3.1-8B's layers, random, that every converter here can load."""
+"""Made checkpoints: a Llama with Llama-3.1-8B's layers, random, which every converter here loads; and one of small matrices."""
 
 from __future__ import annotations
 
