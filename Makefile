@@ -33,7 +33,7 @@ system: $(VENV)/test.stamp
 # On a machine with an NVIDIA GPU: bytes first, then benchmarks/results/gpu-NAME.md.
 gpu: $(VENV)/test.stamp
 	$(BIN)/pytest -m gpu
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/bench.py gpu
 
 fix: $(VENV)/test.stamp
 	$(BIN)/ruff format .
@@ -58,22 +58,23 @@ pictures: demo
 	$(BIN)/fp4convert verify MiniLM-NVFP4 --source $(MINILM) --report build/report.html
 	$(BIN)/python docs/pictures.py build/report.html
 
-# Writes benchmarks/results/cpu.md (of cpu.json, which bench-check reads), hub.md and scaling.md, and takes tables of docs from them.
+# Writes benchmarks/results/cpu.md (of cpu.json, which bench-check reads) and hub.md, and takes tables of docs from them.
 # One part of cpu.md: python benchmarks/bench.py PART. Without AVX-512 the pages are others: cpu-avx2.md and so on.
 bench: $(VENV)/test.stamp bench-peers
 	$(PIP_INSTALL) cmake ziglang
 	$(BIN)/python benchmarks/bench.py
-	$(BIN)/python benchmarks/hub.py
-	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/bench.py hub
 	$(BIN)/python docs/tables.py --write
 
-# Measures the ratios again, some minutes, and fails where one is more than 25 % worse than committed. Run it before a release.
+# Tests the benchmarks, which make test leaves out; then measures the ratios again, some minutes, and fails where one is more than 25 %
+# worse than committed. Run it before a release.
 bench-check: $(VENV)/test.stamp
+	$(BIN)/pytest benchmarks/tests
 	$(BIN)/python benchmarks/bench.py --check
 
 # Writes benchmarks/results/fidelity.md: errors of every rule and method beside those of other packages. Trains a small model first.
 bench-fidelity: $(VENV)/test.stamp bench-peers
-	$(BIN)/python benchmarks/fidelity
+	$(BIN)/python benchmarks/bench.py fidelity
 
 # The packages that do not resolve with the rest, in an environment of their own; fouroversix is built without its CUDA kernels.
 bench-peers: .venv-peers/peers.stamp

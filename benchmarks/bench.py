@@ -1,10 +1,12 @@
-"""make bench: every measurement, written as one Markdown page; make bench-check: whether a ratio has become worse.
+"""Run every benchmark; make bench, make bench-check, make gpu and make bench-fidelity call it.
 
     python benchmarks/bench.py [PART ...]           measure parts, all by default; write results/cpu.json, and cpu.md from it
     python benchmarks/bench.py --check [PART ...]   measure less of them, on as many bytes; 1 where a ratio has lost too much
+    python benchmarks/bench.py PAGE [OPTION ...]    write a page of its own: hub, gpu or fidelity
 
-Processors without AVX-512 have pages of their own, such as cpu-avx2.md: their ratios are others.  A part is a module here with
-sections(is_quick); it is measured in a process of its own, and its rows replace those it had.
+Processors without AVX-512 have pages of their own, such as cpu-avx2.md: their ratios are others.  A part is a module with
+sections(is_quick); it is measured in a process of its own, and its rows replace those it had.  A page is a module with
+main(arguments).  Imports name the folder (`from harness.measure import table`): Python puts the folder of this file on its path.
 """
 
 from __future__ import annotations
@@ -19,19 +21,24 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import gate
-from measure import machine, results
-from sections import Section, as_document, from_document
+from harness import gate
+from harness.measure import machine, results
+from harness.sections import Section, as_document, from_document
 
-PARTS = ("kernels", "others", "conversion", "headline", "workers", "converters", "sources", "planning", "startup", "gpu_results")
-UNCHECKED = ("converters", "planning", "gpu_results")  # slow, or no ratio of two things measured in turn
+MODULES = (
+    *("cpu.kernels", "peers.beside_quantizers", "cpu.conversion", "cpu.beside_copying", "cpu.workers", "peers.beside_converters"),
+    *("cpu.sources", "cpu.planning", "cpu.startup", "gpu.gpu_results"),
+)
+PARTS = {module.rpartition(".")[2]: module for module in MODULES}  # in the order of the page
+UNCHECKED = ("beside_converters", "planning", "gpu_results")  # slow, or no ratio of two things measured in turn
+PAGES = {"hub": "hub.beside_downloading", "gpu": "gpu.kernels", "fidelity": "quality.fidelity"}
 RESULTS = results("cpu", "json")
 
 Document = dict[str, Any]  # part -> {"machine": where, what and when, "sections": [...]}
 
 
 def sections_of(part: str, is_quick: bool) -> list[Section]:
-    return importlib.import_module(part).sections(is_quick)
+    return importlib.import_module(PARTS[part]).sections(is_quick)
 
 
 def measure(part: str, is_quick: bool = False) -> list[Section]:
@@ -100,12 +107,17 @@ def check(parts: Iterable[str], path: Path) -> int:
     return 1 if lost or not count else 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Measure, or compare with what is committed.")
+def main(arguments: list[str]) -> int:
+    if arguments and arguments[0] in PAGES:
+        return importlib.import_module(PAGES[arguments[0]]).main(arguments[1:])
+    parser = argparse.ArgumentParser(
+        description="Measure, or compare with what is committed.",
+        epilog=f"Pages of their own, with options of their own: {', '.join(f'bench.py {page}' for page in PAGES)}.",
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the figures; the page stands beside them")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
     if options.check:
@@ -115,4 +127,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -8,12 +8,10 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import shutil
-import sys
 
 import numpy as np
 import pytest
 from adversarial import PLAIN, assert_same_bytes, assert_same_values, generator, rounded
-from paths import ROOT
 from simt import KERNELS, aligned, compile_for_host, guarded, is_intact, launch
 
 from fp4convert.numerics import codec
@@ -21,11 +19,8 @@ from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import NVFP4
 from fp4convert.numerics.matrices import Quantized
-
-BENCHMARKS = ROOT / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-from gpu_compare import product_and_reach  # noqa: E402 - they stand beside the package
-from gpu_device import BASELINES, THREADS, baselines_source, grid_of  # noqa: E402
+from gpu.compare import product_and_reach
+from gpu.device import BASELINES, THREADS, baselines_source, grid_of
 
 ROWS, COLUMNS = 37, 1088  # neither a whole number of blocks of threads nor of warps' tiles
 RUNGS = ("gemv_naive", "gemv_coalesced", "gemv_one_tile")

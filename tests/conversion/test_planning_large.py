@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from paths import ROOT
 
+from cpu.planning import write_checkpoint
 from fp4convert.cli import screen
 from fp4convert.cli.draw_plan import draw_plan
 from fp4convert.conversion.dry_run import describe_plan
@@ -20,9 +20,6 @@ from fp4convert.conversion.requests import Request
 from fp4convert.execution.settings import Settings
 from fp4convert.storage.json_text import as_text
 from fp4convert.storage.open import open_source
-
-sys.path.append(str(ROOT / "benchmarks"))
-from planning import write_checkpoint
 
 LAYERS, EXPERTS, SHARDS = 8, 200, 10
 PATTERNS = tuple(f"model.layers.{layer}.self_attn.o_proj" for layer in range(4))

@@ -57,7 +57,8 @@ def test_measured_tables_are_those_below_their_heading() -> None:
 
 def test_a_page_with_another_figure_than_the_results_is_found() -> None:
     page = (DOCS / "performance.md").read_text(encoding="utf-8")
-    assert filled(re.sub(r"\d+ s \|", "7777 s |", page)) == page
+    changed = page.replace("| 1 GB | mse |", "| 7777 GB | mse |")
+    assert changed != page == filled(changed)
 
 
 @pytest.mark.parametrize("page", [*PAGES, DOCS.parent / "README.md"], ids=lambda page: page.name)

@@ -15,14 +15,13 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from paths import SUPPORT
+from paths import ROOT, SUPPORT
 
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, global_scale_of, weigh
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
 from fp4convert.numerics.matrices import Compared, Matrix, Quantized
 
-TESTS = SUPPORT
-KERNELS = TESTS.parent / "kernels"
+KERNELS = ROOT / "kernels"
 FLAGS = ["-x", "c++", "-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
 ELEMENTS_PER_BLOCK = 8192  # as kernels/device.h says
 POISON = 0xFF  # beside every buffer: NaN in all dtypes and as a block scale
@@ -51,7 +50,7 @@ def compile_for_host(source: Path, folder: Path, has_cvt: bool = False) -> ctype
     library = folder / f"{source.stem}{'-cvt' * has_cvt}.so"
     wrapper = library.with_suffix(".cpp")
     wrapper.write_text(f'#include "simt.h"\n{CVT * has_cvt}\n#include "{source.name}"\n')
-    where = [f"-I{folder}" for folder in (source.parent, KERNELS, TESTS)]
+    where = [f"-I{folder}" for folder in (source.parent, KERNELS, SUPPORT)]
     subprocess.run([compiler, *FLAGS, *where, str(wrapper), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 

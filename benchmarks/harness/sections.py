@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from measure import table, verdict
+from harness.measure import table, verdict
 
 
 @dataclass(frozen=True, slots=True)

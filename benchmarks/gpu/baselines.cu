@@ -7,7 +7,7 @@
  *   gemv_one_tile     the product's arithmetic, each tile asked for when it is needed; grid = ceil(rows / 32)
  *
  * 256 threads a block.  Arguments, bytes and products are those of quantize_nvfp4_bf16, dequantize_nvfp4_bf16 and
- * gemv_nvfp4_fp16, for one vector.  `#include "gemv.cu"` must stand alone on its line: gpu_device.py puts the text there.
+ * gemv_nvfp4_fp16, for one vector.  `#include "gemv.cu"` must stand alone on its line: device.py puts the text there.
  */
 #include "gemv.cu"
 

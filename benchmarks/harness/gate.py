@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from sections import Section, printed
+from harness.sections import Section, printed
 
 TOLERANCE = 0.25  # of the committed ratio
 

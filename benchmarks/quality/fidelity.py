@@ -1,6 +1,6 @@
 """make bench-fidelity: errors of every rule and method beside other packages' defaults; benchmarks/results/fidelity.md.
 
-    python benchmarks/fidelity [FOLDER]
+    python benchmarks/bench.py fidelity [FOLDER]
 
 FOLDER holds what takes minutes to make: the small language model, and converted copies (default: build/fidelity).
 Peers that do not resolve with the rest run in .venv-peers, which `make bench-peers` makes.
@@ -8,20 +8,19 @@ Peers that do not resolve with the rest run in .venv-peers, which `make bench-pe
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import measured
-import models
 import torch
-from measure import ROOT, machine, table, verdict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from harness.measure import BENCHMARKS, RESULTS, ROOT, machine, table, verdict
+from quality import metrics, models
 
 HERE = {
     "nvfp4": ("modelopt", "compressed_tensors", "torchao", "quark", "mlx"),
@@ -56,8 +55,8 @@ class Bench:
 
     def originals(self, model: str) -> dict[str, Tensor]:
         """The matrices that are quantized."""
-        made = measured.weights_of(self.values(model, "nvfp4", "--scale-rule", "amax"))
-        return {name: x for name, x in measured.weights_of(self.sources[model]).items() if not torch.equal(made[name], x)}
+        made = metrics.weights_of(self.values(model, "nvfp4", "--scale-rule", "amax"))
+        return {name: x for name, x in metrics.weights_of(self.sources[model]).items() if not torch.equal(made[name], x)}
 
     def calibration(self, model: str, name: str, *options: str) -> Path:
         file = self.folder / f"{model}-{name}.safetensors"
@@ -77,7 +76,7 @@ def peers_of(fmt: str, originals: dict[str, Tensor], folder: Path) -> dict[str, 
     found: dict[str, dict[str, Tensor]] = {}
     for python, names in ((sys.executable, HERE[fmt]), (ROOT / ".venv-peers" / "bin" / "python", ELSEWHERE)):
         words = [f"{name}_{fmt}" for name in names]
-        command = [python, "-P", ROOT / "benchmarks" / "peers.py", "values", source, folder / "peers.safetensors", *words]
+        command = [python, "-P", BENCHMARKS / "peers" / "quantizers.py", "values", source, folder / "peers.safetensors", *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         values = load_file(folder / "peers.safetensors")
         found |= {name: {key: values[f"{name}_{fmt}/{key}"] for key in originals} for name in names}
@@ -92,15 +91,15 @@ def rows_of_weights(bench: Bench, fmt: str) -> Iterable[list[str]]:
         made[f"fp4convert {rule}"] = {
             f"{model}/{name}": x
             for model in bench.sources
-            for name, x in measured.weights_of(bench.values(model, fmt, "--scale-rule", rule)).items()
+            for name, x in metrics.weights_of(bench.values(model, fmt, "--scale-rule", rule)).items()
         }
     made |= peers_of(fmt, originals, bench.folder)
     best = made["fp4convert mse"]
-    errors = {name: measured.squared_error(best[name], x) for name, x in originals.items()}
+    errors = {name: metrics.squared_error(best[name], x) for name, x in originals.items()}
     for what, values in made.items():
-        ratios = [measured.squared_error(values[name], x) / errors[name] for name, x in originals.items()]
+        ratios = [metrics.squared_error(values[name], x) / errors[name] for name, x in originals.items()]
         sqnrs = [
-            measured.mean_sqnr_db(values, {name: x for name, x in originals.items() if name.startswith(model)})
+            metrics.mean_sqnr_db(values, {name: x for name, x in originals.items() if name.startswith(model)})
             for model in bench.sources
         ]
         better = sum(ratio < 1 for ratio in ratios)
@@ -110,14 +109,14 @@ def rows_of_weights(bench: Bench, fmt: str) -> Iterable[list[str]]:
 def rows_of_outputs(bench: Bench) -> Iterable[list[str]]:
     """Every rule and method: what its error does to outputs of MiniLM's layers, and to the language model's predictions."""
     originals = bench.originals("MiniLM")
-    moments = measured.minilm_moments(bench.sources["MiniLM"], models.sentences("judge"), list(originals))
+    moments = metrics.minilm_moments(bench.sources["MiniLM"], models.sentences("judge"), list(originals))
     numbers = models.tokens(bench.sources["tiny"], "judge", JUDGED)
-    predicted = measured.log_probabilities(bench.sources["tiny"], numbers)
+    predicted = metrics.log_probabilities(bench.sources["tiny"], numbers)
     for name, choices in methods(bench):
-        weights = measured.weights_of(bench.values("MiniLM", *choices["MiniLM"])) if "MiniLM" in choices else None
+        weights = metrics.weights_of(bench.values("MiniLM", *choices["MiniLM"])) if "MiniLM" in choices else None
         values = bench.values("tiny", *choices["tiny"])
-        kl = measured.divergence(measured.log_probabilities(values, numbers), predicted)
-        output = f"{measured.output_sqnr_db(weights, originals, moments):.2f}" if weights else "-"
+        kl = metrics.divergence(metrics.log_probabilities(values, numbers), predicted)
+        output = f"{metrics.output_sqnr_db(weights, originals, moments):.2f}" if weights else "-"
         yield [name, output, f"{kl:.5f}"]
 
 
@@ -181,15 +180,15 @@ def write_page(weights: dict[str, list[list[str]]], outputs: list[list[str]]) ->
         f"## Outputs\n\n{table(['method', 'MiniLM, output SQNR, dB', 'tiny, KL'], outputs)}\n",
         f"## Bars\n\n{table(['what', 'measured', 'bar'], list(bars(weights, outputs)))}\n",
     ]
-    (ROOT / "benchmarks" / "results" / "fidelity.md").write_text("\n".join(page), encoding="utf-8")
+    (RESULTS / "fidelity.md").write_text("\n".join(page), encoding="utf-8")
     print("\n".join(page))
 
 
-def main() -> None:
-    bench = Bench(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "fidelity")
+def main(arguments: list[str]) -> int:
+    """Write fidelity.md."""
+    parser = argparse.ArgumentParser(prog="bench.py fidelity", description="Measure the errors of every rule and method.")
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "fidelity", help="for what is made, and kept")
+    bench = Bench(parser.parse_args(arguments).folder)
     weights = {fmt: list(rows_of_weights(bench, fmt)) for fmt in RULES}
     write_page(weights, list(rows_of_outputs(bench)))
-
-
-if __name__ == "__main__":
-    main()
+    return 0

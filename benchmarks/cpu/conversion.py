@@ -16,12 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from disk import file_system, files_of, make_cold, make_warm
-from llamas import HIDDEN, MLP, make_checkpoint
-from processes import COMMAND, Cost, cost_here, median_of, ratio_of, run, take_turns
-from sections import Row, Section
-
 from fp4convert.storage.safetensors import WRITE_NBYTES
+from harness.checkpoints import HIDDEN, MLP, make_checkpoint
+from harness.disk import file_system, files_of, make_cold, make_warm
+from harness.processes import COMMAND, Cost, cost_here, median_of, ratio_of, run, take_turns
+from harness.sections import Row, Section
 
 GIGABYTES = 4
 ROUNDS = 5
@@ -161,7 +160,3 @@ def _memory(scratch: Path) -> Section:
     about += " largest tensor for each worker."
     headings = ("checkpoint", "rule", "seconds", "peak RssAnon MB")
     return Section("Memory", about, headings, tuple(rows), "of what is allowed", is_floor=False)
-
-
-if __name__ == "__main__":
-    print("\n\n".join(section.markdown() for section in sections(is_quick=False)))

@@ -1,4 +1,4 @@
-"""A made checkpoint: a Llama with Llama-3.1-8B's layers, random, that every converter here can load."""
+"""Made checkpoints: a Llama with Llama-3.1-8B's layers, random, which every converter here loads; and one of small matrices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ MATRICES = {
     "mlp.down_proj": (HIDDEN, MLP),
 }
 NORMS = ("input_layernorm", "post_attention_layernorm")
-ONE = 0x3F80  # as bf16
+ONE, SMALL_VALUE = 0x3F80, 0x3C00  # as bf16: 1 and 1/128
+SMALL = 64  # rows and columns of a matrix that costs nothing
 LAYER_NBYTES = 2 * sum(rows * columns for rows, columns in MATRICES.values())
 
 
@@ -38,6 +39,14 @@ def make_checkpoint(folder: Path, gigabytes: float, shards: int | None = None) -
     texts = {"model.safetensors.index.json": {"metadata": {}, "weight_map": weight_map}, "config.json": config(layers)}
     for file, value in (texts | TOKENIZER).items():
         (folder / file).write_text(json.dumps(value))
+
+
+def make_small_checkpoint(folder: Path) -> None:
+    """Write one shard of four matrices of 8 kB: a command on it is all start-up."""
+    folder.mkdir(parents=True)
+    shapes = {f"model.layers.{layer}.mlp.down_proj.weight": (SMALL, SMALL) for layer in range(4)}
+    write_shard(folder / "model.safetensors", shapes, np.full(SMALL * SMALL, SMALL_VALUE, np.uint16))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16"}))
 
 
 def layer_shapes(layer: int) -> dict[str, tuple[int, ...]]:

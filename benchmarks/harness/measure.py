@@ -12,7 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+SUPPORT = ROOT / "tests" / "support"  # what the tests of the package share, such as a Hub
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -46,7 +49,7 @@ def results(name: str, kind: str) -> Path:
     from fp4convert.numerics.backends.cpu import LEVELS, Cpu
 
     words = {LEVELS[4]: "", LEVELS[3]: "-avx2", LEVELS[2]: "-sse4"}
-    return ROOT / "benchmarks" / "results" / f"{name}{words.get(Cpu().instruction_set, f'-{platform.machine()}')}.{kind}"
+    return RESULTS / f"{name}{words.get(Cpu().instruction_set, f'-{platform.machine()}')}.{kind}"
 
 
 def machine() -> str:

@@ -19,11 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from measure import ROOT, verdict
-from processes import COMMAND, clean_environment
-from sections import Row, Section
-
-from fp4convert.storage.safetensors import DTYPE_BITS
+from harness.measure import BENCHMARKS, SUPPORT, verdict
+from harness.processes import COMMAND, clean_environment
+from harness.sections import Row, Section
 
 HIDDEN, EXPERT, HEADS, VOCABULARY = 7168, 1408, 64, 163840
 LAYERS, EXPERTS, SHARDS = 86, 384, 400
@@ -53,22 +51,15 @@ def tensors(layers: int, experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def write_checkpoint(folder: Path, layers: int = LAYERS, experts: int = EXPERTS, shards: int = SHARDS) -> int:
-    """A bf16 checkpoint of holes; returns the number of its tensors."""
-    listed = [(name, "BF16", shape) for name, shape in tensors(layers, experts)]
-    write_holes(folder, CONFIG, listed, shards)
-    return len(listed)
-
-
-def write_holes(folder: Path, config: dict[str, object], listed: list[tuple[str, str, tuple[int, ...]]], shards: int) -> None:
-    """A checkpoint of holes: name, dtype and shape of every tensor, in shards of equal size, with its index."""
-    sizes = [DTYPE_BITS[dtype] // 8 * math.prod(shape) for _, dtype, shape in listed]
-    total = sum(sizes)
+    """Write a bf16 checkpoint of holes, in shards of equal size; return the number of its tensors."""
+    listed = list(tensors(layers, experts))
+    total = sum(2 * math.prod(shape) for _, shape in listed)
     weight_map: dict[str, str] = {}
     entries: dict[str, object] = {}
     end = written = number = 0
-    for (name, dtype, shape), nbytes in zip(listed, sizes, strict=True):
-        begin, end = end, end + nbytes
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    for name, shape in listed:
+        begin, end = end, end + 2 * math.prod(shape)
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
         if (written + end) * shards >= total * (number + 1):
             number += 1
             file = f"model-{number:05d}-of-{shards:05d}.safetensors"
@@ -76,7 +67,8 @@ def write_holes(folder: Path, config: dict[str, object], listed: list[tuple[str,
             write_hole(folder / file, entries, end)
             entries, end, written = {}, 0, written + end
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2))
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return len(listed)
 
 
 def write_hole(path: Path, entries: dict[str, object], nbytes: int) -> None:
@@ -142,7 +134,7 @@ def measure_command(source: object, *options: str, environment: dict[str, str] |
 
 def measure_hub(folder: Path) -> list[Cost]:
     """The dry run from a Hub on the loopback device, which is here, while the command has its own process."""
-    sys.path.append(str(ROOT / "tests"))
+    sys.path.append(str(SUPPORT))
     from fakehub import FakeHub
 
     hub = FakeHub()
@@ -158,8 +150,10 @@ def sections(is_quick: bool) -> list[Section]:
     with tempfile.TemporaryDirectory(prefix="fp4convert-bench-") as scratch:
         folder = Path(scratch)
         count = write_checkpoint(folder)
-        words = [sys.executable, __file__, str(folder)]
-        printed = [subprocess.run(words, check=True, capture_output=True, text=True).stderr for _ in range(ROUNDS)]
+        words = [sys.executable, "-m", "cpu.planning", str(folder)]
+        printed = [
+            subprocess.run(words, cwd=BENCHMARKS, check=True, capture_output=True, text=True).stderr for _ in range(ROUNDS)
+        ]
         stages = [json.loads(text) for text in printed]
         found = {name: [Cost(*stage[name]) for stage in stages] for name in stages[0]}
         found["`quantize --dry-run --json`, the whole process"] = [measure_command(folder, "--json") for _ in range(ROUNDS)]
@@ -182,7 +176,4 @@ def _row(name: str, found: list[Cost]) -> Row:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        print(json.dumps(measure_stages(sys.argv[1])), file=sys.stderr)
-    else:
-        print("\n\n".join(section.markdown() for section in sections(is_quick=False)))
+    print(json.dumps(measure_stages(sys.argv[1])), file=sys.stderr)

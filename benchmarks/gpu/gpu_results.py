@@ -1,14 +1,13 @@
-"""What GPUs did, from the pages that gpu.py has left in results/: the tables with a naive kernel or another package in them."""
+"""What GPUs did, from the pages that `make gpu` has left in results/: tables with a naive kernel or another package in them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from measure import ROOT
-from sections import Row, Section
+from harness.measure import RESULTS
+from harness.sections import Row, Section
 
-RESULTS = ROOT / "benchmarks" / "results"
 COLUMNS = ("ms", "GB/s", "output")
 RATIO = "% of copy"
 

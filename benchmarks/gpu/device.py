@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import ROOT, table, verdict
 
 from fp4convert.numerics.backends import gpus
 from fp4convert.numerics.backends.cubins import Target, cubin_path, kernels_folder
+from harness.measure import table, verdict
 
 REPEATS, WARM_UP = 40, 5
 M = 1 << 20
@@ -54,7 +54,7 @@ def grid_of(name: str, count: int, vectors: int = 1) -> tuple[int, int]:
 
 def baselines_source(folder: Path) -> Path:
     """baselines.cu as one text, for NVRTC is given no header but the product's."""
-    text = (ROOT / "benchmarks" / "baselines.cu").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("baselines.cu").read_text(encoding="utf-8")
     product = (kernels_folder() / "gemv.cu").read_text(encoding="utf-8")
     path = folder / "baselines.cu"
     path.write_text(text.replace('\n#include "gemv.cu"\n', f"\n{product}\n"), encoding="utf-8")

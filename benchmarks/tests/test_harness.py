@@ -4,16 +4,9 @@ import sys
 import time
 
 import pytest
-from paths import ROOT
 
 from fp4convert.storage.open import open_source
-
-sys.path.append(str(ROOT / "benchmarks"))
-
-
-import disk
-import llamas
-import processes
+from harness import checkpoints, disk, processes
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="mincore and /proc are those of Linux")
 
@@ -66,9 +59,9 @@ def test_turns_leave_the_first_round_out_and_ratios_are_of_pairs():
 
 
 def test_the_made_checkpoint_has_as_many_shards_as_layers(tmp_path, monkeypatch):
-    small = {name: (max(rows // 64, 16), columns // 64) for name, (rows, columns) in llamas.MATRICES.items()}
-    monkeypatch.setattr(llamas, "MATRICES", small)
-    llamas.make_checkpoint(tmp_path / "made", 3 * llamas.LAYER_NBYTES / 1e9, shards=3)
+    small = {name: (max(rows // 64, 16), columns // 64) for name, (rows, columns) in checkpoints.MATRICES.items()}
+    monkeypatch.setattr(checkpoints, "MATRICES", small)
+    checkpoints.make_checkpoint(tmp_path / "made", 3 * checkpoints.LAYER_NBYTES / 1e9, shards=3)
     made = open_source(str(tmp_path / "made")).checkpoint
     assert len(made.shards) == 3
     assert sum(ref.name.endswith("q_proj.weight") for shard in made.shards for ref in shard.tensors) == 3

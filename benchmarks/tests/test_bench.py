@@ -5,31 +5,15 @@ Decides nothing about speed; the kernels are measured by make bench.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 
 import pytest
-from paths import ROOT
 
-BENCHMARKS = ROOT / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-import gate  # noqa: E402 - they stand beside the package
-import gpu_results  # noqa: E402
-import libraries  # noqa: E402
-import measure  # noqa: E402
-from sections import Row, Section, as_document, from_document, printed  # noqa: E402
-
-
-def imported(name: str):
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = imported("bench")
+import bench
+from cpu import compiled_libraries
+from gpu import gpu_results
+from harness import gate, measure
+from harness.sections import Row, Section, as_document, from_document, printed
 
 FAST = Section(
     "Kernels",
@@ -48,7 +32,7 @@ PAGE = """# GPU results
 
 NVIDIA Thing 9, target sm_999 with hardware conversion; 2026-01-02.
 driver 1.
-Repeat with `python benchmarks/gpu.py`.
+Repeat with `python benchmarks/bench.py gpu`.
 
 Medians.
 
@@ -195,7 +179,8 @@ def test_the_check_measures_nothing_where_no_figures_are_committed(tmp_path, mon
 
 
 def test_every_part_can_be_measured():
-    assert all((BENCHMARKS / f"{part}.py").is_file() for part in bench.PARTS)
+    modules = (*bench.PARTS.values(), *bench.PAGES.values())
+    assert all((measure.BENCHMARKS / f"{module.replace('.', '/')}.py").is_file() for module in modules)
     assert set(bench.UNCHECKED) < set(bench.PARTS)
 
 
@@ -228,14 +213,14 @@ def test_turns_are_taken_and_the_first_is_not_counted():
 def test_the_compiler_of_a_library_is_read_from_it(tmp_path):
     library = tmp_path / "libcpu.so"
     library.write_bytes(b"\0GCC: (Debian 12.2.0-14) 12.2.0\0")
-    assert libraries.compiler_of(library) == ("gcc", "12.2.0")
+    assert compiled_libraries.compiler_of(library) == ("gcc", "12.2.0")
     library.write_bytes(b"\0GCC: (Debian 12.2.0-14) 12.2.0\0clang version 19.1.7\0")
-    assert libraries.compiler_of(library) == ("clang", "19.1.7")
+    assert compiled_libraries.compiler_of(library) == ("clang", "19.1.7")
 
 
 def test_a_missing_compiler_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None if name == "ziglang" else name)
-    monkeypatch.setattr(libraries, "ROOT", tmp_path)
-    with pytest.raises(libraries.UnavailableError, match=r"no clang: .*pip install cmake ziglang"):
-        libraries.built_by_the_other(libraries.installed())
+    monkeypatch.setattr(compiled_libraries.importlib.util, "find_spec", lambda name: None if name == "ziglang" else name)
+    monkeypatch.setattr(compiled_libraries, "ROOT", tmp_path)
+    with pytest.raises(compiled_libraries.UnavailableError, match=r"no clang: .*pip install cmake ziglang"):
+        compiled_libraries.built_by_the_other(compiled_libraries.installed())

@@ -12,7 +12,7 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
-from measure import ROOT
+from harness.measure import ROOT
 
 COMMENTS = {"clang": rb"clang version ([\d.]+)", "gcc": rb"GCC: \([^)]*\) ([\d.]+)"}  # in the ELF section .comment
 ZIG_NAMES = """for word; do
@@ -92,9 +92,9 @@ def loaded(library: Path) -> ctypes.CDLL:
 
 
 def stream() -> ctypes.CDLL:
-    """benchmarks/stream.c, built for this processor."""
+    """stream.c, built for this processor."""
     with tempfile.TemporaryDirectory(prefix="fp4convert-bench-") as folder:
         made = Path(folder) / "stream.so"
-        source = ROOT / "benchmarks" / "stream.c"
+        source = Path(__file__).with_name("stream.c")
         subprocess.run(["cc", "-O3", "-march=native", "-shared", "-fPIC", source, "-o", made], check=True)
         return ctypes.CDLL(str(made))

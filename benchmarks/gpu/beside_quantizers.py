@@ -11,9 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from gpu_device import Case, Device, Rung, Values
 
 from fp4convert.numerics.formats import E2M1_MAX, E4M3_MAX, E4M3_MIN, GLOBAL_RANGE, NVFP4
+from gpu.device import Case, Device, Rung, Values
 
 SHAPE = (8192, 8192)
 Amax = Callable[[Any], Any]  # x -> its largest magnitude

@@ -6,11 +6,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from conversion import CACHES, GIGABYTES, ROUNDS, convert, scratch_folder
-from disk import file_system, files_of, put_on_disk
-from llamas import make_checkpoint
-from processes import Cost, cost_here, median_of, ratio_of, take_turns
-from sections import Row, Section
+from cpu.conversion import CACHES, GIGABYTES, ROUNDS, convert, scratch_folder
+from harness.checkpoints import make_checkpoint
+from harness.disk import file_system, files_of, put_on_disk
+from harness.processes import Cost, cost_here, median_of, ratio_of, take_turns
+from harness.sections import Row, Section
 
 
 def copy(source: Path, target: Path) -> Cost:
@@ -55,7 +55,3 @@ def _row(cache: str, source: Path, scratch: Path) -> Row:
     done = take_turns({"quantize": converted, "cp": copied}, ROUNDS)
     cells = [f"{median_of(costs, what):.2f}" for what in ("seconds", "cpu_seconds") for costs in done.values()]
     return Row((cache,), tuple(cells), ratio_of(done["quantize"], done["cp"]), 1)
-
-
-if __name__ == "__main__":
-    print("\n\n".join(section.markdown() for section in sections(is_quick=False)))

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from gpu_device import BASELINES, Device, M, Rung, Values
-from measure import ROOT
 
 from fp4convert.numerics import codec
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, IMPORTANCE, NVFP4, Format, kernel_of, rule_number
 from fp4convert.numerics.matrices import Quantized
+from gpu.device import BASELINES, Device, M, Rung, Values
+from harness.measure import SUPPORT
 
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(SUPPORT))
 import adversarial
 
 

@@ -12,13 +12,13 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-import libraries
 import ml_dtypes
 import numpy as np
-from measure import in_turn, median_ratio
-from sections import Row, Section
 
+from cpu import compiled_libraries
 from fp4convert.numerics.backends.cpu import LEVELS
+from harness.measure import in_turn, median_ratio
+from harness.sections import Row, Section
 
 ELEMENTS = 128 << 20  # 256 MB of bf16: several times the last cache
 SEARCHED = 32 << 20  # by kernels that try many scales: those compute, so that less is enough
@@ -53,7 +53,7 @@ class Memory:
         self.block_scales = np.ones(ELEMENTS // 16, np.uint8)
         self.amax = np.array([np.abs(values).max()], np.float32)
         self.bits = np.zeros(max(THREADS) * 64, np.uint32)  # a line of the cache for each thread
-        self._stream = libraries.stream()
+        self._stream = compiled_libraries.stream()
         self.nbytes = self.x["bf16"].nbytes
 
     def read(self, start: int, count: int) -> None:
@@ -81,7 +81,7 @@ class Kernels:
     """One copy of the library, held at one instruction set."""
 
     def __init__(self, library: Path, level: int, memory: Memory) -> None:
-        self._library = libraries.loaded(library)
+        self._library = compiled_libraries.loaded(library)
         self.level = self._library.fp4_level(level)
         self._memory = memory
 
@@ -152,12 +152,12 @@ def hold_cores(threads: int, cores: list[int]) -> None:
 
 def sections(is_quick: bool) -> list[Section]:
     """Quick: the installed library and one thread alone, on the same bytes."""
-    own = libraries.installed()
+    own = compiled_libraries.installed()
     paths, missing = [own], ""
     if not is_quick:
         try:
-            paths.append(libraries.built_by_the_other(own))
-        except libraries.UnavailableError as error:
+            paths.append(compiled_libraries.built_by_the_other(own))
+        except compiled_libraries.UnavailableError as error:
             missing = f" Not measured beside it: {error}."
     memory, rows, cores = Memory(), [], sorted(os.sched_getaffinity(0))
     for threads in THREADS[:1] if is_quick else THREADS:
@@ -169,12 +169,12 @@ def sections(is_quick: bool) -> list[Section]:
         for path, level in product(paths, LEVELS):
             kernels = Kernels(path, level, memory)
             if kernels.level == level:
-                rows += rows_of(kernels, memory, libraries.compiler_of(path)[0], threads)
+                rows += rows_of(kernels, memory, compiled_libraries.compiler_of(path)[0], threads)
     return [Section(TITLE, about(paths) + missing, HEADINGS, tuple(rows), "share of read")]
 
 
 def about(paths: list[Path]) -> str:
-    compilers = [" ".join(libraries.compiler_of(path)) for path in paths]
+    compilers = [" ".join(compiled_libraries.compiler_of(path)) for path in paths]
     return (
         "GB/s of input (dequantize: of output), and that as a share of the bandwidth of a pass that only reads, and of memcpy by"
         " the bytes it reads, both measured in turn with it on as many threads. Time is that for which the slowest thread had a"

@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
-from measure import ROOT, in_turn, median_ratio
-from sections import Row, Section
 
+from cpu.kernels import hold_cores
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS
 from fp4convert.numerics.matrices import Matrix
-from kernels import hold_cores
+from harness.measure import ROOT, in_turn, median_ratio
+from harness.sections import Row, Section
 
 SHAPE = (4096, 4096)
 ROUNDS = 5
@@ -52,13 +52,13 @@ class RefusedError(Exception):
 
 
 class Server:
-    """peers.py in another process, perhaps in another environment."""
+    """quantizers.py in another process, perhaps in another environment."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def cost(self, peer: str, threads: int) -> Cost:
-        """Of one of peers.py; RefusedError where it cannot."""
+        """Of one of quantizers.py; RefusedError where it cannot."""
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("no pipes")
         print(peer, threads, file=self._process.stdin, flush=True)
@@ -72,7 +72,7 @@ class Server:
 
 @contextmanager
 def serving(python: Path, weights: Path) -> Iterator[Server]:
-    command = [python, "-P", ROOT / "benchmarks" / "peers.py", "serve", weights]
+    command = [python, "-P", Path(__file__).with_name("quantizers.py"), "serve", weights]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, text=True, **pipes)
     try:
@@ -151,6 +151,6 @@ def sections(is_quick: bool) -> list[Section]:
     about = (
         f"A matrix of {SHAPE[0]} x {SHAPE[1]} by each package's own default, and by this one's CPU backend, its largest magnitude"
         f" included; medians of {ROUNDS} rounds, in which the two take turns on the same cores. The ratio is of processor time."
-        " No files are read or written. benchmarks/peers.py has the calls; fidelity.md tells what the results are worth."
+        " No files are read or written. peers/quantizers.py has the calls; fidelity.md tells what the results are worth."
     )
     return [Section("Beside other packages", about, HEADINGS, tuple(rows), "times our CPU s")]

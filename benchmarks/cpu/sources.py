@@ -7,20 +7,17 @@ element; medians of interleaved rounds.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from measure import median_ratio
-from sections import Row, Section
 
-COMMAND = Path(sys.executable).with_name("fp4convert")
+from harness.measure import median_ratio
+from harness.processes import COMMAND, run
+from harness.sections import Row, Section
+
 EXPERTS, HIDDEN, INNER, ROUNDS, BLOCK = 16, 2880, 2880, 5, 128
 MEMORY = Path("/dev/shm")
 LAYER = "model.layers.0.mlp.experts"
@@ -80,25 +77,15 @@ def as_fp8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes[: matrix.shape[0], : matrix.shape[1]], scales.astype(np.float32)
 
 
-def cost(*words: object) -> tuple[float, float]:
-    """Seconds that passed, and seconds of processors, of a command."""
-    begun = time.perf_counter()
-    process = subprocess.Popen([COMMAND, *map(str, words)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{words}: exit status {status}")
-    return time.perf_counter() - begun, usage.ru_utime + usage.ru_stime
-
-
 def rows_of(fmt: str, sources: dict[str, Path], out: Path) -> list[Row]:
     """Every source but the plain one, beside that one."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in sources}
     for _ in range(ROUNDS):
-        idle = cost("doctor", "--json")
+        idle = run([COMMAND, "doctor", "--json"])
         for name, source in sources.items():
             shutil.rmtree(out, ignore_errors=True)
-            whole = cost("quantize", source, "--format", fmt, "-o", out, "-q", "--device", "cpu")
-            found[name].append((whole[0] - idle[0], whole[1] - idle[1]))
+            whole = run([COMMAND, "quantize", source, "--format", fmt, "-o", out, "-q", "--device", "cpu"])
+            found[name].append((whole.seconds - idle.seconds, whole.cpu_seconds - idle.cpu_seconds))
     plain_seconds, plain_cpu = zip(*found.pop("plain matrices"), strict=True)
     rows = []
     for name, costs in found.items():

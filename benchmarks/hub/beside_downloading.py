@@ -6,6 +6,7 @@ download is one connection of http.client, read into one buffer, without a check
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import os
@@ -20,12 +21,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from huggingface_hub import constants
-from llamas import HIDDEN, MLP, make_checkpoint
-from measure import ROOT, machine, results, seconds, table, verdict
-from processes import COMMAND, run
 
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Access
+from harness.checkpoints import HIDDEN, MLP, make_checkpoint
+from harness.measure import BENCHMARKS, SUPPORT, machine, results, seconds, table, verdict
+from harness.processes import COMMAND, run
 
 ROUNDS = 7
 GIGABYTES = 4
@@ -39,7 +40,7 @@ GROUP_NBYTES = 2 * 2 * HIDDEN * MLP  # gate_proj and up_proj
 
 def serve(folder: str, nbytes_per_second: float, is_copying: bool, chunks: str | None) -> None:
     """Be the Hub until standard input ends; the first line of output is the endpoint and the commit."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.append(str(SUPPORT))
     from fakehub import FakeHub
 
     hub = FakeHub()
@@ -57,8 +58,8 @@ def serve(folder: str, nbytes_per_second: float, is_copying: bool, chunks: str |
 def hub_of(folder: Path, nbytes_per_second: float = 0, is_copying: bool = False, chunks: Path | None = None) -> Iterator[str]:
     """Where a Hub of one repository resolves its files, while HF_ENDPOINT leads there."""
     arguments = [str(folder), nbytes_per_second, is_copying, str(chunks) if chunks else None]
-    words = [sys.executable, __file__, "serve", *map(json.dumps, arguments)]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    words = [sys.executable, "-m", "hub.beside_downloading", *map(json.dumps, arguments)]
+    process = subprocess.Popen(words, cwd=BENCHMARKS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     if process.stdin is None or process.stdout is None:
         raise RuntimeError("no pipes")
     endpoint, commit = process.stdout.readline().split()
@@ -172,15 +173,15 @@ def report() -> str:
     return f"{text}\n## Memory, {GIGABYTES} GB\n\n{memories}\n"
 
 
-def main() -> None:
-    head = f"# From the Hub\n\n{machine()}. Repeat with `python benchmarks/hub.py`.\n\n"
+def main(arguments: list[str]) -> int:
+    """Write hub.md."""
+    argparse.ArgumentParser(prog="bench.py hub", description="Measure conversions from a Hub.").parse_args(arguments)
+    head = f"# From the Hub\n\n{machine()}. Repeat with `python benchmarks/bench.py hub`.\n\n"
     page = head + report()
     results("hub", "md").write_text(page, encoding="utf-8")
     print(page)
+    return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["serve"]:
-        serve(*map(json.loads, sys.argv[2:]))
-    else:
-        main()
+    serve(*map(json.loads, sys.argv[1:]))

@@ -12,11 +12,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from conversion import ROUNDS, THREADS, scratch_folder, words_of
-from costs import FEW, write_small
-from llamas import LAYER_NBYTES, make_checkpoint
-from processes import COMMAND, Cost, median_of, ratio_of, run, run_together, take_turns
-from sections import Row, Section
+from cpu.conversion import ROUNDS, THREADS, scratch_folder, words_of
+from harness.checkpoints import LAYER_NBYTES, make_checkpoint, make_small_checkpoint
+from harness.processes import COMMAND, Cost, median_of, ratio_of, run, run_together, take_turns
+from harness.sections import Row, Section
 
 SHARDS = 8
 GIGABYTES = SHARDS * LAYER_NBYTES / 1e9  # a layer each
@@ -32,7 +31,8 @@ def sections(is_quick: bool) -> list[Section]:
     with scratch_folder() as scratch:
         source, output, least = scratch / "source", scratch / "output", scratch / "least"
         make_checkpoint(source, GIGABYTES, SHARDS)
-        run(_words(write_small(scratch / "small", 1, FEW), least))
+        make_small_checkpoint(scratch / "small")
+        run(_words(scratch / "small", least))
         works = {JOINED + str(count): lambda count=count: _join(source, output, count) for count in counts}
         works[DEALT] = lambda: _deal(source, output, output)  # the last of these: the others find its folder finished
         works |= {START + JOINED + str(count): lambda count=count: _start(source, output, count) for count in counts}
@@ -102,7 +102,3 @@ def _row(count: int, how: str, costs: list[Cost], less: list[Cost], one: list[Co
 
 def _line(name: str, costs: list[Cost], count: int) -> Row:
     return Row((name,), (f"{median_of(costs):.2f}",), median_of(costs, "cpu_seconds") / count, START_BAR)
-
-
-if __name__ == "__main__":
-    print("\n\n".join(section.markdown() for section in sections(is_quick=False)))

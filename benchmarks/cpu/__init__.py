@@ -1,0 +1,1 @@
+"""What the CPU kernels and whole commands take on this machine."""

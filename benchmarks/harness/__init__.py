@@ -1,0 +1,1 @@
+"""How everything is measured: works in turn, ratios, rows of pages, made checkpoints."""

@@ -1,0 +1,1 @@
+"""What a conversion from a Hub takes beside a download."""

@@ -1,0 +1,1 @@
+"""Other packages beside this one, on the same weights."""

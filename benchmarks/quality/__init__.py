@@ -1,0 +1,1 @@
+"""How much error every rule and method leaves."""
