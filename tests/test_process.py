@@ -41,7 +41,7 @@ SCALES = {"match": "safetensors", "after": 4}  # headers come twice
 WEIGHTS = {"match": "/m/.*safetensors", "after": 4}
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("kind", ["stall", "status"])
 @pytest.mark.parametrize(
@@ -177,6 +177,7 @@ def test_a_stop_that_other_code_made_an_error_of_its_own_comes_out_again(monkeyp
 def test_a_signal_is_remembered_until_somebody_listens_anew():
     script = """
 import os, signal
+from fp4convert import process
 for number in (signal.SIGINT, signal.SIGTERM):
     process.listen()
     assert process._raised == []

@@ -43,9 +43,9 @@ def test_a_disk_that_is_too_small_is_known_beforehand(tmp_path, llama, words, mo
 
 
 def test_text_is_not_written_for_a_disk_that_is_too_small(tmp_path, llama, monkeypatch):
-    from fp4convert.calibration import layers
+    from fp4convert.calibration import samples
 
-    monkeypatch.setattr(layers, "filled_on_demand", None)
+    monkeypatch.setattr(samples, "filled_on_demand", None)
     have_free(monkeypatch, 10**5)
     error = calibrate(llama, tmp_path / "c.safetensors", "--self-generate", SAMPLES)
     assert (error.code, error.json["error"]["code"]) == (5, "disk-full")
@@ -53,7 +53,7 @@ def test_text_is_not_written_for_a_disk_that_is_too_small(tmp_path, llama, monke
 
 
 def test_what_an_earlier_run_left_counts_as_there(tmp_path, llama, words, monkeypatch):
-    from fp4convert.calibration import workdir
+    from fp4convert.calibration import run
 
     class Death(BaseException):
         pass
@@ -61,11 +61,11 @@ def test_what_an_earlier_run_left_counts_as_there(tmp_path, llama, words, monkey
     def die(*arguments: object) -> None:
         raise Death
 
-    joined = workdir.join_parts
-    monkeypatch.setattr(workdir, "join_parts", die)
+    joined = run.join_parts
+    monkeypatch.setattr(run, "join_parts", die)
     with pytest.raises(Death):
         calibrate(llama, tmp_path / "c.safetensors", "--text", words, "--gram", "full")
-    monkeypatch.setattr(workdir, "join_parts", joined)
+    monkeypatch.setattr(run, "join_parts", joined)
     have_free(monkeypatch, STATISTICS)
     assert calibrate(llama, tmp_path / "c.safetensors", "--text", words, "--gram", "full").code == 0
 

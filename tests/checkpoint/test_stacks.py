@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp4convert.checkpoint.dialects import stacks
 from fp4convert.checkpoint.dialects.stacks import Piece, Rows, alternate, gather, pieces_of, rows_of
 from fp4convert.numerics import matrices
 from fp4convert.numerics.formats import MXFP4
@@ -138,7 +139,7 @@ def test_rows_of_members_take_turns(elements, count, height):
     """In panels of one row, of three, and of all."""
     tables = [matrix_of(height, seed) for seed in range(count)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matrices, "row_panels", lambda shape: matrices.row_panels(shape, elements))
+        patch.setattr(stacks, "row_panels", lambda shape: matrices.row_panels(shape, elements))
         panels = list(alternate([blocks_of(own) for own in tables]))
     expected = tuple(np.stack([own[kind] for own in tables], axis=1).reshape(count * height, -1) for kind in (0, 1))
     assert joined(panels) == as_bytes(expected)

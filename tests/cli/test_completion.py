@@ -28,6 +28,7 @@ def completed(*words: str, script: str = "source <(fp4convert --show-completion)
     return ended.stdout.split()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

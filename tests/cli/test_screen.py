@@ -140,6 +140,7 @@ def shown_on_a_terminal(width, **environment):
     return re.sub(r"\x1b\[[0-9;?]*[A-Zhlm]", "", printed.decode()).replace("\r", "\n").split("\n")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("width", "has_bar"), [(40, False), (60, False), (80, True), (200, True)])
 def test_on_a_terminal_every_phase_has_a_row_that_fits(width, has_bar):
     lines = shown_on_a_terminal(width)

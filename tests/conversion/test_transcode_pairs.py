@@ -79,7 +79,7 @@ def check_index(folder: Path) -> None:
         assert Counter(json.loads((folder / INDEX).read_text())["weight_map"].values()) == shards
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("pair", list(permutations(NVFP4_DIALECTS, 2)), ids="-".join)
 def test_nvfp4_there_and_back(pair, tmp_path):
     check_pair(tmp_path, pair, "nvfp4", modules_of("nvfp4"), is_split=True)
@@ -91,7 +91,7 @@ def test_nvfp4_with_four_bit_activations_there_and_back(pair, tmp_path):
     check_pair(tmp_path, pair, "nvfp4", modules_of("nvfp4", 4), activations=4)
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("is_split", [True, False], ids=["sharded", "single"])
 @pytest.mark.parametrize("pair", list(permutations(MXFP4_DIALECTS, 2)), ids="-".join)
 def test_mxfp4_there_and_back(pair, is_split, tmp_path):
@@ -114,6 +114,7 @@ def test_experts_there_and_back(dialect, members, other, is_split, tmp_path):
     check_pair(tmp_path / "to", (other, dialect), "mxfp4", modules, is_split=is_split)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("other", NVFP4_DIALECTS)
 def test_nvfp4_with_a_global_scale_of_one_to_and_from_mlx(other, tmp_path):
     modules = modules_of("nvfp4", multiplier=1.0)

@@ -18,6 +18,7 @@ def logits_of(folder, tokens):
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits.double()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
 @pytest.mark.parametrize(("format", "gram"), [("nvfp4", "full"), ("mxfp4", "full"), ("nvfp4", "block:32")])
 def test_the_model_comes_nearer_to_what_it_was(kind, format, gram, tmp_path):

@@ -88,6 +88,7 @@ def test_four_nodes_and_one_that_is_killed_give_the_same_digest(cluster, layers,
     assert json.loads(again.communicate(timeout=120)[0])["digest"] == expected
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_told_as_by_one_process(cluster, layers, tmp_path):
     with on_cluster(cluster, layers, tmp_path / "out", "--device", "cuda:9") as process:
         text, _ = process.communicate(timeout=120)

@@ -64,6 +64,7 @@ def test_clocks_that_differ_split_the_work_all_the_same(skew, source, digests, t
     assert left_behind(out) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skew", [pytest.param(-1e6, marks=pytest.mark.slow), 0.0, pytest.param(1e6, marks=pytest.mark.slow)])
 def test_what_a_dead_process_of_another_host_was_at_is_done_once_more_and_the_rest_is_not(skew, source, digests, tmp_path):
     out = tmp_path / "out"

@@ -24,12 +24,11 @@ from gptq_reference import gptq_by_the_paper
 from made_up_inputs import aliases_of, calibrate, correlated, inputs_of
 from refusals import refused
 
-from fp4convert.calibration.methods import gptq
 from fp4convert.calibration.methods.scaled_weights import Factors, Folding, Scaled
 from fp4convert.calibration.statistics import open_calibration
 from fp4convert.execution import rounding
 from fp4convert.numerics import codec
-from fp4convert.numerics.backends import base, open_backend
+from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import MXFP4, NVFP4, format_named
 from fp4convert.numerics.matrices import InMemory, Matrix
 from fp4convert.recipes.recipe import Target
@@ -140,7 +139,7 @@ def held(values):
 
 def test_errors_are_those_of_the_codes_that_are_written(source, tmp_path, monkeypatch):
     """In panels: what the report will say is measured after GPTQ, not before."""
-    monkeypatch.setattr(gptq, "PANEL_ELEMENTS", 20 * 128)
+    monkeypatch.setattr(rounding, "PANEL_ELEMENTS", 20 * 128)
     file = calibrate(tmp_path / "c.safetensors", source)
     target = Target("nvfp4", scale_rule="importance", method="gptq")
     w = np.random.default_rng(3).standard_normal((50, 128), dtype=np.float32)
@@ -322,7 +321,7 @@ def test_workers_are_as_many_as_memory_holds(source, tmp_path, monkeypatch):
     cpu = open_backend("cpu")
     need = 16 * (8 << 20) + 20 * 128 * 128
     for memory, expected in ((100 * need, cpu.threads), (2 * need, 1), (need // 2, 1)):
-        monkeypatch.setattr(base, "memory_nbytes", lambda memory=memory: memory)
+        monkeypatch.setattr(rounding, "memory_nbytes", lambda memory=memory: memory)
         assert rounding.Rounding(Target("nvfp4", method="gptq"), cpu, calibration).threads == expected
 
 

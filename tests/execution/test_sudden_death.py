@@ -98,7 +98,7 @@ from fp4convert.__main__ import main
 def hang(*arguments, **options):  # a disk that does not answer
     print("hanging", flush=True)
     time.sleep(3600)
-fp4convert.output.shutil.rmtree = hang
+fp4convert.execution.folder.shutil.rmtree = hang
 main()
 """
 

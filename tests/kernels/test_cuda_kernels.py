@@ -63,7 +63,7 @@ def fast_alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return SimtKernels(tmp_path_factory.mktemp("simt"), kernels, has_cvt=request.param)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @EVERY_RULE
 @EVERY_DTYPE
 def test_weights_take_the_fast_way(fast_alone: SimtKernels, dtype: str, fmt: Format, rule: str) -> None:
@@ -88,7 +88,7 @@ def lengths(fmt: Format) -> list[int]:
     return [n for n in LENGTHS if n % fmt.block_size == 0]
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(15)
 @EVERY_RULE
 @EVERY_DTYPE
 def test_quantize_any_tail(simt: SimtKernels, dtype: str, fmt: Format, rule: str) -> None:
@@ -113,7 +113,7 @@ def test_dequantize_any_tail(simt: SimtKernels, dtype: str, fmt: Format) -> None
         assert_same_values(found, codec.dequantize(q).astype(FLOAT_DTYPES[dtype]), f"{dtype}, {fmt.name}, n = {n}")
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 @EVERY_DTYPE
 def test_nothing_is_read_behind_an_input(simt: SimtKernels, dtype: str, fmt: Format) -> None:
@@ -163,6 +163,7 @@ def test_amax_finds_one_value_anywhere(simt: SimtKernels, dtype: str) -> None:
         values[0, place] = -0.0
 
 
+@pytest.mark.sweep(3)
 @EVERY_DTYPE
 def test_amax_hides_nothing_that_is_not_finite(simt: SimtKernels, dtype: str) -> None:
     values = np.full((1, 8192 + 48), LARGEST[dtype]).astype(FLOAT_DTYPES[dtype])

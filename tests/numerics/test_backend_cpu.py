@@ -69,6 +69,7 @@ def raw_quantize(cpu: Cpu, values: Values, dtype: str, fmt: Format, rule: str, o
     return Quantized(fmt, (1, values.size), packed.data, scales.data, stored)
 
 
+@pytest.mark.sweep(3)
 @EVERY_RULE
 @EVERY_DTYPE
 def test_any_number_of_blocks_at_any_address(cpus: Cpus, dtype: str, fmt: Format, rule: str) -> None:

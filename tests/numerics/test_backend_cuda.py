@@ -92,6 +92,7 @@ def group_of(dtype: str) -> list[Values]:
     return [gaussian(dtype, 33, 512), random_bits(dtype, 2, 1024), gaussian(dtype, 91, 544) * FLOAT_DTYPES[dtype].type(3)]
 
 
+@pytest.mark.sweep(4)
 @EVERY_RULE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("room_nbytes", [0, 30_000, 1 << 30])

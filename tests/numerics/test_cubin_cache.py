@@ -107,9 +107,8 @@ def test_two_threads_give_one_whole_file(cache, monkeypatch):
 
 
 def test_two_processes_give_one_whole_file(cache):
-    program = (
-        f"from fp4convert import cubins; print(cubins.cubin_path(cubins.kernels_folder() / 'dequantize.cu', cubins.{PLAIN!r}))"
-    )
+    asked = f"cubins.cubin_path(cubins.kernels_folder() / 'dequantize.cu', cubins.{PLAIN!r})"
+    program = f"from fp4convert.numerics.backends import cubins; print({asked})"
     processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     paths = [Path(process.communicate(timeout=WAIT_SECONDS)[0].strip()) for process in processes]
     assert paths == [*cache.iterdir()] * 2

@@ -131,6 +131,7 @@ def promised(source: str) -> set[str]:
     return names
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize(
     ("source", "count"), [("quantize.cu", 9), ("search.cu", 12), ("dequantize.cu", 6), ("gemv.cu", 6), ("compare.cu", 7)]
 )
@@ -140,6 +141,7 @@ def test_entry_points_are_those_of_the_head_comment(built, source, count):
     assert len(names) == count
 
 
+@pytest.mark.sweep(4)
 def test_entry_points_are_those_of_the_cpu_library(built):
     both, _, rest = (cubins.kernels_folder() / "cpu.c").read_text().partition("that CUDA has no kernels for")
     text = both + rest[rest.index("#define ENTRIES") :]

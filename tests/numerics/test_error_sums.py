@@ -75,6 +75,7 @@ def by_hand(values: Values, q: Quantized) -> dict[str, float]:
     }
 
 
+@pytest.mark.sweep(3)
 @EVERY_FORMAT
 @EVERY_DTYPE
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
@@ -252,6 +253,7 @@ def test_values_of_any_width_are_compared(backends: Backends, dtype: str) -> Non
                 assert bytes(backend.compare_values(matrix(values, dtype), y).rows) == expected.tobytes(), name
 
 
+@pytest.mark.sweep(3)
 @EVERY_FORMAT
 @EVERY_DTYPE
 def test_nothing_is_read_behind_an_input(backends: Backends, dtype: str, fmt: Format) -> None:
@@ -266,6 +268,7 @@ def test_nothing_is_read_behind_an_input(backends: Backends, dtype: str, fmt: Fo
                 assert survives(partial(backend.compare, matrix(values, dtype), q)), f"{name}, {columns} columns"
 
 
+@pytest.mark.sweep(3)
 @EVERY_DTYPE
 def test_nothing_is_read_behind_values(backends: Backends, dtype: str) -> None:
     for columns in (1, 15, 17, 255, 272, 281):

@@ -120,7 +120,7 @@ LIES = [
 ]
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.name)
 def test_a_lie_is_seen_with_a_source_and_reported_as_declared_without(lie: Lie, artifacts, source, tmp_path):
     honest = artifacts[lie.artifact]
@@ -204,7 +204,7 @@ def test_honest_artifacts_are_healthy(format, dialect, activations, source, tmp_
     assert errors(tmp_path / "out", source) == []
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["floor", "even", "ceil"])
 def test_honest_casts_are_healthy(rule, source, tmp_path):
     assert run("quantize", source, "--format", "mxfp4", "--scale-rule", rule, "-o", tmp_path / "mx").code == 0

@@ -214,6 +214,7 @@ def test_a_negative_block_scale_is_found(dialect, artifact):
     assert ("scale-negative", DOWN) in errors_of(verify(folder))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dialect", GLOBAL)
 @pytest.mark.parametrize("value", [0.0, -0.0, -1.0, math.inf, math.nan])
 def test_an_impossible_global_scale_is_found(value, dialect, source, artifact):

@@ -108,6 +108,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("model_type", CASES)
 def test_the_model_multiplies_with_what_the_recipe_slices(model_type: str, tmp_path: Path) -> None:
     case = CASES[model_type]
@@ -134,6 +135,7 @@ def test_a_checkpoint_as_it_was_published_is_sliced_as_transformers_reads_it(mod
     assert_same(model, case, found)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("model_type", CASES)
 def test_dequantize_stacks_again_what_was_sliced(model_type: str, tmp_path: Path) -> None:
     """Names and shapes of the checkpoint, near its values, and transformers loads them without a word."""

@@ -118,6 +118,7 @@ def test_doubts_are_warnings(case: Case, tmp_path):
         assert f"warning: {''.join(w for w in outcome.json['warnings'] if case.say in w)}" in outcome.err
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", cases("quantized", "kept", "warned"))
 def test_what_is_converted_is_healthy_and_verifies(case: Case, tmp_path):
     source, out = case.write(tmp_path), tmp_path / "out"
@@ -132,6 +133,7 @@ def test_what_is_converted_is_healthy_and_verifies(case: Case, tmp_path):
 NAME_CASES = [pytest.param(case, id=case.name) for case in CASES if case.name.startswith("name_") and case.expect != "refused"]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", NAME_CASES)
 def test_names_reach_the_artifact_and_never_act_on_a_terminal(case: Case, tmp_path):
     source, out = case.write(tmp_path), tmp_path / "out"

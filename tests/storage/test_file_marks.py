@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoints import FIRST, SECOND, run, write_llama
 
+from fp4convert.execution import finish
 from fp4convert.storage import disk
 from fp4convert.storage.disk import hash_file, is_sealed, seal
 
@@ -134,7 +135,7 @@ def read_again(monkeypatch) -> list[str]:
         names.append(path.name)
         return hash_file(path, each)
 
-    monkeypatch.setattr(disk, "hash_file", told)
+    monkeypatch.setattr(finish, "hash_file", told)
     return names
 
 

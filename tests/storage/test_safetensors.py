@@ -110,7 +110,7 @@ def test_the_disk_begins_with_every_output_while_it_is_written(tmp_path, monkeyp
     starts = [8 + sum(list(sizes.values())[:number]) for number in range(len(sizes) + 1)]
     refs = [TensorRef(name, "U8", (nbytes,), "m", at) for (name, nbytes), at in zip(sizes.items(), starts, strict=False)]
     writer = ShardWriter(tmp_path / "m", bytes(8), refs, starts[-1])
-    monkeypatch.setattr(disk, "begin_flush", lambda fd, start, nbytes: told.append((start, nbytes)))
+    monkeypatch.setattr(safetensors, "begin_flush", lambda fd, start, nbytes: told.append((start, nbytes)))
     data = memoryview(bytes(block // 2 + 1))
     for ref in refs:
         for first in range(0, ref.nbytes, len(data)):

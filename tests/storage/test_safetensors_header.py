@@ -241,6 +241,7 @@ def check_both_roads_agree(data: bytes) -> bool:
     return together is not None
 
 
+@pytest.mark.slow
 @settings(max_examples=3000, deadline=None, derandomize=True)
 @given(st.one_of(mutated(), described()))
 @example(VALID)

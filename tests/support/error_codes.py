@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from paths import ROOT
@@ -81,6 +82,7 @@ class Codes(ast.NodeVisitor):
         return found
 
 
+@cache
 def raised() -> dict[str, set[int]]:
     """code -> exit codes, of every error in the source."""
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "fp4convert").rglob("*.py"))}

@@ -1,7 +1,4 @@
-"""Who does the arithmetic: the CPU library, or GPUs.
-
-Every module here offers a Backend, and all give the bytes of codec.py.
-"""
+"""Who does the arithmetic: the CPU library, or GPUs; all give the bytes of codec.py."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ def open_backend(device: str) -> Backend:
     if device != "auto" and (kind != "cuda" or not (device == kind or re.fullmatch("0|[1-9][0-9]{0,8}", number))):
         detail = f"device {device!r} is not known; expected auto, cpu, cuda or cuda:N"
         raise InputError("no-device", detail, "Choose one of these; fp4convert doctor lists the GPUs.")
-    from fp4convert.numerics.backends.gpus import survey  # late: where the CPU is asked for, nothing that finds GPUs is loaded
+    from fp4convert.numerics.backends.gpus import survey  # late: --device cpu loads nothing that finds GPUs
 
     found = survey()
     chosen = [gpu for gpu in found.gpus if not number or gpu.number == int(number)]

@@ -67,6 +67,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", FAULTS)
 def test_after_exit_3_finished_shards_stay_and_the_next_run_completes(name, hub, folder, tmp_path, monkeypatch):
     fault, code, finished = FAULTS[name]
@@ -91,6 +92,7 @@ def test_a_right_that_is_lost_midway_is_exit_4_and_no_secret_is_told(status, hub
     check_aftermath(out, expected, hub)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", ["503", "flipped", "weights-etag", "sidecar-commit", None])
 def test_not_even_the_log_of_the_hubs_client_tells_a_secret(name, hub, folder, tmp_path, monkeypatch):
     """HF_DEBUG prints every request; the process ends with what the fault makes of it."""

@@ -33,6 +33,7 @@ def folder(tmp_path, hub):
     return folder
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "faults",
     [

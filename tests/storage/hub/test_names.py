@@ -33,6 +33,7 @@ def hostile(hub, tmp_path):
     return folder
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "command",
     [
