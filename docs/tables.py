@@ -9,6 +9,7 @@ python docs/tables.py --write    # replaces them
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,9 @@ DOCS = Path(__file__).parent
 MADE = re.compile(r"(?<=<!-- made: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 MEASURED = re.compile(r"(?<=<!-- measured: )([\w.-]+), ([^\n]+?)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 RESULTS = DOCS.parent / "benchmarks" / "results"
+PACKAGE = DOCS.parent / "fp4convert"
+FLOORS = DOCS.parent / "tests" / "repository" / "test_architecture.py"  # its table of floors is the only one
+NAME_WIDTH = 28  # of a module in the tree
 ROWS, COLUMNS = 256, 128  # of the matrix that dialects are shown with
 TILE = (256, 8)  # of scale bytes that layouts are shown with
 SHOWN_ROWS, SHOWN_BLOCKS = (0, 1, 2, 7, 8, 31, 32, 33, 127, 128), (0, 1, 2, 3, 4, 7)
@@ -129,8 +133,40 @@ def layouts() -> Iterator[str]:
         yield ""
 
 
+def tree() -> Iterator[str]:
+    """Every package and module, floor by floor from the top, with the first line of its docstring."""
+    yield "```"
+    yield leaf(PACKAGE, 0)
+    for number, names in reversed(list(enumerate(floors(), 1))):
+        yield f"\nfloor {number}"
+        for name in sorted(names):
+            yield from branch(PACKAGE / name, 1) if (PACKAGE / name).is_dir() else [leaf(PACKAGE / f"{name}.py", 1)]
+    yield "```"
+
+
+def floors() -> list[set[str]]:
+    """Packages, and modules beside them, floor by floor from the ground: read from the test that holds imports to them."""
+    nodes = ast.parse(FLOORS.read_text(encoding="utf-8")).body
+    (table,) = (node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS")
+    return list(ast.literal_eval(table))
+
+
+def branch(folder: Path, depth: int) -> Iterator[str]:
+    """A package, its modules, and the packages in it."""
+    yield leaf(folder, depth)
+    yield from (leaf(file, depth + 1) for file in sorted(folder.glob("*.py")) if file.stem != "__init__")
+    yield from (line for inner in sorted(folder.glob("*/__init__.py")) for line in branch(inner.parent, depth + 1))
+
+
+def leaf(path: Path, depth: int) -> str:
+    """The name of a module or package, and what it says of itself in one line."""
+    file, name = (path / "__init__.py", f"{path.name}/") if path.is_dir() else (path, path.name)
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return f"{'  ' * depth + name:<{NAME_WIDTH}}{docstring.partition(chr(10))[0]}"
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
-    part.__name__: part for part in (blocks, formats, codes, scales, dialects, layouts)
+    part.__name__: part for part in (blocks, formats, codes, scales, dialects, layouts, tree)
 }
 
 

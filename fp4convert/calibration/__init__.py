@@ -1,4 +1,4 @@
-"""Statistics of the inputs of linear layers, and methods that use them.
+"""Statistics of the inputs of linear layers; methods that use them.
 
 Imports checkpoint and below; torch and transformers.
 """

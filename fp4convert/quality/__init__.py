@@ -1,4 +1,4 @@
-"""inspect, verify, compare and analyze: what an artifact is, and what it lost.
+"""inspect, verify, compare, analyze: what an artifact is, what it lost.
 
 Imports planning and below.
 """

@@ -1,4 +1,4 @@
-"""Which modules stay, share a scale or are stacks: configs/*.toml, and patterns.
+"""Which modules stay, share a scale or are stacks: recipe files.
 
 Imports storage and numerics.
 """

@@ -1,4 +1,7 @@
-"""The house stands: packages on ten floors, no circle, heavy packages at home, nothing grown too large."""
+"""The house stands: packages on ten floors, no circle, heavy packages at home, nothing grown too large.
+
+FLOORS is the only table of floors: docs/tables.py reads it for docs/architecture.md.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -36,6 +39,7 @@ HOMES = {  # where a heavy package, or one that only some systems have, may be i
     "ctypes": ("numerics.backends.", "storage.disk"),
 }
 MOST_FACE_LINES = 40  # of an __init__.py; the package's own has the table of public names
+MOST_WORDS_COLUMNS = 72  # of the first line of a module's docstring, which docs/architecture.md shows
 MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 400, 60, 5
 
 
@@ -110,6 +114,12 @@ def test_nothing_grows_too_large():
                 if lines >= MOST_FUNCTION_LINES or (count > MOST_PARAMETERS and not is_command):
                     large.append(f"{name}.{node.name}: {lines} lines, {count} parameters")
     assert large == []
+
+
+def test_every_module_says_in_one_line_what_it_does():
+    """After a change on purpose: make docs, which puts the line into docs/architecture.md."""
+    lines = {name: (ast.get_docstring(tree) or "").partition("\n")[0] for name, tree in modules().items()}
+    assert {name: line for name, line in lines.items() if not line.endswith(".") or len(line) > MOST_WORDS_COLUMNS} == {}
 
 
 def test_no_module_has_the_name_of_a_public_function():
