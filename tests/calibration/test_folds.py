@@ -112,6 +112,7 @@ def test_the_folds_of_every_family_are_those_that_its_code_allows(model):
     assert not [note for note in found.notes if "not used" in note]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.engine
 def test_a_folded_model_computes_what_it_did(model, tmp_path):
     name, folder = model

@@ -82,6 +82,7 @@ def nearest_codes(w, steps):
     return nearest(w / np.repeat(steps, w.shape[1] // steps.shape[1], axis=1))
 
 
+@pytest.mark.sweep(3)
 @BOTH
 @pytest.mark.parametrize(("columns", "width"), [(192, 64), (192, 128), (224, 128), (96, 128), (160, 32)])
 def test_blocks_along_the_diagonal_as_the_paper_has_that_matrix(fmt, columns, width):

@@ -119,6 +119,7 @@ def test_an_error_that_would_come_again_leaves_nothing_of_an_earlier_run(tmp_pat
     assert not state.exists()
 
 
+@pytest.mark.slow
 def test_a_stop_says_what_stays(tmp_path, llama, words):
     state = tmp_path / ".c.safetensors.calibration"
     arguments = ("calibrate", llama, "-o", tmp_path / "c.safetensors", "--text", words)

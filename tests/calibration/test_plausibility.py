@@ -90,6 +90,7 @@ def test_a_gram_matrix_and_what_is_none():
     assert "at [0, 1100, 1150], more than" in (not_a_gram(gram) or "")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("method", ["gptq", "awq", "rtn"])
 @pytest.mark.parametrize(
     ("kind", "value"),

@@ -84,6 +84,7 @@ def samples_of(text: str) -> list[list[int]]:
     return [tokens_of(text[start : start + LENGTH]) for start in range(0, len(text), LENGTH)]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_layer_at_a_time_agrees_with_the_whole_model(tmp_path, name):
     folder = make_model(tmp_path / name, name)

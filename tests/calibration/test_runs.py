@@ -198,6 +198,7 @@ def test_packed_weights_are_what_they_stand_for(tmp_path, words):
         np.testing.assert_allclose(array, second[name], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_gptoss_as_it_is_published(tmp_path):
     """Stacks in MXFP4, beside the stacks of bfloat16 that the formula makes of them."""
     from gptoss_models import expected_weights, make_gptoss

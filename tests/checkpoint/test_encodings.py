@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import LLAMA, Tensor, read_folder, run, write_single
-from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from spellings import module_of, write_artifact
 from torch_formulas import decoded, e4m3
 
@@ -304,6 +302,9 @@ def test_nan_among_fp8_codes_and_scales_is_placed(tmp_path):
 
 def packed_integers(bits: int, symmetric: bool, group: int | None) -> tuple[dict[str, Tensor], dict[str, object], np.ndarray]:
     """Tensors, the record and the values of a matrix that compressed-tensors packed, and unpacked again."""
+    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
     rows, columns = 21, 128
     strategy: dict[str, Any] = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
     arguments = QuantizationArgs(num_bits=bits, symmetric=symmetric, **strategy)

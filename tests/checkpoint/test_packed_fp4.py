@@ -39,6 +39,7 @@ def _four_bit(folder: Path) -> tuple[dict[str, tuple[Any, Any]], Tensors]:
     return parts, {name: tensor for name, tensor in tensors.items() if not name.endswith(PARTS)}
 
 
+@pytest.mark.sweep(2)
 def test_the_plan_is_the_page_that_a_person_read(source: Source, request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.params["source"]
     assert draw_plan(source.folder) == (PLANS / f"{name}.txt").read_text(), "see: python tests/support/golden_plans.py"

@@ -66,6 +66,7 @@ def test_four_bit_modules_have_the_codes_of_the_judged_values(done: Conversion) 
     assert differing(quantized, expected) == []
 
 
+@pytest.mark.sweep(4)
 def test_kept_modules_become_bf16_and_no_scale_travels_alone(done: Conversion) -> None:
     others = {name: tensor for name, tensor in read_tensors(done.artifact).items() if not name.endswith(PARTS)}
     gone = {f"{module}.weight" for group in done.case.family.groups for module in group}

@@ -76,6 +76,7 @@ def test_no_command_shows_the_help_and_is_bad_usage():
     assert "Traceback" not in outcome.err
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -260,6 +261,7 @@ def test_help_and_version_load_no_numpy():
         assert modules_after(*arguments).isdisjoint((*HEAVY, "numpy", "ml_dtypes", "pydantic", "rich"))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_signals_end_the_command_with_their_code(options, number, code, tmp_path):

@@ -210,6 +210,7 @@ main()
 """
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("finished", [0, 1, 2])
 def test_after_a_kill_the_same_command_goes_on(wan, tmp_path, finished):
     out = tmp_path / "q"

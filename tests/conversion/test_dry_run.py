@@ -61,6 +61,7 @@ def test_the_published_size_of_llama_3_3_70b(tmp_path):
     assert prepare_quantize(open_source(str(folder)), request).index["metadata"] == {"total_size": 42_709_045_632}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("format", "published", "bits"), [("nvfp4", 269e9, 4.5), ("mxfp4", 254e9, 4.25)])
 def test_the_published_size_of_478_billion_weights(format, published, bits, tmp_path):
     """Qwen3-Coder-480B has 478 billion weights in linear layers: 269 GB of NVFP4, 254 GB of MXFP4, within 1 %."""

@@ -317,6 +317,7 @@ def test_inspect_and_verify_measure_against_the_template(make: Make, kind: str, 
     assert all(row["cosine"] > 0.99 for row in report["tensors"])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @every_format
 @every_kind

@@ -83,6 +83,7 @@ def test_all_of_many_at_once_end_with_the_bytes_of_one(before, names, more, dela
     assert [path for name in ("claims", "tmp") for path in (out / STATE / name).iterdir()] == []
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("before", ["new", "unfinished"])
 @pytest.mark.parametrize("names", [["a", "b"], ["a", "mxfp4"], ["modelopt", "a"]], ids="+".join)

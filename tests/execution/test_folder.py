@@ -244,6 +244,7 @@ def test_while_a_run_writes_no_other_plan_takes_its_folder(tmp_path):
     assert json.loads(text)["digest"] == quantize(source, out).json["digest"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_leaves_no_partial_file_and_continues(number, code, tmp_path):
     source, out = write_zeros(tmp_path / "source"), tmp_path / "out"

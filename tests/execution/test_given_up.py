@@ -90,7 +90,7 @@ def test_a_dead_process_of_another_host_does_not_keep_another_plan_out(source, d
     assert finish(quantize(source, out, *OTHER))["digest"] == digests[OTHER]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), OTHER], ids=["same-plan", "other-plan"])
 def test_a_process_that_wakes_up_after_it_was_given_up_changes_nothing(options, source, digests, tmp_path):
     out = tmp_path / "out"

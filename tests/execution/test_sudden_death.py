@@ -71,7 +71,7 @@ def test_stops_midway_and_says_how_to_continue(tmp_path, number, code):
     assert list((tmp_path / "out" / ".fp4convert" / "tmp").iterdir()) == []
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("pause", [0.0, 0.02, 0.1])
 def test_asked_twice_it_ends_at_once_and_is_continued(pause, second, tmp_path):

@@ -63,7 +63,7 @@ def fast_alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return SimtKernels(tmp_path_factory.mktemp("simt"), kernels, has_cvt=request.param)
 
 
-@pytest.mark.sweep(15)
+@pytest.mark.sweep(30)
 @EVERY_RULE
 @EVERY_DTYPE
 def test_weights_take_the_fast_way(fast_alone: SimtKernels, dtype: str, fmt: Format, rule: str) -> None:
@@ -88,7 +88,7 @@ def lengths(fmt: Format) -> list[int]:
     return [n for n in LENGTHS if n % fmt.block_size == 0]
 
 
-@pytest.mark.sweep(15)
+@pytest.mark.sweep(30)
 @EVERY_RULE
 @EVERY_DTYPE
 def test_quantize_any_tail(simt: SimtKernels, dtype: str, fmt: Format, rule: str) -> None:

@@ -154,6 +154,7 @@ def test_entry_points_are_those_of_the_cpu_library(built):
     } == expected
 
 
+@pytest.mark.sweep(8)
 def test_nothing_spills(built):
     assert not {kernel.name: kernel.memory for kernel in built.kernels if any(kernel.memory)}
     assert not {kernel.name for kernel in built.kernels if any(line.startswith(("LDL", "STL")) for line in kernel.code)}

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from modelopt.torch.export.diffusers_utils import swizzle_nvfp4_scales
 from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
 from fp4convert.errors import InputError
@@ -47,6 +46,8 @@ def test_128x4_equals_torchao(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_128x4_equals_modelopt(shape: tuple[int, int]) -> None:
+    from modelopt.torch.export.diffusers_utils import swizzle_nvfp4_scales  # late: it takes seconds
+
     linear = scales(shape)
     state = {
         "a.weight": torch.zeros(shape[0], shape[1] * 8, dtype=torch.uint8),

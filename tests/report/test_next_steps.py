@@ -15,7 +15,6 @@ from fp4convert import errors
 from fp4convert.cli.screen import Screen
 
 KINDS = {kind.exit_code: kind for kind in (errors.InputError, errors.SourceError, errors.AccessError, errors.OutputError)}
-CODES = [(code, exit_code) for code, exits in sorted(raised().items()) for exit_code in sorted(exits) if exit_code in KINDS]
 SENTENCE = re.compile(r"[A-Z][a-z]+[ :,].{8,}\.")
 HOSTILE = "\n next: sh evil\x1b[31m\u202e"
 
@@ -28,8 +27,13 @@ def next_line(err: str) -> str:
     return lines[-1].removeprefix(" next: ")
 
 
+def codes() -> list[tuple[str, int]]:
+    """(code, exit code) of every error that ends a command so."""
+    return [(code, exit_code) for code, exits in sorted(raised().items()) for exit_code in sorted(exits) if exit_code in KINDS]
+
+
 def test_no_code_is_left_out():
-    assert {code for code, _ in CODES} == set(raised()) - {"interrupted"}
+    assert {code for code, _ in codes()} == set(raised()) - {"interrupted"}
     assert {kind for name, kind in vars(errors).items() if name in CLASSES and kind.__base__ is errors.Fp4Error} - {
         errors.DeviceError
     } == set(KINDS.values())
@@ -37,7 +41,7 @@ def test_no_code_is_left_out():
 
 @pytest.mark.parametrize("is_json", [False, True])
 def test_every_code_prints_a_next_step(is_json, capsys):
-    for code, exit_code in CODES:
+    for code, exit_code in codes():
         Screen(is_json).fail(KINDS[exit_code](code, "a file: 1 byte; expected 2"))
         printed = capsys.readouterr()
         told = next_line(printed.err)
