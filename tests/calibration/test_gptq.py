@@ -103,6 +103,7 @@ def test_many_columns_lazily_and_in_parts_of_the_inverse(fmt, monkeypatch):
     check_equal(found, gptq_by_the_paper(w, blocks[0].astype(np.float64), steps), steps, w, x.T @ x / len(x))
 
 
+@pytest.mark.sweep(2)
 @BOTH
 def test_modelopt_gives_the_same(fmt):
     """Its GPTQ knows no order of columns: it is given them in order."""

@@ -45,6 +45,7 @@ def test_the_plan_is_the_page_that_a_person_read(source: Source, request: pytest
     assert draw_plan(source.folder) == (PLANS / f"{name}.txt").read_text(), "see: python tests/support/golden_plans.py"
 
 
+@pytest.mark.sweep(3)
 def test_the_same_modules_are_four_bit_and_all_else_is_bf16(source: Source, artifact: Path) -> None:
     modules, others = _four_bit(artifact)
     assert sorted(modules) == sorted(source.four_bit)

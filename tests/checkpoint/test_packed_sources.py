@@ -74,6 +74,7 @@ def test_kept_modules_become_bf16_and_no_scale_travels_alone(done: Conversion) -
     assert differing(others, expected) == []
 
 
+@pytest.mark.sweep(4)
 def test_records_of_the_source_are_replaced(done: Conversion) -> None:
     ours, theirs = (read_json(folder / "config.json") for folder in (done.artifact, done.source))
     assert ours.pop("quantization_config")["format"] == "nvfp4-pack-quantized"

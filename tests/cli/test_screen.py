@@ -155,6 +155,7 @@ def test_on_a_terminal_every_phase_has_a_row_that_fits(width, has_bar):
     assert any(r"\x1b[31m" in line for line in tensors) or width == 40
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("environment", [{"CI": "true"}, {"TERM": "dumb"}])
 def test_in_ci_and_on_a_terminal_that_cannot_move_there_is_no_bar(environment):
     assert "".join(shown_on_a_terminal(80, **environment)) == ""  # nor a line: it was over too soon

@@ -100,6 +100,7 @@ def test_the_branch_moves_between_two_components(hub, wan, tmp_path):
     assert {part for seen in hub.seen for part in re.findall(r"[0-9a-f]{40}", seen.path)} == {commit}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("match", ["transformer_2/", "text_encoder/model", "vae/"])
 def test_after_exit_3_the_run_goes_on_with_the_commit_it_began_with(match, hub, wan, tmp_path):
     expected, out = quantize("org/wan", tmp_path / "a").json["digest"], tmp_path / "q"

@@ -40,6 +40,7 @@ def reach(source: object, out: Path, *options: object) -> tuple[int, int]:
     return round(float(words[words.index("from") + 1]) * 1e9), round(float(words[words.index("below") + 1]) * 1e9)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
 def test_the_size_is_met_to_the_byte_that_was_planned(source, tmp_path, dialect):
     options = ("--dialect", dialect)

@@ -33,6 +33,7 @@ TARGETS = [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("n
 ATTENTION = f"{LAYER}.self_attn"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("format", "dialect"), TARGETS)
 def test_the_same_bytes_from_any_place_any_number_of_workers_and_any_process(format, dialect, tmp_path):
     source = write_llama(tmp_path / "source", **{"tokenizer.json": b"{}"})

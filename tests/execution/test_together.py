@@ -48,6 +48,7 @@ def layers(tmp_path) -> Path:
     return write_checkpoint(tmp_path / "layers", shards, **{"tokenizer.json": b"{}"})
 
 
+@pytest.mark.slow
 def test_the_same_command_at_once_gives_the_bytes_of_one(tmp_path):
     source, out = write_zeros(tmp_path / "source", count=24), tmp_path / "out"
     processes = [start("quantize", source, *NVFP4, "-o", out, "--workers", "1") for _ in range(2)]

@@ -105,7 +105,7 @@ def assert_close(found: Float16s, q: Quantized, x: Vectors) -> None:
     assert not len(wrong), f"{len(wrong)} wrong, first vector and row {at}: {found[at]}, expected {exact[at]} +- {bound[at]}"
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @EVERY_X
 @EVERY_W
 @pytest.mark.parametrize("kind", ["multiplier", "divisor"])

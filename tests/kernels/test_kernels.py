@@ -69,7 +69,7 @@ def check(backends: Backends, values: Values, dtype: str, fmt: Format, rule: str
 # --------------------------------------------------------------------------------------------------------- quantize
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @EVERY_RULE
 @EVERY_DTYPE
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)

@@ -31,6 +31,7 @@ from fp4convert.numerics.formats import MXFP4, NVFP4, Format
 # ---------------------------------------------------------------------------------------------------- NVFP4, rule mse
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
 def test_mse_is_the_best_of_all_codes(make: Callable[[str, int, int], Values], dtype: str) -> None:
@@ -50,6 +51,7 @@ def test_mse_around_midpoints(dtype: str) -> None:
         assert_same_scales(searched(blocks, NVFP4, group_amax), every_code(blocks, group_amax), blocks, f"{group_amax}")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("group_amax", [2688.0, 2688e-23, 2688e20 / 448, 1536.0, 300.0, 1.0])
 def test_mse_where_values_lie_on_grids_of_other_scales(group_amax: float) -> None:
     """What makes far codes win; under small group amaxes scales are at their upper end, or beyond it."""

@@ -92,7 +92,7 @@ def group_of(dtype: str) -> list[Values]:
     return [gaussian(dtype, 33, 512), random_bits(dtype, 2, 1024), gaussian(dtype, 91, 544) * FLOAT_DTYPES[dtype].type(3)]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(9)
 @EVERY_RULE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("room_nbytes", [0, 30_000, 1 << 30])
@@ -273,6 +273,7 @@ def test_vectors_that_do_not_fit_are_refused(machine, columns, dtype):
 # ------------------------------------------------------------------------------------------------------ whole commands
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
     ("fmt", "dialect"),

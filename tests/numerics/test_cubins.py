@@ -105,7 +105,14 @@ def disassemble(path: Path) -> dict[str, tuple[str, ...]]:
     return {name: tuple(INSTRUCTION.findall(body)) for name, body in zip(parts[::2], parts[1::2], strict=True)}
 
 
-@pytest.fixture(scope="module", params=ARCHS, ids=ARCHS.values())
+GATE = ((8, 0), (12, 0))  # the targets that are compiled for in the gate: without E2M1 instructions and with them
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=() if each in GATE else pytest.mark.slow) for each in ARCHS],
+    ids=ARCHS.values(),
+)
 def built(request, tmp_path_factory) -> Built:
     target = cubins.target_for(request.param, cubins.known_targets())
     folder = tmp_path_factory.mktemp("built")
@@ -131,7 +138,6 @@ def promised(source: str) -> set[str]:
     return names
 
 
-@pytest.mark.sweep(10)
 @pytest.mark.parametrize(
     ("source", "count"), [("quantize.cu", 9), ("search.cu", 12), ("dequantize.cu", 6), ("gemv.cu", 6), ("compare.cu", 7)]
 )
@@ -141,7 +147,6 @@ def test_entry_points_are_those_of_the_head_comment(built, source, count):
     assert len(names) == count
 
 
-@pytest.mark.sweep(4)
 def test_entry_points_are_those_of_the_cpu_library(built):
     both, _, rest = (cubins.kernels_folder() / "cpu.c").read_text().partition("that CUDA has no kernels for")
     text = both + rest[rest.index("#define ENTRIES") :]
@@ -154,7 +159,6 @@ def test_entry_points_are_those_of_the_cpu_library(built):
     } == expected
 
 
-@pytest.mark.sweep(8)
 def test_nothing_spills(built):
     assert not {kernel.name: kernel.memory for kernel in built.kernels if any(kernel.memory)}
     assert not {kernel.name for kernel in built.kernels if any(line.startswith(("LDL", "STL")) for line in kernel.code)}

@@ -106,6 +106,7 @@ def test_an_artifact_that_is_damaged_fails_the_job(runner, tmp_path):
     assert job.step("verify").code == 6
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [

@@ -1,4 +1,4 @@
-"""Who does the arithmetic: the CPU library, or GPUs; all give the bytes of codec.py."""
+"""Who does the arithmetic: the CPU library, or GPUs."""
 
 from __future__ import annotations
 

@@ -167,6 +167,7 @@ def size(folder: Path, file: str) -> int:
     return (folder / file).stat().st_size - 1
 
 
+@pytest.mark.slow
 def test_nobody_asks_while_the_hub_makes_everybody_wait(hub, folder, tmp_path):
     expected = expect(hub, folder, tmp_path / "a")
     limit = hub.fault("status", status=429, headers={"Retry-After": "5"}, match=SECOND, after=2)

@@ -76,6 +76,7 @@ def test_links_that_expire_are_resolved_again(hub, folder, tmp_path):
 MANY = 1000
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("fault", "code", "word"),
     [

@@ -30,6 +30,7 @@ def send(handler, status: int, body: bytes = b"", **headers: str) -> None:
     handler.close_connection = True
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "body", [b"<html>Log in</html>", b"", b"null", b"[]", b"{}", b'{"id": "m", "siblings": [1]}', b"[" * 100_000]
 )
