@@ -156,6 +156,8 @@ def branch(folder: Path, depth: int) -> Iterator[str]:
     yield leaf(folder, depth)
     yield from (leaf(file, depth + 1) for file in sorted(folder.glob("*.py")) if file.stem != "__init__")
     yield from (line for inner in sorted(folder.glob("*/__init__.py")) for line in branch(inner.parent, depth + 1))
+    if (page := folder / "page").is_dir():
+        yield f"{'  ' * (depth + 1) + 'page/':<{NAME_WIDTH}}{', '.join(sorted(file.name for file in page.iterdir()))}"
 
 
 def leaf(path: Path, depth: int) -> str:

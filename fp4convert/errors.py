@@ -1,4 +1,4 @@
-"""Every error raised on purpose, with its exit code; and findings.
+"""Every error: exit code and next step; and findings.
 
 Fp4Error                1  (never raised itself; anything else that escapes is our bug, and exits 1)
 ├── InputError          2  bad input or usage; nothing was written

@@ -4,6 +4,8 @@
  *                                                          whole pairs with AVX-512, whole fours with AVX2; else pairs of bf16
  *   is_quick(step, inverse, block_amax, LARGEST_STEP_D)    what all of them must be; inverse: 1.0f / step
  *
+ * Codes equal encode_e2m1 in fp4convert/numerics/codec.py; tests/kernels/test_kernels.py compares the bytes, and test_nvfp4_encode.py
+ * has the argument why nothing else can be wrong.
  * D is bf16, fp16 or fp32.  The E2M1 midpoints are .25, .75, 1.25, 1.75, 2.5, 3.5, 5; a tie stays at the first and every second,
  * and goes up at the others.
  */

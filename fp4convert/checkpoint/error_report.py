@@ -36,7 +36,7 @@ class Ledger:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Of all tensors, as accounting.summarise has it."""
+        """Of all tensors, as error_sums.summarise has it."""
         return summarise((one.name, one.sums) for one in self.accounts.values())
 
     def as_text(self, record: Mapping[str, object]) -> str:
@@ -81,7 +81,7 @@ class Entry:
     """What a report says of a tensor.
 
     against  `source`, or what the weights were before they were rounded
-    sqnr_db, cosine  None as in accounting.Sums
+    sqnr_db, cosine  None as in error_sums.Sums
     """
 
     name: str

@@ -24,11 +24,12 @@ from fp4convert.commands.options import (
 )
 from fp4convert.commands.publish import Destinations, Order, choose_page, choose_publication, fulfil
 from fp4convert.conversion import pruning, repacking, requests
-from fp4convert.conversion.diffusers import prepare
 from fp4convert.conversion.ray_workers import Errand
 from fp4convert.conversion.requests import choose_goal
+from fp4convert.conversion.work import prepare
 from fp4convert.execution import finish
-from fp4convert.execution.settings import Result, Settings, choose_share, describe
+from fp4convert.execution.settings import Result, Settings
+from fp4convert.execution.share import choose_share, describe
 from fp4convert.numerics.backends.gpus import unused
 from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fp4convert.checkpoint.artifact import open_artifact
-from fp4convert.conversion.diffusers import Work
+from fp4convert.conversion.work import Work
 from fp4convert.errors import InputError
-from fp4convert.execution.settings import Result, Settings, Share
+from fp4convert.execution.settings import Result, Settings
+from fp4convert.execution.share import Share
 from fp4convert.report.user_files import check_apart
 from fp4convert.storage.checkpoint_files import CARD
 from fp4convert.storage.open import open_source

@@ -24,14 +24,14 @@ ENGINE_RECORDS = frozenset(  # of any dialect: a source's own would contradict o
 )
 
 
-def _refuse_odd_scale(module: str, q: Blocks) -> None:
+def refuse_odd_scale(module: str, q: Blocks) -> None:
     """InputError where a global scale is no positive number, which would make every value of its module wrong."""
     if q.global_scale is not None and not 0 < q.global_scale < math.inf:
         detail = f"{module}: its global scale is {q.global_scale}; expected a positive number"
         raise InputError("global-scale", detail, "See: fp4convert inspect.", module)
 
 
-def _check_scalars(module: str, q: Blocks, input_scale: float | None, spelling: Dialect) -> None:
+def check_scalars(module: str, q: Blocks, input_scale: float | None, spelling: Dialect) -> None:
     """InputError where the dialect cannot say a module's global scale or input scale."""
     try:
         for _ in spelling.encode_scalars(module, q, input_scale):
@@ -46,7 +46,7 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
 
     origin  of the weights; None where it is the source
     """
-    spelling = _dialect_of(plan)
+    spelling = dialect_of(plan)
     groups = plan.groups
     records = spelling.records(groups, plan.ignored)
     config = unquantized(source.checkpoint.config)
@@ -61,7 +61,7 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
     return Job(source, plan, texts, record, RECORD, ENGINE_RECORDS | texts.keys())
 
 
-def _dialect_of(plan: Plan) -> Dialect:
+def dialect_of(plan: Plan) -> Dialect:
     if plan.target.dialect is None:
         raise RuntimeError("a plan to dequantize has no dialect")
     return dialect_named(plan.target.dialect)

@@ -1,4 +1,4 @@
-"""Convert one checkpoint, or each transformer of a pipeline.
+"""Convert each transformer of a Diffusers pipeline.
 
 A transformer is converted into its own folder of the result, where it is an artifact by itself.  All else is copied as it is by a
 job without shards, which comes last and ends with model_index.json: without that file nothing takes the folder for a pipeline.
@@ -13,144 +13,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fp4convert.checkpoint.dialects.base import Ignored
-from fp4convert.conversion.dry_run import READING_RATES, describe_plan
-from fp4convert.conversion.mixed_precision import Fit, Measuring, fit
-from fp4convert.conversion.quantization import begin_quantize, manifest_of, name_files, prepare_quantize, quantize
-from fp4convert.conversion.ray_workers import Errand, check_cluster, quantize_together
+from fp4convert.conversion.dry_run import READING_RATES
+from fp4convert.conversion.one_checkpoint import Conversion
+from fp4convert.conversion.quantization import manifest_of
+from fp4convert.conversion.ray_workers import Errand
 from fp4convert.errors import Fp4Error, InputError, NumericError
 from fp4convert.execution.folder import OutputFolder, TaskWriter, missing_nbytes
 from fp4convert.execution.job import Job, carry_out, opened
 from fp4convert.execution.plan_file import digest_of, read_ended, read_manifest
 from fp4convert.execution.settings import Result, Settings
-from fp4convert.numerics.backends import open_backend
 from fp4convert.planning.steps import Action, Plan, Step
-from fp4convert.progress import Phases
 from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE
 from fp4convert.storage.disk import told
-from fp4convert.storage.open import access_to, open_with_components
 from fp4convert.storage.source import Source
 
 AGAIN = "Run the same command again with "  # how the next step of weights that are NaN begins
-
-
-class Work(Protocol):
-    """Everything that one `quantize` does.
-
-    errand  what was asked for
-    source  what it is made from, as a person names it
-    plan    of all tensors
-    """
-
-    @property
-    def errand(self) -> Errand: ...
-
-    @property
-    def source(self) -> Source: ...
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def warnings(self) -> list[str]:
-        """What a person should know before."""
-
-    def names(self) -> list[str]:
-        """Every file that it writes."""
-
-    def errands(self) -> dict[str, Errand]:
-        """What makes each artifact, by its folder in the result; the result itself has none."""
-
-    def describe(self, settings: Settings) -> dict[str, object]:
-        """The document of `quantize --dry-run --json`; DeviceError for a device that is not there."""
-
-    def check(self, settings: Settings) -> None:
-        """Nothing; raises what is wrong with the device, the cluster or the part of the work that is asked for."""
-
-    def begin(self, settings: Settings) -> OutputFolder:
-        """The output folder with the plan in it; raises what carry_out raises before it works."""
-
-    def carry_out(self, settings: Settings) -> Result:
-        """Do it; raises what quantization.quantize and ray_workers.quantize_together raise."""
-
-    def ended_files(self) -> dict[str, str]:
-        """The sha256 of every file, once it is done."""
-
-
-def prepare(errand: Errand, ray: str | None = None, phases: Phases | None = None, may_write: bool = True) -> Work:
-    """The work that the errand's source needs, planned; where it has a goal, after a pass that measures the weights.
-
-    ray        address of the cluster that does it; None for this process
-    may_write  what is measured is kept in the output folder
-    Raises     what open_source, fit and prepare_quantize raise
-    """
-    source, components = open_with_components(errand.reference, errand.access)
-    if not components:
-        found = None
-        if errand.goal:
-            measuring = Measuring(errand.output, may_write, errand.device, errand.workers, phases or Phases())
-            found = fit(source, errand.request, errand.goal, measuring)
-            errand = replace(errand, formats=found.rules)
-        return Conversion(errand, source, prepare_quantize(source, errand.request, errand.formats), ray, found)
-    if errand.goal:
-        detail = f"{errand.reference} is a pipeline of several checkpoints; expected one, for a size that is asked for"
-        source.stop()
-        raise InputError("target-pipeline", detail, f"Name one: --subfolder {next(iter(components))}.")
-    conversions = {}
-    for name, component in components.items():
-        own = replace(errand, access=access_to(errand.access, source, name), output=errand.output / name)
-        with _named(name):
-            conversions[name] = Conversion(own, component, prepare_quantize(component, errand.request), ray)
-    return PipelineConversion(errand, source, conversions)
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """One checkpoint into one folder: a Work.
-
-    fitted  which formats were chosen for modules, where a size was asked for
-    """
-
-    errand: Errand
-    source: Source
-    plan: Plan
-    ray: str | None = None
-    fitted: Fit | None = None
-
-    @property
-    def warnings(self) -> list[str]:
-        return [*self.plan.warnings, *(self.fitted.words if self.fitted else ())]
-
-    def names(self) -> list[str]:
-        return name_files(self.source, self.plan)
-
-    def errands(self) -> dict[str, Errand]:
-        return {"": self.errand}
-
-    def describe(self, settings: Settings) -> dict[str, object]:
-        document = dict[str, Any](describe_plan(self.source, self.plan, settings))
-        if self.fitted is None:
-            return document
-        return {**document, "target": self.fitted.as_json(), "warnings": [*document["warnings"], *self.fitted.words]}
-
-    def check(self, settings: Settings) -> None:
-        if self.ray is None:
-            open_backend(settings.device)
-        else:
-            check_cluster(self.ray)
-
-    def begin(self, settings: Settings) -> OutputFolder:
-        return begin_quantize(self.source, self.plan, self.errand.output, settings)
-
-    def carry_out(self, settings: Settings) -> Result:
-        if self.ray is None:
-            return quantize(self.source, self.plan, self.errand.output, settings)
-        return quantize_together(self.ray, self.errand, self.source, self.plan, settings)
-
-    def ended_files(self) -> dict[str, str]:
-        return read_ended(self.errand.output).files
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +111,7 @@ class PipelineConversion:
         """Every folder with its plan in it, the pipeline's first."""
         with opened(self._copying(), self.errand.output, settings) as folder:
             for name, conversion in self.conversions.items():
-                with _named(name), told(self.errand.output):
+                with named_component(name), told(self.errand.output):
                     self._reopen(conversion)
                     if conversion.begin(settings).missing():  # done again after it was whole: nothing loads it meanwhile
                         self._end.unlink(missing_ok=True)
@@ -263,7 +143,7 @@ class PipelineConversion:
         unsound: list[NumericError] = []
         for name, conversion in self.conversions.items():
             try:
-                with _named(name):
+                with named_component(name):
                     results[name] = conversion.carry_out(replace(settings, named=partial(_named_below, settings, name)))
             except NumericError as error:
                 unsound.append(error)
@@ -327,7 +207,7 @@ def _named_below(settings: Settings, name: str, path: Path, file: str, sha256: s
 
 
 @contextmanager
-def _named(component: str) -> Iterator[None]:
+def named_component(component: str) -> Iterator[None]:
     """Meanwhile errors say of which component they are."""
     try:
         yield

@@ -13,9 +13,10 @@ from fp4convert.calibration.methods.folds import uses_of
 from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.dialects.registry import dialect_to_write
 from fp4convert.checkpoint.linears import Linears, find_linears
-from fp4convert.conversion.artifact_job import _check_scalars, _dialect_of, _refuse_odd_scale, artifact_job
+from fp4convert.conversion.artifact_job import artifact_job, check_scalars, dialect_of, refuse_odd_scale
 from fp4convert.conversion.requests import Request
 from fp4convert.errors import InputError
+from fp4convert.execution.carried_blocks import describe_carried, stored_blocks, taken_over
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.job import begin, carry_out
 from fp4convert.execution.plan_file import Manifest
@@ -24,7 +25,6 @@ from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import format_named
 from fp4convert.planning.activation_scales import Constant, Measured, choose_scales
-from fp4convert.planning.carried_blocks import describe_carried, stored_blocks, taken_over
 from fp4convert.planning.fold_plan import Merged, merge_folds
 from fp4convert.planning.kv_cache_scales import check_word, plan_cache
 from fp4convert.planning.method_needs import FOLDING, open_statistics, reopened, rule_of, with_statistics
@@ -45,8 +45,8 @@ def prepare_quantize(source: Source, request: Request, formats: tuple[FormatRule
     if asked.calibration:
         plan = with_statistics(plan, asked.calibration)
     for module, q in () if source.is_streamed else stored_blocks(plan):  # from a Hub each would be a request: the run tells
-        _refuse_odd_scale(module, q)
-        _check_scalars(module, q, None, _dialect_of(plan))
+        refuse_odd_scale(module, q)
+        check_scalars(module, q, None, dialect_of(plan))
     return plan
 
 
@@ -121,7 +121,7 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
         result = carry_out(artifact_job(source, plan), worker, output, settings)
     if settings.share or not any(step.action == "transcode" for step in plan.steps):
         return result
-    return replace(result, carried=describe_carried(taken_over(plan), _dialect_of(plan).TRAITS.global_scale_kind))
+    return replace(result, carried=describe_carried(taken_over(plan), dialect_of(plan).TRAITS.global_scale_kind))
 
 
 def manifest_of(source: Source, plan: Plan) -> Manifest:

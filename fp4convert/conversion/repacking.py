@@ -12,20 +12,20 @@ from fp4convert.checkpoint.linears import find_linears
 from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.conversion.artifact_job import (
     ENGINE_RECORDS,
-    _check_scalars,
-    _dialect_of,
-    _refuse_odd_scale,
     artifact_job,
+    check_scalars,
+    dialect_of,
     index_text,
+    refuse_odd_scale,
 )
 from fp4convert.errors import InputError
+from fp4convert.execution.carried_blocks import Carrier, describe_carried
 from fp4convert.execution.job import Job, carry_out
 from fp4convert.execution.repacker import Dequantizer, Transcoder
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import FLOAT_TYPES, dtype_named, format_named
 from fp4convert.numerics.matrices import row_panels
-from fp4convert.planning.carried_blocks import Carrier, describe_carried
 from fp4convert.planning.expert_stacks import find_stacks, rules_of
 from fp4convert.planning.gguf_template import Framed, place_modules
 from fp4convert.planning.repack_plan import plan_dequantize, plan_transcode
@@ -43,7 +43,7 @@ def prepare_dequantize(source: Source, artifact: Artifact | None, dtype: str) ->
     """
     if artifact:
         for module in artifact.modules:
-            _refuse_odd_scale(module, artifact.decode(module))
+            refuse_odd_scale(module, artifact.decode(module))
     recipe = model_recipe(source.checkpoint.config)
     linears = find_linears(source, recipe)
     stacks, notes = find_stacks(linears.of.values(), rules_of(artifact, recipe) if artifact else ())
@@ -104,8 +104,8 @@ def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Sour
     target = replace(target, method=method, calibration=calibration)
     spelling = dialect_to_write(target)
     for module in artifact.modules if is_same else ():
-        _refuse_odd_scale(module, artifact.decode(module))
-        _check_scalars(module, artifact.decode(module), artifact.input_scale(module), spelling)
+        refuse_odd_scale(module, artifact.decode(module))
+        check_scalars(module, artifact.decode(module), artifact.input_scale(module), spelling)
         _check_block_scales(artifact, module, spelling)
     if donor is None:
         renamed = artifact.cache_scales(spelling)
@@ -159,7 +159,7 @@ def transcode(artifact: Artifact, plan: Plan, output: Path, settings: Settings, 
     source = Framed(donor, artifact.source) if donor else artifact.source
     job = artifact_job(source, plan, _origin_of(artifact))
     carrier = Carrier(artifact, format_named(plan.target.format))
-    carried = describe_carried(carrier.each(), _dialect_of(plan).TRAITS.global_scale_kind)
+    carried = describe_carried(carrier.each(), dialect_of(plan).TRAITS.global_scale_kind)
     result = carry_out(job, Transcoder(artifact, source, carrier, plan.target), output, settings)
     return replace(result, carried=carried)
 

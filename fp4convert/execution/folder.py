@@ -1,4 +1,4 @@
-"""The folder being written: whose it is, and what is done in it.
+"""The folder being written: whose it is, enough room, what is done.
 
   OUT/.fp4convert/plan.json         the plan being carried out: its identity, every task with its files, the texts written last
   OUT/.fp4convert/done/<task>.json  files with sha256 and seal, global scales and accounts of a finished task; its key names it

@@ -25,8 +25,9 @@ from fp4convert.checkpoint.encodings.floats import measured_whole
 from fp4convert.checkpoint.encodings.fp4 import FourBit
 from fp4convert.checkpoint.encodings.fp8 import Fp8, ThroughFp8
 from fp4convert.errors import DeviceError, NumericError
+from fp4convert.execution.carried_blocks import carry, group_exponent
 from fp4convert.execution.folder import TaskWriter
-from fp4convert.execution.repacker import _append, _members, copy_steps, find_not_finite, values_of
+from fp4convert.execution.repacker import append_parts, copy_steps, find_not_finite, step_members, values_of
 from fp4convert.execution.rounding import Rounding
 from fp4convert.execution.settings import UnsoundShardError
 from fp4convert.numerics.backends.base import Backend
@@ -36,7 +37,6 @@ from fp4convert.numerics.error_sums import SOURCE, Account, Sums
 from fp4convert.numerics.formats import FP8, format_named
 from fp4convert.numerics.fp8_int import Grid, fp8_scales_of
 from fp4convert.numerics.matrices import Blocks, Compared, Quantized, Weights, row_panels
-from fp4convert.planning.carried_blocks import carry, group_exponent
 from fp4convert.planning.steps import Action, Step
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Source
@@ -85,7 +85,7 @@ class Quantizer:
                 step = steps[number]
                 speller = Speller(self._dialect, form, self._input_scale(step))
                 noted = _noted(own, step, writer, self._begin_account(step, writer))
-                if not _append(step, speller.parts(step.module, step.shape, noted), writer, stop):
+                if not append_parts(step, speller.parts(step.module, step.shape, noted), writer, stop):
                     return
 
     def _begin_account(self, step: Step, writer: TaskWriter) -> Note:
@@ -113,7 +113,7 @@ class Quantizer:
             parts = table.encode(step.module, form, panels, self._input_scale(step) or 1.0)
         else:
             parts = encode_int4(step.module, step.shape, panels)
-        _append(step, parts if step.scalar is not None else self._with_own_scales(parts, linear), writer, stop)
+        append_parts(step, parts if step.scalar is not None else self._with_own_scales(parts, linear), writer, stop)
 
     def _input_scale(self, step: Step) -> float | None:
         """The scale of activations that the plan has, as far as inputs reach under the factors of a fold."""
@@ -134,7 +134,7 @@ class Quantizer:
             yield from self._carried(steps)
         elif steps[0].slots:
             for number, step in enumerate(steps):
-                for slot in _members(step):
+                for slot in step_members(step):
                     weights = [self._weights(linear) for linear in slot]
                     with room_for(self.source, slot):
                         panels = self._rounding.panels(
@@ -161,7 +161,7 @@ class Quantizer:
         stored = {linear.module: _blocks(linear) for linear in steps[0].measured}
         exponent = group_exponent(stored, fmt)
         for number, step in enumerate(steps):
-            for slot in _members(step):
+            for slot in step_members(step):
                 yield from ((number, q) for q in alternate([carry(stored[linear.module], fmt, exponent) for linear in slot]))
 
     def _write_floats(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
@@ -169,7 +169,7 @@ class Quantizer:
         for step in steps:
             output = step.outputs[0]
             panels = values_of(step.linears[0], self.source, output.dtype)
-            if not _append(step, ((output.name, panel) for panel in panels), writer, stop):
+            if not append_parts(step, ((output.name, panel) for panel in panels), writer, stop):
                 return
 
     def _explain(self, step: Step, error: NumericError) -> list[NumericError]:

@@ -20,13 +20,13 @@ from fp4convert.checkpoint.dialects.tables import Part
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.fp4 import FourBit
 from fp4convert.errors import NumericError
+from fp4convert.execution.carried_blocks import Carrier
 from fp4convert.execution.folder import TaskWriter
 from fp4convert.execution.settings import UnsoundShardError
 from fp4convert.numerics.backends.base import Backend, processors
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, as_floats, check_largest, find_not_finite_values
 from fp4convert.numerics.matrices import Matrix, Quantized, row_panels
-from fp4convert.planning.carried_blocks import Carrier
 from fp4convert.planning.steps import Action, Step
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Source
@@ -34,7 +34,7 @@ from fp4convert.storage.source import Source
 COPY_NBYTES = 8 << 20
 
 
-def _members(step: Step) -> list[tuple[Linear, ...]]:
+def step_members(step: Step) -> list[tuple[Linear, ...]]:
     """The linear layers of a step whose rows take turns; one below the other in the result."""
     if not step.slots:
         return [step.linears]
@@ -62,7 +62,7 @@ class Dequantizer:
             output = step.outputs[0]
             try:
                 with closing(self._panels(step)) as panels:
-                    if not _append(step, ((output.name, values) for values in panels), writer, stop):
+                    if not append_parts(step, ((output.name, values) for values in panels), writer, stop):
                         return
             except NumericError as error:
                 named = NumericError(error.code, f"{output.name}: {error.message}", error.next_step, output.name)
@@ -140,7 +140,7 @@ class Transcoder:
                 copy_steps(self.source, [step], writer, stop)
                 continue
             speller = Speller(self._dialect, self._form, self._artifact.input_scale(step.slots[0][0].module))
-            if not _append(step, speller.parts(step.module, step.shape, self._panels(step.slots)), writer, stop):
+            if not append_parts(step, speller.parts(step.module, step.shape, self._panels(step.slots)), writer, stop):
                 return
 
     def _panels(self, slots: tuple[Slot, ...]) -> Iterator[Quantized]:
@@ -148,7 +148,7 @@ class Transcoder:
             yield from alternate([rows_of(self._carrier.blocks(rows.module), rows) for rows in slot])
 
 
-def _append(step: Step, parts: Iterator[Part], writer: TaskWriter, stop: threading.Event) -> bool:
+def append_parts(step: Step, parts: Iterator[Part], writer: TaskWriter, stop: threading.Event) -> bool:
     """Write parts at the places that the step has for their names; False where it was stopped before the last."""
     place = {output.name: output for output in step.outputs}
     for name, part in parts:

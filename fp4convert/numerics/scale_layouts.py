@@ -1,4 +1,4 @@
-"""Orders of stored block scales, and orders of nibbles.
+"""Orders of block scales (linear, swizzled), and of nibbles.
 
 An order cuts the (rows, blocks of a row) matrix of scale bytes into tiles and stores its axes in another sequence:
 

@@ -1,4 +1,4 @@
-"""Find which modules were one stack of experts, and how it lay.
+"""Find which modules were one stack of experts, for dequantize.
 
 The record says by which rules stacks were taken apart: each rule is read backwards, from a module's name to its stack's, and
 nothing is guessed from shapes.  Where no record tells, stacks of a dialect are what transformers takes them for.

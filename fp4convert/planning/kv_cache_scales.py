@@ -147,14 +147,14 @@ class _Known:
         """The source's own scales, in whichever spelling; None where it has not both."""
         for endings in sorted({dialect_named(name).TRAITS.cache_scales for name in MODULES} - {()}):
             refs = [self._own[name] for ending in endings if (name := f"{attention}.{ending}") in self._own]
-            values = [value for ref in refs if (value := _float_of(self._source, ref))]
+            values = [value for ref in refs if (value := stored_float(self._source, ref))]
             if len(values) == len(endings):
                 self.used += [ref.name for ref in refs]
                 return values[0], values[1]
         return None
 
 
-def _float_of(source: Source, ref: TensorRef) -> float | None:
+def stored_float(source: Source, ref: TensorRef) -> float | None:
     """The positive number in a tensor of one float; None where it is none."""
     if ref.elements != 1 or ref.dtype not in ("F32", "BF16", "F16"):
         return None

@@ -23,7 +23,7 @@ from fp4convert.numerics.codec import FLOAT_DTYPES, block_steps
 from fp4convert.numerics.formats import FLOAT_TYPES, GLOBAL_RANGE, NVFP4, Format
 from fp4convert.numerics.matrices import Blocks, Quantized, row_panels
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
-from fp4convert.planning.kv_cache_scales import _float_of
+from fp4convert.planning.kv_cache_scales import stored_float
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
 from fp4convert.quality.stored_scalars import find_agreements, read_each, read_global_scales, read_input_scales
 from fp4convert.recipes.patterns import sift
@@ -39,7 +39,7 @@ def check_cache(artifact: Artifact) -> Iterator[Finding]:
     for name in artifact.cache_scales(artifact.spelling):
         ending = next(ending for ending in endings if name.endswith(f".{ending}"))
         found[name.removesuffix(f".{ending}")].append(name)
-        if _float_of(artifact.source, artifact.tensors[name]) is None:
+        if stored_float(artifact.source, artifact.tensors[name]) is None:
             yield Finding("error", "cache-scale", name, "as the scale of a cache it is no positive number")
     for attention, names in found.items():
         if len(names) != len(endings):
@@ -56,7 +56,7 @@ def describe_cache(artifact: Artifact) -> dict[str, object] | None:
     if word is None:
         return None
     names = artifact.cache_scales(artifact.spelling)
-    values = [value for name in names if (value := _float_of(artifact.source, artifact.tensors[name]))]
+    values = [value for name in names if (value := stored_float(artifact.source, artifact.tensors[name]))]
     return {"dtype": word, "scales": len(names), "smallest": min(values, default=None), "largest": max(values, default=None)}
 
 

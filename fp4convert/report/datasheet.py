@@ -168,7 +168,7 @@ def _evidence(subject: Subject, how: str | None) -> str:
     if how == MEASURED:
         return "Measured by verify: every value of every quantized tensor beside the source's."
     if how == RECORDED:
-        is_counted = subject.verified and not subject.artifact.source.is_streamed  # as auditing.check_codes does
+        is_counted = subject.verified and not subject.artifact.source.is_streamed  # as verification.check_codes does
         return f"As quantize measured it while it rounded (quantization_report.json){COUNTED if is_counted else '.'}"
     again = "To measure it: fp4convert verify ARTIFACT --source SOURCE --report FILE.html"
     return f"How much was lost is not known: nothing is recorded, and no source was given. {again}"

@@ -1,4 +1,4 @@
-"""Tell by its name what a file is: a shard, an index, or beside them."""
+"""Names of files: shards, indexes, records, and what lies beside."""
 
 from __future__ import annotations
 

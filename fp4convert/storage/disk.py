@@ -1,4 +1,4 @@
-"""Files on a disk: sizes, hashes, free space, fsync."""
+"""Files on a disk: sizes, hashes, fsync, unchanged since when."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def parse_json_object(text: bytes, where: str, has_constants: bool = False) -> d
     Raises         InputError
     """
     expected = "expected one JSON object"
-    constant = float if has_constants else _refuse
+    constant = float if has_constants else refuse_constant
     try:
         decoded = text.decode("utf-8")
         numbers: dict[str, Any] = {"parse_constant": constant, "parse_int": _integer, "parse_float": _finite}
@@ -55,7 +55,7 @@ def _unique(where: str) -> Callable[[list[tuple[str, object]]], dict[str, object
     return build
 
 
-def _refuse(constant: str) -> NoReturn:
+def refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
@@ -67,13 +67,13 @@ def _integer(digits: str) -> int | float:
 
 def _finite(digits: str) -> float:
     value = float(digits)
-    return value if math.isfinite(value) else float(_refuse(digits))
+    return value if math.isfinite(value) else float(refuse_constant(digits))
 
 
-def _depth(value: object) -> int:
+def depth_of(value: object) -> int:
     """How many lists and objects stand inside one another."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
+    return 1 + max(map(depth_of, inner), default=0) if isinstance(value, dict | list) else 0
 
 
 QUANTIZATION_KEYS = frozenset(  # of config.json, in any dialect

@@ -16,7 +16,7 @@ from operator import add, itemgetter
 from typing import Any
 
 from fp4convert.errors import InputError
-from fp4convert.storage.json_text import DEPTH_LIMIT, _depth, _refuse, parse_json_object
+from fp4convert.storage.json_text import DEPTH_LIMIT, depth_of, parse_json_object, refuse_constant
 from fp4convert.storage.safetensors import DTYPE_BITS, SHAPES, Header, SafetensorsFrame, TensorRef, nbytes_of
 
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference reader
@@ -56,7 +56,7 @@ def read_together(file: str, text: bytes, nbytes: int) -> Header | None:
     if b"\\" in text or (b"-" in text and b"-0" in text):  # -0 is no integer, which the parser makes it; "-" alone is found fast
         return None
     try:
-        entries = json.loads(text.decode("utf-8"), parse_constant=_refuse)
+        entries = json.loads(text.decode("utf-8"), parse_constant=refuse_constant)
         metadata = entries.pop("__metadata__", None)
         dtypes, listed, offsets = zip(*map(itemgetter(*KEYS), entries.values()), strict=True)
         numbers, shapes = [*chain.from_iterable(offsets)], [*map(tuple, listed)]
@@ -127,7 +127,7 @@ def _counts(value: object) -> tuple[int, ...] | None:
 def _entry(file: str, name: str, entry: object, data_start: int) -> TensorRef:
     if not isinstance(entry, dict) or not entry.keys() >= {*KEYS}:
         raise _bad(file, "header", f"header entry {name!r} lacks dtype, shape or data_offsets")
-    if any(_depth(entry[key]) > DEPTH_LIMIT for key in entry.keys() - {*KEYS}):
+    if any(depth_of(entry[key]) > DEPTH_LIMIT for key in entry.keys() - {*KEYS}):
         raise _bad(file, "header", f"header entry {name!r} is nested too deep")
     dtype, shape, offsets = entry["dtype"], _counts(entry["shape"]), _counts(entry["data_offsets"])
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:

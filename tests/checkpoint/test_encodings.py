@@ -1,4 +1,4 @@
-"""codings/: every kind of stored matrix gives exactly the rows that its judge gives, in panels that begin and end anywhere.
+"""encodings/: every kind of stored matrix gives exactly the rows that its judge gives, in panels that begin and end anywhere.
 
 Stacks are sliced by hand; FP8 codes are torch's own dtypes; integers are decompressed by compressed-tensors; blocks of four bits
 are decoded by torch_formulas.py.

@@ -9,6 +9,7 @@ import sys
 import warnings
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import typer
@@ -21,7 +22,11 @@ import fp4convert
 from fp4convert.calibration.run import Calibrated
 from fp4convert.cli.app import make_app
 from fp4convert.commands import analysis, calibration, convert, quality
+from fp4convert.commands.convert import QuantizeOptions
 from fp4convert.commands.options import AccessOptions, PartOptions, WorkOptions
+from fp4convert.conversion.requests import Request
+from fp4convert.execution.settings import Settings
+from fp4convert.storage.source import Access
 
 WORDS = {  # command -> the function that does it, and the class of its further words
     "quantize": (convert.quantize, convert.QuantizeOptions),
@@ -337,3 +342,16 @@ def test_callers_are_type_checked(tmp_path):
     assert "right.py" not in told
     assert 'wrong.py:2: error: Unexpected keyword argument "scale_rul"' in told
     assert 'wrong.py:2: error: Argument "workers"' in told
+
+
+READ_BY_NAME = {  # options of quantize that no field has: _order and what it calls ask for them by their words
+    *("ray", "push_to_hub", "private", "report", "target_size", "target_bits", "force", "join", "shard_index"),
+    *("num_shards", "warn", "memory"),
+}
+
+
+def test_no_option_of_quantize_is_forgotten_on_its_way():
+    """Every word is a field of what is asked for, of how to work or of where from, or it is asked for by its name."""
+    carried = {field.name for kind in (Request, Settings, Access) for field in fields(kind)}
+    words = set(get_type_hints(QuantizeOptions))
+    assert words - carried == READ_BY_NAME

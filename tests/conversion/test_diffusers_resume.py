@@ -28,9 +28,10 @@ from diffusion import (
 )
 from paths import SUPPORT
 
-from fp4convert.conversion.diffusers import Conversion, prepare
+from fp4convert.conversion.one_checkpoint import Conversion
 from fp4convert.conversion.ray_workers import Errand
 from fp4convert.conversion.requests import Request
+from fp4convert.conversion.work import prepare
 from fp4convert.execution.settings import Settings
 from fp4convert.storage.source import Access
 

@@ -3,7 +3,7 @@
 import pytest
 
 from fp4convert.errors import InputError
-from fp4convert.execution.settings import Share, choose_share, find_share
+from fp4convert.execution.share import Share, choose_share, find_share
 
 SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
 ARRAY = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_STEP": "2"}

@@ -1,4 +1,4 @@
-"""The house stands: packages on ten floors, no circle, heavy packages at home, nothing grown too large.
+"""The house stands: packages on their floors, no circle, heavy packages at home, nothing grown too large.
 
 FLOORS is the only table of floors: docs/tables.py reads it for docs/architecture.md.
 """

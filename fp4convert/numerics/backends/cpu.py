@@ -117,7 +117,7 @@ class Cpu:
         return np.frombuffer(self.dequantize(q, "F32"), np.float32).reshape(q.shape)
 
     def compare(self, x: Matrix, q: Quantized) -> Compared:
-        """What rows lost by their codes; equals accounting.compare."""
+        """What rows lost by their codes; equals error_sums.compare."""
         packed, block_scales = np.frombuffer(q.packed, np.uint8), np.frombuffer(q.block_scales, np.uint8)
         sums, counts = np.empty((x.shape[0], ROW_SUMS)), np.zeros(CODES, np.int64)
         stored = np.array([q.global_scale or 0], np.float32)
@@ -128,7 +128,7 @@ class Cpu:
         return Compared(sums.reshape(-1).view(np.uint8).data, counts.view(np.uint8).data)
 
     def compare_values(self, x: Matrix, y: Float32s) -> Compared:
-        """What rows lost where these are their values afterwards; equals accounting.compare_values."""
+        """What rows lost where these are their values afterwards; equals error_sums.compare_values."""
         sums = np.empty((x.shape[0], ROW_SUMS))
         self._call(f"compare_values_{FLOAT_TYPES[x.dtype].word}", _aligned(x), *x.shape, _checked(y, x.shape), sums)
         return Compared(sums.reshape(-1).view(np.uint8).data, memoryview(b""))

@@ -64,7 +64,7 @@ const range = (() => {
   return [Math.max(Math.min(Math.floor(known[0]), top - SPAN), top - DEEPEST), top];
 })();
 
-// Sorts tensors, as badness in render.py does: without an MSE it was not measurable, without a ratio its source is zero.
+// Sorts tensors, as badness in report/text.py does: without an MSE it was not measurable, without a ratio its source is zero.
 function badness(at) {
   if (tensors.mse[at] === 0) return Infinity;
   return tensors.mse[at] === null ? -Infinity : (tensors.sqnr_db[at] ?? -Infinity);

@@ -66,6 +66,12 @@ def test_what_passes_changes_no_byte(faults, hub, folder, tmp_path):
     assert [fault.times for fault in made] == [0] * len(made)
 
 
+def test_a_reply_that_broke_off_goes_on_where_it_broke(hub, folder, tmp_path):
+    hub.fault(**DROP, match="bytes=0-")
+    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").code == 0
+    assert [seen.range for seen in hub.seen if seen.range and seen.range.startswith(f"bytes={DROP['at']}-")] != []
+
+
 def test_links_that_expire_are_resolved_again(hub, folder, tmp_path):
     hub.link_uses = 1
     expected = expect(hub, folder, tmp_path / "a")

@@ -1,0 +1,64 @@
+"""Convert one checkpoint: by this process, or on a Ray cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fp4convert.conversion.dry_run import describe_plan
+from fp4convert.conversion.mixed_precision import Fit
+from fp4convert.conversion.quantization import begin_quantize, name_files, quantize
+from fp4convert.conversion.ray_workers import Errand, check_cluster, quantize_together
+from fp4convert.execution.folder import OutputFolder
+from fp4convert.execution.plan_file import read_ended
+from fp4convert.execution.settings import Result, Settings
+from fp4convert.numerics.backends import open_backend
+from fp4convert.planning.steps import Plan
+from fp4convert.storage.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """One checkpoint into one folder: a Work.
+
+    fitted  which formats were chosen for modules, where a size was asked for
+    """
+
+    errand: Errand
+    source: Source
+    plan: Plan
+    ray: str | None = None
+    fitted: Fit | None = None
+
+    @property
+    def warnings(self) -> list[str]:
+        return [*self.plan.warnings, *(self.fitted.words if self.fitted else ())]
+
+    def names(self) -> list[str]:
+        return name_files(self.source, self.plan)
+
+    def errands(self) -> dict[str, Errand]:
+        return {"": self.errand}
+
+    def describe(self, settings: Settings) -> dict[str, object]:
+        document = dict[str, Any](describe_plan(self.source, self.plan, settings))
+        if self.fitted is None:
+            return document
+        return {**document, "target": self.fitted.as_json(), "warnings": [*document["warnings"], *self.fitted.words]}
+
+    def check(self, settings: Settings) -> None:
+        if self.ray is None:
+            open_backend(settings.device)
+        else:
+            check_cluster(self.ray)
+
+    def begin(self, settings: Settings) -> OutputFolder:
+        return begin_quantize(self.source, self.plan, self.errand.output, settings)
+
+    def carry_out(self, settings: Settings) -> Result:
+        if self.ray is None:
+            return quantize(self.source, self.plan, self.errand.output, settings)
+        return quantize_together(self.ray, self.errand, self.source, self.plan, settings)
+
+    def ended_files(self) -> dict[str, str]:
+        return read_ended(self.errand.output).files
