@@ -22,7 +22,7 @@ test: $(VENV)/test.stamp
 	$(BIN)/pytest -n 2 -m "not slow and not system and not gpu"
 
 slow: $(VENV)/test.stamp
-	$(BIN)/pytest -m "slow and not gpu"
+	$(BIN)/pytest -n 2 -m "slow and not system and not gpu"
 
 # Installs the tools (Debian's names; asks for root) and runs the tests that need them.
 system: $(VENV)/test.stamp

@@ -1,4 +1,4 @@
-"""Read and write plan.json, done/*.json and ended.json."""
+"""Our files in an output: plan.json, done, ended; and what is foreign."""
 
 from __future__ import annotations
 
