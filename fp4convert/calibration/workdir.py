@@ -195,6 +195,7 @@ def _memory_of(device: torch.device) -> int:
 
 
 SAMPLES = "tokens.npz"
+LOCK = "lock"  # held by the process at work; empty
 NOTE = "for.json"  # what the folder was made for
 
 
@@ -215,7 +216,7 @@ def kept_state(output: Path, purpose: str, tell: Callable[[str], None]) -> Itera
     _refuse_foreign(state)
     with told(state):
         state.mkdir(parents=True, exist_ok=True)
-        lock = (state / "lock").open("w")
+        lock = os.fdopen(os.open(state / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -250,7 +251,7 @@ def interruptible(output: Path) -> Iterator[None]:
 def _refuse_foreign(state: Path) -> None:
     """OutputError where the folder is not one that a calibration made: what is in it would be removed."""
     with told(state):
-        others = state.exists() and any(path.name != "lock" for path in state.iterdir())
+        others = state.exists() and any(path.name != LOCK or path.stat().st_size for path in state.iterdir())
         if state.is_symlink() or (others and not (state / NOTE).is_file()):
             detail = f"{state} is not a folder made by fp4convert, or is a link; a calibration keeps its parts there"
             raise OutputError("foreign-output", detail, "Move it, or choose another file: -o FILE.")
@@ -265,7 +266,7 @@ def _begin(state: Path, purpose: str, tell: Callable[[str], None]) -> None:
     if was is not None:
         tell(f"{state} is of another source or other options: started anew")
     for path in state.iterdir():
-        if path.name != "lock":
+        if path.name != LOCK:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     note.write_text(purpose, encoding="utf-8")
 

@@ -23,7 +23,7 @@ from fp4convert.conversion.ray_workers import Errand
 from fp4convert.errors import Fp4Error, InputError, NumericError
 from fp4convert.execution.folder import OutputFolder, TaskWriter, missing_nbytes
 from fp4convert.execution.job import Job, carry_out, opened
-from fp4convert.execution.plan_file import digest_of, read_ended, read_manifest
+from fp4convert.execution.plan_file import digest_of, read_ended, read_manifest, refuse_linked_folders
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.planning.steps import Action, Plan, Step
 from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE
@@ -109,6 +109,7 @@ class PipelineConversion:
     @contextmanager
     def _begun(self, settings: Settings) -> Iterator[OutputFolder]:
         """Every folder with its plan in it, the pipeline's first."""
+        refuse_linked_folders(self.errand.output, (f"{name}/any" for name in self.conversions))
         with opened(self._copying(), self.errand.output, settings) as folder:
             for name, conversion in self.conversions.items():
                 with named_component(name), told(self.errand.output):

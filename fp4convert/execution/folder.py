@@ -33,6 +33,7 @@ from fp4convert.execution.plan_file import (
     TaskFiles,
     read_manifest,
     refuse_foreign,
+    refuse_linked_folders,
     refuse_links,
 )
 from fp4convert.execution.settings import OnNamed
@@ -328,6 +329,7 @@ class OutputFolder:
         if (self.root / old.last).exists() and not terms.is_forced:
             raise OutputError("other-plan", f"{self.root} holds a finished result, and since then {differs}", next_step)
         forgotten = old.files if terms.is_forced else set(old.files) - set(self.manifest.files)
+        refuse_linked_folders(self.root, forgotten)
         for file in (old.last, *sorted(forgotten)):
             with told(self.root / file):
                 (self.root / file).unlink(missing_ok=True)
@@ -357,6 +359,7 @@ def open_output(root: Path, manifest: Manifest, terms: Terms) -> Iterator[Output
 def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
     """A folder of ours, with this process among those that work in it."""
     refuse_links(root, "claims", "tmp", DONE)
+    refuse_linked_folders(root, manifest.files)
     claims = Claims(root / STATE / "claims", work=manifest.plan_id)
     folder = OutputFolder(root, manifest, claims)
     try:

@@ -217,7 +217,16 @@ def digest_of(hashes: dict[str, str]) -> str:
 
 def refuse_links(root: Path, *names: str) -> None:
     """OutputError where a folder of ours in an output is a link: leftovers are removed, and behind it they may be somebody's."""
-    for place in (root / STATE, *(root / STATE / name for name in names)):
-        if place.is_symlink():
-            detail = f"{place} is a link; expected a folder made by fp4convert, whose leftovers may be removed"
+    refuse_linked_folders(root, (f"{STATE}/{name}/any" for name in names))
+
+
+def refuse_linked_folders(root: Path, files: Iterable[str]) -> None:
+    """OutputError where a folder of an output that one of these files lies in is a link: what lies behind may be somebody's.
+
+    files  below root, whose own place may be a link
+    """
+    folders = {root / parent for file in files for parent in Path(file).parents if parent.parts}
+    for folder in sorted(folders):
+        if folder.is_symlink():
+            detail = f"{folder} is a link; expected a folder made by fp4convert, in which it may write and remove files"
             raise OutputError("foreign-output", detail, "Remove the link, or choose another folder: -o FOLDER.")

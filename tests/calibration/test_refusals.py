@@ -194,3 +194,12 @@ def test_a_folder_of_somebody_else_where_the_parts_would_be(is_link, llama, word
     error = refuse(llama, "--text", words)
     assert (error["code"], error["exit"]) == ("foreign-output", 5)
     assert (mine / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_lock_that_is_a_link_to_a_file_of_somebody_else(llama, words):
+    state = llama.parent / ".c.safetensors.calibration"
+    state.mkdir()
+    (llama.parent / "thesis.tex").write_text("years of work")
+    (state / "lock").symlink_to(llama.parent / "thesis.tex")
+    assert refuse(llama, "--text", words)["code"] == "foreign-output"
+    assert (llama.parent / "thesis.tex").read_text() == "years of work"

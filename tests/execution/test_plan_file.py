@@ -218,3 +218,19 @@ def test_no_folder_of_ours_is_a_link_to_files_of_somebody_else(name, options, so
     refused = quantize(source, out, *options)
     assert (refused.code, refused.json["error"]["code"]) == (5, "foreign-output")
     assert {path: path.read_bytes() for path in mine.parent.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("options", [(), ("--exclude", "*.o_proj", "--force")])
+def test_no_folder_of_the_result_is_a_link_to_files_of_somebody_else(options, tmp_path):
+    source, out, mine = write_llama(tmp_path / "source"), tmp_path / "out", tmp_path / "mine"
+    (source / "assets").mkdir()
+    (source / "assets" / "notes.txt").write_text("theirs")
+    assert quantize(source, out).code == 0
+    shutil.move(out / "assets", mine)
+    (mine / "notes.txt").write_text("mine")
+    (out / "assets").symlink_to(mine)
+    if options:  # the file is none of the new plan, and would go
+        (source / "assets" / "notes.txt").unlink()
+    refused = quantize(source, out, *options)
+    assert (refused.code, refused.json["error"]["code"]) == (5, "foreign-output")
+    assert (mine / "notes.txt").read_text() == "mine"

@@ -178,7 +178,8 @@ class Pieces:
 
     def note_hash(self, piece: Piece, hashed: Hashed) -> None:
         """Whoever fetches the piece again gets the bytes that were hashed so, or SourceError."""
-        self._hashed[piece] = hashed
+        with self._lock:
+            self._hashed[piece] = hashed
 
     def _agreed(self, piece: Piece, other: Future[memoryview]) -> memoryview:
         found = [self._fetched(piece)]
@@ -210,7 +211,7 @@ class Pieces:
             if self._known[piece].done():
                 future = self._known.pop(piece)
                 if piece.is_hashed and piece not in self._hashed and not future.exception():
-                    self.note_hash(piece, Hashed(hashlib.sha256(), hashlib.sha256(future.result()).digest()))
+                    self._hashed[piece] = Hashed(hashlib.sha256(), hashlib.sha256(future.result()).digest())
                 self._spent.discard(piece)
                 self._nbytes -= piece.stop - piece.start
                 if self._nbytes <= kept_nbytes:
@@ -341,8 +342,10 @@ class Stream:
                 self._compare_head(self._all[number], data)
                 before = self._hash.copy()
                 self._hash.update(data)
-                self._pieces.note_hash(self._all[number], Hashed(before, self._hash.digest()))
                 with self._changed:
+                    if self._is_stopped:  # what another stream of the file notes may not be ours
+                        return
+                    self._pieces.note_hash(self._all[number], Hashed(before, self._hash.digest()))
                     self._at = number + 1
                     self._changed.notify_all()
                 self._spend(number)
