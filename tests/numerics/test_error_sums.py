@@ -302,3 +302,9 @@ def test_a_summary_of_tensors_worked_out_by_hand():
     assert summarise([("odd", odd)]) == {"sqnr_db_min": None, "sqnr_db_mean": None, "nmse": None, "worst": None}
     many = [(str(at), Sums(1, signal=1.0, noise=0.1)) for at in range(10)]
     assert summarise(many)["nmse"] == 0.1  # added one after the other it would be less
+
+
+def test_of_two_tensors_the_largest_error_is_that_of_either():
+    large, small = (Sums(16, 1.0, 0.5, 1.0, most, 2, (1, 15)) for most in (0.5, 0.25))
+    for joined in (large.with_all(small), small.with_all(large)):
+        assert (joined.elements, joined.noise, joined.max_abs, joined.clipped, joined.histogram) == (32, 1.0, 0.5, 4, (2, 30))

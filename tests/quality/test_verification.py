@@ -317,3 +317,9 @@ def test_weights_of_any_size_are_sound_beside_their_source(tmp_path):
     other = write_single(tmp_path / "other", {"a.weight": ("F32", (64, 64), (-values).tobytes())}, {"model_type": "x"})
     found = {code for code, _ in errors_of(verify(tmp_path / "out", "--source", other))}
     assert found == {"global-scale-reciprocal", "scale-factor", "source-differs", "report-differs"}
+
+
+def test_weights_beside_the_shards_that_the_record_does_not_name_are_an_error(artifact):
+    folder = artifact()
+    (folder / "pytorch_model.bin").write_bytes(b"other weights")
+    assert errors_of(verify(folder)) == {("file-unrecorded", None)}
