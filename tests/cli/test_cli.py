@@ -12,6 +12,8 @@ import pytest
 from checkpoints import LAYER, WAIT_SECONDS, run, run_alone, start, wait_until, weight, write_llama, write_single, write_zeros
 from paths import GOLDEN
 
+from fp4convert.cli import app
+
 HELP = GOLDEN / "help"
 COMMANDS = (
     "quantize",
@@ -349,3 +351,8 @@ def test_a_command_is_found_wherever_its_word_stands(words, artifact):
 def test_a_word_that_is_no_command_is_refused_with_the_nearest_one():
     outcome = run("inspekt", "x")
     assert (outcome.code, "Did you mean 'inspect'" in outcome.err) == (2, True)
+
+
+@pytest.mark.parametrize("words", [("--token", "hf_secret"), ("--token=hf_secret",)])
+def test_the_command_that_continues_has_no_token(words):
+    assert app._without_token(["quantize", "m", *words, "-q"]) == ["quantize", "m", "-q"]
