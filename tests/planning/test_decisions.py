@@ -158,6 +158,24 @@ def test_a_scale_group_is_taken_over_whole_or_quantized_whole(packed, tmp_path):
     }
 
 
+def test_a_scale_group_of_two_four_bit_formats_is_quantized_whole(tmp_path):
+    """Blocks of NVFP4 and of MXFP4 taken over as they are would not share a global scale."""
+    modules = {f"{ATTENTION}.{name}": "mxfp4" if name == "v_proj" else "nvfp4" for name in QKV}
+    tensors: Tensors = {}
+    groups = {}
+    for fmt in ("nvfp4", "mxfp4"):
+        made = {
+            name: module_of(1, fmt, (32, 64), 0.25 if fmt == "nvfp4" else None) for name, own in modules.items() if own == fmt
+        }
+        config = records(CT, fmt, made, 16)["config.json"]
+        (group,) = config["quantization_config"]["config_groups"].values()
+        groups[fmt] = {**group, "targets": list(made), "format": config["quantization_config"]["format"]}
+        tensors |= tensors_of(CT, fmt, made)  # type: ignore[arg-type]
+    config["quantization_config"] |= {"config_groups": groups, "format": "mixed-precision"}
+    found = verdicts_on(write_single(tmp_path / "m", tensors, config), Target("nvfp4", CT))
+    assert {found[module].action for module in modules} == {"quantize"}
+
+
 def test_a_stack_that_nobody_tells_of_is_refused_unless_it_stays(tmp_path):
     name = f"{LAYER}.mlp.experts.gate_up_proj"
     folder, target = write_single(tmp_path / "m", {name: ("BF16", (2, 32, 64), bf16(2, 32, 64))}), Target("nvfp4", CT)
