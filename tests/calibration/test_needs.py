@@ -103,6 +103,7 @@ def test_a_place_that_cannot_be(tmp_path, words):
     assert list((tmp_path / "d").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_error_that_would_come_again_leaves_nothing_of_an_earlier_run(tmp_path, words, monkeypatch):
     from safetensors.torch import save_file
 

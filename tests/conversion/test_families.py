@@ -37,12 +37,12 @@ def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Conversion(family, source, artifact, restored, read_tensors(source))
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(9)
 def test_the_plan_is_the_page_that_a_person_read(done: Conversion) -> None:
     assert draw_plan(done.source) == (PLANS / f"{done.family.name}.txt").read_text(), "see: python tests/support/golden_plans.py"
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(9)
 def test_four_bit_modules_are_those_listed_with_the_codes_of_the_codec(done: Conversion) -> None:
     """Names, codes, block scales and global scales, which tell the groups: one amax each."""
     artifact = read_tensors(done.artifact)
@@ -52,7 +52,7 @@ def test_four_bit_modules_are_those_listed_with_the_codes_of_the_codec(done: Con
     assert differing(quantized, spelled(values)) == []
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(9)
 def test_all_else_arrives_untouched(done: Conversion) -> None:
     """Tensors, layers for multi-token prediction among them, tied heads that are not there, and files of every kind."""
     untouched = kept(done.family, done.tensors)
@@ -71,7 +71,7 @@ def test_all_else_arrives_untouched(done: Conversion) -> None:
         assert [name for name in sidecars if (folder / name).read_bytes() != (done.source / name).read_bytes()] == []
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(9)
 def test_dequantize_writes_what_the_codec_decodes(done: Conversion) -> None:
     """Under the names and in the shapes of the source, stacks of experts among them."""
     restored = read_tensors(done.restored)
@@ -83,7 +83,7 @@ def shapes_in(tensors: Tensors) -> dict[str, tuple[tuple[int, ...], str]]:
     return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(9)
 def test_logits_are_those_of_the_model_that_the_codec_made(done: Conversion, tmp_path: Path) -> None:
     family = done.family
     if not family.model:

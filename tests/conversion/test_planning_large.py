@@ -67,6 +67,7 @@ def seconds_of(folder: Path) -> float:
     return time.process_time() - begun
 
 
+@pytest.mark.slow
 def test_twice_the_tensors_are_twice_the_calls(folders):
     once, twice = (calls_of(folder) for folder in folders)
     assert 1.8 < twice / once < 2.2

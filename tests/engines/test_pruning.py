@@ -143,6 +143,7 @@ def test_the_result_computes_what_the_model_does_that_may_not_choose_the_others(
     assert (logits(family, source, dtype=dtype) - expected).abs().max() > 0.01
 
 
+@pytest.mark.slow
 def test_256_experts_become_160_in_groups_and_quantize_takes_the_result(tmp_path: Path) -> None:
     """DeepSeek V3's names and routing; the layer for multi-token prediction, which transformers does not run, is left out."""
     source, out = build(DEEPSEEK, tmp_path / "source"), tmp_path / "out"

@@ -107,7 +107,7 @@ def test_a_process_that_wakes_up_after_it_was_given_up_changes_nothing(options, 
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [STATE, f"{STATE}/tmp", f"{STATE}/claims", f"{STATE}/done", "."])
 def test_a_folder_that_is_removed_under_a_run_ends_it_with_exit_5(gone, source, digests, tmp_path):
     out = tmp_path / "out"

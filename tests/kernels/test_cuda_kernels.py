@@ -63,7 +63,7 @@ def fast_alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return SimtKernels(tmp_path_factory.mktemp("simt"), kernels, has_cvt=request.param)
 
 
-@pytest.mark.sweep(30)
+@pytest.mark.sweep(60)
 @EVERY_RULE
 @EVERY_DTYPE
 def test_weights_take_the_fast_way(fast_alone: SimtKernels, dtype: str, fmt: Format, rule: str) -> None:
@@ -88,7 +88,7 @@ def lengths(fmt: Format) -> list[int]:
     return [n for n in LENGTHS if n % fmt.block_size == 0]
 
 
-@pytest.mark.sweep(30)
+@pytest.mark.sweep(60)
 @EVERY_RULE
 @EVERY_DTYPE
 def test_quantize_any_tail(simt: SimtKernels, dtype: str, fmt: Format, rule: str) -> None:
@@ -113,7 +113,7 @@ def test_dequantize_any_tail(simt: SimtKernels, dtype: str, fmt: Format) -> None
         assert_same_values(found, codec.dequantize(q).astype(FLOAT_DTYPES[dtype]), f"{dtype}, {fmt.name}, n = {n}")
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 @EVERY_DTYPE
 def test_nothing_is_read_behind_an_input(simt: SimtKernels, dtype: str, fmt: Format) -> None:

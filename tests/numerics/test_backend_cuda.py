@@ -203,6 +203,7 @@ def test_a_caller_that_stops_early_gives_the_lane_back(machine):
         assert not machine.unfinished()
 
 
+@pytest.mark.slow
 def test_what_stayed_on_the_gpu_is_freed_with_its_group(machine):
     backend = open_backend("cuda")
     held = set()

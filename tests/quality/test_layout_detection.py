@@ -95,7 +95,7 @@ def test_shares_are_those_of_the_definition(shape: Shape) -> None:
 # ------------------------------------------------------------------------------------------------------------- real weights
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("true", LAYOUTS)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_minilm_is_seen_in_every_layout(fmt: str, true: str) -> None:

@@ -120,7 +120,7 @@ LIES = [
 ]
 
 
-@pytest.mark.sweep(10)
+@pytest.mark.sweep(19)
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.name)
 def test_a_lie_is_seen_with_a_source_and_reported_as_declared_without(lie: Lie, artifacts, source, tmp_path):
     honest = artifacts[lie.artifact]

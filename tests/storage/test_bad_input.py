@@ -87,7 +87,7 @@ def test_a_pipe_in_an_artifact_does_not_hang_inspect(file, tmp_path):
     assert "not a regular file" in outcome.json["error"]["message"]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("case", cases("quantized", "kept", "warned"))
 def test_converted_with_nothing_lost_in_silence(case: Case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -133,7 +133,7 @@ def test_what_is_converted_is_healthy_and_verifies(case: Case, tmp_path):
 NAME_CASES = [pytest.param(case, id=case.name) for case in CASES if case.name.startswith("name_") and case.expect != "refused"]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("case", NAME_CASES)
 def test_names_reach_the_artifact_and_never_act_on_a_terminal(case: Case, tmp_path):
     source, out = case.write(tmp_path), tmp_path / "out"

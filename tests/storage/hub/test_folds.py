@@ -33,7 +33,7 @@ def shards() -> dict[str, dict[str, Tensor]]:
     return {FIRST: norms | {name: matrices[name] for name in names[::2]}, SECOND: {name: matrices[name] for name in names[1::2]}}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["awq", "smooth"])
 def test_a_folded_model_from_the_hub_is_the_folders(method, hub, tmp_path):
     made = write_checkpoint(tmp_path / "made", shards(), {**LLAMA, **SIZES})
