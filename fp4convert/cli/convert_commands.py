@@ -50,7 +50,7 @@ from fp4convert.cli.options import (
     ViaOption,
     WorkersOption,
 )
-from fp4convert.cli.screen import carry_out
+from fp4convert.cli.run import carry_out
 
 
 def quantize_command(

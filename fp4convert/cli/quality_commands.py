@@ -28,7 +28,7 @@ from fp4convert.cli.options import (
     TransportOption,
     complete_recipe,
 )
-from fp4convert.cli.screen import carry_out
+from fp4convert.cli.run import carry_out
 
 
 def inspect_command(

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TextIO
-
-import typer
+from typing import TYPE_CHECKING, TextIO
 
 from fp4convert.checkpoint.module_names import join_names
 from fp4convert.errors import Fp4Error, OutputError
@@ -26,35 +24,6 @@ from fp4convert.storage.safetensors import WEIGHT
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
-FINDINGS = 6  # the exit code where something is wrong with what was looked at
-
-
-def carry_out(
-    words: dict[str, Any],
-    do: Callable[..., Any],
-    draw: Callable[[Screen, Document], None],
-    hears: tuple[str, ...] = ("phases", "tell", "warn"),
-    verdict: str = "",
-) -> None:
-    """Do what a function of commands/ does, and show that; warnings in its document are shown last.
-
-    words    every option of the command by its name, which is the word that the function has for it
-    do       returns a document, or what has one as_json
-    hears    which words for who is told `do` takes
-    verdict  the key of the document that is False where the command ends with FINDINGS
-    """
-
-    screen = Screen(words.pop("json"), words.pop("quiet", False))
-    with screen.phases() as phases:
-        ears = {"phases": phases, "tell": screen.tell, "warn": screen.warn}
-        made = do(**words, **{word: ears[word] for word in hears})
-        document: Document = made if isinstance(made, dict) else made.as_json()
-    screen.show(document, draw)
-    screen.warn(document.get("warnings", ()))
-    if verdict and not document[verdict]:
-        raise typer.Exit(FINDINGS)
-
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 CLOSED_PIPE = 141  # as a shell shows a program whose reader went away

@@ -23,7 +23,7 @@ from fp4convert.calibration.run import Calibrated
 from fp4convert.cli.app import make_app
 from fp4convert.commands import analysis, calibration, convert, quality
 from fp4convert.commands.convert import QuantizeOptions
-from fp4convert.commands.options import AccessOptions, PartOptions, WorkOptions
+from fp4convert.commands.options import AccessOptions, PartOptions, WorkOptions, original_access
 from fp4convert.conversion.requests import Request
 from fp4convert.execution.settings import Settings
 from fp4convert.storage.source import Access
@@ -355,3 +355,8 @@ def test_no_option_of_quantize_is_forgotten_on_its_way():
     carried = {field.name for kind in (Request, Settings, Access) for field in fields(kind)}
     words = set(get_type_hints(QuantizeOptions))
     assert words - carried == READ_BY_NAME
+
+
+def test_the_source_of_an_artifact_has_a_revision_of_its_own():
+    asked = original_access({"revision": "of-the-artifact", "token": "hf_x"})
+    assert (asked.revision, asked.token) == (None, "hf_x")

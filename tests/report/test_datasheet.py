@@ -12,9 +12,11 @@ from checkpoints import LAYER, read_folder, run, values_of, weight, write_llama,
 from rewriting import rewrite
 
 from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.numerics.codec import as_matrix
+from fp4convert.numerics.matrices import InMemory
 from fp4convert.quality.verification import Gate, verify
 from fp4convert.report.datasheet import Subject, make_datasheet
-from fp4convert.report.histograms import BINS, MOST_PANELS, PANEL, count_values
+from fp4convert.report.histograms import BINS, MOST_PANELS, PANEL, _count, count_values
 from fp4convert.storage.open import open_source
 
 ATTENTION, DOWN = f"{LAYER}.self_attn", f"{LAYER}.mlp.down_proj"
@@ -181,6 +183,12 @@ def test_histograms_count_the_values_of_both(source, artifact, tmp_path):
     near = [np.abs(np.subtract(found.source, counted(x, limit))), np.abs(np.subtract(found.artifact, counted(y, limit)))]
     assert sum(found.source) == sum(found.artifact) == x.size
     assert max(part.sum() for part in near) <= 4  # a value on an edge may round to either side
+
+
+def test_values_beyond_the_largest_of_the_source_are_counted():
+    theirs, ours = (InMemory(as_matrix(np.full((4, 16), value, np.float32))) for value in (1.0, 1.5))
+    found = _count(theirs, ours)
+    assert (found.limit, sum(found.source), sum(found.artifact), found.artifact[-1]) == (1.5, 64, 64, 64)
 
 
 def test_of_a_large_matrix_rows_from_all_over_are_counted(tmp_path):

@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoints import LAYER, SECOND, hidden_characters, pack_shard, read_shard, run, weight, write_llama, write_single
+from checkpoints import FIRST, LAYER, SECOND, hidden_characters, pack_shard, read_shard, run, weight, write_llama, write_single
+from rewriting import rewrite
 
 DOWN = f"{LAYER}.mlp.down_proj"
 # Of the standard's objects that are written here: (required, allowed) properties; the schema allows no others.
@@ -93,6 +94,17 @@ def test_what_has_no_tensor_stands_at_the_record_and_a_source_name_at_its_module
         {"physicalLocation": {"artifactLocation": {"uri": "quantization_config.json"}}}
     ]
     assert results["not-measurable"]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == SECOND
+
+
+def test_a_kept_tensor_stands_at_its_shard(source, tmp_path):
+    folder = tmp_path / "artifact"
+    assert run("quantize", source, "--format", "nvfp4", "-o", folder, "-q").code == 0
+    (file,) = (name for name in (FIRST, SECOND) if "lm_head.weight" in read_shard(folder / name))
+    _, _, data = read_shard(folder / file)["lm_head.weight"]
+    rewrite(folder, file, "lm_head.weight", bytes(reversed(data)))
+    run("verify", folder, "--source", source, "--sarif", tmp_path / "found.sarif")
+    results = {result["ruleId"]: result for result in read(tmp_path / "found.sarif")["results"]}
+    assert results["kept-differs"]["locations"][0]["physicalLocation"]["artifactLocation"] == {"uri": file}
 
 
 def test_rules_say_what_the_page_says(damaged, tmp_path):
