@@ -26,11 +26,22 @@ from harness.measure import machine, results
 from harness.sections import Section, as_document, from_document
 
 MODULES = (
-    *("cpu.kernels", "peers.beside_quantizers", "cpu.conversion", "cpu.beside_copying", "cpu.workers", "peers.beside_converters"),
+    *(
+        "cpu.kernels",
+        "peers.beside_quantizers",
+        "cpu.conversion",
+        "cpu.beside_copying",
+        "cpu.workers",
+        "peers.beside_converters",
+    ),
     *("cpu.sources", "cpu.planning", "cpu.startup", "gpu.gpu_results"),
 )
 PARTS = {module.rpartition(".")[2]: module for module in MODULES}  # in the order of the page
-UNCHECKED = ("beside_converters", "planning", "gpu_results")  # slow, or no ratio of two things measured in turn
+UNCHECKED = (
+    "beside_converters",
+    "planning",
+    "gpu_results",
+)  # slow, or no ratio of two things measured in turn
 PAGES = {"hub": "hub.beside_downloading", "gpu": "gpu.kernels", "fidelity": "quality.fidelity"}
 RESULTS = results("cpu", "json")
 
@@ -50,8 +61,13 @@ def measure(part: str, is_quick: bool = False) -> list[Section]:
 
 def page_of(document: Document) -> str:
     """cpu.md: nothing is in it that is not in the document."""
-    parts = [(part, [from_document(each) for each in document.get(part, {}).get("sections", ())]) for part in PARTS]
-    verdicts = [text for _, sections in parts for section in sections for text in section.verdicts()]
+    parts = [
+        (part, [from_document(each) for each in document.get(part, {}).get("sections", ())])
+        for part in PARTS
+    ]
+    verdicts = [
+        text for _, sections in parts for section in sections for text in section.verdicts()
+    ]
     missed = sum(text.endswith("NOT MET") for text in verdicts)
     head = (
         "# CPU results\n\nWritten by `make bench`, one part by `python benchmarks/bench.py PART`. Ratios are of two things"
@@ -67,7 +83,10 @@ def page_of(document: Document) -> str:
 
 
 def write(document: Document, path: Path) -> None:
-    path.write_text(json.dumps({part: document[part] for part in PARTS if part in document}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps({part: document[part] for part in PARTS if part in document}, indent=1) + "\n",
+        encoding="utf-8",
+    )
     path.with_suffix(".md").write_text(page_of(document), encoding="utf-8")
 
 
@@ -80,14 +99,26 @@ def bench(parts: Iterable[str], path: Path) -> None:
     for part in parts:
         sections = measure(part)
         gate.ratios(sections)  # names must tell rows apart
-        write({**read(path), part: {"machine": machine(), "sections": [as_document(section) for section in sections]}}, path)
+        write(
+            {
+                **read(path),
+                part: {
+                    "machine": machine(),
+                    "sections": [as_document(section) for section in sections],
+                },
+            },
+            path,
+        )
 
 
 def check(parts: Iterable[str], path: Path) -> int:
     """Compare; a part with a loss is measured once more, and what is lost twice is lost."""
     document = read(path)
     if not document:
-        print(f"there are no figures in {path} to compare with: run `make bench` first", file=sys.stderr)
+        print(
+            f"there are no figures in {path} to compare with: run `make bench` first",
+            file=sys.stderr,
+        )
         return 1
     count, lost = 0, []
     for part in parts:
@@ -96,7 +127,9 @@ def check(parts: Iterable[str], path: Path) -> int:
         count += len(found)
         losses = [each for each in found if each.is_lost]
         if losses:
-            again = {each.key: each for each in gate.compare(committed, measure(part, is_quick=True))}
+            again = {
+                each.key: each for each in gate.compare(committed, measure(part, is_quick=True))
+            }
             losses = [again[each.key] for each in losses if again[each.key].is_lost]
         lost += losses
         where = document.get(part, {}).get("machine", "nothing: run `make bench`")
@@ -114,14 +147,20 @@ def main(arguments: list[str]) -> int:
         description="Measure, or compare with what is committed.",
         epilog=f"Pages of their own, with options of their own: {', '.join(f'bench.py {page}' for page in PAGES)}.",
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)"
+    )
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the figures; the page stands beside them")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="the figures; the page stands beside them"
+    )
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
     if options.check:
-        return check(options.parts or [part for part in PARTS if part not in UNCHECKED], options.results)
+        return check(
+            options.parts or [part for part in PARTS if part not in UNCHECKED], options.results
+        )
     bench(options.parts or PARTS, options.results)
     return 0
 

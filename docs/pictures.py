@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PICTURES = {"report.png": (1280, "light", 1480), "report-narrow.png": (390, "dark", 1480)}  # width, scheme, height
+PICTURES = {
+    "report.png": (1280, "light", 1480),
+    "report-narrow.png": (390, "dark", 1480),
+}  # width, scheme, height
 
 
 def main(report: Path) -> None:

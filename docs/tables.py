@@ -26,10 +26,14 @@ from fp4convert.numerics.scale_layouts import LAYOUTS, Layout
 
 DOCS = Path(__file__).parent
 MADE = re.compile(r"(?<=<!-- made: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
-MEASURED = re.compile(r"(?<=<!-- measured: )([\w.-]+), ([^\n]+?)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+MEASURED = re.compile(
+    r"(?<=<!-- measured: )([\w.-]+), ([^\n]+?)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL
+)
 RESULTS = DOCS.parent / "benchmarks" / "results"
 PACKAGE = DOCS.parent / "fp4convert"
-FLOORS = DOCS.parent / "tests" / "repository" / "test_architecture.py"  # its table of floors is the only one
+FLOORS = (
+    DOCS.parent / "tests" / "repository" / "test_architecture.py"
+)  # its table of floors is the only one
 NAME_WIDTH = 28  # of a module in the tree
 ROWS, COLUMNS = 256, 128  # of the matrix that dialects are shown with
 TILE = (256, 8)  # of scale bytes that layouts are shown with
@@ -59,16 +63,23 @@ def blocks() -> Iterator[str]:
 
 def formats() -> Iterator[str]:
     names = {"fp8_e4m3": "E4M3 (e4m3fn)", "e8m0": "E8M0"}
-    rows: list[tuple[object, ...]] = [("elements to a block", *(fmt.block_size for fmt in FORMATS.values()))]
+    rows: list[tuple[object, ...]] = [
+        ("elements to a block", *(fmt.block_size for fmt in FORMATS.values()))
+    ]
     rows.append(("block scale", *(names[fmt.scale_dtype] for fmt in FORMATS.values())))
     rows.append(
         (
             "global scale",
-            *("float32, one to a matrix or scale group" if fmt.has_global_scale else "none" for fmt in FORMATS.values()),
+            *(
+                "float32, one to a matrix or scale group" if fmt.has_global_scale else "none"
+                for fmt in FORMATS.values()
+            ),
         )
     )
     rows.append(("bits a weight", *(f"{bits_of(fmt):g}" for fmt in FORMATS.values())))
-    rows.append(("GB for 70e9 weights", *(f"{70 * bits_of(fmt) / 8:.1f}" for fmt in FORMATS.values())))
+    rows.append(
+        ("GB for 70e9 weights", *(f"{70 * bits_of(fmt) / 8:.1f}" for fmt in FORMATS.values()))
+    )
     yield from table(("", *FORMATS), rows)
 
 
@@ -90,7 +101,10 @@ def scales() -> Iterator[str]:
     kinds = {"E4M3": ml_dtypes.float8_e4m3fn, "E8M0": ml_dtypes.float8_e8m0fnu}
     rows: list[tuple[object, ...]] = []
     for byte in (0x00, 0x01, 0x08, 0x38, 0x39, 0x7E, 0x7F, 0x80, 0xFE, 0xFF):
-        values = (float(np.array([byte], np.uint8).view(kind).astype(np.float32)[0]) for kind in kinds.values())
+        values = (
+            float(np.array([byte], np.uint8).view(kind).astype(np.float32)[0])
+            for kind in kinds.values()
+        )
         rows.append((f"`0x{byte:02X}`", *(f"{value:.6g}" for value in values)))
     yield from table(("byte", *kinds), rows)
 
@@ -101,19 +115,39 @@ def dialects() -> Iterator[str]:
     for name in MODULES:
         dialect = dialect_named(name)
         for fmt in (fmt for fmt in dialect.TRAITS.writes if fmt in FORMATS.values()):
-            stem, shape = STEMS.get(name, "M"), (EXPERTS, ROWS, COLUMNS) if name in STACKED else (ROWS, COLUMNS)
+            stem, shape = (
+                STEMS.get(name, "M"),
+                (EXPERTS, ROWS, COLUMNS) if name in STACKED else (ROWS, COLUMNS),
+            )
             specs = dialect.outputs(stem, shape, Form(fmt, 16, dialect.TRAITS.layouts[0]))
-            tensors = "<br>".join(f"`{spec.name.removeprefix(stem)}` {spec.dtype} {list(spec.shape)}" for spec in specs)
+            tensors = "<br>".join(
+                f"`{spec.name.removeprefix(stem)}` {spec.dtype} {list(spec.shape)}"
+                for spec in specs
+            )
             kind = dialect.TRAITS.global_scale_kind if fmt is NVFP4 else None
-            rows.append((name, fmt.name, tensors, dialect.TRAITS.nibble_order, ", ".join(dialect.TRAITS.layouts), kind or "none"))
-    yield from table(("dialect", "format", "tensors", "nibbles", "scale layouts", "global scale"), rows)
+            rows.append(
+                (
+                    name,
+                    fmt.name,
+                    tensors,
+                    dialect.TRAITS.nibble_order,
+                    ", ".join(dialect.TRAITS.layouts),
+                    kind or "none",
+                )
+            )
+    yield from table(
+        ("dialect", "format", "tensors", "nibbles", "scale layouts", "global scale"), rows
+    )
 
 
 def offsets(layout: Layout) -> np.ndarray:
     """(rows, blocks) places of the scale bytes in the stored order."""
     rows, columns = TILE
     count = rows * columns
-    halves = [layout.arrange(memoryview((np.arange(count) >> shift & 255).astype(np.uint8).data), TILE) for shift in (0, 8)]
+    halves = [
+        layout.arrange(memoryview((np.arange(count) >> shift & 255).astype(np.uint8).data), TILE)
+        for shift in (0, 8)
+    ]
     low, high = (np.frombuffer(half, np.uint8).astype(np.int64) for half in halves)
     places = np.empty(count, np.int64)
     places[low | high << 8] = np.arange(count)
@@ -125,10 +159,14 @@ def layouts() -> Iterator[str]:
     for name, layout in LAYOUTS.items():
         places = offsets(layout)
         yield f"**{name}**" + (
-            "" if layout.padding == (1, 1) else f", rows padded to {layout.padding[0]}, blocks to {layout.padding[1]}"
+            ""
+            if layout.padding == (1, 1)
+            else f", rows padded to {layout.padding[0]}, blocks to {layout.padding[1]}"
         )
         yield ""
-        rows: list[tuple[object, ...]] = [(f"row {row}", *(places[row, block] for block in SHOWN_BLOCKS)) for row in SHOWN_ROWS]
+        rows: list[tuple[object, ...]] = [
+            (f"row {row}", *(places[row, block] for block in SHOWN_BLOCKS)) for row in SHOWN_ROWS
+        ]
         yield from table(("", *(f"block {block}" for block in SHOWN_BLOCKS)), rows)
         yield ""
 
@@ -140,22 +178,36 @@ def tree() -> Iterator[str]:
     for number, names in reversed(list(enumerate(floors(), 1))):
         yield f"\nfloor {number}"
         for name in sorted(names):
-            yield from branch(PACKAGE / name, 1) if (PACKAGE / name).is_dir() else [leaf(PACKAGE / f"{name}.py", 1)]
+            yield from (
+                branch(PACKAGE / name, 1)
+                if (PACKAGE / name).is_dir()
+                else [leaf(PACKAGE / f"{name}.py", 1)]
+            )
     yield "```"
 
 
 def floors() -> list[set[str]]:
     """Packages, and modules beside them, floor by floor from the ground: read from the test that holds imports to them."""
     nodes = ast.parse(FLOORS.read_text(encoding="utf-8")).body
-    (table,) = (node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS")
+    (table,) = (
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS"
+    )
     return list(ast.literal_eval(table))
 
 
 def branch(folder: Path, depth: int) -> Iterator[str]:
     """A package, its modules, and the packages in it."""
     yield leaf(folder, depth)
-    yield from (leaf(file, depth + 1) for file in sorted(folder.glob("*.py")) if file.stem != "__init__")
-    yield from (line for inner in sorted(folder.glob("*/__init__.py")) for line in branch(inner.parent, depth + 1))
+    yield from (
+        leaf(file, depth + 1) for file in sorted(folder.glob("*.py")) if file.stem != "__init__"
+    )
+    yield from (
+        line
+        for inner in sorted(folder.glob("*/__init__.py"))
+        for line in branch(inner.parent, depth + 1)
+    )
     if (page := folder / "page").is_dir():
         yield f"{'  ' * (depth + 1) + 'page/':<{NAME_WIDTH}}{', '.join(sorted(file.name for file in page.iterdir()))}"
 
@@ -175,7 +227,14 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
 def measured(results: str, heading: str) -> Iterator[str]:
     """The tables below a heading of a page of results, and the line that says where they were measured; KeyError for none."""
     lines = results.splitlines()
-    first = next((at for at, line in enumerate(lines, 1) if line.lstrip("#").strip() == heading and line.startswith("#")), None)
+    first = next(
+        (
+            at
+            for at, line in enumerate(lines, 1)
+            if line.lstrip("#").strip() == heading and line.startswith("#")
+        ),
+        None,
+    )
     after = lines[first:] if first is not None else []
     last = next((at for at, line in enumerate(after) if line.startswith("#")), len(after))
     rows = [line for line in after[:last] if line.startswith("|")]
@@ -183,7 +242,9 @@ def measured(results: str, heading: str) -> Iterator[str]:
         raise KeyError(heading)
     yield from rows
     yield ""
-    told = (line for line in after if line.startswith("Part "))  # of a page of several parts, each of a day of its own
+    told = (
+        line for line in after if line.startswith("Part ")
+    )  # of a page of several parts, each of a day of its own
     yield next(told, None) or next(line for line in lines if line and not line.startswith("#"))
 
 

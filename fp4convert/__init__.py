@@ -13,10 +13,26 @@ if TYPE_CHECKING:
     from fp4convert.calibration.run import Calibrated
     from fp4convert.commands.analysis import analyze
     from fp4convert.commands.calibration import calibrate
-    from fp4convert.commands.convert import dequantize, merge, preview_prune, preview_quantize, prune, quantize, transcode
+    from fp4convert.commands.convert import (
+        dequantize,
+        merge,
+        preview_prune,
+        preview_quantize,
+        prune,
+        quantize,
+        transcode,
+    )
     from fp4convert.commands.quality import compare, inspect, verify
     from fp4convert.commands.tensors import dequantize_tensor, quantize_tensor
-    from fp4convert.errors import AccessError, DeviceError, Fp4Error, InputError, NumericError, OutputError, SourceError
+    from fp4convert.errors import (
+        AccessError,
+        DeviceError,
+        Fp4Error,
+        InputError,
+        NumericError,
+        OutputError,
+        SourceError,
+    )
     from fp4convert.execution.settings import Result
     from fp4convert.numerics.matrices import Quantized
     from fp4convert.progress import Phases

@@ -54,7 +54,13 @@ class Fp4Error(Exception):
 
     exit_code = 1
 
-    def __init__(self, code: str, message: str | tuple[str, ...], next_step: str = "", tensor: str | None = None) -> None:
+    def __init__(
+        self,
+        code: str,
+        message: str | tuple[str, ...],
+        next_step: str = "",
+        tensor: str | None = None,
+    ) -> None:
         self.lines = (message,) if isinstance(message, str) else message
         self.message = "\n".join(self.lines)
         super().__init__(self.message)
@@ -115,7 +121,10 @@ class Interrupted(Fp4Error):  # noqa: N818 - not a failure
     """
 
     def __init__(self, command: str, exit_code: int, kept: str | None) -> None:
-        message, verb = f"interrupted: {kept or 'nothing of this command stays'}", "Continue" if kept else "Begin again"
+        message, verb = (
+            f"interrupted: {kept or 'nothing of this command stays'}",
+            "Continue" if kept else "Begin again",
+        )
         super().__init__("interrupted", message, f"{verb} with: {command}")
         self.exit_code = exit_code
 

@@ -20,7 +20,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 WAKE_SECONDS = 0.05
-NUDGE = signal.SIGURG  # ends a wait and does nothing else; where nobody listens to it, it is ignored
+NUDGE = (
+    signal.SIGURG
+)  # ends a wait and does nothing else; where nobody listens to it, it is ignored
 
 
 _raised: list[Stopped] = []  # since somebody listens
@@ -135,4 +137,6 @@ def sturdy_streams() -> Iterator[None]:
 
 
 def _opened(file: io.FileIO, encoding: str = "utf-8") -> io.TextIOWrapper:
-    return io.TextIOWrapper(io.BufferedWriter(file), encoding, "backslashreplace", line_buffering=True)
+    return io.TextIOWrapper(
+        io.BufferedWriter(file), encoding, "backslashreplace", line_buffering=True
+    )

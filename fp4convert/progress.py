@@ -63,7 +63,9 @@ class Meter:
             self._latest = self._clock()
             if self._latest - self._samples[-1].seconds >= SAMPLE_SECONDS:
                 self._samples.append(Sample(self._latest, self._worked_nbytes))
-            while len(self._samples) > 2 and self._samples[1].seconds < self._latest - WINDOW_SECONDS:
+            while (
+                len(self._samples) > 2 and self._samples[1].seconds < self._latest - WINDOW_SECONDS
+            ):
                 self._samples.popleft()
 
     def skip(self, nbytes: int) -> None:
@@ -92,10 +94,18 @@ class Meter:
     def _advance(self) -> list[str]:
         now = self._clock()
         if not self.total_nbytes:
-            return [*([self._amount(self.done_nbytes)] if self.done_nbytes else []), duration_text(now - self._begun)]
+            return [
+                *([self._amount(self.done_nbytes)] if self.done_nbytes else []),
+                duration_text(now - self._begun),
+            ]
         share = 100 * self.done_nbytes // self.total_nbytes
-        words = [f"{self._amount(self.done_nbytes)} of {self._amount(self.total_nbytes)} ({share} %)"]
-        seconds, nbytes = now - self._samples[0].seconds, self._worked_nbytes - self._samples[0].nbytes
+        words = [
+            f"{self._amount(self.done_nbytes)} of {self._amount(self.total_nbytes)} ({share} %)"
+        ]
+        seconds, nbytes = (
+            now - self._samples[0].seconds,
+            self._worked_nbytes - self._samples[0].nbytes,
+        )
         if seconds >= SHORTEST_SECONDS and nbytes:
             left = max(0, self.total_nbytes - self.done_nbytes) * seconds / nbytes
             words += [self._rate(nbytes / seconds), f"{_whole_seconds(left)} left"]
@@ -103,7 +113,11 @@ class Meter:
 
     def _conclusion(self) -> list[str]:
         seconds = (self._ended or 0.0) - self._begun
-        words = [f"{self._amount(self.done_nbytes)} in {duration_text(seconds)}" if self.done_nbytes else duration_text(seconds)]
+        words = [
+            f"{self._amount(self.done_nbytes)} in {duration_text(seconds)}"
+            if self.done_nbytes
+            else duration_text(seconds)
+        ]
         worked = seconds - self._idle_seconds
         if self._worked_nbytes and worked > 0:
             words.append(self._rate(self._worked_nbytes / worked))
@@ -121,7 +135,11 @@ class Phases:
     say  gets a line and a tensor every few seconds, and a line at the end of a phase that it got one of; None: nobody listens
     """
 
-    def __init__(self, say: Callable[[str, str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        say: Callable[[str, str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.meters: list[Meter] = []
         self._say = say
         self._clock = clock
@@ -129,7 +147,9 @@ class Phases:
         self._latest = 0.0
         self._is_told = False
 
-    def begin(self, verb: str, total_nbytes: int = 0, amount: Callable[[float], str] | None = None) -> None:
+    def begin(
+        self, verb: str, total_nbytes: int = 0, amount: Callable[[float], str] | None = None
+    ) -> None:
         """End the phase before, and begin one of so many bytes, or of what `amount` says; 0 where nobody knows."""
         self.end()
         self._latest, self._is_told = self._clock(), False
@@ -164,7 +184,9 @@ class Phases:
 
 def size_text(nbytes: float) -> str:
     """A number of bytes in kB, MB, GB or TB, as decimal as disks are sold, with three digits."""
-    divisor, unit = next(((divisor, unit) for divisor, unit in UNITS if nbytes >= 0.9995 * divisor), (1e3, "kB"))
+    divisor, unit = next(
+        ((divisor, unit) for divisor, unit in UNITS if nbytes >= 0.9995 * divisor), (1e3, "kB")
+    )
     value = nbytes / divisor
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 

@@ -46,7 +46,17 @@ def _offline(request: pytest.FixtureRequest) -> Iterator[None]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout, built by the local compiler."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        folder,
+        ROOT,
+    ]
     subprocess.run([str(word) for word in command], check=True, capture_output=True)
     (built,) = folder.glob("*.whl")
     return built
@@ -59,10 +69,18 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
 
     fake = UploadHub()
     template = fake.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    known = {"ENDPOINT": fake.endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": str(tmp_path / "cache")}
+    known = {
+        "ENDPOINT": fake.endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": template,
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+    }
     for name, value in {**known, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
         monkeypatch.setattr(constants, name, value)
-    for name, value in (("HF_ENDPOINT", fake.endpoint), ("HF_HOME", str(tmp_path / "home")), ("HF_TOKEN", TOKEN)):
+    for name, value in (
+        ("HF_ENDPOINT", fake.endpoint),
+        ("HF_HOME", str(tmp_path / "home")),
+        ("HF_TOKEN", TOKEN),
+    ):
         monkeypatch.setenv(name, value)
     for asking in ("fp4convert.storage.hub.source", "fp4convert.storage.hub.upload"):
         monkeypatch.setattr(f"{asking}.Patience", lambda: Patience(1.0, first_seconds=0.01))
@@ -75,7 +93,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """An artifact in two shards, ready to be pushed."""
     root = tmp_path_factory.mktemp("push")
-    return make(write_llama(root / "m", **{"tokenizer.json": b"{}" * 2000, "notes.txt": b"n"}), root / "q")
+    return make(
+        write_llama(root / "m", **{"tokenizer.json": b"{}" * 2000, "notes.txt": b"n"}), root / "q"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +114,9 @@ def words(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def told(
-    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[list[str]]:
     """What people are told of a push; it holds no secret, and nothing else is printed or logged.
 
@@ -105,4 +127,8 @@ def told(
     yield lines
     check_secrets("\n".join(lines))
     assert capfd.readouterr() == ("", "")
-    assert [record.getMessage() for record in caplog.get_records("call") if record.name.startswith("huggingface_hub")] == []
+    assert [
+        record.getMessage()
+        for record in caplog.get_records("call")
+        if record.name.startswith("huggingface_hub")
+    ] == []

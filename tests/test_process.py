@@ -68,7 +68,11 @@ def test_a_command_that_waits_ends_soon(command, where, kind, number, repositori
         wait_until(lambda: fault.times < EVERY, process)
         time.sleep(0.3)
         err = _end(process, number)
-    told = "Continue with: fp4convert quantize" if command is QUANTIZE else f"Begin again with: fp4convert {command[0]}"
+    told = (
+        "Continue with: fp4convert quantize"
+        if command is QUANTIZE
+        else f"Begin again with: fp4convert {command[0]}"
+    )
     assert told in err
     assert ("finished shards stay" in err) == (command is QUANTIZE)
 
@@ -100,7 +104,9 @@ fp4convert.__main__.main()
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_that_does_not_reach_the_main_thread_ends_its_wait(number):
     """As one does that comes just before the wait begins."""
-    with subprocess.Popen([sys.executable, "-c", UNHEARD], stdout=PIPE, stderr=PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", UNHEARD], stdout=PIPE, stderr=PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "waiting\n"
         _end(process, number)
 
@@ -135,12 +141,17 @@ def grow(out, nbytes: int) -> None:
     tasks = tuple(TaskFiles(task.key, dict.fromkeys(task.files, nbytes)) for task in manifest.tasks)
     for file in manifest.shards:
         os.truncate(out / file, nbytes)
-    (out / ".fp4convert" / "plan.json").write_text(json.dumps(replace(manifest, tasks=tasks).as_json()))
+    (out / ".fp4convert" / "plan.json").write_text(
+        json.dumps(replace(manifest, tasks=tasks).as_json())
+    )
 
 
 def is_reading(process: int, out: Path) -> bool:
     with suppress(OSError):
-        return any(str(out / "part-") in os.readlink(place) for place in Path(f"/proc/{process}/fd").iterdir())
+        return any(
+            str(out / "part-") in os.readlink(place)
+            for place in Path(f"/proc/{process}/fd").iterdir()
+        )
     return False
 
 
@@ -158,7 +169,9 @@ class Stop:
 sys.meta_path.insert(0, Stop())
 fp4convert.__main__.main()
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", "interrupted\n")
 
 
@@ -192,5 +205,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
         assert stopped.number == number
         print(stopped.exit_code)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["130", "143"]

@@ -47,7 +47,14 @@ def test_sizes_have_three_digits(nbytes, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.284, "0.28 s"), (9.999, "10 s"), (59.2, "1 min 0 s"), (312, "5 min 12 s"), (7500, "2 h 5 min")]
+    ("seconds", "text"),
+    [
+        (0.284, "0.28 s"),
+        (9.999, "10 s"),
+        (59.2, "1 min 0 s"),
+        (312, "5 min 12 s"),
+        (7500, "2 h 5 min"),
+    ],
 )
 def test_durations_are_said_as_people_say_them(seconds, text):
     assert duration_text(seconds) == text

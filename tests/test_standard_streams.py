@@ -19,7 +19,12 @@ def source(tmp_path):
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, timeout=WAIT_SECONDS, check=False, env={**os.environ, **environment}
+        ["bash", "-c", line],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+        env={**os.environ, **environment},
     )
 
 
@@ -35,18 +40,24 @@ def test_a_stderr_that_takes_nothing_ends_no_work(where, source, tmp_path):
 
 @pytest.mark.parametrize("where", [">&-", ">/dev/full", "| true"])
 def test_an_error_that_stdout_does_not_take_keeps_its_exit_code(where, tmp_path):
-    ended = shell(f"{COMMAND} inspect {tmp_path / 'nothing'} --json {where}; exit ${{PIPESTATUS[0]}}")
+    ended = shell(
+        f"{COMMAND} inspect {tmp_path / 'nothing'} --json {where}; exit ${{PIPESTATUS[0]}}"
+    )
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: ")
     assert "Traceback" not in ended.stderr
 
 
 def test_a_closed_stdout_is_no_reason_to_convert_nothing(source, tmp_path):
-    assert shell(f"{COMMAND} quantize {source} --format nvfp4 -o {tmp_path / 'q'} >&-").returncode == 0
+    assert (
+        shell(f"{COMMAND} quantize {source} --format nvfp4 -o {tmp_path / 'q'} >&-").returncode == 0
+    )
     assert (tmp_path / "q" / "quantization_config.json").exists()
 
 
 @pytest.mark.parametrize("memory", ["inf", "1e300"])
 def test_memory_without_a_limit(memory, source, tmp_path):
-    ended = shell(f"{COMMAND} quantize {source} --format nvfp4 --memory {memory} -o {tmp_path / 'q'}")
+    ended = shell(
+        f"{COMMAND} quantize {source} --format nvfp4 --memory {memory} -o {tmp_path / 'q'}"
+    )
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -38,7 +38,11 @@ def sections(is_quick: bool) -> list[Section]:
             f" that it wrote, {file_system(scratch)}; medians of {ROUNDS} pairs. Below 1, converting takes less time."
         )
     headings = ("cache", "quantize s", "cp -r + fsync s", "quantize CPU-s", "cp -r + fsync CPU-s")
-    return [Section("Converting beside copying", about, headings, rows, "times the copy", is_floor=False)]
+    return [
+        Section(
+            "Converting beside copying", about, headings, rows, "times the copy", is_floor=False
+        )
+    ]
 
 
 def _row(cache: str, source: Path, scratch: Path) -> Row:
@@ -53,5 +57,9 @@ def _row(cache: str, source: Path, scratch: Path) -> Row:
         return copy(source, scratch / "copy")
 
     done = take_turns({"quantize": converted, "cp": copied}, ROUNDS)
-    cells = [f"{median_of(costs, what):.2f}" for what in ("seconds", "cpu_seconds") for costs in done.values()]
+    cells = [
+        f"{median_of(costs, what):.2f}"
+        for what in ("seconds", "cpu_seconds")
+        for costs in done.values()
+    ]
     return Row((cache,), tuple(cells), ratio_of(done["quantize"], done["cp"]), 1)

@@ -14,7 +14,10 @@ from pathlib import Path
 
 from harness.measure import ROOT
 
-COMMENTS = {"clang": rb"clang version ([\d.]+)", "gcc": rb"GCC: \([^)]*\) ([\d.]+)"}  # in the ELF section .comment
+COMMENTS = {
+    "clang": rb"clang version ([\d.]+)",
+    "gcc": rb"GCC: \([^)]*\) ([\d.]+)",
+}  # in the ELF section .comment
 ZIG_NAMES = """for word; do
   shift
   case $word in -march=*) word=$(echo "$word" | tr - _ | sed s/_/-/);; esac
@@ -55,13 +58,17 @@ def built_by_the_other(library: Path) -> Path:
     variables = {"C_COMPILER": compiler, "C_STANDARD_LIBRARIES": libraries, "BUILD_TYPE": "Release"}
     options = [f"-DCMAKE_{key}={value}" for key, value in variables.items()]
     for words in (["-S", ROOT, "-B", build, *options], ["--build", build]):
-        done = subprocess.run([sys.executable, "-m", "cmake", *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "cmake", *words], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise SystemExit(f"{name} did not build the CPU library:\n{done.stdout}{done.stderr}")
     (found,) = build.glob("libcpu.*")
     levels = [loaded(each).fp4_level(0) for each in (library, found)]
     if levels[0] != levels[1]:
-        raise SystemExit(f"the CPU library picks x86-64-v{levels[0]} here, and as {name} built it x86-64-v{levels[1]}: {found}")
+        raise SystemExit(
+            f"the CPU library picks x86-64-v{levels[0]} here, and as {name} built it x86-64-v{levels[1]}: {found}"
+        )
     return found
 
 
@@ -76,9 +83,13 @@ def _compiler(name: str, build: Path) -> tuple[Path, str]:
         script = build / "clang"
         script.write_text(f'#!/bin/sh\n{ZIG_NAMES}\nexec {sys.executable} -m ziglang cc "$@"\n')
         script.chmod(0o755)
-        library = subprocess.run(["gcc", "-print-libgcc-file-name"], check=True, capture_output=True, text=True).stdout.strip()
+        library = subprocess.run(
+            ["gcc", "-print-libgcc-file-name"], check=True, capture_output=True, text=True
+        ).stdout.strip()
         return script, library
-    raise UnavailableError(f"no {name}: {f'{INSTALL}, and apt-get install gcc' if name == 'clang' else 'apt-get install gcc'}")
+    raise UnavailableError(
+        f"no {name}: {f'{INSTALL}, and apt-get install gcc' if name == 'clang' else 'apt-get install gcc'}"
+    )
 
 
 def loaded(library: Path) -> ctypes.CDLL:
@@ -96,5 +107,7 @@ def stream() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="fp4convert-bench-") as folder:
         made = Path(folder) / "stream.so"
         source = Path(__file__).with_name("stream.c")
-        subprocess.run(["cc", "-O3", "-march=native", "-shared", "-fPIC", source, "-o", made], check=True)
+        subprocess.run(
+            ["cc", "-O3", "-march=native", "-shared", "-fPIC", source, "-o", made], check=True
+        )
         return ctypes.CDLL(str(made))

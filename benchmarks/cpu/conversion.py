@@ -33,10 +33,25 @@ CACHES: dict[str, Callable[[Path], None]] = {"warm": make_warm, "cold": make_col
 
 def words_of(source: Path, output: Path, rule: str, fmt: str = "nvfp4") -> list[object]:
     """The command that is measured."""
-    return [COMMAND, "quantize", source, "--format", fmt, "--scale-rule", rule, "-o", output, "-q", "--device", "cpu"]
+    return [
+        COMMAND,
+        "quantize",
+        source,
+        "--format",
+        fmt,
+        "--scale-rule",
+        rule,
+        "-o",
+        output,
+        "-q",
+        "--device",
+        "cpu",
+    ]
 
 
-def convert(source: Path, output: Path, rule: str, fmt: str = "nvfp4", is_watched: bool = False) -> Cost:
+def convert(
+    source: Path, output: Path, rule: str, fmt: str = "nvfp4", is_watched: bool = False
+) -> Cost:
     """What it takes to write a new folder."""
     shutil.rmtree(output, ignore_errors=True)
     return run(words_of(source, output, rule, fmt), is_watched)
@@ -47,7 +62,11 @@ class LawfulCosts:
 
     def __init__(self, source: Path, artifact: Path, scratch: Path) -> None:
         self._source = source
-        self._shards = {path.name: path.read_bytes() for path in files_of(artifact) if path.suffix == ".safetensors"}
+        self._shards = {
+            path.name: path.read_bytes()
+            for path in files_of(artifact)
+            if path.suffix == ".safetensors"
+        }
         self._scratch = scratch
 
     def done(self, is_flushed: bool) -> Cost:
@@ -85,31 +104,55 @@ def sections(is_quick: bool) -> list[Section]:
         source, output = scratch / "source", scratch / "output"
         make_checkpoint(source, GIGABYTES)
         found = [
-            _speed(source, output, scratch, ("warm",) if is_quick else tuple(CACHES), ("amax",) if is_quick else ("amax", "mse"))
+            _speed(
+                source,
+                output,
+                scratch,
+                ("warm",) if is_quick else tuple(CACHES),
+                ("amax",) if is_quick else ("amax", "mse"),
+            )
         ]
         found += [] if is_quick else [_search(source, output)]
         shutil.rmtree(source)
         return found if is_quick else [*found, _memory(scratch)]
 
 
-def _speed(source: Path, output: Path, scratch: Path, caches: tuple[str, ...], rules: tuple[str, ...]) -> Section:
+def _speed(
+    source: Path, output: Path, scratch: Path, caches: tuple[str, ...], rules: tuple[str, ...]
+) -> Section:
     convert(source, output, "amax")
     costs = LawfulCosts(source, output, scratch / "written")
     rows = []
     for cache in caches:
         done = _rounds(source, output, costs, CACHES[cache], rules)
-        rows += [_row(cache, rule, flushed, done) for rule in rules for flushed in ("fsync", "no fsync")]
+        rows += [
+            _row(cache, rule, flushed, done) for rule in rules for flushed in ("fsync", "no fsync")
+        ]
     about = (
         f"{GIGABYTES} GB of bf16 to NVFP4, {THREADS} threads, {file_system(scratch)}, start-up included, beside `cat` of the"
         " source, writing as many bytes as the artifact has, and their sha256, on as many threads, without start-up; medians of"
         f" {ROUNDS}. `quantize` has no switch for fsync: when it ends, the artifact is on the disk, whatever it is compared with."
     )
-    headings = ("cache", "rule", "the other's writing", "quantize s", "the other s", "quantize CPU-s", "the other CPU-s")
-    return Section("A whole conversion", about, headings, tuple(rows), "times the other", is_floor=False)
+    headings = (
+        "cache",
+        "rule",
+        "the other's writing",
+        "quantize s",
+        "the other s",
+        "quantize CPU-s",
+        "the other CPU-s",
+    )
+    return Section(
+        "A whole conversion", about, headings, tuple(rows), "times the other", is_floor=False
+    )
 
 
 def _rounds(
-    source: Path, output: Path, costs: LawfulCosts, ready: Callable[[Path], None], rules: tuple[str, ...]
+    source: Path,
+    output: Path,
+    costs: LawfulCosts,
+    ready: Callable[[Path], None],
+    rules: tuple[str, ...],
 ) -> dict[str, list[Cost]]:
     """All in turn, each after the source was made ready."""
 
@@ -121,13 +164,17 @@ def _rounds(
         return do
 
     works = {rule: after(lambda rule=rule: convert(source, output, rule)) for rule in rules}
-    works |= {how: after(lambda how=how: costs.done(how == "fsync")) for how in ("fsync", "no fsync")}
+    works |= {
+        how: after(lambda how=how: costs.done(how == "fsync")) for how in ("fsync", "no fsync")
+    }
     return take_turns(works, ROUNDS)
 
 
 def _row(cache: str, rule: str, flushed: str, done: dict[str, list[Cost]]) -> Row:
     pair = done[rule], done[flushed]
-    cells = [f"{median_of(costs, what):.2f}" for what in ("seconds", "cpu_seconds") for costs in pair]
+    cells = [
+        f"{median_of(costs, what):.2f}" for what in ("seconds", "cpu_seconds") for costs in pair
+    ]
     bar = BAR if (rule, flushed) == ("amax", "fsync") else None
     return Row((cache, rule, flushed), tuple(cells), ratio_of(*pair), bar)
 
@@ -135,13 +182,18 @@ def _row(cache: str, rule: str, flushed: str, done: dict[str, list[Cost]]) -> Ro
 def _search(source: Path, output: Path) -> Section:
     rows = []
     for fmt, plain in (("nvfp4", "amax"), ("mxfp4", "even")):
-        works = {rule: lambda rule=rule, fmt=fmt: convert(source, output, rule, fmt) for rule in ("mse", plain)}
+        works = {
+            rule: lambda rule=rule, fmt=fmt: convert(source, output, rule, fmt)
+            for rule in ("mse", plain)
+        }
         done = take_turns(works, ROUNDS)
         cells = tuple(f"{median_of(done[rule]):.2f}" for rule in ("mse", plain))
         rows.append(Row((fmt, plain), cells, ratio_of(done["mse"], done[plain]), SLOWEST_SEARCH))
     about = f"The same checkpoint by rule mse and by another, medians of {ROUNDS}."
     headings = ("format", "other rule", "mse s", "the other s")
-    return Section("The least squared error", about, headings, tuple(rows), "times the other", is_floor=False)
+    return Section(
+        "The least squared error", about, headings, tuple(rows), "times the other", is_floor=False
+    )
 
 
 def _memory(scratch: Path) -> Section:
@@ -154,9 +206,7 @@ def _memory(scratch: Path) -> Section:
         shutil.rmtree(source)
         cells = (f"{done.seconds:.1f}", f"{done.anonymous_nbytes / 1e6:.0f}")
         rows.append(Row((f"{gigabytes} GB", rule), cells, done.anonymous_nbytes / allowed, 1))
-    about = (
-        f"The highest RssAnon of one run, as a share of what is allowed: {allowed / 1e6:.0f} MB, which is 150 MB and 1/16 of the"
-    )
+    about = f"The highest RssAnon of one run, as a share of what is allowed: {allowed / 1e6:.0f} MB, which is 150 MB and 1/16 of the"
     about += " largest tensor for each worker."
     headings = ("checkpoint", "rule", "seconds", "peak RssAnon MB")
     return Section("Memory", about, headings, tuple(rows), "of what is allowed", is_floor=False)

@@ -31,13 +31,32 @@ BARS = {  # of one thread with AVX-512
     **{("quantize_nvfp4", "bf16"): 0.22, ("quantize_mxfp4", "bf16"): 0.4},
     **{(f"quantize_{fmt}", kind): 0.2 for fmt in ("nvfp4", "mxfp4") for kind in ("fp16", "fp32")},
     **{(f"search_{fmt}", kind): 0.03 for fmt in ("nvfp4", "mxfp4") for kind in KINDS},
-    **{(f"dequantize_{fmt}", kind): 0.42 for fmt in ("nvfp4", "mxfp4") for kind in ("bf16", "fp32")},
+    **{
+        (f"dequantize_{fmt}", kind): 0.42 for fmt in ("nvfp4", "mxfp4") for kind in ("bf16", "fp32")
+    },
 }
 AMAX_DECIMALS = 2  # a kernel cannot read faster than the memory is read; the rest is noise
-NAMED = ("amax", "quantize_nvfp4", "quantize_mxfp4", "search_nvfp4", "search_mxfp4", "dequantize_nvfp4", "dequantize_mxfp4")
+NAMED = (
+    "amax",
+    "quantize_nvfp4",
+    "quantize_mxfp4",
+    "search_nvfp4",
+    "search_mxfp4",
+    "dequantize_nvfp4",
+    "dequantize_mxfp4",
+)
 NVFP4_MSE, MXFP4_EVEN = 1, 1  # kernels/fp4.h
 TITLE = "Kernels"
-HEADINGS = ("compiler", "instruction set", "kernel", "type", "threads", "GB/s", "read GB/s", "share of memcpy")
+HEADINGS = (
+    "compiler",
+    "instruction set",
+    "kernel",
+    "type",
+    "threads",
+    "GB/s",
+    "read GB/s",
+    "share of memcpy",
+)
 
 Work = Callable[[], float]
 
@@ -61,7 +80,9 @@ class Memory:
         self._stream.stream_read(_at(self.x["bf16"], start), ctypes.c_int64(2 * count))
 
     def copy(self, start: int, count: int) -> None:
-        self._stream.stream_copy(_at(self.y["bf16"], start), _at(self.x["bf16"], start), ctypes.c_int64(2 * count))
+        self._stream.stream_copy(
+            _at(self.y["bf16"], start), _at(self.x["bf16"], start), ctypes.c_int64(2 * count)
+        )
 
 
 def _aligned(values: np.ndarray) -> np.ndarray:
@@ -89,7 +110,10 @@ class Kernels:
         """On `count` elements from `start` on."""
         memory, n = self._memory, ctypes.c_int64(count)
         x, y = _at(memory.x[kind], start), _at(memory.y[kind], start)
-        parts = _at(memory.packed, start // 2), _at(memory.block_scales, start // (32 if "mxfp4" in name else 16))
+        parts = (
+            _at(memory.packed, start // 2),
+            _at(memory.block_scales, start // (32 if "mxfp4" in name else 16)),
+        )
         amax = _at(memory.amax, 0)
         arguments = {
             "amax": (x, n, _at(memory.bits, 64 * (start > 0))),
@@ -103,7 +127,9 @@ class Kernels:
         self._library[f"{name}_{kind}"](*arguments)
 
 
-def shared(pool: ThreadPoolExecutor, threads: int, elements: int, call: Callable[[int, int], object]) -> Work:
+def shared(
+    pool: ThreadPoolExecutor, threads: int, elements: int, call: Callable[[int, int], object]
+) -> Work:
     """A call for each thread on its share of the elements, all at once; says how long the slowest thread had a core."""
     starts = [elements * number // threads // PART * PART for number in range(threads)]
     counts = [end - start for start, end in zip(starts, [*starts[1:], elements], strict=True)]
@@ -128,12 +154,25 @@ def rows_of(kernels: Kernels, memory: Memory, compiler: str, threads: int) -> It
             elements = SEARCHED if name.startswith("search") else ELEMENTS
             work = shared(pool, threads, elements, partial(kernels.call, name, kind))
             ours, reads, copies = take(work, read, copy)
-            moved = elements * np.dtype(dtype).itemsize / memory.nbytes  # of the bytes that read and copy move
-            rates = [size / statistics.median(taken) / 1e9 for size, taken in ((moved, ours), (1, reads))]
-            cells = [*(f"{rate * memory.nbytes:.1f}" for rate in rates), f"{moved * median_ratio(copies, ours):.2f}"]
+            moved = (
+                elements * np.dtype(dtype).itemsize / memory.nbytes
+            )  # of the bytes that read and copy move
+            rates = [
+                size / statistics.median(taken) / 1e9 for size, taken in ((moved, ours), (1, reads))
+            ]
+            cells = [
+                *(f"{rate * memory.nbytes:.1f}" for rate in rates),
+                f"{moved * median_ratio(copies, ours):.2f}",
+            ]
             bar = BARS.get((name, kind)) if (kernels.level, threads) == (4, 1) else None
             labels = (compiler, LEVELS[kernels.level], name, kind, str(threads))
-            yield Row(labels, tuple(cells), moved * median_ratio(reads, ours), bar, AMAX_DECIMALS if name == "amax" else None)
+            yield Row(
+                labels,
+                tuple(cells),
+                moved * median_ratio(reads, ours),
+                bar,
+                AMAX_DECIMALS if name == "amax" else None,
+            )
 
 
 def copy_row(memory: Memory, threads: int) -> Row:
@@ -142,7 +181,11 @@ def copy_row(memory: Memory, threads: int) -> Row:
         read, copy = (shared(pool, threads, ELEMENTS, call) for call in (memory.read, memory.copy))
         reads, copies = take(read, copy)
     rates = [memory.nbytes / statistics.median(taken) / 1e9 for taken in (copies, reads)]
-    return Row(("", "", "memcpy", "", str(threads)), (*(f"{rate:.1f}" for rate in rates), "1.00"), median_ratio(reads, copies))
+    return Row(
+        ("", "", "memcpy", "", str(threads)),
+        (*(f"{rate:.1f}" for rate in rates), "1.00"),
+        median_ratio(reads, copies),
+    )
 
 
 def hold_cores(threads: int, cores: list[int]) -> None:

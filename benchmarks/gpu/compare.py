@@ -15,7 +15,15 @@ import numpy as np
 from fp4convert.numerics import codec
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, IMPORTANCE, NVFP4, Format, kernel_of, rule_number
+from fp4convert.numerics.formats import (
+    FLOAT_TYPES,
+    FORMATS,
+    IMPORTANCE,
+    NVFP4,
+    Format,
+    kernel_of,
+    rule_number,
+)
 from fp4convert.numerics.matrices import Quantized
 from gpu.device import BASELINES, Device, M, Rung, Values
 from harness.measure import SUPPORT
@@ -24,7 +32,9 @@ sys.path.append(str(SUPPORT))
 import adversarial
 
 
-def compare(device: Device, rung: Rung, check: Callable[[Rung], None], success: str = "bytes equal") -> None:
+def compare(
+    device: Device, rung: Rung, check: Callable[[Rung], None], success: str = "bytes equal"
+) -> None:
     """Note what the check finds of a rung, unless one before has found a difference."""
     if device.verdicts.get(rung, success) == success:
         try:
@@ -53,18 +63,39 @@ def compare_quantizers(device: Device, dtype: str, fmt: Format, rule: str) -> No
     for values, group_amax in inputs(dtype, fmt, rule):
         matrix = adversarial.matrix(values, dtype)
         importance, columns = adversarial.importance_for(rule, values.shape[1]), values.shape[1]
-        expected, expected_amax = cpu.quantize(matrix, fmt, rule, group_amax, importance), cpu.amax(matrix)
-        x, amax = device.upload(matrix.data), [device.upload(np.float32(group_amax))] if fmt.has_global_scale else []
-        weights = [] if importance is None else [device.upload(codec.weigh(importance, columns, fmt)), columns]
+        expected, expected_amax = (
+            cpu.quantize(matrix, fmt, rule, group_amax, importance),
+            cpu.amax(matrix),
+        )
+        x, amax = (
+            device.upload(matrix.data),
+            [device.upload(np.float32(group_amax))] if fmt.has_global_scale else [],
+        )
+        weights = (
+            []
+            if importance is None
+            else [device.upload(codec.weigh(importance, columns, fmt)), columns]
+        )
         choice = (*amax, *rule_number(fmt, rule), *weights)
 
-        def check_amax(rung: Rung, n: int = values.size, x: Any = x, expected: float = expected_amax) -> None:
+        def check_amax(
+            rung: Rung, n: int = values.size, x: Any = x, expected: float = expected_amax
+        ) -> None:
             found = device.upload(np.float32(0))
             rung.launch(n, x, n, found)
             assert found.get().view(np.float32)[0] == expected, f"{rung.name}: expected {expected}"
 
-        def check(rung: Rung, values: Values = values, x: Any = x, choice: Any = choice, expected: Quantized = expected) -> None:
-            n, parts = values.size, [device.poisoned(part.nbytes) for part in (expected.packed, expected.block_scales)]
+        def check(
+            rung: Rung,
+            values: Values = values,
+            x: Any = x,
+            choice: Any = choice,
+            expected: Quantized = expected,
+        ) -> None:
+            n, parts = (
+                values.size,
+                [device.poisoned(part.nbytes) for part in (expected.packed, expected.block_scales)],
+            )
             rung.launch(n, x, n, *choice, *parts)
             packed, block_scales = (part.get().data for part in parts)
             found = Quantized(fmt, expected.shape, packed, block_scales, expected.global_scale)
@@ -84,16 +115,26 @@ def compare_dequantizers(device: Device, dtype: str, fmt: Format) -> None:
     rungs = [Rung(device.kernels, f"dequantize_{fmt.name}_{FLOAT_TYPES[dtype].word}")]
     if (fmt, dtype) == (NVFP4, "BF16"):
         rungs.append(Rung(device.kernels, "dequantize_naive"))
-    for stored, kind in ((0.37, "multiplier"), (2.0**-16 * 1.1, "multiplier"), (3.7, "divisor"))[: 3 if fmt is NVFP4 else 1]:
+    for stored, kind in ((0.37, "multiplier"), (2.0**-16 * 1.1, "multiplier"), (3.7, "divisor"))[
+        : 3 if fmt is NVFP4 else 1
+    ]:
         narrow = float(np.float32(stored)) if fmt.has_global_scale else None
         q = Quantized(fmt, shape, packed.data, block_scales.data, narrow, kind)
         expected = np.frombuffer(cpu.dequantize(q, dtype), FLOAT_DTYPES[dtype]).reshape(shape)
 
-        def check(rung: Rung, q: Quantized = q, stored: float = stored, expected: Values = expected) -> None:
+        def check(
+            rung: Rung, q: Quantized = q, stored: float = stored, expected: Values = expected
+        ) -> None:
             y = device.poisoned(expected.nbytes)
-            extra = (device.upload(np.float32(stored)), int(q.kind == "divisor")) if q.format.has_global_scale else ()
+            extra = (
+                (device.upload(np.float32(stored)), int(q.kind == "divisor"))
+                if q.format.has_global_scale
+                else ()
+            )
             rung.launch(M, device.upload(q.packed), device.upload(q.block_scales), M, *extra, y)
-            adversarial.assert_same_values(y.get().view(expected.dtype).reshape(shape), expected, rung.name)
+            adversarial.assert_same_values(
+                y.get().view(expected.dtype).reshape(shape), expected, rung.name
+            )
 
         for rung in rungs:
             compare(device, rung, check)
@@ -104,7 +145,11 @@ def vectors_of(kind: str, vectors: int, columns: int) -> tuple[list[Values], Val
     values = np.random.default_rng(vectors).standard_normal((vectors, columns)).astype(np.float32)
     if kind == "nvfp4":
         q = codec.quantize(values, NVFP4, "amax")
-        parts = [np.frombuffer(q.packed, np.uint8), np.frombuffer(q.block_scales, np.uint8), np.float32(q.global_scale)]
+        parts = [
+            np.frombuffer(q.packed, np.uint8),
+            np.frombuffer(q.block_scales, np.uint8),
+            np.float32(q.global_scale),
+        ]
         return parts, codec.dequantize(q).astype(np.float64)
     narrow = values.astype(FLOAT_DTYPES[{"bf16": "BF16", "fp16": "F16"}[kind]])
     return [narrow.view(np.uint16), np.float32(0), np.float32(0)], narrow.astype(np.float64)
@@ -130,9 +175,13 @@ def compare_gemv(device: Device, fmt: Format, kind: str, vectors: int) -> None:
 
     def check(rung: Rung) -> None:
         y = device.poisoned(2 * vectors * rows)
-        rung.launch(rows, *arguments, 0, rows, columns, *vector_arguments, vectors, y, vectors=vectors)
+        rung.launch(
+            rows, *arguments, 0, rows, columns, *vector_arguments, vectors, y, vectors=vectors
+        )
         off = np.abs(y.get().view(np.float16).reshape(vectors, rows) - expected) / reach
-        assert off.max() <= 1, f"{rung.name}: {off.max():.3g} times as far from float64 as float32 may be"  # NaN fails too
+        assert off.max() <= 1, (
+            f"{rung.name}: {off.max():.3g} times as far from float64 as float32 may be"
+        )  # NaN fails too
 
     rungs = device.rungs(f"gemv_{fmt.name}_{kind}")
     if (fmt, kind, vectors) == (NVFP4, "fp16", 1):
@@ -146,11 +195,11 @@ def compare_all(device: Device) -> str:
         for rule in fmt.scale_rules:
             compare_quantizers(device, dtype, fmt, rule)
         compare_dequantizers(device, dtype, fmt)
-    for fmt, kind, vectors in itertools.product(FORMATS.values(), ("bf16", "fp16", "nvfp4"), (1, 3, 8)):
+    for fmt, kind, vectors in itertools.product(
+        FORMATS.values(), ("bf16", "fp16", "nvfp4"), (1, 3, 8)
+    ):
         compare_gemv(device, fmt, kind, vectors)
     different = [f"- {text}" for text in device.verdicts.values() if text.startswith("DIFFERS")]
-    about = (
-        "Quantizers, dequantizers and amax against the CPU backend, products against float64; a million elements or more each."
-    )
+    about = "Quantizers, dequantizers and amax against the CPU backend, products against float64; a million elements or more each."
     found = "\n".join(different) or f"All {len(device.verdicts)} kernels agree."
     return f"{about}\n\n{found}\n"

@@ -24,16 +24,37 @@ from harness.measure import table, verdict
 
 REPEATS, WARM_UP = 40, 5
 M = 1 << 20
-BUSY_NBYTES, BUSY_COPIES = 256 * M, 16  # some milliseconds: more than it takes to queue REPEATS runs
+BUSY_NBYTES, BUSY_COPIES = (
+    256 * M,
+    16,
+)  # some milliseconds: more than it takes to queue REPEATS runs
 SLOT_NBYTES = 128  # a cache line: each run has an amax of its own, zero at first
 THREADS = 256
 PER_BLOCK = {  # elements, or rows of a matrix, to a block of threads
-    **{"amax": 8192, "quantize": 8192, "search": 8192, "weigh": 8192, "dequantize": 8192, "gemv": 32},
-    **{"quantize_naive": 128, "dequantize_naive": 256, "gemv_naive": 256, "gemv_coalesced": 8, "gemv_one_tile": 32},
+    **{
+        "amax": 8192,
+        "quantize": 8192,
+        "search": 8192,
+        "weigh": 8192,
+        "dequantize": 8192,
+        "gemv": 32,
+    },
+    **{
+        "quantize_naive": 128,
+        "dequantize_naive": 256,
+        "gemv_naive": 256,
+        "gemv_coalesced": 8,
+        "gemv_one_tile": 32,
+    },
 }
 GEMV_VECTORS = 2  # to a block of threads
 BASELINES = tuple(name for name in PER_BLOCK if "_" in name)
-FILES = {"amax": "quantize.cu", "quantize": "quantize.cu", "search": "search.cu", "weigh": "search.cu"}
+FILES = {
+    "amax": "quantize.cu",
+    "quantize": "quantize.cu",
+    "search": "search.cu",
+    "weigh": "search.cu",
+}
 FILES |= {"dequantize": "dequantize.cu", "gemv": "gemv.cu"}
 HEADINGS = ["what", "ms", "GB/s", "% of copy", "bar", "output"]
 
@@ -72,8 +93,14 @@ class Kernels:
         import cupy
 
         if name not in self._functions:
-            source = baselines_source(Path(tempfile.mkdtemp())) if name in BASELINES else kernels_folder() / FILES[family(name)]
-            self._functions[name] = cupy.RawModule(path=str(cubin_path(source, self.target))).get_function(name)
+            source = (
+                baselines_source(Path(tempfile.mkdtemp()))
+                if name in BASELINES
+                else kernels_folder() / FILES[family(name)]
+            )
+            self._functions[name] = cupy.RawModule(
+                path=str(cubin_path(source, self.target))
+            ).get_function(name)
         return self._functions[name]
 
 
@@ -111,7 +138,9 @@ class Device:
         self._deadline = time.monotonic() + seconds
         self.l2_nbytes = int(cupy.cuda.runtime.getDeviceProperties(gpu.number)["l2CacheSize"])
         self.kernels = Kernels(gpu.target)
-        self.software = Kernels(Target(gpu.target.arch, has_cvt=False)) if gpu.target.has_cvt else None
+        self.software = (
+            Kernels(Target(gpu.target.arch, has_cvt=False)) if gpu.target.has_cvt else None
+        )
         self.verdicts: dict[Rung, str] = {}
         self._busy = [self.empty(BUSY_NBYTES) for _ in range(2)]
         self._slots = self.empty(SLOT_NBYTES * (WARM_UP + REPEATS))
@@ -172,17 +201,34 @@ class Device:
             work(run)
             stop.record()
         pairs[-1][1].synchronize()
-        return statistics.median(self.cupy.cuda.get_elapsed_time(start, stop) for start, stop in pairs)
+        return statistics.median(
+            self.cupy.cuda.get_elapsed_time(start, stop) for start, stop in pairs
+        )
 
-    def case(self, rung: Rung, work: Work, nbytes: int, bar: float | None = None, note: str = "") -> Case:
+    def case(
+        self, rung: Rung, work: Work, nbytes: int, bar: float | None = None, note: str = ""
+    ) -> Case:
         """The case of a rung that was compared; without the hardware's conversions it has no bar to meet."""
         is_software = rung.kernels is self.software
         label = rung.name + note + ", without hardware conversion" * is_software
-        return Case(label, nbytes, work, None if is_software else bar, self.verdicts.get(rung, "not compared"))
+        return Case(
+            label,
+            nbytes,
+            work,
+            None if is_software else bar,
+            self.verdicts.get(rung, "not compared"),
+        )
 
     def row(self, case: Case, copy_rate: float) -> list[str]:
         if case.work is None or self.is_late():
-            return [case.label, "", "", "", "", case.output if case.work is None else "not run: the time is up"]
+            return [
+                case.label,
+                "",
+                "",
+                "",
+                "",
+                case.output if case.work is None else "not run: the time is up",
+            ]
         ms = self.median_ms(case.work)
         rate = case.nbytes / ms / 1e6
         share = 100 * rate / copy_rate

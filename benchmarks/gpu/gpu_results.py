@@ -16,7 +16,11 @@ def tables(page: str) -> Iterator[tuple[str, list[dict[str, str]]]]:
     """Title and lines, by heading, of every table."""
     for part in page.split("\n## ")[1:]:
         title, _, text = part.partition("\n")
-        cells = [re.split(r"\s*\|\s*", line.strip())[1:-1] for line in text.splitlines() if line.startswith("|")]
+        cells = [
+            re.split(r"\s*\|\s*", line.strip())[1:-1]
+            for line in text.splitlines()
+            if line.startswith("|")
+        ]
         if cells:
             headings, _, *rest = cells
             yield title, [dict(zip(headings, line, strict=True)) for line in rest]
@@ -43,11 +47,18 @@ def section_of(page: str, name: str) -> Section:
         for line in lines
     ]
     about = f"{head[1]}\n\nFrom [{name}]({name}), which has more."
-    return Section(f"GPU: {device}", about, ("data", "what", *COLUMNS), tuple(chosen), "of a copy's rate")
+    return Section(
+        f"GPU: {device}", about, ("data", "what", *COLUMNS), tuple(chosen), "of a copy's rate"
+    )
 
 
 def sections(is_quick: bool) -> list[Section]:
     pages = [] if is_quick else sorted(RESULTS.glob("gpu-*.md"))
     if not pages and not is_quick:
-        return [Section("GPU", "No GPU results yet: `make gpu`, on a machine with an NVIDIA GPU, writes them.")]
+        return [
+            Section(
+                "GPU",
+                "No GPU results yet: `make gpu`, on a machine with an NVIDIA GPU, writes them.",
+            )
+        ]
     return [section_of(path.read_text(encoding="utf-8"), path.name) for path in pages]

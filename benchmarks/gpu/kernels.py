@@ -53,40 +53,61 @@ class Elementwise:
         self._sets = device.sets(self._nbytes)
         self._x = [device.filled(noise(dtype), self._nbytes) for _ in range(self._sets)]
         sizes = (self._nbytes, n // 2, n // 16)
-        self._y, self._packed, self._block_scales = ([device.empty(size) for _ in range(self._sets)] for size in sizes)
-        self._weights = device.upload(np.random.default_rng(1).exponential(1, WEIGHED_COLUMNS).astype(np.float32) + 0.01)
-        self._amax = device.upload(np.abs(noise(dtype).view(FLOAT_DTYPES[dtype]).astype(np.float32)).max())
+        self._y, self._packed, self._block_scales = (
+            [device.empty(size) for _ in range(self._sets)] for size in sizes
+        )
+        self._weights = device.upload(
+            np.random.default_rng(1).exponential(1, WEIGHED_COLUMNS).astype(np.float32) + 0.01
+        )
+        self._amax = device.upload(
+            np.abs(noise(dtype).view(FLOAT_DTYPES[dtype]).astype(np.float32)).max()
+        )
 
     def table(self) -> str:
         return self._device.measure(Case("copy", 2 * self._nbytes, self._copy), self._cases())
 
     def _cases(self) -> Iterator[Case]:
         rungs, word = self._device.rungs, self._word
-        naive = {name: [Rung(self._device.kernels, name)] if word == "bf16" else [] for name in BASELINES}
+        naive = {
+            name: [Rung(self._device.kernels, name)] if word == "bf16" else [] for name in BASELINES
+        }
         yield self._case(Rung(self._device.kernels, f"amax_{word}"), self._measure, parts=0)
         for rung in naive["quantize_naive"] + rungs(f"quantize_nvfp4_{word}"):
             yield self._case(rung, partial(self._quantize, rung, self._amax))
         rung = Rung(self._device.kernels, f"quantize_nvfp4_{word}")
-        yield self._case(rung, partial(self._measure_and_quantize, rung), f" after amax_{word}", passes=2)
-        for rung in [*naive["dequantize_naive"], Rung(self._device.kernels, f"dequantize_nvfp4_{word}")]:
+        yield self._case(
+            rung, partial(self._measure_and_quantize, rung), f" after amax_{word}", passes=2
+        )
+        for rung in [
+            *naive["dequantize_naive"],
+            Rung(self._device.kernels, f"dequantize_nvfp4_{word}"),
+        ]:
             yield self._case(rung, partial(self._dequantize, rung, (self._amax, 0)))
         for number, rule in enumerate(("floor", "even", "ceil")):
             for rung in rungs(f"quantize_mxfp4_{word}"):
                 yield self._case(rung, partial(self._quantize, rung, number), f" {rule}")
         for rule in ("mse", "four-over-six"):
             for rung in rungs(f"search_nvfp4_{word}"):
-                yield self._case(rung, partial(self._quantize, rung, self._amax, *rule_number(NVFP4, rule)), f" {rule}")
+                yield self._case(
+                    rung,
+                    partial(self._quantize, rung, self._amax, *rule_number(NVFP4, rule)),
+                    f" {rule}",
+                )
         for rung in rungs(f"search_mxfp4_{word}"):
             yield self._case(rung, partial(self._quantize, rung), " mse")
         weights = (self._weights, WEIGHED_COLUMNS)
         for rung in rungs(f"weigh_nvfp4_{word}"):
-            yield self._case(rung, partial(self._quantize, rung, self._amax, *weights), " importance")
+            yield self._case(
+                rung, partial(self._quantize, rung, self._amax, *weights), " importance"
+            )
         for rung in rungs(f"weigh_mxfp4_{word}"):
             yield self._case(rung, partial(self._quantize, rung, *weights), " importance")
         rung = Rung(self._device.kernels, f"dequantize_mxfp4_{word}")
         yield self._case(rung, partial(self._dequantize, rung, ()))
 
-    def _case(self, rung: Rung, work: Work, note: str = "", passes: int = 1, parts: int = 1) -> Case:
+    def _case(
+        self, rung: Rung, work: Work, note: str = "", passes: int = 1, parts: int = 1
+    ) -> Case:
         """passes: over the values; parts: how often codes and scales pass."""
         block_size = MXFP4.block_size if "mxfp4" in rung.name else NVFP4.block_size
         moved = passes * self._nbytes + parts * (self._n // 2 + self._n // block_size)
@@ -98,7 +119,11 @@ class Elementwise:
             return None
         if family(rung.name) in BARS:
             return BARS[family(rung.name)]
-        return SEARCH_BARS[rung.kernels.target.has_cvt] if note == " mse" and self._word != "fp32" else None
+        return (
+            SEARCH_BARS[rung.kernels.target.has_cvt]
+            if note == " mse" and self._word != "fp32"
+            else None
+        )
 
     def _copy(self, run: int) -> None:
         turn = run % self._sets
@@ -113,7 +138,9 @@ class Elementwise:
         """arguments: those of the rule, then the number of the run"""
         *choice, run = arguments
         turn = int(str(run)) % self._sets
-        rung.launch(self._n, self._x[turn], self._n, *choice, self._packed[turn], self._block_scales[turn])
+        rung.launch(
+            self._n, self._x[turn], self._n, *choice, self._packed[turn], self._block_scales[turn]
+        )
 
     def _measure_and_quantize(self, rung: Rung, run: int) -> None:
         self._measure(run)
@@ -121,7 +148,9 @@ class Elementwise:
 
     def _dequantize(self, rung: Rung, extra: tuple[object, ...], run: int) -> None:
         turn = run % self._sets
-        rung.launch(self._n, self._packed[turn], self._block_scales[turn], self._n, *extra, self._y[turn])
+        rung.launch(
+            self._n, self._packed[turn], self._block_scales[turn], self._n, *extra, self._y[turn]
+        )
 
 
 def elementwise(device: Device, dtype: str, n: int) -> str:
@@ -137,7 +166,9 @@ class Products:
         self._sets = device.sets(n // 2)
         rng = np.random.default_rng(0)
         codes, scales = (rng.integers(0, high, 16 * M).astype(np.uint8) for high in (256, 127))
-        self._packed, self._target = ([device.filled(codes, n // 2) for _ in range(self._sets)] for _ in range(2))
+        self._packed, self._target = (
+            [device.filled(codes, n // 2) for _ in range(self._sets)] for _ in range(2)
+        )
         self._block_scales = [device.filled(scales, n // 16) for _ in range(self._sets)]
         self._stored = device.upload(np.float32(2.0**-20))
         self._vectors = {
@@ -147,7 +178,9 @@ class Products:
         self._y = device.empty(2 * 8 * rows)
 
     def table(self) -> str:
-        return self._device.measure(Case("copy", self._rows * self._columns, self._copy), self._cases())
+        return self._device.measure(
+            Case("copy", self._rows * self._columns, self._copy), self._cases()
+        )
 
     def _cases(self) -> Iterator[Case]:
         lower = [Rung(self._device.kernels, name) for name in BASELINES if name.startswith("gemv")]
@@ -159,9 +192,19 @@ class Products:
 
     def _case(self, rung: Rung, fmt: Format, kind: str, vectors: int) -> Case:
         n = self._rows * self._columns
-        bar = GEMV_BARS[self._device.software is not None] if vectors == 1 and rung.name not in BASELINES else None
+        bar = (
+            GEMV_BARS[self._device.software is not None]
+            if vectors == 1 and rung.name not in BASELINES
+            else None
+        )
         work = partial(self._multiply, rung, kind, vectors)
-        return self._device.case(rung, work, n // 2 + n // fmt.block_size, bar, f", {vectors} vectors" if vectors > 1 else "")
+        return self._device.case(
+            rung,
+            work,
+            n // 2 + n // fmt.block_size,
+            bar,
+            f", {vectors} vectors" if vectors > 1 else "",
+        )
 
     def _copy(self, run: int) -> None:
         self._device.copy(self._target[run % self._sets], self._packed[run % self._sets])
@@ -175,7 +218,9 @@ class Products:
             self._rows,
             self._columns,
         )
-        rung.launch(self._rows, *matrix, *self._vectors[kind, vectors], vectors, self._y, vectors=vectors)
+        rung.launch(
+            self._rows, *matrix, *self._vectors[kind, vectors], vectors, self._y, vectors=vectors
+        )
 
 
 def products(device: Device, rows: int, columns: int) -> str:
@@ -244,10 +289,17 @@ class Page:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench.py gpu", description="Measure the CUDA kernels on the first GPU.")
-    parser.add_argument("--output", type=Path, help="the page; default: benchmarks/results/gpu-NAME.md")
+    parser = argparse.ArgumentParser(
+        prog="bench.py gpu", description="Measure the CUDA kernels on the first GPU."
+    )
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="after which no further measurement starts (default %(default)s)"
+        "--output", type=Path, help="the page; default: benchmarks/results/gpu-NAME.md"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help="after which no further measurement starts (default %(default)s)",
     )
     options = parser.parse_args(arguments)
     found = gpus.survey()
@@ -261,7 +313,10 @@ def main(arguments: list[str]) -> int:
     sections = {
         "Comparison": compare_all,
         "256M elements, bf16": partial(elementwise, dtype="BF16", n=256 * M),
-        **{f"Products, {rows} x {columns}": partial(products, rows=rows, columns=columns) for rows, columns in GEMV_SHAPES},
+        **{
+            f"Products, {rows} x {columns}": partial(products, rows=rows, columns=columns)
+            for rows, columns in GEMV_SHAPES
+        },
         "64M elements, bf16": partial(elementwise, dtype="BF16", n=64 * M),
         "64M elements, fp16": partial(elementwise, dtype="F16", n=64 * M),
         "64M elements, fp32": partial(elementwise, dtype="F32", n=64 * M),

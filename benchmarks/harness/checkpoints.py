@@ -10,8 +10,16 @@ import numpy as np
 HIDDEN, MLP, KEYS = 4096, 14336, 1024  # Llama-3.1-8B's matrices
 VOCABULARY = 1024  # little, since embeddings stay as they are
 MATRICES = {
-    **{"self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (KEYS, HIDDEN), "self_attn.v_proj": (KEYS, HIDDEN)},
-    **{"self_attn.o_proj": (HIDDEN, HIDDEN), "mlp.gate_proj": (MLP, HIDDEN), "mlp.up_proj": (MLP, HIDDEN)},
+    **{
+        "self_attn.q_proj": (HIDDEN, HIDDEN),
+        "self_attn.k_proj": (KEYS, HIDDEN),
+        "self_attn.v_proj": (KEYS, HIDDEN),
+    },
+    **{
+        "self_attn.o_proj": (HIDDEN, HIDDEN),
+        "mlp.gate_proj": (MLP, HIDDEN),
+        "mlp.up_proj": (MLP, HIDDEN),
+    },
     "mlp.down_proj": (HIDDEN, MLP),
 }
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -30,13 +38,21 @@ def make_checkpoint(folder: Path, gigabytes: float, shards: int | None = None) -
     weight_map = {}
     for shard, group in enumerate(groups):
         file = f"model-{shard + 1:05d}-of-{len(groups):05d}.safetensors"
-        shapes = {name: shape for layer in group for name, shape in layer_shapes(int(layer)).items()}
+        shapes = {
+            name: shape for layer in group for name, shape in layer_shapes(int(layer)).items()
+        }
         if shard == 0:
-            shapes |= {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
+            shapes |= {
+                "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+                "lm_head.weight": (VOCABULARY, HIDDEN),
+            }
             shapes["model.norm.weight"] = (HIDDEN,)
         write_shard(folder / file, shapes, pattern)
         weight_map |= dict.fromkeys(shapes, file)
-    texts = {"model.safetensors.index.json": {"metadata": {}, "weight_map": weight_map}, "config.json": config(layers)}
+    texts = {
+        "model.safetensors.index.json": {"metadata": {}, "weight_map": weight_map},
+        "config.json": config(layers),
+    }
     for file, value in (texts | TOKENIZER).items():
         (folder / file).write_text(json.dumps(value))
 
@@ -45,8 +61,12 @@ def make_small_checkpoint(folder: Path) -> None:
     """Write one shard of four matrices of 8 kB: a command on it is all start-up."""
     folder.mkdir(parents=True)
     shapes = {f"model.layers.{layer}.mlp.down_proj.weight": (SMALL, SMALL) for layer in range(4)}
-    write_shard(folder / "model.safetensors", shapes, np.full(SMALL * SMALL, SMALL_VALUE, np.uint16))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16"}))
+    write_shard(
+        folder / "model.safetensors", shapes, np.full(SMALL * SMALL, SMALL_VALUE, np.uint16)
+    )
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama", "torch_dtype": "bfloat16"})
+    )
 
 
 def layer_shapes(layer: int) -> dict[str, tuple[int, ...]]:
@@ -67,7 +87,11 @@ def write_shard(path: Path, shapes: dict[str, tuple[int, ...]], pattern: np.ndar
     with path.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for number, shape in enumerate(shapes.values()):
-            values = np.full(shape, ONE, np.uint16) if len(shape) == 1 else np.roll(pattern, -number * 7919)
+            values = (
+                np.full(shape, ONE, np.uint16)
+                if len(shape) == 1
+                else np.roll(pattern, -number * 7919)
+            )
             out.write(np.resize(values, shape).tobytes())
 
 
@@ -105,7 +129,15 @@ TOKENIZER = {
         "pre_tokenizer": {"type": "Whitespace"},
         "post_processor": None,
         "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {word: number for number, word in enumerate(_WORDS)}, "unk_token": "<s>"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: number for number, word in enumerate(_WORDS)},
+            "unk_token": "<s>",
+        },
     },
-    "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"},
+    "tokenizer_config.json": {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    },
 }

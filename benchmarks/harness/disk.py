@@ -18,7 +18,12 @@ def files_of(folder: Path) -> list[Path]:
 
 def put_on_disk(folder: Path) -> None:
     """fsync of every file in a folder, of every folder, and of that which holds it."""
-    for path in (*files_of(folder), *(path for path in folder.rglob("*") if path.is_dir()), folder, folder.parent):
+    for path in (
+        *files_of(folder),
+        *(path for path in folder.rglob("*") if path.is_dir()),
+        folder,
+        folder.parent,
+    ):
         fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)
@@ -36,7 +41,9 @@ def make_cold(folder: Path) -> None:
         finally:
             os.close(fd)
     if (share := cached_share(folder)) > 0.01:
-        raise SystemExit(f"{folder}: {share:.0%} is still in the cache; a cold run cannot be measured here")
+        raise SystemExit(
+            f"{folder}: {share:.0%} is still in the cache; a cold run cannot be measured here"
+        )
 
 
 def make_warm(folder: Path) -> None:
@@ -46,7 +53,9 @@ def make_warm(folder: Path) -> None:
             while stream.read(MEBIBYTE):
                 pass
     if (share := cached_share(folder)) < 0.99:
-        raise SystemExit(f"{folder}: only {share:.0%} stays in the cache; a warm run cannot be measured here")
+        raise SystemExit(
+            f"{folder}: only {share:.0%} stays in the cache; a warm run cannot be measured here"
+        )
 
 
 def cached_share(folder: Path) -> float:
@@ -56,10 +65,17 @@ def cached_share(folder: Path) -> float:
     for path in files_of(folder):
         if not path.stat().st_size:
             continue
-        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as held:
+        with (
+            path.open("rb") as stream,
+            mmap.mmap(
+                stream.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+            ) as held,
+        ):
             each = (ctypes.c_ubyte * -(-len(held) // PAGE))()
             first = ctypes.c_char.from_buffer(held)
-            failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(held)), each)
+            failed = libc.mincore(
+                ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(held)), each
+            )
             del first  # else the mapping cannot be closed
         if failed:
             raise OSError(ctypes.get_errno(), f"mincore of {path}")
@@ -70,5 +86,10 @@ def cached_share(folder: Path) -> float:
 
 def file_system(folder: Path) -> str:
     """What holds a folder, as the system calls it."""
-    done = subprocess.run(["stat", "--file-system", "--format=%T", folder], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["stat", "--file-system", "--format=%T", folder],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.stdout.strip() or "unknown"

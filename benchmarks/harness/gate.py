@@ -41,7 +41,9 @@ def ratios(sections: Iterable[Section]) -> dict[Key, Ratio]:
         for row in section.rows:
             key = (section.title, *row.labels)
             if row.ratio is not None and key in found:
-                raise ValueError(f"two rows are named {' / '.join(key)}; labels must tell rows apart")
+                raise ValueError(
+                    f"two rows are named {' / '.join(key)}; labels must tell rows apart"
+                )
             if row.ratio is not None:
                 found[key] = Ratio(row.ratio, section.is_floor)
     return found

@@ -38,7 +38,9 @@ def median_ratio(above: tuple[float, ...], below: tuple[float, ...]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def paired(work: Callable[[], object], reference: Callable[[], object], rounds: int) -> tuple[float, float, float]:
+def paired(
+    work: Callable[[], object], reference: Callable[[], object], rounds: int
+) -> tuple[float, float, float]:
     """Medians over `rounds` alternating calls: (work's seconds, reference's seconds, work / reference)."""
     ours, theirs = in_turn(work, reference, rounds=rounds)
     return statistics.median(ours), statistics.median(theirs), median_ratio(ours, theirs)
@@ -60,7 +62,12 @@ def machine() -> str:
 
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = next(
-        (line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")), platform.machine()
+        (
+            line.partition(":")[2].strip()
+            for line in cpuinfo.splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
     )
     commit = _git("rev-parse", "--short=7", "HEAD") or "unknown"
     commit += "-dirty" if _git("status", "--porcelain", "--", ".", ":!benchmarks/results") else ""
@@ -70,7 +77,9 @@ def machine() -> str:
 
 
 def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:

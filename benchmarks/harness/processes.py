@@ -58,13 +58,19 @@ def run(words: Iterable[object], is_watched: bool = False, limit: float | None =
     return run_together([words], is_watched, limit)[0]
 
 
-def run_together(commands: Sequence[Iterable[object]], is_watched: bool = False, limit: float | None = None) -> list[Cost]:
+def run_together(
+    commands: Sequence[Iterable[object]], is_watched: bool = False, limit: float | None = None
+) -> list[Cost]:
     """Start all of them, wait for all; the clock of each begins with the first."""
     with tempfile.TemporaryFile() as said:
         begun = time.perf_counter()
         started = [
             subprocess.Popen(
-                [str(word) for word in words], stdout=said, stderr=said, env=clean_environment(), start_new_session=True
+                [str(word) for word in words],
+                stdout=said,
+                stderr=said,
+                env=clean_environment(),
+                start_new_session=True,
             )
             for words in commands
         ]
@@ -84,7 +90,11 @@ def run_together(commands: Sequence[Iterable[object]], is_watched: bool = False,
         if any(process.returncode for process in started):
             said.seek(0)
             text = said.read().decode(errors="replace")[-TOLD_CHARACTERS:]
-            ended = [f"\nended by signal {-code}" for process in started if (code := process.returncode) < 0]
+            ended = [
+                f"\nended by signal {-code}"
+                for process in started
+                if (code := process.returncode) < 0
+            ]
             raise FailedError("".join([text, *ended[:1]]))
     return costs
 
@@ -139,4 +149,6 @@ def median_of(costs: Iterable[Cost], what: str = "seconds") -> float:
 
 def ratio_of(work: Sequence[Cost], reference: Sequence[Cost], what: str = "seconds") -> float:
     """The median of the ratios of pairs."""
-    return statistics.median(getattr(a, what) / getattr(b, what) for a, b in zip(work, reference, strict=True))
+    return statistics.median(
+        getattr(a, what) / getattr(b, what) for a, b in zip(work, reference, strict=True)
+    )

@@ -15,17 +15,23 @@ from harness.measure import table, verdict
 class Row:
     """One line of a table."""
 
-    labels: tuple[str, ...]  # what was measured; with the section's title it names the row in every run
+    labels: tuple[
+        str, ...
+    ]  # what was measured; with the section's title it names the row in every run
     cells: tuple[str, ...]  # figures as printed
     ratio: float | None = None
     bar: float | None = None
-    judged_decimals: int | None = None  # that the ratio is rounded to before it is judged; None: not at all
+    judged_decimals: int | None = (
+        None  # that the ratio is rounded to before it is judged; None: not at all
+    )
 
     def judged(self, is_floor: bool) -> str:
         if self.ratio is None or self.bar is None:
             return ""
         return verdict(
-            self.ratio if self.judged_decimals is None else round(self.ratio, self.judged_decimals), self.bar, is_floor
+            self.ratio if self.judged_decimals is None else round(self.ratio, self.judged_decimals),
+            self.bar,
+            is_floor,
         )
 
 
@@ -65,14 +71,23 @@ def printed(ratio: float | None) -> str:
 
 def as_document(section: Section) -> dict[str, object]:
     """For JSON."""
-    rows = [[row.labels, row.cells, row.ratio, row.bar, row.judged_decimals] for row in section.rows]
+    rows = [
+        [row.labels, row.cells, row.ratio, row.bar, row.judged_decimals] for row in section.rows
+    ]
     return {
-        **{"title": section.title, "about": section.about, "headings": section.headings, "rows": rows},
+        **{
+            "title": section.title,
+            "about": section.about,
+            "headings": section.headings,
+            "rows": rows,
+        },
         **{"ratio_heading": section.ratio_heading, "is_floor": section.is_floor},
     }
 
 
 def from_document(document: dict[str, object]) -> Section:
     """The section that as_document had, through JSON and back."""
-    rows = tuple(Row(tuple(labels), tuple(cells), *numbers) for labels, cells, *numbers in document["rows"])
+    rows = tuple(
+        Row(tuple(labels), tuple(cells), *numbers) for labels, cells, *numbers in document["rows"]
+    )
     return Section(**{**document, "headings": tuple(document["headings"]), "rows": rows})

@@ -55,11 +55,15 @@ def serve(folder: str, nbytes_per_second: float, is_copying: bool, chunks: str |
 
 
 @contextmanager
-def hub_of(folder: Path, nbytes_per_second: float = 0, is_copying: bool = False, chunks: Path | None = None) -> Iterator[str]:
+def hub_of(
+    folder: Path, nbytes_per_second: float = 0, is_copying: bool = False, chunks: Path | None = None
+) -> Iterator[str]:
     """Where a Hub of one repository resolves its files, while HF_ENDPOINT leads there."""
     arguments = [str(folder), nbytes_per_second, is_copying, str(chunks) if chunks else None]
     words = [sys.executable, "-m", "hub.beside_downloading", *map(json.dumps, arguments)]
-    process = subprocess.Popen(words, cwd=BENCHMARKS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words, cwd=BENCHMARKS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     if process.stdin is None or process.stdout is None:
         raise RuntimeError("no pipes")
     endpoint, commit = process.stdout.readline().split()
@@ -107,7 +111,20 @@ def hash_through(connections: int) -> Callable[[], None]:
 def words_of(output: Path, *options: object) -> list[str]:
     """The command that is measured, writing a new folder."""
     shutil.rmtree(output, ignore_errors=True)
-    words = [COMMAND, "quantize", REPOSITORY, "--format", "nvfp4", "-o", output, "-q", "--json", "--device", "cpu", *options]
+    words = [
+        COMMAND,
+        "quantize",
+        REPOSITORY,
+        "--format",
+        "nvfp4",
+        "-o",
+        output,
+        "-q",
+        "--json",
+        "--device",
+        "cpu",
+        *options,
+    ]
     return [str(word) for word in words]
 
 
@@ -122,7 +139,10 @@ def _speed(source: Path, output: Path, is_copying: bool) -> list[str]:
     with hub_of(source, is_copying=is_copying) as place:
         names = sorted(path.name for path in source.glob("*.safetensors"))
         nbytes = sum((source / name).stat().st_size for name in names)
-        rounds = [(seconds(lambda: download(place, names)), seconds(hash_alone), quantize(output)) for _ in range(ROUNDS + 1)]
+        rounds = [
+            (seconds(lambda: download(place, names)), seconds(hash_alone), quantize(output))
+            for _ in range(ROUNDS + 1)
+        ]
     bare, hashed, quantized = zip(*rounds[1:], strict=True)
     rates = [f"{nbytes / statistics.median(each) / 1e9:.2f}" for each in (bare, hashed, quantized)]
     to_bare = statistics.median(b / q for b, q in zip(bare, quantized, strict=True))
@@ -138,7 +158,12 @@ def _connections(source: Path) -> list[list[str]]:
         for connections in (1, 2, 4, 8):
             rates[connections] = nbytes / seconds(hash_through(connections)) / 1e6
     return [
-        [str(count), f"{rate:.0f}", f"{rate / rates[1]:.1f}", verdict(rate / rates[1], 6) if count == max(rates) else ""]
+        [
+            str(count),
+            f"{rate:.0f}",
+            f"{rate / rates[1]:.1f}",
+            verdict(rate / rates[1], 6) if count == max(rates) else "",
+        ]
         for count, rate in rates.items()
     ]
 
@@ -151,8 +176,12 @@ def _memory(source: Path, output: Path) -> list[list[str]]:
         with hub_of(source, chunks=chunks):
             done = run(words_of(output, *options), is_watched=True)
         anonymous, peak = done.anonymous_nbytes / 1e6, done.peak_nbytes / 1e6
-        judged = verdict(peak, round(bar), is_floor=False) if options == ("--memory", MEMORY) else ""
-        rows.append([" ".join(map(str, options)) or "default", f"{anonymous:.0f}", f"{peak:.0f}", judged])
+        judged = (
+            verdict(peak, round(bar), is_floor=False) if options == ("--memory", MEMORY) else ""
+        )
+        rows.append(
+            [" ".join(map(str, options)) or "default", f"{anonymous:.0f}", f"{peak:.0f}", judged]
+        )
     return rows
 
 
@@ -166,16 +195,31 @@ def report() -> str:
         slow, memory = _connections(small), _memory(source, output)
     finally:
         shutil.rmtree(scratch)
-    headings = ["the server's way", "bare GB/s", "hash GB/s", "quantize GB/s", "to bare", "bar", "to hash", "bar"]
+    headings = [
+        "the server's way",
+        "bare GB/s",
+        "hash GB/s",
+        "quantize GB/s",
+        "to bare",
+        "bar",
+        "to hash",
+        "bar",
+    ]
     text = f"## {GIGABYTES} GB over loopback\n\n{table(headings, speeds)}\n"
-    text += f"\n## 20 MB/s a connection\n\n{table(['connections', 'MB/s', 'times one', 'bar'], slow)}\n"
-    memories = table(["options", "peak RssAnon MB", "VmHWM MB", "bar: 250 MB + the largest scale group"], memory)
+    text += (
+        f"\n## 20 MB/s a connection\n\n{table(['connections', 'MB/s', 'times one', 'bar'], slow)}\n"
+    )
+    memories = table(
+        ["options", "peak RssAnon MB", "VmHWM MB", "bar: 250 MB + the largest scale group"], memory
+    )
     return f"{text}\n## Memory, {GIGABYTES} GB\n\n{memories}\n"
 
 
 def main(arguments: list[str]) -> int:
     """Write hub.md."""
-    argparse.ArgumentParser(prog="bench.py hub", description="Measure conversions from a Hub.").parse_args(arguments)
+    argparse.ArgumentParser(
+        prog="bench.py hub", description="Measure conversions from a Hub."
+    ).parse_args(arguments)
     head = f"# From the Hub\n\n{machine()}. Repeat with `python benchmarks/bench.py hub`.\n\n"
     page = head + report()
     results("hub", "md").write_text(page, encoding="utf-8")

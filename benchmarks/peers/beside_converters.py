@@ -41,7 +41,12 @@ class Converter:
 HERE, ELSEWHERE = Path(sys.executable), ROOT / ".venv-peers" / "bin" / "python"
 CONVERTERS = (
     Converter("mlx_lm.convert", "mlx_lm", HERE, "pip install '.[test]'"),
-    Converter("Model Optimizer: mtq.quantize, export_hf_checkpoint", "modelopt", HERE, "pip install '.[test]'"),
+    Converter(
+        "Model Optimizer: mtq.quantize, export_hf_checkpoint",
+        "modelopt",
+        HERE,
+        "pip install '.[test]'",
+    ),
     Converter("llm-compressor: model_free_ptq", "llmcompressor", ELSEWHERE, "make bench-peers"),
 )
 
@@ -70,7 +75,16 @@ def sections(is_quick: bool) -> list[Section]:
         f"{nbytes / 1e9:.2f} GB of bf16 to NVFP4, weights alone, on the CPU, warm, with start-up; ours by rule amax. Medians of"
         f" as many pairs as begin in {LIMIT:.0f} s, {PAIRS} at most. Memory is RssAnon, looked at every few milliseconds."
     )
-    headings = ("converter", "pairs", "its s", "ours s", "its CPU-s", "ours CPU-s", "its peak MB", "ours MB")
+    headings = (
+        "converter",
+        "pairs",
+        "its s",
+        "ours s",
+        "its CPU-s",
+        "ours CPU-s",
+        "its peak MB",
+        "ours MB",
+    )
     return [Section("Beside other converters", about, headings, tuple(found), "times as fast")]
 
 
@@ -92,11 +106,14 @@ def _beside(converter: Converter, source: Path, scratch: Path) -> Row:
         except TimeIsUpError as error:
             if not theirs:
                 return _empty(
-                    name, f"{error}, ours {ours[0].seconds:.2f} s: more than {LONGEST * LIMIT / ours[0].seconds:.0f} times"
+                    name,
+                    f"{error}, ours {ours[0].seconds:.2f} s: more than {LONGEST * LIMIT / ours[0].seconds:.0f} times",
                 )
             break
         except FailedError as error:
-            return _empty(name, f"failed: {(str(error).strip() or 'said nothing').splitlines()[-1]}")
+            return _empty(
+                name, f"failed: {(str(error).strip() or 'said nothing').splitlines()[-1]}"
+            )
     ours = ours[: len(theirs)]
     cells = [f"{median_of(each):.2f}" for each in (theirs, ours)]
     cells += [f"{median_of(each, 'cpu_seconds'):.1f}" for each in (theirs, ours)]
@@ -111,10 +128,21 @@ def _empty(name: str, why: str) -> Row:
 def _run(converter: Converter, source: Path, output: Path) -> Cost:
     """What it takes; SystemExit where what it wrote is no artifact of four bits."""
     shutil.rmtree(output, ignore_errors=True)
-    words = [converter.python, "-P", Path(__file__).with_name("converters.py"), converter.module, source, output]
+    words = [
+        converter.python,
+        "-P",
+        Path(__file__).with_name("converters.py"),
+        converter.module,
+        source,
+        output,
+    ]
     cost = run(words, is_watched=True, limit=LONGEST * LIMIT)
-    share = sum(path.stat().st_size for path in files_of(output)) / sum(path.stat().st_size for path in files_of(source))
+    share = sum(path.stat().st_size for path in files_of(output)) / sum(
+        path.stat().st_size for path in files_of(source)
+    )
     shutil.rmtree(output)
     if not SMALLEST < share < LARGEST:
-        raise SystemExit(f"{converter.name} wrote {share:.2f} of the source's bytes; expected {SMALLEST} to {LARGEST}")
+        raise SystemExit(
+            f"{converter.name} wrote {share:.2f} of the source's bytes; expected {SMALLEST} to {LARGEST}"
+        )
     return cost

@@ -33,11 +33,24 @@ CASES = (("BF16", 1), ("BF16", 2), ("F16", 1), ("F32", 1))  # type, threads
 HERE = ("modelopt", "compressed_tensors", "torchao", "quark", "mlx")
 ELSEWHERE = ("fouroversix", "llmcompressor")
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
-RULES = {"nvfp4": "amax", "mxfp4": "even"}  # which the peers' defaults cost what these do; the searching one below
+RULES = {
+    "nvfp4": "amax",
+    "mxfp4": "even",
+}  # which the peers' defaults cost what these do; the searching one below
 SEARCHING = {("fouroversix", "nvfp4"): "four-over-six"}
 BARS = {"modelopt": 100}  # times our processor time, on one thread
 INSTALL = {**dict.fromkeys(HERE, "make test"), **dict.fromkeys(ELSEWHERE, "make bench-peers")}
-HEADINGS = ("package", "format", "type", "threads", "its s", "our s", "its CPU s", "our CPU s", "our rule")
+HEADINGS = (
+    "package",
+    "format",
+    "type",
+    "threads",
+    "its s",
+    "our s",
+    "its CPU s",
+    "our CPU s",
+    "our rule",
+)
 
 
 class Cost(NamedTuple):
@@ -97,7 +110,11 @@ class Ours:
         data, part = memoryview(values.view(np.uint8)).cast("B"), -(-shape[0] // threads)
         starts = range(0, shape[0], part)
         self._parts = [
-            Matrix(data[start * width : (start + part) * width], dtype, (min(part, shape[0] - start), shape[1]))
+            Matrix(
+                data[start * width : (start + part) * width],
+                dtype,
+                (min(part, shape[0] - start), shape[1]),
+            )
             for start in starts
         ]
         self._cpu, self._pool = Cpu(), ThreadPoolExecutor(threads)
@@ -105,7 +122,11 @@ class Ours:
     def cost(self, fmt: str, rule: str) -> Cost:
         begun = time.perf_counter(), time.process_time()
         amax = max(self._pool.map(self._cpu.amax, self._parts))
-        list(self._pool.map(lambda part: self._cpu.quantize(part, FORMATS[fmt], rule, amax), self._parts))
+        list(
+            self._pool.map(
+                lambda part: self._cpu.quantize(part, FORMATS[fmt], rule, amax), self._parts
+            )
+        )
         return Cost(time.perf_counter() - begun[0], time.process_time() - begun[1])
 
 
@@ -121,22 +142,35 @@ def row_of(ours: Ours, server: Server | None, labels: tuple[str, str, str], thre
         own, its = in_turn(*works, rounds=ROUNDS, clock=lambda work: work())
     except RefusedError as refused:
         return Row(named, (f"not measured: {refused}", "", "", "", rule))
-    (own_seconds, own_cpu), (its_seconds, its_cpu) = (tuple(zip(*costs, strict=True)) for costs in (own, its))
-    medians = [f"{statistics.median(each):.4f}" for each in (its_seconds, own_seconds, its_cpu, own_cpu)]
+    (own_seconds, own_cpu), (its_seconds, its_cpu) = (
+        tuple(zip(*costs, strict=True)) for costs in (own, its)
+    )
+    medians = [
+        f"{statistics.median(each):.4f}" for each in (its_seconds, own_seconds, its_cpu, own_cpu)
+    ]
     bar = BARS.get(package) if threads == 1 else None
     return Row(named, (*medians, rule), median_ratio(its_cpu, own_cpu), bar)
 
 
 def rows_of(dtype: str, threads: int, is_quick: bool) -> list[Row]:
-    values = (np.random.default_rng(0).standard_normal(SHAPE, np.float32) * np.float32(0.02)).astype(DTYPES[dtype])
+    values = (
+        np.random.default_rng(0).standard_normal(SHAPE, np.float32) * np.float32(0.02)
+    ).astype(DTYPES[dtype])
     ours, word = Ours(values, dtype, threads), FLOAT_TYPES[dtype].word
     rows = []
     with tempfile.TemporaryDirectory(prefix="fp4convert-bench-") as folder:
         weights = Path(folder) / "weights.safetensors"
         write_weights(weights, values, dtype)
-        for python, packages in ((Path(sys.executable), HERE), (PEERS_PYTHON, () if is_quick else ELSEWHERE)):
+        for python, packages in (
+            (Path(sys.executable), HERE),
+            (PEERS_PYTHON, () if is_quick else ELSEWHERE),
+        ):
             with serving(python, weights) if python.exists() else nullcontext() as server:
-                rows += [row_of(ours, server, (package, fmt, word), threads) for package in packages for fmt in FORMATS]
+                rows += [
+                    row_of(ours, server, (package, fmt, word), threads)
+                    for package in packages
+                    for fmt in FORMATS
+                ]
     return rows
 
 

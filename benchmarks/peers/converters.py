@@ -35,16 +35,29 @@ def llmcompressor(source: str, output: str) -> None:
     from llmcompressor import model_free_ptq
 
     ignored = ["lm_head", "model.embed_tokens", "re:.*norm"]
-    model_free_ptq(source, output, scheme="NVFP4A16", ignore=ignored, max_workers=torch.get_num_threads(), device="cpu")
+    model_free_ptq(
+        source,
+        output,
+        scheme="NVFP4A16",
+        ignore=ignored,
+        max_workers=torch.get_num_threads(),
+        device="cpu",
+    )
 
 
 def limit_memory() -> None:
     """Refuse this process more memory than there is: it fails, and the machine goes on."""
-    available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    available = next(
+        line
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
     most = int(available.split()[1]) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 if __name__ == "__main__":
     limit_memory()
-    {"mlx_lm": mlx_lm, "modelopt": modelopt, "llmcompressor": llmcompressor}[sys.argv[1]](*sys.argv[2:])
+    {"mlx_lm": mlx_lm, "modelopt": modelopt, "llmcompressor": llmcompressor}[sys.argv[1]](
+        *sys.argv[2:]
+    )

@@ -23,7 +23,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # OCP MX v1.0, 5.3.3
+E2M1 = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    -0.0,
+    -0.5,
+    -1.0,
+    -1.5,
+    -2.0,
+    -3.0,
+    -4.0,
+    -6.0,
+)  # OCP MX v1.0, 5.3.3
 
 
 class Peer(NamedTuple):
@@ -42,7 +59,9 @@ def modelopt_nvfp4(x: Tensor) -> Any:
 
 def modelopt_nvfp4_values(made: Any) -> Tensor:
     stored, block_scales, global_scale = made
-    return stored.dequantize(dtype=torch.float32, scale=block_scales, double_scale=global_scale, block_sizes={-1: 16})
+    return stored.dequantize(
+        dtype=torch.float32, scale=block_scales, double_scale=global_scale, block_sizes={-1: 16}
+    )
 
 
 def modelopt_mxfp4(x: Tensor) -> Any:
@@ -67,20 +86,28 @@ def compressed_tensors(x: Tensor, fmt: str) -> dict[str, Tensor]:
         largest = x.abs().max()
         global_scale, compressor = generate_gparam(-largest, largest), NVFP4PackedCompressor
     blocks = x.unflatten(-1, (-1, scheme.weights.group_size))
-    block_scales, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale)
+    block_scales, _ = calculate_qparams(
+        blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale
+    )
     state = {"weight": x, "weight_scale": block_scales}
-    return compressor.compress(state if global_scale is None else state | {"weight_global_scale": global_scale}, scheme)
+    return compressor.compress(
+        state if global_scale is None else state | {"weight_global_scale": global_scale}, scheme
+    )
 
 
 def packed_values(stored: dict[str, Tensor]) -> Tensor:
     """The values of what compressed-tensors stores."""
-    packed, block_scales, global_divisor = (stored.get(f"weight_{part}") for part in ("packed", "scale", "global_scale"))
+    packed, block_scales, global_divisor = (
+        stored.get(f"weight_{part}") for part in ("packed", "scale", "global_scale")
+    )
     if global_divisor is not None:
         steps = block_scales.float() / global_divisor.float()
     else:
         steps = block_scales.view(torch.uint8).view(torch.float8_e8m0fnu).float()
     codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()
-    return (torch.tensor(E2M1)[codes].unflatten(-1, (steps.shape[-1], -1)) * steps.unsqueeze(-1)).flatten(-2)
+    return (
+        torch.tensor(E2M1)[codes].unflatten(-1, (steps.shape[-1], -1)) * steps.unsqueeze(-1)
+    ).flatten(-2)
 
 
 def llmcompressor(x: Tensor, fmt: str) -> dict[str, Tensor]:
@@ -138,7 +165,11 @@ def as_mlx(x: Tensor) -> Any:
     import mlx.core as mx
 
     array = mx.array(x.float().numpy())
-    array = array if x.dtype == torch.float32 else array.astype(getattr(mx, str(x.dtype).removeprefix("torch.")))
+    array = (
+        array
+        if x.dtype == torch.float32
+        else array.astype(getattr(mx, str(x.dtype).removeprefix("torch.")))
+    )
     mx.eval(array)
     return array
 
@@ -161,7 +192,9 @@ def mlx_values(made: Any, mode: str) -> Tensor:
 def fouroversix(x: Tensor, dtype: str, rule: str) -> Any:
     from fouroversix import QuantizationConfig, quantize_to_fp4
 
-    return quantize_to_fp4(x, QuantizationConfig(backend="pytorch", dtype=dtype, scale_rule=rule)), x.shape
+    return quantize_to_fp4(
+        x, QuantizationConfig(backend="pytorch", dtype=dtype, scale_rule=rule)
+    ), x.shape
 
 
 def fouroversix_values(made: Any) -> Tensor:
@@ -178,7 +211,9 @@ PEERS = {
     "torchao_mxfp4": Peer(torchao_mxfp4, torchao_values),
     "torchao_floor_mxfp4": Peer(partial(torchao_mxfp4, mode="floor"), torchao_values),
     "fouroversix_nvfp4": Peer(partial(fouroversix, dtype="nvfp4", rule="mse"), fouroversix_values),
-    "fouroversix_mxfp4": Peer(partial(fouroversix, dtype="mxfp4", rule="static_6"), fouroversix_values),
+    "fouroversix_mxfp4": Peer(
+        partial(fouroversix, dtype="mxfp4", rule="static_6"), fouroversix_values
+    ),
 }
 for _fmt in ("nvfp4", "mxfp4"):
     PEERS[f"compressed_tensors_{_fmt}"] = Peer(partial(compressed_tensors, fmt=_fmt), packed_values)
@@ -193,17 +228,29 @@ def values_of(peer: Peer, x: Tensor) -> Tensor:
 
 def write_values(weights_file: str, values_file: str, *names: str) -> None:
     weights = load_file(weights_file)
-    save_file({f"{name}/{key}": values_of(PEERS[name], x) for name in names for key, x in weights.items()}, values_file)
+    save_file(
+        {
+            f"{name}/{key}": values_of(PEERS[name], x)
+            for name in names
+            for key, x in weights.items()
+        },
+        values_file,
+    )
 
 
 def cost(peer: Peer, x: Tensor, threads: int) -> dict[str, object]:
     """Seconds of quantizing it once, by the clock and of all processors."""
     torch.set_num_threads(threads)
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(os.getppid()))[:threads])  # as the parent has it now
+    os.sched_setaffinity(
+        0, sorted(os.sched_getaffinity(os.getppid()))[:threads]
+    )  # as the parent has it now
     given = peer.prepare(x)
     begun = time.perf_counter(), time.process_time()
     peer.quantize(given)
-    return {"seconds": time.perf_counter() - begun[0], "cpu_seconds": time.process_time() - begun[1]}
+    return {
+        "seconds": time.perf_counter() - begun[0],
+        "cpu_seconds": time.process_time() - begun[1],
+    }
 
 
 def answer(line: str, x: Tensor) -> dict[str, object]:
@@ -213,7 +260,9 @@ def answer(line: str, x: Tensor) -> dict[str, object]:
     except ModuleNotFoundError as error:
         return {"missing": error.name}
     except Exception as error:  # whatever it is, the other peers are still wanted
-        return {"problem": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:160]}
+        return {
+            "problem": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:160]
+        }
 
 
 def serve(weights_file: str) -> None:

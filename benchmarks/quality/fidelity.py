@@ -45,7 +45,9 @@ class Bench:
     def values(self, model: str, *options: str) -> Path:
         """A float32 checkpoint with the values of a converted model."""
         if (model, *options) not in self._made:
-            stem = self.folder / "-".join([model, *(Path(word).name.strip("-") for word in options)])
+            stem = self.folder / "-".join(
+                [model, *(Path(word).name.strip("-") for word in options)]
+            )
             for path in (stem, stem.with_name(stem.name + "-values")):
                 shutil.rmtree(path, ignore_errors=True)
             run("quantize", self.sources[model], "--format", *options, "-o", stem)
@@ -56,7 +58,11 @@ class Bench:
     def originals(self, model: str) -> dict[str, Tensor]:
         """The matrices that are quantized."""
         made = metrics.weights_of(self.values(model, "nvfp4", "--scale-rule", "amax"))
-        return {name: x for name, x in metrics.weights_of(self.sources[model]).items() if not torch.equal(made[name], x)}
+        return {
+            name: x
+            for name, x in metrics.weights_of(self.sources[model]).items()
+            if not torch.equal(made[name], x)
+        }
 
     def calibration(self, model: str, name: str, *options: str) -> Path:
         file = self.folder / f"{model}-{name}.safetensors"
@@ -74,9 +80,20 @@ def peers_of(fmt: str, originals: dict[str, Tensor], folder: Path) -> dict[str, 
     source = folder / "originals.safetensors"
     save_file({name: x.contiguous() for name, x in originals.items()}, source)
     found: dict[str, dict[str, Tensor]] = {}
-    for python, names in ((sys.executable, HERE[fmt]), (ROOT / ".venv-peers" / "bin" / "python", ELSEWHERE)):
+    for python, names in (
+        (sys.executable, HERE[fmt]),
+        (ROOT / ".venv-peers" / "bin" / "python", ELSEWHERE),
+    ):
         words = [f"{name}_{fmt}" for name in names]
-        command = [python, "-P", BENCHMARKS / "peers" / "quantizers.py", "values", source, folder / "peers.safetensors", *words]
+        command = [
+            python,
+            "-P",
+            BENCHMARKS / "peers" / "quantizers.py",
+            "values",
+            source,
+            folder / "peers.safetensors",
+            *words,
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         values = load_file(folder / "peers.safetensors")
         found |= {name: {key: values[f"{name}_{fmt}/{key}"] for key in originals} for name in names}
@@ -85,35 +102,56 @@ def peers_of(fmt: str, originals: dict[str, Tensor], folder: Path) -> dict[str, 
 
 def rows_of_weights(bench: Bench, fmt: str) -> Iterable[list[str]]:
     """Every rule and peer: SQNR of the weights of both models, and the squared error beside that of mse, tensor by tensor."""
-    originals = {f"{model}/{name}": x for model in bench.sources for name, x in bench.originals(model).items()}
+    originals = {
+        f"{model}/{name}": x
+        for model in bench.sources
+        for name, x in bench.originals(model).items()
+    }
     made: dict[str, dict[str, Tensor]] = {}
     for rule in RULES[fmt]:
         made[f"fp4convert {rule}"] = {
             f"{model}/{name}": x
             for model in bench.sources
-            for name, x in metrics.weights_of(bench.values(model, fmt, "--scale-rule", rule)).items()
+            for name, x in metrics.weights_of(
+                bench.values(model, fmt, "--scale-rule", rule)
+            ).items()
         }
     made |= peers_of(fmt, originals, bench.folder)
     best = made["fp4convert mse"]
     errors = {name: metrics.squared_error(best[name], x) for name, x in originals.items()}
     for what, values in made.items():
-        ratios = [metrics.squared_error(values[name], x) / errors[name] for name, x in originals.items()]
+        ratios = [
+            metrics.squared_error(values[name], x) / errors[name] for name, x in originals.items()
+        ]
         sqnrs = [
-            metrics.mean_sqnr_db(values, {name: x for name, x in originals.items() if name.startswith(model)})
+            metrics.mean_sqnr_db(
+                values, {name: x for name, x in originals.items() if name.startswith(model)}
+            )
             for model in bench.sources
         ]
         better = sum(ratio < 1 for ratio in ratios)
-        yield [what, *(f"{value:.2f}" for value in sqnrs), f"{min(ratios):.4f} - {max(ratios):.4f}", f"{better} of {len(ratios)}"]
+        yield [
+            what,
+            *(f"{value:.2f}" for value in sqnrs),
+            f"{min(ratios):.4f} - {max(ratios):.4f}",
+            f"{better} of {len(ratios)}",
+        ]
 
 
 def rows_of_outputs(bench: Bench) -> Iterable[list[str]]:
     """Every rule and method: what its error does to outputs of MiniLM's layers, and to the language model's predictions."""
     originals = bench.originals("MiniLM")
-    moments = metrics.minilm_moments(bench.sources["MiniLM"], models.sentences("judge"), list(originals))
+    moments = metrics.minilm_moments(
+        bench.sources["MiniLM"], models.sentences("judge"), list(originals)
+    )
     numbers = models.tokens(bench.sources["tiny"], "judge", JUDGED)
     predicted = metrics.log_probabilities(bench.sources["tiny"], numbers)
     for name, choices in methods(bench):
-        weights = metrics.weights_of(bench.values("MiniLM", *choices["MiniLM"])) if "MiniLM" in choices else None
+        weights = (
+            metrics.weights_of(bench.values("MiniLM", *choices["MiniLM"]))
+            if "MiniLM" in choices
+            else None
+        )
         values = bench.values("tiny", *choices["tiny"])
         kl = metrics.divergence(metrics.log_probabilities(values, numbers), predicted)
         output = f"{metrics.output_sqnr_db(weights, originals, moments):.2f}" if weights else "-"
@@ -124,7 +162,9 @@ def methods(bench: Bench) -> Iterable[tuple[str, dict[str, tuple[str, ...]]]]:
     """(what is measured, options of quantize by model)"""
     texts = bench.folder / "texts"
     texts.mkdir(exist_ok=True)
-    (texts / "sentences.txt").write_text("\n".join(models.sentences("calibrate")[:SENTENCES]), encoding="utf-8")
+    (texts / "sentences.txt").write_text(
+        "\n".join(models.sentences("calibrate")[:SENTENCES]), encoding="utf-8"
+    )
     (texts / "sources.txt").write_text(models.sources("calibrate"), encoding="utf-8")
     (texts / "prose.txt").write_text("\n".join(models.sentences("train")), encoding="utf-8")
     fed = ("--samples", str(FED), "--sequence-length", str(models.SEQUENCE))
@@ -132,9 +172,13 @@ def methods(bench: Bench) -> Iterable[tuple[str, dict[str, tuple[str, ...]]]]:
         ("MiniLM", "text"): bench.calibration(
             "MiniLM", "text", "--text", str(texts / "sentences.txt"), "--samples", str(SENTENCES)
         ),
-        ("tiny", "text"): bench.calibration("tiny", "text", "--text", str(texts / "sources.txt"), *fed),
+        ("tiny", "text"): bench.calibration(
+            "tiny", "text", "--text", str(texts / "sources.txt"), *fed
+        ),
         ("tiny", "self"): bench.calibration("tiny", "self", "--self-generate", str(FED), *fed[2:]),
-        ("tiny", "prose"): bench.calibration("tiny", "prose", "--text", str(texts / "prose.txt"), *fed),
+        ("tiny", "prose"): bench.calibration(
+            "tiny", "prose", "--text", str(texts / "prose.txt"), *fed
+        ),
     }
     for fmt, rules in RULES.items():
         for rule in rules:
@@ -146,10 +190,19 @@ def methods(bench: Bench) -> Iterable[tuple[str, dict[str, tuple[str, ...]]]]:
             "gptq": ("--method", "gptq"),
         }
         for way, options in ways.items():
-            with_file = {model: (fmt, *options, "--calibration", str(files[model, "text"])) for model in bench.sources}
-            yield f"{fmt} {way}", with_file if not way.startswith(FOLDING) else {"tiny": with_file["tiny"]}
+            with_file = {
+                model: (fmt, *options, "--calibration", str(files[model, "text"]))
+                for model in bench.sources
+            }
+            yield (
+                f"{fmt} {way}",
+                with_file if not way.startswith(FOLDING) else {"tiny": with_file["tiny"]},
+            )
         for text in ("self", "prose"):
-            yield f"{fmt} gptq, {text}", {"tiny": (fmt, "--method", "gptq", "--calibration", str(files["tiny", text]))}
+            yield (
+                f"{fmt} gptq, {text}",
+                {"tiny": (fmt, "--method", "gptq", "--calibration", str(files["tiny", text]))},
+            )
 
 
 def bars(weights: dict[str, list[list[str]]], outputs: list[list[str]]) -> Iterable[list[str]]:
@@ -161,18 +214,35 @@ def bars(weights: dict[str, list[list[str]]], outputs: list[list[str]]) -> Itera
             gain = sqnr["fp4convert mse"] - sqnr[f"fp4convert {rule}"]
             yield [f"{fmt}: mse over {rule}, dB", f"{gain:.2f}", verdict(round(gain, 2), bar)]
         lost = sum(int(row[4].split()[0]) for row in rows)
-        yield [f"{fmt}: tensors on which anything has less error than mse", str(lost), verdict(lost, 0, is_floor=False)]
+        yield [
+            f"{fmt}: tensors on which anything has less error than mse",
+            str(lost),
+            verdict(lost, 0, is_floor=False),
+        ]
     found = {row[0]: row for row in outputs}
     gain = float(found["nvfp4 gptq"][1]) - float(found["nvfp4 amax"][1])
     yield ["nvfp4: output SQNR of gptq over amax, dB", f"{gain:.2f}", verdict(round(gain, 2), 5.5)]
-    for what, over, bar in (("nvfp4 gptq", "nvfp4 amax", 0.2), ("nvfp4 gptq, self", "nvfp4 gptq", 1.1)):
+    for what, over, bar in (
+        ("nvfp4 gptq", "nvfp4 amax", 0.2),
+        ("nvfp4 gptq, self", "nvfp4 gptq", 1.1),
+    ):
         ratio = float(found[what][2]) / float(found[over][2])
-        yield [f"KL of {what} beside {over}", f"{ratio:.3f}", verdict(round(ratio, 3), bar, is_floor=False)]
+        yield [
+            f"KL of {what} beside {over}",
+            f"{ratio:.3f}",
+            verdict(round(ratio, 3), bar, is_floor=False),
+        ]
 
 
 def write_page(weights: dict[str, list[list[str]]], outputs: list[list[str]]) -> None:
     """benchmarks/results/fidelity.md."""
-    headings = ["values by", "MiniLM, dB", "tiny, dB", "squared error beside mse", "tensors with less error"]
+    headings = [
+        "values by",
+        "MiniLM, dB",
+        "tiny, dB",
+        "squared error beside mse",
+        "tensors with less error",
+    ]
     page = [
         f"# Fidelity\n\n{machine()}. Repeat with `make bench-fidelity`.\n",
         (Path(__file__).with_name("about.md")).read_text(encoding="utf-8"),
@@ -186,8 +256,16 @@ def write_page(weights: dict[str, list[list[str]]], outputs: list[list[str]]) ->
 
 def main(arguments: list[str]) -> int:
     """Write fidelity.md."""
-    parser = argparse.ArgumentParser(prog="bench.py fidelity", description="Measure the errors of every rule and method.")
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "fidelity", help="for what is made, and kept")
+    parser = argparse.ArgumentParser(
+        prog="bench.py fidelity", description="Measure the errors of every rule and method."
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=ROOT / "build" / "fidelity",
+        help="for what is made, and kept",
+    )
     bench = Bench(parser.parse_args(arguments).folder)
     weights = {fmt: list(rows_of_weights(bench, fmt)) for fmt in RULES}
     write_page(weights, list(rows_of_outputs(bench)))

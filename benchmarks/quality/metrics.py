@@ -17,8 +17,16 @@ BATCH = 32
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
     """Every matrix of a checkpoint, float32."""
-    tensors = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-    return {name: tensor.float() for name, tensor in tensors.items() if tensor.ndim == 2 and tensor.is_floating_point()}
+    tensors = {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+    return {
+        name: tensor.float()
+        for name, tensor in tensors.items()
+        if tensor.ndim == 2 and tensor.is_floating_point()
+    }
 
 
 def squared_error(values: Tensor, original: Tensor) -> float:
@@ -32,7 +40,8 @@ def sqnr_db(noise: float, signal: float) -> float:
 def mean_sqnr_db(values: Mapping[str, Tensor], originals: Mapping[str, Tensor]) -> float:
     """Of the weights, a mean over tensors."""
     return statistics.mean(
-        sqnr_db(squared_error(values[name], x), float(x.double().square().sum())) for name, x in originals.items()
+        sqnr_db(squared_error(values[name], x), float(x.double().square().sum()))
+        for name, x in originals.items()
     )
 
 
@@ -45,12 +54,16 @@ def grams(inputs: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def output_sqnr_db(values: Mapping[str, Tensor], originals: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> float:
+def output_sqnr_db(
+    values: Mapping[str, Tensor], originals: Mapping[str, Tensor], moments: Mapping[str, Tensor]
+) -> float:
     """Of W x for the inputs that the original model has: a mean over layers."""
     found = []
     for name, x in originals.items():
         gram, error, weight = moments[name], (values[name] - x).double(), x.double()
-        found.append(sqnr_db(float(((error @ gram) * error).sum()), float(((weight @ gram) * weight).sum())))
+        found.append(
+            sqnr_db(float(((error @ gram) * error).sum()), float(((weight @ gram) * weight).sum()))
+        )
     return statistics.mean(found)
 
 
@@ -58,7 +71,10 @@ def minilm_moments(folder: Path, texts: list[str], names: list[str]) -> dict[str
     """`grams` of MiniLM's linear layers over sentences; padding is left out."""
     from transformers import AutoModel, AutoTokenizer
 
-    model, tokenizer = AutoModel.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModel.from_pretrained(folder, dtype=torch.float32).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
     seen: list[tuple[str, Tensor]] = []
     mask: Tensor | None = None
 
@@ -71,7 +87,13 @@ def minilm_moments(folder: Path, texts: list[str], names: list[str]) -> dict[str
     def inputs() -> Iterator[tuple[str, Tensor]]:
         nonlocal mask
         for start in range(0, len(texts), BATCH):
-            batch = tokenizer(texts[start : start + BATCH], padding=True, truncation=True, max_length=128, return_tensors="pt")
+            batch = tokenizer(
+                texts[start : start + BATCH],
+                padding=True,
+                truncation=True,
+                max_length=128,
+                return_tensors="pt",
+            )
             mask = batch["attention_mask"]
             with torch.no_grad():
                 model(**batch)

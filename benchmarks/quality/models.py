@@ -35,7 +35,9 @@ def minilm() -> Path:
 def sentences(what: str) -> list[str]:
     """English sentences of Python's manual."""
     text = " ".join(pydoc_data.topics.topics.values())
-    found = dict.fromkeys(re.sub(r"\s+", " ", part).strip() for part in re.split(r"(?<=[.:])\s", text))
+    found = dict.fromkeys(
+        re.sub(r"\s+", " ", part).strip() for part in re.split(r"(?<=[.:])\s", text)
+    )
     return [part for part in found if 40 <= len(part) <= 400 and _is_for(what, part)]
 
 
@@ -43,9 +45,15 @@ def sources(what: str) -> str:
     """Source text of the standard library's modules."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in folder.glob("*.py")) + sorted(folder.glob("*/*.py"))
-    kept = [path for path in files if not {"test", "tests", "site-packages", "idlelib"} & set(path.parts)]
+    kept = [
+        path
+        for path in files
+        if not {"test", "tests", "site-packages", "idlelib"} & set(path.parts)
+    ]
     texts = (
-        path.read_text(encoding="utf-8", errors="ignore") for path in kept if _is_for(what, path.relative_to(folder).as_posix())
+        path.read_text(encoding="utf-8", errors="ignore")
+        for path in kept
+        if _is_for(what, path.relative_to(folder).as_posix())
     )
     return "\n".join(texts)
 
@@ -68,7 +76,9 @@ def tokens(folder: Path, what: str, count: int) -> Any:
     """(sequences, SEQUENCE) token numbers of a text."""
     from transformers import AutoTokenizer
 
-    numbers = AutoTokenizer.from_pretrained(folder)(sources(what)[: 8 * count * SEQUENCE])["input_ids"]
+    numbers = AutoTokenizer.from_pretrained(folder)(sources(what)[: 8 * count * SEQUENCE])[
+        "input_ids"
+    ]
     return torch.tensor(numbers[: count * SEQUENCE]).reshape(count, SEQUENCE)
 
 
@@ -77,11 +87,17 @@ def _train_tokenizer(folder: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<s>", "</s>"]
     made.train_from_iterator(
-        [sources("train")], trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet)
+        [sources("train")],
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet
+        ),
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
     tokenizer.save_pretrained(folder)
@@ -107,7 +123,9 @@ def _train(folder: Path, numbers: Any) -> float:
     )
     model = LlamaForCausalLM(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, RATE, total_steps=STEPS, pct_start=0.1
+    )
     losses = []
     for batch in _batches(numbers):
         loss = model(input_ids=batch, labels=batch).loss

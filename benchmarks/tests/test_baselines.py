@@ -40,7 +40,9 @@ def product(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def run(library: ctypes.CDLL, name: str, count: int, *arguments: np.ndarray | int) -> None:
     words = [a if isinstance(a, int) else a.ctypes.data for a in arguments]
     launch(library, name, grid_of(name, count), words, THREADS)
-    assert all(isinstance(a, int) or is_intact(a) for a in arguments[-2:]), "written beside the result"
+    assert all(isinstance(a, int) or is_intact(a) for a in arguments[-2:]), (
+        "written beside the result"
+    )
 
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
@@ -49,7 +51,16 @@ def test_naive_quantizer_gives_the_codec_s_bytes(baselines, make):
     expected = codec.quantize(values.astype(np.float32), NVFP4, "amax")
     packed, block_scales = guarded(values.size // 2), guarded(values.size // 16)
     amax = np.array([np.abs(values.astype(np.float32)).max()])
-    run(baselines, "quantize_naive", values.size, aligned(values.tobytes()), values.size, amax, packed, block_scales)
+    run(
+        baselines,
+        "quantize_naive",
+        values.size,
+        aligned(values.tobytes()),
+        values.size,
+        amax,
+        packed,
+        block_scales,
+    )
     found = Quantized(NVFP4, values.shape, packed.data, block_scales.data, expected.global_scale)
     assert_same_bytes(found, expected, values, make.__name__)
 
@@ -62,8 +73,20 @@ def test_naive_dequantizer_gives_the_codec_s_values(baselines, kind):
     q = Quantized(NVFP4, (1, 2 * packed.size), packed.data, block_scales.data, 0.37, kind)
     stored, n = np.array([0.37], np.float32), 2 * packed.size
     found = guarded(2 * n)
-    run(baselines, "dequantize_naive", n, packed, block_scales, n, stored, int(kind == "divisor"), found)
-    expected = codec.dequantize(Quantized(NVFP4, q.shape, q.packed, q.block_scales, float(stored[0]), kind))
+    run(
+        baselines,
+        "dequantize_naive",
+        n,
+        packed,
+        block_scales,
+        n,
+        stored,
+        int(kind == "divisor"),
+        found,
+    )
+    expected = codec.dequantize(
+        Quantized(NVFP4, q.shape, q.packed, q.block_scales, float(stored[0]), kind)
+    )
     bf16 = FLOAT_DTYPES["BF16"]
     assert_same_values(found.view(bf16).reshape(q.shape), expected.astype(bf16), kind)
 

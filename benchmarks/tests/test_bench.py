@@ -27,7 +27,9 @@ FAST = Section(
     ),
     "share of read",
 )
-SLOW = Section("Whole", "", ("checkpoint", "s"), (Row(("2 GB",), ("0.9",), 1.3, 1.8),), "ratio", is_floor=False)
+SLOW = Section(
+    "Whole", "", ("checkpoint", "s"), (Row(("2 GB",), ("0.9",), 1.3, 1.8),), "ratio", is_floor=False
+)
 PAGE = """# GPU results
 
 NVIDIA Thing 9, target sm_999 with hardware conversion; 2026-01-02.
@@ -64,13 +66,24 @@ All 3 kernels agree.
 
 def scaled(section: Section, factor: float) -> Section:
     rows = tuple(
-        Row(row.labels, row.cells, row.ratio and row.ratio * factor, row.bar, row.judged_decimals) for row in section.rows
+        Row(row.labels, row.cells, row.ratio and row.ratio * factor, row.bar, row.judged_decimals)
+        for row in section.rows
     )
-    return Section(section.title, section.about, section.headings, rows, section.ratio_heading, section.is_floor)
+    return Section(
+        section.title,
+        section.about,
+        section.headings,
+        rows,
+        section.ratio_heading,
+        section.is_floor,
+    )
 
 
 def document_of(**parts: list[Section]) -> dict:
-    return {name: {"machine": "a machine", "sections": [as_document(each) for each in found]} for name, found in parts.items()}
+    return {
+        name: {"machine": "a machine", "sections": [as_document(each) for each in found]}
+        for name, found in parts.items()
+    }
 
 
 def test_a_table_has_figures_ratio_and_verdict():
@@ -92,7 +105,10 @@ def test_only_a_row_that_says_so_is_rounded_before_it_is_judged():
     assert Row((), (), 0.2199, 0.22).judged(True) == ">= 0.22 NOT MET"
 
 
-@pytest.mark.parametrize(("ratio", "text"), [(None, ""), (0.0364, "0.036"), (1.014, "1.01"), (45.67, "45.7"), (1234.5, "1234")])
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [(None, ""), (0.0364, "0.036"), (1.014, "1.01"), (45.67, "45.7"), (1234.5, "1234")],
+)
 def test_ratios_are_printed_with_three_digits(ratio, text):
     assert printed(ratio) == text
 
@@ -149,7 +165,11 @@ def run_check(tmp_path, monkeypatch, *measured: Section) -> int:
     path = tmp_path / "cpu.json"
     bench.write(document_of(kernels=[FAST]), path)
     turns = iter(measured)
-    monkeypatch.setattr(bench, "measure", lambda part, is_quick=False: [next(turns)] if is_quick else pytest.fail("not quick"))
+    monkeypatch.setattr(
+        bench,
+        "measure",
+        lambda part, is_quick=False: [next(turns)] if is_quick else pytest.fail("not quick"),
+    )
     return bench.check(["kernels"], path)
 
 
@@ -160,7 +180,10 @@ def test_the_check_passes_where_nothing_is_lost(tmp_path, monkeypatch, capsys):
 
 def test_the_check_fails_where_a_ratio_is_lost_twice(tmp_path, monkeypatch, capsys):
     assert run_check(tmp_path, monkeypatch, scaled(FAST, 0.5), scaled(FAST, 0.6)) == 1
-    assert "LOST Kernels / gcc / quantize: 0.215 committed, 0.129 now (-40%)" in capsys.readouterr().out
+    assert (
+        "LOST Kernels / gcc / quantize: 0.215 committed, 0.129 now (-40%)"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_loss_that_does_not_repeat_is_noise(tmp_path, monkeypatch):
@@ -180,11 +203,15 @@ def test_the_check_measures_nothing_where_no_figures_are_committed(tmp_path, mon
 
 def test_every_part_can_be_measured():
     modules = (*bench.PARTS.values(), *bench.PAGES.values())
-    assert all((measure.BENCHMARKS / f"{module.replace('.', '/')}.py").is_file() for module in modules)
+    assert all(
+        (measure.BENCHMARKS / f"{module.replace('.', '/')}.py").is_file() for module in modules
+    )
     assert set(bench.UNCHECKED) < set(bench.PARTS)
 
 
-@pytest.mark.parametrize("path", sorted(bench.RESULTS.parent.glob("cpu*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(bench.RESULTS.parent.glob("cpu*.json")), ids=lambda path: path.stem
+)
 def test_the_committed_page_is_that_of_the_committed_figures(path):
     assert path.with_suffix(".md").read_text(encoding="utf-8") == bench.page_of(bench.read(path))
 
@@ -197,15 +224,24 @@ def test_gpu_pages_give_the_naive_kernel_beside_the_shipped_one(tmp_path, monkey
     (section,) = gpu_results.sections(False)
     assert section.title == "GPU: NVIDIA Thing 9"
     assert "2026-01-02" in section.about
-    assert [row.labels[1] for row in section.rows] == ["copy", "quantize_naive", "quantize_nvfp4_bf16", "torchao nvfp4_quantize"]
+    assert [row.labels[1] for row in section.rows] == [
+        "copy",
+        "quantize_naive",
+        "quantize_nvfp4_bf16",
+        "torchao nvfp4_quantize",
+    ]
     assert section.verdicts() == [">= 0.92 met"]
     assert section.rows[1].ratio == 0.15
-    assert section.rows[3] == Row(("Others, 64M elements, bf16", "torchao nvfp4_quantize"), ("", "", "ImportError: none"))
+    assert section.rows[3] == Row(
+        ("Others, 64M elements, bf16", "torchao nvfp4_quantize"), ("", "", "ImportError: none")
+    )
 
 
 def test_turns_are_taken_and_the_first_is_not_counted():
     turns = iter(range(100))
-    ours, theirs = measure.in_turn(lambda: next(turns), lambda: next(turns), rounds=3, clock=lambda work: work())
+    ours, theirs = measure.in_turn(
+        lambda: next(turns), lambda: next(turns), rounds=3, clock=lambda work: work()
+    )
     assert (ours, theirs) == ((2, 4, 6), (3, 5, 7))
     assert measure.median_ratio((2.0, 9.0, 4.0), (1.0, 1.0, 1.0)) == 4
 
@@ -220,7 +256,13 @@ def test_the_compiler_of_a_library_is_read_from_it(tmp_path):
 
 def test_a_missing_compiler_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(compiled_libraries.importlib.util, "find_spec", lambda name: None if name == "ziglang" else name)
+    monkeypatch.setattr(
+        compiled_libraries.importlib.util,
+        "find_spec",
+        lambda name: None if name == "ziglang" else name,
+    )
     monkeypatch.setattr(compiled_libraries, "ROOT", tmp_path)
-    with pytest.raises(compiled_libraries.UnavailableError, match=r"no clang: .*pip install cmake ziglang"):
+    with pytest.raises(
+        compiled_libraries.UnavailableError, match=r"no clang: .*pip install cmake ziglang"
+    ):
         compiled_libraries.built_by_the_other(compiled_libraries.installed())

@@ -59,10 +59,16 @@ def test_turns_leave_the_first_round_out_and_ratios_are_of_pairs():
 
 
 def test_the_made_checkpoint_has_as_many_shards_as_layers(tmp_path, monkeypatch):
-    small = {name: (max(rows // 64, 16), columns // 64) for name, (rows, columns) in checkpoints.MATRICES.items()}
+    small = {
+        name: (max(rows // 64, 16), columns // 64)
+        for name, (rows, columns) in checkpoints.MATRICES.items()
+    }
     monkeypatch.setattr(checkpoints, "MATRICES", small)
     checkpoints.make_checkpoint(tmp_path / "made", 3 * checkpoints.LAYER_NBYTES / 1e9, shards=3)
     made = open_source(str(tmp_path / "made")).checkpoint
     assert len(made.shards) == 3
-    assert sum(ref.name.endswith("q_proj.weight") for shard in made.shards for ref in shard.tensors) == 3
+    assert (
+        sum(ref.name.endswith("q_proj.weight") for shard in made.shards for ref in shard.tensors)
+        == 3
+    )
     assert not made.unindexed

@@ -17,7 +17,15 @@ import torch
 from fp4convert.calibration.model import NEXT, Skeleton
 from fp4convert.errors import InputError
 
-MODEL_ERRORS = (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError, NotImplementedError)
+MODEL_ERRORS = (
+    ValueError,
+    TypeError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    RuntimeError,
+    NotImplementedError,
+)
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -43,7 +51,9 @@ class Shelf:
         if isinstance(value, torch.Tensor):
             data = value.detach().contiguous().cpu()
             head = f"{data.dtype} {tuple(data.shape)}".encode()
-            key = hashlib.sha256(head + data.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
+            key = hashlib.sha256(
+                head + data.reshape(-1).view(torch.uint8).numpy().tobytes()
+            ).digest()
             return self._known.setdefault(key, value)
         if isinstance(value, tuple | list):
             return type(value)(self.put(item) for item in value)
@@ -112,7 +122,11 @@ def begin(skeleton: Skeleton, ids: torch.Tensor, shelf: Shelf) -> tuple[torch.Te
     def make(number: int) -> Callable[..., Any]:
         def catch(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             named = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
-            if number != len(calls) or any(id(item) in given for item in named) or hidden.shape[:2] != ids.shape:
+            if (
+                number != len(calls)
+                or any(id(item) in given for item in named)
+                or hidden.shape[:2] != ids.shape
+            ):
                 detail = f"{type(skeleton.model).__name__} does not run its layers one after the other on hidden states alone"
                 raise InputError("calibration-model", detail, NEXT)
             first.append(hidden)
@@ -131,14 +145,20 @@ def begin(skeleton: Skeleton, ids: torch.Tensor, shelf: Shelf) -> tuple[torch.Te
             skeleton.model(input_ids=ids)
         except _Caught:
             return first[0], calls
-        except MODEL_ERRORS as error:  # what it does with what a layer gives is beyond one hidden state
+        except (
+            MODEL_ERRORS
+        ) as error:  # what it does with what a layer gives is beyond one hidden state
             detail = f"{type(skeleton.model).__name__} cannot be run a layer at a time: {str(error).split(chr(10))[0][:150]}"
             raise InputError("calibration-model", detail, NEXT) from None
-    detail = f"{type(skeleton.model).__name__} does not run all of its {len(skeleton.layers)} layers"
+    detail = (
+        f"{type(skeleton.model).__name__} does not run all of its {len(skeleton.layers)} layers"
+    )
     raise InputError("calibration-model", detail, NEXT)
 
 
-def step(skeleton: Skeleton, number: int, hidden: torch.Tensor, call: Call) -> tuple[torch.Tensor, bool]:
+def step(
+    skeleton: Skeleton, number: int, hidden: torch.Tensor, call: Call
+) -> tuple[torch.Tensor, bool]:
     """What a layer, filled, makes of hidden states; whether it gives it as the first of several things."""
     made = skeleton.module(skeleton.layers[number])(hidden, *call.args, **call.kwargs)
     return (made[0], True) if isinstance(made, tuple) else (made, False)

@@ -26,7 +26,14 @@ from fp4convert.storage.source import Source
 IMPLEMENTATION = "fp4convert"  # of attention and of experts: both look at what passes, and compute what the model defines
 TORCH_DTYPES = {
     **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool},
+    **{
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    },
 }
 REASON_LENGTH = 200  # of the words of another package in a message
 BLOCKS = "_blocks"  # ends the name of a stack of MXFP4 codes
@@ -94,10 +101,19 @@ class Skeleton:
             self._load({key: self.tensors[key] for key in wanted})
         for name in names & self.model.all_tied_weights_keys.keys():
             self._tie(name, self.model.all_tied_weights_keys[name])
-        empty = sorted(f"{path}.{name}".lstrip(".") for name, tensor in _state(module, is_deep) if tensor.is_meta)
+        empty = sorted(
+            f"{path}.{name}".lstrip(".")
+            for name, tensor in _state(module, is_deep)
+            if tensor.is_meta
+        )
         if empty:
             detail = f"the checkpoint has no weights for {empty[0]!r}, which {type(self.model).__name__} of transformers needs"
-            raise InputError("calibration-weights", detail, "Check config.json: architectures and sizes.", empty[0])
+            raise InputError(
+                "calibration-weights",
+                detail,
+                "Check config.json: architectures and sizes.",
+                empty[0],
+            )
 
     def _tie(self, name: str, other: str) -> None:
         """Let a parameter be the one that the checkpoint stores for both."""
@@ -111,12 +127,16 @@ class Skeleton:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        config = LoadStateDictConfig(device_map={"": self.device}, dtype=None, weight_mapping=self._mapping)
+        config = LoadStateDictConfig(
+            device_map={"": self.device}, dtype=None, weight_mapping=self._mapping
+        )
         found, _ = convert_and_load_state_dict_in_model(self.model, state, config)
         problems = [*found.mismatched_keys, *found.conversion_errors.items(), *found.error_msgs]
         if problems:
             detail = f"weights do not fit {type(self.model).__name__} of transformers: {str(problems[0])[:200]}"
-            raise InputError("calibration-weights", detail, "Check config.json: architectures and sizes.")
+            raise InputError(
+                "calibration-weights", detail, "Check config.json: architectures and sizes."
+            )
 
     def empty(self, path: str, is_deep: bool = True) -> None:
         """Take the values of a module's parameters away."""
@@ -124,7 +144,9 @@ class Skeleton:
         for part in module.modules() if is_deep else (module,):
             for name, parameter in part._parameters.items():
                 if parameter is not None:
-                    part._parameters[name] = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+                    part._parameters[name] = torch.nn.Parameter(
+                        torch.empty_like(parameter, device="meta"), requires_grad=False
+                    )
 
     def nbytes(self, path: str) -> int:
         """What the parameters below a path take in memory."""
@@ -141,9 +163,15 @@ def _state(module: Any, is_deep: bool) -> list[tuple[str, torch.Tensor]]:
     parts = module.named_modules() if is_deep else [("", module)]
     found = []
     for path, part in parts:
-        buffers = {k: v for k, v in part._buffers.items() if k not in part._non_persistent_buffers_set}
+        buffers = {
+            k: v for k, v in part._buffers.items() if k not in part._non_persistent_buffers_set
+        }
         named = {**part._parameters, **buffers}
-        found += [(f"{path}.{name}".lstrip("."), tensor) for name, tensor in named.items() if tensor is not None]
+        found += [
+            (f"{path}.{name}".lstrip("."), tensor)
+            for name, tensor in named.items()
+            if tensor is not None
+        ]
     return found
 
 
@@ -164,16 +192,22 @@ def open_skeleton(source: Source, folder: Path, device: torch.device) -> Skeleto
     stored: dict[str, list[str]] = defaultdict(list)
     for name, target in targets.items():
         stored[target].append(name)
-    seats = {module: _seat(targets[home], module) for module, home in homes.items() if home in targets}
+    seats = {
+        module: _seat(targets[home], module) for module, home in homes.items() if home in targets
+    }
     _narrow_experts(model, seats, linears)
-    return Skeleton(model, _layers_of(model), linears, seats, dict(stored), tensors, device, mapping)
+    return Skeleton(
+        model, _layers_of(model), linears, seats, dict(stored), tensors, device, mapping
+    )
 
 
 def _build(folder: Path, device: torch.device) -> Any:
     """The model on the meta device, but for buffers that are computed rather than stored."""
     transformers = import_transformers()
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
     except Exception as error:  # of many kinds: each class of configs checks itself in its own way
         detail = f"config.json describes a model that transformers {transformers.__version__} does not know"
         raise InputError("calibration-model", f"{detail}: {reason_of(error)}", NEXT) from None
@@ -221,7 +255,9 @@ def import_transformers() -> Any:
         from transformers.utils import logging
     except ImportError:
         detail = "calibrate runs the model, for which it needs the package transformers; it is not installed"
-        raise InputError("no-transformers", detail, "Install it: pip install 'fp4convert[calibrate]'.") from None
+        raise InputError(
+            "no-transformers", detail, "Install it: pip install 'fp4convert[calibrate]'."
+        ) from None
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     return transformers
@@ -236,17 +272,26 @@ def _compute_buffers(model: Any, device: torch.device) -> None:
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
             owners[path] = module
-        names = [name for name in module._non_persistent_buffers_set if module._buffers.get(name) is not None]
+        names = [
+            name
+            for name in module._non_persistent_buffers_set
+            if module._buffers.get(name) is not None
+        ]
         if not names:
             continue
         for name in names:
             module._buffers[name] = torch.zeros_like(module._buffers[name], device=device)
-        owner = max((prefix for prefix in owners if f"{path}.".startswith(f"{prefix}." if prefix else "")), key=len)
+        owner = max(
+            (prefix for prefix in owners if f"{path}.".startswith(f"{prefix}." if prefix else "")),
+            key=len,
+        )
         with torch.device(device):
             owners[owner]._init_weights(module)
 
 
-def _tensors(source: Source, linears: Mapping[str, Linear], recipe: Recipe) -> tuple[dict[str, Lazy], dict[str, str]]:
+def _tensors(
+    source: Source, linears: Mapping[str, Linear], recipe: Recipe
+) -> tuple[dict[str, Lazy], dict[str, str]]:
     """What every tensor of an unquantized checkpoint would be read by, and module -> the tensor that holds it."""
     homes, found = {}, {}
     stacks: dict[str, list[Linear]] = defaultdict(list)
@@ -261,7 +306,12 @@ def _tensors(source: Source, linears: Mapping[str, Linear], recipe: Recipe) -> t
             stacks[homes[module]].append(linear)
     for name, parts in stacks.items():
         found[name] = Lazy(lambda name=name, parts=parts: _stacked(name, parts, source, recipe))  # type: ignore[misc]
-    packed = {ref.name for one in linears.values() if one.coding.is_packed for ref in (one.home, *one.refs, *one.idle)}
+    packed = {
+        ref.name
+        for one in linears.values()
+        if one.coding.is_packed
+        for ref in (one.home, *one.refs, *one.idle)
+    }
     for ref in source.checkpoint.tensors:
         if ref.name not in packed and ref.dtype in TORCH_DTYPES:
             found.setdefault(ref.name, Lazy(lambda ref=ref: _read(ref, source)))  # type: ignore[misc]
@@ -271,7 +321,11 @@ def _tensors(source: Source, linears: Mapping[str, Linear], recipe: Recipe) -> t
 def _read(ref: TensorRef, source: Source) -> torch.Tensor:
     data = bytearray(ref.nbytes)
     source.read_into(ref, 0, memoryview(data))
-    return torch.frombuffer(data, dtype=TORCH_DTYPES[ref.dtype]).reshape(ref.shape) if data else torch.empty(ref.shape)
+    return (
+        torch.frombuffer(data, dtype=TORCH_DTYPES[ref.dtype]).reshape(ref.shape)
+        if data
+        else torch.empty(ref.shape)
+    )
 
 
 def _decoded(linear: Linear, source: Source) -> torch.Tensor:
@@ -285,12 +339,20 @@ def _stacked(name: str, parts: list[Linear], source: Source, recipe: Recipe) -> 
     """Packed experts as the stack that an unquantized checkpoint of the family has."""
     rule = recipe.stack_rule(name)
     if rule is None:
-        raise InputError("calibration-model", f"{name}: no recipe tells how this stack of experts lies unquantized", NEXT, name)
+        raise InputError(
+            "calibration-model",
+            f"{name}: no recipe tells how this stack of experts lies unquantized",
+            NEXT,
+            name,
+        )
     experts = sorted({_expert_of(linear.module) for linear in parts})
     by_module = {linear.module: linear for linear in parts}
     made = []
     for expert in experts:
-        rows = [_decoded(by_module[rule.module(name, expert, member)], source) for member in rule.members]
+        rows = [
+            _decoded(by_module[rule.module(name, expert, member)], source)
+            for member in rule.members
+        ]
         whole = torch.stack(rows, 1).flatten(0, 1) if rule.is_interleaved else torch.cat(rows)
         made.append((whole.T if rule.is_transposed else whole).to(torch.bfloat16))
     return torch.stack(made)
@@ -331,7 +393,9 @@ def _narrow_experts(model: Any, seats: Mapping[str, Seat], linears: Mapping[str,
         parameter = owner._parameters[seat.parameter]
         dtype = TORCH_DTYPES[stored] if stored in FLOAT_TYPES else torch.bfloat16
         if parameter.dtype != dtype:
-            owner._parameters[seat.parameter] = torch.nn.Parameter(parameter.to(dtype), requires_grad=False)
+            owner._parameters[seat.parameter] = torch.nn.Parameter(
+                parameter.to(dtype), requires_grad=False
+            )
 
 
 def _layers_of(model: Any) -> tuple[str, ...]:

@@ -22,7 +22,10 @@ from fp4convert.errors import InputError
 FEW_TOKENS = 16  # an expert that was given fewer has no statistics worth the name
 FEW_SHARE = 1 / 8  # of what each would get if all got the same: nor has one with less
 UNROUTED_TOKENS = 4096  # of the layer, that such an expert is given instead
-FIRST_PARAMETERS = ("gate_up_proj", "up_proj")  # of a stack of experts: what is given the token itself
+FIRST_PARAMETERS = (
+    "gate_up_proj",
+    "up_proj",
+)  # of a stack of experts: what is given the token itself
 
 Arrays = dict[str, NDArray[np.generic]]
 
@@ -36,12 +39,16 @@ class Moments:
     def __init__(self, columns: int, gram: str, device: torch.device) -> None:
         self.columns = columns
         self.tokens = 0
-        self.squares = torch.zeros(columns, dtype=torch.float64, device=device) if gram != "none" else None
+        self.squares = (
+            torch.zeros(columns, dtype=torch.float64, device=device) if gram != "none" else None
+        )
         self.magnitudes = torch.zeros(columns, dtype=torch.float64, device=device)
         self.largest = torch.zeros(columns, dtype=torch.float32, device=device)
         self.width = block_width(gram, columns)
         count = -(-columns // self.width) if self.width else 0
-        self.products = torch.zeros((count, self.width, self.width), device=device) if count else None
+        self.products = (
+            torch.zeros((count, self.width, self.width), device=device) if count else None
+        )
 
     def add(self, given: torch.Tensor) -> bool:
         """Take in (tokens, columns); False where a value is NaN or Inf."""
@@ -97,12 +104,18 @@ class Routed:
 
     def arrays(self, moe: str) -> Arrays:
         saliency = self.norms / np.maximum(self.tokens, 1)
-        return {f"{moe}.expert_tokens": self.tokens, f"{moe}.expert_saliency": saliency.astype(np.float32)}
+        return {
+            f"{moe}.expert_tokens": self.tokens,
+            f"{moe}.expert_saliency": saliency.astype(np.float32),
+        }
 
     def starving(self) -> list[int]:
         """Experts that were given too few tokens."""
         fair = self.tokens.sum() / len(self.tokens)
-        return [int(expert) for expert in np.flatnonzero(self.tokens < max(FEW_TOKENS, FEW_SHARE * fair))]
+        return [
+            int(expert)
+            for expert in np.flatnonzero(self.tokens < max(FEW_TOKENS, FEW_SHARE * fair))
+        ]
 
 
 @dataclass(slots=True)
@@ -135,7 +148,9 @@ class Watch:
         self._paths |= {id(module): path for path, module in self.skeleton.model.named_modules()}
         for module, seat in self.modules.items():
             if seat.expert is not None:
-                self._members.setdefault((seat.path, seat.parameter in FIRST_PARAMETERS, seat.expert), []).append(module)
+                self._members.setdefault(
+                    (seat.path, seat.parameter in FIRST_PARAMETERS, seat.expert), []
+                ).append(module)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -145,7 +160,9 @@ class Watch:
             if seat.expert is None:
                 by_path.setdefault(seat.path, []).append(module)
         handles = [
-            self.skeleton.module(path).register_forward_pre_hook(self._hook(names), with_kwargs=True)
+            self.skeleton.module(path).register_forward_pre_hook(
+                self._hook(names), with_kwargs=True
+            )
             for path, names in by_path.items()
             if not isinstance(self.skeleton.module(path), torch.nn.Embedding)
         ]
@@ -164,8 +181,16 @@ class Watch:
         columns = self.skeleton.linears[names[0]].shape[1]
 
         def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-            if self._follows_router() and given is not None and given.is_floating_point() and given.shape[-1] == columns:
+            given = next(
+                (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)),
+                None,
+            )
+            if (
+                self._follows_router()
+                and given is not None
+                and given.is_floating_point()
+                and given.shape[-1] == columns
+            ):
                 self._take(names, given)
 
         return look
@@ -178,7 +203,9 @@ class Watch:
         """Statistics of what these modules are given; only once where the very same tensor was given to another before."""
         key = (given.data_ptr(), given.numel(), given._version)
         holder = self._seen[key][0] if key in self._seen else names[0]
-        self._seen.setdefault(key, (holder, given))  # kept: else its memory could be another tensor's
+        self._seen.setdefault(
+            key, (holder, given)
+        )  # kept: else its memory could be another tensor's
         for name in names:
             if name != holder:
                 self.inputs[name] = holder
@@ -189,16 +216,30 @@ class Watch:
         if holder not in self.moments:
             self.moments[holder] = Moments(given.shape[-1], self.gram, given.device)
         if not self.moments[holder].add(given):
-            detail = f"{holder} was given NaN or Inf by sample {self.sample}; activations must be finite"
-            raise InputError("calibration-nan", detail, "Check the weights, and leave that text out.", holder)
+            detail = (
+                f"{holder} was given NaN or Inf by sample {self.sample}; activations must be finite"
+            )
+            raise InputError(
+                "calibration-nan", detail, "Check the weights, and leave that text out.", holder
+            )
 
-    def experts(self, module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+    def experts(
+        self, module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any
+    ) -> torch.Tensor:
         """What a stack of experts makes of tokens, expert by expert, as its class in transformers defines it."""
-        hidden, chosen, weights = hidden_states, top_k_index, top_k_weights  # named as transformers calls them
+        hidden, chosen, weights = (
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+        )  # named as transformers calls them
         path = self._paths[id(module)]
         for expert in (self.unfed or {}).get(path, ()):
             self._see_expert(path, expert, hidden, _between(module, expert, hidden))
-        routed = self.routed.setdefault(path, Routed(module.num_experts)) if self._follows_router() else None
+        routed = (
+            self.routed.setdefault(path, Routed(module.num_experts))
+            if self._follows_router()
+            else None
+        )
         out = torch.zeros_like(hidden)
         for expert in torch.unique(chosen).tolist():
             if expert >= module.num_experts:
@@ -213,7 +254,9 @@ class Watch:
             out.index_add_(0, token, (made * share).to(out.dtype))
         return out
 
-    def _see_expert(self, path: str, expert: int, given: torch.Tensor, between: torch.Tensor) -> None:
+    def _see_expert(
+        self, path: str, expert: int, given: torch.Tensor, between: torch.Tensor
+    ) -> None:
         for is_first, x in ((True, given), (False, between)):
             names = self._members.get((path, is_first, expert), [])
             if names:
@@ -222,18 +265,32 @@ class Watch:
 
     def feed_starving(self) -> list[str]:
         """Forget what the experts with too few tokens were given, and have them fed from now on; their modules."""
-        self.unfed = {path: experts for path, routed in self.routed.items() if (experts := routed.starving())}
-        fed = [(path, is_first, expert) for path, all_ in self.unfed.items() for expert in all_ for is_first in (True, False)]
+        self.unfed = {
+            path: experts for path, routed in self.routed.items() if (experts := routed.starving())
+        }
+        fed = [
+            (path, is_first, expert)
+            for path, all_ in self.unfed.items()
+            for expert in all_
+            for is_first in (True, False)
+        ]
         names = [name for key in fed for name in self._members.get(key, [])]
         for name in names:
             self.moments.pop(name, None)
         return names
 
-    def attention(self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+    def attention(
+        self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
+    ) -> Any:
         """What attention makes of queries, keys and values, by the model's own plain function."""
-        if self._follows_router() and not hasattr(module, "kv_lora_rank"):  # latent attention has no cache of keys and values
+        if self._follows_router() and not hasattr(
+            module, "kv_lora_rank"
+        ):  # latent attention has no cache of keys and values
             largest = self.cached.setdefault(self._paths[id(module)], [0.0, 0.0])
-            largest[:] = max(largest[0], float(key.abs().max())), max(largest[1], float(value.abs().max()))
+            largest[:] = (
+                max(largest[0], float(key.abs().max())),
+                max(largest[1], float(value.abs().max())),
+            )
         plain = getattr(sys.modules[type(module).__module__], "eager_attention_forward")  # noqa: B009 - mypy knows no such module
         return plain(module, query, key, value, attention_mask, **options)
 
@@ -258,14 +315,18 @@ class Watch:
             if seat.expert is None and seat.path.startswith(f"{path}."):
                 return module.rsplit(".", seat.path[len(path) :].count("."))[0]
         detail = f"{path} of the model has no linear layer that the checkpoint stores; expected one"
-        next_step = "Download the checkpoint again: its config.json and its weights are not of one model."
+        next_step = (
+            "Download the checkpoint again: its config.json and its weights are not of one model."
+        )
         raise InputError("calibration-model", detail, next_step, path)
 
 
 def _multiplied(module: Any, parameter: str, expert: int, x: torch.Tensor) -> torch.Tensor:
     weight: torch.Tensor = getattr(module, parameter)[expert].to(x.dtype)
     made = x @ weight if module.is_transposed else x @ weight.T
-    return made + getattr(module, f"{parameter}_bias")[expert].to(x.dtype) if module.has_bias else made
+    return (
+        made + getattr(module, f"{parameter}_bias")[expert].to(x.dtype) if module.has_bias else made
+    )
 
 
 def _between(module: Any, expert: int, x: torch.Tensor) -> torch.Tensor:
@@ -300,16 +361,25 @@ def watching(watch: Watch) -> Iterator[None]:
 
 def configs_of(model: Any) -> Iterable[Any]:
     """The configs that the model's modules ask for implementations."""
-    return {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}.values()
+    return {
+        id(config): config
+        for m in model.modules()
+        if (config := getattr(m, "config", None)) is not None
+    }.values()
 
 
 def unwatched(skeleton: Skeleton, seen: Mapping[str, object]) -> list[str]:
     """Linear layers that got no statistics: not part of the model, or never given text; embeddings are none."""
-    tables = {path for path, module in skeleton.model.named_modules() if isinstance(module, torch.nn.Embedding)}
+    tables = {
+        path
+        for path, module in skeleton.model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+    }
     return [
         module
         for module in skeleton.linears
-        if module not in seen and not (module in skeleton.seats and skeleton.seats[module].path in tables)
+        if module not in seen
+        and not (module in skeleton.seats and skeleton.seats[module].path in tables)
     ]
 
 

@@ -50,7 +50,16 @@ from fp4convert.storage.json_text import unquantized
 from fp4convert.storage.source import Source, stopping
 
 GRAM_KINDS = "none, diag, block:N or full"
-TEXT_FILES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".vocab", ".bpe", ".merges")  # of a tokenizer
+TEXT_FILES = (
+    ".json",
+    ".txt",
+    ".jinja",
+    ".model",
+    ".tiktoken",
+    ".vocab",
+    ".bpe",
+    ".merges",
+)  # of a tokenizer
 COPY_NBYTES = 1 << 20
 NAMED_MODULES = 3  # in a warning that many could stand in
 
@@ -151,7 +160,10 @@ def calibrate(run: Run) -> Calibrated:
     device = _device_named(run.device)
     _check_output(run)
     notes = part_notes(run.source)
-    with kept_state(run.output, _purpose(run, notes, device), run.tell) as state, stopping(run.source):
+    with (
+        kept_state(run.output, _purpose(run, notes, device), run.tell) as state,
+        stopping(run.source),
+    ):
         run.phases.begin("model")
         _copy_texts(run.source, state / "model")
         skeleton = open_skeleton(run.source, state / "model", device)
@@ -167,13 +179,19 @@ def calibrate(run: Run) -> Calibrated:
 def _check_output(run: Run) -> None:
     output = run.output
     if output.is_dir():
-        raise OutputError("output-exists", f"{output} is a folder; expected the name of a new file", "Name one: -o FILE.")
+        raise OutputError(
+            "output-exists",
+            f"{output} is a folder; expected the name of a new file",
+            "Name one: -o FILE.",
+        )
     if run.source.holds(output):
         detail = f"{output} lies inside the source, where it would be taken for weights; expected a file outside it"
         raise InputError("output-in-source", detail, "Choose another: -o FILE.")
     if output.exists() and not run.is_forced:
         detail = f"{output} is there already; nothing is written over it"
-        raise OutputError("output-exists", detail, "Choose another file with -o, or replace it with --force.")
+        raise OutputError(
+            "output-exists", detail, "Choose another file with -o, or replace it with --force."
+        )
 
 
 def _checked_needs(run: Run, skeleton: Skeleton, state: Path, tokens: int) -> Needs:
@@ -185,9 +203,15 @@ def _checked_needs(run: Run, skeleton: Skeleton, state: Path, tokens: int) -> Ne
 
 def _check_gram(gram: str) -> None:
     kind, _, width = gram.partition(":")
-    is_known = gram in ("none", "diag", "full") or (kind == "block" and width.isdecimal() and int(width) > 0)
+    is_known = gram in ("none", "diag", "full") or (
+        kind == "block" and width.isdecimal() and int(width) > 0
+    )
     if not is_known:
-        raise InputError("unknown-gram", f"--gram {gram!r} is not known; expected {GRAM_KINDS}", "Usual: block:128.")
+        raise InputError(
+            "unknown-gram",
+            f"--gram {gram!r} is not known; expected {GRAM_KINDS}",
+            "Usual: block:128.",
+        )
 
 
 def _device_named(name: str) -> torch.device:
@@ -197,11 +221,15 @@ def _device_named(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError("unknown-device", detail, "Leave it out for a GPU, else the CPU.") from None
+        raise InputError(
+            "unknown-device", detail, "Leave it out for a GPU, else the CPU."
+        ) from None
     if device.type not in ("cpu", "cuda"):
         raise InputError("unknown-device", detail, "Leave it out for a GPU, else the CPU.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        detail = f"--device {name}: torch {torch.__version__} finds {torch.cuda.device_count()} GPUs"
+        detail = (
+            f"--device {name}: torch {torch.__version__} finds {torch.cuda.device_count()} GPUs"
+        )
         raise DeviceError("no-gpu", detail, "Use --device cpu, or see: fp4convert doctor.")
     return device
 
@@ -216,8 +244,12 @@ def _purpose(run: Run, notes: dict[str, str], device: torch.device) -> str:
 def _copy_texts(source: Source, folder: Path) -> None:
     """The model's config and its tokenizer's files, where transformers can read them; no code is among them."""
     if not source.checkpoint.config:
-        detail = f"{source.name} has no config.json, without which nobody knows how the model computes"
-        raise InputError("calibration-model", detail, "Give the folder or repository of the whole model.")
+        detail = (
+            f"{source.name} has no config.json, without which nobody knows how the model computes"
+        )
+        raise InputError(
+            "calibration-model", detail, "Give the folder or repository of the whole model."
+        )
     with told(folder):
         folder.mkdir(exist_ok=True)
         for file in source.checkpoint.sidecars:
@@ -280,7 +312,9 @@ class _Layers:
         self.run.phases.begin("calibrate", sum(nbytes.values()))
         for number, path in enumerate(self.skeleton.layers):
             if remark_file(self.state, number).exists():
-                self.is_tuple = bool(json.loads(remark_file(self.state, number).read_text())["is_tuple"])
+                self.is_tuple = bool(
+                    json.loads(remark_file(self.state, number).read_text())["is_tuple"]
+                )
                 self.run.phases.skip(nbytes[path])
                 continue
             watch = self._run_layer(number)
@@ -296,7 +330,10 @@ class _Layers:
         """What every layer is called with, and the first hidden states."""
         shelf = Shelf()
         is_first = not remark_file(self.state, 0).exists()
-        with filled_on_demand(self.skeleton), watching(Watch(self.skeleton, "none", {}, is_looking=False)):
+        with (
+            filled_on_demand(self.skeleton),
+            watching(Watch(self.skeleton, "none", {}, is_looking=False)),
+        ):
             for number, batch in enumerate(self.batches):
                 hidden, calls = begin(self.skeleton, self._ids(batch), shelf)
                 self._calls.append(calls)
@@ -314,13 +351,19 @@ class _Layers:
 
     def _run_layer(self, layer: int) -> tuple[Watch, list[str]]:
         path = self.skeleton.layers[layer]
-        mine = {module: seat for module, seat in self.skeleton.seats.items() if self.skeleton.layer_of(seat) == path}
+        mine = {
+            module: seat
+            for module, seat in self.skeleton.seats.items()
+            if self.skeleton.layer_of(seat) == path
+        }
         watch = Watch(self.skeleton, self.run.gram, mine)
         self.skeleton.fill(path)
         with watching(watch):
             for number, batch in enumerate(self.batches):
                 watch.begin(batch.first)
-                made, self.is_tuple = step(self.skeleton, layer, self._get(layer, number), self._calls[number][layer])
+                made, self.is_tuple = step(
+                    self.skeleton, layer, self._get(layer, number), self._calls[number][layer]
+                )
                 self._hidden(layer + 1).put(number, made)
             unrouted, fed = watch.feed_starving(), 0
             for number, batch in enumerate(self.batches if unrouted else ()):
@@ -332,12 +375,21 @@ class _Layers:
         return watch, unrouted
 
     def _run_rest(self) -> tuple[Watch, list[str]]:
-        rest = {module: seat for module, seat in self.skeleton.seats.items() if self.skeleton.layer_of(seat) is None}
+        rest = {
+            module: seat
+            for module, seat in self.skeleton.seats.items()
+            if self.skeleton.layer_of(seat) is None
+        }
         watch = Watch(self.skeleton, self.run.gram, rest)
         with filled_on_demand(self.skeleton), watching(watch):
             for number, batch in enumerate(self.batches):
                 watch.begin(batch.first)
-                end(self.skeleton, self._ids(batch), self._get(len(self.skeleton.layers), number), self.is_tuple)
+                end(
+                    self.skeleton,
+                    self._ids(batch),
+                    self._get(len(self.skeleton.layers), number),
+                    self.is_tuple,
+                )
         return watch, []
 
     def _keep(self, number: int, found: tuple[Watch, list[str]]) -> None:
@@ -352,7 +404,9 @@ class _Layers:
         }
         temp = self.state / "remark.new"
         with told(temp):
-            temp.write_text(json.dumps({**remark, "experts": sum(len(r.tokens) for r in watch.routed.values())}))
+            temp.write_text(
+                json.dumps({**remark, "experts": sum(len(r.tokens) for r in watch.routed.values())})
+            )
             os.replace(temp, remark_file(self.state, number))
 
     def finish(self, samples: Samples, begun: float) -> Calibrated:
@@ -369,12 +423,20 @@ class _Layers:
             "tokens": str(tokens),
             "gram": self.run.gram,
             "text": self.run.feed.words(),
-            "inputs": json.dumps({module: holder for remark in remarks for module, holder in remark["inputs"].items()}),
+            "inputs": json.dumps(
+                {
+                    module: holder
+                    for remark in remarks
+                    for module, holder in remark["inputs"].items()
+                }
+            ),
             "unrouted": json.dumps(unrouted),
         }
         missed = unwatched(self.skeleton, dict.fromkeys(seen))
         self.run.phases.begin("join")
-        joined = join_parts(self.run.output, [part_file(self.state, number) for number in numbers], notes)
+        joined = join_parts(
+            self.run.output, [part_file(self.state, number) for number in numbers], notes
+        )
         return Calibrated(
             output=self.run.output,
             output_bytes=joined.nbytes,

@@ -47,25 +47,36 @@ class Feed:
 
     def check(self) -> None:
         """InputError unless exactly one of them is given, and the numbers can be."""
-        if (bool(self.text), self.dataset is not None, self.self_generate is not None).count(True) != 1:
+        if (bool(self.text), self.dataset is not None, self.self_generate is not None).count(
+            True
+        ) != 1:
             detail = "calibrate is fed by one of --text FILE, --dataset FILE and --self-generate N; expected one of them"
             raise InputError("no-text", detail, "With no data at hand: --self-generate 32.")
         options = (("--self-generate", self.self_generate, 1), ("--samples", self.samples, 1))
-        for option, value, least in (*options, ("--sequence-length", self.sequence_length, SHORTEST)):
+        for option, value, least in (
+            *options,
+            ("--sequence-length", self.sequence_length, SHORTEST),
+        ):
             if value is not None and value < least:
                 detail = f"{option} {value}: expected at least {least}"
                 raise InputError("bad-number", detail, f"Give {option} {least}, or more.")
         for path in (*self.text, *([self.dataset] if self.dataset else [])):
             if not path.is_file():
                 found = "is no file" if path.exists() else "no such file"
-                raise InputError("no-text", f"{path}: {found}; expected text to calibrate with", "Look for a typing error.")
+                raise InputError(
+                    "no-text",
+                    f"{path}: {found}; expected text to calibrate with",
+                    "Look for a typing error.",
+                )
 
     def words(self) -> str:
         """How the text came, for the file's notes and for telling one feed from another: the same for the same content."""
         if self.self_generate is not None:
             return f"{self.self_generate} sequences written by the model, seed {SEED}"
         kind, files = ("text", self.text) if self.text else ("dataset", (self.dataset,))
-        return f"{kind}: " + ", ".join(f"{path.name} (sha256 {hash_file(path)[:16]})" for path in files if path)
+        return f"{kind}: " + ", ".join(
+            f"{path.name} (sha256 {hash_file(path)[:16]})" for path in files if path
+        )
 
 
 class Batch(NamedTuple):
@@ -84,11 +95,17 @@ def batches_of(samples: Samples) -> list[Batch]:
     found: list[list[int]] = []
     for number, ids in enumerate(samples):
         last = found[-1] if found else []
-        if last and len(samples[last[0]]) == len(ids) and (len(last) + 1) * len(ids) <= BATCH_TOKENS:
+        if (
+            last
+            and len(samples[last[0]]) == len(ids)
+            and (len(last) + 1) * len(ids) <= BATCH_TOKENS
+        ):
             last.append(number)
         else:
             found.append([number])
-    return [Batch(numbers[0], np.stack([samples[number] for number in numbers])) for numbers in found]
+    return [
+        Batch(numbers[0], np.stack([samples[number] for number in numbers])) for numbers in found
+    ]
 
 
 def longest(skeleton: Skeleton, wanted: int | None, usual: int, tokenizer: Any = None) -> int:
@@ -97,7 +114,9 @@ def longest(skeleton: Skeleton, wanted: int | None, usual: int, tokenizer: Any =
     limits.append(getattr(tokenizer, "model_max_length", None))
     limit = min((int(limit) for limit in limits if limit), default=usual)
     if wanted is not None and wanted > limit:
-        detail = f"--sequence-length {wanted} is more than the model takes; expected at most {limit}"
+        detail = (
+            f"--sequence-length {wanted} is more than the model takes; expected at most {limit}"
+        )
         raise InputError("bad-number", detail, "Leave it out.")
     return wanted or min(limit, usual)
 
@@ -112,7 +131,9 @@ def read_samples(feed: Feed, skeleton: Skeleton, folder: Path) -> Samples:
     length = longest(skeleton, feed.sequence_length, SEQUENCE_LENGTH, tokenizer)
     is_packed = skeleton.model.can_generate()
     texts = _texts(feed, tokenizer, is_by_line=not is_packed)
-    tokens = [np.asarray(tokenizer(text, **options)["input_ids"], np.int64) for text, options in texts]
+    tokens = [
+        np.asarray(tokenizer(text, **options)["input_ids"], np.int64) for text, options in texts
+    ]
     tokens = [ids for ids in tokens if len(ids)]
     if is_packed and tokens:
         whole = np.concatenate(tokens)
@@ -121,7 +142,9 @@ def read_samples(feed: Feed, skeleton: Skeleton, folder: Path) -> Samples:
     tokens = [ids[:length] for ids in tokens if len(ids) >= SHORTEST]
     if not tokens:
         raise InputError(
-            "no-text", "the text to calibrate with makes no sample of two tokens; expected prose or code", "Add more."
+            "no-text",
+            "the text to calibrate with makes no sample of two tokens; expected prose or code",
+            "Add more.",
         )
     chosen = [tokens[number * len(tokens) // feed.samples] for number in range(feed.samples)]
     return sorted(tokens if len(tokens) <= feed.samples else chosen, key=len)
@@ -130,14 +153,24 @@ def read_samples(feed: Feed, skeleton: Skeleton, folder: Path) -> Samples:
 def _tokenizer(folder: Path) -> Any:
     transformers = import_transformers()
     try:
-        found = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        found = transformers.AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
     except Exception as error:  # of many kinds: tokenizers, sentencepiece, json
         is_there = any(not path.name.endswith("config.json") for path in folder.iterdir())
-        why = f"no tokenizer that transformers can use: {reason_of(error)}" if is_there else "no tokenizer"
+        why = (
+            f"no tokenizer that transformers can use: {reason_of(error)}"
+            if is_there
+            else "no tokenizer"
+        )
         next_step = "Put the tokenizer's files beside the weights, or: --self-generate 32."
         raise InputError("no-tokenizer", f"the source has {why}", next_step) from None
     if not len(found):
-        raise InputError("no-tokenizer", "the source has no tokenizer: its vocabulary is empty", "Or: --self-generate 32.")
+        raise InputError(
+            "no-tokenizer",
+            "the source has no tokenizer: its vocabulary is empty",
+            "Or: --self-generate 32.",
+        )
     return found
 
 
@@ -147,7 +180,9 @@ def _texts(feed: Feed, tokenizer: Any, is_by_line: bool) -> Iterator[tuple[str, 
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError("bad-text", f"{path} cannot be read as UTF-8 text: {error}", "Give plain text.") from None
+            raise InputError(
+                "bad-text", f"{path} cannot be read as UTF-8 text: {error}", "Give plain text."
+            ) from None
         for part in text.splitlines() if is_by_line else [text]:
             if part.strip():
                 yield part, {}
@@ -158,7 +193,10 @@ def _texts(feed: Feed, tokenizer: Any, is_by_line: bool) -> Iterator[tuple[str, 
         if isinstance(record.get("text"), str):
             yield _sayable(record["text"], where), {}
         elif isinstance(record.get("messages"), list):
-            yield _sayable(_chat(tokenizer, record["messages"], where), where), {"add_special_tokens": False}
+            yield (
+                _sayable(_chat(tokenizer, record["messages"], where), where),
+                {"add_special_tokens": False},
+            )
         else:
             detail = f"{where} has neither a 'text' that is a string nor a list of 'messages', but {sorted(map(str, record))[:5]}"
             raise InputError("bad-dataset", detail, "Give every record one of them.")
@@ -169,7 +207,9 @@ def _sayable(text: str, where: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        detail = f"{where} holds half a surrogate pair at character {error.start}; expected Unicode text"
+        detail = (
+            f"{where} holds half a surrogate pair at character {error.start}; expected Unicode text"
+        )
         raise InputError("bad-dataset", detail, "Leave the record out.") from None
     return text
 
@@ -208,12 +248,16 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
         from pyarrow import ArrowException, parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
         detail = f"{path}: reading parquet needs the package pyarrow; it is not installed"
-        raise InputError("no-pyarrow", detail, "Install it: pip install pyarrow. Or give jsonl.") from None
+        raise InputError(
+            "no-pyarrow", detail, "Install it: pip install pyarrow. Or give jsonl."
+        ) from None
     try:
         for batch in parquet.ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
     except (ArrowException, OSError) as error:
-        raise InputError("bad-dataset", f"{path} is no parquet file: {error}", "Give jsonl or parquet.") from None
+        raise InputError(
+            "bad-dataset", f"{path} is no parquet file: {error}", "Give jsonl or parquet."
+        ) from None
 
 
 def own_shape(feed: Feed, skeleton: Skeleton) -> tuple[int, int]:
@@ -224,7 +268,9 @@ def own_shape(feed: Feed, skeleton: Skeleton) -> tuple[int, int]:
     return int(feed.self_generate or 1), longest(skeleton, feed.sequence_length, OWN_LENGTH)
 
 
-def write_samples(feed: Feed, skeleton: Skeleton, held_nbytes: int, report: Callable[[str, int], None]) -> Samples:
+def write_samples(
+    feed: Feed, skeleton: Skeleton, held_nbytes: int, report: Callable[[str, int], None]
+) -> Samples:
     """Sequences that the model writes itself from its first token on, at temperature 1: the same ones every time.
 
     held_nbytes  where all weights take no more they are held; else each layer is read again for every token
@@ -245,12 +291,25 @@ def write_samples(feed: Feed, skeleton: Skeleton, held_nbytes: int, report: Call
     from transformers import DynamicCache
 
     cache = DynamicCache()
-    with filled_on_demand(skeleton, is_headless=False), _layers_on_demand(skeleton, is_held, report), watching(blind):
+    with (
+        filled_on_demand(skeleton, is_headless=False),
+        _layers_on_demand(skeleton, is_held, report),
+        watching(blind),
+    ):
         for number in range(2, length + 1):
             given = written[-1].to(skeleton.device)
-            logits = skeleton.model(input_ids=given, past_key_values=cache, use_cache=True).logits[:, -1].float().cpu()
+            logits = (
+                skeleton.model(input_ids=given, past_key_values=cache, use_cache=True)
+                .logits[:, -1]
+                .float()
+                .cpu()
+            )
             if not torch.isfinite(logits).all():
-                raise InputError("calibration-nan", "the model writes NaN or Inf instead of text", "Check the weights.")
+                raise InputError(
+                    "calibration-nan",
+                    "the model writes NaN or Inf instead of text",
+                    "Check the weights.",
+                )
             written.append(torch.multinomial(torch.softmax(logits, -1), 1, generator=generator))
             report(f"token {number} of {length}", count)
     return list(torch.cat(written, 1).numpy())
@@ -259,7 +318,9 @@ def write_samples(feed: Feed, skeleton: Skeleton, held_nbytes: int, report: Call
 class _layers_on_demand:  # noqa: N801 - a context manager, used as a function
     """Meanwhile every layer is filled when it is used, and emptied after it or, where they are held, in the end."""
 
-    def __init__(self, skeleton: Skeleton, is_held: bool, report: Callable[[str, int], None]) -> None:
+    def __init__(
+        self, skeleton: Skeleton, is_held: bool, report: Callable[[str, int], None]
+    ) -> None:
         self._skeleton, self._is_held, self._report = skeleton, is_held, report
         self._handles: list[Any] = []
         self._filled: set[str] = set()
@@ -267,9 +328,13 @@ class _layers_on_demand:  # noqa: N801 - a context manager, used as a function
     def __enter__(self) -> None:
         for path in self._skeleton.layers:
             layer = self._skeleton.module(path)
-            self._handles.append(layer.register_forward_pre_hook(lambda m, args, path=path: self._fill(path)))
+            self._handles.append(
+                layer.register_forward_pre_hook(lambda m, args, path=path: self._fill(path))
+            )
             if not self._is_held:
-                self._handles.append(layer.register_forward_hook(lambda m, args, out, path=path: self._empty(path)))
+                self._handles.append(
+                    layer.register_forward_hook(lambda m, args, out, path=path: self._empty(path))
+                )
 
     def _fill(self, path: str) -> None:
         if path not in self._filled:

@@ -53,7 +53,11 @@ AGAIN = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
 ANEW = "Copy it anew from where it was made, or calibrate again."  # nobody downloads such files
 GRAM_DIMENSIONS = 3  # (blocks, n, n)
 COUNTS = (".tokens", ".expert_tokens")  # end names of integers
-DTYPES: dict[str, np.dtype[np.generic]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "I64": np.dtype("<i8")}
+DTYPES: dict[str, np.dtype[np.generic]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "I64": np.dtype("<i8"),
+}
 
 
 class Gram(NamedTuple):
@@ -120,9 +124,7 @@ class Calibration:
             detail = f"{self.path} was made from another model than {source.name}: names, shapes or config.json differ"
             raise InputError("calibration-model", detail, again)
         if weights_of(source) != self.notes["weights"]:
-            detail = (
-                f"{self.path} was made from other weights of the same model as {source.name}: another revision or a fine-tune"
-            )
+            detail = f"{self.path} was made from other weights of the same model as {source.name}: another revision or a fine-tune"
             raise InputError("calibration-weights", detail, again)
         self.check_linears(linears)
 
@@ -133,7 +135,12 @@ class Calibration:
             ref = self._ref(linear.module, "input_channel_amax")
             if ref.shape != linear.shape[1:]:
                 detail = f"{self.path}: {ref.name} has the shape {list(ref.shape)}; expected {[linear.shape[1]]}"
-                raise InputError("calibration-shape", detail, "Calibrate this source: fp4convert calibrate.", linear.module)
+                raise InputError(
+                    "calibration-shape",
+                    detail,
+                    "Calibrate this source: fp4convert calibrate.",
+                    linear.module,
+                )
             if self.holder(linear.module) not in holders:
                 holders.add(self.holder(linear.module))
                 self.check_inputs(linear.module)
@@ -145,7 +152,9 @@ class Calibration:
             tokens=self.tokens_of(module) if self._has(module, "tokens") else None,
             amax=self.amax(module) if self._has(module, "input_amax") else None,
             largest=largest,
-            magnitudes=self.mean_magnitudes(module) if self._has(module, "input_abs_mean") else None,
+            magnitudes=self.mean_magnitudes(module)
+            if self._has(module, "input_abs_mean")
+            else None,
             squares=self.moments(module) if self._has(module, "input_sq_mean") else None,
             diagonal=self._diagonal(module) if self.has_gram(module) else None,
         )
@@ -176,7 +185,9 @@ class Calibration:
     def gram_widths(self) -> list[tuple[int, int]]:
         """(columns, columns of a block) of every Gram matrix in the file, those of its padding with them."""
         shapes = [ref.shape for name, ref in self.refs.items() if name.endswith(".input_gram")]
-        return [(shape[0] * shape[-1], shape[-1]) for shape in shapes if len(shape) == GRAM_DIMENSIONS]
+        return [
+            (shape[0] * shape[-1], shape[-1]) for shape in shapes if len(shape) == GRAM_DIMENSIONS
+        ]
 
     def amax(self, module: str) -> float:
         """The largest |x| that the linear layer was given."""
@@ -211,9 +222,15 @@ class Calibration:
 
     def experts(self, moe: str) -> Experts:
         """What became of the tokens in a mixture of experts: `model.layers.0.mlp`, above its `experts`."""
-        tokens, saliency = self._positive(moe, "expert_tokens"), self._positive(moe, "expert_saliency")
+        tokens, saliency = (
+            self._positive(moe, "expert_tokens"),
+            self._positive(moe, "expert_saliency"),
+        )
         if tokens.shape == saliency.shape and saliency[tokens == 0].any():
-            raise self._bad(self._ref(moe, "expert_saliency"), "is above 0 for an expert that no token was routed to")
+            raise self._bad(
+                self._ref(moe, "expert_saliency"),
+                "is above 0 for an expert that no token was routed to",
+            )
         return Experts(cast(NDArray[np.int64], tokens), saliency)
 
     def cache_amax(self, attention: str) -> tuple[float, float]:
@@ -240,20 +257,36 @@ class Calibration:
 
     def _gram_ref(self, module: str) -> TensorRef:
         """Where the Gram matrix is; InputError where it has the shape of none of that linear layer."""
-        ref, columns = self._ref(module, "input_gram"), self._ref(module, "input_channel_amax").shape[0]
+        ref, columns = (
+            self._ref(module, "input_gram"),
+            self._ref(module, "input_channel_amax").shape[0],
+        )
         count, width = ref.shape[0] if ref.shape else 0, ref.shape[-1] if ref.shape else 0
-        if len(ref.shape) != GRAM_DIMENSIONS or ref.shape[1] != width or not count * width - width < columns <= count * width:
-            raise self._bad(ref, f"has the shape {list(ref.shape)}; expected square blocks that cover {columns} columns")
+        if (
+            len(ref.shape) != GRAM_DIMENSIONS
+            or ref.shape[1] != width
+            or not count * width - width < columns <= count * width
+        ):
+            raise self._bad(
+                ref,
+                f"has the shape {list(ref.shape)}; expected square blocks that cover {columns} columns",
+            )
         return ref
 
     def _gram_scale(self, module: str) -> np.float32:
-        return np.float32(self._number(module, "input_gram_scale") if self._ref(module, "input_gram").dtype == "F16" else 1)
+        return np.float32(
+            self._number(module, "input_gram_scale")
+            if self._ref(module, "input_gram").dtype == "F16"
+            else 1
+        )
 
     def _diagonal(self, module: str) -> Float32s:
         """That of a Gram matrix, and nothing else of it is read."""
         ref = self._gram_ref(module)
         mapped = np.memmap(self.path.parent / ref.file, self._dtype(ref), "r", ref.start, ref.shape)
-        values = np.diagonal(mapped, axis1=1, axis2=2).reshape(-1).astype(np.float32) * self._gram_scale(module)
+        values = np.diagonal(mapped, axis1=1, axis2=2).reshape(-1).astype(
+            np.float32
+        ) * self._gram_scale(module)
         self._check(ref, values)
         return cast(Float32s, values)
 
@@ -262,7 +295,10 @@ class Calibration:
         expected = self._ref(module, "input_channel_amax").shape
         values = self._positive(module, kind)
         if values.shape != expected or len(expected) != 1:
-            raise self._bad(self._ref(module, kind), f"has the shape {list(values.shape)}; expected a number for every column")
+            raise self._bad(
+                self._ref(module, kind),
+                f"has the shape {list(values.shape)}; expected a number for every column",
+            )
         return values
 
     def _positive(self, module: str, kind: str) -> Float32s:
@@ -274,7 +310,10 @@ class Calibration:
     def _number(self, module: str, kind: str) -> float:
         found = self._positive(module, kind)
         if found.shape:
-            raise self._bad(self._ref(module, kind), f"has the shape {list(found.shape)}; expected a single number")
+            raise self._bad(
+                self._ref(module, kind),
+                f"has the shape {list(found.shape)}; expected a single number",
+            )
         return float(found)
 
     def _dtype(self, ref: TensorRef) -> np.dtype[np.generic]:
@@ -285,21 +324,29 @@ class Calibration:
         return DTYPES[ref.dtype]
 
     def _read(self, ref: TensorRef) -> NDArray[np.generic]:
-        values = np.fromfile(self.path.parent / ref.file, self._dtype(ref), ref.elements, offset=ref.start)
+        values = np.fromfile(
+            self.path.parent / ref.file, self._dtype(ref), ref.elements, offset=ref.start
+        )
         if values.size != ref.elements:
             raise self._bad(ref, "is gone: the file became shorter while it was read")
         return values.reshape(ref.shape)
 
-    def _check(self, ref: TensorRef, values: NDArray[np.generic], may_be_negative: bool = False) -> None:
+    def _check(
+        self, ref: TensorRef, values: NDArray[np.generic], may_be_negative: bool = False
+    ) -> None:
         """InputError for NaN, Inf, and what is negative and cannot be; of a Gram matrix that is its diagonal."""
         if not np.isfinite(values).all():
             raise self._bad(ref, "holds NaN or Inf; expected finite statistics")
         lowest = np.diagonal(values, axis1=-2, axis2=-1) if may_be_negative else values
         if lowest.size and lowest.min() < 0:
-            raise self._bad(ref, "holds negative values where counts, squares or magnitudes are expected")
+            raise self._bad(
+                ref, "holds negative values where counts, squares or magnitudes are expected"
+            )
 
     def _bad(self, ref: TensorRef, found: str) -> InputError:
-        return InputError("calibration-values", f"{self.path}: {ref.name} {found}", "Calibrate again.", ref.name)
+        return InputError(
+            "calibration-values", f"{self.path}: {ref.name} {found}", "Calibrate again.", ref.name
+        )
 
 
 def open_calibration(path: Path | str) -> Calibration:
@@ -312,7 +359,9 @@ def open_calibration(path: Path | str) -> Calibration:
         text = path.read_bytes() if is_index else b""
     except OSError as error:
         detail = f"{path}: {error.strerror}; expected a file that fp4convert calibrate made"
-        raise InputError("calibration-file", detail, "Make it: fp4convert calibrate SOURCE -o FILE.") from None
+        raise InputError(
+            "calibration-file", detail, "Make it: fp4convert calibrate SOURCE -o FILE."
+        ) from None
     headers = [] if is_index else [header_of(path)]
     notes = _index_notes(path, text) if is_index else headers[0][0]
     _check_format(path, notes)
@@ -344,7 +393,9 @@ def header_of(path: Path) -> tuple[dict[str, str], tuple[TensorRef, ...]]:
             header = read_header(path.name, path.stat().st_size, read)
     except OSError as error:
         detail = f"{path}: {error.strerror}; expected a part of the calibration"
-        raise InputError("calibration-file", detail, "Keep the index and its parts in one folder.") from None
+        raise InputError(
+            "calibration-file", detail, "Keep the index and its parts in one folder."
+        ) from None
     except InputError as error:
         raise InputError(error.code, error.message, ANEW) from None
     return cast(SafetensorsFrame, header.frame).metadata, header.tensors
@@ -358,7 +409,11 @@ def _check_parts(path: Path, sums: Mapping[str, str]) -> None:
             detail = f"{path} is an index, and {other[0]} beside it belongs to another calibration: its sha256 differs"
         else:
             detail = f"{path} is an index that names no parts; expected files that lie beside it"
-        raise InputError("calibration-file", detail, "Keep the index and its parts in one folder, or calibrate again.")
+        raise InputError(
+            "calibration-file",
+            detail,
+            "Keep the index and its parts in one folder, or calibrate again.",
+        )
 
 
 def _check_format(path: Path, notes: Mapping[str, str]) -> None:
@@ -389,12 +444,20 @@ def _parsed(path: Path, notes: Mapping[str, str], key: str) -> object:
     try:
         return json.loads(notes[key])
     except (KeyError, ValueError, RecursionError):
-        raise InputError("calibration-file", f"{path}: its metadata holds no JSON under {key!r}", "Calibrate again.") from None
+        raise InputError(
+            "calibration-file",
+            f"{path}: its metadata holds no JSON under {key!r}",
+            "Calibrate again.",
+        ) from None
 
 
 def _mapping(path: Path, notes: Mapping[str, str], key: str) -> dict[str, str]:
     """An object of strings in a note; empty where there is no such note."""
     found = _parsed(path, notes, key) if key in notes else {}
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise InputError("calibration-file", f"{path}: {key!r} of its metadata does not map names to names", "Calibrate again.")
+        raise InputError(
+            "calibration-file",
+            f"{path}: {key!r} of its metadata does not map names to names",
+            "Calibrate again.",
+        )
     return found

@@ -47,20 +47,31 @@ _NAMES = {kind: name for name, kind in DTYPES.items()}
 
 def part_notes(source: Source) -> dict[str, str]:
     """The notes of every part and every file made from that source: of which model, of which weights."""
-    return {"format": FORMAT, "version": VERSION, "fingerprint": fingerprint_of(source), "weights": weights_of(source)}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "fingerprint": fingerprint_of(source),
+        "weights": weights_of(source),
+    }
 
 
-def write_part(path: Path, statistics: Mapping[str, NDArray[np.generic]], notes: Mapping[str, str]) -> str:
+def write_part(
+    path: Path, statistics: Mapping[str, NDArray[np.generic]], notes: Mapping[str, str]
+) -> str:
     """Write arrays of float32, float16 or int64 as one safetensors file, the same bytes for the same arrays; its sha256.
 
     notes  those of `part_notes`, and for a whole file the others that the head of statistics.py has
     """
-    specs = [TensorSpec(name, _NAMES[array.dtype], array.shape) for name, array in statistics.items()]
+    specs = [
+        TensorSpec(name, _NAMES[array.dtype], array.shape) for name, array in statistics.items()
+    ]
     header, refs = SafetensorsFrame(dict(notes)).lay_out(path.name, specs, {})
     with _written(path, header, refs) as writer:
         for ref in refs:
             if ref.nbytes:
-                writer.append(ref, np.ascontiguousarray(statistics[ref.name]).reshape(-1).view(np.uint8).data)
+                writer.append(
+                    ref, np.ascontiguousarray(statistics[ref.name]).reshape(-1).view(np.uint8).data
+                )
         return writer.finish()
 
 
@@ -71,7 +82,12 @@ class Joined(NamedTuple):
     nbytes: int
 
 
-def join_parts(path: Path, parts: Sequence[Path], notes: Mapping[str, str], largest_nbytes: int = LARGEST_NBYTES) -> Joined:
+def join_parts(
+    path: Path,
+    parts: Sequence[Path],
+    notes: Mapping[str, str],
+    largest_nbytes: int = LARGEST_NBYTES,
+) -> Joined:
     """Make one calibration of what write_part wrote, under its final name at once.
 
     notes           as the head of statistics.py has them, but for `parts`
@@ -82,14 +98,21 @@ def join_parts(path: Path, parts: Sequence[Path], notes: Mapping[str, str], larg
     if sum(ref.nbytes for _, ref in found) <= largest_nbytes:
         sha256 = _write_joined(temp, found, notes)
     else:
-        names = [f"{path.stem}-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+        names = [
+            f"{path.stem}-{number:05}-of-{len(parts):05}.safetensors"
+            for number in range(1, len(parts) + 1)
+        ]
         with told(path):
             for part, name in zip(parts, names, strict=True):
                 path.with_name(name).unlink(missing_ok=True)
                 os.link(part, path.with_name(name))
             sums = {name: hash_file(path.with_name(name)) for name in names}
             beside = sum(path.with_name(name).stat().st_size for name in names)
-            temp.write_text(json.dumps({"metadata": {**notes, "parts": json.dumps(sums)}}, indent=1, sort_keys=True))
+            temp.write_text(
+                json.dumps(
+                    {"metadata": {**notes, "parts": json.dumps(sums)}}, indent=1, sort_keys=True
+                )
+            )
             sha256 = hash_file(temp)
     with told(path):
         nbytes = temp.stat().st_size + beside
@@ -97,7 +120,9 @@ def join_parts(path: Path, parts: Sequence[Path], notes: Mapping[str, str], larg
     return Joined(sha256, nbytes)
 
 
-def _write_joined(temp: Path, found: Sequence[tuple[Path, TensorRef]], notes: Mapping[str, str]) -> str:
+def _write_joined(
+    temp: Path, found: Sequence[tuple[Path, TensorRef]], notes: Mapping[str, str]
+) -> str:
     """One file of all tensors of the parts, copied piece by piece; its sha256."""
     specs = [TensorSpec(ref.name, ref.dtype, ref.shape) for _, ref in found]
     header, places = SafetensorsFrame(dict(notes)).lay_out(temp.name, specs, {})
@@ -108,7 +133,9 @@ def _write_joined(temp: Path, found: Sequence[tuple[Path, TensorRef]], notes: Ma
             with part.open("rb") as stream:
                 stream.seek(ref.start)
                 for done in range(0, ref.nbytes, COPY_NBYTES):
-                    writer.append(place, memoryview(stream.read(min(COPY_NBYTES, ref.nbytes - done))))
+                    writer.append(
+                        place, memoryview(stream.read(min(COPY_NBYTES, ref.nbytes - done)))
+                    )
         return writer.finish()
 
 
@@ -147,14 +174,22 @@ class Needs:
 
     def words(self) -> str:
         """For people."""
-        grams = f", Gram matrices of a layer {size_text(self.gram_nbytes)} of memory" if self.gram_nbytes else ""
+        grams = (
+            f", Gram matrices of a layer {size_text(self.gram_nbytes)} of memory"
+            if self.gram_nbytes
+            else ""
+        )
         file, hidden = size_text(self.statistics_nbytes), size_text(self.hidden_nbytes)
-        return f"statistics take up to {file}, hidden states {hidden} beside them until the end{grams}"
+        return (
+            f"statistics take up to {file}, hidden states {hidden} beside them until the end{grams}"
+        )
 
     def check(self, output: Path, state: Path, device: torch.device) -> None:
         """OutputError where the disk has too little room beside what is in `state` already; InputError for too little memory."""
         with told(state):
-            there = sum(path.stat().st_size for kind in ("hidden-*", "part-*") for path in state.glob(kind))
+            there = sum(
+                path.stat().st_size for kind in ("hidden-*", "part-*") for path in state.glob(kind)
+            )
             disk = os.statvfs(state)
         free, more = disk.f_bavail * disk.f_frsize, self.disk_nbytes - there
         if more > free:
@@ -164,7 +199,9 @@ class Needs:
         memory = _memory_of(device)
         if self.gram_nbytes > memory:
             detail = f"Gram matrices of one layer take up to {self.gram_nbytes:,} bytes of memory, and {device} has {memory:,}"
-            raise InputError("gram-memory", f"{detail}; expected them to fit", f"Choose smaller ones: {LESS}.")
+            raise InputError(
+                "gram-memory", f"{detail}; expected them to fit", f"Choose smaller ones: {LESS}."
+            )
 
 
 def needs_of(skeleton: Skeleton, gram: str, tokens: int, config: dict[str, object]) -> Needs:
@@ -222,7 +259,9 @@ def kept_state(output: Path, purpose: str, tell: Callable[[str], None]) -> Itera
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             detail = f"{output} is being made by another process"
-            raise OutputError("locked", detail, "Wait for it, or choose another file: -o FILE.") from None
+            raise OutputError(
+                "locked", detail, "Wait for it, or choose another file: -o FILE."
+            ) from None
         try:
             with told(state):
                 _begin(state, purpose, tell)
@@ -251,7 +290,9 @@ def interruptible(output: Path) -> Iterator[None]:
 def _refuse_foreign(state: Path) -> None:
     """OutputError where the folder is not one that a calibration made: what is in it would be removed."""
     with told(state):
-        others = state.exists() and any(path.name != LOCK or path.stat().st_size for path in state.iterdir())
+        others = state.exists() and any(
+            path.name != LOCK or path.stat().st_size for path in state.iterdir()
+        )
         if state.is_symlink() or (others and not (state / NOTE).is_file()):
             detail = f"{state} is not a folder made by fp4convert, or is a link; a calibration keeps its parts there"
             raise OutputError("foreign-output", detail, "Move it, or choose another file: -o FILE.")
@@ -299,5 +340,7 @@ class Hidden:
         """Those of one batch, in a shape that begins with samples and length."""
         count = int(np.prod(like))
         width = count // int(self._starts[number + 1] - self._starts[number])
-        found = np.fromfile(self._path, np.float32, count, offset=int(self._starts[number]) * width * 4)
+        found = np.fromfile(
+            self._path, np.float32, count, offset=int(self._starts[number]) * width * 4
+        )
         return torch.from_numpy(found.reshape(like))

@@ -27,9 +27,18 @@ from fp4convert.storage.open import open_source
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Access, Source, subfolder_of
 
-CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})  # engines stumble over it; what the weights are is not in doubt
+CLEAR_ENOUGH = frozenset(
+    {"record-status", "record-strategy"}
+)  # engines stumble over it; what the weights are is not in doubt
 UNSAID_ENDINGS = (  # smoothing, order of activations, offsets, low-rank parts, scales of a cache in another dialect
-    *(".pre_quant_scale", ".weight_g_idx", ".weight_zero_point", ".svdquant_lora_a", ".svdquant_lora_b", ".output_scale"),
+    *(
+        ".pre_quant_scale",
+        ".weight_g_idx",
+        ".weight_zero_point",
+        ".svdquant_lora_a",
+        ".svdquant_lora_b",
+        ".output_scale",
+    ),
     *(".k_zero_point", ".v_zero_point"),
 )
 
@@ -113,7 +122,9 @@ class Artifact:
         """
         if packed := self.modules.get(module):
             return gather(self._decode(packed), packed.shape, packed.pieces)
-        return self._decode(next(packed for packed in self.modules.values() if packed.stem == module))
+        return self._decode(
+            next(packed for packed in self.modules.values() if packed.stem == module)
+        )
 
     def _decode(self, packed: Packed) -> Blocks:
         return self.spelling.decode(packed.stem, packed.stored_shape, packed.form, self._read)
@@ -144,7 +155,12 @@ class Artifact:
         if not self.forms[0].kv_cache:
             return {}
         pairs = zip(self.spelling.TRAITS.cache_scales, spelling.TRAITS.cache_scales, strict=False)
-        return {name: name.removesuffix(own) + other for own, other in pairs for name in self.tensors if name.endswith(f".{own}")}
+        return {
+            name: name.removesuffix(own) + other
+            for own, other in pairs
+            for name in self.tensors
+            if name.endswith(f".{own}")
+        }
 
     def refuse_unsound(self) -> None:
         """InputError where its values are not what its blocks say, or something is wrong with it."""
@@ -153,7 +169,9 @@ class Artifact:
             if finding.level == "error" and finding.code not in CLEAR_ENOUGH:
                 where = f"{finding.tensor}: " if finding.tensor else ""
                 detail = f"the artifact is not sound: {finding.code}: {where}{finding.detail}"
-                raise InputError("unsound-artifact", detail, "See: fp4convert inspect.", finding.tensor)
+                raise InputError(
+                    "unsound-artifact", detail, "See: fp4convert inspect.", finding.tensor
+                )
 
     def _read(self, name: str) -> Span:
         """The bytes of a tensor; where a sound module lacks it, it is a scale that is implied to be 1."""
@@ -176,7 +194,9 @@ def open_artifact(reference: str, access: Access | None = None) -> Artifact:
 
 def _is_unfinished(reference: str, access: Access | None) -> bool:
     folder = os.path.join(reference, subfolder_of(access or Access()))
-    return os.path.exists(os.path.join(folder, PLAN_FILE)) and not os.path.exists(os.path.join(folder, RECORD))
+    return os.path.exists(os.path.join(folder, PLAN_FILE)) and not os.path.exists(
+        os.path.join(folder, RECORD)
+    )
 
 
 def open_quantized(reference: str, access: Access | None = None) -> tuple[Source, Artifact | None]:
@@ -217,11 +237,18 @@ def read_artifact(source: Source, reference: str, is_unfinished: bool = False) -
         findings = [Finding("error", "unfinished", None, detail)]
     elif not modules:
         findings.append(
-            Finding("warning", "nothing-quantized", None, f"no tensor is named as {dialect} names {describe_groups(groups)}")
+            Finding(
+                "warning",
+                "nothing-quantized",
+                None,
+                f"no tensor is named as {dialect} names {describe_groups(groups)}",
+            )
         )
     if not is_unfinished:
         findings += _judge_records(clues, record, dialect, found)
-    return Artifact(source, clues, groups, dialect, record, tensors, modules, others, tuple(findings))
+    return Artifact(
+        source, clues, groups, dialect, record, tensors, modules, others, tuple(findings)
+    )
 
 
 def _read_json(source: Source, file: str) -> dict[str, object]:
@@ -239,7 +266,9 @@ def _identity_begun(source: Source) -> dict[str, object]:
     return identity if isinstance(identity, dict) else {}
 
 
-def _identity(reference: str, clues: Clues, record: dict[str, object]) -> tuple[tuple[Group, ...], str]:
+def _identity(
+    reference: str, clues: Clues, record: dict[str, object]
+) -> tuple[tuple[Group, ...], str]:
     """Forms and dialect, as our record says or else the runtime's."""
     if record:
         try:
@@ -252,10 +281,14 @@ def _identity(reference: str, clues: Clues, record: dict[str, object]) -> tuple[
             return groups, name
     known = ", ".join(MODULES)
     detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}, no record or names of {known}"
-    raise InputError("not-an-artifact", detail, "Quantize it: fp4convert quantize SOURCE --format nvfp4.")
+    raise InputError(
+        "not-an-artifact", detail, "Quantize it: fp4convert quantize SOURCE --format nvfp4."
+    )
 
 
-def _judge_records(clues: Clues, record: dict[str, object], dialect: str, modules: Mapping[str, Packed]) -> Iterator[Finding]:
+def _judge_records(
+    clues: Clues, record: dict[str, object], dialect: str, modules: Mapping[str, Packed]
+) -> Iterator[Finding]:
     """Findings where our record, the runtime's and the tensors disagree."""
     spelling = dialect_named(dialect)
     if record:
@@ -266,7 +299,9 @@ def _judge_records(clues: Clues, record: dict[str, object], dialect: str, module
     try:
         for module in modules:
             if is_ignored(module) or module in ours:
-                yield Finding("error", "ignored-but-quantized", module, "a record lists it under ignore")
+                yield Finding(
+                    "error", "ignored-but-quantized", module, "a record lists it under ignore"
+                )
     except InputError as error:
         yield Finding("error", "ignore-pattern", None, f"config.json: {error.message}")
 
@@ -275,12 +310,16 @@ def _compare_records(
     clues: Clues, record: dict[str, object], spelling: Dialect, modules: Mapping[str, Packed]
 ) -> Iterator[Finding]:
     """Findings where our record and the runtime's disagree, on the whole artifact or on single modules."""
-    recorded, recognised, dialect = groups_recorded(record), spelling.recognise(clues), record.get("dialect")
-    ours, theirs = ({group.form.format.name for group in groups} for groups in (recorded, recognised))
+    recorded, recognised, dialect = (
+        groups_recorded(record),
+        spelling.recognise(clues),
+        record.get("dialect"),
+    )
+    ours, theirs = (
+        {group.form.format.name for group in groups} for groups in (recorded, recognised)
+    )
     if has_records(spelling, recorded) and not ours <= theirs:
-        detail = (
-            f"config.json does not declare {' and '.join(sorted(ours - theirs))} as {dialect} does; engines would not load it"
-        )
+        detail = f"config.json does not declare {' and '.join(sorted(ours - theirs))} as {dialect} does; engines would not load it"
         yield Finding("error", "records-disagree", None, detail)
     if len(recorded) == 1:
         expected = recognised[0].form if len(recognised) == 1 else recorded[0].form
@@ -298,7 +337,11 @@ def _compare_records(
 
 def _are_alike(ours: Form | None, theirs: Form | None) -> bool:
     """True for forms that are the same but for the dtype of stored scales, of which engines' records say nothing."""
-    return ours is not None and theirs is not None and replace(ours, stored_scales="") == replace(theirs, stored_scales="")
+    return (
+        ours is not None
+        and theirs is not None
+        and replace(ours, stored_scales="") == replace(theirs, stored_scales="")
+    )
 
 
 def has_records(spelling: Dialect, groups: Sequence[Group]) -> bool:

@@ -44,8 +44,15 @@ class Ledger:
 
         record  our own of the artifact
         """
-        head = {**{key: record.get(key) for key in HEAD}, "summary": self.summary, "taken_over": self.taken_over}
-        lines = ",\n".join("  " + json.dumps(describe(module, one), ensure_ascii=False) for module, one in self.accounts.items())
+        head = {
+            **{key: record.get(key) for key in HEAD},
+            "summary": self.summary,
+            "taken_over": self.taken_over,
+        }
+        lines = ",\n".join(
+            "  " + json.dumps(describe(module, one), ensure_ascii=False)
+            for module, one in self.accounts.items()
+        )
         return f'{json.dumps(head, ensure_ascii=False, indent=1)[:-2]},\n "tensors": [\n{lines}\n ]\n}}\n'
 
 
@@ -72,7 +79,10 @@ def shares(histogram: tuple[int, ...]) -> dict[str, Any]:
     """The shares of codes that are the largest, and that are zero; None where codes have more than four bits."""
     total = sum(histogram)
     of = {"saturated": LARGEST_CODES, "zero": ZERO_CODES}
-    found = {name: sum(histogram[code] for code in codes) / total if total else None for name, codes in of.items()}
+    found = {
+        name: sum(histogram[code] for code in codes) / total if total else None
+        for name, codes in of.items()
+    }
     return {**found, "histogram": list(histogram) if total else None}
 
 
@@ -122,7 +132,10 @@ def _read_report(source: Source) -> Recorded | None:
 
 
 def _summary(entry: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = {key: None if entry[key] is None else float(entry[key]) for key in ("sqnr_db_min", "sqnr_db_mean", "nmse")}
+    numbers = {
+        key: None if entry[key] is None else float(entry[key])
+        for key in ("sqnr_db_min", "sqnr_db_mean", "nmse")
+    }
     return {**numbers, "worst": None if entry["worst"] is None else str(entry["worst"])}
 
 
@@ -130,9 +143,23 @@ def _entry(entry: Mapping[str, Any]) -> Entry:
     histogram = tuple(int(count) for count in entry["histogram"] or ())
     if len(histogram) not in (0, CODES):
         raise ValueError("no histogram of four bits")
-    name, module, fmt, against = (str(entry[key]) for key in ("name", "module", "format", "against"))
-    sqnr_db, cosine = (None if entry[key] is None else float(entry[key]) for key in ("sqnr_db", "cosine"))
-    return Entry(name, module, fmt, against, float(entry["mse"]), float(entry["max_abs"]), histogram, sqnr_db, cosine)
+    name, module, fmt, against = (
+        str(entry[key]) for key in ("name", "module", "format", "against")
+    )
+    sqnr_db, cosine = (
+        None if entry[key] is None else float(entry[key]) for key in ("sqnr_db", "cosine")
+    )
+    return Entry(
+        name,
+        module,
+        fmt,
+        against,
+        float(entry["mse"]),
+        float(entry["max_abs"]),
+        histogram,
+        sqnr_db,
+        cosine,
+    )
 
 
 def merged(parts: Iterable[tuple[Mapping[str, Account], int]]) -> Ledger:

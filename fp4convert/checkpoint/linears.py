@@ -9,7 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from fp4convert.checkpoint.artifact import Artifact, is_artifact, read_artifact, read_clues, refuse_unsaid
+from fp4convert.checkpoint.artifact import (
+    Artifact,
+    is_artifact,
+    read_artifact,
+    read_clues,
+    refuse_unsaid,
+)
 from fp4convert.checkpoint.dialects.base import Clues
 from fp4convert.checkpoint.dialects.registry import is_quantized_tensor
 from fp4convert.checkpoint.encodings.base import Linear
@@ -24,7 +30,14 @@ from fp4convert.recipes.recipe import Recipe, is_expert_stack, model_recipe
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 
-CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale", ".k_zero_point", ".v_zero_point")
+CACHE_SCALES = (
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".prob_output_scale",
+    ".k_zero_point",
+    ".v_zero_point",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,11 @@ class Linears:
 
     def consumed(self) -> set[str]:
         """Names of the tensors that stand for linear layers, and for nothing else."""
-        names = {ref.name for linear in self.of.values() for ref in (linear.home, *linear.refs, *linear.idle)}
+        names = {
+            ref.name
+            for linear in self.of.values()
+            for ref in (linear.home, *linear.refs, *linear.idle)
+        }
         return names | {ref.name for ref in self.idle}
 
 
@@ -69,13 +86,17 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
         artifact.refuse_unsound()
         four_bit = find_fp4(artifact)
     linears = linears_of(clues, recipe, four_bit)
-    for linear in () if source.is_streamed else linears.of.values():  # from a Hub each would be a request: the run tells
+    for linear in (
+        () if source.is_streamed else linears.of.values()
+    ):  # from a Hub each would be a request: the run tells
         if isinstance(linear.coding, Integers):
             linear.coding.check_shape(linear, source)
     return linears
 
 
-def linears_of(clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | None = None) -> Linears:
+def linears_of(
+    clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | None = None
+) -> Linears:
     """Those that names, headers and records tell of.
 
     four_bit  the four-bit modules, where there are any
@@ -87,7 +108,9 @@ def linears_of(clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | No
     linears = Linears(
         of,
         tuple(ref for ref in clues.tensors.values() if _is_unruled(ref, recipe)),
-        tuple(ref for ref in clues.tensors.values() if is_packed and ref.name.endswith(CACHE_SCALES)),
+        tuple(
+            ref for ref in clues.tensors.values() if is_packed and ref.name.endswith(CACHE_SCALES)
+        ),
     )
     _refuse_unreadable(clues, linears)
     return linears
@@ -112,7 +135,9 @@ def find_beside(artifact: Artifact) -> dict[str, Linear]:
     for module, packed in artifact.others.items():
         coding = fp8_of(packed) if packed.form.format is FP8 else integers_of(packed)
         codes, scales, *others = packed.refs
-        found[module] = Linear(module, packed.shape, coding, (codes, scales), (*others, *packed.companions))
+        found[module] = Linear(
+            module, packed.shape, coding, (codes, scales), (*others, *packed.companions)
+        )
     return found
 
 
@@ -140,8 +165,14 @@ def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
         is_eight_bit = is_recorded and ref.dtype in DTYPES and ref.shape != ()
         if ref.name not in known and (is_quantized_tensor(ref) or is_eight_bit):
             detail = f"{ref.file}: {ref.name!r} ({ref.dtype} {list(ref.shape)}) is already quantized, in a way that"
-            raise InputError("already-quantized", f"{detail} fp4convert does not read", next_step, ref.name)
+            raise InputError(
+                "already-quantized", f"{detail} fp4convert does not read", next_step, ref.name
+            )
     if is_recorded and not linears.is_packed:
         method = clues.record.get("quant_method", "modelopt")
         detail = f"config.json: the checkpoint is already quantized, by {method!r}; no tensor is stored as fp4convert knows it"
-        raise InputError("already-quantized", detail, f"{next_step} If these are, remove quantization_config from config.json.")
+        raise InputError(
+            "already-quantized",
+            detail,
+            f"{next_step} If these are, remove quantization_config from config.json.",
+        )

@@ -13,16 +13,28 @@ from functools import lru_cache
 from itertools import product
 
 Numbers = tuple[int, ...]
-Ranges = tuple[tuple[int, ...], ...]  # for each place the numbers that stand there, every one with every other
+Ranges = tuple[
+    tuple[int, ...], ...
+]  # for each place the numbers that stand there, every one with every other
 
-PARAMETERS = frozenset({"bias", "e_score_correction_bias", "weight_scale", "weight_scale_inv", "input_scale"})  # of a module
+PARAMETERS = frozenset(
+    {"bias", "e_score_correction_bias", "weight_scale", "weight_scale_inv", "input_scale"}
+)  # of a module
 READING_ORDER = (  # parts of names in the order in which people say them; all others stand at the empty place, by the alphabet
-    *(("q", "wq", "query", "qkv"), ("k", "wk", "key", "kv"), ("v", "wv", "value"), ("gate",), ("up",)),
+    *(
+        ("q", "wq", "query", "qkv"),
+        ("k", "wk", "key", "kv"),
+        ("v", "wv", "value"),
+        ("gate",),
+        ("up",),
+    ),
     *((), ("o", "wo", "out", "down")),
 )
 _RANKS = {part: rank for rank, parts in enumerate(READING_ORDER) for part in parts}
 _BETWEEN, _OF_ATTENTION = READING_ORDER.index(()), range(3)
-_NUMBER = re.compile(r"(?<![^._])(0|[1-9][0-9]{0,8})(?![^._])")  # a word of its own: not that of w1, nor one with zeros before
+_NUMBER = re.compile(
+    r"(?<![^._])(0|[1-9][0-9]{0,8})(?![^._])"
+)  # a word of its own: not that of w1, nor one with zeros before
 
 
 def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
@@ -50,7 +62,9 @@ def _split(name: str) -> tuple[tuple[str, ...], Numbers]:
 
 def join_numbers(texts: Sequence[str], ranges: Ranges) -> str:
     """The pattern of that text around those ranges."""
-    return texts[0] + "".join(f"{_range_text(numbers)}{text}" for numbers, text in zip(ranges, texts[1:], strict=True))
+    return texts[0] + "".join(
+        f"{_range_text(numbers)}{text}" for numbers, text in zip(ranges, texts[1:], strict=True)
+    )
 
 
 def find_ranges(found: Iterable[Numbers]) -> list[Ranges]:
@@ -63,7 +77,9 @@ def find_ranges(found: Iterable[Numbers]) -> list[Ranges]:
     alike: dict[frozenset[Numbers], list[int]] = defaultdict(list)
     for first in sorted(by_first):
         alike[frozenset(by_first[first])].append(first)
-    return [(tuple(firsts), *rest) for rests, firsts in alike.items() for rest in find_ranges(rests)]
+    return [
+        (tuple(firsts), *rest) for rests, firsts in alike.items() for rest in find_ranges(rests)
+    ]
 
 
 def join_names(named: Iterable[tuple[str, Hashable]]) -> Iterator[tuple[str, list[int]]]:
@@ -76,7 +92,9 @@ def join_names(named: Iterable[tuple[str, Hashable]]) -> Iterator[tuple[str, lis
     for position, (name, verdict) in enumerate(named):
         texts, numbers = split_numbers(name)
         alike[texts, verdict].setdefault(numbers, []).append(position)
-    siblings: dict[tuple[tuple[str, ...], Ranges, Hashable], dict[str, list[int]]] = defaultdict(dict)
+    siblings: dict[tuple[tuple[str, ...], Ranges, Hashable], dict[str, list[int]]] = defaultdict(
+        dict
+    )
     known: dict[frozenset[Numbers], list[Ranges]] = {}  # siblings have the same numbers
     for (texts, verdict), held in alike.items():
         parent, word, parameter = split_leaf(texts[-1])
@@ -95,9 +113,16 @@ def join_names(named: Iterable[tuple[str, Hashable]]) -> Iterator[tuple[str, lis
 def reading_rank(word: str) -> tuple[int, str, int, str]:
     """Sorts siblings as people say them: q, k, v and o; gate, up and down; others by the alphabet."""
     parts = word.split("_")
-    at, rank = next(((at, _RANKS[part]) for at, part in enumerate(parts) if part in _RANKS), (0, _BETWEEN))
+    at, rank = next(
+        ((at, _RANKS[part]) for at, part in enumerate(parts) if part in _RANKS), (0, _BETWEEN)
+    )
     if rank in _OF_ATTENTION:
-        return 0, "_".join(parts[:at]), rank, word  # add_q, add_k and add_v before to_q, to_k and to_v
+        return (
+            0,
+            "_".join(parts[:at]),
+            rank,
+            word,
+        )  # add_q, add_k and add_v before to_q, to_k and to_v
     return rank, "", rank, word
 
 
@@ -118,7 +143,10 @@ def join_words(words: Sequence[str]) -> str:
     parts = [word.split("_") for word in words]
     most = min(map(len, parts)) - 1  # something is left of each
     before = next((at for at in range(most) if len({part[at] for part in parts}) > 1), most)
-    after = next((at for at in range(most - before) if len({part[-1 - at] for part in parts}) > 1), most - before)
+    after = next(
+        (at for at in range(most - before) if len({part[-1 - at] for part in parts}) > 1),
+        most - before,
+    )
     inside = ",".join("_".join(part[before : len(part) - after]) for part in parts)
     common = parts[0]
     return "_".join([*common[:before], f"{{{inside}}}", *common[len(common) - after :]])

@@ -34,20 +34,30 @@ class _Kind:
         self.form = form
         self.is_fp4, self.is_fp8 = form.format.is_fp4, form.format is FP8
         self.packed = WEIGHT if self.is_fp8 else dialect.TRAITS.packed
-        self.specs = cache(partial(dialect.outputs, "", form=form))  # a model has few shapes, and many modules of each
+        self.specs = cache(
+            partial(dialect.outputs, "", form=form)
+        )  # a model has few shapes, and many modules of each
 
 
 class _Reader:
     """Gathers the modules of an artifact, and what is wrong with them."""
 
-    def __init__(self, tensors: Mapping[str, TensorRef], groups: Sequence[Group], dialect: Dialect) -> None:
+    def __init__(
+        self, tensors: Mapping[str, TensorRef], groups: Sequence[Group], dialect: Dialect
+    ) -> None:
         self._tensors = tensors
         self._dialect = dialect
-        self._has_own_matrix = dialect.slots is whole  # every module, then: `_alone` knows its rows by their number
+        self._has_own_matrix = (
+            dialect.slots is whole
+        )  # every module, then: `_alone` knows its rows by their number
         self._kind = cache(lambda form: _Kind(form, dialect))
         self._kind_of = form_finder([(self._kind(form), modules) for form, modules in groups])
         beside = [name for name in tensors if name.endswith(dialect.TRAITS.companions)]
-        self._companions = [ending for ending in dialect.TRAITS.companions if any(name.endswith(ending) for name in beside)]
+        self._companions = [
+            ending
+            for ending in dialect.TRAITS.companions
+            if any(name.endswith(ending) for name in beside)
+        ]
         self.has_fp8 = any(group.form.format is FP8 for group in groups)
         self.modules: dict[str, Packed] = {}
         self.findings: list[Finding] = []
@@ -61,7 +71,14 @@ class _Reader:
             return
         packed = self._tensors.get(stem + kind.packed)
         if packed is None:
-            self.findings.append(Finding("error", "packed-missing", stem, "its scales are there, its packed codes are not"))
+            self.findings.append(
+                Finding(
+                    "error",
+                    "packed-missing",
+                    stem,
+                    "its scales are there, its packed codes are not",
+                )
+            )
             return
         shape = self._dialect.stored_shape(stem, packed, kind.form)
         if shape is None:
@@ -84,14 +101,22 @@ class _Reader:
     def _as_stored(self, stem: str, kind: _Kind) -> _Kind:
         """The kind with the dtype that its scales have."""
         scales = self._tensors.get(f"{stem}.weight_scale")
-        return self._kind(replace(kind.form, stored_scales=scales.dtype)) if scales and scales.dtype in SCALE_DTYPES else kind
+        return (
+            self._kind(replace(kind.form, stored_scales=scales.dtype))
+            if scales and scales.dtype in SCALE_DTYPES
+            else kind
+        )
 
     def _check(self, stem: str, shape: tuple[int, ...], kind: _Kind) -> None:
         """Take the module in where its tensors are there and of their shapes."""
         traits, tensors, form = self._dialect.TRAITS, self._tensors, kind.form
         reason = self._dialect.unfit(stem, (shape[-2], shape[-1]), form) if kind.is_fp8 else None
         if reason:
-            self.findings.append(Finding("error", "form-unknown", stem, f"{reason}, which this dialect does not hold"))
+            self.findings.append(
+                Finding(
+                    "error", "form-unknown", stem, f"{reason}, which this dialect does not hold"
+                )
+            )
             return
         wanted = self._wanted(stem, form) if kind.is_fp8 else ()
         is_whole, refs = True, []
@@ -100,21 +125,42 @@ class _Reader:
             if ref is not None:
                 refs.append(ref)
             if ref is None or ref.dtype != spec.dtype or ref.shape != spec.shape:
-                free = (*traits.implied, *wanted) if ref is None else traits.labels  # may be missing; of any length
-                if not spec.name.endswith(free) and (fault := _fault(ref, spec._replace(name=stem + spec.name), form)):
+                free = (
+                    (*traits.implied, *wanted) if ref is None else traits.labels
+                )  # may be missing; of any length
+                if not spec.name.endswith(free) and (
+                    fault := _fault(ref, spec._replace(name=stem + spec.name), form)
+                ):
                     is_whole = False
                     self.findings.append(fault)
         if is_whole:
-            companions = tuple([tensors[name] for ending in self._companions if (name := stem + ending) in tensors])
-            placed = {stem: _alone(shape[0])} if self._has_own_matrix else pieces_of(self._dialect.slots(stem, shape))
+            companions = tuple(
+                [tensors[name] for ending in self._companions if (name := stem + ending) in tensors]
+            )
+            placed = (
+                {stem: _alone(shape[0])}
+                if self._has_own_matrix
+                else pieces_of(self._dialect.slots(stem, shape))
+            )
             for module, pieces in placed.items():
-                rows = pieces[0].height if len(pieces) == 1 else sum([piece.height for piece in pieces])
-                self.modules[module] = Packed(tuple(refs), (rows, shape[-1]), companions, stem, shape, pieces, form)
+                rows = (
+                    pieces[0].height
+                    if len(pieces) == 1
+                    else sum([piece.height for piece in pieces])
+                )
+                self.modules[module] = Packed(
+                    tuple(refs), (rows, shape[-1]), companions, stem, shape, pieces, form
+                )
 
     def _wanted(self, stem: str, form: Form) -> tuple[str, ...]:
         """Endings of what an FP8 module may lack, though its engines want it."""
         table = self._dialect.TRAITS.fp8
-        if table is None or table.input_scale is None or form.format is not FP8 or form.granularity != "tensor":
+        if (
+            table is None
+            or table.input_scale is None
+            or form.format is not FP8
+            or form.granularity != "tensor"
+        ):
             return ()
         if stem + table.input_scale not in self._tensors:
             detail = "it is FP8 with one scale, and has no scale of activations: engines that quantize them would compute garbage"
@@ -150,10 +196,21 @@ def _fp8_stems(tensors: Mapping[str, TensorRef]) -> Iterator[str]:
 def _fault(found: TensorRef | None, spec: TensorSpec, form: Form) -> Finding | None:
     """What is wrong with a tensor; the scales of FP8 may stand in another shape of as many, as producers write them."""
     if found is None:
-        return Finding("error", "tensor-missing", spec.name, f"expected {spec.dtype} {list(spec.shape)}, found nothing")
-    is_alike = [size for size in found.shape if size > 1] == [size for size in spec.shape if size > 1]
-    if found.dtype != spec.dtype or not (found.shape == spec.shape or (is_alike and form.format is FP8)):
-        detail = f"expected {spec.dtype} {list(spec.shape)}, found {found.dtype} {list(found.shape)}"
+        return Finding(
+            "error",
+            "tensor-missing",
+            spec.name,
+            f"expected {spec.dtype} {list(spec.shape)}, found nothing",
+        )
+    is_alike = [size for size in found.shape if size > 1] == [
+        size for size in spec.shape if size > 1
+    ]
+    if found.dtype != spec.dtype or not (
+        found.shape == spec.shape or (is_alike and form.format is FP8)
+    ):
+        detail = (
+            f"expected {spec.dtype} {list(spec.shape)}, found {found.dtype} {list(found.shape)}"
+        )
         return Finding("error", "tensor-shape", spec.name, detail)
     return None
 
@@ -189,7 +246,9 @@ def form_finder(groups: Iterable[tuple[T, Sequence[str]]]) -> Callable[[str], T 
     return find
 
 
-def idle_scales(modules: Mapping[str, Packed], cache_scales: Collection[str], has_inputs: bool) -> list[str]:
+def idle_scales(
+    modules: Mapping[str, Packed], cache_scales: Collection[str], has_inputs: bool
+) -> list[str]:
     """Scales beside four-bit modules that mean nothing for the artifact as a whole: only some modules have input scales.
 
     has_inputs  all of them have

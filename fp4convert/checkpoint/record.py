@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
-from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, ACTIVATIONS_FP8, Form, Granularity, Group, merged
+from fp4convert.checkpoint.dialects.forms import (
+    ACTIVATIONS_FP4,
+    ACTIVATIONS_FP8,
+    Form,
+    Granularity,
+    Group,
+    merged,
+)
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.dialects.tables import targets_of
 from fp4convert.errors import InputError
@@ -30,7 +37,9 @@ class Contents(NamedTuple):
     folds: Sequence[FoldUse] = ()
 
 
-def make_record(target: Target, contents: Contents, producer: dict[str, str], origin: dict[str, object]) -> dict[str, object]:
+def make_record(
+    target: Target, contents: Contents, producer: dict[str, str], origin: dict[str, object]
+) -> dict[str, object]:
     """Our quantization_config.json, but for its last key: `files`, the sha256 of every other file, known when they are written.
 
     origin  repo and revision of the weights it was made from; None for a folder, whose path is nobody's business
@@ -39,8 +48,16 @@ def make_record(target: Target, contents: Contents, producer: dict[str, str], or
     form, spelling = groups[0].form, dialect_named(str(target.dialect))
     is_mixed = len(groups) > 1
     return {
-        **({"format": MIXED, "modules": _describe_groups(groups, spelling)} if is_mixed else describe_form(form, spelling)),
-        **({"shapes": {module: list(shape) for module, shape in shapes.items()}} if form.scale_layout == "appended" else {}),
+        **(
+            {"format": MIXED, "modules": _describe_groups(groups, spelling)}
+            if is_mixed
+            else describe_form(form, spelling)
+        ),
+        **(
+            {"shapes": {module: list(shape) for module, shape in shapes.items()}}
+            if form.scale_layout == "appended"
+            else {}
+        ),
         **({"stacks": [_describe_stack(rule) for rule in stacks]} if stacks else {}),
         **({"folds": [_describe_fold(use) for use in folds]} if folds else {}),
         "dialect": target.dialect,
@@ -126,7 +143,9 @@ def _describe_groups(groups: Sequence[Group], spelling: Dialect) -> list[dict[st
     for group in groups:
         others = [module for other in groups if other is not group for module in other.modules]
         described = describe_form(group.form, spelling)
-        entries += [{"pattern": pattern, **described} for pattern in targets_of(group.modules, others)]
+        entries += [
+            {"pattern": pattern, **described} for pattern in targets_of(group.modules, others)
+        ]
     return entries
 
 
@@ -145,7 +164,9 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
         "scale_padding": padding_of(form.scale_layout),
         "nibble_order": spelling.TRAITS.nibble_order,
         "block_axis": -1,
-        "global_scale": {"dtype": "fp32", "stored_as": kind} if fmt.has_global_scale and kind else None,
+        "global_scale": {"dtype": "fp32", "stored_as": kind}
+        if fmt.has_global_scale and kind
+        else None,
         "activations": form.activations,
         **cache,
     }
@@ -175,17 +196,26 @@ def groups_recorded(record: Mapping[str, object]) -> tuple[Group, ...]:
     if record.get("format") != MIXED:
         return (Group(_in_layout(_form_recorded(record), layouts), ("*",)),)
     listed = record.get("modules")
-    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    entries = (
+        [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    )
     if not entries:
-        raise InputError("record-modules", 'format "mixed" and no "modules"; expected a form for every pattern')
-    return merged((_in_layout(_form_recorded(entry), layouts), [str(entry.get("pattern"))]) for entry in entries)
+        raise InputError(
+            "record-modules", 'format "mixed" and no "modules"; expected a form for every pattern'
+        )
+    return merged(
+        (_in_layout(_form_recorded(entry), layouts), [str(entry.get("pattern"))])
+        for entry in entries
+    )
 
 
 def _in_layout(form: Form, layouts: tuple[str, ...]) -> Form:
     if len(layouts) == 1:
         return replace(form, scale_layout=layouts[0])
     if form.scale_layout not in layouts:
-        detail = f"scale_layout {form.scale_layout!r} is not known; expected one of {', '.join(layouts)}"
+        detail = (
+            f"scale_layout {form.scale_layout!r} is not known; expected one of {', '.join(layouts)}"
+        )
         raise InputError("unknown-layout", detail)
     return form
 
@@ -199,12 +229,20 @@ def _form_recorded(record: Mapping[str, object]) -> Form:
     if not fmt.is_fp4:
         words = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}
         stored = words.get(str(record.get("scale_dtype")), "F32")
-        return Form(fmt, activations, kv_cache=cache, granularity=_granularity_recorded(record), stored_scales=stored)
+        return Form(
+            fmt,
+            activations,
+            kv_cache=cache,
+            granularity=_granularity_recorded(record),
+            stored_scales=stored,
+        )
     listed = record.get("shapes")
     shapes = {
         module: (shape[0], shape[1])
         for module, shape in (listed.items() if isinstance(listed, dict) else ())
-        if isinstance(shape, list) and len(shape) == 2 and all(type(size) is int and size > 0 for size in shape)
+        if isinstance(shape, list)
+        and len(shape) == 2
+        and all(type(size) is int and size > 0 for size in shape)
     }
     return Form(fmt, activations, str(record.get("scale_layout", "linear")), cache, shapes)
 
@@ -216,7 +254,9 @@ def _granularity_recorded(record: Mapping[str, object]) -> Granularity:
         case _, [int(rows), int(columns)] if rows > 0 and columns > 0:
             return (rows, columns)
     detail = f"granularity {record.get('granularity')!r}, block_size {record.get('block_size')!r}"
-    raise InputError("record-modules", f'{detail}; expected "tensor", "row", or "block" of [rows, columns]')
+    raise InputError(
+        "record-modules", f'{detail}; expected "tensor", "row", or "block" of [rows, columns]'
+    )
 
 
 def describe_groups(groups: Sequence[Group]) -> str:

@@ -47,7 +47,9 @@ def _version(wanted: bool) -> None:
 
 
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -67,7 +69,9 @@ def make_app(called: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
     )
     made.callback()(_options)
     for name, command in COMMANDS.items():
-        made.command(name, cls=PlainCommand, help=getdoc(command))(command if name in called else _uncalled)
+        made.command(name, cls=PlainCommand, help=getdoc(command))(
+            command if name in called else _uncalled
+        )
     return made
 
 
@@ -96,7 +100,13 @@ def _main() -> None:
         message = error.format_message()
         if not message:  # the bare command: its help has been printed
             sys.exit(InputError.exit_code)
-        _fail(InputError("usage", message, f"See: {' '.join(['fp4convert', *_called(sys.argv[1:])[:1]])} --help."))
+        _fail(
+            InputError(
+                "usage",
+                message,
+                f"See: {' '.join(['fp4convert', *_called(sys.argv[1:])[:1]])} --help.",
+            )
+        )
 
 
 def _called(words: list[str]) -> Sequence[str]:
@@ -108,7 +118,11 @@ def _called(words: list[str]) -> Sequence[str]:
 def _without_token(arguments: list[str]) -> list[str]:
     """The arguments, but for --token and what follows it: no message holds a token."""
     pairs = zip(["", *arguments], arguments, strict=False)
-    return [argument for before, argument in pairs if before != "--token" and not argument.startswith("--token")]
+    return [
+        argument
+        for before, argument in pairs
+        if before != "--token" and not argument.startswith("--token")
+    ]
 
 
 def _fail(error: Fp4Error) -> NoReturn:

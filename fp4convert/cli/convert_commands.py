@@ -138,7 +138,10 @@ def transcode_command(
     artifact: ArtifactArgument,
     output: NewFolderOption,
     dialect: DialectOption,
-    format: Annotated[str | None, typer.Option("--format", help="nvfp4, for an mxfp4 artifact. Default: as it is.")] = None,
+    format: Annotated[
+        str | None,
+        typer.Option("--format", help="nvfp4, for an mxfp4 artifact. Default: as it is."),
+    ] = None,
     scale_layout: LayoutOption = None,
     template: TemplateOption = None,
     workers: WorkersOption = 0,
@@ -165,7 +168,9 @@ def transcode_command(
 def prune_command(
     source: SourceArgument,
     output: NewFolderOption,
-    calibration: Annotated[Path, typer.Option(readable=False, help="What fp4convert calibrate made of SOURCE.")],
+    calibration: Annotated[
+        Path, typer.Option(readable=False, help="What fp4convert calibrate made of SOURCE.")
+    ],
     keep: Annotated[int, typer.Option(help="Experts that stay in every layer that has some.")],
     recipe: RecipeOption = None,
     workers: WorkersOption = 0,
@@ -199,7 +204,12 @@ def prune_command(
 
 
 def merge_command(
-    output: Annotated[Path, typer.Argument(readable=False, help="The folder that parts were written to, or copied into.")],
+    output: Annotated[
+        Path,
+        typer.Argument(
+            readable=False, help="The folder that parts were written to, or copied into."
+        ),
+    ],
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:

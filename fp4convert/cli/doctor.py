@@ -13,7 +13,12 @@ from fp4convert.numerics.backends.base import processors
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.backends.gpus import Gpu, dotted, survey
 
-CONVERTING = ("quantize_nvfp4", "quantize_mxfp4", "gemv_nvfp4", "gemv_mxfp4")  # kernels that convert to or from E2M1 in hardware
+CONVERTING = (
+    "quantize_nvfp4",
+    "quantize_mxfp4",
+    "gemv_nvfp4",
+    "gemv_mxfp4",
+)  # kernels that convert to or from E2M1 in hardware
 
 
 def examine(folder: Path) -> dict[str, object]:
@@ -35,7 +40,11 @@ def examine(folder: Path) -> dict[str, object]:
         "problem": found.problem or None,
         "next": found.next_step or None,
         "cubin_cache": _cache(cubins.cache_folder()),
-        "cpu": {"processors": processors(), "machine": platform.machine(), "instruction_set": Cpu().instruction_set},
+        "cpu": {
+            "processors": processors(),
+            "machine": platform.machine(),
+            "instruction_set": Cpu().instruction_set,
+        },
         "disk": _disk(folder),
     }
 
@@ -56,10 +65,17 @@ def _cache(folder: Path) -> dict[str, object]:
     """Where compiled kernels are kept, and whether they can be."""
     try:
         sizes = [path.stat().st_size for path in folder.glob("*.cubin")] if folder.is_dir() else []
-        is_writable = _takes_files(next(place for place in (folder, *folder.parents) if place.exists()))
+        is_writable = _takes_files(
+            next(place for place in (folder, *folder.parents) if place.exists())
+        )
     except OSError:
         sizes, is_writable = [], False
-    return {"folder": str(folder), "writable": is_writable, "files": len(sizes), "bytes": sum(sizes)}
+    return {
+        "folder": str(folder),
+        "writable": is_writable,
+        "files": len(sizes),
+        "bytes": sum(sizes),
+    }
 
 
 def _disk(folder: Path) -> dict[str, object]:

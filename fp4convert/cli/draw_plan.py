@@ -85,7 +85,13 @@ def _broken(name: str, width: int) -> Iterator[str]:
 def _line(cells: Row, widths: list[int]) -> str:
     sized = zip(cells, widths, strict=False)
     return GAP.join(
-        [*(cell.rjust(width) if at in RIGHT else cell.ljust(width) for at, (cell, width) in enumerate(sized)), cells[-1]]
+        [
+            *(
+                cell.rjust(width) if at in RIGHT else cell.ljust(width)
+                for at, (cell, width) in enumerate(sized)
+            ),
+            cells[-1],
+        ]
     )
 
 
@@ -111,7 +117,11 @@ def _parent_of(pattern: str) -> str:
     A number alone is no name: it stands in the row with the word before it, to_out.0 and net.0.proj.
     """
     parent, word, _ = split_leaf(pattern)
-    while parent and not parent.endswith("].") and (not set(word) - set("0123456789[],-") or parent.split(".")[-2].isdigit()):
+    while (
+        parent
+        and not parent.endswith("].")
+        and (not set(word) - set("0123456789[],-") or parent.split(".")[-2].isdigit())
+    ):
         parent, word, _ = split_leaf(parent.removesuffix("."))
     return parent if "[" in parent else ""
 
@@ -122,23 +132,42 @@ def _totals(plan: Document) -> Iterator[tuple[str, str]]:
     for name in dict.fromkeys(row["format"] for row in rows if row["format"]):
         yield name, _sum_text([row for row in rows if row["format"] == name], "modules")
     if experts := plan.get("experts"):
-        yield "experts", f"{experts['before']} -> {experts['kept']} in each of {experts['layers']} layers"
+        yield (
+            "experts",
+            f"{experts['before']} -> {experts['kept']} in each of {experts['layers']} layers",
+        )
     for word, is_added in (("stays", False), ("added", True)):
-        if others := [row for row in rows if not row["format"] and (row["action"] == "write") == is_added]:
+        if others := [
+            row for row in rows if not row["format"] and (row["action"] == "write") == is_added
+        ]:
             yield word, _sum_text(others, "tensors")
     if copied := plan.get("copied_bytes"):
-        yield "copied", f"{size_text(copied)} outside {' and '.join(part['name'] for part in plan['components'])}"
+        yield (
+            "copied",
+            f"{size_text(copied)} outside {' and '.join(part['name'] for part in plan['components'])}",
+        )
     before, after, bits = (plan[key] for key in ("source_bytes", "output_bytes", "bits_per_weight"))
     share = f" ({100 * after / before:.0f} %)" if before else ""
     weights = f", {bits:.3f} bits per weight where it is quantized" if bits else ""
     yield "total", f"{size_text(before)} -> {size_text(after)}{share}{weights}"
     if plan["added_bytes"] > 0:
         added = size_text(plan["added_bytes"])
-        yield "bf16", f"adds {added}: packed weights that stay; --keep-packed leaves them as they are"
-    yield "peak", f"memory {size_text(plan['peak_memory_bytes'])}, disk {size_text(plan['peak_disk_bytes'])}"
+        yield (
+            "bf16",
+            f"adds {added}: packed weights that stay; --keep-packed leaves them as they are",
+        )
+    yield (
+        "peak",
+        f"memory {size_text(plan['peak_memory_bytes'])}, disk {size_text(plan['peak_disk_bytes'])}",
+    )
     parts = ", ".join(f"{key} {duration_text(seconds[key])}" for key in ("arithmetic", "hashing"))
-    yield "work", f"{duration_text(seconds['work'])} on {seconds['device']}: {parts}; writing to the disk apart"
-    reading = [duration_text(seconds["reading"][f"at_{rate}_per_second"]) for rate in ("1_gb", "100_mb")]
+    yield (
+        "work",
+        f"{duration_text(seconds['work'])} on {seconds['device']}: {parts}; writing to the disk apart",
+    )
+    reading = [
+        duration_text(seconds["reading"][f"at_{rate}_per_second"]) for rate in ("1_gb", "100_mb")
+    ]
     yield "source", f"to be read meanwhile, in {reading[0]} at 1 GB/s, in {reading[1]} at 100 MB/s"
 
 
@@ -146,4 +175,6 @@ def _sum_text(rows: list[Document], what: str) -> str:
     before, after = (sum(row[key] for row in rows) for key in ("source_bytes", "output_bytes"))
     change = f" -> {size_text(after)}" if after != before else ""
     count = sum(row["count"] for row in rows)
-    return f"{count:,} {what if count != 1 else what.removesuffix('s')}, {size_text(before)}{change}"
+    return (
+        f"{count:,} {what if count != 1 else what.removesuffix('s')}, {size_text(before)}{change}"
+    )

@@ -35,7 +35,10 @@ def draw_block(fmt: Format, nibble_order: str) -> list[str]:
     elements = elements_of(fmt, nibble_order)
     first, last = ([_byte(*pair) for pair in part] for part in (elements[:SHOWN], elements[-1:]))
     scale = ("76543210", SCALES[fmt.scale_dtype], f"all {fmt.block_size}")
-    return ["  ".join(line).rstrip() for line in zip(*first, ("   ", "...", "   "), *last, scale, strict=True)]
+    return [
+        "  ".join(line).rstrip()
+        for line in zip(*first, ("   ", "...", "   "), *last, scale, strict=True)
+    ]
 
 
 def _byte(high: int, low: int) -> tuple[str, str, str]:
@@ -47,7 +50,9 @@ MOST_PATTERNS = 24  # of modules that are shown
 
 def draw_artifact(screen: Screen, artifact: Document) -> None:
     """What `inspect` found out."""
-    recorded = {"recorded": fidelity_text(fidelity)} if (fidelity := artifact.get("fidelity")) else {}
+    recorded = (
+        {"recorded": fidelity_text(fidelity)} if (fidelity := artifact.get("fidelity")) else {}
+    )
     for key, value in {**artifact_rows(artifact), **recorded, **_picture(artifact)}.items():
         screen.line(f"{key:<16}{value}")
     for entry in artifact["patterns"][:MOST_PATTERNS]:
@@ -61,7 +66,17 @@ def draw_artifact(screen: Screen, artifact: Document) -> None:
 def _picture(artifact: Document) -> dict[str, str]:
     """The bits of a block, where all blocks are of one format."""
     fmt = FORMATS.get(artifact["format"])
-    return dict(zip(("bits", "meaning", "elements"), draw_block(fmt, artifact["nibble_order"]), strict=True)) if fmt else {}
+    return (
+        dict(
+            zip(
+                ("bits", "meaning", "elements"),
+                draw_block(fmt, artifact["nibble_order"]),
+                strict=True,
+            )
+        )
+        if fmt
+        else {}
+    )
 
 
 MOST_SHOWN, MOST_COMPARED = 5, 10  # tensors
@@ -87,11 +102,17 @@ def draw_verification(screen: Screen, report: Document) -> None:
     worst = sorted(tensors, key=_output_badness if has_outputs else _badness)[:MOST_SHOWN]
     if worst:
         keys = {"sqnr_db": ".2f", "mse": ".3g", "max_abs": ".3g", "cosine": ".6f"}
-        rows = [[tensor["name"], *(number(tensor[key], form) for key, form in keys.items())] for tensor in worst]
+        rows = [
+            [tensor["name"], *(number(tensor[key], form) for key, form in keys.items())]
+            for tensor in worst
+        ]
         headings = ["worst tensors", "SQNR dB", "MSE", "max |error|", "cosine"]
         if has_outputs:
             headings.append("output error")
-            rows = [[*row, percent(tensor["output_error"])] for row, tensor in zip(rows, worst, strict=True)]
+            rows = [
+                [*row, percent(tensor["output_error"])]
+                for row, tensor in zip(rows, worst, strict=True)
+            ]
         screen.table(headings, rows)
         mean, low = number(summary["sqnr_db_mean"], ".2f"), number(summary["sqnr_db_min"], ".2f")
         nmse = number(summary["nmse"], ".4g")
@@ -107,7 +128,10 @@ def draw_verification(screen: Screen, report: Document) -> None:
 
 def draw_comparison(screen: Screen, found: Document) -> None:
     """What both artifacts are, the linear layers that differ most, and who holds how many of them better."""
-    screen.table(("", "a", "b"), [(words, *(_side_text(found[side], key) for side in "ab")) for key, words in SIDES.items()])
+    screen.table(
+        ("", "a", "b"),
+        [(words, *(_side_text(found[side], key) for side in "ab")) for key, words in SIDES.items()],
+    )
     screen.line("")
     ranked = sorted(found["tensors"], key=_contrast, reverse=True)
     headings = (
@@ -126,17 +150,35 @@ def draw_comparison(screen: Screen, found: Document) -> None:
         screen.line(f"and {len(ranked) - MOST_COMPARED} more: --json has them all")
     totals = found["totals"]
     counts = [f"quantized by both {totals['quantized_by_both']}"]
-    counts += [f"by {side} alone {totals[f'quantized_by_{side}_alone']}" for side in "ab" if totals[f"quantized_by_{side}_alone"]]
+    counts += [
+        f"by {side} alone {totals[f'quantized_by_{side}_alone']}"
+        for side in "ab"
+        if totals[f"quantized_by_{side}_alone"]
+    ]
     screen.line(f"{totals['compared']} linear layers: {', '.join(counts)}")
     mean = number(totals["difference_db_mean"], "+.2f")
     judged = any(tensor["better"] for tensor in found["tensors"])
     better = f"a is better on {totals['better_a']}, b on {totals['better_b']}, equal on {totals['equal']}"
     if judged:
-        screen.line(f"{better}, by output error; SQNR of b - a {mean} dB on average; inputs: {found['inputs']}", "bold")
+        screen.line(
+            f"{better}, by output error; SQNR of b - a {mean} dB on average; inputs: {found['inputs']}",
+            "bold",
+        )
     for side in "ab":
-        draw_findings(screen, ({**finding, "detail": f"{side}: {finding['detail']}"} for finding in found[side]["findings"]))
+        draw_findings(
+            screen,
+            (
+                {**finding, "detail": f"{side}: {finding['detail']}"}
+                for finding in found[side]["findings"]
+            ),
+        )
     if not found["passed"]:
-        draw_verdict(screen, False, "", "failed: what findings name is judged by nobody" if judged else "failed: no verdict")
+        draw_verdict(
+            screen,
+            False,
+            "",
+            "failed: what findings name is judged by nobody" if judged else "failed: no verdict",
+        )
 
 
 def _side_text(side: Document, key: str) -> str:
@@ -158,7 +200,9 @@ def _contrast_row(tensor: Document) -> list[str]:
     cells = [tensor["name"]]
     for side in "ab":
         held = tensor[side]
-        lost = [number(held["sqnr_db"], ".2f"), percent(held["output_error"])] if held else ["-", "-"]
+        lost = (
+            [number(held["sqnr_db"], ".2f"), percent(held["output_error"])] if held else ["-", "-"]
+        )
         cells += [held["stored"] if held else "not there", *lost]
     return [*cells, number(tensor["difference_db"], "+.2f"), tensor["better"] or "-"]
 
@@ -179,10 +223,20 @@ def draw_code(screen: Screen, explained: Document) -> None:
     finding, failure = explained["finding"], explained["error"]
     if finding:
         screen.line(f"{explained['code']}: a finding ({', '.join(finding['levels'])})", "bold")
-        _draw_rows(screen, {"means": finding["meaning"], "seen": finding["seen"], "what to do": finding["remedy"]})
+        _draw_rows(
+            screen,
+            {"means": finding["meaning"], "seen": finding["seen"], "what to do": finding["remedy"]},
+        )
     if failure:
         screen.line(f"{explained['code']}: an error (exit code {_exits(failure)})", "bold")
-        _draw_rows(screen, {"means": failure["meaning"], "comes from": failure["origin"], "what to do": failure["remedy"]})
+        _draw_rows(
+            screen,
+            {
+                "means": failure["meaning"],
+                "comes from": failure["origin"],
+                "what to do": failure["remedy"],
+            },
+        )
 
 
 def _draw_rows(screen: Screen, rows: dict[str, str]) -> None:
@@ -219,13 +273,18 @@ def draw_study(screen: Screen, study: Document) -> None:
     """The whole by every form; kinds by the forms that engines read; words."""
     share = 100 * study["sampled_weights"] / study["weights"]
     what = f"{study['sampled_matrices']} of {study['matrices']} matrices, {share:.3g} % of {study['weights']:,} weights"
-    screen.line(f"{study['source']}: {what}, {size_text(study['sampled_bytes'])} read; inputs: {study['inputs']}", "bold")
+    screen.line(
+        f"{study['source']}: {what}, {size_text(study['sampled_bytes'])} read; inputs: {study['inputs']}",
+        "bold",
+    )
     screen.table(WHOLE, [_row(way) for way in study["ways"]])
     screen.line("")
     used = [way for way in study["ways"] if not way["for_study"]]
     headings = [f"{way['format']}\n{_rule(way)}" for way in used]
     screen.line("output error of every kind in the forms that engines read, in percent", "bold")
-    screen.table((*KIND, *headings), [_kind_row(kind, used, study["weights"]) for kind in study["kinds"]])
+    screen.table(
+        (*KIND, *headings), [_kind_row(kind, used, study["weights"]) for kind in study["kinds"]]
+    )
     screen.line("")
     for sentence in study["recommendation"]["words"]:
         for line in wrap(sentence, min(screen.width, WIDEST)):
@@ -235,9 +294,13 @@ def draw_study(screen: Screen, study: Document) -> None:
 def draw_calibrated(screen: Screen, found: Document) -> None:
     """What `calibrate` wrote."""
     screen.line(found["output"], "bold")
-    screen.line(f"  {found['samples']} samples, {found['tokens']:,} tokens in {duration_text(found['seconds'])}")
+    screen.line(
+        f"  {found['samples']} samples, {found['tokens']:,} tokens in {duration_text(found['seconds'])}"
+    )
     experts = f", {found['experts']} experts" if found["experts"] else ""
-    screen.line(f"  statistics of {found['linears']} linear layers{experts}, {size_text(found['output_bytes'])}")
+    screen.line(
+        f"  statistics of {found['linears']} linear layers{experts}, {size_text(found['output_bytes'])}"
+    )
     screen.line(f"  sha256 {found['sha256']}")
 
 
@@ -245,7 +308,13 @@ def _row(way: dict[str, Any]) -> tuple[str, ...]:
     sqnr = "exact" if way["sqnr_db"] is None else f"{way['sqnr_db']:.2f}"
     block = "" if way["block"] is None else str(way["block"])
     numbers = (f"{way['bits_per_weight']:.3f}", sqnr, _percent(way))
-    return way["format"], way["rule"] or "", block, *numbers, "for study" if way["for_study"] else ""
+    return (
+        way["format"],
+        way["rule"] or "",
+        block,
+        *numbers,
+        "for study" if way["for_study"] else "",
+    )
 
 
 def _rule(way: dict[str, Any]) -> str:
@@ -255,7 +324,10 @@ def _rule(way: dict[str, Any]) -> str:
 
 def _kind_row(kind: dict[str, Any], used: list[dict[str, Any]], weights: int) -> tuple[str, ...]:
     found = {_key(way): way for way in kind["ways"]}
-    cells = (f"{100 * found[_key(way)]['output_error']:.2f}" if _key(way) in found else "" for way in used)
+    cells = (
+        f"{100 * found[_key(way)]['output_error']:.2f}" if _key(way) in found else ""
+        for way in used
+    )
     return kind["kind"], str(kind["matrices"]), f"{100 * kind['weights'] / weights:.3g} %", *cells
 
 

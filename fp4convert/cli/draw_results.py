@@ -19,22 +19,31 @@ def draw_result(screen: Screen, result: Document) -> None:
     screen.line(result["output"], "bold")
     screen.line(f"  {', '.join(f'{word}{name}' for word, name in named.items() if name)}")
     if experts := result.get("experts"):
-        screen.line(f"  {experts['kept']} of {experts['before']} experts stay in each of {experts['layers']} layers")
+        screen.line(
+            f"  {experts['kept']} of {experts['before']} experts stay in each of {experts['layers']} layers"
+        )
     (how, converted), *others = counts.items()
-    told = [f"{converted} tensors {how}", *(f"{count} {'kept' if how == 'copied' else how}" for how, count in others)]
+    told = [
+        f"{converted} tensors {how}",
+        *(f"{count} {'kept' if how == 'copied' else how}" for how, count in others),
+    ]
     screen.line(f"  {', '.join(told)}")
     before, after = result["source_bytes"], result["output_bytes"]
     weights = f", {bits:.3f} bits per weight where it is quantized" if bits and before else ""
     ratio = f" ({100 * after / before:.0f} %)" if before else ""
     screen.line(f"  {size_text(before)} -> {size_text(after)}{ratio}{weights}")
     share, seconds = result.get("share"), result["seconds"]
-    worked = before if share else before - result.get("adopted_bytes", 0)  # a part tells what it did itself
+    worked = (
+        before if share else before - result.get("adopted_bytes", 0)
+    )  # a part tells what it did itself
     if fidelity := result.get("fidelity"):
         screen.line(f"  {fidelity_text(fidelity)}")
     rate = f", {rate_text(worked / seconds)}" if worked and seconds else ""
     screen.line(f"  in {duration_text(seconds)} on {result['device']}{rate}")
     if share:
-        screen.line(f"  part {share['index']} of {share['of']}, shards written: {share['shards']}. When every part is done:")
+        screen.line(
+            f"  part {share['index']} of {share['of']}, shards written: {share['shards']}. When every part is done:"
+        )
         screen.line(f"  fp4convert merge {result['output']}")
     else:
         screen.line(f"  digest {result['digest']}")
@@ -60,7 +69,9 @@ def _draw_carried(screen: Screen, carried: Document) -> None:
         if names := carried.get(key):
             screen.line(f"  {len(names)} are not ({what}), the first {names[0]}", "yellow")
     if "blocks" in carried:
-        screen.line(f"  {carried['kept_blocks']:,} of {carried['blocks']:,} blocks keep every value")
+        screen.line(
+            f"  {carried['kept_blocks']:,} of {carried['blocks']:,} blocks keep every value"
+        )
 
 
 def draw_merged(screen: Screen, merged: Document) -> None:
@@ -101,27 +112,40 @@ def draw_recipe(screen: Screen, recipe: Document) -> None:
         screen.line(f"one scale for {', '.join(members)}")
     for rule in recipe["stacks"]:
         rows = f", {rule['rows']}" if len(rule["members"]) > 1 else ""
-        screen.line(f"takes {', '.join(rule['tensors'])} for stacks of {', '.join(rule['members'])}: {rule['order']}{rows}")
+        screen.line(
+            f"takes {', '.join(rule['tensors'])} for stacks of {', '.join(rule['members'])}: {rule['order']}{rows}"
+        )
     for rule in recipe["experts"]:
-        screen.line(f"counts experts by {', '.join(rule['counts'])}: in {', '.join((*rule['rows'], *rule['columns']))}")
+        screen.line(
+            f"counts experts by {', '.join(rule['counts'])}: in {', '.join((*rule['rows'], *rule['columns']))}"
+        )
 
 
 def draw_examination(screen: Screen, found: Document) -> None:
     """What `doctor` found out."""
     cache, cpu, disk = found["cubin_cache"], found["cpu"], found["disk"]
-    driver = f"NVIDIA, runs CUDA {found['driver']}, shows {found['gpus_shown']} GPU(s)" if found["driver"] else "none"
+    driver = (
+        f"NVIDIA, runs CUDA {found['driver']}, shows {found['gpus_shown']} GPU(s)"
+        if found["driver"]
+        else "none"
+    )
     kept = (
-        f"{cache['files']} files, {size_text(cache['bytes'])}" if cache["writable"] else "not writable: compiled anew by each run"
+        f"{cache['files']} files, {size_text(cache['bytes'])}"
+        if cache["writable"]
+        else "not writable: compiled anew by each run"
     )
     rows = {
         "fp4convert": f"{found['fp4convert']}, Python {found['python']}",
         "--device auto": found["device"],
         "driver": driver,
-        "CuPy": found["cupy"] or ("none that can be used" if found["gpus_shown"] else "not looked for"),
+        "CuPy": found["cupy"]
+        or ("none that can be used" if found["gpus_shown"] else "not looked for"),
         "NVRTC": found["nvrtc"] or "-",
         "cubin cache": f"{cache['folder']} ({kept})",
         "CPU": f"{cpu['processors']} processors, {cpu['machine']}, kernels for {cpu['instruction_set']}",
-        "disk": f"{disk['folder']}: {disk['free_bytes'] / 1e9:,.1f} GB free" if disk["folder"] else "the folder is gone",
+        "disk": f"{disk['folder']}: {disk['free_bytes'] / 1e9:,.1f} GB free"
+        if disk["folder"]
+        else "the folder is gone",
     }
     for key, value in rows.items():
         screen.line(f"{key:<16}{value}")
@@ -132,7 +156,9 @@ def draw_examination(screen: Screen, found: Document) -> None:
         )
         for how in ("hardware", "software"):
             if gpu[f"{how}_conversion"]:
-                screen.line(f"{'':<16}E2M1 conversion in {how}: {', '.join(gpu[f'{how}_conversion'])}")
+                screen.line(
+                    f"{'':<16}E2M1 conversion in {how}: {', '.join(gpu[f'{how}_conversion'])}"
+                )
     for gpu in found["gpus_refused"]:
         screen.line(f"{gpu['device']:<16}cannot be used: {gpu['reason']}", "yellow")
     if found["problem"]:

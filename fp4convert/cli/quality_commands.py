@@ -33,8 +33,13 @@ from fp4convert.cli.run import carry_out
 
 def inspect_command(
     artifact: ArtifactArgument,
-    source: Annotated[str | None, typer.Option(help="The original checkpoint, which decides what statistics cannot.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Read every block scale, however many.")] = False,
+    source: Annotated[
+        str | None,
+        typer.Option(help="The original checkpoint, which decides what statistics cannot."),
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Read every block scale, however many.")
+    ] = False,
     sarif: SarifOption = None,
     revision: RevisionOption = None,
     subfolder: SubfolderOption = None,
@@ -49,22 +54,39 @@ def inspect_command(
     from fp4convert.cli import draw_quality
     from fp4convert.commands import quality
 
-    carry_out(words, quality.inspect, draw_quality.draw_artifact, hears=("tell",), verdict="healthy")
+    carry_out(
+        words, quality.inspect, draw_quality.draw_artifact, hears=("tell",), verdict="healthy"
+    )
 
 
 def verify_command(
     artifact: ArtifactArgument,
-    source: Annotated[str | None, typer.Option(help="The original checkpoint, to measure every tensor against.")] = None,
-    min_sqnr: Annotated[float | None, typer.Option(help="Fail when a tensor's SQNR is below this many dB.")] = None,
-    max_nmse: Annotated[float | None, typer.Option(help="Fail when a tensor's normalised squared error is above this.")] = None,
+    source: Annotated[
+        str | None, typer.Option(help="The original checkpoint, to measure every tensor against.")
+    ] = None,
+    min_sqnr: Annotated[
+        float | None, typer.Option(help="Fail when a tensor's SQNR is below this many dB.")
+    ] = None,
+    max_nmse: Annotated[
+        float | None,
+        typer.Option(help="Fail when a tensor's normalised squared error is above this."),
+    ] = None,
     outputs: Annotated[
-        bool, typer.Option("--outputs", help="Measure what every linear layer answers, for random inputs.")
+        bool,
+        typer.Option(
+            "--outputs", help="Measure what every linear layer answers, for random inputs."
+        ),
     ] = False,
     calibration: Annotated[
-        Path | None, typer.Option(readable=False, help="The same for the inputs that fp4convert calibrate saw of the source.")
+        Path | None,
+        typer.Option(
+            readable=False,
+            help="The same for the inputs that fp4convert calibrate saw of the source.",
+        ),
     ] = None,
     max_output_error: Annotated[
-        float | None, typer.Option(help="Fail when a layer's output error is above this; 0.1 is 10 %.")
+        float | None,
+        typer.Option(help="Fail when a layer's output error is above this; 0.1 is 10 %."),
     ] = None,
     report: PageOption = None,
     sarif: SarifOption = None,
@@ -81,16 +103,23 @@ def verify_command(
     from fp4convert.cli import draw_quality
     from fp4convert.commands import quality
 
-    carry_out(words, quality.verify, draw_quality.draw_verification, hears=("tell",), verdict="passed")
+    carry_out(
+        words, quality.verify, draw_quality.draw_verification, hears=("tell",), verdict="passed"
+    )
 
 
 def compare_command(
     a: ArtifactArgument,
-    b: Annotated[str, typer.Argument(help="The same, of the same model: in any format, dialect or rule.")],
+    b: Annotated[
+        str, typer.Argument(help="The same, of the same model: in any format, dialect or rule.")
+    ],
     source: Annotated[str, typer.Option(help="The original checkpoint, to measure both against.")],
     calibration: Annotated[
         Path | None,
-        typer.Option(readable=False, help="Output errors for the inputs that fp4convert calibrate saw, not for random ones."),
+        typer.Option(
+            readable=False,
+            help="Output errors for the inputs that fp4convert calibrate saw, not for random ones.",
+        ),
     ] = None,
     revision: RevisionOption = None,
     subfolder: SubfolderOption = None,
@@ -105,11 +134,15 @@ def compare_command(
     from fp4convert.cli import draw_quality
     from fp4convert.commands import quality
 
-    carry_out(words, quality.compare, draw_quality.draw_comparison, hears=("tell",), verdict="passed")
+    carry_out(
+        words, quality.compare, draw_quality.draw_comparison, hears=("tell",), verdict="passed"
+    )
 
 
 def explain_command(
-    code: Annotated[str | None, typer.Argument(help="Of a finding or an error, such as scale-layout.")] = None,
+    code: Annotated[
+        str | None, typer.Argument(help="Of a finding or an error, such as scale-layout.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Explain a finding or an error by its code: what it means, where it comes from, what to do. Without CODE: list all.
@@ -138,7 +171,10 @@ def doctor_command(json: JsonOption = False) -> None:
 def recipes_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="One of them, or a TOML file: what it keeps, groups and stacks.", autocompletion=complete_recipe),
+        typer.Argument(
+            help="One of them, or a TOML file: what it keeps, groups and stacks.",
+            autocompletion=complete_recipe,
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -158,7 +194,10 @@ def recipes_command(
 def analyze_command(
     source: SourceArgument,
     calibration: CalibrationOption = None,
-    sample: Annotated[float | None, typer.Option(help="GB of the source to read: rows of all kinds. Default: 0.02.")] = None,
+    sample: Annotated[
+        float | None,
+        typer.Option(help="GB of the source to read: rows of all kinds. Default: 0.02."),
+    ] = None,
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
     recipe: RecipeOption = None,
@@ -185,17 +224,36 @@ def analyze_command(
 
 def calibrate_command(
     source: SourceArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", readable=False, help="New safetensors file.")],
-    text: Annotated[list[Path] | None, typer.Option(help="A file of plain text; may be given several times.")] = None,
-    dataset: Annotated[Path | None, typer.Option(help="jsonl or parquet with 'text' or 'messages' in each record.")] = None,
-    self_generate: Annotated[int | None, typer.Option(help="No data: so many sequences are written by the model.")] = None,
-    samples: Annotated[int, typer.Option(help="At most so many, evenly spread over the data.")] = 128,
-    sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens of each. Default: what the model takes, up to 2048, or 512 of its own.")
+    output: Annotated[
+        Path, typer.Option("--output", "-o", readable=False, help="New safetensors file.")
+    ],
+    text: Annotated[
+        list[Path] | None, typer.Option(help="A file of plain text; may be given several times.")
     ] = None,
-    gram: Annotated[str, typer.Option(help="none, diag (second moments), block:N or full, which GPTQ takes.")] = "diag",
-    device: Annotated[str, typer.Option(help="auto (a GPU, else the CPU), cpu, cuda or cuda:N.")] = "auto",
-    hold: Annotated[float, typer.Option(min=0, help="GB of weights held at once, with --self-generate.")] = 8.0,
+    dataset: Annotated[
+        Path | None, typer.Option(help="jsonl or parquet with 'text' or 'messages' in each record.")
+    ] = None,
+    self_generate: Annotated[
+        int | None, typer.Option(help="No data: so many sequences are written by the model.")
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(help="At most so many, evenly spread over the data.")
+    ] = 128,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of each. Default: what the model takes, up to 2048, or 512 of its own."
+        ),
+    ] = None,
+    gram: Annotated[
+        str, typer.Option(help="none, diag (second moments), block:N or full, which GPTQ takes.")
+    ] = "diag",
+    device: Annotated[
+        str, typer.Option(help="auto (a GPU, else the CPU), cpu, cuda or cuda:N.")
+    ] = "auto",
+    hold: Annotated[
+        float, typer.Option(min=0, help="GB of weights held at once, with --self-generate.")
+    ] = 8.0,
     revision: RevisionOption = None,
     subfolder: SubfolderOption = None,
     token: TokenOption = None,

@@ -44,7 +44,9 @@ class Screen:
     def out(self) -> Console:
         from rich.console import Console
 
-        return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+        return Console(
+            highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_WIDTH
+        )
 
     @cached_property
     def width(self) -> int:
@@ -62,7 +64,9 @@ class Screen:
         try:
             if self.is_json:
                 pieces = json.JSONEncoder(indent=2).iterencode(document)
-                while part := "".join(islice(pieces, JSON_PIECES)):  # never all at once: a plan can have tens of megabytes
+                while part := "".join(
+                    islice(pieces, JSON_PIECES)
+                ):  # never all at once: a plan can have tens of megabytes
                     sys.stdout.write(part)
                 print()
             else:
@@ -72,7 +76,9 @@ class Screen:
             _forget_stdout()
             if isinstance(error, BrokenPipeError):
                 sys.exit(CLOSED_PIPE)
-            raise OutputError("cannot-print", f"standard output cannot be written: {error.strerror}") from None
+            raise OutputError(
+                "cannot-print", f"standard output cannot be written: {error.strerror}"
+            ) from None
 
     def line(self, text: object, style: str = "", label: str = "") -> None:
         """A line on stdout; where it has a label before it, that alone has the style."""
@@ -84,14 +90,20 @@ class Screen:
             return
         from rich.text import Text
 
-        line = Text(label, style).append(escape(text), "default") if label else Text(escape(text), style)
+        line = (
+            Text(label, style).append(escape(text), "default")
+            if label
+            else Text(escape(text), style)
+        )
         (self.out if to is sys.stdout else self.err).print(line)
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         from rich.table import Column, Table
         from rich.text import Text
 
-        table = Table(*(Column(heading, overflow="fold") for heading in headings), box=None, pad_edge=False)
+        table = Table(
+            *(Column(heading, overflow="fold") for heading in headings), box=None, pad_edge=False
+        )
         for row in rows:
             table.add_row(*(Text(shorten(escape(cell))) for cell in row))
         self.out.print(table)
@@ -124,7 +136,12 @@ class Screen:
     @contextmanager
     def phases(self) -> Iterator[Phases]:
         """A bar for each phase on a terminal, a line every few seconds elsewhere and in CI; both on stderr."""
-        is_bare = "CI" in os.environ or not sys.stderr.isatty() or self.err.is_dumb_terminal or not self.err.is_terminal
+        is_bare = (
+            "CI" in os.environ
+            or not sys.stderr.isatty()
+            or self.err.is_dumb_terminal
+            or not self.err.is_terminal
+        )
         phases = Phases(_print_progress if is_bare and not self.is_quiet else None)
         if is_bare or self.is_quiet:
             yield phases
@@ -132,13 +149,21 @@ class Screen:
             return
         from rich.live import Live
 
-        with Live(get_renderable=lambda: _bars(phases.meters, self.err.width), console=self.err, transient=True):
+        with Live(
+            get_renderable=lambda: _bars(phases.meters, self.err.width),
+            console=self.err,
+            transient=True,
+        ):
             yield phases
 
 
 def _has_colours(stream: TextIO) -> bool:
     """False where rich would print plain words: a pipe or a file, unless a user asks for colours in it."""
-    return stream.isatty() or bool(os.environ.get("FORCE_COLOR")) or os.environ.get("TTY_COMPATIBLE") == "1"
+    return (
+        stream.isatty()
+        or bool(os.environ.get("FORCE_COLOR"))
+        or os.environ.get("TTY_COMPATIBLE") == "1"
+    )
 
 
 def _forget_stdout() -> None:
@@ -163,10 +188,16 @@ def _bars(meters: Sequence[Meter], width: int) -> RenderableType:
     rows = Table.grid(padding=(0, 1))
     for meter in meters:
         done = meter.total_nbytes if meter.is_over else meter.done_nbytes
-        bar = [ProgressBar(meter.total_nbytes or (0 if meter.is_over else None), done, room)] if room >= SHORTEST_BAR else []
+        bar = (
+            [ProgressBar(meter.total_nbytes or (0 if meter.is_over else None), done, room)]
+            if room >= SHORTEST_BAR
+            else []
+        )
         rows.add_row(Text(meter.verb), *bar, Text(meter.status(), no_wrap=True))
     tensor = meters[-1].tensor if meters and not meters[-1].is_over else ""
-    return Group(rows, Text(shorten(escape(tensor), width - 3), "dim", no_wrap=True, overflow="ellipsis"))
+    return Group(
+        rows, Text(shorten(escape(tensor), width - 3), "dim", no_wrap=True, overflow="ellipsis")
+    )
 
 
 def draw_findings(screen: Screen, findings: Iterable[Document]) -> None:
@@ -175,9 +206,16 @@ def draw_findings(screen: Screen, findings: Iterable[Document]) -> None:
     for finding in findings:
         alike[finding["level"], finding["code"], finding["detail"]].append(finding["tensor"])
     for (level, code, detail), tensors in alike.items():
-        named = [(tensor.removesuffix(WEIGHT), WEIGHT if tensor.endswith(WEIGHT) else "") for tensor in tensors if tensor]
+        named = [
+            (tensor.removesuffix(WEIGHT), WEIGHT if tensor.endswith(WEIGHT) else "")
+            for tensor in tensors
+            if tensor
+        ]
         whole = [""] if len(named) < len(tensors) else []
-        for where in [*whole, *(_pattern_text(named, pattern, held) for pattern, held in join_names(named))]:
+        for where in [
+            *whole,
+            *(_pattern_text(named, pattern, held) for pattern, held in join_names(named)),
+        ]:
             screen.line(f"{where}{detail}", _COLOURS[level], f"{level} {code}: ")
 
 

@@ -17,12 +17,20 @@ _ODD = object()  # stands for what typer has to look at
 
 class _PlainOption(TyperOption):
     def process_value(self, ctx: Any, value: Any) -> Any:
-        return super().process_value(ctx, value) if (taken := _take(self, value)) is _ODD else _called_back(self, ctx, taken)
+        return (
+            super().process_value(ctx, value)
+            if (taken := _take(self, value)) is _ODD
+            else _called_back(self, ctx, taken)
+        )
 
 
 class _PlainArgument(TyperArgument):
     def process_value(self, ctx: Any, value: Any) -> Any:
-        return super().process_value(ctx, value) if (taken := _take(self, value)) is _ODD else _called_back(self, ctx, taken)
+        return (
+            super().process_value(ctx, value)
+            if (taken := _take(self, value)) is _ODD
+            else _called_back(self, ctx, taken)
+        )
 
 
 def _take(parameter: TyperOption | TyperArgument, value: Any) -> object:
@@ -45,7 +53,11 @@ def _take_word(kind: object, info: ParameterInfo, word: Any) -> object:
     if type(word) is kind:  # a word where one is wanted, and defaults
         return word
     if kind is Path and isinstance(word, str):
-        is_any = info.file_okay and info.dir_okay and not (info.exists or info.readable or info.writable or info.resolve_path)
+        is_any = (
+            info.file_okay
+            and info.dir_okay
+            and not (info.exists or info.readable or info.writable or info.resolve_path)
+        )
         return Path(word) if is_any else _ODD
     if kind not in (int, float) or not isinstance(word, str) or len(word) > MOST_DIGITS:
         return _ODD
@@ -53,7 +65,9 @@ def _take_word(kind: object, info: ParameterInfo, word: Any) -> object:
     if not (digits.isascii() and digits.isdigit()):
         return _ODD
     number = int(word) if kind is int else float(word)
-    is_within = (info.min is None or number >= info.min) and (info.max is None or number <= info.max)
+    is_within = (info.min is None or number >= info.min) and (
+        info.max is None or number <= info.max
+    )
     return number if is_within else _ODD
 
 

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from fp4convert.calibration.statistics import open_calibration
-from fp4convert.commands.options import AccessOptions, Patterns, Reference, access_of, check_words, words_of
+from fp4convert.commands.options import (
+    AccessOptions,
+    Patterns,
+    Reference,
+    access_of,
+    check_words,
+    words_of,
+)
 from fp4convert.process import keeping_nothing
 from fp4convert.progress import Phases
 from fp4convert.quality import analysis
@@ -31,7 +38,11 @@ class AnalyzeOptions(AccessOptions, total=False):
 
 @keeping_nothing()
 def analyze(
-    source: Reference, *, calibration: Reference | None = None, sample: float | None = None, **options: Unpack[AnalyzeOptions]
+    source: Reference,
+    *,
+    calibration: Reference | None = None,
+    sample: float | None = None,
+    **options: Unpack[AnalyzeOptions],
 ) -> dict[str, Any]:
     """What every kind of module loses in each form, on a sample of the weights: the command `analyze`.  Writes nothing.
 

@@ -11,7 +11,14 @@ from fp4convert.calibration import run
 from fp4convert.calibration.run import Calibrated
 from fp4convert.calibration.samples import Feed
 from fp4convert.calibration.workdir import interruptible
-from fp4convert.commands.options import AccessOptions, Reference, access_of, as_path, check_words, words_of
+from fp4convert.commands.options import (
+    AccessOptions,
+    Reference,
+    access_of,
+    as_path,
+    check_words,
+    words_of,
+)
 from fp4convert.progress import Phases
 from fp4convert.storage.open import open_source
 

@@ -124,7 +124,9 @@ def quantize(source: Reference, *, format: str, **options: Unpack[QuantizeOption
     return fulfil(_order(source, format, options, is_dry=False))
 
 
-def preview_quantize(source: Reference, *, format: str, **options: Unpack[QuantizeOptions]) -> dict[str, Any]:
+def preview_quantize(
+    source: Reference, *, format: str, **options: Unpack[QuantizeOptions]
+) -> dict[str, Any]:
     """The plan that `quantize` would carry out, from headers alone, as `quantize --dry-run --json` prints it.  Writes nothing."""
     order = _order(source, format, options, is_dry=True)
     return order.work.describe(order.settings)
@@ -135,21 +137,39 @@ def _order(source: Reference, format: str, options: QuantizeOptions, is_dry: boo
     check_words(options, QuantizeOptions)
     ray = options.get("ray")
     settings = _part_settings(options, is_elsewhere=ray is not None)
-    publication = choose_publication(options.get("push_to_hub"), options.get("private", False), given(options.get("token")))
+    publication = choose_publication(
+        options.get("push_to_hub"), options.get("private", False), given(options.get("token"))
+    )
     reference = os.fspath(source)
     output = Path(options.get("output") or f"{name_of(reference)}-{format.upper()}")
-    destinations = Destinations(publication, choose_page(as_path(options.get("report")), output, settings.share, is_dry))
+    destinations = Destinations(
+        publication, choose_page(as_path(options.get("report")), output, settings.share, is_dry)
+    )
     size = choose_goal(options.get("target_size"), options.get("target_bits"))
     request = requests.Request(format, **words_of(requests.Request, options))
     access = access_of(options, output)
-    errand = Errand(reference, access, request, output, device=settings.device, workers=settings.workers, goal=size)
+    errand = Errand(
+        reference,
+        access,
+        request,
+        output,
+        device=settings.device,
+        workers=settings.workers,
+        goal=size,
+    )
     settings.phases.begin("plan")
     work = prepare(errand, ray, settings.phases, not is_dry)
     _tell(options, () if is_dry else work.warnings, settings)
     return Order(work, settings, destinations)
 
 
-def dequantize(artifact: Reference, output: Reference, *, dtype: str = "bf16", **options: Unpack[DequantizeOptions]) -> Result:
+def dequantize(
+    artifact: Reference,
+    output: Reference,
+    *,
+    dtype: str = "bf16",
+    **options: Unpack[DequantizeOptions],
+) -> Result:
     """Turn an artifact back into a checkpoint of ordinary weights, with exactly the values that engines compute: `dequantize`.
 
     artifact  a folder, one file, or ORG/NAME on the Hub; FP8 and int4 of other makers too
@@ -167,7 +187,9 @@ def dequantize(artifact: Reference, output: Reference, *, dtype: str = "bf16", *
     return repacking.dequantize(source, plan, target, settings)
 
 
-def transcode(artifact: Reference, output: Reference, *, dialect: str, **options: Unpack[TranscodeOptions]) -> Result:
+def transcode(
+    artifact: Reference, output: Reference, *, dialect: str, **options: Unpack[TranscodeOptions]
+) -> Result:
     """Spell an artifact in another dialect, its codes and block scales never rounded again: `transcode`.
 
     artifact  a folder, one file, or ORG/NAME on the Hub
@@ -188,7 +210,13 @@ def transcode(artifact: Reference, output: Reference, *, dialect: str, **options
     return repacking.transcode(opened, plan, target, settings, donor)
 
 
-def prune(source: Reference, output: Reference, calibration: Reference, keep: int, **options: Unpack[PruneOptions]) -> Result:
+def prune(
+    source: Reference,
+    output: Reference,
+    calibration: Reference,
+    keep: int,
+    **options: Unpack[PruneOptions],
+) -> Result:
     """Leave out the experts that matter least (REAP): an ordinary checkpoint with fewer of them: `prune`.
 
     calibration  file that `calibrate` made of the source
@@ -203,7 +231,11 @@ def prune(source: Reference, output: Reference, calibration: Reference, keep: in
 
 
 def preview_prune(
-    source: Reference, output: Reference, calibration: Reference, keep: int, **options: Unpack[PruneOptions]
+    source: Reference,
+    output: Reference,
+    calibration: Reference,
+    keep: int,
+    **options: Unpack[PruneOptions],
 ) -> dict[str, Any]:
     """The plan that `prune` would carry out: `prune --dry-run --json`.  Writes nothing; raises as it does."""
     settings = _part_settings(options, device="cpu")
@@ -213,13 +245,19 @@ def preview_prune(
 
 
 def _pruning(
-    source: Reference, output: Reference, asked: tuple[Reference, int], options: PruneOptions, settings: Settings
+    source: Reference,
+    output: Reference,
+    asked: tuple[Reference, int],
+    options: PruneOptions,
+    settings: Settings,
 ) -> tuple[Source, pruning.Pruning]:
     check_words(options, PruneOptions)
     calibration, keep = asked
     settings.phases.begin("plan")
     opened = open_source(os.fspath(source), access_of(options, Path(output)))
-    return opened, pruning.prepare_prune(opened, open_calibration(Path(calibration)), keep, options.get("recipe"))
+    return opened, pruning.prepare_prune(
+        opened, open_calibration(Path(calibration)), keep, options.get("recipe")
+    )
 
 
 def merge(output: Reference, *, phases: Phases | None = None) -> dict[str, Any]:
@@ -238,7 +276,12 @@ def _part_settings(options: PartOptions, is_elsewhere: bool = False, **fixed: st
     """How to work, with the part that this process does; the launcher's variables count as they do for the command."""
     settings = _settings(options, **fixed)
     is_shared = settings.is_joining or is_elsewhere
-    return replace(settings, share=choose_share(is_shared, options.get("shard_index"), options.get("num_shards"), os.environ))
+    return replace(
+        settings,
+        share=choose_share(
+            is_shared, options.get("shard_index"), options.get("num_shards"), os.environ
+        ),
+    )
 
 
 def _settings(options: WorkOptions, **fixed: str) -> Settings:

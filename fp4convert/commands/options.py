@@ -78,7 +78,9 @@ def check_words(options: Mapping[str, Any], known: type) -> None:
     """TypeError for a word that is not known, as Python itself has it."""
     for word in options:
         if word not in known.__annotations__:
-            raise TypeError(f"unexpected keyword argument {word!r}; expected one of {', '.join(known.__annotations__)}")
+            raise TypeError(
+                f"unexpected keyword argument {word!r}; expected one of {', '.join(known.__annotations__)}"
+            )
 
 
 def words_of(kind: type[Any], options: Mapping[str, Any], **named: str) -> dict[str, Any]:
@@ -87,7 +89,11 @@ def words_of(kind: type[Any], options: Mapping[str, Any], **named: str) -> dict[
     named  the word of a field that has another name
     """
     of_field = {field.name: named.get(field.name, field.name) for field in fields(kind)}
-    return {name: _AS.get(word, _itself)(options[word]) for name, word in of_field.items() if word in options}
+    return {
+        name: _AS.get(word, _itself)(options[word])
+        for name, word in of_field.items()
+        if word in options
+    }
 
 
 def access_of(options: AccessOptions, output: Path | None = None) -> Access:
@@ -116,14 +122,20 @@ def patterns(words: Patterns) -> tuple[str, ...]:
 def as_nbytes(gigabytes: float) -> int:
     """Bytes; as many as anybody can have for inf.  InputError for less than nothing, and for NaN."""
     if not gigabytes >= 0:
-        raise InputError("usage", f"{gigabytes:g} GB of memory; expected 0 or more", "Give a number of GB.")
+        raise InputError(
+            "usage", f"{gigabytes:g} GB of memory; expected 0 or more", "Give a number of GB."
+        )
     return int(min(gigabytes, MOST_MEMORY) * 10**9)
 
 
 def as_count(workers: int) -> int:
     """The number itself; InputError for less than none."""
     if workers < 0:
-        raise InputError("usage", f"workers is {workers}; expected 0 or more", "Leave it out: as many as suit the device.")
+        raise InputError(
+            "usage",
+            f"workers is {workers}; expected 0 or more",
+            "Leave it out: as many as suit the device.",
+        )
     return workers
 
 

@@ -57,7 +57,9 @@ def choose_publication(repo: str | None, is_private: bool, token: str | None) ->
     """Where the options say that the result goes; InputError where they contradict one another."""
     if repo is None and is_private:
         raise InputError(
-            "repo-name", "--private says how --push-to-hub pushes, which is not given", "Name it: --push-to-hub ORG/NAME."
+            "repo-name",
+            "--private says how --push-to-hub pushes, which is not given",
+            "Name it: --push-to-hub ORG/NAME.",
         )
     return None if repo is None else Publication(repo, is_private, token)
 
@@ -67,7 +69,9 @@ def choose_page(page: Path | None, output: Path, share: Share | None, is_dry: bo
     if page is not None and (is_dry or share is not None):
         made = "a dry run makes nothing" if is_dry else "a part is not the whole"
         next_step = "Afterwards: fp4convert verify OUTPUT --report FILE.html."
-        raise InputError("report", f"--report {page}: {made}; expected an artifact to show", next_step)
+        raise InputError(
+            "report", f"--report {page}: {made}; expected an artifact to show", next_step
+        )
     if page is not None:
         from fp4convert.report.html import PAGE, check_page
 
@@ -87,7 +91,11 @@ def fulfil(order: Order) -> Result:
 
         for page in pages.values():
             check_page(page)
-    result = order.work.carry_out(order.settings) if publication is None else _publish(order, publication)
+    result = (
+        order.work.carry_out(order.settings)
+        if publication is None
+        else _publish(order, publication)
+    )
     for line in _write_pages(order.work, pages):
         order.settings.tell(line)
     return result
@@ -98,7 +106,10 @@ def _pages(order: Order) -> dict[str, Path]:
     page = order.destinations.page
     if page is None:
         return {}
-    return {folder: page.with_stem(f"{page.stem}-{folder}") if folder else page for folder in order.work.errands()}
+    return {
+        folder: page.with_stem(f"{page.stem}-{folder}") if folder else page
+        for folder in order.work.errands()
+    }
 
 
 def _write_pages(work: Work, pages: Mapping[str, Path]) -> Iterator[str]:
@@ -110,7 +121,9 @@ def _write_pages(work: Work, pages: Mapping[str, Path]) -> Iterator[str]:
         from fp4convert.report.html import save_page
 
         errand = work.errands()[folder]
-        access = replace(errand.access, revision=work.source.checkpoint.revision or errand.access.revision)
+        access = replace(
+            errand.access, revision=work.source.checkpoint.revision or errand.access.revision
+        )
         source, artifact = open_source(errand.reference, access), open_artifact(str(errand.output))
         yield save_page(page, artifact, source)
 
@@ -124,7 +137,9 @@ def _publish(order: Order, publication: Publication) -> Result:
         detail = f"part {settings.share.index} of {settings.share.count} cannot be pushed: one commit names all files"
         next_step = "Merge the parts; then the same command with --num-shards 1 finds everything done, and pushes it."
         raise InputError("share", detail, next_step)
-    pusher = Pusher(publication.repo, publication.is_private, publication.token, settings.tell, work.names())
+    pusher = Pusher(
+        publication.repo, publication.is_private, publication.token, settings.tell, work.names()
+    )
     work.check(settings)
     work.begin(settings)
     try:
@@ -132,11 +147,15 @@ def _publish(order: Order, publication: Publication) -> Result:
         result = work.carry_out(replace(settings, named=pusher.add))
         goal_options = errand.goal.options() if errand.goal else {}
         options = {**asdict(errand.request), **goal_options, "subfolder": errand.access.subfolder}
-        card = make_card(work.plan, result, work.source, CardRequest(publication.repo, options, _errors(result)))
+        card = make_card(
+            work.plan, result, work.source, CardRequest(publication.repo, options, _errors(result))
+        )
         files = work.ended_files()
         nbytes = sum((errand.output / file).stat().st_size for file in files if file != CARD)
         settings.phases.begin("upload", nbytes + len(card.encode("utf-8", "replace")))
-        return replace(result, pushed=pusher.commit(errand.output, files, card, settings.phases.report))
+        return replace(
+            result, pushed=pusher.commit(errand.output, files, card, settings.phases.report)
+        )
     finally:
         pusher.stop()
 
@@ -145,6 +164,13 @@ def _errors(result: Result) -> list[tuple[object, ...]] | None:
     """The table of a card: what was lost by all tensors, of each component apart; None where nothing was rounded."""
     parts: list[tuple[str, Any]] = [("all tensors", result.fidelity)]
     parts += [(str(part["name"]), part.get("fidelity")) for part in result.components or ()]
-    known = [(name, summary) for name, summary in parts if summary and summary["sqnr_db_mean"] is not None]
-    rows = [(name, *(summary[key] for key in ("sqnr_db_mean", "sqnr_db_min", "worst", "nmse"))) for name, summary in known]
+    known = [
+        (name, summary)
+        for name, summary in parts
+        if summary and summary["sqnr_db_mean"] is not None
+    ]
+    rows = [
+        (name, *(summary[key] for key in ("sqnr_db_mean", "sqnr_db_min", "worst", "nmse")))
+        for name, summary in known
+    ]
     return [("", "SQNR, mean (dB)", "SQNR, least (dB)", "of", "NMSE"), *rows] if rows else None

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from fp4convert.checkpoint.artifact import open_artifact
-from fp4convert.commands.options import AccessOptions, Reference, access_of, as_path, check_words, ignore, original_access
+from fp4convert.commands.options import (
+    AccessOptions,
+    Reference,
+    access_of,
+    as_path,
+    check_words,
+    ignore,
+    original_access,
+)
 from fp4convert.process import keeping_nothing
 from fp4convert.report.sarif import SARIF, clear_sarif, write_sarif
 from fp4convert.report.user_files import check_apart
@@ -54,7 +62,11 @@ class VerifyOptions(InspectOptions, total=False):
 @keeping_nothing()
 @uncollected()
 def inspect(
-    artifact: Reference, *, source: Reference | None = None, full: bool = False, **options: Unpack[InspectOptions]
+    artifact: Reference,
+    *,
+    source: Reference | None = None,
+    full: bool = False,
+    **options: Unpack[InspectOptions],
 ) -> dict[str, Any]:
     """What an artifact is and whether it is healthy, from its headers, records and scales: the command `inspect`.
 
@@ -111,7 +123,10 @@ def verify(
         clear_sarif(sarif)
     calibration = as_path(options.get("calibration"))
     known = None if calibration is None else open_calibration(calibration)
-    opened, original = open_artifact(os.fspath(artifact), access_of(options)), _original(source, options)
+    opened, original = (
+        open_artifact(os.fspath(artifact), access_of(options)),
+        _original(source, options),
+    )
     asked = Outputs(known) if options.get("outputs") or known else None
     gate = verification.Gate(min_sqnr, max_nmse, options.get("max_output_error"))
     verified = verification.verify(opened, original, gate, asked)
@@ -123,7 +138,9 @@ def verify(
 
 
 @keeping_nothing()
-def compare(a: Reference, b: Reference, *, source: Reference, **options: Unpack[CompareOptions]) -> dict[str, Any]:
+def compare(
+    a: Reference, b: Reference, *, source: Reference, **options: Unpack[CompareOptions]
+) -> dict[str, Any]:
     """Two artifacts side by side against one source, tensor by tensor: the command `compare`.
 
     a, b     as `inspect` takes them, of any formats, dialects and makers
@@ -136,9 +153,18 @@ def compare(a: Reference, b: Reference, *, source: Reference, **options: Unpack[
     from fp4convert.quality.source_compare import Outputs
 
     check_words(options, CompareOptions)
-    known = None if (calibration := as_path(options.get("calibration"))) is None else open_calibration(calibration)
-    pair = open_artifact(os.fspath(a), access_of(options)), open_artifact(os.fspath(b), access_of(options))
-    return comparison.compare(pair, open_original(os.fspath(source), original_access(options)), Outputs(known))
+    known = (
+        None
+        if (calibration := as_path(options.get("calibration"))) is None
+        else open_calibration(calibration)
+    )
+    pair = (
+        open_artifact(os.fspath(a), access_of(options)),
+        open_artifact(os.fspath(b), access_of(options)),
+    )
+    return comparison.compare(
+        pair, open_original(os.fspath(source), original_access(options)), Outputs(known)
+    )
 
 
 def _folder_of(artifact: Reference, options: AccessOptions) -> Path | None:

@@ -17,7 +17,14 @@ from fp4convert.errors import InputError, NumericError
 from fp4convert.numerics.backends.base import Given
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, LEAVE, Float32s, find_not_finite_values
-from fp4convert.numerics.formats import FLOAT_TYPES, IMPORTANCE, Format, check_rule, dtype_named, format_named
+from fp4convert.numerics.formats import (
+    FLOAT_TYPES,
+    IMPORTANCE,
+    Format,
+    check_rule,
+    dtype_named,
+    format_named,
+)
 from fp4convert.numerics.matrices import InMemory, Matrix, Quantized
 
 if TYPE_CHECKING:
@@ -52,16 +59,27 @@ def quantize_tensor(
     weights = InMemory(_matrix_of(x, fmt))
     if found := find_not_finite_values(weights):
         raise NumericError("not-finite", f"the matrix has {found}; weights must be finite", LEAVE)
-    given = Given(_checked_amax(weights, fmt, global_amax), () if importance is None else (_moments(importance),))
+    given = Given(
+        _checked_amax(weights, fmt, global_amax),
+        () if importance is None else (_moments(importance),),
+    )
     if importance is not None and rule != IMPORTANCE:
-        raise InputError("scale-rule", f"importance is given, and scale rule {rule} weighs nothing", "Leave it out.")
+        raise InputError(
+            "scale-rule",
+            f"importance is given, and scale rule {rule} weighs nothing",
+            "Leave it out.",
+        )
     rows, columns = weights.shape
     packed = np.empty(rows * columns // 2, np.uint8)
     block_scales = np.empty(rows * columns // fmt.block_size, np.uint8)
     codes, scales, global_scale = packed.data, block_scales.data, None
     for _, q in Cpu().quantize_group([weights], [weights], fmt, rule, given):
         codes[: len(q.packed)], scales[: len(q.block_scales)] = q.packed, q.block_scales
-        codes, scales, global_scale = codes[len(q.packed) :], scales[len(q.block_scales) :], q.global_scale
+        codes, scales, global_scale = (
+            codes[len(q.packed) :],
+            scales[len(q.block_scales) :],
+            q.global_scale,
+        )
     return Quantized(fmt, weights.shape, packed.data, block_scales.data, global_scale)
 
 
@@ -72,9 +90,14 @@ def dequantize_tensor(q: Quantized, dtype: str = "fp32") -> NDArray[Any]:
     Raises   InputError for any other; NumericError where a value is beyond its range
     """
     if not isinstance(q, Quantized):
-        raise InputError("tensor-type", f"a {type(q).__module__}.{type(q).__qualname__} is given; expected a Quantized")
+        raise InputError(
+            "tensor-type",
+            f"a {type(q).__module__}.{type(q).__qualname__} is given; expected a Quantized",
+        )
     stored = dtype_named(dtype)
-    panels = [np.frombuffer(panel, FLOAT_DTYPES[stored]) for panel in Cpu().dequantize_panels(q, stored)]
+    panels = [
+        np.frombuffer(panel, FLOAT_DTYPES[stored]) for panel in Cpu().dequantize_panels(q, stored)
+    ]
     return np.concatenate(panels).reshape(q.shape)
 
 
@@ -84,14 +107,20 @@ def _checked_amax(weights: InMemory, fmt: Format, global_amax: float | None) -> 
         return None
     if not fmt.has_global_scale:
         raise InputError(
-            "global-amax", f"global_amax {global_amax!r} is given, and {fmt.name} has no global scale", "Leave it out."
+            "global-amax",
+            f"global_amax {global_amax!r} is given, and {fmt.name} has no global scale",
+            "Leave it out.",
         )
     own, found = Cpu().amax(weights.matrix), _number(global_amax)
     with np.errstate(over="ignore"):
         narrow = float(np.float32(found))
     if not own <= narrow < math.inf:
         detail = f"global_amax is {found:g}; expected a finite number, at least {own:g}, the largest magnitude of the matrix"
-        raise InputError("global-amax", detail, "Give the largest magnitude of all matrices that share the global scale.")
+        raise InputError(
+            "global-amax",
+            detail,
+            "Give the largest magnitude of all matrices that share the global scale.",
+        )
     return narrow
 
 
@@ -104,7 +133,9 @@ def _number(global_amax: object) -> float:
     except OverflowError:
         return math.inf
     except (TypeError, ValueError):
-        raise InputError("global-amax", f"global_amax is {global_amax!r:.60}; expected a number", "Give a float.") from None
+        raise InputError(
+            "global-amax", f"global_amax is {global_amax!r:.60}; expected a number", "Give a float."
+        ) from None
 
 
 def _moments(importance: object) -> Float32s:
@@ -113,7 +144,9 @@ def _moments(importance: object) -> Float32s:
         return np.asarray(getattr(importance, "detach", lambda: importance)(), np.float32)
     except (TypeError, ValueError, RuntimeError):
         kind = f"{type(importance).__module__}.{type(importance).__qualname__}"
-        raise InputError("importance-shape", f"importance is a {kind}; expected an array, one number to a column") from None
+        raise InputError(
+            "importance-shape", f"importance is a {kind}; expected an array, one number to a column"
+        ) from None
 
 
 def _matrix_of(x: object, fmt: Format) -> Matrix:
@@ -124,14 +157,19 @@ def _matrix_of(x: object, fmt: Format) -> Matrix:
     if torch is not None and isinstance(x, torch.Tensor):
         return _torch_matrix(x, fmt)
     raise InputError(
-        "tensor-type", f"weights are a {type(x).__module__}.{type(x).__qualname__}; expected a NumPy array or a torch tensor"
+        "tensor-type",
+        f"weights are a {type(x).__module__}.{type(x).__qualname__}; expected a NumPy array or a torch tensor",
     )
 
 
 def _numpy_matrix(x: NDArray[Any], shape: tuple[int, int]) -> Matrix:
     names = {kind: name for name, kind in FLOAT_DTYPES.items()}
     if x.dtype not in names:
-        raise InputError("tensor-dtype", f"weights are {x.dtype}; {EXPECTED}", "Cast them: x.astype(numpy.float32).")
+        raise InputError(
+            "tensor-dtype",
+            f"weights are {x.dtype}; {EXPECTED}",
+            "Cast them: x.astype(numpy.float32).",
+        )
     return Matrix(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, names[x.dtype], shape)
 
 
@@ -139,14 +177,24 @@ def _torch_matrix(x: torch.Tensor, fmt: Format) -> Matrix:
     names = {f"torch.{kind.config_name}": name for name, kind in FLOAT_TYPES.items()}
     if str(x.layout) != "torch.strided" or x.is_nested:
         layout = "nested" if x.is_nested else x.layout
-        raise InputError("tensor-layout", f"weights are {layout}; expected torch.strided", "Make them dense: x.to_dense().")
+        raise InputError(
+            "tensor-layout",
+            f"weights are {layout}; expected torch.strided",
+            "Make them dense: x.to_dense().",
+        )
     shape = _checked_shape(tuple(x.shape), fmt)
     if str(x.dtype) not in names:
-        raise InputError("tensor-dtype", f"weights are {x.dtype}; {EXPECTED}", "Cast them: x.float().")
+        raise InputError(
+            "tensor-dtype", f"weights are {x.dtype}; {EXPECTED}", "Cast them: x.float()."
+        )
     if x.device.type != "cpu":
-        raise InputError("tensor-device", f"weights are on {x.device}; expected cpu", "Move them: x.cpu().")
+        raise InputError(
+            "tensor-device", f"weights are on {x.device}; expected cpu", "Move them: x.cpu()."
+        )
     try:
-        flat: NDArray[np.uint8] = x.detach().resolve_neg().contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
+        flat: NDArray[np.uint8] = (
+            x.detach().resolve_neg().contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
+        )
     except RuntimeError:  # of a subclass, such as a FakeTensor
         found = f"weights are a {type(x).__module__}.{type(x).__qualname__}, which holds no values in memory"
         raise InputError("tensor-type", f"{found}; expected a plain torch tensor") from None
@@ -159,8 +207,8 @@ def _checked_shape(shape: tuple[int, ...], fmt: Format) -> tuple[int, int]:
         detail = f"weights have the shape {tuple(shape)}; expected a matrix, (rows, columns), that holds something"
         raise InputError("tensor-shape", detail, "Of a stack give one matrix at a time.")
     if shape[1] % fmt.block_size:
-        detail = (
-            f"weights have the shape {tuple(shape)}; expected columns that are a multiple of {fmt.block_size}, for {fmt.name}"
+        detail = f"weights have the shape {tuple(shape)}; expected columns that are a multiple of {fmt.block_size}, for {fmt.name}"
+        raise InputError(
+            "tensor-shape", detail, f"Pad its columns with zeros to a multiple of {fmt.block_size}."
         )
-        raise InputError("tensor-shape", detail, f"Pad its columns with zeros to a multiple of {fmt.block_size}.")
     return shape[0], shape[1]

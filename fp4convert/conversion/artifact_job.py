@@ -54,9 +54,15 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
         records["config.json"] = {**config, **records.get("config.json", {})}
     texts = {**index_text(plan), **{file: as_text(record) for file, record in records.items()}}
     producer = {"name": "fp4convert", "version": version("fp4convert")}
-    here: dict[str, object] = {"repo": source.checkpoint.repo, "revision": source.checkpoint.revision}
+    here: dict[str, object] = {
+        "repo": source.checkpoint.repo,
+        "revision": source.checkpoint.revision,
+    }
     record = make_record(
-        plan.target, Contents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds), producer, origin or here
+        plan.target,
+        Contents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds),
+        producer,
+        origin or here,
     )
     return Job(source, plan, texts, record, RECORD, ENGINE_RECORDS | texts.keys())
 

@@ -23,7 +23,12 @@ from fp4convert.conversion.ray_workers import Errand
 from fp4convert.errors import Fp4Error, InputError, NumericError
 from fp4convert.execution.folder import OutputFolder, TaskWriter, missing_nbytes
 from fp4convert.execution.job import Job, carry_out, opened
-from fp4convert.execution.plan_file import digest_of, read_ended, read_manifest, refuse_linked_folders
+from fp4convert.execution.plan_file import (
+    digest_of,
+    read_ended,
+    read_manifest,
+    refuse_linked_folders,
+)
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.planning.steps import Action, Plan, Step
 from fp4convert.storage.checkpoint_files import PIPELINE, PLAN_FILE
@@ -48,11 +53,18 @@ class PipelineConversion:
     @property
     def plan(self) -> Plan:
         plans = [conversion.plan for conversion in self.conversions.values()]
-        return Plan(plans[0].target, tuple(task for plan in plans for task in plan.tasks), Ignored((), ()), ())
+        return Plan(
+            plans[0].target,
+            tuple(task for plan in plans for task in plan.tasks),
+            Ignored((), ()),
+            (),
+        )
 
     @property
     def warnings(self) -> list[str]:
-        return self._collect({name: list(conversion.warnings) for name, conversion in self.conversions.items()})
+        return self._collect(
+            {name: list(conversion.warnings) for name, conversion in self.conversions.items()}
+        )
 
     def _collect(self, warnings: dict[str, list[str]]) -> list[str]:
         """The warnings of all components, each with its name, after our own."""
@@ -62,7 +74,11 @@ class PipelineConversion:
         return [*([f"{beside} {left_out[0]!r}"] if left_out else []), *named]
 
     def names(self) -> list[str]:
-        parts = [f"{name}/{file}" for name, conversion in self.conversions.items() for file in conversion.names()]
+        parts = [
+            f"{name}/{file}"
+            for name, conversion in self.conversions.items()
+            for file in conversion.names()
+        ]
         return [*parts, *self._copying().manifest().files]
 
     def errands(self) -> dict[str, Errand]:
@@ -71,29 +87,55 @@ class PipelineConversion:
     def describe(self, settings: Settings) -> dict[str, object]:
         """The documents of all components in one, with what is copied; every tensor says whose it is."""
         copied = self._copying().output_nbytes
-        described = {name: dict[str, Any](conversion.describe(settings)) for name, conversion in self.conversions.items()}
+        described = {
+            name: dict[str, Any](conversion.describe(settings))
+            for name, conversion in self.conversions.items()
+        }
         whole: dict[str, Any] = {}
         for name, document in described.items():
             for key, value in document.items():
-                whole[key] = _joined(key, whole[key], _labelled(name, value)) if key in whole else _labelled(name, value)
+                whole[key] = (
+                    _joined(key, whole[key], _labelled(name, value))
+                    if key in whole
+                    else _labelled(name, value)
+                )
         sizes = ("source_bytes", "output_bytes", "peak_disk_bytes")
         for key in sizes:
             whole[key] = _joined(key, whole[key], copied)
-        components = [{"name": name, **{key: document[key] for key in sizes}} for name, document in described.items()]
+        components = [
+            {"name": name, **{key: document[key] for key in sizes}}
+            for name, document in described.items()
+        ]
         ours = {
             "bits_per_weight": self.plan.bits_per_weight,
             "seconds_estimated": self._with_copies(whole["seconds_estimated"], copied),
-            "warnings": self._collect({name: document["warnings"] for name, document in described.items()}),
+            "warnings": self._collect(
+                {name: document["warnings"] for name, document in described.items()}
+            ),
         }
         return {**whole, **ours, "copied_bytes": copied, "components": components}
 
     def _with_copies(self, seconds: dict[str, Any], copied_nbytes: int) -> dict[str, object]:
         """Estimated times and those of the copies, which are hashed at the same rate: once, and as they arrive where they do."""
-        streamed = sum(c.source.checkpoint.nbytes for c in self.conversions.values() if c.source.is_streamed)
+        streamed = sum(
+            c.source.checkpoint.nbytes for c in self.conversions.values() if c.source.is_streamed
+        )
         hashed = self.plan.output_bytes + streamed
-        more = seconds["hashing"] * copied_nbytes * (2 if self.source.is_streamed else 1) / hashed if hashed else 0.0
-        reading = {key: seconds["reading"][key] + copied_nbytes / rate for key, rate in READING_RATES.items()}
-        return {**seconds, "hashing": seconds["hashing"] + more, "work": seconds["work"] + more, "reading": reading}
+        more = (
+            seconds["hashing"] * copied_nbytes * (2 if self.source.is_streamed else 1) / hashed
+            if hashed
+            else 0.0
+        )
+        reading = {
+            key: seconds["reading"][key] + copied_nbytes / rate
+            for key, rate in READING_RATES.items()
+        }
+        return {
+            **seconds,
+            "hashing": seconds["hashing"] + more,
+            "work": seconds["work"] + more,
+            "reading": reading,
+        }
 
     def check(self, settings: Settings) -> None:
         if settings.share is not None:  # nobody could end all parts of all conversions
@@ -114,7 +156,9 @@ class PipelineConversion:
             for name, conversion in self.conversions.items():
                 with named_component(name), told(self.errand.output):
                     self._reopen(conversion)
-                    if conversion.begin(settings).missing():  # done again after it was whole: nothing loads it meanwhile
+                    if conversion.begin(
+                        settings
+                    ).missing():  # done again after it was whole: nothing loads it meanwhile
                         self._end.unlink(missing_ok=True)
             yield folder
 
@@ -127,7 +171,12 @@ class PipelineConversion:
         """Of an unfinished whole no component is finished, so that its plan may be replaced: changed options go on."""
         output, manifest = conversion.errand.output, manifest_of(conversion.source, conversion.plan)
         old = read_manifest(output) if (output / PLAN_FILE).exists() else None
-        if old and not self._end.exists() and old.identity == manifest.identity and old.plan_id != manifest.plan_id:
+        if (
+            old
+            and not self._end.exists()
+            and old.identity == manifest.identity
+            and old.plan_id != manifest.plan_id
+        ):
             (output / old.last).unlink(missing_ok=True)
 
     def carry_out(self, settings: Settings) -> Result:
@@ -145,7 +194,9 @@ class PipelineConversion:
         for name, conversion in self.conversions.items():
             try:
                 with named_component(name):
-                    results[name] = conversion.carry_out(replace(settings, named=partial(_named_below, settings, name)))
+                    results[name] = conversion.carry_out(
+                        replace(settings, named=partial(_named_below, settings, name))
+                    )
             except NumericError as error:
                 unsound.append(error)
             conversion.source.stop()
@@ -155,7 +206,11 @@ class PipelineConversion:
 
     def ended_files(self) -> dict[str, str]:
         own = {name: conversion.ended_files() for name, conversion in self.conversions.items()}
-        parts = {f"{name}/{file}": sha256 for name, files in own.items() for file, sha256 in files.items()}
+        parts = {
+            f"{name}/{file}": sha256
+            for name, files in own.items()
+            for file, sha256 in files.items()
+        }
         return {**parts, **read_ended(self.errand.output).files}
 
     def _copying(self) -> Job:
@@ -163,7 +218,10 @@ class PipelineConversion:
         with self.source.open_file(PIPELINE) as stream:
             texts = {PIPELINE: stream.read().decode("utf-8")}
         plan = replace(self.plan, tasks=())
-        parts = {name: manifest_of(conversion.source, conversion.plan) for name, conversion in self.conversions.items()}
+        parts = {
+            name: manifest_of(conversion.source, conversion.plan)
+            for name, conversion in self.conversions.items()
+        }
         return Job(self.source, plan, texts, None, PIPELINE, frozenset(texts), parts)
 
     def _whole(self, results: dict[str, Result], copied: Result, adopted_nbytes: int) -> Result:
@@ -220,8 +278,15 @@ def named_component(component: str) -> Iterator[None]:
 def _summarize(errors: list[NumericError]) -> NumericError:
     """One error for all components, with the options that complete the run."""
     options = dict.fromkeys(error.next_step.removeprefix(AGAIN) for error in errors)
-    next_step = AGAIN + " ".join(options) if errors[0].next_step.startswith(AGAIN) else errors[0].next_step
-    return NumericError(errors[0].code, tuple(line for error in errors for line in error.lines), next_step, errors[0].tensor)
+    next_step = (
+        AGAIN + " ".join(options) if errors[0].next_step.startswith(AGAIN) else errors[0].next_step
+    )
+    return NumericError(
+        errors[0].code,
+        tuple(line for error in errors for line in error.lines),
+        next_step,
+        errors[0].tensor,
+    )
 
 
 def _labelled(name: str, value: object) -> object:
@@ -237,6 +302,10 @@ def _joined(key: str, value: object, other: object) -> object:
         return [*value, *other]
     if isinstance(value, dict) and isinstance(other, dict):
         return {part: _joined(part, value[part], other[part]) for part in value}
-    if isinstance(value, int | float) and isinstance(other, int | float) and not isinstance(value, bool):
+    if (
+        isinstance(value, int | float)
+        and isinstance(other, int | float)
+        and not isinstance(value, bool)
+    ):
         return max(value, other) if key in ("peak_memory_bytes", "threads") else value + other
     return value

@@ -33,7 +33,10 @@ from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Source, uncollected
 
 SECONDS = 0.1  # of arithmetic; of hashing a third
-SMALLEST, LARGEST = 1 << 20, 64 << 20  # weights of a sample: twice as many each time, until what begins a call costs nothing
+SMALLEST, LARGEST = (
+    1 << 20,
+    64 << 20,
+)  # weights of a sample: twice as many each time, until what begins a call costs nothing
 UNIT_NBYTES = 1 << 20
 WIDEST = 1 << 20
 ELEMENT_NBYTES = 2
@@ -66,7 +69,11 @@ def measure_pace(backend: Backend, target: Target, widest: Sequence[int], thread
     while (seconds := time.perf_counter() - begun) < SECONDS / 3:
         hashlib.sha256(data)
         hashed += len(data)
-    rate = _rate_of_weights(backend, target, _Sample((1, min(widest[-1], WIDEST)), data), threads) if widest else None
+    rate = (
+        _rate_of_weights(backend, target, _Sample((1, min(widest[-1], WIDEST)), data), threads)
+        if widest
+        else None
+    )
     return Pace(threads, rate, hashed / seconds)
 
 
@@ -128,13 +135,18 @@ class _Sample:
 
 BASE_NBYTES = 100 << 20  # the interpreter with its packages
 UNPACKED = "dequantize"  # what becomes of packed weights that stay
-READING_RATES = {"at_1_gb_per_second": 1e9, "at_100_mb_per_second": 1e8}  # a good disk or line, and a poor one
+READING_RATES = {
+    "at_1_gb_per_second": 1e9,
+    "at_100_mb_per_second": 1e8,
+}  # a good disk or line, and a poor one
 RANKS = (2, 4, 8)  # of tensor parallelism
-ROW_PARALLEL = frozenset(  # layers whose columns (K) vLLM, SGLang and TensorRT-LLM divide among ranks
-    {
-        *("o_proj", "out_proj", "wo", "c_proj", "dense_4h_to_h"),
-        *("down_proj", "w2", "fc2", "fc_out", "linear_fc2"),
-    }
+ROW_PARALLEL = (
+    frozenset(  # layers whose columns (K) vLLM, SGLang and TensorRT-LLM divide among ranks
+        {
+            *("o_proj", "out_proj", "wo", "c_proj", "dense_4h_to_h"),
+            *("down_proj", "w2", "fc2", "fc_out", "linear_fc2"),
+        }
+    )
 )
 COLUMN_PARALLEL = frozenset(  # whose rows they divide; not k_proj and v_proj, which they repeat where heads are few
     {
@@ -143,7 +155,15 @@ COLUMN_PARALLEL = frozenset(  # whose rows they divide; not k_proj and v_proj, w
     }
 )
 EMBEDDINGS = ("embed", "wte", "wpe")  # in the name of what stands before the layers
-ASIDE = ("visual", "vision", "audio", "image", "multi_modal", "mm_proj", "mtp")  # in names beside the language model
+ASIDE = (
+    "visual",
+    "vision",
+    "audio",
+    "image",
+    "multi_modal",
+    "mm_proj",
+    "mtp",
+)  # in names beside the language model
 
 
 @uncollected()
@@ -159,7 +179,9 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
     """
     backend = open_backend(settings.device)
     sized = [Sized(step, step.source_bytes, step.output_bytes) for step in plan.steps]
-    widest = max((step.shape for step in plan.steps if step.shape), key=lambda shape: shape[-1], default=())
+    widest = max(
+        (step.shape for step in plan.steps if step.shape), key=lambda shape: shape[-1], default=()
+    )
     rounding = Rounding(plan.target, backend, reopened(plan))
     held_nbytes = rounding.held_nbytes(settings.workers, widest[-1] if widest else 0)
     return {
@@ -171,15 +193,21 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "output_bytes": plan.output_bytes,
         "bits_per_weight": bits_per_weight_of((step, nbytes) for step, _, nbytes in sized),
         "added_bytes": _added_nbytes(sized),
-        "peak_memory_bytes": BASE_NBYTES + held_nbytes + min(source.held_nbytes, source.checkpoint.nbytes),
+        "peak_memory_bytes": BASE_NBYTES
+        + held_nbytes
+        + min(source.held_nbytes, source.checkpoint.nbytes),
         "peak_disk_bytes": artifact_job(source, plan).output_nbytes,
-        "seconds_estimated": estimate_seconds(source, plan, backend, settings.workers or rounding.threads),
+        "seconds_estimated": estimate_seconds(
+            source, plan, backend, settings.workers or rounding.threads
+        ),
         **describe_steps(sized),
         "warnings": [*plan.warnings, *find_doubts(sized, plan)],
     }
 
 
-def describe_steps(sized: list[Sized], named: Callable[[Step], str] = lambda step: step.name) -> dict[str, object]:
+def describe_steps(
+    sized: list[Sized], named: Callable[[Step], str] = lambda step: step.name
+) -> dict[str, object]:
     """What a document of a dry run says of steps: in few rows for a person, and one by one under these names."""
     tensors = [
         {
@@ -203,7 +231,9 @@ class Sized(NamedTuple):
     output_bytes: int
 
 
-def estimate_seconds(source: Source, plan: Plan, backend: Backend, workers: int) -> dict[str, object]:
+def estimate_seconds(
+    source: Source, plan: Plan, backend: Backend, workers: int
+) -> dict[str, object]:
     """How long the work takes here, and beside it how long the source takes to arrive; the longer of them is the least.
 
     device      that calculates
@@ -215,7 +245,9 @@ def estimate_seconds(source: Source, plan: Plan, backend: Backend, workers: int)
     shapes = [step.shape for step in plan.steps if step.action == "quantize"]
     widest = max(shapes, key=lambda shape: shape[-1], default=())
     pace = measure_pace(backend, plan.target, widest, workers)
-    arithmetic = sum(map(math.prod, shapes)) / pace.weights_per_second if pace.weights_per_second else 0.0
+    arithmetic = (
+        sum(map(math.prod, shapes)) / pace.weights_per_second if pace.weights_per_second else 0.0
+    )
     hashed = plan.output_bytes + (source.checkpoint.nbytes if source.is_streamed else 0)
     hashing = hashed / pace.hashed_bytes_per_second
     return {
@@ -282,7 +314,9 @@ class _Place(NamedTuple):
         texts, numbers = split_numbers(name)
         is_matrix = len(step.shape or (*step.refs, *step.outputs)[0].shape) > 1
         rank = reading_rank(split_leaf(name)[1])[:-1]
-        return cls(texts[0] if numbers else "", numbers[0] if numbers else 0, pattern, is_matrix, rank, at)
+        return cls(
+            texts[0] if numbers else "", numbers[0] if numbers else 0, pattern, is_matrix, rank, at
+        )
 
     def order(self, begun: dict[str, int]) -> tuple[object, ...]:
         """Sorts rows: in a stack of layers attention stands first, and what has one parent side by side, matrices first.
@@ -297,7 +331,17 @@ class _Place(NamedTuple):
             return 2, 0, 0, False, parent, *beside
         if any(name in self.pattern for name in EMBEDDINGS):
             return 0, 0, 0, False, "", *beside
-        return 3, 0, 0, self.is_matrix, "", False, bool(parameter), (), self.at  # the last norm before the head
+        return (
+            3,
+            0,
+            0,
+            self.is_matrix,
+            "",
+            False,
+            bool(parameter),
+            (),
+            self.at,
+        )  # the last norm before the head
 
 
 def _name_of(step: Step) -> str:
@@ -306,7 +350,12 @@ def _name_of(step: Step) -> str:
 
 
 def _row_on(step: Step) -> Row:
-    return Row(step.action, step.reason, step.group.rpartition(".")[2] if step.group else None, step.format or None)
+    return Row(
+        step.action,
+        step.reason,
+        step.group.rpartition(".")[2] if step.group else None,
+        step.format or None,
+    )
 
 
 def find_doubts(sized: Sequence[Sized], plan: Plan) -> list[str]:
@@ -315,9 +364,17 @@ def find_doubts(sized: Sequence[Sized], plan: Plan) -> list[str]:
     larger = []
     if after > before and size_text(after) != size_text(before):
         added = _added_nbytes(sized)
-        because = f"; packed weights that stay, written as bf16, add {size_text(added)}: see --keep-packed" if added > 0 else ""
-        larger = [f"the result is larger than the source: {size_text(before)} become {size_text(after)}{because}"]
-    slower = [f"the time is that of --method {RTN}; {plan.target.method} takes longer (docs/methods.md)"]
+        because = (
+            f"; packed weights that stay, written as bf16, add {size_text(added)}: see --keep-packed"
+            if added > 0
+            else ""
+        )
+        larger = [
+            f"the result is larger than the source: {size_text(before)} become {size_text(after)}{because}"
+        ]
+    slower = [
+        f"the time is that of --method {RTN}; {plan.target.method} takes longer (docs/methods.md)"
+    ]
     return [*larger, *(slower if plan.target.method != RTN else []), *_find_bad_splits(plan)]
 
 
@@ -338,8 +395,14 @@ def _find_bad_splits(plan: Plan) -> Iterator[str]:
     for (leaf, size, block), modules in kinds.items():
         if bad := [str(ranks) for ranks in RANKS if size % (ranks * max(block, 1))]:
             evenly = (
-                f"{size} columns cannot be divided into whole blocks of {block}" if block else f"{size} rows cannot be divided"
+                f"{size} columns cannot be divided into whole blocks of {block}"
+                if block
+                else f"{size} rows cannot be divided"
             )
             among = f"among {' or '.join(filter(None, (', '.join(bad[:-1]), bad[-1])))} ranks of tensor parallelism"
-            where = f"{len(modules):,} modules, the first {modules[0]!r}" if len(modules) > 1 else f"1 module, {modules[0]!r}"
+            where = (
+                f"{len(modules):,} modules, the first {modules[0]!r}"
+                if len(modules) > 1
+                else f"1 module, {modules[0]!r}"
+            )
             yield f"{leaf}: {evenly} {among} ({where})"

@@ -21,9 +21,13 @@ from fp4convert.storage.safetensors import DTYPE_BITS, TensorRef
 
 AGAIN = "Download the checkpoint again, or correct the number of experts in its config.json."
 EXPERTS = ".experts."
-GROUP_BEST = 2  # experts whose scores make that of their group, where DeepSeek V3 and its kin choose groups
+GROUP_BEST = (
+    2  # experts whose scores make that of their group, where DeepSeek V3 and its kin choose groups
+)
 BY_THE_BEST = "group_limited_greedy"  # topk_method of DeepSeek V2: the best one makes it
-_ROUTING = re.compile(r"\.(gate|[a-z_]*(router|experts?_|score)[a-z_]*)(\.|$)(?<!\.shared_expert_gate\.)")
+_ROUTING = re.compile(
+    r"\.(gate|[a-z_]*(router|experts?_|score)[a-z_]*)(\.|$)(?<!\.shared_expert_gate\.)"
+)
 _SINGLE = re.compile(r"(.+?)\.experts\.(\d+)(\..+)")
 
 
@@ -76,15 +80,29 @@ class Routing:
             detail = f"--keep {self.keep}: a token is sent to {self.chosen} experts, so that as many have to stay"
             raise InputError("prune-keep", detail, f"Keep more: --keep {self.chosen}.")
         if self.experts % self.groups:
-            detail = f"config.json: {self.experts} experts are no {self.groups} equal groups (n_group)"
-            raise InputError("prune-groups", detail, "Download config.json again, or correct its n_group.")
-        each = max(self.group_at_least, -(-self.chosen // self.chosen_groups)) if self.groups > 1 else 1
+            detail = (
+                f"config.json: {self.experts} experts are no {self.groups} equal groups (n_group)"
+            )
+            raise InputError(
+                "prune-groups", detail, "Download config.json again, or correct its n_group."
+            )
+        each = (
+            max(self.group_at_least, -(-self.chosen // self.chosen_groups))
+            if self.groups > 1
+            else 1
+        )
         least = each * self.groups
         if self.keep % self.groups:
             down = self.keep - self.keep % self.groups
-            near = [str(count) for count in (down, down + self.groups) if least <= count < self.experts] or [str(least)]
+            near = [
+                str(count) for count in (down, down + self.groups) if least <= count < self.experts
+            ] or [str(least)]
             detail = f"--keep {self.keep}: the router chooses among {self.groups} groups, which have to stay equal"
-            raise InputError("prune-groups", detail, f"Keep a multiple of {self.groups}: --keep {' or '.join(near)}.")
+            raise InputError(
+                "prune-groups",
+                detail,
+                f"Keep a multiple of {self.groups}: --keep {' or '.join(near)}.",
+            )
         if self.keep < least:
             detail = f"--keep {self.keep}: of each of {self.groups} groups {self.keep // self.groups} would stay; a token may use"
             expected = f"{detail} {self.chosen_groups} groups, and it is sent to {self.chosen}; expected at least {least} in all"
@@ -99,7 +117,12 @@ def read_routing(config: Mapping[str, object], rule: ExpertsRule, keep: int) -> 
     if groups > 1:
         methods = [one.get("topk_method") for one in configs_in(config)]
         least = 1 if BY_THE_BEST in methods else GROUP_BEST
-        routing = replace(routing, groups=groups, chosen_groups=integer_of(config, "topk_group") or groups, group_at_least=least)
+        routing = replace(
+            routing,
+            groups=groups,
+            chosen_groups=integer_of(config, "topk_group") or groups,
+            group_at_least=least,
+        )
     routing.check()
     return routing
 
@@ -107,11 +130,19 @@ def read_routing(config: Mapping[str, object], rule: ExpertsRule, keep: int) -> 
 def _agreed(config: Mapping[str, object], keys: Iterable[str]) -> int:
     """The one number that config.json has under these keys."""
     found = {key: one[key] for key in keys for one in configs_in(config) if key in one}
-    numbers = {number for number in found.values() if isinstance(number, int) and not isinstance(number, bool) and number > 0}
+    numbers = {
+        number
+        for number in found.values()
+        if isinstance(number, int) and not isinstance(number, bool) and number > 0
+    }
     if len(numbers) != 1 or len(set(map(str, found.values()))) > 1:
         what = " and ".join(f"{key} {value!r}" for key, value in found.items()) or "nothing"
         detail = f"config.json has {what} under {' or '.join(keys)}; expected one positive integer"
-        raise InputError("prune-config", detail, "See config.json, or write [[experts]] in a recipe: docs/recipes.md.")
+        raise InputError(
+            "prune-config",
+            detail,
+            "See config.json, or write [[experts]] in a recipe: docs/recipes.md.",
+        )
     return numbers.pop()
 
 
@@ -119,7 +150,11 @@ def find_mixtures(tensors: Collection[TensorRef], recipe: Recipe) -> list[Mixtur
     """Every mixture of a checkpoint, in its order; raises InputError where there is none, or no recipe tells what is whose."""
     if not recipe.experts and any(EXPERTS in ref.name for ref in tensors):
         detail = "no recipe says where this model has its router, and where config.json counts its experts"
-        raise InputError("prune-family", detail, "Write it: --recipe FILE.toml with [[experts]]; see docs/recipes.md.")
+        raise InputError(
+            "prune-family",
+            detail,
+            "Write it: --recipe FILE.toml with [[experts]]; see docs/recipes.md.",
+        )
     rule = recipe.experts[0] if recipe.experts else ExpertsRule((), (), ())
     found, beside = dict[str, Mixture](), list[TensorRef]()
     for ref in tensors:
@@ -130,13 +165,24 @@ def find_mixtures(tensors: Collection[TensorRef], recipe: Recipe) -> list[Mixtur
             found.setdefault(name, Mixture(name)).stacks.append(ref)
         elif EXPERTS in ref.name:
             detail = f"{ref.file}: no recipe says which part of {ref.name} belongs to which expert"
-            raise InputError("prune-family", detail, "Write it: --recipe FILE.toml with [[experts]] or [[stack]].", ref.name)
+            raise InputError(
+                "prune-family",
+                detail,
+                "Write it: --recipe FILE.toml with [[experts]] or [[stack]].",
+                ref.name,
+            )
         else:
             beside.append(ref)
     for ref in beside:
-        is_row, is_column = (matches_any(patterns, ref.name) for patterns in (rule.rows, rule.columns))
-        if (is_row or is_column or _ROUTING.search(ref.name)) and (mixture := _around(ref.name, found)):
-            (mixture.rows if is_row else mixture.columns if is_column else mixture.beside).append(ref)
+        is_row, is_column = (
+            matches_any(patterns, ref.name) for patterns in (rule.rows, rule.columns)
+        )
+        if (is_row or is_column or _ROUTING.search(ref.name)) and (
+            mixture := _around(ref.name, found)
+        ):
+            (mixture.rows if is_row else mixture.columns if is_column else mixture.beside).append(
+                ref
+            )
     if not found:
         raise InputError(
             "prune-family",
@@ -174,21 +220,41 @@ def check_mixture(mixture: Mixture, rule: ExpertsRule, experts: int) -> None:
             lacking = min(set(range(experts)) ^ those)
             detail = f"{mixture.renamed(lacking, rest)}: {len(those)} experts have {rest[1:]}; expected {experts}, from 0 on"
             raise InputError("prune-experts", detail, AGAIN)
-    tables = [(ref, axis, False) for refs, axis in ((mixture.rows, 0), (mixture.columns, -1)) for ref in refs]
-    for ref, axis, may_be_flat in (*tables, *((ref, 0, len(ref.shape) == 2) for ref in mixture.stacks)):
+    tables = [
+        (ref, axis, False)
+        for refs, axis in ((mixture.rows, 0), (mixture.columns, -1))
+        for ref in refs
+    ]
+    for ref, axis, may_be_flat in (
+        *tables,
+        *((ref, 0, len(ref.shape) == 2) for ref in mixture.stacks),
+    ):
         length = ref.shape[axis] if ref.shape else 0
         if length != experts and not (may_be_flat and length and length % experts == 0):
-            detail = f"{ref.file}: {ref.name} is {list(ref.shape)}; expected {experts} experts along its"
-            raise InputError("prune-experts", f"{detail} {'last' if axis else 'first'} axis", AGAIN, ref.name)
+            detail = (
+                f"{ref.file}: {ref.name} is {list(ref.shape)}; expected {experts} experts along its"
+            )
+            raise InputError(
+                "prune-experts", f"{detail} {'last' if axis else 'first'} axis", AGAIN, ref.name
+            )
     for ref in mixture.beside:
-        if experts in ref.shape or not ref.dtype.startswith(("F", "BF")):  # numbers of experts, or by tokens
+        if experts in ref.shape or not ref.dtype.startswith(
+            ("F", "BF")
+        ):  # numbers of experts, or by tokens
             detail = f"{ref.file}: {ref.name} ({ref.dtype} {list(ref.shape)}) seems to go by experts, and no recipe says how"
             raise InputError(
-                "prune-family", detail, "Write it: --recipe FILE.toml with [[experts]]; see docs/recipes.md.", ref.name
+                "prune-family",
+                detail,
+                "Write it: --recipe FILE.toml with [[experts]]; see docs/recipes.md.",
+                ref.name,
             )
     if not mixture.rows:
         detail = f"{mixture.name} has experts and no router of the names {', '.join((*rule.rows, *rule.columns))}"
-        raise InputError("prune-family", detail, "Write its names: --recipe FILE.toml with [[experts]]; see docs/recipes.md.")
+        raise InputError(
+            "prune-family",
+            detail,
+            "Write its names: --recipe FILE.toml with [[experts]]; see docs/recipes.md.",
+        )
 
 
 def choose_kept(saliency: Sequence[float], routing: Routing) -> tuple[int, ...]:

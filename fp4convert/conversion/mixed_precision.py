@@ -97,7 +97,11 @@ def fit(source: Source, request: Request, goal: Goal, measuring: Measuring) -> F
     asked = understand(source, request)
     fitting, calibration = _Fitting.of(source, asked), asked.calibration
     if not fitting.parts:
-        raise InputError("no-linears", "no module becomes four-bit, so that there is nothing to choose", NAME_SOME)
+        raise InputError(
+            "no-linears",
+            "no module becomes four-bit, so that there is nothing to choose",
+            NAME_SOME,
+        )
     fitting.check(goal)
     if calibration:
         calibration.check_linears(candidate.linear for candidate in fitting.candidates)
@@ -107,9 +111,13 @@ def fit(source: Source, request: Request, goal: Goal, measuring: Measuring) -> F
         refuse_inside(source, measuring.output)
         if measuring.output.is_dir():
             read_manifest(measuring.output)
-    rounding = Rounding(replace(asked.recipe.target, method="rtn"), open_backend(measuring.device), calibration)
+    rounding = Rounding(
+        replace(asked.recipe.target, method="rtn"), open_backend(measuring.device), calibration
+    )
     table = fitting.dialect.TRAITS.fp8
-    bench = Bench(source, rounding, calibration, str(table.made) if table else "row", *_places(measuring))
+    bench = Bench(
+        source, rounding, calibration, str(table.made) if table else "row", *_places(measuring)
+    )
     losses = measure(bench, fitting.candidates)
     return fitting.best(goal, losses, _told(source, measuring, fitting))
 
@@ -123,7 +131,11 @@ def _told(source: Source, measuring: Measuring, fitting: _Fitting) -> tuple[str,
     nbytes = sum(candidate.linear.nbytes for candidate in fitting.candidates)
     where = "from the Hub" if source.is_streamed else "from the disk"
     twice = f"a target reads the source twice {where}: {size_text(nbytes)} of it to measure, then all of it to convert"
-    kept = () if measuring.is_kept else ("a dry run with a target measures, and keeps nothing: the run itself measures again",)
+    kept = (
+        ()
+        if measuring.is_kept
+        else ("a dry run with a target measures, and keeps nothing: the run itself measures again",)
+    )
     return (twice, *kept)
 
 
@@ -168,7 +180,11 @@ class _Fitting:
             parts[_part_of(module, recipe)].append(module)
         groups = gather_made(decided)
         candidates = [
-            Candidate(verdict.linear, tuple(groups[verdict.group]) if verdict.group else (verdict.linear,), formats)
+            Candidate(
+                verdict.linear,
+                tuple(groups[verdict.group]) if verdict.group else (verdict.linear,),
+                formats,
+            )
             for module, verdict in own.items()
             if (formats := _measured(module, recipe.format.name, own, others))
         ]
@@ -178,7 +194,10 @@ class _Fitting:
         """InputError for a goal that is out of reach."""
         parts = self.sized({})
         least = [min(part.options, key=lambda option: option.nbytes) for part in parts]
-        low, high = sum(option.nbytes for option in least), sum(max(o.nbytes for o in part.options) for part in parts)
+        low, high = (
+            sum(option.nbytes for option in least),
+            sum(max(o.nbytes for o in part.options) for part in parts),
+        )
         if goal.bits is not None:
             goal.within(8 * low / self.weights, 8 * high / self.weights)
         else:
@@ -187,17 +206,25 @@ class _Fitting:
 
     @property
     def weights(self) -> int:
-        return sum(math.prod(verdict.linear.shape) for verdict in self.verdicts[self.recipe.format.name].values())
+        return sum(
+            math.prod(verdict.linear.shape)
+            for verdict in self.verdicts[self.recipe.format.name].values()
+        )
 
     def sized(self, losses: Losses) -> list[Part]:
         """The parts with the options that fit all of their modules; without losses, for their sizes alone."""
-        return [Part(name, tuple(self._options(modules, losses))) for name, modules in self.parts.items()]
+        return [
+            Part(name, tuple(self._options(modules, losses)))
+            for name, modules in self.parts.items()
+        ]
 
     def _options(self, modules: Sequence[str], losses: Losses) -> list[Option]:
         found = []
         for word, verdicts in self.verdicts.items():
             own = [verdicts[module] for module in modules]
-            if word == KEEP or all(verdict.form and verdict.form.format.name == word for verdict in own):
+            if word == KEEP or all(
+                verdict.form and verdict.form.format.name == word for verdict in own
+            ):
                 found.append(Option(word, self._nbytes(own), self._error(word, modules, losses)))
         return found
 
@@ -206,10 +233,16 @@ class _Fitting:
         made = {verdict.linear.module: verdict for verdict in verdicts if verdict.form}
         total = 0
         for form in dict.fromkeys(verdict.form for verdict in made.values()):
-            shapes = {module: verdict.linear.shape for module, verdict in made.items() if verdict.form == form}
+            shapes = {
+                module: verdict.linear.shape
+                for module, verdict in made.items()
+                if verdict.form == form
+            }
             for stem, shape in self.dialect.stems(shapes).items():
                 specs = self.dialect.outputs(stem, shape, form) if form else ()
-                total += sum(TensorRef(spec.name, spec.dtype, spec.shape, "", 0).nbytes for spec in specs)
+                total += sum(
+                    TensorRef(spec.name, spec.dtype, spec.shape, "", 0).nbytes for spec in specs
+                )
         return total + sum(_kept_nbytes(verdict) for verdict in verdicts if not verdict.form)
 
     def _error(self, word: str, modules: Sequence[str], losses: Losses) -> float:
@@ -224,7 +257,9 @@ class _Fitting:
         parts = self.sized(losses)
         smallest = [min(part.options, key=lambda option: option.nbytes) for part in parts]
         if goal.bits is not None:
-            chosen = self._four_bit(parts, choose(parts, math.floor(goal.bits * self.weights / 8)) or smallest)
+            chosen = self._four_bit(
+                parts, choose(parts, math.floor(goal.bits * self.weights / 8)) or smallest
+            )
             return self._fit(goal, parts, chosen, words)
         wanted = goal.nbytes or 0
         beside = self.artifact_nbytes(parts, smallest) - sum(option.nbytes for option in smallest)
@@ -241,12 +276,20 @@ class _Fitting:
         name = self.recipe.format.name
         if any(option.word == name for option in chosen):
             return chosen
-        own = [next((option for option in part.options if option.word == name), None) for part in parts]
-        added = [(after.error - before.error, at) for at, (before, after) in enumerate(zip(chosen, own, strict=True)) if after]
+        own = [
+            next((option for option in part.options if option.word == name), None) for part in parts
+        ]
+        added = [
+            (after.error - before.error, at)
+            for at, (before, after) in enumerate(zip(chosen, own, strict=True))
+            if after
+        ]
         _, first = min(added)
         return [option if at != first else own[first] or option for at, option in enumerate(chosen)]
 
-    def _fit(self, goal: Goal, parts: Sequence[Part], chosen: Sequence[Option], words: tuple[str, ...]) -> Fit:
+    def _fit(
+        self, goal: Goal, parts: Sequence[Part], chosen: Sequence[Option], words: tuple[str, ...]
+    ) -> Fit:
         modules: dict[str, int] = defaultdict(int)
         for part, option in zip(parts, chosen, strict=True):
             modules[option.word] += len(self.parts[part.name])
@@ -267,7 +310,9 @@ class _Fitting:
         """A glob for experts, where it fits nothing else; else the names."""
         modules = self.parts[part]
         is_parent = len(modules) > 1 and _is_plain(part) and modules[0].startswith(f"{part}.")
-        if is_parent and sum(module.startswith(f"{part}.") for module in self.asked.linears.of) == len(modules):
+        if is_parent and sum(
+            module.startswith(f"{part}.") for module in self.asked.linears.of
+        ) == len(modules):
             return [f"{part}.*"]
         return [module if _is_plain(module) else f"re:{re.escape(module)}$" for module in modules]
 
@@ -279,7 +324,9 @@ class _Fitting:
 
 def _with(recipe: Recipe, word: str, modules: Mapping[str, object]) -> Recipe:
     """The recipe by which all of these modules become that."""
-    names = Patterns(module if _is_plain(module) else f"re:{re.escape(module)}$" for module in modules)
+    names = Patterns(
+        module if _is_plain(module) else f"re:{re.escape(module)}$" for module in modules
+    )
     return replace(recipe, formats=(FormatRule(names, word), *recipe.formats))
 
 
@@ -288,11 +335,20 @@ def _is_plain(name: str) -> bool:
     return not set(name) & set("*?[") and not name.startswith("re:")
 
 
-def _measured(module: str, name: str, own: Mapping[str, Verdict], others: Mapping[str, Mapping[str, Verdict]]) -> tuple[str, ...]:
+def _measured(
+    module: str, name: str, own: Mapping[str, Verdict], others: Mapping[str, Mapping[str, Verdict]]
+) -> tuple[str, ...]:
     """The formats in which a module is rounded; what is taken over as it is loses nothing."""
     four = (name,) if own[module].action == "quantize" else ()
     eight = others.get(FP8.name, {}).get(module)
-    return (*four, *((FP8.name,) if eight and eight.form and eight.form.format is FP8 and eight.action == "quantize" else ()))
+    return (
+        *four,
+        *(
+            (FP8.name,)
+            if eight and eight.form and eight.form.format is FP8 and eight.action == "quantize"
+            else ()
+        ),
+    )
 
 
 def _part_of(module: str, recipe: Recipe) -> str:

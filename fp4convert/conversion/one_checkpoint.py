@@ -44,7 +44,11 @@ class Conversion:
         document = dict[str, Any](describe_plan(self.source, self.plan, settings))
         if self.fitted is None:
             return document
-        return {**document, "target": self.fitted.as_json(), "warnings": [*document["warnings"], *self.fitted.words]}
+        return {
+            **document,
+            "target": self.fitted.as_json(),
+            "warnings": [*document["warnings"], *self.fitted.words],
+        }
 
     def check(self, settings: Settings) -> None:
         if self.ray is None:

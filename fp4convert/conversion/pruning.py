@@ -36,7 +36,16 @@ from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.backends.base import processors
 from fp4convert.planning.quantize_plan import notes_on
-from fp4convert.planning.steps import Action, Draft, Plan, Step, Task, Writing, module_of, refuse_collisions
+from fp4convert.planning.steps import (
+    Action,
+    Draft,
+    Plan,
+    Step,
+    Task,
+    Writing,
+    module_of,
+    refuse_collisions,
+)
 from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import Choice, Target, model_recipe
 from fp4convert.storage.checkpoint_files import RECORD
@@ -46,7 +55,10 @@ from fp4convert.storage.source import Checkpoint, Source, uncollected
 
 PRUNED = "pruned"
 PRUNING = "expert_pruning.json"  # our record of what stayed
-PREDICTION_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # how many layers predict further tokens
+PREDICTION_KEYS = (
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+)  # how many layers predict further tokens
 PREDICTION = "prediction"  # the recipes' word for such layers
 RANKS = (2, 4, 8)  # of expert parallelism
 FEW_TOKENS = 100  # routed to an expert: below, its saliency is little more than chance
@@ -74,7 +86,9 @@ class Pruning:
         return {"before": self.routing.experts, "kept": self.routing.keep, "layers": len(self.kept)}
 
 
-def prepare_prune(source: Source, calibration: Calibration, keep: int, recipe: str | None = None) -> Pruning:
+def prepare_prune(
+    source: Source, calibration: Calibration, keep: int, recipe: str | None = None
+) -> Pruning:
     """What `prune` carries out.
 
     keep    experts that stay in every layer that has some
@@ -99,9 +113,20 @@ def prepare_prune(source: Source, calibration: Calibration, keep: int, recipe: s
     for mixture in seen:
         check_mixture(mixture, rule, routing.experts)
     kept = {one.name: _kept_of(calibration, one, routing) for one in seen}
-    gone = {ref.name for ref in checkpoint.tensors if is_shorter and matches_any(further, module_of(ref.name))}
-    notes = (*notes_on(checkpoint), *_left_out(gone), *_ranks(routing), *_few_tokens(calibration, kept))
-    changed = {name: draft for one in seen for name, draft in _drafts(one, kept[one.name], routing.experts)}
+    gone = {
+        ref.name
+        for ref in checkpoint.tensors
+        if is_shorter and matches_any(further, module_of(ref.name))
+    }
+    notes = (
+        *notes_on(checkpoint),
+        *_left_out(gone),
+        *_ranks(routing),
+        *_few_tokens(calibration, kept),
+    )
+    changed = {
+        name: draft for one in seen for name, draft in _drafts(one, kept[one.name], routing.experts)
+    }
     plan = Plan(Target(PRUNED), _tasks(checkpoint, changed, gone), Ignored((), ()), notes)
     record = _record(source, calibration, routing, kept, gone)
     config = _recounted(checkpoint.config, rule.counts, routing, is_shorter)
@@ -118,7 +143,11 @@ def prune(source: Source, pruning: Pruning, output: Path, settings: Settings) ->
 
 def pruning_job(source: Source, pruning: Pruning) -> Job:
     """The conversion whose result is a checkpoint with fewer experts."""
-    texts = {**index_text(pruning.plan), PRUNING: as_text(pruning.record), "config.json": as_text(pruning.config)}
+    texts = {
+        **index_text(pruning.plan),
+        PRUNING: as_text(pruning.record),
+        "config.json": as_text(pruning.config),
+    }
     return Job(source, pruning.plan, texts, None, "config.json", frozenset(texts))
 
 
@@ -163,7 +192,9 @@ def _refuse_artifact(source: Source) -> None:
     checkpoint = source.checkpoint
     if any(shard.frame.container != "safetensors" for shard in checkpoint.shards):
         raise InputError(
-            "prune-source", f"{source.name} is a GGUF file; expected safetensors", "Prune the model it was made from."
+            "prune-source",
+            f"{source.name} is a GGUF file; expected safetensors",
+            "Prune the model it was made from.",
         )
     if source.has_file(RECORD):
         detail = f"{source.name} is an artifact of fp4convert, whose records hold every file as it is; expected its source"
@@ -171,7 +202,9 @@ def _refuse_artifact(source: Source) -> None:
     records = {key: checkpoint.config[key] for key in _QUANTIZATION if key in checkpoint.config}
     if found := _ONE_EXPERT.search(json.dumps(records)):
         detail = f"config.json: the record of quantization names single experts ({found[0]}...), which get other numbers"
-        raise InputError("prune-source", detail, "Prune the original weights, and quantize the result.")
+        raise InputError(
+            "prune-source", detail, "Prune the original weights, and quantize the result."
+        )
 
 
 def _sees_none(calibration: Calibration, first: Mixture, checkpoint: Checkpoint) -> InputError:
@@ -191,46 +224,86 @@ def _kept_of(calibration: Calibration, mixture: Mixture, routing: Routing) -> tu
     for table in (found.saliency, found.tokens):
         if table.shape != (routing.experts,):
             detail = f"{calibration.path}: {mixture.name} has statistics of the shape {list(table.shape)}"
-            raise InputError("calibration-shape", f"{detail}; expected {routing.experts} experts", again, mixture.name)
+            raise InputError(
+                "calibration-shape",
+                f"{detail}; expected {routing.experts} experts",
+                again,
+                mixture.name,
+            )
     return choose_kept(found.saliency.tolist(), routing)
 
 
-def _tasks(checkpoint: Checkpoint, changed: Mapping[str, Draft | None], gone: Collection[str]) -> tuple[Task, ...]:
+def _tasks(
+    checkpoint: Checkpoint, changed: Mapping[str, Draft | None], gone: Collection[str]
+) -> tuple[Task, ...]:
     """Every tensor of the result at its place, each in the shard that it was in."""
     writing = Writing(checkpoint, Target(PRUNED))
     tasks: list[Task] = []
     for shard in checkpoint.shards:
-        drafts = [changed[ref.name] if ref.name in changed else _copied(ref) for ref in shard.tensors if ref.name not in gone]
-        if staying := [draft for draft in drafts if draft]:  # a shard of which nothing is left is none
+        drafts = [
+            changed[ref.name] if ref.name in changed else _copied(ref)
+            for ref in shard.tensors
+            if ref.name not in gone
+        ]
+        if staying := [
+            draft for draft in drafts if draft
+        ]:  # a shard of which nothing is left is none
             tasks.append(writing.task(shard, staying))
     refuse_collisions(tasks)
     return tuple(tasks)
 
 
 def _copied(ref: TensorRef) -> Draft:
-    return Draft("copy", "no part of experts", (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),))
+    return Draft(
+        "copy", "no part of experts", (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),)
+    )
 
 
-def _drafts(mixture: Mixture, kept: Sequence[int], experts: int) -> Iterator[tuple[str, Draft | None]]:
+def _drafts(
+    mixture: Mixture, kept: Sequence[int], experts: int
+) -> Iterator[tuple[str, Draft | None]]:
     """What becomes of every tensor of a mixture; None of those that go."""
     place = {expert: number for number, expert in enumerate(kept)}
     for ref, expert, rest in mixture.singles:
         if expert in place:
             spec = TensorSpec(mixture.renamed(place[expert], rest), ref.dtype, ref.shape)
-            yield ref.name, Draft("prune", "an expert that stays, numbered anew", (ref,), (spec,), ref.shape)
+            yield (
+                ref.name,
+                Draft("prune", "an expert that stays, numbered anew", (ref,), (spec,), ref.shape),
+            )
         else:
             yield ref.name, None
     for ref in (*mixture.stacks, *mixture.rows):
         shape = (ref.shape[0] // experts * len(kept), *ref.shape[1:])
         parts = kept_rows(ref, kept, experts)
-        yield ref.name, Draft("prune", "the experts that stay", parts, (TensorSpec(ref.name, ref.dtype, shape),), shape)
+        yield (
+            ref.name,
+            Draft(
+                "prune",
+                "the experts that stay",
+                parts,
+                (TensorSpec(ref.name, ref.dtype, shape),),
+                shape,
+            ),
+        )
     for ref in mixture.columns:
         shape = (*ref.shape[:-1], len(kept))
         parts = kept_columns(ref, kept, experts)
-        yield ref.name, Draft("prune", "the experts that stay", parts, (TensorSpec(ref.name, ref.dtype, shape),), shape)
+        yield (
+            ref.name,
+            Draft(
+                "prune",
+                "the experts that stay",
+                parts,
+                (TensorSpec(ref.name, ref.dtype, shape),),
+                shape,
+            ),
+        )
 
 
-def _recounted(config: Mapping[str, object], counts: Collection[str], routing: Routing, is_shorter: bool) -> dict[str, object]:
+def _recounted(
+    config: Mapping[str, object], counts: Collection[str], routing: Routing, is_shorter: bool
+) -> dict[str, object]:
     """A config.json, or what is nested in it, with as many experts as stay.
 
     is_shorter  layers that predict further tokens are left out
@@ -247,7 +320,11 @@ def _recounted(config: Mapping[str, object], counts: Collection[str], routing: R
 
 
 def _record(
-    source: Source, calibration: Calibration, routing: Routing, kept: Mapping[str, tuple[int, ...]], gone: Collection[str]
+    source: Source,
+    calibration: Calibration,
+    routing: Routing,
+    kept: Mapping[str, tuple[int, ...]],
+    gone: Collection[str],
 ) -> dict[str, object]:
     """What was done, for whoever wants to check it."""
     return {
@@ -255,7 +332,11 @@ def _record(
         "experts": {"before": routing.experts, "kept": routing.keep},
         "kept": kept,
         "left_out": sorted(gone),
-        "calibration": {"sha256": calibration.sha256, "samples": calibration.samples, "tokens": calibration.tokens},
+        "calibration": {
+            "sha256": calibration.sha256,
+            "samples": calibration.samples,
+            "tokens": calibration.tokens,
+        },
         "source": {"repo": source.checkpoint.repo, "revision": source.checkpoint.revision},
         "producer": {"name": "fp4convert", "version": version("fp4convert")},
     }
@@ -263,9 +344,7 @@ def _record(
 
 def _left_out(gone: Collection[str]) -> Iterator[str]:
     if gone:
-        detail = (
-            f"{len(gone)} tensors of layers that predict further tokens are left out, the first {min(gone)!r}: the calibration"
-        )
+        detail = f"{len(gone)} tensors of layers that predict further tokens are left out, the first {min(gone)!r}: the calibration"
         yield f"{detail} does not say which of their experts to keep; the model computes the same, and cannot speculate with them"
 
 

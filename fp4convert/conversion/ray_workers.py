@@ -64,19 +64,29 @@ class Errand:
         try:
             source = open_source(self.reference, self.access)
             settings = Settings(self.device, self.workers, is_joining=True)
-            return quantize(source, prepare_quantize(source, self.request, self.formats), self.output, settings)
+            return quantize(
+                source, prepare_quantize(source, self.request, self.formats), self.output, settings
+            )
         except Fp4Error as error:
-            return {"kind": type(error).__name__, "said": (error.code, error.lines, error.next_step, error.tensor)}
+            return {
+                "kind": type(error).__name__,
+                "said": (error.code, error.lines, error.next_step, error.tensor),
+            }
 
 
-def quantize_together(address: str, errand: Errand, source: Source, plan: Plan, settings: Settings) -> Result:
+def quantize_together(
+    address: str, errand: Errand, source: Source, plan: Plan, settings: Settings
+) -> Result:
     """Carry out a plan of prepare_quantize by workers on all nodes; this process begins the folder, and watches.
 
     errand    `source` is what it names
     settings  of this process
     Raises  InputError where Ray is not there; DeviceError where every worker is lost; what quantize raises
     """
-    with redirect_stdout(sys.stderr), _connected(address) as ray:  # Ray prints what its nodes have to say
+    with (
+        redirect_stdout(sys.stderr),
+        _connected(address) as ray,
+    ):  # Ray prints what its nodes have to say
         folder = begin_quantize(source, plan, errand.output, settings)
         settings.phases.begin("quantize", plan.source_bytes)
         watch = _Watch(folder, plan, settings)
@@ -86,7 +96,11 @@ def quantize_together(address: str, errand: Errand, source: Source, plan: Plan, 
         return replace(max(results, key=lambda result: result.seconds), output=str(errand.output))
     if refused:
         raise _as_error(refused[0])
-    raise DeviceError("workers-lost", f"every worker on {address} is lost", "Run the same command again: what is finished stays.")
+    raise DeviceError(
+        "workers-lost",
+        f"every worker on {address} is lost",
+        "Run the same command again: what is finished stays.",
+    )
 
 
 def check_cluster(address: str) -> None:
@@ -100,11 +114,19 @@ def _sent(errand: Errand, source: Source) -> Errand:
     checkpoint = source.checkpoint
     reference = errand.reference if checkpoint.repo else str(Path(errand.reference).absolute())
     token = errand.access.token or (os.environ.get("HF_TOKEN") if checkpoint.repo else None)
-    access = replace(errand.access, revision=checkpoint.revision, token=token, tell=Access().tell, output=None)
+    access = replace(
+        errand.access, revision=checkpoint.revision, token=token, tell=Access().tell, output=None
+    )
     statistics = errand.request.calibration
     scales = whole_reference(errand.request.input_scale)
-    request = replace(errand.request, calibration=str(Path(statistics).absolute()) if statistics else None, input_scale=scales)
-    return replace(errand, reference=reference, access=access, request=request, output=errand.output.absolute())
+    request = replace(
+        errand.request,
+        calibration=str(Path(statistics).absolute()) if statistics else None,
+        input_scale=scales,
+    )
+    return replace(
+        errand, reference=reference, access=access, request=request, output=errand.output.absolute()
+    )
 
 
 class _Watch:
@@ -128,7 +150,9 @@ class _Watch:
                 self._settings.phases.report(step.name, step.source_bytes)
 
 
-def _wait_for(ray: ModuleType, workers: dict[Any, str], watch: _Watch) -> tuple[list[Result], list[dict[str, Any]]]:
+def _wait_for(
+    ray: ModuleType, workers: dict[Any, str], watch: _Watch
+) -> tuple[list[Result], list[dict[str, Any]]]:
     """What the workers returned, and what those that could not go on said; the lost are neither."""
     results: list[Result] = []
     refused: list[dict[str, Any]] = []
@@ -181,7 +205,10 @@ def _start(ray: ModuleType, errand: Errand) -> Iterator[tuple[Any, str]]:
     for node in _nodes(ray):
         place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         needs = {"num_cpus": 1, "num_gpus": node["Resources"].get("GPU", 0), "max_retries": 0}
-        yield ray.remote(_run).options(**needs, scheduling_strategy=place).remote(errand), node["NodeManagerHostname"]
+        yield (
+            ray.remote(_run).options(**needs, scheduling_strategy=place).remote(errand),
+            node["NodeManagerHostname"],
+        )
 
 
 def _nodes(ray: Any) -> list[dict[str, Any]]:
@@ -208,10 +235,16 @@ def _connected(address: str) -> Iterator[ModuleType]:
         found = version("ray")
     except PackageNotFoundError:
         raise InputError(
-            "no-ray", "--ray needs Ray, which is not installed", "Install it: pip install 'fp4convert[ray]'."
+            "no-ray",
+            "--ray needs Ray, which is not installed",
+            "Install it: pip install 'fp4convert[ray]'.",
         ) from None
     if tuple(map(int, found.split(".")[:2])) < OLDEST:
-        raise InputError("no-ray", f"Ray is {found}; expected 2.50 or newer, as on the cluster", "pip install 'fp4convert[ray]'.")
+        raise InputError(
+            "no-ray",
+            f"Ray is {found}; expected 2.50 or newer, as on the cluster",
+            "pip install 'fp4convert[ray]'.",
+        )
     import ray
 
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -219,13 +252,25 @@ def _connected(address: str) -> Iterator[ModuleType]:
         if port.isdigit():  # where nothing listens, Ray waits for minutes
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         there = {"env_vars": {name: os.environ[name] for name in CARRIED if name in os.environ}}
-        ray.init(address=address, runtime_env=there, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+        ray.init(
+            address=address,
+            runtime_env=there,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise InputError("no-ray", f"no Ray cluster answers at {address}: {reason}", "Look for it: ray status.") from None
+        raise InputError(
+            "no-ray", f"no Ray cluster answers at {address}: {reason}", "Look for it: ray status."
+        ) from None
     try:
         if not _nodes(ray):
-            raise InputError("no-ray", f"the Ray cluster at {address} has no node with a processor to spare", "Look: ray status.")
+            raise InputError(
+                "no-ray",
+                f"the Ray cluster at {address} has no node with a processor to spare",
+                "Look: ray status.",
+            )
         yield ray
     finally:
         ray.shutdown()

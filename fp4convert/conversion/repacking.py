@@ -61,7 +61,9 @@ def dequantize(source: Source, plan: Plan, output: Path, settings: Settings) -> 
 
     Raises DeviceError for a device that is not there; NumericError beyond fp16's range; OutputError as open_output does.
     """
-    config = _with_dtype(source.checkpoint.config, FLOAT_TYPES[dtype_named(plan.target.format)].config_name)
+    config = _with_dtype(
+        source.checkpoint.config, FLOAT_TYPES[dtype_named(plan.target.format)].config_name
+    )
     config = unquantized(config)
     texts = index_text(plan)
     last = plan.shards[-1].file
@@ -85,7 +87,9 @@ class TranscodeRequest:
     scale_layout: str | None = None
 
 
-def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Source | None = None) -> Plan:
+def prepare_transcode(
+    artifact: Artifact, request: TranscodeRequest, donor: Source | None = None
+) -> Plan:
     """The plan that `transcode` carries out; InputError for what cannot be said without a change, or an artifact with errors.
 
     donor  a GGUF file, whose frame the result gets
@@ -99,7 +103,9 @@ def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Sour
     recorded = str(artifact.record.get("scale_rule"))
     rule = recorded if is_same and recorded in made.scale_rules else None
     activations = artifact.form.activations if is_same else 16
-    target = Target(made.name, request.dialect, rule, activations, request.scale_layout, artifact.form.kv_cache)
+    target = Target(
+        made.name, request.dialect, rule, activations, request.scale_layout, artifact.form.kv_cache
+    )
     method, calibration = (_word(artifact.record.get(key)) for key in ("method", "calibration"))
     target = replace(target, method=method, calibration=calibration)
     spelling = dialect_to_write(target)
@@ -112,10 +118,16 @@ def prepare_transcode(artifact: Artifact, request: TranscodeRequest, donor: Sour
         plan = plan_transcode(artifact.source.checkpoint, artifact.modules, target, renamed=renamed)
         return _as_before(artifact, plan)
     if spelling.TRAITS.container != "gguf":
-        raise InputError("template", f"--template means nothing for dialect {request.dialect}; it is for gguf", "Leave it out.")
+        raise InputError(
+            "template",
+            f"--template means nothing for dialect {request.dialect}; it is for gguf",
+            "Leave it out.",
+        )
     _check_unit_scales(artifact, donor)
     framed = Framed(donor, artifact.source).checkpoint
-    return _as_before(artifact, plan_transcode(framed, artifact.modules, target, place_modules(artifact, donor)))
+    return _as_before(
+        artifact, plan_transcode(framed, artifact.modules, target, place_modules(artifact, donor))
+    )
 
 
 def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
@@ -125,7 +137,9 @@ def _check_unit_scales(artifact: Artifact, donor: Source) -> None:
     for module in artifact.modules:
         if artifact.decode(module).global_scale not in (None, 1.0):
             detail = f"{module} has a global scale other than 1, which llama.cpp passes over for models of this architecture"
-            next_step = "Quantize the GGUF file itself: fp4convert quantize FILE.gguf --dialect gguf."
+            next_step = (
+                "Quantize the GGUF file itself: fp4convert quantize FILE.gguf --dialect gguf."
+            )
             raise InputError("dialect-global-scale", detail, next_step, module)
 
 
@@ -151,7 +165,9 @@ def _check_block_scales(artifact: Artifact, module: str, spelling: Dialect) -> N
         raise InputError("dialect-block-scale", detail, "See: fp4convert inspect --full.", module)
 
 
-def transcode(artifact: Artifact, plan: Plan, output: Path, settings: Settings, donor: Source | None = None) -> Result:
+def transcode(
+    artifact: Artifact, plan: Plan, output: Path, settings: Settings, donor: Source | None = None
+) -> Result:
     """Carry out a plan of prepare_transcode: the same codes and block scales under other names.
 
     Raises OutputError as open_output does.

@@ -45,7 +45,10 @@ class Goal:
 
     def options(self) -> dict[str, float | None]:
         """The options of the command that ask for it."""
-        return {"target_size": None if self.nbytes is None else self.nbytes / GIGA, "target_bits": self.bits}
+        return {
+            "target_size": None if self.nbytes is None else self.nbytes / GIGA,
+            "target_bits": self.bits,
+        }
 
     def within(self, low: float, high: float) -> None:
         """InputError where it is below the smallest artifact, or not below one of which everything stays."""
@@ -53,24 +56,43 @@ class Goal:
         if low <= wanted < high:
             return
         if self.nbytes is not None:
-            asked, span = f"--target-size {self.nbytes / GIGA:.9g} GB", (f"{math.ceil(low) / GIGA:.9f}", f"{high / GIGA:.9f} GB")
+            asked, span = (
+                f"--target-size {self.nbytes / GIGA:.9g} GB",
+                (f"{math.ceil(low) / GIGA:.9f}", f"{high / GIGA:.9f} GB"),
+            )
         else:
-            asked, span = f"--target-bits {self.bits:g}", (f"{math.ceil(low * 1e6) / 1e6:.6f}", f"{high:g} bits per weight")
+            asked, span = (
+                f"--target-bits {self.bits:g}",
+                (f"{math.ceil(low * 1e6) / 1e6:.6f}", f"{high:g} bits per weight"),
+            )
         expected = f"expected from {span[0]} to below {span[1]}"
         reach = "all of it four-bit takes the lower, and nothing of it the upper"
         raise InputError(
-            "target-range", f"{asked}; {expected}: {reach}", "Choose another; or give other modules to it: --include, --exclude."
+            "target-range",
+            f"{asked}; {expected}: {reach}",
+            "Choose another; or give other modules to it: --include, --exclude.",
         )
 
 
 def choose_goal(gigabytes: float | None, bits: float | None) -> Goal | None:
     """What the options ask for; InputError for both of them, or for what is no positive number."""
     if gigabytes is not None and bits is not None:
-        raise InputError("target-twice", "--target-size and --target-bits are given; expected one of them", "Leave one out.")
-    for option, value, unit in (("--target-size", gigabytes, "GB"), ("--target-bits", bits, "bits per weight")):
+        raise InputError(
+            "target-twice",
+            "--target-size and --target-bits are given; expected one of them",
+            "Leave one out.",
+        )
+    for option, value, unit in (
+        ("--target-size", gigabytes, "GB"),
+        ("--target-bits", bits, "bits per weight"),
+    ):
         if value is not None and not 0 < value < math.inf:
             detail = f"{option} {value:g}; expected a positive number of {unit}"
-            raise InputError("target-range", detail, "Give any such number: what is out of reach is told with the range.")
+            raise InputError(
+                "target-range",
+                detail,
+                "Give any such number: what is out of reach is told with the range.",
+            )
     if gigabytes is not None:
         return Goal(nbytes=int(gigabytes * GIGA))
     return None if bits is None else Goal(bits=bits)

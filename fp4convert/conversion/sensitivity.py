@@ -101,7 +101,9 @@ def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
     for candidate in candidates:
         shards[candidate.linear.home.file].append(candidate)
     left = {_key(bench, file, own): (file, own) for file, own in shards.items()}
-    nbytes = {key: sum(candidate.linear.nbytes for candidate in own) for key, (_, own) in left.items()}
+    nbytes = {
+        key: sum(candidate.linear.nbytes for candidate in own) for key, (_, own) in left.items()
+    }
     bench.phases.begin("measure", sum(nbytes.values()))
     pass_ = _Pass(bench)
     found: Losses = {}
@@ -134,12 +136,28 @@ def measure(bench: Bench, candidates: Sequence[Candidate]) -> Losses:
 def _key(bench: Bench, file: str, own: Sequence[Candidate]) -> str:
     """What the losses of a shard's linear layers depend on."""
     stamps, target = bench.source.checkpoint.stamps, bench.rounding.target
-    files = sorted({file, *(ref.file for candidate in own for linear in candidate.group for ref in linear.refs)})
-    told = [[one.linear.module, one.linear.shape, repr(one.linear.coding), one.formats, len(one.group)] for one in own]
-    rules = [target.format, target.scale_rule, target.has_unit_scale, target.calibration, bench.granularity]
+    files = sorted(
+        {
+            file,
+            *(ref.file for candidate in own for linear in candidate.group for ref in linear.refs),
+        }
+    )
+    told = [
+        [one.linear.module, one.linear.shape, repr(one.linear.coding), one.formats, len(one.group)]
+        for one in own
+    ]
+    rules = [
+        target.format,
+        target.scale_rule,
+        target.has_unit_scale,
+        target.calibration,
+        bench.granularity,
+    ]
     origin = [bench.source.checkpoint.repo, bench.source.checkpoint.revision]
     return hashlib.sha256(
-        json.dumps([version("fp4convert"), origin, [[f, stamps[f]] for f in files], rules, told]).encode()
+        json.dumps(
+            [version("fp4convert"), origin, [[f, stamps[f]] for f in files], rules, told]
+        ).encode()
     ).hexdigest()
 
 
@@ -148,8 +166,13 @@ def _read(bench: Bench, key: str, own: Sequence[Candidate]) -> Losses | None:
     if bench.output is None:
         return None
     try:
-        entry = json.loads((bench.output / STATE / FOLDER / f"{key}.json").read_text(encoding="utf-8"))
-        return {one.linear.module: {name: float(entry[one.linear.module][name]) for name in one.formats} for one in own}
+        entry = json.loads(
+            (bench.output / STATE / FOLDER / f"{key}.json").read_text(encoding="utf-8")
+        )
+        return {
+            one.linear.module: {name: float(entry[one.linear.module][name]) for name in one.formats}
+            for one in own
+        }
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -181,7 +204,9 @@ class _Pass:
         groups: dict[tuple[Linear, ...], list[Candidate]] = defaultdict(list)
         for candidate in own:
             groups[candidate.group].append(candidate)
-        ordered = sorted(groups.values(), key=lambda group: min(one.linear.refs[0].start for one in group))
+        ordered = sorted(
+            groups.values(), key=lambda group: min(one.linear.refs[0].start for one in group)
+        )
         with source.stream(file), ThreadPoolExecutor(self._bench.threads) as pool, stopping(source):
             coming = [pool.submit(self._group, group) for group in ordered]
             try:
@@ -198,7 +223,11 @@ class _Pass:
         try:
             found = _losses_of(self._bench, group)
         except NumericError:
-            named = [bad for linear in group[0].group if (bad := find_not_finite(self._bench.source, linear))]
+            named = [
+                bad
+                for linear in group[0].group
+                if (bad := find_not_finite(self._bench.source, linear))
+            ]
             if not named:
                 raise
             self.unsound |= {str(bad.tensor): bad for bad in named}
@@ -212,7 +241,9 @@ def _summarized(errors: list[NumericError]) -> NumericError:
     """One error for all tensors that are not finite, with the options that leave them out."""
     options = " ".join(error.next_step for error in errors)
     lines = tuple(error.message for error in errors)
-    return NumericError(errors[0].code, lines, f"Run the same command again with {options}", errors[0].tensor)
+    return NumericError(
+        errors[0].code, lines, f"Run the same command again with {options}", errors[0].tensor
+    )
 
 
 def _keep(bench: Bench, key: str, found: Losses) -> None:
@@ -249,9 +280,14 @@ def _losses_of(bench: Bench, group: list[Candidate]) -> Losses:
         for one, matrix, own in zip(group, weights, sums, strict=True):
             if FP8.name in one.formats:
                 _add_fp8(bench, matrix, own, has_signal=fp4 is not None)
-    moments = [bench.calibration.moments(one.linear.module) if bench.calibration else None for one in group]
+    moments = [
+        bench.calibration.moments(one.linear.module) if bench.calibration else None for one in group
+    ]
     return {
-        one.linear.module: {name: _loss(weighted(noise, m), weighted(own.signal, m)) for name, noise in own.noise.items()}
+        one.linear.module: {
+            name: _loss(weighted(noise, m), weighted(own.signal, m))
+            for name, noise in own.noise.items()
+        }
         for one, own, m in zip(group, sums, moments, strict=True)
     }
 
@@ -262,12 +298,16 @@ def _loss(noise: float, signal: float) -> float:
     return float(f"{noise / signal:.{DIGITS}g}") if signal else 0.0
 
 
-def _add_blocks(bench: Bench, group: list[Candidate], weights: list[Weights], sums: list[_Sums]) -> None:
+def _add_blocks(
+    bench: Bench, group: list[Candidate], weights: list[Weights], sums: list[_Sums]
+) -> None:
     """The error of blocks of four bits, panel by panel, under the amax of the whole scale group."""
     name = bench.rounding.target.format
     whole = list(measured_whole(group[0].group, bench.source))
     modules = [one.linear.module for one in group]
-    for number, panels in groupby(bench.rounding.panels(whole, weights, modules, format_named(name)), key=itemgetter(0)):
+    for number, panels in groupby(
+        bench.rounding.panels(whole, weights, modules, format_named(name)), key=itemgetter(0)
+    ):
         first = 0
         for _, q in panels:
             x = as_floats(weights[number].rows(first, first + q.shape[0]))
@@ -295,4 +335,6 @@ def _add_fp8(bench: Bench, weights: Weights, sums: _Sums, has_signal: bool) -> N
 def _rounded_to_fp8(stored: Matrix, scales: NDArray[np.float32]) -> NDArray[np.float32]:
     """The values of FP8 codes of these rows under these scales, one for each."""
     codes = Cpu().quantize_fp8(stored, scales)
-    return Cpu().decode_fp8(codes.reshape(-1).data, stored.shape, Grid(scales, (1, stored.shape[1]), 0))
+    return Cpu().decode_fp8(
+        codes.reshape(-1).data, stored.shape, Grid(scales, (1, stored.shape[1]), 0)
+    )

@@ -62,7 +62,9 @@ class Work(Protocol):
         """The sha256 of every file, once it is done."""
 
 
-def prepare(errand: Errand, ray: str | None = None, phases: Phases | None = None, may_write: bool = True) -> Work:
+def prepare(
+    errand: Errand, ray: str | None = None, phases: Phases | None = None, may_write: bool = True
+) -> Work:
     """The work that the errand's source needs, planned; where it has a goal, after a pass that measures the weights.
 
     ray        address of the cluster that does it; None for this process
@@ -73,17 +75,27 @@ def prepare(errand: Errand, ray: str | None = None, phases: Phases | None = None
     if not components:
         found = None
         if errand.goal:
-            measuring = Measuring(errand.output, may_write, errand.device, errand.workers, phases or Phases())
+            measuring = Measuring(
+                errand.output, may_write, errand.device, errand.workers, phases or Phases()
+            )
             found = fit(source, errand.request, errand.goal, measuring)
             errand = replace(errand, formats=found.rules)
-        return Conversion(errand, source, prepare_quantize(source, errand.request, errand.formats), ray, found)
+        return Conversion(
+            errand, source, prepare_quantize(source, errand.request, errand.formats), ray, found
+        )
     if errand.goal:
         detail = f"{errand.reference} is a pipeline of several checkpoints; expected one, for a size that is asked for"
         source.stop()
-        raise InputError("target-pipeline", detail, f"Name one: --subfolder {next(iter(components))}.")
+        raise InputError(
+            "target-pipeline", detail, f"Name one: --subfolder {next(iter(components))}."
+        )
     conversions = {}
     for name, component in components.items():
-        own = replace(errand, access=access_to(errand.access, source, name), output=errand.output / name)
+        own = replace(
+            errand, access=access_to(errand.access, source, name), output=errand.output / name
+        )
         with named_component(name):
-            conversions[name] = Conversion(own, component, prepare_quantize(component, errand.request), ray)
+            conversions[name] = Conversion(
+                own, component, prepare_quantize(component, errand.request), ray
+            )
     return PipelineConversion(errand, source, conversions)

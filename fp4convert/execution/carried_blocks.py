@@ -45,7 +45,9 @@ def group_exponent(members: Mapping[str, Blocks], fmt: Format) -> int:
         try:
             own = max(largest_exponent(q.rows(first, last)) for first, last in row_panels(q.shape))
         except NumericError as error:
-            raise NumericError(error.code, f"{module}: {error.message}", error.next_step, module) from None
+            raise NumericError(
+                error.code, f"{module}: {error.message}", error.next_step, module
+            ) from None
         largest = max(largest, own)
     return global_exponent(largest)
 
@@ -86,14 +88,24 @@ class Carrier:
 
     def _of(self, module: str) -> Carried:
         scale = self._artifact.stored_input_scale(module)
-        return Carried(module, self._artifact.decode(module), self.format, self._exponents.get(module, 0), scale)
+        return Carried(
+            module,
+            self._artifact.decode(module),
+            self.format,
+            self._exponents.get(module, 0),
+            scale,
+        )
 
 
 def stored_blocks(plan: Plan) -> Iterator[tuple[str, Blocks]]:
     """The blocks of every linear layer that a plan takes over, as they are stored."""
     for step in plan.steps:
         if step.action == "transcode" and step.linears:
-            yield from ((one.module, one.coding.blocks(one)) for one in step.linears if isinstance(one.coding, FourBit))
+            yield from (
+                (one.module, one.coding.blocks(one))
+                for one in step.linears
+                if isinstance(one.coding, FourBit)
+            )
 
 
 def taken_over(plan: Plan) -> Iterator[Carried]:
@@ -104,10 +116,17 @@ def taken_over(plan: Plan) -> Iterator[Carried]:
         if step.action != "transcode" or fmt is None:
             continue
         key = step.group or step.module
-        stored = {linear.module: linear.coding.blocks(linear) for linear in step.measured if isinstance(linear.coding, FourBit)}
+        stored = {
+            linear.module: linear.coding.blocks(linear)
+            for linear in step.measured
+            if isinstance(linear.coding, FourBit)
+        }
         if key not in exponents:
             exponents[key] = group_exponent(stored, fmt)
-        yield from (Carried(linear.module, stored[linear.module], fmt, exponents[key]) for linear in step.linears)
+        yield from (
+            Carried(linear.module, stored[linear.module], fmt, exponents[key])
+            for linear in step.linears
+        )
 
 
 def describe_carried(modules: Iterable[Carried], kind: Kind | None) -> dict[str, object]:
@@ -130,13 +149,22 @@ def describe_carried(modules: Iterable[Carried], kind: Kind | None) -> dict[str,
         blocks, kept = blocks + fared.blocks, kept + fared.kept
         if fared.blocks != fared.kept:
             lossy.append(each.module)
-    document: dict[str, object] = {"modules": count, "bit_for_bit": count - len(rounded) - len(lossy), "rounded": rounded}
-    return {**document, "lossy": lossy, "blocks": blocks, "kept_blocks": kept} if is_cast else document
+    document: dict[str, object] = {
+        "modules": count,
+        "bit_for_bit": count - len(rounded) - len(lossy),
+        "rounded": rounded,
+    }
+    return (
+        {**document, "lossy": lossy, "blocks": blocks, "kept_blocks": kept} if is_cast else document
+    )
 
 
 def kept_blocks(stored: Blocks, exponent: int) -> Kept:
     """How the MXFP4 blocks of a matrix fare as NVFP4 under the global scale 2^exponent."""
-    kept = sum(recast(stored.rows(first, last), exponent).kept_blocks for first, last in row_panels(stored.shape))
+    kept = sum(
+        recast(stored.rows(first, last), exponent).kept_blocks
+        for first, last in row_panels(stored.shape)
+    )
     return Kept(stored.shape[0] * stored.shape[1] // stored.format.block_size, kept)
 
 
@@ -148,5 +176,7 @@ def _exponents(artifact: Artifact, fmt: Format) -> dict[str, int]:
         members[scale_group(module, groups) or module].append(module)
     found: dict[str, int] = {}
     for modules in members.values():
-        found |= dict.fromkeys(modules, group_exponent({module: artifact.decode(module) for module in modules}, fmt))
+        found |= dict.fromkeys(
+            modules, group_exponent({module: artifact.decode(module) for module in modules}, fmt)
+        )
     return found

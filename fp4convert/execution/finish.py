@@ -16,7 +16,14 @@ from pathlib import Path
 from fp4convert.checkpoint.error_report import merged
 from fp4convert.errors import InputError, OutputError
 from fp4convert.execution.folder import OutputFolder, entered
-from fp4convert.execution.plan_file import Done, Manifest, TaskFiles, digest_of, read_ended, read_manifest
+from fp4convert.execution.plan_file import (
+    Done,
+    Manifest,
+    TaskFiles,
+    digest_of,
+    read_ended,
+    read_manifest,
+)
 from fp4convert.numerics.backends.base import processors
 from fp4convert.progress import Phases
 from fp4convert.storage.checkpoint_files import PLAN_FILE, REPORT, UNDIGESTED
@@ -44,9 +51,16 @@ class Ending:
 def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:
     """Tasks whose files are not what was written; those that others wrote are read, but for what is as it was sealed."""
     records = {task.key: folder.record_of(task) for task in folder.manifest.tasks}
-    sizes = {file: nbytes for task in folder.manifest.tasks if records[task.key] for file, nbytes in task.files.items()}
+    sizes = {
+        file: nbytes
+        for task in folder.manifest.tasks
+        if records[task.key]
+        for file, nbytes in task.files.items()
+    }
     for done in filter(None, records.values()):
-        folder.hashes |= {file: sha256 for file, sha256 in done.files.items() if _is_known(folder, file, done)}
+        folder.hashes |= {
+            file: sha256 for file, sha256 in done.files.items() if _is_known(folder, file, done)
+        }
     unread = [file for file in sizes if file not in folder.hashes]
 
     is_over = threading.Event()
@@ -68,13 +82,17 @@ def find_harmed(folder: OutputFolder, phases: Phases) -> list[TaskFiles]:
                 is_over.set()
                 pool.shutdown(cancel_futures=True)
                 raise
-    sound = {key for key, done in records.items() if done and done.files.items() <= folder.hashes.items()}
+    sound = {
+        key for key, done in records.items() if done and done.files.items() <= folder.hashes.items()
+    }
     return [task for task in folder.manifest.tasks if task.key not in sound]
 
 
 def _is_known(folder: OutputFolder, file: str, done: Done) -> bool:
     """True where a file that this process has not looked at yet is as it was sealed by whoever wrote it."""
-    return file not in folder.hashes and is_sealed(folder.root / file, done.files[file], done.seals.get(file))
+    return file not in folder.hashes and is_sealed(
+        folder.root / file, done.files[file], done.seals.get(file)
+    )
 
 
 def find_disputes(folder: OutputFolder) -> dict[str, list[TaskFiles]]:
@@ -85,7 +103,10 @@ def find_disputes(folder: OutputFolder) -> dict[str, list[TaskFiles]]:
         for group, global_scale in done.global_scales.items() if done else ():
             found.setdefault(group, {})[task.key] = global_scale
     disputed = {group: scales for group, scales in found.items() if len(set(scales.values())) > 1}
-    return {group: [task for task in folder.manifest.tasks if task.key in scales] for group, scales in disputed.items()}
+    return {
+        group: [task for task in folder.manifest.tasks if task.key in scales]
+        for group, scales in disputed.items()
+    }
 
 
 def _hash(path: Path, each: Callable[[int], None]) -> str:
@@ -138,7 +159,9 @@ def _write_report(folder: OutputFolder) -> list[str]:
 def _ending(folder: OutputFolder, files: dict[str, str]) -> Ending:
     with told(folder.root):
         nbytes = sum((folder.root / file).stat().st_size for file in files if file != REPORT)
-    return Ending(digest_of(files), nbytes, files, _fidelity(folder.root) if REPORT in files else None)
+    return Ending(
+        digest_of(files), nbytes, files, _fidelity(folder.root) if REPORT in files else None
+    )
 
 
 def _fidelity(root: Path) -> dict[str, object]:
@@ -150,7 +173,10 @@ def _fidelity(root: Path) -> dict[str, object]:
 def ended_meanwhile(folder: OutputFolder, before: Mark | None) -> Ending | None:
     """What another process ended the folder with since its mark was `before` (read_ended); None where none did."""
     mark, files = read_ended(folder.root)
-    is_whole = mark != before and files.keys() - {REPORT} == {*folder.manifest.files, folder.manifest.last}
+    is_whole = mark != before and files.keys() - {REPORT} == {
+        *folder.manifest.files,
+        folder.manifest.last,
+    }
     return _ending(folder, files) if is_whole and not folder.missing() else None
 
 
@@ -163,22 +189,32 @@ def merge(root: Path, phases: Phases) -> dict[str, object]:
     with told(root):
         manifest = read_manifest(root) if (root / PLAN_FILE).exists() else None
     if manifest is None:
-        detail = f"{root} holds no plan of fp4convert ({PLAN_FILE}); expected the output of quantize"
+        detail = (
+            f"{root} holds no plan of fp4convert ({PLAN_FILE}); expected the output of quantize"
+        )
         raise InputError("no-plan", detail, "Give the folder that was named with -o.")
     with entered(root, manifest) as folder, folder.claims.waited_for(ENDING):
         if missing := [file for task in folder.missing() for file in task.files]:
             detail = f"{root}: {len(missing)} of {len(manifest.files)} files are not written yet, the first {missing[0]}"
             workers = folder.claims.others()
-            at_work = f"{len(workers)} processes are at work on it: wait." if workers else "Run the command for them."
+            at_work = (
+                f"{len(workers)} processes are at work on it: wait."
+                if workers
+                else "Run the command for them."
+            )
             raise OutputError("unfinished", detail, at_work)
         if harmed := find_harmed(folder, phases):
             files = [file for task in harmed for file in task.files]
             detail = f"{root}: {len(files)} files are not what was written, or others beside them, the first {files[0]}"
-            raise OutputError("damaged", detail, "Run the command that wrote it again: it does them anew.")
+            raise OutputError(
+                "damaged", detail, "Run the command that wrote it again: it does them anew."
+            )
         for group, tasks in find_disputes(folder).items():
             shards = " and ".join(file for task in tasks for file in task.files)
             detail = f"{root}: scale group {group} has another global scale in one shard than in another: {shards}"
-            raise OutputError("scale-group", detail, "Run the command that wrote them again: it does them anew.")
+            raise OutputError(
+                "scale-group", detail, "Run the command that wrote them again: it does them anew."
+            )
         ending = write_ending(folder)
     return {
         "output": str(root),

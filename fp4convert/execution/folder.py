@@ -64,7 +64,9 @@ class TaskWriter:
         self.taken_over: set[str] = set()
         try:
             for shard in task.shards:
-                self._writers[shard.file] = ShardWriter(self.path(shard.file), shard.header, shard.outputs, shard.nbytes)
+                self._writers[shard.file] = ShardWriter(
+                    self.path(shard.file), shard.header, shard.outputs, shard.nbytes
+                )
         except BaseException:
             self.discard()
             raise
@@ -146,7 +148,11 @@ class OutputFolder:
         done = self.records.of(task)
         if done is None or done.files.keys() != task.files.keys():
             return None
-        return done if all(nbytes_there(self.root / file) == nbytes for file, nbytes in task.files.items()) else None
+        return (
+            done
+            if all(nbytes_there(self.root / file) == nbytes for file, nbytes in task.files.items())
+            else None
+        )
 
     def missing(self) -> list[TaskFiles]:
         """The tasks of the plan that are not finished."""
@@ -178,10 +184,15 @@ class OutputFolder:
     def given_up(self) -> OutputError:
         """The error of a process whose files on their way were removed: what is in the folder now need not be its plan's."""
         detail = f"{self.temps} was removed by another process, which saw no sign of life of this one, or by hand"
-        return OutputError("given-up", detail, "Run the same command again: what is finished stays.")
+        return OutputError(
+            "given-up", detail, "Run the same command again: what is finished stays."
+        )
 
     def write_shards(
-        self, tasks: Iterable[Task], fill: Callable[[Task, TaskWriter], bool], after: Callable[[], None] = lambda: None
+        self,
+        tasks: Iterable[Task],
+        fill: Callable[[Task, TaskWriter], bool],
+        after: Callable[[], None] = lambda: None,
     ) -> None:
         """Create the shards of each claimed task, let `fill` append every tensor, then put them under their final names.
 
@@ -212,13 +223,20 @@ class OutputFolder:
                 if last is not None:
                     last.result()
             except BaseException as error:
-                if finishing and not isinstance(error, Exception):  # an interrupt: nobody wants to wait for a hash
+                if finishing and not isinstance(
+                    error, Exception
+                ):  # an interrupt: nobody wants to wait for a hash
                     finishing.stop()
                 raise
 
     def _name_shards(self, task: Task, writer: TaskWriter) -> None:
         try:
-            done = Done(writer.finish(), dict(writer.global_scales), dict(writer.accounts), len(writer.taken_over))
+            done = Done(
+                writer.finish(),
+                dict(writer.global_scales),
+                dict(writer.accounts),
+                len(writer.taken_over),
+            )
         except BaseException:
             writer.discard()
             raise
@@ -236,7 +254,10 @@ class OutputFolder:
             else:
                 path(file).unlink()
         if first is None:
-            seals = {file: seal(self.root / file, sha256, self.temps) for file, sha256 in done.files.items()}
+            seals = {
+                file: seal(self.root / file, sha256, self.temps)
+                for file, sha256 in done.files.items()
+            }
             self._put(f"{DONE}/{task.key}.json", replace(done, seals=seals).as_json())
         self.claims.drop(task.key)
 
@@ -246,7 +267,12 @@ class OutputFolder:
             temp = self.write_temp(file, lambda out, text=text: out.write(text.encode("utf-8")))  # type: ignore[misc]
             self._give_name(temp, file, hash_file(temp))
 
-    def write_copies(self, task: TaskFiles, open_file: Callable[[str], BinaryIO], report: Callable[[str, int], None]) -> None:
+    def write_copies(
+        self,
+        task: TaskFiles,
+        open_file: Callable[[str], BinaryIO],
+        report: Callable[[str, int], None],
+    ) -> None:
         """Files of the source as they are: the task of whoever holds its claim.
 
         report  is called with a file and how many bytes more of it were copied
@@ -261,7 +287,9 @@ class OutputFolder:
                         report(file, len(data))
 
             temps[file] = self.write_temp(f"{number}", copy)
-        self.settle(task, Done({file: hash_file(temp) for file, temp in temps.items()}), temps.__getitem__)
+        self.settle(
+            task, Done({file: hash_file(temp) for file, temp in temps.items()}), temps.__getitem__
+        )
 
     def write_temp(self, name: str, fill: Callable[[BinaryIO], object]) -> Path:
         """A file on its way, whole and on the disk."""
@@ -290,7 +318,9 @@ class OutputFolder:
 
     def put_ended(self, files: dict[str, str]) -> None:
         """Say that everything is written."""
-        self._put(ENDED, json.dumps({"plan": self.manifest.plan_id, "files": files}, sort_keys=True))
+        self._put(
+            ENDED, json.dumps({"plan": self.manifest.plan_id, "files": files}, sort_keys=True)
+        )
 
     def begin(self, terms: Terms) -> None:
         """Make the folder this plan's own, or refuse."""
@@ -306,16 +336,23 @@ class OutputFolder:
     def sweep(self) -> None:
         """Remove files on their way that no living process fills."""
         leftovers = list((self.state / "tmp").iterdir())
-        living = {self.claims.name, *self.claims.others()}  # asked last: who has a folder there had a claim before
+        living = {
+            self.claims.name,
+            *self.claims.others(),
+        }  # asked last: who has a folder there had a claim before
         for leftover in leftovers:
             if leftover.name not in living:
                 with suppress(FileNotFoundError):  # its process was just leaving
-                    shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+                    shutil.rmtree(
+                        leftover
+                    ) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
 
     def _replace(self, old: Manifest, terms: Terms) -> None:
         discard = "" if terms.is_joining else ", or discard its files with --force"
         next_step = f"Choose another folder with -o{discard}."
-        changed = [words for words, trait in self.manifest.traits.items() if old.traits.get(words) != trait]
+        changed = [
+            words for words, trait in self.manifest.traits.items() if old.traits.get(words) != trait
+        ]
         differs = f"{' and '.join(changed) or 'its files'} changed"
         if others := self.claims.others_at_other_work():
             detail = f"{self.root} is being written by {others[0]} for another plan"
@@ -324,10 +361,18 @@ class OutputFolder:
             detail = f"{self.root} holds another plan: another source, format or dialect"
             raise OutputError("other-plan", detail, next_step)
         if terms.is_joining:
-            detail = f"{self.root} holds another plan: {differs}; a worker that joins never replaces one"
-            raise OutputError("other-plan", detail, "Give every worker the same source and options.")
+            detail = (
+                f"{self.root} holds another plan: {differs}; a worker that joins never replaces one"
+            )
+            raise OutputError(
+                "other-plan", detail, "Give every worker the same source and options."
+            )
         if (self.root / old.last).exists() and not terms.is_forced:
-            raise OutputError("other-plan", f"{self.root} holds a finished result, and since then {differs}", next_step)
+            raise OutputError(
+                "other-plan",
+                f"{self.root} holds a finished result, and since then {differs}",
+                next_step,
+            )
         forgotten = old.files if terms.is_forced else set(old.files) - set(self.manifest.files)
         refuse_linked_folders(self.root, forgotten)
         for file in (old.last, *sorted(forgotten)):
@@ -345,7 +390,11 @@ def open_output(root: Path, manifest: Manifest, terms: Terms) -> Iterator[Output
     with told(root):
         is_there, is_ours = root.exists(), (root / PLAN_FILE).exists()
         if is_there and not root.is_dir():
-            raise OutputError("foreign-output", f"{root} is a file; expected a folder to write to", "Choose another: -o FOLDER.")
+            raise OutputError(
+                "foreign-output",
+                f"{root} is a file; expected a folder to write to",
+                "Choose another: -o FOLDER.",
+            )
         if is_there and not is_ours:
             refuse_foreign(root)
         if not is_ours:
@@ -380,8 +429,12 @@ def entered(root: Path, manifest: Manifest) -> Iterator[OutputFolder]:
 
 def missing_nbytes(root: Path, manifest: Manifest) -> int:
     """What is still to be written of a plan; all of it where its folder is not there."""
-    coming = [Path(folder, file) for folder, _, files in os.walk(root / STATE / "tmp") for file in files]
-    return manifest.nbytes - sum(nbytes_there(path) or 0 for path in (*(root / file for file in manifest.files), *coming))
+    coming = [
+        Path(folder, file) for folder, _, files in os.walk(root / STATE / "tmp") for file in files
+    ]
+    return manifest.nbytes - sum(
+        nbytes_there(path) or 0 for path in (*(root / file for file in manifest.files), *coming)
+    )
 
 
 def _check_space(root: Path, manifest: Manifest, more_nbytes: int) -> None:
@@ -391,4 +444,6 @@ def _check_space(root: Path, manifest: Manifest, more_nbytes: int) -> None:
     free = disk.f_bavail * disk.f_frsize
     if needed > free:
         detail = f"{root} needs {needed:,} bytes, its disk has {free:,} free"
-        raise OutputError("disk-full", detail, "Free some space, or choose another disk: -o FOLDER.")
+        raise OutputError(
+            "disk-full", detail, "Free some space, or choose another disk: -o FOLDER."
+        )

@@ -19,7 +19,14 @@ from pathlib import Path
 from fp4convert.checkpoint.module_names import split_numbers
 from fp4convert.checkpoint.record import MIXED
 from fp4convert.errors import CORRUPT, InputError, NumericError, OutputError, SourceError
-from fp4convert.execution.finish import ENDING, Ending, ended_meanwhile, find_disputes, find_harmed, write_ending
+from fp4convert.execution.finish import (
+    ENDING,
+    Ending,
+    ended_meanwhile,
+    find_disputes,
+    find_harmed,
+    write_ending,
+)
 from fp4convert.execution.folder import OutputFolder, Terms, missing_nbytes, open_output
 from fp4convert.execution.plan_file import Manifest, TaskFiles, nbytes_written, read_ended
 from fp4convert.execution.settings import Result, Settings
@@ -29,8 +36,13 @@ from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.source import Source, stopping
 
 OPTIONS = "the options"
-FIRST_SECONDS, LONGEST_SECONDS = 0.1, 3.0  # between looks at what others do: many wait, and a shared disk has to answer all
-LARGE_NBYTES = 16 << 20  # of a file that is copied by itself: what is begun again after an interruption is little
+FIRST_SECONDS, LONGEST_SECONDS = (
+    0.1,
+    3.0,
+)  # between looks at what others do: many wait, and a shared disk has to answer all
+LARGE_NBYTES = (
+    16 << 20
+)  # of a file that is copied by itself: what is begun again after an interruption is little
 TRIES = 3  # to write files that afterwards are what was written
 
 
@@ -62,11 +74,16 @@ class Job:
         copies = {file: self.source.file_nbytes(file) for file in self.sidecars}
         small = {file: nbytes for file, nbytes in copies.items() if nbytes < LARGE_NBYTES}
         large = [{file: nbytes} for file, nbytes in copies.items() if file not in small]
-        return (*map(TaskFiles.of, self.plan.tasks), *(self._copies(files) for files in (small, *large) if files))
+        return (
+            *map(TaskFiles.of, self.plan.tasks),
+            *(self._copies(files) for files in (small, *large) if files),
+        )
 
     def _copies(self, files: dict[str, int]) -> TaskFiles:
         stamps = self.source.checkpoint.stamps
-        return TaskFiles(_sha256([[file, nbytes, stamps[file]] for file, nbytes in files.items()]), files)
+        return TaskFiles(
+            _sha256([[file, nbytes, stamps[file]] for file, nbytes in files.items()]), files
+        )
 
     @property
     def output_nbytes(self) -> int:
@@ -77,7 +94,8 @@ class Job:
         """What the output folder remembers of this job, to know it again and to end it."""
         checkpoint = self.source.checkpoint
         headers = [
-            [shard.file, shard.nbytes, [[ref.name, ref.dtype, ref.shape] for ref in shard.tensors]] for shard in checkpoint.shards
+            [shard.file, shard.nbytes, [[ref.name, ref.dtype, ref.shape] for ref in shard.tensors]]
+            for shard in checkpoint.shards
         ]
         stamps = {shard.file: checkpoint.stamps[shard.file] for shard in checkpoint.shards}
         source = _sha256([*headers, *(part.identity for part in self.parts.values())])
@@ -89,7 +107,11 @@ class Job:
             *(part.traits[OPTIONS] for part in self.parts.values()),
         ]
         return Manifest(
-            identity={"source": source, "format": self.plan.target.format, "dialect": self.plan.target.dialect},
+            identity={
+                "source": source,
+                "format": self.plan.target.format,
+                "dialect": self.plan.target.dialect,
+            },
             traits={
                 "the version of fp4convert": version("fp4convert"),
                 OPTIONS: _sha256(options),
@@ -150,8 +172,19 @@ def _count(actions: Mapping[Action, int], worker: Worker) -> dict[str, int]:
         "folded": "fold",
         "written": "write",
     }
-    counts = {worker.made: actions.get(worker.action, 0), "copied": actions.get("copy", 0), "skipped": actions.get("skip", 0)}
-    return {**counts, **{how: actions[action] for how, action in rare.items() if actions.get(action) and how not in counts}}
+    counts = {
+        worker.made: actions.get(worker.action, 0),
+        "copied": actions.get("copy", 0),
+        "skipped": actions.get("skip", 0),
+    }
+    return {
+        **counts,
+        **{
+            how: actions[action]
+            for how, action in rare.items()
+            if actions.get(action) and how not in counts
+        },
+    }
 
 
 class _Part:
@@ -160,7 +193,9 @@ class _Part:
     adopted_nbytes  of the source, whose result an earlier run or another process wrote
     """
 
-    def __init__(self, source: Source, plan: Plan, folder: OutputFolder, settings: Settings) -> None:
+    def __init__(
+        self, source: Source, plan: Plan, folder: OutputFolder, settings: Settings
+    ) -> None:
         self._source = source
         self._folder = folder
         self._settings = settings
@@ -169,7 +204,9 @@ class _Part:
         self._mine = share.of(folder.manifest.tasks) if share else folder.manifest.tasks
         self._tasks = {task.key: task for task in plan.tasks}
         copied = {task.key: sum(task.files.values()) for task in self._mine}
-        self._sizes = copied | {key: task.source_bytes for key, task in self._tasks.items() if key in copied}
+        self._sizes = copied | {
+            key: task.source_bytes for key, task in self._tasks.items() if key in copied
+        }
         self._unseen = set(self._sizes)
         self.adopted_nbytes = 0
         self._pause_seconds = FIRST_SECONDS
@@ -201,7 +238,9 @@ class _Part:
             self._has_taken = False
             shards = self._taken([task for task in left if task.key in self._tasks])
             copies = self._taken([task for task in left if task.key not in self._tasks])
-            self._folder.write_shards((self._tasks[task.key] for task in shards), filler.fill, partial(self._copy, copies))
+            self._folder.write_shards(
+                (self._tasks[task.key] for task in shards), filler.fill, partial(self._copy, copies)
+            )
             if self._has_taken:
                 self._pause_seconds = FIRST_SECONDS
                 continue
@@ -225,12 +264,18 @@ class _Part:
 
     def _left(self, filler: Filler) -> list[TaskFiles]:
         """What is still to be done; what others did meanwhile, or an earlier run, is no work of ours."""
-        left = [task for task in self._mine if task.key not in filler.given_up and self._folder.record_of(task) is None]
+        left = [
+            task
+            for task in self._mine
+            if task.key not in filler.given_up and self._folder.record_of(task) is None
+        ]
         adopted = self._unseen - {task.key for task in left} - filler.given_up
         self._unseen -= adopted
         if adopted:
             sizes = {shard.file: shard.nbytes for shard in self._source.checkpoint.shards}
-            shards = [self._tasks[key].shards[0].file for key in adopted & self._tasks.keys()]  # named as their sources
+            shards = [
+                self._tasks[key].shards[0].file for key in adopted & self._tasks.keys()
+            ]  # named as their sources
             self.adopted_nbytes += sum(sizes.get(file, 0) for file in shards)
             self._settings.phases.skip(sum(self._sizes[key] for key in adopted))
         return left
@@ -243,7 +288,9 @@ class _Part:
         others = self._folder.claims.others()
         if others:
             file = next(iter(left[0].files))
-            self._settings.tell(f"waiting for {len(left)} tasks of {len(others)} other processes, the first {file}")
+            self._settings.tell(
+                f"waiting for {len(left)} tasks of {len(others)} other processes, the first {file}"
+            )
 
     def _try_to_end(self) -> Ending | None:
         """The end, where nobody else is at it and all is as it was written; else None, and what is harmed is to be done again."""
@@ -267,7 +314,11 @@ class _Part:
         for group in disputes.keys() & self._disputed:
             shards = " and ".join(file for task in disputes[group] for file in task.files)
             detail = f"scale group {group} has another largest magnitude each time it is read, for {shards}"
-            raise SourceError(CORRUPT, detail, "Run the same command again; or read the source from somewhere else.")
+            raise SourceError(
+                CORRUPT,
+                detail,
+                "Run the same command again; or read the source from somewhere else.",
+            )
         self._disputed |= disputes.keys()
         return [task for tasks in disputes.values() for task in tasks]
 
@@ -283,14 +334,23 @@ class _Part:
 def _summarize(errors: list[NumericError]) -> NumericError:
     """One error for all unsound tensors: each with the option that completes the run, or the first of those that have none."""
     excludable = [error for error in errors if error.code == "not-finite"]
-    others = sorted((error for error in errors if error not in excludable), key=lambda error: split_numbers(str(error.tensor)))
+    others = sorted(
+        (error for error in errors if error not in excludable),
+        key=lambda error: split_numbers(str(error.tensor)),
+    )
     lines = [error.message for error in excludable]
     if others:
-        more = f"; so it is with {len(others) - 1} more, the last {others[-1].tensor}" if len(others) > 1 else ""
+        more = (
+            f"; so it is with {len(others) - 1} more, the last {others[-1].tensor}"
+            if len(others) > 1
+            else ""
+        )
         lines.append(f"{others[0].message}{more}")
     first, next_step = (*excludable, *others)[0], (*others, *excludable)[0].next_step
     if not others:
-        next_step = f"Run the same command again with {' '.join(error.next_step for error in excludable)}"
+        next_step = (
+            f"Run the same command again with {' '.join(error.next_step for error in excludable)}"
+        )
     return NumericError(first.code, tuple(lines), next_step, first.tensor)
 
 
@@ -304,7 +364,9 @@ def opened(job: Job, output: Path, settings: Settings) -> AbstractContextManager
     """The output folder with the plan in it, which no other plan replaces meanwhile; raises what carry_out does at first."""
     _check_places(job, output)
     more_nbytes = sum(missing_nbytes(output / folder, part) for folder, part in job.parts.items())
-    return open_output(output, job.manifest(), Terms(more_nbytes, settings.is_forced, settings.is_joining))
+    return open_output(
+        output, job.manifest(), Terms(more_nbytes, settings.is_forced, settings.is_joining)
+    )
 
 
 def _check_places(job: Job, output: Path) -> None:
@@ -312,7 +374,9 @@ def _check_places(job: Job, output: Path) -> None:
     for file in job.sidecars:
         if file.partition("/")[0] in {RECORD, *job.texts}:
             raise InputError(
-                "file-name", f"{file}: the source has a folder where the result has a file; expected none", "Rename it."
+                "file-name",
+                f"{file}: the source has a folder where the result has a file; expected none",
+                "Rename it.",
             )
     refuse_inside(job.source, output)
 

@@ -47,7 +47,11 @@ class Claims:
     """
 
     def __init__(
-        self, folder: Path, lease_seconds: float = LEASE_SECONDS, beat_seconds: float = BEAT_SECONDS, work: str = ""
+        self,
+        folder: Path,
+        lease_seconds: float = LEASE_SECONDS,
+        beat_seconds: float = BEAT_SECONDS,
+        work: str = "",
     ) -> None:
         self._folder = folder
         self._work = work
@@ -58,7 +62,9 @@ class Claims:
         self.name = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._seen: dict[str, Seen] = {}
         self._held: set[str] = set()
-        self._made: set[str] = set()  # of these, what may say nothing yet: an interrupt comes at any time
+        self._made: set[str] = (
+            set()
+        )  # of these, what may say nothing yet: an interrupt comes at any time
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="claims", daemon=True)
@@ -70,7 +76,12 @@ class Claims:
         self._heart.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._ended.set()
         for claim in self._held | self._made:
             self.drop(claim)
@@ -100,7 +111,9 @@ class Claims:
         path = self._folder / claim
         with suppress(OSError):
             owner = _read(path)
-            if (owner is None and claim in self._made) or (owner is not None and owner.get("worker") == self.name):
+            if (owner is None and claim in self._made) or (
+                owner is not None and owner.get("worker") == self.name
+            ):
                 path.unlink()
         self._made.discard(claim)
 
@@ -122,7 +135,11 @@ class Claims:
             for claim, (is_alive, owner) in judged.items():
                 if not is_alive:
                     self._remove_dead(claim, owner)
-        return [claim.removeprefix(WORKER) for claim, (is_alive, _) in judged.items() if is_alive and claim.startswith(WORKER)]
+        return [
+            claim.removeprefix(WORKER)
+            for claim, (is_alive, _) in judged.items()
+            if is_alive and claim.startswith(WORKER)
+        ]
 
     def others_at_other_work(self) -> list[str]:
         """Of these others, those that do not do what this process does.
@@ -132,7 +149,9 @@ class Claims:
         while True:
             owners = {name: _read(self._folder / f"{WORKER}{name}") or {} for name in self.others()}
             strangers = [name for name, owner in owners.items() if owner.get("work") != self._work]
-            sure = [name for name in strangers if self._is_here(owners[name]) or self._is_renewed(name)]
+            sure = [
+                name for name in strangers if self._is_here(owners[name]) or self._is_renewed(name)
+            ]
             if sure or not strangers:
                 return sure
             time.sleep(WAIT_SECONDS)
@@ -140,7 +159,9 @@ class Claims:
     def _judge(self, claim: str) -> tuple[bool, Owner | None]:
         """Whether its owner, in another process, may be at work; and what the claim says of it."""
         path = self._folder / claim
-        owner = _read(path)  # before its time: of one that is replaced meanwhile the time is a new one
+        owner = _read(
+            path
+        )  # before its time: of one that is replaced meanwhile the time is a new one
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -153,7 +174,9 @@ class Claims:
             seen = self._seen[claim] = Seen(renewed_ns, time.monotonic(), seen is not None)
         if time.monotonic() - seen.since > lease_seconds:
             return False, owner
-        return owner is None or not self._is_here(owner) or _started(owner.get("process")) == owner.get("started"), owner
+        return owner is None or not self._is_here(owner) or _started(
+            owner.get("process")
+        ) == owner.get("started"), owner
 
     def _is_renewed(self, name: str) -> bool:
         seen = self._seen.get(WORKER + name)
@@ -183,7 +206,9 @@ class Claims:
         while not self._ended.wait(self._beat_seconds):
             with self._lock:
                 for claim in self._held:
-                    with suppress(OSError):  # taken from us, or the disk is away: the work itself will tell
+                    with suppress(
+                        OSError
+                    ):  # taken from us, or the disk is away: the work itself will tell
                         os.utime(self._folder / claim)
 
 
@@ -206,7 +231,13 @@ def _describe_self() -> Owner:
     if os.path.exists("/proc/self/ns/pid"):
         processes = os.stat("/proc/self/ns/pid").st_ino
     process = os.getpid()
-    return {"host": platform.node(), "boot": boot, "processes": processes, "process": process, "started": _started(process)}
+    return {
+        "host": platform.node(),
+        "boot": boot,
+        "processes": processes,
+        "process": process,
+        "started": _started(process),
+    }
 
 
 def _started(process: object) -> str | None:

@@ -55,9 +55,20 @@ class Done:
     def from_json(text: str) -> Done:
         entry = json.loads(text)
         files, global_scales = dict(entry["files"]), dict(entry.get("global_scales", {}))
-        accounts = {module: Account.from_json(account) for module, account in dict(entry.get("accounts", {})).items()}
-        done = Done(files, global_scales, accounts, int(entry.get("taken_over", 0)), dict(entry.get("seals", {})))
-        if not {*map(type, done.files.values())} <= {str} or not {*map(type, done.global_scales.values())} <= {float}:
+        accounts = {
+            module: Account.from_json(account)
+            for module, account in dict(entry.get("accounts", {})).items()
+        }
+        done = Done(
+            files,
+            global_scales,
+            accounts,
+            int(entry.get("taken_over", 0)),
+            dict(entry.get("seals", {})),
+        )
+        if not {*map(type, done.files.values())} <= {str} or not {
+            *map(type, done.global_scales.values())
+        } <= {float}:
             raise TypeError("a record of other types")
         return done
 
@@ -126,16 +137,29 @@ class Manifest:
     @property
     def shards(self) -> list[str]:
         """The files of weights."""
-        return [file for task in self.tasks for file in task.files if "/" not in file and file.endswith((WEIGHTS, GGUF))]
+        return [
+            file
+            for task in self.tasks
+            for file in task.files
+            if "/" not in file and file.endswith((WEIGHTS, GGUF))
+        ]
 
     @property
     def plan_id(self) -> str:
-        return hashlib.sha256(json.dumps([self.identity, self.traits], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([self.identity, self.traits], sort_keys=True).encode()
+        ).hexdigest()
 
     def as_json(self) -> dict[str, object]:
         """The document of plan.json; the order of texts and of the record's keys counts."""
         tasks = [task._asdict() for task in self.tasks]
-        named = {"identity": self.identity, "traits": self.traits, "tasks": tasks, "texts": self.texts, "record": self.record}
+        named = {
+            "identity": self.identity,
+            "traits": self.traits,
+            "tasks": tasks,
+            "texts": self.texts,
+            "record": self.record,
+        }
         document = {"plan": self.plan_id, **named, "last": self.last, "source": self.origin}
         return {**document, "sha256": _hash(document)}
 
@@ -148,7 +172,9 @@ class Manifest:
         manifest = Manifest(
             identity=dict(entry["identity"]),
             traits=dict(entry["traits"]),
-            tasks=tuple(TaskFiles(str(task["key"]), dict(task["files"])) for task in entry["tasks"]),
+            tasks=tuple(
+                TaskFiles(str(task["key"]), dict(task["files"])) for task in entry["tasks"]
+            ),
             texts=dict(entry["texts"]),
             record=None if entry["record"] is None else dict(entry["record"]),
             last=str(entry["last"]),
@@ -174,7 +200,9 @@ def read_manifest(root: Path) -> Manifest | None:
         return Manifest.from_json(path.read_text(encoding="utf-8"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         detail = f"{path} is damaged; expected the plan that began {root}"
-        raise OutputError("other-plan", detail, "Remove the folder yourself, or choose another: -o FOLDER.") from None
+        raise OutputError(
+            "other-plan", detail, "Remove the folder yourself, or choose another: -o FOLDER."
+        ) from None
 
 
 class Ended(NamedTuple):
@@ -192,7 +220,9 @@ def read_ended(root: Path) -> Ended:
     """How a folder was finished last."""
     try:
         with (root / STATE / ENDED).open(encoding="utf-8") as stream:
-            return Ended(Mark.of(os.fstat(stream.fileno())), dict(json.loads(stream.read())["files"]))
+            return Ended(
+                Mark.of(os.fstat(stream.fileno())), dict(json.loads(stream.read())["files"])
+            )
     except (ValueError, KeyError, TypeError, RecursionError, OSError):
         return Ended(None, {})
 
@@ -202,7 +232,11 @@ def refuse_foreign(root: Path) -> None:
     others = sorted(set(os.listdir(root)) - {STATE})
     if others and not (root / PLAN_FILE).exists():  # looked for last: it comes before all others
         detail = f"{root} is not empty (it holds {others[0]!r}) and was not begun by fp4convert"
-        raise OutputError("foreign-output", f"{detail}; expected a new or empty folder", "Choose another: -o FOLDER.")
+        raise OutputError(
+            "foreign-output",
+            f"{detail}; expected a new or empty folder",
+            "Choose another: -o FOLDER.",
+        )
 
 
 def digest_of(hashes: dict[str, str]) -> str:
@@ -210,7 +244,11 @@ def digest_of(hashes: dict[str, str]) -> str:
 
     A report is that of a component too, in its own folder.
     """
-    files = (file for file in sorted(hashes) if file not in UNDIGESTED and not file.endswith(f"/{REPORT}"))
+    files = (
+        file
+        for file in sorted(hashes)
+        if file not in UNDIGESTED and not file.endswith(f"/{REPORT}")
+    )
     lines = "".join(f"{hashes[file]}  {file}\n" for file in files)
     return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -229,4 +267,6 @@ def refuse_linked_folders(root: Path, files: Iterable[str]) -> None:
     for folder in sorted(folders):
         if folder.is_symlink():
             detail = f"{folder} is a link; expected a folder made by fp4convert, in which it may write and remove files"
-            raise OutputError("foreign-output", detail, "Remove the link, or choose another folder: -o FOLDER.")
+            raise OutputError(
+                "foreign-output", detail, "Remove the link, or choose another folder: -o FOLDER."
+            )

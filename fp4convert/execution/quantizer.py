@@ -27,7 +27,13 @@ from fp4convert.checkpoint.encodings.fp8 import Fp8, ThroughFp8
 from fp4convert.errors import DeviceError, NumericError
 from fp4convert.execution.carried_blocks import carry, group_exponent
 from fp4convert.execution.folder import TaskWriter
-from fp4convert.execution.repacker import append_parts, copy_steps, find_not_finite, step_members, values_of
+from fp4convert.execution.repacker import (
+    append_parts,
+    copy_steps,
+    find_not_finite,
+    step_members,
+    values_of,
+)
 from fp4convert.execution.rounding import Rounding
 from fp4convert.execution.settings import UnsoundShardError
 from fp4convert.numerics.backends.base import Backend
@@ -50,7 +56,13 @@ class Quantizer:
     action: Action = "quantize"
     made = "quantized"
 
-    def __init__(self, source: Source, target: Target, backend: Backend, calibration: Calibration | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        target: Target,
+        backend: Backend,
+        calibration: Calibration | None = None,
+    ) -> None:
         self.source = source
         self._target = target
         self._dialect = dialect_named(str(target.dialect))
@@ -78,14 +90,18 @@ class Quantizer:
         except NumericError as error:
             raise UnsoundShardError(self._explain(first, error)) from None
 
-    def _write_blocks(self, steps: list[Step], form: Form, writer: TaskWriter, stop: threading.Event) -> None:
+    def _write_blocks(
+        self, steps: list[Step], form: Form, writer: TaskWriter, stop: threading.Event
+    ) -> None:
         """The members of a scale group as blocks of four bits."""
         with closing(self._panels(steps)) as panels:
             for number, own in groupby(panels, key=itemgetter(0)):
                 step = steps[number]
                 speller = Speller(self._dialect, form, self._input_scale(step))
                 noted = _noted(own, step, writer, self._begin_account(step, writer))
-                if not append_parts(step, speller.parts(step.module, step.shape, noted), writer, stop):
+                if not append_parts(
+                    step, speller.parts(step.module, step.shape, noted), writer, stop
+                ):
                     return
 
     def _begin_account(self, step: Step, writer: TaskWriter) -> Note:
@@ -93,7 +109,9 @@ class Quantizer:
         if step.action != "quantize":
             writer.taken_over.add(step.module)
         is_through = self._target.via and not isinstance(step.linears[0].coding, Fp8)
-        account = Account(step.name, step.format, str(self._target.via) if is_through else SOURCE, Sums())
+        account = Account(
+            step.name, step.format, str(self._target.via) if is_through else SOURCE, Sums()
+        )
 
         def note(compared: Compared, elements: int) -> None:
             nonlocal account
@@ -101,7 +119,9 @@ class Quantizer:
 
         return note
 
-    def _write_beside(self, step: Step, form: Form, writer: TaskWriter, stop: threading.Event) -> None:
+    def _write_beside(
+        self, step: Step, form: Form, writer: TaskWriter, stop: threading.Event
+    ) -> None:
         """A module of eight bits, or of integers that stay."""
         linear, note = step.linears[0], self._begin_account(step, writer)
         if step.action == "quantize":
@@ -113,7 +133,12 @@ class Quantizer:
             parts = table.encode(step.module, form, panels, self._input_scale(step) or 1.0)
         else:
             parts = encode_int4(step.module, step.shape, panels)
-        append_parts(step, parts if step.scalar is not None else self._with_own_scales(parts, linear), writer, stop)
+        append_parts(
+            step,
+            parts if step.scalar is not None else self._with_own_scales(parts, linear),
+            writer,
+            stop,
+        )
 
     def _input_scale(self, step: Step) -> float | None:
         """The scale of activations that the plan has, as far as inputs reach under the factors of a fold."""
@@ -125,7 +150,10 @@ class Quantizer:
         """The parts; a scale of activations that the source has stays, where the plan has none."""
         own = {ref.name: ref for ref in linear.idle if ref.dtype == "F32" and ref.elements == 1}
         for name, part in parts:
-            yield name, self.source.read_range(own[name], 0, own[name].nbytes) if name in own else part
+            yield (
+                name,
+                self.source.read_range(own[name], 0, own[name].nbytes) if name in own else part,
+            )
 
     def _panels(self, steps: list[Step]) -> Generator[tuple[int, Quantized]]:
         """(number of the step, its next panel), step by step."""
@@ -138,22 +166,35 @@ class Quantizer:
                     weights = [self._weights(linear) for linear in slot]
                     with room_for(self.source, slot):
                         panels = self._rounding.panels(
-                            weights, [Woven(tuple(weights))], [slot[0].module], format_named(step.format)
+                            weights,
+                            [Woven(tuple(weights))],
+                            [slot[0].module],
+                            format_named(step.format),
                         )
                         yield from ((number, q) for _, q in panels)
         else:
             members = [self._weights(step.linears[0]) for step in steps]
             modules = [step.linears[0].module for step in steps]
             with room_for(self.source, measured):
-                yield from self._rounding.panels(self._measured(measured), members, modules, format_named(steps[0].format))
+                yield from self._rounding.panels(
+                    self._measured(measured), members, modules, format_named(steps[0].format)
+                )
 
     def _measured(self, linears: Sequence[Linear]) -> list[Weights]:
         """What has the values of these linear layers, in any order."""
-        return [self._weights(linear) for linear in linears] if self._target.via else list(measured_whole(linears, self.source))
+        return (
+            [self._weights(linear) for linear in linears]
+            if self._target.via
+            else list(measured_whole(linears, self.source))
+        )
 
     def _weights(self, linear: Linear) -> Weights:
         weights = linear.coding.weights(linear, self.source)
-        return ThroughFp8(weights) if self._target.via and not isinstance(linear.coding, Fp8) else weights
+        return (
+            ThroughFp8(weights)
+            if self._target.via and not isinstance(linear.coding, Fp8)
+            else weights
+        )
 
     def _carried(self, steps: list[Step]) -> Iterator[tuple[int, Quantized]]:
         """The blocks of four-bit modules, cast where the format is another."""
@@ -162,7 +203,12 @@ class Quantizer:
         exponent = group_exponent(stored, fmt)
         for number, step in enumerate(steps):
             for slot in step_members(step):
-                yield from ((number, q) for q in alternate([carry(stored[linear.module], fmt, exponent) for linear in slot]))
+                yield from (
+                    (number, q)
+                    for q in alternate(
+                        [carry(stored[linear.module], fmt, exponent) for linear in slot]
+                    )
+                )
 
     def _write_floats(self, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
         """Values of linear layers that stay, in the dtype of the output."""
@@ -176,14 +222,20 @@ class Quantizer:
         """What is wrong with which linear layer."""
         if step.action == "transcode" or error.code != "not-finite":
             return [error]
-        found = [unsound for linear in step.measured if (unsound := find_not_finite(self.source, linear))]
+        found = [
+            unsound for linear in step.measured if (unsound := find_not_finite(self.source, linear))
+        ]
         if not found:
             detail = f"{self.device} found NaN or Inf in {step.measured[0].name}, which has none"
-            raise DeviceError("device-failed", detail, "Run the same command again, or with --device cpu.") from None
+            raise DeviceError(
+                "device-failed", detail, "Run the same command again, or with --device cpu."
+            ) from None
         return found
 
 
-def quantized_fp8(weights: Weights, form: Form, note: Note) -> Iterator[tuple[memoryview, memoryview]]:
+def quantized_fp8(
+    weights: Weights, form: Form, note: Note
+) -> Iterator[tuple[memoryview, memoryview]]:
     """E4M3 codes and their scales, of rows or of the whole; NumericError where there is Inf or NaN.
 
     note     is told what the rows have lost
@@ -201,7 +253,10 @@ def quantized_fp8(weights: Weights, form: Form, note: Note) -> Iterator[tuple[me
         chosen = slice(None) if form.granularity == "tensor" else slice(first, last)
         x = weights.rows(first, last)
         codes = Cpu().quantize_fp8(x, scales[chosen]).reshape(-1).data
-        note(Cpu().compare_values(x, _fp8_values(codes, x.shape, stored[chosen])), x.shape[0] * x.shape[1])
+        note(
+            Cpu().compare_values(x, _fp8_values(codes, x.shape, stored[chosen])),
+            x.shape[0] * x.shape[1],
+        )
         yield codes, memoryview(b"")
     yield memoryview(b""), stored.view(np.uint8).data
 
@@ -218,7 +273,9 @@ def _blocks(linear: Linear) -> Blocks:
     return linear.coding.blocks(linear)
 
 
-def _noted(panels: Iterable[tuple[int, Quantized]], step: Step, writer: TaskWriter, note: Note) -> Iterator[Quantized]:
+def _noted(
+    panels: Iterable[tuple[int, Quantized]], step: Step, writer: TaskWriter, note: Note
+) -> Iterator[Quantized]:
     """The panels; the writer is told the global scale of a group with members in other shards, to be compared with theirs."""
     is_shared = step.action == "quantize" and len({ref.file for ref in step.amax_of}) > 1
     for _, q in panels:

@@ -62,10 +62,14 @@ class Dequantizer:
             output = step.outputs[0]
             try:
                 with closing(self._panels(step)) as panels:
-                    if not append_parts(step, ((output.name, values) for values in panels), writer, stop):
+                    if not append_parts(
+                        step, ((output.name, values) for values in panels), writer, stop
+                    ):
                         return
             except NumericError as error:
-                named = NumericError(error.code, f"{output.name}: {error.message}", error.next_step, output.name)
+                named = NumericError(
+                    error.code, f"{output.name}: {error.message}", error.next_step, output.name
+                )
                 raise UnsoundShardError([named]) from None
 
     def _panels(self, step: Step) -> Generator[memoryview]:
@@ -79,23 +83,35 @@ class Dequantizer:
         for first in range(0, len(step.slots), count):
             slots = step.slots[first : first + count]
             held = {linears[rows.module] for slot in slots for rows in slot}
-            with room_for(self.source, [linear for linear in held if linear.share > 1]):  # whose rows lie among those of others
+            with room_for(
+                self.source, [linear for linear in held if linear.share > 1]
+            ):  # whose rows lie among those of others
                 if step.is_transposed or any(len(slot) > 1 for slot in slots):
                     yield self._matrix(step, linears, slots)
                 else:
                     for (rows,) in slots:
                         yield from self._values(linears[rows.module], dtype, rows)
 
-    def _matrix(self, step: Step, linears: Mapping[str, Linear], slots: Sequence[Slot]) -> memoryview:
+    def _matrix(
+        self, step: Step, linears: Mapping[str, Linear], slots: Sequence[Slot]
+    ) -> memoryview:
         """One expert of a stack, whole: its slots below each other, the rows of each in turns."""
         dtype, (_, height, columns) = step.outputs[0].dtype, step.shape
         matrix = np.empty((height, columns), FLOAT_DTYPES[dtype])
         for module, (piece,) in pieces_of(slots).items():
-            values = b"".join(self._values(linears[module], dtype, Rows(module, piece.start, piece.start + piece.height)))
+            values = b"".join(
+                self._values(
+                    linears[module], dtype, Rows(module, piece.start, piece.start + piece.height)
+                )
+            )
             places = slice(piece.first, piece.first + piece.height * piece.step, piece.step)
             matrix[places] = np.frombuffer(values, matrix.dtype).reshape(-1, columns)
         data = matrix.reshape(-1).view(np.uint8).data
-        return Cpu().transpose(Matrix(data, dtype, (height, columns)), range(columns)).data if step.is_transposed else data
+        return (
+            Cpu().transpose(Matrix(data, dtype, (height, columns)), range(columns)).data
+            if step.is_transposed
+            else data
+        )
 
     def _values(self, linear: Linear, dtype: str, rows: Rows | None = None) -> Iterator[memoryview]:
         """The values of a linear layer as bytes of that dtype, or of those rows of one in four bits."""
@@ -116,7 +132,11 @@ def values_of(linear: Linear, source: Source, dtype: str) -> Iterator[memoryview
             continue
         values = as_floats(panel).reshape(-1)
         check_largest(float(np.fmax.reduce(np.abs(values), initial=0)), dtype)
-        yield Cpu().to_bf16(values) if dtype == "BF16" else values.astype(FLOAT_DTYPES[dtype]).view(np.uint8).data
+        yield (
+            Cpu().to_bf16(values)
+            if dtype == "BF16"
+            else values.astype(FLOAT_DTYPES[dtype]).view(np.uint8).data
+        )
 
 
 class Transcoder:
@@ -126,7 +146,9 @@ class Transcoder:
     made = "transcoded"
     device = "cpu"
 
-    def __init__(self, artifact: Artifact, source: Source, carrier: Carrier, target: Target) -> None:
+    def __init__(
+        self, artifact: Artifact, source: Source, carrier: Carrier, target: Target
+    ) -> None:
         self._artifact = artifact
         self.source = source  # of what is copied; modules are the artifact's
         self._carrier = carrier
@@ -139,16 +161,24 @@ class Transcoder:
             if step.action != "transcode":
                 copy_steps(self.source, [step], writer, stop)
                 continue
-            speller = Speller(self._dialect, self._form, self._artifact.input_scale(step.slots[0][0].module))
-            if not append_parts(step, speller.parts(step.module, step.shape, self._panels(step.slots)), writer, stop):
+            speller = Speller(
+                self._dialect, self._form, self._artifact.input_scale(step.slots[0][0].module)
+            )
+            if not append_parts(
+                step, speller.parts(step.module, step.shape, self._panels(step.slots)), writer, stop
+            ):
                 return
 
     def _panels(self, slots: tuple[Slot, ...]) -> Iterator[Quantized]:
         for slot in slots:
-            yield from alternate([rows_of(self._carrier.blocks(rows.module), rows) for rows in slot])
+            yield from alternate(
+                [rows_of(self._carrier.blocks(rows.module), rows) for rows in slot]
+            )
 
 
-def append_parts(step: Step, parts: Iterator[Part], writer: TaskWriter, stop: threading.Event) -> bool:
+def append_parts(
+    step: Step, parts: Iterator[Part], writer: TaskWriter, stop: threading.Event
+) -> bool:
     """Write parts at the places that the step has for their names; False where it was stopped before the last."""
     place = {output.name: output for output in step.outputs}
     for name, part in parts:
@@ -158,14 +188,19 @@ def append_parts(step: Step, parts: Iterator[Part], writer: TaskWriter, stop: th
     return True
 
 
-def copy_steps(source: Source, steps: list[Step], writer: TaskWriter, stop: threading.Event) -> None:
+def copy_steps(
+    source: Source, steps: list[Step], writer: TaskWriter, stop: threading.Event
+) -> None:
     """What the first output of each step holds: the bytes of its refs, one behind the other."""
     for step in steps:
         for ref in step.refs:
             for start in range(0, ref.nbytes, COPY_NBYTES):
                 if stop.is_set():
                     return
-                writer.append(step.outputs[0], source.read_range(ref, start, min(start + COPY_NBYTES, ref.nbytes)))
+                writer.append(
+                    step.outputs[0],
+                    source.read_range(ref, start, min(start + COPY_NBYTES, ref.nbytes)),
+                )
 
 
 def find_not_finite(source: Source, linear: Linear) -> NumericError | None:
@@ -174,7 +209,12 @@ def find_not_finite(source: Source, linear: Linear) -> NumericError | None:
     if not found:
         return None
     detail = f"{linear.home.file}: {linear.name} has {found}"
-    return NumericError("not-finite", f"{detail}; weights must be finite", f"--exclude {_pattern(linear.module)}", linear.name)
+    return NumericError(
+        "not-finite",
+        f"{detail}; weights must be finite",
+        f"--exclude {_pattern(linear.module)}",
+        linear.name,
+    )
 
 
 def _pattern(module: str) -> str:

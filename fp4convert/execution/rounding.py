@@ -43,7 +43,11 @@ class Rounding:
     calibration: Calibration | None = None
 
     def panels(
-        self, measured: Sequence[Weights], members: Sequence[Weights], modules: Sequence[str], fmt: Format
+        self,
+        measured: Sequence[Weights],
+        members: Sequence[Weights],
+        modules: Sequence[str],
+        fmt: Format,
     ) -> Iterator[tuple[int, Quantized]]:
         """(number of the member, its next panel), member by member, under one amax; as Backend.quantize_group.
 
@@ -51,7 +55,9 @@ class Rounding:
         Raises   NumericError also for a Gram matrix that is none
         """
         rule = self.target.rule_for(fmt)
-        nearest = self.backend.quantize_group(measured, members, fmt, rule, self._given(rule, members, modules))
+        nearest = self.backend.quantize_group(
+            measured, members, fmt, rule, self._given(rule, members, modules)
+        )
         if self.target.method == GPTQ and self.calibration:
             return compared(members, self._compensated(nearest, members, modules, self.calibration))
         return compared(members, nearest)
@@ -60,7 +66,11 @@ class Rounding:
     def threads(self) -> int:
         """How many callers it serves at once, with the machine's memory."""
         need = self._extra_nbytes
-        return max(1, min(self.backend.threads, int(MEMORY_SHARE * memory_nbytes() / need))) if need else self.backend.threads
+        return (
+            max(1, min(self.backend.threads, int(MEMORY_SHARE * memory_nbytes() / need)))
+            if need
+            else self.backend.threads
+        )
 
     def held_nbytes(self, threads: int, widest: int) -> int:
         """Memory that so many callers hold, at linear layers of up to so many columns; 0 threads are as many as suit."""
@@ -72,7 +82,10 @@ class Rounding:
         """Memory of one caller beside the backend's: of GPTQ, at the widest linear layer that the file knows."""
         if self.target.method != GPTQ or self.calibration is None:
             return 0
-        return max((held_nbytes(count, width) for count, width in self.calibration.gram_widths()), default=0)
+        return max(
+            (held_nbytes(count, width) for count, width in self.calibration.gram_widths()),
+            default=0,
+        )
 
     def working(self) -> AbstractContextManager[None]:
         """Meanwhile any number of threads may call."""
@@ -84,7 +97,10 @@ class Rounding:
         if rule != IMPORTANCE or self.calibration is None:
             return Given(amax)
         pairs = zip(modules, members, strict=True)
-        return Given(amax, [moments_under(self.calibration.moments(module), weights) for module, weights in pairs])
+        return Given(
+            amax,
+            [moments_under(self.calibration.moments(module), weights) for module, weights in pairs],
+        )
 
     def _compensated(
         self,
@@ -121,14 +137,23 @@ def _joined(panels: Iterator[Quantized], shape: tuple[int, int]) -> Quantized:
     """The block scales of panels of whole rows, each valid until the next is asked for, without codes."""
     first = next(panels)
     block_scales = b"".join([bytes(first.block_scales), *(bytes(q.block_scales) for q in panels)])
-    return replace(first, shape=shape, packed=memoryview(b""), block_scales=memoryview(block_scales))
+    return replace(
+        first, shape=shape, packed=memoryview(b""), block_scales=memoryview(block_scales)
+    )
 
 
-def compared(members: Sequence[Weights], panels: Iterable[tuple[int, Quantized]]) -> Iterator[tuple[int, Quantized]]:
+def compared(
+    members: Sequence[Weights], panels: Iterable[tuple[int, Quantized]]
+) -> Iterator[tuple[int, Quantized]]:
     """The panels, each compared with the weights that it stands for; those that are not by now are read once more."""
     current = first = 0
     for number, q in panels:
         first = first if number == current else 0
         current, last = number, first + q.shape[0]
-        yield number, q if q.compared else replace(q, compared=Cpu().compare(members[number].rows(first, last), q))
+        yield (
+            number,
+            q
+            if q.compared
+            else replace(q, compared=Cpu().compare(members[number].rows(first, last), q)),
+        )
         first = last

@@ -83,4 +83,8 @@ class Result:
     def as_json(self) -> dict[str, object]:
         """The document; some keys are there only where they mean something."""
         rare = ("carried", "share", "pushed", "components", "method", "fidelity", "experts")
-        return {key: value for key, value in asdict(self).items() if key not in rare or value is not None}
+        return {
+            key: value
+            for key, value in asdict(self).items()
+            if key not in rare or value is not None
+        }

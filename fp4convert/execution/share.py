@@ -17,7 +17,12 @@ T = TypeVar("T")
 # (number of this process, how many there are, first number, step); "" where the launcher does not say, or where it may have
 # launched other work: only --num-shards tells that a job array, or an Indexed Job of Kubernetes, shares one conversion
 LAUNCHERS = (
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "", ""),  # srun; in a batch script itself the second is not set
+    (
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "",
+        "",
+    ),  # srun; in a batch script itself the second is not set
     ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "", ""),
     ("RANK", "WORLD_SIZE", "", ""),  # torchrun
     ("SLURM_ARRAY_TASK_ID", "", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP"),
@@ -41,11 +46,14 @@ class Share:
         return tasks[self.index :: self.count]
 
 
-def choose_share(is_joining: bool, index: int | None, count: int | None, environment: Mapping[str, str]) -> Share | None:
+def choose_share(
+    is_joining: bool, index: int | None, count: int | None, environment: Mapping[str, str]
+) -> Share | None:
     """find_share, but for processes that join: those take whatever task is free.  InputError for both at once."""
     if is_joining and (index, count) != (None, None):
         raise InputError(
-            "share", "--join and --ray take tasks as they come, --shard-index and --num-shards deal them out; expected one way"
+            "share",
+            "--join and --ray take tasks as they come, --shard-index and --num-shards deal them out; expected one way",
         )
     return None if is_joining else find_share(index, count, environment)
 
@@ -56,7 +64,9 @@ def describe(share: Share) -> str:
     return f"this process does part {share.index} of {share.count}{whence}; when every part is done: fp4convert merge"
 
 
-def find_share(index: int | None, count: int | None, environment: Mapping[str, str]) -> Share | None:
+def find_share(
+    index: int | None, count: int | None, environment: Mapping[str, str]
+) -> Share | None:
     """The part that options ask for, else the one that the launcher of several processes says; None for the whole.
 
     Raises InputError for a part that cannot be, or where only half of it is known
@@ -75,7 +85,11 @@ def find_share(index: int | None, count: int | None, environment: Mapping[str, s
     if index is None or count is None:
         given = f"--shard-index {_or_nothing(index)} and --num-shards {_or_nothing(count)}"
         detail = f"{given}; expected both, or a launcher that sets them"
-        raise InputError("share", detail, "Give both: --shard-index 0 --num-shards 4 for the first of four processes.")
+        raise InputError(
+            "share",
+            detail,
+            "Give both: --shard-index 0 --num-shards 4 for the first of four processes.",
+        )
     if count < 1:
         raise InputError(
             "share",
@@ -85,11 +99,17 @@ def find_share(index: int | None, count: int | None, environment: Mapping[str, s
     if not 0 <= index < count:
         whence = f" (from {named_by})" if named_by else ""
         detail = f"--shard-index {index} of --num-shards {count}{whence}: expected an index from 0 to {count - 1}"
-        raise InputError("share", detail, "Give both: --shard-index 0 --num-shards 4 for the first of four processes.")
+        raise InputError(
+            "share",
+            detail,
+            "Give both: --shard-index 0 --num-shards 4 for the first of four processes.",
+        )
     return Share(index, count, named_by) if count > 1 else None
 
 
-def _find_launched(environment: Mapping[str, str], count: int | None) -> tuple[int | None, int | None, str]:
+def _find_launched(
+    environment: Mapping[str, str], count: int | None
+) -> tuple[int | None, int | None, str]:
     """(index, count, names of the variables) by the first launcher whose variables are there, and agree with a count given."""
     for number, total, first, step in LAUNCHERS:
         names = [name for name in (number, total, first, step) if name]

@@ -38,7 +38,9 @@ def fill_shard(task: Task, writer: TaskWriter, worker: Worker, settings: Setting
 
     with ThreadPoolExecutor(settings.workers or worker.threads) as pool:
         try:
-            futures = [pool.submit(do, steps) for steps in _by_scale_group(task, worker.source.is_streamed)]
+            futures = [
+                pool.submit(do, steps) for steps in _by_scale_group(task, worker.source.is_streamed)
+            ]
             unsound: list[NumericError] = []
             for future in futures:
                 error = future.exception()
@@ -61,7 +63,12 @@ def _by_scale_group(task: Task, is_streamed: bool) -> list[list[Step]]:
     for step in task.steps:
         gathered[step.group or step.outputs[0].name].append(step)
     if is_streamed:
-        return sorted(gathered.values(), key=lambda steps: min((ref.start for step in steps for ref in step.refs[:1]), default=0))
+        return sorted(
+            gathered.values(),
+            key=lambda steps: min(
+                (ref.start for step in steps for ref in step.refs[:1]), default=0
+            ),
+        )
     return sorted(gathered.values(), key=lambda steps: -sum(step.source_bytes for step in steps))
 
 

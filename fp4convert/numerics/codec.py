@@ -42,13 +42,19 @@ f32 = np.float32
 
 # Bounds of the searches for the least error, by the names that kernels/fp4.h has for them; normal is 2^-126 and more.
 LARGEST_CODE = 126  # of E4M3
-CODES_PER_BINADE = 8  # code c is worth twice code c - 8, from ALL_CODES_BELOW on; below that, c * 2^-9
+CODES_PER_BINADE = (
+    8  # code c is worth twice code c - 8, from ALL_CODES_BELOW on; below that, c * 2^-9
+)
 ALL_CODES_BELOW = 2 * CODES_PER_BINADE
 LOWEST_EXPONENT = 40  # below that of rule floor, for weighted squares: _mxfp4_search
 WEIGHT_MIN = 2.0**-LOWEST_EXPONENT
-TINY = 2.0**-53  # of global scales: q of what is more is above 2^-53 / E4M3_MAX = 2^-61.8, and its square 2^-123.6
+TINY = (
+    2.0**-53
+)  # of global scales: q of what is more is above 2^-53 / E4M3_MAX = 2^-61.8, and its square 2^-123.6
 TINY_WEIGHTED = 2.0**-34  # the same with a weight: WEIGHT_MIN * (2^-34 / E4M3_MAX)^2 is 2^-125.6
-LEAST_GLOBAL_SCALE = 2.0**-60  # no step is below 2^-9 times it, which is normal; 2^-117 would do, and this leaves room
+LEAST_GLOBAL_SCALE = (
+    2.0**-60
+)  # no step is below 2^-9 times it, which is normal; 2^-117 would do, and this leaves room
 
 # safetensors' name of a float dtype -> the NumPy dtype that holds its bits
 FLOAT_DTYPES: dict[str, np.dtype[np.generic]] = {
@@ -70,13 +76,19 @@ def as_doubles(x: Matrix) -> NDArray[np.float64]:
 
 def as_matrix(values: Float32s) -> Matrix:
     """(rows, columns) float32 values as stored weights of that dtype."""
-    return Matrix(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, "F32", (values.shape[0], values.shape[1]))
+    return Matrix(
+        np.ascontiguousarray(values).reshape(-1).view(np.uint8).data,
+        "F32",
+        (values.shape[0], values.shape[1]),
+    )
 
 
 def encode_e2m1(q: Float32s) -> Bytes:
     """Codes 0-15 of `q`: half to even, saturating at 6; the sign bit is set iff q < 0, so -0.0 gives code 0."""
     saturated = np.minimum(np.abs(q), f32(E2M1_MAX))
-    magnitude = np.bitwise_and(saturated.astype(ml_dtypes.float4_e2m1fn).view(np.uint8), np.uint8(7))
+    magnitude = np.bitwise_and(
+        saturated.astype(ml_dtypes.float4_e2m1fn).view(np.uint8), np.uint8(7)
+    )
     return np.where(q < 0, np.bitwise_or(magnitude, np.uint8(8)), magnitude)
 
 
@@ -117,7 +129,11 @@ def global_scale_of(amax: float, rule: str = "amax") -> np.float32:
 
 
 def quantize(
-    x: Float32s, fmt: Format, rule: str, group_amax: float | None = None, importance: Float32s | None = None
+    x: Float32s,
+    fmt: Format,
+    rule: str,
+    group_amax: float | None = None,
+    importance: Float32s | None = None,
 ) -> Quantized:
     """Codes and scales of a matrix, equal bit for bit on every backend.
 
@@ -135,10 +151,16 @@ def quantize(
     blocks = x.reshape(-1, fmt.block_size)
     check_rule(fmt, rule)
     check_importance(rule, importance)
-    weights = None if importance is None else np.tile(weigh(importance, x.shape[1], fmt).reshape(-1, fmt.block_size), (len(x), 1))
+    weights = (
+        None
+        if importance is None
+        else np.tile(weigh(importance, x.shape[1], fmt).reshape(-1, fmt.block_size), (len(x), 1))
+    )
     with np.errstate(under="ignore", over="ignore"):
         if fmt.has_global_scale:
-            global_scale = global_scale_of(float(np.abs(x).max(initial=0)) if group_amax is None else group_amax, rule)
+            global_scale = global_scale_of(
+                float(np.abs(x).max(initial=0)) if group_amax is None else group_amax, rule
+            )
             block_scales = _nvfp4_scales(blocks, global_scale, rule, weights)
             step = decode_e4m3(block_scales) * global_scale
         else:
@@ -195,17 +217,27 @@ def weigh(importance: Float32s, columns: int, fmt: Format) -> Float32s:
     """
     if importance.shape != (columns,):
         detail = f"importance of shape {importance.shape}; expected {(columns,)}, one to a column"
-        raise InputError("importance-shape", detail, f"Give one array of {columns} numbers, the mean of x^2 of every column.")
+        raise InputError(
+            "importance-shape",
+            detail,
+            f"Give one array of {columns} numbers, the mean of x^2 of every column.",
+        )
     is_bad = ~((importance >= 0) & np.isfinite(importance))
     if is_bad.any():
         first = int(is_bad.argmax())
         detail = f"importance holds {importance[first]} at column {first}; expected second moments, finite and not negative"
-        raise InputError("importance-value", detail, "Give the mean of x^2 of every column, from inputs that are finite.")
+        raise InputError(
+            "importance-value",
+            detail,
+            "Give the mean of x^2 of every column, from inputs that are finite.",
+        )
     blocks = importance.astype(np.float32).reshape(-1, fmt.block_size)
     largest = blocks.max(axis=-1, keepdims=True)
     exponents = np.frexp(largest)[1] - 1
     with np.errstate(under="ignore"):
-        weights: Float32s = np.where(largest == 0, f32(1), np.maximum(np.ldexp(blocks, -exponents), f32(WEIGHT_MIN)))
+        weights: Float32s = np.where(
+            largest == 0, f32(1), np.maximum(np.ldexp(blocks, -exponents), f32(WEIGHT_MIN))
+        )
     return weights.ravel()
 
 
@@ -221,7 +253,9 @@ def _costs(q: Float32s, factor: Float32s, weights: Float32s | None) -> Float32s:
     return costs
 
 
-def _nvfp4_scales(blocks: Float32s, global_scale: np.float32, rule: str, weights: Float32s | None) -> Bytes:
+def _nvfp4_scales(
+    blocks: Float32s, global_scale: np.float32, rule: str, weights: Float32s | None
+) -> Bytes:
     r = np.abs(blocks).max(axis=-1, initial=0) / (f32(E2M1_MAX) * global_scale)
     first = _encode_block_scales(r)
     if rule == "amax":
@@ -238,12 +272,16 @@ def _encode_block_scales(r: Float32s) -> Bytes:
     return np.where(r == 0, f32(1), clamped).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 
 
-def _nvfp4_costs(blocks: Float32s, codes: Bytes, global_scale: np.float32, weights: Float32s | None) -> Float32s:
+def _nvfp4_costs(
+    blocks: Float32s, codes: Bytes, global_scale: np.float32, weights: Float32s | None
+) -> Float32s:
     values = decode_e4m3(codes)
     return _costs(blocks / (values * global_scale)[:, None], values * values, weights)
 
 
-def _nvfp4_search(blocks: Float32s, first: Bytes, global_scale: np.float32, weights: Float32s | None) -> Bytes:
+def _nvfp4_search(
+    blocks: Float32s, first: Bytes, global_scale: np.float32, weights: Float32s | None
+) -> Bytes:
     """The best of codes 1 to 126, of which those are left out that cannot be it."""
     nearest = first.astype(np.int64)
     best, least = nearest.copy(), np.full(len(first), np.inf, f32)
@@ -255,8 +293,12 @@ def _nvfp4_search(blocks: Float32s, first: Bytes, global_scale: np.float32, weig
         clipped = np.maximum(heaviest / (value * global_scale) - f32(E2M1_MAX), 0)
         clipping = its_weight * np.square(clipped) * np.square(value)
         tried = np.flatnonzero((code <= last) & (clipping <= least))
-        costs = _nvfp4_costs(blocks[tried], codes[tried], global_scale, None if weights is None else weights[tried])
-        wins = _wins(costs, codes[tried].astype(np.int64), least[tried], best[tried], nearest[tried])
+        costs = _nvfp4_costs(
+            blocks[tried], codes[tried], global_scale, None if weights is None else weights[tried]
+        )
+        wins = _wins(
+            costs, codes[tried].astype(np.int64), least[tried], best[tried], nearest[tried]
+        )
         best[tried[wins]], least[tried[wins]] = code, costs[wins]
     return best.astype(np.uint8)
 
@@ -270,14 +312,18 @@ def _heaviest(blocks: Float32s, weights: Float32s | None) -> tuple[Float32s, Flo
     return heaviest, its_weight
 
 
-def _wins(costs: Float32s, codes: Integers, least: Float32s, best: Integers, first: Integers) -> NDArray[np.bool_]:
+def _wins(
+    costs: Float32s, codes: Integers, least: Float32s, best: Integers, first: Integers
+) -> NDArray[np.bool_]:
     """Whether codes are better than the best so far, which are above them."""
     is_as_near = np.abs(codes - first) <= np.abs(best - first)
     wins: NDArray[np.bool_] = (costs < least) | ((costs == least) & is_as_near)
     return wins
 
 
-def _nvfp4_last(blocks: Float32s, first: Integers, global_scale: np.float32, has_weights: bool) -> Integers:
+def _nvfp4_last(
+    blocks: Float32s, first: Integers, global_scale: np.float32, has_weights: bool
+) -> Integers:
     """The highest code that can be the best: c0 + CODES_PER_BINADE - 1, or ALL_CODES_BELOW - 1 where that is more.
 
     From 16 on code c is worth twice code c - 8, and E2M1's values up to 3, doubled, are E2M1 values.  So where every q is at
@@ -286,7 +332,9 @@ def _nvfp4_last(blocks: Float32s, first: Integers, global_scale: np.float32, has
     too while no square and no step is subnormal; blocks where one might be try all codes.  (The same bound, and c0 - 3 as the
     lower one, which need not be relied on here: arXiv 2606.07618, ScaleSweep.)
     """
-    is_tiny = (blocks != 0) & (np.abs(blocks) <= global_scale * f32(TINY_WEIGHTED if has_weights else TINY))
+    is_tiny = (blocks != 0) & (
+        np.abs(blocks) <= global_scale * f32(TINY_WEIGHTED if has_weights else TINY)
+    )
     is_unsound = is_tiny.any(axis=-1) | (global_scale < LEAST_GLOBAL_SCALE)
     last = np.minimum(np.maximum(first + CODES_PER_BINADE - 1, ALL_CODES_BELOW - 1), LARGEST_CODE)
     return np.where(is_unsound, LARGEST_CODE, last)
@@ -302,7 +350,9 @@ _MXFP4_EXPONENT: dict[str, Callable[[Integers], Integers]] = {
 def _mxfp4_scales(blocks: Float32s, rule: str, weights: Float32s | None) -> Bytes:
     bits = np.abs(blocks).max(axis=-1, initial=0).view(np.uint32).astype(np.int64)
     chosen = np.clip(_MXFP4_EXPONENT.get(rule, _MXFP4_EXPONENT["floor"])(bits), 0, E8M0_STORED_MAX)
-    return (chosen if rule in _MXFP4_EXPONENT else _mxfp4_search(blocks, chosen, weights)).astype(np.uint8)
+    return (chosen if rule in _MXFP4_EXPONENT else _mxfp4_search(blocks, chosen, weights)).astype(
+        np.uint8
+    )
 
 
 def _mxfp4_search(blocks: Float32s, first: Integers, weights: Float32s | None) -> Integers:
@@ -318,7 +368,9 @@ def _mxfp4_search(blocks: Float32s, first: Integers, weights: Float32s | None) -
         codes = first + offset
         q = blocks / decode_e8m0(np.clip(codes, 0, E8M0_STORED_MAX).astype(np.uint8))[:, None]
         costs = _costs(q, np.ldexp(f32(1), 2 * np.full(len(first), offset)), weights)
-        is_better = _wins(costs, codes, least, best, first) & (codes >= 0) & (codes <= E8M0_STORED_MAX)
+        is_better = (
+            _wins(costs, codes, least, best, first) & (codes >= 0) & (codes <= E8M0_STORED_MAX)
+        )
         best, least = np.where(is_better, codes, best), np.where(is_better, costs, least)
     return best
 
@@ -352,7 +404,9 @@ def check_largest(largest: float, dtype: str) -> None:
     kind = FLOAT_TYPES[dtype]
     if largest > kind.largest and dtype != "F32":
         detail = f"the value {largest:g} is beyond {kind.largest:g}, the largest of {kind.word}"
-        raise NumericError(f"{kind.word}-overflow", detail, f"Choose --dtype {'bf16 or ' * (dtype == 'F16')}fp32.")
+        raise NumericError(
+            f"{kind.word}-overflow", detail, f"Choose --dtype {'bf16 or ' * (dtype == 'F16')}fp32."
+        )
 
 
 def _largest(values: Float32s) -> float:

@@ -18,7 +18,11 @@ from fp4convert.numerics.codec import Float32s, block_steps, dequantize
 from fp4convert.numerics.formats import CODES, E2M1_MAX
 from fp4convert.numerics.matrices import Compared, Quantized
 
-GROUP, LANES, QUARTERS = 256, 16, 4  # elements that are added in float32, by lanes; lanes that remain of those
+GROUP, LANES, QUARTERS = (
+    256,
+    16,
+    4,
+)  # elements that are added in float32, by lanes; lanes that remain of those
 FINE, COARSE = 2.0**-70, 2.0**100  # sums whose squares float32 holds
 SMALLEST_STEP = 2.0**-50
 COLUMNS = ("signal", "noise", "output", "max_abs", "clipped")  # of the sums of a row
@@ -56,14 +60,30 @@ class Sums:
         own = [[self.signal, self.noise, self.output]]
         signal, noise, output = np.add.accumulate(np.concatenate((own, rows[:, :3])))[-1].tolist()
         counts = np.frombuffer(compared.counts, np.int64).tolist()
-        histogram = tuple(before + more for before, more in zip(self.histogram or (0,) * len(counts), counts, strict=True))
+        histogram = tuple(
+            before + more
+            for before, more in zip(self.histogram or (0,) * len(counts), counts, strict=True)
+        )
         most = float(np.maximum.reduce(rows[:, 3], initial=self.max_abs))
-        return Sums(self.elements + elements, signal, noise, output, most, self.clipped + int(rows[:, 4].sum()), histogram)
+        return Sums(
+            self.elements + elements,
+            signal,
+            noise,
+            output,
+            most,
+            self.clipped + int(rows[:, 4].sum()),
+            histogram,
+        )
 
     def with_all(self, other: Sums) -> Sums:
         """With what another tensor lost."""
         signal, noise, output = (getattr(self, name) + getattr(other, name) for name in COLUMNS[:3])
-        histogram = tuple(map(sum, zip(self.histogram or (0,) * len(other.histogram), other.histogram, strict=True)))
+        histogram = tuple(
+            map(
+                sum,
+                zip(self.histogram or (0,) * len(other.histogram), other.histogram, strict=True),
+            )
+        )
         most, clipped = max(self.max_abs, other.max_abs), self.clipped + other.clipped
         return Sums(self.elements + other.elements, signal, noise, output, most, clipped, histogram)
 
@@ -85,7 +105,11 @@ class Sums:
     def cosine(self) -> float | None:
         """Of x and y as vectors, whose product is half of signal + output - noise; None where one of them is zero."""
         product = (self.signal + self.output - self.noise) / 2
-        return product / math.sqrt(self.signal * self.output) if self.signal > 0 and self.output > 0 else None
+        return (
+            product / math.sqrt(self.signal * self.output)
+            if self.signal > 0 and self.output > 0
+            else None
+        )
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -96,7 +120,9 @@ class Sums:
         entry = dict(entry)
         signal, noise, output, max_abs = (float(entry[name]) for name in COLUMNS[:-1])
         histogram = tuple(int(count) for count in entry["histogram"])
-        return Sums(int(entry["elements"]), signal, noise, output, max_abs, int(entry["clipped"]), histogram)
+        return Sums(
+            int(entry["elements"]), signal, noise, output, max_abs, int(entry["clipped"]), histogram
+        )
 
 
 def summarise(tensors: Iterable[tuple[str, Sums]]) -> dict[str, Any]:
@@ -107,7 +133,9 @@ def summarise(tensors: Iterable[tuple[str, Sums]]) -> dict[str, Any]:
     finite = [(name, sums) for name, sums in tensors if math.isfinite(sums.noise)]
     known = [(sums.sqnr_db, name) for name, sums in finite if sums.sqnr_db is not None]
     least, worst = min(known, default=(None, None))
-    signal, noise = (math.fsum(getattr(sums, part) for _, sums in finite) for part in ("signal", "noise"))
+    signal, noise = (
+        math.fsum(getattr(sums, part) for _, sums in finite) for part in ("signal", "noise")
+    )
     return {
         "sqnr_db_min": least,
         "sqnr_db_mean": math.fsum(sqnr_db for sqnr_db, _ in known) / len(known) if known else None,
@@ -169,7 +197,9 @@ def compare_values(x: Float32s, y: Float32s, steps: Float32s | None = None) -> F
             is_exact: NDArray[np.bool_] = np.full(rows, bool((group.stop - first) % LANES))
             if not is_exact.any():
                 fast = np.stack([_quarters(values) for values in own], axis=1).astype(np.float64)
-                is_exact = ~np.asarray((fast[:, :2] >= FINE).all(axis=(1, 2)) & (fast <= COARSE).all(axis=(1, 2)))
+                is_exact = ~np.asarray(
+                    (fast[:, :2] >= FINE).all(axis=(1, 2)) & (fast <= COARSE).all(axis=(1, 2))
+                )
                 if steps is not None:
                     is_exact |= ~(steps[:, group] >= SMALLEST_STEP).all(axis=1)
                 exact[~is_exact] = fast[~is_exact]
@@ -192,5 +222,7 @@ def _quarters(values: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
 
 def count_codes(packed: memoryview) -> NDArray[np.int64]:
     """How often each of the 16 codes occurs."""
-    pairs = np.bincount(np.frombuffer(packed, np.uint8), minlength=CODES * CODES).reshape(CODES, CODES)
+    pairs = np.bincount(np.frombuffer(packed, np.uint8), minlength=CODES * CODES).reshape(
+        CODES, CODES
+    )
     return np.asarray(pairs.sum(axis=0) + pairs.sum(axis=1), np.int64)

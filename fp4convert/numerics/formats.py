@@ -17,7 +17,9 @@ E4M3_MAX = 448.0  # largest finite E4M3 (e4m3fn) magnitude
 E4M3_MIN = 2.0**-9  # smallest positive E4M3 magnitude
 E8M0_STORED_MAX = 252  # 6 * 2**(252 - 127) is still finite in float32
 GLOBAL_RANGE = E2M1_MAX * E4M3_MAX  # 2688: the amax that a global scale of 1 stands for
-FOUR_OVER_SIX_RANGE = E2M1_MAX * 256.0  # the same under that rule, which has to represent 1.5 times the largest scale, 384
+FOUR_OVER_SIX_RANGE = (
+    E2M1_MAX * 256.0
+)  # the same under that rule, which has to represent 1.5 times the largest scale, 384
 GLOBAL_SCALE_MIN = 2.0**-126  # smallest normal float32
 
 CODES = 16  # of four bits
@@ -49,8 +51,17 @@ class Format:
 
 
 # Rules stand in the order that kernels/fp4.h numbers them in.
-NVFP4 = Format("nvfp4", 16, "fp8_e4m3", ("amax", "mse", "four-over-six", IMPORTANCE), "mse", has_global_scale=True)
-MXFP4 = Format("mxfp4", 32, "e8m0", ("floor", "even", "ceil", "mse", IMPORTANCE), "mse", has_global_scale=False)
+NVFP4 = Format(
+    "nvfp4",
+    16,
+    "fp8_e4m3",
+    ("amax", "mse", "four-over-six", IMPORTANCE),
+    "mse",
+    has_global_scale=True,
+)
+MXFP4 = Format(
+    "mxfp4", 32, "e8m0", ("floor", "even", "ceil", "mse", IMPORTANCE), "mse", has_global_scale=False
+)
 FP8 = Format("fp8", 0, "fp32", ("amax",), "amax", has_global_scale=False, element_dtype="fp8_e4m3")
 INT4 = Format("int4", 0, "bf16", ("amax",), "amax", has_global_scale=False, element_dtype="int4")
 FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}  # of a whole artifact
@@ -78,7 +89,9 @@ def format_named(name: str, known: Mapping[str, Format] = FORMATS) -> Format:
     """The format of that name; InputError names the known ones."""
     if name not in known:
         raise InputError(
-            "unknown-format", f"format {name!r} is not known; expected one of {', '.join(known)}", "Choose one of these."
+            "unknown-format",
+            f"format {name!r} is not known; expected one of {', '.join(known)}",
+            "Choose one of these.",
         )
     return known[name]
 
@@ -87,7 +100,9 @@ def dtype_named(word: str) -> str:
     """safetensors' name of a type of unquantized weights, by a user's word; InputError names the known ones."""
     known = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}
     if word not in known:
-        raise InputError("unknown-dtype", f"dtype {word!r} is not known; expected one of {', '.join(known)}")
+        raise InputError(
+            "unknown-dtype", f"dtype {word!r} is not known; expected one of {', '.join(known)}"
+        )
     return known[word]
 
 
@@ -96,14 +111,20 @@ def check_rule(fmt: Format, rule: str) -> str:
     if rule not in fmt.scale_rules:
         known = ", ".join(fmt.scale_rules)
         detail = f"scale rule {rule!r} does not belong to {fmt.name}; expected one of {known}"
-        raise InputError("unknown-scale-rule", detail, f"Choose one of these, or leave it out for {fmt.default_rule}.")
+        raise InputError(
+            "unknown-scale-rule",
+            detail,
+            f"Choose one of these, or leave it out for {fmt.default_rule}.",
+        )
     return rule
 
 
 def kernel_of(fmt: Format, rule: str) -> str:
     """The kernel for a rule, less its dtype; InputError for a rule of another format."""
     is_searched = check_rule(fmt, rule) in ("mse", "four-over-six")
-    return f"{'weigh' if rule == IMPORTANCE else 'search' if is_searched else 'quantize'}_{fmt.name}"
+    return (
+        f"{'weigh' if rule == IMPORTANCE else 'search' if is_searched else 'quantize'}_{fmt.name}"
+    )
 
 
 def rule_number(fmt: Format, rule: str) -> tuple[int, ...]:

@@ -43,14 +43,18 @@ def each_scale(grid: Grid, shape: tuple[int, int]) -> Float32s:
     return grid.scales[(rows[:, None] + grid.first_row) // grid.block[0], columns // grid.block[1]]
 
 
-def decode_fp8(codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3") -> Float32s:
+def decode_fp8(
+    codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3"
+) -> Float32s:
     """(rows, columns) float32 values fl(code * scale); NaN codes stay NaN."""
     values = np.frombuffer(codes, FP8_DTYPES[dtype]).reshape(shape).astype(np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return values * each_scale(grid, shape)
 
 
-def amax_fp8(codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3") -> float:
+def amax_fp8(
+    codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3"
+) -> float:
     """The largest magnitude of decode_fp8's values, exact; not finite where one of them is not."""
     return float(np.abs(decode_fp8(codes, shape, grid, dtype)).max(initial=0))
 
@@ -64,7 +68,11 @@ def unpack_integers(packed: memoryview, shape: tuple[int, int], bits: int) -> By
 
 
 def decode_integers(
-    packed: memoryview, shape: tuple[int, int], grid: Grid, bits: int = 4, zero_points: Float32s | None = None
+    packed: memoryview,
+    shape: tuple[int, int],
+    grid: Grid,
+    bits: int = 4,
+    zero_points: Float32s | None = None,
 ) -> Float32s:
     """(rows, columns) float32 values fl((code - 2**(bits - 1) - zero_point) * scale).
 
@@ -108,7 +116,9 @@ def quantize_fp8(x: Matrix, weight_scales: Float32s) -> Bytes:
     """
     with np.errstate(over="ignore", under="ignore"):
         q = as_floats(x) / weight_scales.reshape(-1, 1)
-    codes: Bytes = np.clip(q, -f32(E4M3_MAX), f32(E4M3_MAX)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    codes: Bytes = (
+        np.clip(q, -f32(E4M3_MAX), f32(E4M3_MAX)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    )
     return codes
 
 
@@ -124,7 +134,9 @@ def through_fp8(x: Float32s, block: tuple[int, int]) -> Float32s:
     blocks = padded.reshape(height, block[0], width, block[1])
     scales = fp8_scales_of(np.abs(blocks).max(axis=(1, 3)))[:, None, :, None]
     with np.errstate(over="ignore", under="ignore"):
-        codes = np.clip(blocks / scales, -f32(E4M3_MAX), f32(E4M3_MAX)).astype(ml_dtypes.float8_e4m3fn)
+        codes = np.clip(blocks / scales, -f32(E4M3_MAX), f32(E4M3_MAX)).astype(
+            ml_dtypes.float8_e4m3fn
+        )
         values: Float32s = codes.astype(np.float32) * scales
     return np.ascontiguousarray(values.reshape(padded.shape)[:rows, :columns])
 

@@ -62,7 +62,11 @@ class InMemory:
 
     def rows(self, first: int, last: int) -> Matrix:
         width = self.shape[1] * FLOAT_TYPES[self.dtype].nbytes
-        return Matrix(self.matrix.data[first * width : last * width], self.dtype, (last - first, self.shape[1]))
+        return Matrix(
+            self.matrix.data[first * width : last * width],
+            self.dtype,
+            (last - first, self.shape[1]),
+        )
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data
@@ -112,7 +116,13 @@ class Quantized:
         packed = self.packed[first * columns // 2 : last * columns // 2]
         scales_per_row = columns // self.format.block_size
         block_scales = self.block_scales[first * scales_per_row : last * scales_per_row]
-        return replace(self, shape=(last - first, columns), packed=packed, block_scales=block_scales, compared=None)
+        return replace(
+            self,
+            shape=(last - first, columns),
+            packed=packed,
+            block_scales=block_scales,
+            compared=None,
+        )
 
     def scales(self, first: int, last: int) -> memoryview:
         return self.rows(first, last).block_scales
@@ -127,8 +137,16 @@ class Span(Protocol):
     def __getitem__(self, part: slice, /) -> memoryview: ...
 
 
-def _revived(format: str, shape: tuple[int, int], bits: tuple[bytes, bytes], global_scale: float | None, kind: Kind) -> Quantized:
-    return Quantized(FORMATS[format], shape, memoryview(bits[0]), memoryview(bits[1]), global_scale, kind)
+def _revived(
+    format: str,
+    shape: tuple[int, int],
+    bits: tuple[bytes, bytes],
+    global_scale: float | None,
+    kind: Kind,
+) -> Quantized:
+    return Quantized(
+        FORMATS[format], shape, memoryview(bits[0]), memoryview(bits[1]), global_scale, kind
+    )
 
 
 class Blocks(Protocol):
@@ -168,7 +186,9 @@ class Spans:
         half = self.shape[1] // 2
         packed = self.packed[first * half : last * half]
         shape = (last - first, self.shape[1])
-        return Quantized(self.format, shape, packed, self.scales(first, last), self.global_scale, self.kind)
+        return Quantized(
+            self.format, shape, packed, self.scales(first, last), self.global_scale, self.kind
+        )
 
     def scales(self, first: int, last: int) -> memoryview:
         width = self.shape[1] // self.format.block_size
@@ -192,7 +212,14 @@ class Fetched:
 
     def rows(self, first: int, last: int) -> Quantized:
         packed, block_scales = self.fetch(first, last)
-        return Quantized(self.format, (last - first, self.shape[1]), packed, block_scales, self.global_scale, self.kind)
+        return Quantized(
+            self.format,
+            (last - first, self.shape[1]),
+            packed,
+            block_scales,
+            self.global_scale,
+            self.kind,
+        )
 
     def scales(self, first: int, last: int) -> memoryview:
         return self.fetch_scales(first, last) if self.fetch_scales else self.fetch(first, last)[1]

@@ -58,12 +58,18 @@ def recast(q: Quantized, exponent: int) -> Recast:
     return Recast(made, low.size - lost_blocks)
 
 
-def _rounded(q: Quantized, low: NDArray[np.bool_], powers: NDArray[np.int64]) -> tuple[memoryview, int]:
+def _rounded(
+    q: Quantized, low: NDArray[np.bool_], powers: NDArray[np.int64]
+) -> tuple[memoryview, int]:
     """The packed codes with those of low blocks rounded under the lowest power; how many of these blocks lost a value."""
     rows, columns = q.shape
-    codes = unpack(np.frombuffer(q.packed, np.uint8).reshape(rows, -1)).reshape(rows, -1, MXFP4.block_size)
+    codes = unpack(np.frombuffer(q.packed, np.uint8).reshape(rows, -1)).reshape(
+        rows, -1, MXFP4.block_size
+    )
     values = np.ldexp(decode_e2m1(codes[low]).astype(np.float64), (powers[low] - LOWEST)[:, None])
-    magnitudes = encode_e2m1(np.abs(values).astype(np.float32))  # what is lost on the way to float32 is far below 0.25
+    magnitudes = encode_e2m1(
+        np.abs(values).astype(np.float32)
+    )  # what is lost on the way to float32 is far below 0.25
     rounded = np.where(codes[low] == 0, 0, magnitudes | (codes[low] & 8)).astype(np.uint8)
     codes = codes.copy()
     codes[low] = rounded

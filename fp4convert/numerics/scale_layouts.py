@@ -43,7 +43,10 @@ class Layout:
 
     def padded(self, shape: tuple[int, int]) -> tuple[int, int]:
         """The shape with its padding."""
-        rows, blocks = (-(-size // multiple) * multiple for size, multiple in zip(shape, self.padding, strict=True))
+        rows, blocks = (
+            -(-size // multiple) * multiple
+            for size, multiple in zip(shape, self.padding, strict=True)
+        )
         return rows, blocks
 
     def arrange(self, block_scales: memoryview, shape: tuple[int, int]) -> memoryview:
@@ -61,23 +64,28 @@ class Layout:
 
         padded = self.padded(shape)
         if stored.nbytes != math.prod(padded):
-            detail = (
-                f"{stored.nbytes} scale bytes; expected {math.prod(padded)}, as {self.name} has them for {shape[0]} x {shape[1]}"
-            )
+            detail = f"{stored.nbytes} scale bytes; expected {math.prod(padded)}, as {self.name} has them for {shape[0]} x {shape[1]}"
             raise InputError("scale-layout", detail)
         split = self._split(padded)
         tiles = np.frombuffer(stored, np.uint8).reshape([split[axis] for axis in self.order])
         linear = tiles.transpose(np.argsort(self.order)).reshape(padded)[: shape[0], : shape[1]]
         return np.ascontiguousarray(linear).reshape(-1).data
 
-    def restore_lazily(self, read: Callable[[], memoryview], shape: tuple[int, int]) -> Callable[[int, int], memoryview]:
+    def restore_lazily(
+        self, read: Callable[[], memoryview], shape: tuple[int, int]
+    ) -> Callable[[int, int], memoryview]:
         """A function (first, last + 1) -> linear bytes of whole rows, which restores them all when first asked."""
         linear = cache(lambda: self.restore(read(), shape))
         return lambda first, last: linear()[first * shape[1] : last * shape[1]]
 
     def _split(self, padded: tuple[int, ...]) -> tuple[int, ...]:
         rows, blocks = padded
-        return (rows // math.prod(self.rows), *self.rows, blocks // math.prod(self.blocks), *self.blocks)
+        return (
+            rows // math.prod(self.rows),
+            *self.rows,
+            blocks // math.prod(self.blocks),
+            *self.blocks,
+        )
 
 
 LINEAR = Layout("linear", (), (), (0, 1), (1, 1))
@@ -112,7 +120,13 @@ def interleave(*parts: tuple[memoryview, int]) -> memoryview:
     """Runs of so many bytes of each part in turn."""
     import numpy as np
 
-    return np.concatenate([np.frombuffer(part, np.uint8).reshape(-1, nbytes) for part, nbytes in parts], axis=-1).reshape(-1).data
+    return (
+        np.concatenate(
+            [np.frombuffer(part, np.uint8).reshape(-1, nbytes) for part, nbytes in parts], axis=-1
+        )
+        .reshape(-1)
+        .data
+    )
 
 
 def split_runs(interleaved: memoryview, *sizes: int) -> list[memoryview]:
@@ -121,7 +135,10 @@ def split_runs(interleaved: memoryview, *sizes: int) -> list[memoryview]:
 
     runs = np.frombuffer(interleaved, np.uint8).reshape(-1, sum(sizes))
     ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-    return [np.ascontiguousarray(runs[:, end - size : end]).reshape(-1).data for end, size in zip(ends, sizes, strict=True)]
+    return [
+        np.ascontiguousarray(runs[:, end - size : end]).reshape(-1).data
+        for end, size in zip(ends, sizes, strict=True)
+    ]
 
 
 def swap_nibbles(packed: memoryview) -> memoryview:

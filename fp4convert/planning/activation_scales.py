@@ -88,16 +88,30 @@ class Copied:
         if packed is None:
             return None
         if packed.shape != fed.shape:
-            detail = f"{self.origin}: {module} is {list(packed.shape)} there and {list(fed.shape)} here"
-            raise InputError("input-scale-model", detail, "Give an artifact of the same model.", module)
+            detail = (
+                f"{self.origin}: {module} is {list(packed.shape)} there and {list(fed.shape)} here"
+            )
+            raise InputError(
+                "input-scale-model", detail, "Give an artifact of the same model.", module
+            )
         if module not in self._read:
-            self._read[module] = artifact.input_scale(module) if module in artifact.modules else self._of_fp8(module)
+            self._read[module] = (
+                artifact.input_scale(module) if module in artifact.modules else self._of_fp8(module)
+            )
         stored = self._read[module]
-        return None if stored is None else stored * (range_of(packed.form.format) / range_of(fed.form.format))
+        return (
+            None
+            if stored is None
+            else stored * (range_of(packed.form.format) / range_of(fed.form.format))
+        )
 
     def _of_fp8(self, module: str) -> float | None:
         table = self.artifact.spelling.TRAITS.fp8
-        ref = self.artifact.tensors.get(f"{module}{table.input_scale}") if table and table.input_scale else None
+        ref = (
+            self.artifact.tensors.get(f"{module}{table.input_scale}")
+            if table and table.input_scale
+            else None
+        )
         if ref is None or ref.dtype != "F32" or ref.elements != 1:
             return None
         return float(struct.unpack("<f", self.artifact.source.read_range(ref, 0, ref.nbytes))[0])
@@ -120,9 +134,7 @@ class Measured:
         amax = self.calibration.amax(fed.module)
         if amax == 0:
             detail = f"{self.origin}: {fed.module} was given nothing but zeros, or no token at all; a scale needs a largest input"
-            next_step = (
-                f"Calibrate with more text, leave it out (--exclude {fed.module!r}), or give one scale for all: {OPTION} 1."
-            )
+            next_step = f"Calibrate with more text, leave it out (--exclude {fed.module!r}), or give one scale for all: {OPTION} 1."
             raise InputError("input-scale-zero", detail, next_step, fed.module)
         return amax / range_of(fed.form.format)
 
@@ -133,7 +145,11 @@ def range_of(fmt: Format) -> float:
 
 
 def choose_scales(
-    source: Source, fmt: Format, activations: int, asked: str | float | None, measured: Measured | None
+    source: Source,
+    fmt: Format,
+    activations: int,
+    asked: str | float | None,
+    measured: Measured | None,
 ) -> InputScales:
     """What says the input scales of a conversion: what is asked for, else a calibration, else 1.0, as NVIDIA does without one.
 
@@ -144,18 +160,32 @@ def choose_scales(
     Raises       InputError where these do not go together, nothing of that name can be opened, or it is of another model
     """
     if activations not in (16, ACTIVATIONS_FP4):
-        raise InputError("bad-activations", f"--activations {activations} is not known; expected 16 or 4", "Leave it out for 16.")
+        raise InputError(
+            "bad-activations",
+            f"--activations {activations} is not known; expected 16 or 4",
+            "Leave it out for 16.",
+        )
     if asked is None:
         return measured or Constant(1.0)
     if not Form(fmt, activations).has_input_scale:
         detail = f"{OPTION} means nothing for {fmt.name} with {activations}-bit activations"
-        raise InputError("bad-input-scale", f"{detail}; it is for nvfp4 with --activations 4", "Leave it out.")
+        raise InputError(
+            "bad-input-scale", f"{detail}; it is for nvfp4 with --activations 4", "Leave it out."
+        )
     number = _number_in(asked)
     if number is None:
-        return _measured(source, str(asked)) if _is_calibration(str(asked)) else Copied(_open(str(asked)), f"{OPTION} {asked}")
+        return (
+            _measured(source, str(asked))
+            if _is_calibration(str(asked))
+            else Copied(_open(str(asked)), f"{OPTION} {asked}")
+        )
     if not SMALLEST <= number <= 1 / SMALLEST:
         detail = f"{OPTION} {number:g}; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}, or a file or folder"
-        raise InputError("bad-input-scale", detail, f"Take them from what has them: {OPTION} ARTIFACT, or a calibration file.")
+        raise InputError(
+            "bad-input-scale",
+            detail,
+            f"Take them from what has them: {OPTION} ARTIFACT, or a calibration file.",
+        )
     return Constant(number)
 
 
@@ -194,13 +224,20 @@ def _open(reference: str) -> Artifact:
         artifact = open_artifact(reference)
     except InputError as error:
         what = "that artifact cannot be used" if is_path else "that is no number, and no artifact"
-        raise InputError(error.code, f"{OPTION} {reference}: {what}: {error.message}", error.next_step, error.tensor) from None
+        raise InputError(
+            error.code,
+            f"{OPTION} {reference}: {what}: {error.message}",
+            error.next_step,
+            error.tensor,
+        ) from None
     if folds_recorded(artifact.record):
-        detail = (
-            f"{OPTION} {reference}: it was made by --method {artifact.record.get('method')}, so its scales fit inputs that norms"
-        )
+        detail = f"{OPTION} {reference}: it was made by --method {artifact.record.get('method')}, so its scales fit inputs that norms"
         next_step = "Give an artifact without folds, or the calibration file that it was made with."
-        raise InputError("input-scale-folded", f"{detail} had divided by factors of its own; expected plain ones", next_step)
+        raise InputError(
+            "input-scale-folded",
+            f"{detail} had divided by factors of its own; expected plain ones",
+            next_step,
+        )
     return artifact
 
 
@@ -220,7 +257,9 @@ def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float]
     if missing:
         detail = f"{scales.origin} has no input scale for {len(missing)} of {len(fed)} modules, the first {missing[0]!r}"
         next_step = f"Give an artifact or a calibration of this model with all of them, or one number for all: {OPTION} 1."
-        raise InputError("input-scale-missing", f"{detail}; expected one for each", next_step, missing[0])
+        raise InputError(
+            "input-scale-missing", f"{detail}; expected one for each", next_step, missing[0]
+        )
     return _shared(fed, found, scales)
 
 
@@ -242,7 +281,9 @@ def _checked(value: float, fed: Fed, scales: InputScales) -> float:
     raise InputError("bad-input-scale", detail, next_step, fed.module)
 
 
-def _shared(fed: Iterable[Fed], found: Mapping[str, float], scales: InputScales) -> tuple[dict[str, float], list[str]]:
+def _shared(
+    fed: Iterable[Fed], found: Mapping[str, float], scales: InputScales
+) -> tuple[dict[str, float], list[str]]:
     """The same, but that members of a scale group have the largest of theirs: engines that fuse them use only one."""
     groups: dict[tuple[ScaleGroup, str], list[str]] = defaultdict(list)
     for one in fed:
@@ -260,17 +301,23 @@ def _shared(fed: Iterable[Fed], found: Mapping[str, float], scales: InputScales)
     return shared, [f"{told}; engines use one for all of them, so each gets the largest"]
 
 
-def find_small(fed: Iterable[Fed], shared: Mapping[str, float], measured: Measured | None) -> list[str]:
+def find_small(
+    fed: Iterable[Fed], shared: Mapping[str, float], measured: Measured | None
+) -> list[str]:
     """A warning where scales do not reach the largest inputs that a calibration saw."""
     if measured is None:
         return []
     cut = []
     for one in fed:
         reach = shared.get(one.module, math.inf) * range_of(one.form.format)
-        if measured.calibration.has(one.module) and (amax := measured.calibration.amax(one.module)) > reach * (1 + SLACK):
+        if measured.calibration.has(one.module) and (
+            amax := measured.calibration.amax(one.module)
+        ) > reach * (1 + SLACK):
             cut.append((amax / reach, one.module, reach, amax))
     if not cut:
         return []
     _, module, reach, amax = max(cut)
     detail = f"input scales of {len(cut)} modules are smaller than {measured.origin} asks for: that of {module} reaches {reach:g}"
-    return [f"{detail}, where an input of {amax:g} was seen; what is larger is cut off, which costs most quality"]
+    return [
+        f"{detail}, where an input of {amax:g} was seen; what is larger is cut off, which costs most quality"
+    ]

@@ -22,7 +22,9 @@ from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, gather_groups
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 
-NAME_SOME = "Name modules to quantize: --include 'PATTERN'; what a recipe keeps: fp4convert recipes."
+NAME_SOME = (
+    "Name modules to quantize: --include 'PATTERN'; what a recipe keeps: fp4convert recipes."
+)
 
 
 class Verdict(NamedTuple):
@@ -59,14 +61,22 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
     if forms and not any(form.format.is_fp4 for form in forms):
         words = " and ".join(form.word for form in dict.fromkeys(forms))
         detail = f"the recipe makes {words} of every module and {recipe.target.format} of none; expected modules of four bits"
-        raise InputError("no-four-bit", detail, "Leave some modules out of the recipe's [[format]] rows.")
+        raise InputError(
+            "no-four-bit", detail, "Leave some modules out of the recipe's [[format]] rows."
+        )
     return _agreed(verdicts)
 
 
-def judge_each(linears: Mapping[str, Linear], recipe: Recipe, dialect: Dialect) -> dict[str, Verdict]:
+def judge_each(
+    linears: Mapping[str, Linear], recipe: Recipe, dialect: Dialect
+) -> dict[str, Verdict]:
     """The verdict on each of these linear layers by itself, by module, whatever the others become."""
     forms = {name: module_form(recipe.target, name) for name in recipe.module_formats}
-    groups = {module: group for group, modules in gather_groups(linears, recipe.groups).items() for module in modules}
+    groups = {
+        module: group
+        for group, modules in gather_groups(linears, recipe.groups).items()
+        for module in modules
+    }
     judge = _Judge(recipe, dialect, forms, groups, recipe.pick_doubtful(linears))
     return {module: judge.verdict(linear) for module, linear in linears.items()}
 
@@ -95,13 +105,28 @@ class _Judge:
         form = self.forms[self.recipe.format_of(linear.module)]
         fmt = form.format
         if fmt.is_fp4 and columns % fmt.block_size:
-            return self._stays(linear, "skip", f"{columns} columns, not a multiple of the block of {fmt.block_size}")
+            return self._stays(
+                linear,
+                "skip",
+                f"{columns} columns, not a multiple of the block of {fmt.block_size}",
+            )
         if reason := self.dialect.unfit(linear.module, linear.shape, form):
             return self._stays(linear, "skip", reason)
         group = self.groups.get(linear.module) if fmt.has_global_scale else None
-        own = linear.coding.form_kept(linear, self.recipe.target) if fmt is FP8 and isinstance(linear.coding, Fp8) else None
+        own = (
+            linear.coding.form_kept(linear, self.recipe.target)
+            if fmt is FP8 and isinstance(linear.coding, Fp8)
+            else None
+        )
         if own and not self.dialect.unfit(linear.module, linear.shape, own):
-            return Verdict(linear, "copy", f"{linear.coding.word} already: the same codes and scales", own, group, stays=True)
+            return Verdict(
+                linear,
+                "copy",
+                f"{linear.coding.word} already: the same codes and scales",
+                own,
+                group,
+                stays=True,
+            )
         if carried := self._carried(linear, fmt):
             return Verdict(linear, "transcode", carried, form, group)
         return Verdict(linear, "quantize", _origin(linear), form, group)
@@ -109,7 +134,9 @@ class _Judge:
     def _reason_to_keep(self, linear: Linear) -> str | None:
         """Why it stays, or None; --exclude and --include may name the stack that it is in, too."""
         stack = linear.stack.name.removesuffix(WEIGHT) if linear.stack else ""
-        if stack and (matches_any(self.recipe.exclude, stack) or matches_any(self.recipe.include, stack)):
+        if stack and (
+            matches_any(self.recipe.exclude, stack) or matches_any(self.recipe.include, stack)
+        ):
             return self.recipe.reason_to_keep(stack)
         return self.recipe.reason_to_keep(linear.module) if linear.module in self.doubtful else None
 
@@ -126,7 +153,9 @@ class _Judge:
         if form is None or (unfit := self.dialect.unfit(linear.module, linear.shape, form)):
             detail = f"{linear.name} stays, and dialect {self.recipe.target.dialect} cannot hold {linear.coding.word}"
             next_step = "Leave --keep-packed out, and it becomes bf16; or choose another --dialect."
-            raise InputError("dialect-mixed", f"{detail} ({unfit})" if form else detail, next_step, linear.name)
+            raise InputError(
+                "dialect-mixed", f"{detail} ({unfit})" if form else detail, next_step, linear.name
+            )
         action: Action = "transcode" if form.format.is_fp4 else "copy"
         return Verdict(linear, action, f"{reason}; it stays {linear.coding.word}", form, stays=True)
 
@@ -143,7 +172,11 @@ class _Judge:
 
 
 def _origin(linear: Linear) -> str:
-    origin = f"a linear layer, from {linear.coding.word}" if linear.coding.is_packed else "a linear layer"
+    origin = (
+        f"a linear layer, from {linear.coding.word}"
+        if linear.coding.is_packed
+        else "a linear layer"
+    )
     return f"{origin}, folded" if foldings_of(linear) else origin
 
 
@@ -153,7 +186,9 @@ def _agreed(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
         if len({(verdicts[linear.module].action, linear.coding.word) for linear in members}) > 1:
             for linear in members:
                 if verdicts[linear.module].action == "transcode":
-                    verdicts[linear.module] = verdicts[linear.module]._replace(action="quantize", reason=_origin(linear))
+                    verdicts[linear.module] = verdicts[linear.module]._replace(
+                        action="quantize", reason=_origin(linear)
+                    )
     return verdicts
 
 
@@ -162,9 +197,7 @@ def _check_kept(stack: TensorRef, recipe: Recipe) -> None:
     if recipe.reason_to_keep(stack.name.removesuffix(WEIGHT)):
         return
     detail = f"{stack.file}: {stack.name} {list(stack.shape)} stacks matrices of experts, and no recipe tells how this model does"
-    expected = (
-        "expected --stack-order out_in or in_out, and where a matrix holds gate and up --stack-rows concatenated or interleaved"
-    )
+    expected = "expected --stack-order out_in or in_out, and where a matrix holds gate and up --stack-rows concatenated or interleaved"
     next_step = "See the model's own code for both (x @ W is in_out, W @ x out_in); or keep them: --exclude '*experts*'."
     raise InputError("unknown-stack", f"{detail}; {expected}", next_step, stack.name)
 
@@ -208,11 +241,18 @@ def skipped_experts(verdicts: Mapping[str, Verdict]) -> list[str]:
 def _unevenness(key: ScaleGroup, members: Mapping[str, Form | None], recipe: Recipe) -> str:
     """What sets the members of a scale group apart; "" where nothing does."""
     staying = [member for member, form in members.items() if form is None]
-    missing = [member for member in key.members if member not in members and member not in recipe.may_lack]
+    missing = [
+        member for member in key.members if member not in members and member not in recipe.may_lack
+    ]
     words = dict.fromkeys(form.word for form in members.values() if form)
     told = [
         f"{' and '.join(names)} {verb if len(names) > 1 else verbs}"
-        for names, verb, verbs in ((staying, "stay", "stays"), (missing, "are not there", "is not there"))
+        for names, verb, verbs in (
+            (staying, "stay", "stays"),
+            (missing, "are not there", "is not there"),
+        )
         if names
     ]
-    return ", ".join([*told, *([f"members become {' and '.join(words)}"] if len(words) > 1 else [])])
+    return ", ".join(
+        [*told, *([f"members become {' and '.join(words)}"] if len(words) > 1 else [])]
+    )

@@ -78,7 +78,9 @@ def rules_of(artifact: Artifact, recipe: Recipe) -> tuple[StackRule, ...]:
             continue
         stems.add(packed.stem)  # with the first module of expert 0, of as many as take turns
         if not find.place_of(module) and (not artifact.record or recipe.stack_rule(packed.stem)):
-            members = [rows.module for rows in artifact.spelling.slots(packed.stem, packed.stored_shape)[0]]
+            members = [
+                rows.module for rows in artifact.spelling.slots(packed.stem, packed.stored_shape)[0]
+            ]
             leaves = tuple(member.rpartition(".")[2] for member in members)
             rules.append(StackRule((ending_of(packed.stem),), leaves, True, len(leaves) > 1))
     return tuple(dict.fromkeys(rules))
@@ -89,7 +91,9 @@ def ending_of(tensor: str) -> str:
     return f"*{'.'.join(tensor.split('.')[-ENDING_PARTS:])}"
 
 
-def find_stacks(linears: Iterable[Linear], rules: Sequence[StackRule]) -> tuple[list[Stacked], list[str]]:
+def find_stacks(
+    linears: Iterable[Linear], rules: Sequence[StackRule]
+) -> tuple[list[Stacked], list[str]]:
     """The stacks that linear layers belong to, and what a person should know of those that stay apart.
 
     linears  of an artifact
@@ -150,7 +154,9 @@ class _Finder:
                     return place
         return nameless
 
-    def _find_below(self, named: str, members: tuple[str, ...], parent: str | None) -> list[tuple[str, StackRule]]:
+    def _find_below(
+        self, named: str, members: tuple[str, ...], parent: str | None
+    ) -> list[tuple[str, StackRule]]:
         """The stacks below that parent by the rules of such names."""
         found = ((self._find_tensor(rule, parent), rule) for rule in self._spelled[named, members])
         return [(tensor, rule) for tensor, rule in found if tensor is not None]
@@ -205,7 +211,9 @@ def _put_together(name: str, rule: StackRule, found: Mapping[tuple[int, str], Li
     if lacking := next((each for each in wanted if each not in found), None):
         module = rule.module(name, *lacking)
         detail = f"{module} is not there, and {len(found)} other matrices of {name} are"
-        raise InputError("stack-experts", f"{detail}; expected every expert from 0 on", tensor=module)
+        raise InputError(
+            "stack-experts", f"{detail}; expected every expert from 0 on", tensor=module
+        )
     if len(found) > experts * len(rule.members):
         detail = f"{name} was a stack of {experts} experts, as the record says; found matrices of more, {len(found)} in all"
         raise InputError("stack-experts", detail, tensor=name)
@@ -226,7 +234,9 @@ def _dealt(held: Sequence[Rows], count: int) -> Iterator[Slot]:
     return (tuple(held[first : first + count]) for first in range(0, len(held), count))
 
 
-def _check_counts(members: Mapping[tuple[str, StackRule], Mapping[tuple[int, str], Linear]]) -> None:
+def _check_counts(
+    members: Mapping[tuple[str, StackRule], Mapping[tuple[int, str], Linear]],
+) -> None:
     """InputError where stacks of the same experts have several numbers of them."""
     counts: dict[str, tuple[str, int]] = {}
     for (name, rule), found in members.items():

@@ -10,7 +10,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fp4convert.calibration.methods.folds import FindFactors, Fold, Refusal, changed_by, find_folds, vectors_of
+from fp4convert.calibration.methods.folds import (
+    FindFactors,
+    Fold,
+    Refusal,
+    changed_by,
+    find_folds,
+    vectors_of,
+)
 from fp4convert.calibration.methods.scaled_weights import Folded
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.linears import Linears
@@ -36,7 +43,9 @@ class Merged:
     notes: tuple[str, ...]
 
 
-def merge_folds(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, dialect: Dialect, find: FindFactors) -> Merged:
+def merge_folds(
+    checkpoint: Checkpoint, recipe: Recipe, linears: Linears, dialect: Dialect, find: FindFactors
+) -> Merged:
     """Every fold that the recipe knows and that helps a four-bit module; InputError where there is none.
 
     find  the factors of one fold
@@ -45,7 +54,9 @@ def merge_folds(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, dialec
     found = find_folds(recipe.folds, checkpoint, linears)
     used: list[Fold] = []
     parents = _parents(module for module, verdict in verdicts.items() if _is_rounded(verdict))
-    refused = [refusal for refusal in found.refused if refusal.name.rpartition(".")[0] in parents]  # where a person may wonder
+    refused = [
+        refusal for refusal in found.refused if refusal.name.rpartition(".")[0] in parents
+    ]  # where a person may wonder
     for fold in found.folds:
         rounded = tuple(linear for linear in fold.readers if _is_rounded(verdicts[linear.module]))
         if not rounded:
@@ -57,9 +68,16 @@ def merge_folds(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, dialec
     if not used:
         raise _no_folds(checkpoint, recipe, refused)
     changed = changed_by(used, find)
-    of = {module: replace(linear, coding=changed.get(module, linear.coding)) for module, linear in linears.of.items()}
+    of = {
+        module: replace(linear, coding=changed.get(module, linear.coding))
+        for module, linear in linears.of.items()
+    }
     vectors = {linear.name: linear for fold in used for linear in vectors_of(fold, find)}
-    return Merged(replace(linears, of=of, vectors=vectors), tuple(used), tuple(_notes(verdicts, changed, refused)))
+    return Merged(
+        replace(linears, of=of, vectors=vectors),
+        tuple(used),
+        tuple(_notes(verdicts, changed, refused)),
+    )
 
 
 def _is_rounded(verdict: Verdict) -> bool:
@@ -96,20 +114,35 @@ def _unfit(fold: Fold, verdicts: Mapping[str, Verdict], recipe: Recipe) -> str:
 
 def _is_exact(fold: Fold, verdicts: Mapping[str, Verdict]) -> bool:
     """True where something beside a norm's weight keeps its dtype; and always where rows are divided, which then can be told."""
-    return fold.weight is None or fold.bias is not None or any(not verdicts[linear.module].is_made for linear in fold.readers)
+    return (
+        fold.weight is None
+        or fold.bias is not None
+        or any(not verdicts[linear.module].is_made for linear in fold.readers)
+    )
 
 
 def _no_folds(checkpoint: Checkpoint, recipe: Recipe, refused: list[Refusal]) -> InputError:
-    kinds = [one["model_type"] for one in configs_in(checkpoint.config) if isinstance(one.get("model_type"), str)]
-    method, model = recipe.target.method, f"model type {kinds[0]}" if kinds else "a checkpoint without a model type"
+    kinds = [
+        one["model_type"]
+        for one in configs_in(checkpoint.config)
+        if isinstance(one.get("model_type"), str)
+    ]
+    method, model = (
+        recipe.target.method,
+        f"model type {kinds[0]}" if kinds else "a checkpoint without a model type",
+    )
     next_step = "Use --method gptq, or leave --method out; or name what reads what in [[fold]] rows: docs/recipes.md."
     if not recipe.folds:
         return InputError("no-fold", f"method {method}: no fold is known for {model}", next_step)
     why = f"; {refused[0].name}: {refused[0].why}" if refused else ""
-    return InputError("no-fold", f"method {method}: no fold of {model} reaches a four-bit module{why}", next_step)
+    return InputError(
+        "no-fold", f"method {method}: no fold of {model} reaches a four-bit module{why}", next_step
+    )
 
 
-def _notes(verdicts: Mapping[str, Verdict], changed: Mapping[str, Folded], refused: list[Refusal]) -> Iterator[str]:
+def _notes(
+    verdicts: Mapping[str, Verdict], changed: Mapping[str, Folded], refused: list[Refusal]
+) -> Iterator[str]:
     """Warnings: modules that no fold reaches, and places that are not used."""
     without = [
         module
@@ -117,7 +150,9 @@ def _notes(verdicts: Mapping[str, Verdict], changed: Mapping[str, Folded], refus
         if _is_rounded(verdict) and (module not in changed or changed[module].columns is None)
     ]
     if without:
-        names = ", ".join(f"{leaf} ({count})" for leaf, count in Counter(map(_leaf, without)).items())
+        names = ", ".join(
+            f"{leaf} ({count})" for leaf, count in Counter(map(_leaf, without)).items()
+        )
         yield f"{len(without)} modules have no fold and are rounded as they are: {names}"
     reasons = Counter(_general(refusal.why) for refusal in refused)
     for why, count in reasons.most_common(TOLD_REFUSALS):

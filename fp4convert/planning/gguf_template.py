@@ -92,7 +92,11 @@ def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
     """
     frames = [shard.frame for shard in donor.checkpoint.shards]
     if len(frames) != 1 or not isinstance(frames[0], GgufFrame):
-        raise InputError("template", f"{donor.name}: --template needs one GGUF file", "Give it: --template FILE.gguf.")
+        raise InputError(
+            "template",
+            f"{donor.name}: --template needs one GGUF file",
+            "Give it: --template FILE.gguf.",
+        )
     tensors = {ref.name: ref for ref in donor.checkpoint.tensors}
     names = block_names(frames[0], artifact.modules)
     placed = {}
@@ -101,13 +105,30 @@ def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
         ref = tensors.get(f"{stem}.weight")
         if stem is None or ref is None:
             detail = f"{module}: the GGUF file has no tensor for it; expected {stem or 'one that llama.cpp knows'}"
-            raise InputError("template-name", detail, "Give a GGUF file of the same model: --template FILE.gguf.", module)
+            raise InputError(
+                "template-name",
+                detail,
+                "Give a GGUF file of the same model: --template FILE.gguf.",
+                module,
+            )
         if ref.dtype not in FLOAT_TYPES or ref.shape != packed.shape:
             detail = f"{module}: expected floats of {list(packed.shape)} at {ref.name}, found {ref.dtype} {list(ref.shape)}"
-            raise InputError("template-differs", detail, "Give an unquantized GGUF file: --template FILE.gguf.", module)
+            raise InputError(
+                "template-differs",
+                detail,
+                "Give an unquantized GGUF file: --template FILE.gguf.",
+                module,
+            )
         if stem in placed:
-            raise InputError("template-name", f"{module}: another module takes the place of {stem} too", "Leave one out.", module)
-        placed[stem] = Stored(packed.shape, _order(artifact.decode(module), module, donor, ref), ref)
+            raise InputError(
+                "template-name",
+                f"{module}: another module takes the place of {stem} too",
+                "Leave one out.",
+                module,
+            )
+        placed[stem] = Stored(
+            packed.shape, _order(artifact.decode(module), module, donor, ref), ref
+        )
     _compare_kept(artifact, donor, tensors)
     return placed
 
@@ -115,8 +136,16 @@ def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
 def _compare_kept(artifact: Artifact, donor: Source, tensors: dict[str, TensorRef]) -> None:
     """InputError where an embedding or another matrix that stays is another one in the donor, whose own is kept."""
     four_bit = {ref.name for packed in artifact.modules.values() for ref in packed.refs}
-    kept = [ref for ref in artifact.tensors.values() if ref.name not in four_bit and len(ref.shape) == MATRIX_DIMENSIONS]
-    modules = {ref.name.removesuffix(WEIGHT): ref for ref in kept if ref.dtype in FLOAT_TYPES and ref.name.endswith(WEIGHT)}
+    kept = [
+        ref
+        for ref in artifact.tensors.values()
+        if ref.name not in four_bit and len(ref.shape) == MATRIX_DIMENSIONS
+    ]
+    modules = {
+        ref.name.removesuffix(WEIGHT): ref
+        for ref in kept
+        if ref.dtype in FLOAT_TYPES and ref.name.endswith(WEIGHT)
+    }
     frame = donor.checkpoint.shards[0].frame
     names = block_names(frame, modules) if isinstance(frame, GgufFrame) else {}
     for module, stem in names.items():
@@ -124,14 +153,23 @@ def _compare_kept(artifact: Artifact, donor: Source, tensors: dict[str, TensorRe
         if ref is None or ref.shape != own.shape or ref.dtype not in FLOAT_TYPES:
             continue
         rows = _compared_rows(own.shape[0])
-        ours, theirs = (_floats(source, each, rows) for source, each in ((artifact.source, own), (donor, ref)))
+        ours, theirs = (
+            _floats(source, each, rows) for source, each in ((artifact.source, own), (donor, ref))
+        )
         if float(((ours - theirs) ** 2).sum()) > KEPT_LIMIT * float((theirs**2).sum()):
             detail = f"{module} of the artifact is not what the GGUF file holds at {ref.name}, which would be kept"
-            raise InputError("template-differs", detail, "Give a GGUF file of the same model: --template FILE.gguf.", module)
+            raise InputError(
+                "template-differs",
+                detail,
+                "Give a GGUF file of the same model: --template FILE.gguf.",
+                module,
+            )
 
 
 def _compared_rows(rows: int) -> list[int]:
-    return sorted({round(number * (rows - 1) / COMPARED_ROWS) for number in range(COMPARED_ROWS + 1)})
+    return sorted(
+        {round(number * (rows - 1) / COMPARED_ROWS) for number in range(COMPARED_ROWS + 1)}
+    )
 
 
 def _floats(source: Source, ref: TensorRef, rows: list[int]) -> NDArray[np.float64]:
@@ -149,9 +187,16 @@ def _order(blocks: Blocks, module: str, donor: Source, ref: TensorRef) -> tuple[
         if error < NMSE_LIMIT:
             return slots
         least = min(least, error)
-    detail = f"{module} is not what the GGUF file holds at {ref.name}, in no order of rows that is known"
+    detail = (
+        f"{module} is not what the GGUF file holds at {ref.name}, in no order of rows that is known"
+    )
     how = f"; the least error is {least:.2f} of the weights' own power, expected under {NMSE_LIMIT}"
-    raise InputError("template-differs", detail + how, "Give a GGUF file of the same model: --template FILE.gguf.", module)
+    raise InputError(
+        "template-differs",
+        detail + how,
+        "Give a GGUF file of the same model: --template FILE.gguf.",
+        module,
+    )
 
 
 def _orders(module: str, rows: int, donor: Source) -> Iterator[tuple[Slot, ...]]:
@@ -164,7 +209,10 @@ def _orders(module: str, rows: int, donor: Source) -> Iterator[tuple[Slot, ...]]
         if isinstance(heads, int) and heads > 0 and rows % (2 * heads) == 0:
             half = rows // heads // 2
             begins = range(0, rows, 2 * half)
-            yield tuple((Rows(module, first, first + half), Rows(module, first + half, first + 2 * half)) for first in begins)
+            yield tuple(
+                (Rows(module, first, first + half), Rows(module, first + half, first + 2 * half))
+                for first in begins
+            )
 
 
 def _nmse(blocks: Blocks, pieces: tuple[Piece, ...], donor: Source, ref: TensorRef) -> float:

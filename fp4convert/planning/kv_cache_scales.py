@@ -30,10 +30,24 @@ if TYPE_CHECKING:
     from fp4convert.recipes.recipe import Recipe
 
 WORDS = ("fp8",)
-KEYS_VALUES = (("k_proj", "v_proj"), ("wk", "wv"))  # names of linear layers that make what a cache holds
+KEYS_VALUES = (
+    ("k_proj", "v_proj"),
+    ("wk", "wv"),
+)  # names of linear layers that make what a cache holds
 FUSED = ("qkv_proj", "query_key_value", "Wqkv", "wqkv", "W_pack", "c_attn")
-LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "wkv_a", "wkv_b")  # of attentions whose cache holds one vector for both (MLA)
-ASIDE = ("encoder", "cross", "vision", "visual", "audio")  # in names of attentions without a cache that grows
+LATENT = (
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+    "wkv_a",
+    "wkv_b",
+)  # of attentions whose cache holds one vector for both (MLA)
+ASIDE = (
+    "encoder",
+    "cross",
+    "vision",
+    "visual",
+    "audio",
+)  # in names of attentions without a cache that grows
 LARGE = 0.5  # ModelOpt warns of larger scales
 
 
@@ -50,20 +64,30 @@ class Cache:
     notes: tuple[str, ...] = ()
 
 
-def plan_cache(source: Source, linears: Linears, recipe: Recipe, calibration: Calibration | None) -> Cache:
+def plan_cache(
+    source: Source, linears: Linears, recipe: Recipe, calibration: Calibration | None
+) -> Cache:
     """The scales of the cache that the target asks for; nothing where it asks for none.
 
     Raises InputError for models that have no cache with two scales a layer, and for a calibration that says nothing of one
     """
     from fp4convert.planning.steps import Draft
 
-    word, endings = recipe.target.kv_cache, dialect_named(str(recipe.target.dialect)).TRAITS.cache_scales
+    word, endings = (
+        recipe.target.kv_cache,
+        dialect_named(str(recipe.target.dialect)).TRAITS.cache_scales,
+    )
     if word is None:
         return Cache()
     homes = _find_attentions(linears, recipe)
     if calibration and not any(map(calibration.has_cache, homes)):
         detail = f"{calibration.path} says nothing of any cache of keys and values; expected {next(iter(homes))}.k_amax"
-        raise InputError("calibration-missing", detail, "Calibrate again, or leave --kv-cache out.", next(iter(homes)))
+        raise InputError(
+            "calibration-missing",
+            detail,
+            "Calibrate again, or leave --kv-cache out.",
+            next(iter(homes)),
+        )
     known = _Known(source, calibration, {ref.name: ref for ref in linears.idle})
     drafts: dict[str, list[Draft]] = defaultdict(list)
     shape = dialect_named(str(recipe.target.dialect)).TRAITS.scalars.shape
@@ -78,7 +102,11 @@ def plan_cache(source: Source, linears: Linears, recipe: Recipe, calibration: Ca
 def check_word(word: str | None) -> None:
     """InputError for a kind of cache that nobody knows."""
     if word not in (None, *WORDS):
-        raise InputError("unknown-cache", f"--kv-cache {word!r} is not known; expected {' or '.join(WORDS)}", "Leave it out.")
+        raise InputError(
+            "unknown-cache",
+            f"--kv-cache {word!r} is not known; expected {' or '.join(WORDS)}",
+            "Leave it out.",
+        )
 
 
 def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:
@@ -93,20 +121,35 @@ def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:
             detail = f"{parent}.{latent}: keys and values are cached as one vector (MLA), which no k_scale and v_scale are for"
             next_step = "Leave --kv-cache out, and ask the engine for it: --kv-cache-dtype fp8 in vLLM and SGLang."
             raise InputError("cache-latent", detail, next_step, parent)
-        first = next((leaf for leaf in (*(key for key, value in KEYS_VALUES if value in own), *FUSED) if leaf in own), None)
-        if first and not any(word in parent for word in ASIDE) and recipe.kind_of(f"{parent}.{first}") != "tower":
+        first = next(
+            (
+                leaf
+                for leaf in (*(key for key, value in KEYS_VALUES if value in own), *FUSED)
+                if leaf in own
+            ),
+            None,
+        )
+        if (
+            first
+            and not any(word in parent for word in ASIDE)
+            and recipe.kind_of(f"{parent}.{first}") != "tower"
+        ):
             found[parent] = own[first].home
     if not found:
         names = ", ".join(f"{key}/{value}" for key, value in KEYS_VALUES)
         detail = f"no attention with a cache is known in this model; expected layers named {names} or {', '.join(FUSED)}"
-        raise InputError("cache-none", f"--kv-cache {recipe.target.kv_cache}: {detail}", "Leave --kv-cache out.")
+        raise InputError(
+            "cache-none", f"--kv-cache {recipe.target.kv_cache}: {detail}", "Leave --kv-cache out."
+        )
     return found
 
 
 class _Known:
     """What is known of the scales of a cache: a calibration, else the source's own, else nothing."""
 
-    def __init__(self, source: Source, calibration: Calibration | None, own: Mapping[str, TensorRef]) -> None:
+    def __init__(
+        self, source: Source, calibration: Calibration | None, own: Mapping[str, TensorRef]
+    ) -> None:
         self._source = source
         self._calibration = calibration
         self._own = own
@@ -130,7 +173,11 @@ class _Known:
         """What a person should know of them."""
         if self._assumed:
             detail = f"scales of an FP8 cache are 1 for {len(self._assumed)} of {count} attentions, the first {self._assumed[0]}"
-            how = "no calibration says theirs" if self._calibration else "--calibration FILE measures them (fp4convert calibrate)"
+            how = (
+                "no calibration says theirs"
+                if self._calibration
+                else "--calibration FILE measures them (fp4convert calibrate)"
+            )
             yield f"{detail}: right for keys and values up to {E4M3_MAX:g}, larger ones are cut off; {how}"
         if self._large:
             largest, attention = max(self._large)
@@ -140,13 +187,22 @@ class _Known:
     def _measured(self, attention: str, amax: float) -> float:
         if amax == 0:
             detail = f"the calibration saw nothing but zeros in the cache of {attention}; a scale needs a largest key and value"
-            raise InputError("cache-zero", detail, "Calibrate with more text, or leave --kv-cache out.", attention)
+            raise InputError(
+                "cache-zero",
+                detail,
+                "Calibrate with more text, or leave --kv-cache out.",
+                attention,
+            )
         return amax / E4M3_MAX
 
     def _stored(self, attention: str) -> tuple[float, float] | None:
         """The source's own scales, in whichever spelling; None where it has not both."""
         for endings in sorted({dialect_named(name).TRAITS.cache_scales for name in MODULES} - {()}):
-            refs = [self._own[name] for ending in endings if (name := f"{attention}.{ending}") in self._own]
+            refs = [
+                self._own[name]
+                for ending in endings
+                if (name := f"{attention}.{ending}") in self._own
+            ]
             values = [value for ref in refs if (value := stored_float(self._source, ref))]
             if len(values) == len(endings):
                 self.used += [ref.name for ref in refs]

@@ -34,9 +34,17 @@ def open_statistics(method: str, rule: str | None, file: str | None) -> Calibrat
     """
     if method not in METHODS:
         raise InputError(
-            "unknown-method", f"--method {method!r} is not known; expected {' or '.join(METHODS)}", "Leave it out for rtn."
+            "unknown-method",
+            f"--method {method!r} is not known; expected {' or '.join(METHODS)}",
+            "Leave it out for rtn.",
         )
-    asking = f"--method {method}" if method not in UNAIDED else f"--scale-rule {rule}" if rule == IMPORTANCE else ""
+    asking = (
+        f"--method {method}"
+        if method not in UNAIDED
+        else f"--scale-rule {rule}"
+        if rule == IMPORTANCE
+        else ""
+    )
     if file is None and asking:
         detail = f"{asking} needs statistics of what linear layers are given; expected --calibration FILE with it"
         raise InputError("no-calibration", detail, FILE_NEEDED)
@@ -60,18 +68,29 @@ def with_statistics(plan: Plan, calibration: Calibration) -> Plan:
     for module in dict.fromkeys(calibration.holder(linear.module) for linear in linears):
         for statistic in _taken(plan.target, calibration):
             statistic(module)
-    return replace(plan, calibration=str(calibration.path), warnings=(*plan.warnings, *_untouched(plan)))
+    return replace(
+        plan, calibration=str(calibration.path), warnings=(*plan.warnings, *_untouched(plan))
+    )
 
 
 def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:
     """InputError where the file has no Gram matrix of one of them, or what cannot be one."""
     if calibration.gram_kind in ("none", "diag"):
         detail = f"{calibration.path} holds no Gram matrices (--gram {calibration.gram_kind}), and --method gptq needs them"
-        raise InputError("no-gram", f"{detail}; expected block:128 or full", "Calibrate again with --gram block:128.")
+        raise InputError(
+            "no-gram",
+            f"{detail}; expected block:128 or full",
+            "Calibrate again with --gram block:128.",
+        )
     for module in (linear.module for linear in linears):
         if not calibration.has_gram(module):
             detail = f"{calibration.path} has no input_gram of {module}; expected it of every linear layer that is rounded"
-            raise InputError("calibration-missing", detail, f"Calibrate again, or leave it out: --exclude '{module}'.", module)
+            raise InputError(
+                "calibration-missing",
+                detail,
+                f"Calibrate again, or leave it out: --exclude '{module}'.",
+                module,
+            )
     for module in dict.fromkeys(calibration.holder(linear.module) for linear in linears):
         calibration.gram(module)
 
@@ -86,7 +105,11 @@ def _studied(plan: Plan) -> Iterator[Linear]:
 
 def _taken(target: Target, calibration: Calibration) -> list[Callable[[str], object]]:
     """What method and rule take of a linear layer's inputs."""
-    moments = [calibration.moments] if target.method != "smooth" or target.scale_rule == IMPORTANCE else []
+    moments = (
+        [calibration.moments]
+        if target.method != "smooth" or target.scale_rule == IMPORTANCE
+        else []
+    )
     of_method: dict[str | None, list[Callable[[str], object]]] = {
         "awq": [calibration.mean_magnitudes, calibration.tokens_of],
         "smooth": [calibration.channel_amax],
@@ -101,7 +124,11 @@ def takes_statistics(target: Target) -> bool:
 
 def rounded(plan: Plan) -> Iterator[Step]:
     """The steps whose weights are rounded to four bits, by the method."""
-    return (step for step in plan.steps if step.action == "quantize" and step.form is not None and step.form.format.is_fp4)
+    return (
+        step
+        for step in plan.steps
+        if step.action == "quantize" and step.form is not None and step.form.format.is_fp4
+    )
 
 
 def _untouched(plan: Plan) -> Iterator[str]:
@@ -112,7 +139,11 @@ def _untouched(plan: Plan) -> Iterator[str]:
         return
     reached = {step.module for step in rounded(plan)}
     if others := [step.name for step in plan.steps if step.is_made and step.module not in reached]:
-        how = f"--scale-rule {IMPORTANCE}" if plan.target.method in UNAIDED else f"--method {plan.target.method}"
+        how = (
+            f"--scale-rule {IMPORTANCE}"
+            if plan.target.method in UNAIDED
+            else f"--method {plan.target.method}"
+        )
         yield f"{how} changes nothing for {len(others)} modules that are taken over or have eight bits, the first {others[0]!r}"
 
 

@@ -21,11 +21,32 @@ from fp4convert.checkpoint.encodings.fp8 import Fp8
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.planning.activation_scales import Constant, Fed, InputScales, Measured, find_small, scales_of
-from fp4convert.planning.decisions import Verdict, decide, gather_made, skipped_experts, uneven_groups
+from fp4convert.planning.activation_scales import (
+    Constant,
+    Fed,
+    InputScales,
+    Measured,
+    find_small,
+    scales_of,
+)
+from fp4convert.planning.decisions import (
+    Verdict,
+    decide,
+    gather_made,
+    skipped_experts,
+    uneven_groups,
+)
 from fp4convert.planning.expert_stacks import are_stacked, ending_of, rules_of
 from fp4convert.planning.kv_cache_scales import Cache
-from fp4convert.planning.steps import Action, Draft, Plan, Task, Writing, module_of, refuse_collisions
+from fp4convert.planning.steps import (
+    Action,
+    Draft,
+    Plan,
+    Task,
+    Writing,
+    module_of,
+    refuse_collisions,
+)
 from fp4convert.recipes.patterns import matches
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, is_expert_stack, scale_group
 from fp4convert.recipes.rules import StackRule
@@ -50,7 +71,9 @@ class Scalars:
     cache: Cache = field(default_factory=Cache)
 
 
-def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, scalars: Scalars = Scalars()) -> Plan:
+def plan_quantize(
+    checkpoint: Checkpoint, recipe: Recipe, linears: Linears, scalars: Scalars = Scalars()
+) -> Plan:
     """The plan that turns a checkpoint into the recipe's format and dialect.
 
     linears  those of the checkpoint
@@ -80,7 +103,9 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, scal
     tasks = tuple(writing.task(shard, list(drafts(shard.tensors))) for shard in checkpoint.shards)
     _refuse_lookalikes(refuse_collisions(tasks), dialect, drafting.stems)
     made = [module for module, verdict in verdicts.items() if verdict.is_made]
-    asked = [module for module in made if verdicts[module].stays or recipe.is_asked_for(module)]  # no other fits a rule of keep
+    asked = [
+        module for module in made if verdicts[module].stays or recipe.is_asked_for(module)
+    ]  # no other fits a rule of keep
     kept = kept_modules(tasks)
     notes = (
         *notes_on(checkpoint),
@@ -94,7 +119,13 @@ def plan_quantize(checkpoint: Checkpoint, recipe: Recipe, linears: Linears, scal
         *_left_behind(linears, scalars.cache),
         *_not_via(verdicts, recipe),
         *(_embeddings(asked, recipe) if not dialect.TRAITS.holds_embeddings else ()),
-        *(() if made else [f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists"]),
+        *(
+            ()
+            if made
+            else [
+                f"no tensor becomes {recipe.format.name}: every one stays, for the reasons that --dry-run lists"
+            ]
+        ),
         *_no_config(checkpoint, dialect),
     )
     ignored = Ignored(tuple(kept), recipe.patterns_to_declare(kept, asked))
@@ -117,7 +148,9 @@ class _Shared(NamedTuple):
     def of(cls, linears: tuple[Linear, ...], group: ScaleGroup | None = None) -> _Shared:
         """That of members of a group, or of modules that have no scale in common with others."""
         read = dict.fromkeys(ref for linear in linears for ref in (*linear.refs, *_read_by(linear)))
-        return cls(_label(group, linears) if group and len(linears) > 1 else None, tuple(read), linears)
+        return cls(
+            _label(group, linears) if group and len(linears) > 1 else None, tuple(read), linears
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,18 +180,27 @@ class _Drafting:
         dialect: Dialect,
         inputs: Mapping[str, float],
     ) -> _Drafting:
-        shapes = {module: verdict.linear.shape for module, verdict in verdicts.items() if verdict.is_made}
+        shapes = {
+            module: verdict.linear.shape for module, verdict in verdicts.items() if verdict.is_made
+        }
         stems = dialect.stems(shapes)
-        slots = {stem: dialect.slots(stem, shape) for stem, shape in stems.items() if stem not in shapes}
+        slots = {
+            stem: dialect.slots(stem, shape) for stem, shape in stems.items() if stem not in shapes
+        }
         at = {stored[0][0].module: stem for stem, stored in slots.items()}
-        held = frozenset(rows.module for stored in slots.values() for slot in stored for rows in slot)
+        held = frozenset(
+            rows.module for stored in slots.values() for slot in stored for rows in slot
+        )
         shared = {group: _Shared.of(members, group) for group, members in groups.items()}
         return cls(verdicts, shared, dialect, stems, slots, inputs, at, held)
 
     def of_tensor(self, ref: TensorRef, linears: list[Linear]) -> Iterator[Draft]:
         """What becomes of a stored tensor that holds those; where all of them stay as they are, it stays whole."""
         verdicts = [self.verdicts[linear.module] for linear in linears]
-        if not any(verdict.is_made or verdict.linear.coding.is_packed or foldings_of(verdict.linear) for verdict in verdicts):
+        if not any(
+            verdict.is_made or verdict.linear.coding.is_packed or foldings_of(verdict.linear)
+            for verdict in verdicts
+        ):
             yield Draft(verdicts[0].action, verdicts[0].reason, (ref,), (_as_it_is(ref),))
             return
         for verdict in verdicts:
@@ -169,11 +211,21 @@ class _Drafting:
                 dtype = KEPT_DTYPE if linear.coding.is_packed else ref.dtype
                 spec = TensorSpec(linear.module + WEIGHT, dtype, linear.shape)
                 beside = _read_by(linear)
-                yield Draft(verdict.action, verdict.reason, linear.refs, (spec,), linear.shape, amax_of=beside, linears=(linear,))
+                yield Draft(
+                    verdict.action,
+                    verdict.reason,
+                    linear.refs,
+                    (spec,),
+                    linear.shape,
+                    amax_of=beside,
+                    linears=(linear,),
+                )
             elif linear.module in self._stem_at:
                 stem = self._stem_at[linear.module]
                 members = dict.fromkeys(rows.module for slot in self.slots[stem] for rows in slot)
-                yield self._made(stem, [self.verdicts[module] for module in members], self.slots[stem])
+                yield self._made(
+                    stem, [self.verdicts[module] for module in members], self.slots[stem]
+                )
             elif linear.module not in self._held:
                 yield self._made(linear.module, [verdict])
 
@@ -196,7 +248,10 @@ class _Drafting:
             form=first.form,
             linears=linears,
             measured=shared.linears,
-            scalar=max((self.inputs[linear.module] for linear in linears if linear.module in self.inputs), default=None),
+            scalar=max(
+                (self.inputs[linear.module] for linear in linears if linear.module in self.inputs),
+                default=None,
+            ),
         )
 
 
@@ -208,8 +263,12 @@ def fed_modules(verdicts: Mapping[str, Verdict], recipe: Recipe, dialect: Dialec
         is_eight = form is not None and table is not None and table.has_input_scale(form)
         if form is not None and (form.has_input_scale or is_eight):
             own = f"{module}{table.input_scale}" if is_eight and table else ""
-            has_own = any(ref.name == own and ref.dtype == "F32" and ref.elements == 1 for ref in linear.idle)
-            found.append(Fed(module, linear.shape, form, scale_group(module, recipe.groups), has_own))
+            has_own = any(
+                ref.name == own and ref.dtype == "F32" and ref.elements == 1 for ref in linear.idle
+            )
+            found.append(
+                Fed(module, linear.shape, form, scale_group(module, recipe.groups), has_own)
+            )
     return found
 
 
@@ -227,19 +286,46 @@ def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
     every = (linear.stack for linear in linears.of.values() if linear.stack)
     stacks = {stack.name: stack for stack in every if stack.dtype in FLOAT_TYPES}
     found = ((ref, recipe.stack_rule(name, ref.shape)) for name, ref in stacks.items())
-    used = [(ref, rule if len(ref.shape) < STACK_DIMENSIONS else rule._replace(experts=None)) for ref, rule in found if rule]
-    rules = tuple(dict.fromkeys(rule._replace(tensors=(ending_of(ref.name),)) for ref, rule in used))
-    alone = (module for module, linear in linears.of.items() if not linear.stack and not linear.coding.is_packed)
+    used = [
+        (ref, rule if len(ref.shape) < STACK_DIMENSIONS else rule._replace(experts=None))
+        for ref, rule in found
+        if rule
+    ]
+    rules = tuple(
+        dict.fromkeys(rule._replace(tensors=(ending_of(ref.name),)) for ref, rule in used)
+    )
+    alone = (
+        module
+        for module, linear in linears.of.items()
+        if not linear.stack and not linear.coding.is_packed
+    )
     if rules and are_stacked(alone, rules):
         rules = tuple(rule._replace(tensors=(ref.name,)) for ref, rule in used)
-    artifact = next((linear.coding.artifact for linear in linears.of.values() if isinstance(linear.coding, FourBit)), None)
+    artifact = next(
+        (
+            linear.coding.artifact
+            for linear in linears.of.values()
+            if isinstance(linear.coding, FourBit)
+        ),
+        None,
+    )
     return (*(rules_of(artifact, recipe) if artifact else ()), *rules)
 
 
 def _folded(linear: Linear, ref: TensorRef, reason: str = "") -> Draft:
     """A tensor that stays in its dtype, under the factors of folds."""
-    told = f"{reason}; folded" if reason else "folded: divided by what its readers are multiplied with"
-    return Draft("fold", told, linear.refs, (_as_it_is(ref),), linear.shape, amax_of=_read_by(linear), linears=(linear,))
+    told = (
+        f"{reason}; folded" if reason else "folded: divided by what its readers are multiplied with"
+    )
+    return Draft(
+        "fold",
+        told,
+        linear.refs,
+        (_as_it_is(ref),),
+        linear.shape,
+        amax_of=_read_by(linear),
+        linears=(linear,),
+    )
 
 
 def _read_by(linear: Linear) -> tuple[TensorRef, ...]:
@@ -272,11 +358,17 @@ def kept_modules(tasks: Iterable[Task]) -> list[str]:
                 made.add(step.module)
                 made.update([module_of(ref.name) for ref in step.outputs])
             else:
-                kept.update(module_of(ref.name) for ref in step.outputs if len(ref.shape) >= MATRIX_DIMENSIONS)
+                kept.update(
+                    module_of(ref.name)
+                    for ref in step.outputs
+                    if len(ref.shape) >= MATRIX_DIMENSIONS
+                )
     return sorted(kept - made)
 
 
-def _refuse_lookalikes(outputs: Mapping[str, TensorRef], dialect: Dialect, chosen: Collection[str]) -> None:
+def _refuse_lookalikes(
+    outputs: Mapping[str, TensorRef], dialect: Dialect, chosen: Collection[str]
+) -> None:
     """InputError where readers would take a tensor that stays for a part of a four-bit module."""
     if others := sorted(set(dialect.find(outputs)) - set(chosen)):
         detail = f"{others[0]} stays, and its tensors have the names and types of four-bit ones in this dialect"
@@ -301,7 +393,11 @@ def notes_on(checkpoint: Checkpoint) -> tuple[str, ...]:
     """What a person should know of a source, whatever becomes of it."""
     omitted = checkpoint.unindexed
     index = (
-        [f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}; they are taken all the same"] if omitted else []
+        [
+            f"{len(omitted)} tensors are not in the index, the first {omitted[0]!r}; they are taken all the same"
+        ]
+        if omitted
+        else []
     )
     return (*index, *_left_out(checkpoint), *_custom_code(checkpoint))
 
@@ -310,12 +406,22 @@ def _left_out(checkpoint: Checkpoint) -> list[str]:
     if not checkpoint.left_out:
         return []
     first = checkpoint.left_out[0]
-    return [f"{len(checkpoint.left_out)} files hold weights in another form and are left out, the first {first!r}"]
+    return [
+        f"{len(checkpoint.left_out)} files hold weights in another form and are left out, the first {first!r}"
+    ]
 
 
 def _stacks(checkpoint: Checkpoint, consumed: Collection[str]) -> list[str]:
-    stacks = [ref.name for ref in checkpoint.tensors if len(ref.shape) == STACK_DIMENSIONS and ref.dtype in FLOAT_TYPES]
-    experts = [name for name in stacks if (is_expert_stack(name, (0,) * STACK_DIMENSIONS) or GGUF_STACK in name)]
+    stacks = [
+        ref.name
+        for ref in checkpoint.tensors
+        if len(ref.shape) == STACK_DIMENSIONS and ref.dtype in FLOAT_TYPES
+    ]
+    experts = [
+        name
+        for name in stacks
+        if (is_expert_stack(name, (0,) * STACK_DIMENSIONS) or GGUF_STACK in name)
+    ]
     experts = [name for name in experts if name not in consumed]
     if not experts:
         return []
@@ -326,12 +432,16 @@ def _custom_code(checkpoint: Checkpoint) -> list[str]:
     programs = [file for file in checkpoint.sidecars if file.endswith(".py")]
     if not programs and "auto_map" not in checkpoint.config:
         return []
-    return [f"the model has custom code ({', '.join(programs) or 'elsewhere'}): copied, never run; engines will ask to trust it"]
+    return [
+        f"the model has custom code ({', '.join(programs) or 'elsewhere'}): copied, never run; engines will ask to trust it"
+    ]
 
 
 def _names_of(checkpoint: Checkpoint, linears: Linears) -> set[str]:
     """What a pattern may name: modules, those in stacks, and the stacks."""
-    stacks = {linear.stack.name.removesuffix(WEIGHT) for linear in linears.of.values() if linear.stack}
+    stacks = {
+        linear.stack.name.removesuffix(WEIGHT) for linear in linears.of.values() if linear.stack
+    }
     return {*linears.of, *stacks, *(module_of(ref.name) for ref in checkpoint.tensors)}
 
 
@@ -339,7 +449,11 @@ def _unmatched(recipe: Recipe, modules: Collection[str]) -> list[str]:
     of_formats = tuple(pattern for rule in recipe.formats for pattern in rule.patterns)
     return [
         f"{option} {pattern!r} matches no module; a module's name is its tensor's without .weight"
-        for option, patterns in (("--include", recipe.include), ("--exclude", recipe.exclude), ("[[format]]", of_formats))
+        for option, patterns in (
+            ("--include", recipe.include),
+            ("--exclude", recipe.exclude),
+            ("[[format]]", of_formats),
+        )
         for pattern in patterns
         if pattern not in modules and not any(matches(pattern, module) for module in modules)
     ]
@@ -347,11 +461,19 @@ def _unmatched(recipe: Recipe, modules: Collection[str]) -> list[str]:
 
 def _left_behind(linears: Linears, cache: Cache) -> list[str]:
     """What only the engine of a packed source has a use for."""
-    idle = [ref.name for linear in linears.of.values() for ref in linear.idle if "input" in ref.name or "activation" in ref.name]
+    idle = [
+        ref.name
+        for linear in linears.of.values()
+        for ref in linear.idle
+        if "input" in ref.name or "activation" in ref.name
+    ]
     caches = [ref.name for ref in linears.idle if ref.name not in cache.own]
     return [
         f"{len(names)} {what} of the source are left out, the first {names[0]!r}: they belong to how it was quantized"
-        for what, names in (("scales of activations", idle), ("scales of a cache of keys and values", caches))
+        for what, names in (
+            ("scales of activations", idle),
+            ("scales of a cache of keys and values", caches),
+        )
         if names
     ]
 
@@ -360,7 +482,9 @@ def _not_via(verdicts: Mapping[str, Verdict], recipe: Recipe) -> Iterator[str]:
     """What --via fp8 does not change."""
     if recipe.target.via:
         made = [verdict for verdict in verdicts.values() if verdict.is_made]
-        if same := [one for one in made if one.action != "quantize" or isinstance(one.linear.coding, Fp8)]:
+        if same := [
+            one for one in made if one.action != "quantize" or isinstance(one.linear.coding, Fp8)
+        ]:
             first = same[0].linear.name
             yield f"--via fp8 changes nothing for {len(same)} modules that are FP8 or in four bits already, the first {first}"
 

@@ -50,11 +50,17 @@ def plan_dequantize(
     tasks = _module_tasks(Writing(checkpoint, target), drafts, consumed)
     scales = [name for name in left_out if not name.endswith(".weight_shape")]
     warnings = [f"{len(scales)} scales are left out: ordinary weights need none"] if scales else []
-    if wide := [draft.specs[0].name for draft in drafts if draft.slots and draft.specs[0].dtype != stored]:
+    if wide := [
+        draft.specs[0].name for draft in drafts if draft.slots and draft.specs[0].dtype != stored
+    ]:
         warnings.append(
             f"{len(wide)} stacks of experts are not {dtype}, the first {wide[0]!r}: matrices in them stayed in another dtype"
         )
-    typed = [ref.name for ref in checkpoint.tensors if ref.dtype not in DTYPE_BITS and ref.name not in consumed]
+    typed = [
+        ref.name
+        for ref in checkpoint.tensors
+        if ref.dtype not in DTYPE_BITS and ref.name not in consumed
+    ]
     if typed:
         warnings.append(f"{len(typed)} tensors stay in GGUF's own types, the first {typed[0]!r}")
     return Plan(target, tasks, Ignored((), ()), (*notes_on(checkpoint), *warnings))
@@ -62,12 +68,16 @@ def plan_dequantize(
 
 def _stack_draft(stack: Stacked, stored: str) -> Draft:
     """What becomes of a stack: its modules in that dtype, but where others of another dtype stayed in floats."""
-    dtypes = {stored if linear.coding.is_packed else linear.refs[0].dtype for linear in stack.linears}
+    dtypes = {
+        stored if linear.coding.is_packed else linear.refs[0].dtype for linear in stack.linears
+    }
     spec = TensorSpec(stack.name, dtypes.pop() if len(dtypes) == 1 else "F32", stack.stored_shape)
     refs = tuple(dict.fromkeys(ref for linear in stack.linears for ref in linear.refs))
     reason = ", ".join(dict.fromkeys(linear.coding.word for linear in stack.linears))
     draft = Draft("dequantize", reason, refs, (spec,), stack.shape, stack.slots)
-    return draft._replace(module=stack.name, linears=stack.linears, is_transposed=stack.is_transposed)
+    return draft._replace(
+        module=stack.name, linears=stack.linears, is_transposed=stack.is_transposed
+    )
 
 
 class Stored(NamedTuple):
@@ -110,14 +120,22 @@ def plan_transcode(
     for stem, stored in placed.items():
         members = list(dict.fromkeys(rows.module for slot in stored.slots for rows in slot))
         refs = tuple(dict.fromkeys(ref for member in members for ref in modules[member].refs))
-        group = tuple(dict.fromkeys(ref for member in members for ref in shared[scale_group(member, recipe.groups) or member]))
+        group = tuple(
+            dict.fromkeys(
+                ref
+                for member in members
+                for ref in shared[scale_group(member, recipe.groups) or member]
+            )
+        )
         specs = dialect.outputs(stem, stored.shape, form)
         draft = Draft("transcode", "four-bit", refs, specs, stored.shape, stored.slots)
         drafts.append(draft._replace(module=stem, amax_of=group, home=stored.home, form=form))
     homes = {stored.home.name for stored in placed.values()}
     idle = idle_scales(modules, renamed or {}, form.has_input_scale)
     consumed = homes | set(idle) | {ref.name for packed in modules.values() for ref in packed.refs}
-    tasks = _module_tasks(Writing(checkpoint, target, dialect, form, renamed or {}), drafts, consumed)
+    tasks = _module_tasks(
+        Writing(checkpoint, target, dialect, form, renamed or {}), drafts, consumed
+    )
     kept = kept_modules(tasks)
     patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
     warnings = [f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []
@@ -134,7 +152,9 @@ def _kept(ref: TensorRef, writing: Writing) -> TensorSpec:
 def _place(modules: dict[str, Packed], dialect: Dialect) -> dict[str, Stored]:
     """Every matrix that the dialect stores for those modules, where the first of its modules is now."""
     placed = {}
-    for stem, shape in dialect.stems({module: packed.shape for module, packed in modules.items()}).items():
+    for stem, shape in dialect.stems(
+        {module: packed.shape for module, packed in modules.items()}
+    ).items():
         slots = dialect.slots(stem, shape)
         placed[stem] = Stored(shape, slots, modules[slots[0][0].module].refs[0])
     return placed
@@ -145,16 +165,25 @@ def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -
     ours = {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)}
     others = [ref for ref in checkpoint.tensors if ref.name not in ours]
     next_step = "Start from the original weights."
-    matrices = [ref.name for ref in others if ref.dtype.startswith("F8_") and ref.name.endswith(WEIGHT)]
+    matrices = [
+        ref.name for ref in others if ref.dtype.startswith("F8_") and ref.name.endswith(WEIGHT)
+    ]
     if matrices:
         detail = f"{len(matrices)} matrices are FP8, the first {matrices[0]!r}; this version carries four-bit ones and floats"
         raise InputError("fp8-modules", detail, next_step, matrices[0])
     if found := [ref.name for ref in others if is_quantized_tensor(ref)]:
         detail = f"{len(found)} tensors are quantized in another way, the first {found[0]!r}"
-        raise InputError("mixed-modules", f"{detail}; this version carries four-bit matrices of one format", next_step, found[0])
+        raise InputError(
+            "mixed-modules",
+            f"{detail}; this version carries four-bit matrices of one format",
+            next_step,
+            found[0],
+        )
 
 
-def _refuse_unfit(placed: dict[str, Stored], modules: Iterable[str], dialect: Dialect, recipe: Recipe) -> None:
+def _refuse_unfit(
+    placed: dict[str, Stored], modules: Iterable[str], dialect: Dialect, recipe: Recipe
+) -> None:
     """InputError for what the dialect has no place for."""
     for stem, stored in placed.items():
         rows, columns = stored.shape[-2:]
@@ -167,7 +196,9 @@ def _refuse_unfit(placed: dict[str, Stored], modules: Iterable[str], dialect: Di
             raise InputError("dialect-module", detail, "Choose another --dialect.", module)
 
 
-def _module_tasks(writing: Writing, drafts: Iterable[Draft], consumed: set[str]) -> tuple[Task, ...]:
+def _module_tasks(
+    writing: Writing, drafts: Iterable[Draft], consumed: set[str]
+) -> tuple[Task, ...]:
     """Tasks that carry out each draft where the first of its packed codes are, and copy every tensor that is not consumed."""
     at: dict[str, list[Draft]] = defaultdict(list)
     for draft in drafts:
@@ -175,9 +206,13 @@ def _module_tasks(writing: Writing, drafts: Iterable[Draft], consumed: set[str])
     tasks = []
     for shard in writing.checkpoint.shards:
         copies = [
-            Draft("copy", "not quantized", (ref,), (_kept(ref, writing),)) for ref in shard.tensors if ref.name not in consumed
+            Draft("copy", "not quantized", (ref,), (_kept(ref, writing),))
+            for ref in shard.tensors
+            if ref.name not in consumed
         ]
-        if copies or at[shard.file] or not shard.tensors:  # a shard of which nothing is left is none
+        if (
+            copies or at[shard.file] or not shard.tensors
+        ):  # a shard of which nothing is left is none
             tasks.append(writing.task(shard, [*copies, *at[shard.file]]))
     refuse_collisions(tasks)
     return tuple(tasks)

@@ -68,7 +68,9 @@ class Step(NamedTuple):
     @property
     def name(self) -> str:
         """What a person looks for: its tensor, or the module where the tensor holds others too."""
-        return self.linears[0].name if len(self.linears) == 1 else (*self.refs, *self.outputs)[0].name
+        return (
+            self.linears[0].name if len(self.linears) == 1 else (*self.refs, *self.outputs)[0].name
+        )
 
     @property
     def source_bytes(self) -> int:
@@ -264,12 +266,21 @@ class Writing:
             )
             for draft in drafts
         )
-        read = {ref.file for draft in drafts for refs in (draft.refs, draft.amax_of) for ref in refs}
+        read = {
+            ref.file for draft in drafts for refs in (draft.refs, draft.amax_of) for ref in refs
+        }
         sources = sorted({shard.file, *read})
-        promise = [repr(self.target), [self.checkpoint.stamps[file] for file in sources], [_told(step) for step in steps]]
+        promise = [
+            repr(self.target),
+            [self.checkpoint.stamps[file] for file in sources],
+            [_told(step) for step in steps],
+        ]
         key = hashlib.sha256(json.dumps(promise, check_circular=False).encode())
         for written in shards:
-            key.update(json.dumps([written.file, written.nbytes, len(written.header)]).encode() + written.header)
+            key.update(
+                json.dumps([written.file, written.nbytes, len(written.header)]).encode()
+                + written.header
+            )
         return Task(key.hexdigest(), tuple(sources), shards, steps)
 
     def _shards(self, shard: Header, drafts: list[Draft]) -> Iterator[Shard]:
@@ -286,7 +297,9 @@ class Writing:
             if chosen or file == shard.file:
                 header, placed = shard.frame.lay_out(file, chosen, notes)
                 end = placed[-1].start + placed[-1].nbytes if placed else len(header)
-                yield Shard(file, header, -(-end // shard.frame.alignment) * shard.frame.alignment, placed)
+                yield Shard(
+                    file, header, -(-end // shard.frame.alignment) * shard.frame.alignment, placed
+                )
 
 
 def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
@@ -303,17 +316,34 @@ def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
             for ref in step.outputs:
                 if ref.name in found:
                     detail = f"{ref.file}: the output {ref.name!r} already exists; expected names that do not collide"
-                    raise InputError("name-collision", detail, f"Leave one out: --exclude {step.module!r}.", ref.name)
+                    raise InputError(
+                        "name-collision",
+                        detail,
+                        f"Leave one out: --exclude {step.module!r}.",
+                        ref.name,
+                    )
                 found[ref.name] = ref
     return found
 
 
 def _told(step: Step) -> list[object]:
     """What a step says of its bytes beside the header of its shard, for JSON."""
-    told: list[object] = [step.module, step.action, step.shape, step.slots, step.refs, step.amax_of, step.scalar]
+    told: list[object] = [
+        step.module,
+        step.action,
+        step.shape,
+        step.slots,
+        step.refs,
+        step.amax_of,
+        step.scalar,
+    ]
     if step.is_transposed:  # shapes do not tell it of square matrices
         told.append("transposed")
-    return told if not step.linears else [*told, step.form.word if step.form else "", *map(_meaning, step.linears)]
+    return (
+        told
+        if not step.linears
+        else [*told, step.form.word if step.form else "", *map(_meaning, step.linears)]
+    )
 
 
 def _meaning(linear: Linear) -> list[object]:

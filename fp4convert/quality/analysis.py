@@ -20,7 +20,19 @@ from fp4convert.numerics.error_sums import decibels
 from fp4convert.numerics.formats import FORMATS, FP8, NVFP4
 from fp4convert.planning.decisions import NAME_SOME, decide
 from fp4convert.progress import Phases
-from fp4convert.quality.losses import BF16, ROW, Loss, Sample, Way, draw_sample, kinds_of, losses_of, rows_of, short_names, ways
+from fp4convert.quality.losses import (
+    BF16,
+    ROW,
+    Loss,
+    Sample,
+    Way,
+    draw_sample,
+    kinds_of,
+    losses_of,
+    rows_of,
+    short_names,
+    ways,
+)
 from fp4convert.recipes.recipe import Choice, Target, build_recipe
 from fp4convert.storage.source import Source, stopping
 
@@ -57,7 +69,10 @@ class MeasuredKind:
     def loss(self, way: Way) -> Loss:
         """The mean over its sampled matrices."""
         found = self.losses[way]
-        return Loss(math.fsum(loss.nmse for loss in found) / len(found), math.fsum(loss.output for loss in found) / len(found))
+        return Loss(
+            math.fsum(loss.nmse for loss in found) / len(found),
+            math.fsum(loss.output for loss in found) / len(found),
+        )
 
 
 def whole_of(kinds: Sequence[MeasuredKind], way: Way) -> Loss | None:
@@ -66,7 +81,10 @@ def whole_of(kinds: Sequence[MeasuredKind], way: Way) -> Loss | None:
         return None
     weights = sum(kind.weights for kind in kinds)
     each = [(kind.weights / weights, kind.loss(way)) for kind in kinds]
-    return Loss(math.fsum(share * loss.nmse for share, loss in each), math.fsum(share * loss.output for share, loss in each))
+    return Loss(
+        math.fsum(share * loss.nmse for share, loss in each),
+        math.fsum(share * loss.output for share, loss in each),
+    )
 
 
 def describe_kind(kind: MeasuredKind) -> dict[str, object]:
@@ -78,7 +96,10 @@ def describe_kind(kind: MeasuredKind) -> dict[str, object]:
         "weights": kind.weights,
         "sampled_matrices": len(kind.samples),
         "sampled_weights": kind.sampled_weights,
-        "ways": [{**_named(way), **_numbers(kind.loss(way), kind.bits(way) / kind.weights)} for way in kind.losses],
+        "ways": [
+            {**_named(way), **_numbers(kind.loss(way), kind.bits(way) / kind.weights)}
+            for way in kind.losses
+        ],
     }
 
 
@@ -86,29 +107,51 @@ def describe_whole(kinds: Sequence[MeasuredKind]) -> list[dict[str, object]]:
     """The entries of `ways`: every form that fits all kinds."""
     weights = sum(kind.weights for kind in kinds)
     found = ((way, whole_of(kinds, way)) for way in kinds[0].losses)
-    return [{**_named(way), **_numbers(loss, _bits(kinds, way) / weights)} for way, loss in found if loss]
+    return [
+        {**_named(way), **_numbers(loss, _bits(kinds, way) / weights)}
+        for way, loss in found
+        if loss
+    ]
 
 
 def _named(way: Way) -> dict[str, object]:
-    return {"format": way.format, "rule": way.rule, "block": way.block, "for_study": way.is_for_study}
+    return {
+        "format": way.format,
+        "rule": way.rule,
+        "block": way.block,
+        "for_study": way.is_for_study,
+    }
 
 
 def _numbers(loss: Loss, bits_per_weight: float) -> dict[str, object]:
     """sqnr_db is None where nothing is lost."""
     sqnr_db = -decibels(loss.nmse) if loss.nmse else None
-    return {"bits_per_weight": bits_per_weight, "sqnr_db": sqnr_db, "output_error": math.sqrt(loss.output)}
+    return {
+        "bits_per_weight": bits_per_weight,
+        "sqnr_db": sqnr_db,
+        "output_error": math.sqrt(loss.output),
+    }
 
 
-def _bits(kinds: Sequence[MeasuredKind], way: Way, others: Mapping[str, Way] | None = None) -> float:
+def _bits(
+    kinds: Sequence[MeasuredKind], way: Way, others: Mapping[str, Way] | None = None
+) -> float:
     """Bits of all kinds in one form, but for some in others."""
     return sum(kind.bits((others or {}).get(kind.kind, way)) for kind in kinds)
 
 
 def advise(kinds: Sequence[MeasuredKind]) -> dict[str, object]:
     """The recommendation: the form of four bits with the least output error, and which kinds lose most by it."""
-    found = {way: loss for way in kinds[0].losses if _is_for_use(way) and (loss := whole_of(kinds, way))}
+    found = {
+        way: loss for way in kinds[0].losses if _is_for_use(way) and (loss := whole_of(kinds, way))
+    }
     if not found:
-        return {"format": None, "rule": None, "words": ["No four-bit format fits the columns of every kind."], "kinds": []}
+        return {
+            "format": None,
+            "rule": None,
+            "words": ["No four-bit format fits the columns of every kind."],
+            "kinds": [],
+        }
     best = min(found, key=lambda way: found[way].output)
     ranked = sorted(kinds, key=lambda kind: -kind.loss(best).output)
     outstanding = [kind for kind in ranked if _times(kind, best, found[best]) > STANDS_OUT]
@@ -124,7 +167,9 @@ def _is_for_use(way: Way) -> bool:
     return way.is_fp4 and not way.is_for_study
 
 
-def _tell_formats(kinds: Sequence[MeasuredKind], found: Mapping[Way, Loss], best: Way) -> Iterator[str]:
+def _tell_formats(
+    kinds: Sequence[MeasuredKind], found: Mapping[Way, Loss], best: Way
+) -> Iterator[str]:
     """The best rule of each format, and what the others lose."""
     for name in sorted(FORMATS, key=lambda name: name != best.format):
         own = {way: loss for way, loss in found.items() if way.format == name}
@@ -134,7 +179,9 @@ def _tell_formats(kinds: Sequence[MeasuredKind], found: Mapping[Way, Loss], best
         way = min(own, key=lambda one: own[one].output)
         bits = _bits(kinds, way) / sum(kind.weights for kind in kinds)
         least = "Least output error in four bits: " if name == best.format else "The other format: "
-        others = [f"{other.rule} {_percent(loss)}" for other, loss in own.items() if other is not way]
+        others = [
+            f"{other.rule} {_percent(loss)}" for other, loss in own.items() if other is not way
+        ]
         beside = f" ({', '.join(others)})" if others else ""
         yield f"{least}{name} with rule {way.rule}, {_percent(own[way])} at {bits:.3f} bits per weight{beside}."
 
@@ -164,8 +211,16 @@ def _times(kind: MeasuredKind, way: Way, whole: Loss) -> float:
 def _instead(kinds: Sequence[MeasuredKind], kind: MeasuredKind, best: Way) -> dict[str, object]:
     """What it comes to where one kind gets more bits than all others."""
     weights = sum(each.weights for each in kinds)
-    whole = {f"{way.format}_bits_per_weight": _bits(kinds, best, {kind.kind: way}) / weights for way in KEPT}
-    return {"kind": kind.short, "modules": kind.kind, "output_error": math.sqrt(kind.loss(best).output), **whole}
+    whole = {
+        f"{way.format}_bits_per_weight": _bits(kinds, best, {kind.kind: way}) / weights
+        for way in KEPT
+    }
+    return {
+        "kind": kind.short,
+        "modules": kind.kind,
+        "output_error": math.sqrt(kind.loss(best).output),
+        **whole,
+    }
 
 
 def _percent(loss: Loss) -> str:
@@ -197,13 +252,22 @@ def analyze(source: Source, study: Study, phases: Phases | None = None) -> dict[
     phases = phases or Phases()
     kinds = kinds_of(find_quantizable(source, study.choice))
     if not kinds:
-        raise InputError("no-linears", f"{source.name}: the recipe quantizes no matrix; expected some to analyze", NAME_SOME)
+        raise InputError(
+            "no-linears",
+            f"{source.name}: the recipe quantizes no matrix; expected some to analyze",
+            NAME_SOME,
+        )
     if study.calibration:
-        study.calibration.check(source, [linear for linears in kinds.values() for linear in linears])
+        study.calibration.check(
+            source, [linear for linears in kinds.values() for linear in linears]
+        )
     samples = draw_sample(kinds, study.sample_nbytes)
     phases.begin("measure", sum(sample.nbytes for own in samples.values() for sample in own))
     losses, names = _measure(source, study, samples, phases.report), short_names(list(kinds))
-    measured = [MeasuredKind(kind, names[kind], linears, samples[kind], losses[kind]) for kind, linears in kinds.items()]
+    measured = [
+        MeasuredKind(kind, names[kind], linears, samples[kind], losses[kind])
+        for kind, linears in kinds.items()
+    ]
     return _describe(source, study, measured)
 
 
@@ -212,23 +276,40 @@ def sample_nbytes(gigabytes: float | None) -> int | None:
     if gigabytes is None:
         return None
     if not 0 < gigabytes < math.inf:
-        raise InputError("sample-size", f"--sample {gigabytes:g} GB; expected a positive number", "Leave it out for 0.02.")
+        raise InputError(
+            "sample-size",
+            f"--sample {gigabytes:g} GB; expected a positive number",
+            "Leave it out for 0.02.",
+        )
     return int(gigabytes * 10**9)
 
 
 def find_quantizable(source: Source, choice: Choice) -> dict[str, Linear]:
     """The linear layers that would become four-bit, by module."""
-    recipe = build_recipe(Target(NVFP4.name, "compressed-tensors"), source.checkpoint.config, choice)
+    recipe = build_recipe(
+        Target(NVFP4.name, "compressed-tensors"), source.checkpoint.config, choice
+    )
     verdicts = decide(find_linears(source, recipe), recipe, dialect_to_write(recipe.target))
-    return {module: verdict.linear for module, verdict in verdicts.items() if verdict.form and verdict.form.format.is_fp4}
+    return {
+        module: verdict.linear
+        for module, verdict in verdicts.items()
+        if verdict.form and verdict.form.format.is_fp4
+    }
 
 
 def _measure(
-    source: Source, study: Study, samples: Mapping[str, list[Sample]], report: Callable[[str, int], None]
+    source: Source,
+    study: Study,
+    samples: Mapping[str, list[Sample]],
+    report: Callable[[str, int], None],
 ) -> dict[str, dict[Way, list[Loss]]]:
     """The losses of every sample, by kind and form."""
     wanted = {
-        kind: [way for way in ways(study.calibration is not None) if all(way.fits(sample.linear.shape[1]) for sample in own)]
+        kind: [
+            way
+            for way in ways(study.calibration is not None)
+            if all(way.fits(sample.linear.shape[1]) for sample in own)
+        ]
         for kind, own in samples.items()
     }
 
@@ -239,24 +320,35 @@ def _measure(
             found = list(losses_of(x, Inputs.of(study.calibration, linear.module), wanted[kind]))
         except NumericError as error:
             next_step = f"Leave it out: --exclude {shlex.quote(linear.module)}."
-            raise NumericError(error.code, f"{linear.name}: {error.message}", next_step, linear.name) from None
+            raise NumericError(
+                error.code, f"{linear.name}: {error.message}", next_step, linear.name
+            ) from None
         report(linear.name, sample.nbytes)
         return found
 
     threads = max(processors(), ASKED_AT_ONCE) if source.is_streamed else processors()
     with ThreadPoolExecutor(threads) as pool, stopping(source):
-        coming = {kind: [pool.submit(measure, kind, sample) for sample in own] for kind, own in samples.items()}
+        coming = {
+            kind: [pool.submit(measure, kind, sample) for sample in own]
+            for kind, own in samples.items()
+        }
         try:
             found = {kind: [future.result() for future in own] for kind, own in coming.items()}
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return {kind: dict(zip(wanted[kind], map(list, zip(*own, strict=True)), strict=True)) for kind, own in found.items()}
+    return {
+        kind: dict(zip(wanted[kind], map(list, zip(*own, strict=True)), strict=True))
+        for kind, own in found.items()
+    }
 
 
 def _describe(source: Source, study: Study, kinds: list[MeasuredKind]) -> dict[str, object]:
     """The document: the whole, every kind, and what follows from them in words."""
-    weights, sampled = sum(kind.weights for kind in kinds), sum(kind.sampled_weights for kind in kinds)
+    weights, sampled = (
+        sum(kind.weights for kind in kinds),
+        sum(kind.sampled_weights for kind in kinds),
+    )
     advice = advise(kinds)
     return {
         "source": source.name,

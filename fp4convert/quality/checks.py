@@ -25,7 +25,12 @@ from fp4convert.numerics.matrices import Blocks, Quantized, row_panels
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales
 from fp4convert.planning.kv_cache_scales import stored_float
 from fp4convert.quality.layout_detection import StoredScales, detect_layout
-from fp4convert.quality.stored_scalars import find_agreements, read_each, read_global_scales, read_input_scales
+from fp4convert.quality.stored_scalars import (
+    find_agreements,
+    read_each,
+    read_global_scales,
+    read_input_scales,
+)
 from fp4convert.recipes.patterns import sift
 from fp4convert.recipes.recipe import gather_groups, group_members, model_recipe, scale_group
 from fp4convert.storage.safetensors import WEIGHT
@@ -40,10 +45,14 @@ def check_cache(artifact: Artifact) -> Iterator[Finding]:
         ending = next(ending for ending in endings if name.endswith(f".{ending}"))
         found[name.removesuffix(f".{ending}")].append(name)
         if stored_float(artifact.source, artifact.tensors[name]) is None:
-            yield Finding("error", "cache-scale", name, "as the scale of a cache it is no positive number")
+            yield Finding(
+                "error", "cache-scale", name, "as the scale of a cache it is no positive number"
+            )
     for attention, names in found.items():
         if len(names) != len(endings):
-            detail = f"its cache has the scale {names[0]} and not the other: engines take 1 for that"
+            detail = (
+                f"its cache has the scale {names[0]} and not the other: engines take 1 for that"
+            )
             yield Finding("warning", "cache-scale-missing", attention, detail)
     if artifact.forms[0].kv_cache and not found:
         detail = "the record asks for an FP8 cache of keys and values, and there are no scales of it: engines take 1"
@@ -56,12 +65,25 @@ def describe_cache(artifact: Artifact) -> dict[str, object] | None:
     if word is None:
         return None
     names = artifact.cache_scales(artifact.spelling)
-    values = [value for name in names if (value := stored_float(artifact.source, artifact.tensors[name]))]
-    return {"dtype": word, "scales": len(names), "smallest": min(values, default=None), "largest": max(values, default=None)}
+    values = [
+        value for name in names if (value := stored_float(artifact.source, artifact.tensors[name]))
+    ]
+    return {
+        "dtype": word,
+        "scales": len(names),
+        "smallest": min(values, default=None),
+        "largest": max(values, default=None),
+    }
 
 
-ALL_NBYTES, SAMPLE_NBYTES = 64 << 20, 48 << 20  # of block scales: read whole up to the first, else about the second
-REMOTE_NBYTES, REMOTE_MODULES = 16 << 20, 96  # of a repository on the Hub: a download of seconds, whatever its size
+ALL_NBYTES, SAMPLE_NBYTES = (
+    64 << 20,
+    48 << 20,
+)  # of block scales: read whole up to the first, else about the second
+REMOTE_NBYTES, REMOTE_MODULES = (
+    16 << 20,
+    96,
+)  # of a repository on the Hub: a download of seconds, whatever its size
 LOOK_NBYTES = 1 << 16  # of a module's codes, where scales are zero
 SMALLEST_AMAX, LARGEST_AMAX = 2.0**-20, 2.0**16  # that weights have; fp16 ends at 65504
 ZEROS_SHARE = 0.01  # of blocks; what rounding to zero leaves in honest artifacts is less
@@ -69,7 +91,11 @@ SPREAD = 8  # modules apart are those whose layout is judged one after the other
 FEW_SCALES, LOWEST_BYTE = 6, 0x40  # E4M3 scales are many, or small, or powers of two
 WIDE_OCTAVES = 8  # between the 5th and the 95th percentile of the block scales of a matrix
 LARGEST_E4M3 = 0x7E  # 448, which the block with the largest weight of a scale group has
-GUESSED = ("scale-dtype", "global-scale-reciprocal", "global-scale-range")  # what a source that fits refutes
+GUESSED = (
+    "scale-dtype",
+    "global-scale-reciprocal",
+    "global-scale-range",
+)  # what a source that fits refutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +123,9 @@ class _Histogram:
         return int(self.counts[chosen].sum())
 
 
-def judge(artifact: Artifact, source: Source | None, read: Sequence[str], sampled: Sequence[str]) -> Judged:
+def judge(
+    artifact: Artifact, source: Source | None, read: Sequence[str], sampled: Sequence[str]
+) -> Judged:
     """Everything that an artifact's records, names and scales say against it: `inspect` and `verify` both say this.
 
     source   the original weights, which decide what statistics cannot
@@ -105,7 +133,12 @@ def judge(artifact: Artifact, source: Source | None, read: Sequence[str], sample
     sampled  those that tell the layout, and are compared with the source
     Raises   InputError where the source holds none of them
     """
-    findings = [*artifact.findings, *_check_names(artifact), *_check_idle(artifact), *_check_scales(artifact, read)]
+    findings = [
+        *artifact.findings,
+        *_check_names(artifact),
+        *_check_idle(artifact),
+        *_check_scales(artifact, read),
+    ]
     detected = detect_layout(_stored_scales(artifact, sampled), artifact.scale_layout)
     if source is None:
         return Judged((*findings, *_check_layout(artifact, detected)), (), detected)
@@ -146,7 +179,9 @@ def choose_modules(artifact: Artifact, is_full: bool) -> list[str]:
 def scale_nbytes(artifact: Artifact) -> dict[str, int]:
     """Of the block scales of each module, without padding."""
     sized = ((module, *packed.shape, packed.form) for module, packed in artifact.modules.items())
-    return {module: rows * columns // form.format.block_size for module, rows, columns, form in sized}
+    return {
+        module: rows * columns // form.format.block_size for module, rows, columns, form in sized
+    }
 
 
 def _read_nbytes(artifact: Artifact) -> dict[str, int]:
@@ -154,7 +189,10 @@ def _read_nbytes(artifact: Artifact) -> dict[str, int]:
     nbytes = scale_nbytes(artifact)
     if artifact.scale_layout in LAYOUTS:
         return nbytes
-    return {module: of * (artifact.modules[module].form.format.block_size // 2 + 1) for module, of in nbytes.items()}
+    return {
+        module: of * (artifact.modules[module].form.format.block_size // 2 + 1)
+        for module, of in nbytes.items()
+    }
 
 
 def _beside(artifact: Artifact, modules: Sequence[str]) -> list[str]:
@@ -163,7 +201,11 @@ def _beside(artifact: Artifact, modules: Sequence[str]) -> list[str]:
         return list(artifact.modules)
     groups = group_members(artifact.source.checkpoint.config)
     keys = {key for module in modules if (key := scale_group(module, groups))}
-    return [module for module in artifact.modules if module in modules or scale_group(module, groups) in keys]
+    return [
+        module
+        for module in artifact.modules
+        if module in modules or scale_group(module, groups) in keys
+    ]
 
 
 def _stored_scales(artifact: Artifact, modules: Sequence[str]) -> Iterator[StoredScales]:
@@ -181,12 +223,17 @@ def _stored_scales(artifact: Artifact, modules: Sequence[str]) -> Iterator[Store
 def _check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
     """Findings on the block scales of those modules, and on the global and input scales of all."""
     findings: list[Finding] = []
-    histograms = read_each(artifact.source, lambda module: _histogram(artifact.decode(module)), modules)
+    histograms = read_each(
+        artifact.source, lambda module: _histogram(artifact.decode(module)), modules
+    )
     for module, histogram in zip(modules, histograms, strict=True):
         findings += _judge_histogram(artifact, module, histogram)
     for fmt in {form.format for form in artifact.forms}:
         findings += _judge_dtype(fmt, [each for each in histograms if each.format is fmt])
-    stored, is_divisor = read_group_scales(artifact, modules), artifact.spelling.TRAITS.scalars.kind == "divisor"
+    stored, is_divisor = (
+        read_group_scales(artifact, modules),
+        artifact.spelling.TRAITS.scalars.kind == "divisor",
+    )
     for module, scale in stored.items():
         if not _is_ordinary(scale, is_divisor):
             findings.append(_judge_global_scale(module, scale, is_divisor))
@@ -198,9 +245,15 @@ def _check_scales(artifact: Artifact, modules: Sequence[str]) -> list[Finding]:
     inputs = read_input_scales(artifact, _beside(artifact, modules))
     for module, scale in inputs.items():
         if not (math.isfinite(scale) and scale > 0):
-            findings.append(Finding("error", "input-scale", module, f"as a multiplier its input scale is {scale}"))
+            findings.append(
+                Finding(
+                    "error", "input-scale", module, f"as a multiplier its input scale is {scale}"
+                )
+            )
     for members in _unequal_groups(artifact, inputs):
-        detail = f"{', '.join(members)} have different input scales; engines that fuse them use only one"
+        detail = (
+            f"{', '.join(members)} have different input scales; engines that fuse them use only one"
+        )
         findings.append(Finding(level, "group-inputs-differ", members[0], detail))
     return findings
 
@@ -218,9 +271,19 @@ def _check_others(artifact: Artifact) -> Iterator[Finding]:
         values = np.frombuffer(stored, FLOAT_DTYPES[ref.dtype]).astype(np.float32)
         module = ref.name.removesuffix(".weight_scale")
         if bad := int(np.count_nonzero(~np.isfinite(values))):
-            yield Finding("error", "scale-not-finite", module, f"{bad} of its {values.size} scales are not finite")
+            yield Finding(
+                "error",
+                "scale-not-finite",
+                module,
+                f"{bad} of its {values.size} scales are not finite",
+            )
         if negative := int(np.count_nonzero(values < 0)):
-            yield Finding("error", "scale-negative", module, f"{negative} of its {values.size} scales are negative")
+            yield Finding(
+                "error",
+                "scale-negative",
+                module,
+                f"{negative} of its {values.size} scales are negative",
+            )
     if len({group.form.word for group in artifact.groups}) < 2:
         return
     packed = artifact.packed
@@ -236,7 +299,9 @@ def _histogram(q: Blocks) -> _Histogram:
     for first, last in row_panels(q.shape):
         counts += cpu.count_bytes(q.scales(first, last))
     every_byte = memoryview(bytes(range(256)))
-    one_each = Quantized(q.format, (256, q.format.block_size), every_byte, every_byte, q.global_scale, q.kind)
+    one_each = Quantized(
+        q.format, (256, q.format.block_size), every_byte, every_byte, q.global_scale, q.kind
+    )
     return _Histogram(q.format, counts, block_steps(one_each))
 
 
@@ -246,7 +311,9 @@ def _judge_histogram(artifact: Artifact, module: str, histogram: _Histogram) -> 
     if negative := histogram.where(histogram.steps < 0):
         yield Finding("error", "scale-negative", module, f"{negative} blocks have a negative scale")
     if histogram.where(histogram.steps == 0) and (
-        erased := _erased_blocks(artifact.decode(module), histogram.steps, artifact.source.is_streamed)
+        erased := _erased_blocks(
+            artifact.decode(module), histogram.steps, artifact.source.is_streamed
+        )
     ):
         detail = f"{erased} blocks hold values, and have the scale zero"
         is_rounding = erased <= ZEROS_SHARE * histogram.counts.sum()
@@ -263,7 +330,9 @@ def _erased_blocks(q: Blocks, steps: NDArray[np.float32], is_remote: bool) -> in
         if not is_zero.any() or (is_remote and seen):
             continue
         begin = int(is_zero.any(axis=1).argmax()) if is_remote else 0
-        is_zero = is_zero[begin : begin + max(1, LOOK_NBYTES // row_nbytes)] if is_remote else is_zero
+        is_zero = (
+            is_zero[begin : begin + max(1, LOOK_NBYTES // row_nbytes)] if is_remote else is_zero
+        )
         rows = q.rows(first + begin, first + begin + len(is_zero))
         packed = np.frombuffer(rows.packed, np.uint8).reshape(*is_zero.shape, -1)[is_zero]
         seen += int(is_zero.sum())
@@ -278,7 +347,10 @@ def _judge_dtype(fmt: Format, histograms: list[_Histogram]) -> Iterator[Finding]
     """
     is_nvfp4 = fmt is NVFP4
     odd = sum(_is_odd_e4m3(each) if is_nvfp4 else _is_odd_e8m0(each) for each in histograms)
-    full = sum(bool(each.counts[LARGEST_E4M3] and not each.counts[LARGEST_E4M3 + 1 : 128].any()) for each in histograms)
+    full = sum(
+        bool(each.counts[LARGEST_E4M3] and not each.counts[LARGEST_E4M3 + 1 : 128].any())
+        for each in histograms
+    )
     is_sure = 8 * full < len(histograms) if is_nvfp4 else 4 * full >= len(histograms)
     if 2 * odd > len(histograms) and is_sure:
         other = "e8m0" if is_nvfp4 else "fp8_e4m3"
@@ -345,13 +417,20 @@ def _check_names(artifact: Artifact) -> Iterator[Finding]:
             detail = f"engines of dialect {artifact.dialect} read no embedding in four bits, if it is one"
             yield Finding("warning", "embedding-quantized", module, detail)
         elif kind == "tower":
-            yield Finding("warning", "tower-quantized", module, "it is part of a vision or audio tower, which most engines keep")
+            yield Finding(
+                "warning",
+                "tower-quantized",
+                module,
+                "it is part of a vision or audio tower, which most engines keep",
+            )
     if artifact.spelling.TRAITS.ignores_by_name:
         yield from _check_kept(artifact)
 
 
 def _check_idle(artifact: Artifact) -> Iterator[Finding]:
-    has_inputs = all(form.has_input_scale for form in artifact.forms if form.format.has_global_scale)
+    has_inputs = all(
+        form.has_input_scale for form in artifact.forms if form.format.has_global_scale
+    )
     if idle := idle_scales(artifact.modules, artifact.cache_scales(artifact.spelling), has_inputs):
         detail = f"{len(idle)} scales beside four-bit modules, the first {idle[0]}: {UNSAID}; transcode leaves them out"
         yield Finding("note", "scales-idle", None, detail)
@@ -359,7 +438,9 @@ def _check_idle(artifact: Artifact) -> Iterator[Finding]:
 
 def _check_kept(artifact: Artifact) -> Iterator[Finding]:
     """Linear layers that stay, as their quantized namesakes in other layers show, and that no record ignores."""
-    leaves = {leaf for module in artifact.packed if not (leaf := module.rpartition(".")[2]).isdigit()}
+    leaves = {
+        leaf for module in artifact.packed if not (leaf := module.rpartition(".")[2]).isdigit()
+    }
     is_ignored = artifact.spelling.ignores(artifact.clues)
     for name, ref in artifact.tensors.items():
         if name.endswith(WEIGHT) and len(ref.shape) == 2 and ref.dtype in FLOAT_TYPES:

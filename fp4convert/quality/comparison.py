@@ -19,7 +19,12 @@ from fp4convert.errors import Finding, InputError, is_healthy
 from fp4convert.quality.source_compare import Distance, Outputs, mean_output_error, stand_beside
 from fp4convert.storage.source import Source
 
-DOUBTS = ("kept-differs", "kept-missing", "not-measurable", "source-differs")  # that it is the source's
+DOUBTS = (
+    "kept-differs",
+    "kept-missing",
+    "not-measurable",
+    "source-differs",
+)  # that it is the source's
 A, B, EQUAL = "a", "b", "equal"
 
 
@@ -66,14 +71,21 @@ class _Side:
         packed = self.artifact.modules.get(module) or self.artifact.others.get(module)
         if packed is None or module not in self.distances:
             return self._kept(module)
-        companions, share = self.artifact.spelling.TRAITS.companions, math.prod(packed.shape) / math.prod(packed.stored_shape)
-        nbits = 8 * share * sum(ref.nbytes for ref in packed.refs if not ref.name.endswith(companions))
+        companions, share = (
+            self.artifact.spelling.TRAITS.companions,
+            math.prod(packed.shape) / math.prod(packed.stored_shape),
+        )
+        nbits = (
+            8 * share * sum(ref.nbytes for ref in packed.refs if not ref.name.endswith(companions))
+        )
         found, word = self.distances[module], packed.form.format.name
         sums = found.sums
         if not math.isfinite(sums.noise):
             return Held(word, nbits, True)
         nmse = 0.0 if sums.noise == 0 else sums.nmse
-        return Held(word, nbits, True, sums.sqnr_db, nmse, found.answers.error if found.answers else None)
+        return Held(
+            word, nbits, True, sums.sqnr_db, nmse, found.answers.error if found.answers else None
+        )
 
     def _kept(self, module: str) -> Held | None:
         linear = self.kept.get(module)
@@ -83,7 +95,9 @@ class _Side:
         return Held(linear.coding.word, 8 * linear.nbytes, False, None, lost, lost)
 
 
-def compare(artifacts: tuple[Artifact, Artifact], source: Source, outputs: Outputs | None = None) -> dict[str, Any]:
+def compare(
+    artifacts: tuple[Artifact, Artifact], source: Source, outputs: Outputs | None = None
+) -> dict[str, Any]:
     """The document of `compare --json`.
 
     outputs  whose inputs output errors are for; Gaussians where it is None
@@ -93,12 +107,19 @@ def compare(artifacts: tuple[Artifact, Artifact], source: Source, outputs: Outpu
     for artifact in artifacts:
         artifact.refuse_unsound()
     besides = [stand_beside(artifact, source, outputs) for artifact in artifacts]
-    names = {pair.theirs.module: pair.theirs for beside in besides for pair in beside.pairs if pair.ours.coding.is_packed}
+    names = {
+        pair.theirs.module: pair.theirs
+        for beside in besides
+        for pair in beside.pairs
+        if pair.ours.coding.is_packed
+    }
     if not names:
-        detail = (
-            f"neither {artifacts[0].source.name} nor {artifacts[1].source.name} has quantized a linear layer of {source.name}"
+        detail = f"neither {artifacts[0].source.name} nor {artifacts[1].source.name} has quantized a linear layer of {source.name}"
+        raise InputError(
+            "nothing-in-common",
+            detail,
+            "Give the weights that they were made from: --source SOURCE.",
         )
-        raise InputError("nothing-in-common", detail, "Give the weights that they were made from: --source SOURCE.")
     sides = []
     for beside in besides:
         found, findings = beside.compare()
@@ -106,7 +127,15 @@ def compare(artifacts: tuple[Artifact, Artifact], source: Source, outputs: Outpu
         modules = {pair.theirs.name: pair.ours.module for pair in beside.pairs}
         distances = {modules[name]: distance for name, distance in found.items()}
         doubted = frozenset(finding.tensor for finding in findings if finding.code in DOUBTS)
-        sides.append(_Side(beside.artifact, distances, linears_stored(beside.artifact), tuple(findings), doubted))
+        sides.append(
+            _Side(
+                beside.artifact,
+                distances,
+                linears_stored(beside.artifact),
+                tuple(findings),
+                doubted,
+            )
+        )
     rows = [_row(linear, sides) for linear in names.values()]
     return {
         "source": source.name,
@@ -131,7 +160,9 @@ def _row(linear: Linear, sides: Iterable[_Side]) -> dict[str, Any]:
         A: a.as_json(elements) if a else None,
         B: b.as_json(elements) if b else None,
         "quantized_by": [name for name, held in ((A, a), (B, b)) if held and held.is_packed],
-        "difference_db": b.sqnr_db - a.sqnr_db if a and b and a.sqnr_db is not None and b.sqnr_db is not None else None,
+        "difference_db": b.sqnr_db - a.sqnr_db
+        if a and b and a.sqnr_db is not None and b.sqnr_db is not None
+        else None,
         "better": None if is_doubted else _better(a, b),
     }
 
@@ -139,14 +170,20 @@ def _row(linear: Linear, sides: Iterable[_Side]) -> dict[str, Any]:
 def _better(a: Held | None, b: Held | None) -> str | None:
     if a is None or b is None or a.output_error is None or b.output_error is None:
         return None
-    return EQUAL if a.output_error == b.output_error else A if a.output_error < b.output_error else B
+    return (
+        EQUAL if a.output_error == b.output_error else A if a.output_error < b.output_error else B
+    )
 
 
 def _describe(side: _Side, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What an artifact is, and what it loses: SQNR over what both have quantized, all else over what is compared."""
     artifact = side.artifact
     own = [(row["weights"], row[name]) for row in rows if row[name]]
-    both = [(row[name]["sqnr_db"], row["name"]) for row in rows if _is_by_both(row) and row[name]["sqnr_db"] is not None]
+    both = [
+        (row[name]["sqnr_db"], row["name"])
+        for row in rows
+        if _is_by_both(row) and row[name]["sqnr_db"] is not None
+    ]
     formats = dict.fromkeys(packed.form.format.name for packed in artifact.packed.values())
     least = min(both, default=(None, None))
     worst = {"sqnr_db_min": least[0], "worst": least[1]}
@@ -180,7 +217,10 @@ def _count(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "compared": len(rows),
         "quantized_by_both": sum(_is_by_both(row) for row in rows),
-        **{f"quantized_by_{name}_alone": sum(row["quantized_by"] == [name] for row in rows) for name in (A, B)},
+        **{
+            f"quantized_by_{name}_alone": sum(row["quantized_by"] == [name] for row in rows)
+            for name in (A, B)
+        },
         **{f"better_{name}": sum(row["better"] == name for row in rows) for name in (A, B)},
         "equal": sum(row["better"] == EQUAL for row in rows),
         "difference_db_mean": _mean((1, difference) for difference in differences),

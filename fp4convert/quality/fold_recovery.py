@@ -45,7 +45,10 @@ def unfolded(artifact: Artifact, source: Source) -> Linears:
     folds = folds_used(uses, source.checkpoint, originals)
     reader = _Reader(artifact, linears_stored(artifact))
     changed = reader.changed = changed_by(folds, reader.factors)
-    of = {module: replace(linear, coding=changed.get(module, linear.coding)) for module, linear in originals.of.items()}
+    of = {
+        module: replace(linear, coding=changed.get(module, linear.coding))
+        for module, linear in originals.of.items()
+    }
     vectors = {linear.name: linear for fold in folds for linear in vectors_of(fold, reader.factors)}
     return replace(originals, of=of, vectors=vectors)
 
@@ -64,7 +67,11 @@ class _Reader:
         """Those of a fold; 1 where nothing tells."""
         with self._lock:
             if fold.name not in self._found:
-                made = self._of_norm(fold, fold.weight, source) if fold.weight else self._of_rows(fold, source)
+                made = (
+                    self._of_norm(fold, fold.weight, source)
+                    if fold.weight
+                    else self._of_rows(fold, source)
+                )
                 made = np.where(np.isfinite(made) & (made > 0), made, 1).astype(np.float32)
                 self._found[fold.name] = Factors(fold.by_column(made).astype(np.float32), made)
             return self._found[fold.name]
@@ -73,7 +80,9 @@ class _Reader:
         own = self._artifact.tensors.get(weight.name)
         if own is None or (own.dtype, own.shape) != (weight.dtype, weight.shape):
             return np.ones(fold.outputs, np.float32)
-        return quotients(read_vector(weight, source), read_vector(own, self._artifact.source), fold.vector)
+        return quotients(
+            read_vector(weight, source), read_vector(own, self._artifact.source), fold.vector
+        )
 
     def _of_rows(self, fold: Fold, source: Source) -> Doubles:
         """The power of two for each row, by the row itself; for one of zeros by the columns that read it."""
@@ -95,12 +104,20 @@ class _Reader:
             return None
         other = self.changed[linear.module]
         coding = replace(other, rows=None) if axis == 1 else replace(other, columns=None)
-        theirs, ours = coding.weights(linear, source), own.coding.weights(own, self._artifact.source)
+        theirs, ours = (
+            coding.weights(linear, source),
+            own.coding.weights(own, self._artifact.source),
+        )
         power, common = np.zeros(linear.shape[1 - axis]), np.zeros(linear.shape[1 - axis])
         for panel in row_panels(linear.shape, COMPARED_ELEMENTS):
-            x, y = (as_floats(weights.rows(*panel)).astype(np.float64) for weights in (theirs, ours))
+            x, y = (
+                as_floats(weights.rows(*panel)).astype(np.float64) for weights in (theirs, ours)
+            )
             if axis == 1:
-                power[slice(*panel)], common[slice(*panel)] = (x * x).sum(axis=1), (x * y).sum(axis=1)
+                power[slice(*panel)], common[slice(*panel)] = (
+                    (x * x).sum(axis=1),
+                    (x * y).sum(axis=1),
+                )
             else:
                 power, common = power + (x * x).sum(axis=0), common + (x * y).sum(axis=0)
         with np.errstate(all="ignore"):
@@ -114,16 +131,19 @@ def check_vector(artifact: Artifact, linear: Linear, source: Source) -> Finding 
     """A finding where a divided norm or bias is not what the artifact's factors make of the source's."""
     kept, ref = artifact.tensors.get(linear.name), linear.refs[0]
     if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
-        return Finding("error", "kept-missing", ref.name, "the source has it, the artifact has it not, or otherwise")
+        return Finding(
+            "error",
+            "kept-missing",
+            ref.name,
+            "the source has it, the artifact has it not, or otherwise",
+        )
     expected = as_floats(linear.coding.weights(linear, source).rows(0, 1))[0]
     own = read_vector(kept, artifact.source)
     with np.errstate(all="ignore"):
         is_same = (own == expected) | (np.abs(own - expected) <= UNSEEN * np.abs(expected))
     if is_same.all():
         return None
-    detail = (
-        f"{np.count_nonzero(~is_same)} of its values are the source's under no factor, or under another than its readers have"
-    )
+    detail = f"{np.count_nonzero(~is_same)} of its values are the source's under no factor, or under another than its readers have"
     return Finding("error", "fold-differs", ref.name, detail)
 
 

@@ -33,7 +33,9 @@ def inspect(artifact: Artifact, source: Source | None, is_full: bool) -> dict[st
     return _describe(artifact, judged.detected, read / whole if whole else 0.0, judged.findings)
 
 
-def _describe(artifact: Artifact, detected: str | None, share: float, findings: tuple[Finding, ...]) -> dict[str, object]:
+def _describe(
+    artifact: Artifact, detected: str | None, share: float, findings: tuple[Finding, ...]
+) -> dict[str, object]:
     """scale_layout: "declared" is what our record says (None where there is none), "detected" None where nothing decides.
 
     Of a mixed artifact, "forms" says more; what its forms do not agree on is None.
@@ -53,9 +55,14 @@ def _describe(artifact: Artifact, detected: str | None, share: float, findings: 
         **{key: common(key) for key in ("global_scale", "nibble_order", "activations")},
         **({"kv_cache": cache} if (cache := describe_cache(artifact)) else {}),
         **({"forms": forms} if len(forms) > 1 else {}),
-        "tensors": {"quantized": len(packed), "other": len(artifact.tensors) - len(_stored(packed))},
+        "tensors": {
+            "quantized": len(packed),
+            "other": len(artifact.tensors) - len(_stored(packed)),
+        },
         "patterns": _describe_patterns(artifact),
-        "bits_per_weight": forms[0].get("bits_per_weight") if len(forms) == 1 else _bits(artifact, packed),
+        "bits_per_weight": forms[0].get("bits_per_weight")
+        if len(forms) == 1
+        else _bits(artifact, packed),
         "share_read": round(share, 4),
         **({"fidelity": recorded.summary} if (recorded := read_recorded(artifact)[0]) else {}),
         "findings": [asdict(finding) for finding in findings],
@@ -66,7 +73,10 @@ def _describe(artifact: Artifact, detected: str | None, share: float, findings: 
 def _describe_patterns(artifact: Artifact) -> list[dict[str, object]]:
     """The quantized modules, layers and siblings folded: how many a pattern stands for, and their form in a word."""
     forms = [(name, each.form.word) for name, each in artifact.packed.items()]
-    return [{"pattern": pattern, "modules": len(held), "form": forms[held[0]][1]} for pattern, held in join_names(forms)]
+    return [
+        {"pattern": pattern, "modules": len(held), "form": forms[held[0]][1]}
+        for pattern, held in join_names(forms)
+    ]
 
 
 def _describe_forms(artifact: Artifact) -> list[dict[str, object]]:
@@ -86,7 +96,12 @@ def _bits(artifact: Artifact, packed: Collection[Packed]) -> float | None:
     """Bits that a weight takes in those modules with its scales, but for those of activations."""
     of_activations = artifact.spelling.TRAITS.companions
     elements = sum([rows * columns for rows, columns in map(attrgetter("shape"), packed)])
-    kinds = Counter(map(attrgetter("dtype", "shape"), (ref for ref in _stored(packed) if not ref.name.endswith(of_activations))))
+    kinds = Counter(
+        map(
+            attrgetter("dtype", "shape"),
+            (ref for ref in _stored(packed) if not ref.name.endswith(of_activations)),
+        )
+    )
     nbytes = sum(count * nbytes_of(*kind) for kind, count in kinds.items())
     return round(8 * nbytes / elements, 4) if elements else None
 

@@ -33,14 +33,28 @@ STRUCTURES = 1 + (len(RUNS) + len(PERIODS)) * len(CELL_WIDTHS)  # the first is r
 
 LEAST_ROWS, LEAST_BLOCKS, LEAST_SCALES = 32, 4, 1024  # of a matrix that says anything
 ALL_MATRICES = 64  # every matrix up to this one is looked at, then every second up to its double, every fourth, ...
-SAMPLE, PANEL, PANELS, SAMPLE_BLOCKS = 1 << 17, 256, 4, 512  # panels of rows from all over a matrix, this many at least
+SAMPLE, PANEL, PANELS, SAMPLE_BLOCKS = (
+    1 << 17,
+    256,
+    4,
+    512,
+)  # panels of rows from all over a matrix, this many at least
 
 FINE = 1.25  # cells below half a row are so many that they must explain this much more than rows and columns do
 LEAST_CELL = 4
 LEAST_VARIANCE = 1e-6  # of log2; below it a matrix is constant
-ACCIDENT, ACCIDENT_SCALES = 0.05, 4096  # standard deviation of a share by accident; the matrix in which it is sqrt(2) of that
-AGREEMENT, CONTRADICTION = 2.5, 5.0  # standard deviations by which every rival is beaten: linear as declared, and otherwise
-CERTAINTY, ENOUGH = 15.0, 4  # so many, for the declared layout after so many matrices or their doubles, end the search
+ACCIDENT, ACCIDENT_SCALES = (
+    0.05,
+    4096,
+)  # standard deviation of a share by accident; the matrix in which it is sqrt(2) of that
+AGREEMENT, CONTRADICTION = (
+    2.5,
+    5.0,
+)  # standard deviations by which every rival is beaten: linear as declared, and otherwise
+CERTAINTY, ENOUGH = (
+    15.0,
+    4,
+)  # so many, for the declared layout after so many matrices or their doubles, end the search
 CONTRARY = 0.1  # of the lead over a rival, the part that other matrices may take back
 DECODERS: dict[str, Callable[[Bytes], Float32s]] = {"fp8_e4m3": decode_e4m3, "e8m0": decode_e8m0}
 
@@ -105,14 +119,25 @@ def evidence(matrices: Iterable[StoredScales], declared: str = "") -> dict[str, 
     fits = np.ones(len(LAYOUTS), bool)
     looked = 0
     for position, matrix in enumerate(matrices):
-        fits &= [matrix.stored.size == math.prod(layout.padded(matrix.shape)) for layout in LAYOUTS.values()]
+        fits &= [
+            matrix.stored.size == math.prod(layout.padded(matrix.shape))
+            for layout in LAYOUTS.values()
+        ]
         if _is_looked_at(position) and fits.any() and _says_anything(matrix):
             shares = np.zeros((len(LAYOUTS), STRUCTURES))
-            fitting = [layout for layout, is_fit in zip(LAYOUTS.values(), fits, strict=True) if is_fit]
-            shares[fits] = _shares([_sample(matrix, layout) for layout in fitting], _log2(matrix.format.scale_dtype))
+            fitting = [
+                layout for layout, is_fit in zip(LAYOUTS.values(), fits, strict=True) if is_fit
+            ]
+            shares[fits] = _shares(
+                [_sample(matrix, layout) for layout in fitting], _log2(matrix.format.scale_dtype)
+            )
             contest.add(shares, min(math.prod(matrix.shape), SAMPLE))
             looked += 1
-            if looked >= ENOUGH and looked.bit_count() == 1 and _level(contest, fits, declared) >= CERTAINTY:
+            if (
+                looked >= ENOUGH
+                and looked.bit_count() == 1
+                and _level(contest, fits, declared) >= CERTAINTY
+            ):
                 break
     return dict(zip(LAYOUTS, contest.levels(fits).tolist(), strict=True))
 
@@ -135,12 +160,16 @@ def _says_anything(matrix: StoredScales) -> bool:
 
 def _sample(matrix: StoredScales, layout: Layout) -> Bytes:
     """(rows, blocks) part of the scales as read in a layout."""
-    linear = np.frombuffer(layout.restore(matrix.stored.data, matrix.shape), np.uint8).reshape(matrix.shape)
+    linear = np.frombuffer(layout.restore(matrix.stored.data, matrix.shape), np.uint8).reshape(
+        matrix.shape
+    )
     block_scales = linear[:, :SAMPLE_BLOCKS]
     rows, blocks = block_scales.shape
     count = max(PANELS, SAMPLE // (PANEL * blocks))
     if rows // PANEL > count:
-        block_scales = np.concatenate([block_scales[PANEL * (k * (rows // PANEL) // count) :][:PANEL] for k in range(count)])
+        block_scales = np.concatenate(
+            [block_scales[PANEL * (k * (rows // PANEL) // count) :][:PANEL] for k in range(count)]
+        )
     return np.ascontiguousarray(block_scales)
 
 
@@ -163,16 +192,25 @@ def _shares(readings: Sequence[Bytes], log2: Floats) -> Floats:
     runs = (rows, *RUNS)  # all rows of one block are a column
     sums, of_rows = zip(*(Cpu().sum_cells(each, log2, runs) for each in readings), strict=True)
     power, total, squares = np.moveaxis(np.stack(sums), -1, 0)
-    widths, members = np.array(CELL_WIDTHS), np.array([*runs, *(rows // period for period in PERIODS)])[:, None]
+    widths, members = (
+        np.array(CELL_WIDTHS),
+        np.array([*runs, *(rows // period for period in PERIODS)])[:, None],
+    )
     groups = np.array([*(rows // run for run in runs), *PERIODS])[:, None]
     cell = members * widths
     share = _share(squares, total, power, (groups * (blocks // widths), cell))
-    both = share[:, 0, 0] + _share(squares[:, 0, 0], total[:, 0, 0], np.array(of_rows), (rows, blocks))
-    others = np.where(cell < LEAST_CELL, 0, np.where(2 * cell >= blocks, share, share / FINE))[:, 1:]
+    both = share[:, 0, 0] + _share(
+        squares[:, 0, 0], total[:, 0, 0], np.array(of_rows), (rows, blocks)
+    )
+    others = np.where(cell < LEAST_CELL, 0, np.where(2 * cell >= blocks, share, share / FINE))[
+        :, 1:
+    ]
     return np.concatenate((both[:, None], others.reshape(len(readings), -1)), axis=1)
 
 
-def _share(squares: Floats, total: Floats, power: Floats, shape: tuple[Integers | int, Integers | int]) -> Floats:
+def _share(
+    squares: Floats, total: Floats, power: Floats, shape: tuple[Integers | int, Integers | int]
+) -> Floats:
     """The share of the variance between cells; not below 0, and 0 where there are not two cells of two elements.
 
     squares, total  the sums of the squares of all elements, and of all elements

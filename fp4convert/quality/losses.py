@@ -15,7 +15,15 @@ from fp4convert.checkpoint.encodings.floats import Picked
 from fp4convert.checkpoint.module_names import split_numbers
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_floats, as_matrix, dequantize, not_finite, quantize
+from fp4convert.numerics.codec import (
+    FLOAT_DTYPES,
+    Float32s,
+    as_floats,
+    as_matrix,
+    dequantize,
+    not_finite,
+    quantize,
+)
 from fp4convert.numerics.formats import FORMATS, FP8, IMPORTANCE
 from fp4convert.numerics.fp8_int import through_fp8
 from fp4convert.numerics.matrices import Weights
@@ -117,7 +125,9 @@ def rounded(x: Float32s, way: Way, importance: Float32s | None = None) -> Float3
         fmt, amax = FORMATS[way.format], float(np.abs(x).max(initial=0))
         given = importance if way.rule == IMPORTANCE else None
         if way.is_for_study:
-            return dequantize(quantize(x, replace(fmt, block_size=way.block), str(way.rule), amax, given))
+            return dequantize(
+                quantize(x, replace(fmt, block_size=way.block), str(way.rule), amax, given)
+            )
         q = Cpu().quantize(as_matrix(x), fmt, str(way.rule), amax, given)
         return Cpu().values(q)
     if way.format == BF16:
@@ -135,7 +145,9 @@ MOST_MATRICES = 128  # of a kind: more of them say the same, and each is some re
 MOST_STRIPS = 8  # of a matrix
 STRIP_NBYTES = 1 << 20
 ANY = "*"
-TURN = 0.618034  # of a matrix from one sample to the next, so that no place in a matrix is preferred
+TURN = (
+    0.618034  # of a matrix from one sample to the next, so that no place in a matrix is preferred
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +190,9 @@ def _ends(kind: str) -> list[str]:
     return [".".join(parts[at:]) for at in range(len(parts) - 1, -1, -1) if parts[at] != ANY]
 
 
-def draw_sample(kinds: Mapping[str, Sequence[Linear]], nbytes: int | None = None) -> dict[str, list[Sample]]:
+def draw_sample(
+    kinds: Mapping[str, Sequence[Linear]], nbytes: int | None = None
+) -> dict[str, list[Sample]]:
     """Samples of every kind that take at most so many bytes together, the same for the same source.
 
     nbytes  None for USUAL_NBYTES, or what a row of every kind takes where that is more
@@ -194,7 +208,9 @@ def draw_sample(kinds: Mapping[str, Sequence[Linear]], nbytes: int | None = None
     return {kind: _sample_kind(linears, shares[kind]) for kind, linears in kinds.items()}
 
 
-def _dealt(kinds: Mapping[str, Sequence[Linear]], least: Mapping[str, int], nbytes: int) -> dict[str, int]:
+def _dealt(
+    kinds: Mapping[str, Sequence[Linear]], least: Mapping[str, int], nbytes: int
+) -> dict[str, int]:
     """The same share for every kind, as far as it can use it, and at least what its smallest row takes."""
     most = {kind: sum(map(_nbytes_read, linears)) for kind, linears in kinds.items()}
     shares = dict(least)
@@ -217,10 +233,15 @@ def _sample_kind(linears: Sequence[Linear], share: int) -> list[Sample]:
     chosen = [fitting[(2 * number + 1) * len(fitting) // (2 * count)] for number in range(count)]
     granted = [0] * count
     left = share
-    for done, at in enumerate(sorted(range(count), key=lambda number: _nbytes_read(chosen[number]))):  # small ones leave some
+    for done, at in enumerate(
+        sorted(range(count), key=lambda number: _nbytes_read(chosen[number]))
+    ):  # small ones leave some
         granted[at] = min(_nbytes_read(chosen[at]), left // (count - done))
         left -= granted[at]
-    return [_strips_of(linear, nbytes, number) for number, (linear, nbytes) in enumerate(zip(chosen, granted, strict=True))]
+    return [
+        _strips_of(linear, nbytes, number)
+        for number, (linear, nbytes) in enumerate(zip(chosen, granted, strict=True))
+    ]
 
 
 def _strips_of(linear: Linear, nbytes: int, number: int) -> Sample:
@@ -233,7 +254,9 @@ def _strips_of(linear: Linear, nbytes: int, number: int) -> Sample:
     count = max(1, min(MOST_STRIPS, height, height * row_nbytes // STRIP_NBYTES))
     each, free = height // count, rows - height // count * count
     at = int(number * TURN % 1 * (free // count + 1))  # as far into each gap
-    strips = tuple((first, first + each) for first in (at + strip * (rows // count) for strip in range(count)))
+    strips = tuple(
+        (first, first + each) for first in (at + strip * (rows // count) for strip in range(count))
+    )
     return Sample(linear, strips, each * count * row_nbytes)
 
 
@@ -249,4 +272,6 @@ def _nbytes_read(linear: Linear) -> int:
 
 def _least_nbytes(linear: Linear) -> int:
     """What reading one row takes."""
-    return _nbytes_read(linear) if _is_whole(linear) else -(-_nbytes_read(linear) // linear.shape[0])
+    return (
+        _nbytes_read(linear) if _is_whole(linear) else -(-_nbytes_read(linear) // linear.shape[0])
+    )

@@ -74,9 +74,16 @@ class Distance:
         name  of the tensor
         """
         if not math.isfinite(self.sums.noise):
-            return Finding("error", "not-measurable", name, "its values or the source's are not finite")
+            return Finding(
+                "error", "not-measurable", name, "its values or the source's are not finite"
+            )
         if self.sums.noise > DIFFERENT * self.sums.signal:
-            return Finding("error", "source-differs", name, "its values are not those of the source, in no sense of four bits")
+            return Finding(
+                "error",
+                "source-differs",
+                name,
+                "its values are not those of the source, in no sense of four bits",
+            )
         return None
 
 
@@ -84,7 +91,11 @@ def mean_output_error(weighted: Iterable[tuple[int, float | None]]) -> float | N
     """Of (weights, output error) of layers: the root of the mean power, by weights; None where none is known."""
     known = [(weights, error) for weights, error in weighted if error is not None]
     total = sum(weights for weights, _ in known)
-    return math.sqrt(math.fsum(weights * error * error for weights, error in known) / total) if total else None
+    return (
+        math.sqrt(math.fsum(weights * error * error for weights, error in known) / total)
+        if total
+        else None
+    )
 
 
 class Pair(NamedTuple):
@@ -100,23 +111,41 @@ def pair_up(artifact: Artifact, theirs: Mapping[str, Linear]) -> tuple[list[Pair
     pairs, findings = [], []
     for module, own in ours.items():
         original = theirs.get(module)
-        is_copied = original is None or (original.home == original.refs[0] and not original.coding.is_packed)
+        is_copied = original is None or (
+            original.home == original.refs[0] and not original.coding.is_packed
+        )
         if not own.coding.is_packed and is_copied and not (original and foldings_of(original)):
             continue  # byte for byte
         if original is None or original.shape != own.shape:
-            detail = "it is not in the source" if original is None else f"the source holds {list(original.shape)}"
-            findings.append(Finding("error", "source-differs", module, f"expected a matrix of {list(own.shape)}; {detail}"))
+            detail = (
+                "it is not in the source"
+                if original is None
+                else f"the source holds {list(original.shape)}"
+            )
+            findings.append(
+                Finding(
+                    "error",
+                    "source-differs",
+                    module,
+                    f"expected a matrix of {list(own.shape)}; {detail}",
+                )
+            )
         else:
             pairs.append(Pair(own, original))
     return pairs, findings
 
 
-def measure(artifact: Artifact, source: Source, pair: Pair, inputs: Inputs | None = None) -> Distance:
+def measure(
+    artifact: Artifact, source: Source, pair: Pair, inputs: Inputs | None = None
+) -> Distance:
     """How far the values in the artifact are from the source's; what was kept is rounded to its own dtype before.
 
     inputs  what the layer is given, where its answers are asked for
     """
-    theirs, ours = pair.theirs.coding.weights(pair.theirs, source), _Stored(pair.ours, artifact.source)
+    theirs, ours = (
+        pair.theirs.coding.weights(pair.theirs, source),
+        _Stored(pair.ours, artifact.source),
+    )
     signal = noise = max_abs = output = 0.0
     answered = answered_wrongly = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
@@ -131,8 +160,17 @@ def measure(artifact: Artifact, source: Source, pair: Pair, inputs: Inputs | Non
             max_abs = max(max_abs, float(np.abs(difference).max(initial=0)))
             if inputs:
                 answered += output_power(_unfolded(x, pair.theirs, source, panel), inputs)
-                answered_wrongly += output_power(_unfolded(difference, pair.theirs, source, panel), inputs)
-    sums = Sums(math.prod(theirs.shape), signal, noise, output, max_abs, histogram=tuple(map(int, ours.counts)))
+                answered_wrongly += output_power(
+                    _unfolded(difference, pair.theirs, source, panel), inputs
+                )
+    sums = Sums(
+        math.prod(theirs.shape),
+        signal,
+        noise,
+        output,
+        max_abs,
+        histogram=tuple(map(int, ours.counts)),
+    )
     answers = Answers(answered, answered_wrongly) if inputs else None
     return Distance(sums, stem_of(artifact, pair.ours.module), answers)
 
@@ -204,33 +242,57 @@ class Beside:
     def compare(self) -> tuple[dict[str, Distance], list[Finding]]:
         """The error of every quantized module, and findings where the artifact holds what is not the source's."""
         copied, findings = self._copied(), list(self.findings)
-        own = {ref.name for pair in self.pairs for ref in (*pair.ours.refs, *pair.ours.idle)} | own_names(self.artifact)
+        own = {
+            ref.name for pair in self.pairs for ref in (*pair.ours.refs, *pair.ours.idle)
+        } | own_names(self.artifact)
         for name in sorted(self.artifact.tensors.keys() - own - {ref.name for ref in copied}):
-            findings.append(Finding("error", "tensor-foreign", name, "it comes from no tensor of the source"))
+            findings.append(
+                Finding("error", "tensor-foreign", name, "it comes from no tensor of the source")
+            )
         found: dict[str, Distance] = {}
         for shard in self.source.checkpoint.shards:
             here = [pair for pair in self.pairs if pair.theirs.refs[0].file == shard.file]
             threads = ThreadPoolExecutor(processors())
-            with self.source.stream(shard.file), threads as pool, stopping(self.source, self.artifact.source):
+            with (
+                self.source.stream(shard.file),
+                threads as pool,
+                stopping(self.source, self.artifact.source),
+            ):
                 kept = (_compare_kept(self, ref) for ref in copied if ref.file == shard.file)
                 findings += (finding for finding in kept if finding)
-                measured = pool.map(lambda pair: measure(self.artifact, self.source, pair, self._inputs(pair)), here)
+                measured = pool.map(
+                    lambda pair: measure(self.artifact, self.source, pair, self._inputs(pair)), here
+                )
                 for pair, distance in zip(here, measured, strict=True):
                     if pair.ours.coding.is_packed:
                         found[pair.theirs.name] = distance
                         findings += _check_folded(self.artifact, self.source, pair)
                     elif distance.sums.max_abs != 0:
                         detail = "it was kept, but its values are not the source's"
-                        findings.append(Finding("error", "kept-differs", pair.ours.refs[0].name, detail))
-        return {pair.theirs.name: found[pair.theirs.name] for pair in self.pairs if pair.theirs.name in found}, findings
+                        findings.append(
+                            Finding("error", "kept-differs", pair.ours.refs[0].name, detail)
+                        )
+        return {
+            pair.theirs.name: found[pair.theirs.name]
+            for pair in self.pairs
+            if pair.theirs.name in found
+        }, findings
 
     def _inputs(self, pair: Pair) -> Inputs | None:
         is_asked = self.outputs and pair.ours.coding.is_packed
-        return Inputs.of(self.outputs.calibration, pair.theirs.module) if self.outputs and is_asked else None
+        return (
+            Inputs.of(self.outputs.calibration, pair.theirs.module)
+            if self.outputs and is_asked
+            else None
+        )
 
     def _copied(self) -> list[TensorRef]:
         """The tensors of the source that an artifact holds as they are."""
-        replaced = {ref.name for pair in self.pairs for ref in (pair.theirs.home, *pair.theirs.refs, *pair.theirs.idle)}
+        replaced = {
+            ref.name
+            for pair in self.pairs
+            for ref in (pair.theirs.home, *pair.theirs.refs, *pair.theirs.idle)
+        }
         replaced |= {ref.name for ref in self.originals.idle}
         return [ref for ref in self.source.checkpoint.tensors if ref.name not in replaced]
 
@@ -243,18 +305,26 @@ def stand_beside(artifact: Artifact, source: Source, outputs: Outputs | None = N
     originals = unfolded(artifact, source)
     pairs, findings = pair_up(artifact, originals.of)
     if outputs and outputs.calibration:
-        outputs.calibration.check(source, [pair.theirs for pair in pairs if pair.ours.coding.is_packed])
+        outputs.calibration.check(
+            source, [pair.theirs for pair in pairs if pair.ours.coding.is_packed]
+        )
     return Beside(artifact, source, originals, pairs, findings, outputs)
 
 
 def _check_folded(artifact: Artifact, source: Source, pair: Pair) -> Iterator[Finding]:
     if foldings_of(pair.theirs) and pair.ours.module in artifact.modules:
-        yield from check_columns(pair.ours.module, artifact.decode(pair.ours.module), pair.theirs, source)
+        yield from check_columns(
+            pair.ours.module, artifact.decode(pair.ours.module), pair.theirs, source
+        )
 
 
 def own_names(artifact: Artifact) -> set[str]:
     """What holds codes, scales and their companions in an artifact: the tensors that are not kept ones."""
-    names = {ref.name for module in artifact.packed.values() for ref in (*module.refs, *module.companions)}
+    names = {
+        ref.name
+        for module in artifact.packed.values()
+        for ref in (*module.refs, *module.companions)
+    }
     return names | artifact.cache_scales(artifact.spelling).keys()
 
 
@@ -265,12 +335,24 @@ def _compare_kept(beside: Beside, ref: TensorRef) -> Finding | None:
         return check_vector(artifact, beside.originals.vectors[ref.name], source)
     kept = artifact.tensors.get(ref.name)
     if kept is None or (kept.dtype, kept.shape) != (ref.dtype, ref.shape):
-        return Finding("error", "kept-missing", ref.name, "the source has it, the artifact has it not, or otherwise")
-    if any(artifact.source.read_range(kept, *part) != source.read_range(ref, *part) for part in parts(ref)):
-        return Finding("error", "kept-differs", ref.name, "it was kept, but its bytes are not the source's")
+        return Finding(
+            "error",
+            "kept-missing",
+            ref.name,
+            "the source has it, the artifact has it not, or otherwise",
+        )
+    if any(
+        artifact.source.read_range(kept, *part) != source.read_range(ref, *part)
+        for part in parts(ref)
+    ):
+        return Finding(
+            "error", "kept-differs", ref.name, "it was kept, but its bytes are not the source's"
+        )
     return None
 
 
 def parts(ref: TensorRef) -> Iterator[tuple[int, int]]:
     """Ranges of a tensor's bytes that are held at once."""
-    return ((start, min(start + PART_NBYTES, ref.nbytes)) for start in range(0, ref.nbytes, PART_NBYTES))
+    return (
+        (start, min(start + PART_NBYTES, ref.nbytes)) for start in range(0, ref.nbytes, PART_NBYTES)
+    )

@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import Finding, InputError
-from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, block_steps, decode_e2m1, dequantize, encode_e2m1
+from fp4convert.numerics.codec import (
+    FLOAT_DTYPES,
+    Float32s,
+    block_steps,
+    decode_e2m1,
+    dequantize,
+    encode_e2m1,
+)
 from fp4convert.numerics.matrices import Blocks, Quantized
 from fp4convert.numerics.scale_layouts import LAYOUTS, arrange_scales, swap_nibbles
 from fp4convert.quality.fold_recovery import unfolded
@@ -26,7 +33,10 @@ COMPARED_ELEMENTS = 1 << 17  # of each: 4096 blocks at least
 RESIDUAL_LIMIT = 0.1  # 1 - cosine^2; four-bit weights have about 0.01: below it a reading fits
 DIFFERENT = 0.5  # other weights have nearly 1, and odd ones lose up to 0.3 by rounding
 COMPARED_CHUNKS = 8  # of rows, from all over a module
-CLEARLY_BETTER, SAME_RESIDUAL = 2, 1e-3  # scales that lie wrong leave 5 to 20 times what rounding leaves
+CLEARLY_BETTER, SAME_RESIDUAL = (
+    2,
+    1e-3,
+)  # scales that lie wrong leave 5 to 20 times what rounding leaves
 FACTOR_LIMIT = 0.06  # rounding alone leaves up to 0.02 in ordinary weights
 ROUNDING_EXCESS = 1.1  # the noise of codes over that of the nearest ones, which have the least that their scales allow
 PLACED = 5.0  # times these limits of residual and factor, where a method places errors for the sake of outputs
@@ -65,25 +75,39 @@ def suspect(artifact: Artifact, source: Source, modules: Sequence[str]) -> Suspi
     """Findings on the modules, some from everywhere, that the source holds too; InputError where it holds none of them."""
     originals = unfolded(artifact, source).of
     shapes = {module: artifact.modules[module].shape for module in modules}
-    known = {module: originals[module] for module in modules if module in originals and originals[module].shape == shapes[module]}
+    known = {
+        module: originals[module]
+        for module in modules
+        if module in originals and originals[module].shape == shapes[module]
+    }
     if not known:
         detail = f"{source.name} holds none of the artifact's modules in its shape"
-        raise InputError("source-differs", detail, "Give the weights that it was made from: --source SOURCE.")
+        raise InputError(
+            "source-differs", detail, "Give the weights that it was made from: --source SOURCE."
+        )
     chosen = list(known)[:: max(1, len(known) // COMPARED_MODULES)]
     matches = {module: _match(artifact, module, source, known[module]) for module in chosen}
-    readings = [reading for reading in matches[chosen[0]] if all(reading in found for found in matches.values())]
+    readings = [
+        reading
+        for reading in matches[chosen[0]]
+        if all(reading in found for found in matches.values())
+    ]
     declared = _Reading(artifact.scale_layout, False)
-    medians = {reading: float(np.median([found[reading].residual for found in matches.values()])) for reading in readings}
+    medians = {
+        reading: float(np.median([found[reading].residual for found in matches.values()]))
+        for reading in readings
+    }
     best = _choose(medians, declared)
     if medians[best] >= DIFFERENT:
-        detail = (
-            f"read in no known way they are the weights of {source.name}: {100 * medians[best]:.0f} % of their power is missing"
-        )
+        detail = f"read in no known way they are the weights of {source.name}: {100 * medians[best]:.0f} % of their power is missing"
         return Suspicion(None, (Finding("error", "source-differs", None, detail),))
     findings = [*_judge_reading(artifact, None, best, declared)]
     for module, found in matches.items():
         own = _choose({reading: match.residual for reading, match in found.items()}, best)
-        findings += [*_judge_reading(artifact, module, own, best), *_judge_match(module, found[own])]
+        findings += [
+            *_judge_reading(artifact, module, own, best),
+            *_judge_match(module, found[own]),
+        ]
     return Suspicion(best.layout if medians[best] < RESIDUAL_LIMIT else None, tuple(findings))
 
 
@@ -94,7 +118,9 @@ def _choose(residuals: dict[_Reading, float], expected: _Reading) -> _Reading:
     return best if is_clear and residuals[best] < RESIDUAL_LIMIT else expected
 
 
-def _match(artifact: Artifact, module: str, source: Source, original: Linear) -> dict[_Reading, _Match]:
+def _match(
+    artifact: Artifact, module: str, source: Source, original: Linear
+) -> dict[_Reading, _Match]:
     """Every reading of a module, compared with some of its rows from all over."""
     q = artifact.decode(module)
     chunks = _chunks(q.shape)
@@ -116,17 +142,27 @@ def _chunks(shape: tuple[int, int]) -> list[tuple[int, int]]:
     height = max(1, COMPARED_ELEMENTS // COMPARED_CHUNKS // columns)
     if height * COMPARED_CHUNKS >= rows:
         return [(0, rows)]
-    begins = [number * (rows - height) // (COMPARED_CHUNKS - 1) for number in range(COMPARED_CHUNKS)]
+    begins = [
+        number * (rows - height) // (COMPARED_CHUNKS - 1) for number in range(COMPARED_CHUNKS)
+    ]
     return [(begin, begin + height) for begin in begins]
 
 
-def _readings(q: Blocks, declared: str, chunks: list[tuple[int, int]]) -> Iterator[tuple[str, Quantized]]:
+def _readings(
+    q: Blocks, declared: str, chunks: list[tuple[int, int]]
+) -> Iterator[tuple[str, Quantized]]:
     """Those rows with their block scales as declared, and taken out of every layout with as many bytes."""
     panels = [q.rows(first, last) for first, last in chunks]
     packed, block_scales = (
-        memoryview(b"".join(table)) for table in zip(*((p.packed, p.block_scales) for p in panels), strict=True)
+        memoryview(b"".join(table))
+        for table in zip(*((p.packed, p.block_scales) for p in panels), strict=True)
     )
-    rows = replace(panels[0], shape=(sum(p.shape[0] for p in panels), q.shape[1]), packed=packed, block_scales=block_scales)
+    rows = replace(
+        panels[0],
+        shape=(sum(p.shape[0] for p in panels), q.shape[1]),
+        packed=packed,
+        block_scales=block_scales,
+    )
     yield declared, rows
     if declared not in LAYOUTS:
         return
@@ -147,7 +183,9 @@ def _fit(x: NDArray[np.float64], rows: Quantized, slack: float) -> _Match:
         return _Match(float(power != made), 1.0, False)
     residual, factor = 1 - common * common / (power * made), common / made
     is_off = abs(factor - 1) > slack * FACTOR_LIMIT or residual >= slack * RESIDUAL_LIMIT
-    return _Match(residual, factor, is_off and _dot(x - y, x - y) > ROUNDING_EXCESS * _least_noise(x, rows))
+    return _Match(
+        residual, factor, is_off and _dot(x - y, x - y) > ROUNDING_EXCESS * _least_noise(x, rows)
+    )
 
 
 def _least_noise(x: NDArray[np.float64], rows: Quantized) -> float:
@@ -169,7 +207,9 @@ def _finite(values: Float32s) -> NDArray[np.float64]:
     return np.where(np.isfinite(values), values, 0).ravel().astype(np.float64)
 
 
-def _judge_reading(artifact: Artifact, module: str | None, found: _Reading, expected: _Reading) -> Iterator[Finding]:
+def _judge_reading(
+    artifact: Artifact, module: str | None, found: _Reading, expected: _Reading
+) -> Iterator[Finding]:
     """Findings where the module, or all of them, are read otherwise than expected."""
     if found.layout != expected.layout:
         detail = f"by the source block scales lie {found.layout}, not {expected.layout}"

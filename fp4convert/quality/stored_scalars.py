@@ -39,7 +39,11 @@ def find_agreements(artifact: Artifact, stored: Mapping[str, float]) -> list[Agr
     stored  module -> global or input scale
     """
     gathered = gather_groups(stored, group_members(artifact.source.checkpoint.config))
-    return [Agreement({member: stored[member] for member in members}) for members in gathered.values() if len(members) > 1]
+    return [
+        Agreement({member: stored[member] for member in members})
+        for members in gathered.values()
+        if len(members) > 1
+    ]
 
 
 REQUESTS = 8  # at once
@@ -49,7 +53,9 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
-def read_each(source: Source, read: Callable[[Item], Answer], items: Iterable[Item]) -> list[Answer]:
+def read_each(
+    source: Source, read: Callable[[Item], Answer], items: Iterable[Item]
+) -> list[Answer]:
     """What `read` gives for each item; asked side by side where every answer takes its time."""
     if not source.is_streamed:
         return [read(item) for item in items]
@@ -74,7 +80,9 @@ def read_input_scales(artifact: Artifact, modules: Collection[str]) -> dict[str,
     scalars = artifact.spelling.TRAITS.scalars
     having = [module for module in modules if artifact.modules[module].form.has_input_scale]
     stored = _read(artifact, [scalars.input_name(module) for module in having])
-    return {module: scalars.as_multiplier(scale) for module, scale in zip(having, stored, strict=True)}
+    return {
+        module: scalars.as_multiplier(scale) for module, scale in zip(having, stored, strict=True)
+    }
 
 
 def _read(artifact: Artifact, names: list[str]) -> list[float]:

@@ -20,13 +20,22 @@ from fp4convert.numerics.error_sums import SOURCE, Sums, count_codes, summarise
 from fp4convert.numerics.formats import CODES
 from fp4convert.numerics.matrices import row_panels
 from fp4convert.quality.checks import choose_modules, judge
-from fp4convert.quality.source_compare import Distance, Outputs, mean_output_error, own_names, parts, stand_beside
+from fp4convert.quality.source_compare import (
+    Distance,
+    Outputs,
+    mean_output_error,
+    own_names,
+    parts,
+    stand_beside,
+)
 from fp4convert.storage.checkpoint_files import RECORD, REPORT, UNDIGESTED
 from fp4convert.storage.disk import hash_stream
 from fp4convert.storage.source import Source, stopping
 
 AGREEMENT = 1e-6  # of an error; sums of float32 squares are off by less
-STORED = 2.0**-22  # of a value: what a global scale stored as its reciprocal moves it, and float32 differences
+STORED = (
+    2.0**-22
+)  # of a value: what a global scale stored as its reciprocal moves it, and float32 differences
 
 
 def check_codes(artifact: Artifact, recorded: Recorded) -> Iterator[Finding]:
@@ -39,7 +48,11 @@ def check_codes(artifact: Artifact, recorded: Recorded) -> Iterator[Finding]:
     entries = [entry for entry in recorded.entries if entry.histogram]
     with ThreadPoolExecutor(processors()) as pool, stopping(artifact.source):
         counts = pool.map(lambda entry: _count(artifact, held.get(entry.module, [])), entries)
-        yield from (found for entry, count in zip(entries, counts, strict=True) if (found := compare_codes(entry, count)))
+        yield from (
+            found
+            for entry, count in zip(entries, counts, strict=True)
+            if (found := compare_codes(entry, count))
+        )
 
 
 def _count(artifact: Artifact, modules: list[str]) -> tuple[int, ...]:
@@ -48,18 +61,32 @@ def _count(artifact: Artifact, modules: list[str]) -> tuple[int, ...]:
     for module in modules:
         blocks = artifact.decode(module)
         for panel in row_panels(blocks.shape):
-            total = [sum(pair) for pair in zip(total, count_codes(blocks.rows(*panel).packed).tolist(), strict=True)]
+            total = [
+                sum(pair)
+                for pair in zip(
+                    total, count_codes(blocks.rows(*panel).packed).tolist(), strict=True
+                )
+            ]
     return tuple(total)
 
 
 def compare_codes(entry: Entry, counts: tuple[int, ...]) -> Finding | None:
     """A finding where a tensor has other codes than the report says."""
-    differing = [code for code, (ours, theirs) in enumerate(zip(counts, entry.histogram, strict=True)) if ours != theirs]
+    differing = [
+        code
+        for code, (ours, theirs) in enumerate(zip(counts, entry.histogram, strict=True))
+        if ours != theirs
+    ]
     if not differing:
         return None
     code = differing[0]
     detail = f"{REPORT} counts code {code} {entry.histogram[code]:,} times, and it occurs {counts[code]:,} times"
-    return Finding("error", "report-differs", entry.module, f"{detail}; {len(differing)} of {CODES} codes differ")
+    return Finding(
+        "error",
+        "report-differs",
+        entry.module,
+        f"{detail}; {len(differing)} of {CODES} codes differ",
+    )
 
 
 def check_measured(recorded: Recorded, measured: Mapping[str, Sums]) -> Iterator[Finding]:
@@ -125,22 +152,38 @@ class Gate:
     @property
     def given(self) -> dict[str, float]:
         """What is asked, by the option that asks it."""
-        asked = {"--min-sqnr": self.min_sqnr_db, "--max-nmse": self.max_nmse, OUTPUT_GATE: self.max_output_error}
+        asked = {
+            "--min-sqnr": self.min_sqnr_db,
+            "--max-nmse": self.max_nmse,
+            OUTPUT_GATE: self.max_output_error,
+        }
         return {option: value for option, value in asked.items() if value is not None}
 
     def check(self, has_source: bool) -> None:
         """InputError for a number that asks nothing or cannot be met, and where there is no source to ask it of."""
         if self.given and not has_source:
             verb = "needs" if len(self.given) == 1 else "need"
-            raise InputError("no-source", f"{' and '.join(self.given)} {verb} the original weights", "Add --source SOURCE.")
+            raise InputError(
+                "no-source",
+                f"{' and '.join(self.given)} {verb} the original weights",
+                "Add --source SOURCE.",
+            )
         for option, value in self.given.items():
             if not math.isfinite(value):
                 detail = f"{option} {value} asks nothing; expected a finite number"
-                raise InputError("bad-gate", detail, f"Give a finite number, or leave {option} out.")
+                raise InputError(
+                    "bad-gate", detail, f"Give a finite number, or leave {option} out."
+                )
             if option != "--min-sqnr" and value < 0:
-                raise InputError("bad-gate", f"{option} {value:g}: no error is negative; expected 0 or more", "Give 0 or more.")
+                raise InputError(
+                    "bad-gate",
+                    f"{option} {value:g}: no error is negative; expected 0 or more",
+                    "Give 0 or more.",
+                )
             if option == OUTPUT_GATE and value > 1:
-                detail = f"{option} {value:g} is {100 * value:g} %; expected a part of 1, from 0 to 1"
+                detail = (
+                    f"{option} {value:g} is {100 * value:g} %; expected a part of 1, from 0 to 1"
+                )
                 raise InputError("bad-gate", detail, f"For {value:g} %: {option} {value / 100:g}")
 
 
@@ -165,7 +208,10 @@ class Verified:
         by = {"inputs": self.inputs, "calibration": self.calibration} if self.inputs else {}
         return {
             **by,
-            "tensors": [{key: value for key, value in asdict(one).items() if key not in left_out} for one in self.tensors],
+            "tensors": [
+                {key: value for key, value in asdict(one).items() if key not in left_out}
+                for one in self.tensors
+            ],
             "summary": self.summary,
             "findings": [asdict(finding) for finding in self.findings],
             "passed": self.passed,
@@ -173,7 +219,9 @@ class Verified:
         }
 
 
-def verify(artifact: Artifact, source: Source | None, gate: Gate, outputs: Outputs | None = None) -> Verified:
+def verify(
+    artifact: Artifact, source: Source | None, gate: Gate, outputs: Outputs | None = None
+) -> Verified:
     """Re-hash every file and read every scale; with a source, measure every tensor and compare what was kept.
 
     outputs  measures what linear layers answer, too; a gate that asks for it does so for Gaussian inputs where this is None
@@ -183,10 +231,14 @@ def verify(artifact: Artifact, source: Source | None, gate: Gate, outputs: Outpu
     if outputs is None and gate.max_output_error is not None:
         outputs = Outputs()
     if source is None and outputs:
-        raise InputError("no-source", "--outputs needs the original weights", "Add --source SOURCE.")
+        raise InputError(
+            "no-source", "--outputs needs the original weights", "Add --source SOURCE."
+        )
     beside = stand_beside(artifact, source, outputs) if source else None
     fitting = source if beside and beside.shares_any() else None
-    judged = judge(artifact, fitting, list(artifact.modules), choose_modules(artifact, is_full=False))
+    judged = judge(
+        artifact, fitting, list(artifact.modules), choose_modules(artifact, is_full=False)
+    )
     findings = [*judged.findings, *_check_hashes(artifact), *_check_kept(artifact)]
     recorded, damages = read_recorded(artifact)
     findings += damages
@@ -195,7 +247,11 @@ def verify(artifact: Artifact, source: Source | None, gate: Gate, outputs: Outpu
         found, differences = beside.compare()
         findings += differences
     if recorded is not None:
-        findings += check_codes(artifact, recorded) if beside is None else check_measured(recorded, _by_stem(found.values()))
+        findings += (
+            check_codes(artifact, recorded)
+            if beside is None
+            else check_measured(recorded, _by_stem(found.values()))
+        )
     if any(distance.check(name) for name, distance in found.items()):
         findings += judged.refuted
     tensors = tuple(_tensor_error(name, distance) for name, distance in found.items())
@@ -203,7 +259,14 @@ def verify(artifact: Artifact, source: Source | None, gate: Gate, outputs: Outpu
     findings += _check_measured(gate, found)
     by = describe_inputs(outputs.calibration) if outputs else {}
     summary = recorded.summary if recorded else None
-    return Verified(tensors, _summarise(tensors, found), tuple(findings), is_healthy(tuple(findings)), summary, **by)
+    return Verified(
+        tensors,
+        _summarise(tensors, found),
+        tuple(findings),
+        is_healthy(tuple(findings)),
+        summary,
+        **by,
+    )
 
 
 def _by_stem(measured: Iterable[Distance]) -> dict[str, Sums]:
@@ -217,26 +280,55 @@ def _by_stem(measured: Iterable[Distance]) -> dict[str, Sums]:
 def _check_hashes(artifact: Artifact) -> Iterator[Finding]:
     """Findings on files that are not what was written, not there, or not ours; the model card is everybody's."""
     if not artifact.record:
-        yield Finding("note", "no-hashes", None, "the artifact records no hashes, so its files could not be compared with them")
+        yield Finding(
+            "note",
+            "no-hashes",
+            None,
+            "the artifact records no hashes, so its files could not be compared with them",
+        )
         return
     recorded = artifact.record.get("files")
-    hashes = {file: sha256 for file, sha256 in recorded.items() if file not in UNDIGESTED} if isinstance(recorded, dict) else {}
+    hashes = (
+        {file: sha256 for file, sha256 in recorded.items() if file not in UNDIGESTED}
+        if isinstance(recorded, dict)
+        else {}
+    )
     for file, sha256 in hashes.items():
         try:
             with artifact.source.open_file(file) as stream:
                 is_same = hash_stream(stream) == sha256
         except InputError as error:
-            yield Finding("error", "file-missing", None, f"{file} is recorded and cannot be read: {error.message}")
+            yield Finding(
+                "error",
+                "file-missing",
+                None,
+                f"{file} is recorded and cannot be read: {error.message}",
+            )
             continue
         if not is_same:
-            yield Finding("error", "hash-mismatch", None, f"{file} is not the file that was written: its sha256 differs")
+            yield Finding(
+                "error",
+                "hash-mismatch",
+                None,
+                f"{file} is not the file that was written: its sha256 differs",
+            )
     checkpoint = artifact.source.checkpoint
     for file in (*(shard.file for shard in checkpoint.shards), *checkpoint.left_out):
         if file not in hashes:
-            yield Finding("error", "file-unrecorded", None, f"{file} holds weights, and the record does not name it")
+            yield Finding(
+                "error",
+                "file-unrecorded",
+                None,
+                f"{file} holds weights, and the record does not name it",
+            )
     for file in checkpoint.sidecars:
         if file not in hashes and file not in (RECORD, *UNDIGESTED):
-            yield Finding("warning", "file-unrecorded", None, f"{file} was added later: the record does not name it")
+            yield Finding(
+                "warning",
+                "file-unrecorded",
+                None,
+                f"{file} was added later: the record does not name it",
+            )
 
 
 def _check_kept(artifact: Artifact) -> Iterator[Finding]:
@@ -245,9 +337,16 @@ def _check_kept(artifact: Artifact) -> Iterator[Finding]:
     for ref in artifact.tensors.values():
         if ref.name not in ours and ref.dtype in FLOAT_DTYPES:
             kind = FLOAT_DTYPES[ref.dtype]
-            held = (np.frombuffer(artifact.source.read_range(ref, *part), kind) for part in parts(ref))
+            held = (
+                np.frombuffer(artifact.source.read_range(ref, *part), kind) for part in parts(ref)
+            )
             if bad := sum(int(np.count_nonzero(~np.isfinite(values))) for values in held):
-                yield Finding("warning", "kept-not-finite", ref.name, f"it was kept with {bad} values that are NaN or Inf")
+                yield Finding(
+                    "warning",
+                    "kept-not-finite",
+                    ref.name,
+                    f"it was kept with {bad} values that are NaN or Inf",
+                )
 
 
 def _tensor_error(name: str, found: Distance) -> TensorError:
@@ -256,7 +355,9 @@ def _tensor_error(name: str, found: Distance) -> TensorError:
     if not math.isfinite(sums.noise):
         return TensorError(name, None, None, None, None, **codes)
     output_error = found.answers.error if found.answers else None
-    return TensorError(name, sums.sqnr_db, sums.mse, sums.max_abs, sums.cosine, **codes, output_error=output_error)
+    return TensorError(
+        name, sums.sqnr_db, sums.mse, sums.max_abs, sums.cosine, **codes, output_error=output_error
+    )
 
 
 def _judge(error: TensorError, found: Distance, gate: Gate) -> Iterator[Finding]:
@@ -270,7 +371,9 @@ def _judge(error: TensorError, found: Distance, gate: Gate) -> Iterator[Finding]
 def _check_measured(gate: Gate, found: Mapping[str, Distance]) -> Iterator[Finding]:
     """A finding where gates ask of what nobody measured: none of them is met then."""
     has_answers = any(distance.answers for distance in found.values())
-    if idle := [option for option in gate.given if not (has_answers if option == OUTPUT_GATE else found)]:
+    if idle := [
+        option for option in gate.given if not (has_answers if option == OUTPUT_GATE else found)
+    ]:
         detail = f"{' and '.join(idle)}: no tensor was measured, for none of the source's is quantized in the artifact"
         yield Finding("error", "nothing-measured", None, detail)
 
@@ -284,10 +387,18 @@ def _missed(error: TensorError, found: Distance, gate: Gate) -> Iterator[Finding
         yield Finding("error", "sqnr-low", error.name, detail)
     if gate.max_nmse is not None and sums.noise > gate.max_nmse * sums.signal:
         nmse = math.inf if sums.nmse is None else sums.nmse
-        yield Finding("error", "nmse-high", error.name, f"NMSE {nmse:.3g}, expected at most {gate.max_nmse:g}")
-    if gate.max_output_error is not None and found.answers and not _is_within(error.output_error, gate.max_output_error):
+        yield Finding(
+            "error", "nmse-high", error.name, f"NMSE {nmse:.3g}, expected at most {gate.max_nmse:g}"
+        )
+    if (
+        gate.max_output_error is not None
+        and found.answers
+        and not _is_within(error.output_error, gate.max_output_error)
+    ):
         told = math.inf if error.output_error is None else error.output_error
-        detail = f"output error {100 * told:.4g} %, expected at most {100 * gate.max_output_error:g} %"
+        detail = (
+            f"output error {100 * told:.4g} %, expected at most {100 * gate.max_output_error:g} %"
+        )
         yield Finding("error", "output-error-high", error.name, detail)
 
 
@@ -301,5 +412,7 @@ def _summarise(tensors: tuple[TensorError, ...], found: dict[str, Distance]) -> 
     if not any(distance.answers for distance in found.values()):
         return summary
     known = [error.output_error for error in tensors if error.output_error is not None]
-    mean = mean_output_error((found[error.name].sums.elements, error.output_error) for error in tensors)
+    mean = mean_output_error(
+        (found[error.name].sums.elements, error.output_error) for error in tensors
+    )
     return {**summary, "output_error_max": max(known, default=None), "output_error_mean": mean}

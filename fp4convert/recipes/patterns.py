@@ -16,7 +16,11 @@ from fp4convert.errors import InputError
 
 SHAPES = 1 << 12  # of names that are remembered
 MOST_LAYERS = 4096  # in one range; a config.json that says more is not one of a model
-TEXT_CONFIGS = ("text_config", "language_config", "llm_config")  # where models of several kinds of input keep the layers' numbers
+TEXT_CONFIGS = (
+    "text_config",
+    "language_config",
+    "llm_config",
+)  # where models of several kinds of input keep the layers' numbers
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -44,7 +48,11 @@ class _Sieve:
     def __init__(self, patterns: tuple[str, ...]) -> None:
         self._patterns = patterns
         others = [pattern for pattern in patterns if not _texts_of(pattern)]
-        blind = [pattern for pattern in others if not _DIGIT.search(pattern) and not pattern.startswith("re:")]
+        blind = [
+            pattern
+            for pattern in others
+            if not _DIGIT.search(pattern) and not pattern.startswith("re:")
+        ]
         numbered = [pattern for pattern in others if pattern not in blind]
         texts = {text for pattern in patterns for text in _texts_of(pattern)}
         counting = {text for text in texts if _DIGIT.search(text)}
@@ -57,10 +65,16 @@ class _Sieve:
         return self._holds(module, _shape_of(module))
 
     def sift(self, modules: Collection[str]) -> list[str]:
-        shapes = _shape_of("\n".join(modules)).split("\n")  # at once, which takes less than one by one
+        shapes = _shape_of("\n".join(modules)).split(
+            "\n"
+        )  # at once, which takes less than one by one
         if len(shapes) != len(modules):
             return [module for module in modules if self.holds(module)]
-        return [module for module, shape in zip(modules, shapes, strict=True) if self._holds(module, shape)]
+        return [
+            module
+            for module, shape in zip(modules, shapes, strict=True)
+            if self._holds(module, shape)
+        ]
 
     def _holds(self, module: str, shape: str) -> bool:
         if "\n" in shape:  # which no dot of an expression fits
@@ -122,11 +136,15 @@ def _texts_of(pattern: str) -> tuple[str, ...]:
     if not (found := _PLAIN.fullmatch(pattern)):
         return ()
     text = re.sub(r"\\(.)", r"\1", found["text"])
-    core = f"{'*' if found['head'] else ''}{text}{'' if found['end'] and not found['tail'] else '*'}"
+    core = (
+        f"{'*' if found['head'] else ''}{text}{'' if found['end'] and not found['tail'] else '*'}"
+    )
     return (core, f"*.{core}") if found["above"] and not found["head"] else (core,)
 
 
-_ENDLESS = re.compile(r"\([^()]*[*+][^()]*\)[*+]")  # a repeat of what repeats: its time can double with every letter
+_ENDLESS = re.compile(
+    r"\([^()]*[*+][^()]*\)[*+]"
+)  # a repeat of what repeats: its time can double with every letter
 
 
 @cache
@@ -135,7 +153,9 @@ def compiled(pattern: str) -> re.Pattern[str]:
     if not pattern.startswith("re:"):
         return re.compile(fnmatch.translate(pattern))
     try:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # what may once mean something else
+        with warnings.catch_warnings(
+            action="ignore", category=FutureWarning
+        ):  # what may once mean something else
             if _ENDLESS.search(pattern):
                 detail = f"{pattern!r} repeats what is repeated inside, which can take for ever; expected a simpler expression"
                 raise InputError("bad-pattern", detail)
@@ -169,7 +189,9 @@ def expand(pattern: str, config: Mapping[str, object]) -> tuple[str, ...]:
         names += expand(f"{head}{number}{tail}", config)
         if len(names) > MOST_LAYERS:
             raise InputError(
-                "layer-range", f"{pattern!r} stands for more than {MOST_LAYERS} names; expected fewer", "Use a glob."
+                "layer-range",
+                f"{pattern!r} stands for more than {MOST_LAYERS} names; expected fewer",
+                "Use a glob.",
             )
     return tuple(names)
 
@@ -177,7 +199,11 @@ def expand(pattern: str, config: Mapping[str, object]) -> tuple[str, ...]:
 def _bound(text: str, pattern: str, config: Mapping[str, object]) -> int | None:
     """What a or b of a range comes to; None where a key is lacking."""
     terms = _TERM.findall(text)
-    if "".join("".join(term) for term in terms) != text or not terms or any(not term[0] for term in terms[1:]):
+    if (
+        "".join("".join(term) for term in terms) != text
+        or not terms
+        or any(not term[0] for term in terms[1:])
+    ):
         detail = f"{pattern!r}: {text!r} is no layer number; expected an integer, a key of config.json, or a sum such as key+1"
         raise InputError("bad-pattern", detail)
     total = 0
@@ -195,7 +221,9 @@ def integer_of(config: Mapping[str, object], key: str) -> int | None:
     None where there is none, and for no key
     """
     found = (one[key] for one in configs_in(config) if key and key in one)
-    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
+    return next(
+        (value for value in found if isinstance(value, int) and not isinstance(value, bool)), None
+    )
 
 
 def configs_in(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:

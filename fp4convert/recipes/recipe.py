@@ -9,8 +9,24 @@ from typing import NamedTuple
 
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import IMPORTANCE, NVFP4, Format, check_rule, format_named
-from fp4convert.recipes.patterns import compiled, configs_in, expand, integer_of, matches, matches_any, sift
-from fp4convert.recipes.rules import ExpertsRule, FoldRule, FormatRule, KeepRule, OnlyRule, Patterns, StackRule
+from fp4convert.recipes.patterns import (
+    compiled,
+    configs_in,
+    expand,
+    integer_of,
+    matches,
+    matches_any,
+    sift,
+)
+from fp4convert.recipes.rules import (
+    ExpertsRule,
+    FoldRule,
+    FormatRule,
+    KeepRule,
+    OnlyRule,
+    Patterns,
+    StackRule,
+)
 from fp4convert.recipes.toml_files import (
     ANY_FORMAT,
     DEFAULT,
@@ -32,7 +48,13 @@ FUSED = {  # last parts of names that hold a gate and an up projection, whoever 
 
 
 EXPERT_WORDS = ("expert", ".moe.", "_moe.")
-BESIDE_STACKS = ("_scale", "_scales", "_scale_inv", "_bias", ".bias")  # what stands beside a stack, one for each expert
+BESIDE_STACKS = (
+    "_scale",
+    "_scales",
+    "_scale_inv",
+    "_bias",
+    ".bias",
+)  # what stands beside a stack, one for each expert
 STACK_DIMENSIONS = 3
 
 
@@ -136,7 +158,11 @@ class Recipe:
         A [[format]] that names the module leaves only what engines do not read in fewer bits.
         """
         if matches_any(self.choice.exclude, module):
-            return next(f"excluded by {pattern!r}" for pattern in self.choice.exclude if matches(pattern, module))
+            return next(
+                f"excluded by {pattern!r}"
+                for pattern in self.choice.exclude
+                if matches(pattern, module)
+            )
         if matches_any(self.choice.include, module):
             return None
         override = self.override(module)
@@ -155,7 +181,9 @@ class Recipe:
         """
         if self.only_patterns:
             return set(modules)
-        kept = (pattern for rule in self.formats if rule.format == KEEP for pattern in rule.patterns)
+        kept = (
+            pattern for rule in self.formats if rule.format == KEEP for pattern in rule.patterns
+        )
         return set(sift((*self.choice.exclude, *kept, *self.kept_patterns), modules))
 
     def format_of(self, module: str) -> str:
@@ -166,7 +194,10 @@ class Recipe:
     @property
     def module_formats(self) -> set[str]:
         """Names of all formats that modules become."""
-        return {self.target.format, *(rule.format for rule in self.formats if rule.format not in (KEEP, ANY_FORMAT))}
+        return {
+            self.target.format,
+            *(rule.format for rule in self.formats if rule.format not in (KEEP, ANY_FORMAT)),
+        }
 
     def is_asked_for(self, module: str) -> bool:
         """True where a person or a [[format]] names it: it may become four-bit though a rule of keep fits it."""
@@ -179,7 +210,9 @@ class Recipe:
 
     def patterns_of(self, kind: str) -> tuple[str, ...]:
         """Patterns of the modules that rules of keep take for that, whichever rule speaks first."""
-        return tuple(pattern for rule in self.keep if rule.kind == kind for pattern in rule.patterns)
+        return tuple(
+            pattern for rule in self.keep if rule.kind == kind for pattern in rule.patterns
+        )
 
     def stack_rule(self, tensor: str, shape: tuple[int, ...] = ()) -> StackRule | None:
         """How that tensor stacks the matrices of experts, or None where nobody says so.
@@ -198,7 +231,12 @@ class Recipe:
             return None
         if order is None or (leaf in FUSED and rows is None):
             return None
-        return StackRule((tensor,), FUSED.get(leaf, (leaf,)), order == "in_out", rows == "interleaved" and leaf in FUSED)
+        return StackRule(
+            (tensor,),
+            FUSED.get(leaf, (leaf,)),
+            order == "in_out",
+            rows == "interleaved" and leaf in FUSED,
+        )
 
     def _settled(self, rule: StackRule, tensor: str, shape: tuple[int, ...]) -> StackRule:
         """The rule with what a person says instead of it."""
@@ -216,7 +254,9 @@ class Recipe:
         if len(fitting) == 1:
             return rule._replace(is_transposed=fitting[0])
         detail = f"{tensor} is {list(shape)}, and {rule.inputs_key} is {rule.inputs}, which does not tell inputs from outputs"
-        raise InputError("stack-order", detail, f"Say --stack-order {' or '.join(STACK_ORDERS)}.", tensor)
+        raise InputError(
+            "stack-order", detail, f"Say --stack-order {' or '.join(STACK_ORDERS)}.", tensor
+        )
 
     def override(self, module: str) -> str | None:
         """The word of the first [[format]] that names it."""
@@ -229,7 +269,9 @@ class Recipe:
         if not matches_any(self.kept_patterns, module):  # of most modules this is all that is asked
             return None
         fitting = (rule for rule in self.keep if matches_any(rule.patterns, module))
-        return next((rule for rule in fitting if not (is_overridden and rule.is_for_accuracy)), None)
+        return next(
+            (rule for rule in fitting if not (is_overridden and rule.is_for_accuracy)), None
+        )
 
     def patterns_to_declare(self, kept: Sequence[str], quantized: Sequence[str]) -> tuple[str, ...]:
         """Patterns of modules that stay, for the engines' records: short, and true under the engines' own prefixes.
@@ -247,8 +289,12 @@ class Recipe:
             for pattern in patterns
             if may_be_absent or any(matches(pattern, module) for module in kept)
         )
-        fitted = [module for module in quantized if matches_any(fitting, module)]  # rare, where modules are many
-        return tuple(pattern for pattern in fitting if not any(matches(pattern, module) for module in fitted))
+        fitted = [
+            module for module in quantized if matches_any(fitting, module)
+        ]  # rare, where modules are many
+        return tuple(
+            pattern for pattern in fitting if not any(matches(pattern, module) for module in fitted)
+        )
 
 
 def build_recipe(target: Target, config: Mapping[str, object], choice: Choice = Choice()) -> Recipe:
@@ -261,7 +307,9 @@ def build_recipe(target: Target, config: Mapping[str, object], choice: Choice = 
     fmt = format_named(target.format)
     _check(choice)
     files = [_filled(file, config) for file in _files(config, choice.recipe)]
-    later_first = files[::-1]  # the most special says first how modules are stored, grouped and made
+    later_first = files[
+        ::-1
+    ]  # the most special says first how modules are stored, grouped and made
     keep = tuple(rule for file in later_first for rule in file.keep)
     only = tuple(rule for file in files for rule in file.only)
     return Recipe(
@@ -306,7 +354,9 @@ def scale_group(module: str, groups: tuple[tuple[str, ...], ...]) -> ScaleGroup 
     return next((ScaleGroup(parent, members) for members in groups if leaf in members), None)
 
 
-def gather_groups(modules: Iterable[str], groups: tuple[tuple[str, ...], ...]) -> dict[ScaleGroup, list[str]]:
+def gather_groups(
+    modules: Iterable[str], groups: tuple[tuple[str, ...], ...]
+) -> dict[ScaleGroup, list[str]]:
     """The members of every scale group among those modules."""
     found: dict[ScaleGroup, list[str]] = defaultdict(list)
     members_of = {leaf: members for members in reversed(groups) for leaf in members}
@@ -348,7 +398,9 @@ def _filled(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
                 )
                 for rule in file.stacks
             ),
-            formats=tuple(rule._replace(patterns=Patterns(filled(rule.patterns))) for rule in file.formats),
+            formats=tuple(
+                rule._replace(patterns=Patterns(filled(rule.patterns))) for rule in file.formats
+            ),
         )
     except InputError as error:
         raise InputError(error.code, f"{file.name}: {error.message}", error.next_step) from None

@@ -16,15 +16,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp4convert.errors import InputError
-from fp4convert.recipes.rules import NAMED, ExpertsRule, FoldRule, FormatRule, KeepRule, OnlyRule, Patterns, StackRule
+from fp4convert.recipes.rules import (
+    NAMED,
+    ExpertsRule,
+    FoldRule,
+    FormatRule,
+    KeepRule,
+    OnlyRule,
+    Patterns,
+    StackRule,
+)
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 DEFAULT = "default"  # the file that every model has
 STACK_ORDERS, STACK_ROWS = ("out_in", "in_out"), ("concatenated", "interleaved")
-FOLD_KINDS = ("norm", "norm_plus_one", "linear", "heads")  # x * w (+ b); x * (1 + w); rows of W; rows of W, repeated for heads
-KEEP, ANY_FORMAT = "keep", "target"  # words of [[format]] beside the formats' names: it stays; it becomes what is asked for
+FOLD_KINDS = (
+    "norm",
+    "norm_plus_one",
+    "linear",
+    "heads",
+)  # x * w (+ b); x * (1 + w); rows of W; rows of W, repeated for heads
+KEEP, ANY_FORMAT = (
+    "keep",
+    "target",
+)  # words of [[format]] beside the formats' names: it stays; it becomes what is asked for
 
 
 MOST_BASES = 20  # of a file, one upon another
@@ -72,7 +89,9 @@ def known_file(name: str) -> RecipeFile:
 def families_of(kinds: Iterable[str]) -> list[RecipeFile]:
     """The files that name one of these model_types and class names, each after all that it builds on."""
     wanted = set(kinds)
-    likely = (name for name, text in _texts().items() if any(f'"{kind}"' in text for kind in wanted))  # 60 files take time
+    likely = (
+        name for name, text in _texts().items() if any(f'"{kind}"' in text for kind in wanted)
+    )  # 60 files take time
     found: list[RecipeFile] = []
     for file in map(known_file, likely):
         if not wanted.isdisjoint((*file.model_types, *file.class_names)):
@@ -93,7 +112,9 @@ def chosen_files(recipe: str) -> list[RecipeFile]:
 
 def describe_known() -> dict[str, object]:
     """The document of `fp4convert recipes`: every file of configs/, those that a person picks before those of families."""
-    files = sorted(map(known_file, _texts()), key=lambda file: (file.name != DEFAULT, not file.is_mode))
+    files = sorted(
+        map(known_file, _texts()), key=lambda file: (file.name != DEFAULT, not file.is_mode)
+    )
     return {"recipes": [_head(file) for file in files]}
 
 
@@ -125,17 +146,30 @@ def describe(recipe: str) -> dict[str, object]:
         **_head(files[-1]),
         "base": [file.name for file in files[:-1]],
         "keep": keep,
-        "only": [{"reason": rule.reason, "modules": rule.patterns} for file in files for rule in file.only],
+        "only": [
+            {"reason": rule.reason, "modules": rule.patterns}
+            for file in files
+            for rule in file.only
+        ],
         "groups": list(dict.fromkeys(group for file in files[::-1] for group in file.groups)),
         "stacks": stacks,
-        "formats": [{"format": rule.format, "modules": rule.patterns} for file in files[::-1] for rule in file.formats],
+        "formats": [
+            {"format": rule.format, "modules": rule.patterns}
+            for file in files[::-1]
+            for rule in file.formats
+        ],
         "folds": [rule._asdict() for file in files[::-1] for rule in file.folds],
         "experts": [rule._asdict() for file in files[::-1] for rule in file.experts],
     }
 
 
 def _head(file: RecipeFile) -> dict[str, object]:
-    return {"name": file.name, "about": file.about, "model_types": file.model_types, "class_names": file.class_names}
+    return {
+        "name": file.name,
+        "about": file.about,
+        "model_types": file.model_types,
+        "class_names": file.class_names,
+    }
 
 
 def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
@@ -146,9 +180,17 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
         raise InputError("recipe-file", f"{name}: no TOML that can be read: {error}") from None
     if is_users and (taken := [key for key in ("model_types", "class_names") if key in table]):
         detail = f"{name}: {taken[0]} is for fp4convert's own files; a file given with --recipe applies to every model"
-        raise InputError("recipe-file", detail, f"Remove {taken[0]}; to build on a family, write: base = NAME.")
+        raise InputError(
+            "recipe-file", detail, f"Remove {taken[0]}; to build on a family, write: base = NAME."
+        )
     known = _checked(table, _FILE, name)
-    rows = {key: [_checked(row, _ROWS[key], f"{name}: [[{key}]] {n}") for n, row in enumerate(known[key], 1)] for key in _ROWS}
+    rows = {
+        key: [
+            _checked(row, _ROWS[key], f"{name}: [[{key}]] {n}")
+            for n, row in enumerate(known[key], 1)
+        ]
+        for key in _ROWS
+    }
     base = known["base"]
     for number, row in enumerate(rows["stack"], 1):
         names = row["members"]
@@ -162,7 +204,13 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
         tuple(known["class_names"]),
         (base,) if isinstance(base, str) else tuple(base),
         tuple(
-            KeepRule(tuple(row["modules"]), row["reason"], row["kind"], row["may_be_absent"], row["for_accuracy"])
+            KeepRule(
+                tuple(row["modules"]),
+                row["reason"],
+                row["kind"],
+                row["may_be_absent"],
+                row["for_accuracy"],
+            )
             for row in rows["keep"]
         ),
         tuple(OnlyRule(tuple(row["modules"]), row["reason"]) for row in rows["only"]),
@@ -182,10 +230,19 @@ def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
         ),
         tuple(FormatRule(Patterns(row["modules"]), row["format"]) for row in rows["format"]),
         tuple(
-            FoldRule(row["into"], row["kind"], tuple(row["linears"]), tuple(row["may_lack"]), tuple(row["aside"]))
+            FoldRule(
+                row["into"],
+                row["kind"],
+                tuple(row["linears"]),
+                tuple(row["may_lack"]),
+                tuple(row["aside"]),
+            )
             for row in rows["fold"]
         ),
-        tuple(ExpertsRule(*(tuple(row[key]) for key in ExpertsRule._fields)) for row in rows["experts"]),
+        tuple(
+            ExpertsRule(*(tuple(row[key]) for key in ExpertsRule._fields))
+            for row in rows["experts"]
+        ),
     )
 
 
@@ -198,7 +255,11 @@ class _Key(NamedTuple):
 
 
 def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(text, str) and text for text in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(text, str) and text for text in value)
+    )
 
 
 def _is_name(value: object) -> bool:
@@ -212,7 +273,9 @@ def _is_name(value: object) -> bool:
 def _is_place(value: object) -> bool:
     """True for the name of a module in a layer, with no braces but those of a layer and an expert."""
     is_in_layer = isinstance(value, str) and value.startswith("{layer}.")
-    return is_in_layer and not set(str(value).replace("{layer}", "").replace("{expert}", "")) & set("{}*?[]")
+    return is_in_layer and not set(str(value).replace("{layer}", "").replace("{expert}", "")) & set(
+        "{}*?[]"
+    )
 
 
 def _word(*words: str, default: object = None) -> _Key:
@@ -225,14 +288,23 @@ def _rows() -> _Key:
 
 _TEXT = _Key("a text", lambda value: isinstance(value, str) and bool(value))
 _TEXTS = _Key("a list of texts, not empty", _is_texts)
-_PLACE = _Key("a name that begins with {layer}, with {expert} where experts have numbers", _is_place)
-_PLACES = _Key("a list of such names: {layer}.mlp.up_proj", lambda value: _is_texts(value) and all(map(_is_place, value)))
+_PLACE = _Key(
+    "a name that begins with {layer}, with {expert} where experts have numbers", _is_place
+)
+_PLACES = _Key(
+    "a list of such names: {layer}.mlp.up_proj",
+    lambda value: _is_texts(value) and all(map(_is_place, value)),
+)
 _FLAG = _Key("true or false", lambda value: isinstance(value, bool), False)
 _FILE = {
     "about": _TEXT._replace(default=""),
     "model_types": _TEXTS._replace(default=()),
     "class_names": _TEXTS._replace(default=()),
-    "base": _Key("a name, or a list of names", lambda value: (isinstance(value, str) and bool(value)) or _is_texts(value), ()),
+    "base": _Key(
+        "a name, or a list of names",
+        lambda value: (isinstance(value, str) and bool(value)) or _is_texts(value),
+        (),
+    ),
     **dict.fromkeys(("keep", "only", "group", "stack", "format", "fold", "experts"), _rows()),
 }
 _ROWS = {
@@ -262,7 +334,12 @@ _ROWS = {
         "may_lack": _PLACES._replace(default=()),
         "aside": _PLACES._replace(default=()),
     },
-    "experts": {"counts": _TEXTS, "chosen": _TEXTS, "rows": _TEXTS._replace(default=()), "columns": _TEXTS._replace(default=())},
+    "experts": {
+        "counts": _TEXTS,
+        "chosen": _TEXTS,
+        "rows": _TEXTS._replace(default=()),
+        "columns": _TEXTS._replace(default=()),
+    },
 }
 
 
@@ -271,10 +348,15 @@ def _checked(table: object, keys: Mapping[str, _Key], where: str) -> dict[str, A
     if not isinstance(table, dict):
         raise InputError("recipe-file", f"{where} is no table; expected the keys {', '.join(keys)}")
     if unknown := [key for key in table if key not in keys]:
-        raise InputError("recipe-file", f"{where}: no key {unknown[0]!r} is known; expected one of {', '.join(keys)}")
+        raise InputError(
+            "recipe-file",
+            f"{where}: no key {unknown[0]!r} is known; expected one of {', '.join(keys)}",
+        )
     for key, kind in keys.items():
         if key in table and not kind.is_sound(table[key]):
-            raise InputError("recipe-file", f"{where}: {key} is {table[key]!r}; expected {kind.expected}")
+            raise InputError(
+                "recipe-file", f"{where}: {key} is {table[key]!r}; expected {kind.expected}"
+            )
         if key not in table and kind.default is None:
             raise InputError("recipe-file", f"{where}: {key} is lacking; expected {kind.expected}")
     return {key: table.get(key, kind.default) for key, kind in keys.items()}
@@ -292,7 +374,10 @@ def _collect(name: str, folder: Path, above: tuple[str, ...], found: list[Recipe
         path = folder / name
         file, place = _users_file(path), path.parent
     if file.name in above or len(above) > MOST_BASES:
-        raise InputError("recipe-cycle", f"{' -> '.join((*above, file.name))}: a recipe builds on itself; expected no circle")
+        raise InputError(
+            "recipe-cycle",
+            f"{' -> '.join((*above, file.name))}: a recipe builds on itself; expected no circle",
+        )
     for base in file.bases:
         _collect(base, place, (*above, file.name), found)
     if file not in found:
@@ -304,7 +389,9 @@ def _users_file(path: Path) -> RecipeFile:
         is_there = path.suffix == ".toml" or path.is_file()
         text = path.read_text(encoding="utf-8") if is_there else None
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no name of a file
-        next_step = "Look for a typing error; it has to be a file of UTF-8 text that this user may read."
+        next_step = (
+            "Look for a typing error; it has to be a file of UTF-8 text that this user may read."
+        )
         raise InputError("recipe-file", f"{path}: cannot be read: {error}", next_step) from None
     if text is None:
         detail = f"recipe {str(path)!r} is not known; expected one of {', '.join(known_names())}, or the path of a TOML file"
@@ -319,4 +406,8 @@ def _texts() -> dict[str, str]:
 
     folder: Traversable = files("fp4convert").joinpath("configs")
     found: Collection[Traversable] = sorted(folder.iterdir(), key=lambda item: item.name)
-    return {item.name[:-5]: item.read_text(encoding="utf-8") for item in found if item.name.endswith(".toml")}
+    return {
+        item.name[:-5]: item.read_text(encoding="utf-8")
+        for item in found
+        if item.name.endswith(".toml")
+    }

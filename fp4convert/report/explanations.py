@@ -46,13 +46,19 @@ class Failure:
 @cache
 def explanations() -> dict[str, Explanation]:
     """Those of every finding, by its code; in the order of the page."""
-    return {code: Explanation(tuple(levels.split(", ")), *words) for code, (levels, *words) in rows_of(FINDINGS).items()}
+    return {
+        code: Explanation(tuple(levels.split(", ")), *words)
+        for code, (levels, *words) in rows_of(FINDINGS).items()
+    }
 
 
 @cache
 def failures() -> dict[str, Failure]:
     """Those of every error, by its code; in the order of the page."""
-    return {code: Failure(tuple(map(int, exits.split(", "))), *words) for code, (exits, *words) in rows_of(ERRORS).items()}
+    return {
+        code: Failure(tuple(map(int, exits.split(", "))), *words)
+        for code, (exits, *words) in rows_of(ERRORS).items()
+    }
 
 
 def explain(code: str) -> dict[str, object]:
@@ -65,8 +71,16 @@ def explain(code: str) -> dict[str, object]:
     if not (finding or failure):
         known = get_close_matches(code, [*explanations(), *failures()], 3)
         near = f"; like it: {', '.join(dict.fromkeys(known))}" if known else ""
-        raise InputError("unknown-code", f"{code!r} is the code of no finding and no error{near}", "See: fp4convert explain.")
-    return {"code": code, "finding": asdict(finding) if finding else None, "error": asdict(failure) if failure else None}
+        raise InputError(
+            "unknown-code",
+            f"{code!r} is the code of no finding and no error{near}",
+            "See: fp4convert explain.",
+        )
+    return {
+        "code": code,
+        "finding": asdict(finding) if finding else None,
+        "error": asdict(failure) if failure else None,
+    }
 
 
 def explain_all() -> dict[str, object]:

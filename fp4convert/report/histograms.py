@@ -34,7 +34,9 @@ class Histogram:
     share: float
 
 
-def count_values(artifact: Artifact, source: Source, names: Collection[str]) -> dict[str, Histogram]:
+def count_values(
+    artifact: Artifact, source: Source, names: Collection[str]
+) -> dict[str, Histogram]:
     """name -> histogram, of those of the tensors that both hold in one shape; names are those of the source's tensors.
 
     Raises  what reading the source raises
@@ -55,8 +57,13 @@ def _weights(linear: Linear, source: Source) -> Weights:
 
 def _count(theirs: Weights, ours: Weights) -> Histogram:
     panels = list(_spread(theirs.shape))
-    x, y = (np.concatenate([as_doubles(weights.rows(*panel)) for panel in panels]) for weights in (theirs, ours))
-    limit = max(float(np.abs(values[np.isfinite(values)]).max(initial=0)) for values in (x, y)) or 1.0
+    x, y = (
+        np.concatenate([as_doubles(weights.rows(*panel)) for panel in panels])
+        for weights in (theirs, ours)
+    )
+    limit = (
+        max(float(np.abs(values[np.isfinite(values)]).max(initial=0)) for values in (x, y)) or 1.0
+    )
     counts = [tuple(map(int, np.histogram(values, BINS, (-limit, limit))[0])) for values in (x, y)]
     share = sum(last - first for first, last in panels) / max(theirs.shape[0], 1)
     return Histogram(limit, counts[0], counts[1], share)

@@ -25,7 +25,9 @@ from fp4convert.storage.source import Source
 
 GENERATOR = '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="fp4convert">\n'
 PAGE = Paper("--report", "FILE.html", GENERATOR)
-SIGNS = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}  # that mean something in HTML, or end a line of a script
+SIGNS = {
+    ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"
+}  # that mean something in HTML, or end a line of a script
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -34,7 +36,9 @@ def check_page(path: Path) -> None:
     check_place(path, PAGE)
 
 
-def save_page(path: Path, artifact: Artifact, source: Source | None, verified: Verified | None = None) -> str:
+def save_page(
+    path: Path, artifact: Artifact, source: Source | None, verified: Verified | None = None
+) -> str:
     """Write the page of an artifact; a line that tells it.
 
     source, verified  as in datasheet.Subject
@@ -56,7 +60,13 @@ def make_page(document: Mapping[str, Any]) -> str:
     scripts = {"plotly": _sealed(get_plotlyjs()), "script": _sealed(_read("report.js"))}
     filled = {
         **scripts,
-        "policy": "; ".join(["default-src 'none'", f"script-src {' '.join(map(_allowed, scripts.values()))}", *_POLICIES]),
+        "policy": "; ".join(
+            [
+                "default-src 'none'",
+                f"script-src {' '.join(map(_allowed, scripts.values()))}",
+                *_POLICIES,
+            ]
+        ),
         "style": _read("report.css"),
         "title": html.escape(str(document["title"])),
         "data": json.dumps(document, allow_nan=False, separators=(",", ":")).translate(SIGNS),

@@ -21,13 +21,27 @@ from fp4convert.planning.steps import Plan
 from fp4convert.storage.checkpoint_files import CARD
 from fp4convert.storage.source import Source
 
-CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")  # of the source's front matter
+CARRIED = (
+    "license",
+    "license_name",
+    "license_link",
+    "language",
+    "pipeline_tag",
+)  # of the source's front matter
 WORD_LIMIT = 300  # characters of such a word
 CARD_LIMIT = 1 << 20  # bytes of the source's card
 KEPT_LINES = 40
-PATHS = ("calibration", "input_scale", "recipe")  # options that may name files of this machine: their names alone are told
+PATHS = (
+    "calibration",
+    "input_scale",
+    "recipe",
+)  # options that may name files of this machine: their names alone are told
 CAUSAL = "ForCausalLM"
-TRANSFORMERS = {("compressed-tensors", "nvfp4"), ("compressed-tensors", "mxfp4"), ("quark", "mxfp4")}  # the README says why
+TRANSFORMERS = {
+    ("compressed-tensors", "nvfp4"),
+    ("compressed-tensors", "mxfp4"),
+    ("quark", "mxfp4"),
+}  # the README says why
 VLLM = TRANSFORMERS | {("modelopt", "nvfp4")}
 MLX = {("mlx", "nvfp4"), ("mlx", "mxfp4")}
 _PLAIN = re.compile(r"(?!.*www)[A-Za-z0-9 ,.:'()+-]*")
@@ -70,13 +84,23 @@ def code(text: object) -> str:
     """`text` as a code span that ends where it is meant to, in a table too; what is not printable shows as \\xNN."""
     shown = "".join(c if c.isprintable() and c != "|" else _spelled(c) for c in str(text))
     fence = "`" * (max(map(len, re.findall("`+", shown)), default=0) + 1)
-    pad = " " if shown.startswith(("`", " ")) or shown.endswith(("`", " ")) or not shown.strip() else ""
+    pad = (
+        " "
+        if shown.startswith(("`", " ")) or shown.endswith(("`", " ")) or not shown.strip()
+        else ""
+    )
     return f"{fence}{pad}{shown}{pad}{fence}"
 
 
 def _spelled(character: str) -> str:
     number = ord(character)
-    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+    return (
+        f"\\x{number:02x}"
+        if number < 0x100
+        else f"\\u{number:04x}"
+        if number < 0x10000
+        else f"\\U{number:08x}"
+    )
 
 
 def _front_matter(plan: Plan, source: Source, known: Mapping[str, Any]) -> str:
@@ -87,7 +111,9 @@ def _front_matter(plan: Plan, source: Source, known: Mapping[str, Any]) -> str:
     ours: dict[str, Any] = {}
     if repo:
         ours |= {"base_model": repo, "base_model_relation": "quantized"}
-    if (target.dialect, target.format) in TRANSFORMERS and source.checkpoint.config.get("architectures"):
+    if (target.dialect, target.format) in TRANSFORMERS and source.checkpoint.config.get(
+        "architectures"
+    ):
         ours["library_name"] = "transformers"
     elif (target.dialect, target.format) in MLX:
         ours["library_name"] = "mlx"
@@ -107,15 +133,21 @@ def _own_card(source: Source) -> tuple[dict[str, Any], str]:
         return {}, text.strip()
     try:
         known = dict(vars(RepoCard(match[0]).data))
-    except Exception:  # YAML of strangers fails in many ways, and the parser's errors share no base class
+    except (
+        Exception
+    ):  # YAML of strangers fails in many ways, and the parser's errors share no base class
         known = {}
-    return {key: known[key] for key in CARRIED if _is_plain(known.get(key))}, text[match.end() :].strip()
+    return {key: known[key] for key in CARRIED if _is_plain(known.get(key))}, text[
+        match.end() :
+    ].strip()
 
 
 def _is_plain(value: object) -> bool:
     """True for a word, or a list of words."""
     words = value if isinstance(value, list) and value else [value]
-    return all(isinstance(word, str) and word.isprintable() and len(word) <= WORD_LIMIT for word in words)
+    return all(
+        isinstance(word, str) and word.isprintable() and len(word) <= WORD_LIMIT for word in words
+    )
 
 
 def _introduction(plan: Plan, source: Source) -> str:
@@ -132,7 +164,10 @@ def _facts(plan: Plan, result: Result) -> Iterator[tuple[object, ...]]:
     wide = ", a float32 global scale" if fmt.has_global_scale else ""
     activations = "16 bits" if target.activations == 16 else "4 bits: engines quantize them, too"
     yield "", ""
-    yield "format", f"{fmt.name}: E2M1 codes, {fmt.block_size} to a block, {fmt.scale_dtype} block scales{wide}"
+    yield (
+        "format",
+        f"{fmt.name}: E2M1 codes, {fmt.block_size} to a block, {fmt.scale_dtype} block scales{wide}",
+    )
     yield "dialect", target.dialect
     yield "scale rule", target.rule_for(fmt)
     if target.method not in (None, "rtn"):
@@ -155,8 +190,16 @@ def _command(source: Source, options: Mapping[str, object]) -> str:
     words = ["fp4convert", "quantize", checkpoint.repo or f"./{source.name}"]
     for name, value in {**options, **pinned}.items():
         for one in value if isinstance(value, list | tuple) else [value]:
-            word = f"./{Path(one).name}" if isinstance(one, str) and name in PATHS and Path(one).exists() else one
-            words += [] if one in (None, False) else [f"--{name.replace('_', '-')}", *([] if one is True else [str(word)])]
+            word = (
+                f"./{Path(one).name}"
+                if isinstance(one, str) and name in PATHS and Path(one).exists()
+                else one
+            )
+            words += (
+                []
+                if one in (None, False)
+                else [f"--{name.replace('_', '-')}", *([] if one is True else [str(word)])]
+            )
     return " ".join(_quoted(word) for word in words)
 
 
@@ -164,7 +207,9 @@ def _quoted(word: str) -> str:
     """A word for a shell, on one line; bash reads $'...' where the word is not printable."""
     if word.isprintable():
         return shlex.quote(word)
-    inner = "".join(f"\\U{ord(c):08x}" if not c.isprintable() else f"\\{c}" if c in "\\'" else c for c in word)
+    inner = "".join(
+        f"\\U{ord(c):08x}" if not c.isprintable() else f"\\{c}" if c in "\\'" else c for c in word
+    )
     return f"$'{inner}'"
 
 
@@ -181,7 +226,9 @@ def _loading(plan: Plan, source: Source, repo: str) -> Iterator[str]:
         return  # of Diffusers, which loads none of these folders; the README says what it does load
     if kind in TRANSFORMERS and architectures and not _has_wrong_experts(plan):
         of = architectures if isinstance(architectures, list) else []
-        model = f"AutoModel{CAUSAL}" if any(str(name).endswith(CAUSAL) for name in of) else "AutoModel"
+        model = (
+            f"AutoModel{CAUSAL}" if any(str(name).endswith(CAUSAL) for name in of) else "AutoModel"
+        )
         lines = f'from transformers import {model}\n\nmodel = {model}.from_pretrained("{repo}", dtype="auto")'
         package = "compressed-tensors" if kind[0] == "compressed-tensors" else "amd-quark"
         yield f"## With transformers\n\n`pip install transformers {package}`\n\n{_fenced('python', lines)}"
@@ -193,7 +240,9 @@ def _loading(plan: Plan, source: Source, repo: str) -> Iterator[str]:
 
 def _has_wrong_experts(plan: Plan) -> bool:
     """True where transformers would compute garbage: it ignores the global scales of experts."""
-    return format_named(plan.target.format).has_global_scale and any(_EXPERT.search(module) for module in plan.quantized)
+    return format_named(plan.target.format).has_global_scale and any(
+        _EXPERT.search(module) for module in plan.quantized
+    )
 
 
 def _kept(plan: Plan) -> Iterator[str]:

@@ -49,12 +49,18 @@ def find_places(names: Sequence[str]) -> list[Place]:
 def _place(texts: _Texts, numbers: Numbers, layered: set[_Texts]) -> Place:
     """The place behind a name in parts; `layered` are the lists whose members hold several tensors."""
     of_experts = next((at for at in range(len(numbers)) if EXPERTS in texts[at]), len(numbers))
-    depth = max((at + 1 for at in range(of_experts) if at == 0 or texts[: at + 1] in layered), default=0)
+    depth = max(
+        (at + 1 for at in range(of_experts) if at == 0 or texts[: at + 1] in layered), default=0
+    )
     expert = numbers[of_experts] if of_experts < len(numbers) else None
     words = [ANY if at == of_experts else str(number) for at, number in enumerate(numbers)]
     tower = "".join(part for pair in zip(texts[:depth], ANY * depth, strict=True) for part in pair)
-    rest = texts[depth] + "".join(f"{words[at]}{texts[at + 1]}" for at in range(depth, len(numbers)))
-    return Place(tower[:-2], numbers[:depth], rest[1:] if depth else rest, expert)  # without a separator and the star
+    rest = texts[depth] + "".join(
+        f"{words[at]}{texts[at + 1]}" for at in range(depth, len(numbers))
+    )
+    return Place(
+        tower[:-2], numbers[:depth], rest[1:] if depth else rest, expert
+    )  # without a separator and the star
 
 
 def reading_order(modules: Iterable[str]) -> list[str]:

@@ -20,7 +20,9 @@ from fp4convert.storage.disk import told
 from fp4convert.storage.safetensors import WEIGHT
 
 VERSION = "2.1.0"
-SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+SCHEMA = (
+    "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+)
 FINGERPRINT = "codeAndTensor/v1"
 _OPENING = f"""{{
   "$schema": "{SCHEMA}",
@@ -57,7 +59,11 @@ def make_sarif(artifact: Artifact, findings: Findings) -> dict[str, object]:
     from importlib.metadata import version
 
     codes = list(dict.fromkeys(str(finding["code"]) for finding in findings))
-    driver = {"name": "fp4convert", "version": version("fp4convert"), "rules": [_rule(code) for code in codes]}
+    driver = {
+        "name": "fp4convert",
+        "version": version("fp4convert"),
+        "rules": [_rule(code) for code in codes],
+    }
     place = _Places(artifact)
     results = [
         {
@@ -66,11 +72,19 @@ def make_sarif(artifact: Artifact, findings: Findings) -> dict[str, object]:
             "level": finding["level"],
             "message": {"text": _message(finding)},
             "locations": [place.of(finding["tensor"])],
-            "partialFingerprints": {FINGERPRINT: hashlib.sha256(f"{finding['code']} {finding['tensor']}".encode()).hexdigest()},
+            "partialFingerprints": {
+                FINGERPRINT: hashlib.sha256(
+                    f"{finding['code']} {finding['tensor']}".encode()
+                ).hexdigest()
+            },
         }
         for finding in findings
     ]
-    run = {"tool": {"driver": driver}, "invocations": [{"executionSuccessful": True}], "results": results}
+    run = {
+        "tool": {"driver": driver},
+        "invocations": [{"executionSuccessful": True}],
+        "results": results,
+    }
     return {"$schema": SCHEMA, "version": VERSION, "runs": [run]}
 
 

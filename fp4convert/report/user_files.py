@@ -38,10 +38,16 @@ def check_apart(asked: Mapping[Paper, Path | None], folder: Path | None) -> None
         place = _real(path)
         if folder is not None and place.is_relative_to(_real(folder)):
             detail = f"{kind.option} {path} lies in the artifact's folder, {folder}; expected a file outside it"
-            raise InputError("file-in-artifact", f"{detail}, for verify holds the folder to its record", f"Give {kind.example}.")
+            raise InputError(
+                "file-in-artifact",
+                f"{detail}, for verify holds the folder to its record",
+                f"Give {kind.example}.",
+            )
         if place in taken:
             detail = f"{taken[place].option} and {kind.option} are both {path}; expected two files"
-            raise InputError("file-twice", detail, f"Give them two names: {kind.option} {kind.example}.")
+            raise InputError(
+                "file-twice", detail, f"Give them two names: {kind.option} {kind.example}."
+            )
         taken[place] = kind
 
 
@@ -59,7 +65,9 @@ def check_place(path: Path, kind: Paper) -> None:
     What is there is replaced where it is an earlier one of its kind, and nothing else is.
     """
     folder = path.parent
-    detail = "it is a folder" if path.is_dir() else "" if folder.is_dir() else f"{folder} is no folder"
+    detail = (
+        "it is a folder" if path.is_dir() else "" if folder.is_dir() else f"{folder} is no folder"
+    )
     detail = detail or ("" if os.access(folder, os.W_OK) else f"{folder} cannot be written to")
     if detail:
         message = f"{kind.option} {path}: {detail}; expected the name of a new file"

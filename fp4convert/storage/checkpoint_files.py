@@ -22,24 +22,37 @@ UNDIGESTED = frozenset({CARD, REPORT})  # no engine reads them, and no digest co
 
 GGUF = ".gguf"
 
-SINGLES = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # as transformers and as Diffusers name them
+SINGLES = (
+    "model.safetensors",
+    "diffusion_pytorch_model.safetensors",
+)  # as transformers and as Diffusers name them
 INDEXES = tuple(f"{single}.index.json" for single in SINGLES)
 PIPELINE = "model_index.json"  # of Diffusers: which folders are its components, and of which class
 CONVERTED = "transformer"  # how the names begin of components that are checkpoints to convert
 WEIGHTS = ".safetensors"
-OTHER_INDEX = re.compile(r"[^/]*\.safetensors\.index\.\w+\.json")  # of a variant: model.safetensors.index.fp16.json
+OTHER_INDEX = re.compile(
+    r"[^/]*\.safetensors\.index\.\w+\.json"
+)  # of a variant: model.safetensors.index.fp16.json
 NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d{1,9})\.safetensors")
 MOST_NAMED = 20  # folders that a message names
-OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pkl", ".npz"})
+OTHER_WEIGHTS = frozenset(
+    {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pkl", ".npz"}
+)
 PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 
 def no_subfolder(where: object, subfolder: str, folders: Iterable[str]) -> InputError:
     """The error for a subfolder that is not there; `folders` are."""
     there = sorted(folders)
-    some = ", ".join(there[:MOST_NAMED]) + (f" and {len(there) - MOST_NAMED} more" if len(there) > MOST_NAMED else "")
+    some = ", ".join(there[:MOST_NAMED]) + (
+        f" and {len(there) - MOST_NAMED} more" if len(there) > MOST_NAMED else ""
+    )
     detail = f"{where} has no folder {subfolder!r}; it has {some or 'no folders'}"
-    return InputError("no-subfolder", detail, "Choose one: --subfolder FOLDER." if there else "Leave --subfolder out.")
+    return InputError(
+        "no-subfolder",
+        detail,
+        "Choose one: --subfolder FOLDER." if there else "Leave --subfolder out.",
+    )
 
 
 def index_file(shards: Iterable[str]) -> str:
@@ -53,7 +66,9 @@ def find_index(names: Collection[str]) -> str | None:
     found = [index for index in INDEXES if index in names]
     if len(found) > 1:
         raise InputError(
-            "index", f"the folder holds both {' and '.join(found)}; expected one", "Remove the one that does not belong."
+            "index",
+            f"the folder holds both {' and '.join(found)}; expected one",
+            "Remove the one that does not belong.",
         )
     return found[0] if found else None
 
@@ -71,20 +86,31 @@ def read_index(text: bytes, index: str = INDEXES[0]) -> dict[str, str]:
     files = set(weight_map.values())
     folded = Counter(file.lower() for file in files)
     if twins := sorted(file for file in files if folded[file.lower()] > 1):
-        detail = f"{index}: weight_map names {twins[0]!r} and {twins[1]!r}, which differ only in case"
-        raise InputError("index", f"{detail}; expected names that any file system keeps apart", "Rename one, in the index too.")
+        detail = (
+            f"{index}: weight_map names {twins[0]!r} and {twins[1]!r}, which differ only in case"
+        )
+        raise InputError(
+            "index",
+            f"{detail}; expected names that any file system keeps apart",
+            "Rename one, in the index too.",
+        )
     return dict(weight_map)
 
 
 def _check_shard_name(tensor: str, file: object, index: str) -> None:
     if not isinstance(file, str):
-        raise InputError("index", f"{index}: weight_map gives {file!r} for {tensor!r}; expected a file name")
+        raise InputError(
+            "index", f"{index}: weight_map gives {file!r} for {tensor!r}; expected a file name"
+        )
     if len(PurePosixPath(file).parts) != 1 or file in (".", "..") or "\0" in file:
         raise InputError(
-            "index-outside", f"{index}: {tensor!r} is said to lie in {file!r}, outside the folder; expected a name in it"
+            "index-outside",
+            f"{index}: {tensor!r} is said to lie in {file!r}, outside the folder; expected a name in it",
         )
     if not file.endswith(".safetensors"):
-        raise InputError("index", f"{index}: {tensor!r} is said to lie in {file!r}; expected a .safetensors file")
+        raise InputError(
+            "index", f"{index}: {tensor!r} is said to lie in {file!r}; expected a .safetensors file"
+        )
 
 
 def find_homes(shards: Sequence[Header]) -> dict[str, str]:
@@ -94,8 +120,12 @@ def find_homes(shards: Sequence[Header]) -> dict[str, str]:
         first: dict[str, str] = {}
         for ref in (ref for shard in shards for ref in shard.tensors):
             if ref.name in first:
-                detail = f"{ref.name!r} is in two shards, {first[ref.name]} and {ref.file}; expected one"
-                raise InputError("tensor-twice", detail, "Remove the file that does not belong.", ref.name)
+                detail = (
+                    f"{ref.name!r} is in two shards, {first[ref.name]} and {ref.file}; expected one"
+                )
+                raise InputError(
+                    "tensor-twice", detail, "Remove the file that does not belong.", ref.name
+                )
             first[ref.name] = ref.file
     return homes
 
@@ -106,17 +136,23 @@ def check_index(homes: dict[str, str], weight_map: dict[str, str], index: str) -
         return ()
     for tensor, file in weight_map.items():
         if homes.get(tensor) != file:
-            raise InputError("index", f"{index}: {tensor!r} is not in {file}, where the index says it is")
+            raise InputError(
+                "index", f"{index}: {tensor!r} is not in {file}, where the index says it is"
+            )
     return tuple(tensor for tensor in homes if tensor not in weight_map)
 
 
-def choose_shards(where: object, names: Collection[str], weight_map: dict[str, str] | None) -> list[str]:
+def choose_shards(
+    where: object, names: Collection[str], weight_map: dict[str, str] | None
+) -> list[str]:
     """The files that are the checkpoint, of those beside one another: what the index names, or else what engines read.
 
     where   how messages name the place
     Raises  InputError where there are none, or where names contradict the index
     """
-    found = sorted(name for name in names if name.endswith(WEIGHTS)) or sorted(name for name in names if name.endswith(GGUF))
+    found = sorted(name for name in names if name.endswith(WEIGHTS)) or sorted(
+        name for name in names if name.endswith(GGUF)
+    )
     if len(found) > 1 and found[0].endswith(GGUF):
         detail = f"{where}: {len(found)} GGUF files, the first {found[0]}; expected one, each is a model of its own"
         raise InputError("gguf", detail, f"Choose one: {where}/{found[0]}.")
@@ -129,7 +165,9 @@ def choose_shards(where: object, names: Collection[str], weight_map: dict[str, s
         _check_complete(unlisted)
     shards = unlisted if weight_map is None else sorted(set(weight_map.values()))
     for missing in sorted(set(shards) - set(names)):
-        raise InputError("missing-shard", f"{missing} is missing, the index names it", "Download the file again.")
+        raise InputError(
+            "missing-shard", f"{missing} is missing, the index names it", "Download the file again."
+        )
     return shards
 
 
@@ -152,21 +190,33 @@ def no_weights(where: object, names: Iterable[str]) -> InputError:
     if {os.path.splitext(name)[1] for name in names} & PICKLES:
         detail = f"{where}: only pickle weights (.bin, .pt), which run code when they are loaded; expected safetensors"
         return InputError(
-            "pickle", detail, "Convert them first, in a sandbox: save_pretrained of transformers writes safetensors."
+            "pickle",
+            detail,
+            "Convert them first, in a sandbox: save_pretrained of transformers writes safetensors.",
         )
     if PIPELINE in names:
-        detail = f"{where}: {PIPELINE} names no {CONVERTED}, and there is no safetensors file beside it"
-        return InputError("no-weights", detail, "Name the folder of the checkpoint: --subfolder unet, for example.")
+        detail = (
+            f"{where}: {PIPELINE} names no {CONVERTED}, and there is no safetensors file beside it"
+        )
+        return InputError(
+            "no-weights",
+            detail,
+            "Name the folder of the checkpoint: --subfolder unet, for example.",
+        )
     return InputError("no-weights", detail)
 
 
-def sort_others(files: Iterable[str], shards: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def sort_others(
+    files: Iterable[str], shards: Collection[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Of all files beside the shards, those that travel unchanged, and weights in another form, which stay behind."""
     sidecars: list[str] = []
     left_out: list[str] = []
     for file in files:
         if file not in shards and file not in ("config.json", *INDEXES):
-            is_root_weight = "/" not in file and (file.endswith(WEIGHTS) or OTHER_INDEX.fullmatch(file))
+            is_root_weight = "/" not in file and (
+                file.endswith(WEIGHTS) or OTHER_INDEX.fullmatch(file)
+            )
             is_weight = is_root_weight or os.path.splitext(file)[1] in OTHER_WEIGHTS
             (left_out if is_weight else sidecars).append(file)
     return tuple(sidecars), tuple(left_out)
@@ -175,7 +225,13 @@ def sort_others(files: Iterable[str], shards: Collection[str]) -> tuple[tuple[st
 def find_components(text: bytes, folders: Collection[str]) -> tuple[str, ...]:
     """The folders that a model_index.json names as transformers; InputError where one of them is not there."""
     named = parse_json_object(text, PIPELINE)
-    components = tuple(sorted(key for key, value in named.items() if key.startswith(CONVERTED) and _is_component(value)))
+    components = tuple(
+        sorted(
+            key
+            for key, value in named.items()
+            if key.startswith(CONVERTED) and _is_component(value)
+        )
+    )
     for missing in (component for component in components if component not in folders):
         detail = f"{PIPELINE} names {missing!r}, and there is no such folder; expected the whole pipeline"
         raise InputError("missing-component", detail, "Download it again.")
@@ -184,11 +240,19 @@ def find_components(text: bytes, folders: Collection[str]) -> tuple[str, ...]:
 
 def _is_component(value: object) -> bool:
     """True for [library, class]; a component that a pipeline does without is [null, null]."""
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value)
+    return (
+        isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value)
+    )
 
 
-def sort_pipeline(files: Iterable[str], components: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def sort_pipeline(
+    files: Iterable[str], components: Collection[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Of all files outside the components, those that travel unchanged, and weights in no folder, which stay behind."""
     outside = [file for file in files if file.partition("/")[0] not in components]
-    left_out = [file for file in outside if "/" not in file and os.path.splitext(file)[1] in {WEIGHTS, *OTHER_WEIGHTS}]
+    left_out = [
+        file
+        for file in outside
+        if "/" not in file and os.path.splitext(file)[1] in {WEIGHTS, *OTHER_WEIGHTS}
+    ]
     return tuple(file for file in outside if file not in left_out), tuple(left_out)

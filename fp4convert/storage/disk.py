@@ -44,9 +44,19 @@ def told(path: Path, needed_nbytes: int | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         need = "" if needed_nbytes is None else f" ({needed_nbytes:,} bytes)"
-        code = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "cannot-write"
-        next_step = "Make room and run the same command again: what is finished stays." if code == "disk-full" else ""
-        raise OutputError(code, f"{path}: cannot be written{need}: {error.strerror}", next_step) from error
+        code = (
+            "disk-full"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            else "cannot-write"
+        )
+        next_step = (
+            "Make room and run the same command again: what is finished stays."
+            if code == "disk-full"
+            else ""
+        )
+        raise OutputError(
+            code, f"{path}: cannot be written{need}: {error.strerror}", next_step
+        ) from error
 
 
 def nbytes_there(path: Path) -> int | None:
@@ -64,7 +74,10 @@ def reserve(fd: int, nbytes: int) -> None:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that reserves nothing
+        if error.errno not in (
+            errno.EINVAL,
+            errno.EOPNOTSUPP,
+        ):  # a file system that reserves nothing
             raise
 
 
@@ -94,7 +107,10 @@ def fsync_folder(folder: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that knows no such thing for folders
+        if error.errno not in (
+            errno.EINVAL,
+            errno.EOPNOTSUPP,
+        ):  # a file system that knows no such thing for folders
             raise
     finally:
         os.close(fd)
@@ -140,7 +156,9 @@ def seal(path: Path, sha256: str, clock: Path) -> str:
     try:
         for _ in range(LOOKS):
             os.utime(clock)
-            now = clock.stat().st_mtime_ns  # before the file: whatever changes it afterwards is later
+            now = (
+                clock.stat().st_mtime_ns
+            )  # before the file: whatever changes it afterwards is later
             found, changed_ns = _look(path, sha256)
             if changed_ns < now:
                 return found
@@ -166,5 +184,9 @@ def _look(path: Path, sha256: str) -> tuple[str, int]:
     finally:
         os.close(fd)
     machine, mark = boot_id(), Mark.of(status)
-    sealed = hashlib.sha256(json.dumps([machine, status.st_dev, *mark, sha256]).encode()).hexdigest() if machine else ""
+    sealed = (
+        hashlib.sha256(json.dumps([machine, status.st_dev, *mark, sha256]).encode()).hexdigest()
+        if machine
+        else ""
+    )
     return sealed, max(mark.written_ns, mark.changed_ns)

@@ -19,10 +19,18 @@ from typing import Any, ClassVar
 from fp4convert.errors import InputError
 from fp4convert.storage.safetensors import DTYPE_BITS, Header, TensorRef, TensorSpec
 
-SCALED_ARCHITECTURES = ("llama", "qwen3", "mistral3")  # run with llama.cpp of 2026-10; ten others gave NaN or garbage
+SCALED_ARCHITECTURES = (
+    "llama",
+    "qwen3",
+    "mistral3",
+)  # run with llama.cpp of 2026-10; ten others gave NaN or garbage
 _HEAD = "4sIQQ"  # magic, version, tensors, keys
 _MAGIC, _VERSION, _VERSIONS = b"GGUF", 3, (2, 3)
-_NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # a value's kind -> its struct code
+_NUMBERS = dict(enumerate("BbHhIif?")) | {
+    10: "Q",
+    11: "q",
+    12: "d",
+}  # a value's kind -> its struct code
 _STRING, _LIST = 8, 9
 _ALIGNMENT, _WIDEST, _MOST_DIMENSIONS = 32, 1 << 20, 4
 _LIMIT = 1 << 30  # bytes before the tensors; the longest vocabularies need some 20 MB
@@ -51,7 +59,9 @@ class GgufFrame:
         """llama.cpp loads a .scale for every architecture, and most of its graphs pass over it."""
         return self.facts.get("general.architecture") in SCALED_ARCHITECTURES
 
-    def lay_out(self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]) -> tuple[bytes, tuple[TensorRef, ...]]:
+    def lay_out(
+        self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]
+    ) -> tuple[bytes, tuple[TensorRef, ...]]:
         """The bytes before the tensors, and each tensor's address: in the frame's order, a new one behind its module's weight."""
         ordered = sorted(specs, key=self._place)
         infos, offset, offsets = b"", 0, []
@@ -61,8 +71,13 @@ class GgufFrame:
             infos += struct.pack(f"<Q{len(name)}sI", len(name), name, len(dimensions))
             infos += struct.pack(f"<{len(dimensions)}QIQ", *dimensions, kind, offset)
             offsets.append(offset)
-            offset += -(-TensorRef(spec.name, spec.dtype, spec.shape, file, 0).nbytes // self.alignment) * self.alignment
-        head = struct.pack(f"<{_HEAD}", _MAGIC, _VERSION, len(ordered), self.keys) + self.text + infos
+            offset += (
+                -(-TensorRef(spec.name, spec.dtype, spec.shape, file, 0).nbytes // self.alignment)
+                * self.alignment
+            )
+        head = (
+            struct.pack(f"<{_HEAD}", _MAGIC, _VERSION, len(ordered), self.keys) + self.text + infos
+        )
         head += bytes(-len(head) % self.alignment)
         refs = (
             TensorRef(spec.name, spec.dtype, spec.shape, file, len(head) + place)
@@ -80,7 +95,10 @@ class GgufFrame:
 def read_gguf_header(path: Path) -> Header:
     """The header of a GGUF file; InputError where it is none, damaged, truncated, or one part of several."""
     try:
-        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with (
+            path.open("rb") as stream,
+            mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
             return _parse(path.name, _Cursor(data))
     except (ValueError, OSError) as error:  # of mmap: the file is empty, or no file
         detail = f"{path.name}: no sound GGUF file: {error}; expected one that llama.cpp loads"
@@ -101,7 +119,9 @@ class _Cursor:
     def skip(self, nbytes: int) -> None:
         self.at += nbytes
         if self.at > min(len(self.data), _LIMIT):
-            raise ValueError(f"its head needs more than {self.at} bytes, of {len(self.data)} that it has and {_LIMIT} allowed")
+            raise ValueError(
+                f"its head needs more than {self.at} bytes, of {len(self.data)} that it has and {_LIMIT} allowed"
+            )
 
     def unpack(self, code: str) -> tuple[Any, ...]:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))
@@ -152,13 +172,25 @@ def _parse(file: str, cursor: _Cursor) -> Header:
         detail = f"{file}: one of {parts} parts of a GGUF file; expected a whole one"
         raise InputError("gguf-split", detail, "Join them: llama-gguf-split --merge FIRST OUT.")
     alignment = facts.get("general.alignment", _ALIGNMENT)
-    if not isinstance(alignment, int) or not 0 < alignment <= _WIDEST or alignment & (alignment - 1):
+    if (
+        not isinstance(alignment, int)
+        or not 0 < alignment <= _WIDEST
+        or alignment & (alignment - 1)
+    ):
         raise ValueError(f"its tensors are aligned to {alignment!r} bytes")
     text = cursor.data[begin : cursor.at]
-    tensors = _place(file, [_read_tensor(cursor) for _ in range(count)], -(-cursor.at // alignment) * alignment, alignment)
+    tensors = _place(
+        file,
+        [_read_tensor(cursor) for _ in range(count)],
+        -(-cursor.at // alignment) * alignment,
+        alignment,
+    )
     end, nbytes = max((ref.start + ref.nbytes for ref in tensors), default=0), len(cursor.data)
     if end > nbytes:
-        raise InputError("truncated", f"{file}: is truncated: its tensors end at byte {end}, the file has {nbytes}")
+        raise InputError(
+            "truncated",
+            f"{file}: is truncated: its tensors end at byte {end}, the file has {nbytes}",
+        )
     places = {ref.name: number for number, ref in enumerate(tensors)}
     if len(places) < count:
         raise ValueError("two of its tensors have one name")
@@ -177,7 +209,9 @@ def _read_tensor(cursor: _Cursor) -> tuple[TensorSpec, int]:
         kind = gguf.GGMLQuantizationType(number)
         block, block_nbytes = gguf.GGML_QUANT_SIZES[kind]
     except (ValueError, KeyError):
-        raise ValueError(f"{name!r} is of type {number}, which the installed package gguf does not know") from None
+        raise ValueError(
+            f"{name!r} is of type {number}, which the installed package gguf does not know"
+        ) from None
     row, *others = sizes
     if min(sizes) < 0 or row % block:
         raise ValueError(f"{name!r} has the sizes {sizes}, rows in blocks of {block}")
@@ -185,12 +219,16 @@ def _read_tensor(cursor: _Cursor) -> tuple[TensorSpec, int]:
     return TensorSpec(name, kind.name, (*reversed(others), row)), offset
 
 
-def _place(file: str, described: list[tuple[TensorSpec, int]], start: int, alignment: int) -> tuple[TensorRef, ...]:
+def _place(
+    file: str, described: list[tuple[TensorSpec, int]], start: int, alignment: int
+) -> tuple[TensorRef, ...]:
     """The addresses of tensors that lie one behind the other, as llama.cpp wants them."""
     refs, expected = [], 0
     for spec, offset in described:
         if offset != expected:
-            raise ValueError(f"{spec.name!r} lies at offset {offset}; behind the one before it, {expected}")
+            raise ValueError(
+                f"{spec.name!r} lies at offset {offset}; behind the one before it, {expected}"
+            )
         refs.append(TensorRef(spec.name, spec.dtype, spec.shape, file, start + offset))
         expected += -(-refs[-1].nbytes // alignment) * alignment
     return tuple(refs)
@@ -203,7 +241,9 @@ def block_names(frame: GgufFrame, modules: Iterable[str]) -> dict[str, str]:
     """
     gguf = _package()
     architecture = str(frame.facts.get("general.architecture"))
-    number = next((kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
+    number = next(
+        (kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None
+    )
     blocks = frame.facts.get(f"{architecture}.block_count")
     if number is None or not isinstance(blocks, int):
         detail = f"the GGUF file is of the architecture {architecture!r}, which the package gguf does not know"

@@ -28,17 +28,27 @@ def parse_json_object(text: bytes, where: str, has_constants: bool = False) -> d
     constant = float if has_constants else refuse_constant
     try:
         decoded = text.decode("utf-8")
-        numbers: dict[str, Any] = {"parse_constant": constant, "parse_int": _integer, "parse_float": _finite}
+        numbers: dict[str, Any] = {
+            "parse_constant": constant,
+            "parse_int": _integer,
+            "parse_float": _finite,
+        }
         parsed = json.loads(decoded, object_pairs_hook=_unique(where), **numbers)
         if "\\u" in decoded:
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError("header-utf8", f"{where} is not UTF-8 at byte {error.start}; {expected}") from None
+        raise InputError(
+            "header-utf8", f"{where} is not UTF-8 at byte {error.start}; {expected}"
+        ) from None
     except UnicodeEncodeError:
-        raise InputError("header-utf8", f"{where} holds a lone surrogate, which is not UTF-8; {expected}") from None
+        raise InputError(
+            "header-utf8", f"{where} holds a lone surrogate, which is not UTF-8; {expected}"
+        ) from None
     except (ValueError, RecursionError) as error:
         detail = "nesting too deep" if isinstance(error, RecursionError) else str(error)
-        raise InputError("header", f"{where} is not valid JSON ({detail[:100]}); {expected}") from None
+        raise InputError(
+            "header", f"{where} is not valid JSON ({detail[:100]}); {expected}"
+        ) from None
     if not isinstance(parsed, dict):
         raise InputError("header", f"{where} is not a JSON object; {expected}")
     return parsed
@@ -48,8 +58,12 @@ def _unique(where: str) -> Callable[[list[tuple[str, object]]], dict[str, object
     def build(pairs: list[tuple[str, object]]) -> dict[str, object]:
         built = dict(pairs)
         if len(built) < len(pairs):
-            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            raise InputError("duplicate-key", f"{where} holds the duplicate key {twice!r}; expected each once")
+            twice = next(
+                name for name, count in Counter(name for name, _ in pairs).items() if count > 1
+            )
+            raise InputError(
+                "duplicate-key", f"{where} holds the duplicate key {twice!r}; expected each once"
+            )
         return built
 
     return build
@@ -84,7 +98,9 @@ QUANTIZATION_KEYS = frozenset(  # of config.json, in any dialect
 def unquantized(config: Mapping[str, object]) -> dict[str, object]:
     """The config without a word on quantization, in itself or in the configs of its parts."""
     kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
-    return {key: unquantized(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    return {
+        key: unquantized(value) if isinstance(value, dict) else value for key, value in kept.items()
+    }
 
 
 _NESTED = (dict, list, tuple)  # what JSON nests
@@ -102,11 +118,16 @@ def _indented(value: object, lead: str = "\n") -> str:
     """The JSON of a value in a line that begins so; a list or an object of plain values is spelled at once.  Keys are strings."""
     inner = f"{lead}  "
     opening, closing = "{}" if isinstance(value, dict) else "[]"
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, _NESTED) else ()
+    children = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, _NESTED) else ()
+    )
     if not any(issubclass(kind, _NESTED) for kind in set(map(type, children))):
         text = json.dumps(value, ensure_ascii=False, separators=(f",{inner}", ": "))
         return f"{opening}{inner}{text[1:-1]}{lead}{closing}" if children else text
     texts = [_indented(child, inner) for child in children]
     if isinstance(value, dict):
-        texts = [f"{json.dumps(key, ensure_ascii=False)}: {text}" for key, text in zip(value, texts, strict=True)]
+        texts = [
+            f"{json.dumps(key, ensure_ascii=False)}: {text}"
+            for key, text in zip(value, texts, strict=True)
+        ]
     return f"{opening}{inner}{f',{inner}'.join(texts)}{lead}{closing}"

@@ -67,7 +67,9 @@ class LocalSource:
     def read_range(self, ref: TensorRef, start: int, stop: int) -> memoryview:
         if stop - start > SCALAR_NBYTES:
             return self.read(ref)[start:stop]
-        buffer = memoryview(bytearray(stop - start))  # through a mapping, the system would fetch much around it
+        buffer = memoryview(
+            bytearray(stop - start)
+        )  # through a mapping, the system would fetch much around it
         self.read_into(ref, start, buffer)
         return buffer
 
@@ -80,10 +82,16 @@ class LocalSource:
             try:
                 count = os.preadv(fd, [buffer[done:]], ref.start + start + done)
             except OSError as error:
-                raise SourceError("source-unreadable", f"{ref.file} cannot be read: {error.strerror}", "Run it again.") from error
+                raise SourceError(
+                    "source-unreadable",
+                    f"{ref.file} cannot be read: {error.strerror}",
+                    "Run it again.",
+                ) from error
             if not count:
                 detail = f"{ref.file} changed while it was read: it ends inside {ref.name!r}"
-                raise SourceError("source-changed", detail, "Run the command again once it stays as it is.")
+                raise SourceError(
+                    "source-changed", detail, "Run the command again once it stays as it is."
+                )
             done += count
 
     def _map(self, file: str) -> mmap.mmap:
@@ -92,7 +100,9 @@ class LocalSource:
         expected = next(shard.nbytes for shard in self.checkpoint.shards if shard.file == file)
         if len(mapped) != expected:
             detail = f"{file} changed while it was read: it had {expected} bytes and now has {len(mapped)}"
-            raise SourceError("source-changed", detail, "Run the command again once it stays as it is.")
+            raise SourceError(
+                "source-changed", detail, "Run the command again once it stays as it is."
+            )
         mapped.madvise(mmap.MADV_SEQUENTIAL)  # read ahead of a page that is missing, not around it
         return mapped
 
@@ -111,7 +121,11 @@ class LocalSource:
         """The same error; of a file that was there when headers were read, as one that a re-run may not meet."""
         if file not in self._stamps:
             return error
-        return SourceError(code, f"{error.message}; it was there before", "Run the same command again once it is back.")
+        return SourceError(
+            code,
+            f"{error.message}; it was there before",
+            "Run the same command again once it is back.",
+        )
 
     def file_nbytes(self, file: str) -> int:
         return _regular(self._folder, file).stat().st_size
@@ -176,7 +190,9 @@ class LocalSource:
     def _pipeline(self, components: tuple[str, ...]) -> Checkpoint:
         """What lies beside the components of a pipeline."""
         sidecars, left_out = sort_pipeline(self._files(components), components)
-        return Checkpoint(None, None, {}, (), sidecars, left_out, (), self._stamps_of(*sidecars), components)
+        return Checkpoint(
+            None, None, {}, (), sidecars, left_out, (), self._stamps_of(*sidecars), components
+        )
 
     def _stamps_of(self, *files: str) -> dict[str, str]:
         for file in files:
@@ -192,7 +208,9 @@ class LocalSource:
             return read_gguf_header(_regular(self._folder, name))
         with self.open_file(name) as stream:
             size = os.fstat(stream.fileno()).st_size
-            return read_header(name, size, lambda offset, length: os.pread(stream.fileno(), length, offset))
+            return read_header(
+                name, size, lambda offset, length: os.pread(stream.fileno(), length, offset)
+            )
 
     def _config(self) -> dict[str, object]:
         """config.json of the folder; that beside a single file too, for it says what the names mean."""
@@ -204,12 +222,20 @@ class LocalSource:
     def _files(self, apart: Collection[str] = ()) -> list[str]:
         """Every file of the folder, but for hidden ones and those of the folders `apart`."""
         found: list[str] = []
-        for folder, folders, files in () if self._single else os.walk(self._folder, onerror=_refuse):
+        for folder, folders, files in (
+            () if self._single else os.walk(self._folder, onerror=_refuse)
+        ):
             is_top = folder == str(self._folder)
-            folders[:] = sorted(name for name in folders if not name.startswith(".") and not (is_top and name in apart))
+            folders[:] = sorted(
+                name
+                for name in folders
+                if not name.startswith(".") and not (is_top and name in apart)
+            )
             for link in (name for name in folders if os.path.islink(os.path.join(folder, name))):
                 raise InputError(
-                    "folder-link", f"{link} is a link to a folder; expected a folder, or files", "Copy what it leads to."
+                    "folder-link",
+                    f"{link} is a link to a folder; expected a folder, or files",
+                    "Copy what it leads to.",
                 )
             names = sorted(name for name in files if not name.startswith("."))
             found += [os.path.relpath(os.path.join(folder, name), self._folder) for name in names]
@@ -219,7 +245,11 @@ class LocalSource:
 def _folders_of(folder: Path) -> list[str]:
     """The folders in a folder that are not hidden."""
     try:
-        return [place.name for place in folder.iterdir() if place.is_dir() and not place.name.startswith(".")]
+        return [
+            place.name
+            for place in folder.iterdir()
+            if place.is_dir() and not place.name.startswith(".")
+        ]
     except OSError as error:
         raise _unreadable(folder, error) from None
 
@@ -229,7 +259,9 @@ def _stamp(path: Path) -> str:
 
 
 def _unreadable(place: object, error: OSError) -> InputError:
-    return InputError("unreadable", f"{place} cannot be read: {error.strerror}", "See that this user may read it.")
+    return InputError(
+        "unreadable", f"{place} cannot be read: {error.strerror}", "See that this user may read it."
+    )
 
 
 def _refuse(error: OSError) -> NoReturn:
@@ -240,19 +272,34 @@ def _regular(folder: Path, name: str) -> Path:
     """The path of a regular file inside `folder`; links may lead inside it, or into the blobs of the Hub's own cache."""
     path, root = folder / name, folder.resolve()
     allowed = [root]
-    allowed += [place.parent.parent / "blobs" for place in (root, *root.parents) if place.parent.name == "snapshots"]
+    allowed += [
+        place.parent.parent / "blobs"
+        for place in (root, *root.parents)
+        if place.parent.name == "snapshots"
+    ]
     try:
         name.encode("utf-8")
         target = path.resolve()
         mode = path.stat().st_mode
     except UnicodeEncodeError:
         raise InputError(
-            "file-name", f"the name of {name!r} is not UTF-8; expected one that records can hold", "Rename it."
+            "file-name",
+            f"the name of {name!r} is not UTF-8; expected one that records can hold",
+            "Rename it.",
         ) from None
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a link that leads to itself; ValueError: NUL
-        raise InputError("unreadable", f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # RuntimeError: a link that leads to itself; ValueError: NUL
+        raise InputError(
+            "unreadable", f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if not any(target.is_relative_to(place) for place in allowed):
-        raise InputError("link-outside", f"{name} is a link to {target}, outside the folder; expected a file in it")
+        raise InputError(
+            "link-outside",
+            f"{name} is a link to {target}, outside the folder; expected a file in it",
+        )
     if not stat.S_ISREG(mode):
         raise InputError("not-a-file", f"{name} is not a regular file; expected one")
     return path

@@ -48,13 +48,20 @@ def open_original(reference: str, access: Access) -> Source:
         return source
     if wanted not in names and len(names) > 1:
         raise _pipeline(reference, source)
-    return _open(reference, access_to(access, source, next((name for name in names if name == wanted), names[0])))
+    return _open(
+        reference,
+        access_to(access, source, next((name for name in names if name == wanted), names[0])),
+    )
 
 
 def access_to(access: Access, pipeline: Source, component: str) -> Access:
     """How a component of a pipeline is opened, at the commit that the pipeline was."""
     checkpoint = pipeline.checkpoint
-    return replace(access, subfolder=_joined(access.subfolder, component), revision=checkpoint.revision or access.revision)
+    return replace(
+        access,
+        subfolder=_joined(access.subfolder, component),
+        revision=checkpoint.revision or access.revision,
+    )
 
 
 def _joined(*folders: str | None) -> str:
@@ -64,9 +71,7 @@ def _joined(*folders: str | None) -> str:
 def _pipeline(reference: str, source: Source) -> InputError:
     source.stop()
     names = source.checkpoint.components
-    detail = (
-        f"{reference} is a Diffusers pipeline, whose {' and '.join(names)} is a checkpoint by itself; expected one checkpoint"
-    )
+    detail = f"{reference} is a Diffusers pipeline, whose {' and '.join(names)} is a checkpoint by itself; expected one checkpoint"
     return InputError("pipeline", detail, f"Name the folder: --subfolder {names[0]}.")
 
 
@@ -76,7 +81,11 @@ def _open(reference: str, access: Access, may_be_empty: bool = False) -> Source:
         is_there = path.exists()
     except OSError as error:
         detail = f"{reference[:100]}: {error.strerror}; expected a folder or a file"
-        raise InputError("no-source", detail, "Look for a typing error in the path; see that this user may read it.") from None
+        raise InputError(
+            "no-source",
+            detail,
+            "Look for a typing error in the path; see that this user may read it.",
+        ) from None
     if is_there and reference:  # the path of no words is that of the current folder
         from fp4convert.storage.local import LocalSource
 

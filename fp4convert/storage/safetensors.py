@@ -20,10 +20,17 @@ from fp4convert.errors import OutputError
 from fp4convert.storage.disk import begin_flush, hash_file, reserve, told
 
 SHAPES = 1 << 12  # that are remembered: models have few
-WRITE_NBYTES = 64 << 10  # by one call: longer ones take pages 2 MB at a time, slow on virtual machines, and keep threads out
-FLUSH_NBYTES, LEAST_FLUSH_NBYTES = 4 << 20, 64 << 10  # of an output, which the disk is told to begin with
+WRITE_NBYTES = (
+    64 << 10
+)  # by one call: longer ones take pages 2 MB at a time, slow on virtual machines, and keep threads out
+FLUSH_NBYTES, LEAST_FLUSH_NBYTES = (
+    4 << 20,
+    64 << 10,
+)  # of an output, which the disk is told to begin with
 DEFAULT_METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
-ENGINE_NOTES = ("_quantization_metadata",)  # what says that tensors are quantized: written anew, or left out
+ENGINE_NOTES = (
+    "_quantization_metadata",
+)  # what says that tensors are quantized: written anew, or left out
 WEIGHT = ".weight"  # how the name of a linear layer's tensor ends
 DTYPE_BITS = {
     **{"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32},
@@ -95,7 +102,9 @@ class Frame(Protocol):
     @property
     def alignment(self) -> int: ...
 
-    def lay_out(self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]) -> tuple[bytes, tuple[TensorRef, ...]]:
+    def lay_out(
+        self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]
+    ) -> tuple[bytes, tuple[TensorRef, ...]]:
         """The bytes that stand before the tensors, and the address of each tensor, in the order of the file.
 
         notes  what engines want to read in the file itself, by its key
@@ -121,7 +130,9 @@ class SafetensorsFrame:
     reads_global_scales: ClassVar[bool] = True
     alignment: ClassVar[int] = 1
 
-    def lay_out(self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]) -> tuple[bytes, tuple[TensorRef, ...]]:
+    def lay_out(
+        self, file: str, specs: Iterable[TensorSpec], notes: dict[str, str]
+    ) -> tuple[bytes, tuple[TensorRef, ...]]:
         """The header bytes of a shard and the address of each tensor in it.
 
         Wider dtypes stand first, so that every tensor is aligned to its own type, then names decide: the bytes do not depend
@@ -129,7 +140,9 @@ class SafetensorsFrame:
         """
         ordered = sorted(sorted(specs), key=lambda spec: -DTYPE_BITS[spec.dtype])
         kept = {key: value for key, value in self.metadata.items() if key not in ENGINE_NOTES}
-        metadata = json.dumps(DEFAULT_METADATA | kept | notes, ensure_ascii=False, separators=(",", ":"))
+        metadata = json.dumps(
+            DEFAULT_METADATA | kept | notes, ensure_ascii=False, separators=(",", ":")
+        )
         entries = [f'"__metadata__":{metadata}']
         places, end = [], 0
         for (
@@ -137,16 +150,21 @@ class SafetensorsFrame:
             dtype,
             shape,
             _,
-        ) in ordered:  # what json.dumps spells so too, in twice the time: tests/storage/test_safetensors.py
+        ) in (
+            ordered
+        ):  # what json.dumps spells so too, in twice the time: tests/storage/test_safetensors.py
             begin, end = end, end + nbytes_of(dtype, shape)
             sizes = ",".join(map(str, shape))
-            entries.append(f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}')
+            entries.append(
+                f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}'
+            )
             places.append(begin)
         text = f"{{{','.join(entries)}}}".encode()
         text += b" " * (-len(text) % 8)
         start = 8 + len(text)
         refs = tuple(
-            TensorRef(spec.name, spec.dtype, spec.shape, file, start + place) for spec, place in zip(ordered, places, strict=True)
+            TensorRef(spec.name, spec.dtype, spec.shape, file, start + place)
+            for spec, place in zip(ordered, places, strict=True)
         )
         return len(text).to_bytes(8, "little") + text, refs
 
@@ -157,7 +175,9 @@ class ShardWriter:
     Threads may append to different tensors at once.
     """
 
-    def __init__(self, path: Path, header: bytes, outputs: Sequence[TensorRef], nbytes: int) -> None:
+    def __init__(
+        self, path: Path, header: bytes, outputs: Sequence[TensorRef], nbytes: int
+    ) -> None:
         self.path = path
         self._outputs = outputs
         self._nbytes = nbytes

@@ -17,7 +17,14 @@ from typing import Any
 
 from fp4convert.errors import InputError
 from fp4convert.storage.json_text import DEPTH_LIMIT, depth_of, parse_json_object, refuse_constant
-from fp4convert.storage.safetensors import DTYPE_BITS, SHAPES, Header, SafetensorsFrame, TensorRef, nbytes_of
+from fp4convert.storage.safetensors import (
+    DTYPE_BITS,
+    SHAPES,
+    Header,
+    SafetensorsFrame,
+    TensorRef,
+    nbytes_of,
+)
 
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference reader
 KEYS = ("dtype", "shape", "data_offsets")  # of an entry
@@ -34,16 +41,27 @@ def read_header(file: str, nbytes: int, read: Callable[[int, int], bytes]) -> He
     """
     head = read(0, min(nbytes, 64))
     if head.startswith(b"version https://git-lfs"):
-        raise _bad(file, "lfs-pointer", "is a Git LFS pointer, not the weights", "Fetch them: git lfs pull.")
+        raise _bad(
+            file,
+            "lfs-pointer",
+            "is a Git LFS pointer, not the weights",
+            "Fetch them: git lfs pull.",
+        )
     if nbytes < 8:
-        raise _bad(file, "header-length", f"has {nbytes} bytes, shorter than the 8 bytes of a header length")
+        raise _bad(
+            file,
+            "header-length",
+            f"has {nbytes} bytes, shorter than the 8 bytes of a header length",
+        )
     length = int.from_bytes(head[:8], "little")
     if length > HEADER_LIMIT or length > nbytes - 8:
         detail = f"gives a header length of {length}, but the file has {nbytes} bytes and the limit is {HEADER_LIMIT}"
         raise _bad(file, "header-length", detail)
     text = read(8, length)
     if not text.startswith(b"{"):
-        raise _bad(file, "header", "has a header that does not begin with '{'; expected one JSON object")
+        raise _bad(
+            file, "header", "has a header that does not begin with '{'; expected one JSON object"
+        )
     return read_together(file, text, nbytes) or read_one_by_one(file, text, nbytes)
 
 
@@ -53,7 +71,9 @@ def read_together(file: str, text: bytes, nbytes: int) -> Header | None:
     Of equal keys the parser keeps the last.  Without backslashes every string is two quotation marks, so none was dropped, and
     no entry has other keys, where the strings that there must be are half as many as the marks in the text.
     """
-    if b"\\" in text or (b"-" in text and b"-0" in text):  # -0 is no integer, which the parser makes it; "-" alone is found fast
+    if b"\\" in text or (
+        b"-" in text and b"-0" in text
+    ):  # -0 is no integer, which the parser makes it; "-" alone is found fast
         return None
     try:
         entries = json.loads(text.decode("utf-8"), parse_constant=refuse_constant)
@@ -62,7 +82,8 @@ def read_together(file: str, text: bytes, nbytes: int) -> Header | None:
         numbers, shapes = [*chain.from_iterable(offsets)], [*map(tuple, listed)]
         words = () if metadata is None else ("__metadata__", *metadata, *metadata.values())
         is_sound = (
-            text.count(b'"') == 2 * (len(words) + (2 + len(KEYS)) * len(entries))  # a name, the keys and a dtype
+            text.count(b'"')
+            == 2 * (len(words) + (2 + len(KEYS)) * len(entries))  # a name, the keys and a dtype
             and {*map(len, offsets)} == {2}
             and {*map(type, listed), *map(type, offsets)} == {list}
             and {*map(type, numbers), *map(type, chain.from_iterable(shapes))} == {int}
@@ -75,19 +96,30 @@ def read_together(file: str, text: bytes, nbytes: int) -> Header | None:
     if not sizes or [*map(add, begins, sizes)] != ends:
         return None
     if [*begins, nbytes - data_start] != [0, *ends]:
-        columns: Any = zip(*sorted(zip(begins, ends, entries, dtypes, shapes, strict=True), key=itemgetter(0, 1)), strict=True)
+        columns: Any = zip(
+            *sorted(zip(begins, ends, entries, dtypes, shapes, strict=True), key=itemgetter(0, 1)),
+            strict=True,
+        )
         begins, ends, entries, dtypes, shapes = columns
         if [*begins, nbytes - data_start] != [0, *ends]:
             return None
-    fields = zip(entries, dtypes, shapes, repeat(file), map(data_start.__add__, begins), strict=False)
-    refs = tuple(map(tuple.__new__, repeat(TensorRef), fields))  # as TensorRef itself makes them, in a third of the time
+    fields = zip(
+        entries, dtypes, shapes, repeat(file), map(data_start.__add__, begins), strict=False
+    )
+    refs = tuple(
+        map(tuple.__new__, repeat(TensorRef), fields)
+    )  # as TensorRef itself makes them, in a third of the time
     return Header(file, nbytes, refs, SafetensorsFrame(metadata or {}))
 
 
 @lru_cache(SHAPES)
 def _whole_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor whose entry may say so; ValueError for what `_entry` refuses."""
-    is_possible = dtype in DTYPE_BITS and all(0 <= size < NUMBER_LIMIT for size in shape) and not _is_too_large(shape)
+    is_possible = (
+        dtype in DTYPE_BITS
+        and all(0 <= size < NUMBER_LIMIT for size in shape)
+        and not _is_too_large(shape)
+    )
     if not is_possible or math.prod(shape) * DTYPE_BITS[dtype] % BYTE_BITS:
         raise ValueError(dtype, shape)
     return nbytes_of(dtype, shape)
@@ -102,14 +134,22 @@ def read_one_by_one(file: str, text: bytes, nbytes: int) -> Header:
     """The header of that text; InputError says which of its entries is wrong."""
     entries, data_start = parse_json_object(text, f"{file}: header"), 8 + len(text)
     metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _bad(file, "header", "has a header whose __metadata__ does not map strings to strings")
-    refs = sorted((_entry(file, name, entry, data_start) for name, entry in entries.items()), key=_place)
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
+        raise _bad(
+            file, "header", "has a header whose __metadata__ does not map strings to strings"
+        )
+    refs = sorted(
+        (_entry(file, name, entry, data_start) for name, entry in entries.items()), key=_place
+    )
     _check_tiling(file, refs, data_start, nbytes)
     return Header(file, nbytes, tuple(refs), SafetensorsFrame(metadata))
 
 
-def _bad(file: str, code: str, detail: str, next_step: str = "Download the file again.") -> InputError:
+def _bad(
+    file: str, code: str, detail: str, next_step: str = "Download the file again."
+) -> InputError:
     return InputError(code, f"{file}: {detail}", next_step)
 
 
@@ -119,7 +159,9 @@ def _place(ref: TensorRef) -> tuple[int, int]:
 
 def _counts(value: object) -> tuple[int, ...] | None:
     """A list of non-negative 64-bit integers as a tuple, or None."""
-    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < NUMBER_LIMIT for item in value):
+    if not isinstance(value, list) or not all(
+        type(item) is int and 0 <= item < NUMBER_LIMIT for item in value
+    ):
         return None
     return tuple(value)
 
@@ -131,17 +173,27 @@ def _entry(file: str, name: str, entry: object, data_start: int) -> TensorRef:
         raise _bad(file, "header", f"header entry {name!r} is nested too deep")
     dtype, shape, offsets = entry["dtype"], _counts(entry["shape"]), _counts(entry["data_offsets"])
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise _bad(file, "dtype", f"{name!r} has the dtype {dtype!r}; known: {', '.join(DTYPE_BITS)}")
+        raise _bad(
+            file, "dtype", f"{name!r} has the dtype {dtype!r}; known: {', '.join(DTYPE_BITS)}"
+        )
     if shape is None or _is_too_large(shape):
         raise _bad(file, "shape", f"{name!r} has the impossible shape {str(entry['shape'])[:80]}")
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _bad(file, "offset", f"{name!r} has bad offsets {str(entry['data_offsets'])[:80]}; expected [begin, end]")
+        raise _bad(
+            file,
+            "offset",
+            f"{name!r} has bad offsets {str(entry['data_offsets'])[:80]}; expected [begin, end]",
+        )
     bits, found = math.prod(shape) * DTYPE_BITS[dtype], offsets[1] - offsets[0]
     if bits % BYTE_BITS:
-        raise _bad(file, "shape", f"{name!r}: {dtype} of shape {list(shape)} does not end on a whole byte")
+        raise _bad(
+            file, "shape", f"{name!r}: {dtype} of shape {list(shape)} does not end on a whole byte"
+        )
     if bits // BYTE_BITS != found:
         raise _bad(
-            file, "shape", f"{name!r}: {dtype} of shape {list(shape)} takes {bits // BYTE_BITS} bytes, its offsets {found}"
+            file,
+            "shape",
+            f"{name!r}: {dtype} of shape {list(shape)} takes {bits // BYTE_BITS} bytes, its offsets {found}",
         )
     return TensorRef(name, dtype, shape, file, data_start + offsets[0])
 
@@ -153,9 +205,21 @@ def _check_tiling(file: str, refs: Sequence[TensorRef], data_start: int, nbytes:
         if ref.start != end:
             fault = "overlap" if ref.start < end else "hole"
             where = f"begins at byte {ref.start}, the tensor before it ends at {end}"
-            raise _bad(file, fault, f"{ref.name!r} leaves an {fault} in the data: it {where}".replace("an hole", "a hole"))
+            raise _bad(
+                file,
+                fault,
+                f"{ref.name!r} leaves an {fault} in the data: it {where}".replace(
+                    "an hole", "a hole"
+                ),
+            )
         end += ref.nbytes
     if end > nbytes:
-        raise _bad(file, "truncated", f"is truncated: the header describes {end} bytes, the file has {nbytes}")
+        raise _bad(
+            file,
+            "truncated",
+            f"is truncated: the header describes {end} bytes, the file has {nbytes}",
+        )
     if end < nbytes:
-        raise _bad(file, "trailing-bytes", f"has {nbytes - end} bytes after its last tensor; expected none")
+        raise _bad(
+            file, "trailing-bytes", f"has {nbytes - end} bytes after its last tensor; expected none"
+        )

@@ -153,7 +153,9 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # all that is there counts as old: else it would be gone through at once
+            if (
+                not gc.get_freeze_count()
+            ):  # all that is there counts as old: else it would be gone through at once
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -11,7 +11,18 @@ import pytest
 from artifacts import artifact_values
 from calibrations import statistics_of, write_calibration
 from checkpoints import FIRST, SECOND, Tensor, read_folder, run, values_of, weight, write_checkpoint
-from folded_llama import INPUTS, LAYER, READERS, Arrays, calibrated, changed, doubled, made, stored_weights, write_source
+from folded_llama import (
+    INPUTS,
+    LAYER,
+    READERS,
+    Arrays,
+    calibrated,
+    changed,
+    doubled,
+    made,
+    stored_weights,
+    write_source,
+)
 from folding_llama import LLAMA, TENSORS, bf16_norm
 from made_up_inputs import correlated
 
@@ -19,7 +30,11 @@ from fp4convert.numerics import codec
 from fp4convert.numerics.formats import NVFP4
 from fp4convert.storage.open import open_source
 
-GROUPS = (*(own for maker, own in READERS.items() if "layernorm" in maker), ("self_attn.o_proj",), ("mlp.down_proj",))
+GROUPS = (
+    *(own for maker, own in READERS.items() if "layernorm" in maker),
+    ("self_attn.o_proj",),
+    ("mlp.down_proj",),
+)
 
 
 def rounded(weights: np.ndarray, amax: float | None = None) -> np.ndarray:
@@ -37,7 +52,12 @@ def repeated(rows: np.ndarray) -> np.ndarray:
 
 def tied(columns: np.ndarray, how: str) -> np.ndarray:
     """Numbers of o's columns for v's rows."""
-    pairs = np.stack([np.concatenate([columns[:32], columns[64:96]]), np.concatenate([columns[32:64], columns[96:]])])
+    pairs = np.stack(
+        [
+            np.concatenate([columns[:32], columns[64:96]]),
+            np.concatenate([columns[32:64], columns[96:]]),
+        ]
+    )
     return getattr(pairs, how)(axis=0)
 
 
@@ -52,7 +72,11 @@ def stored(maker: str, wanted: np.ndarray, weights: Arrays) -> np.ndarray:
 def smooth_factors(maker: str, weights: Arrays) -> np.ndarray:
     """max|x|^0.5 / max|w|^0.5."""
     x = np.abs(INPUTS[maker]).max(axis=0).astype(np.float64)
-    w = np.concatenate([np.abs(weights[reader]) for reader in READERS[maker]]).max(axis=0).astype(np.float64)
+    w = (
+        np.concatenate([np.abs(weights[reader]) for reader in READERS[maker]])
+        .max(axis=0)
+        .astype(np.float64)
+    )
     if maker == "self_attn.v_proj":
         x, w = tied(x, "max"), tied(w, "max")
     return stored(maker, np.sqrt(x) / np.sqrt(w), weights)
@@ -69,7 +93,10 @@ def awq_factors(maker: str, weights: Arrays) -> np.ndarray:
         powers = magnitudes ** (step / 20)
         made_by = stored(maker, powers / np.sqrt(powers.max() * powers.min()), weights)
         columns = repeated(made_by) if maker == "self_attn.v_proj" else made_by
-        errors = [rounded(weights[reader] * columns) / columns - weights[reader] for reader in READERS[maker]]
+        errors = [
+            rounded(weights[reader] * columns) / columns - weights[reader]
+            for reader in READERS[maker]
+        ]
         cost = sum(float((np.square(error.astype(np.float64)) * second).sum()) for error in errors)
         if best is None or cost < best[0]:
             best = cost, made_by
@@ -91,12 +118,22 @@ def statistics(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["smooth", "awq"])
-def artifact(request: pytest.FixtureRequest, source: Path, statistics: Path, tmp_path_factory: pytest.TempPathFactory):
+def artifact(
+    request: pytest.FixtureRequest,
+    source: Path,
+    statistics: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+):
     """Method, folder, tensors, and the factors that formulas give."""
     out = tmp_path_factory.mktemp(request.param) / "out"
     tensors = made(source, out, request.param, statistics)
     weights = stored_weights()
-    return request.param, out, tensors, {maker: FACTORS[request.param](maker, weights) for maker in READERS}
+    return (
+        request.param,
+        out,
+        tensors,
+        {maker: FACTORS[request.param](maker, weights) for maker in READERS},
+    )
 
 
 def test_norms_are_divided_by_the_factors_of_the_formula(artifact):
@@ -126,7 +163,9 @@ def test_codes_are_those_of_the_codec_for_weights_under_the_factors(artifact):
             assert tensors[f"{name}.weight_scale"][2] == bytes(q.block_scales), module
 
 
-def test_outputs_are_closer_by_awq_and_not_much_further_by_smooth(artifact, source, statistics, tmp_path):
+def test_outputs_are_closer_by_awq_and_not_much_further_by_smooth(
+    artifact, source, statistics, tmp_path
+):
     """Outputs for the inputs of the calibration, with the norm's share of the fold undone by the inputs.
 
     smooth makes inputs easier to round, which weights alone gain nothing by: at most 1.6 times the error is a bound on harm.
@@ -139,8 +178,13 @@ def test_outputs_are_closer_by_awq_and_not_much_further_by_smooth(artifact, sour
         losses = {"rtn": 0.0, method: 0.0}
         for reader in readers:
             rows = factors[reader][:, None] if reader in READERS else 1
-            values = artifact_values(tensors, f"{LAYER}.{reader}", "compressed-tensors") * rows / columns
-            for how, found in (("rtn", artifact_values(plain, f"{LAYER}.{reader}", "compressed-tensors")), (method, values)):
+            values = (
+                artifact_values(tensors, f"{LAYER}.{reader}", "compressed-tensors") * rows / columns
+            )
+            for how, found in (
+                ("rtn", artifact_values(plain, f"{LAYER}.{reader}", "compressed-tensors")),
+                (method, values),
+            ):
                 losses[how] += float(np.square(INPUTS[maker] @ (found - weights[reader]).T).sum())
         assert losses[method] < (1.0 if method == "awq" else 1.6) * losses["rtn"], maker
 
@@ -148,7 +192,9 @@ def test_outputs_are_closer_by_awq_and_not_much_further_by_smooth(artifact, sour
 @pytest.mark.parametrize("block", [16, 64, 1000])
 def test_a_gram_matrix_weighs_the_errors_where_there_is_one(block, source, statistics, tmp_path):
     """Of inputs that go together: the alpha is that of the error in the outputs themselves."""
-    made_by = made(source, tmp_path / "out", "awq", calibrated(source, tmp_path / "c.safetensors", block))
+    made_by = made(
+        source, tmp_path / "out", "awq", calibrated(source, tmp_path / "c.safetensors", block)
+    )
     weights = stored_weights()
     maker = "post_attention_layernorm"
     x = INPUTS[maker].astype(np.float64)
@@ -159,7 +205,12 @@ def test_a_gram_matrix_weighs_the_errors_where_there_is_one(block, source, stati
     for step in range(21):
         powers = magnitudes ** (step / 20)
         columns = stored(maker, powers / np.sqrt(powers.max() * powers.min()), weights)
-        errors = np.concatenate([rounded(weights[reader] * columns) / columns - weights[reader] for reader in READERS[maker]])
+        errors = np.concatenate(
+            [
+                rounded(weights[reader] * columns) / columns - weights[reader]
+                for reader in READERS[maker]
+            ]
+        )
         costs[float(np.einsum("ri,ij,rj->", errors, gram, errors))] = columns
     own = values_of(made_by[f"{LAYER}.{maker}.weight"]).astype(np.float32)
     assert (own == bf16_of(weights[maker] / costs[min(costs)])).all()
@@ -168,17 +219,34 @@ def test_a_gram_matrix_weighs_the_errors_where_there_is_one(block, source, stati
 def test_readers_count_by_the_tokens_that_they_were_given(source, tmp_path):
     """Magnitudes and errors of two readers with inputs of their own, as experts have them."""
     maker = "post_attention_layernorm"
-    given = {"mlp.gate_proj": 10 * INPUTS[maker][:20], "mlp.up_proj": correlated(64, 2000, seed=64)}  # few large ones, many small
-    own = {name: array for reader, x in given.items() for name, array in statistics_of(f"{LAYER}.{reader}", x).items()}
-    tensors = made(source, tmp_path / "out", "awq", calibrated(source, tmp_path / "c.safetensors", **own))
+    given = {
+        "mlp.gate_proj": 10 * INPUTS[maker][:20],
+        "mlp.up_proj": correlated(64, 2000, seed=64),
+    }  # few large ones, many small
+    own = {
+        name: array
+        for reader, x in given.items()
+        for name, array in statistics_of(f"{LAYER}.{reader}", x).items()
+    }
+    tensors = made(
+        source, tmp_path / "out", "awq", calibrated(source, tmp_path / "c.safetensors", **own)
+    )
     weights, costs = stored_weights(), {}
     magnitudes = np.concatenate([np.abs(x.astype(np.float64)) for x in given.values()]).mean(axis=0)
     for step in range(21):
         powers = magnitudes ** (step / 20)
         columns = stored(maker, powers / np.sqrt(powers.max() * powers.min()), weights)
-        errors = {reader: rounded(weights[reader] * columns) / columns - weights[reader] for reader in given}
+        errors = {
+            reader: rounded(weights[reader] * columns) / columns - weights[reader]
+            for reader in given
+        }
         cost = sum(
-            float((np.square(errors[reader].astype(np.float64)) * np.square(x.astype(np.float64)).sum(axis=0)).sum())
+            float(
+                (
+                    np.square(errors[reader].astype(np.float64))
+                    * np.square(x.astype(np.float64)).sum(axis=0)
+                ).sum()
+            )
             for reader, x in given.items()
         )
         costs[cost] = columns
@@ -190,7 +258,9 @@ def test_the_record_tells_the_folds_and_no_factor(artifact):
     method, out, _, _ = artifact
     record = json.loads((out / "quantization_config.json").read_text())
     assert record["method"] == method
-    assert {name for fold in record["folds"] for name in fold["modules"]} == {f"{LAYER}.{maker}" for maker in READERS}
+    assert {name for fold in record["folds"] for name in fold["modules"]} == {
+        f"{LAYER}.{maker}" for maker in READERS
+    }
     heads = next(fold for fold in record["folds"] if fold["kind"] == "heads")
     assert heads["heads"] == {"repeats": 2, "width": 32}
 
@@ -199,7 +269,10 @@ def test_bytes_depend_on_no_worker_and_no_shard(artifact, source, statistics, tm
     """Every task finds the factors of its folds by itself, from whichever shards."""
     method, out, tensors, _ = artifact
     alone = write_checkpoint(tmp_path / "alone", {"model.safetensors": TENSORS}, LLAMA)
-    assert made(alone, tmp_path / "one", method, calibrated(alone, tmp_path / "c.safetensors")) == tensors
+    assert (
+        made(alone, tmp_path / "one", method, calibrated(alone, tmp_path / "c.safetensors"))
+        == tensors
+    )
     for part in (1, 2):
         options = ("--workers", "1", "--shard-index", part - 1, "--num-shards", "2")
         made(source, tmp_path / "parts", method, statistics, *options)
@@ -211,7 +284,16 @@ def test_bytes_depend_on_no_worker_and_no_shard(artifact, source, statistics, tm
 def test_the_rule_importance_weighs_inputs_as_they_are_after_the_fold(source, statistics, tmp_path):
     """Second moments over the squares of the factors."""
     outcome = run(
-        *("quantize", source, "--format", "nvfp4", "--scale-rule", "importance", "--method", "smooth"),
+        *(
+            "quantize",
+            source,
+            "--format",
+            "nvfp4",
+            "--scale-rule",
+            "importance",
+            "--method",
+            "smooth",
+        ),
         *("--calibration", statistics, "-o", tmp_path / "weighed", "-q"),
     )
     assert outcome.code == 0, outcome.err
@@ -222,7 +304,11 @@ def test_the_rule_importance_weighs_inputs_as_they_are_after_the_fold(source, st
     up = up / smooth_factors("mlp.up_proj", weights)[:, None]
     amax = max(float(np.abs(gate).max()), float(np.abs(up).max()))
     q = codec.quantize(
-        gate, NVFP4, "importance", amax, (moments.astype(np.float32) / factors.astype(np.float64) ** 2).astype(np.float32)
+        gate,
+        NVFP4,
+        "importance",
+        amax,
+        (moments.astype(np.float32) / factors.astype(np.float64) ** 2).astype(np.float32),
     )
     assert tensors[f"{LAYER}.mlp.gate_proj.weight_scale"][2] == bytes(q.block_scales)
     assert tensors[f"{LAYER}.mlp.gate_proj.weight_packed"][2] == bytes(q.packed)
@@ -239,7 +325,9 @@ def test_input_scales_follow_the_inputs(options, follows, source, statistics, tm
         columns = repeated(factors) if maker == "self_attn.v_proj" else factors
         largest = float((np.abs(INPUTS[maker]) / columns).max())
         for reader in readers:
-            divisor = float(np.frombuffer(tensors[f"{LAYER}.{reader}.input_global_scale"][2], "<f4")[0])
+            divisor = float(
+                np.frombuffer(tensors[f"{LAYER}.{reader}.input_global_scale"][2], "<f4")[0]
+            )
             assert divisor == pytest.approx(2688 / largest if follows else 2, rel=1e-5)
 
 
@@ -258,7 +346,9 @@ EXPERTS: dict[str, Tensor] = {
     **{f"{LAYER}.self_attn.{name}_norm.weight": bf16_norm(32) for name in "qk"},
     f"{LAYER}.mlp.gate.weight": weight(30, 4, 64),
     **{
-        f"{LAYER}.mlp.experts.{expert}.{name}.weight": weight(40 + expert, *((64, 48) if name == "down_proj" else (48, 64)))
+        f"{LAYER}.mlp.experts.{expert}.{name}.weight": weight(
+            40 + expert, *((64, 48) if name == "down_proj" else (48, 64))
+        )
         for expert in range(4)
         for name in ("gate_proj", "up_proj", "down_proj")
     },
@@ -268,13 +358,22 @@ EXPERTS: dict[str, Tensor] = {
 @pytest.mark.parametrize("method", ["awq", "smooth"])
 def test_a_router_stays_and_sees_the_same_products(method, tmp_path):
     """Its columns are multiplied by powers of two, which bf16 holds exactly; every expert gets the same factors."""
-    source = write_checkpoint(tmp_path / "m", {"model.safetensors": EXPERTS}, {**LLAMA, "model_type": "qwen3_moe"})
+    source = write_checkpoint(
+        tmp_path / "m", {"model.safetensors": EXPERTS}, {**LLAMA, "model_type": "qwen3_moe"}
+    )
     tensors: Arrays = {}
     for name, (_, shape, _) in EXPERTS.items():
         if "_proj" in name:
-            tensors |= statistics_of(name.removesuffix(".weight"), correlated(shape[1], seed=len(name)))
+            tensors |= statistics_of(
+                name.removesuffix(".weight"), correlated(shape[1], seed=len(name))
+            )
     out = tmp_path / "out"
-    artifact = made(source, out, method, write_calibration(tmp_path / "c.safetensors", open_source(str(source)), tensors))
+    artifact = made(
+        source,
+        out,
+        method,
+        write_calibration(tmp_path / "c.safetensors", open_source(str(source)), tensors),
+    )
     norm, gate = f"{LAYER}.post_attention_layernorm.weight", f"{LAYER}.mlp.gate.weight"
     before, after = values_of(EXPERTS[norm]), values_of(artifact[norm])
     factors = before / after
@@ -298,7 +397,9 @@ def test_a_router_stays_and_sees_the_same_products(method, tmp_path):
     assert run("verify", out, "--source", source, "--json").json["findings"] == []
     bad = changed(out, tmp_path / "bad", gate, doubled(3))
     report = run("verify", bad, "--source", source, "--json")
-    assert ("kept-differs", gate) in {(finding["code"], finding["tensor"]) for finding in report.json["findings"]}
+    assert ("kept-differs", gate) in {
+        (finding["code"], finding["tensor"]) for finding in report.json["findings"]
+    }
 
 
 def test_columns_that_nothing_enters_and_rows_of_zeros_are_left_alone(tmp_path):
@@ -325,9 +426,21 @@ def test_weights_that_are_not_finite_are_told_by_their_names(method, tmp_path):
     name = f"{LAYER}.mlp.up_proj.weight"
     kind, shape, data = TENSORS[name]
     broken = (kind, shape, data[:-2] + np.array([0x7FC0], "<u2").tobytes())
-    source = write_checkpoint(tmp_path / "m", {"model.safetensors": {**TENSORS, name: broken}}, LLAMA)
+    source = write_checkpoint(
+        tmp_path / "m", {"model.safetensors": {**TENSORS, name: broken}}, LLAMA
+    )
     outcome = run(
-        *("quantize", source, "--format", "nvfp4", "--method", method, "-o", tmp_path / "out", "--json"),
+        *(
+            "quantize",
+            source,
+            "--format",
+            "nvfp4",
+            "--method",
+            method,
+            "-o",
+            tmp_path / "out",
+            "--json",
+        ),
         *("--calibration", calibrated(source, tmp_path / "c.safetensors")),
     )
     assert outcome.code == 2
@@ -340,15 +453,31 @@ def test_weights_that_are_not_finite_are_told_by_their_names(method, tmp_path):
     ("options", "config", "code"),
     [
         ((), {"model_type": "never_heard_of"}, "no-fold"),
-        (("--exclude", "*.mlp.*", "--exclude", "*.self_attn.*", "--include", "*layernorm"), {}, "no-fold"),
+        (
+            ("--exclude", "*.mlp.*", "--exclude", "*.self_attn.*", "--include", "*layernorm"),
+            {},
+            "no-fold",
+        ),
         (("--via", "fp8"), {}, "method-via"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(method, options, config, code, tmp_path):
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    method, options, config, code, tmp_path
+):
     source = write_checkpoint(tmp_path / "m", {"model.safetensors": TENSORS}, {**LLAMA, **config})
     statistics = calibrated(source, tmp_path / "c.safetensors")
     outcome = run(
-        *("quantize", source, "--format", "nvfp4", "--method", method, "-o", tmp_path / "out", "--json"),
+        *(
+            "quantize",
+            source,
+            "--format",
+            "nvfp4",
+            "--method",
+            method,
+            "-o",
+            tmp_path / "out",
+            "--json",
+        ),
         *("--calibration", statistics, *options),
     )
     assert (outcome.code, outcome.json["error"]["code"]) == (2, code)
@@ -358,7 +487,12 @@ def test_what_cannot_be_is_refused_before_anything_is_written(method, options, c
 
 @pytest.mark.parametrize(
     ("method", "lacking"),
-    [("awq", "input_sq_mean"), ("awq", "input_abs_mean"), ("awq", "tokens"), ("smooth", "input_channel_amax")],
+    [
+        ("awq", "input_sq_mean"),
+        ("awq", "input_abs_mean"),
+        ("awq", "tokens"),
+        ("smooth", "input_channel_amax"),
+    ],
 )
 def test_statistics_that_are_lacking_are_told(method, lacking, source, tmp_path):
     tensors: Arrays = {}
@@ -368,7 +502,19 @@ def test_statistics_that_are_lacking_are_told(method, lacking, source, tmp_path)
     del tensors[f"{LAYER}.mlp.up_proj.{lacking}"]
     path = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), tensors)
     outcome = run(
-        *("quantize", source, "--format", "nvfp4", "--method", method, "-o", tmp_path / "out", "--json", "--calibration", path)
+        *(
+            "quantize",
+            source,
+            "--format",
+            "nvfp4",
+            "--method",
+            method,
+            "-o",
+            tmp_path / "out",
+            "--json",
+            "--calibration",
+            path,
+        )
     )
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "calibration-missing")
     assert f"{LAYER}.mlp.up_proj" in outcome.json["error"]["message"]

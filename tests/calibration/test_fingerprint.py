@@ -21,8 +21,13 @@ NORM, BIG = "model.layers.1.input_layernorm.weight", "model.layers.0.mlp.down_pr
 def write_model(folder: Path) -> Path:
     """A shard of 6 MB, 8 kB of which are norms."""
     tensors = {BIG: ("BF16", (1024, 2048), bf16(1024, 2048))}
-    tensors |= {f"model.layers.{n}.input_layernorm.weight": ("BF16", (2048,), bf16(2048, seed=n)) for n in range(2)}
-    tensors |= {"model.layers.1.mlp.down_proj.weight": ("BF16", (512, 2048), bf16(512, 2048, seed=9))}
+    tensors |= {
+        f"model.layers.{n}.input_layernorm.weight": ("BF16", (2048,), bf16(2048, seed=n))
+        for n in range(2)
+    }
+    tensors |= {
+        "model.layers.1.mlp.down_proj.weight": ("BF16", (512, 2048), bf16(512, 2048, seed=9))
+    }
     return write_checkpoint(folder, {"model.safetensors": tensors}, LLAMA)
 
 
@@ -51,9 +56,16 @@ def test_every_large_tensor_is_sampled(tmp_path):
     before = weights_of(open_source(str(folder)))
     for name in (BIG, "model.layers.1.mlp.down_proj.weight"):
         ref = place_of(folder, name)
-        read = [piece for piece in telling_ranges(open_source(str(folder)).checkpoint) if piece.name == name]
+        read = [
+            piece
+            for piece in telling_ranges(open_source(str(folder)).checkpoint)
+            if piece.name == name
+        ]
         assert len(read) == 16
-        assert all(ref.start <= piece.start and piece.start + piece.nbytes <= ref.start + ref.nbytes for piece in read)
+        assert all(
+            ref.start <= piece.start and piece.start + piece.nbytes <= ref.start + ref.nbytes
+            for piece in read
+        )
         for place in (read[0].start, read[-1].start + 4095):
             flip(folder, place)
             assert weights_of(open_source(str(folder))) != before
@@ -67,13 +79,27 @@ def test_a_hub_says_what_a_folder_says(tmp_path, hub):
     assert weights_of(open_source("someone/model")) == weights_of(open_source(str(folder)))
 
 
-def true_checkpoint(decoder: Decoder, more: Iterable[tuple[str, str, tuple[int, ...]]] = ()) -> Checkpoint:
+def true_checkpoint(
+    decoder: Decoder, more: Iterable[tuple[str, str, tuple[int, ...]]] = ()
+) -> Checkpoint:
     """Its headers, all in one shard, without anything behind them."""
     refs, at = [], 0
-    for name, dtype, shape in (*((name, "BF16", shape) for name, shape in decoder.tensors()), *more):
+    for name, dtype, shape in (
+        *((name, "BF16", shape) for name, shape in decoder.tensors()),
+        *more,
+    ):
         refs.append(TensorRef(name, dtype, shape, "model.safetensors", at))
         at += refs[-1].nbytes
-    return Checkpoint(None, None, {}, (Header("model.safetensors", at, tuple(refs), SafetensorsFrame({})),), (), (), (), {})
+    return Checkpoint(
+        None,
+        None,
+        {},
+        (Header("model.safetensors", at, tuple(refs), SafetensorsFrame({})),),
+        (),
+        (),
+        (),
+        {},
+    )
 
 
 def scales_of_experts(decoder: Decoder) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -88,7 +114,11 @@ def scales_of_experts(decoder: Decoder) -> Iterator[tuple[str, str, tuple[int, .
         # 161 norms of 16 kB, 562 matrices with a sample each
         (true_checkpoint(LLAMA_70B), 161 + 562, 161 * 16384 + 562 * 4096),
         # all 249 norms, 310 scales of attention and 1489 of 29,760 of experts; 1024 of 30,198 matrices
-        (true_checkpoint(QWEN3_CODER_480B, scales_of_experts(QWEN3_CODER_480B)), 2048 + 1024, 15 * 10**6),
+        (
+            true_checkpoint(QWEN3_CODER_480B, scales_of_experts(QWEN3_CODER_480B)),
+            2048 + 1024,
+            15 * 10**6,
+        ),
     ],
     ids=["Llama-70B", "Qwen3-Coder-480B-FP8"],
 )

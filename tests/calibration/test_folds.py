@@ -32,8 +32,15 @@ ATTENTION = ("input_layernorm", "self_attn.v_proj")
 GATED = (*ATTENTION, "post_attention_layernorm", "mlp.up_proj")
 FEEDFORWARD = (*ATTENTION, "pre_feedforward_layernorm", "mlp.up_proj")
 EXPERTS = tuple(f"mlp.experts.{number}.up_proj" for number in range(4))
-LATENT = ("input_layernorm", "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm", "post_attention_layernorm")
-LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # typed by hand from transformers' forward functions
+LATENT = (
+    "input_layernorm",
+    "self_attn.q_a_layernorm",
+    "self_attn.kv_a_layernorm",
+    "post_attention_layernorm",
+)
+LAYERS: dict[
+    str, tuple[tuple[str, ...], tuple[str, ...]]
+] = {  # typed by hand from transformers' forward functions
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), (GATED, GATED)),
     **dict.fromkeys(("gemma2", "gemma3"), (FEEDFORWARD, FEEDFORWARD)),
     "phi": (ATTENTION, ATTENTION),
@@ -42,7 +49,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # typed by hand 
     "olmo": (("mlp.up_proj",),) * 2,
     "olmo2": (("self_attn.v_proj", "mlp.up_proj"),) * 2,
     "bert": (("attention.self.value",),) * 2,
-    "mixtral": ((*GATED[:3], *(f"block_sparse_moe.experts.{number}.w3" for number in range(4))),) * 2,
+    "mixtral": ((*GATED[:3], *(f"block_sparse_moe.experts.{number}.w3" for number in range(4))),)
+    * 2,
     "qwen2_moe": (GATED, (*GATED[:3], *EXPERTS, "mlp.shared_expert.up_proj")),
     "qwen3_moe": ((*GATED[:3], *EXPERTS), GATED),
     "deepseek_v2": ((*LATENT, "mlp.up_proj"), (*LATENT, *EXPERTS, "mlp.shared_experts.up_proj")),
@@ -68,7 +76,9 @@ def merged(source: Source, choice: Choice = EVERYTHING) -> Merged:
         return storable(fold, source, np.exp2(random.uniform(-3, 3, fold.outputs)))
 
     recipe = recipe_of(source, choice)
-    return merge_folds(source.checkpoint, recipe, find_linears(source, recipe), dialect_named("plain"), find)
+    return merge_folds(
+        source.checkpoint, recipe, find_linears(source, recipe), dialect_named("plain"), find
+    )
 
 
 def folded(source: Source, found: Merged, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +91,9 @@ def folded(source: Source, found: Merged, tensors: dict[str, Any]) -> dict[str, 
             values = linear.coding.weights(linear, source).rows(0, linear.shape[0])
             assert values.dtype == "F32"
             tensor = result[linear.refs[0].name]
-            tensor.copy_(torch.frombuffer(bytearray(values.data), dtype=torch.float32).reshape(tensor.shape))
+            tensor.copy_(
+                torch.frombuffer(bytearray(values.data), dtype=torch.float32).reshape(tensor.shape)
+            )
     return result
 
 
@@ -90,14 +102,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {}
 
 
-def checkpoint(name: str, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(
+    name: str, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     if name not in checkpoints:
         checkpoints[name] = build(name, tmp_path_factory.mktemp(name))
     return checkpoints[name]
 
 
 @pytest.fixture(params=MODELS)
-def model(request: pytest.FixtureRequest, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory):
+def model(
+    request: pytest.FixtureRequest,
+    checkpoints: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+):
     return request.param, checkpoint(request.param, checkpoints, tmp_path_factory)
 
 
@@ -107,7 +125,9 @@ def test_the_folds_of_every_family_are_those_that_its_code_allows(model):
     source = open_source(str(folder))
     found = merged(source)
     prefix = PREFIXES.get(name, "model.layers")
-    expected = {f"{prefix}.{layer}.{place}" for layer, places in enumerate(LAYERS[name]) for place in places}
+    expected = {
+        f"{prefix}.{layer}.{place}" for layer, places in enumerate(LAYERS[name]) for place in places
+    }
     assert {fold.name for fold in found.folds} == expected
     assert not [note for note in found.notes if "not used" in note]
 
@@ -120,31 +140,45 @@ def test_a_folded_model_computes_what_it_did(model, tmp_path):
     tensors = read_tensors(folder)
     changed = folded(source, merged(source), tensors)
     assert sum(not changed[name].equal(tensors[name]) for name in tensors) >= 4
-    before, after = outputs(name, folder), outputs(name, write_as(folder, changed, tmp_path / "folded"))
+    before, after = (
+        outputs(name, folder),
+        outputs(name, write_as(folder, changed, tmp_path / "folded")),
+    )
     assert before.std() > 0.01
     assert (before - after).abs().max() < 1e-5 * before.abs().max()
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "llama")])
-def test_every_tensor_that_a_fold_changes_has_to_change(name, checkpoints, tmp_path_factory, tmp_path):
+@pytest.mark.parametrize(
+    "name",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "llama")],
+)
+def test_every_tensor_that_a_fold_changes_has_to_change(
+    name, checkpoints, tmp_path_factory, tmp_path
+):
     """A list that names a reader too many, or one too few, would show: with any one of them as it was, the model is another."""
     folder = checkpoint(name, checkpoints, tmp_path_factory)
     tensors = read_tensors(folder)
     changed = folded(open_source(str(folder)), merged(open_source(str(folder))), tensors)
     before = outputs(name, folder)
     last = f"{PREFIXES.get(name, 'model.layers')}.1."
-    touched = [each for each in tensors if each.startswith(last) and not changed[each].equal(tensors[each])]
+    touched = [
+        each for each in tensors if each.startswith(last) and not changed[each].equal(tensors[each])
+    ]
     assert touched
     for number, each in enumerate(touched):
-        after = outputs(name, write_as(folder, {**changed, each: tensors[each]}, tmp_path / str(number)))
+        after = outputs(
+            name, write_as(folder, {**changed, each: tensors[each]}, tmp_path / str(number))
+        )
         assert (before - after).abs().max() > 1e-4 * before.abs().max(), each
 
 
 ALL = {f"model.layers.0.{name}" for name in GATED}
 
 
-def names_and_notes(tmp_path: Path, tensors: dict[str, Tensor], config: dict[str, Any] = LLAMA, **choice: Any):
+def names_and_notes(
+    tmp_path: Path, tensors: dict[str, Tensor], config: dict[str, Any] = LLAMA, **choice: Any
+):
     """The folds that a checkpoint gets, and what it is told of others."""
     source = open_source(str(write_single(tmp_path / "m", tensors, config)))
     found = merged(source, Choice(**choice))
@@ -166,7 +200,9 @@ def test_a_layer_with_a_matrix_that_no_row_names_is_left_alone(shape, tmp_path):
     names, notes = names_and_notes(tmp_path, {**stranger, **second})
     assert names == {name.replace("layers.0", "layers.1") for name in ALL}
     assert "4 folds are not used" in notes
-    assert "the recipe does not know model.layers.0.self_attn.adapter, which may read it, too" in notes
+    assert (
+        "the recipe does not know model.layers.0.self_attn.adapter, which may read it, too" in notes
+    )
     assert "modules have no fold and are rounded as they are" in notes
 
 
@@ -200,7 +236,11 @@ def test_heads_that_do_not_fit_have_no_fold(changes, words, tmp_path):
 
 
 def test_shapes_that_do_not_fit_have_no_fold(tmp_path):
-    odd = {**TENSORS, "model.layers.0.input_layernorm.weight": bf16_norm(32), "model.layers.0.mlp.up_proj.bias": bf16_norm(64)}
+    odd = {
+        **TENSORS,
+        "model.layers.0.input_layernorm.weight": bf16_norm(32),
+        "model.layers.0.mlp.up_proj.bias": bf16_norm(64),
+    }
     names, notes = names_and_notes(tmp_path, odd)
     assert names == {"model.layers.0.self_attn.v_proj", "model.layers.0.post_attention_layernorm"}
     assert "q_proj has 64 columns, and expected 1 for each of 32 outputs" in notes
@@ -220,8 +260,14 @@ def test_a_reader_that_stays_asks_for_powers_of_two_and_is_multiplied(tmp_path):
             assert (mantissas == 0.5).all()
     kept = found.linears.of["model.layers.0.self_attn.k_proj"]
     (folding,) = foldings_of(kept)
-    values = np.frombuffer(kept.coding.weights(kept, source).rows(0, 64).data, np.float32).reshape(64, 64)
-    stored = np.frombuffer(source.read(kept.refs[0]), ml_dtypes.bfloat16).astype(np.float32).reshape(64, 64)
+    values = np.frombuffer(kept.coding.weights(kept, source).rows(0, 64).data, np.float32).reshape(
+        64, 64
+    )
+    stored = (
+        np.frombuffer(source.read(kept.refs[0]), ml_dtypes.bfloat16)
+        .astype(np.float32)
+        .reshape(64, 64)
+    )
     assert (values == stored * folding.find(source).columns).all()
     assert (values == values.astype(ml_dtypes.bfloat16).astype(np.float32)).all()
 
@@ -231,12 +277,16 @@ def test_a_bias_is_divided_without_rounding(biased, tmp_path):
     """By powers of two; the bias of a norm makes its factors such, too."""
     outputs_of = {"input_layernorm": 64, "self_attn.v_proj": 64, "mlp.up_proj": 96}
     name = f"model.layers.0.{biased}.bias"
-    source = open_source(str(write_single(tmp_path / "m", {**TENSORS, name: bf16_norm(outputs_of[biased])}, LLAMA)))
+    source = open_source(
+        str(write_single(tmp_path / "m", {**TENSORS, name: bf16_norm(outputs_of[biased])}, LLAMA))
+    )
     found = merged(source, Choice())
     assert {fold.name: fold.is_exact for fold in found.folds}[f"model.layers.0.{biased}"]
     linear = found.linears.vectors[name]
     before = values_of(bf16_norm(outputs_of[biased]))
-    after = np.frombuffer(linear.coding.weights(linear, source).rows(0, 1).data, ml_dtypes.bfloat16).astype(np.float64)
+    after = np.frombuffer(
+        linear.coding.weights(linear, source).rows(0, 1).data, ml_dtypes.bfloat16
+    ).astype(np.float64)
     (folding,) = foldings_of(linear)
     assert (after * folding.find(source).made == before).all()
     assert (after != before).any()
@@ -260,8 +310,12 @@ def test_a_divided_norm_and_its_factors_give_the_norm_back(kind, dtype):
 
 
 def test_a_model_without_folds_is_refused(tmp_path):
-    source = open_source(str(write_single(tmp_path / "m", TENSORS, {"model_type": "never_heard_of"})))
-    with pytest.raises(InputError, match="no fold is known for model type never_heard_of") as caught:
+    source = open_source(
+        str(write_single(tmp_path / "m", TENSORS, {"model_type": "never_heard_of"}))
+    )
+    with pytest.raises(
+        InputError, match="no fold is known for model type never_heard_of"
+    ) as caught:
         merged(source, Choice())
     assert "\n" not in caught.value.message
     source = open_source(str(write_single(tmp_path / "n", TENSORS, LLAMA)))
@@ -275,7 +329,9 @@ def test_rows_of_a_users_file_are_used(tmp_path):
         'aside = ["{layer}.self_attn.q_proj", "{layer}.self_attn.k_proj", "{layer}.self_attn.v_proj", "{layer}.self_attn.o_proj",'
         ' "{layer}.mlp.gate_proj"]\n'
     )
-    names, notes = names_and_notes(tmp_path, TENSORS, {"model_type": "mine"}, recipe=str(tmp_path / "mine.toml"))
+    names, notes = names_and_notes(
+        tmp_path, TENSORS, {"model_type": "mine"}, recipe=str(tmp_path / "mine.toml")
+    )
     assert names == {"model.layers.0.mlp.up_proj"}
     assert "6 modules have no fold and are rounded as they are: self_attn.q_proj (1)" in notes
 
@@ -297,11 +353,20 @@ def test_a_row_whose_readers_are_of_no_expert_is_refused(tmp_path):
 
 
 def test_readme_and_changelog_count_the_model_types_with_folds():
-    files = {path.stem: tomllib.loads(path.read_text()) for path in (ROOT / "configs").glob("*.toml")}
+    files = {
+        path.stem: tomllib.loads(path.read_text()) for path in (ROOT / "configs").glob("*.toml")
+    }
 
     def has_folds(name: str) -> bool:
         return "fold" in files[name] or ("base" in files[name] and has_folds(files[name]["base"]))
 
-    kinds = {kind for name, file in files.items() if has_folds(name) for kind in file.get("model_types", ())}
+    kinds = {
+        kind
+        for name, file in files.items()
+        if has_folds(name)
+        for kind in file.get("model_types", ())
+    }
     for file in ("README.md", "CHANGELOG.md"):
-        assert set(re.findall(r"(\d+) model types", (ROOT / file).read_text())) == {str(len(kinds))}, file
+        assert set(re.findall(r"(\d+) model types", (ROOT / file).read_text())) == {
+            str(len(kinds))
+        }, file

@@ -48,7 +48,9 @@ def whole(blocks, columns):
 
 
 def values_of(codes, steps):
-    return E2M1[codes] * np.repeat(steps.astype(np.float64), codes.shape[1] // steps.shape[1], axis=1)
+    return E2M1[codes] * np.repeat(
+        steps.astype(np.float64), codes.shape[1] // steps.shape[1], axis=1
+    )
 
 
 def output_error(codes, steps, w, h):
@@ -84,13 +86,21 @@ def nearest_codes(w, steps):
 
 @pytest.mark.sweep(3)
 @BOTH
-@pytest.mark.parametrize(("columns", "width"), [(192, 64), (192, 128), (224, 128), (96, 128), (160, 32)])
+@pytest.mark.parametrize(
+    ("columns", "width"), [(192, 64), (192, 128), (224, 128), (96, 128), (160, 32)]
+)
 def test_blocks_along_the_diagonal_as_the_paper_has_that_matrix(fmt, columns, width):
     """Also where the last block is padded, and where the order of columns mixes only within a block."""
     w, x, steps = case_of(fmt, columns)
     blocks = gram_of(x, width)
     found = gptq.round_columns(w, steps, gptq.factorize(blocks, columns, "cpu"))
-    check_equal(found, gptq_by_the_paper(w, whole(blocks, columns).astype(np.float64), steps), steps, w, x.T @ x / len(x))
+    check_equal(
+        found,
+        gptq_by_the_paper(w, whole(blocks, columns).astype(np.float64), steps),
+        steps,
+        w,
+        x.T @ x / len(x),
+    )
 
 
 @BOTH
@@ -100,7 +110,9 @@ def test_many_columns_lazily_and_in_parts_of_the_inverse(fmt, monkeypatch):
     monkeypatch.setattr(gptq, "INVERSE_COLUMNS", 100)
     blocks = gram_of(x)
     found = gptq.round_columns(w, steps, gptq.factorize(blocks, 288, "cpu"))
-    check_equal(found, gptq_by_the_paper(w, blocks[0].astype(np.float64), steps), steps, w, x.T @ x / len(x))
+    check_equal(
+        found, gptq_by_the_paper(w, blocks[0].astype(np.float64), steps), steps, w, x.T @ x / len(x)
+    )
 
 
 @pytest.mark.sweep(2)
@@ -118,7 +130,9 @@ def test_modelopt_gives_the_same(fmt):
 
     theirs = torch.from_numpy(w[:, order].copy())
     hessian = torch.from_numpy(blocks[0][np.ix_(order, order)].copy())
-    calib_utils.gptq_blockwise_update(theirs, calib_utils.compute_hessian_inverse(hessian, theirs, 0.01), 128, rounded)
+    calib_utils.gptq_blockwise_update(
+        theirs, calib_utils.compute_hessian_inverse(hessian, theirs, 0.01), 128, rounded
+    )
     found = gptq.round_columns(w, steps, gptq.factorize(blocks, w.shape[1], "cpu"))
     expected = np.empty_like(found)
     expected[:, order] = nearest(theirs.numpy() / wide)
@@ -133,7 +147,10 @@ def test_inputs_that_know_nothing_of_each_other_are_rounded_to_the_nearest(fmt, 
     w, _, steps = case_of(fmt)
     for diagonal in (1.0, 1e-6, 3e7, 0.0):
         blocks = np.repeat(diagonal * np.eye(width, dtype=np.float32)[None], 192 // width, axis=0)
-        assert np.array_equal(gptq.round_columns(w, steps, gptq.factorize(blocks, 192, "cpu")), nearest_codes(w, steps))
+        assert np.array_equal(
+            gptq.round_columns(w, steps, gptq.factorize(blocks, 192, "cpu")),
+            nearest_codes(w, steps),
+        )
 
 
 @BOTH
@@ -165,13 +182,17 @@ def test_only_the_block_that_lacks_gets_more_damping():
     _, x, _ = case_of(NVFP4)
     blocks = gram_of(x, 64)
     mean = np.trace(whole(blocks, 192)) / 192
-    blocks[1] -= (np.linalg.eigvalsh(blocks[1].astype(np.float64))[0] + 0.02 * mean) * np.eye(64, dtype=np.float32)
+    blocks[1] -= (np.linalg.eigvalsh(blocks[1].astype(np.float64))[0] + 0.02 * mean) * np.eye(
+        64, dtype=np.float32
+    )
     factor = gptq.factorize(blocks, 192, "cpu")
     mean = np.trace(whole(blocks, 192)) / 192
     for number, damping in enumerate((0.01, 0.04, 0.01)):
         order = np.argsort(-np.diag(blocks[number]), kind="stable")
         u = factor.upper[number].double().numpy()
-        expected = np.linalg.inv(blocks[number].astype(np.float64)[np.ix_(order, order)] + damping * mean * np.eye(64))
+        expected = np.linalg.inv(
+            blocks[number].astype(np.float64)[np.ix_(order, order)] + damping * mean * np.eye(64)
+        )
         assert np.abs(u.T @ u - expected).max() < 1e-4 * np.abs(expected).max()
 
 
@@ -180,16 +201,42 @@ def test_a_matrix_that_is_not_positive_definite_is_refused(lowest):
     _, x, _ = case_of(NVFP4)
     values, vectors = np.linalg.eigh(gram_of(x)[0].astype(np.float64))
     values[0] = lowest * values.mean()
-    with pytest.raises(NumericError, match=r"not positive definite, even with 0\.64 of its mean diagonal"):
+    with pytest.raises(
+        NumericError, match=r"not positive definite, even with 0\.64 of its mean diagonal"
+    ):
         gptq.factorize(((vectors * values) @ vectors.T)[None].astype(np.float32), 192, "cpu")
 
 
 def test_codes_are_those_of_the_codec():
     """Every midpoint and its neighbours, both signs, subnormals, what saturates, and infinity."""
     points = np.array(
-        [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 1e30, np.inf, 1e-45, 1e-38], np.float32
+        [
+            0,
+            0.25,
+            0.5,
+            0.75,
+            1,
+            1.25,
+            1.5,
+            1.75,
+            2,
+            2.5,
+            3,
+            3.5,
+            4,
+            5,
+            6,
+            7,
+            1e30,
+            np.inf,
+            1e-45,
+            1e-38,
+        ],
+        np.float32,
     )
-    around = np.concatenate([points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(9))])
+    around = np.concatenate(
+        [points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(9))]
+    )
     q = np.concatenate([around, -around])
     steps = np.ones((len(q), 1), np.float32)
     factor = gptq.factorize(np.eye(16, dtype=np.float32)[None], 16, "cpu")
@@ -238,5 +285,9 @@ with gptq.one_thread():
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_the_memory_of_a_factor_is_what_is_foretold():
-    measured = int(subprocess.run([sys.executable, "-c", PEAK], check=True, capture_output=True, text=True).stdout)
+    measured = int(
+        subprocess.run(
+            [sys.executable, "-c", PEAK], check=True, capture_output=True, text=True
+        ).stdout
+    )
     assert 0.5 * gptq.held_nbytes(3072, 3072) < measured < 1.1 * gptq.held_nbytes(3072, 3072)

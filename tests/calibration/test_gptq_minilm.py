@@ -41,7 +41,10 @@ def moments_of(folder, texts) -> dict[str, tuple[np.ndarray, int]]:
         def see(_, arguments):
             x = arguments[0].reshape(-1, arguments[0].shape[-1])[mask.reshape(-1)]
             before, count = found.get(name, (0, 0))
-            found[name] = before + (x.T @ x).double().numpy(), count + len(x)  # of 50 sentences in float32
+            found[name] = (
+                before + (x.T @ x).double().numpy(),
+                count + len(x),
+            )  # of 50 sentences in float32
 
         return see
 
@@ -50,7 +53,9 @@ def moments_of(folder, texts) -> dict[str, tuple[np.ndarray, int]]:
             module.register_forward_pre_hook(hook(name))
     with torch.no_grad():
         for first in range(0, len(texts), 50):
-            batch = tokenizer(texts[first : first + 50], padding=True, truncation=True, return_tensors="pt")
+            batch = tokenizer(
+                texts[first : first + 50], padding=True, truncation=True, return_tensors="pt"
+            )
             mask = batch["attention_mask"].bool()
             model(**batch)
     return found
@@ -67,20 +72,36 @@ def seen(minilm):
     """Sums over the sentences for calibration, and over others for the test."""
     texts = sentences()
     assert len(texts) > CALIBRATION + TEST
-    return moments_of(minilm, texts[:CALIBRATION]), moments_of(minilm, texts[CALIBRATION : CALIBRATION + TEST])
+    return moments_of(minilm, texts[:CALIBRATION]), moments_of(
+        minilm, texts[CALIBRATION : CALIBRATION + TEST]
+    )
 
 
 def calibration_of(path, minilm, seen, width=0):
     tensors = {}
     for module, (total, tokens) in seen.items():
         h, columns = (total / tokens).astype(np.float32), len(total)
-        parts = [slice(first, first + (width or columns)) for first in range(0, columns, width or columns)]
-        statistics = {"input_gram": np.stack([h[part, part] for part in parts]), "input_sq_mean": np.diag(h).copy()}
-        most = np.sqrt(np.diag(h) * tokens).astype(np.float32)  # nobody asks, so any that inputs may have
-        statistics |= {"input_amax": most.max(), "input_abs_mean": most / tokens, "input_channel_amax": most}
+        parts = [
+            slice(first, first + (width or columns))
+            for first in range(0, columns, width or columns)
+        ]
+        statistics = {
+            "input_gram": np.stack([h[part, part] for part in parts]),
+            "input_sq_mean": np.diag(h).copy(),
+        }
+        most = np.sqrt(np.diag(h) * tokens).astype(
+            np.float32
+        )  # nobody asks, so any that inputs may have
+        statistics |= {
+            "input_amax": most.max(),
+            "input_abs_mean": most / tokens,
+            "input_channel_amax": most,
+        }
         statistics |= {"tokens": np.int64(tokens)}
         tensors |= {f"{module}.{kind}": np.asarray(value) for kind, value in statistics.items()}
-    return write_calibration(path, open_source(minilm), tensors, gram=f"block:{width}" if width else "full")
+    return write_calibration(
+        path, open_source(minilm), tensors, gram=f"block:{width}" if width else "full"
+    )
 
 
 def output_sqnr(minilm, artifact, seen) -> np.ndarray:
@@ -90,7 +111,9 @@ def output_sqnr(minilm, artifact, seen) -> np.ndarray:
     for module, (total, _) in seen.items():
         w = values_of(before[f"{module}.weight"])
         difference = artifact_values(after, module, "compressed-tensors") - w
-        power, noise = (float(np.einsum("ri,ij,rj->", x, total, x, optimize=True)) for x in (w, difference))
+        power, noise = (
+            float(np.einsum("ri,ij,rj->", x, total, x, optimize=True)) for x in (w, difference)
+        )
         found.append(10 * np.log10(power / noise))
     return np.array(found)
 
@@ -106,13 +129,25 @@ def test_outputs_come_nearer_by_as_much_as_was_promised(minilm, seen, tmp_path, 
         ("gptq, blocks of 128", 128, ("--method", "gptq")),
     ):
         file = calibration_of(tmp_path / f"{width}.safetensors", minilm, calibrated, width)
-        command = ("quantize", minilm, "--format", "nvfp4", "--exclude", "pooler.dense", "--calibration", file, *options)
+        command = (
+            "quantize",
+            minilm,
+            "--format",
+            "nvfp4",
+            "--exclude",
+            "pooler.dense",
+            "--calibration",
+            file,
+            *options,
+        )
         outcome = run(*command, "-o", tmp_path / name, "--json")
         assert outcome.code == 0, outcome.err
         found[name] = output_sqnr(minilm, tmp_path / name, tested)
         with capsys.disabled():
             weights = outcome.json["fidelity"]["sqnr_db_mean"]
-            print(f"{name}: outputs {found[name].mean():.2f} dB, lowest {found[name].min():.2f} dB; weights {weights:.2f} dB")
+            print(
+                f"{name}: outputs {found[name].mean():.2f} dB, lowest {found[name].min():.2f} dB; weights {weights:.2f} dB"
+            )
     assert len(found["gptq"]) == 36
     assert (found["gptq"] - found["amax"]).mean() >= 5.5
     assert ((found["gptq"] - found["amax"]) > 0).all()

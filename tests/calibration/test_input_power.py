@@ -26,15 +26,21 @@ def power_of(parts: list[slice]) -> float:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("width", "parts"), [(24, [slice(24)]), (16, [slice(16), slice(16, 24)])])
-def test_power_under_a_gram_matrix_is_the_mean_over_the_inputs(width: int, parts: list[slice], dtype: type) -> None:
+def test_power_under_a_gram_matrix_is_the_mean_over_the_inputs(
+    width: int, parts: list[slice], dtype: type
+) -> None:
     inputs = Inputs((X**2).mean(axis=0).astype(np.float32), Gram(blocks_of(width), 24))
     assert inputs.power(MATRIX.astype(dtype)) == pytest.approx(power_of(parts), rel=1e-5)
 
 
 def test_power_under_moments_takes_every_column_for_itself() -> None:
     inputs = Inputs((X**2).mean(axis=0).astype(np.float32))
-    assert inputs.power(MATRIX) == pytest.approx(power_of([slice(one, one + 1) for one in range(24)]), rel=1e-6)
+    assert inputs.power(MATRIX) == pytest.approx(
+        power_of([slice(one, one + 1) for one in range(24)]), rel=1e-6
+    )
 
 
 def test_power_without_inputs_is_that_of_the_matrix() -> None:
-    assert Inputs().power(MATRIX) == pytest.approx(sum(value**2 for value in MATRIX.ravel().tolist()))
+    assert Inputs().power(MATRIX) == pytest.approx(
+        sum(value**2 for value in MATRIX.ravel().tolist())
+    )

@@ -18,7 +18,9 @@ RTOL = 1e-5
 WORDS = ["abcd", "hello", "xyzxyz", "quitealongsentence", "ab"]
 
 
-def calibrated(folder: Path, output: Path, text: str = TEXT, gram: str = "full") -> dict[str, np.ndarray]:
+def calibrated(
+    folder: Path, output: Path, text: str = TEXT, gram: str = "full"
+) -> dict[str, np.ndarray]:
     """What a calibration of that model says, every linear layer's own; one that another holds has the same arrays."""
     from fp4convert.calibration.run import Run, calibrate
     from fp4convert.calibration.samples import Feed
@@ -29,7 +31,11 @@ def calibrated(folder: Path, output: Path, text: str = TEXT, gram: str = "full")
     found = load_file(output)
     for module, holder in open_calibration(output).inputs.items():
         prefix = f"{holder}."
-        found |= {f"{module}.{name[len(prefix) :]}": array for name, array in found.items() if name.startswith(prefix)}
+        found |= {
+            f"{module}.{name[len(prefix) :]}": array
+            for name, array in found.items()
+            if name.startswith(prefix)
+        }
     return found
 
 
@@ -37,7 +43,9 @@ def whole_model(folder: Path, is_encoder: bool = False):
     import transformers
 
     kind = transformers.AutoModel if is_encoder else transformers.AutoModelForCausalLM
-    return kind.from_pretrained(folder, dtype="float32", attn_implementation="eager", experts_implementation="eager").eval()
+    return kind.from_pretrained(
+        folder, dtype="float32", attn_implementation="eager", experts_implementation="eager"
+    ).eval()
 
 
 def run_whole(
@@ -50,18 +58,36 @@ def run_whole(
     inputs, calls, cached = defaultdict(list), defaultdict(list), []
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(lambda m, args, name=name: inputs[name].append(args[0].reshape(-1, m.in_features)))
+            module.register_forward_pre_hook(
+                lambda m, args, name=name: inputs[name].append(args[0].reshape(-1, m.in_features))
+            )
         if name.endswith(".experts"):
-            module.register_forward_pre_hook(lambda m, args, name=name: calls[name].append((m, args)))
+            module.register_forward_pre_hook(
+                lambda m, args, name=name: calls[name].append((m, args))
+            )
     for ids in samples:
         with torch.no_grad():
-            out = model(input_ids=torch.tensor([ids]), use_cache=True, past_key_values=None if is_encoder else DynamicCache())
+            out = model(
+                input_ids=torch.tensor([ids]),
+                use_cache=True,
+                past_key_values=None if is_encoder else DynamicCache(),
+            )
         cached += [] if is_encoder else [out.past_key_values]
     largest = []
     for layer in range(model.config.num_hidden_layers if cached else 0):
-        pairs = [(cache.layers[layer].keys.abs().max().item(), cache.layers[layer].values.abs().max().item()) for cache in cached]
+        pairs = [
+            (
+                cache.layers[layer].keys.abs().max().item(),
+                cache.layers[layer].values.abs().max().item(),
+            )
+            for cache in cached
+        ]
         largest.append(dict(zip("kv", np.max(pairs, 0), strict=True)))
-    return {name: torch.cat(parts).numpy().astype(np.float64) for name, parts in inputs.items()}, calls, largest
+    return (
+        {name: torch.cat(parts).numpy().astype(np.float64) for name, parts in inputs.items()},
+        calls,
+        largest,
+    )
 
 
 def assert_statistics(found: dict[str, np.ndarray], module: str, x: np.ndarray) -> None:
@@ -98,8 +124,12 @@ def test_a_layer_at_a_time_agrees_with_the_whole_model(tmp_path, name):
         assert_statistics(found, module, inputs[module])
     for layer, pair in enumerate(largest if name != "DeepseekV3" else ()):
         for kind, amax in pair.items():
-            np.testing.assert_allclose(found[f"model.layers.{layer}.self_attn.{kind}_amax"], amax, rtol=RTOL)
-    assert any(kind.endswith("k_amax") for kind in found) == (name != "DeepseekV3")  # latent attention caches neither
+            np.testing.assert_allclose(
+                found[f"model.layers.{layer}.self_attn.{kind}_amax"], amax, rtol=RTOL
+            )
+    assert any(kind.endswith("k_amax") for kind in found) == (
+        name != "DeepseekV3"
+    )  # latent attention caches neither
     for path, made in calls.items():
         check_experts(found, path, made)
     assert (len(calls) > 0) == (name in ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"))
@@ -113,7 +143,11 @@ def check_experts(found: dict[str, np.ndarray], path: str, calls: list) -> None:
     is_mixtral, is_gptoss = "Mixtral" in type(module).__name__, "GptOss" in type(module).__name__
     stored = path.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else path
     gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
-    unrouted = [expert for expert in range(4) if sum((args[1] == expert).sum().item() for _, args in calls) < 48 / 2]
+    unrouted = [
+        expert
+        for expert in range(4)
+        if sum((args[1] == expert).sum().item() for _, args in calls) < 48 / 2
+    ]
     for expert in range(4):
         given, between, norms = [], [], []
         for _, (hidden, chosen, weights) in calls:
@@ -134,7 +168,9 @@ def check_experts(found: dict[str, np.ndarray], path: str, calls: list) -> None:
         count, norm = sum(map(len, norms)), torch.cat(norms).double()
         moe = stored.removesuffix(".experts")
         assert found[f"{moe}.expert_tokens"][expert] == count
-        np.testing.assert_allclose(found[f"{moe}.expert_saliency"][expert], norm.mean().item() if count else 0, rtol=RTOL)
+        np.testing.assert_allclose(
+            found[f"{moe}.expert_saliency"][expert], norm.mean().item() if count else 0, rtol=RTOL
+        )
         if expert not in unrouted:
             for module_name, parts in ((gate, given), (up, given), (down, between)):
                 x = torch.cat(parts).detach().numpy().astype(np.float64)
@@ -144,7 +180,9 @@ def check_experts(found: dict[str, np.ndarray], path: str, calls: list) -> None:
 def test_an_encoder_is_given_lines_without_padding(tmp_path):
     folder = make_model(tmp_path / "bert", "Bert")
     found = calibrated(folder, tmp_path / "c.safetensors", "\n".join(WORDS))
-    inputs, _, _ = run_whole(whole_model(folder, is_encoder=True), [tokens_of(word) for word in WORDS], True)
+    inputs, _, _ = run_whole(
+        whole_model(folder, is_encoder=True), [tokens_of(word) for word in WORDS], True
+    )
     assert {f"{module}.tokens" for module in inputs} <= found.keys()
     for module, x in inputs.items():
         assert_statistics(found, module, x)

@@ -17,8 +17,12 @@ from fp4convert.storage.open import open_source
 
 pytestmark = pytest.mark.engine
 LAYERS, HIDDEN, WIDE = 3, 64, 96
-MATRICES = 4 * (3 * HIDDEN**2 + WIDE**2)  # of a layer: q, k and v share one; o; gate and up share one; down
-STATISTICS = LAYERS * (MATRICES + 12 * (3 * HIDDEN + WIDE)) + 4 * HIDDEN**2 + 12 * HIDDEN  # and the head
+MATRICES = 4 * (
+    3 * HIDDEN**2 + WIDE**2
+)  # of a layer: q, k and v share one; o; gate and up share one; down
+STATISTICS = (
+    LAYERS * (MATRICES + 12 * (3 * HIDDEN + WIDE)) + 4 * HIDDEN**2 + 12 * HIDDEN
+)  # and the head
 STATES = 2 * 4 * HIDDEN * LENGTH * SAMPLES
 
 
@@ -37,7 +41,12 @@ def test_a_disk_that_is_too_small_is_known_beforehand(tmp_path, llama, words, mo
     have_free(monkeypatch, needed)
     done = calibrate(llama, folder / "c.safetensors", "--text", words, "--gram", "full")
     assert done.code == 0
-    assert STATISTICS < done.json["output_bytes"] == (folder / "c.safetensors").stat().st_size < STATISTICS + 20_000  # a header
+    assert (
+        STATISTICS
+        < done.json["output_bytes"]
+        == (folder / "c.safetensors").stat().st_size
+        < STATISTICS + 20_000
+    )  # a header
     assert "Gram matrices of a layer 86.0 kB of memory" in done.err
     assert [path.name for path in folder.iterdir()] == ["c.safetensors"]
 
@@ -78,7 +87,10 @@ def test_gram_matrices_that_memory_does_not_hold(tmp_path, llama, words, monkeyp
     assert (error.code, error.json["error"]["code"]) == (2, "gram-memory")
     assert f"{MATRICES:,} bytes of memory" in error.json["error"]["message"]
     assert [path.name for path in tmp_path.iterdir()] == ["words.txt"]
-    assert calibrate(llama, tmp_path / "c.safetensors", "--text", words, "--gram", "block:32").code == 0
+    assert (
+        calibrate(llama, tmp_path / "c.safetensors", "--text", words, "--gram", "block:32").code
+        == 0
+    )
 
 
 def test_folders_that_are_missing_are_made_and_go_with_an_error(tmp_path, llama, words):
@@ -104,7 +116,9 @@ def test_a_place_that_cannot_be(tmp_path, words):
 
 
 @pytest.mark.slow
-def test_an_error_that_would_come_again_leaves_nothing_of_an_earlier_run(tmp_path, words, monkeypatch):
+def test_an_error_that_would_come_again_leaves_nothing_of_an_earlier_run(
+    tmp_path, words, monkeypatch
+):
     from safetensors.torch import save_file
 
     folder = make_model(tmp_path / "m", "Llama")
@@ -116,7 +130,10 @@ def test_an_error_that_would_come_again_leaves_nothing_of_an_earlier_run(tmp_pat
         while not (state / "part-00000.json").exists() and process.poll() is None:
             time.sleep(0.001)
         process.kill()
-    assert calibrate(folder, tmp_path / "c.safetensors", "--text", words).json["error"]["code"] == "calibration-nan"
+    assert (
+        calibrate(folder, tmp_path / "c.safetensors", "--text", words).json["error"]["code"]
+        == "calibration-nan"
+    )
     assert not state.exists()
 
 
@@ -146,10 +163,15 @@ def test_progress_is_told_while_the_model_writes(tmp_path, llama, held_nbytes):
     seconds = iter(range(10**6))
     phases = Phases(lambda line, tensor: said.append((line, tensor)), lambda: float(next(seconds)))
     feed = Feed(self_generate=3, sequence_length=8)
-    calibrate(Run(open_source(str(llama)), tmp_path / "c", feed, held_nbytes=held_nbytes, phases=phases))
+    calibrate(
+        Run(open_source(str(llama)), tmp_path / "c", feed, held_nbytes=held_nbytes, phases=phases)
+    )
     written = [(line, tensor) for line, tensor in said if line.startswith("write: ")]
     assert written[-1][0].startswith("write: 21 tokens in ")  # 3 times 8, but for the first ones
-    assert any("of 21 tokens (" in line and "tokens/s" in line and line.endswith(" left") for line, _ in written[:-1])
+    assert any(
+        "of 21 tokens (" in line and "tokens/s" in line and line.endswith(" left")
+        for line, _ in written[:-1]
+    )
     assert any(tensor.startswith("token ") and tensor.endswith(" of 8") for _, tensor in written)
     if not held_nbytes:
         assert any(tensor.startswith("model.layers.") for _, tensor in written[len(written) // 2 :])

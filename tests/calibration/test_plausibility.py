@@ -14,7 +14,9 @@ from fp4convert.calibration.statistics import open_calibration
 from fp4convert.errors import InputError
 from fp4convert.storage.open import open_source
 
-X = np.array([[1, -2, 0], [3, 0, 0], [-1, 2, 0], [1, 4, 0]], np.float32)  # four tokens of three columns
+X = np.array(
+    [[1, -2, 0], [3, 0, 0], [-1, 2, 0], [1, 4, 0]], np.float32
+)  # four tokens of three columns
 RIGHT = Seen(
     tokens=4,
     amax=4.0,
@@ -28,7 +30,13 @@ DOWN, QUERY = f"{LAYER}.mlp.down_proj", f"{LAYER}.self_attn.q_proj"
 
 def test_what_inputs_have_is_possible():
     assert contradiction(RIGHT) is None
-    for name in ("tokens", "amax", "magnitudes", "squares", "diagonal"):  # a file need not say everything
+    for name in (
+        "tokens",
+        "amax",
+        "magnitudes",
+        "squares",
+        "diagonal",
+    ):  # a file need not say everything
         assert contradiction(RIGHT._replace(**{name: None})) is None
     nothing = np.zeros(3, np.float32)
     assert contradiction(Seen(0, 0.0, nothing, nothing, nothing, nothing)) is None
@@ -39,7 +47,14 @@ def test_sums_in_float32_are_possible_at_any_size(size):
     x = (correlated(64, 3000) * np.float32(size)).astype(np.float32)
     squares = np.square(x).mean(0, dtype=np.float32)  # below 1e-19 of few digits, or none
     magnitudes = np.abs(x).mean(0, dtype=np.float32)
-    seen = Seen(3000, float(np.abs(x).max()), np.abs(x).max(0), magnitudes, squares, squares.astype(np.float32))
+    seen = Seen(
+        3000,
+        float(np.abs(x).max()),
+        np.abs(x).max(0),
+        magnitudes,
+        squares,
+        squares.astype(np.float32),
+    )
     assert contradiction(seen) is None
 
 
@@ -59,12 +74,23 @@ def test_sums_in_float32_are_possible_at_any_size(size):
             {"magnitudes": [1, 2.5, 0], "squares": [3, 5, 0]},
         ),
         ("input_gram", "has 0 in its diagonal at column 0, beside 3", {"diagonal": [0, 0, 0, 0]}),
-        ("input_gram", "has 5.5 in its diagonal at column 1, beside 6", {"diagonal": [3, 5.5, 0, 0]}),
-        ("input_gram", "has 1 in its diagonal at column 3, beside 0, what padding is", {"diagonal": [3, 6, 0, 1]}),
+        (
+            "input_gram",
+            "has 5.5 in its diagonal at column 1, beside 6",
+            {"diagonal": [3, 5.5, 0, 0]},
+        ),
+        (
+            "input_gram",
+            "has 1 in its diagonal at column 3, beside 0, what padding is",
+            {"diagonal": [3, 6, 0, 1]},
+        ),
     ],
 )
 def test_what_no_inputs_have_is_named(kind, words, changes):
-    changed = {name: np.array(value, np.float32) if isinstance(value, list) else value for name, value in changes.items()}
+    changed = {
+        name: np.array(value, np.float32) if isinstance(value, list) else value
+        for name, value in changes.items()
+    }
     found = contradiction(RIGHT._replace(**changed))
     assert found is not None
     assert found[0] == kind
@@ -83,10 +109,14 @@ def test_a_gram_matrix_and_what_is_none():
         changed = blocks.copy()
         changed[place] = value
         assert words in (not_a_gram(changed) or "")
-    wide = correlated(1200, 100)  # more rows than are compared at once, and no positive definite matrix
+    wide = correlated(
+        1200, 100
+    )  # more rows than are compared at once, and no positive definite matrix
     gram = (wide.T @ wide / 100)[None]
     assert not_a_gram(gram) is None
-    gram[0, 1100, 1150] = gram[0, 1150, 1100] = 2 * np.sqrt(gram[0, 1100, 1100] * gram[0, 1150, 1150])
+    gram[0, 1100, 1150] = gram[0, 1150, 1100] = 2 * np.sqrt(
+        gram[0, 1100, 1100] * gram[0, 1150, 1150]
+    )
     assert "at [0, 1100, 1150], more than" in (not_a_gram(gram) or "")
 
 
@@ -103,7 +133,9 @@ def test_a_gram_matrix_and_what_is_none():
         ("tokens", np.float32(512)),
     ],
 )
-def test_a_file_of_impossible_statistics_ends_before_anything_is_written(tmp_path, method, kind, value):
+def test_a_file_of_impossible_statistics_ends_before_anything_is_written(
+    tmp_path, method, kind, value
+):
     source = write_llama(tmp_path / "source")
     file = calibrate(tmp_path / "c.safetensors", source, **{f"{DOWN}.{kind}": np.asarray(value)})
     rule = ("--scale-rule", "importance") if method != "gptq" else ()
@@ -127,7 +159,17 @@ def test_input_scales_are_not_taken_from_impossible_statistics(tmp_path):
     source = write_llama(tmp_path / "source")
     file = calibrate(tmp_path / "c.safetensors", source, **{f"{DOWN}.input_amax": np.float32(1e-3)})
     outcome = run(
-        "quantize", source, "--format", "nvfp4", "-o", tmp_path / "o", "--activations", 4, "--input-scale", file, "--json"
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "o",
+        "--activations",
+        4,
+        "--input-scale",
+        file,
+        "--json",
     )
     assert (outcome.code, outcome.json["error"]["tensor"]) == (2, f"{DOWN}.input_amax")
     assert not (tmp_path / "o").exists()
@@ -144,7 +186,12 @@ def test_input_scales_are_not_taken_from_impossible_statistics(tmp_path):
 )
 def test_experts_that_cannot_be(tmp_path, tokens, saliency, bad):
     source = open_source(str(write_llama(tmp_path / "source")))
-    tensors = {"m.mlp.expert_tokens": tokens, "m.mlp.expert_saliency": np.array(saliency, np.float32)}
+    tensors = {
+        "m.mlp.expert_tokens": tokens,
+        "m.mlp.expert_saliency": np.array(saliency, np.float32),
+    }
     with pytest.raises(InputError) as caught:
-        open_calibration(write_calibration(tmp_path / "c.safetensors", source, tensors)).experts("m.mlp")
+        open_calibration(write_calibration(tmp_path / "c.safetensors", source, tensors)).experts(
+            "m.mlp"
+        )
     assert (caught.value.code, caught.value.tensor) == ("calibration-values", f"m.mlp.{bad}")

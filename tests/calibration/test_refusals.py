@@ -47,7 +47,9 @@ def test_a_tokenizer_that_is_absent(llama, words):
     settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     (llama / "tokenizer_config.json").write_text(json.dumps(settings))
     (llama / "tokenizer.json").write_text("{}")
-    assert refuse(llama, "--text", words)["message"].endswith("code that comes with the checkpoint, which is never run")
+    assert refuse(llama, "--text", words)["message"].endswith(
+        "code that comes with the checkpoint, which is never run"
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -58,13 +60,21 @@ def test_activations_that_are_not_finite_are_named(llama, words, value):
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
     save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
     error = refuse(llama, "--text", words)
-    assert (error["code"], error["exit"], error["tensor"]) == ("calibration-nan", 2, "model.layers.1.mlp.down_proj")
+    assert (error["code"], error["exit"], error["tensor"]) == (
+        "calibration-nan",
+        2,
+        "model.layers.1.mlp.down_proj",
+    )
     assert "sample 0" in error["message"]
 
 
 def test_code_that_comes_with_a_checkpoint_is_not_run(llama, words, tmp_path):
     (llama / "modeling_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    edit(llama, model_type="own", auto_map={"AutoConfig": "modeling_own.Own", "AutoModelForCausalLM": "modeling_own.Own"})
+    edit(
+        llama,
+        model_type="own",
+        auto_map={"AutoConfig": "modeling_own.Own", "AutoModelForCausalLM": "modeling_own.Own"},
+    )
     error = refuse(llama, "--text", words)
     assert (error["code"], error["exit"]) == ("calibration-model", 2)
     assert "never run" in error["message"]
@@ -101,7 +111,11 @@ def test_weights_that_the_model_needs_and_are_not_there(llama, words):
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
     error = refuse(llama, "--text", words)
-    assert (error["code"], error["exit"], error["tensor"]) == ("calibration-weights", 2, "model.layers.1.mlp.up_proj.weight")
+    assert (error["code"], error["exit"], error["tensor"]) == (
+        "calibration-weights",
+        2,
+        "model.layers.1.mlp.up_proj.weight",
+    )
     edit(llama, intermediate_size=64)
     assert refuse(llama, "--text", words)["code"] == "calibration-weights"
 
@@ -138,7 +152,14 @@ def test_text_that_is_none(llama, words, tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    ["{", "[]", '{"prompt": "a"}', '{"messages": [{"role": "user", "content": "a"}]}', '{"text": "a \\ud800 b"}', '{"text": 5}'],
+    [
+        "{",
+        "[]",
+        '{"prompt": "a"}',
+        '{"messages": [{"role": "user", "content": "a"}]}',
+        '{"text": "a \\ud800 b"}',
+        '{"text": 5}',
+    ],
 )
 def test_data_sets_that_are_none(llama, tmp_path, line):
     data = tmp_path / "data.jsonl"
@@ -168,15 +189,25 @@ def test_experts_that_cannot_be_looked_into(tmp_path, words):
 
     sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 32}
     attention = {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}
-    experts = {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "ffn_act_fn": {"name": "silu"}, "hidden_size": 64}
+    experts = {
+        "ffn_hidden_size": 96,
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+        "ffn_act_fn": {"name": "silu"},
+        "hidden_size": 64,
+    }
     folder, file = tmp_path / "dbrx", tmp_path / "c.safetensors"
     config = transformers.DbrxConfig(**sizes, attn_config=attention, ffn_config=experts)
     transformers.DbrxForCausalLM(config).save_pretrained(folder)
     write_tokenizer(folder)
-    found = run("calibrate", folder, "-o", file, "--text", words, "--sequence-length", 32, "--json").json
+    found = run(
+        "calibrate", folder, "-o", file, "--text", words, "--sequence-length", 32, "--json"
+    ).json
     assert [warning.partition(" (")[0] for warning in found["warnings"]] == ["24 linear layers"]
     assert "cannot be looked into; prune does not take this file" in found["warnings"][0]
-    error = run("prune", folder, "-o", tmp_path / "p", "--calibration", file, "--keep", 2, "--json").json["error"]
+    error = run(
+        "prune", folder, "-o", tmp_path / "p", "--calibration", file, "--keep", 2, "--json"
+    ).json["error"]
     assert (error["code"], error["exit"]) == ("calibration-missing", 2)
     assert error["message"].endswith("calibrate does not see into the experts of dbrx models")
     assert not (tmp_path / "p").exists()

@@ -33,31 +33,48 @@ def refusal(call, *arguments) -> InputError:
 
 
 def test_statistics_are_read_by_module_and_by_the_module_that_holds_them(tmp_path, source):
-    path = write_calibration(tmp_path / "c.safetensors", source, statistics_of(Q, X), inputs=json.dumps({K: Q}))
+    path = write_calibration(
+        tmp_path / "c.safetensors", source, statistics_of(Q, X), inputs=json.dumps({K: Q})
+    )
     calibration = open_calibration(path)
     for module in (Q, K):
         assert calibration.has(module)
         assert calibration.amax(module) == np.abs(X).max()
         np.testing.assert_allclose(calibration.moments(module), np.square(X).mean(0), rtol=1e-6)
-        np.testing.assert_allclose(calibration.mean_magnitudes(module), np.abs(X).mean(0), rtol=1e-6)
+        np.testing.assert_allclose(
+            calibration.mean_magnitudes(module), np.abs(X).mean(0), rtol=1e-6
+        )
         np.testing.assert_array_equal(calibration.channel_amax(module), np.abs(X).max(0))
         assert calibration.tokens_of(module) == 50
         assert calibration.gram(module) is None
     assert not calibration.has(DOWN)
-    assert (calibration.samples, calibration.tokens, calibration.gram_kind, calibration.unrouted) == (4, 64, "diag", ())
+    assert (
+        calibration.samples,
+        calibration.tokens,
+        calibration.gram_kind,
+        calibration.unrouted,
+    ) == (4, 64, "diag", ())
 
 
 @pytest.mark.parametrize("is_half", [False, True])
-@pytest.mark.parametrize(("block", "shape"), [(64, (1, 64, 64)), (32, (2, 32, 32)), (48, (2, 48, 48))])
+@pytest.mark.parametrize(
+    ("block", "shape"), [(64, (1, 64, 64)), (32, (2, 32, 32)), (48, (2, 48, 48))]
+)
 def test_a_gram_matrix_comes_back_in_its_blocks(tmp_path, source, block, shape, is_half):
-    path = write_calibration(tmp_path / "c.safetensors", source, statistics_of(Q, X, block, is_half))
+    path = write_calibration(
+        tmp_path / "c.safetensors", source, statistics_of(Q, X, block, is_half)
+    )
     gram = open_calibration(path).gram(Q)
     assert (gram.columns, gram.blocks.shape, gram.blocks.dtype) == (64, shape, np.float32)
     wide = X.astype(np.float64)
     whole = wide.T @ wide / 50
-    np.testing.assert_allclose(gram.blocks[0], whole[:block, :block], rtol=2e-3 if is_half else 1e-6, atol=1e-3 * is_half)
+    np.testing.assert_allclose(
+        gram.blocks[0], whole[:block, :block], rtol=2e-3 if is_half else 1e-6, atol=1e-3 * is_half
+    )
     tail = 64 - block * (shape[0] - 1)
-    np.testing.assert_allclose(gram.blocks[-1][:tail, :tail], whole[-tail:, -tail:], rtol=2e-3, atol=1e-3)
+    np.testing.assert_allclose(
+        gram.blocks[-1][:tail, :tail], whole[-tail:, -tail:], rtol=2e-3, atol=1e-3
+    )
 
 
 def test_experts_and_the_cache_are_read(tmp_path, source):
@@ -67,7 +84,11 @@ def test_experts_and_the_cache_are_read(tmp_path, source):
         "m.self_attn.k_amax": np.float32(7.5).reshape(()),
         "m.self_attn.v_amax": np.float32(0.25).reshape(()),
     }
-    calibration = open_calibration(write_calibration(tmp_path / "c.safetensors", source, tensors, unrouted='["m.mlp.experts.1"]'))
+    calibration = open_calibration(
+        write_calibration(
+            tmp_path / "c.safetensors", source, tensors, unrouted='["m.mlp.experts.1"]'
+        )
+    )
     assert calibration.experts("m.mlp").tokens.tolist() == [3, 0]
     assert calibration.experts("m.mlp").saliency.tolist() == [0.5, 0]
     assert calibration.cache_amax("m.self_attn") == (7.5, 0.25)
@@ -77,23 +98,41 @@ def test_experts_and_the_cache_are_read(tmp_path, source):
 def test_a_calibration_of_this_checkpoint_passes(tmp_path, source):
     linears = find_linears(source, build_recipe(Target("nvfp4"), LLAMA)).of
     columns = {module: linear.shape[1] for module, linear in linears.items()}
-    tensors = {k: v for m, c in columns.items() for k, v in statistics_of(m, np.ones((2, c), np.float32)).items()}
-    open_calibration(write_calibration(tmp_path / "c.safetensors", source, tensors)).check(source, linears.values())
+    tensors = {
+        k: v
+        for m, c in columns.items()
+        for k, v in statistics_of(m, np.ones((2, c), np.float32)).items()
+    }
+    open_calibration(write_calibration(tmp_path / "c.safetensors", source, tensors)).check(
+        source, linears.values()
+    )
     short = {**tensors, f"{DOWN}.input_channel_amax": np.ones(64, np.float32)}
-    error = refusal(open_calibration(write_calibration(tmp_path / "s", source, short)).check, source, linears.values())
+    error = refusal(
+        open_calibration(write_calibration(tmp_path / "s", source, short)).check,
+        source,
+        linears.values(),
+    )
     assert (error.code, error.exit_code, error.tensor) == ("calibration-shape", 2, DOWN)
     del tensors[f"{DOWN}.input_channel_amax"]
-    error = refusal(open_calibration(write_calibration(tmp_path / "d", source, tensors)).check, source, linears.values())
+    error = refusal(
+        open_calibration(write_calibration(tmp_path / "d", source, tensors)).check,
+        source,
+        linears.values(),
+    )
     assert (error.code, error.tensor) == ("calibration-missing", DOWN)
 
 
 def test_what_is_missing_is_answered_by_its_kind(tmp_path, source):
     again = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
-    unreached = f"Calibrate again with text that reaches it, or quantize without it: --exclude '{DOWN}'."
+    unreached = (
+        f"Calibrate again with text that reaches it, or quantize without it: --exclude '{DOWN}'."
+    )
     tensors = statistics_of(Q, X)
     del tensors[f"{Q}.input_sq_mean"]
     for gram, remedy in (("none", "Calibrate again with --gram diag."), ("block:32", again)):
-        calibration = open_calibration(write_calibration(tmp_path / gram[:4], source, tensors, gram=gram))
+        calibration = open_calibration(
+            write_calibration(tmp_path / gram[:4], source, tensors, gram=gram)
+        )
         found = {
             (calibration.moments, Q): remedy,  # a file of --gram none has none, of any layer
             (calibration.moments, DOWN): unreached,
@@ -107,9 +146,13 @@ def test_what_is_missing_is_answered_by_its_kind(tmp_path, source):
 
 
 def test_another_model_and_other_weights_are_told_apart(tmp_path, source):
-    calibration = open_calibration(write_calibration(tmp_path / "c.safetensors", source, statistics_of(Q, X)))
+    calibration = open_calibration(
+        write_calibration(tmp_path / "c.safetensors", source, statistics_of(Q, X))
+    )
     folder = write_llama(tmp_path / "tuned")
-    assert calibration.check(open_source(str(folder))) is None  # a copy elsewhere is the same checkpoint
+    assert (
+        calibration.check(open_source(str(folder))) is None
+    )  # a copy elsewhere is the same checkpoint
     shard = folder / FIRST
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
@@ -129,21 +172,35 @@ def test_the_fingerprint_leaves_quantization_out_and_shapes_in(tmp_path, source)
 
 def shards_of(source):
     return {
-        shard.file: {ref.name: (ref.dtype, ref.shape, bytes(source.read(ref))) for ref in shard.tensors}
+        shard.file: {
+            ref.name: (ref.dtype, ref.shape, bytes(source.read(ref))) for ref in shard.tensors
+        }
         for shard in source.checkpoint.shards
     }
 
 
-@pytest.mark.parametrize("kind", ["input_amax", "input_sq_mean", "input_abs_mean", "input_channel_amax", "input_gram"])
+@pytest.mark.parametrize(
+    "kind", ["input_amax", "input_sq_mean", "input_abs_mean", "input_channel_amax", "input_gram"]
+)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -1.0])
 def test_impossible_statistics_are_named(tmp_path, source, kind, bad):
     tensors = statistics_of(Q, X, block=64)
     tensors[f"{Q}.{kind}"] = tensors[f"{Q}.{kind}"].copy()
     tensors[f"{Q}.{kind}"].reshape(-1)[0] = bad
     calibration = open_calibration(write_calibration(tmp_path / "c.safetensors", source, tensors))
-    getters = [calibration.amax, calibration.moments, calibration.mean_magnitudes, calibration.channel_amax, calibration.gram]
+    getters = [
+        calibration.amax,
+        calibration.moments,
+        calibration.mean_magnitudes,
+        calibration.channel_amax,
+        calibration.gram,
+    ]
     getter = dict(
-        zip(["input_amax", "input_sq_mean", "input_abs_mean", "input_channel_amax", "input_gram"], getters, strict=True)
+        zip(
+            ["input_amax", "input_sq_mean", "input_abs_mean", "input_channel_amax", "input_gram"],
+            getters,
+            strict=True,
+        )
     )
     error = refusal(getter[kind], Q)
     assert (error.code, error.tensor) == ("calibration-values", f"{Q}.{kind}")
@@ -154,22 +211,35 @@ def test_what_is_no_calibration_is_refused(tmp_path, source):
     assert refusal(open_calibration, tmp_path).code == "calibration-file"
     save_file({"x": X}, tmp_path / "weights.safetensors")
     assert refusal(open_calibration, tmp_path / "weights.safetensors").code == "calibration-file"
-    assert refusal(open_calibration, tmp_path / "weights.safetensors").next_step == "Give a file that fp4convert calibrate made."
+    assert (
+        refusal(open_calibration, tmp_path / "weights.safetensors").next_step
+        == "Give a file that fp4convert calibrate made."
+    )
     for other in ("1", "3"):
-        path = write_calibration(tmp_path / "n.safetensors", source, statistics_of(Q, X), version=other)
+        path = write_calibration(
+            tmp_path / "n.safetensors", source, statistics_of(Q, X), version=other
+        )
         error = refusal(open_calibration, path)
         assert f"version '{other}'" in error.message
         assert error.next_step == "Calibrate again: fp4convert calibrate SOURCE -o FILE."
     for key, value in (("samples", "many"), ("inputs", "[]"), ("inputs", "{")):
-        odd = write_calibration(tmp_path / "o.safetensors", source, statistics_of(Q, X), **{key: value})
+        odd = write_calibration(
+            tmp_path / "o.safetensors", source, statistics_of(Q, X), **{key: value}
+        )
         assert refusal(open_calibration, odd).code == "calibration-file"
     whole = write_calibration(tmp_path / "c.safetensors", source, statistics_of(Q, X)).read_bytes()
     (tmp_path / "c.safetensors").write_bytes(whole[:-1])
     truncated = refusal(open_calibration, tmp_path / "c.safetensors")
-    assert (truncated.code, truncated.next_step.endswith("or calibrate again.")) == ("truncated", True)
+    assert (truncated.code, truncated.next_step.endswith("or calibrate again.")) == (
+        "truncated",
+        True,
+    )
     (tmp_path / "i.json").write_text('{"metadata": {}}')  # as the index of a sharded checkpoint
     error = refusal(open_calibration, tmp_path / "i.json")
-    assert (error.code, error.next_step) == ("calibration-file", "Give a file that fp4convert calibrate made.")
+    assert (error.code, error.next_step) == (
+        "calibration-file",
+        "Give a file that fp4convert calibrate made.",
+    )
     (tmp_path / "j.json").write_text(json.dumps({"metadata": notes_for(source, parts="{}")}))
     assert "an index that names no parts" in refusal(open_calibration, tmp_path / "j.json").message
 
@@ -178,7 +248,9 @@ def write_two_parts(folder, source):
     folder.mkdir()
     files = [folder / "a.part", folder / "b.part"]
     for file, module in zip(files, (Q, DOWN), strict=True):
-        write_part(file, dict(reversed(statistics_of(module, X, block=32).items())), part_notes(source))
+        write_part(
+            file, dict(reversed(statistics_of(module, X, block=32).items())), part_notes(source)
+        )
     return files
 
 
@@ -195,17 +267,27 @@ def test_parts_become_one_file_that_safetensors_reads(tmp_path, source):
         assert opened.metadata() == notes
     assert open_calibration(tmp_path / "c.safetensors").sha256 == sha256
     assert join_parts(tmp_path / "d.safetensors", files[::-1], notes).sha256 == sha256
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.safetensors", "d.safetensors", "llama", "parts"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "c.safetensors",
+        "d.safetensors",
+        "llama",
+        "parts",
+    ]
 
 
 def test_beyond_a_size_the_file_is_an_index_of_parts(tmp_path, source):
     files = write_two_parts(tmp_path / "parts", source)
     joined = join_parts(tmp_path / "c.safetensors", files, notes_for(source), largest_nbytes=1000)
-    assert joined.nbytes == sum(path.stat().st_size for path in tmp_path.iterdir() if path.is_file())
+    assert joined.nbytes == sum(
+        path.stat().st_size for path in tmp_path.iterdir() if path.is_file()
+    )
     calibration = open_calibration(tmp_path / "c.safetensors")
     names = ["c-00001-of-00002.safetensors", "c-00002-of-00002.safetensors"]
     assert list(json.loads(calibration.notes["parts"])) == names
-    assert calibration.gram(DOWN).blocks.tolist() == statistics_of(DOWN, X, block=32)[f"{DOWN}.input_gram"].tolist()
+    assert (
+        calibration.gram(DOWN).blocks.tolist()
+        == statistics_of(DOWN, X, block=32)[f"{DOWN}.input_gram"].tolist()
+    )
     (tmp_path / names[0]).write_bytes((tmp_path / "c.safetensors").read_bytes())
     assert refusal(open_calibration, tmp_path / "c.safetensors").exit_code == 2
     (tmp_path / names[0]).unlink()
@@ -215,7 +297,9 @@ def test_beyond_a_size_the_file_is_an_index_of_parts(tmp_path, source):
 def test_a_part_of_another_calibration_is_noticed(tmp_path, source):
     files = write_two_parts(tmp_path / "parts", source)
     join_parts(tmp_path / "c.safetensors", files, notes_for(source), largest_nbytes=0)
-    write_part(tmp_path / "c-00002-of-00002.safetensors", statistics_of(DOWN, 2 * X), part_notes(source))
+    write_part(
+        tmp_path / "c-00002-of-00002.safetensors", statistics_of(DOWN, 2 * X), part_notes(source)
+    )
     assert refusal(open_calibration, tmp_path / "c.safetensors").code == "calibration-file"
 
 
@@ -223,8 +307,12 @@ def test_a_part_of_another_calibration_is_noticed(tmp_path, source):
 @pytest.mark.parametrize("shape", [(), (1,), (63,), (64, 1)])
 def test_statistics_of_another_number_of_columns_are_refused(tmp_path, source, kind, shape):
     statistics = {**statistics_of(Q, X), f"{Q}.{kind}": np.ones(shape, np.float32)}
-    calibration = open_calibration(write_calibration(tmp_path / "c.safetensors", source, statistics))
-    getter = {"input_sq_mean": calibration.moments, "input_abs_mean": calibration.mean_magnitudes}[kind]
+    calibration = open_calibration(
+        write_calibration(tmp_path / "c.safetensors", source, statistics)
+    )
+    getter = {"input_sq_mean": calibration.moments, "input_abs_mean": calibration.mean_magnitudes}[
+        kind
+    ]
     error = refusal(getter, Q)
     assert (error.code, error.exit_code) == ("calibration-values", 2)
     assert f"{Q}.{kind}" in error.message

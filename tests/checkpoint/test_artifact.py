@@ -70,7 +70,11 @@ def inspect(folder: Path) -> dict:
 
 
 def errors_of(folder: Path) -> set[tuple[str, str | None]]:
-    return {(finding["code"], finding["tensor"]) for finding in inspect(folder)["findings"] if finding["level"] == "error"}
+    return {
+        (finding["code"], finding["tensor"])
+        for finding in inspect(folder)["findings"]
+        if finding["level"] == "error"
+    }
 
 
 @pytest.mark.parametrize(
@@ -131,7 +135,9 @@ def test_the_document_is_exactly_as_promised(format, dialect, expected, artifact
     elements = sum(rows * columns for rows, columns in quantized.values())
     global_bits = 7 * 32 if format == "nvfp4" else 0
     bits = document.pop("bits_per_weight")
-    assert bits == pytest.approx((elements * (4 + 8 / expected["block_size"]) + global_bits) / elements, abs=1e-4)
+    assert bits == pytest.approx(
+        (elements * (4 + 8 / expected["block_size"]) + global_bits) / elements, abs=1e-4
+    )
     assert document.pop("share_read") == 1
     assert sum(entry["modules"] for entry in document.pop("patterns")) == 7
     assert document == {
@@ -227,7 +233,10 @@ def test_a_config_that_does_not_say_it_is_found(format, dialect, artifact):
     assert ("records-disagree", None) in errors_of(folder)
 
 
-@pytest.mark.parametrize("declared", [{"quant_method": "fp8"}, {**CT_NVFP4, "format": "mxfp4-pack-quantized"}, "nvfp4", 7, None])
+@pytest.mark.parametrize(
+    "declared",
+    [{"quant_method": "fp8"}, {**CT_NVFP4, "format": "mxfp4-pack-quantized"}, "nvfp4", 7, None],
+)
 def test_a_config_that_says_something_else_is_found(declared, artifact):
     folder = artifact()
     config = json.loads((folder / "config.json").read_text())
@@ -238,7 +247,9 @@ def test_a_config_that_says_something_else_is_found(declared, artifact):
 def test_a_quantized_module_among_the_ignored_is_found(artifact):
     folder = artifact()
     record = json.loads((folder / "quantization_config.json").read_text())
-    (folder / "quantization_config.json").write_text(json.dumps({**record, "ignore": [*record["ignore"], DOWN]}))
+    (folder / "quantization_config.json").write_text(
+        json.dumps({**record, "ignore": [*record["ignore"], DOWN]})
+    )
     assert ("ignored-but-quantized", DOWN) in errors_of(folder)
 
 
@@ -286,7 +297,9 @@ def test_nothing_quantized_is_a_doubt(tmp_path):
     tensors = {"model.norm.weight": ("BF16", (64,), bf16(64))}
     folder = write_single(tmp_path / "m", tensors, {"quantization_config": CT_NVFP4})
     document = inspect(folder)
-    assert [(finding["level"], finding["code"]) for finding in document["findings"]] == [("warning", "nothing-quantized")]
+    assert [(finding["level"], finding["code"]) for finding in document["findings"]] == [
+        ("warning", "nothing-quantized")
+    ]
     assert document["bits_per_weight"] is None
 
 
@@ -302,7 +315,9 @@ def test_a_foreign_artifact_written_by_hand_is_read(tmp_path):
     assert document["bits_per_weight"] == pytest.approx(4.5 + 32 / 1024, abs=1e-4)
 
 
-@pytest.mark.parametrize("config", [{}, {"quantization_config": {"quant_method": "gptq", "bits": 4}}])
+@pytest.mark.parametrize(
+    "config", [{}, {"quantization_config": {"quant_method": "gptq", "bits": 4}}]
+)
 def test_what_is_no_artifact_is_bad_input(config, tmp_path):
     outcome = run("inspect", write_checkpoint(tmp_path / "m", llama_shards(), config), "--json")
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "not-an-artifact")
@@ -310,7 +325,20 @@ def test_what_is_no_artifact_is_bad_input(config, tmp_path):
 
 def test_a_layout_that_nobody_knows_is_bad_input(source_of_minilm, tmp_path):
     plain = tmp_path / "plain"
-    assert run("quantize", source_of_minilm, "--format", "nvfp4", "--dialect", "plain", "-o", plain, "-q").code == 0
+    assert (
+        run(
+            "quantize",
+            source_of_minilm,
+            "--format",
+            "nvfp4",
+            "--dialect",
+            "plain",
+            "-o",
+            plain,
+            "-q",
+        ).code
+        == 0
+    )
     record = json.loads((plain / RECORD_FILE).read_text())
     (plain / RECORD_FILE).write_text(json.dumps({**record, "scale_layout": "zigzag"}))
     for command in ("inspect", "verify"):
@@ -324,8 +352,12 @@ def test_a_layout_that_the_dialect_lacks_is_never_detected(has_source, source_of
     folder = tmp_path / "artifact"
     assert run("quantize", source_of_minilm, "--format", "nvfp4", "-o", folder, "-q").code == 0
     record = json.loads((folder / RECORD_FILE).read_text())
-    (folder / RECORD_FILE).write_text(json.dumps({**record, "scale_layout": "128x4", "scale_padding": [128, 4]}))
-    found = run("inspect", folder, "--json", *(("--source", source_of_minilm) if has_source else ())).json
+    (folder / RECORD_FILE).write_text(
+        json.dumps({**record, "scale_layout": "128x4", "scale_padding": [128, 4]})
+    )
+    found = run(
+        "inspect", folder, "--json", *(("--source", source_of_minilm) if has_source else ())
+    ).json
     assert found["scale_layout"] == {"declared": "128x4", "detected": "linear"}
     assert {finding["code"] for finding in found["findings"]} == {"record-wrong"}
 

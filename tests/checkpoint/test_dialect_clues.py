@@ -46,11 +46,23 @@ M = "model.layers.0.mlp.up_proj"
         ({"quantization_config": DEEPSEEK_RECORD}, "deepseek", None),
         ({"quantization_config": DEEPSEEK_RECORD, "expert_dtype": "fp8"}, "deepseek", None),
         ({"quantization_config": {"quant_method": "mxfp8"}}, "gpt-oss", None),
-        ({"quantization_config": quark_record({"dtype": "int4", "group_size": 32}, None)}, "quark", None),
-        ({"quantization_config": quark_record({"dtype": "fp4", "group_size": 64}, None)}, "quark", None),
+        (
+            {"quantization_config": quark_record({"dtype": "int4", "group_size": 32}, None)},
+            "quark",
+            None,
+        ),
+        (
+            {"quantization_config": quark_record({"dtype": "fp4", "group_size": 64}, None)},
+            "quark",
+            None,
+        ),
         ({"quantization_config": quark_record([], None)}, "quark", None),
         ({"quantization_config": {"quant_method": "quark"}}, "quark", None),
-        ({"quantization_config": quark_record(QUARK_MXFP4_BLOCKS, {"dtype": "fp8_e4m3"})}, "quark", Form(MXFP4)),
+        (
+            {"quantization_config": quark_record(QUARK_MXFP4_BLOCKS, {"dtype": "fp8_e4m3"})},
+            "quark",
+            Form(MXFP4),
+        ),
     ],
 )
 def test_other_records_of_these_engines(config, name, form):
@@ -61,7 +73,10 @@ def test_other_records_of_these_engines(config, name, form):
     ("tensors", "form"),
     [
         ({"a.comfy_quant": "U8", "a.weight_scale_2": "F32"}, Form(NVFP4, 16, "128x4")),
-        ({"a.comfy_quant": "U8", "a.weight_scale_2": "F32", "a.input_scale": "F32"}, Form(NVFP4, 4, "128x4")),
+        (
+            {"a.comfy_quant": "U8", "a.weight_scale_2": "F32", "a.input_scale": "F32"},
+            Form(NVFP4, 4, "128x4"),
+        ),
         (
             {
                 "a.comfy_quant": "U8",
@@ -85,7 +100,10 @@ def test_comfy_is_known_by_its_tensors(tensors, form):
     [
         (MO_FILE, Form(NVFP4)),
         (MO_W4A4_FILE, Form(NVFP4, 4)),
-        ({**MO_FILE, "quantization": {**MO_FILE["quantization"], "kv_cache_quant_algo": "FP8"}}, Form(NVFP4, kv_cache="fp8")),
+        (
+            {**MO_FILE, "quantization": {**MO_FILE["quantization"], "kv_cache_quant_algo": "FP8"}},
+            Form(NVFP4, kv_cache="fp8"),
+        ),
         ({"quantization": {"quant_algo": "MXFP4"}}, Form(MXFP4)),
         ({"quantization": {"quant_algo": "FP8"}}, None),
         ({"quantization": 7}, None),
@@ -116,9 +134,13 @@ FP8_TENSOR = Form(FP8, 8, granularity="tensor")
 )
 def test_mixed_precision_is_what_its_modules_are(algorithms, forms):
     """An entry names a module, or all below it, as NVIDIA's entries for `experts` do."""
-    layers = {f"m.{number}": {"quant_algo": algorithm} for number, algorithm in enumerate(algorithms)}
+    layers = {
+        f"m.{number}": {"quant_algo": algorithm} for number, algorithm in enumerate(algorithms)
+    }
     mixed = {"quant_method": MO, "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    expected = tuple(Group(form, (f"m.{number}", f"m.{number}.*")) for number, form in enumerate(forms))
+    expected = tuple(
+        Group(form, (f"m.{number}", f"m.{number}.*")) for number, form in enumerate(forms)
+    )
     assert dialect_named(MO).recognise(clues(mixed)) == expected
     assert dialect_named(MO).recognise(clues(None, hf={"quantization": mixed})) == expected
 
@@ -132,7 +154,10 @@ def doubts(name: str, told: Clues) -> list[tuple[str, str]]:
     [
         (CT_NVFP4_RECORD, []),
         ({**CT_NVFP4_RECORD, "quantization_status": "frozen"}, [("error", "record-status")]),
-        ({key: value for key, value in CT_NVFP4_RECORD.items() if key != "quantization_status"}, [("error", "record-status")]),
+        (
+            {key: value for key, value in CT_NVFP4_RECORD.items() if key != "quantization_status"},
+            [("error", "record-status")],
+        ),
         (with_weights(CT_NVFP4_RECORD, strategy="group"), [("error", "record-strategy")]),
         (with_weights(CT_MXFP4_RECORD, strategy="tensor_group"), [("error", "record-strategy")]),
         (with_weights(CT_NVFP4_RECORD, strategy=None), [("error", "record-strategy")]),
@@ -172,10 +197,30 @@ def test_two_records_of_modelopt_must_agree(record, hf, codes):
         (CT, {"ignore": ["gate"]}, "model.mlp.gate", False),
         (MO, {"ignore": ["gate"]}, "model.mlp.gate_proj", True),
         (MO, {"ignore": ["*.gate"]}, "model.mlp.gate_proj", False),
-        ("gpt-oss", {"modules_to_not_convert": ["model.layers.*.mlp.router"]}, "model.layers.3.mlp.router", True),
-        ("gpt-oss", {"modules_to_not_convert": ["model.layers.*.self_attn"]}, "model.layers.3.self_attn.q_proj", True),
-        ("gpt-oss", {"modules_to_not_convert": ["model.layers.*.mlp.gate"]}, "model.layers.3.mlp.gate_proj", False),
-        ("gpt-oss", {"modules_to_not_convert": ["model.layers.*.mlp"]}, "model.layers.3.mlp.experts.0.up_proj", True),
+        (
+            "gpt-oss",
+            {"modules_to_not_convert": ["model.layers.*.mlp.router"]},
+            "model.layers.3.mlp.router",
+            True,
+        ),
+        (
+            "gpt-oss",
+            {"modules_to_not_convert": ["model.layers.*.self_attn"]},
+            "model.layers.3.self_attn.q_proj",
+            True,
+        ),
+        (
+            "gpt-oss",
+            {"modules_to_not_convert": ["model.layers.*.mlp.gate"]},
+            "model.layers.3.mlp.gate_proj",
+            False,
+        ),
+        (
+            "gpt-oss",
+            {"modules_to_not_convert": ["model.layers.*.mlp"]},
+            "model.layers.3.mlp.experts.0.up_proj",
+            True,
+        ),
         ("mlx", {"ignore": ["lm_head"]}, "lm_head", False),
         ("quark", {"exclude": "lm_head"}, "lm_head", False),
     ],
@@ -240,26 +285,65 @@ def test_only_the_own_records_are_recognised(name, declared, fmt):
 @pytest.mark.parametrize(
     ("name", "tensors", "stems"),
     [
-        (CT, {"b.weight_packed": "U8", "a.0.weight_packed": "U8", "a.0.bias": "BF16"}, ["a.0", "b"]),
+        (
+            CT,
+            {"b.weight_packed": "U8", "a.0.weight_packed": "U8", "a.0.bias": "BF16"},
+            ["a.0", "b"],
+        ),
         (CT, {"a.weight_scale": "F32", "a.weight": "F8_E4M3"}, []),
-        (MO, {"b.weight_scale_2": "F32", "a.0.weight_scale_2": "F32", "lm_head.weight": "BF16"}, ["a.0", "b"]),
+        (
+            MO,
+            {"b.weight_scale_2": "F32", "a.0.weight_scale_2": "F32", "lm_head.weight": "BF16"},
+            ["a.0", "b"],
+        ),
         (MO, {"a.weight_scale": "F32", "a.weight": "F8_E4M3", "b.weight_scale": "U8"}, ["b"]),
         ("quark", {"a.weight_scale": "U8", "b.weight_scale": "F32", "b.weight": "F8_E4M3"}, ["a"]),
-        ("gpt-oss", {"x.down_proj_blocks": "U8", "x.down_proj_scales": "U8", "x.down_proj_bias": "BF16"}, ["x.down_proj"]),
-        ("deepseek", {"l.experts.0.w1.scale": "F8_E8M0", "norm.scale": "F32", "l.attn.scale": "F8_E8M0"}, ["l.experts.0.w1"]),
+        (
+            "gpt-oss",
+            {"x.down_proj_blocks": "U8", "x.down_proj_scales": "U8", "x.down_proj_bias": "BF16"},
+            ["x.down_proj"],
+        ),
+        (
+            "deepseek",
+            {"l.experts.0.w1.scale": "F8_E8M0", "norm.scale": "F32", "l.attn.scale": "F8_E8M0"},
+            ["l.experts.0.w1"],
+        ),
         ("deepseek", {"l.experts.0.w1.scale": "F8_E8M0", "l.experts.0.w1.weight": "F8_E4M3"}, []),
         ("mlx", {"a.scales": "U8", "b.scales": "BF16", "b.biases": "BF16"}, ["a"]),
-        ("comfy", {"a.comfy_quant": "U8", "a.weight": "U8", "b.weight_scale_2": "F32", "c.weight": "BF16"}, ["a", "b"]),
+        (
+            "comfy",
+            {
+                "a.comfy_quant": "U8",
+                "a.weight": "U8",
+                "b.weight_scale_2": "F32",
+                "c.weight": "BF16",
+            },
+            ["a", "b"],
+        ),
         ("comfy", {"a.comfy_quant": "U8", "a.weight": "F8_E4M3", "a.weight_scale": "F32"}, []),
-        ("plain", {"a.block_scale": "U8", "b.global_scale": "F32", "c.weight": "U8", "d.weight": "BF16"}, ["a", "b", "c"]),
+        (
+            "plain",
+            {"a.block_scale": "U8", "b.global_scale": "F32", "c.weight": "U8", "d.weight": "BF16"},
+            ["a", "b", "c"],
+        ),
     ],
 )
 def test_modules_are_found_by_their_tensors(name, tensors, stems):
-    assert dialect_named(name).find({known: TensorRef(known, dtype, (4,), "x", 0) for known, dtype in tensors.items()}) == stems
+    assert (
+        dialect_named(name).find(
+            {known: TensorRef(known, dtype, (4,), "x", 0) for known, dtype in tensors.items()}
+        )
+        == stems
+    )
 
 
 CT_NUMBERS = {  # of weights, by the format of their group
-    "nvfp4-pack-quantized": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    "nvfp4-pack-quantized": {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": 16,
+    },
     "mxfp4-pack-quantized": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
     "float-quantized": {"num_bits": 8, "type": "float", "strategy": "channel"},
     "pack-quantized": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
@@ -269,17 +353,30 @@ CT_NUMBERS = {  # of weights, by the format of their group
 
 def ct_groups(*groups: tuple[str, list[str]]) -> dict:
     schemes = {
-        f"group_{number}": {"format": fmt, "targets": targets, "weights": CT_NUMBERS[fmt], "input_activations": None}
+        f"group_{number}": {
+            "format": fmt,
+            "targets": targets,
+            "weights": CT_NUMBERS[fmt],
+            "input_activations": None,
+        }
         for number, (fmt, targets) in enumerate(groups)
     }
-    return {"quant_method": CT, "format": "mixed-precision", "quantization_status": "compressed", "config_groups": schemes}
+    return {
+        "quant_method": CT,
+        "format": "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": schemes,
+    }
 
 
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
         (
-            [("nvfp4-pack-quantized", ["re:.*mlp.*"]), ("mxfp4-pack-quantized", ["a.q_proj", "a.k_proj"])],
+            [
+                ("nvfp4-pack-quantized", ["re:.*mlp.*"]),
+                ("mxfp4-pack-quantized", ["a.q_proj", "a.k_proj"]),
+            ],
             [(Form(NVFP4), ("re:.*mlp.*",)), (Form(MXFP4), ("a.q_proj", "a.k_proj"))],
         ),
         (
@@ -290,7 +387,10 @@ def ct_groups(*groups: tuple[str, list[str]]) -> dict:
             [("mxfp4-pack-quantized", ["re:.*experts.*"]), ("pack-quantized", ["lm_head"])],
             [(Form(MXFP4), ("re:.*experts.*",)), (Form(INT4, granularity=(1, 32)), ("lm_head",))],
         ),
-        ([("nvfp4-pack-quantized", ["re:.*mlp.*"]), ("int-quantized", ["lm_head"])], [(Form(NVFP4), ("*",))]),
+        (
+            [("nvfp4-pack-quantized", ["re:.*mlp.*"]), ("int-quantized", ["lm_head"])],
+            [(Form(NVFP4), ("*",))],
+        ),
         ([("float-quantized", ["Linear"]), ("pack-quantized", ["lm_head"])], []),
     ],
 )
@@ -304,5 +404,8 @@ def test_a_group_without_a_format_is_what_its_numbers_are():
     record = ct_groups(("nvfp4-pack-quantized", ["re:.*mlp.*"]), ("float-quantized", ["a.q_proj"]))
     record["format"] = "nvfp4-pack-quantized"
     del record["config_groups"]["group_1"]["format"]
-    expected = (Group(Form(NVFP4), ("re:.*mlp.*",)), Group(Form(FP8, granularity="row"), ("a.q_proj",)))
+    expected = (
+        Group(Form(NVFP4), ("re:.*mlp.*",)),
+        Group(Form(FP8, granularity="row"), ("a.q_proj",)),
+    )
     assert dialect_named(CT).recognise(clues(record)) == expected

@@ -33,7 +33,13 @@ from typed_records import (
 
 from fp4convert.checkpoint.dialects.base import Clues, Ignored
 from fp4convert.checkpoint.dialects.forms import Form, Group
-from fp4convert.checkpoint.dialects.registry import MODULES, check_forms, dialect_named, fp8_form, module_form
+from fp4convert.checkpoint.dialects.registry import (
+    MODULES,
+    check_forms,
+    dialect_named,
+    fp8_form,
+    module_form,
+)
 from fp4convert.checkpoint.dialects.tables import targets_of
 from fp4convert.checkpoint.modules import form_finder
 from fp4convert.errors import InputError
@@ -59,8 +65,13 @@ RECORDS = [
         MO,
         Form(NVFP4, kv_cache="fp8"),
         {
-            **of_config({**MO_RECORD, "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}),
-            "hf_quant_config.json": {**MO_FILE, "quantization": {**MO_FILE["quantization"], "kv_cache_quant_algo": "FP8"}},
+            **of_config(
+                {**MO_RECORD, "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}
+            ),
+            "hf_quant_config.json": {
+                **MO_FILE,
+                "quantization": {**MO_FILE["quantization"], "kv_cache_quant_algo": "FP8"},
+            },
         },
     ),
     ("quark", Form(MXFP4), of_config(quark_record(QUARK_MXFP4_BLOCKS, None))),
@@ -69,12 +80,26 @@ RECORDS = [
     (
         "quark",
         Form(NVFP4, 4),
-        of_config(quark_record([QUARK_NVFP4_BLOCKS, QUARK_NVFP4_SCALES], [NV_DYNAMIC, QUARK_NVFP4_SCALES])),
+        of_config(
+            quark_record([QUARK_NVFP4_BLOCKS, QUARK_NVFP4_SCALES], [NV_DYNAMIC, QUARK_NVFP4_SCALES])
+        ),
     ),
     ("gpt-oss", Form(MXFP4), of_config(GPT_OSS_RECORD)),
-    ("deepseek", Form(MXFP4), {"config.json": {"expert_dtype": "fp4", "quantization_config": DEEPSEEK_RECORD}}),
-    ("mlx", Form(NVFP4), {"config.json": {"quantization": MLX_NVFP4, "quantization_config": MLX_NVFP4}}),
-    ("mlx", Form(MXFP4), {"config.json": {"quantization": MLX_MXFP4, "quantization_config": MLX_MXFP4}}),
+    (
+        "deepseek",
+        Form(MXFP4),
+        {"config.json": {"expert_dtype": "fp4", "quantization_config": DEEPSEEK_RECORD}},
+    ),
+    (
+        "mlx",
+        Form(NVFP4),
+        {"config.json": {"quantization": MLX_NVFP4, "quantization_config": MLX_NVFP4}},
+    ),
+    (
+        "mlx",
+        Form(MXFP4),
+        {"config.json": {"quantization": MLX_MXFP4, "quantization_config": MLX_MXFP4}},
+    ),
     ("comfy", Form(NVFP4, 16, "128x4"), {}),
     ("plain", Form(NVFP4), {}),
     ("plain", Form(MXFP4), {}),
@@ -84,15 +109,20 @@ RECORDS = [
 @pytest.mark.parametrize(("name", "form", "files"), RECORDS)
 def test_records_are_what_engines_read(name, form, files):
     """Typed by hand after each dialect's source."""
-    assert dialect_named(name).records([Group(form, (M,))], Ignored((), ("lm_head", "model.embed_tokens"))) == files
+    assert (
+        dialect_named(name).records(
+            [Group(form, (M,))], Ignored((), ("lm_head", "model.embed_tokens"))
+        )
+        == files
+    )
 
 
 @pytest.mark.parametrize(("name", "form", "files"), [row for row in RECORDS if row[2]])
 def test_what_is_written_is_recognised_by_its_own_dialect_alone(name, form, files):
     told = Clues(files["config.json"], files.get("hf_quant_config.json", {}), {})
-    assert {known: found for known in MODULES if (found := dialect_named(known).recognise(told))} == {
-        name: (Group(form, ("*",)),)
-    }
+    assert {
+        known: found for known in MODULES if (found := dialect_named(known).recognise(told))
+    } == {name: (Group(form, ("*",)),)}
     assert list(dialect_named(name).judge(told)) == []
     is_named = name in (CT, MO, "quark", "gpt-oss")
     assert dialect_named(name).ignores(told)("lm_head") is is_named
@@ -101,9 +131,16 @@ def test_what_is_written_is_recognised_by_its_own_dialect_alone(name, form, file
 
 def test_gpt_oss_names_what_stays_and_says_no_globs():
     """transformers compiles every entry as an expression: one that begins with "*" is none, and the model does not load."""
-    modules = ("lm_head", "model.layers.0.mlp.router", "model.layers.1.mlp.router", "model.layers.0.mlp.gate")
+    modules = (
+        "lm_head",
+        "model.layers.0.mlp.router",
+        "model.layers.1.mlp.router",
+        "model.layers.0.mlp.gate",
+    )
     ignored = Ignored(modules, ("lm_head", "*.gate", "*router*", "re:.*gate$"))
-    record = dialect_named("gpt-oss").records([Group(Form(MXFP4), ())], ignored)["config.json"]["quantization_config"]
+    record = dialect_named("gpt-oss").records([Group(Form(MXFP4), ())], ignored)["config.json"][
+        "quantization_config"
+    ]
     assert record["modules_to_not_convert"] == sorted(modules)
     for entry in record["modules_to_not_convert"]:
         re.compile(entry)
@@ -114,12 +151,17 @@ def test_comfy_names_its_modules_in_the_file_itself():
     text = '{"format_version": "1.0", "layers": {"a.0": {"format": "nvfp4"}, "b": {"format": "nvfp4"}}}'
     assert notes == {"_quantization_metadata": text}
     assert dialect_named("comfy").notes(Form(NVFP4, 16, "128x4"), []) == {}
-    assert all(dialect_named(name).notes(Form(MXFP4), ["a"]) == {} for name in MODULES if name != "comfy")
+    assert all(
+        dialect_named(name).notes(Form(MXFP4), ["a"]) == {} for name in MODULES if name != "comfy"
+    )
 
 
 def is_excluded(module: str, patterns: list[str]) -> bool:
     """vLLM 0.33, ModelOptQuantConfigBase.is_layer_excluded: equal, or a part of the name, or a wildcard that fits."""
-    return any(pattern == module or pattern in module or fnmatchcase(module, pattern) for pattern in patterns)
+    return any(
+        pattern == module or pattern in module or fnmatchcase(module, pattern)
+        for pattern in patterns
+    )
 
 
 def excluded_patterns(ignore: tuple[str, ...], quantized: tuple[str, ...]) -> list[str]:
@@ -131,16 +173,24 @@ def excluded_patterns(ignore: tuple[str, ...], quantized: tuple[str, ...]) -> li
 
 def test_a_kept_name_inside_a_quantized_one_does_not_exclude_it():
     ignore = ("lm_head", "model.layers.0.mlp.gate", "output")
-    quantized = ("bert.layer.0.attention.output.dense", "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
+    quantized = (
+        "bert.layer.0.attention.output.dense",
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.0.mlp.up_proj",
+    )
     patterns = excluded_patterns(ignore, quantized)
     assert patterns == ["lm_head", "model.layers.0.mlp.gat[e]", "outpu[t]"]
     assert all(is_excluded(module, patterns) for module in ignore)
-    assert not any(is_excluded(module, patterns) for module in (*quantized, "model.layers.0.mlp.gate_up_proj"))
+    assert not any(
+        is_excluded(module, patterns) for module in (*quantized, "model.layers.0.mlp.gate_up_proj")
+    )
 
 
-NAME = st.lists(st.sampled_from(("a", "b", "ab", "ba", "gate", "gate_proj", "0", "1", "10")), min_size=1, max_size=3).map(
-    ".".join
-)
+NAME = st.lists(
+    st.sampled_from(("a", "b", "ab", "ba", "gate", "gate_proj", "0", "1", "10")),
+    min_size=1,
+    max_size=3,
+).map(".".join)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -167,12 +217,18 @@ def test_exactly_the_kept_names_are_excluded(kept, quantized):
 def test_kept_modules_are_ignored_under_any_prefix(module, seen_as, is_ignored):
     """Engines put a prefix before a checkpoint's names, at the front or inside; patterns and expressions hold under it."""
     ignored = Ignored((module,), ("*vision_tower*", "*.gate", "lm_head"))
-    record = dialect_named(CT).records([Group(Form(NVFP4), ("model.layers.0.mlp.gate_proj",))], ignored)["config.json"][
-        "quantization_config"
-    ]
+    record = dialect_named(CT).records(
+        [Group(Form(NVFP4), ("model.layers.0.mlp.gate_proj",))], ignored
+    )["config.json"]["quantization_config"]
     names = [entry for entry in record["ignore"] if not entry.startswith("re:")]
-    expressions = [re.compile(entry.removeprefix("re:")) for entry in record["ignore"] if entry.startswith("re:")]
-    assert (seen_as in names or any(expression.match(seen_as) for expression in expressions)) is is_ignored
+    expressions = [
+        re.compile(entry.removeprefix("re:"))
+        for entry in record["ignore"]
+        if entry.startswith("re:")
+    ]
+    assert (
+        seen_as in names or any(expression.match(seen_as) for expression in expressions)
+    ) is is_ignored
 
 
 MLP, ATTENTION = ("m.0.mlp.up_proj", "m.1.mlp.up_proj"), ("m.0.attn.q_proj", "m.1.attn.q_proj")
@@ -193,11 +249,23 @@ BESIDE = [  # a form, its format, weights and activations in compressed-tensors
         {**CT_FP8, "strategy": "block", "block_structure": [128, 128]},
         {**CT_FP8_INPUTS, "strategy": "group", "group_size": 128},
     ),
-    (Form(MXFP4), "mxfp4-pack-quantized", CT_MXFP4_RECORD["config_groups"]["group_0"]["weights"], None),
+    (
+        Form(MXFP4),
+        "mxfp4-pack-quantized",
+        CT_MXFP4_RECORD["config_groups"]["group_0"]["weights"],
+        None,
+    ),
     (
         Form(INT4, granularity=(1, 32)),
         "pack-quantized",
-        {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "strategy": "group", "group_size": 32},
+        {
+            "num_bits": 4,
+            "type": "int",
+            "symmetric": True,
+            "dynamic": False,
+            "strategy": "group",
+            "group_size": 32,
+        },
         None,
     ),
 ]
@@ -207,7 +275,9 @@ BESIDE = [  # a form, its format, weights and activations in compressed-tensors
 def test_groups_of_compressed_tensors(form, fmt, weights, inputs):
     """Typed by hand after compressed-tensors 0.20, quantization/quant_scheme.py: every group has its own format."""
     groups = [Group(Form(NVFP4), MLP), Group(form, ATTENTION)]
-    record = dialect_named(CT).records(groups, Ignored((), ("lm_head",)))["config.json"]["quantization_config"]
+    record = dialect_named(CT).records(groups, Ignored((), ("lm_head",)))["config.json"][
+        "quantization_config"
+    ]
     assert record == {
         "quant_method": CT,
         "format": "mixed-precision",
@@ -229,7 +299,13 @@ def test_groups_of_compressed_tensors(form, fmt, weights, inputs):
         "ignore": ["lm_head"],
     }
     find = form_finder(dialect_named(CT).recognise(Clues({"quantization_config": record}, {}, {})))
-    assert [find(module) for module in (*MLP, *ATTENTION, "lm_head")] == [Form(NVFP4), Form(NVFP4), form, form, None]
+    assert [find(module) for module in (*MLP, *ATTENTION, "lm_head")] == [
+        Form(NVFP4),
+        Form(NVFP4),
+        form,
+        form,
+        None,
+    ]
 
 
 MO_FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
@@ -238,7 +314,11 @@ MO_FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 @pytest.mark.parametrize(
     ("form", "algorithm", "group"),
     [
-        (Form(FP8, 8, granularity="tensor"), "FP8", {"weights": MO_FP8, "input_activations": MO_FP8}),
+        (
+            Form(FP8, 8, granularity="tensor"),
+            "FP8",
+            {"weights": MO_FP8, "input_activations": MO_FP8},
+        ),
         (
             Form(FP8, 8, granularity="row"),
             "FP8_PER_CHANNEL_PER_TOKEN",
@@ -282,7 +362,13 @@ def test_mixed_precision_of_modelopt(form, algorithm, group):
     }
     told = Clues({"quantization_config": config}, records["hf_quant_config.json"], {})
     find = form_finder(dialect_named(MO).recognise(told))
-    assert [find(module) for module in (*MLP, *ATTENTION, "lm_head")] == [Form(NVFP4, 4), Form(NVFP4, 4), form, form, None]
+    assert [find(module) for module in (*MLP, *ATTENTION, "lm_head")] == [
+        Form(NVFP4, 4),
+        Form(NVFP4, 4),
+        form,
+        form,
+        None,
+    ]
     assert list(dialect_named(MO).judge(told)) == []
     assert not any(dialect_named(MO).ignores(told)(module) for module in (*MLP, *ATTENTION))
     assert dialect_named(MO).ignores(told)("m.0.mlp.gate")
@@ -293,7 +379,11 @@ def test_mixed_precision_of_modelopt(form, algorithm, group):
     [
         (["l.0.a", "l.1.a"], ["l.0.b"], [r"re:^?l\.\d+\.a$"]),
         (["l.0.a", "l.2.a"], ["l.1.a"], [r"re:^?l\.0\.a$", r"re:^?l\.2\.a$"]),
-        (["l.0.experts.0.w1", "l.3.experts.17.w1"], ["l.0.w1"], [r"re:^?l\.\d+\.experts\.\d+\.w1$"]),
+        (
+            ["l.0.experts.0.w1", "l.3.experts.17.w1"],
+            ["l.0.w1"],
+            [r"re:^?l\.\d+\.experts\.\d+\.w1$"],
+        ),
         (["l.0.a"], ["mtp.l.0.a"], [r"re:l\.\d+\.a$"]),
         (["mtp.l.0.a"], ["l.0.a"], [r"re:^?mtp\.l\.\d+\.a$"]),
         (["b2.c", "b3.c"], [], [r"re:^?b2\.c$", r"re:^?b3\.c$"]),
@@ -309,7 +399,10 @@ def test_targets_name_modules_that_differ_in_numbers_at_once(modules, others, ta
 @given(st.sets(NAME, max_size=6), st.sets(NAME, max_size=6))
 def test_targets_fit_their_modules_and_no_others(first, second):
     modules, others = sorted(first), sorted(second - first)
-    targets = [re.compile(target.removeprefix("re:")) for target in targets_of(modules, others, r"(?:.*\.)?")]
+    targets = [
+        re.compile(target.removeprefix("re:"))
+        for target in targets_of(modules, others, r"(?:.*\.)?")
+    ]
     assert all(any(target.match(module) for target in targets) for module in modules)
     assert not any(target.match(other) for target in targets for other in others)
 
@@ -332,8 +425,14 @@ def test_dialects_refuse_what_they_cannot_mix():
     check_forms(target, [module_form(target, "nvfp4"), module_form(target, "fp8")])
     with pytest.raises(InputError):
         check_forms(target, [module_form(target, "mxfp4")])
-    check_forms(Target("nvfp4", CT), [module_form(Target("nvfp4", CT), word) for word in ("nvfp4", "mxfp4", "fp8")])
-    assert dialect_named(MO).unfit("m", (256, 256), fp8_form(target, (32, 32))) == "FP8 with scales of 32x32"
+    check_forms(
+        Target("nvfp4", CT),
+        [module_form(Target("nvfp4", CT), word) for word in ("nvfp4", "mxfp4", "fp8")],
+    )
+    assert (
+        dialect_named(MO).unfit("m", (256, 256), fp8_form(target, (32, 32)))
+        == "FP8 with scales of 32x32"
+    )
     assert dialect_named(MO).unfit("m", (256, 256), fp8_form(target, (128, 128))) is None
 
 
@@ -354,13 +453,26 @@ def test_dialects_refuse_what_they_cannot_mix():
 def test_tensors_of_fp8_modules(name, activations, granularity, scales, bits):
     """vLLM 0.33, compressed_tensors_w8a8_fp8 and modelopt.py; only ModelOpt's FP8 has a static scale of activations, and must."""
     form = fp8_form(Target("nvfp4", name, None, activations), granularity)
-    specs = [(spec.name, spec.dtype, spec.shape) for spec in dialect_named(name).outputs("m", (200, 320), form)]
+    specs = [
+        (spec.name, spec.dtype, spec.shape)
+        for spec in dialect_named(name).outputs("m", (200, 320), form)
+    ]
     inputs = [("m.input_scale", "F32", ())] if name == MO and granularity == "tensor" else []
-    assert specs == [("m.weight", "F8_E4M3", (200, 320)), ("m.weight_scale", "F32", scales), *inputs]
+    assert specs == [
+        ("m.weight", "F8_E4M3", (200, 320)),
+        ("m.weight_scale", "F32", scales),
+        *inputs,
+    ]
     assert form.activations == bits
     table = dialect_named(name).TRAITS.fp8
     assert table is not None
-    parts = list(table.encode("m", form, [(memoryview(b"ab"), memoryview(b"1234")), (memoryview(b"c"), memoryview(b""))]))
+    parts = list(
+        table.encode(
+            "m",
+            form,
+            [(memoryview(b"ab"), memoryview(b"1234")), (memoryview(b"c"), memoryview(b""))],
+        )
+    )
     ones = [("m.input_scale", bytes.fromhex("0000803f"))] if inputs else []
     expected = [*ones, ("m.weight", b"ab"), ("m.weight_scale", b"1234"), ("m.weight", b"c")]
     assert [(part, bytes(data)) for part, data in parts] == expected
@@ -371,9 +483,15 @@ def test_layers_that_stay_are_told_under_whatever_an_engine_has_before_them():
     kept, pattern = "model.layers.0.mlp.down_proj", "model.layers.1.*"
     ignored = Ignored((kept, "model.layers.1.mlp.up_proj"), (pattern,))
     group = Group(Form(NVFP4), ("model.layers.2.mlp.down_proj", "model.layers.11.mlp.up_proj"))
-    record = dialect_named("compressed-tensors").records((group,), ignored)["config.json"]["quantization_config"]
+    record = dialect_named("compressed-tensors").records((group,), ignored)["config.json"][
+        "quantization_config"
+    ]
     assert isinstance(record, dict)
-    told = [re.compile(entry.removeprefix("re:")) for entry in record["ignore"] if entry.startswith("re:")]
+    told = [
+        re.compile(entry.removeprefix("re:"))
+        for entry in record["ignore"]
+        if entry.startswith("re:")
+    ]
     for prefix in ("model.", "model.language_model.", "language_model.model.", ""):
         for name, is_kept in (
             ("0.mlp.down_proj", True),
@@ -381,15 +499,24 @@ def test_layers_that_stay_are_told_under_whatever_an_engine_has_before_them():
             ("2.mlp.down_proj", False),
             ("11.mlp.up_proj", False),
         ):
-            assert any(entry.match(f"{prefix}layers.{name}") for entry in told) == is_kept, (prefix, name)
+            assert any(entry.match(f"{prefix}layers.{name}") for entry in told) == is_kept, (
+                prefix,
+                name,
+            )
 
 
 def test_a_kept_tower_does_not_hide_the_layers_of_the_text():
     """Both have layers.0: the tower keeps its whole name."""
     ignored = Ignored(("vision.layers.0.mlp.up_proj",), ())
     group = Group(Form(NVFP4), ("model.layers.0.mlp.up_proj",))
-    record = dialect_named("compressed-tensors").records((group,), ignored)["config.json"]["quantization_config"]
+    record = dialect_named("compressed-tensors").records((group,), ignored)["config.json"][
+        "quantization_config"
+    ]
     assert isinstance(record, dict)
-    told = [re.compile(entry.removeprefix("re:")) for entry in record["ignore"] if entry.startswith("re:")]
+    told = [
+        re.compile(entry.removeprefix("re:"))
+        for entry in record["ignore"]
+        if entry.startswith("re:")
+    ]
     assert not any(entry.match("model.layers.0.mlp.up_proj") for entry in told)
     assert any(entry.match("model.vision.layers.0.mlp.up_proj") for entry in told)

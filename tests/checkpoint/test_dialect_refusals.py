@@ -3,7 +3,15 @@
 import json
 
 import pytest
-from checkpoints import Outcome, read_folder, read_shard, run, weight, write_checkpoint, write_single
+from checkpoints import (
+    Outcome,
+    read_folder,
+    read_shard,
+    run,
+    weight,
+    write_checkpoint,
+    write_single,
+)
 from spellings import PLAIN_LAYOUTS, Module, module_of, write_artifact
 
 EXPERTS = "model.layers.0.mlp.experts"
@@ -28,7 +36,9 @@ def quantized(tensors: dict, tmp_path, *options: object) -> Outcome:
     return run("quantize", source, "-o", tmp_path / "out", "--json", "--dialect", *options)
 
 
-def modules(fmt: str, names: tuple[str, ...], shape=(16, 64), multiplier=1.0, inputs=None) -> dict[str, Module]:
+def modules(
+    fmt: str, names: tuple[str, ...], shape=(16, 64), multiplier=1.0, inputs=None
+) -> dict[str, Module]:
     own = multiplier if fmt == "nvfp4" else None
     return {name: module_of(seed, fmt, shape, own, inputs) for seed, name in enumerate(names)}
 
@@ -38,21 +48,32 @@ def test_mxfp4_into_a_dialect_of_nvfp4(dialect, tmp_path):
     artifact = write_artifact(tmp_path / "a", "quark", "mxfp4", modules("mxfp4", ("a",)))
     assert refused(transcoded(artifact, tmp_path, dialect), tmp_path)["code"] == "dialect-format"
     tensors = {"a.o_proj.weight": weight(1)}
-    assert refused(quantized(tensors, tmp_path, dialect, "--format", "mxfp4"), tmp_path)["code"] == "dialect-format"
+    assert (
+        refused(quantized(tensors, tmp_path, dialect, "--format", "mxfp4"), tmp_path)["code"]
+        == "dialect-format"
+    )
 
 
 @pytest.mark.parametrize("dialect", ["gpt-oss", "deepseek"])
 def test_nvfp4_into_a_dialect_of_mxfp4(dialect, tmp_path):
-    artifact = write_artifact(tmp_path / "a", "quark", "nvfp4", modules("nvfp4", (f"{EXPERTS}.0.w1",)))
+    artifact = write_artifact(
+        tmp_path / "a", "quark", "nvfp4", modules("nvfp4", (f"{EXPERTS}.0.w1",))
+    )
     assert refused(transcoded(artifact, tmp_path, dialect), tmp_path)["code"] == "dialect-format"
     tensors = {f"{EXPERTS}.0.w1.weight": weight(1)}
-    assert refused(quantized(tensors, tmp_path, dialect, "--format", "nvfp4"), tmp_path)["code"] == "dialect-format"
+    assert (
+        refused(quantized(tensors, tmp_path, dialect, "--format", "nvfp4"), tmp_path)["code"]
+        == "dialect-format"
+    )
 
 
 @pytest.mark.parametrize(
     ("dialect", "layout", "known"),
     [
-        *((dialect, "128x4", "linear") for dialect in ("compressed-tensors", "modelopt", "quark", "mlx")),
+        *(
+            (dialect, "128x4", "linear")
+            for dialect in ("compressed-tensors", "modelopt", "quark", "mlx")
+        ),
         *(("comfy", layout, "128x4") for layout in PLAIN_LAYOUTS if layout != "128x4"),
         ("plain", "plaid", LAYOUTS),
         ("plain", "", LAYOUTS),
@@ -68,7 +89,10 @@ def test_a_layout_that_a_dialect_lacks(dialect, layout, known, tmp_path):
 @pytest.mark.parametrize("rows", [1, 8, 17, 24])
 def test_comfy_pads_rows_and_so_must_refuse_others(rows, tmp_path):
     artifact = write_artifact(
-        tmp_path / "a", "quark", "nvfp4", modules("nvfp4", ("good",)) | modules("nvfp4", ("bad",), (rows, 32))
+        tmp_path / "a",
+        "quark",
+        "nvfp4",
+        modules("nvfp4", ("good",)) | modules("nvfp4", ("bad",), (rows, 32)),
     )
     error = refused(transcoded(artifact, tmp_path, "comfy"), tmp_path)
     assert (error["code"], error["tensor"]) == ("dialect-shape", "bad")
@@ -78,11 +102,15 @@ def test_comfy_pads_rows_and_so_must_refuse_others(rows, tmp_path):
         "good.o_proj.weight": "quantize",
         "bad.o_proj.weight": "skip",
     }
-    assert quantized(tensors, tmp_path, "comfy", "--format", "nvfp4").json["tensors"]["skipped"] == 1
+    assert (
+        quantized(tensors, tmp_path, "comfy", "--format", "nvfp4").json["tensors"]["skipped"] == 1
+    )
 
 
 @pytest.mark.parametrize("multiplier", [0.5, 2.0, 0.99999994, 1.0000001])
-@pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt", "quark", "comfy", "plain/8x4"])
+@pytest.mark.parametrize(
+    "dialect", ["compressed-tensors", "modelopt", "quark", "comfy", "plain/8x4"]
+)
 def test_mlx_has_no_global_scale(dialect, multiplier, tmp_path):
     odd = modules("nvfp4", ("one",)) | modules("nvfp4", ("other",), multiplier=multiplier)
     artifact = write_artifact(tmp_path / "a", dialect, "nvfp4", odd)
@@ -90,19 +118,32 @@ def test_mlx_has_no_global_scale(dialect, multiplier, tmp_path):
     assert (error["code"], error["tensor"]) == ("dialect-global-scale", "other")
 
 
-@pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt", "quark", "comfy", "plain/linear"])
+@pytest.mark.parametrize(
+    "dialect", ["compressed-tensors", "modelopt", "quark", "comfy", "plain/linear"]
+)
 def test_mlx_has_no_input_scale(dialect, tmp_path):
-    artifact = write_artifact(tmp_path / "a", dialect, "nvfp4", modules("nvfp4", ("a",), inputs=1.0), 4)
+    artifact = write_artifact(
+        tmp_path / "a", dialect, "nvfp4", modules("nvfp4", ("a",), inputs=1.0), 4
+    )
     error = refused(transcoded(artifact, tmp_path, "mlx"), tmp_path)
     assert error["code"] == "dialect-activations"
 
 
 @pytest.mark.parametrize(
     "name",
-    ["proj", "model.layers.0.mlp.shared_experts.w1", f"{EXPERTS}.0.w4", f"{EXPERTS}.w1", f"{EXPERTS}.a.w1", "myexperts.0.w1"],
+    [
+        "proj",
+        "model.layers.0.mlp.shared_experts.w1",
+        f"{EXPERTS}.0.w4",
+        f"{EXPERTS}.w1",
+        f"{EXPERTS}.a.w1",
+        "myexperts.0.w1",
+    ],
 )
 def test_deepseek_holds_routed_experts_alone(name, tmp_path):
-    artifact = write_artifact(tmp_path / "a", "quark", "mxfp4", modules("mxfp4", (f"{EXPERTS}.0.w1", name)))
+    artifact = write_artifact(
+        tmp_path / "a", "quark", "mxfp4", modules("mxfp4", (f"{EXPERTS}.0.w1", name))
+    )
     error = refused(transcoded(artifact, tmp_path, "deepseek"), tmp_path)
     assert (error["code"], error["tensor"]) == ("dialect-module", name)
 
@@ -112,7 +153,12 @@ def stack(*left_out: str, **shapes: tuple[int, int]) -> dict[str, Module]:
     names = [f"{EXPERTS}.{number}.{member}" for number in range(3) for member in GPT_OSS]
     kept = [name for name in names if not name.endswith(left_out or ("?",))]
     return {
-        name: module_of(seed, "mxfp4", shapes.get(name.removeprefix(f"{EXPERTS}.").replace(".", "_"), (16, 64)), None)
+        name: module_of(
+            seed,
+            "mxfp4",
+            shapes.get(name.removeprefix(f"{EXPERTS}.").replace(".", "_"), (16, 64)),
+            None,
+        )
         for seed, name in enumerate(kept)
     }
 
@@ -135,7 +181,19 @@ def stack(*left_out: str, **shapes: tuple[int, int]) -> dict[str, Module]:
         ),
         ({**stack(), f"{EXPERTS}.0.w1": module_of(1, "mxfp4", (16, 64), None)}, f"{EXPERTS}.0.w1"),
     ],
-    ids=["whole", "no 2.up", "no 2.down", "no up", "no down", "no 1", "no 0", "taller up", "wider down", "attention", "w1"],
+    ids=[
+        "whole",
+        "no 2.up",
+        "no 2.down",
+        "no up",
+        "no down",
+        "no 1",
+        "no 0",
+        "taller up",
+        "wider down",
+        "attention",
+        "w1",
+    ],
 )
 def test_gpt_oss_stacks_whole_experts_of_one_shape(experts, named, tmp_path):
     artifact = write_artifact(tmp_path / "a", "compressed-tensors", "mxfp4", experts)
@@ -159,7 +217,9 @@ def test_embeddings_are_ordinary_where_no_engine_reads_four_bit_ones(source, tar
 
 
 def test_embeddings_of_nvfp4_into_modelopt(tmp_path):
-    artifact = write_artifact(tmp_path / "a", "comfy", "nvfp4", modules("nvfp4", ("proj", "model.embed_tokens")))
+    artifact = write_artifact(
+        tmp_path / "a", "comfy", "nvfp4", modules("nvfp4", ("proj", "model.embed_tokens"))
+    )
     assert refused(transcoded(artifact, tmp_path, "modelopt"), tmp_path)["code"] == "dialect-module"
     assert transcoded(artifact, tmp_path, "mlx").code == 0
 
@@ -176,21 +236,40 @@ def test_four_bit_activations_of_mxfp4_where_no_record_says_them(target, tmp_pat
 
 
 def test_quantize_into_mlx_with_four_bit_activations(tmp_path):
-    outcome = quantized({"a.o_proj.weight": weight(1)}, tmp_path, "mlx", "--format", "nvfp4", "--activations", 4)
+    outcome = quantized(
+        {"a.o_proj.weight": weight(1)}, tmp_path, "mlx", "--format", "nvfp4", "--activations", 4
+    )
     assert refused(outcome, tmp_path)["code"] == "dialect-activations"
 
 
 def test_quantize_into_gpt_oss(tmp_path):
     """Done or refused, never a traceback."""
-    tensors = {f"{EXPERTS}.{number}.{member}.weight": weight(1) for number in range(2) for member in GPT_OSS}
+    tensors = {
+        f"{EXPERTS}.{number}.{member}.weight": weight(1)
+        for number in range(2)
+        for member in GPT_OSS
+    }
     assert quantized(tensors, tmp_path, "gpt-oss", "--format", "mxfp4").code in (0, 2)
 
 
 def test_two_shards_of_one_name(tmp_path):
     """The scales of plain's model.safetensors go into scales.safetensors, which the source has already."""
-    shards = {"model.safetensors": {"a.o_proj.weight": weight(1)}, "scales.safetensors": {"a.norm.weight": weight(2, 1, 64)}}
+    shards = {
+        "model.safetensors": {"a.o_proj.weight": weight(1)},
+        "scales.safetensors": {"a.norm.weight": weight(2, 1, 64)},
+    }
     source = write_checkpoint(tmp_path / "source", shards, {"model_type": "x"})
-    outcome = run("quantize", source, "-o", tmp_path / "out", "--json", "--dialect", "plain", "--format", "nvfp4")
+    outcome = run(
+        "quantize",
+        source,
+        "-o",
+        tmp_path / "out",
+        "--json",
+        "--dialect",
+        "plain",
+        "--format",
+        "nvfp4",
+    )
     if outcome.code == 0:
         assert {"a.norm.weight", "a.o_proj.block_scale"} <= read_folder(tmp_path / "out").keys()
     else:
@@ -200,9 +279,15 @@ def test_two_shards_of_one_name(tmp_path):
 @pytest.mark.parametrize("target", ["quark", "comfy", "mlx"])
 def test_a_kv_cache_that_a_dialect_cannot_say(target, tmp_path):
     """Refused, or a line says that it is lost."""
-    artifact = write_artifact(tmp_path / "a", "compressed-tensors", "nvfp4", modules("nvfp4", ("a",)))
+    artifact = write_artifact(
+        tmp_path / "a", "compressed-tensors", "nvfp4", modules("nvfp4", ("a",))
+    )
     config = json.loads((artifact / "config.json").read_text())
-    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    config["quantization_config"]["kv_cache_scheme"] = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+    }
     (artifact / "config.json").write_text(json.dumps(config))
     outcome = run("transcode", artifact, "-o", tmp_path / "out", "--dialect", target)
     assert outcome.code == 2 or "cache" in (outcome.out + outcome.err).replace(str(tmp_path), "")
@@ -223,24 +308,39 @@ def test_fp8_modules_beside_nvfp4_in_comfy(tmp_path):
 
 @pytest.mark.parametrize("number", ["00", "01", "9" * 5000])
 def test_experts_with_odd_numbers_are_no_experts(number, tmp_path):
-    made = {f"{EXPERTS}.{n}.{member}": module_of(0, "mxfp4", (16, 64), None) for n in ("0", number) for member in GPT_OSS}
+    made = {
+        f"{EXPERTS}.{n}.{member}": module_of(0, "mxfp4", (16, 64), None)
+        for n in ("0", number)
+        for member in GPT_OSS
+    }
     artifact = write_artifact(tmp_path / "a", "quark", "mxfp4", made)
     assert refused(transcoded(artifact, tmp_path, "gpt-oss"), tmp_path)["code"] == "dialect-module"
 
 
-@pytest.mark.parametrize("ending", ["pre_quant_scale", "weight_g_idx", "weight_zero_point", "svdquant_lora_a", "output_scale"])
+@pytest.mark.parametrize(
+    "ending",
+    ["pre_quant_scale", "weight_g_idx", "weight_zero_point", "svdquant_lora_a", "output_scale"],
+)
 def test_tensors_that_change_the_weights_are_never_passed_over(ending, tmp_path):
     artifact = write_artifact(tmp_path / "a", "modelopt", "nvfp4", modules("nvfp4", ("a",)))
     tensors = {**read_shard(artifact / "model.safetensors"), f"a.{ending}": ("F32", (1,), bytes(4))}
     config = json.loads((artifact / "config.json").read_text())
     folder = write_single(tmp_path / "with", tensors, config)
-    assert refused(transcoded(folder, tmp_path, "compressed-tensors"), tmp_path)["code"] == "unsaid-tensors"
-    assert refused(run("dequantize", folder, "-o", tmp_path / "out", "--json"), tmp_path)["code"] == "unsaid-tensors"
+    assert (
+        refused(transcoded(folder, tmp_path, "compressed-tensors"), tmp_path)["code"]
+        == "unsaid-tensors"
+    )
+    assert (
+        refused(run("dequantize", folder, "-o", tmp_path / "out", "--json"), tmp_path)["code"]
+        == "unsaid-tensors"
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
 def test_values_under_an_odd_global_scale_are_never_written(value, tmp_path):
-    artifact = write_artifact(tmp_path / "a", "modelopt", "nvfp4", modules("nvfp4", ("a",), multiplier=value))
+    artifact = write_artifact(
+        tmp_path / "a", "modelopt", "nvfp4", modules("nvfp4", ("a",), multiplier=value)
+    )
     for command in (
         ("dequantize", artifact, "-o", tmp_path / "out", "--json"),
         ("transcode", artifact, "-o", tmp_path / "out", "--dialect", "quark", "--json"),
@@ -249,10 +349,17 @@ def test_values_under_an_odd_global_scale_are_never_written(value, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dialect", "name"), [("plain", "foo.global_scale"), ("plain", "foo.block_scale"), ("deepseek", "l.experts.0.w1.scale")]
+    ("dialect", "name"),
+    [
+        ("plain", "foo.global_scale"),
+        ("plain", "foo.block_scale"),
+        ("deepseek", "l.experts.0.w1.scale"),
+    ],
 )
 def test_what_stays_is_never_taken_for_four_bit(dialect, name, tmp_path):
     chosen = "l.experts.0.w2.weight" if dialect == "deepseek" else "a.o_proj.weight"
     fmt = "mxfp4" if dialect == "deepseek" else "nvfp4"
-    outcome = quantized({chosen: weight(1), name: ("F32", (1,), bytes(4))}, tmp_path, dialect, "--format", fmt)
+    outcome = quantized(
+        {chosen: weight(1), name: ("F32", (1,), bytes(4))}, tmp_path, dialect, "--format", fmt
+    )
     assert refused(outcome, tmp_path)["code"] == "name-collision"

@@ -9,7 +9,13 @@ from checkpoints import read_folder, run, write_single
 from spellings import PLAIN_LAYOUTS, arranged, module_of, write_artifact
 
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.checkpoint.dialects.registry import MODULES, Speller, dialect_named, dialect_to_write, is_quantized_tensor
+from fp4convert.checkpoint.dialects.registry import (
+    MODULES,
+    Speller,
+    dialect_named,
+    dialect_to_write,
+    is_quantized_tensor,
+)
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import MXFP4, NVFP4
 from fp4convert.numerics.matrices import Quantized
@@ -24,7 +30,11 @@ COMFY = Form(NVFP4, 16, "128x4")
 SHAPE = (48, 64)
 CODES, NV_SCALES, MX_SCALES = ("U8", (48, 32)), ("F8_E4M3", (48, 4)), ("U8", (48, 2))
 SPELLINGS = [
-    (CT, NV, {"weight_packed": CODES, "weight_scale": NV_SCALES, "weight_global_scale": ("F32", (1,))}),
+    (
+        CT,
+        NV,
+        {"weight_packed": CODES, "weight_scale": NV_SCALES, "weight_global_scale": ("F32", (1,))},
+    ),
     (CT, MX, {"weight_packed": CODES, "weight_scale": MX_SCALES}),
     (MO, NV, {"weight": CODES, "weight_scale": NV_SCALES, "weight_scale_2": ("F32", ())}),
     ("quark", NV, {"weight": CODES, "weight_scale": NV_SCALES, "weight_scale_2": ("F32", ())}),
@@ -35,7 +45,12 @@ SPELLINGS = [
     (
         "comfy",
         COMFY,
-        {"weight": CODES, "weight_scale": ("F8_E4M3", (128, 4)), "weight_scale_2": ("F32", ()), "comfy_quant": ("U8", (18,))},
+        {
+            "weight": CODES,
+            "weight_scale": ("F8_E4M3", (128, 4)),
+            "weight_scale_2": ("F32", ()),
+            "comfy_quant": ("U8", (18,)),
+        },
     ),
 ]
 SCALARS = {"global_scale": ("F32", ())}
@@ -66,19 +81,30 @@ every_spelling = pytest.mark.parametrize(
 )
 
 
-def quantized(form: Form, shape: tuple[int, int], seed: int = 0, kind: str = "multiplier") -> Quantized:
+def quantized(
+    form: Form, shape: tuple[int, int], seed: int = 0, kind: str = "multiplier"
+) -> Quantized:
     chance, (rows, columns) = np.random.default_rng(seed), shape
     packed = chance.integers(0, 256, rows * columns // 2, np.uint8).data
     block_scales = chance.integers(1, 0x7F, rows * columns // form.format.block_size, np.uint8).data
     return Quantized(
-        form.format, shape, packed, block_scales, float(np.float32(0.0123)) if form.format.has_global_scale else None, kind
+        form.format,
+        shape,
+        packed,
+        block_scales,
+        float(np.float32(0.0123)) if form.format.has_global_scale else None,
+        kind,
     )
 
 
-def spell(name: str, form: Form, q: Quantized, panels: list[Quantized], input_scale: float | None = None) -> dict[str, bytes]:
+def spell(
+    name: str, form: Form, q: Quantized, panels: list[Quantized], input_scale: float | None = None
+) -> dict[str, bytes]:
     """Everything that is appended to each output, in its order."""
     parts: dict[str, bytes] = {}
-    for part, data in Speller(dialect_named(name), form, input_scale).parts(M, q.shape, iter(panels)):
+    for part, data in Speller(dialect_named(name), form, input_scale).parts(
+        M, q.shape, iter(panels)
+    ):
         parts[part] = parts.get(part, b"") + bytes(data)
     return parts
 
@@ -86,10 +112,14 @@ def spell(name: str, form: Form, q: Quantized, panels: list[Quantized], input_sc
 @every_spelling
 def test_names_dtypes_and_shapes(name, form, expected):
     specs = dialect_named(name).outputs(M, SHAPE, form)
-    assert {spec.name: (spec.dtype, spec.shape) for spec in specs} == {f"{M}.{part}": kind for part, kind in expected.items()}
+    assert {spec.name: (spec.dtype, spec.shape) for spec in specs} == {
+        f"{M}.{part}": kind for part, kind in expected.items()
+    }
     assert specs[0].name == M + dialect_named(name).TRAITS.packed, "the packed codes stand first"
     is_apart = {spec.name for spec in specs if spec.is_apart}
-    assert is_apart == ({f"{M}.{part}" for part in expected if part != "weight"} if name == "plain" else set())
+    assert is_apart == (
+        {f"{M}.{part}" for part in expected if part != "weight"} if name == "plain" else set()
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +131,10 @@ def test_names_dtypes_and_shapes(name, form, expected):
         ("quark", NV, {"input_scale_2": ("F32", ())}),
         ("quark", MX, {}),
         ("comfy", COMFY, {"input_scale": ("F32", ())}),
-        *(("plain", Form(NVFP4, 16, layout), {"input_scale": ("F32", ())}) for layout in PLAIN_LAYOUTS),
+        *(
+            ("plain", Form(NVFP4, 16, layout), {"input_scale": ("F32", ())})
+            for layout in PLAIN_LAYOUTS
+        ),
         ("plain", MX, {}),
     ],
 )
@@ -117,9 +150,20 @@ def test_four_bit_activations_add_an_input_scale_to_nvfp4(name, form, added):
 def test_names_dtypes_and_shapes_of_stacks():
     """openai/gpt-oss-20b: 32 experts, inner 2880, hidden 2880."""
     dialect = dialect_named("gpt-oss")
-    shapes = {f"{EXPERTS}.{n}.{member}_proj": (2880, 2880) for n in range(32) for member in ("gate", "up", "down")}
-    assert dialect.stems(shapes) == {f"{EXPERTS}.gate_up_proj": (32, 5760, 2880), f"{EXPERTS}.down_proj": (32, 2880, 2880)}
-    found = [tuple(spec) for stem, shape in dialect.stems(shapes).items() for spec in dialect.outputs(stem, shape, MX)]
+    shapes = {
+        f"{EXPERTS}.{n}.{member}_proj": (2880, 2880)
+        for n in range(32)
+        for member in ("gate", "up", "down")
+    }
+    assert dialect.stems(shapes) == {
+        f"{EXPERTS}.gate_up_proj": (32, 5760, 2880),
+        f"{EXPERTS}.down_proj": (32, 2880, 2880),
+    }
+    found = [
+        tuple(spec)
+        for stem, shape in dialect.stems(shapes).items()
+        for spec in dialect.outputs(stem, shape, MX)
+    ]
     assert found == [
         (f"{EXPERTS}.gate_up_proj_blocks", "U8", (32, 5760, 90, 16), False),
         (f"{EXPERTS}.gate_up_proj_scales", "U8", (32, 5760, 90), False),
@@ -146,8 +190,16 @@ def test_what_is_encoded_is_decoded(name, form, expected):
     back = dialect.decode(M, SHAPE, known, lambda part: memoryview(parts[part]))
     for first, last in ((0, 48), (0, 1), (7, 33), (47, 48)):
         found, wanted = back.rows(first, last), q.rows(first, last)
-        assert (bytes(found.packed), bytes(found.block_scales)) == (bytes(wanted.packed), bytes(wanted.block_scales))
-    assert (back.format, back.shape, back.global_scale, back.kind) == (q.format, SHAPE, q.global_scale, back.kind)
+        assert (bytes(found.packed), bytes(found.block_scales)) == (
+            bytes(wanted.packed),
+            bytes(wanted.block_scales),
+        )
+    assert (back.format, back.shape, back.global_scale, back.kind) == (
+        q.format,
+        SHAPE,
+        q.global_scale,
+        back.kind,
+    )
     assert not form.format.has_global_scale or back.kind == q.kind
 
 
@@ -158,7 +210,10 @@ def small(fmt, codes: str, scales: str, rows: int) -> Quantized:
     return Quantized(fmt, (rows, columns), packed, block_scales, 0.5 if fmt is NVFP4 else None)
 
 
-ROW_0, ROW_1 = "10 32 54 76 98 ba dc fe 01 23 45 67 89 ab cd ef", "11 11 11 11 11 11 11 11 22 22 22 22 22 22 22 22"
+ROW_0, ROW_1 = (
+    "10 32 54 76 98 ba dc fe 01 23 45 67 89 ab cd ef",
+    "11 11 11 11 11 11 11 11 22 22 22 22 22 22 22 22",
+)
 TWO_ROWS = small(NVFP4, ROW_0 + ROW_1, "a0 a1 b0 b1", 2)
 
 
@@ -181,7 +236,10 @@ def test_words_of_mlx():
         *(0x76543210, 0xFEDCBA98, 0x67452301, 0xEFCDAB89),
         *(0x11111111, 0x11111111, 0x22222222, 0x22222222),
     ]
-    assert parts == {f"{M}.weight": bytes.fromhex(ROW_0 + ROW_1), f"{M}.scales": bytes.fromhex("a0 a1 b0 b1")}
+    assert parts == {
+        f"{M}.weight": bytes.fromhex(ROW_0 + ROW_1),
+        f"{M}.scales": bytes.fromhex("a0 a1 b0 b1"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -195,7 +253,13 @@ def test_words_of_mlx():
     ],
 )
 def test_bytes_of_plain_in_every_order(layout, expected):
-    parts = spell("plain", Form(NVFP4, 4, layout), TWO_ROWS, [TWO_ROWS.rows(0, 1), TWO_ROWS.rows(1, 2)], input_scale=2.0)
+    parts = spell(
+        "plain",
+        Form(NVFP4, 4, layout),
+        TWO_ROWS,
+        [TWO_ROWS.rows(0, 1), TWO_ROWS.rows(1, 2)],
+        input_scale=2.0,
+    )
     assert parts == {
         f"{M}.weight": bytes.fromhex(ROW_0 + ROW_1),
         f"{M}.block_scale": bytes.fromhex(expected),
@@ -207,12 +271,17 @@ def test_bytes_of_plain_in_every_order(layout, expected):
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        ("interleaved", ROW_0[:23] + "a0" + ROW_0[23:] + "a1" + ROW_1[:23] + "b0" + ROW_1[23:] + "b1"),
+        (
+            "interleaved",
+            ROW_0[:23] + "a0" + ROW_0[23:] + "a1" + ROW_1[:23] + "b0" + ROW_1[23:] + "b1",
+        ),
         ("appended", ROW_0 + ROW_1 + "a0 a1 b0 b1"),
     ],
 )
 def test_bytes_of_plain_with_codes_and_scales_in_one(layout, expected):
-    parts = spell("plain", Form(NVFP4, 16, layout), TWO_ROWS, [TWO_ROWS.rows(0, 1), TWO_ROWS.rows(1, 2)])
+    parts = spell(
+        "plain", Form(NVFP4, 16, layout), TWO_ROWS, [TWO_ROWS.rows(0, 1), TWO_ROWS.rows(1, 2)]
+    )
     assert parts == {f"{M}.weight": bytes.fromhex(expected), f"{M}.global_scale": b"\0\0\0\x3f"}
 
 
@@ -223,7 +292,9 @@ def test_orders_are_those_of_the_kernels_sources(layout, shape):
     rows, blocks = shape
     q = quantized(NV, (rows, blocks * 16))
     parts = spell("plain", Form(NVFP4, 16, layout), q, [q])
-    assert parts[f"{M}.block_scale"] == arranged(np.frombuffer(q.block_scales, np.uint8).reshape(shape), layout)
+    assert parts[f"{M}.block_scale"] == arranged(
+        np.frombuffer(q.block_scales, np.uint8).reshape(shape), layout
+    )
 
 
 def test_rows_of_gate_and_up_take_turns(tmp_path):
@@ -249,7 +320,11 @@ def test_rows_of_gate_and_up_take_turns(tmp_path):
     assert read_folder(tmp_path / "b") == {
         f"{EXPERTS}.gate_up_proj_bias": ("BF16", (2, 4), bytes(16)),
         f"{EXPERTS}.gate_up_proj_blocks": ("U8", (2, 4, 1, 16), bytes.fromhex(gate_up)),
-        f"{EXPERTS}.gate_up_proj_scales": ("U8", (2, 4, 1), bytes.fromhex("01 02 11 12 21 22 31 32")),
+        f"{EXPERTS}.gate_up_proj_scales": (
+            "U8",
+            (2, 4, 1),
+            bytes.fromhex("01 02 11 12 21 22 31 32"),
+        ),
         f"{EXPERTS}.down_proj_blocks": ("U8", (2, 2, 1, 16), bytes.fromhex(down)),
         f"{EXPERTS}.down_proj_scales": ("U8", (2, 2, 1), bytes.fromhex("03 13 23 33")),
     }
@@ -262,7 +337,9 @@ def test_the_file_of_comfy_names_its_modules(tmp_path):
     modules = {name: module_of(1, "nvfp4", (16, 32), 0.5) for name in ("a", "b")}
     artifact = write_artifact(tmp_path / "a", MO, "nvfp4", modules, is_split=True)
     assert run("transcode", artifact, "-o", tmp_path / "b", "--dialect", "comfy", "-q").code == 0
-    assert run("transcode", tmp_path / "b", "-o", tmp_path / "c", "--dialect", "quark", "-q").code == 0
+    assert (
+        run("transcode", tmp_path / "b", "-o", tmp_path / "c", "--dialect", "quark", "-q").code == 0
+    )
     named = {}
     for path in sorted((tmp_path / "b").glob("*.safetensors")):
         told = json.loads(metadata_of(path).get("_quantization_metadata", '{"layers": {}}'))
@@ -270,7 +347,9 @@ def test_the_file_of_comfy_names_its_modules(tmp_path):
         assert all(layer == {"format": "nvfp4"} for layer in told["layers"].values())
     index = json.loads((tmp_path / "b" / "model.safetensors.index.json").read_text())["weight_map"]
     assert named == {name: index[f"{name}.weight"] for name in modules}
-    assert all(metadata_of(path) == {"format": "pt"} for path in (tmp_path / "c").glob("*.safetensors"))
+    assert all(
+        metadata_of(path) == {"format": "pt"} for path in (tmp_path / "c").glob("*.safetensors")
+    )
 
 
 def metadata_of(path) -> dict[str, str]:
@@ -278,7 +357,15 @@ def metadata_of(path) -> dict[str, str]:
     return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
 
 
-MULTIPLIERS = [1.0, 2.0**-126, 2.0**100, 3.0, 1e-5, 6.5e-4, float(np.float32(3.4e38) / np.float32(2688))]
+MULTIPLIERS = [
+    1.0,
+    2.0**-126,
+    2.0**100,
+    3.0,
+    1e-5,
+    6.5e-4,
+    float(np.float32(3.4e38) / np.float32(2688)),
+]
 
 
 def stored_global(name: str, multiplier: float, kind: str) -> bytes:
@@ -287,17 +374,24 @@ def stored_global(name: str, multiplier: float, kind: str) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize(("name", "kind"), [(CT, "multiplier"), (MO, "divisor"), ("quark", "divisor"), ("plain", "divisor")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(CT, "multiplier"), (MO, "divisor"), ("quark", "divisor"), ("plain", "divisor")],
+)
 def test_the_other_kind_of_global_scale_is_one_rounding_of_its_reciprocal(name, kind):
     rng = np.random.default_rng(1)
     exponents = rng.uniform(-126, 115, 2000)
     drawn = (rng.uniform(1, 2, 2000) * 2.0**exponents).astype(np.float32)
     for value in (*np.array(MULTIPLIERS, np.float32), *drawn):
-        assert stored_global(name, float(value), kind) == (np.float32(1) / value).astype("<f4").tobytes()
+        assert (
+            stored_global(name, float(value), kind)
+            == (np.float32(1) / value).astype("<f4").tobytes()
+        )
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [(CT, "divisor"), (MO, "multiplier"), ("quark", "multiplier"), ("plain", "multiplier")]
+    ("name", "kind"),
+    [(CT, "divisor"), (MO, "multiplier"), ("quark", "multiplier"), ("plain", "multiplier")],
 )
 def test_the_own_kind_of_global_scale_is_stored_as_it_is(name, kind):
     for value in np.array(MULTIPLIERS, np.float32):
@@ -336,7 +430,9 @@ def test_no_global_scale_is_no_tensor():
 )
 def test_names_that_only_quantized_checkpoints_have(name, is_quantized):
     dtype = "U8" if is_quantized else "BF16"
-    assert is_quantized_tensor(TensorRef(name, dtype, (4, 4), "model.safetensors", 0)) is is_quantized
+    assert (
+        is_quantized_tensor(TensorRef(name, dtype, (4, 4), "model.safetensors", 0)) is is_quantized
+    )
 
 
 @pytest.mark.parametrize(
@@ -375,7 +471,12 @@ def test_an_unknown_dialect_is_refused_with_the_known_ones():
 
 @pytest.mark.parametrize(
     ("name", "fmt", "able"),
-    [(MO, "mxfp4", "nvfp4"), ("comfy", "mxfp4", "nvfp4"), ("gpt-oss", "nvfp4", "mxfp4"), ("deepseek", "nvfp4", "mxfp4")],
+    [
+        (MO, "mxfp4", "nvfp4"),
+        ("comfy", "mxfp4", "nvfp4"),
+        ("gpt-oss", "nvfp4", "mxfp4"),
+        ("deepseek", "nvfp4", "mxfp4"),
+    ],
 )
 def test_a_dialect_that_cannot_say_a_format_is_refused(name, fmt, able):
     with pytest.raises(InputError) as caught:

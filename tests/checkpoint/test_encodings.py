@@ -33,7 +33,9 @@ MODULE = "model.layers.0.mlp.down_proj"
 HIDDEN, INNER = 48, 32  # of the model, of an expert
 CONFIG = {**LLAMA, "hidden_size": HIDDEN}
 BITS = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
-LAYOUTS = [(order, rows) for order in ("out_in", "in_out") for rows in ("concatenated", "interleaved")]
+LAYOUTS = [
+    (order, rows) for order in ("out_in", "in_out") for rows in ("concatenated", "interleaved")
+]
 EVERY_LAYOUT = pytest.mark.parametrize(("order", "rows"), LAYOUTS)
 BLOCKS = (8, 16)
 FP8_RECORD = {"quant_method": "fp8", "weight_block_size": list(BLOCKS)}
@@ -74,8 +76,14 @@ def check_amax(weights: Weights, expected: np.ndarray) -> None:
 
 def random_floats(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """Finite values of every exponent, as their bits."""
-    bits = np.random.default_rng(7).integers(0, np.iinfo(BITS[dtype]).max, shape, BITS[dtype], endpoint=True)
-    exponent, lowest = {"BF16": (0x7F80, 0x80), "F16": (0x7C00, 0x400), "F32": (0x7F800000, 0x800000)}[dtype]
+    bits = np.random.default_rng(7).integers(
+        0, np.iinfo(BITS[dtype]).max, shape, BITS[dtype], endpoint=True
+    )
+    exponent, lowest = {
+        "BF16": (0x7F80, 0x80),
+        "F16": (0x7C00, 0x400),
+        "F32": (0x7F800000, 0x800000),
+    }[dtype]
     return np.where(bits & exponent == exponent, bits ^ lowest, bits).astype(BITS[dtype])
 
 
@@ -85,7 +93,11 @@ def sliced(stack: np.ndarray, order: str, rows: str) -> dict[str, np.ndarray]:
     for expert, stored in enumerate(stack):
         matrix = stored if order == "out_in" else stored.T
         half = len(matrix) // 2
-        parts = (matrix[:half], matrix[half:]) if rows == "concatenated" else (matrix[0::2], matrix[1::2])
+        parts = (
+            (matrix[:half], matrix[half:])
+            if rows == "concatenated"
+            else (matrix[0::2], matrix[1::2])
+        )
         for member, part in zip(("gate_proj", "up_proj"), parts, strict=True):
             found[f"{EXPERTS}.{expert}.{member}"] = np.ascontiguousarray(part)
     return found
@@ -99,8 +111,13 @@ def stack_shape(order: str, inputs: int = HIDDEN) -> tuple[int, int, int]:
 @pytest.mark.parametrize("dtype", BITS)
 def test_the_rows_of_a_stack_are_those_that_numpy_slices(order, rows, dtype, tmp_path):
     stack = random_floats(dtype, stack_shape(order))
-    tensors: dict[str, Tensor] = {"first": ("U8", (3,), b"abc"), f"{EXPERTS}.gate_up_proj": (dtype, stack.shape, stack.tobytes())}
-    source, found = found_in(write_single(tmp_path / "m", tensors, CONFIG), Choice(stack_order=order, stack_rows=rows))
+    tensors: dict[str, Tensor] = {
+        "first": ("U8", (3,), b"abc"),
+        f"{EXPERTS}.gate_up_proj": (dtype, stack.shape, stack.tobytes()),
+    }
+    source, found = found_in(
+        write_single(tmp_path / "m", tensors, CONFIG), Choice(stack_order=order, stack_rows=rows)
+    )
     expected = sliced(stack, order, rows)
     assert list(found) == list(expected)
     for module, values in expected.items():
@@ -114,10 +131,15 @@ def test_the_rows_of_a_stack_are_those_that_numpy_slices(order, rows, dtype, tmp
 def test_the_rows_of_a_stack_of_one_matrix_each(order, tmp_path):
     stack = random_floats("BF16", (3, HIDDEN, INNER) if order == "out_in" else (3, INNER, HIDDEN))
     tensors = {f"{EXPERTS}.down_proj.weight": ("BF16", stack.shape, stack.tobytes())}
-    source, found = found_in(write_single(tmp_path / "m", tensors, CONFIG), Choice(stack_order=order))
+    source, found = found_in(
+        write_single(tmp_path / "m", tensors, CONFIG), Choice(stack_order=order)
+    )
     assert list(found) == [f"{EXPERTS}.{expert}.down_proj" for expert in range(3)]
     for linear, matrix in zip(found.values(), stack, strict=True):
-        check_panels(linear.coding.weights(linear, source), matrix if order == "out_in" else np.ascontiguousarray(matrix.T))
+        check_panels(
+            linear.coding.weights(linear, source),
+            matrix if order == "out_in" else np.ascontiguousarray(matrix.T),
+        )
 
 
 @EVERY_LAYOUT
@@ -125,12 +147,16 @@ def test_gate_and_up_are_measured_as_the_one_matrix_that_they_are(order, rows, t
     """Read as it lies where both are measured; one alone is measured by its own rows."""
     stack = random_floats("F32", stack_shape(order))
     tensors = {f"{EXPERTS}.gate_up_proj": ("F32", stack.shape, stack.tobytes())}
-    source, found = found_in(write_single(tmp_path / "m", tensors, CONFIG), Choice(stack_order=order, stack_rows=rows))
+    source, found = found_in(
+        write_single(tmp_path / "m", tensors, CONFIG), Choice(stack_order=order, stack_rows=rows)
+    )
     expected = sliced(stack, order, rows)
     gate, up = f"{EXPERTS}.1.gate_proj", f"{EXPERTS}.1.up_proj"
     for modules in ((gate, up), (gate,), (up,)):
         measured = list(measured_whole([found[module] for module in modules], source))
-        elements = [np.frombuffer(weights.rows(0, weights.shape[0]).data, np.uint32) for weights in measured]
+        elements = [
+            np.frombuffer(weights.rows(0, weights.shape[0]).data, np.uint32) for weights in measured
+        ]
         wanted = np.concatenate([expected[module].view(np.uint32).ravel() for module in modules])
         assert sorted(np.concatenate(elements)) == sorted(wanted)
     is_apart = (order, rows) == ("out_in", "concatenated")
@@ -142,8 +168,14 @@ def test_gate_and_up_are_measured_as_the_one_matrix_that_they_are(order, rows, t
 def test_a_stack_becomes_what_its_experts_become_one_by_one(order, rows, format, tmp_path):
     values = np.random.default_rng(3).normal(0, 0.1, stack_shape(order, 64)).astype(np.float32)
     stacked = {f"{EXPERTS}.gate_up_proj": ("F32", values.shape, values.tobytes())}
-    single = {f"{module}.weight": ("F32", part.shape, part.tobytes()) for module, part in sliced(values, order, rows).items()}
-    one, other = write_single(tmp_path / "stacked", stacked), write_single(tmp_path / "single", single)
+    single = {
+        f"{module}.weight": ("F32", part.shape, part.tobytes())
+        for module, part in sliced(values, order, rows).items()
+    }
+    one, other = (
+        write_single(tmp_path / "stacked", stacked),
+        write_single(tmp_path / "single", single),
+    )
     options = ("--stack-order", order, "--stack-rows", rows)
     assert run("quantize", one, "--format", format, "-o", tmp_path / "a", *options).code == 0
     assert run("quantize", other, "--format", format, "-o", tmp_path / "b").code == 0
@@ -156,20 +188,42 @@ def test_nan_is_found_in_the_right_expert_at_the_right_place(order, rows, tmp_pa
     bad = {f"{EXPERTS}.1.up_proj": (7, 40), f"{EXPERTS}.2.gate_proj": (31, 63)}
     for expert, member, (row, column) in ((1, 1, (7, 40)), (2, 0, (31, 63))):
         output = 2 * row + member if rows == "interleaved" else INNER * member + row
-        stack[(expert, output, column) if order == "out_in" else (expert, column, output)] = math.nan
+        stack[(expert, output, column) if order == "out_in" else (expert, column, output)] = (
+            math.nan
+        )
     tensors = {f"{EXPERTS}.gate_up_proj": ("F32", stack.shape, stack.tobytes())}
     source, out = write_single(tmp_path / "m", tensors), tmp_path / "out"
-    command = ("quantize", source, "--format", "nvfp4", "-o", out, "--stack-order", order, "--stack-rows", rows, "--json")
+    command = (
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        out,
+        "--stack-order",
+        order,
+        "--stack-rows",
+        rows,
+        "--json",
+    )
     error = run(*command).json["error"]
     for module, place in bad.items():
-        assert f"{module} has 1 values that are NaN or Inf, the first NaN at {list(place)}" in error["message"]
+        assert (
+            f"{module} has 1 values that are NaN or Inf, the first NaN at {list(place)}"
+            in error["message"]
+        )
     options = re.findall(r"--exclude \S+", error["next"])
     assert options == [f"--exclude {module}" for module in bad]
     assert run(*command, *" ".join(options).split()).code == 0
     written = read_folder(out)
     parts = sliced(stack, order, rows)
-    assert {name for name in written if name.endswith(".weight")} == {f"{module}.weight" for module in bad}
-    assert all(written[f"{module}.weight"] == ("F32", (INNER, 64), parts[module].tobytes()) for module in bad)
+    assert {name for name in written if name.endswith(".weight")} == {
+        f"{module}.weight" for module in bad
+    }
+    assert all(
+        written[f"{module}.weight"] == ("F32", (INNER, 64), parts[module].tobytes())
+        for module in bad
+    )
     assert {name for name in written if name.endswith("packed")} == {
         f"{module}.weight_packed" for module in set(parts) - set(bad)
     }
@@ -181,10 +235,14 @@ def fp8_codes(rows: int = 21, columns: int = 40) -> np.ndarray:
     return np.where(np.isin(codes, CODES_OF_NAN), 0x38, codes).astype(np.uint8)
 
 
-def fp8_values(codes: np.ndarray, scales: Any, block: tuple[int, int], dtype: Any = torch.float8_e4m3fn) -> np.ndarray:
+def fp8_values(
+    codes: np.ndarray, scales: Any, block: tuple[int, int], dtype: Any = torch.float8_e4m3fn
+) -> np.ndarray:
     """Codes times the scales of blocks, by torch."""
     wide = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return (torch.from_numpy(codes).view(dtype).float() * wide[: codes.shape[0], : codes.shape[1]]).numpy()
+    return (
+        torch.from_numpy(codes).view(dtype).float() * wide[: codes.shape[0], : codes.shape[1]]
+    ).numpy()
 
 
 def scale_tensor(scales: Any, shape: tuple[int, ...]) -> Tensor:
@@ -199,18 +257,39 @@ def scale_tensor(scales: Any, shape: tuple[int, ...]) -> Tensor:
 
 
 def ct_record(**weights: object) -> dict[str, object]:
-    return {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"], "weights": weights}}}
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"g": {"targets": ["Linear"], "weights": weights}},
+    }
 
 
 def random_scales(rows: int, columns: int, dtype: Any = torch.float32) -> Any:
     values = torch.rand((rows, columns), generator=torch.Generator().manual_seed(5)) * 0.01 + 0.001
-    return torch.pow(2, values.log2().round()).to(dtype) if dtype == torch.float8_e8m0fnu else values.to(dtype)
+    return (
+        torch.pow(2, values.log2().round()).to(dtype)
+        if dtype == torch.float8_e8m0fnu
+        else values.to(dtype)
+    )
 
 
 FP8_KINDS = {  # ending, scales, their shape, block, record, word
     "blocks": (".weight_scale_inv", random_scales(3, 3), (3, 3), BLOCKS, FP8_RECORD, "fp8 8x16"),
-    "blocks bf16": (".weight_scale", random_scales(3, 3, torch.bfloat16), (3, 3), BLOCKS, FP8_RECORD, "fp8 8x16"),
-    "blocks e8m0": (".scale", random_scales(3, 3, torch.float8_e8m0fnu), (3, 3), BLOCKS, FP8_RECORD, "fp8 8x16"),
+    "blocks bf16": (
+        ".weight_scale",
+        random_scales(3, 3, torch.bfloat16),
+        (3, 3),
+        BLOCKS,
+        FP8_RECORD,
+        "fp8 8x16",
+    ),
+    "blocks e8m0": (
+        ".scale",
+        random_scales(3, 3, torch.float8_e8m0fnu),
+        (3, 3),
+        BLOCKS,
+        FP8_RECORD,
+        "fp8 8x16",
+    ),
     "blocks of ct": (
         ".weight_scale",
         random_scales(3, 3),
@@ -227,10 +306,38 @@ FP8_KINDS = {  # ending, scales, their shape, block, record, word
         ct_record(num_bits=8, type="float", strategy="group", group_size=8),
         "fp8 1x8",
     ),
-    "rows": (".weight_scale", random_scales(21, 1), (21, 1), (1, 40), {"quant_method": "fp8"}, "fp8 rows"),
-    "rows flat": (".weight_scale", random_scales(21, 1, torch.float16), (21,), (1, 40), {"quant_method": "fp8"}, "fp8 rows"),
-    "whole": (".weight_scale", random_scales(1, 1), (), (21, 40), {"quant_method": "modelopt"}, "fp8"),
-    "whole of 1": (".weight_scale", random_scales(1, 1), (1,), (21, 40), {"quant_method": "modelopt"}, "fp8"),
+    "rows": (
+        ".weight_scale",
+        random_scales(21, 1),
+        (21, 1),
+        (1, 40),
+        {"quant_method": "fp8"},
+        "fp8 rows",
+    ),
+    "rows flat": (
+        ".weight_scale",
+        random_scales(21, 1, torch.float16),
+        (21,),
+        (1, 40),
+        {"quant_method": "fp8"},
+        "fp8 rows",
+    ),
+    "whole": (
+        ".weight_scale",
+        random_scales(1, 1),
+        (),
+        (21, 40),
+        {"quant_method": "modelopt"},
+        "fp8",
+    ),
+    "whole of 1": (
+        ".weight_scale",
+        random_scales(1, 1),
+        (1,),
+        (21, 40),
+        {"quant_method": "modelopt"},
+        "fp8",
+    ),
     "comfy": (".scale_weight", random_scales(1, 1), (), (21, 40), None, "fp8"),
 }
 
@@ -240,7 +347,10 @@ def test_fp8_is_worth_what_torch_says(kind, tmp_path):
     ending, scales, shape, block, record, word = FP8_KINDS[kind]
     codes = fp8_codes()
     held = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
-    tensors = {f"{MODULE}{ending}": scale_tensor(scales, shape), f"{MODULE}.weight": ("F8_E4M3", codes.shape, codes.tobytes())}
+    tensors = {
+        f"{MODULE}{ending}": scale_tensor(scales, shape),
+        f"{MODULE}.weight": ("F8_E4M3", codes.shape, codes.tobytes()),
+    }
     config = LLAMA if record is None else {**LLAMA, "quantization_config": record}
     source, found = found_in(write_single(tmp_path / "m", tensors, config))
     linear, expected = found[MODULE], fp8_values(codes, held, block)
@@ -250,10 +360,14 @@ def test_fp8_is_worth_what_torch_says(kind, tmp_path):
     check_amax(weights, expected)
 
 
-@pytest.mark.parametrize(("dtype", "judge"), [("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)])
+@pytest.mark.parametrize(
+    ("dtype", "judge"), [("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)]
+)
 def test_fp8_without_scales_or_record_is_numbers_as_they_stand(dtype, judge, tmp_path):
     codes = fp8_codes() & (0xFF if dtype == "F8_E4M3" else 0xFB)  # neither Inf nor NaN
-    source, found = found_in(write_single(tmp_path / "m", {f"{MODULE}.weight": (dtype, codes.shape, codes.tobytes())}))
+    source, found = found_in(
+        write_single(tmp_path / "m", {f"{MODULE}.weight": (dtype, codes.shape, codes.tobytes())})
+    )
     expected = torch.from_numpy(codes).view(judge).float().numpy()
     weights = found[MODULE].coding.weights(found[MODULE], source)
     check_panels(weights, expected)
@@ -270,11 +384,16 @@ def test_fp8_becomes_what_its_values_become(format, tmp_path):
     }
     config = {**LLAMA, "quantization_config": FP8_RECORD}
     one, out = write_single(tmp_path / "packed", packed, config), tmp_path / "out"
-    other = write_single(tmp_path / "floats", {f"{MODULE}.weight": ("F32", values.shape, values.tobytes())})
+    other = write_single(
+        tmp_path / "floats", {f"{MODULE}.weight": ("F32", values.shape, values.tobytes())}
+    )
     assert run("quantize", one, "--format", format, "-o", out).code == 0
     assert run("quantize", other, "--format", format, "-o", tmp_path / "floats-out").code == 0
     assert read_folder(out) == read_folder(tmp_path / "floats-out")
-    assert run("quantize", one, "--format", format, "-o", tmp_path / "kept", "--exclude", MODULE).code == 0
+    assert (
+        run("quantize", one, "--format", format, "-o", tmp_path / "kept", "--exclude", MODULE).code
+        == 0
+    )
     kept = torch.from_numpy(values).bfloat16().view(torch.uint8).numpy().tobytes()
     assert read_folder(tmp_path / "kept") == {f"{MODULE}.weight": ("BF16", values.shape, kept)}
 
@@ -287,39 +406,59 @@ def test_nan_among_fp8_codes_and_scales_is_placed(tmp_path):
         f"{MODULE}.weight_scale_inv": scale_tensor(scales, (5, 4)),
     }
     source = write_single(tmp_path / "m", tensors, {**LLAMA, "quantization_config": FP8_RECORD})
-    error = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "a", "--json").json["error"]
-    assert f"{MODULE}.weight has 1 values that are NaN or Inf, the first NaN at [13, 21]" in error["message"]
+    error = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "a", "--json").json[
+        "error"
+    ]
+    assert (
+        f"{MODULE}.weight has 1 values that are NaN or Inf, the first NaN at [13, 21]"
+        in error["message"]
+    )
     codes[13, 21], scales[2, 1] = 0x38, math.inf
     tensors = {
         f"{MODULE}.weight": ("F8_E4M3", codes.shape, codes.tobytes()),
         f"{MODULE}.weight_scale_inv": scale_tensor(scales, (5, 4)),
     }
     source = write_single(tmp_path / "n", tensors, {**LLAMA, "quantization_config": FP8_RECORD})
-    error = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "b", "--json").json["error"]
-    assert re.search(r"has 128 values that are NaN or Inf, the first (Inf|NaN) at \[16, 16\]", error["message"])
+    error = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "b", "--json").json[
+        "error"
+    ]
+    assert re.search(
+        r"has 128 values that are NaN or Inf, the first (Inf|NaN) at \[16, 16\]", error["message"]
+    )
     assert f"--exclude {MODULE}" in error["next"]
 
 
-def packed_integers(bits: int, symmetric: bool, group: int | None) -> tuple[dict[str, Tensor], dict[str, object], np.ndarray]:
+def packed_integers(
+    bits: int, symmetric: bool, group: int | None
+) -> tuple[dict[str, Tensor], dict[str, object], np.ndarray]:
     """Tensors, the record and the values of a matrix that compressed-tensors packed, and unpacked again."""
     from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     rows, columns = 21, 128
-    strategy: dict[str, Any] = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    strategy: dict[str, Any] = (
+        {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    )
     arguments = QuantizationArgs(num_bits=bits, symmetric=symmetric, **strategy)
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
     chance, groups, half = np.random.default_rng(bits), columns // (group or columns), 1 << bits - 1
     state = {
         "weight": torch.from_numpy(chance.normal(0, 0.2, (rows, columns)).astype(np.float32)),
-        "weight_scale": torch.from_numpy(chance.lognormal(-4, 1, (rows, groups)).astype(np.float32)),
+        "weight_scale": torch.from_numpy(
+            chance.lognormal(-4, 1, (rows, groups)).astype(np.float32)
+        ),
     }
     if not symmetric:
-        state["weight_zero_point"] = torch.from_numpy(chance.integers(-half, half, (rows, groups)).astype(np.int8))
+        state["weight_zero_point"] = torch.from_numpy(
+            chance.integers(-half, half, (rows, groups)).astype(np.int8)
+        )
     stored = PackedQuantizationCompressor.compress(state, scheme)
     values = PackedQuantizationCompressor.decompress(stored, scheme)["weight"].numpy()
     names = {torch.int32: "I32", torch.int64: "I64", torch.float32: "F32"}
-    tensors = {f"{MODULE}.{name}": (names[t.dtype], tuple(t.shape), t.numpy().tobytes()) for name, t in stored.items()}
+    tensors = {
+        f"{MODULE}.{name}": (names[t.dtype], tuple(t.shape), t.numpy().tobytes())
+        for name, t in stored.items()
+    }
     record = ct_record(num_bits=bits, type="int", symmetric=symmetric, **strategy)
     return tensors, {**record, "format": "pack-quantized"}, values
 
@@ -332,9 +471,15 @@ def test_integers_are_worth_what_compressed_tensors_says(bits, symmetric, group,
     one = write_single(tmp_path / "packed", tensors, {**LLAMA, "quantization_config": record})
     source, found = found_in(one)
     linear = found[MODULE]
-    assert (list(found), linear.coding.word, linear.shape) == ([MODULE], f"int{bits} {group or 128}", values.shape)
+    assert (list(found), linear.coding.word, linear.shape) == (
+        [MODULE],
+        f"int{bits} {group or 128}",
+        values.shape,
+    )
     check_panels(linear.coding.weights(linear, source), values)
-    other = write_single(tmp_path / "floats", {f"{MODULE}.weight": ("F32", values.shape, values.tobytes())})
+    other = write_single(
+        tmp_path / "floats", {f"{MODULE}.weight": ("F32", values.shape, values.tobytes())}
+    )
     for folder in (one, other):
         assert run("quantize", folder, "--format", "nvfp4", "-o", f"{folder}-out").code == 0
     assert read_folder(tmp_path / "packed-out") == read_folder(tmp_path / "floats-out")
@@ -364,7 +509,10 @@ class Roomy:
 def test_a_part_of_a_stack_claims_its_own_bytes_and_keeps_no_other_part():
     """By hand: a matrix of 64 bytes that is its own, and a quarter of 1024."""
     own, stack = TensorRef("a", "BF16", (4, 8), "f", 0), TensorRef("b", "U8", (4, 256), "f", 64)
-    linears = [Linear("a", (4, 8), Floats("bf16"), (own,)), Linear("b.0", (1, 512), Floats("u8"), (stack,), share=4)]
+    linears = [
+        Linear("a", (4, 8), Floats("bf16"), (own,)),
+        Linear("b.0", (1, 512), Floats("u8"), (stack,), share=4),
+    ]
     source = Roomy()
     with room_for(source, linears):
         assert source.asked == (64 + 256, {own})

@@ -13,7 +13,18 @@ import pytest
 from checkpoints import read_folder, run, values_of, write_llama
 
 REPORT = "quantization_report.json"
-ENTRY = {"name", "module", "format", "against", "elements", "mse", "sqnr_db", "max_abs", "cosine", "nmse"}
+ENTRY = {
+    "name",
+    "module",
+    "format",
+    "against",
+    "elements",
+    "mse",
+    "sqnr_db",
+    "max_abs",
+    "cosine",
+    "nmse",
+}
 SHARES = {"clipped", "saturated", "zero", "histogram"}
 
 
@@ -39,7 +50,9 @@ def verify(folder: Path, *options: object) -> dict:
 
 
 def found_by(document: dict) -> set[tuple[str, str, str | None]]:
-    return {(finding["level"], finding["code"], finding["tensor"]) for finding in document["findings"]}
+    return {
+        (finding["level"], finding["code"], finding["tensor"]) for finding in document["findings"]
+    }
 
 
 def rewrite(folder: Path, change) -> None:  # type: ignore[no-untyped-def]
@@ -75,10 +88,17 @@ def decompressed(folder: Path, module: str, columns: int) -> np.ndarray:
 @pytest.mark.parametrize(("fmt", "rule"), [("nvfp4", "amax"), ("mxfp4", "even")])
 def test_the_numbers_are_those_of_compressed_tensors(fmt: str, rule: str, tmp_path: Path) -> None:
     source = write_llama(tmp_path / "source")
-    assert run("quantize", source, "--format", fmt, "--scale-rule", rule, "-o", tmp_path / "out", "-q").code == 0
+    assert (
+        run(
+            "quantize", source, "--format", fmt, "--scale-rule", rule, "-o", tmp_path / "out", "-q"
+        ).code
+        == 0
+    )
     before = read_folder(source)
     report = report_of(tmp_path / "out")
-    assert {entry["name"] for entry in report["tensors"]} == {name for name in before if name.endswith("_proj.weight")}
+    assert {entry["name"] for entry in report["tensors"]} == {
+        name for name in before if name.endswith("_proj.weight")
+    }
     for entry in report["tensors"]:
         assert entry.keys() == ENTRY | SHARES
         x = values_of(before[entry["name"]])
@@ -99,7 +119,11 @@ def test_codes_are_those_of_the_artifact(dialect: str, source: Path, tmp_path: P
     stored = read_folder(tmp_path / "out")
     leaf = "weight_packed" if dialect == "compressed-tensors" else "weight"
     for entry in report_of(tmp_path / "out")["tensors"]:
-        counted = Counter(code for byte in stored[f"{entry['module']}.{leaf}"][2] for code in (byte & 15, byte >> 4))
+        counted = Counter(
+            code
+            for byte in stored[f"{entry['module']}.{leaf}"][2]
+            for code in (byte & 15, byte >> 4)
+        )
         assert entry["histogram"] == [counted[code] for code in range(16)]
         assert entry["saturated"] == (counted[7] + counted[15]) / entry["elements"]
         assert entry["zero"] == (counted[0] + counted[8]) / entry["elements"]
@@ -110,7 +134,10 @@ def test_the_summary_is_that_of_the_tensors(source: Path, tmp_path: Path) -> Non
     report = report_of(tmp_path / "out")
     by_sqnr = {entry["sqnr_db"]: entry["name"] for entry in report["tensors"]}
     noise, signal = (
-        sum(entry["mse"] * entry["elements"] / (entry["nmse"] if is_signal else 1) for entry in report["tensors"])
+        sum(
+            entry["mse"] * entry["elements"] / (entry["nmse"] if is_signal else 1)
+            for entry in report["tensors"]
+        )
         for is_signal in (False, True)
     )
     assert document["fidelity"] == report["summary"]
@@ -132,7 +159,9 @@ def test_fp8_modules_are_measured_too(source: Path, tmp_path: Path) -> None:
     import torch
 
     recipe = tmp_path / "mixed.toml"
-    recipe.write_text('about = "x"\nbase = "default"\n[[format]]\nmodules = ["*.mlp.*"]\nformat = "fp8"\n')
+    recipe.write_text(
+        'about = "x"\nbase = "default"\n[[format]]\nmodules = ["*.mlp.*"]\nformat = "fp8"\n'
+    )
     quantize(source, tmp_path / "out", "--recipe", recipe)
     before, stored = read_folder(source), read_folder(tmp_path / "out")
     entries = {entry["name"]: entry for entry in report_of(tmp_path / "out")["tensors"]}
@@ -206,7 +235,10 @@ def test_another_plan_leaves_no_report_of_the_one_before(source: Path, tmp_path:
 def test_the_report_changes_no_digest_and_stands_in_no_record(source: Path, tmp_path: Path) -> None:
     document = quantize(source, tmp_path / "out")
     rewrite(tmp_path / "out", lambda report: report.update(producer=None))
-    assert REPORT not in json.loads((tmp_path / "out" / "quantization_config.json").read_text())["files"]
+    assert (
+        REPORT
+        not in json.loads((tmp_path / "out" / "quantization_config.json").read_text())["files"]
+    )
     assert quantize(source, tmp_path / "out")["digest"] == document["digest"]
     assert report_of(tmp_path / "out")["producer"] is not None
 
@@ -227,20 +259,30 @@ def test_verify_and_inspect_show_what_was_recorded(source: Path, tmp_path: Path)
     assert verify(tmp_path / "out")["recorded"] == recorded
     assert run("inspect", tmp_path / "out", "--json").json["fidelity"] == recorded
     words = rf"SQNR {recorded['sqnr_db_mean']:.2f} dB on average, least {recorded['sqnr_db_min']:.2f} dB \({recorded['worst']}\)"
-    assert re.search(f"^recorded when it was quantized: {words}$", run("verify", tmp_path / "out").out, re.MULTILINE)
-    assert re.search(f"^recorded        {words}$", run("inspect", tmp_path / "out").out, re.MULTILINE)
+    assert re.search(
+        f"^recorded when it was quantized: {words}$",
+        run("verify", tmp_path / "out").out,
+        re.MULTILINE,
+    )
+    assert re.search(
+        f"^recorded        {words}$", run("inspect", tmp_path / "out").out, re.MULTILINE
+    )
     (tmp_path / "out" / REPORT).unlink()
     assert verify(tmp_path / "out")["recorded"] is None
     assert "fidelity" not in run("inspect", tmp_path / "out", "--json").json
 
 
 @pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt", "plain", "mlx", "comfy"])
-def test_an_honest_report_agrees_in_every_dialect(dialect: str, source: Path, tmp_path: Path) -> None:
+def test_an_honest_report_agrees_in_every_dialect(
+    dialect: str, source: Path, tmp_path: Path
+) -> None:
     quantize(source, tmp_path / "out", "--dialect", dialect)
     assert verify(tmp_path / "out")["findings"] == []
     document = verify(tmp_path / "out", "--source", source)
     assert document["findings"] == []
-    histograms = {entry["name"]: entry["histogram"] for entry in report_of(tmp_path / "out")["tensors"]}
+    histograms = {
+        entry["name"]: entry["histogram"] for entry in report_of(tmp_path / "out")["tensors"]
+    }
     assert {tensor["name"]: tensor["histogram"] for tensor in document["tensors"]} == histograms
 
 
@@ -261,18 +303,28 @@ def test_codes_that_the_report_did_not_count_are_found(source: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(("key", "factor"), [("mse", 1 + 1e-4), ("mse", 0.0), ("max_abs", 0.99)])
-def test_numbers_that_were_not_measured_are_found_with_the_source(key: str, factor: float, source: Path, tmp_path: Path) -> None:
+def test_numbers_that_were_not_measured_are_found_with_the_source(
+    key: str, factor: float, source: Path, tmp_path: Path
+) -> None:
     quantize(source, tmp_path / "out")
-    rewrite(tmp_path / "out", lambda report: report["tensors"][0].update({key: factor * report["tensors"][0][key]}))
+    rewrite(
+        tmp_path / "out",
+        lambda report: report["tensors"][0].update({key: factor * report["tensors"][0][key]}),
+    )
     module = report_of(tmp_path / "out")["tensors"][0]["module"]
     assert verify(tmp_path / "out")["findings"] == []
-    assert found_by(verify(tmp_path / "out", "--source", source)) == {("error", "report-differs", module)}
+    assert found_by(verify(tmp_path / "out", "--source", source)) == {
+        ("error", "report-differs", module)
+    }
 
 
 def test_a_report_that_is_none_is_found(source: Path, tmp_path: Path) -> None:
     quantize(source, tmp_path / "out")
     whole = report_of(tmp_path / "out")
-    cut = {**whole, "tensors": [{key: value for key, value in whole["tensors"][0].items() if key != "mse"}]}
+    cut = {
+        **whole,
+        "tensors": [{key: value for key, value in whole["tensors"][0].items() if key != "mse"}],
+    }
     short = {**whole, "tensors": [{**whole["tensors"][0], "histogram": [1, 2]}]}
     for text in (
         b"",
@@ -290,7 +342,9 @@ def test_a_report_that_is_none_is_found(source: Path, tmp_path: Path) -> None:
         assert run("inspect", tmp_path / "out").code == 0
 
 
-def test_a_report_beside_an_artifact_of_others_is_not_ours_to_judge(source: Path, tmp_path: Path) -> None:
+def test_a_report_beside_an_artifact_of_others_is_not_ours_to_judge(
+    source: Path, tmp_path: Path
+) -> None:
     quantize(source, tmp_path / "out")
     (tmp_path / "out" / "quantization_config.json").unlink()
     (tmp_path / "out" / REPORT).write_text("theirs")
@@ -299,7 +353,9 @@ def test_a_report_beside_an_artifact_of_others_is_not_ours_to_judge(source: Path
     assert {code for _, code, _ in found_by(document)} <= {"no-hashes", "unfinished"}
 
 
-def test_weights_rounded_through_fp8_are_not_held_against_the_source(source: Path, tmp_path: Path) -> None:
+def test_weights_rounded_through_fp8_are_not_held_against_the_source(
+    source: Path, tmp_path: Path
+) -> None:
     quantize(source, tmp_path / "out", "--via", "fp8")
     assert {entry["against"] for entry in report_of(tmp_path / "out")["tensors"]} == {"fp8"}
     assert verify(tmp_path / "out", "--source", source)["findings"] == []

@@ -19,14 +19,23 @@ from fp4convert.recipes.recipe import Choice, Target, build_recipe
 from fp4convert.storage.open import open_source
 
 LAYER = "model.layers.0"
-EXPERTS, Q_PROJ, O_PROJ = f"{LAYER}.mlp.experts", f"{LAYER}.self_attn.q_proj", f"{LAYER}.self_attn.o_proj"
-AGAIN, ORIGINAL = "Download the checkpoint again; all its shards are needed.", "Start from the original weights."
+EXPERTS, Q_PROJ, O_PROJ = (
+    f"{LAYER}.mlp.experts",
+    f"{LAYER}.self_attn.q_proj",
+    f"{LAYER}.self_attn.o_proj",
+)
+AGAIN, ORIGINAL = (
+    "Download the checkpoint again; all its shards are needed.",
+    "Start from the original weights.",
+)
 ONE = struct.pack("<f", 1)
 
 
 def linears_in(folder: Path, choice: Choice | None = None) -> Linears:
     source = open_source(str(folder))
-    return find_linears(source, build_recipe(Target("nvfp4"), source.checkpoint.config, choice or Choice()))
+    return find_linears(
+        source, build_recipe(Target("nvfp4"), source.checkpoint.config, choice or Choice())
+    )
 
 
 def stack(*shape: int) -> Tensor:
@@ -60,8 +69,13 @@ SOUND_FP8 = {f"{Q_PROJ}.weight": fp8(), f"{Q_PROJ}.weight_scale_inv": ones(2, 2)
 
 
 def int_record(*bits: int) -> dict[str, object]:
-    groups = {f"g{each}": {"weights": {"num_bits": each, "type": "int", "group_size": 32}} for each in bits}
-    return recorded({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups})
+    groups = {
+        f"g{each}": {"weights": {"num_bits": each, "type": "int", "group_size": 32}}
+        for each in bits
+    }
+    return recorded(
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    )
 
 
 INT4 = int_record(4)
@@ -70,8 +84,20 @@ INT4 = int_record(4)
 @pytest.mark.parametrize(
     ("tensors", "config", "code", "words", "next_step"),
     [
-        ({f"{O_PROJ}.qweight": ("I32", (8, 8), bytes(256))}, LLAMA, "already-quantized", ["qweight' (I32 [8, 8])"], ORIGINAL),
-        ({"t": weight(), f"{O_PROJ}.weight_scale_inv": ones(1, 1)}, LLAMA, "already-quantized", ["weight_scale_inv"], ORIGINAL),
+        (
+            {f"{O_PROJ}.qweight": ("I32", (8, 8), bytes(256))},
+            LLAMA,
+            "already-quantized",
+            ["qweight' (I32 [8, 8])"],
+            ORIGINAL,
+        ),
+        (
+            {"t": weight(), f"{O_PROJ}.weight_scale_inv": ones(1, 1)},
+            LLAMA,
+            "already-quantized",
+            ["weight_scale_inv"],
+            ORIGINAL,
+        ),
         (
             {f"{O_PROJ}.weight": weight()},
             recorded({"quant_method": "awq"}),
@@ -79,7 +105,13 @@ INT4 = int_record(4)
             ["config.json", "by 'awq'", "no tensor is stored as fp4convert knows it"],
             f"{ORIGINAL} If these are, remove quantization_config from config.json.",
         ),
-        ({f"{O_PROJ}.weight": weight(), f"{O_PROJ}.pre_quant_scale": ones(64)}, LLAMA, "unsaid-tensors", ["1 tensors"], ORIGINAL),
+        (
+            {f"{O_PROJ}.weight": weight(), f"{O_PROJ}.pre_quant_scale": ones(64)},
+            LLAMA,
+            "unsaid-tensors",
+            ["1 tensors"],
+            ORIGINAL,
+        ),
         (
             {f"{Q_PROJ}.weight": fp8()},
             FP8,
@@ -102,10 +134,16 @@ INT4 = int_record(4)
             ORIGINAL,
         ),
         (
-            {f"{Q_PROJ}.weight": fp8(), f"{Q_PROJ}.weight_scale_inv": ones(2, 2), f"{Q_PROJ}.weight_scale": ones(2, 2)},
+            {
+                f"{Q_PROJ}.weight": fp8(),
+                f"{Q_PROJ}.weight_scale_inv": ones(2, 2),
+                f"{Q_PROJ}.weight_scale": ones(2, 2),
+            },
             FP8,
             "scales-shape",
-            [f"scales of two names, {Q_PROJ}.weight_scale_inv and {Q_PROJ}.weight_scale; expected one"],
+            [
+                f"scales of two names, {Q_PROJ}.weight_scale_inv and {Q_PROJ}.weight_scale; expected one"
+            ],
             ORIGINAL,
         ),
         (
@@ -147,8 +185,20 @@ INT4 = int_record(4)
             ["has its columns in an order of their own (weight_g_idx)"],
             ORIGINAL,
         ),
-        ({**integers(), f"{O_PROJ}.weight_scale": ones(16, 3)}, INT4, "scales-shape", ["weight_scale F32 [16, 3]"], ORIGINAL),
-        ({**integers(), f"{O_PROJ}.weight_scale": ones(16)}, INT4, "scales-shape", ["weight_scale F32 [16]"], ORIGINAL),
+        (
+            {**integers(), f"{O_PROJ}.weight_scale": ones(16, 3)},
+            INT4,
+            "scales-shape",
+            ["weight_scale F32 [16, 3]"],
+            ORIGINAL,
+        ),
+        (
+            {**integers(), f"{O_PROJ}.weight_scale": ones(16)},
+            INT4,
+            "scales-shape",
+            ["weight_scale F32 [16]"],
+            ORIGINAL,
+        ),
         (
             {**integers(), f"{O_PROJ}.weight_zero_point": ("I32", (16, 2), bytes(128))},
             INT4,
@@ -156,8 +206,20 @@ INT4 = int_record(4)
             ["point I32 [16, 2]"],
             ORIGINAL,
         ),
-        ({**integers(), f"{O_PROJ}.weight_shape": ones(2)}, INT4, "scales-shape", ["weight_shape F32 [2]"], ORIGINAL),
-        (integers(), int_record(4, 8), "packed-bits", ["['4', '8'] for num_bits", "expected one group of 4 or of 8"], ORIGINAL),
+        (
+            {**integers(), f"{O_PROJ}.weight_shape": ones(2)},
+            INT4,
+            "scales-shape",
+            ["weight_shape F32 [2]"],
+            ORIGINAL,
+        ),
+        (
+            integers(),
+            int_record(4, 8),
+            "packed-bits",
+            ["['4', '8'] for num_bits", "expected one group of 4 or of 8"],
+            ORIGINAL,
+        ),
         (integers(), int_record(3), "packed-bits", ["['3'] for num_bits"], ORIGINAL),
         (integers(), LLAMA, "packed-bits", ["[] for num_bits"], ORIGINAL),
     ],
@@ -170,7 +232,10 @@ def test_what_cannot_be_read_is_refused(tensors, config, code, words, next_step,
     assert (error.code, error.next_step) == (code, next_step)
     assert all(word in error.message for word in words), error.message
     for extra in (("--dry-run",), ("-o", tmp_path / "out")):
-        assert run("quantize", folder, "--format", "nvfp4", "--json", *extra).json["error"]["code"] == code
+        assert (
+            run("quantize", folder, "--format", "nvfp4", "--json", *extra).json["error"]["code"]
+            == code
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -183,31 +248,80 @@ def test_integers_without_their_shape_are_refused(tmp_path):
 
 def test_integers_that_contradict_their_own_shape_are_refused(tmp_path):
     tensors = {**integers(), f"{O_PROJ}.weight_shape": ("I64", (2,), struct.pack("<qq", 16, 60))}
-    outcome = run("quantize", write_single(tmp_path / "m", tensors, INT4), "--format", "nvfp4", "-o", tmp_path / "out", "--json")
+    outcome = run(
+        "quantize",
+        write_single(tmp_path / "m", tensors, INT4),
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "out",
+        "--json",
+    )
     error = outcome.json["error"]
-    assert (outcome.code, error["code"], error["tensor"]) == (2, "packed-shape", f"{O_PROJ}.weight_shape")
+    assert (outcome.code, error["code"], error["tensor"]) == (
+        2,
+        "packed-shape",
+        f"{O_PROJ}.weight_shape",
+    )
     assert "says [16, 60], and the integers are of [16, 64]" in error["message"]
     assert error["next"] == ORIGINAL
 
 
 def test_a_four_bit_artifact_that_is_not_sound_is_no_source(tmp_path):
-    folder = write_artifact(tmp_path / "m", "modelopt", "nvfp4", {O_PROJ: module_of(1, "nvfp4", (32, 64), None)})
+    folder = write_artifact(
+        tmp_path / "m", "modelopt", "nvfp4", {O_PROJ: module_of(1, "nvfp4", (32, 64), None)}
+    )
     with pytest.raises(InputError, match="not sound") as caught:
         linears_in(folder)
-    assert (caught.value.code, caught.value.next_step) == ("unsound-artifact", "See: fp4convert inspect.")
+    assert (caught.value.code, caught.value.next_step) == (
+        "unsound-artifact",
+        "See: fp4convert inspect.",
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "order", "words", "next_step"),
     [
-        ("gate_up_proj", (2, 64, 32), "out_in", "experts of 64 rows and 32 columns", "--stack-order in_out."),
-        ("gate_up_proj", (2, 32, 64), "in_out", "experts of 64 rows and 32 columns", "--stack-order out_in."),
-        ("down_proj", (2, 32, 64), "out_in", "experts of 32 rows and 64 columns", "--stack-order in_out."),
-        ("down_proj", (2, 64, 32), "in_out", "experts of 32 rows and 64 columns", "--stack-order out_in."),
-        ("gate_up_proj", (2, 33, 64), "out_in", "holds 2 matrices for each expert, of equally many rows", "--stack-rows."),
+        (
+            "gate_up_proj",
+            (2, 64, 32),
+            "out_in",
+            "experts of 64 rows and 32 columns",
+            "--stack-order in_out.",
+        ),
+        (
+            "gate_up_proj",
+            (2, 32, 64),
+            "in_out",
+            "experts of 64 rows and 32 columns",
+            "--stack-order out_in.",
+        ),
+        (
+            "down_proj",
+            (2, 32, 64),
+            "out_in",
+            "experts of 32 rows and 64 columns",
+            "--stack-order in_out.",
+        ),
+        (
+            "down_proj",
+            (2, 64, 32),
+            "in_out",
+            "experts of 32 rows and 64 columns",
+            "--stack-order out_in.",
+        ),
+        (
+            "gate_up_proj",
+            (2, 33, 64),
+            "out_in",
+            "holds 2 matrices for each expert, of equally many rows",
+            "--stack-rows.",
+        ),
     ],
 )
-def test_a_stack_that_does_not_fit_its_rule_is_refused(name, shape, order, words, next_step, tmp_path):
+def test_a_stack_that_does_not_fit_its_rule_is_refused(
+    name, shape, order, words, next_step, tmp_path
+):
     config = {"model_type": "x", "text_config": {"hidden_size": 64}}
     folder = write_single(tmp_path / "m", {f"{EXPERTS}.{name}": stack(*shape)}, config)
     with pytest.raises(InputError) as caught:
@@ -219,9 +333,14 @@ def test_a_stack_that_does_not_fit_its_rule_is_refused(name, shape, order, words
 
 def dbrx(experts: int | None, rows: int) -> tuple[dict[str, Tensor], dict[str, object]]:
     tensors = {
-        f"transformer.blocks.0.ffn.experts.mlp.{name}": weight(seed, rows, 64) for seed, name in enumerate(("w1", "v1", "w2"))
+        f"transformer.blocks.0.ffn.experts.mlp.{name}": weight(seed, rows, 64)
+        for seed, name in enumerate(("w1", "v1", "w2"))
     }
-    return tensors, {"model_type": "dbrx", "d_model": 64, "ffn_config": {"moe_num_experts": experts} if experts else {}}
+    return tensors, {
+        "model_type": "dbrx",
+        "d_model": 64,
+        "ffn_config": {"moe_num_experts": experts} if experts else {},
+    }
 
 
 @pytest.mark.parametrize(("experts", "rows"), [(3, 32), (None, 32)])
@@ -239,12 +358,19 @@ def test_experts_below_each_other_are_taken_apart(tmp_path):
     folder = write_single(tmp_path / "m", tensors, config)
     source, found = open_source(str(folder)), linears_in(folder).of
     parent = "transformer.blocks.0.ffn.experts.mlp"
-    for (name, (_, shape, data)), expert in ((item, expert) for item in tensors.items() for expert in range(2)):
+    for (name, (_, shape, data)), expert in (
+        (item, expert) for item in tensors.items() for expert in range(2)
+    ):
         matrix = np.frombuffer(data, np.uint16).reshape(shape)[16 * expert : 16 * (expert + 1)]
-        (module,) = [module for module in found if module.endswith(f"{expert}.{name[len(parent) + 1 :]}")]
+        (module,) = [
+            module for module in found if module.endswith(f"{expert}.{name[len(parent) + 1 :]}")
+        ]
         weights = found[module].coding.weights(found[module], source)
         expected = np.ascontiguousarray(matrix.T if name.endswith("w2") else matrix)
-        assert (weights.shape, bytes(weights.rows(0, len(expected)).data)) == (expected.shape, expected.tobytes())
+        assert (weights.shape, bytes(weights.rows(0, len(expected)).data)) == (
+            expected.shape,
+            expected.tobytes(),
+        )
     assert len(found) == 6
 
 
@@ -261,7 +387,9 @@ def test_every_linear_layer_has_its_home_and_what_is_consumed_with_it(tmp_path):
     linears = linears_in(write_single(tmp_path / "m", tensors, FP8), Choice(stack_order="out_in"))
     experts = [f"{EXPERTS}.{expert}.down_proj" for expert in range(2)]
     assert sorted(linears.of) == sorted([*experts, Q_PROJ, f"{LAYER}.mlp.up_proj"])
-    assert {name: [linear.module for linear in held] for name, held in linears.by_home().items()} == {
+    assert {
+        name: [linear.module for linear in held] for name, held in linears.by_home().items()
+    } == {
         f"{EXPERTS}.down_proj": experts,
         f"{Q_PROJ}.weight": [Q_PROJ],
         f"{LAYER}.mlp.up_proj.weight": [f"{LAYER}.mlp.up_proj"],
@@ -270,7 +398,10 @@ def test_every_linear_layer_has_its_home_and_what_is_consumed_with_it(tmp_path):
     assert [ref.name for ref in linears.of[Q_PROJ].idle] == [f"{Q_PROJ}.input_scale"]
     assert [ref.name for ref in linears.idle] == [f"{LAYER}.self_attn.k_scale"]
     assert (linears.is_packed, linears.unruled) == (True, ())
-    assert [linears.of[module].name for module in (experts[1], Q_PROJ)] == [experts[1], f"{Q_PROJ}.weight"]
+    assert [linears.of[module].name for module in (experts[1], Q_PROJ)] == [
+        experts[1],
+        f"{Q_PROJ}.weight",
+    ]
 
 
 def test_a_stack_without_a_rule_is_told_of_and_a_convolution_is_none(tmp_path):
@@ -280,16 +411,29 @@ def test_a_stack_without_a_rule_is_told_of_and_a_convolution_is_none(tmp_path):
     assert (dict(linears.of), linears.is_packed) == ({}, False)
 
 
-@pytest.mark.parametrize("name", ["visual.conv.weight", f"{EXPERTS}.gate_up_proj_scale_inv", f"{EXPERTS}.gate_up_proj_bias"])
+@pytest.mark.parametrize(
+    "name",
+    ["visual.conv.weight", f"{EXPERTS}.gate_up_proj_scale_inv", f"{EXPERTS}.gate_up_proj_bias"],
+)
 def test_what_is_no_stack_of_experts_is_none_though_an_order_is_said(name, tmp_path):
-    folder = write_single(tmp_path / "m", {name: stack(2, 1, 64), f"{EXPERTS}.gate_up_proj": stack(2, 32, 64)})
+    folder = write_single(
+        tmp_path / "m", {name: stack(2, 1, 64), f"{EXPERTS}.gate_up_proj": stack(2, 32, 64)}
+    )
     linears = linears_in(folder, Choice(stack_order="out_in", stack_rows="concatenated"))
     assert {linear.home.name for linear in linears.of.values()} == {f"{EXPERTS}.gate_up_proj"}
     assert linears.unruled == ()
 
 
 def test_an_expert_that_is_there_twice_is_refused(tmp_path):
-    tensors = {f"{EXPERTS}.down_proj": stack(2, 64, 64), f"{EXPERTS}.1.down_proj.weight": weight(0, 64, 64)}
-    with pytest.raises(InputError, match=f"{EXPERTS}.down_proj holds {EXPERTS}.1.down_proj, which .* is too") as caught:
+    tensors = {
+        f"{EXPERTS}.down_proj": stack(2, 64, 64),
+        f"{EXPERTS}.1.down_proj.weight": weight(0, 64, 64),
+    }
+    with pytest.raises(
+        InputError, match=f"{EXPERTS}.down_proj holds {EXPERTS}.1.down_proj, which .* is too"
+    ) as caught:
         linears_in(write_single(tmp_path / "m", tensors), Choice(stack_order="out_in"))
-    assert (caught.value.code, caught.value.next_step) == ("tensor-twice", "Remove the one that does not belong.")
+    assert (caught.value.code, caught.value.next_step) == (
+        "tensor-twice",
+        "Remove the one that does not belong.",
+    )

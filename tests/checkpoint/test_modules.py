@@ -35,7 +35,9 @@ def fp8(name: str, scales: tuple[int, ...], has_inputs: bool = False) -> dict[st
     chance = np.random.default_rng(1)
     codes = chance.integers(0, 0x7E, SHAPE, np.uint8)
     values = chance.uniform(1e-3, 2e-3, scales).astype("<f4")
-    inputs: dict[str, Tensor] = {f"{name}.input_scale": ("F32", (), struct.pack("<f", 1.0))} if has_inputs else {}
+    inputs: dict[str, Tensor] = (
+        {f"{name}.input_scale": ("F32", (), struct.pack("<f", 1.0))} if has_inputs else {}
+    )
     return {
         f"{name}.weight": ("F8_E4M3", SHAPE, codes.tobytes()),
         f"{name}.weight_scale": ("F32", scales, values.tobytes()),
@@ -46,7 +48,9 @@ def fp8(name: str, scales: tuple[int, ...], has_inputs: bool = False) -> dict[st
 def fp4(dialect: str, fmt: str, *names: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for seed, name in enumerate(names):
-        tensors |= spelled(dialect, fmt, name, module_of(seed, fmt, SHAPE, 2.0**-11 if fmt == "nvfp4" else None))
+        tensors |= spelled(
+            dialect, fmt, name, module_of(seed, fmt, SHAPE, 2.0**-11 if fmt == "nvfp4" else None)
+        )
     return tensors
 
 
@@ -55,7 +59,12 @@ def ct_record(**groups: tuple[str, dict, list[str]]) -> dict:
         name: {"format": fmt, "targets": targets, "weights": weights, "input_activations": None}
         for name, (fmt, weights, targets) in groups.items()
     }
-    return {**CT_NVFP4_RECORD, "format": "mixed-precision", "config_groups": schemes, "ignore": ["lm_head"]}
+    return {
+        **CT_NVFP4_RECORD,
+        "format": "mixed-precision",
+        "config_groups": schemes,
+        "ignore": ["lm_head"],
+    }
 
 
 CT_NVFP4 = CT_NVFP4_RECORD["config_groups"]["group_0"]["weights"]
@@ -68,7 +77,11 @@ def write_ct(folder: Path, scales: tuple[int, ...] = (32, 1), **changes: Tensor 
         mlp=("nvfp4-pack-quantized", CT_NVFP4, ["re:.*mlp.*"]),
         attention=("float-quantized", {**NUMBERS, **STRATEGIES[scales]}, [Q, OUT]),
     )
-    return write(folder, {**fp4(CT, "nvfp4", UP, DOWN), **fp8(Q, scales), **fp8(OUT, scales), **changes}, record)
+    return write(
+        folder,
+        {**fp4(CT, "nvfp4", UP, DOWN), **fp8(Q, scales), **fp8(OUT, scales), **changes},
+        record,
+    )
 
 
 def write_mo(folder: Path, scales: tuple[int, ...] = (), **changes: Tensor | None) -> Path:
@@ -76,14 +89,27 @@ def write_mo(folder: Path, scales: tuple[int, ...] = (), **changes: Tensor | Non
         **{name: {"quant_algo": "W4A16_NVFP4", "group_size": 16} for name in (UP, DOWN)},
         **{name: {"quant_algo": ALGORITHMS[scales]} for name in (Q, OUT)},
     }
-    record = {"quant_method": MO, "quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "ignore": ["lm_head"]}
-    modules = {**fp4(MO, "nvfp4", UP, DOWN), **fp8(Q, scales, scales == ()), **fp8(OUT, scales, scales == ())}
+    record = {
+        "quant_method": MO,
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": layers,
+        "ignore": ["lm_head"],
+    }
+    modules = {
+        **fp4(MO, "nvfp4", UP, DOWN),
+        **fp8(Q, scales, scales == ()),
+        **fp8(OUT, scales, scales == ()),
+    }
     return write(folder, {**modules, **changes}, record)
 
 
 def write(folder: Path, tensors: dict[str, Tensor | None], record: dict) -> Path:
     stored = {name: tensor for name, tensor in {**KEPT, **tensors}.items() if tensor is not None}
-    return write_checkpoint(folder, {"model.safetensors": stored}, {"model_type": "llama", "quantization_config": record})
+    return write_checkpoint(
+        folder,
+        {"model.safetensors": stored},
+        {"model_type": "llama", "quantization_config": record},
+    )
 
 
 def findings(folder: Path) -> list[tuple[str, str, str | None]]:
@@ -106,10 +132,14 @@ def test_fp8_beside_nvfp4(write_one, scales, granularity, bits, tmp_path):
     folder = write_one(tmp_path / "a", scales)
     artifact = open_artifact(str(folder))
     assert artifact.findings == ()
-    assert {name: packed.form.format for name, packed in artifact.modules.items()} == {UP: NVFP4, DOWN: NVFP4}
-    assert {name: (packed.form.format, packed.form.granularity) for name, packed in artifact.others.items()} == dict.fromkeys(
-        (Q, OUT), (FP8, granularity)
-    )
+    assert {name: packed.form.format for name, packed in artifact.modules.items()} == {
+        UP: NVFP4,
+        DOWN: NVFP4,
+    }
+    assert {
+        name: (packed.form.format, packed.form.granularity)
+        for name, packed in artifact.others.items()
+    } == dict.fromkeys((Q, OUT), (FP8, granularity))
     codes, stored_scales = (bytes(artifact.source.read(ref)) for ref in artifact.others[Q].refs[:2])
     expected = fp8(Q, scales)
     assert (codes, stored_scales) == (expected[f"{Q}.weight"][2], expected[f"{Q}.weight_scale"][2])
@@ -122,7 +152,9 @@ def test_fp8_beside_nvfp4(write_one, scales, granularity, bits, tmp_path):
     nvfp4, eight = document["forms"]
     assert (nvfp4["format"], nvfp4["modules"], nvfp4["block_size"]) == ("nvfp4", 2, 16)
     assert (eight["format"], eight["modules"], eight["element_dtype"]) == ("fp8", 2, "fp8_e4m3")
-    assert [form["bits_per_weight"] for form in document["forms"]] == pytest.approx([4.5 + 32 / 2048, bits], abs=1e-4)
+    assert [form["bits_per_weight"] for form in document["forms"]] == pytest.approx(
+        [4.5 + 32 / 2048, bits], abs=1e-4
+    )
     assert eight["block_size"] == (list(granularity) if isinstance(granularity, tuple) else None)
     assert document["bits_per_weight"] == pytest.approx((4.5 + 32 / 2048 + bits) / 2, abs=1e-4)
     assert f"2 modules, {bits:.3f} bits a weight" in run("inspect", folder).out
@@ -130,9 +162,12 @@ def test_fp8_beside_nvfp4(write_one, scales, granularity, bits, tmp_path):
 
 def test_mxfp4_beside_nvfp4(tmp_path):
     record = ct_record(
-        mlp=("nvfp4-pack-quantized", CT_NVFP4, ["Linear"]), attention=("mxfp4-pack-quantized", CT_MXFP4, ["re:.*self_attn"])
+        mlp=("nvfp4-pack-quantized", CT_NVFP4, ["Linear"]),
+        attention=("mxfp4-pack-quantized", CT_MXFP4, ["re:.*self_attn"]),
     )
-    folder = write(tmp_path / "a", {**fp4(CT, "nvfp4", UP, DOWN), **fp4(CT, "mxfp4", Q, OUT)}, record)
+    folder = write(
+        tmp_path / "a", {**fp4(CT, "nvfp4", UP, DOWN), **fp4(CT, "mxfp4", Q, OUT)}, record
+    )
     assert findings(folder) == []
     artifact = open_artifact(str(folder))
     assert {name: artifact.decode(name).format.name for name in artifact.modules} == {
@@ -145,7 +180,10 @@ def test_mxfp4_beside_nvfp4(tmp_path):
 
 def test_int4_beside_mxfp4(tmp_path):
     int4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
-    record = ct_record(experts=("pack-quantized", int4, [Q]), rest=("mxfp4-pack-quantized", CT_MXFP4, ["re:.*mlp.*"]))
+    record = ct_record(
+        experts=("pack-quantized", int4, [Q]),
+        rest=("mxfp4-pack-quantized", CT_MXFP4, ["re:.*mlp.*"]),
+    )
     packed: dict[str, Tensor] = {
         f"{Q}.weight_packed": ("I32", (32, 8), bytes(1024)),
         f"{Q}.weight_scale": ("BF16", (32, 2), b"\x80\x3f" * 64),
@@ -154,8 +192,14 @@ def test_int4_beside_mxfp4(tmp_path):
     folder = write(tmp_path / "a", {**fp4(CT, "mxfp4", UP, DOWN), **packed}, record)
     assert findings(folder) == []
     other = open_artifact(str(folder)).others[Q]
-    assert (other.form, other.shape) == (Form(INT4, granularity=(1, 32), stored_scales="BF16"), SHAPE)
-    assert [form["format"] for form in run("inspect", folder, "--json").json["forms"]] == ["mxfp4", "int4"]
+    assert (other.form, other.shape) == (
+        Form(INT4, granularity=(1, 32), stored_scales="BF16"),
+        SHAPE,
+    )
+    assert [form["format"] for form in run("inspect", folder, "--json").json["forms"]] == [
+        "mxfp4",
+        "int4",
+    ]
 
 
 def scales_of(*values: float) -> Tensor:
@@ -166,33 +210,54 @@ def scales_of(*values: float) -> Tensor:
     ("changes", "found"),
     [
         ({f"{Q}.weight_scale": None}, [("error", "tensor-missing", f"{Q}.weight_scale")]),
-        ({f"{Q}.weight_scale": ("F32", (31, 1), bytes(124))}, [("error", "tensor-shape", f"{Q}.weight_scale")]),
+        (
+            {f"{Q}.weight_scale": ("F32", (31, 1), bytes(124))},
+            [("error", "tensor-shape", f"{Q}.weight_scale")],
+        ),
         ({f"{Q}.weight_scale": ("F32", (32,), scales_of()[2])}, []),
         ({f"{Q}.weight_scale": ("BF16", (32, 1), b"\x80\x3a" * 32)}, []),
-        ({f"{Q}.weight_scale": ("F8_E4M3", (32, 1), bytes(32))}, [("error", "tensor-shape", f"{Q}.weight_scale")]),
-        ({f"{Q}.weight_scale": scales_of(float("nan"), float("inf"))}, [("error", "scale-not-finite", Q)]),
+        (
+            {f"{Q}.weight_scale": ("F8_E4M3", (32, 1), bytes(32))},
+            [("error", "tensor-shape", f"{Q}.weight_scale")],
+        ),
+        (
+            {f"{Q}.weight_scale": scales_of(float("nan"), float("inf"))},
+            [("error", "scale-not-finite", Q)],
+        ),
         ({f"{Q}.weight_scale": scales_of(-1.0)}, [("error", "scale-negative", Q)]),
-        (fp8(UP, (32, 1)) | {f"{UP}.weight_packed": None}, [("error", "tensor-shape", f"{UP}.weight")]),
+        (
+            fp8(UP, (32, 1)) | {f"{UP}.weight_packed": None},
+            [("error", "tensor-shape", f"{UP}.weight")],
+        ),
     ],
 )
 def test_damage_of_fp8_modules(changes, found, tmp_path):
-    assert [each for each in findings(write_ct(tmp_path / "a", **changes)) if each[1] != "group-forms-differ"] == found
+    assert [
+        each
+        for each in findings(write_ct(tmp_path / "a", **changes))
+        if each[1] != "group-forms-differ"
+    ] == found
 
 
 def test_an_fp8_module_without_a_static_scale_of_activations(tmp_path):
     """vLLM 0.33, ModelOptFp8LinearMethod: the scale is registered whatever the checkpoint holds."""
-    assert findings(write_mo(tmp_path / "a", **{f"{OUT}.input_scale": None})) == [("warning", "input-scale-missing", OUT)]
+    assert findings(write_mo(tmp_path / "a", **{f"{OUT}.input_scale": None})) == [
+        ("warning", "input-scale-missing", OUT)
+    ]
 
 
 def test_a_module_that_no_group_names(tmp_path):
     other = "model.layers.0.cross_attn.o_proj"
-    assert findings(write_ct(tmp_path / "a", **fp4(CT, "nvfp4", other))) == [("error", "form-unknown", other)]
+    assert findings(write_ct(tmp_path / "a", **fp4(CT, "nvfp4", other))) == [
+        ("error", "form-unknown", other)
+    ]
 
 
 def test_members_of_a_scale_group_in_several_forms(tmp_path):
     k = Q.replace("q_proj", "k_proj")
     record = ct_record(
-        fp4=("nvfp4-pack-quantized", CT_NVFP4, ["Linear"]), fp8=("float-quantized", {**NUMBERS, "strategy": "channel"}, [Q])
+        fp4=("nvfp4-pack-quantized", CT_NVFP4, ["Linear"]),
+        fp8=("float-quantized", {**NUMBERS, "strategy": "channel"}, [Q]),
     )
     folder = write(tmp_path / "a", {**fp4(CT, "nvfp4", k), **fp8(Q, (32, 1))}, record)
     assert findings(folder) == [("error", "group-forms-differ", k)]
@@ -210,18 +275,33 @@ def test_records_of_other_modules(tmp_path):
     ]
     record = {"format": "mixed", "modules": entries, "dialect": MO, "ignore": [], "files": {}}
     (folder / "quantization_config.json").write_text(json.dumps(record))
-    assert [each for each in findings(folder) if each[1] == "records-disagree"] == [("error", "records-disagree", OUT)]
+    assert [each for each in findings(folder) if each[1] == "records-disagree"] == [
+        ("error", "records-disagree", OUT)
+    ]
 
 
 def test_names_come_before_patterns():
-    groups = [Group(Form(NVFP4), ("*",)), Group(Form(FP8), ("a.b",)), Group(Form(INT4), ("re:a", "c"))]
-    assert [form_finder(groups)(name) for name in ("a.b", "c", "d")] == [Form(FP8), Form(INT4), Form(NVFP4)]
+    groups = [
+        Group(Form(NVFP4), ("*",)),
+        Group(Form(FP8), ("a.b",)),
+        Group(Form(INT4), ("re:a", "c")),
+    ]
+    assert [form_finder(groups)(name) for name in ("a.b", "c", "d")] == [
+        Form(FP8),
+        Form(INT4),
+        Form(NVFP4),
+    ]
     assert form_finder(groups[1:])("b") is None
 
 
 def test_the_nearest_name_above_a_module_tells_its_form():
-    find = form_finder([Group(Form(NVFP4), ("a.experts.*", "*.q")), Group(Form(FP8), ("a.experts.1.*",))])
-    assert [find(name) for name in ("a.experts.0.up", "a.experts.1.up", "b.q", "a.experts", "b.experts.0.up")] == [
+    find = form_finder(
+        [Group(Form(NVFP4), ("a.experts.*", "*.q")), Group(Form(FP8), ("a.experts.1.*",))]
+    )
+    assert [
+        find(name)
+        for name in ("a.experts.0.up", "a.experts.1.up", "b.q", "a.experts", "b.experts.0.up")
+    ] == [
         *(Form(NVFP4), Form(FP8), Form(NVFP4)),
         *(None, None),
     ]
@@ -229,11 +309,25 @@ def test_the_nearest_name_above_a_module_tells_its_form():
 
 def test_a_hundred_thousand_modules_are_told_apart_at_once():
     """A line in a second, where every name is asked for every other."""
-    names = tuple(f"model.layers.{layer}.mlp.experts.{n}.up_proj" for layer in range(100) for n in range(1000))
-    layers = {name: {"quant_algo": "NVFP4"} for name in names} | {"model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}}
+    names = tuple(
+        f"model.layers.{layer}.mlp.experts.{n}.up_proj" for layer in range(100) for n in range(1000)
+    )
+    layers = {name: {"quant_algo": "NVFP4"} for name in names} | {
+        "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}
+    }
     told = Clues(
-        {"quantization_config": {"quant_method": MO, "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}, {}, {}
+        {
+            "quantization_config": {
+                "quant_method": MO,
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": layers,
+            }
+        },
+        {},
+        {},
     )
     find = form_finder(dialect_named(MO).recognise(told))
-    assert all(find(name) == Form(NVFP4, 4) and not dialect_named(MO).ignores(told)(name) for name in names)
+    assert all(
+        find(name) == Form(NVFP4, 4) and not dialect_named(MO).ignores(told)(name) for name in names
+    )
     assert find("lm_head") is None

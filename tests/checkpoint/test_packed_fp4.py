@@ -15,7 +15,10 @@ from tiny_models import differing, fp4convert, read_tensors
 from fp4convert.numerics import codec
 from fp4convert.numerics.formats import FORMATS
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`"),
+]
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -34,15 +37,24 @@ def artifact(source: Source) -> Path:
 def _four_bit(folder: Path) -> tuple[dict[str, tuple[Any, Any]], Tensors]:
     """(module -> packed codes and block scales, every other tensor) of an artifact in compressed-tensors."""
     tensors = read_tensors(folder)
-    modules = [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]
-    parts = {module: (tensors[f"{module}.weight_packed"], tensors[f"{module}.weight_scale"]) for module in modules}
+    modules = [
+        name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")
+    ]
+    parts = {
+        module: (tensors[f"{module}.weight_packed"], tensors[f"{module}.weight_scale"])
+        for module in modules
+    }
     return parts, {name: tensor for name, tensor in tensors.items() if not name.endswith(PARTS)}
 
 
 @pytest.mark.sweep(2)
-def test_the_plan_is_the_page_that_a_person_read(source: Source, request: pytest.FixtureRequest) -> None:
+def test_the_plan_is_the_page_that_a_person_read(
+    source: Source, request: pytest.FixtureRequest
+) -> None:
     name = request.node.callspec.params["source"]
-    assert draw_plan(source.folder) == (PLANS / f"{name}.txt").read_text(), "see: python tests/support/golden_plans.py"
+    assert draw_plan(source.folder) == (PLANS / f"{name}.txt").read_text(), (
+        "see: python tests/support/golden_plans.py"
+    )
 
 
 @pytest.mark.sweep(3)
@@ -50,8 +62,14 @@ def test_the_same_modules_are_four_bit_and_all_else_is_bf16(source: Source, arti
     modules, others = _four_bit(artifact)
     assert sorted(modules) == sorted(source.four_bit)
     gone = {f"{module}.weight" for module in modules}
-    expected = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in source.judged.items()}
-    assert differing(others, {name: tensor for name, tensor in expected.items() if name not in gone}) == []
+    expected = {
+        name: tensor.bfloat16() if tensor.is_floating_point() else tensor
+        for name, tensor in source.judged.items()
+    }
+    assert (
+        differing(others, {name: tensor for name, tensor in expected.items() if name not in gone})
+        == []
+    )
 
 
 def test_nothing_is_lost(source: Source, artifact: Path, tmp_path: Path) -> None:
@@ -62,26 +80,59 @@ def test_nothing_is_lost(source: Source, artifact: Path, tmp_path: Path) -> None
         return
     fp4convert("dequantize", artifact, "-o", tmp_path / "restored", "--dtype", "fp32", "-q")
     restored = read_tensors(tmp_path / "restored")
-    for name in [name for name, tensor in restored.items() if tensor.dim() == 3]:  # gpt-oss: stacks, as they were
+    for name in [
+        name for name, tensor in restored.items() if tensor.dim() == 3
+    ]:  # gpt-oss: stacks, as they were
         members = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
-        views = Stack(name, members, is_transposed=True, is_interleaved=True).views(name, restored.pop(name))
+        views = Stack(name, members, is_transposed=True, is_interleaved=True).views(
+            name, restored.pop(name)
+        )
         restored |= {f"{module}.weight": matrix for module, matrix in views}
     weights = [f"{module}.weight" for module in source.four_bit]
-    assert differing({name: restored[name] for name in weights}, {name: source.judged[name] for name in weights}) == []
+    assert (
+        differing(
+            {name: restored[name] for name in weights},
+            {name: source.judged[name] for name in weights},
+        )
+        == []
+    )
 
 
 def _flat(modules: dict[str, tuple[Any, Any]]) -> Tensors:
-    return {f"{module} {number}": part for module, parts in modules.items() for number, part in enumerate(parts)}
+    return {
+        f"{module} {number}": part
+        for module, parts in modules.items()
+        for number, part in enumerate(parts)
+    }
 
 
-def test_as_mxfp4_codes_are_taken_over_or_made_of_the_judged_values(source: Source, tmp_path: Path) -> None:
-    fp4convert("quantize", source.folder, "--format", "mxfp4", "--scale-rule", "even", "-o", tmp_path / "artifact", "-q")
+def test_as_mxfp4_codes_are_taken_over_or_made_of_the_judged_values(
+    source: Source, tmp_path: Path
+) -> None:
+    fp4convert(
+        "quantize",
+        source.folder,
+        "--format",
+        "mxfp4",
+        "--scale-rule",
+        "even",
+        "-o",
+        tmp_path / "artifact",
+        "-q",
+    )
     modules, _ = _four_bit(tmp_path / "artifact")
-    made = {module: tuple(part.view(torch.uint8) for part in parts) for module, parts in modules.items()}
+    made = {
+        module: tuple(part.view(torch.uint8) for part in parts) for module, parts in modules.items()
+    }
     if source.format == "mxfp4":
-        expected = {module: tuple(part.view(torch.uint8) for part in parts) for module, parts in source.four_bit.items()}
+        expected = {
+            module: tuple(part.view(torch.uint8) for part in parts)
+            for module, parts in source.four_bit.items()
+        }
     else:
-        expected = {module: _encoded(source.judged[f"{module}.weight"]) for module in source.four_bit}
+        expected = {
+            module: _encoded(source.judged[f"{module}.weight"]) for module in source.four_bit
+        }
     assert differing(_flat(made), _flat(expected)) == []
 
 
@@ -89,7 +140,10 @@ def _encoded(weight: Any) -> tuple[Any, Any]:
     """Codes and block scales by the reference codec."""
     value = codec.quantize(weight.float().numpy(), FORMATS["mxfp4"], "even")
     rows, columns = value.shape
-    packed, block_scales = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (value.packed, value.block_scales))
+    packed, block_scales = (
+        torch.frombuffer(bytearray(part), dtype=torch.uint8)
+        for part in (value.packed, value.block_scales)
+    )
     return packed.reshape(rows, columns // 2), block_scales.reshape(rows, columns // 32)
 
 
@@ -102,6 +156,10 @@ def test_deepseek_v4_computes_what_transformers_computes_of_the_source(tmp_path:
     fp4convert("dequantize", tmp_path / "artifact", "-o", tmp_path / "restored", "-q")
     config = FineGrainedFP8Config(dequantize=True, scale_fmt="ue8m0", expert_dtype="fp4")
     reference = logits(V4, source.folder, quantization_config=config)
-    plain = write_values(source.folder, {name: tensor.bfloat16() for name, tensor in source.judged.items()}, tmp_path / "plain")
+    plain = write_values(
+        source.folder,
+        {name: tensor.bfloat16() for name, tensor in source.judged.items()},
+        tmp_path / "plain",
+    )
     assert logits(V4, plain).equal(reference), "the judge and transformers differ"
     assert logits(V4, tmp_path / "restored").equal(reference)

@@ -63,7 +63,13 @@ def test_a_record_of_several_forms_says_them_by_pattern():
         Group(Form(FP8, 8, granularity="row"), ("l.0.q",)),
         Group(Form(FP8, granularity=(128, 128), stored_scales="BF16"), ("l.0.o", "l.1.o")),
     )
-    block = {**FP8_KEYS, "block_size": [128, 128], "granularity": "block", "scale_dtype": "bf16", "activations": 16}
+    block = {
+        **FP8_KEYS,
+        "block_size": [128, 128],
+        "granularity": "block",
+        "scale_dtype": "bf16",
+        "activations": 16,
+    }
     record = record_of(*groups)
     assert record == {
         "format": "mixed",
@@ -76,7 +82,9 @@ def test_a_record_of_several_forms_says_them_by_pattern():
         **REST,
     }
     find = form_finder(groups_recorded(record))
-    assert [find(name) for group in groups for name in group.modules] == [group.form for group in groups for _ in group.modules]
+    assert [find(name) for group in groups for name in group.modules] == [
+        group.form for group in groups for _ in group.modules
+    ]
     assert find("l.0.k") is None
 
 
@@ -115,5 +123,9 @@ def test_a_record_that_says_nothing_of_its_modules_is_bad_input(changes):
 
 
 def test_forms_in_words():
-    groups = (Group(Form(NVFP4), ()), Group(Form(FP8, granularity=(128, 128)), ()), Group(Form(FP8, granularity="row"), ()))
+    groups = (
+        Group(Form(NVFP4), ()),
+        Group(Form(FP8, granularity=(128, 128)), ()),
+        Group(Form(FP8, granularity="row"), ()),
+    )
     assert describe_groups(groups) == "nvfp4 + fp8 128x128 + fp8 row"

@@ -20,7 +20,9 @@ HEIGHTS = st.integers(1, 9)
 def matrix_of(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of codes and of scales, each row of them another."""
     chance = np.random.default_rng(seed)
-    return chance.integers(0, 256, (rows, 32), np.uint8), chance.integers(0, 256, (rows, 2), np.uint8)
+    return chance.integers(0, 256, (rows, 32), np.uint8), chance.integers(
+        0, 256, (rows, 2), np.uint8
+    )
 
 
 def blocks_of(tables: tuple[np.ndarray, np.ndarray]) -> Quantized:
@@ -37,12 +39,16 @@ def as_bytes(tables: tuple[np.ndarray, np.ndarray]) -> tuple[bytes, bytes]:
 
 
 def joined(panels: list[Quantized]) -> tuple[bytes, bytes]:
-    return b"".join(bytes(q.packed) for q in panels), b"".join(bytes(q.block_scales) for q in panels)
+    return b"".join(bytes(q.packed) for q in panels), b"".join(
+        bytes(q.block_scales) for q in panels
+    )
 
 
 def row_numbers(pieces: tuple[Piece, ...]) -> list[int]:
     """Rows of the stored matrix, in the module's own order."""
-    return [piece.first + row * piece.step for piece in sorted(pieces) for row in range(piece.height)]
+    return [
+        piece.first + row * piece.step for piece in sorted(pieces) for row in range(piece.height)
+    ]
 
 
 def cut(draw, height: int) -> list[tuple[int, int]]:
@@ -76,12 +82,17 @@ def test_what_takes_turns_is_gathered_again(data):
     """Any experts of any height, any number of members in turn, fetched in any ranges."""
     members, count = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
     height = data.draw(HEIGHTS)
-    slots = [tuple(Rows(f"{number}.{member}", 0, height) for member in range(members)) for number in range(count)]
+    slots = [
+        tuple(Rows(f"{number}.{member}", 0, height) for member in range(members))
+        for number in range(count)
+    ]
     tables = matrix_of(count * members * height)
     stored = blocks_of(tables)
     for module, pieces in pieces_of(slots).items():
         number, member = map(int, module.split("."))
-        expected = tuple(table.reshape(count, height, members, -1)[number, :, member] for table in tables)
+        expected = tuple(
+            table.reshape(count, height, members, -1)[number, :, member] for table in tables
+        )
         found = gather(stored, (height, COLUMNS), pieces)
         assert (found.shape, found.format, found.global_scale) == ((height, COLUMNS), MXFP4, None)
         panels = [found.rows(first, last) for first, last in cut(data.draw, height)]
@@ -97,13 +108,20 @@ def test_a_module_in_many_pieces_is_gathered_in_its_own_order(data):
     heads, half = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     rows = heads * 2 * half
     slots = [
-        (Rows("q", 2 * half * head, 2 * half * head + half), Rows("q", 2 * half * head + half, 2 * half * (head + 1)))
+        (
+            Rows("q", 2 * half * head, 2 * half * head + half),
+            Rows("q", 2 * half * head + half, 2 * half * (head + 1)),
+        )
         for head in range(heads)
     ]
     tables = matrix_of(rows)
-    stored = tuple(table.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(rows, -1) for table in tables)
+    stored = tuple(
+        table.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(rows, -1) for table in tables
+    )
     found = gather(blocks_of(stored), (rows, COLUMNS), pieces_of(slots)["q"])
-    assert joined([found.rows(first, last) for first, last in cut(data.draw, rows)]) == as_bytes(tables)
+    assert joined([found.rows(first, last) for first, last in cut(data.draw, rows)]) == as_bytes(
+        tables
+    )
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -141,7 +159,10 @@ def test_rows_of_members_take_turns(elements, count, height):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stacks, "row_panels", lambda shape: matrices.row_panels(shape, elements))
         panels = list(alternate([blocks_of(own) for own in tables]))
-    expected = tuple(np.stack([own[kind] for own in tables], axis=1).reshape(count * height, -1) for kind in (0, 1))
+    expected = tuple(
+        np.stack([own[kind] for own in tables], axis=1).reshape(count * height, -1)
+        for kind in (0, 1)
+    )
     assert joined(panels) == as_bytes(expected)
     own_height = max(1, elements // COLUMNS)
     assert [panel.shape for panel in panels] == [
@@ -151,7 +172,9 @@ def test_rows_of_members_take_turns(elements, count, height):
 
 def test_a_fetched_member_keeps_its_global_scale_and_kind():
     made = matrix_of(4)
-    member = Fetched(MXFP4, (4, COLUMNS), 0.5, "divisor", lambda first, last: _bytes_of(made, first, last))
+    member = Fetched(
+        MXFP4, (4, COLUMNS), 0.5, "divisor", lambda first, last: _bytes_of(made, first, last)
+    )
     gathered = gather(member, (2, COLUMNS), (Piece(0, 1, 2, 2),))
     assert (gathered.global_scale, gathered.kind) == (0.5, "divisor")
     assert tables_of(gathered.rows(0, 2)) == as_bytes(tuple(table[1::2] for table in made))
@@ -159,6 +182,8 @@ def test_a_fetched_member_keeps_its_global_scale_and_kind():
     assert (panel.global_scale, panel.kind, panel.shape) == (0.5, "divisor", (8, COLUMNS))
 
 
-def _bytes_of(tables: tuple[np.ndarray, np.ndarray], first: int, last: int) -> tuple[memoryview, memoryview]:
+def _bytes_of(
+    tables: tuple[np.ndarray, np.ndarray], first: int, last: int
+) -> tuple[memoryview, memoryview]:
     packed, scales = (table[first:last].reshape(-1).data for table in tables)
     return packed, scales

@@ -23,7 +23,11 @@ class Wide:
         self.shape: tuple[int, int] = values.shape
 
     def rows(self, first: int, last: int) -> Matrix:
-        return Matrix(self._values[first:last].reshape(-1).view(np.uint8).data, "F32", (last - first, self.shape[1]))
+        return Matrix(
+            self._values[first:last].reshape(-1).view(np.uint8).data,
+            "F32",
+            (last - first, self.shape[1]),
+        )
 
 
 @pytest.mark.parametrize("shape", [(1, 40_000), (130, 4_097), (257, 2_048)])
@@ -35,7 +39,9 @@ def test_weights_that_go_through_fp8_are_torchs_own_under_the_largest_of_each_bl
         for left in range(0, shape[1], 128):
             block = torch.from_numpy(values[top : top + 128, left : left + 128])
             scale = block.abs().max() / 448
-            expected[top : top + 128, left : left + 128] = (block / scale).to(torch.float8_e4m3fn).float() * scale
+            expected[top : top + 128, left : left + 128] = (block / scale).to(
+                torch.float8_e4m3fn
+            ).float() * scale
     for first, last in {(0, shape[0]), (0, 1), (shape[0] // 2, shape[0]), (shape[0] - 1, shape[0])}:
         found = np.frombuffer(through.rows(first, last).data, np.float32)
         assert np.array_equal(found, expected[first:last].reshape(-1))

@@ -9,7 +9,18 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from checkpoints import LAYER, WAIT_SECONDS, run, run_alone, start, wait_until, weight, write_llama, write_single, write_zeros
+from checkpoints import (
+    LAYER,
+    WAIT_SECONDS,
+    run,
+    run_alone,
+    start,
+    wait_until,
+    weight,
+    write_llama,
+    write_single,
+    write_zeros,
+)
 from paths import GOLDEN
 
 from fp4convert.cli import app
@@ -30,7 +41,17 @@ COMMANDS = (
     "analyze",
     "calibrate",
 )
-HEAVY = ("torch", "cupy", "transformers", "huggingface_hub", "httpx2", "plotly", "safetensors", "compressed_tensors", "modelopt")
+HEAVY = (
+    "torch",
+    "cupy",
+    "transformers",
+    "huggingface_hub",
+    "httpx2",
+    "plotly",
+    "safetensors",
+    "compressed_tensors",
+    "modelopt",
+)
 
 UNNEEDED = ("pydantic", "numpy.ma", "rich")  # by words that are plain, for lines that are
 
@@ -117,7 +138,9 @@ def test_no_command_shows_the_help_and_is_bad_usage():
         ("--no-such-option",),
     ],
 )
-def test_bad_usage_is_exit_2_one_document_and_nothing_written(arguments, source, artifact, tmp_path, monkeypatch):
+def test_bad_usage_is_exit_2_one_document_and_nothing_written(
+    arguments, source, artifact, tmp_path, monkeypatch
+):
     places = {"SOURCE": str(source), "ARTIFACT": str(artifact), "OUT": str(tmp_path / "OUT")}
     monkeypatch.chdir(tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -132,7 +155,9 @@ def test_bad_usage_is_exit_2_one_document_and_nothing_written(arguments, source,
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_json_is_one_document_on_stdout_for_every_command_that_ends_well(source, artifact, tmp_path):
+def test_json_is_one_document_on_stdout_for_every_command_that_ends_well(
+    source, artifact, tmp_path
+):
     commands = (
         ("quantize", source, "--format", "mxfp4", "-o", tmp_path / "out"),
         ("quantize", source, "--format", "mxfp4", "--dry-run"),
@@ -175,14 +200,24 @@ def test_a_dry_run_has_exactly_the_promised_keys_and_writes_nothing(source, tmp_
         "source_bytes",
         "output_bytes",
     ]
-    assert list(document["tensors"][0]) == ["name", "action", "reason", "group", "source_bytes", "output_bytes"]
+    assert list(document["tensors"][0]) == [
+        "name",
+        "action",
+        "reason",
+        "group",
+        "source_bytes",
+        "output_bytes",
+    ]
     assert len(document["tensors"]) == 11
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 def test_a_dry_run_refuses_what_a_run_would_refuse(tmp_path, source):
     (source / "config.json").write_text('{"quantization_config": {"quant_method": "bitsandbytes"}}')
-    outcomes = [run("quantize", source, "--format", "nvfp4", *extra) for extra in (("--dry-run",), ("-o", tmp_path / "q"))]
+    outcomes = [
+        run("quantize", source, "--format", "nvfp4", *extra)
+        for extra in (("--dry-run",), ("-o", tmp_path / "q"))
+    ]
     assert [outcome.code for outcome in outcomes] == [2, 2]
     assert outcomes[0].err == outcomes[1].err != ""
     assert not (tmp_path / "q").exists()
@@ -204,7 +239,9 @@ def test_dequantize_refuses_what_is_not_sound(artifact, tmp_path):
 
 
 def test_fp16_refuses_what_it_cannot_hold(tmp_path):
-    source = write_single(tmp_path / "m", {"x.o_proj.weight": ("BF16", (1, 16), b"\x80\x48" * 16)})  # 2^18
+    source = write_single(
+        tmp_path / "m", {"x.o_proj.weight": ("BF16", (1, 16), b"\x80\x48" * 16)}
+    )  # 2^18
     assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q").code == 0
     outcome = run("dequantize", tmp_path / "q", "-o", tmp_path / "out", "--dtype", "fp16", "--json")
     assert (outcome.code, outcome.json["error"]["tensor"]) == (2, "x.o_proj.weight")
@@ -219,7 +256,9 @@ def modules_after(*arguments: object) -> set[str]:
         "    assert not stopped.code, stopped.code\nprint('\\nLOADED', *sorted(sys.modules))"
     )
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_SECONDS)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=WAIT_SECONDS
+    )
     return set(ended.stdout.rpartition("LOADED")[2].split())
 
 
@@ -232,7 +271,9 @@ def test_conversion_and_inspection_load_nothing_heavy(source, artifact, tmp_path
         assert modules_after(*arguments).isdisjoint(HEAVY), arguments
 
 
-@pytest.mark.parametrize("words", [("inspect",), ("verify",), ("quantize", "--format", "nvfp4", "--dry-run")])
+@pytest.mark.parametrize(
+    "words", [("inspect",), ("verify",), ("quantize", "--format", "nvfp4", "--dry-run")]
+)
 def test_what_only_looks_does_not_load_what_typer_checks_values_with(words, source, artifact):
     command, *options = words
     place = source if command == "quantize" else artifact
@@ -240,9 +281,35 @@ def test_what_only_looks_does_not_load_what_typer_checks_values_with(words, sour
 
 
 def test_plain_words_do_not_load_what_typer_checks_values_with(source, tmp_path):
-    words = ("--shard-index", "0", "--num-shards", "2", "--workers", "1", "--memory", "0.5", "--exclude", "x", "--exclude", "y")
-    loaded = modules_after("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--scale-rule", "amax", *words, "-q")
-    assert loaded.isdisjoint((*HEAVY, *UNNEEDED, "html", "fp4convert.report.datasheet", "fp4convert.cli.draw_plan"))
+    words = (
+        "--shard-index",
+        "0",
+        "--num-shards",
+        "2",
+        "--workers",
+        "1",
+        "--memory",
+        "0.5",
+        "--exclude",
+        "x",
+        "--exclude",
+        "y",
+    )
+    loaded = modules_after(
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "out",
+        "--scale-rule",
+        "amax",
+        *words,
+        "-q",
+    )
+    assert loaded.isdisjoint(
+        (*HEAVY, *UNNEEDED, "html", "fp4convert.report.datasheet", "fp4convert.cli.draw_plan")
+    )
 
 
 @pytest.mark.parametrize("told", [None, "20"])
@@ -251,16 +318,28 @@ def test_threads_of_numpy_sleep_until_they_are_needed_unless_a_user_says_otherwi
         "import os\nfrom fp4convert.__main__ import main\ntry:\n    main()\nfinally:\n"
         "    print(os.environ['OPENBLAS_THREAD_TIMEOUT'])"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_THREAD_TIMEOUT"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "OPENBLAS_THREAD_TIMEOUT"
+    }
     environment |= {"OPENBLAS_THREAD_TIMEOUT": told} if told else {}
     command = [sys.executable, "-c", code, "--version"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=WAIT_SECONDS)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=WAIT_SECONDS
+    )
     assert ended.stdout.split()[-1] == (told or "4")
 
 
 def test_help_and_version_load_no_numpy():
-    for arguments in (("--help",), ("--version",), ("quantize", "--help"), ("verify", "--help"), ("explain", "--help")):
-        assert modules_after(*arguments).isdisjoint((*HEAVY, "numpy", "ml_dtypes", "pydantic", "rich"))
+    for arguments in (
+        ("--help",),
+        ("--version",),
+        ("quantize", "--help"),
+        ("verify", "--help"),
+        ("explain", "--help"),
+    ):
+        assert modules_after(*arguments).isdisjoint(
+            (*HEAVY, "numpy", "ml_dtypes", "pydantic", "rich")
+        )
 
 
 @pytest.mark.sweep(2)
@@ -268,7 +347,9 @@ def test_help_and_version_load_no_numpy():
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_signals_end_the_command_with_their_code(options, number, code, tmp_path):
     source, out = write_zeros(tmp_path / "source"), tmp_path / "out"
-    with start("quantize", source, "--format", "mxfp4", "-o", out, "--workers", "1", *options) as process:
+    with start(
+        "quantize", source, "--format", "mxfp4", "-o", out, "--workers", "1", *options
+    ) as process:
         wait_until((out / ".fp4convert" / "plan.json").exists, process)
         process.send_signal(number)
         printed, told = process.communicate(timeout=WAIT_SECONDS)
@@ -296,7 +377,13 @@ fp4convert.__main__.main()
 
 
 def test_a_signal_that_comes_while_an_object_is_cleared_away_is_not_lost():
-    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LOST],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+    )
     assert done.returncode == 143
     assert "interrupted" in done.stderr
     assert "Traceback" not in done.stderr
@@ -304,7 +391,10 @@ def test_a_signal_that_comes_while_an_object_is_cleared_away_is_not_lost():
 
 def test_a_reader_that_goes_away_is_no_bug_of_ours(source):
     """fp4convert ... --dry-run --json | head -1"""
-    source = write_single(source.parent / "many", {f"{LAYER}.x{number}.weight": weight(0, 1, 16) for number in range(3000)})
+    source = write_single(
+        source.parent / "many",
+        {f"{LAYER}.x{number}.weight": weight(0, 1, 16) for number in range(3000)},
+    )
     with start("quantize", source, "--format", "nvfp4", "--dry-run", "--json") as process:
         process.stdout.readline()
         process.stdout.close()
@@ -319,25 +409,47 @@ def test_a_terminal_without_unicode_is_served(encoding, source, tmp_path):
     name = "mödel.漢.weight"
     source = write_single(tmp_path / "m", {name: weight()})
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    command = [sys.executable, "-m", "fp4convert", "quantize", str(source), "--format", "nvfp4", "--dry-run"]
-    ended = subprocess.run(command, capture_output=True, env=environment, check=False, timeout=WAIT_SECONDS)
+    command = [
+        sys.executable,
+        "-m",
+        "fp4convert",
+        "quantize",
+        str(source),
+        "--format",
+        "nvfp4",
+        "--dry-run",
+    ]
+    ended = subprocess.run(
+        command, capture_output=True, env=environment, check=False, timeout=WAIT_SECONDS
+    )
     assert (ended.returncode, b"Traceback" in ended.stderr) == (0, False), ended.stderr
 
 
 def test_the_module_runs_as_the_command():
-    ended = subprocess.run([sys.executable, "-m", "fp4convert", "--version"], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-m", "fp4convert", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert ended.stdout == f"fp4convert {version('fp4convert')}\n"
 
 
 def test_a_recipe_file_is_followed_and_a_wrong_one_is_bad_usage(source, tmp_path):
     recipe = tmp_path / "mine.toml"
     recipe.write_text("base = 'mlp_only'\n[[keep]]\nreason = 'a trial'\nmodules = ['*.down_proj']")
-    plan = run("quantize", source, "--format", "nvfp4", "--recipe", recipe, "--dry-run", "--json").json
+    plan = run(
+        "quantize", source, "--format", "nvfp4", "--recipe", recipe, "--dry-run", "--json"
+    ).json
     reasons = {tensor["name"]: (tensor["action"], tensor["reason"]) for tensor in plan["tensors"]}
     assert reasons[f"{LAYER}.mlp.up_proj.weight"][0] == "quantize"
     assert reasons[f"{LAYER}.mlp.down_proj.weight"] == ("copy", "a trial")
     assert "mlp_only" in reasons[f"{LAYER}.self_attn.q_proj.weight"][1]
-    for option, word in (("--recipe", "nobody"), ("--stack-order", "oi"), ("--stack-rows", "mixed")):
+    for option, word in (
+        ("--recipe", "nobody"),
+        ("--stack-order", "oi"),
+        ("--stack-rows", "mixed"),
+    ):
         outcome = run("quantize", source, "--format", "nvfp4", option, word, "--dry-run", "--json")
         assert (outcome.code, outcome.json["error"]["exit"]) == (2, 2)
         assert word in outcome.json["error"]["message"]

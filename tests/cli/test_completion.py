@@ -22,7 +22,11 @@ def completed(*words: str, script: str = "source <(fp4convert --show-completion)
     line = f'{script}; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); {ask}; printf "%s\\n" "${{COMPREPLY[@]}}"'
     variables = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     ended = subprocess.run(
-        [*INSTALLED, line, "bash", "fp4convert", *words], env=variables, capture_output=True, text=True, check=True
+        [*INSTALLED, line, "bash", "fp4convert", *words],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert ended.stderr == ""
     return ended.stdout.split()
@@ -41,7 +45,10 @@ def completed(*words: str, script: str = "source <(fp4convert --show-completion)
         (("transcode", "--dialect", "g"), {"gpt-oss", "gguf"}),
         (("transcode", "--scale-layout", ""), {*LAYOUTS, "interleaved", "appended"}),
         (("quantize", "--method", ""), set(METHODS)),
-        (("quantize", "--scale-rule", ""), {rule for fmt in FORMATS.values() for rule in fmt.scale_rules}),
+        (
+            ("quantize", "--scale-rule", ""),
+            {rule for fmt in FORMATS.values() for rule in fmt.scale_rules},
+        ),
         (("quantize", "--recipe", "omlp"), {"omlp_only"}),
         (("recipes", "deepseek_"), {"deepseek_v4"}),
         (("inspect", "./some"), set()),  # bash itself knows files
@@ -54,5 +61,10 @@ def test_bash_completes(words, expected):
 def test_it_is_installed_for_the_shell_that_runs(tmp_path):
     """As the README says it, in a home of its own; then a new bash reads its own file."""
     home = {**os.environ, "HOME": str(tmp_path), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run([*INSTALLED, "fp4convert --install-completion; exit $?"], env=home, check=True, capture_output=True)
+    subprocess.run(
+        [*INSTALLED, "fp4convert --install-completion; exit $?"],
+        env=home,
+        check=True,
+        capture_output=True,
+    )
     assert completed("qu", script=f'HOME="{tmp_path}"; source "{tmp_path}/.bashrc"') == ["quantize"]

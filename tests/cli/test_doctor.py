@@ -21,10 +21,19 @@ def machine(monkeypatch):
 
 def test_two_gpus_with_hardware_conversion(machine):
     found = run("doctor", "--json").json
-    assert (found["device"], found["driver"], found["gpus_shown"], found["problem"]) == ("cuda:0,cuda:1", "13.1", 2, None)
+    assert (found["device"], found["driver"], found["gpus_shown"], found["problem"]) == (
+        "cuda:0,cuda:1",
+        "13.1",
+        2,
+        None,
+    )
     assert found["nvrtc"] == gpus.dotted(cubins.nvrtc_version())
     first = found["gpus"][0]
-    assert (first["target"], first["compute_capability"], first["software_conversion"]) == ("sm_120a", "12.0", [])
+    assert (first["target"], first["compute_capability"], first["software_conversion"]) == (
+        "sm_120a",
+        "12.0",
+        [],
+    )
     assert "quantize_nvfp4" in first["hardware_conversion"]
     drawn = run("doctor").out
     assert "cuda:1          Imaginary GPU, compute capability 12.0, 17.2 GB, sm_120a" in drawn
@@ -39,7 +48,9 @@ def test_software_conversion_is_told(machine):
 
 
 def test_without_a_driver(monkeypatch):
-    monkeypatch.setattr(gpus, "ask_driver", lambda: (None, 0, "there is no NVIDIA driver (libcuda.so.1)"))
+    monkeypatch.setattr(
+        gpus, "ask_driver", lambda: (None, 0, "there is no NVIDIA driver (libcuda.so.1)")
+    )
     outcome = run("doctor", "--json")
     found = outcome.json
     assert (outcome.code, found["device"], found["driver"], found["gpus"]) == (0, "cpu", None, [])
@@ -60,7 +71,12 @@ def test_processor_disk_and_cache(monkeypatch, tmp_path):
     (tmp_path / "fp4convert").mkdir()
     (tmp_path / "fp4convert" / "a.cubin").write_bytes(b"12345")
     found = run("doctor", "--json").json
-    assert found["cubin_cache"] == {"folder": str(tmp_path / "fp4convert"), "writable": True, "files": 1, "bytes": 5}
+    assert found["cubin_cache"] == {
+        "folder": str(tmp_path / "fp4convert"),
+        "writable": True,
+        "files": 1,
+        "bytes": 5,
+    }
     assert found["disk"]["folder"] == str(tmp_path)
     assert found["disk"]["free_bytes"] > 0
     assert found["cpu"]["processors"] >= 1

@@ -37,7 +37,9 @@ def test_codes_of_modelopt_lie_as_drawn(case: str) -> None:
     found = block_of(draw_block(NVFP4, "low_first"), packed[:8])
     assert len(found) == 6
     step = next(values[element] / value for element, value in found.items() if value)
-    assert {element: np.float32(value * step) for element, value in found.items()} == {e: values[e] for e in found}
+    assert {element: np.float32(value * step) for element, value in found.items()} == {
+        e: values[e] for e in found
+    }
 
 
 @pytest.mark.parametrize("case", ["heavy_bf16", "heavy_fp32"])
@@ -46,7 +48,9 @@ def test_codes_of_torchao_lie_as_drawn(case: str) -> None:
     (values,) = golden("inputs", case)
     step = 2.0 ** (int(scales.view(np.uint8)[0]) - 127)
     found = block_of(draw_block(MXFP4, "low_first"), packed[:16])
-    errors = [abs(float(values[element]) - value * step) for element, value in found.items() if value < 6]
+    errors = [
+        abs(float(values[element]) - value * step) for element, value in found.items() if value < 6
+    ]
     assert errors
     assert max(errors) <= step
 
@@ -70,7 +74,9 @@ def test_bits_of_scales_are_those_of_their_types() -> None:
     byte = int(np.array([1.5], ml_dtypes.float8_e4m3fn).view(np.uint8)[0])
     assert letters == "-eeeemmm"
     exponent = int("".join("1" if letter == "e" else "0" for letter in letters), 2)
-    assert (byte & exponent) >> 3 == ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).maxexp - 2  # the bias, 7
+    assert (byte & exponent) >> 3 == ml_dtypes.finfo(
+        ml_dtypes.float8_e4m3fn
+    ).maxexp - 2  # the bias, 7
     assert byte & 7 == 4
     assert draw_block(MXFP4, "low_first")[1].endswith("  eeeeeeee")
 

@@ -21,11 +21,24 @@ SECONDS = {
 
 def row(pattern, action="quantize", reason="a linear layer", **more):
     known = {"count": 1, "group": None, "format": "nvfp4" if action == "quantize" else None}
-    return {"pattern": pattern, "action": action, "reason": reason, **known, "source_bytes": 2000, "output_bytes": 500, **more}
+    return {
+        "pattern": pattern,
+        "action": action,
+        "reason": reason,
+        **known,
+        "source_bytes": 2000,
+        "output_bytes": 500,
+        **more,
+    }
 
 
 def draw(capsys, rows, width=100, **more):
-    totals = {"source_bytes": 1_370_000_000_000, "output_bytes": 389_000_000_000, "bits_per_weight": 4.5, "added_bytes": 0}
+    totals = {
+        "source_bytes": 1_370_000_000_000,
+        "output_bytes": 389_000_000_000,
+        "bits_per_weight": 4.5,
+        "added_bytes": 0,
+    }
     peaks = {"peak_memory_bytes": 138_000_000, "peak_disk_bytes": 389_100_000_000}
     screen = Screen()
     screen.width = width
@@ -45,7 +58,9 @@ def test_a_drawn_plan_joins_layers_and_says_why(tmp_path):
             f"{LAYER}.odd.weight": weight(0, 2, 24),
         }
     }
-    outcome = run("quantize", write_checkpoint(tmp_path / "m", shards), "--format", "nvfp4", "--dry-run")
+    outcome = run(
+        "quantize", write_checkpoint(tmp_path / "m", shards), "--format", "nvfp4", "--dry-run"
+    )
     lines = [re.sub(r" {2,}", "|", line).rstrip("|") for line in outcome.out.splitlines()]
     # 24 matrices of 32 x 64: 4096 bytes each; 1024 of codes, 128 of block scales and 4 of a global scale become of it
     assert lines[:8] == [
@@ -59,13 +74,19 @@ def test_a_drawn_plan_joins_layers_and_says_why(tmp_path):
         "stays|2 tensors, 4.19 kB",
     ]
     # 31,936 bytes of tensors, and the header
-    assert re.fullmatch(r"total\|102 kB -> 3\d\.\d kB \(3\d %\), 4\.516 bits per weight where it is quantized", lines[8])
+    assert re.fullmatch(
+        r"total\|102 kB -> 3\d\.\d kB \(3\d %\), 4\.516 bits per weight where it is quantized",
+        lines[8],
+    )
     assert lines[9].startswith("peak|memory ")
     assert len(lines) == 12
 
 
 def test_the_totals(capsys):
-    lines = draw(capsys, [row("lm_head", "copy", "an output head", output_bytes=2000), row("a.b", count=1234)])
+    lines = draw(
+        capsys,
+        [row("lm_head", "copy", "an output head", output_bytes=2000), row("a.b", count=1234)],
+    )
     assert max(map(len, lines)) <= 100
     assert lines[-6:] == [
         "nvfp4    1,234 modules, 2.00 kB -> 0.50 kB",
@@ -78,10 +99,26 @@ def test_the_totals(capsys):
 
 
 def test_packed_weights_that_stay_are_pointed_out(capsys):
-    rows = [row("a.[0-3].q", "dequantize", "excluded by '*q'", source_bytes=1000, output_bytes=2000)]
+    rows = [
+        row("a.[0-3].q", "dequantize", "excluded by '*q'", source_bytes=1000, output_bytes=2000)
+    ]
     lines = draw(capsys, rows, added_bytes=1000)
-    assert lines[2].split() == ["q", "1", "bf16", "1.00", "kB", "2.00", "kB", "excluded", "by", "'*q'"]
-    assert "bf16     adds 1.00 kB: packed weights that stay; --keep-packed leaves them as they are" in lines
+    assert lines[2].split() == [
+        "q",
+        "1",
+        "bf16",
+        "1.00",
+        "kB",
+        "2.00",
+        "kB",
+        "excluded",
+        "by",
+        "'*q'",
+    ]
+    assert (
+        "bf16     adds 1.00 kB: packed weights that stay; --keep-packed leaves them as they are"
+        in lines
+    )
     assert "stays    1 tensor, 1.00 kB -> 2.00 kB" in lines
 
 
@@ -93,7 +130,9 @@ def test_nothing_to_quantize_and_nothing_at_all(capsys):
 
 
 def test_a_long_reason_goes_on_below_itself(capsys):
-    lines = draw(capsys, [row("m.[0-1].a", "copy", "a reason of many words " * 5), row("m.[0-1].b")])
+    lines = draw(
+        capsys, [row("m.[0-1].a", "copy", "a reason of many words " * 5), row("m.[0-1].b")]
+    )
     at = lines[0].index("why")
     assert [line[at:] for line in lines[2:5]] == [
         "a reason of many words a reason of many words a reason of",
@@ -117,7 +156,11 @@ def test_a_name_too_long_for_its_column_has_a_line_to_itself(capsys):
 def test_names_and_ranges_longer_than_the_terminal_go_on_after_a_comma(capsys):
     layers = f"[{','.join(map(str, range(3, 123, 4)))}]"  # every fourth layer has attention of another kind
     leaves = ",".join(f"a_leaf_with_number_{at}" for at in range(20))
-    lines = draw(capsys, [row(f"m.{layers}.x", count=30), row(f"m.[0-1].{{{leaves}}}", "copy", "a norm")], bits_per_weight=None)
+    lines = draw(
+        capsys,
+        [row(f"m.{layers}.x", count=30), row(f"m.[0-1].{{{leaves}}}", "copy", "a norm")],
+        bits_per_weight=None,
+    )
     table = lines[: lines.index("")]
     assert max(map(len, table)) <= 100
     told = "".join(line.strip() for line in table)
@@ -127,7 +170,9 @@ def test_names_and_ranges_longer_than_the_terminal_go_on_after_a_comma(capsys):
 
 def test_a_number_stands_with_the_word_before_it(capsys):
     names = ("attn.to_q", "attn.to_out.0", "attn.to_out.0.bias", "ff.net.2", "ff.net.0.proj")
-    assert [line.split()[0] for line in draw(capsys, [row(f"b.[0-1].{name}") for name in names])[1:8]] == [
+    assert [
+        line.split()[0] for line in draw(capsys, [row(f"b.[0-1].{name}") for name in names])[1:8]
+    ] == [
         *("b.[0-1].attn", "to_q", "to_out.0", "to_out.0.bias"),
         *("b.[0-1].ff", "net.2", "net.0.proj"),
     ]
@@ -137,9 +182,18 @@ def test_a_number_stands_with_the_word_before_it(capsys):
 
 def test_a_shared_scale_hides_no_reason(capsys):
     shared = {"group": "gate_proj/up_proj"}
-    reasons = ("a linear layer", "a linear layer, from int4 32", "mxfp4, whose blocks nvfp4 can say")
+    reasons = (
+        "a linear layer",
+        "a linear layer, from int4 32",
+        "mxfp4, whose blocks nvfp4 can say",
+    )
     lines = draw(
-        capsys, [row(f"m.[0-1].{at}.{{gate,up}}_proj", reason=reason, **shared) for at, reason in enumerate(reasons)], 200
+        capsys,
+        [
+            row(f"m.[0-1].{at}.{{gate,up}}_proj", reason=reason, **shared)
+            for at, reason in enumerate(reasons)
+        ],
+        200,
     )
     assert [line.split("kB")[-1].strip() for line in lines if "one scale" in line] == [
         "one scale: {gate,up}_proj",
@@ -164,5 +218,7 @@ def test_a_real_plan_fits_the_terminal(width, capsys, tmp_path):
     table = lines[: lines.index("")]
     assert max(map(len, table)) <= width
     assert "model.layers.[3-12].mlp.experts.[0-7]" in table
-    headings = [line for line in table if not line.startswith(" ") and line.startswith("model.layers.[")]
+    headings = [
+        line for line in table if not line.startswith(" ") and line.startswith("model.layers.[")
+    ]
     assert len(headings) == len(set(headings))  # what has one parent stands together

@@ -12,7 +12,15 @@ import termios
 from contextlib import suppress
 
 import pytest
-from checkpoints import LAYER, hidden_characters, run, weight, write_checkpoint, write_llama, write_single
+from checkpoints import (
+    LAYER,
+    hidden_characters,
+    run,
+    weight,
+    write_checkpoint,
+    write_llama,
+    write_single,
+)
 
 from fp4convert.cli.draw_results import draw_result
 from fp4convert.cli.screen import Screen
@@ -41,7 +49,12 @@ def test_escape_shows_what_could_act_on_a_terminal(text, shown):
 
 
 def test_every_single_character_is_shown_or_harmless():
-    for code in (*range(0x3000), *range(0xD7F0, 0xE010), *range(0xFE00, 0x10000), *range(0xE0000, 0xE0200)):
+    for code in (
+        *range(0x3000),
+        *range(0xD7F0, 0xE010),
+        *range(0xFE00, 0x10000),
+        *range(0xE0000, 0xE0200),
+    ):
         assert not hidden_characters(escape(chr(code)))
 
 
@@ -53,7 +66,14 @@ def test_a_file_gets_the_words_that_a_terminal_gets_without_the_colours(capsys, 
     for colours in ("", "1"):
         monkeypatch.setenv("FORCE_COLOR", colours)
         screen = Screen()
-        for text in ("", "plain", "  [bold]x[/bold] :smile: é 漢字 ", "a\tb\x1b[31m", "word " * 400, "x" * 1500):
+        for text in (
+            "",
+            "plain",
+            "  [bold]x[/bold] :smile: é 漢字 ",
+            "a\tb\x1b[31m",
+            "word " * 400,
+            "x" * 1500,
+        ):
             screen.line(text)
             screen.line(text, "bold red")
             screen.line(text, "yellow", "warning x: ")
@@ -71,22 +91,44 @@ def test_a_file_gets_the_words_that_a_terminal_gets_without_the_colours(capsys, 
 
 def test_a_drawn_result_ends_with_the_digest(tmp_path):
     source = write_llama(tmp_path / "source")
-    digest = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json").json["digest"]
+    digest = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json").json[
+        "digest"
+    ]
     lines = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out").out.splitlines()
     assert lines[0] == str(tmp_path / "out")
-    assert lines[1:3] == ["  nvfp4, dialect compressed-tensors, rule mse", "  7 tensors quantized, 4 kept, 0 skipped"]
-    assert re.fullmatch(r"  87\.5 kB -> 49\.\d kB \(57 %\), 4\.507 bits per weight where it is quantized", lines[3])
-    assert re.fullmatch(r"  SQNR 21\.\d\d dB on average, least 21\.\d\d dB \(model\.layers\.\d\.\S+\.weight\)", lines[4])
+    assert lines[1:3] == [
+        "  nvfp4, dialect compressed-tensors, rule mse",
+        "  7 tensors quantized, 4 kept, 0 skipped",
+    ]
+    assert re.fullmatch(
+        r"  87\.5 kB -> 49\.\d kB \(57 %\), 4\.507 bits per weight where it is quantized", lines[3]
+    )
+    assert re.fullmatch(
+        r"  SQNR 21\.\d\d dB on average, least 21\.\d\d dB \(model\.layers\.\d\.\S+\.weight\)",
+        lines[4],
+    )
     assert re.fullmatch(r"  in \d+\.\d\d s on cpu", lines[5])  # nothing was left to do: no rate
     assert lines[6:] == [f"  digest {digest}"]
 
 
-RESULT = {"output": "out", "format": "bf16", "dialect": None, "scale_rule": None, "device": "cuda:0", "digest": "d"}
+RESULT = {
+    "output": "out",
+    "format": "bf16",
+    "dialect": None,
+    "scale_rule": None,
+    "device": "cuda:0",
+    "digest": "d",
+}
 
 
 def test_a_drawn_result_tells_what_it_knows(capsys):
     counts = {"dequantized": 7, "copied": 4, "skipped": 0}
-    more = {"source_bytes": 9 * 10**9, "output_bytes": 32 * 10**9, "seconds": 100.0, "tensors": counts}
+    more = {
+        "source_bytes": 9 * 10**9,
+        "output_bytes": 32 * 10**9,
+        "seconds": 100.0,
+        "tensors": counts,
+    }
     draw_result(Screen(), {**RESULT, **more, "bits_per_weight": 4.5, "adopted_bytes": 8 * 10**9})
     assert capsys.readouterr().out.splitlines() == [
         "out",
@@ -102,11 +144,27 @@ def test_a_drawn_merge_claims_no_reading(tmp_path):
     """Which shards were read again, docs/resume.md says."""
     source, out = write_llama(tmp_path / "source"), tmp_path / "out"
     for index in range(2):
-        assert run("quantize", source, "--format", "nvfp4", "-o", out, "--shard-index", index, "--num-shards", 2).code == 0
+        assert (
+            run(
+                "quantize",
+                source,
+                "--format",
+                "nvfp4",
+                "-o",
+                out,
+                "--shard-index",
+                index,
+                "--num-shards",
+                2,
+            ).code
+            == 0
+        )
     digest = run("merge", out, "--json").json["digest"]
     lines = run("merge", out).out.splitlines()
     assert lines[0] == str(out)
-    assert re.fullmatch(r"  2 shards merged \(nvfp4, compressed-tensors\), 49\.\d kB, in \S+ s", lines[1])
+    assert re.fullmatch(
+        r"  2 shards merged \(nvfp4, compressed-tensors\), 49\.\d kB, in \S+ s", lines[1]
+    )
     assert lines[2].startswith("  SQNR 21.")
     assert lines[3:] == [f"  digest {digest}"]
 
@@ -128,9 +186,15 @@ def shown_on_a_terminal(width, **environment):
     """What the program prints on a terminal of that width, with what drives the terminal taken out."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-    known = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR", "COLUMNS", "TERM")}
+    known = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("CI", "NO_COLOR", "COLUMNS", "TERM")
+    }
     streams = {"stdin": slave, "stdout": slave, "stderr": slave}
-    with subprocess.Popen([sys.executable, "-c", SHOWN], **streams, env={**known, "TERM": "xterm", **environment}):
+    with subprocess.Popen(
+        [sys.executable, "-c", SHOWN], **streams, env={**known, "TERM": "xterm", **environment}
+    ):
         os.close(slave)
         printed = b""
         with suppress(OSError):  # how a terminal says that its program has ended
@@ -176,7 +240,12 @@ def test_a_line_of_a_log_is_escaped_and_quiet_says_nothing(capsys, monkeypatch):
 
 def test_a_drawn_artifact_tells_layout_scales_and_health(tmp_path):
     source = write_llama(tmp_path / "source")
-    assert run("quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "-o", tmp_path / "out").code == 0
+    assert (
+        run(
+            "quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "-o", tmp_path / "out"
+        ).code
+        == 0
+    )
     assert run("inspect", tmp_path / "out").out.splitlines() == [
         "format          nvfp4: fp4_e2m1 codes, 16 to a block, fp8_e4m3 block scales",
         "dialect         compressed-tensors",
@@ -204,7 +273,9 @@ def test_a_drawn_verification_shows_the_worst_tensors_first(tmp_path):
     worst = sorted(document["tensors"], key=lambda entry: entry["sqnr_db"])[:5]
     lines = run("verify", out, "--source", source).out.splitlines()
     assert [line.split()[0] for line in lines[1:6]] == [entry["name"] for entry in worst]
-    assert [line.split()[1] for line in lines[1:6]] == [f"{entry['sqnr_db']:.2f}" for entry in worst]
+    assert [line.split()[1] for line in lines[1:6]] == [
+        f"{entry['sqnr_db']:.2f}" for entry in worst
+    ]
     assert lines[6].startswith("7 tensors: SQNR mean ")
     assert lines[7].startswith("recorded when it was quantized: SQNR 21.")
     assert lines[8:] == ["passed"]
@@ -230,7 +301,12 @@ def test_findings_name_level_code_and_tensor(tmp_path):
     assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
     lines = run("verify", out, "--source", source, "--min-sqnr", "300").out.splitlines()
     name = f"{LAYER}.mlp.down_proj.weight"
-    assert any(re.fullmatch(rf"error sqnr-low: {re.escape(name)}: SQNR .* dB, expected at least 300 dB", line) for line in lines)
+    assert any(
+        re.fullmatch(
+            rf"error sqnr-low: {re.escape(name)}: SQNR .* dB, expected at least 300 dB", line
+        )
+        for line in lines
+    )
     assert lines[-1] == "failed"
 
 
@@ -243,12 +319,34 @@ def test_an_error_has_its_message_and_its_next_step_and_no_traceback(tmp_path):
 
 
 def test_warnings_go_to_stderr_and_quiet_silences_them(tmp_path):
-    source = write_checkpoint(tmp_path / "m", {"model.safetensors": {f"{LAYER}.self_attn.q_proj.weight": weight()}})
-    loud = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "a", "--exclude", "nothing")
+    source = write_checkpoint(
+        tmp_path / "m", {"model.safetensors": {f"{LAYER}.self_attn.q_proj.weight": weight()}}
+    )
+    loud = run(
+        "quantize", source, "--format", "nvfp4", "-o", tmp_path / "a", "--exclude", "nothing"
+    )
     assert loud.err.startswith("warning: --exclude 'nothing' matches no module")
     assert "warning:" not in loud.out
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "b", "--exclude", "nothing", "-q").err == ""
-    assert run("quantize", source, "--format", "nvfp4", "--dry-run", "--exclude", "nothing", "--quiet").err == ""
+    assert (
+        run(
+            "quantize",
+            source,
+            "--format",
+            "nvfp4",
+            "-o",
+            tmp_path / "b",
+            "--exclude",
+            "nothing",
+            "-q",
+        ).err
+        == ""
+    )
+    assert (
+        run(
+            "quantize", source, "--format", "nvfp4", "--dry-run", "--exclude", "nothing", "--quiet"
+        ).err
+        == ""
+    )
 
 
 def test_a_long_name_is_shortened_in_a_table_and_whole_in_json(tmp_path):
@@ -256,4 +354,9 @@ def test_a_long_name_is_shortened_in_a_table_and_whole_in_json(tmp_path):
     source = write_single(tmp_path / "m", {name: weight()})
     drawn = run("quantize", source, "--format", "nvfp4", "--dry-run")
     assert max(len(line) for line in drawn.out.splitlines()) < 250
-    assert run("quantize", source, "--format", "nvfp4", "--dry-run", "--json").json["tensors"][0]["name"] == name
+    assert (
+        run("quantize", source, "--format", "nvfp4", "--dry-run", "--json").json["tensors"][0][
+            "name"
+        ]
+        == name
+    )

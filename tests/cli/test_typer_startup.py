@@ -51,7 +51,9 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def taken(kind: type[TyperCommand], annotation: object, words: list[str], default: object = None) -> tuple[object, ...]:
+def taken(
+    kind: type[TyperCommand], annotation: object, words: list[str], default: object = None
+) -> tuple[object, ...]:
     """What an option of that annotation becomes, or what the user is told."""
     made: list[object] = []
 
@@ -72,11 +74,15 @@ def taken(kind: type[TyperCommand], annotation: object, words: list[str], defaul
 @pytest.mark.parametrize("annotation", OPTIONS.values(), ids=OPTIONS)
 def test_every_word_becomes_what_typer_makes_of_it(annotation: object, tmp_path: Path) -> None:
     for word in (*TEXTS, *DIGITS, str(tmp_path), __file__, str(tmp_path / "absent")):
-        assert taken(PlainCommand, annotation, ["--x", word]) == taken(TyperCommand, annotation, ["--x", word]), word
+        assert taken(PlainCommand, annotation, ["--x", word]) == taken(
+            TyperCommand, annotation, ["--x", word]
+        ), word
     assert taken(PlainCommand, annotation, []) == taken(TyperCommand, annotation, [])
 
 
-@pytest.mark.parametrize(("kind", "word"), [(int, "8"), (float, "8"), (float, "8.5"), (str, "a"), (Path, "a/b")])
+@pytest.mark.parametrize(
+    ("kind", "word"), [(int, "8"), (float, "8"), (float, "8.5"), (str, "a"), (Path, "a/b")]
+)
 @pytest.mark.parametrize("parameter", [TyperArgument, TyperOption])
 def test_plain_words_are_taken_without_typer(
     parameter: Any, kind: Callable[[str], object], word: str, monkeypatch: pytest.MonkeyPatch
@@ -89,7 +95,9 @@ def test_plain_words_are_taken_without_typer(
         return process(self, ctx, value)
 
     monkeypatch.setattr(parameter, "process_value", told)
-    annotation: Any = Annotated[kind, typer.Option("--x", readable=False) if is_option else typer.Argument(readable=False)]
+    annotation: Any = Annotated[
+        kind, typer.Option("--x", readable=False) if is_option else typer.Argument(readable=False)
+    ]
     given = ["--x", word] if is_option else [word]
     assert taken(PlainCommand, annotation, given) == (type(kind(word)), repr(kind(word)))
     assert "x" not in left
@@ -102,15 +110,20 @@ def test_words_that_may_be_several(kind: type) -> None:
     annotation: Any = Annotated[list[kind] | None, typer.Option("--x")]  # type: ignore[valid-type]
     for words in ([], ["8"], ["8", "9"], ["8", "-9"], ["8", "x"]):
         given = [part for word in words for part in ("--x", word)]
-        assert taken(PlainCommand, annotation, given) == taken(TyperCommand, annotation, given), words
+        assert taken(PlainCommand, annotation, given) == taken(TyperCommand, annotation, given), (
+            words
+        )
 
 
 @pytest.mark.parametrize(
-    ("kind", "default"), [(int, 16), (float, 1.0), (float, 1), (str, "auto"), (Path, Path("a")), (bool, True)]
+    ("kind", "default"),
+    [(int, 16), (float, 1.0), (float, 1), (str, "auto"), (Path, Path("a")), (bool, True)],
 )
 def test_what_is_not_given(kind: type, default: object) -> None:
     annotation: Any = Annotated[kind, typer.Option("--x")]
-    assert taken(PlainCommand, annotation, [], default) == taken(TyperCommand, annotation, [], default)
+    assert taken(PlainCommand, annotation, [], default) == taken(
+        TyperCommand, annotation, [], default
+    )
 
 
 def test_what_is_missing_is_refused() -> None:

@@ -57,7 +57,10 @@ def test_words_and_defaults_are_those_of_the_command_line(command):
     parameters = reflection.signature(function).parameters
     known = {name: value.default for name, value in parameters.items() if name != "options"}
     extra = set(further.__annotations__) if further else set()
-    options = {option.name: option for option in typer.main.get_command(make_app()).commands[command].params}
+    options = {
+        option.name: option
+        for option in typer.main.get_command(make_app()).commands[command].params
+    }
     assert set(options) - SCREEN - extra - set(known) == set()
     assert (set(known) | extra) - set(options) <= PYTHON
     for name, default in known.items():
@@ -69,8 +72,13 @@ def test_words_and_defaults_are_those_of_the_command_line(command):
 def test_defaults_that_docstrings_tell_are_those_of_the_command_line(command):
     """`default N` and `word (default)`, of whatever has a default there; options of None say in words what comes then."""
     further = WORDS[command][1]
-    options = {option.name: option.default for option in typer.main.get_command(make_app()).commands[command].params}
-    lines = [line.split(maxsplit=1) for kind in lineage(further) for line in kind.__doc__.splitlines()]
+    options = {
+        option.name: option.default
+        for option in typer.main.get_command(make_app()).commands[command].params
+    }
+    lines = [
+        line.split(maxsplit=1) for kind in lineage(further) for line in kind.__doc__.splitlines()
+    ]
     rows = {row[0]: row[1] for row in lines if len(row) == 2 and row[0] in options}
     for word, default in options.items():
         if word in further.__annotations__ and default not in (None, False):
@@ -81,7 +89,10 @@ def test_defaults_that_docstrings_tell_are_those_of_the_command_line(command):
 def lineage(further: type) -> list[type]:
     """A class of words and those that it extends; TypedDict forgets them."""
     shared = (AccessOptions, WorkOptions, PartOptions, quality.InspectOptions)
-    return [further, *(kind for kind in shared if kind.__annotations__.keys() <= further.__annotations__.keys())]
+    return [
+        further,
+        *(kind for kind in shared if kind.__annotations__.keys() <= further.__annotations__.keys()),
+    ]
 
 
 def test_every_command_that_computes_has_its_function():
@@ -100,7 +111,9 @@ def test_the_artifact_of_a_bare_call_is_that_of_the_bare_command(source, tmp_pat
 
 def test_results_have_the_keys_of_their_documents(source, tmp_path):
     made = fp4convert.quantize(source, format="nvfp4", output=tmp_path / "out")
-    verified = [fp4convert.verify(made.output, source=source, outputs=outputs) for outputs in (False, True)]
+    verified = [
+        fp4convert.verify(made.output, source=source, outputs=outputs) for outputs in (False, True)
+    ]
     calibrated = Calibrated(tmp_path / "c", 1, 2, 3, 4, 5, ("a",), ("b", "c"), ("c",), "0f", 6.0)
     assert [(one.inputs, one.calibration) for one in verified] == [(None, None), ("gaussian", None)]
     for one in (made, *verified, calibrated):
@@ -119,10 +132,20 @@ def plain(value: object) -> object:
     """A value without who is told, and of sources and artifacts what they hold."""
     if is_dataclass(value) and not isinstance(value, type):
         told = {"phases", "tell", "named"}
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value) if field.name not in told}
+        return {
+            field.name: plain(getattr(value, field.name))
+            for field in fields(value)
+            if field.name not in told
+        }
     if isinstance(value, tuple | list):
         return [plain(one) for one in value]
-    return plain(value.checkpoint) if hasattr(value, "checkpoint") else None if isinstance(value, fp4convert.Phases) else value
+    return (
+        plain(value.checkpoint)
+        if hasattr(value, "checkpoint")
+        else None
+        if isinstance(value, fp4convert.Phases)
+        else value
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,26 +158,56 @@ def plain(value: object) -> object:
             "transcode ARTIFACT -o OUT --dialect quark",
             {"output": "OUT", "dialect": "quark"},
         ),
-        ("commands.convert.pruning.prune", "prune SOURCE -o OUT --calibration STATS --keep 4", PRUNED),
+        (
+            "commands.convert.pruning.prune",
+            "prune SOURCE -o OUT --calibration STATS --keep 4",
+            PRUNED,
+        ),
         ("commands.convert.finish.merge", "merge ARTIFACT", {}),
         ("quality.inspection.inspect", "inspect ARTIFACT", {}),
         ("quality.verification.verify", "verify ARTIFACT", {}),
-        ("quality.comparison.compare", "compare ARTIFACT ARTIFACT --source SOURCE", {"b": "ARTIFACT", "source": "SOURCE"}),
+        (
+            "quality.comparison.compare",
+            "compare ARTIFACT ARTIFACT --source SOURCE",
+            {"b": "ARTIFACT", "source": "SOURCE"},
+        ),
         ("quality.analysis.analyze", "analyze SOURCE", {}),
         ("calibration.run.calibrate", "calibrate SOURCE -o OUT --self-generate 4", GENERATED),
         ("commands.convert.open_quantized", "dequantize ARTIFACT -o OUT", {"output": "OUT"}),
-        ("commands.convert.open_artifact", "transcode ARTIFACT -o OUT --dialect quark", {"output": "OUT", "dialect": "quark"}),
-        ("commands.convert.open_source", "prune SOURCE -o OUT --calibration STATS --keep 4", PRUNED),
+        (
+            "commands.convert.open_artifact",
+            "transcode ARTIFACT -o OUT --dialect quark",
+            {"output": "OUT", "dialect": "quark"},
+        ),
+        (
+            "commands.convert.open_source",
+            "prune SOURCE -o OUT --calibration STATS --keep 4",
+            PRUNED,
+        ),
         ("commands.quality.open_artifact", "inspect ARTIFACT", {}),
-        ("commands.quality.open_original", "inspect ARTIFACT --source SOURCE", {"source": "SOURCE"}),
+        (
+            "commands.quality.open_original",
+            "inspect ARTIFACT --source SOURCE",
+            {"source": "SOURCE"},
+        ),
         ("commands.quality.open_artifact", "verify ARTIFACT", {}),
-        ("commands.quality.open_artifact", "compare ARTIFACT ARTIFACT --source SOURCE", {"b": "ARTIFACT", "source": "SOURCE"}),
+        (
+            "commands.quality.open_artifact",
+            "compare ARTIFACT ARTIFACT --source SOURCE",
+            {"b": "ARTIFACT", "source": "SOURCE"},
+        ),
         ("commands.analysis.open_source", "analyze SOURCE", {}),
-        ("commands.calibration.open_source", "calibrate SOURCE -o OUT --self-generate 4", GENERATED),
+        (
+            "commands.calibration.open_source",
+            "calibrate SOURCE -o OUT --self-generate 4",
+            GENERATED,
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_is_not_said_is_what_the_command_line_does_not_say(work, command, words, source, tmp_path, monkeypatch):
+def test_what_is_not_said_is_what_the_command_line_does_not_say(
+    work, command, words, source, tmp_path, monkeypatch
+):
     """Both come to the opening and to the work with the same, where neither was told more than it needs."""
     monkeypatch.chdir(tmp_path)
     if command.startswith("prune"):
@@ -162,7 +215,12 @@ def test_what_is_not_said_is_what_the_command_line_does_not_say(work, command, w
         calibrated(source)
     else:
         fp4convert.quantize(source, format="mxfp4", output="artifact")
-    places = {"SOURCE": str(source), "ARTIFACT": "artifact", "OUT": "out", "STATS": "calibration.safetensors"}
+    places = {
+        "SOURCE": str(source),
+        "ARTIFACT": "artifact",
+        "OUT": "out",
+        "STATS": "calibration.safetensors",
+    }
 
     def stop(*arguments: object) -> None:
         raise StoppedError(plain(arguments))
@@ -172,7 +230,9 @@ def test_what_is_not_said_is_what_the_command_line_does_not_say(work, command, w
     with pytest.raises(StoppedError) as by_command:
         run(name, reference, *rest)
     with pytest.raises(StoppedError) as by_call:
-        getattr(fp4convert, name)(reference, **{word: places.get(str(value), value) for word, value in words.items()})
+        getattr(fp4convert, name)(
+            reference, **{word: places.get(str(value), value) for word, value in words.items()}
+        )
     assert by_call.value.args == by_command.value.args
 
 
@@ -193,18 +253,48 @@ def test_every_word_does_what_its_option_does(words, options, source, tmp_path):
             options += [f"--{word.replace('_', '-')}", *([] if one is True else [str(one)])]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        planned = fp4convert.preview_quantize(str(source), format="nvfp4", output=tmp_path / "api", **words)
-        made = fp4convert.quantize(str(source), format="nvfp4", output=str(tmp_path / "api"), **words)
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "cli", *options, "--json")
+        planned = fp4convert.preview_quantize(
+            str(source), format="nvfp4", output=tmp_path / "api", **words
+        )
+        made = fp4convert.quantize(
+            str(source), format="nvfp4", output=str(tmp_path / "api"), **words
+        )
+    outcome = run(
+        "quantize", source, "--format", "nvfp4", "-o", tmp_path / "cli", *options, "--json"
+    )
     assert made.digest == outcome.json["digest"]
-    told = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "dry", *options, "--dry-run", "--json").json
+    told = run(
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "dry",
+        *options,
+        "--dry-run",
+        "--json",
+    ).json
     assert json.loads(json.dumps(planned["tensors"])) == told["tensors"]
-    said = [line.removeprefix("warning: ") for line in outcome.err.splitlines() if line.startswith("warning: ")]
+    said = [
+        line.removeprefix("warning: ")
+        for line in outcome.err.splitlines()
+        if line.startswith("warning: ")
+    ]
     assert [str(one.message) for one in warned] == said
 
 
 def test_a_doubt_is_told_once_before_the_work_or_after_the_plan(source, tmp_path):
-    asked = ("quantize", source, "--format", "nvfp4", "--exclude", "absent", "-o", tmp_path / "q", "--json")
+    asked = (
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "--exclude",
+        "absent",
+        "-o",
+        tmp_path / "q",
+        "--json",
+    )
     for more, count in ((["--dry-run"], 1), (["--dry-run", "-q"], 0), ([], 1)):
         assert run(*asked, *more).err.count("'absent' matches no module") == count
 
@@ -213,10 +303,15 @@ def test_a_whole_round_from_python_is_that_of_the_command_line(source, tmp_path)
     made, other = tmp_path / "q", tmp_path / "other"
     fp4convert.quantize(source, format="mxfp4", output=made)
     described = fp4convert.inspect(made, source=source, full=True)
-    assert json.loads(json.dumps(described)) == run("inspect", made, "--source", source, "--full", "--json").json
+    assert (
+        json.loads(json.dumps(described))
+        == run("inspect", made, "--source", source, "--full", "--json").json
+    )
     report = fp4convert.verify(made, source=source, min_sqnr=10, max_nmse=0.1)
     assert report.passed
-    shown = run("verify", made, "--source", source, "--min-sqnr", 10, "--max-nmse", 0.1, "--json").json
+    shown = run(
+        "verify", made, "--source", source, "--min-sqnr", 10, "--max-nmse", 0.1, "--json"
+    ).json
     assert json.loads(json.dumps(report.as_json())) == shown
     assert not fp4convert.verify(made, source=source, min_sqnr=60).passed
     fp4convert.transcode(made, other, dialect="quark")
@@ -231,16 +326,29 @@ def test_parts_and_merge(source, tmp_path):
     heard: list[str] = []
     for index in range(2):
         part = {"shard_index": index, "num_shards": 2, "tell": heard.append}
-        assert fp4convert.quantize(source, format="nvfp4", output=tmp_path / "parts", **part).digest is None
+        assert (
+            fp4convert.quantize(source, format="nvfp4", output=tmp_path / "parts", **part).digest
+            is None
+        )
     assert heard[0].startswith("this process does part 0 of 2")
     assert fp4convert.merge(tmp_path / "parts")["digest"] == whole.digest
 
 
 def test_analysis_and_calibration_files(source, tmp_path):
     calibrate(tmp_path / "c.safetensors", source, "diag")
-    study = fp4convert.analyze(source, calibration=tmp_path / "c.safetensors", sample=0.001, exclude="*.mlp.*")
+    study = fp4convert.analyze(
+        source, calibration=tmp_path / "c.safetensors", sample=0.001, exclude="*.mlp.*"
+    )
     shown = run(
-        "analyze", source, "--calibration", tmp_path / "c.safetensors", "--sample", 0.001, "--exclude", "*.mlp.*", "--json"
+        "analyze",
+        source,
+        "--calibration",
+        tmp_path / "c.safetensors",
+        "--sample",
+        0.001,
+        "--exclude",
+        "*.mlp.*",
+        "--json",
     )
     assert json.loads(json.dumps(study)) == shown.json
     weighed = {"scale_rule": "importance", "calibration": tmp_path / "c.safetensors"}
@@ -262,7 +370,11 @@ def test_doubts_are_pythons_warnings_where_the_caller_stands(name, source, tmp_p
     monkeypatch.setattr("fp4convert.commands.convert.unused", lambda device: ["a doubt \x1b[31m"])
     fp4convert.quantize(source, format="nvfp4", output=tmp_path / "q", warn=lambda lines: None)
     call = getattr(fp4convert, name)
-    words = {"format": "nvfp4", "output": tmp_path / "q"} if name == "quantize" else {"output": tmp_path / "back"}
+    words = (
+        {"format": "nvfp4", "output": tmp_path / "q"}
+        if name == "quantize"
+        else {"output": tmp_path / "back"}
+    )
     with pytest.warns(UserWarning, match=r"a doubt \\x1b\[31m") as warned:
         call(source if name == "quantize" else tmp_path / "q", **words)
     assert {one.filename for one in warned} == {__file__}
@@ -271,20 +383,44 @@ def test_doubts_are_pythons_warnings_where_the_caller_stands(name, source, tmp_p
 @pytest.mark.parametrize(
     ("kind", "code", "call"),
     [
-        (fp4convert.InputError, "unknown-format", lambda source, out: fp4convert.quantize(source, format="int4", output=out)),
+        (
+            fp4convert.InputError,
+            "unknown-format",
+            lambda source, out: fp4convert.quantize(source, format="int4", output=out),
+        ),
         (fp4convert.InputError, "not-an-artifact", lambda source, out: fp4convert.inspect(source)),
-        (fp4convert.InputError, "no-source", lambda source, out: fp4convert.verify(made(source, out), min_sqnr=20)),
+        (
+            fp4convert.InputError,
+            "no-source",
+            lambda source, out: fp4convert.verify(made(source, out), min_sqnr=20),
+        ),
         (fp4convert.InputError, "no-plan", lambda source, out: fp4convert.merge(source)),
         (fp4convert.InputError, "no-text", fp4convert.calibrate),
-        (fp4convert.InputError, "no-source", lambda source, out: fp4convert.quantize("", format="nvfp4", output=out)),
-        (fp4convert.InputError, "usage", lambda source, out: fp4convert.quantize(source, format="nvfp4", output=out, workers=-1)),
-        (fp4convert.InputError, "usage", lambda source, out: fp4convert.inspect(source, memory=float("nan"))),
+        (
+            fp4convert.InputError,
+            "no-source",
+            lambda source, out: fp4convert.quantize("", format="nvfp4", output=out),
+        ),
+        (
+            fp4convert.InputError,
+            "usage",
+            lambda source, out: fp4convert.quantize(source, format="nvfp4", output=out, workers=-1),
+        ),
+        (
+            fp4convert.InputError,
+            "usage",
+            lambda source, out: fp4convert.inspect(source, memory=float("nan")),
+        ),
         (
             fp4convert.OutputError,
             "foreign-output",
             lambda source, out: fp4convert.quantize(source, format="nvfp4", output=filled(out)),
         ),
-        (fp4convert.DeviceError, "no-device", lambda source, out: fp4convert.quantize(source, format="nvfp4", device="cuda:9")),
+        (
+            fp4convert.DeviceError,
+            "no-device",
+            lambda source, out: fp4convert.quantize(source, format="nvfp4", device="cuda:9"),
+        ),
     ],
 )
 def test_errors_are_classes_with_a_code(kind, code, call, source, tmp_path, monkeypatch):
@@ -309,13 +445,21 @@ def filled(out: Path) -> Path:
 @pytest.mark.parametrize("name", [name for name, (_, further) in WORDS.items() if further])
 def test_an_unknown_word_is_a_type_error_before_anything_is_read(name):
     function = WORDS[name][0]
-    needed = [p.name for p in reflection.signature(function).parameters.values() if p.default is p.empty and p.name != "options"]
+    needed = [
+        p.name
+        for p in reflection.signature(function).parameters.values()
+        if p.default is p.empty and p.name != "options"
+    ]
     with pytest.raises(TypeError, match="unexpected keyword argument 'scale_rul'"):
         function(**dict.fromkeys(needed, "absent"), scale_rul="mse")
 
 
 def test_names_for_type_checkers_are_those_that_are_there():
-    (block,) = (node for node in ast.parse((ROOT / "fp4convert" / "__init__.py").read_text()).body if isinstance(node, ast.If))
+    (block,) = (
+        node
+        for node in ast.parse((ROOT / "fp4convert" / "__init__.py").read_text()).body
+        if isinstance(node, ast.If)
+    )
     typed = {
         alias.name: part.module.removeprefix("fp4convert.")
         for part in block.body
@@ -345,7 +489,17 @@ def test_callers_are_type_checked(tmp_path):
 
 
 READ_BY_NAME = {  # options of quantize that no field has: _order and what it calls ask for them by their words
-    *("ray", "push_to_hub", "private", "report", "target_size", "target_bits", "force", "join", "shard_index"),
+    *(
+        "ray",
+        "push_to_hub",
+        "private",
+        "report",
+        "target_size",
+        "target_bits",
+        "force",
+        "join",
+        "shard_index",
+    ),
     *("num_shards", "warn", "memory"),
 }
 

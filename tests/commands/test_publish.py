@@ -19,7 +19,10 @@ def _fast(monkeypatch):
 
 @pytest.fixture
 def source(tmp_path):
-    return write_llama(tmp_path / "m", **{"tokenizer.json": b"{}" * 2000, "README.md": b"---\nlicense: mit\n---\n# Theirs\n"})
+    return write_llama(
+        tmp_path / "m",
+        **{"tokenizer.json": b"{}" * 2000, "README.md": b"---\nlicense: mit\n---\n# Theirs\n"},
+    )
 
 
 def push(*arguments: object):
@@ -47,7 +50,10 @@ def test_the_repository_holds_what_the_folder_holds(hub, source, tmp_path):
     assert "license: mit" in card
     assert "# Theirs" in card
     command = re.search(r"^fp4convert quantize .*$", card, re.MULTILINE)[0]
-    assert command == "fp4convert quantize ./m --format nvfp4 --dialect compressed-tensors --activations 16 --method rtn"
+    assert (
+        command
+        == "fp4convert quantize ./m --format nvfp4 --dialect compressed-tensors --activations 16 --method rtn"
+    )
     assert run("inspect", "me/q").code == 0
 
 
@@ -77,12 +83,19 @@ def test_without_the_right_to_write_nothing_is_converted(hub, source, tmp_path, 
 def test_a_folder_that_is_refused_makes_no_repository(hub, source, tmp_path):
     (tmp_path / "q").mkdir()
     (tmp_path / "q" / "thesis.txt").write_bytes(b"x")
-    assert push(source, *NVFP4, "-o", tmp_path / "q", *PUSH).json["error"]["code"] == "foreign-output"
+    assert (
+        push(source, *NVFP4, "-o", tmp_path / "q", *PUSH).json["error"]["code"] == "foreign-output"
+    )
     assert hub.repos == {}
 
 
 @pytest.mark.parametrize(
-    ("options", "code"), [(("--push-to-hub", "nobody"), 2), ((*PUSH, "--device", "cuda:9"), 2), ((*PUSH, "--format", "nvfp5"), 2)]
+    ("options", "code"),
+    [
+        (("--push-to-hub", "nobody"), 2),
+        ((*PUSH, "--device", "cuda:9"), 2),
+        ((*PUSH, "--format", "nvfp5"), 2),
+    ],
 )
 def test_bad_input_makes_no_folder_and_no_repository(options, code, hub, source, tmp_path):
     assert push(source, *NVFP4, "-o", tmp_path / "q", *options).code == code
@@ -108,7 +121,9 @@ def test_a_push_that_failed_is_continued_though_the_source_has_moved(hub, source
     assert json.loads(hub.read("me/q")["quantization_config.json"])["source"]["revision"] == commit
 
 
-@pytest.mark.parametrize("options", [("--private",), (*PUSH, "--shard-index", 0, "--num-shards", 2)])
+@pytest.mark.parametrize(
+    "options", [("--private",), (*PUSH, "--shard-index", 0, "--num-shards", 2)]
+)
 def test_what_means_nothing_is_refused(options, hub, source, tmp_path):
     assert push(source, *NVFP4, "-o", tmp_path / "q", *options).code == 2
     assert not (tmp_path / "q").exists()
@@ -117,7 +132,17 @@ def test_what_means_nothing_is_refused(options, hub, source, tmp_path):
 
 def test_parts_that_were_merged_are_pushed_by_the_same_command(hub, source, tmp_path):
     for index in range(2):
-        run("quantize", source, *NVFP4, "-o", tmp_path / "q", "--shard-index", index, "--num-shards", 2)
+        run(
+            "quantize",
+            source,
+            *NVFP4,
+            "-o",
+            tmp_path / "q",
+            "--shard-index",
+            index,
+            "--num-shards",
+            2,
+        )
     merged = run("merge", tmp_path / "q", "--json").json
     pushed = push(source, *NVFP4, "-o", tmp_path / "q", *PUSH, "--num-shards", 1).json
     assert pushed["digest"] == merged["digest"]
@@ -127,7 +152,9 @@ def test_parts_that_were_merged_are_pushed_by_the_same_command(hub, source, tmp_
 def test_workers_that_join_push_together(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     source, out = write_zeros(tmp_path / "source", count=6, rows=1024), tmp_path / "q"
-    processes = [start("quantize", source, *NVFP4, "-q", "-o", out, "--join", *PUSH) for _ in range(2)]
+    processes = [
+        start("quantize", source, *NVFP4, "-q", "-o", out, "--join", *PUSH) for _ in range(2)
+    ]
     results = []
     for process in processes:
         text, err = process.communicate(timeout=120)
@@ -166,5 +193,9 @@ def test_a_name_that_cannot_be_is_refused_before_anything_is_written(repo, hub, 
 
 def test_the_progress_of_an_upload_ends_at_all_of_it(hub, source, tmp_path, monkeypatch):
     monkeypatch.setattr("fp4convert.progress.LINE_SECONDS", 0.0)
-    told = [line for line in push(source, *NVFP4, "-o", tmp_path / "q", *PUSH).err.splitlines() if line.startswith("upload: ")]
+    told = [
+        line
+        for line in push(source, *NVFP4, "-o", tmp_path / "q", *PUSH).err.splitlines()
+        if line.startswith("upload: ")
+    ]
     assert "(100 %)" in told[-2]

@@ -23,12 +23,18 @@ from fp4convert.commands.tensors import dequantize_tensor, quantize_tensor
 from fp4convert.errors import InputError, NumericError
 
 INPUTS = load_file(GOLDEN / "inputs.safetensors")
-MODELOPT, TORCHAO = (load_file(GOLDEN / f"{name}.safetensors") for name in ("modelopt_nvfp4", "torchao_mxfp4"))
+MODELOPT, TORCHAO = (
+    load_file(GOLDEN / f"{name}.safetensors") for name in ("modelopt_nvfp4", "torchao_mxfp4")
+)
 TORCHAO_RULES = {"floor": "floor", "even": "even", "ceil": "rceil"}  # ours -> theirs
 
 
 def as_array(x: torch.Tensor) -> np.ndarray:
-    return x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+    return (
+        x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+        if x.dtype == torch.bfloat16
+        else x.numpy()
+    )
 
 
 def as_bytes(x: torch.Tensor) -> bytes:
@@ -65,13 +71,17 @@ def test_nvfp4_is_modelopts_in_every_form(case):
 def test_mxfp4_is_torchaos_in_every_form(rule):
     """But for -0.0, whose code torchao makes 8, and all others 0."""
     cases = [case for case in CASES if f"{case}/{rule}" not in EXCLUDED["torchao"]]
-    cases = [case for case in cases if not ((INPUTS[case] == 0) & torch.signbit(INPUTS[case])).any()]
+    cases = [
+        case for case in cases if not ((INPUTS[case] == 0) & torch.signbit(INPUTS[case])).any()
+    ]
     assert len(cases) >= 20
     for case in cases:
         for x in ways(INPUTS[case]):
             q = quantize_tensor(x, format="mxfp4", scale_rule=rule)
             assert bytes(q.packed) == as_bytes(TORCHAO[f"{case}/qdata_{TORCHAO_RULES[rule]}"]), case
-            assert bytes(q.block_scales) == as_bytes(TORCHAO[f"{case}/scale_{TORCHAO_RULES[rule]}"]), case
+            assert bytes(q.block_scales) == as_bytes(
+                TORCHAO[f"{case}/scale_{TORCHAO_RULES[rule]}"]
+            ), case
             assert q.global_scale is None
 
 
@@ -105,7 +115,9 @@ def test_matrices_of_several_panels_are_whole():
     x = torch.randn((2100, 4096), generator=torch.Generator().manual_seed(0))
     q = quantize_tensor(x, format="nvfp4", scale_rule="amax")
     packed = torch.frombuffer(q.packed, dtype=torch.uint8).view(2100, 2048)
-    steps = e4m3(torch.frombuffer(q.block_scales, dtype=torch.uint8)).view(2100, 256) * q.global_scale
+    steps = (
+        e4m3(torch.frombuffer(q.block_scales, dtype=torch.uint8)).view(2100, 256) * q.global_scale
+    )
     values = decoded(unpacked(packed), steps)
     assert ((values - x).abs() <= 1.07 * steps.repeat_interleave(16, 1)).all()
     assert np.array_equal(dequantize_tensor(q), values.numpy())
@@ -124,7 +136,9 @@ def test_values_come_back_as_modelopt_reads_them(case):
 def test_a_tensor_that_torch_keeps_negated_is_what_it_says():
     x = INPUTS["rand_fp32"].clone()
     assert torch._neg_view(x).is_neg()
-    assert bytes(quantize_tensor(torch._neg_view(x), format="nvfp4").packed) == bytes(quantize_tensor(-x, format="nvfp4").packed)
+    assert bytes(quantize_tensor(torch._neg_view(x), format="nvfp4").packed) == bytes(
+        quantize_tensor(-x, format="nvfp4").packed
+    )
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
@@ -148,7 +162,9 @@ def test_importance_weighs_columns():
         quantize_tensor(x, format="nvfp4", scale_rule="importance", importance=heavy),
     )
     for form in (heavy.tolist(), torch.from_numpy(heavy).requires_grad_()):
-        assert quantize_tensor(x, format="nvfp4", scale_rule="importance", importance=form) == weighed
+        assert (
+            quantize_tensor(x, format="nvfp4", scale_rule="importance", importance=form) == weighed
+        )
     lost = [np.square(dequantize_tensor(q) - x) for q in (by_mse, weighed)]
     assert lost[1][:, 5].sum() < lost[0][:, 5].sum()
     assert lost[1].sum() > lost[0].sum()
@@ -187,12 +203,24 @@ REFUSED = [
     (X, {"global_amax": [1.0]}, "global-amax", "expected a number"),
     (X, {"global_amax": 10**400}, "global-amax", "is inf; expected a finite number"),
     (X, {"scale_rule": "importance", "importance": "much"}, "importance-shape", "builtins.str"),
-    (torch.nested.nested_tensor([torch.ones(2, 64)], layout=torch.jagged), {}, "tensor-layout", "nested"),
-    (FakeTensorMode().from_tensor(torch.ones(2, 64)), {}, "tensor-type", "FakeTensor, which holds no values"),
+    (
+        torch.nested.nested_tensor([torch.ones(2, 64)], layout=torch.jagged),
+        {},
+        "tensor-layout",
+        "nested",
+    ),
+    (
+        FakeTensorMode().from_tensor(torch.ones(2, 64)),
+        {},
+        "tensor-type",
+        "FakeTensor, which holds no values",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("x", "words", "code", "said"), REFUSED, ids=[f"{code}-{said}" for *_, code, said in REFUSED])
+@pytest.mark.parametrize(
+    ("x", "words", "code", "said"), REFUSED, ids=[f"{code}-{said}" for *_, code, said in REFUSED]
+)
 def test_what_is_no_matrix_of_weights_is_refused(x, words, code, said):
     with pytest.raises(InputError, match=said) as refused:
         quantize_tensor(x, **{"format": "nvfp4", **words})
@@ -206,7 +234,9 @@ def test_what_is_not_finite_is_refused_with_its_place(bad, format):
     x[1, 33], x[2, 0] = bad, bad
     what = "NaN" if np.isnan(bad) else "Inf"
     for form in (x, as_array(x)):
-        with pytest.raises(NumericError, match=rf"2 values that are NaN or Inf, the first {what} at \[1, 33\]"):
+        with pytest.raises(
+            NumericError, match=rf"2 values that are NaN or Inf, the first {what} at \[1, 33\]"
+        ):
             quantize_tensor(form, format=format)
 
 
@@ -238,4 +268,7 @@ assert "torch" not in sys.modules
 
 
 def test_the_package_offers_both():
-    assert (fp4convert.quantize_tensor, fp4convert.dequantize_tensor) == (quantize_tensor, dequantize_tensor)
+    assert (fp4convert.quantize_tensor, fp4convert.dequantize_tensor) == (
+        quantize_tensor,
+        dequantize_tensor,
+    )

@@ -31,7 +31,8 @@ TARGETS = [("nvfp4", CT), ("mxfp4", CT), ("nvfp4", MO)]
 INPUT_SCALE = {CT: "input_global_scale", MO: "input_scale"}
 SHAPE = {CT: (1,), MO: ()}
 MODULES = sorted(
-    [f"{LAYER}.self_attn.{name}_proj" for name in "qkvo"] + [f"{LAYER}.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    [f"{LAYER}.self_attn.{name}_proj" for name in "qkvo"]
+    + [f"{LAYER}.mlp.{name}_proj" for name in ("gate", "up", "down")]
 )
 DOWN = f"{LAYER}.mlp.down_proj"
 OURS = "quantization_config.json"
@@ -50,7 +51,17 @@ def quantize(source, tmp_path):
     """(name of a folder, format, dialect, options) -> the folder, now with an artifact."""
 
     def make(name: str, format: str = "nvfp4", dialect: str = CT, *options: object) -> Path:
-        outcome = run("quantize", source, "--format", format, "--dialect", dialect, "-o", tmp_path / name, *options)
+        outcome = run(
+            "quantize",
+            source,
+            "--format",
+            format,
+            "--dialect",
+            dialect,
+            "-o",
+            tmp_path / name,
+            *options,
+        )
         assert outcome.code == 0, outcome
         return tmp_path / name
 
@@ -64,7 +75,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def input_scales(folder: Path, dialect: str) -> dict[str, tuple]:
     ending = f".{INPUT_SCALE[dialect]}"
-    return {name.removesuffix(ending): tensor for name, tensor in read_folder(folder).items() if name.endswith(ending)}
+    return {
+        name.removesuffix(ending): tensor
+        for name, tensor in read_folder(folder).items()
+        if name.endswith(ending)
+    }
 
 
 def rewrite(folder: Path, file: str, **changes: object) -> None:
@@ -90,7 +105,11 @@ def without(folder: Path, name: str) -> None:
 
 def errors_of(folder: Path) -> list[tuple[str, str | None]]:
     outcome = run("inspect", folder, "--json")
-    errors = [(found["code"], found["tensor"]) for found in outcome.json["findings"] if found["level"] == "error"]
+    errors = [
+        (found["code"], found["tensor"])
+        for found in outcome.json["findings"]
+        if found["level"] == "error"
+    ]
     assert (outcome.code, outcome.json["healthy"]) == ((6, False) if errors else (0, True))
     return sorted(errors, key=str)
 
@@ -118,8 +137,12 @@ def test_an_inverted_input_scale_is_rounded_once():
     """No float32 is nearer to 1/X, in exact fractions; rounding X first would often miss it."""
     q = Quantized(NVFP4, (1, 16), memoryview(bytes(8)), memoryview(bytes(1)), 2.0, "divisor")
     for x in np.exp2(np.random.default_rng(2).uniform(-100, 100, 500)).tolist():
-        (stored,) = struct.unpack("<f", dict(dialect_named(CT).encode_scalars("m", q, x))["m.input_global_scale"])
-        neighbours = (float(np.nextafter(np.float32(stored), np.float32(end))) for end in (0, np.inf))
+        (stored,) = struct.unpack(
+            "<f", dict(dialect_named(CT).encode_scalars("m", q, x))["m.input_global_scale"]
+        )
+        neighbours = (
+            float(np.nextafter(np.float32(stored), np.float32(end))) for end in (0, np.inf)
+        )
         error = abs(Fraction(stored) - 1 / Fraction(x))
         assert all(error <= abs(Fraction(other) - 1 / Fraction(x)) for other in neighbours)
 
@@ -133,7 +156,9 @@ def test_an_inverted_input_scale_is_rounded_once():
     ],
 )
 @every_nvfp4
-def test_every_quantized_module_has_the_same_input_scale(dialect, options, multiplier, divisor, quantize):
+def test_every_quantized_module_has_the_same_input_scale(
+    dialect, options, multiplier, divisor, quantize
+):
     """Of fused modules too; kept ones, such as lm_head, have none."""
     found = input_scales(quantize("out", "nvfp4", dialect, "--activations", 4, *options), dialect)
     expected = ("F32", SHAPE[dialect], divisor if dialect == CT else multiplier)
@@ -145,11 +170,20 @@ def test_all_but_input_scales_and_records_is_as_with_16_bits(format, dialect, qu
     four = quantize("four", format, dialect, "--activations", 4)
     sixteen = quantize("sixteen", format, dialect, "--activations", 16)
     assert contents(sixteen) == contents(quantize("default", format, dialect))
-    added = {f"{module}.{INPUT_SCALE[dialect]}" for module in MODULES} if format == "nvfp4" else set()
+    added = (
+        {f"{module}.{INPUT_SCALE[dialect]}" for module in MODULES} if format == "nvfp4" else set()
+    )
     tensors = read_folder(four)
     assert added <= tensors.keys()
-    assert {name: tensor for name, tensor in tensors.items() if name not in added} == read_folder(sixteen)
-    may_differ = {"config.json", "hf_quant_config.json", OURS, *((FIRST, SECOND, INDEX) if added else ())}
+    assert {name: tensor for name, tensor in tensors.items() if name not in added} == read_folder(
+        sixteen
+    )
+    may_differ = {
+        "config.json",
+        "hf_quant_config.json",
+        OURS,
+        *((FIRST, SECOND, INDEX) if added else ()),
+    }
     left, right = contents(four), contents(sixteen)
     assert left.keys() == right.keys()
     assert {file for file in left if left[file] != right[file]} == may_differ & left.keys()
@@ -170,22 +204,32 @@ def test_records_change_only_where_they_speak_of_activations(format, dialect, qu
     algorithm = {"quant_algo"} if dialect == MO else set()
     assert changed("config.json") == {"quantization_config"}
     assert changed("config.json", "quantization_config") == {"config_groups", *algorithm}
-    assert changed("config.json", "quantization_config", "config_groups", "group_0") == {"input_activations"}
+    assert changed("config.json", "quantization_config", "config_groups", "group_0") == {
+        "input_activations"
+    }
     assert changed(OURS) == {"activations", "files"}
     assert json.loads((four / OURS).read_text())["activations"] == 4
     if dialect == MO:
         assert changed("hf_quant_config.json") == {"quantization"}
         assert changed("hf_quant_config.json", "quantization") == algorithm
     index = json.loads((four / INDEX).read_text())
-    assert {name: file for file in (FIRST, SECOND) for name in read_shard(four / file)} == index["weight_map"]
-    assert index["metadata"]["total_size"] == sum(len(data) for _, _, data in read_folder(four).values())
+    assert {name: file for file in (FIRST, SECOND) for name in read_shard(four / file)} == index[
+        "weight_map"
+    ]
+    assert index["metadata"]["total_size"] == sum(
+        len(data) for _, _, data in read_folder(four).values()
+    )
 
 
 @every_target
 def test_inspect_and_verify_find_it_sound(format, dialect, quantize, source):
     folder = quantize("out", format, dialect, "--activations", 4)
     document = run("inspect", folder, "--json").json
-    assert (document["activations"], document["format"], document["dialect"]) == (4, format, dialect)
+    assert (document["activations"], document["format"], document["dialect"]) == (
+        4,
+        format,
+        dialect,
+    )
     assert (document["healthy"], document["findings"]) == (True, [])
     assert document["tensors"] == {"quantized": 7, "other": 4}
     assert "activations     4 bits, quantized by the engine" in run("inspect", folder).out
@@ -193,7 +237,9 @@ def test_inspect_and_verify_find_it_sound(format, dialect, quantize, source):
     assert (verified.code, verified.json["findings"]) == (0, [])
     forget(folder)
     foreign = run("inspect", folder, "--json").json
-    assert (foreign["activations"], foreign["healthy"]) == (4, True), "by the engines' record alone it is the same"
+    assert (foreign["activations"], foreign["healthy"]) == (4, True), (
+        "by the engines' record alone it is the same"
+    )
 
 
 @every_target
@@ -223,7 +269,10 @@ def test_input_scales_that_no_record_asks_for_are_harmless(dialect, quantize, tm
 
 @every_nvfp4
 def test_one_missing_input_scale_is_an_error(dialect, quantize, tmp_path):
-    folder, name = quantize("out", "nvfp4", dialect, "--activations", 4), f"{DOWN}.{INPUT_SCALE[dialect]}"
+    folder, name = (
+        quantize("out", "nvfp4", dialect, "--activations", 4),
+        f"{DOWN}.{INPUT_SCALE[dialect]}",
+    )
     without(folder, name)
     assert errors_of(folder) == [("tensor-missing", name)]
     refused = run("dequantize", folder, "-o", tmp_path / "restored", "--json")
@@ -234,9 +283,14 @@ def test_one_missing_input_scale_is_an_error(dialect, quantize, tmp_path):
 
 @every_nvfp4
 def test_an_input_scale_of_the_other_dialects_shape_is_an_error(dialect, quantize):
-    folder, name = quantize("out", "nvfp4", dialect, "--activations", 4), f"{DOWN}.{INPUT_SCALE[dialect]}"
+    folder, name = (
+        quantize("out", "nvfp4", dialect, "--activations", 4),
+        f"{DOWN}.{INPUT_SCALE[dialect]}",
+    )
     shape = () if dialect == CT else (1,)
-    (folder / SECOND).write_bytes(pack_shard({**read_shard(folder / SECOND), name: ("F32", shape, b"\0\0\x80\x3f")}))
+    (folder / SECOND).write_bytes(
+        pack_shard({**read_shard(folder / SECOND), name: ("F32", shape, b"\0\0\x80\x3f")})
+    )
     assert errors_of(folder) == [("tensor-shape", name)]
 
 
@@ -244,14 +298,19 @@ def test_an_input_scale_of_the_other_dialects_shape_is_an_error(dialect, quantiz
 @pytest.mark.parametrize("has_our_record", [True, False])
 def test_a_w4a4_record_without_input_scales_is_an_error(has_our_record, dialect, quantize):
     """The engines' record says W4A4, and ours (where there is one) too; the tensors are those of W4A16."""
-    four, folder = quantize("four", "nvfp4", dialect, "--activations", 4), quantize("sixteen", "nvfp4", dialect)
+    four, folder = (
+        quantize("four", "nvfp4", dialect, "--activations", 4),
+        quantize("sixteen", "nvfp4", dialect),
+    )
     for file in {"config.json", "hf_quant_config.json"} & {path.name for path in four.iterdir()}:
         (folder / file).write_bytes((four / file).read_bytes())
     if has_our_record:
         rewrite(folder, OURS, activations=4)
     else:
         forget(folder)
-    assert errors_of(folder) == [("tensor-missing", f"{module}.{INPUT_SCALE[dialect]}") for module in MODULES]
+    assert errors_of(folder) == [
+        ("tensor-missing", f"{module}.{INPUT_SCALE[dialect]}") for module in MODULES
+    ]
 
 
 @every_target
@@ -259,10 +318,14 @@ def test_a_w4a4_record_without_input_scales_is_an_error(has_our_record, dialect,
 def test_one_record_alone_that_lies_is_an_error(activations, format, dialect, quantize):
     other = 20 - activations
     folder = quantize("out", format, dialect, "--activations", activations)
-    lie = json.loads((quantize("other", format, dialect, "--activations", other) / "config.json").read_text())
+    lie = json.loads(
+        (quantize("other", format, dialect, "--activations", other) / "config.json").read_text()
+    )
     rewrite(folder, OURS, activations=other)
     codes = {code for code, _ in errors_of(folder)}
-    assert codes == {"record-wrong"} | ({"tensor-missing"} if format == "nvfp4" and other == 4 else set())
+    assert codes == {"record-wrong"} | (
+        {"tensor-missing"} if format == "nvfp4" and other == 4 else set()
+    )
     rewrite(folder, OURS, activations=activations)
     assert errors_of(folder) == []
     rewrite(folder, "config.json", **lie)
@@ -287,7 +350,17 @@ def test_one_record_alone_that_lies_is_an_error(activations, format, dialect, qu
 )
 def test_what_is_refused_leaves_nothing(options, code, is_dry, source, tmp_path):
     out = tmp_path / "out"
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", out, "--json", *options, *(["--dry-run"] if is_dry else []))
+    outcome = run(
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        out,
+        "--json",
+        *options,
+        *(["--dry-run"] if is_dry else []),
+    )
     error = outcome.json["error"]
     assert (outcome.code, error["exit"], error["code"]) == (2, 2, code)
     option = "--activations" if code == "bad-activations" else "--input-scale"
@@ -298,36 +371,69 @@ def test_what_is_refused_leaves_nothing(options, code, is_dry, source, tmp_path)
 
 @every_target
 def test_a_dry_run_counts_the_input_scales(format, dialect, quantize, source, tmp_path):
-    options = ("--format", format, "--dialect", dialect, "-o", tmp_path / "out", "--dry-run", "--json")
-    four, sixteen = (run("quantize", source, *options, "--activations", bits).json for bits in (4, 16))
+    options = (
+        "--format",
+        format,
+        "--dialect",
+        dialect,
+        "-o",
+        tmp_path / "out",
+        "--dry-run",
+        "--json",
+    )
+    four, sixteen = (
+        run("quantize", source, *options, "--activations", bits).json for bits in (4, 16)
+    )
     assert not (tmp_path / "out").exists()
     folder = quantize("out", format, dialect, "--activations", 4)
     assert four["output_bytes"] == sum((folder / file).stat().st_size for file in (FIRST, SECOND))
     before = {step["name"]: step["output_bytes"] for step in sixteen["tensors"]}
     added = {step["name"]: step["output_bytes"] - before[step["name"]] for step in four["tensors"]}
     each = 4 if format == "nvfp4" else 0
-    assert added == {name: each if name.removesuffix(".weight") in MODULES else 0 for name in before}
+    assert added == {
+        name: each if name.removesuffix(".weight") in MODULES else 0 for name in before
+    }
 
 
 @every_nvfp4
-def test_a_finished_folder_is_not_mixed_with_another_input_scale(dialect, quantize, source, tmp_path):
+def test_a_finished_folder_is_not_mixed_with_another_input_scale(
+    dialect, quantize, source, tmp_path
+):
     folder = quantize("out", "nvfp4", dialect, "--activations", 4, "--input-scale", 0.5)
     before = contents(folder)
-    options = ("--format", "nvfp4", "--dialect", dialect, "--activations", 4, "-o", folder, "--json")
+    options = (
+        "--format",
+        "nvfp4",
+        "--dialect",
+        dialect,
+        "--activations",
+        4,
+        "-o",
+        folder,
+        "--json",
+    )
     for others in (("--input-scale", 2), ()):
         refused = run("quantize", source, *options, *others)
         assert (refused.code, refused.json["error"]["code"]) == (5, "other-plan")
         assert "the options changed" in refused.json["error"]["message"]
         assert contents(folder) == before
-    assert contents(quantize("out", "nvfp4", dialect, "--activations", 4, "--input-scale", "5e-1")) == before
+    assert (
+        contents(quantize("out", "nvfp4", dialect, "--activations", 4, "--input-scale", "5e-1"))
+        == before
+    )
     forced = quantize("out", "nvfp4", dialect, "--activations", 4, "--input-scale", 2, "--force")
-    assert contents(forced) == contents(quantize("new", "nvfp4", dialect, "--activations", 4, "--input-scale", 2))
+    assert contents(forced) == contents(
+        quantize("new", "nvfp4", dialect, "--activations", 4, "--input-scale", 2)
+    )
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (("nvfp4", "--activations", 4, "--input-scale", 0.5), ("nvfp4", "--activations", 4, "--input-scale", 2)),
+        (
+            ("nvfp4", "--activations", 4, "--input-scale", 0.5),
+            ("nvfp4", "--activations", 4, "--input-scale", 2),
+        ),
         (("nvfp4", "--activations", 16), ("nvfp4", "--activations", 4)),
         (("mxfp4", "--scale-rule", "floor"), ("mxfp4", "--scale-rule", "ceil")),
     ],
@@ -344,7 +450,9 @@ def test_an_unfinished_folder_is_not_mixed_with_other_options(first, second, tmp
     for name in ("out", "clean"):
         assert run(*command, *second, "-o", tmp_path / name, "--exclude", DOWN).code == 0
     left, right = contents(tmp_path / "out"), contents(tmp_path / "clean")
-    assert {file for file in left.keys() | right.keys() if left.get(file) != right.get(file)} == set()
+    assert {
+        file for file in left.keys() | right.keys() if left.get(file) != right.get(file)
+    } == set()
 
 
 def set_input_scale(folder: Path, module: str, dialect: str, value: float) -> None:
@@ -364,7 +472,11 @@ def test_verify_reads_input_scales(value, dialect, quantize):
     folder = quantize("out", "nvfp4", dialect, "--activations", 4)
     set_input_scale(folder, DOWN, dialect, value)
     outcome = run("verify", folder, "--json")
-    errors = [(found["code"], found["tensor"]) for found in outcome.json["findings"] if found["level"] == "error"]
+    errors = [
+        (found["code"], found["tensor"])
+        for found in outcome.json["findings"]
+        if found["level"] == "error"
+    ]
     assert (outcome.code, errors) == (6, [("input-scale", DOWN)])
 
 

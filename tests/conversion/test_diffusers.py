@@ -30,7 +30,14 @@ from diffusion import (
 )
 from paths import ROOT
 
-QUANTIZED = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "ffn.net.0.proj", "ffn.net.2")
+QUANTIZED = (
+    "attn1.to_q",
+    "attn1.to_k",
+    "attn1.to_v",
+    "attn1.to_out.0",
+    "ffn.net.0.proj",
+    "ffn.net.2",
+)
 
 
 @pytest.fixture
@@ -45,7 +52,13 @@ def test_the_transformer_is_converted_and_everything_else_copied_byte_for_byte(t
     copied = files_of(source, ("transformer",))
     assert files_of(out, ("transformer",)) == copied
     made = files_of(out / "transformer")
-    assert made.keys() == {DIFFUSERS_FIRST, DIFFUSERS_SECOND, DIFFUSERS_INDEX, "config.json", RECORD}
+    assert made.keys() == {
+        DIFFUSERS_FIRST,
+        DIFFUSERS_SECOND,
+        DIFFUSERS_INDEX,
+        "config.json",
+        RECORD,
+    }
     config = json.loads(made["config.json"])
     assert config["_class_name"] == "FluxTransformer2DModel"
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
@@ -66,7 +79,9 @@ def test_the_digest_can_be_recomputed_as_the_readme_says(wan, tmp_path):
     (wan / "vae" / "README.md").write_bytes(b"counts")
     expected = quantize(wan, tmp_path / "q").json["digest"]
     command = re.search(r"`(find \. .*?sha256sum)`", readme, re.DOTALL)[1].replace("\n", " ")
-    printed = subprocess.run(["bash", "-c", command], cwd=tmp_path / "q", capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path / "q", capture_output=True, text=True, check=True
+    ).stdout
     assert printed.split()[0] == expected
 
 
@@ -74,7 +89,9 @@ def test_members_of_a_scale_group_in_two_shards_share_one_scale(tmp_path):
     assert quantize(write_flux(tmp_path / "flux"), tmp_path / "q").code == 0
     made = read_folder(tmp_path / "q" / "transformer")
     for block in ("transformer_blocks.0", "single_transformer_blocks.0"):
-        scales = {made[f"{block}.attn.{name}.weight_global_scale"][2] for name in ("to_q", "to_k", "to_v")}
+        scales = {
+            made[f"{block}.attn.{name}.weight_global_scale"][2] for name in ("to_q", "to_k", "to_v")
+        }
         assert len(scales) == 1
 
 
@@ -99,10 +116,14 @@ def test_a_dry_run_tells_of_all_components_and_writes_nothing(wan, tmp_path):
     assert not out.exists()
     copied = sum(map(len, files_of(wan, COMPONENTS).values()))
     assert plan["copied_bytes"] == copied
-    assert [(part["name"], part["source_bytes"] > 0) for part in plan["components"]] == [(name, True) for name in COMPONENTS]
+    assert [(part["name"], part["source_bytes"] > 0) for part in plan["components"]] == [
+        (name, True) for name in COMPONENTS
+    ]
     tensors = [(tensor["component"], tensor["name"]) for tensor in plan["tensors"]]
     assert tensors == [(name, tensor) for name in COMPONENTS for tensor in wan_tensors()]
-    assert plan["source_bytes"] == copied + sum(tensor["source_bytes"] for tensor in plan["tensors"])
+    assert plan["source_bytes"] == copied + sum(
+        tensor["source_bytes"] for tensor in plan["tensors"]
+    )
     assert quantize(wan, out).code == 0
     written = files_of(out)
     records = sum(len(data) for name, data in written.items() if name.endswith(RECORD))
@@ -110,7 +131,9 @@ def test_a_dry_run_tells_of_all_components_and_writes_nothing(wan, tmp_path):
     drawn = run("quantize", wan, "--format", "nvfp4", "-o", tmp_path / "q2", "--dry-run").out
     assert "outside transformer and transformer_2" in drawn
     weights = sum((wan / name / f"{DIFFUSERS}.safetensors").stat().st_size for name in COMPONENTS)
-    assert plan["seconds_estimated"]["reading"]["at_100_mb_per_second"] == pytest.approx((weights + copied) / 1e8)
+    assert plan["seconds_estimated"]["reading"]["at_100_mb_per_second"] == pytest.approx(
+        (weights + copied) / 1e8
+    )
 
 
 def test_other_commands_want_one_checkpoint_and_are_told_its_name(wan, tmp_path):
@@ -124,7 +147,10 @@ def test_other_commands_want_one_checkpoint_and_are_told_its_name(wan, tmp_path)
         assert run("inspect", out, "--subfolder", name, "--json").json["healthy"]
         measured = run("verify", out, "--subfolder", name, "--source", wan, "--json")
         assert (measured.code, len(measured.json["tensors"])) == (0, 6)
-        assert run("dequantize", out, "--subfolder", name, "-o", tmp_path / f"d-{name}", "-q").code == 0
+        assert (
+            run("dequantize", out, "--subfolder", name, "-o", tmp_path / f"d-{name}", "-q").code
+            == 0
+        )
         assert read_folder(tmp_path / f"d-{name}").keys() == wan_tensors().keys()
 
 
@@ -133,29 +159,52 @@ def test_an_unfinished_component_says_so(wan, tmp_path):
     assert quantize(wan, out).code == 0
     (out / "transformer" / RECORD).unlink()
     found = run("inspect", out, "--subfolder", "transformer", "--json")
-    assert (found.code, [finding["code"] for finding in found.json["findings"]]) == (6, ["unfinished"])
+    assert (found.code, [finding["code"] for finding in found.json["findings"]]) == (
+        6,
+        ["unfinished"],
+    )
 
 
 def test_a_restored_transformer_has_the_index_that_diffusers_reads(tmp_path):
     assert quantize(write_flux(tmp_path / "flux"), tmp_path / "q").code == 0
-    assert run("dequantize", tmp_path / "q", "--subfolder", "transformer", "-o", tmp_path / "d", "-q").code == 0
-    assert files_of(tmp_path / "d").keys() == {DIFFUSERS_FIRST, DIFFUSERS_SECOND, DIFFUSERS_INDEX, "config.json"}
-    assert json.loads((tmp_path / "d" / "config.json").read_text())["_class_name"] == "FluxTransformer2DModel"
+    assert (
+        run(
+            "dequantize", tmp_path / "q", "--subfolder", "transformer", "-o", tmp_path / "d", "-q"
+        ).code
+        == 0
+    )
+    assert files_of(tmp_path / "d").keys() == {
+        DIFFUSERS_FIRST,
+        DIFFUSERS_SECOND,
+        DIFFUSERS_INDEX,
+        "config.json",
+    }
+    assert (
+        json.loads((tmp_path / "d" / "config.json").read_text())["_class_name"]
+        == "FluxTransformer2DModel"
+    )
 
 
 def test_weights_beside_model_index_json_are_left_out_and_told(wan, tmp_path):
     (wan / "wan-one-file.safetensors").write_bytes(b"another form of the same weights")
     outcome = run("quantize", wan, "--format", "nvfp4", "-o", tmp_path / "q")
     assert outcome.code == 0
-    assert "warning: 1 files of weights beside model_index.json are no part of the pipeline" in outcome.err
+    assert (
+        "warning: 1 files of weights beside model_index.json are no part of the pipeline"
+        in outcome.err
+    )
     assert not (tmp_path / "q" / "wan-one-file.safetensors").exists()
 
 
 def test_warnings_say_of_which_component_they_are(wan, tmp_path):
-    outcome = run("quantize", wan, "--format", "nvfp4", "-o", tmp_path / "q", "--exclude", "nothing")
+    outcome = run(
+        "quantize", wan, "--format", "nvfp4", "-o", tmp_path / "q", "--exclude", "nothing"
+    )
     assert "warning: transformer_2: --exclude 'nothing' matches no module" in outcome.err
     warnings = quantize(wan, tmp_path / "q", "--exclude", "nothing", "--dry-run").json["warnings"]
-    assert [warning.partition(":")[0] for warning in warnings if "matches no module" in warning] == list(COMPONENTS)
+    assert [
+        warning.partition(":")[0] for warning in warnings if "matches no module" in warning
+    ] == list(COMPONENTS)
 
 
 def test_a_pipeline_without_a_transformer_says_which_option_converts_a_folder(tmp_path):
@@ -168,7 +217,10 @@ def test_a_pipeline_without_a_transformer_says_which_option_converts_a_folder(tm
     write_component(source / "unet", [wan_tensors()], {"_class_name": "UNet2DConditionModel"})
     outcome = quantize(source, tmp_path / "q")
     assert error_of(outcome)[:2] == (2, "no-weights")
-    assert outcome.json["error"]["next"] == "Name the folder of the checkpoint: --subfolder unet, for example."
+    assert (
+        outcome.json["error"]["next"]
+        == "Name the folder of the checkpoint: --subfolder unet, for example."
+    )
     assert quantize(source, tmp_path / "q", "--subfolder", "unet").code == 0
 
 
@@ -218,7 +270,10 @@ def test_a_snapshot_of_the_hubs_cache_is_a_pipeline_too(tmp_path):
     plain, root = write_wan(tmp_path / "plain"), tmp_path / "models--org--wan"
     for path in [path for path in plain.rglob("*") if path.is_file()]:
         name = path.relative_to(plain)
-        link, blob = root / "snapshots" / "abc" / name, root / "blobs" / hashlib.sha256(str(name).encode()).hexdigest()
+        link, blob = (
+            root / "snapshots" / "abc" / name,
+            root / "blobs" / hashlib.sha256(str(name).encode()).hexdigest(),
+        )
         blob.parent.mkdir(parents=True, exist_ok=True)
         link.parent.mkdir(parents=True, exist_ok=True)
         blob.write_bytes(path.read_bytes())
@@ -231,8 +286,13 @@ def test_a_snapshot_of_the_hubs_cache_is_a_pipeline_too(tmp_path):
 
 
 def test_one_file_beside_a_model_index_is_still_one_checkpoint(tmp_path):
-    source = write_others(tmp_path / "m", {**FLUX_INDEX, "transformer": ["diffusers", "FluxTransformer2DModel"]})
+    source = write_others(
+        tmp_path / "m", {**FLUX_INDEX, "transformer": ["diffusers", "FluxTransformer2DModel"]}
+    )
     (source / "one.safetensors").write_bytes(
-        (write_component(tmp_path / "x", [{"a.weight": weight()}], {}) / f"{DIFFUSERS}.safetensors").read_bytes()
+        (
+            write_component(tmp_path / "x", [{"a.weight": weight()}], {})
+            / f"{DIFFUSERS}.safetensors"
+        ).read_bytes()
     )
     assert quantize(source / "one.safetensors", tmp_path / "q").code == 0

@@ -43,9 +43,15 @@ REPORT = "quantization_report.json"
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """The files of a folder but for our state; of our records all but where the weights come from."""
-    found = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    found = {
+        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
     files = {name.as_posix(): data for name, data in found.items() if STATE not in name.parts}
-    records = {name: {**json.loads(data), "source": None} for name, data in files.items() if name.endswith(RECORD)}
+    records = {
+        name: {**json.loads(data), "source": None}
+        for name, data in files.items()
+        if name.endswith(RECORD)
+    }
     return files | {name: json.dumps(record).encode() for name, record in records.items()}
 
 
@@ -62,7 +68,10 @@ def test_a_pipeline_from_the_hub_is_what_its_folder_becomes(hub, wan, tmp_path):
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     commit = hub.repos["org/wan"].branches["main"]
     for name in COMPONENTS:
-        assert json.loads((tmp_path / "a" / name / RECORD).read_text())["source"] == {"repo": "org/wan", "revision": commit}
+        assert json.loads((tmp_path / "a" / name / RECORD).read_text())["source"] == {
+            "repo": "org/wan",
+            "revision": commit,
+        }
     assert quantize("org/wan", tmp_path / "c", "--subfolder", "transformer").code == 0
     assert files_of(tmp_path / "c") == files_of(tmp_path / "a" / "transformer")
 
@@ -85,7 +94,10 @@ def test_a_revision_is_that_of_all_components(hub, wan, tmp_path):
 
 
 def test_the_branch_moves_between_two_components(hub, wan, tmp_path):
-    expected, commit = quantize("org/wan", tmp_path / "a").json["digest"], hub.repos["org/wan"].branches["main"]
+    expected, commit = (
+        quantize("org/wan", tmp_path / "a").json["digest"],
+        hub.repos["org/wan"].branches["main"],
+    )
     hub.seen.clear()
     moved = []
 
@@ -97,7 +109,9 @@ def test_the_branch_moves_between_two_components(hub, wan, tmp_path):
     hub.take = move_and_note
     assert quantize("org/wan", tmp_path / "q").json["digest"] == expected
     assert moved
-    assert {part for seen in hub.seen for part in re.findall(r"[0-9a-f]{40}", seen.path)} == {commit}
+    assert {part for seen in hub.seen for part in re.findall(r"[0-9a-f]{40}", seen.path)} == {
+        commit
+    }
 
 
 @pytest.mark.sweep(3)
@@ -127,7 +141,9 @@ def test_a_file_that_arrives_damaged_is_no_part_of_the_result(hub, wan, tmp_path
 
 
 def test_a_subfolder_that_is_not_there_is_named_with_what_is(hub, wan, tmp_path):
-    remote, local = (quantize(source, tmp_path / "q", "--subfolder", "unet") for source in ("org/wan", wan))
+    remote, local = (
+        quantize(source, tmp_path / "q", "--subfolder", "unet") for source in ("org/wan", wan)
+    )
     for outcome, where in ((remote, "org/wan at commit"), (local, str(wan))):
         error = outcome.json["error"]
         assert (error["exit"], error["code"]) == (2, "no-subfolder")
@@ -139,7 +155,10 @@ def test_a_subfolder_that_is_not_there_is_named_with_what_is(hub, wan, tmp_path)
 @pytest.mark.parametrize("subfolder", ["..", "transformer/../vae", "a\0b"])
 def test_a_subfolder_never_leads_out(hub, wan, tmp_path, subfolder):
     for source in ("org/wan", wan):
-        assert quantize(source, tmp_path / "q", "--subfolder", subfolder).json["error"]["code"] == "no-subfolder"
+        assert (
+            quantize(source, tmp_path / "q", "--subfolder", subfolder).json["error"]["code"]
+            == "no-subfolder"
+        )
 
 
 def test_an_artifact_is_opened_by_its_subfolder_on_the_hub(hub, wan, tmp_path):
@@ -155,10 +174,19 @@ def test_an_artifact_is_opened_by_its_subfolder_on_the_hub(hub, wan, tmp_path):
 
 def test_one_commit_holds_the_whole_pipeline(hub, wan, tmp_path):
     outcome = quantize(wan, tmp_path / "q", *PUSH)
-    assert (outcome.code, len(hub.repos["me/q"].commits)) == (0, 2)  # the first came with the repository
+    assert (outcome.code, len(hub.repos["me/q"].commits)) == (
+        0,
+        2,
+    )  # the first came with the repository
     found = hub.read("me/q")
-    here = {path.relative_to(tmp_path / "q"): path for path in (tmp_path / "q").rglob("*") if path.is_file()}
-    files = {name.as_posix(): path.read_bytes() for name, path in here.items() if STATE not in name.parts}
+    here = {
+        path.relative_to(tmp_path / "q"): path
+        for path in (tmp_path / "q").rglob("*")
+        if path.is_file()
+    }
+    files = {
+        name.as_posix(): path.read_bytes() for name, path in here.items() if STATE not in name.parts
+    }
     card = found.pop("README.md").decode()
     assert found.pop(".gitattributes")
     assert files.pop("README.md")
@@ -177,7 +205,10 @@ def test_a_pipeline_is_not_pushed_over_weights_of_somebody_else(hub, wan, tmp_pa
     assert (outcome.code, outcome.json["error"]["code"]) == (5, "foreign-repo")
     (wan / "text_encoder" / "pytorch_model.bin").unlink()
     hub.add("me/q", wan)
-    assert "the first 'transformer/diffusion" in quantize(wan, tmp_path / "q2", *PUSH).json["error"]["message"]
+    assert (
+        "the first 'transformer/diffusion"
+        in quantize(wan, tmp_path / "q2", *PUSH).json["error"]["message"]
+    )
 
 
 def test_what_an_earlier_pipeline_left_in_its_folders_is_removed(hub, tmp_path):
@@ -187,7 +218,10 @@ def test_what_an_earlier_pipeline_left_in_its_folders_is_removed(hub, tmp_path):
     write_others(one, FLUX_INDEX)
     assert quantize(one, tmp_path / "b", *PUSH).code == 0
     names = {name for name in hub.read("me/q") if name.startswith("transformer/")}
-    assert names == {f"transformer/{name}" for name in (f"{DIFFUSERS}.safetensors", "config.json", RECORD, REPORT)}
+    assert names == {
+        f"transformer/{name}"
+        for name in (f"{DIFFUSERS}.safetensors", "config.json", RECORD, REPORT)
+    }
 
 
 def test_a_device_that_is_not_there_writes_nothing(wan, tmp_path):

@@ -60,10 +60,16 @@ def test_a_second_run_finds_everything_done(wan, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in times} == times
     assert quantize(wan, tmp_path / "q", "--exclude", "*ffn*").json["error"]["code"] == "other-plan"
     forced = quantize(wan, tmp_path / "q", "--exclude", "*ffn*", "--force").json
-    assert forced["digest"] == quantize(wan, tmp_path / "clean", "--exclude", "*ffn*").json["digest"] != first["digest"]
+    assert (
+        forced["digest"]
+        == quantize(wan, tmp_path / "clean", "--exclude", "*ffn*").json["digest"]
+        != first["digest"]
+    )
 
 
-def test_what_was_damaged_is_done_again_and_nothing_loads_the_pipeline_meanwhile(wan, tmp_path, monkeypatch):
+def test_what_was_damaged_is_done_again_and_nothing_loads_the_pipeline_meanwhile(
+    wan, tmp_path, monkeypatch
+):
     out = tmp_path / "q"
     expected, seen = quantize(wan, out).json["digest"], []
     (out / "transformer_2" / f"{DIFFUSERS}.safetensors").unlink()
@@ -88,13 +94,22 @@ def test_weights_that_are_nan_end_with_exit_2_and_the_other_transformer_is_finis
     write_others(source, WAN_INDEX)
     outcome = quantize(source, out)
     assert error_of(outcome)[:2] == (2, "not-finite")
-    assert f"transformer: {DIFFUSERS}.safetensors: {BAD} has 1 values" in outcome.json["error"]["message"]
-    assert outcome.json["error"]["next"] == "Run the same command again with --exclude blocks.7.ffn.net.2"
+    assert (
+        f"transformer: {DIFFUSERS}.safetensors: {BAD} has 1 values"
+        in outcome.json["error"]["message"]
+    )
+    assert (
+        outcome.json["error"]["next"]
+        == "Run the same command again with --exclude blocks.7.ffn.net.2"
+    )
     assert (out / "transformer_2" / RECORD).exists()
     assert not (out / "transformer" / RECORD).exists()
     assert not (out / PIPELINE).exists()
     exclude = ("--exclude", "blocks.7.ffn.net.2")
-    assert quantize(source, out, *exclude).json["digest"] == quantize(source, tmp_path / "clean", *exclude).json["digest"]
+    assert (
+        quantize(source, out, *exclude).json["digest"]
+        == quantize(source, tmp_path / "clean", *exclude).json["digest"]
+    )
 
 
 def test_a_folder_that_holds_something_else_is_refused(wan, tmp_path):
@@ -109,7 +124,10 @@ def test_another_pipeline_does_not_take_the_folder_over(wan, tmp_path):
     before = files_of(tmp_path / "q")
     other = write_flux(tmp_path / "flux")
     assert error_of(quantize(other, tmp_path / "q"))[:2] == (5, "other-plan")
-    assert error_of(quantize(wan, tmp_path / "q", "--subfolder", "transformer"))[:2] == (5, "other-plan")
+    assert error_of(quantize(wan, tmp_path / "q", "--subfolder", "transformer"))[:2] == (
+        5,
+        "other-plan",
+    )
     assert files_of(tmp_path / "q") == before
 
 
@@ -122,7 +140,9 @@ def test_another_pipeline_does_not_take_over_what_is_unfinished(wan, tmp_path):
     assert {path: path.read_bytes() for path in out.rglob("*.json")} == before
 
 
-def test_the_disk_must_hold_all_components_and_copies_before_the_first_byte(wan, tmp_path, monkeypatch):
+def test_the_disk_must_hold_all_components_and_copies_before_the_first_byte(
+    wan, tmp_path, monkeypatch
+):
     needed = quantize(wan, tmp_path / "a", "--dry-run").json["peak_disk_bytes"]
     real = os.statvfs
     free = needed - 1
@@ -147,24 +167,37 @@ def test_every_file_is_told_under_its_name_in_the_result(wan, tmp_path):
     """As an upload needs it while the rest is still being made."""
     told: dict[str, tuple[Path, str]] = {}
     work = prepare(Errand(str(wan), Access(), Request("nvfp4"), tmp_path / "q"))
-    work.carry_out(Settings("cpu", named=lambda path, file, sha256: told.update({file: (path, sha256)})))
+    work.carry_out(
+        Settings("cpu", named=lambda path, file, sha256: told.update({file: (path, sha256)}))
+    )
     assert {file: sha256 for file, (_, sha256) in told.items()} == work.ended_files()
-    reports = {file: told.pop(file)[0] for file in [file for file in told if file.endswith("quantization_report.json")]}
+    reports = {
+        file: told.pop(file)[0]
+        for file in [file for file in told if file.endswith("quantization_report.json")]
+    }
     assert all(path == tmp_path / "q" / file for file, path in reports.items())
-    assert {file: path for file, (path, _) in told.items()} == {file: tmp_path / "q" / file for file in files_of(tmp_path / "q")}
+    assert {file: path for file, (path, _) in told.items()} == {
+        file: tmp_path / "q" / file for file in files_of(tmp_path / "q")
+    }
     assert sorted(told) == sorted(work.names())
 
 
 def test_processes_that_join_share_the_work(wan, tmp_path):
     expected = quantize(wan, tmp_path / "a").json["digest"]
-    crowd = [start("quantize", wan, *NVFP4, "-o", tmp_path / "q", "--join", "--workers", "1") for _ in range(3)]
+    crowd = [
+        start("quantize", wan, *NVFP4, "-o", tmp_path / "q", "--join", "--workers", "1")
+        for _ in range(3)
+    ]
     ended = [process.communicate(timeout=WAIT_SECONDS) for process in crowd]
     assert [process.returncode for process in crowd] == [0, 0, 0], ended
     assert {json.loads(out)["digest"] for out, _ in ended} == {expected}
 
 
 def test_a_large_file_is_copied_by_itself_and_only_once(wan, tmp_path, monkeypatch):
-    large = {f"text_encoder/large-{number}.safetensors": bf16(1 << 15, seed=number) for number in range(2)}
+    large = {
+        f"text_encoder/large-{number}.safetensors": bf16(1 << 15, seed=number)
+        for number in range(2)
+    }
     for name, data in large.items():
         (wan / name).write_bytes(data)
     monkeypatch.setattr("fp4convert.execution.job.LARGE_NBYTES", 1 << 16)
@@ -218,7 +251,9 @@ def test_after_a_kill_the_same_command_goes_on(wan, tmp_path, finished):
     command = [sys.executable, "-c", KILLED, finished, "quantize", wan, *NVFP4, "-o", out]
     assert subprocess.run([*map(str, command)], check=False, timeout=WAIT_SECONDS).returncode == -9
     assert not (out / PIPELINE).exists()
-    kept = {path: path.stat().st_ino for path in out.rglob("*.safetensors") if STATE not in path.parts}
+    kept = {
+        path: path.stat().st_ino for path in out.rglob("*.safetensors") if STATE not in path.parts
+    }
     assert len(kept) == min(finished, 2)
     assert quantize(wan, out).json["digest"] == quantize(wan, tmp_path / "clean").json["digest"]
     assert {path: path.stat().st_ino for path in kept} == kept

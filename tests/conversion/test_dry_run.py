@@ -38,11 +38,16 @@ def test_the_published_size_of_qwen3_8b(tmp_path):
     """
     published_tensors, published_bytes, cache_scales = 1227, 6_396_932_352, 2 * 36
     document = forecast(write_holes(tmp_path / "m", "qwen3", QWEN3_8B.tensors()), "nvfp4", *W4A4)
-    quantized = 36 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 12288 * 4096) * 9 // 16 + 36 * 7 * 2 * 4
+    quantized = (
+        36 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 12288 * 4096) * 9 // 16 + 36 * 7 * 2 * 4
+    )
     by_hand = quantized + 2 * (2 * 151936 * 4096 + 36 * (2 * 4096 + 2 * 128) + 4096)
     assert payload(document) == by_hand == published_bytes - 4 * cache_scales
     tensors = 4 * sum(row["count"] for row in document["patterns"] if row["format"])
-    assert tensors + sum(row["count"] for row in document["patterns"] if not row["format"]) == published_tensors - cache_scales
+    assert (
+        tensors + sum(row["count"] for row in document["patterns"] if not row["format"])
+        == published_tensors - cache_scales
+    )
     assert four_bit(document)[1] == quantized
     assert document["bits_per_weight"] == pytest.approx(4.5, abs=1e-4)
 
@@ -54,18 +59,26 @@ def test_the_published_size_of_llama_3_3_70b(tmp_path):
     embedding and head of 128256 * 8192, and 161 norms of 8192, in bf16.  Scales for a cache are not among them.
     """
     folder = write_holes(tmp_path / "m", "llama", LLAMA_70B.tensors(), shards=9)
-    quantized = 80 * (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192) * 9 // 16 + 80 * 7 * 2 * 4
+    quantized = (
+        80 * (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192) * 9 // 16 + 80 * 7 * 2 * 4
+    )
     assert quantized + 2 * (2 * 128256 * 8192 + 161 * 8192) == 42_709_045_632
     assert payload(forecast(folder, "nvfp4", *W4A4)) == 42_709_045_632
     request = Request("nvfp4", "modelopt", activations=4)
-    assert prepare_quantize(open_source(str(folder)), request).index["metadata"] == {"total_size": 42_709_045_632}
+    assert prepare_quantize(open_source(str(folder)), request).index["metadata"] == {
+        "total_size": 42_709_045_632
+    }
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize(("format", "published", "bits"), [("nvfp4", 269e9, 4.5), ("mxfp4", 254e9, 4.25)])
+@pytest.mark.parametrize(
+    ("format", "published", "bits"), [("nvfp4", 269e9, 4.5), ("mxfp4", 254e9, 4.25)]
+)
 def test_the_published_size_of_478_billion_weights(format, published, bits, tmp_path):
     """Qwen3-Coder-480B has 478 billion weights in linear layers: 269 GB of NVFP4, 254 GB of MXFP4, within 1 %."""
-    document = forecast(write_holes(tmp_path / "m", "qwen3_moe", QWEN3_CODER_480B.tensors(), shards=40), format)
+    document = forecast(
+        write_holes(tmp_path / "m", "qwen3_moe", QWEN3_CODER_480B.tensors(), shards=40), format
+    )
     weights = 62 * (2 * 12288 * 6144 + 2 * 1024 * 6144 + 160 * 3 * 2560 * 6144)
     assert weights == pytest.approx(478e9, rel=0.001)
     before, after = four_bit(document)
@@ -78,7 +91,9 @@ def test_the_published_size_of_478_billion_weights(format, published, bits, tmp_
 
 
 def test_every_tensor_is_in_one_row(tmp_path):
-    document = forecast(write_holes(tmp_path / "m", "deepseek_v3", deepseek_v3(layers=8, experts=16)))
+    document = forecast(
+        write_holes(tmp_path / "m", "deepseek_v3", deepseek_v3(layers=8, experts=16))
+    )
     rows, tensors = document["patterns"], document["tensors"]
     assert sum(row["count"] for row in rows) == len(tensors)
     for key in ("source_bytes", "output_bytes"):
@@ -91,7 +106,10 @@ def test_every_tensor_is_in_one_row(tmp_path):
 
 
 def test_rows_stand_in_the_order_of_the_model(tmp_path):
-    patterns = [row["pattern"] for row in forecast(write_holes(tmp_path / "m", "qwen3", QWEN3_8B.tensors()))["patterns"]]
+    patterns = [
+        row["pattern"]
+        for row in forecast(write_holes(tmp_path / "m", "qwen3", QWEN3_8B.tensors()))["patterns"]
+    ]
     assert patterns == [
         "model.embed_tokens",
         "model.layers.[0-35].self_attn.{q,k,v}_proj",
@@ -115,11 +133,21 @@ def test_towers_and_later_tokens_stand_after_the_layers(tmp_path):
             f"{language}.layers.0.mlp.down_proj.weight",
             f"{language}.norm.weight",
         ),
-        *("model.visual.blocks.0.attn.proj.weight", "model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.weight"),
-        *("model.visual.merger.linear_fc1.weight", "model.visual.merger.linear_fc2.weight", "model.visual.patch_embed.proj.bias"),
+        *(
+            "model.visual.blocks.0.attn.proj.weight",
+            "model.visual.blocks.0.attn.qkv.weight",
+            "model.visual.merger.norm.weight",
+        ),
+        *(
+            "model.visual.merger.linear_fc1.weight",
+            "model.visual.merger.linear_fc2.weight",
+            "model.visual.patch_embed.proj.bias",
+        ),
         *("model.visual.pos_embed.weight", "mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight"),
     ]
-    shapes = ((name, (64,) if "norm" in name or name.endswith("bias") else (64, 64)) for name in names)
+    shapes = (
+        (name, (64,) if "norm" in name or name.endswith("bias") else (64, 64)) for name in names
+    )
     rows = forecast(write_holes(tmp_path / "m", "qwen3_vl", shapes, shards=1))["patterns"]
     assert [row["pattern"] for row in rows] == [
         f"{language}.embed_tokens",
@@ -137,7 +165,10 @@ def test_towers_and_later_tokens_stand_after_the_layers(tmp_path):
 
 
 def test_a_tensor_that_is_called_like_a_module_has_a_row_of_its_own(tmp_path):
-    source = write_single(tmp_path / "m", {"a.o_proj.weight": weight(), "a.o_proj": weight(), "a.o_proj.weight.weight": weight()})
+    source = write_single(
+        tmp_path / "m",
+        {"a.o_proj.weight": weight(), "a.o_proj": weight(), "a.o_proj.weight.weight": weight()},
+    )
     rows = forecast(source)["patterns"]
     assert [row["pattern"] for row in rows] == ["a.o_proj", "a.o_proj", "a.o_proj.weight"]
     assert sum(row["source_bytes"] for row in rows) == 3 * 32 * 64 * 2
@@ -145,7 +176,9 @@ def test_a_tensor_that_is_called_like_a_module_has_a_row_of_its_own(tmp_path):
 
 def test_layers_that_an_option_keeps_leave_a_gap(tmp_path):
     source = write_holes(tmp_path / "m", "qwen3", QWEN3_8B.tensors())
-    rows = forecast(source, "nvfp4", "--exclude", "re:model.layers.(3|4)[.]mlp.down_proj")["patterns"]
+    rows = forecast(source, "nvfp4", "--exclude", "re:model.layers.(3|4)[.]mlp.down_proj")[
+        "patterns"
+    ]
     (gap,) = (row for row in rows if row["pattern"].endswith("mlp.down_proj") and row["format"])
     assert (gap["pattern"], gap["count"]) == ("model.layers.[0-2,5-35].mlp.down_proj", 34)
     (kept,) = (row for row in rows if row["pattern"] == "model.layers.[3-4].mlp.down_proj")
@@ -155,15 +188,26 @@ def test_layers_that_an_option_keeps_leave_a_gap(tmp_path):
 
 
 def test_rows_tell_whose_scale_is_shared(tmp_path):
-    rows = {row["pattern"]: row["group"] for row in forecast(write_llama(tmp_path / "m"))["patterns"]}
+    rows = {
+        row["pattern"]: row["group"] for row in forecast(write_llama(tmp_path / "m"))["patterns"]
+    }
     assert rows[f"{LAYER}.self_attn.{{q,k,v}}_proj"] == "q_proj/k_proj/v_proj"
     assert rows[f"{LAYER}.mlp.{{gate,up}}_proj"] == "gate_proj/up_proj"
     assert rows[f"{LAYER}.mlp.down_proj"] is None
-    rows = {row["pattern"]: row["group"] for row in forecast(tmp_path / "m", "nvfp4", "--exclude", "*.k_proj")["patterns"]}
+    rows = {
+        row["pattern"]: row["group"]
+        for row in forecast(tmp_path / "m", "nvfp4", "--exclude", "*.k_proj")["patterns"]
+    }
     assert rows[f"{LAYER}.self_attn.{{q,v}}_proj"] == "q_proj/v_proj"
-    rows = {row["pattern"]: row["group"] for row in forecast(tmp_path / "m", "nvfp4", "--exclude", "*.up_proj")["patterns"]}
+    rows = {
+        row["pattern"]: row["group"]
+        for row in forecast(tmp_path / "m", "nvfp4", "--exclude", "*.up_proj")["patterns"]
+    }
     assert rows[f"{LAYER}.mlp.{{gate,down}}_proj"] is None
-    rows = {row["pattern"]: row["group"] for row in forecast(write_llama(tmp_path / "x"), "mxfp4")["patterns"]}
+    rows = {
+        row["pattern"]: row["group"]
+        for row in forecast(write_llama(tmp_path / "x"), "mxfp4")["patterns"]
+    }
     assert rows[f"{LAYER}.mlp.{{gate,up,down}}_proj"] is None
 
 
@@ -177,7 +221,10 @@ class FixedPace:
 
 def test_the_time_is_that_of_its_parts(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("fp4convert.conversion.dry_run.measure_pace", lambda *words: asked.append(words[2:]) or FixedPace)
+    monkeypatch.setattr(
+        "fp4convert.conversion.dry_run.measure_pace",
+        lambda *words: asked.append(words[2:]) or FixedPace,
+    )
     source = write_holes(tmp_path / "m", "llama", LLAMA_70B.tensors(), shards=9)
     document = forecast(source, "nvfp4", "--workers", 3)
     seconds = document["seconds_estimated"]
@@ -196,12 +243,18 @@ def test_the_time_is_that_of_its_parts(tmp_path, monkeypatch):
 
 def warnings_of(tmp_path, shapes, format="nvfp4"):
     names = {f"{LAYER}.{name}.weight": shape for name, shape in shapes.items()}
-    return forecast(write_holes(tmp_path / "m", "llama", iter(names.items()), shards=1), format)["warnings"]
+    return forecast(write_holes(tmp_path / "m", "llama", iter(names.items()), shards=1), format)[
+        "warnings"
+    ]
 
 
 def test_columns_that_ranks_cannot_divide_into_whole_blocks_are_told(tmp_path):
     """2880 columns of gpt-oss: 360 to each of 8 ranks are 22.5 blocks of 16; 720 to each of 4 are 22.5 blocks of 32."""
-    shapes = {"mlp.experts.0.down_proj": (2880, 2880), "mlp.experts.1.down_proj": (2880, 2880), "self_attn.o_proj": (2880, 4096)}
+    shapes = {
+        "mlp.experts.0.down_proj": (2880, 2880),
+        "mlp.experts.1.down_proj": (2880, 2880),
+        "self_attn.o_proj": (2880, 4096),
+    }
     first = f"{LAYER}.mlp.experts.0.down_proj"
     assert warnings_of(tmp_path / "nvfp4", shapes) == [
         "down_proj: 2880 columns cannot be divided into whole blocks of 16 among 8 ranks of tensor parallelism"
@@ -214,7 +267,12 @@ def test_columns_that_ranks_cannot_divide_into_whole_blocks_are_told(tmp_path):
 
 
 def test_rows_that_ranks_cannot_divide_are_told_but_not_those_of_few_heads(tmp_path):
-    shapes = {"self_attn.q_proj": (36, 64), "self_attn.k_proj": (2, 64), "self_attn.v_proj": (2, 64), "mlp.other": (3, 64)}
+    shapes = {
+        "self_attn.q_proj": (36, 64),
+        "self_attn.k_proj": (2, 64),
+        "self_attn.v_proj": (2, 64),
+        "mlp.other": (3, 64),
+    }
     assert warnings_of(tmp_path, shapes) == [
         f"q_proj: 36 rows cannot be divided among 8 ranks of tensor parallelism (1 module, '{LAYER}.self_attn.q_proj')"
     ]
@@ -230,7 +288,9 @@ def test_several_numbers_of_ranks_are_told_as_a_sentence(tmp_path):
 
 def test_what_stays_is_never_warned_of(tmp_path):
     source = write_holes(
-        tmp_path / "m", "llama", iter([(f"{LAYER}.down_proj.weight", (64, 48)), (f"{LAYER}.x.weight", (64, 64))])
+        tmp_path / "m",
+        "llama",
+        iter([(f"{LAYER}.down_proj.weight", (64, 48)), (f"{LAYER}.x.weight", (64, 64))]),
     )
     assert len(forecast(source)["warnings"]) == 1
     assert forecast(source, "nvfp4", "--exclude", "*down_proj")["warnings"] == []
@@ -242,7 +302,10 @@ def unpacked_plan(source):
     (head,) = (step for step in plan.steps if step.module == "lm_head")
     packed = head.refs[0]._replace(dtype="F8_E4M3")
     unpacked = head._replace(action="dequantize", refs=(packed,), shape=head.refs[0].shape)
-    tasks = (replace(task, steps=tuple(unpacked if step is head else step for step in task.steps)) for task in plan.tasks)
+    tasks = (
+        replace(task, steps=tuple(unpacked if step is head else step for step in task.steps))
+        for task in plan.tasks
+    )
     return replace(plan, tasks=tuple(tasks))
 
 
@@ -250,7 +313,11 @@ def test_packed_weights_that_stay_show_what_they_add(tmp_path):
     source = open_source(str(write_llama(tmp_path / "m")))
     document = describe_plan(source, unpacked_plan(source), Settings("cpu"))
     (row,) = (row for row in document["patterns"] if row["pattern"] == "lm_head")
-    assert (row["action"], row["source_bytes"], row["output_bytes"]) == ("dequantize", 96 * 64, 2 * 96 * 64)
+    assert (row["action"], row["source_bytes"], row["output_bytes"]) == (
+        "dequantize",
+        96 * 64,
+        2 * 96 * 64,
+    )
     assert row["format"] is None
     assert document["added_bytes"] == 96 * 64
     assert not any("larger" in warning for warning in document["warnings"])
@@ -268,25 +335,35 @@ def test_a_result_larger_than_its_source_is_told(tmp_path):
 
 def test_a_result_larger_by_less_than_anybody_reads_is_not_told(tmp_path):
     """Integers of four bits in groups of 32 with bf16 scales have 4.5 bits, as NVFP4 has: 8 bytes more are no news."""
-    norm = {f"{LAYER}.input_layernorm.weight": weight(0, 4096, 64), "model.norm.weight": weight(0, 1, 16)}
+    norm = {
+        f"{LAYER}.input_layernorm.weight": weight(0, 4096, 64),
+        "model.norm.weight": weight(0, 1, 16),
+    }
     source = open_source(str(write_single(tmp_path / "m", norm)))
     plan = prepare_quantize(source, Request("nvfp4"))
     sized = [Sized(step, step.source_bytes, step.source_bytes + 8) for step in plan.steps]
     assert find_doubts(sized, plan) == []
-    assert find_doubts([Sized(one.step, one.source_bytes, 2 * one.source_bytes) for one in sized], plan) == [
-        "the result is larger than the source: 524 kB become 1.05 MB"
-    ]
+    assert find_doubts(
+        [Sized(one.step, one.source_bytes, 2 * one.source_bytes) for one in sized], plan
+    ) == ["the result is larger than the source: 524 kB become 1.05 MB"]
 
 
 def test_a_group_that_lacks_a_member_and_a_pattern_that_fits_nothing_are_in_the_document(tmp_path):
-    source = write_single(tmp_path / "m", {f"{LAYER}.mlp.gate_proj.weight": weight(), f"{LAYER}.mlp.up_proj.weight": weight()})
-    warnings = forecast(source, "nvfp4", "--exclude", "*up_proj", "--include", "nothing*")["warnings"]
+    source = write_single(
+        tmp_path / "m",
+        {f"{LAYER}.mlp.gate_proj.weight": weight(), f"{LAYER}.mlp.up_proj.weight": weight()},
+    )
+    warnings = forecast(source, "nvfp4", "--exclude", "*up_proj", "--include", "nothing*")[
+        "warnings"
+    ]
     assert any("1 scale group gate_proj/up_proj: up_proj stays" in warning for warning in warnings)
     assert any(warning.startswith("--include 'nothing*' matches no module") for warning in warnings)
 
 
 def test_warnings_of_a_dry_run_come_after_the_plan_and_are_those_of_the_document(tmp_path):
-    source = write_holes(tmp_path / "m", "llama", iter([(f"{LAYER}.down_proj.weight", (64, 48))]), shards=1)
+    source = write_holes(
+        tmp_path / "m", "llama", iter([(f"{LAYER}.down_proj.weight", (64, 48))]), shards=1
+    )
     told = run("quantize", source, "--format", "nvfp4", "--dry-run")
     assert told.err.splitlines()[-1] == f"warning: {forecast(source)['warnings'][0]}"
     assert run("quantize", source, "--format", "nvfp4", "--dry-run", "-q").err == ""
@@ -311,7 +388,9 @@ def test_a_dry_run_from_the_hub_transfers_headers_and_small_files(hub, tmp_path)
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as stream:
             headers += max(32 << 10, 8 + int.from_bytes(stream.read(8), "little"))
-    small = sum((folder / file).stat().st_size for file in ("model.safetensors.index.json", "config.json"))
+    small = sum(
+        (folder / file).stat().st_size for file in ("model.safetensors.index.json", "config.json")
+    )
     listing = sum(seen.nbytes for seen in hub.seen if "/api/" in seen.path)
     assert listing < 4000
     assert 2 * headers <= hub.sent_nbytes() <= 2 * headers + 2 * small + listing < 500_000

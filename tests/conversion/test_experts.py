@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from fp4convert.conversion.experts import Routing, choose_kept, find_mixtures, kept_columns, kept_rows, read_routing
+from fp4convert.conversion.experts import (
+    Routing,
+    choose_kept,
+    find_mixtures,
+    kept_columns,
+    kept_rows,
+    read_routing,
+)
 from fp4convert.errors import InputError
 from fp4convert.recipes.recipe import Choice, Target, build_recipe
 from fp4convert.recipes.rules import ExpertsRule
@@ -34,8 +41,14 @@ def test_the_lowest_go(saliency, routing, kept):
     ("config", "expected"),
     [
         ({"num_experts": 128, "num_experts_per_tok": 8}, Routing(128, 96, 8)),
-        ({"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}, Routing(256, 96, 8, 8, 4, 2)),
-        ({"text_config": {"num_experts": 128, "num_experts_per_tok": 8, "n_group": 1}}, Routing(128, 96, 8)),
+        (
+            {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4},
+            Routing(256, 96, 8, 8, 4, 2),
+        ),
+        (
+            {"text_config": {"num_experts": 128, "num_experts_per_tok": 8, "n_group": 1}},
+            Routing(128, 96, 8),
+        ),
         (
             {
                 "n_routed_experts": 160,
@@ -46,7 +59,15 @@ def test_the_lowest_go(saliency, routing, kept):
             },
             Routing(160, 96, 6, 8, 3, 1),
         ),
-        ({"n_routed_experts": 160, "num_experts": 160, "num_experts_per_tok": 6, "n_group": None}, Routing(160, 96, 6)),
+        (
+            {
+                "n_routed_experts": 160,
+                "num_experts": 160,
+                "num_experts_per_tok": 6,
+                "n_group": None,
+            },
+            Routing(160, 96, 6),
+        ),
     ],
 )
 def test_what_config_json_says_of_routing(config, expected):
@@ -67,10 +88,22 @@ def test_what_config_json_says_of_routing(config, expected):
             6,
             ("of each of 2 groups 3 would stay", "sent to 4", "--keep 8"),
         ),
-        ({**GROUPS, "n_routed_experts": 16, "num_experts_per_tok": 4}, 5, ("have to stay equal", "multiple of 2: --keep 8")),
+        (
+            {**GROUPS, "n_routed_experts": 16, "num_experts_per_tok": 4},
+            5,
+            ("have to stay equal", "multiple of 2: --keep 8"),
+        ),
         ({**GROUPS, "n_group": 3}, 6, ("8 experts are no 3 equal groups", "correct its n_group")),
-        ({"num_experts": 8, "n_routed_experts": 16, "num_experts_per_tok": 2}, 4, ("n_routed_experts 16", "num_experts 8")),
-        ({"num_experts": [64, 64], "num_experts_per_tok": 2}, 4, ("num_experts [64, 64]", "one positive integer")),
+        (
+            {"num_experts": 8, "n_routed_experts": 16, "num_experts_per_tok": 2},
+            4,
+            ("n_routed_experts 16", "num_experts 8"),
+        ),
+        (
+            {"num_experts": [64, 64], "num_experts_per_tok": 2},
+            4,
+            ("num_experts [64, 64]", "one positive integer"),
+        ),
         ({"num_experts": True, "num_experts_per_tok": 2}, 4, ("num_experts True",)),
         ({"num_experts": 8}, 4, ("nothing under num_experts_per_tok",)),
         ({}, 4, ("nothing under n_routed_experts or num_experts",)),
@@ -85,7 +118,12 @@ def test_numbers_that_the_router_cannot_work_with(config, keep, words):
 
 
 def test_group_by_the_best_alone_may_have_one_expert_left():
-    assert read_routing({**GROUPS, "topk_method": "group_limited_greedy", "topk_group": 2}, RULE, 2).keep == 2
+    assert (
+        read_routing(
+            {**GROUPS, "topk_method": "group_limited_greedy", "topk_group": 2}, RULE, 2
+        ).keep
+        == 2
+    )
 
 
 def bytes_of(parts, data: bytes) -> bytes:
@@ -96,17 +134,25 @@ def bytes_of(parts, data: bytes) -> bytes:
 def test_parts_of_tensors_are_what_numpy_indexes(kept):
     table = np.arange(10 * 3 * 2, dtype=np.uint16).reshape(10, 3, 2)
     data = b"head" + table.tobytes()
-    flat = kept_rows(TensorRef("flat", "U16", (10, 6), "f", 4), kept, 5)  # two rows for each of five experts
+    flat = kept_rows(
+        TensorRef("flat", "U16", (10, 6), "f", 4), kept, 5
+    )  # two rows for each of five experts
     assert bytes_of(flat, data) == table.reshape(5, -1)[list(kept)].tobytes()
     stack = kept_rows(TensorRef("stack", "BF16", (5, 2, 3, 2), "f", 4), kept, 5)
     assert bytes_of(stack, data) == table.reshape(5, -1)[list(kept)].tobytes()
     columns = kept_columns(TensorRef("columns", "F16", (12, 5), "f", 4), kept, 5)
-    assert bytes_of(columns, data) == np.ascontiguousarray(table.reshape(12, 5)[:, list(kept)]).tobytes()
+    assert (
+        bytes_of(columns, data)
+        == np.ascontiguousarray(table.reshape(12, 5)[:, list(kept)]).tobytes()
+    )
     assert sum(part.elements for part in stack) == len(kept) * 12
 
 
 def refs(**shapes: tuple[int, ...]) -> list[TensorRef]:
-    return [TensorRef(name.replace("__", "."), "BF16", shape, "model.safetensors", 0) for name, shape in shapes.items()]
+    return [
+        TensorRef(name.replace("__", "."), "BF16", shape, "model.safetensors", 0)
+        for name, shape in shapes.items()
+    ]
 
 
 def test_what_belongs_to_a_mixture():
@@ -130,7 +176,10 @@ def test_what_belongs_to_a_mixture():
         (1, ".up_proj.weight"),
         (1, ".up_proj.weight_scale_inv"),
     ]
-    assert [ref.name for ref in mixture.rows] == ["m.1.mlp.gate.weight", "m.1.mlp.gate.e_score_correction_bias"]
+    assert [ref.name for ref in mixture.rows] == [
+        "m.1.mlp.gate.weight",
+        "m.1.mlp.gate.e_score_correction_bias",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -138,20 +187,41 @@ def test_what_belongs_to_a_mixture():
     [
         ({"model_type": "llama"}, ["m.mlp.up_proj.weight"], "no layer with experts"),
         ({"model_type": "deepseek_v3"}, ["m.mlp.up_proj.weight"], "no layer with experts"),
-        ({"model_type": "strange"}, ["m.mlp.experts.0.up_proj.weight"], "no recipe says where this model has its router"),
-        ({"model_type": "deepseek_v3"}, ["m.mlp.experts.all_of_them"], "no recipe says which part of m.mlp.experts.all_of_them"),
+        (
+            {"model_type": "strange"},
+            ["m.mlp.experts.0.up_proj.weight"],
+            "no recipe says where this model has its router",
+        ),
+        (
+            {"model_type": "deepseek_v3"},
+            ["m.mlp.experts.all_of_them"],
+            "no recipe says which part of m.mlp.experts.all_of_them",
+        ),
     ],
 )
 def test_models_whose_experts_nobody_tells(config, names, words):
     with pytest.raises(InputError, match=words) as caught:
-        find_mixtures(refs(**{name.replace(".", "__"): (2, 2) for name in names}), build_recipe(Target("nvfp4"), config))
+        find_mixtures(
+            refs(**{name.replace(".", "__"): (2, 2) for name in names}),
+            build_recipe(Target("nvfp4"), config),
+        )
     assert caught.value.next_step
 
 
 def test_a_recipe_of_ones_own_tells_them(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text('[[experts]]\ncounts = ["n"]\nchosen = ["k"]\nrows = ["*.route"]\ncolumns = ["*.bias"]\n')
+    path.write_text(
+        '[[experts]]\ncounts = ["n"]\nchosen = ["k"]\nrows = ["*.route"]\ncolumns = ["*.bias"]\n'
+    )
     recipe = build_recipe(Target("nvfp4"), {"model_type": "strange"}, Choice(str(path)))
-    tensors = refs(m__experts__0__up__weight=(4, 4), m__experts__1__up__weight=(4, 4), m__route=(2, 4), m__bias=(1, 2))
+    tensors = refs(
+        m__experts__0__up__weight=(4, 4),
+        m__experts__1__up__weight=(4, 4),
+        m__route=(2, 4),
+        m__bias=(1, 2),
+    )
     (mixture,) = find_mixtures(tensors, recipe)
-    assert ([ref.name for ref in mixture.rows], [ref.name for ref in mixture.columns]) == (["m.route"], ["m.bias"])
+    assert ([ref.name for ref in mixture.rows], [ref.name for ref in mixture.columns]) == (
+        ["m.route"],
+        ["m.bias"],
+    )

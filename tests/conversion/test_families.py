@@ -7,11 +7,26 @@ from pathlib import Path
 
 import pytest
 from families import FAMILIES
-from family import PARTS, SIDECARS, Family, Tensors, build, decoded, encoded, kept, logits, spelled, write_values
+from family import (
+    PARTS,
+    SIDECARS,
+    Family,
+    Tensors,
+    build,
+    decoded,
+    encoded,
+    kept,
+    logits,
+    spelled,
+    write_values,
+)
 from golden_plans import PLANS, draw_plan
 from tiny_models import INDEX, differing, fp4convert, read_json, read_tensors
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +47,18 @@ def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(family.name)
     source, artifact, restored = (folder / name for name in ("source", "artifact", "restored"))
     build(family, source)
-    fp4convert("quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "-o", artifact, "-q")
+    fp4convert(
+        "quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "-o", artifact, "-q"
+    )
     fp4convert("dequantize", artifact, "-o", restored, "-q")
     return Conversion(family, source, artifact, restored, read_tensors(source))
 
 
 @pytest.mark.sweep(9)
 def test_the_plan_is_the_page_that_a_person_read(done: Conversion) -> None:
-    assert draw_plan(done.source) == (PLANS / f"{done.family.name}.txt").read_text(), "see: python tests/support/golden_plans.py"
+    assert draw_plan(done.source) == (PLANS / f"{done.family.name}.txt").read_text(), (
+        "see: python tests/support/golden_plans.py"
+    )
 
 
 @pytest.mark.sweep(9)
@@ -48,7 +67,9 @@ def test_four_bit_modules_are_those_listed_with_the_codes_of_the_codec(done: Con
     artifact = read_tensors(done.artifact)
     quantized = {name: tensor for name, tensor in artifact.items() if name.endswith(PARTS)}
     values = encoded(done.family, done.tensors)
-    assert sorted(name.rpartition(".")[0] for name in quantized if name.endswith(PARTS[0])) == sorted(values)
+    assert sorted(
+        name.rpartition(".")[0] for name in quantized if name.endswith(PARTS[0])
+    ) == sorted(values)
     assert differing(quantized, spelled(values)) == []
 
 
@@ -58,17 +79,31 @@ def test_all_else_arrives_untouched(done: Conversion) -> None:
     untouched = kept(done.family, done.tensors)
     assert not done.family.model or set(done.family.extra or {}) <= set(untouched)
     for folder in (done.artifact, done.restored):
-        others = {name: tensor for name, tensor in read_tensors(folder).items() if not name.endswith(PARTS)}
+        others = {
+            name: tensor
+            for name, tensor in read_tensors(folder).items()
+            if not name.endswith(PARTS)
+        }
         assert differing({name: others.get(name) for name in untouched}, untouched) == []
         if folder == done.artifact:
             assert set(others) == set(untouched)
         ours, theirs = (read_json(each / "config.json") for each in (folder, done.source))
         ours.pop("quantization_config", None)
         assert ours == theirs
-        files = [file for file in done.source.rglob("*") if file.is_file() and file.name not in {"config.json", INDEX}]
-        sidecars = [file.relative_to(done.source) for file in files if file.suffix != ".safetensors"]
+        files = [
+            file
+            for file in done.source.rglob("*")
+            if file.is_file() and file.name not in {"config.json", INDEX}
+        ]
+        sidecars = [
+            file.relative_to(done.source) for file in files if file.suffix != ".safetensors"
+        ]
         assert len(sidecars) >= len(SIDECARS)
-        assert [name for name in sidecars if (folder / name).read_bytes() != (done.source / name).read_bytes()] == []
+        assert [
+            name
+            for name in sidecars
+            if (folder / name).read_bytes() != (done.source / name).read_bytes()
+        ] == []
 
 
 @pytest.mark.sweep(9)
@@ -84,12 +119,20 @@ def shapes_in(tensors: Tensors) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 @pytest.mark.sweep(9)
-def test_logits_are_those_of_the_model_that_the_codec_made(done: Conversion, tmp_path: Path) -> None:
+def test_logits_are_those_of_the_model_that_the_codec_made(
+    done: Conversion, tmp_path: Path
+) -> None:
     family = done.family
     if not family.model:
         pytest.skip("no engine here loads it")
-    reference = logits(family, write_values(done.source, decoded(family, done.tensors), tmp_path / "reference"))
+    reference = logits(
+        family, write_values(done.source, decoded(family, done.tensors), tmp_path / "reference")
+    )
     assert reference.isfinite().all()
     assert reference.std() > 0.01
-    assert logits(family, done.artifact if family.runs == "artifact" else done.restored).equal(reference)
-    assert not logits(family, done.source).equal(reference), "the four-bit weights play no part in these logits"
+    assert logits(family, done.artifact if family.runs == "artifact" else done.restored).equal(
+        reference
+    )
+    assert not logits(family, done.source).equal(reference), (
+        "the four-bit weights play no part in these logits"
+    )

@@ -12,7 +12,11 @@ from families import FAMILIES
 from family import Family, build, logits
 from tiny_models import fp4convert, read_tensors
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`"),
+]
 
 OTHER_NAMES = "transformers has other names for DeepSeek V4's modules, and compressed-tensors' list of what stays speaks of them"
 SINGLE = [family for family in FAMILIES if family.runs == "restored" and not family.stacks]
@@ -30,12 +34,20 @@ WIDER = {48: 96, 80: 160, 112: 224}  # blocks of 32
     ],
     ids=str,
 )
-def test_engine_computes_four_bit_experts_as_the_restored_ones(family: Family, tmp_path: Path) -> None:
+def test_engine_computes_four_bit_experts_as_the_restored_ones(
+    family: Family, tmp_path: Path
+) -> None:
     wide = replace(family, config=_wider(family.config))
     build(wide, tmp_path / "source")
-    fp4convert("quantize", tmp_path / "source", "--format", "mxfp4", "-o", tmp_path / "artifact", "-q")
+    fp4convert(
+        "quantize", tmp_path / "source", "--format", "mxfp4", "-o", tmp_path / "artifact", "-q"
+    )
     fp4convert("dequantize", tmp_path / "artifact", "-o", tmp_path / "restored", "-q")
-    names = {name.removesuffix(".weight_packed") for name in read_tensors(tmp_path / "artifact") if name.endswith("_packed")}
+    names = {
+        name.removesuffix(".weight_packed")
+        for name in read_tensors(tmp_path / "artifact")
+        if name.endswith("_packed")
+    }
     assert names == {module for group in family.groups for module in group}
     assert logits(wide, tmp_path / "artifact").equal(logits(wide, tmp_path / "restored"))
 
@@ -43,6 +55,10 @@ def test_engine_computes_four_bit_experts_as_the_restored_ones(family: Family, t
 def _wider(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same with sizes of feed-forward layers that blocks of 32 divide."""
     return {
-        key: _wider(value) if isinstance(value, dict) else WIDER[value] if key.endswith(SIZES) and value in WIDER else value
+        key: _wider(value)
+        if isinstance(value, dict)
+        else WIDER[value]
+        if key.endswith(SIZES) and value in WIDER
+        else value
         for key, value in config.items()
     }

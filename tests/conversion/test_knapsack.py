@@ -16,14 +16,20 @@ def parts_at_random(seed: int, count: int = 6, options: int = 3) -> list[Part]:
         weights = int(draw.integers(16, 4000))
         sizes = sorted(draw.choice([4, 5, 8, 9, 12, 16], options, replace=False))
         errors = sorted(draw.random(options) * draw.choice([0.01, 1.0, 100.0]), reverse=True)
-        made = [Option(f"{bits}", int(bits) * weights, float(e)) for bits, e in zip(sizes, errors, strict=True)]
+        made = [
+            Option(f"{bits}", int(bits) * weights, float(e))
+            for bits, e in zip(sizes, errors, strict=True)
+        ]
         parts.append(Part(f"part {number}", tuple(made[at] for at in draw.permutation(options))))
     return parts
 
 
 def every_choice(parts: list[Part]) -> list[tuple[int, float]]:
     """(bytes, error) of every choice."""
-    return [(sum(o.nbytes for o in one), sum(o.error for o in one)) for one in product(*(part.options for part in parts))]
+    return [
+        (sum(o.nbytes for o in one), sum(o.error for o in one))
+        for one in product(*(part.options for part in parts))
+    ]
 
 
 def sums(options: list[Option]) -> tuple[int, float]:
@@ -34,7 +40,9 @@ def sums(options: list[Option]) -> tuple[int, float]:
 def test_no_choice_is_better_by_more_than_one_step(seed):
     parts = parts_at_random(seed)
     known = every_choice(parts)
-    largest_step = max(a.error - b.error for part in parts for a in part.options for b in part.options)
+    largest_step = max(
+        a.error - b.error for part in parts for a in part.options for b in part.options
+    )
     least, most = min(nbytes for nbytes, _ in known), max(nbytes for nbytes, _ in known)
     for nbytes in np.linspace(least, most, 23).astype(int):
         chosen = choose(parts, int(nbytes))
@@ -58,7 +66,9 @@ def test_on_the_hull_of_all_choices_it_is_the_best_there_is(seed):
 def test_typed_by_hand():
     """Two parts: the second loses less for each byte that it saves, so it goes first."""
     first = Part("first", (Option("bf16", 160, 0.0), Option("fp4", 45, 1.0)))
-    second = Part("second", (Option("bf16", 1600, 0.0), Option("fp8", 800, 0.1), Option("fp4", 450, 1.0)))
+    second = Part(
+        "second", (Option("bf16", 1600, 0.0), Option("fp8", 800, 0.1), Option("fp4", 450, 1.0))
+    )
     words = lambda nbytes: [option.word for option in choose([first, second], nbytes)]  # noqa: E731
     assert words(1760) == ["bf16", "bf16"]
     assert words(1759) == ["bf16", "fp8"]
@@ -85,11 +95,15 @@ def test_options_that_no_budget_wants_are_left_out():
         Option("odd", 9, 2.0),
     ]
     assert [option.word for option in hull(points)] == ["bf16", "fp4"]
-    assert [option.word for option in hull([Option("same", 2, 0.0), Option("bf16", 4, 0.0)])] == ["same"]
+    assert [option.word for option in hull([Option("same", 2, 0.0), Option("bf16", 4, 0.0)])] == [
+        "same"
+    ]
 
 
 def test_equal_parts_are_chosen_in_their_order():
-    parts = [Part(f"{number}", (Option("bf16", 16, 0.0), Option("fp4", 4, 1.0))) for number in range(4)]
+    parts = [
+        Part(f"{number}", (Option("bf16", 16, 0.0), Option("fp4", 4, 1.0))) for number in range(4)
+    ]
     assert [option.word for option in choose(parts, 40)] == ["fp4", "fp4", "bf16", "bf16"]
 
 

@@ -86,7 +86,9 @@ def test_the_weights_are_finite_whichever_way_they_are_read(columns):
     class Reading(Counted):
         def quantize_group(self, measured, members, fmt, rule, given=None):
             (weights,) = members
-            rows = min(weights.shape[0], 1 + (9 << 20) // weights.shape[1])  # more than the sample holds
+            rows = min(
+                weights.shape[0], 1 + (9 << 20) // weights.shape[1]
+            )  # more than the sample holds
             matrix = weights.rows(0, rows)
             buffer = bytearray(rows * weights.shape[1] * 2)
             weights.copy_rows(0, rows, memoryview(buffer))
@@ -114,5 +116,8 @@ def test_a_gpu_has_a_rate_once_it_is_warm():
     found = survey()
     if not found.gpus:
         pytest.skip(f"no GPU: {found.problem}")
-    rates = [measure_pace(Cuda(found.gpus[:1]), Target("nvfp4"), (10, 4096), 0).weights_per_second for _ in range(3)]
+    rates = [
+        measure_pace(Cuda(found.gpus[:1]), Target("nvfp4"), (10, 4096), 0).weights_per_second
+        for _ in range(3)
+    ]
     assert max(rates) < 3 * min(rates)

@@ -35,9 +35,13 @@ def source(tmp_path) -> Path:
 
 def reach(source: object, out: Path, *options: object) -> tuple[int, int]:
     """The range that a refusal names, in bytes."""
-    outcome = run("quantize", source, "--format", "nvfp4", *options, "--target-size", 1e3, "-o", out, "--json")
+    outcome = run(
+        "quantize", source, "--format", "nvfp4", *options, "--target-size", 1e3, "-o", out, "--json"
+    )
     words = outcome.json["error"]["message"].split()
-    return round(float(words[words.index("from") + 1]) * 1e9), round(float(words[words.index("below") + 1]) * 1e9)
+    return round(float(words[words.index("from") + 1]) * 1e9), round(
+        float(words[words.index("below") + 1]) * 1e9
+    )
 
 
 @pytest.mark.sweep(2)
@@ -51,7 +55,12 @@ def test_the_size_is_met_to_the_byte_that_was_planned(source, tmp_path, dialect)
         asked = (*options, "--target-size", f"{int(nbytes) / 1e9:.9f}")
         target = planned(source, out, *asked)["target"]
         assert not out.exists()
-        assert quantize(source, out, *asked)["output_bytes"] == nbytes_of(out) == target["output_bytes"] <= nbytes
+        assert (
+            quantize(source, out, *asked)["output_bytes"]
+            == nbytes_of(out)
+            == target["output_bytes"]
+            <= nbytes
+        )
         assert target["error"] <= previous
         previous = target["error"]
     assert previous < 0.01
@@ -64,11 +73,21 @@ def test_the_ends_of_the_range_are_all_four_bit_and_nearly_nothing(source, tmp_p
     at_low = planned(source, tmp_path / "out", "--target-size", f"{low / 1e9:.9f}")["target"]
     assert at_low["modules"] == {"nvfp4": 14}
     assert at_low["formats"] == []
-    at_high = planned(source, tmp_path / "out", "--target-size", f"{(high - 1) / 1e9:.9f}")["target"]
+    at_high = planned(source, tmp_path / "out", "--target-size", f"{(high - 1) / 1e9:.9f}")[
+        "target"
+    ]
     assert at_high["modules"]["keep"] > at_high["modules"]["nvfp4"] >= 1
     for below in (low - 1, high):
         outcome = run(
-            "quantize", source, "--format", "nvfp4", "--target-size", f"{below / 1e9:.9f}", "-o", tmp_path / "out", "--json"
+            "quantize",
+            source,
+            "--format",
+            "nvfp4",
+            "--target-size",
+            f"{below / 1e9:.9f}",
+            "-o",
+            tmp_path / "out",
+            "--json",
         )
         assert (outcome.code, outcome.json["error"]["code"]) == (2, "target-range")
 
@@ -76,7 +95,11 @@ def test_the_ends_of_the_range_are_all_four_bit_and_nearly_nothing(source, tmp_p
 def units_of(modules: dict[str, object]) -> list[list[str]]:
     layers = sorted({module.split(".")[2] for module in modules})
     return [
-        [module for module in modules if f".{layer}." in module and module.rpartition(".")[2] in unit.split("/")]
+        [
+            module
+            for module in modules
+            if f".{layer}." in module and module.rpartition(".")[2] in unit.split("/")
+        ]
         for layer in layers
         for unit in UNITS
     ]
@@ -87,14 +110,21 @@ def test_no_other_choice_of_that_size_loses_less(source, tmp_path):
     target = planned(source, tmp_path / "dry", "--target-bits", 6.3)["target"]
     quantize(source, tmp_path / "out", "--target-bits", 6.3)
     found = losses(tmp_path / "out")
-    shapes = {name.removesuffix(".weight"): t[1] for name, t in read_folder(source).items() if "proj" in name}
+    shapes = {
+        name.removesuffix(".weight"): t[1]
+        for name, t in read_folder(source).items()
+        if "proj" in name
+    }
     sizes = {
         "nvfp4": lambda rows, columns: rows * columns * 9 // 16 + 4,
         "fp8": lambda rows, columns: rows * columns + 4 * rows,
         "keep": lambda rows, columns: rows * columns * 2,
     }
     parts = [
-        [(sum(size(*shapes[m]) for m in unit), sum(found[m].get(word, 0.0) for m in unit)) for word, size in sizes.items()]
+        [
+            (sum(size(*shapes[m]) for m in unit), sum(found[m].get(word, 0.0) for m in unit))
+            for word, size in sizes.items()
+        ]
         for unit in units_of(shapes)
     ]
     nbytes = math.floor(6.3 * sum(math.prod(shape) for shape in shapes.values()) / 8)
@@ -104,7 +134,9 @@ def test_no_other_choice_of_that_size_loses_less(source, tmp_path):
     assert best <= target["error"] + 1e-12 <= best + step
     weights = sum(math.prod(shape) for shape in shapes.values())
     assert any(
-        8 * n / weights == pytest.approx(target["bits_per_weight"]) and e == pytest.approx(target["error"]) for n, e in choices
+        8 * n / weights == pytest.approx(target["bits_per_weight"])
+        and e == pytest.approx(target["error"])
+        for n, e in choices
     )
     greedy_waste = 6.3 - target["bits_per_weight"]
     assert 0 <= greedy_waste < 0.5
@@ -130,11 +162,15 @@ def test_fused_members_get_one_format_and_the_plan_says_what_it_made(source, tmp
         made = formats_in(out)
         for unit in units_of(made):
             assert len({made[module] for module in unit}) == 1
-        counts = {word: sum(found == word for found in made.values()) for word in set(made.values())}
+        counts = {
+            word: sum(found == word for found in made.values()) for word in set(made.values())
+        }
         assert document["target"]["modules"] == counts
         kinds |= set(made.values())
         weights = sum(math.prod(t[1]) for name, t in read_folder(source).items() if "proj" in name)
-        stored = sum(len(data) for name, (_, _, data) in read_folder(out).items() if "_proj" in name)
+        stored = sum(
+            len(data) for name, (_, _, data) in read_folder(out).items() if "_proj" in name
+        )
         assert document["target"]["bits_per_weight"] == pytest.approx(8 * stored / weights)
         assert document["target"]["bits_per_weight"] <= bits
     assert kinds == {"nvfp4", "fp8", "keep"}
@@ -162,13 +198,26 @@ def test_experts_of_a_layer_move_together_and_count_as_one(tmp_path):
         np.mean([found[f"{LAYER}.mlp.experts.{e}.{leaf}"]["fp8"] for e in range(4)])
         for leaf in ("gate_proj", "up_proj", "down_proj")
     ]
-    assert at_least["error"] == pytest.approx(sum(by_leaf) + found[f"{LAYER}.self_attn.o_proj"]["nvfp4"])
+    assert at_least["error"] == pytest.approx(
+        sum(by_leaf) + found[f"{LAYER}.self_attn.o_proj"]["nvfp4"]
+    )
 
 
 def test_other_dialects_choose_between_four_bits_and_what_is_there(source, tmp_path):
     for dialect, fmt in (("mlx", "mxfp4"), ("quark", "mxfp4")):
         out = tmp_path / dialect
-        options = ("--format", fmt, "--dialect", dialect, "--target-bits", 8, "-o", out, "--json", "-q")
+        options = (
+            "--format",
+            fmt,
+            "--dialect",
+            dialect,
+            "--target-bits",
+            8,
+            "-o",
+            out,
+            "--json",
+            "-q",
+        )
         target = run("quantize", source, *options, "--dry-run").json["target"]
         assert target["modules"].keys() == {fmt, "keep"}
         outcome = run("quantize", source, *options)
@@ -186,7 +235,9 @@ def test_from_a_hub_the_source_is_read_twice_and_the_plan_says_so(hub, source, t
     hub.seen.clear()
     quantize("org/model", tmp_path / "out", "--target-bits", 6)
     read = sum(seen.nbytes for seen in hub.seen if seen.where == "storage")
-    assert 2 * sum(sizes.values()) <= read <= 3.2 * sum(sizes.values())  # members of groups in the other shard are measured, too
+    assert (
+        2 * sum(sizes.values()) <= read <= 3.2 * sum(sizes.values())
+    )  # members of groups in the other shard are measured, too
     folder = quantize(source, tmp_path / "folder", "--target-bits", 6)
     assert {k: v for k, v in digits(tmp_path / "out").items() if k.endswith("safetensors")} == {
         k: v for k, v in digits(tmp_path / "folder").items() if k.endswith("safetensors")
@@ -195,13 +246,21 @@ def test_from_a_hub_the_source_is_read_twice_and_the_plan_says_so(hub, source, t
 
 
 def test_blocks_that_are_taken_over_and_fp8_that_stays_lose_nothing(source, tmp_path):
-    (tmp_path / "mixed.toml").write_text('about = "x"\n[[format]]\nmodules = ["*down_proj"]\nformat = "fp8"\n')
-    quantize(source, tmp_path / "mixed", "--dialect", "modelopt", "--recipe", tmp_path / "mixed.toml")
-    again = planned(tmp_path / "mixed", tmp_path / "out", "--dialect", "modelopt", "--target-bits", 9)["target"]
+    (tmp_path / "mixed.toml").write_text(
+        'about = "x"\n[[format]]\nmodules = ["*down_proj"]\nformat = "fp8"\n'
+    )
+    quantize(
+        source, tmp_path / "mixed", "--dialect", "modelopt", "--recipe", tmp_path / "mixed.toml"
+    )
+    again = planned(
+        tmp_path / "mixed", tmp_path / "out", "--dialect", "modelopt", "--target-bits", 9
+    )["target"]
     assert (again["modules"], again["error"]) == ({"nvfp4": 12, "fp8": 2}, 0)
 
 
-def test_a_copied_input_scale_is_read_once_for_all_choices_that_are_tried(source, tmp_path, monkeypatch):
+def test_a_copied_input_scale_is_read_once_for_all_choices_that_are_tried(
+    source, tmp_path, monkeypatch
+):
     quantize(source, tmp_path / "other", "--activations", 4)
     asked, read = Counter(), Artifact.input_scale
 
@@ -238,8 +297,12 @@ def test_bad_input_is_one_sentence_and_writes_nothing(source, tmp_path):
     assert (error["code"], "--include 'PATTERN'" in error["next"]) == ("no-linears", True)
     statistics = statistics_of(f"{LAYER}.mlp.down_proj", np.ones((4, 128)))
     file = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), statistics)
-    assert refused(*base, "--target-bits", 6, "--calibration", file)["code"] == "calibration-missing"
-    pipeline = refused(write_wan(tmp_path / "wan"), "--format", "nvfp4", "-o", out, "--target-bits", 6)
+    assert (
+        refused(*base, "--target-bits", 6, "--calibration", file)["code"] == "calibration-missing"
+    )
+    pipeline = refused(
+        write_wan(tmp_path / "wan"), "--format", "nvfp4", "-o", out, "--target-bits", 6
+    )
     assert (pipeline["code"], "--subfolder" in pipeline["next"]) == ("target-pipeline", True)
     inside = refused(source, "--format", "nvfp4", "-o", source / "out", "--target-bits", 6)
     assert inside["code"] == "output-in-source"
@@ -253,7 +316,17 @@ def test_bad_input_is_one_sentence_and_writes_nothing(source, tmp_path):
 
 
 def test_the_dry_run_shows_the_choice_to_a_person(source, tmp_path):
-    outcome = run("quantize", source, "--format", "nvfp4", "--target-bits", 6, "-o", tmp_path / "out", "--dry-run")
+    outcome = run(
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "--target-bits",
+        6,
+        "-o",
+        tmp_path / "out",
+        "--dry-run",
+    )
     assert outcome.code == 0
     assert "fp8" in outcome.out
     assert "reads the source twice" in outcome.err

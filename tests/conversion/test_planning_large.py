@@ -41,7 +41,10 @@ def folders(tmp_path_factory):
     made = [scratch / name for name in ("once", "twice")]
     for times, folder in enumerate(made, 1):
         folder.mkdir()
-        assert write_checkpoint(folder, times * LAYERS, EXPERTS, times * SHARDS) == times * LAYERS * (3 * EXPERTS + 14) + 3
+        assert (
+            write_checkpoint(folder, times * LAYERS, EXPERTS, times * SHARDS)
+            == times * LAYERS * (3 * EXPERTS + 14) + 3
+        )
     plan(made[0])  # what is loaded or compiled once
     return made
 
@@ -76,6 +79,8 @@ def test_twice_the_tensors_are_twice_the_calls(folders):
 @pytest.mark.slow  # where cores are shared with other tests, seconds mean little
 def test_twice_the_tensors_take_twice_the_time(folders):
     """Four times, and more where something is compared with everything."""
-    rounds = [[seconds_of(folder) for folder in folders] for _ in range(5)]  # the best of each, for cores are shared
+    rounds = [
+        [seconds_of(folder) for folder in folders] for _ in range(5)
+    ]  # the best of each, for cores are shared
     once, twice = map(min, zip(*rounds, strict=True))
     assert twice / once < 3

@@ -35,7 +35,9 @@ ATTENTION = f"{LAYER}.self_attn"
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(("format", "dialect"), TARGETS)
-def test_the_same_bytes_from_any_place_any_number_of_workers_and_any_process(format, dialect, tmp_path):
+def test_the_same_bytes_from_any_place_any_number_of_workers_and_any_process(
+    format, dialect, tmp_path
+):
     source = write_llama(tmp_path / "source", **{"tokenizer.json": b"{}"})
     copy = tmp_path / "some" / "where" / "else"
     shutil.copytree(source, copy)
@@ -57,7 +59,9 @@ def test_the_digest_is_sha256sum_of_sha256sum(tmp_path):
     document = quantize(write_llama(tmp_path / "source", **{"tokenizer.json": b"{}"}), out)
     paths = [path for path in out.rglob("*") if path.is_file() and ".fp4convert" not in path.parts]
     files = sorted(str(path.relative_to(out)) for path in paths if path.name != REPORT)
-    lines = "".join(f"{hashlib.sha256((out / file).read_bytes()).hexdigest()}  {file}\n" for file in files)
+    lines = "".join(
+        f"{hashlib.sha256((out / file).read_bytes()).hexdigest()}  {file}\n" for file in files
+    )
     assert document["digest"] == hashlib.sha256(lines.encode()).hexdigest()
     assert document["output_bytes"] == sum((out / file).stat().st_size for file in files)
 
@@ -66,7 +70,11 @@ def test_the_record_names_every_other_file_with_its_hash(tmp_path):
     out = tmp_path / "out"
     quantize(write_llama(tmp_path / "source", **{"tokenizer.json": b"{}"}), out)
     record = json.loads((out / "quantization_config.json").read_text())
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.iterdir() if path.is_file()}
+    files = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in out.iterdir()
+        if path.is_file()
+    }
     del files["quantization_config.json"], files[REPORT]
     assert record.pop("files") == files
     assert record.pop("producer")["name"] == "fp4convert"
@@ -116,15 +124,23 @@ def test_the_members_of_a_group_have_the_global_scale_of_their_common_amax(diale
     quantize(write_llama(tmp_path / "source"), tmp_path / "out", "--dialect", dialect)
     before, after = read_folder(tmp_path / "source"), read_folder(tmp_path / "out")
     name = "weight_scale_2" if dialect == "modelopt" else "weight_global_scale"
-    groups = [[f"{ATTENTION}.{leaf}_proj" for leaf in "qkv"], [f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"]]
+    groups = [
+        [f"{ATTENTION}.{leaf}_proj" for leaf in "qkv"],
+        [f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"],
+    ]
     for members in [*groups, [f"{ATTENTION}.o_proj"], [f"{LAYER}.mlp.down_proj"]]:
-        amax = np.float32(max(np.abs(values_of(before[f"{member}.weight"])).max() for member in members))
+        amax = np.float32(
+            max(np.abs(values_of(before[f"{member}.weight"])).max() for member in members)
+        )
         multiplier = amax / np.float32(2688)
         expected = multiplier if dialect == "modelopt" else np.float32(1) / multiplier
         for member in members:
             assert after[f"{member}.{name}"][2] == np.float32(expected).tobytes()
             error = values_of(before[f"{member}.weight"]) - artifact_values(after, member, dialect)
-            assert np.sqrt((error**2).mean() / (values_of(before[f"{member}.weight"]) ** 2).mean()) < 0.15
+            assert (
+                np.sqrt((error**2).mean() / (values_of(before[f"{member}.weight"]) ** 2).mean())
+                < 0.15
+            )
 
 
 def test_codes_and_block_scales_do_not_depend_on_the_dialect(tmp_path):
@@ -139,10 +155,16 @@ def test_codes_and_block_scales_do_not_depend_on_the_dialect(tmp_path):
 
 @pytest.mark.parametrize(("format", "dialect"), TARGETS)
 def test_what_stays_is_copied_byte_for_byte_and_shards_are_aligned(format, dialect, tmp_path):
-    quantize(write_llama(tmp_path / "source"), tmp_path / "out", "--format", format, "--dialect", dialect)
+    quantize(
+        write_llama(tmp_path / "source"), tmp_path / "out", "--format", format, "--dialect", dialect
+    )
     after = read_folder(tmp_path / "out")
     for tensors in llama_shards().values():
-        for name in set(tensors) & {"model.embed_tokens.weight", "lm_head.weight", f"{ATTENTION}.q_proj.bias"}:
+        for name in set(tensors) & {
+            "model.embed_tokens.weight",
+            "lm_head.weight",
+            f"{ATTENTION}.q_proj.bias",
+        }:
             assert after[name] == tensors[name]
     for file in (FIRST, SECOND):
         data = (tmp_path / "out" / file).read_bytes()
@@ -150,7 +172,10 @@ def test_what_stays_is_copied_byte_for_byte_and_shards_are_aligned(format, diale
         header = json.loads(data[8 : 8 + length])
         assert header.pop("__metadata__") == {"format": "pt"}
         nbytes = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
-        assert all((8 + length + entry["data_offsets"][0]) % nbytes[entry["dtype"]] == 0 for entry in header.values())
+        assert all(
+            (8 + length + entry["data_offsets"][0]) % nbytes[entry["dtype"]] == 0
+            for entry in header.values()
+        )
 
 
 def test_sidecars_travel_byte_for_byte_and_nothing_else_does(tmp_path):
@@ -160,14 +185,27 @@ def test_sidecars_travel_byte_for_byte_and_nothing_else_does(tmp_path):
         "modeling_x.py": b"import os\n",
         "e": b"",
     }
-    source = write_llama(tmp_path / "source", **files, **{"pytorch_model.bin": b"x", ".hidden": b"x"})
+    source = write_llama(
+        tmp_path / "source", **files, **{"pytorch_model.bin": b"x", ".hidden": b"x"}
+    )
     (source / "a" / "b").mkdir(parents=True)
     (source / "a" / "b" / "voice.wav").write_bytes(bytes(range(256)))
     outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")
     assert outcome.code == 0
-    assert "warning: 1 files hold weights in another form and are left out, the first 'pytorch_model.bin'" in outcome.err
-    found = {str(p.relative_to(tmp_path / "out")): p for p in (tmp_path / "out").rglob("*") if p.is_file()}
-    found = {file: path.read_bytes() for file, path in found.items() if not file.startswith(".fp4convert")}
+    assert (
+        "warning: 1 files hold weights in another form and are left out, the first 'pytorch_model.bin'"
+        in outcome.err
+    )
+    found = {
+        str(p.relative_to(tmp_path / "out")): p
+        for p in (tmp_path / "out").rglob("*")
+        if p.is_file()
+    }
+    found = {
+        file: path.read_bytes()
+        for file, path in found.items()
+        if not file.startswith(".fp4convert")
+    }
     for file in (FIRST, SECOND, INDEX, "config.json", "quantization_config.json", REPORT):
         del found[file]
     assert found == {**files, "a/b/voice.wav": bytes(range(256))}
@@ -212,11 +250,15 @@ def test_a_source_without_config_has_the_record_alone(tmp_path):
     source = write_llama(tmp_path / "source")
     (source / "config.json").unlink()
     quantize(source, tmp_path / "out")
-    assert list(json.loads((tmp_path / "out" / "config.json").read_text())) == ["quantization_config"]
+    assert list(json.loads((tmp_path / "out" / "config.json").read_text())) == [
+        "quantization_config"
+    ]
 
 
 def test_one_file_becomes_one_file_of_its_name(tmp_path):
-    (tmp_path / "some.safetensors").write_bytes(pack_shard({f"{LAYER}.mlp.down_proj.weight": weight()}))
+    (tmp_path / "some.safetensors").write_bytes(
+        pack_shard({f"{LAYER}.mlp.down_proj.weight": weight()})
+    )
     document = quantize(tmp_path / "some.safetensors", tmp_path / "out")
     assert document["tensors"] == {"quantized": 1, "copied": 0, "skipped": 0}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
@@ -227,19 +269,25 @@ def test_one_file_becomes_one_file_of_its_name(tmp_path):
         REPORT,
     }
     assert set(read_shard(tmp_path / "out" / "some.safetensors")) == {
-        f"{LAYER}.mlp.down_proj.{leaf}" for leaf in ("weight_packed", "weight_scale", "weight_global_scale")
+        f"{LAYER}.mlp.down_proj.{leaf}"
+        for leaf in ("weight_packed", "weight_scale", "weight_global_scale")
     }
 
 
 def test_a_snapshot_of_the_hubs_cache_gives_the_bytes_of_a_folder(tmp_path):
     folder = write_llama(tmp_path / "folder", **{"tokenizer.json": b"{}"})
-    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / ("0" * 40)
+    blobs, snapshot = (
+        tmp_path / "models--a--b" / "blobs",
+        tmp_path / "models--a--b" / "snapshots" / ("0" * 40),
+    )
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for path in folder.iterdir():
         shutil.copy(path, blobs / f"blob-{path.name}")
         (snapshot / path.name).symlink_to(f"../../blobs/blob-{path.name}")
-    assert quantize(snapshot, tmp_path / "1")["digest"] == quantize(folder, tmp_path / "2")["digest"]
+    assert (
+        quantize(snapshot, tmp_path / "1")["digest"] == quantize(folder, tmp_path / "2")["digest"]
+    )
     assert not any(path.is_symlink() for path in (tmp_path / "1").rglob("*"))
 
 
@@ -259,7 +307,9 @@ def test_a_matrix_larger_than_a_panel_is_whole(tmp_path):
     tall = ("BF16", (8 * 260 + 3, 4096), rows[0])
     small = ("BF16", (11, 4096), top[2] + tail[2])
     for name, tensor in (("tall", tall), ("small", small)):
-        quantize(write_single(tmp_path / name, {"x.o_proj.weight": tensor}), tmp_path / f"{name}-out")
+        quantize(
+            write_single(tmp_path / name, {"x.o_proj.weight": tensor}), tmp_path / f"{name}-out"
+        )
     big, little = read_folder(tmp_path / "tall-out"), read_folder(tmp_path / "small-out")
     for leaf, nbytes in (("weight_packed", 2048), ("weight_scale", 256)):
         data = little[f"x.o_proj.{leaf}"][2]
@@ -275,13 +325,21 @@ def test_dequantize_gives_ordinary_weights_again(format, dialect, dtype, tmp_pat
     assert outcome.code == 0, outcome.err
     before, after = read_folder(source), read_folder(tmp_path / "out")
     assert set(after) == set(before)
-    torch_dtype = "bfloat16" if dtype == "bf16" else "float32"  # wide enough for the kept bf16 beside the new dtype
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**LLAMA, "torch_dtype": torch_dtype}
+    torch_dtype = (
+        "bfloat16" if dtype == "bf16" else "float32"
+    )  # wide enough for the kept bf16 beside the new dtype
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        **LLAMA,
+        "torch_dtype": torch_dtype,
+    }
     assert not (tmp_path / "out" / "quantization_config.json").exists()
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == b"{}"
     name = f"{LAYER}.mlp.down_proj"
-    assert after[f"{name}.weight"][:2] == ({"bf16": "BF16", "fp16": "F16", "fp32": "F32"}[dtype], (64, 128))
+    assert after[f"{name}.weight"][:2] == (
+        {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}[dtype],
+        (64, 128),
+    )
     if format == "nvfp4" and dtype == "fp32":
         expected = artifact_values(read_folder(tmp_path / "q"), name, dialect)
         assert np.allclose(values_of(after[f"{name}.weight"]), expected, rtol=2e-7, atol=0)

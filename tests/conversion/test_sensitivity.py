@@ -36,7 +36,12 @@ def test_losses_are_those_of_the_artifacts_values(source, tmp_path):
     """Beside what `dequantize` makes of an artifact, by NumPy in float64."""
     quantize(source, tmp_path / "fitted", "--target-bits", 6)
     quantize(source, tmp_path / "four")
-    assert run("dequantize", tmp_path / "four", "-o", tmp_path / "values", "--dtype", "fp32", "-q").code == 0
+    assert (
+        run(
+            "dequantize", tmp_path / "four", "-o", tmp_path / "values", "--dtype", "fp32", "-q"
+        ).code
+        == 0
+    )
     original, rounded = read_folder(source), read_folder(tmp_path / "values")
     found = losses(tmp_path / "fitted")
     assert len(found) == 14
@@ -56,40 +61,82 @@ def test_losses_of_fp8_are_torchs(source, tmp_path, dialect, axis):
         w = torch.tensor(values_of(original[f"{module}.weight"]), dtype=torch.float32)
         step = (w.abs().amax(1, keepdim=True) if axis == 1 else w.abs().max()) / 448
         v = (w / step).to(torch.float8_e4m3fn).float() * step
-        assert each["fp8"] == pytest.approx(((w - v).double().norm() / w.double().norm()).item() ** 2, rel=1e-5)
+        assert each["fp8"] == pytest.approx(
+            ((w - v).double().norm() / w.double().norm()).item() ** 2, rel=1e-5
+        )
 
 
 def test_with_a_calibration_losses_are_weighted_by_the_moments(source, tmp_path):
     draw = np.random.default_rng(9)
-    original = {name.removesuffix(".weight"): values_of(t) for name, t in read_folder(source).items() if "proj" in name}
-    inputs = {module: draw.standard_normal((32, w.shape[1])) * np.geomspace(0.1, 9, w.shape[1]) for module, w in original.items()}
-    statistics = {name: array for module, x in inputs.items() for name, array in statistics_of(module, x).items()}
+    original = {
+        name.removesuffix(".weight"): values_of(t)
+        for name, t in read_folder(source).items()
+        if "proj" in name
+    }
+    inputs = {
+        module: draw.standard_normal((32, w.shape[1])) * np.geomspace(0.1, 9, w.shape[1])
+        for module, w in original.items()
+    }
+    statistics = {
+        name: array
+        for module, x in inputs.items()
+        for name, array in statistics_of(module, x).items()
+    }
     file = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), statistics)
     quantize(source, tmp_path / "out", "--target-bits", 6, "--calibration", file)
     quantize(source, tmp_path / "four")
-    assert run("dequantize", tmp_path / "four", "-o", tmp_path / "values", "--dtype", "fp32", "-q").code == 0
+    assert (
+        run(
+            "dequantize", tmp_path / "four", "-o", tmp_path / "values", "--dtype", "fp32", "-q"
+        ).code
+        == 0
+    )
     rounded = read_folder(tmp_path / "values")
     for module, each in losses(tmp_path / "out").items():
-        w, v, moments = original[module], values_of(rounded[f"{module}.weight"]), (inputs[module] ** 2).mean(0)
-        assert each["nvfp4"] == pytest.approx((((w - v) ** 2) @ moments).sum() / ((w**2) @ moments).sum(), rel=1e-5)
+        w, v, moments = (
+            original[module],
+            values_of(rounded[f"{module}.weight"]),
+            (inputs[module] ** 2).mean(0),
+        )
+        assert each["nvfp4"] == pytest.approx(
+            (((w - v) ** 2) @ moments).sum() / ((w**2) @ moments).sum(), rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("rule", ["mse", "four-over-six", "importance"])
 def test_losses_follow_the_rule_of_the_run(source, tmp_path, rule):
-    original = {name.removesuffix(".weight"): values_of(t) for name, t in read_folder(source).items() if "proj" in name}
+    original = {
+        name.removesuffix(".weight"): values_of(t)
+        for name, t in read_folder(source).items()
+        if "proj" in name
+    }
     draw = np.random.default_rng(10)
-    inputs = {module: draw.standard_normal((32, w.shape[1])) * np.geomspace(0.1, 9, w.shape[1]) for module, w in original.items()}
-    statistics = {name: array for module, x in inputs.items() for name, array in statistics_of(module, x).items()}
+    inputs = {
+        module: draw.standard_normal((32, w.shape[1])) * np.geomspace(0.1, 9, w.shape[1])
+        for module, w in original.items()
+    }
+    statistics = {
+        name: array
+        for module, x in inputs.items()
+        for name, array in statistics_of(module, x).items()
+    }
     file = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), statistics)
     options = ("--scale-rule", rule, *(("--calibration", file) if rule == "importance" else ()))
     quantize(source, tmp_path / "out", "--target-bits", 6, *options)
     quantize(source, tmp_path / "four", *options)
-    assert run("dequantize", tmp_path / "four", "-o", tmp_path / "values", "--dtype", "fp32", "-q").code == 0
+    assert (
+        run(
+            "dequantize", tmp_path / "four", "-o", tmp_path / "values", "--dtype", "fp32", "-q"
+        ).code
+        == 0
+    )
     rounded = read_folder(tmp_path / "values")
     for module, each in losses(tmp_path / "out").items():
         w, v = original[module], values_of(rounded[f"{module}.weight"])
         moments = (inputs[module] ** 2).mean(0) if rule == "importance" else np.ones(w.shape[1])
-        assert each["nvfp4"] == pytest.approx((((w - v) ** 2) @ moments).sum() / ((w**2) @ moments).sum(), rel=1e-5)
+        assert each["nvfp4"] == pytest.approx(
+            (((w - v) ** 2) @ moments).sum() / ((w**2) @ moments).sum(), rel=1e-5
+        )
 
 
 def test_a_run_again_measures_nothing_and_a_changed_source_again(source, tmp_path, monkeypatch):
@@ -97,7 +144,9 @@ def test_a_run_again_measures_nothing_and_a_changed_source_again(source, tmp_pat
     first = quantize(source, out, "--target-bits", 6)
     before = {path.name: path.stat().st_mtime_ns for path in (out / MEASURED).glob("*.json")}
     assert len(before) == 2
-    monkeypatch.setattr("fp4convert.conversion.sensitivity._losses_of", None)  # whoever measures fails
+    monkeypatch.setattr(
+        "fp4convert.conversion.sensitivity._losses_of", None
+    )  # whoever measures fails
     assert quantize(source, out, "--target-bits", 6)["digest"] == first["digest"]
     monkeypatch.undo()
     (victim,) = [path for path in (out / MEASURED).glob("*.json") if path.name == min(before)]
@@ -105,26 +154,47 @@ def test_a_run_again_measures_nothing_and_a_changed_source_again(source, tmp_pat
     assert quantize(source, out, "--target-bits", 6)["digest"] == first["digest"]
     assert json.loads(victim.read_text())
     (source / FIRST).touch()
-    assert run("quantize", source, "--format", "nvfp4", "--target-bits", 6, "-o", out, "-q", "--force").code == 0
+    assert (
+        run(
+            "quantize", source, "--format", "nvfp4", "--target-bits", 6, "-o", out, "-q", "--force"
+        ).code
+        == 0
+    )
     assert len(list((out / MEASURED).glob("*.json"))) == 4  # every shard: scale groups lie in both
 
 
 def test_the_choice_does_not_depend_on_who_measures(source, tmp_path):
     expected = quantize(source, tmp_path / "one", "--target-bits", 6, "--workers", 1)["digest"]
-    assert quantize(source, tmp_path / "four", "--target-bits", 6, "--workers", 4)["digest"] == expected
+    assert (
+        quantize(source, tmp_path / "four", "--target-bits", 6, "--workers", 4)["digest"]
+        == expected
+    )
     for part in range(2):
         share = ("--shard-index", part, "--num-shards", 2)
         quantize(source, tmp_path / "parts", "--target-bits", 6, *share)
     assert run("merge", tmp_path / "parts", "--json").json["digest"] == expected
     together = [
-        start("quantize", source, "--format", "nvfp4", "--target-bits", 6, "-o", tmp_path / "join", "--join", "-q")
+        start(
+            "quantize",
+            source,
+            "--format",
+            "nvfp4",
+            "--target-bits",
+            6,
+            "-o",
+            tmp_path / "join",
+            "--join",
+            "-q",
+        )
         for _ in range(3)
     ]
     assert [process.wait(120) for process in together] == [0, 0, 0]
     assert digits(tmp_path / "join") == digits(tmp_path / "one")
 
 
-def test_workers_of_a_cluster_are_sent_the_choice_and_measure_nothing(source, tmp_path, monkeypatch):
+def test_workers_of_a_cluster_are_sent_the_choice_and_measure_nothing(
+    source, tmp_path, monkeypatch
+):
     """What Ray runs on every node; the API by which it is made."""
     request, goal = Request("nvfp4"), Goal(bits=6)
     found = fit(open_source(str(source)), request, goal, Measuring())
@@ -139,9 +209,22 @@ def test_weights_that_are_nan_are_all_named(tmp_path):
     data = bytearray(bf16(32, 64))
     data[100:102] = (0x7FC0).to_bytes(2, "little")
     bad = ("BF16", (32, 64), bytes(data))
-    tensors = {f"{LAYER}.mlp.{leaf}.weight": bad if "proj" in leaf else weight(1) for leaf in ("down_proj", "o_proj", "x", "y")}
+    tensors = {
+        f"{LAYER}.mlp.{leaf}.weight": bad if "proj" in leaf else weight(1)
+        for leaf in ("down_proj", "o_proj", "x", "y")
+    }
     source = write_single(tmp_path / "m", tensors)
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--target-bits", 6, "--json")
+    outcome = run(
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "out",
+        "--target-bits",
+        6,
+        "--json",
+    )
     assert outcome.code == 2
     assert outcome.json["error"]["next"].count("--exclude") == 2
     assert not list((tmp_path / "out").glob("*.safetensors"))

@@ -36,13 +36,20 @@ PARTS = {
 SHAPE = {CT: (1,), MO: ()}
 OURS, HF = "quantization_config.json", "hf_quant_config.json"
 MODULES = sorted(
-    [f"{LAYER}.self_attn.{name}_proj" for name in "qkvo"] + [f"{LAYER}.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    [f"{LAYER}.self_attn.{name}_proj" for name in "qkvo"]
+    + [f"{LAYER}.mlp.{name}_proj" for name in ("gate", "up", "down")]
 )
 DECLARED = {
     CT: {
         "quant_method": CT,
         "format": "nvfp4-pack-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}, "input_activations": {"num_bits": 4}}},
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4},
+                "input_activations": {"num_bits": 4},
+            }
+        },
         "ignore": [],
     },
     MO: {"quant_method": MO, "quant_algo": "NVFP4", "ignore": []},
@@ -50,7 +57,9 @@ DECLARED = {
 
 every_pair = pytest.mark.parametrize(("before", "after"), [(CT, MO), (MO, CT)])
 every_dialect = pytest.mark.parametrize("dialect", [CT, MO])
-every_form = pytest.mark.parametrize("options", [(), ("--activations", 4, "--input-scale", "0.37")], ids=["W4A16", "W4A4"])
+every_form = pytest.mark.parametrize(
+    "options", [(), ("--activations", 4, "--input-scale", "0.37")], ids=["W4A16", "W4A4"]
+)
 
 
 @pytest.fixture
@@ -59,20 +68,38 @@ def source(tmp_path: Path) -> Path:
 
 
 def quantize(source: Path, output: Path, dialect: str, *options: object) -> dict:
-    outcome = run("quantize", source, "--format", "nvfp4", "--dialect", dialect, "-o", output, "--json", "-q", *options)
+    outcome = run(
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "--dialect",
+        dialect,
+        "-o",
+        output,
+        "--json",
+        "-q",
+        *options,
+    )
     assert outcome.code == 0, outcome
     return outcome.json
 
 
 def transcode(artifact: Path, output: Path, dialect: str, *options: object) -> dict:
-    outcome = run("transcode", artifact, "-o", output, "--dialect", dialect, "--json", "-q", *options)
+    outcome = run(
+        "transcode", artifact, "-o", output, "--dialect", dialect, "--json", "-q", *options
+    )
     assert outcome.code == 0, outcome
     return outcome.json
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a folder but the state of the conversion, and what only a run that rounds has to report."""
-    return {path.name: path.read_bytes() for path in folder.glob("[!.]*") if path.name != "quantization_report.json"}
+    return {
+        path.name: path.read_bytes()
+        for path in folder.glob("[!.]*")
+        if path.name != "quantization_report.json"
+    }
 
 
 def scalar(tensor: Tensor) -> np.float32:
@@ -107,7 +134,9 @@ def others(tensors: dict[str, Tensor], dialect: str) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name not in four_bit}
 
 
-def write_foreign(folder: Path, dialect: str, modules: dict[str, tuple[np.float32, np.float32]]) -> Path:
+def write_foreign(
+    folder: Path, dialect: str, modules: dict[str, tuple[np.float32, np.float32]]
+) -> Path:
     """A W4A4 artifact with no record of ours, made by hand: module -> its global scale and input scale, as they are stored."""
     tensors: dict[str, Tensor] = {}
     for number, (module, scales) in enumerate(modules.items()):
@@ -115,7 +144,9 @@ def write_foreign(folder: Path, dialect: str, modules: dict[str, tuple[np.float3
         block_scales = np.random.default_rng(number).integers(1, 0x7F, 16 * 2, np.uint8).tobytes()
         kinds = [("U8", (16, 16), codes), ("F8_E4M3", (16, 2), block_scales)]
         kinds += [("F32", SHAPE[dialect], struct.pack("<f", value)) for value in scales]
-        tensors |= {f"{module}.{part}": kind for part, kind in zip(PARTS[dialect], kinds, strict=True)}
+        tensors |= {
+            f"{module}.{part}": kind for part, kind in zip(PARTS[dialect], kinds, strict=True)
+        }
     return write_single(folder, tensors, {**LLAMA, "quantization_config": DECLARED[dialect]})
 
 
@@ -131,7 +162,10 @@ def test_codes_and_block_scales_are_the_same_bytes(before, after, options, sourc
         (*equal_before, global_before, input_before) = parts_of(left, module, before)
         (*equal_after, global_after, input_after) = parts_of(right, module, after)
         assert equal_before == equal_after
-        for old, new in [(global_before, global_after), *([(input_before, input_after)] if options else [])]:
+        for old, new in [
+            (global_before, global_after),
+            *([(input_before, input_after)] if options else []),
+        ]:
             assert new[:2] == ("F32", SHAPE[after])
             assert scalar(new) == inverse(scalar(old))
         assert options or input_after is None
@@ -149,12 +183,17 @@ def test_there_and_back_is_the_same_artifact(before, after, options, source, tmp
     there = transcode(tmp_path / "before", tmp_path / "after", after)
     back = transcode(tmp_path / "after", tmp_path / "back", before)
     tensors = read_folder(tmp_path / "before")
-    stored = {module: [scalar(part) for part in parts_of(tensors, module, before)[2:] if part] for module in MODULES}
+    stored = {
+        module: [scalar(part) for part in parts_of(tensors, module, before)[2:] if part]
+        for module in MODULES
+    }
     rounded = [module for module in MODULES if not all(map(is_reversible, stored[module]))]
     assert there["carried"] == {"modules": 7, "bit_for_bit": 7 - len(rounded), "rounded": rounded}
     left, right = contents(tmp_path / "before"), contents(tmp_path / "back")
     assert left.keys() == right.keys()
-    assert {file for file in left if left[file] != right[file]} <= ({FIRST, SECOND, OURS} if rounded else set())
+    assert {file for file in left if left[file] != right[file]} <= (
+        {FIRST, SECOND, OURS} if rounded else set()
+    )
     assert (first["digest"] == back["digest"]) is not bool(rounded)
 
 
@@ -172,7 +211,11 @@ def test_it_is_what_quantize_writes(before, after, options, source, tmp_path):
     tensors = [read_folder(tmp_path / name) for name in ("direct", "after")]
     differ = {name for name in tensors[0] if tensors[0][name] != tensors[1][name]}
     _, _, global_scale, input_scale = PARTS[after]
-    exact = {name: scalar(tensor) for name, tensor in tensors[0].items() if name.endswith(global_scale) and after == MO}
+    exact = {
+        name: scalar(tensor)
+        for name, tensor in tensors[0].items()
+        if name.endswith(global_scale) and after == MO
+    }
     rounded = {name for name, value in exact.items() if not is_reversible(value)}
     assert {name for name in differ if not name.endswith(input_scale)} == rounded
     assert (document["digest"] == direct["digest"]) is not bool(differ)
@@ -185,9 +228,13 @@ def test_it_is_what_quantize_writes(before, after, options, source, tmp_path):
 def test_scales_that_are_powers_of_two_give_the_same_digest(before, after, tmp_path):
     """Amax 2688 * 2^-10 everywhere: nothing can be rounded, in any direction."""
     data = struct.pack("<64H", *[0x4028, *[0x3F00] * 63]) * 32  # 2.625 and 0.5 as bfloat16
-    tensors = {f"{module}.weight": ("BF16", (32, 64), data) for module in MODULES} | {"lm_head.weight": weight(1)}
+    tensors = {f"{module}.weight": ("BF16", (32, 64), data) for module in MODULES} | {
+        "lm_head.weight": weight(1)
+    }
     source = write_single(tmp_path / "source", tensors)
-    digests = {dialect: quantize(source, tmp_path / dialect, dialect)["digest"] for dialect in (CT, MO)}
+    digests = {
+        dialect: quantize(source, tmp_path / dialect, dialect)["digest"] for dialect in (CT, MO)
+    }
     there = transcode(tmp_path / before, tmp_path / "there", after)
     assert there["digest"] == digests[after]
     assert there["carried"] == {"modules": 7, "bit_for_bit": 7, "rounded": []}
@@ -197,7 +244,9 @@ def test_scales_that_are_powers_of_two_give_the_same_digest(before, after, tmp_p
 @every_dialect
 def test_the_same_dialect_gives_the_same_artifact(dialect, source, tmp_path):
     divisor = float(one_way(1)[0])  # inverted twice it would be another
-    first = quantize(source, tmp_path / "first", dialect, "--activations", 4, "--input-scale", repr(1 / divisor))
+    first = quantize(
+        source, tmp_path / "first", dialect, "--activations", 4, "--input-scale", repr(1 / divisor)
+    )
     second = transcode(tmp_path / "first", tmp_path / "second", dialect)
     assert second["carried"] == {"modules": 7, "bit_for_bit": 7, "rounded": []}
     assert first["digest"] == second["digest"]
@@ -219,14 +268,20 @@ def test_scales_that_do_not_come_back_are_named(before, after, tmp_path):
     left, right = read_folder(artifact), read_folder(tmp_path / "back")
     differ = {name for name in left.keys() | right.keys() if left.get(name) != right.get(name)}
     assert differ == {f"l.1.o_proj.{PARTS[before][2]}", f"l.2.o_proj.{PARTS[before][3]}"}
-    assert document["carried"] == {"modules": 4, "bit_for_bit": 2, "rounded": ["l.1.o_proj", "l.2.o_proj"]}
+    assert document["carried"] == {
+        "modules": 4,
+        "bit_for_bit": 2,
+        "rounded": ["l.1.o_proj", "l.2.o_proj"],
+    }
     said = run("transcode", artifact, "-o", tmp_path / "again", "--dialect", after)
     assert "2 of 4 modules are carried bit for bit" in said.out
     assert "2 are not" in said.out
 
 
 @every_pair
-@pytest.mark.parametrize("bits", [0, 1, 0x7F800000, 0x7FC00000], ids=["zero", "subnormal", "infinity", "nan"])
+@pytest.mark.parametrize(
+    "bits", [0, 1, 0x7F800000, 0x7FC00000], ids=["zero", "subnormal", "infinity", "nan"]
+)
 def test_a_scale_without_an_inverse_is_no_bug_of_ours(before, after, bits, tmp_path):
     """Exporters write a global scale of 0 for a matrix of zeros; whatever comes of it, it is said, and nothing is half made."""
     odd = np.array([bits], np.uint32).view(np.float32)[0]
@@ -240,23 +295,36 @@ def test_a_scale_without_an_inverse_is_no_bug_of_ours(before, after, bits, tmp_p
 
 
 @pytest.mark.parametrize("head", ["there", "tied"])
-@pytest.mark.parametrize("excluded", [(), ("--exclude", f"{LAYER}.mlp.*", "--exclude", "*.k_proj")], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "excluded", [(), ("--exclude", f"{LAYER}.mlp.*", "--exclude", "*.k_proj")], ids=["all", "some"]
+)
 @every_pair
 def test_what_stays_is_said_in_the_records(before, after, excluded, head, tmp_path):
     """The modules that the target's record ignores are those of a direct conversion, absent tied heads among them."""
     shards = llama_shards()
     if head == "tied":
         del shards[SECOND]["lm_head.weight"]
-    source = write_checkpoint(tmp_path / "source", shards, {**LLAMA, "tie_word_embeddings": head == "tied"})
+    source = write_checkpoint(
+        tmp_path / "source", shards, {**LLAMA, "tie_word_embeddings": head == "tied"}
+    )
     quantize(source, tmp_path / "before", before, *excluded)
     quantize(source, tmp_path / "direct", after, *excluded)
     transcode(tmp_path / "before", tmp_path / "after", after)
     files = ("config.json", *([HF] if after == MO else []))
-    found, expected = ([json.loads((tmp_path / folder / file).read_text()) for file in files] for folder in ("after", "direct"))
+    found, expected = (
+        [json.loads((tmp_path / folder / file).read_text()) for file in files]
+        for folder in ("after", "direct")
+    )
     if not excluded:
         assert found == expected
-        assert all((tmp_path / "after" / file).read_bytes() == (tmp_path / "direct" / file).read_bytes() for file in files)
-    names = {name.rpartition(".")[0] for shard in shards.values() for name in shard} | {"lm_head", "model.lm_head"}
+        assert all(
+            (tmp_path / "after" / file).read_bytes() == (tmp_path / "direct" / file).read_bytes()
+            for file in files
+        )
+    names = {name.rpartition(".")[0] for shard in shards.values() for name in shard} | {
+        "lm_head",
+        "model.lm_head",
+    }
     ignored = _ignored(found, names)
     assert ignored == _ignored(expected, names)
     assert {"lm_head", *([f"{LAYER}.mlp.up_proj"] if excluded else [])} <= ignored
@@ -273,7 +341,11 @@ def _ignored(records: list[dict], names: set[str]) -> set[str]:
 
 
 def _fits(pattern: str, name: str) -> bool:
-    return bool(re.match(pattern[3:], name)) if pattern.startswith("re:") else fnmatchcase(name, pattern)
+    return (
+        bool(re.match(pattern[3:], name))
+        if pattern.startswith("re:")
+        else fnmatchcase(name, pattern)
+    )
 
 
 def test_parts_of_a_module_in_two_shards(source, tmp_path):
@@ -299,7 +371,16 @@ def test_nothing_of_the_other_dialect_is_left(dialect, source, tmp_path):
     other = MO if dialect == CT else CT
     quantize(source, tmp_path / "before", other)
     transcode(tmp_path / "before", tmp_path / "after", dialect)
-    files = {FIRST, SECOND, INDEX, "config.json", "tokenizer.json", OURS, ".fp4convert", *([HF] if dialect == MO else [])}
+    files = {
+        FIRST,
+        SECOND,
+        INDEX,
+        "config.json",
+        "tokenizer.json",
+        OURS,
+        ".fp4convert",
+        *([HF] if dialect == MO else []),
+    }
     assert {path.name for path in (tmp_path / "after").iterdir()} == files
     config = json.loads((tmp_path / "after" / "config.json").read_text())
     assert config.pop("quantization_config")["quant_method"] == dialect
@@ -311,9 +392,15 @@ def test_scales_of_a_kv_cache_are_not_lost_in_silence(source, tmp_path):
     quantize(source, tmp_path / "before", MO)
     tensors, name = read_folder(tmp_path / "before"), f"{LAYER}.self_attn.k_proj.k_scale"
     config = json.loads((tmp_path / "before" / "config.json").read_text())
-    folder = write_single(tmp_path / "foreign", {**tensors, name: ("F32", (), b"\0\0\x80\x3f")}, config)
+    folder = write_single(
+        tmp_path / "foreign", {**tensors, name: ("F32", (), b"\0\0\x80\x3f")}, config
+    )
     outcome = run("transcode", folder, "-o", tmp_path / "after", "--dialect", CT)
-    assert outcome.code or name in read_folder(tmp_path / "after") or "k_scale" in outcome.out + outcome.err
+    assert (
+        outcome.code
+        or name in read_folder(tmp_path / "after")
+        or "k_scale" in outcome.out + outcome.err
+    )
 
 
 @pytest.mark.parametrize(
@@ -354,9 +441,17 @@ def test_an_unsound_artifact_is_refused(source, tmp_path):
     tensors = read_folder(tmp_path / "before")
     name = f"{MODULES[0]}.weight_scale_2"
     config = json.loads((tmp_path / "before" / "config.json").read_text())
-    folder = write_single(tmp_path / "broken", {known: tensor for known, tensor in tensors.items() if known != name}, config)
+    folder = write_single(
+        tmp_path / "broken",
+        {known: tensor for known, tensor in tensors.items() if known != name},
+        config,
+    )
     refused = run("transcode", folder, "-o", tmp_path / "out", "--dialect", CT, "--json")
-    assert (refused.code, refused.json["error"]["code"], refused.json["error"]["tensor"]) == (2, "unsound-artifact", name)
+    assert (refused.code, refused.json["error"]["code"], refused.json["error"]["tensor"]) == (
+        2,
+        "unsound-artifact",
+        name,
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -374,7 +469,9 @@ def test_a_finished_folder_of_another_dialect_is_not_overwritten(source, tmp_pat
     quantize(source, tmp_path / "artifact", CT)
     transcode(tmp_path / "artifact", tmp_path / "out", MO)
     before = contents(tmp_path / "out")
-    refused = run("transcode", tmp_path / "artifact", "-o", tmp_path / "out", "--dialect", CT, "--json")
+    refused = run(
+        "transcode", tmp_path / "artifact", "-o", tmp_path / "out", "--dialect", CT, "--json"
+    )
     assert (refused.code, refused.json["error"]["code"]) == (5, "other-plan")
     assert contents(tmp_path / "out") == before
     transcode(tmp_path / "artifact", tmp_path / "out", MO)
@@ -395,6 +492,8 @@ def test_killed_at_every_write_fsync_and_rename(tmp_path):
     quantize(write_checkpoint(tmp_path / "source", shards), tmp_path / "artifact", CT)
     command = [sys.executable, SUPPORT.joinpath("kill_points.py"), tmp_path]
     words = ["transcode", tmp_path / "artifact", "--dialect", MO]
-    outcome = json.loads(subprocess.run([*command, *words], capture_output=True, text=True, check=True).stdout)
+    outcome = json.loads(
+        subprocess.run([*command, *words], capture_output=True, text=True, check=True).stdout
+    )
     assert outcome["points"] > 20
     assert outcome["broken"] == []

@@ -11,20 +11,41 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import FIRST, LAYER, LLAMA, SECOND, Tensor, read_folder, read_shard, run, weight, write_checkpoint
+from checkpoints import (
+    FIRST,
+    LAYER,
+    LLAMA,
+    SECOND,
+    Tensor,
+    read_folder,
+    read_shard,
+    run,
+    weight,
+    write_checkpoint,
+)
 
 CT, MO = "compressed-tensors", "modelopt"
-NAMES = {CT: ("weight_packed", "weight_scale", "weight_global_scale"), MO: ("weight", "weight_scale", "weight_scale_2")}
+NAMES = {
+    CT: ("weight_packed", "weight_scale", "weight_global_scale"),
+    MO: ("weight", "weight_scale", "weight_scale_2"),
+}
 OURS = "quantization_config.json"
 Q, K, V, OUT = (f"{LAYER}.self_attn.{name}_proj" for name in "qkvo")
 GATE, UP, DOWN = (f"{LAYER}.mlp.{name}_proj" for name in ("gate", "up", "down"))
 MODULES = (Q, K, V, OUT, GATE, UP, DOWN)
-GROUPS = {**dict.fromkeys((Q, K, V), (Q, K, V)), OUT: (OUT,), **dict.fromkeys((GATE, UP), (GATE, UP)), DOWN: (DOWN,)}
+GROUPS = {
+    **dict.fromkeys((Q, K, V), (Q, K, V)),
+    OUT: (OUT,),
+    **dict.fromkeys((GATE, UP), (GATE, UP)),
+    DOWN: (DOWN,),
+}
 ROWS, BLOCKS = 8, 3
 DECLARED = {
     "quant_method": CT,
     "format": "mxfp4-pack-quantized",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}, "input_activations": None}},
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}, "input_activations": None}
+    },
     "ignore": ["lm_head"],
 }
 
@@ -35,14 +56,23 @@ def codes(seed: int, count: int = ROWS * BLOCKS * 16) -> bytes:
     return np.random.default_rng(seed).integers(0, 256, count, np.uint8).tobytes()
 
 
-def write_mxfp4(folder: Path, scales: dict[str, np.ndarray], activations: int = 16, **packed: bytes) -> Path:
+def write_mxfp4(
+    folder: Path, scales: dict[str, np.ndarray], activations: int = 16, **packed: bytes
+) -> Path:
     """Seven modules in two shards, q/k/v and gate/up in both; module -> its E8M0 bytes (rows, blocks)."""
-    shards: dict[str, dict[str, Tensor]] = {FIRST: {}, SECOND: {"lm_head.weight": weight(11, 96, 64)}}
+    shards: dict[str, dict[str, Tensor]] = {
+        FIRST: {},
+        SECOND: {"lm_head.weight": weight(11, 96, 64)},
+    }
     for number, module in enumerate(MODULES):
         data = packed.get(module.rpartition(".")[2], codes(number))
         place = shards[FIRST if module in (Q, K, OUT, UP) else SECOND]
         place[f"{module}.weight_packed"] = ("U8", (ROWS, BLOCKS * 16), data)
-        place[f"{module}.weight_scale"] = ("U8", (ROWS, BLOCKS), scales[module].astype(np.uint8).tobytes())
+        place[f"{module}.weight_scale"] = (
+            "U8",
+            (ROWS, BLOCKS),
+            scales[module].astype(np.uint8).tobytes(),
+        )
     declared = json.loads(json.dumps(DECLARED))
     if activations == 4:
         declared["config_groups"]["group_0"]["input_activations"] = {"num_bits": 4, "dynamic": True}
@@ -62,7 +92,9 @@ def e2m1(packed: bytes) -> np.ndarray:
 
 def values_before(tensors: dict[str, Tensor], module: str) -> np.ndarray:
     """(rows, blocks, 32) float64 of an MXFP4 module."""
-    stored = np.frombuffer(tensors[f"{module}.weight_scale"][2], ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    stored = np.frombuffer(tensors[f"{module}.weight_scale"][2], ml_dtypes.float8_e8m0fnu).astype(
+        np.float64
+    )
     return e2m1(tensors[f"{module}.weight_packed"][2]) * stored.reshape(ROWS, BLOCKS, 1)
 
 
@@ -76,8 +108,15 @@ def multiplier(tensors: dict[str, Tensor], module: str, dialect: str) -> float:
 def values_after(tensors: dict[str, Tensor], module: str, dialect: str) -> np.ndarray:
     """(rows, blocks, 32) float64 of an NVFP4 module."""
     packed, block_scales = (tensors[f"{module}.{part}"] for part in NAMES[dialect][:2])
-    assert (packed[:2], block_scales[:2]) == (("U8", (ROWS, BLOCKS * 16)), ("F8_E4M3", (ROWS, BLOCKS * 2)))
-    stored = np.frombuffer(block_scales[2], ml_dtypes.float8_e4m3fn).astype(np.float64).reshape(ROWS, BLOCKS, 2)
+    assert (packed[:2], block_scales[:2]) == (
+        ("U8", (ROWS, BLOCKS * 16)),
+        ("F8_E4M3", (ROWS, BLOCKS * 2)),
+    )
+    stored = (
+        np.frombuffer(block_scales[2], ml_dtypes.float8_e4m3fn)
+        .astype(np.float64)
+        .reshape(ROWS, BLOCKS, 2)
+    )
     return e2m1(packed[2]) * np.repeat(stored, 16, axis=-1) * multiplier(tensors, module, dialect)
 
 
@@ -92,14 +131,29 @@ def largest_exponent(tensors: dict[str, Tensor], modules: tuple[str, ...]) -> in
 
 
 def transcode(artifact: Path, output: Path, dialect: str) -> dict:
-    outcome = run("transcode", artifact, "-o", output, "--dialect", dialect, "--format", "nvfp4", "--json", "-q")
+    outcome = run(
+        "transcode",
+        artifact,
+        "-o",
+        output,
+        "--dialect",
+        dialect,
+        "--format",
+        "nvfp4",
+        "--json",
+        "-q",
+    )
     assert outcome.code == 0, outcome
     return outcome.json
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Without what quantize measured, which stays with its artifact."""
-    files = (path for path in folder.iterdir() if path.is_file() and path.name != "quantization_report.json")
+    files = (
+        path
+        for path in folder.iterdir()
+        if path.is_file() and path.name != "quantization_report.json"
+    )
     return {path.name: path.read_bytes() for path in files}
 
 
@@ -113,7 +167,9 @@ def check(artifact: Path, output: Path, dialect: str, document: dict) -> dict[st
         assert multiplier(after, module, dialect) == 2.0 ** max(top - 8, -126), module
         is_equal = (wanted == found).all(axis=-1)
         step = 2.0 ** (top - 17)
-        assert (np.abs(wanted - found)[~is_equal] <= step / 2).all(), "half a unit of the lowest block scale is 0.25 of it"
+        assert (np.abs(wanted - found)[~is_equal] <= step / 2).all(), (
+            "half a unit of the lowest block scale is 0.25 of it"
+        )
         amax = np.abs(wanted).max(axis=-1)
         assert not (~is_equal & (amax == 0)).any()
         assert (np.signbit(found) == np.signbit(wanted)).all(), "zeros keep their signs too"
@@ -130,7 +186,9 @@ def check(artifact: Path, output: Path, dialect: str, document: dict) -> dict[st
     return kept
 
 
-@pytest.mark.parametrize(("lowest", "highest"), [(110, 127), (237, 252), (1, 18), (0, 17), (120, 120)])
+@pytest.mark.parametrize(
+    ("lowest", "highest"), [(110, 127), (237, 252), (1, 18), (0, 17), (120, 120)]
+)
 @every_dialect
 def test_eighteen_powers_keep_every_value(dialect, lowest, highest, tmp_path):
     artifact = write_mxfp4(tmp_path / "artifact", scales_within(lowest, highest))
@@ -139,11 +197,15 @@ def test_eighteen_powers_keep_every_value(dialect, lowest, highest, tmp_path):
     assert document["tensors"] == {"transcoded": 7, "copied": 1, "skipped": 0}
     found = run("inspect", tmp_path / "out", "--json").json
     assert (found["format"], found["dialect"], found["healthy"]) == ("nvfp4", dialect, True)
-    assert {finding["code"] for finding in found["findings"]} <= {"global-scale-range"}  # of exponents that no model has
+    assert {finding["code"] for finding in found["findings"]} <= {
+        "global-scale-range"
+    }  # of exponents that no model has
     assert run("verify", tmp_path / "out").code == 0
 
 
-@pytest.mark.parametrize(("lowest", "highest"), [(100, 127), (108, 127), (0, 40), (0, 100), (0, 254), (200, 254)])
+@pytest.mark.parametrize(
+    ("lowest", "highest"), [(100, 127), (108, 127), (0, 40), (0, 100), (0, 254), (200, 254)]
+)
 @every_dialect
 def test_blocks_below_are_rounded_and_counted(dialect, lowest, highest, tmp_path):
     scales = scales_within(lowest, highest)
@@ -153,7 +215,9 @@ def test_blocks_below_are_rounded_and_counted(dialect, lowest, highest, tmp_path
     document = transcode(artifact, tmp_path / "out", dialect)
     kept = check(artifact, tmp_path / "out", dialect, document)
     assert all(count < ROWS * BLOCKS for count in kept.values()), "otherwise this tests nothing"
-    said = run("transcode", artifact, "-o", tmp_path / "again", "--dialect", dialect, "--format", "nvfp4").out
+    said = run(
+        "transcode", artifact, "-o", tmp_path / "again", "--dialect", dialect, "--format", "nvfp4"
+    ).out
     assert f"{sum(kept.values())} of {7 * ROWS * BLOCKS} blocks keep every value" in said
     assert "0 of 7 modules keep every value" in said
     assert "7 are not (blocks too small for E4M3 were rounded)" in said
@@ -166,7 +230,9 @@ def test_members_of_a_group_in_other_shards_set_the_global_scale(dialect, tmp_pa
     scales[V] = np.full((ROWS, BLOCKS), 119)
     scales[GATE] = np.full((ROWS, BLOCKS), 110)
     artifact = write_mxfp4(tmp_path / "artifact", scales)
-    kept = check(artifact, tmp_path / "out", dialect, transcode(artifact, tmp_path / "out", dialect))
+    kept = check(
+        artifact, tmp_path / "out", dialect, transcode(artifact, tmp_path / "out", dialect)
+    )
     after = read_folder(tmp_path / "out")
     exponents = {module: float(np.log2(multiplier(after, module, dialect))) for module in MODULES}
     assert exponents == {Q: -16, K: -16, V: -16, OUT: -35, GATE: -25, UP: -25, DOWN: -35}
@@ -191,16 +257,33 @@ def test_zeros(dialect, tmp_path):
 def test_our_own_mxfp4_is_carried_in_full(dialect, tmp_path):
     """Weights of a normal distribution, by quantize: no block is too small."""
     shapes = dict.fromkeys(MODULES, (ROWS, BLOCKS * 32))
-    tensors = {f"{module}.weight": weight(number, *shape) for number, (module, shape) in enumerate(shapes.items())}
-    source = write_checkpoint(tmp_path / "source", {FIRST: tensors, SECOND: {"lm_head.weight": weight(11, 96, 64)}})
+    tensors = {
+        f"{module}.weight": weight(number, *shape)
+        for number, (module, shape) in enumerate(shapes.items())
+    }
+    source = write_checkpoint(
+        tmp_path / "source", {FIRST: tensors, SECOND: {"lm_head.weight": weight(11, 96, 64)}}
+    )
     assert run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "mxfp4").code == 0
     document = transcode(tmp_path / "mxfp4", tmp_path / "out", dialect)
-    assert set(check(tmp_path / "mxfp4", tmp_path / "out", dialect, document).values()) == {ROWS * BLOCKS}
-    assert run("quantize", source, "--format", "nvfp4", "--dialect", dialect, "-o", tmp_path / "nvfp4").code == 0
-    for file in {"config.json", "hf_quant_config.json"} & {path.name for path in (tmp_path / "nvfp4").iterdir()}:
+    assert set(check(tmp_path / "mxfp4", tmp_path / "out", dialect, document).values()) == {
+        ROWS * BLOCKS
+    }
+    assert (
+        run(
+            "quantize", source, "--format", "nvfp4", "--dialect", dialect, "-o", tmp_path / "nvfp4"
+        ).code
+        == 0
+    )
+    for file in {"config.json", "hf_quant_config.json"} & {
+        path.name for path in (tmp_path / "nvfp4").iterdir()
+    }:
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "nvfp4" / file).read_bytes()
     for restored, folder in (("left", "mxfp4"), ("right", "out")):
-        assert run("dequantize", tmp_path / folder, "-o", tmp_path / restored, "--dtype", "fp32").code == 0
+        assert (
+            run("dequantize", tmp_path / folder, "-o", tmp_path / restored, "--dtype", "fp32").code
+            == 0
+        )
     assert read_folder(tmp_path / "left") == read_folder(tmp_path / "right")
 
 
@@ -209,7 +292,9 @@ def test_four_bit_activations_become_sixteen(dialect, tmp_path):
     """MXFP4 has no input scales to carry over: the result is for weights alone."""
     artifact = write_mxfp4(tmp_path / "artifact", scales_within(110, 127), activations=4)
     assert run("inspect", artifact, "--json").json["activations"] == 4
-    outcome = run("transcode", artifact, "-o", tmp_path / "out", "--dialect", dialect, "--format", "nvfp4")
+    outcome = run(
+        "transcode", artifact, "-o", tmp_path / "out", "--dialect", dialect, "--format", "nvfp4"
+    )
     assert outcome.code == 0
     assert "activations become 16-bit" in outcome.err
     assert run("inspect", tmp_path / "out", "--json").json["activations"] == 16
@@ -222,7 +307,17 @@ def test_nan_never_becomes_a_number(dialect, tmp_path):
     scales = scales_within(110, 127)
     scales[DOWN][2, 1] = 255
     artifact = write_mxfp4(tmp_path / "artifact", scales)
-    outcome = run("transcode", artifact, "-o", tmp_path / "out", "--dialect", dialect, "--format", "nvfp4", "--json")
+    outcome = run(
+        "transcode",
+        artifact,
+        "-o",
+        tmp_path / "out",
+        "--dialect",
+        dialect,
+        "--format",
+        "nvfp4",
+        "--json",
+    )
     if outcome.code:
         assert DOWN in outcome.json["error"]["message"]
         assert not (tmp_path / "out" / OURS).exists()
@@ -231,16 +326,33 @@ def test_nan_never_becomes_a_number(dialect, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "nbytes", "blocks"), [(2, 24, 1), (0, 16, 1), (4, 0, 0)], ids=["half a block", "no rows", "no columns"]
+    ("rows", "nbytes", "blocks"),
+    [(2, 24, 1), (0, 16, 1), (4, 0, 0)],
+    ids=["half a block", "no rows", "no columns"],
 )
 @every_dialect
 def test_matrices_that_hold_no_whole_blocks(dialect, rows, nbytes, blocks, tmp_path):
     """Refused, with the name, or carried; never a traceback, which `run` lets through."""
-    packed, block_scales = ("U8", (rows, nbytes), bytes(rows * nbytes)), ("U8", (rows, blocks), b"\x70" * (rows * blocks))
+    packed, block_scales = (
+        ("U8", (rows, nbytes), bytes(rows * nbytes)),
+        ("U8", (rows, blocks), b"\x70" * (rows * blocks)),
+    )
     shards = {FIRST: {f"{OUT}.weight_packed": packed, f"{OUT}.weight_scale": block_scales}}
-    artifact = write_checkpoint(tmp_path / "artifact", shards, {**LLAMA, "quantization_config": DECLARED})
+    artifact = write_checkpoint(
+        tmp_path / "artifact", shards, {**LLAMA, "quantization_config": DECLARED}
+    )
     os.replace(artifact / FIRST, artifact / "model.safetensors")
-    outcome = run("transcode", artifact, "-o", tmp_path / "out", "--dialect", dialect, "--format", "nvfp4", "--json")
+    outcome = run(
+        "transcode",
+        artifact,
+        "-o",
+        tmp_path / "out",
+        "--dialect",
+        dialect,
+        "--format",
+        "nvfp4",
+        "--json",
+    )
     if outcome.code:
         assert OUT in outcome.json["error"]["message"]
     else:
@@ -257,7 +369,9 @@ def test_mxfp4_as_mxfp4_stays_as_it_is(tmp_path):
 @pytest.mark.parametrize("options", [(), ("--format", "mxfp4")])
 def test_modelopt_has_no_mxfp4(options, tmp_path):
     artifact = write_mxfp4(tmp_path / "artifact", scales_within(110, 127))
-    refused = run("transcode", artifact, "-o", tmp_path / "out", "--dialect", MO, "--json", *options)
+    refused = run(
+        "transcode", artifact, "-o", tmp_path / "out", "--dialect", MO, "--json", *options
+    )
     assert (refused.code, refused.json["error"]["code"]) == (2, "dialect-format")
     assert not (tmp_path / "out").exists()
 
@@ -268,7 +382,10 @@ def test_a_shard_made_under_another_global_scale_is_not_adopted(dialect, tmp_pat
     artifact = write_mxfp4(tmp_path / "artifact", scales_within(110, 127))
     transcode(artifact, tmp_path / "out", dialect)
     (tmp_path / "out" / OURS).unlink()
-    stored, before = read_shard(artifact / SECOND)[f"{V}.weight_scale"][2], (artifact / SECOND).read_bytes()
+    stored, before = (
+        read_shard(artifact / SECOND)[f"{V}.weight_scale"][2],
+        (artifact / SECOND).read_bytes(),
+    )
     (artifact / SECOND).write_bytes(before.replace(stored, b"\x82" * len(stored)))
     os.utime(artifact / SECOND, ns=(1, 1))
     document = transcode(artifact, tmp_path / "out", dialect)

@@ -13,24 +13,39 @@ from spellings import PLAIN, Module, module_of, spelled, tensors_of, write_artif
 
 NVFP4_DIALECTS = ("compressed-tensors", "modelopt", "quark", "comfy", *PLAIN)
 MXFP4_DIALECTS = ("compressed-tensors", "quark", "mlx", *PLAIN)
-SHAPES = {"model.layers.0.self_attn.o_proj": (144, 96), "model.layers.0.mlp.down_proj": (16, 64), "proj": (48, 160)}
+SHAPES = {
+    "model.layers.0.self_attn.o_proj": (144, 96),
+    "model.layers.0.mlp.down_proj": (16, 64),
+    "proj": (48, 160),
+}
 PARENT = "model.layers.0.mlp.experts"
 GPT_OSS = {"gate_proj": (24, 64), "up_proj": (24, 64), "down_proj": (40, 96)}
 DEEPSEEK = {"w1": (24, 64), "w3": (24, 64), "w2": (40, 96)}
 
 
-def modules_of(fmt: str, activations: int = 16, multiplier: float | None = None) -> dict[str, Module]:
+def modules_of(
+    fmt: str, activations: int = 16, multiplier: float | None = None
+) -> dict[str, Module]:
     """Three matrices; the global scales of NVFP4 are powers of two, so that reciprocals come back."""
     made = {}
     for seed, (name, shape) in enumerate(SHAPES.items()):
         own = (multiplier or 2.0 ** (seed - 12)) if fmt == "nvfp4" else None
-        made[name] = module_of(seed, fmt, shape, own, 2.0**seed if own and activations == 4 else None)
+        made[name] = module_of(
+            seed, fmt, shape, own, 2.0**seed if own and activations == 4 else None
+        )
     return made
 
 
 def experts_of(members: dict[str, tuple[int, int]]) -> dict[str, Module]:
-    shapes = {f"{PARENT}.{number}.{member}": shape for number in range(3) for member, shape in members.items()}
-    return {name: module_of(seed, "mxfp4", shape, None) for seed, (name, shape) in enumerate(shapes.items())}
+    shapes = {
+        f"{PARENT}.{number}.{member}": shape
+        for number in range(3)
+        for member, shape in members.items()
+    }
+    return {
+        name: module_of(seed, "mxfp4", shape, None)
+        for seed, (name, shape) in enumerate(shapes.items())
+    }
 
 
 def transcode(artifact: Path, output: Path, dialect: str) -> dict:
@@ -52,7 +67,12 @@ def differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
 
 
 def check_pair(
-    tmp_path: Path, pair: tuple[str, str], fmt: str, modules: dict[str, Module], activations: int = 16, is_split: bool = False
+    tmp_path: Path,
+    pair: tuple[str, str],
+    fmt: str,
+    modules: dict[str, Module],
+    activations: int = 16,
+    is_split: bool = False,
 ) -> None:
     before, after = pair
     artifact = write_artifact(tmp_path / "a", before, fmt, modules, activations, is_split)
@@ -60,7 +80,11 @@ def check_pair(
     assert there["carried"] == {"modules": len(modules), "bit_for_bit": len(modules), "rounded": []}
     assert differences(read_folder(tmp_path / "b"), tensors_of(after, fmt, modules)) == []
     found = run("inspect", tmp_path / "b", "--json").json
-    assert (found["findings"], found["dialect"], found["format"]) == ([], after.partition("/")[0], fmt)
+    assert (found["findings"], found["dialect"], found["format"]) == (
+        [],
+        after.partition("/")[0],
+        fmt,
+    )
     assert (found["activations"], found["tensors"]["quantized"]) == (activations, len(modules))
     assert run("verify", tmp_path / "b").code == 0
     transcode(tmp_path / "b", tmp_path / "back", before)
@@ -99,7 +123,9 @@ def test_mxfp4_there_and_back(pair, is_split, tmp_path):
 
 
 @pytest.mark.sweep(9)
-@pytest.mark.parametrize("pair", list(permutations([d for d in MXFP4_DIALECTS if d != "mlx"], 2)), ids="-".join)
+@pytest.mark.parametrize(
+    "pair", list(permutations([d for d in MXFP4_DIALECTS if d != "mlx"], 2)), ids="-".join
+)
 def test_mxfp4_with_four_bit_activations_there_and_back(pair, tmp_path):
     check_pair(tmp_path, pair, "mxfp4", modules_of("mxfp4"), activations=4)
 
@@ -122,10 +148,14 @@ def test_nvfp4_with_a_global_scale_of_one_to_and_from_mlx(other, tmp_path):
     check_pair(tmp_path / "to", (other, "mlx"), "nvfp4", modules, is_split=True)
 
 
-@pytest.mark.parametrize("other", [dialect for dialect in NVFP4_DIALECTS if dialect != "compressed-tensors"])
+@pytest.mark.parametrize(
+    "other", [dialect for dialect in NVFP4_DIALECTS if dialect != "compressed-tensors"]
+)
 def test_a_scale_whose_reciprocal_does_not_come_back(other, tmp_path):
     """Named on the way, and the only tensor that is another one afterwards; between two multipliers nothing is rounded."""
-    odd = next(x for x in np.linspace(1e-4, 2e-4, 99, dtype=np.float32) if 1 / (np.float32(1) / x) != x)
+    odd = next(
+        x for x in np.linspace(1e-4, 2e-4, 99, dtype=np.float32) if 1 / (np.float32(1) / x) != x
+    )
     modules = modules_of("nvfp4") | {"odd": module_of(9, "nvfp4", (16, 32), float(odd))}
     artifact = write_artifact(tmp_path / "a", other, "nvfp4", modules)
     there = transcode(artifact, tmp_path / "b", "compressed-tensors")

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 from tiny_models import differing, fp4convert, make_llama, read_json, read_tensors
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`"),
+]
 
 FORMATS = ["nvfp4", "mxfp4"]
 MULTIPLIER, DIVISOR = 0.0078125, 128.0
@@ -35,11 +38,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=FORMATS)
-def done(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Conversion:
+def done(
+    request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Conversion:
     folder, fmt = tmp_path_factory.mktemp(request.param), request.param
     made = Conversion(folder / fmt, folder / "w4a16", folder / "restored")
     scale = ("--input-scale", MULTIPLIER) if fmt == "nvfp4" else ()
-    fp4convert("quantize", source, "--format", fmt, "--activations", 4, *scale, "-o", made.w4a4, "-q")
+    fp4convert(
+        "quantize", source, "--format", fmt, "--activations", 4, *scale, "-o", made.w4a4, "-q"
+    )
     fp4convert("quantize", source, "--format", fmt, "-o", made.w4a16, "-q")
     fp4convert("dequantize", made.w4a4, "-o", made.restored, "-q")
     return made
@@ -56,7 +63,9 @@ def _load_and_tell(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True, **options)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, output_loading_info=True, **options
+    )
     return model.eval(), info
 
 
@@ -69,7 +78,11 @@ def _logits(model: Any) -> Any:
 
 def _schemed(model: Any) -> dict[str, Any]:
     """Name -> module that the engine quantizes."""
-    return {name: module for name, module in model.named_modules() if getattr(module, "quantization_scheme", None)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if getattr(module, "quantization_scheme", None)
+    }
 
 
 def _kind(done: Conversion) -> str:
@@ -85,7 +98,10 @@ def test_the_record_is_the_engines_own_scheme(done: Conversion) -> None:
     preset = preset_name_to_scheme(_kind(done).upper(), ["Linear"])
     assert scheme.input_activations.model_dump() == preset.input_activations.model_dump()
     assert scheme.weights.model_dump() == preset.weights.model_dump()
-    assert (scheme.targets, scheme.output_activations) == (preset.targets, preset.output_activations)
+    assert (scheme.targets, scheme.output_activations) == (
+        preset.targets,
+        preset.output_activations,
+    )
 
 
 def test_loaded_modules_know_their_input_activations(done: Conversion) -> None:
@@ -94,22 +110,35 @@ def test_loaded_modules_know_their_input_activations(done: Conversion) -> None:
     for name, module in modules.items():
         inputs = module.quantization_scheme.input_activations
         group = (16, "tensor_group", "local") if _kind(done) == "nvfp4" else (32, "group", True)
-        assert (inputs.num_bits, inputs.type, inputs.group_size, inputs.strategy, inputs.dynamic) == (4, "float", *group), name
+        assert (
+            inputs.num_bits,
+            inputs.type,
+            inputs.group_size,
+            inputs.strategy,
+            inputs.dynamic,
+        ) == (4, "float", *group), name
         assert module.quantization_scheme.weights.num_bits == 4
         if _kind(done) == "nvfp4":
             assert module.input_global_scale.shape == (1,), name
             assert module.input_global_scale.item() == DIVISOR, name
         else:
             assert not hasattr(module, "input_global_scale"), name
-    assert all(module.quantization_scheme.input_activations is None for module in _schemed(_load(done.w4a16)).values())
+    assert all(
+        module.quantization_scheme.input_activations is None
+        for module in _schemed(_load(done.w4a16)).values()
+    )
 
 
 def test_engine_computes_the_weights_that_dequantize_writes(done: Conversion) -> None:
     """Asked for plain weights the engine has no use for the input scales: they alone are unexpected."""
     from transformers import CompressedTensorsConfig
 
-    model, info = _load_and_tell(done.w4a4, quantization_config=CompressedTensorsConfig(dequantize=True))
-    input_scales = {name for name in read_tensors(done.w4a4) if name.endswith(".input_global_scale")}
+    model, info = _load_and_tell(
+        done.w4a4, quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    input_scales = {
+        name for name in read_tensors(done.w4a4) if name.endswith(".input_global_scale")
+    }
     assert set(info.pop("unexpected_keys")) == input_scales
     assert not any(info.values()), info
     assert len(input_scales) == (LINEARS if _kind(done) == "nvfp4" else 0)
@@ -134,7 +163,12 @@ def test_the_stored_input_scale_is_the_one_that_counts(done: Conversion, tmp_pat
 
     shutil.copytree(done.w4a4, tmp_path / "tampered")
     tensors = read_tensors(done.w4a4)
-    inverted = {name: 1 / tensor if name.endswith(".input_global_scale") else tensor for name, tensor in tensors.items()}
+    inverted = {
+        name: 1 / tensor if name.endswith(".input_global_scale") else tensor
+        for name, tensor in tensors.items()
+    }
     save_file(inverted, tmp_path / "tampered" / "model.safetensors", metadata={"format": "pt"})
-    right, wrong, plain = (_logits(_load(folder)).float() for folder in (done.w4a4, tmp_path / "tampered", done.w4a16))
+    right, wrong, plain = (
+        _logits(_load(folder)).float() for folder in (done.w4a4, tmp_path / "tampered", done.w4a16)
+    )
     assert (wrong - plain).norm() > 2 * (right - plain).norm()

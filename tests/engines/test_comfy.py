@@ -39,7 +39,9 @@ def own(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         stored = TensorCoreNVFP4Layout.state_dict_tensors(*TensorCoreNVFP4Layout.quantize(tensor))
         tensors |= {name + ending: part for ending, part in stored.items()}
         mark = json.dumps({"format": "nvfp4"}).encode()
-        tensors[name.replace(".weight", ".comfy_quant")] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
+        tensors[name.replace(".weight", ".comfy_quant")] = torch.frombuffer(
+            bytearray(mark), dtype=torch.uint8
+        )
     folder = tmp_path_factory.mktemp("own")
     save_file(tensors, folder / "model.safetensors")
     return folder
@@ -81,13 +83,21 @@ def test_the_files_metadata_names_every_layer(artifact: Path) -> None:
 
     with safe_open(artifact / "model.safetensors", framework="pt") as shard:
         layers = json.loads(shard.metadata()["_quantization_metadata"])["layers"]
-    marked = {name.removesuffix(".comfy_quant") for name in read_tensors(artifact) if name.endswith(".comfy_quant")}
+    marked = {
+        name.removesuffix(".comfy_quant")
+        for name in read_tensors(artifact)
+        if name.endswith(".comfy_quant")
+    }
     assert layers == {name: {"format": "nvfp4"} for name in marked}
 
 
 def test_its_own_file_is_known_and_decoded(own: Path, tmp_path: Path) -> None:
     found = fp4convert_json("inspect", own)
-    assert (found["dialect"], found["format"], found["nibble_order"]) == ("comfy", "nvfp4", "high_first")
+    assert (found["dialect"], found["format"], found["nibble_order"]) == (
+        "comfy",
+        "nvfp4",
+        "high_first",
+    )
     assert found["tensors"]["quantized"] == 14
     assert found["healthy"]
     theirs, ours = _kitchens(own), _restored(own, tmp_path / "restored")
@@ -96,9 +106,20 @@ def test_its_own_file_is_known_and_decoded(own: Path, tmp_path: Path) -> None:
 
 def test_its_own_file_goes_to_modelopt_and_back(own: Path, tmp_path: Path) -> None:
     fp4convert("transcode", own, "-o", tmp_path / "modelopt", "--dialect", "modelopt", "-q")
-    before, after = (_restored(folder, tmp_path / f"fp32-{n}") for n, folder in enumerate((own, tmp_path / "modelopt")))
+    before, after = (
+        _restored(folder, tmp_path / f"fp32-{n}")
+        for n, folder in enumerate((own, tmp_path / "modelopt"))
+    )
     assert differing(before, after) == []
-    fp4convert("transcode", tmp_path / "modelopt", "-o", tmp_path / "back", "--dialect", "comfy", "-q")
+    fp4convert(
+        "transcode", tmp_path / "modelopt", "-o", tmp_path / "back", "--dialect", "comfy", "-q"
+    )
     mine, theirs = read_tensors(tmp_path / "back"), read_tensors(own)
     marks = [name for name in theirs if name.endswith(".comfy_quant")]
-    assert differing({k: v for k, v in mine.items() if k not in marks}, {k: v for k, v in theirs.items() if k not in marks}) == []
+    assert (
+        differing(
+            {k: v for k, v in mine.items() if k not in marks},
+            {k: v for k, v in theirs.items() if k not in marks},
+        )
+        == []
+    )

@@ -12,7 +12,9 @@ import pytest
 
 from fp4convert.recipes.recipe import Target, build_recipe
 
-diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed: pip install diffusers pillow")
+diffusers = pytest.importorskip(
+    "diffusers", reason="diffusers is not installed: pip install diffusers pillow"
+)
 
 pytestmark = [
     pytest.mark.engine,
@@ -20,20 +22,37 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-SD35_LARGE = {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "qk_norm": "rms_norm"}
+SD35_LARGE = {
+    "num_layers": 38,
+    "num_attention_heads": 38,
+    "caption_projection_dim": 2432,
+    "qk_norm": "rms_norm",
+}
 WAN_IMAGE = {"image_dim": 1280, "added_kv_proj_dim": 5120, "in_channels": 36}
 FRAMEPACK = {"has_image_proj": True, "has_clean_x_embedder": True}
 
-TEXT_EMBED = [f"time_text_embed.{part}_embedder.linear_{at}" for part in ("timestep", "text") for at in (1, 2)]
+TEXT_EMBED = [
+    f"time_text_embed.{part}_embedder.linear_{at}" for part in ("timestep", "text") for at in (1, 2)
+]
 GUIDANCE = [f"time_text_embed.guidance_embedder.linear_{at}" for at in (1, 2)]
 ENDS = ["norm_out.linear", "proj_out"]
 WAN_ENDS = ["proj_out", "condition_embedder.time_proj"]
-WAN_ENDS += [f"condition_embedder.{part}_embedder.linear_{at}" for part in ("time", "text") for at in (1, 2)]
+WAN_ENDS += [
+    f"condition_embedder.{part}_embedder.linear_{at}" for part in ("time", "text") for at in (1, 2)
+]
 IMAGE = [f"condition_embedder.image_embedder.ff.net.{leaf}" for leaf in ("0.proj", "2")]
 REFINED = [f"context_embedder.{name}" for name in TEXT_EMBED] + ["context_embedder.proj_in"]
 REFINED += [
     f"context_embedder.token_refiner.refiner_blocks.#.{leaf}"
-    for leaf in ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "ff.net.0.proj", "ff.net.2", "norm_out.linear")
+    for leaf in (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "norm_out.linear",
+    )
 ]
 
 
@@ -46,8 +65,14 @@ def emb(name: str) -> list[str]:
 
 
 LTX = ["proj_in", "proj_out", *emb("time_embed"), *two("caption_projection")]
-CROSS = [f"av_cross_attn_{part}" for part in ("video_scale_shift", "audio_scale_shift", "video_a2v_gate", "audio_v2a_gate")]
-FLUX2_TIME = [*two("time_guidance_embed.timestep_embedder"), *two("time_guidance_embed.guidance_embedder")]
+CROSS = [
+    f"av_cross_attn_{part}"
+    for part in ("video_scale_shift", "audio_scale_shift", "video_a2v_gate", "audio_v2a_gate")
+]
+FLUX2_TIME = [
+    *two("time_guidance_embed.timestep_embedder"),
+    *two("time_guidance_embed.guidance_embedder"),
+]
 ADAPTER = [f"face_adapter.#.{leaf}" for leaf in ("to_q", "to_k", "to_v", "to_out")]
 
 # class, settings beside its own, what stays (# is any number) beside whole blocks, those blocks, at most that share of weights
@@ -64,7 +89,11 @@ TABLE: list[tuple[str, dict[str, Any], list[str], str, float]] = [
         {},
         [
             *FLUX2_TIME,
-            *("double_stream_modulation_img.linear", "double_stream_modulation_txt.linear", "single_stream_modulation.linear"),
+            *(
+                "double_stream_modulation_img.linear",
+                "double_stream_modulation_txt.linear",
+                "single_stream_modulation.linear",
+            ),
             *("x_embedder", "context_embedder", *ENDS),
         ],
         "",
@@ -76,7 +105,13 @@ TABLE: list[tuple[str, dict[str, Any], list[str], str, float]] = [
     (
         "WanAnimateTransformer3DModel",
         {},
-        [*WAN_ENDS, *IMAGE, *ADAPTER, "face_encoder.out_proj", *(f"motion_encoder.motion_network.{at}" for at in range(5))],
+        [
+            *WAN_ENDS,
+            *IMAGE,
+            *ADAPTER,
+            "face_encoder.out_proj",
+            *(f"motion_encoder.motion_network.{at}" for at in range(5)),
+        ],
         r"blocks\.(0|1|38|39)\.",
         0.17,
     ),
@@ -92,7 +127,12 @@ TABLE: list[tuple[str, dict[str, Any], list[str], str, float]] = [
         "HunyuanVideo15Transformer3DModel",
         {},
         [
-            *(*REFINED, *two("image_embedder"), *two("context_embedder_2"), "context_embedder_2.linear_3"),
+            *(
+                *REFINED,
+                *two("image_embedder"),
+                *two("context_embedder_2"),
+                "context_embedder_2.linear_3",
+            ),
             *(*two("time_embed.timestep_embedder"), "cond_type_embed", *ENDS),
         ],
         "",
@@ -106,12 +146,24 @@ TABLE: list[tuple[str, dict[str, Any], list[str], str, float]] = [
         0.04,
     ),
     ("LTXVideoTransformer3DModel", {}, LTX, r"transformer_blocks\.[012]\.", 0.13),
-    ("LTXVideoTransformer3DModel", {"num_layers": 48}, LTX, r"transformer_blocks\.(0|1|2|45|46|47)\.", 0.14),
+    (
+        "LTXVideoTransformer3DModel",
+        {"num_layers": 48},
+        LTX,
+        r"transformer_blocks\.(0|1|2|45|46|47)\.",
+        0.14,
+    ),
     (
         "LTX2VideoTransformer3DModel",
         {},
         [
-            *(*LTX, "audio_proj_in", "audio_proj_out", *emb("audio_time_embed"), *two("audio_caption_projection")),
+            *(
+                *LTX,
+                "audio_proj_in",
+                "audio_proj_out",
+                *emb("audio_time_embed"),
+                *two("audio_caption_projection"),
+            ),
             *(name for part in CROSS for name in emb(part)),
         ],
         r"transformer_blocks\.(0|1|46|47)\.",
@@ -122,8 +174,18 @@ TABLE: list[tuple[str, dict[str, Any], list[str], str, float]] = [
         "ZImageTransformer2DModel",
         {},
         [
-            *("all_x_embedder.2-1", "all_final_layer.2-1.linear", "all_final_layer.2-1.adaLN_modulation.1", "cap_embedder.1"),
-            *("t_embedder.mlp.0", "t_embedder.mlp.2", "layers.#.adaLN_modulation.0", "noise_refiner.#.adaLN_modulation.0"),
+            *(
+                "all_x_embedder.2-1",
+                "all_final_layer.2-1.linear",
+                "all_final_layer.2-1.adaLN_modulation.1",
+                "cap_embedder.1",
+            ),
+            *(
+                "t_embedder.mlp.0",
+                "t_embedder.mlp.2",
+                "layers.#.adaLN_modulation.0",
+                "noise_refiner.#.adaLN_modulation.0",
+            ),
         ],
         "",
         0.03,
@@ -135,7 +197,9 @@ TABLE: list[tuple[str, dict[str, Any], list[str], str, float]] = [
 def test_what_stays_of_a_published_model(name, settings, stays, blocks, most):
     import torch
 
-    kind = getattr(diffusers, name)  # imported before: tensors of its modules must not be without data
+    kind = getattr(
+        diffusers, name
+    )  # imported before: tensors of its modules must not be without data
     with torch.device("meta"):
         model = kind(**settings)
     recipe = build_recipe(Target("nvfp4"), {"_class_name": name, **model.config})
@@ -146,6 +210,8 @@ def test_what_stays_of_a_published_model(name, settings, stays, blocks, most):
     }
     kept = {module for module in weights if recipe.reason_to_keep(module)}
     named = {module for module in kept if not (blocks and re.match(blocks, module))}
-    assert {re.sub(r"(blocks|layers|refiner|adapter)\.\d+\.", r"\1.#.", module) for module in named} == set(stays)
+    assert {
+        re.sub(r"(blocks|layers|refiner|adapter)\.\d+\.", r"\1.#.", module) for module in named
+    } == set(stays)
     assert all(module in kept for module in weights if blocks and re.match(blocks, module))
     assert sum(weights[module] for module in kept) / sum(weights.values()) < most

@@ -57,18 +57,28 @@ def modelopt(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Exports:
     """What ModelOpt exports: with an FP8 cache, two of mixed precision, and MXFP4."""
     from modelopt.torch import quantization
 
-    chosen: dict[str, Quantizers] = {name: with_exceptions(quantizers) for name, quantizers in MODELOPT.items()}
+    chosen: dict[str, Quantizers] = {
+        name: with_exceptions(quantizers) for name, quantizers in MODELOPT.items()
+    }
     configs = {**chosen, "mxfp4": quantization.MXFP4_DEFAULT_CFG}
-    return {name: export_modelopt(source, config, tmp_path_factory.mktemp(name)) for name, config in configs.items()}
+    return {
+        name: export_modelopt(source, config, tmp_path_factory.mktemp(name))
+        for name, config in configs.items()
+    }
 
 
 @pytest.fixture(scope="module")
-def compressed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+def compressed(
+    source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, dict[str, Any]]]:
     """What compressed-tensors exports, and the weights that it decompresses again."""
     made = {}
     for name, schemes in COMPRESSED.items():
         folder = tmp_path_factory.mktemp(name)
-        made[name] = folder, export_compressed(source, schemes, folder, has_fp8_cache=name == "cache")
+        made[name] = (
+            folder,
+            export_compressed(source, schemes, folder, has_fp8_cache=name == "cache"),
+        )
     return made
 
 
@@ -88,12 +98,21 @@ def _restored(artifact: Path, folder: Path, dtype: str = "fp32") -> dict[str, An
     return read_tensors(folder)
 
 
-def _there_and_back(export: Path, folder: Path, dialects: tuple[str, str]) -> tuple[list[str], list[str]]:
+def _there_and_back(
+    export: Path, folder: Path, dialects: tuple[str, str]
+) -> tuple[list[str], list[str]]:
     """Names of tensors that are not as they were, and of the modules that --json calls rounded."""
-    document = fp4convert_json("transcode", export, "-o", folder / "there", "--dialect", dialects[0])
+    document = fp4convert_json(
+        "transcode", export, "-o", folder / "there", "--dialect", dialects[0]
+    )
     fp4convert("transcode", folder / "there", "-o", folder / "back", "--dialect", dialects[1], "-q")
-    assert not {level for level, _ in _findings(folder / "there") + _findings(folder / "back")} & {"error", "warning"}
-    return differing(read_tensors(folder / "back"), read_tensors(export)), document["carried"]["rounded"]
+    assert not {level for level, _ in _findings(folder / "there") + _findings(folder / "back")} & {
+        "error",
+        "warning",
+    }
+    return differing(read_tensors(folder / "back"), read_tensors(export)), document["carried"][
+        "rounded"
+    ]
 
 
 def _refused(expected: str, *arguments: object) -> None:
@@ -115,35 +134,50 @@ def test_inspect_knows_modelopts_exports(modelopt: Exports) -> None:
         "mxfp4": [("warning", "record-refused")],
     }
     algorithms = {
-        name: read_json(export / "hf_quant_config.json")["quantization"]["quant_algo"] for name, export in modelopt.items()
+        name: read_json(export / "hf_quant_config.json")["quantization"]["quant_algo"]
+        for name, export in modelopt.items()
     }
     mixed = dict.fromkeys(("beside-fp8", "w4a4-beside-w4a16"), "MIXED_PRECISION")
     assert algorithms == {"cache": "NVFP4", "mxfp4": "mxfp4", **mixed}
 
 
 @pytest.mark.parametrize("name", ["cache", "w4a4-beside-w4a16", "mxfp4"])
-def test_modelopts_exports_dequantize_as_the_formula_says(modelopt: Exports, source: Path, tmp_path: Path, name: str) -> None:
+def test_modelopts_exports_dequantize_as_the_formula_says(
+    modelopt: Exports, source: Path, tmp_path: Path, name: str
+) -> None:
     """And nothing that only four-bit modules or FP8 caches need is left."""
-    restored, expected = _restored(modelopt[name], tmp_path / "restored"), quark_weights(read_tensors(modelopt[name]))
+    restored, expected = (
+        _restored(modelopt[name], tmp_path / "restored"),
+        quark_weights(read_tensors(modelopt[name])),
+    )
     assert len(expected) == MODULES
     assert differing({weight: restored[weight] for weight in expected}, expected) == []
     assert restored.keys() == read_tensors(source).keys()
 
 
 @pytest.mark.slow
-def test_matrices_of_eight_bits_beside_four(modelopt: Exports, compressed: dict[str, Any], tmp_path: Path) -> None:
+def test_matrices_of_eight_bits_beside_four(
+    modelopt: Exports, compressed: dict[str, Any], tmp_path: Path
+) -> None:
     """No other dialect says what they are; integers of eight bits are not read at all; FP8 is restored as torch computes it."""
-    exports = [("fp8-modules", modelopt["beside-fp8"]), *((code, compressed[name][0]) for name, code in REFUSED.items())]
+    exports = [
+        ("fp8-modules", modelopt["beside-fp8"]),
+        *((code, compressed[name][0]) for name, code in REFUSED.items()),
+    ]
     for code, export in exports:
         for dialect in ("modelopt", "quark"):
             _refused(code, "transcode", export, "-o", tmp_path / "other", "--dialect", dialect)
-    _refused("already-quantized", "dequantize", compressed["beside-int8"][0], "-o", tmp_path / "restored")
+    _refused(
+        "already-quantized", "dequantize", compressed["beside-int8"][0], "-o", tmp_path / "restored"
+    )
     assert list(tmp_path.iterdir()) == []
     for number, export in enumerate((modelopt["beside-fp8"], compressed["beside-fp8"][0])):
         fp4convert("dequantize", export, "-o", tmp_path / f"{number}", "--dtype", "fp32")
         stored, restored = read_tensors(export), read_tensors(tmp_path / f"{number}")
         eight = [
-            name for name, tensor in stored.items() if str(tensor.dtype) == "torch.float8_e4m3fn" and name.endswith(".weight")
+            name
+            for name, tensor in stored.items()
+            if str(tensor.dtype) == "torch.float8_e4m3fn" and name.endswith(".weight")
         ]
         assert eight
         for name in eight:
@@ -151,43 +185,75 @@ def test_matrices_of_eight_bits_beside_four(modelopt: Exports, compressed: dict[
             assert restored[name].equal(expected), name
 
 
-def test_fp8_cache_travels_to_compressed_tensors_and_back(modelopt: Exports, compressed: dict[str, Any], tmp_path: Path) -> None:
+def test_fp8_cache_travels_to_compressed_tensors_and_back(
+    modelopt: Exports, compressed: dict[str, Any], tmp_path: Path
+) -> None:
     """Its scales get the names that compressed-tensors itself gives them, and both records of it say FP8."""
     export, own = modelopt["cache"], compressed["cache"][0]
     differ, rounded = _there_and_back(export, tmp_path, ("compressed-tensors", "modelopt"))
     assert {tensor.rpartition(".")[0] for tensor in differ} <= set(rounded)
     assert all(tensor.endswith(("weight_scale_2", "input_scale")) for tensor in differ)
     before, there = read_tensors(export), read_tensors(tmp_path / "there")
-    moved = {name: name.replace(f"{name[-7]}_proj.", "") for name in before if name.endswith((".k_scale", ".v_scale"))}
+    moved = {
+        name: name.replace(f"{name[-7]}_proj.", "")
+        for name in before
+        if name.endswith((".k_scale", ".v_scale"))
+    }
     assert moved["model.layers.1.self_attn.v_proj.v_scale"] == "model.layers.1.self_attn.v_scale"
-    assert set(moved.values()) == {name for name in read_tensors(own) if name.endswith((".k_scale", ".v_scale"))}
+    assert set(moved.values()) == {
+        name for name in read_tensors(own) if name.endswith((".k_scale", ".v_scale"))
+    }
     assert (
-        differing({new: before[old].reshape(1) for old, new in moved.items()}, {new: there[new] for new in moved.values()}) == []
+        differing(
+            {new: before[old].reshape(1) for old, new in moved.items()},
+            {new: there[new] for new in moved.values()},
+        )
+        == []
     )
     assert not moved.keys() & there.keys()
-    ours, theirs = (read_json(folder / "config.json")["quantization_config"] for folder in (tmp_path / "there", own))
+    ours, theirs = (
+        read_json(folder / "config.json")["quantization_config"]
+        for folder in (tmp_path / "there", own)
+    )
     assert ours["kv_cache_scheme"].items() <= theirs["kv_cache_scheme"].items()
-    config, nested = (read_json(tmp_path / "back" / file) for file in ("config.json", "hf_quant_config.json"))
+    config, nested = (
+        read_json(tmp_path / "back" / file) for file in ("config.json", "hf_quant_config.json")
+    )
     first = read_json(export / "config.json")["quantization_config"]
     assert config["quantization_config"]["kv_cache_scheme"] == first["kv_cache_scheme"]
     assert nested["quantization"]["kv_cache_quant_algo"] == "FP8"
 
 
-def test_fp8_cache_of_compressed_tensors_travels_to_modelopt_and_back(compressed: dict[str, Any], tmp_path: Path) -> None:
+def test_fp8_cache_of_compressed_tensors_travels_to_modelopt_and_back(
+    compressed: dict[str, Any], tmp_path: Path
+) -> None:
     export = compressed["cache"][0]
     differ, rounded = _there_and_back(export, tmp_path, ("modelopt", "compressed-tensors"))
     assert {tensor.rpartition(".")[0] for tensor in differ} <= set(rounded)
     assert all(tensor.endswith("weight_global_scale") for tensor in differ)
     assert "model.layers.0.self_attn.k_proj.k_scale" in read_tensors(tmp_path / "there")
-    assert read_json(tmp_path / "there/hf_quant_config.json")["quantization"]["kv_cache_quant_algo"] == "FP8"
+    assert (
+        read_json(tmp_path / "there/hf_quant_config.json")["quantization"]["kv_cache_quant_algo"]
+        == "FP8"
+    )
 
 
 def test_a_dialect_that_knows_no_cache_refuses_one(modelopt: Exports, tmp_path: Path) -> None:
-    _refused("dialect-cache", "transcode", modelopt["cache"], "-o", tmp_path / "other", "--dialect", "quark")
+    _refused(
+        "dialect-cache",
+        "transcode",
+        modelopt["cache"],
+        "-o",
+        tmp_path / "other",
+        "--dialect",
+        "quark",
+    )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_input_scales_of_some_modules_are_left_out(modelopt: Exports, compressed: dict[str, Any], tmp_path: Path) -> None:
+def test_input_scales_of_some_modules_are_left_out(
+    modelopt: Exports, compressed: dict[str, Any], tmp_path: Path
+) -> None:
     """A warning says so: engines would not know the names, and the record of the result has one word for all modules."""
     for export, dialect, ending in (
         (modelopt["w4a4-beside-w4a16"], "compressed-tensors", ".input_scale"),
@@ -196,7 +262,9 @@ def test_input_scales_of_some_modules_are_left_out(modelopt: Exports, compressed
         before = read_tensors(export)
         assert sum(name.endswith(ending) for name in before) == IN_MLP
         fp4convert("transcode", export, "-o", tmp_path / dialect, "--dialect", dialect, "-q")
-        assert not [name for name in read_tensors(tmp_path / dialect) if "input" in name.rpartition(".")[2]]
+        assert not [
+            name for name in read_tensors(tmp_path / dialect) if "input" in name.rpartition(".")[2]
+        ]
         assert _facts(tmp_path / dialect)[1:3] == ("nvfp4", 16)
         assert _findings(tmp_path / dialect) == []
         left, right = (
@@ -207,28 +275,48 @@ def test_input_scales_of_some_modules_are_left_out(modelopt: Exports, compressed
         assert all(left[name].allclose(right[name], rtol=2.0**-22, atol=0) for name in left)
 
 
-def test_modelopts_mxfp4_travels_to_compressed_tensors_and_quark(modelopt: Exports, tmp_path: Path) -> None:
+def test_modelopts_mxfp4_travels_to_compressed_tensors_and_quark(
+    modelopt: Exports, tmp_path: Path
+) -> None:
     """Quark has ModelOpt's names for it; ModelOpt's own record is one that engines refuse, and is not written."""
     assert _there_and_back(modelopt["mxfp4"], tmp_path, ("compressed-tensors", "quark")) == ([], [])
-    _refused("dialect-format", "transcode", tmp_path / "there", "-o", tmp_path / "never", "--dialect", "modelopt")
+    _refused(
+        "dialect-format",
+        "transcode",
+        tmp_path / "there",
+        "-o",
+        tmp_path / "never",
+        "--dialect",
+        "modelopt",
+    )
 
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_inspect_knows_compressed_tensors_exports(compressed: dict[str, Any], name: str) -> None:
-    mixed = {"beside-fp8": (None, MODULES), "beside-int8": (4, IN_MLP), "w4a4-beside-w4a16": (None, MODULES)}
+    mixed = {
+        "beside-fp8": (None, MODULES),
+        "beside-int8": (4, IN_MLP),
+        "w4a4-beside-w4a16": (None, MODULES),
+    }
     plain = {"nvfp4": 4, "mxfp4": 4, "nvfp4a16": 16, "mxfp4a16": 16, "cache": 16}
     fmt = "mxfp4" if name.startswith("mxfp4") else "nvfp4"
     told = "mixed" if name == "beside-fp8" else fmt
     export = compressed[name][0]
-    assert _facts(export) == ("compressed-tensors", told, *(mixed.get(name) or (plain[name], MODULES)))
+    assert _facts(export) == (
+        "compressed-tensors",
+        told,
+        *(mixed.get(name) or (plain[name], MODULES)),
+    )
     assert _findings(export) == ([("note", "scales-idle")] if name == "w4a4-beside-w4a16" else [])
     record = read_json(export / "config.json")["quantization_config"]
     assert record["format"] == ("mixed-precision" if name in REFUSED else f"{fmt}-pack-quantized")
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_dequantize_equals_compressed_tensors_own(compressed: dict[str, Any], source: Path, tmp_path: Path, name: str) -> None:
+def test_dequantize_equals_compressed_tensors_own(
+    compressed: dict[str, Any], source: Path, tmp_path: Path, name: str
+) -> None:
     export, expected = compressed[name]
     restored = _restored(export, tmp_path / "restored", "bf16")
     assert len(expected) == MODULES
@@ -239,11 +327,15 @@ def test_dequantize_equals_compressed_tensors_own(compressed: dict[str, Any], so
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("dialect", ["modelopt", "quark"])
 @pytest.mark.parametrize("name", ["nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4"])
-def test_compressed_tensors_exports_there_and_back(compressed: dict[str, Any], tmp_path: Path, name: str, dialect: str) -> None:
+def test_compressed_tensors_exports_there_and_back(
+    compressed: dict[str, Any], tmp_path: Path, name: str, dialect: str
+) -> None:
     """Every byte but that of global scales and input scales that --json names."""
     export = compressed[name][0]
     if dialect == "modelopt" and name.startswith("mxfp4"):
-        return _refused("dialect-format", "transcode", export, "-o", tmp_path / "never", "--dialect", dialect)
+        return _refused(
+            "dialect-format", "transcode", export, "-o", tmp_path / "never", "--dialect", dialect
+        )
     differ, rounded = _there_and_back(export, tmp_path, (dialect, "compressed-tensors"))
     assert {tensor.rpartition(".")[0] for tensor in differ} <= set(rounded)
     assert all(tensor.endswith("_global_scale") for tensor in differ)

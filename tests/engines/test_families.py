@@ -21,13 +21,31 @@ from fp4convert.storage.source import Checkpoint
 
 pytestmark = pytest.mark.engine
 H = 64
-BASE = {"hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320, "max_position_embeddings": 64}
+BASE = {
+    "hidden_size": H,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+    "max_position_embeddings": 64,
+}
 DENSE = {**BASE, "intermediate_size": 128}
 DECODER = {**DENSE, "num_key_value_heads": 2}
 GPT = {"n_embd": H, "n_layer": 2, "n_head": 4, "vocab_size": 320, "n_positions": 64}
 SEQ2SEQ = {
-    **{"d_model": H, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4},
-    **{"encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "vocab_size": 320, "pad_token_id": 0, "decoder_start_token_id": 1},
+    **{
+        "d_model": H,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+    },
+    **{
+        "encoder_ffn_dim": 128,
+        "decoder_ffn_dim": 128,
+        "vocab_size": 320,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 1,
+    },
 }
 VISION = {
     "hidden_size": H,
@@ -52,12 +70,24 @@ LLAVA = {
 }
 QWEN_VL = {
     "text_config": {**DECODER, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
-    "vision_config": {"embed_dim": H, "depth": 2, "num_heads": 4, "hidden_size": H, "patch_size": 14},
+    "vision_config": {
+        "embed_dim": H,
+        "depth": 2,
+        "num_heads": 4,
+        "hidden_size": H,
+        "patch_size": 14,
+    },
 }
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": DENSE,
     "BertForSequenceClassification": DENSE,
-    "DistilBertForMaskedLM": {"dim": H, "n_layers": 2, "n_heads": 4, "hidden_dim": 128, "vocab_size": 320},
+    "DistilBertForMaskedLM": {
+        "dim": H,
+        "n_layers": 2,
+        "n_heads": 4,
+        "hidden_dim": 128,
+        "vocab_size": 320,
+    },
     "AlbertForMaskedLM": {**DENSE, "embedding_size": 32},
     "XLMRobertaForMaskedLM": {**DENSE, "max_position_embeddings": 80},
     "DebertaV2ForMaskedLM": DENSE,
@@ -77,7 +107,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "MarianMTModel": SEQ2SEQ,
     "PegasusForConditionalGeneration": SEQ2SEQ,
     "LEDForConditionalGeneration": SEQ2SEQ,
-    "T5ForConditionalGeneration": {"d_model": H, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 320},
+    "T5ForConditionalGeneration": {
+        "d_model": H,
+        "d_ff": 128,
+        "d_kv": 16,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 320,
+    },
     "WhisperForConditionalGeneration": WHISPER,
     "GPT2LMHeadModel": GPT,
     "OpenAIGPTLMHeadModel": GPT,
@@ -85,12 +122,34 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "CodeGenForCausalLM": {**GPT, "rotary_dim": 8},
     "GPTBigCodeForCausalLM": GPT,
     "GPTNeoXForCausalLM": DENSE,
-    "OPTForCausalLM": {**BASE, "ffn_dim": 128, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    "OPTForCausalLM": {
+        **BASE,
+        "ffn_dim": 128,
+        "word_embed_proj_dim": 32,
+        "do_layer_norm_before": False,
+    },
     "BloomForCausalLM": {"hidden_size": H, "n_layer": 2, "n_head": 4, "vocab_size": 320},
-    "FalconForCausalLM": {"hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320},
-    "MptForCausalLM": {"d_model": H, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "vocab_size": 320},
+    "FalconForCausalLM": {
+        "hidden_size": H,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 320,
+    },
+    "MptForCausalLM": {
+        "d_model": H,
+        "n_layers": 2,
+        "n_heads": 4,
+        "max_seq_len": 64,
+        "vocab_size": 320,
+    },
     "CTRLLMHeadModel": {"n_embd": H, "dff": 128, "n_layer": 1, "n_head": 4, "vocab_size": 320},
-    "XLNetLMHeadModel": {"d_model": H, "n_layer": 1, "n_head": 4, "d_inner": 128, "vocab_size": 320},
+    "XLNetLMHeadModel": {
+        "d_model": H,
+        "n_layer": 1,
+        "n_head": 4,
+        "d_inner": 128,
+        "vocab_size": 320,
+    },
     "XLMWithLMHeadModel": {"emb_dim": H, "n_layers": 1, "n_heads": 4, "vocab_size": 320},
     "BioGptForCausalLM": DENSE,
     "LlamaForCausalLM": DECODER,
@@ -104,7 +163,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Olmo2ForCausalLM": DECODER,
     "StableLmForCausalLM": DECODER,
     "NemotronForCausalLM": DECODER,
-    "MambaForCausalLM": {"hidden_size": H, "num_hidden_layers": 2, "vocab_size": 320, "state_size": 16, "time_step_rank": 16},
+    "MambaForCausalLM": {
+        "hidden_size": H,
+        "num_hidden_layers": 2,
+        "vocab_size": 320,
+        "state_size": 16,
+        "time_step_rank": 16,
+    },
     "ViTForImageClassification": VISION,
     "CLIPModel": {"text_config": DENSE, "vision_config": VISION, "projection_dim": 32},
     "SiglipModel": {"text_config": {**DENSE, "projection_size": H}, "vision_config": VISION},
@@ -112,8 +177,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen2VLForConditionalGeneration": QWEN_VL,
 }
 LOADED = [
-    *("BartForConditionalGeneration", "BertForMaskedLM", "DistilBertForMaskedLM", "WhisperForConditionalGeneration"),
-    *("LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "GPT2LMHeadModel", "Phi3ForCausalLM"),
+    *(
+        "BartForConditionalGeneration",
+        "BertForMaskedLM",
+        "DistilBertForMaskedLM",
+        "WhisperForConditionalGeneration",
+    ),
+    *(
+        "LlavaForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
+        "GPT2LMHeadModel",
+        "Phi3ForCausalLM",
+    ),
 ]
 
 
@@ -151,13 +226,20 @@ def test_the_engine_takes_for_quantized_what_is_quantized(name: str) -> None:
     plan = plan_of(model)
     modules = dict(model.named_modules())
     strays = {
-        module: type(modules[module]).__name__ for module in plan.quantized if not isinstance(modules[module], torch.nn.Linear)
+        module: type(modules[module]).__name__
+        for module in plan.quantized
+        if not isinstance(modules[module], torch.nn.Linear)
     }
     assert not strays, "only linear layers can be quantized"
-    record = dialect_named("compressed-tensors").records([Group(Form(FORMATS["nvfp4"]), tuple(plan.quantized))], plan.ignored)[
-        "config.json"
-    ]
-    taken = {module for module, _ in match_named_modules(model, ["Linear"], record["quantization_config"]["ignore"])}
+    record = dialect_named("compressed-tensors").records(
+        [Group(Form(FORMATS["nvfp4"]), tuple(plan.quantized))], plan.ignored
+    )["config.json"]
+    taken = {
+        module
+        for module, _ in match_named_modules(
+            model, ["Linear"], record["quantization_config"]["ignore"]
+        )
+    }
     assert taken == set(plan.quantized)
 
 
@@ -172,7 +254,11 @@ def test_a_saved_model_is_loaded_whole(name: str, tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = build(name).to(torch.bfloat16)
         model.save_pretrained(tmp_path / "source")
-        fp4convert("quantize", tmp_path / "source", "--format", "nvfp4", "-o", tmp_path / "artifact", "-q")
+        fp4convert(
+            "quantize", tmp_path / "source", "--format", "nvfp4", "-o", tmp_path / "artifact", "-q"
+        )
         kind = getattr(transformers, name)
-        _, told = kind.from_pretrained(tmp_path / "artifact", dtype=torch.bfloat16, output_loading_info=True)
+        _, told = kind.from_pretrained(
+            tmp_path / "artifact", dtype=torch.bfloat16, output_loading_info=True
+        )
     assert {key: sorted(names) for key, names in told.items() if names} == {}

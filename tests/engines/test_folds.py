@@ -16,7 +16,10 @@ from fp4convert.checkpoint.linears import find_linears
 from fp4convert.recipes.recipe import Target, build_recipe
 from fp4convert.storage.open import open_source
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`"),
+]
 
 
 def statistics(folder: Path, path: Path) -> Path:
@@ -31,7 +34,19 @@ def statistics(folder: Path, path: Path) -> Path:
 
 def restored(folder: Path, out: Path, *options: object) -> Path:
     """The model in float32 that engines compute with."""
-    made = run("quantize", folder, "--format", "nvfp4", "--scale-rule", "amax", "-o", out, "-q", "--json", *options)
+    made = run(
+        "quantize",
+        folder,
+        "--format",
+        "nvfp4",
+        "--scale-rule",
+        "amax",
+        "-o",
+        out,
+        "-q",
+        "--json",
+        *options,
+    )
     assert made.code == 0, made.err
     assert run("verify", out, "--source", folder, "--json").json["findings"] == []
     assert run("dequantize", out, "-o", out.with_suffix(".f32"), "--dtype", "fp32", "-q").code == 0
@@ -39,13 +54,24 @@ def restored(folder: Path, out: Path, *options: object) -> Path:
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "cohere", "bert", "mixtral", "qwen2_moe", "deepseek_v2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "phi", "cohere", "bert", "mixtral", "qwen2_moe", "deepseek_v2"]
+)
 def test_a_folded_artifact_is_as_close_as_a_rounded_one(name, tmp_path):
     """A reader that was left out, or a factor that was not undone, would be an error of another size."""
     folder = build(name, tmp_path / "model")
     before = outputs(name, folder)
-    calibration = ("--calibration", statistics(folder, tmp_path / "c.safetensors"), "--recipe", "all")
-    plain = (outputs(name, restored(folder, tmp_path / "rtn", "--recipe", "all")) - before).square().mean()
+    calibration = (
+        "--calibration",
+        statistics(folder, tmp_path / "c.safetensors"),
+        "--recipe",
+        "all",
+    )
+    plain = (
+        (outputs(name, restored(folder, tmp_path / "rtn", "--recipe", "all")) - before)
+        .square()
+        .mean()
+    )
     for method in ("awq", "smooth"):
         found = outputs(name, restored(folder, tmp_path / method, "--method", method, *calibration))
         assert 0 < (found - before).square().mean() < 2 * plain, method
@@ -58,9 +84,16 @@ def test_transformers_loads_the_packed_weights_beside_divided_norms(tmp_path):
 
     folder = build("qwen3", tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32", "dtype": "float32"}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "torch_dtype": "float32", "dtype": "float32"})
+    )
     out = tmp_path / "awq"
-    expected = outputs("qwen3", restored(folder, out, "--method", "awq", "--calibration", statistics(folder, tmp_path / "c.st")))
+    expected = outputs(
+        "qwen3",
+        restored(
+            folder, out, "--method", "awq", "--calibration", statistics(folder, tmp_path / "c.st")
+        ),
+    )
     model = transformers.Qwen3ForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
     with torch.no_grad():
         found = model.eval()(input_ids=torch.arange(1, 33).reshape(2, 16)).logits

@@ -25,7 +25,10 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_gptoss(tmp_path_factory.mktemp("native"))
 
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,11 @@ def _load(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
-    options = {"dtype": torch.bfloat16, "quantization_config": Mxfp4Config(dequantize=True), "output_loading_info": True}
+    options = {
+        "dtype": torch.bfloat16,
+        "quantization_config": Mxfp4Config(dequantize=True),
+        "output_loading_info": True,
+    }
     model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
     assert not any(info.values()), info
     return model.eval()
@@ -82,7 +89,11 @@ def test_inspect_knows_the_native_file(native: Path) -> None:
 
 def test_experts_become_modules_of_the_same_bytes(native: Path, listed: Path) -> None:
     """Gate and up are the even and odd rows; biases and everything else stay as they are."""
-    expected = {name: tensor for name, tensor in read_tensors(native).items() if not name.endswith(("_blocks", "_scales"))}
+    expected = {
+        name: tensor
+        for name, tensor in read_tensors(native).items()
+        if not name.endswith(("_blocks", "_scales"))
+    }
     assert f"model.layers.1.mlp.experts.{STACKED[0]}_bias" in expected
     for module, (packed, block_scales) in listed_experts(native).items():
         expected |= {f"{module}.weight_packed": packed, f"{module}.weight_scale": block_scales}
@@ -98,16 +109,30 @@ def test_dequantized_experts_equal_the_formula(native: Path, listed: Path, tmp_p
     restored, found = read_tensors(tmp_path / "restored"), {}
     for name in [name for name in restored if name.endswith(STACKED)]:
         members = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
-        found |= dict(Stack(name, members, is_transposed=True, is_interleaved=True).views(name, restored.pop(name)))
+        found |= dict(
+            Stack(name, members, is_transposed=True, is_interleaved=True).views(
+                name, restored.pop(name)
+            )
+        )
     assert not any(module in name for name in restored for module in found)
-    assert differing(found, {module: mxfp4_weight(*stored) for module, stored in listed_experts(native).items()}) == []
+    assert (
+        differing(
+            found,
+            {module: mxfp4_weight(*stored) for module, stored in listed_experts(native).items()},
+        )
+        == []
+    )
 
 
 def test_there_and_back_is_the_native_file(native: Path, back: Path) -> None:
     """Every tensor, byte for byte, and what the engine reads of its configuration."""
     assert differing(read_tensors(back), read_tensors(native)) == []
     ours, theirs = (read_json(folder / "config.json") for folder in (back, native))
-    assert ours.pop("quantization_config")["quant_method"] == theirs.pop("quantization_config")["quant_method"] == "mxfp4"
+    assert (
+        ours.pop("quantization_config")["quant_method"]
+        == theirs.pop("quantization_config")["quant_method"]
+        == "mxfp4"
+    )
     assert ours == theirs
 
 
@@ -120,7 +145,10 @@ def test_engine_loads_what_came_back(native: Path, back: Path) -> None:
     assert logits.equal(_logits(_load(native)))
 
 
-@pytest.mark.parametrize(("artifact", "dtype"), [("native", "bf16"), ("native", "fp32"), ("listed", "bf16"), ("back", "bf16")])
+@pytest.mark.parametrize(
+    ("artifact", "dtype"),
+    [("native", "bf16"), ("native", "fp32"), ("listed", "bf16"), ("back", "bf16")],
+)
 def test_dequantized_stacks_load_as_a_plain_model(
     native: Path, artifact: str, dtype: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -128,7 +156,15 @@ def test_dequantized_stacks_load_as_a_plain_model(
     import torch
     from transformers import AutoModelForCausalLM
 
-    fp4convert("dequantize", request.getfixturevalue(artifact), "-o", tmp_path / "plain", "--dtype", dtype, "-q")
+    fp4convert(
+        "dequantize",
+        request.getfixturevalue(artifact),
+        "-o",
+        tmp_path / "plain",
+        "--dtype",
+        dtype,
+        "-q",
+    )
     expected = {
         name: tensor.to({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
         for name, tensor in expected_weights(native).items()
@@ -136,6 +172,8 @@ def test_dequantized_stacks_load_as_a_plain_model(
     restored = read_tensors(tmp_path / "plain")
     assert not any(name.endswith(("_blocks", "_scales")) for name in restored)
     assert differing({name: restored[name] for name in expected}, expected) == []
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", dtype=torch.bfloat16, output_loading_info=True
+    )
     assert not any(info.values()), info
     assert _logits(model.eval()).equal(_logits(_load(native)))

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import differing, fp4convert, fp4convert_json, is_quantized, make_llama, make_qwen2, make_qwen3, read_tensors
+from tiny_models import (
+    differing,
+    fp4convert,
+    fp4convert_json,
+    is_quantized,
+    make_llama,
+    make_qwen2,
+    make_qwen3,
+    read_tensors,
+)
 from torch_formulas import decoded, e4m3, mxfp4_weight, unpacked
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -71,11 +80,27 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     @cache
     def models(kind: str, fmt: str) -> Models:
         folder, (checkpoint, template) = tmp_path_factory.mktemp(f"{kind}-{fmt}"), source(kind)
-        artifact, quantized, transcoded = (folder / name for name in ("artifact", "quantized", "transcoded"))
+        artifact, quantized, transcoded = (
+            folder / name for name in ("artifact", "quantized", "transcoded")
+        )
         dialect = {"mxfp4": "compressed-tensors", "nvfp4": "modelopt"}[fmt]
-        fp4convert("quantize", template, "--format", fmt, "--dialect", "gguf", "-o", quantized, "-q")
-        fp4convert("quantize", checkpoint, "--format", fmt, "--dialect", dialect, "-o", artifact, "-q")
-        fp4convert("transcode", artifact, "-o", transcoded, "--dialect", "gguf", "--template", template, "-q")
+        fp4convert(
+            "quantize", template, "--format", fmt, "--dialect", "gguf", "-o", quantized, "-q"
+        )
+        fp4convert(
+            "quantize", checkpoint, "--format", fmt, "--dialect", dialect, "-o", artifact, "-q"
+        )
+        fp4convert(
+            "transcode",
+            artifact,
+            "-o",
+            transcoded,
+            "--dialect",
+            "gguf",
+            "--template",
+            template,
+            "-q",
+        )
         (other,) = transcoded.glob("*.gguf")
         return Models(checkpoint, template, artifact, quantized / "tiny.gguf", other)
 
@@ -94,12 +119,16 @@ def gguf_name(name: str) -> str:
 def permuted(name: str, rows: Any, kind: str) -> Any:
     """Rows in the order of llama.cpp, whose rotary embedding of Llama turns neighbours; of Qwen3, halves, as transformers."""
     heads = HEADS.get(name.split(".")[-2]) if kind == "llama" else None
-    return rows if heads is None else rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    return (
+        rows if heads is None else rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    )
 
 
 def unpermuted(name: str, rows: Any, kind: str) -> Any:
     heads = HEADS.get(name.split(".")[-2]) if kind == "llama" else None
-    return rows if heads is None else rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    return (
+        rows if heads is None else rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    )
 
 
 def write_gguf(checkpoint: Path, kind: str, path: Path) -> Path:
@@ -140,7 +169,10 @@ def _add_metadata(writer: Any, kind: str) -> None:
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCABULARY)
     writer.add_tokenizer_model("llama")
-    byte_tokens, words = [f"<0x{byte:02X}>" for byte in range(256)], [f"▁t{number}" for number in range(61)]
+    byte_tokens, words = (
+        [f"<0x{byte:02X}>" for byte in range(256)],
+        [f"▁t{number}" for number in range(61)],
+    )
     writer.add_token_list(["<unk>", "<s>", "</s>", *byte_tokens, *words])
     writer.add_token_scores([0.0] * VOCABULARY)
     writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 61])
@@ -168,13 +200,20 @@ def _weights(path: Path, checkpoint: Path, kind: str) -> dict[str, Any]:
     tensors, weights = _read(path), {}
     for name in read_tensors(checkpoint):
         stored = gguf_name(name)
-        values, scale = _values(tensors[stored]), tensors.get(f"{stored.removesuffix('.weight')}.scale")
+        values, scale = (
+            _values(tensors[stored]),
+            tensors.get(f"{stored.removesuffix('.weight')}.scale"),
+        )
         weights[name] = unpermuted(name, values if scale is None else values * _values(scale), kind)
     return weights
 
 
 def _four_bit(path: Path) -> set[str]:
-    return {name for name, tensor in _read(path).items() if tensor.tensor_type.name in ("MXFP4", "NVFP4")}
+    return {
+        name
+        for name, tensor in _read(path).items()
+        if tensor.tensor_type.name in ("MXFP4", "NVFP4")
+    }
 
 
 def _expected(checkpoint: Path, weights: dict[str, Any]) -> Any:
@@ -182,7 +221,9 @@ def _expected(checkpoint: Path, weights: dict[str, Any]) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(checkpoint), dtype=torch.float32
+    )
     model.load_state_dict(weights)
     with torch.no_grad():
         return model.eval()(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
@@ -195,7 +236,13 @@ def _run(path: Path) -> dict[int, float]:
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.n_ctx, params.n_predict, params.cpuparams.n_threads, params.warmup = 64, 1, 2, False
-    request = {"prompt": PROMPT, "n_predict": 1, "n_probs": 20, "temperature": 0, "cache_prompt": False}
+    request = {
+        "prompt": PROMPT,
+        "n_predict": 1,
+        "n_probs": 20,
+        "temperature": 0,
+        "cache_prompt": False,
+    }
     answer = xllamacpp.Server(params).handle_completions(request)
     answer = json.loads(answer) if isinstance(answer, str | bytes) else answer
     likeliest = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
@@ -212,7 +259,12 @@ def test_engine_runs_the_template_as_transformers_does(tmp_path: Path, kind: str
     checkpoint = MAKERS[kind](tmp_path / "checkpoint")
     template = write_gguf(checkpoint, kind, tmp_path / "tiny.gguf")
     weights = _weights(template, checkpoint, kind)
-    assert differing(weights, {name: tensor.float() for name, tensor in read_tensors(checkpoint).items()}) == []
+    assert (
+        differing(
+            weights, {name: tensor.float() for name, tensor in read_tensors(checkpoint).items()}
+        )
+        == []
+    )
     assert _distance(_run(template), _expected(checkpoint, weights)) < 0.02
 
 
@@ -220,13 +272,17 @@ def test_engine_runs_the_template_as_transformers_does(tmp_path: Path, kind: str
 @every_way
 @every_format
 @every_kind
-def test_engine_agrees_with_the_dequantized_model(make: Make, kind: str, fmt: str, way: str) -> None:
+def test_engine_agrees_with_the_dequantized_model(
+    make: Make, kind: str, fmt: str, way: str
+) -> None:
     """llama.cpp rounds activations to eight bits; what is left is far below what four-bit weights change."""
     models = make(kind, fmt)
     weights = _weights(models.made(way), models.checkpoint, kind)
     before = {name: tensor.float() for name, tensor in read_tensors(models.checkpoint).items()}
     found = _run(models.made(way))
-    near, far = (_distance(found, _expected(models.checkpoint, tensors)) for tensors in (weights, before))
+    near, far = (
+        _distance(found, _expected(models.checkpoint, tensors)) for tensors in (weights, before)
+    )
     print(f"{kind} {fmt} {way}: {near:.4f} from the dequantized model, {far:.4f} from the first")
     assert len(found) == 20
     assert near < 0.02
@@ -238,7 +294,10 @@ def test_engine_agrees_with_the_dequantized_model(make: Make, kind: str, fmt: st
 @every_kind
 def test_weights_are_close_to_the_first(make: Make, kind: str, fmt: str, way: str) -> None:
     models = make(kind, fmt)
-    weights, before = _weights(models.made(way), models.checkpoint, kind), read_tensors(models.checkpoint)
+    weights, before = (
+        _weights(models.made(way), models.checkpoint, kind),
+        read_tensors(models.checkpoint),
+    )
     assert _four_bit(models.made(way)) == {gguf_name(name) for name in filter(is_quantized, before)}
     for name, tensor in before.items():
         error = (weights[name] - tensor.float()).norm() / tensor.float().norm()
@@ -254,7 +313,11 @@ def test_metadata_is_the_templates(make: Make, kind: str, fmt: str, way: str) ->
 
     models = make(kind, fmt)
     ours, theirs = (
-        {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items() if not name.startswith("GGUF.")}
+        {
+            name: field.contents()
+            for name, field in gguf.GGUFReader(path).fields.items()
+            if not name.startswith("GGUF.")
+        }
         for path in (models.made(way), models.template)
     )
     assert ours.keys() == theirs.keys()
@@ -284,13 +347,17 @@ def test_transcoded_blocks_are_the_artifacts(make: Make, kind: str, fmt: str) ->
     for name in filter(is_quantized, read_tensors(models.checkpoint)):
         module, stored = name.removesuffix(".weight"), ours[gguf_name(name)]
         if fmt == "mxfp4":
-            expected = mxfp4_weight(artifact[f"{module}.weight_packed"], artifact[f"{module}.weight_scale"])
+            expected = mxfp4_weight(
+                artifact[f"{module}.weight_packed"], artifact[f"{module}.weight_scale"]
+            )
         else:
             expected = decoded(unpacked(artifact[name]), e4m3(artifact[f"{module}.weight_scale"]))
             scale = _values(ours[f"{gguf_name(name).removesuffix('.weight')}.scale"])
             assert scale.equal(artifact[f"{module}.weight_scale_2"].reshape(1)), name
         assert stored.tensor_type.name == fmt.upper()
-        assert differing({name: _values(stored)}, {name: permuted(name, expected, kind) + 0.0}) == []
+        assert (
+            differing({name: _values(stored)}, {name: permuted(name, expected, kind) + 0.0}) == []
+        )
 
 
 @every_way
@@ -307,7 +374,9 @@ def test_inspect_knows_the_file(make: Make, fmt: str, way: str) -> None:
 @every_way
 @every_format
 @every_kind
-def test_inspect_and_verify_measure_against_the_template(make: Make, kind: str, fmt: str, way: str) -> None:
+def test_inspect_and_verify_measure_against_the_template(
+    make: Make, kind: str, fmt: str, way: str
+) -> None:
     models = make(kind, fmt)
     folder = models.made(way).parent
     assert fp4convert_json("inspect", folder, "--source", models.template)["findings"] == []
@@ -321,26 +390,38 @@ def test_inspect_and_verify_measure_against_the_template(make: Make, kind: str, 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @every_format
 @every_kind
-def test_engine_runs_the_dequantized_file(make: Make, tmp_path: Path, kind: str, fmt: str, dtype: str) -> None:
+def test_engine_runs_the_dequantized_file(
+    make: Make, tmp_path: Path, kind: str, fmt: str, dtype: str
+) -> None:
     """It holds what the four-bit file is worth, rounded to its dtype, and nothing that only four-bit tensors need."""
     models = make(kind, fmt)
-    fp4convert("dequantize", models.quantized.parent, "-o", tmp_path / "restored", "--dtype", dtype, "-q")
+    fp4convert(
+        "dequantize", models.quantized.parent, "-o", tmp_path / "restored", "--dtype", dtype, "-q"
+    )
     (path,) = (tmp_path / "restored").glob("*.gguf")
     tensors, template = _read(path), _read(models.template)
     assert list(tensors) == list(template)
-    assert {tensors[name].tensor_type.name for name in _four_bit(models.quantized)} == {{"bf16": "BF16", "fp32": "F32"}[dtype]}
+    assert {tensors[name].tensor_type.name for name in _four_bit(models.quantized)} == {
+        {"bf16": "BF16", "fp32": "F32"}[dtype]
+    }
     expected, found = (_weights(each, models.checkpoint, kind) for each in (models.quantized, path))
     for name, weight in expected.items():
-        assert found[name].allclose(weight, rtol=2.0 ** {"bf16": -8, "fp32": -22}[dtype], atol=0), name
+        assert found[name].allclose(weight, rtol=2.0 ** {"bf16": -8, "fp32": -22}[dtype], atol=0), (
+            name
+        )
     assert _distance(_run(path), _expected(models.checkpoint, found)) < 0.02
 
 
 @every_format
-def test_engine_runs_an_architecture_whose_graph_passes_over_global_scales(tmp_path: Path, fmt: str) -> None:
+def test_engine_runs_an_architecture_whose_graph_passes_over_global_scales(
+    tmp_path: Path, fmt: str
+) -> None:
     """llama.cpp loads Qwen2's .scale and does not multiply with it: they are 1."""
     checkpoint = make_qwen2(tmp_path / "checkpoint")
     template = write_gguf(checkpoint, "qwen2", tmp_path / "tiny.gguf")
-    fp4convert("quantize", template, "--format", fmt, "--dialect", "gguf", "-o", tmp_path / "out", "-q")
+    fp4convert(
+        "quantize", template, "--format", fmt, "--dialect", "gguf", "-o", tmp_path / "out", "-q"
+    )
     made = tmp_path / "out" / "tiny.gguf"
     assert len(_four_bit(made)) == MODULES
     found = _run(made)

@@ -45,14 +45,24 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exported(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """compressed-tensors' own NVFP4 in the MLP and MXFP4 in the attention, and what it decompresses."""
     folder = tmp_path_factory.mktemp("exported")
-    weights = export_compressed(source, (("NVFP4A16", "re:.*mlp.*"), ("MXFP4A16", "re:.*self_attn.*")), folder)
+    weights = export_compressed(
+        source, (("NVFP4A16", "re:.*mlp.*"), ("MXFP4A16", "re:.*self_attn.*")), folder
+    )
     return folder, weights
 
 
 def test_an_export_of_two_four_bit_formats_is_read(exported: tuple[Path, dict[str, Any]]) -> None:
     found = fp4convert_json("inspect", exported[0])
-    assert (found["healthy"], found["findings"], found["dialect"], found["format"]) == (True, [], CT, "mixed")
-    assert [(form["format"], form["modules"]) for form in found["forms"]] == [("nvfp4", 6), ("mxfp4", 8)]
+    assert (found["healthy"], found["findings"], found["dialect"], found["format"]) == (
+        True,
+        [],
+        CT,
+        "mixed",
+    )
+    assert [(form["format"], form["modules"]) for form in found["forms"]] == [
+        ("nvfp4", 6),
+        ("mxfp4", 8),
+    ]
     assert found["tensors"]["quantized"] == 14
 
 
@@ -78,7 +88,11 @@ def _matrices(artifact: Artifact, target: Target) -> Matrices:
 
 
 def _kept(folder: Path, modules: Matrices) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in read_folder(folder).items() if name.removesuffix(".weight") not in modules}
+    return {
+        name: tensor
+        for name, tensor in read_folder(folder).items()
+        if name.removesuffix(".weight") not in modules
+    }
 
 
 def _load(folder: Path, dtype: str) -> dict[str, Any]:
@@ -89,10 +103,14 @@ def _load(folder: Path, dtype: str) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), output_loading_info=True
+    )
     assert not any(info.values()), info
     model.hf_quantizer.compressor.decompress_model(model)
-    return {name: tensor for name, tensor in model.state_dict().items() if name.endswith("_proj.weight")}
+    return {
+        name: tensor for name, tensor in model.state_dict().items() if name.endswith("_proj.weight")
+    }
 
 
 def _assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -110,7 +128,13 @@ def test_two_four_bit_formats_are_spelled_as_their_owner_does(
     theirs = read_folder(exported[0])
     ours = spell(target, matrices)
     assert ours == {name: theirs[name] for name in ours}
-    folder = write_mixed(tmp_path / "ours", target, matrices, _kept(source, matrices), read_json(source / "config.json"))
+    folder = write_mixed(
+        tmp_path / "ours",
+        target,
+        matrices,
+        _kept(source, matrices),
+        read_json(source / "config.json"),
+    )
     _assert_equal(_load(folder, "bfloat16"), exported[1])
     found = fp4convert_json("inspect", folder)
     assert (found["healthy"], found["findings"]) == (True, [])
@@ -132,12 +156,16 @@ def _to_fp8(weight: Any, form: Form) -> tuple[Eight, Any]:
     return Eight((rows, columns), stored, scales.reshape(-1).numpy().tobytes()), restored
 
 
-def _with_fp8(source: Path, exported: tuple[Path, dict[str, Any]], target: Target, form: Form) -> tuple[Matrices, dict[str, Any]]:
+def _with_fp8(
+    source: Path, exported: tuple[Path, dict[str, Any]], target: Target, form: Form
+) -> tuple[Matrices, dict[str, Any]]:
     """The export's MLP beside an attention of FP8, and all values."""
     from safetensors.torch import load_file
 
     artifact, expected = open_artifact(str(exported[0])), dict(exported[1])
-    matrices = {module: each for module, each in _matrices(artifact, target).items() if ".mlp." in module}
+    matrices = {
+        module: each for module, each in _matrices(artifact, target).items() if ".mlp." in module
+    }
     for name, weight in load_file(source / "model.safetensors").items():
         if ".self_attn." in name:
             eight, expected[name] = _to_fp8(weight, form)
@@ -149,17 +177,32 @@ def _with_fp8(source: Path, exported: tuple[Path, dict[str, Any]], target: Targe
 @pytest.mark.parametrize("activations", [16, 4])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_transformers_reads_fp8_beside_nvfp4(
-    source: Path, exported: tuple[Path, dict[str, Any]], tmp_path: Path, granularity: Granularity, activations: int
+    source: Path,
+    exported: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    granularity: Granularity,
+    activations: int,
 ) -> None:
     target = Target("nvfp4", CT, None, activations)
     form = fp8_form(target, granularity)
     matrices, expected = _with_fp8(source, exported, target, form)
-    folder = write_mixed(tmp_path / "ours", target, matrices, _kept(source, matrices), read_json(source / "config.json"))
+    folder = write_mixed(
+        tmp_path / "ours",
+        target,
+        matrices,
+        _kept(source, matrices),
+        read_json(source / "config.json"),
+    )
     weights = _load(folder, "float32")
-    _assert_equal({name: tensor.to(expected[name].dtype) for name, tensor in weights.items()}, expected)
+    _assert_equal(
+        {name: tensor.to(expected[name].dtype) for name, tensor in weights.items()}, expected
+    )
     found = fp4convert_json("inspect", folder)
     assert (found["healthy"], found["findings"], found["format"]) == (True, [], "mixed")
-    assert [(each["format"], each["modules"]) for each in found["forms"]] == [("nvfp4", 6), ("fp8", 8)]
+    assert [(each["format"], each["modules"]) for each in found["forms"]] == [
+        ("nvfp4", 6),
+        ("fp8", 8),
+    ]
     (folder / "quantization_config.json").unlink()
     assert fp4convert_json("inspect", folder)["forms"] == found["forms"]
 
@@ -174,17 +217,24 @@ def modelopt(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Granu
     """ModelOpt's own NVFP4 in the MLP beside FP8 in the attention, for a matrix, for rows, and for blocks of weights alone."""
     quantizers: dict[Granularity, dict[str, Any]] = {
         "tensor": {f"*self_attn*{which}_quantizer": FP8 for which in ("weight", "input")},
-        "row": {"*self_attn*weight_quantizer": FP8_ROW, "*self_attn*input_quantizer": {"num_bits": (4, 3), "type": "dynamic"}},
+        "row": {
+            "*self_attn*weight_quantizer": FP8_ROW,
+            "*self_attn*input_quantizer": {"num_bits": (4, 3), "type": "dynamic"},
+        },
         (128, 128): {"*self_attn*weight_quantizer": FP8_BLOCK},
     }
     return {
-        kind: export_modelopt(wide, with_exceptions({**W4A4, **chosen}), tmp_path_factory.mktemp("modelopt"))
+        kind: export_modelopt(
+            wide, with_exceptions({**W4A4, **chosen}), tmp_path_factory.mktemp("modelopt")
+        )
         for kind, chosen in quantizers.items()
     }
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row", (128, 128)])
-def test_modelopts_own_mixed_export(modelopt: dict[Granularity, Path], tmp_path: Path, granularity: Granularity) -> None:
+def test_modelopts_own_mixed_export(
+    modelopt: dict[Granularity, Path], tmp_path: Path, granularity: Granularity
+) -> None:
     """Opened, and spelled again: tensor for tensor and key for key as ModelOpt has it."""
     export = modelopt[granularity]
     artifact = open_artifact(str(export))
@@ -194,12 +244,19 @@ def test_modelopts_own_mixed_export(modelopt: dict[Granularity, Path], tmp_path:
     target = Target("nvfp4", MO, None, 4)
     matrices = dict(_matrices(artifact, target))
     for module in artifact.others:
-        codes, scales = (bytes(artifact.source.read(ref)) for ref in artifact.others[module].refs[:2])
-        matrices[module] = fp8_form(target, granularity), Eight(artifact.others[module].shape, codes, scales)
+        codes, scales = (
+            bytes(artifact.source.read(ref)) for ref in artifact.others[module].refs[:2]
+        )
+        matrices[module] = (
+            fp8_form(target, granularity),
+            Eight(artifact.others[module].shape, codes, scales),
+        )
     folder = write_mixed(tmp_path / "ours", target, matrices, {}, {})
     theirs, ours = read_folder(export), read_folder(folder)
     weights = {name for name in ours if not name.endswith("input_scale")}
-    assert {name: (ours[name][0], ours[name][1]) for name in ours} == {name: theirs[name][:2] for name in ours}
+    assert {name: (ours[name][0], ours[name][1]) for name in ours} == {
+        name: theirs[name][:2] for name in ours
+    }
     assert {name: ours[name] for name in weights} == {name: theirs[name] for name in weights}
     for file in ("config.json", "hf_quant_config.json"):
         _assert_said_alike(read_json(folder / file), read_json(export / file))
@@ -210,15 +267,21 @@ def _assert_said_alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
     FP8_PB_WO is written in small letters by ModelOpt, without numbers, and in capitals in what NVIDIA publishes.
     """
-    left, right = (each.get("quantization_config") or each["quantization"] for each in (ours, theirs))
+    left, right = (
+        each.get("quantization_config") or each["quantization"] for each in (ours, theirs)
+    )
     for key in ("quant_algo", "quant_method", "kv_cache_quant_algo"):
         assert left.get(key) == right.get(key), key
-    capitals = {name: {**layer, "quant_algo": layer["quant_algo"].upper()} for name, layer in right["quantized_layers"].items()}
+    capitals = {
+        name: {**layer, "quant_algo": layer["quant_algo"].upper()}
+        for name, layer in right["quantized_layers"].items()
+    }
     assert left["quantized_layers"] == capitals
     if any(layer["quant_algo"] == "FP8_PB_WO" for layer in capitals.values()):
         return
     by_targets = [
-        {str(sorted(group["targets"])): group for group in each.get("config_groups", {}).values()} for each in (left, right)
+        {str(sorted(group["targets"])): group for group in each.get("config_groups", {}).values()}
+        for each in (left, right)
     ]
     assert by_targets[0] == by_targets[1]
 
@@ -234,23 +297,43 @@ format = "fp8"
 
 def _quantize(source: Path, folder: Path, dialect: str, activations: int) -> Path:
     (folder / "mixed.toml").write_text(RECIPE)
-    choice = ("--format", "nvfp4", "--scale-rule", "amax", "--dialect", dialect, "--activations", activations)
+    choice = (
+        "--format",
+        "nvfp4",
+        "--scale-rule",
+        "amax",
+        "--dialect",
+        dialect,
+        "--activations",
+        activations,
+    )
     options = (*choice, "--recipe", folder / "mixed.toml", "-q")
     fp4convert("quantize", source, "-o", folder / "made", *options)
     found = fp4convert_json("inspect", folder / "made")
     assert (found["healthy"], found["findings"]) == (True, [])
-    assert [(form["format"], form["modules"]) for form in found["forms"]] == [("nvfp4", 6), ("fp8", 8)]
-    assert fp4convert_json("verify", folder / "made", "--source", source, "--min-sqnr", "15")["passed"]
+    assert [(form["format"], form["modules"]) for form in found["forms"]] == [
+        ("nvfp4", 6),
+        ("fp8", 8),
+    ]
+    assert fp4convert_json("verify", folder / "made", "--source", source, "--min-sqnr", "15")[
+        "passed"
+    ]
     return folder / "made"
 
 
 @pytest.mark.parametrize("activations", [16, 4])
-def test_quantize_makes_fp8_that_transformers_reads(source: Path, tmp_path: Path, activations: int) -> None:
+def test_quantize_makes_fp8_that_transformers_reads(
+    source: Path, tmp_path: Path, activations: int
+) -> None:
     from safetensors.torch import load_file
 
     weights = _load(_quantize(source, tmp_path, CT, activations), "float32")
     form = fp8_form(Target("nvfp4", CT), "row")
-    originals = {name: weight for name, weight in load_file(source / "model.safetensors").items() if ".self_attn." in name}
+    originals = {
+        name: weight
+        for name, weight in load_file(source / "model.safetensors").items()
+        if ".self_attn." in name
+    }
     expected = {name: _to_fp8(weight, form)[1] for name, weight in originals.items()}
     _assert_equal({name: weights[name] for name in expected}, expected)
 
@@ -269,8 +352,14 @@ def _blocked(source: Path, folder: Path) -> dict[str, Any]:
             tensors[name] = _tensor(eight.codes, "float8_e4m3fn", eight.shape)
             tensors[f"{name}_scale_inv"] = _tensor(eight.scales, "float32", (rows, columns))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    record = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    (folder / "config.json").write_text(json.dumps({**read_json(source / "config.json"), "quantization_config": record}))
+    record = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
+    (folder / "config.json").write_text(
+        json.dumps({**read_json(source / "config.json"), "quantization_config": record})
+    )
     return values
 
 
@@ -286,7 +375,16 @@ def test_fp8_that_stays_is_said_in_the_records(source: Path, tmp_path: Path, dia
     blocked, made = tmp_path / "blocked", tmp_path / "made"
     blocked.mkdir()
     expected = _blocked(source, blocked)
-    options = ("--format", "nvfp4", "--dialect", dialect, "--recipe", "mlp_only", "--keep-packed", "-q")
+    options = (
+        "--format",
+        "nvfp4",
+        "--dialect",
+        dialect,
+        "--recipe",
+        "mlp_only",
+        "--keep-packed",
+        "-q",
+    )
     fp4convert("quantize", blocked, "-o", made, *options)
     found = fp4convert_json("inspect", made)
     assert (found["healthy"], found["findings"]) == (True, [])
@@ -298,10 +396,15 @@ def test_fp8_that_stays_is_said_in_the_records(source: Path, tmp_path: Path, dia
     if dialect == CT:
         weights = _load(made, "float32")
         attention = [name for name in expected if ".self_attn." in name]
-        _assert_equal({name: weights[name] for name in attention}, {name: expected[name] for name in attention})
+        _assert_equal(
+            {name: weights[name] for name in attention},
+            {name: expected[name] for name in attention},
+        )
 
 
-def test_quantize_makes_what_modelopt_exports(wide: Path, modelopt: dict[Granularity, Path], tmp_path: Path) -> None:
+def test_quantize_makes_what_modelopt_exports(
+    wide: Path, modelopt: dict[Granularity, Path], tmp_path: Path
+) -> None:
     """But for scales of activations, which it calibrates, and codes of FP8, which it rounds to bf16 first, some to the next."""
     import numpy as np
     import torch
@@ -309,13 +412,20 @@ def test_quantize_makes_what_modelopt_exports(wide: Path, modelopt: dict[Granula
 
     ours, theirs = read_folder(_quantize(wide, tmp_path, MO, 4)), read_folder(modelopt["tensor"])
     assert ours.keys() == theirs.keys()
-    others = [name for name in ours if not name.endswith("input_scale") and ours[name] != theirs[name]]
+    others = [
+        name for name in ours if not name.endswith("input_scale") and ours[name] != theirs[name]
+    ]
     assert {name.rpartition(".")[2] for name in others} == {"weight"}
     assert all(".self_attn." in name for name in others)
-    weights, exported = load_file(wide / "model.safetensors"), load_file(modelopt["tensor"] / "model.safetensors")
+    weights, exported = (
+        load_file(wide / "model.safetensors"),
+        load_file(modelopt["tensor"] / "model.safetensors"),
+    )
     for name in others:
         rounded = (weights[name] / exported[f"{name}_scale"]).to(torch.float8_e4m3fn)
         assert torch.equal(rounded.float(), exported[name].float())
-        left, right = (np.frombuffer(each[name][2], np.uint8).astype(int) for each in (ours, theirs))
+        left, right = (
+            np.frombuffer(each[name][2], np.uint8).astype(int) for each in (ours, theirs)
+        )
         assert abs(left - right).max() == 1
         assert (left != right).mean() < 0.06

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import differing, fp4convert, fp4convert_json, is_quantized, make_llama, read_json, read_tensors
+from tiny_models import (
+    differing,
+    fp4convert,
+    fp4convert_json,
+    is_quantized,
+    make_llama,
+    read_json,
+    read_tensors,
+)
 from torch_formulas import mxfp4_weight, nvfp4_weight
 
 pytestmark = [
@@ -33,12 +41,16 @@ def artifacts(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     folder = tmp_path_factory.mktemp("artifacts")
     fp4convert("quantize", source, "--format", "mxfp4", "-o", folder / "first", "-q")
     fp4convert("transcode", folder / "first", "-o", folder / "mxfp4", "--dialect", "mlx", "-q")
-    fp4convert("quantize", source, "--format", "nvfp4", "--dialect", "mlx", "-o", folder / "nvfp4", "-q")
+    fp4convert(
+        "quantize", source, "--format", "nvfp4", "--dialect", "mlx", "-o", folder / "nvfp4", "-q"
+    )
     return {fmt: folder / fmt for fmt in GROUP_SIZES}
 
 
 @pytest.fixture(scope="module")
-def restored(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def restored(
+    artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
     """Format -> the artifact's weights, turned back by the command in float32."""
     folder = tmp_path_factory.mktemp("restored")
     return {fmt: _restored(artifact, folder / fmt) for fmt, artifact in artifacts.items()}
@@ -53,7 +65,10 @@ def owns(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 @pytest.fixture(scope="module")
 def linears(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same with the embeddings left alone, which no other engine reads in four bits."""
-    return {fmt: make_mlx(source, fmt, tmp_path_factory.mktemp(fmt), left="embed") for fmt in GROUP_SIZES}
+    return {
+        fmt: make_mlx(source, fmt, tmp_path_factory.mktemp(fmt), left="embed")
+        for fmt in GROUP_SIZES
+    }
 
 
 def make_mlx(source: Path, fmt: str, folder: Path, left: str = "-") -> Path:
@@ -61,7 +76,12 @@ def make_mlx(source: Path, fmt: str, folder: Path, left: str = "-") -> Path:
 
     model, config = load_model(source)
     quantized, record = quantize_model(
-        model, config, GROUP_SIZES[fmt], 4, mode=fmt, quant_predicate=lambda name, module: left not in name
+        model,
+        config,
+        GROUP_SIZES[fmt],
+        4,
+        mode=fmt,
+        quant_predicate=lambda name, module: left not in name,
     )
     save_model(folder, quantized)
     save_config(record, folder / "config.json")
@@ -71,7 +91,11 @@ def make_mlx(source: Path, fmt: str, folder: Path, left: str = "-") -> Path:
 def _restored(artifact: Path, folder: Path, dtype: str = "fp32") -> dict[str, Any]:
     """Every weight that was four-bit, by the command."""
     fp4convert("dequantize", artifact, "-o", folder, "--dtype", dtype, "-q")
-    scaled = {f"{name.removesuffix('.scales')}.weight" for name in read_tensors(artifact) if name.endswith(".scales")}
+    scaled = {
+        f"{name.removesuffix('.scales')}.weight"
+        for name in read_tensors(artifact)
+        if name.endswith(".scales")
+    }
     return {name: tensor for name, tensor in read_tensors(folder).items() if name in scaled}
 
 
@@ -94,7 +118,9 @@ def _engine_weights(model: Any) -> dict[str, Any]:
     import mlx.core as mx
 
     return {
-        f"{name}.weight": _torch(mx.dequantize(module.weight, module.scales, mode=module.mode, dtype=mx.float32))
+        f"{name}.weight": _torch(
+            mx.dequantize(module.weight, module.scales, mode=module.mode, dtype=mx.float32)
+        )
         for name, module in model.named_modules()
         if "scales" in module
     }
@@ -113,11 +139,16 @@ def _formula(tensors: dict[str, Any], fmt: str) -> dict[str, Any]:
 
     formula = {"mxfp4": mxfp4_weight, "nvfp4": nvfp4_weight}[fmt]
     modules = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
-    return {f"{m}.weight": formula(tensors[f"{m}.weight"].view(torch.uint8), tensors[f"{m}.scales"]) for m in modules}
+    return {
+        f"{m}.weight": formula(tensors[f"{m}.weight"].view(torch.uint8), tensors[f"{m}.scales"])
+        for m in modules
+    }
 
 
 @every_format
-def test_engine_holds_the_weights_that_dequantize_writes(artifacts: dict[str, Path], restored: Any, fmt: str) -> None:
+def test_engine_holds_the_weights_that_dequantize_writes(
+    artifacts: dict[str, Path], restored: Any, fmt: str
+) -> None:
     """Every bit of every float32, the sign of zeros included."""
     weights = _engine_weights(_load(artifacts[fmt]))
     assert len(weights) == MODULES
@@ -130,7 +161,9 @@ def test_dequantize_equals_the_formula(artifacts: dict[str, Path], restored: Any
 
 
 @every_format
-def test_engine_agrees_with_the_plain_model(artifacts: dict[str, Path], tmp_path: Path, fmt: str) -> None:
+def test_engine_agrees_with_the_plain_model(
+    artifacts: dict[str, Path], tmp_path: Path, fmt: str
+) -> None:
     """mlx-lm runs both; only the order of its sums differs."""
     _restored(artifacts[fmt], tmp_path / "plain", "bf16")
     logits, plain = (_logits(_load(folder)) for folder in (artifacts[fmt], tmp_path / "plain"))
@@ -140,11 +173,15 @@ def test_engine_agrees_with_the_plain_model(artifacts: dict[str, Path], tmp_path
 
 
 @every_format
-def test_record_is_the_one_that_mlx_writes(artifacts: dict[str, Path], owns: dict[str, Path], fmt: str) -> None:
+def test_record_is_the_one_that_mlx_writes(
+    artifacts: dict[str, Path], owns: dict[str, Path], fmt: str
+) -> None:
     """But for modules that are left alone, of which mlx-lm's own conversion has none."""
     ours, theirs = (read_json(folder / "config.json") for folder in (artifacts[fmt], owns[fmt]))
     for key in ("quantization", "quantization_config"):
-        assert {name: value for name, value in ours[key].items() if value is not False} == theirs[key]
+        assert {name: value for name, value in ours[key].items() if value is not False} == theirs[
+            key
+        ]
 
 
 def test_other_global_scales_are_refused(source: Path, tmp_path: Path) -> None:
@@ -174,16 +211,22 @@ def test_dequantize_equals_mlxs_own(owns: dict[str, Path], tmp_path: Path, fmt: 
 
 
 @every_format
-def test_transcoded_checkpoint_holds_the_same_bytes(linears: dict[str, Path], tmp_path: Path, fmt: str) -> None:
+def test_transcoded_checkpoint_holds_the_same_bytes(
+    linears: dict[str, Path], tmp_path: Path, fmt: str
+) -> None:
     """In compressed-tensors, NVFP4 has a global scale: it is 1."""
     import torch
 
-    fp4convert("transcode", linears[fmt], "-o", tmp_path / "other", "--dialect", "compressed-tensors", "-q")
+    fp4convert(
+        "transcode", linears[fmt], "-o", tmp_path / "other", "--dialect", "compressed-tensors", "-q"
+    )
     expected = {}
     for name, tensor in (theirs := read_tensors(linears[fmt])).items():
         module, _, part = name.rpartition(".")
         if part == "scales":
-            expected[f"{module}.weight_scale"] = tensor.view(torch.float8_e4m3fn) if fmt == "nvfp4" else tensor
+            expected[f"{module}.weight_scale"] = (
+                tensor.view(torch.float8_e4m3fn) if fmt == "nvfp4" else tensor
+            )
             expected |= {f"{module}.weight_global_scale": torch.ones(1)} if fmt == "nvfp4" else {}
         elif f"{module}.scales" in theirs:
             expected[f"{module}.weight_packed"] = tensor.view(torch.uint8)
@@ -195,8 +238,12 @@ def test_transcoded_checkpoint_holds_the_same_bytes(linears: dict[str, Path], tm
 
 
 @every_format
-def test_transcoded_checkpoint_dequantizes_to_the_same(linears: dict[str, Path], tmp_path: Path, fmt: str) -> None:
-    fp4convert("transcode", linears[fmt], "-o", tmp_path / "other", "--dialect", "compressed-tensors", "-q")
+def test_transcoded_checkpoint_dequantizes_to_the_same(
+    linears: dict[str, Path], tmp_path: Path, fmt: str
+) -> None:
+    fp4convert(
+        "transcode", linears[fmt], "-o", tmp_path / "other", "--dialect", "compressed-tensors", "-q"
+    )
     fp4convert("dequantize", tmp_path / "other", "-o", tmp_path / "after", "--dtype", "fp32", "-q")
     before, after = _restored(linears[fmt], tmp_path / "before"), read_tensors(tmp_path / "after")
     assert differing({name: after[name] for name in before}, before) == []
@@ -204,7 +251,9 @@ def test_transcoded_checkpoint_dequantizes_to_the_same(linears: dict[str, Path],
 
 @every_format
 def test_engine_loads_what_came_back(linears: dict[str, Path], tmp_path: Path, fmt: str) -> None:
-    fp4convert("transcode", linears[fmt], "-o", tmp_path / "other", "--dialect", "compressed-tensors", "-q")
+    fp4convert(
+        "transcode", linears[fmt], "-o", tmp_path / "other", "--dialect", "compressed-tensors", "-q"
+    )
     fp4convert("transcode", tmp_path / "other", "-o", tmp_path / "back", "--dialect", "mlx", "-q")
     ours, theirs = _load(tmp_path / "back"), _load(linears[fmt])
     assert differing(_engine_weights(ours), _engine_weights(theirs)) == []

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 from modelopt_export import export_modelopt
-from tiny_models import TORCH_NAMES, differing, fp4convert, fp4convert_json, make_llama, read_json, read_tensors
+from tiny_models import (
+    TORCH_NAMES,
+    differing,
+    fp4convert,
+    fp4convert_json,
+    make_llama,
+    read_json,
+    read_tensors,
+)
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +26,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("source"))
 
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:transformers .* is not tested with current version")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:transformers .* is not tested with current version"),
+]
 
 CONFIGS = {"W4A16": "W4A16_NVFP4_CFG", "W4A4": "NVFP4_DEFAULT_CFG"}
 MODULES = 14
@@ -29,7 +40,19 @@ every_export = pytest.mark.parametrize("export", CONFIGS, indirect=True)
 @pytest.fixture(scope="module")
 def artifact(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fp4convert") / "artifact"
-    fp4convert("quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "--dialect", "modelopt", "-o", folder, "-q")
+    fp4convert(
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "--scale-rule",
+        "amax",
+        "--dialect",
+        "modelopt",
+        "-o",
+        folder,
+        "-q",
+    )
     return folder
 
 
@@ -47,7 +70,10 @@ def w4a4(source: Path, exports: dict[str, Path], tmp_path_factory: pytest.TempPa
 @pytest.fixture(scope="module")
 def exports(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What ModelOpt itself exports: weights only, and with input scales for four-bit activations."""
-    return {name: export_modelopt(source, config, tmp_path_factory.mktemp(name)) for name, config in CONFIGS.items()}
+    return {
+        name: export_modelopt(source, config, tmp_path_factory.mktemp(name))
+        for name, config in CONFIGS.items()
+    }
 
 
 @pytest.fixture
@@ -59,40 +85,58 @@ def _input_scales(export: Path) -> set[str]:
     return {name for name in read_tensors(export) if name.endswith(".input_scale")}
 
 
-def test_weights_only_export_is_equal_byte_for_byte(exports: dict[str, Path], artifact: Path) -> None:
+def test_weights_only_export_is_equal_byte_for_byte(
+    exports: dict[str, Path], artifact: Path
+) -> None:
     ours = read_tensors(artifact)
     assert sum(name.endswith(".weight_scale_2") for name in ours) == MODULES
     assert differing(ours, read_tensors(exports["W4A16"])) == []
 
 
-def test_four_bit_activations_export_adds_input_scales_only(exports: dict[str, Path], artifact: Path) -> None:
+def test_four_bit_activations_export_adds_input_scales_only(
+    exports: dict[str, Path], artifact: Path
+) -> None:
     ours, theirs = read_tensors(artifact), read_tensors(exports["W4A4"])
-    modules = {name.removesuffix(".weight_scale_2") for name in ours if name.endswith(".weight_scale_2")}
+    modules = {
+        name.removesuffix(".weight_scale_2") for name in ours if name.endswith(".weight_scale_2")
+    }
     assert differing(ours, theirs) == sorted(f"{module}.input_scale" for module in modules)
 
 
-def test_four_bit_activations_export_equals_ours_but_for_calibration(exports: dict[str, Path], w4a4: Path) -> None:
+def test_four_bit_activations_export_equals_ours_but_for_calibration(
+    exports: dict[str, Path], w4a4: Path
+) -> None:
     """Every name, dtype, shape and byte but the values of input scales; and the one that ours was given is equal too."""
     ours, theirs = read_tensors(w4a4), read_tensors(exports["W4A4"])
     scales = _input_scales(exports["W4A4"])
     assert len(scales) == MODULES
-    assert set(differing(ours, theirs)) == {name for name in scales if not ours[name].equal(theirs[name])}
+    assert set(differing(ours, theirs)) == {
+        name for name in scales if not ours[name].equal(theirs[name])
+    }
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in ours.items()} == {
         name: (tensor.dtype, tensor.shape) for name, tensor in theirs.items()
     }
-    assert differing({"": ours[f"{PROBED}.input_scale"]}, {"": theirs[f"{PROBED}.input_scale"]}) == []
+    assert (
+        differing({"": ours[f"{PROBED}.input_scale"]}, {"": theirs[f"{PROBED}.input_scale"]}) == []
+    )
     assert {ours[name].item() for name in scales} == {theirs[f"{PROBED}.input_scale"].item()}
-    assert len({theirs[name].item() for name in scales}) > 1, "calibration does not test what it should"
+    assert len({theirs[name].item() for name in scales}) > 1, (
+        "calibration does not test what it should"
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_engine_records_equal_the_export(exports: dict[str, Path], artifact: Path, w4a4: Path, name: str) -> None:
+def test_engine_records_equal_the_export(
+    exports: dict[str, Path], artifact: Path, w4a4: Path, name: str
+) -> None:
     """Equal but for the modules to leave alone: ours names more, all of them modules that are not quantized."""
     made = {"W4A16": artifact, "W4A4": w4a4}[name]
     for file, key in (("config.json", "ignore"), ("hf_quant_config.json", "exclude_modules")):
         ours, theirs = (_engine_record(folder / file) for folder in (made, exports[name]))
         assert ours["quant_algo"] == {"W4A16": "W4A16_NVFP4", "W4A4": "NVFP4"}[name]
-        assert any(fnmatchcase(name, pattern) for name in theirs.pop(key) for pattern in ours.pop(key))
+        assert any(
+            fnmatchcase(name, pattern) for name in theirs.pop(key) for pattern in ours.pop(key)
+        )
         assert ours == theirs
 
 
@@ -103,12 +147,18 @@ def _engine_record(path: Path) -> dict[str, Any]:
     return {"producer": record["producer"], **record["quantization"]}
 
 
-def test_config_keeps_what_modelopt_keeps(exports: dict[str, Path], artifact: Path, source: Path) -> None:
+def test_config_keeps_what_modelopt_keeps(
+    exports: dict[str, Path], artifact: Path, source: Path
+) -> None:
     """config.json is the source's with one key more; ModelOpt's differs from it only in how it spells dtype."""
     ours, theirs = read_json(artifact / "config.json"), read_json(exports["W4A16"] / "config.json")
-    assert {key: value for key, value in ours.items() if key != "quantization_config"} == read_json(source / "config.json")
+    assert {key: value for key, value in ours.items() if key != "quantization_config"} == read_json(
+        source / "config.json"
+    )
     spelling = {"dtype", "torch_dtype", "quantization_config"}
-    assert {key: ours[key] for key in ours.keys() - spelling} == {key: theirs[key] for key in theirs.keys() - spelling}
+    assert {key: ours[key] for key in ours.keys() - spelling} == {
+        key: theirs[key] for key in theirs.keys() - spelling
+    }
 
 
 @every_export
@@ -139,7 +189,10 @@ def test_verify_measures_modelopts_own_export(export: Path, source: Path, artifa
 def test_dequantize_equals_modelopts_own(export: Path, tmp_path: Path, dtype: str) -> None:
     """Equal but for the sign of zeros: ModelOpt writes code 8 for small negative values and reads it as +0.0; others, -0.0."""
     fp4convert("dequantize", export, "-o", tmp_path / "restored", "--dtype", dtype, "-q")
-    restored, expected = read_tensors(tmp_path / "restored"), _dequantized(export, TORCH_NAMES[dtype])
+    restored, expected = (
+        read_tensors(tmp_path / "restored"),
+        _dequantized(export, TORCH_NAMES[dtype]),
+    )
     assert len(expected) == MODULES
     assert differing({name: restored[name] + 0.0 for name in expected}, expected) == []
 
@@ -158,12 +211,17 @@ def _dequantized(export: Path, dtype: str) -> dict[str, Any]:
             quantized = NVFP4QTensor(shape, getattr(torch, dtype), packed)
             block_scales = tensors[name.removesuffix("_2")]
             weights[name.removesuffix("_scale_2")] = quantized.dequantize(
-                getattr(torch, dtype), scale=block_scales, double_scale=global_scale, block_sizes={-1: 16}
+                getattr(torch, dtype),
+                scale=block_scales,
+                double_scale=global_scale,
+                block_sizes={-1: 16},
             )
     return weights
 
 
-def test_dequantized_export_loads_as_a_plain_model(exports: dict[str, Path], tmp_path: Path) -> None:
+def test_dequantized_export_loads_as_a_plain_model(
+    exports: dict[str, Path], tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     fp4convert("dequantize", exports["W4A16"], "-o", tmp_path / "restored", "-q")
@@ -171,13 +229,17 @@ def test_dequantized_export_loads_as_a_plain_model(exports: dict[str, Path], tmp
     assert not any(info.values()), info
 
 
-def test_dequantize_leaves_no_input_scale(exports: dict[str, Path], source: Path, tmp_path: Path) -> None:
+def test_dequantize_leaves_no_input_scale(
+    exports: dict[str, Path], source: Path, tmp_path: Path
+) -> None:
     fp4convert("dequantize", exports["W4A4"], "-o", tmp_path / "restored", "-q")
     assert read_tensors(tmp_path / "restored").keys() == read_tensors(source).keys()
 
 
 @pytest.mark.parametrize("part", ["weight", "weight_scale", "weight_scale_2"])
-def test_tampering_with_one_tensor_is_seen(exports: dict[str, Path], artifact: Path, tmp_path: Path, part: str) -> None:
+def test_tampering_with_one_tensor_is_seen(
+    exports: dict[str, Path], artifact: Path, tmp_path: Path, part: str
+) -> None:
     """The comparisons above have teeth: one fault in one tensor, and exactly that tensor and its weight differ."""
     import torch
     from safetensors.torch import save_file
@@ -186,7 +248,9 @@ def test_tampering_with_one_tensor_is_seen(exports: dict[str, Path], artifact: P
     tensors = read_tensors(artifact)
     shutil.copytree(artifact, tampered)
     if part == "weight":
-        tensors[f"{module}.weight"] = (tensors[f"{module}.weight"] << 4) | (tensors[f"{module}.weight"] >> 4)
+        tensors[f"{module}.weight"] = (tensors[f"{module}.weight"] << 4) | (
+            tensors[f"{module}.weight"] >> 4
+        )
     elif part == "weight_scale":
         tensors[f"{module}.weight_scale"].view(torch.uint8)[7, 3] += 1
     else:
@@ -195,13 +259,17 @@ def test_tampering_with_one_tensor_is_seen(exports: dict[str, Path], artifact: P
     assert differing(read_tensors(tampered), read_tensors(exports["W4A16"])) == [f"{module}.{part}"]
     found = json.loads(fp4convert("verify", tampered, "--json", expect=6))
     assert "hash-mismatch" in [finding["code"] for finding in found["findings"]]
-    assert differing(_dequantized(tampered, "float32"), _dequantized(exports["W4A16"], "float32")) == [f"{module}.weight"]
+    assert differing(
+        _dequantized(tampered, "float32"), _dequantized(exports["W4A16"], "float32")
+    ) == [f"{module}.weight"]
 
 
 @pytest.fixture
 def transcoded(export: Path, tmp_path: Path) -> Path:
     """ModelOpt's own export as compressed-tensors."""
-    fp4convert("transcode", export, "-o", tmp_path / "transcoded", "--dialect", "compressed-tensors", "-q")
+    fp4convert(
+        "transcode", export, "-o", tmp_path / "transcoded", "--dialect", "compressed-tensors", "-q"
+    )
     return tmp_path / "transcoded"
 
 
@@ -216,7 +284,9 @@ def test_transcoded_export_loads_in_transformers(transcoded: Path, tmp_path: Pat
     _, info = AutoModelForCausalLM.from_pretrained(transcoded, **options)
     assert not any(info.values()), info
     config = CompressedTensorsConfig(dequantize=True)
-    model, info = AutoModelForCausalLM.from_pretrained(transcoded, quantization_config=config, **options)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        transcoded, quantization_config=config, **options
+    )
     scales = {name for name in read_tensors(transcoded) if name.endswith(".input_global_scale")}
     assert set(info.pop("unexpected_keys")) == scales
     assert not any(info.values()), info
@@ -227,9 +297,15 @@ def test_transcoded_export_loads_in_transformers(transcoded: Path, tmp_path: Pat
 @every_export
 def test_transcoded_export_keeps_every_code(export: Path, transcoded: Path) -> None:
     """Codes, block scales and kept tensors are the same bytes; scalars are inverted and rounded once, as torch divides."""
-    names = {"weight_scale_2": "weight_global_scale", "input_scale": "input_global_scale", "weight": "weight_packed"}
+    names = {
+        "weight_scale_2": "weight_global_scale",
+        "input_scale": "input_global_scale",
+        "weight": "weight_packed",
+    }
     theirs, ours = read_tensors(export), read_tensors(transcoded)
-    quantized = {name.removesuffix("_scale_2") for name in theirs if name.endswith(".weight_scale_2")}
+    quantized = {
+        name.removesuffix("_scale_2") for name in theirs if name.endswith(".weight_scale_2")
+    }
     expected = {}
     for name, tensor in theirs.items():
         module, _, part = name.rpartition(".")
@@ -245,15 +321,21 @@ def test_transcoded_export_keeps_every_code(export: Path, transcoded: Path) -> N
 
 
 @every_export
-def test_transcoded_export_there_and_back_is_the_export(export: Path, transcoded: Path, tmp_path: Path) -> None:
+def test_transcoded_export_there_and_back_is_the_export(
+    export: Path, transcoded: Path, tmp_path: Path
+) -> None:
     """But for the scales that --json names: those come back one unit of the last place away."""
     fp4convert("transcode", transcoded, "-o", tmp_path / "back", "--dialect", "modelopt", "-q")
     ours, theirs = read_tensors(tmp_path / "back"), read_tensors(export)
-    document = fp4convert_json("transcode", export, "-o", tmp_path / "again", "--dialect", "compressed-tensors")
+    document = fp4convert_json(
+        "transcode", export, "-o", tmp_path / "again", "--dialect", "compressed-tensors"
+    )
     differ = differing(ours, theirs)
     assert {name.rpartition(".")[0] for name in differ} == set(document["carried"]["rounded"])
     assert all(name.endswith(("weight_scale_2", "input_scale")) for name in differ)
-    assert all(abs(ours[name].view(_int32()) - theirs[name].view(_int32())).item() == 1 for name in differ)
+    assert all(
+        abs(ours[name].view(_int32()) - theirs[name].view(_int32())).item() == 1 for name in differ
+    )
 
 
 def _int32() -> Any:

@@ -34,14 +34,34 @@ def olah(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def mirror(hub: FakeHub, olah: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def mirror(
+    hub: FakeHub, olah: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FakeHub]:
     """The Hub behind a mirror with an empty cache, which the command finds at HF_ENDPOINT."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{free.getsockname()[1]}"
-    origins = {"hf": hub.endpoint, "hf-lfs": hub.storage, "mirror": f"http://{place}", "mirror-lfs": f"http://{place}"}
-    words = [word for name, origin in origins.items() for word in (f"--{name}-netloc", origin.removeprefix("http://"))]
-    words += ["--hf-scheme", "http", "--mirror-scheme", "http", "--host", "127.0.0.1", "--port", place.partition(":")[2]]
+    origins = {
+        "hf": hub.endpoint,
+        "hf-lfs": hub.storage,
+        "mirror": f"http://{place}",
+        "mirror-lfs": f"http://{place}",
+    }
+    words = [
+        word
+        for name, origin in origins.items()
+        for word in (f"--{name}-netloc", origin.removeprefix("http://"))
+    ]
+    words += [
+        "--hf-scheme",
+        "http",
+        "--mirror-scheme",
+        "http",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        place.partition(":")[2],
+    ]
     words += ["--repos-path", str(tmp_path / "repos"), "--log-path", str(tmp_path / "logs")]
     with (
         (tmp_path / "olah.log").open("w") as log,
@@ -87,7 +107,9 @@ def test_an_artifact_is_inspected_and_verified_through_it(mirror, folder, tmp_pa
     mirror.add("org/m", folder)
     mirror.add("org/q", tmp_path / "q")
     for _ in ("cold", "warm"):
-        assert ask("inspect", "org/q", "--json").json == run("inspect", tmp_path / "q", "--json").json
+        assert (
+            ask("inspect", "org/q", "--json").json == run("inspect", tmp_path / "q", "--json").json
+        )
     measured = ask("verify", "org/q", "--source", "org/m", "--json").json
     assert measured == run("verify", tmp_path / "q", "--source", folder, "--json").json
 
@@ -96,7 +118,9 @@ def test_files_of_the_xet_storage_come_over_http(mirror, folder, tmp_path):
     """As olah is set up without a file: it takes them from the link that it is given, and answers itself."""
     commit = mirror.add("org/m", folder)
     files = mirror.repos["org/m"].commits[commit]
-    mirror.xet_names = {file.oid: f"{number:064x}" for number, file in enumerate(files.values()) if file.is_large}
+    mirror.xet_names = {
+        file.oid: f"{number:064x}" for number, file in enumerate(files.values()) if file.is_large
+    }
     expected = expect(mirror, folder, tmp_path / "local")
     for name in ("cold", "warm"):
         assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / name).json["digest"] == expected

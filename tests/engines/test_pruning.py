@@ -19,10 +19,19 @@ from tiny_models import fp4convert, fp4convert_json, read_json, read_tensors
 
 from fp4convert.storage.open import open_source
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`"),
+]
 
 KEPT = ((0, 2, 3), (0, 1, 3))  # of four, in even and in odd layers
-ALWAYS = ("mixtral", "qwen3_moe", "ernie4_5_moe", "gpt_oss", "dbrx")  # all kinds of storage; the others when there is time
+ALWAYS = (
+    "mixtral",
+    "qwen3_moe",
+    "ernie4_5_moe",
+    "gpt_oss",
+    "dbrx",
+)  # all kinds of storage; the others when there is time
 BIASES = ("e_score_correction_bias", "expert_bias")
 MIXTURES = {  # by family: where its experts are, and in which layers
     "mixtral": ("model.layers.{}.block_sparse_moe", 0, 1),
@@ -53,14 +62,27 @@ DEEPSEEK = Family(
     "deepseek_v3-256",
     "DeepseekV3ForCausalLM",
     {
-        **{**LATENT, "num_hidden_layers": 3, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 16},
+        **{
+            **LATENT,
+            "num_hidden_layers": 3,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 16,
+        },
         **{"n_group": 8, "topk_group": 4, "num_nextn_predict_layers": 1},
     },
     (),
     extra={
-        **{"model.layers.3.eh_proj.weight": (64, 128), "model.layers.3.shared_head.norm.weight": (64,)},
+        **{
+            "model.layers.3.eh_proj.weight": (64, 128),
+            "model.layers.3.shared_head.norm.weight": (64,),
+        },
         **{f"{MOE}.gate.weight": (256, 64), f"{MOE}.gate.e_score_correction_bias": (256,)},
-        **{f"{MOE}.experts.{expert}.{leaf}_proj.weight": (16, 64) for expert in range(256) for leaf in ("gate", "up")},
+        **{
+            f"{MOE}.experts.{expert}.{leaf}_proj.weight": (16, 64)
+            for expert in range(256)
+            for leaf in ("gate", "up")
+        },
         **{f"{MOE}.experts.{expert}.down_proj.weight": (64, 16) for expert in range(256)},
     },
     beside="model.layers.3.",
@@ -102,11 +124,21 @@ def masked(model: Any, kept: Mapping[int, Sequence[int]], experts: int) -> Itera
         layer = re.search(r"\.(\d+)\.", name)
         dropped = sorted(set(range(experts)) - set(kept.get(int(layer[1]), ()))) if layer else []
         weight = getattr(module, "weight", None)
-        if weight is not None and weight.dim() == 2 and len(weight) == experts and re.search(r"\b(gate|router)\b", name):
+        if (
+            weight is not None
+            and weight.dim() == 2
+            and len(weight) == experts
+            and re.search(r"\b(gate|router)\b", name)
+        ):
             count += 1
-            handles.append(module.register_forward_pre_hook(lambda *_, own=dropped: current.extend(own)))
+            handles.append(
+                module.register_forward_pre_hook(lambda *_, own=dropped: current.extend(own))
+            )
             handles.append(module.register_forward_hook(lambda *_: current.clear()))
-        for kind, bias in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        for kind, bias in (
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ):
             if kind in BIASES and layer:
                 bias.data[..., dropped] = -torch.inf
     assert count == len(kept)
@@ -126,17 +158,26 @@ def masked(model: Any, kept: Mapping[int, Sequence[int]], experts: int) -> Itera
     ],
     ids=str,
 )
-def test_the_result_computes_what_the_model_does_that_may_not_choose_the_others(family: Family, tmp_path: Path) -> None:
+def test_the_result_computes_what_the_model_does_that_may_not_choose_the_others(
+    family: Family, tmp_path: Path
+) -> None:
     source, out = build(family, tmp_path / "source"), tmp_path / "out"
     named, *layers = MIXTURES[family.name]
     kept = {layer: KEPT[layer % 2] for layer in layers}
-    file = calibrated(source, tmp_path / "calibration", {named.format(layer): stay for layer, stay in kept.items()}, 4)
+    file = calibrated(
+        source,
+        tmp_path / "calibration",
+        {named.format(layer): stay for layer, stay in kept.items()},
+        4,
+    )
     fp4convert("prune", source, "-o", out, "--calibration", file, "--keep", 3, "-q")
     dtype = "float64" if family.name == "dbrx" else "bfloat16"
     with masked(load(family, source, dtype), kept, 4) as model:
         expected = logits_of(family, model)
     found = logits(family, out, dtype=dtype)
-    if family.name == "dbrx":  # a linear layer with three rows adds in another order than one with four
+    if (
+        family.name == "dbrx"
+    ):  # a linear layer with three rows adds in another order than one with four
         assert (found - expected).abs().max() < 1e-12
     else:
         assert found.equal(expected)
@@ -149,15 +190,26 @@ def test_256_experts_become_160_in_groups_and_quantize_takes_the_result(tmp_path
     source, out = build(DEEPSEEK, tmp_path / "source"), tmp_path / "out"
     random = np.random.default_rng(0)
     kept = {
-        layer: [32 * group + int(expert) for group in range(8) for expert in np.sort(random.permutation(32)[:20])]
+        layer: [
+            32 * group + int(expert)
+            for group in range(8)
+            for expert in np.sort(random.permutation(32)[:20])
+        ]
         for layer in (1, 2)
     }
-    file = calibrated(source, tmp_path / "calibration", {f"model.layers.{layer}.mlp": stay for layer, stay in kept.items()}, 256)
+    file = calibrated(
+        source,
+        tmp_path / "calibration",
+        {f"model.layers.{layer}.mlp": stay for layer, stay in kept.items()},
+        256,
+    )
     document = fp4convert_json("prune", source, "-o", out, "--calibration", file, "--keep", 160)
     assert document["experts"] == {"before": 256, "kept": 160, "layers": 2}
     config = read_json(out / "config.json")
     assert (config["n_routed_experts"], config["num_nextn_predict_layers"]) == (160, 0)
-    assert read_json(out / "expert_pruning.json")["kept"] == {f"model.layers.{layer}.mlp": stay for layer, stay in kept.items()}
+    assert read_json(out / "expert_pruning.json")["kept"] == {
+        f"model.layers.{layer}.mlp": stay for layer, stay in kept.items()
+    }
     assert not any(name.startswith("model.layers.3.") for name in read_tensors(out))
     with masked(load(DEEPSEEK, source), kept, 256) as model:
         expected = logits_of(DEEPSEEK, model)
@@ -165,7 +217,9 @@ def test_256_experts_become_160_in_groups_and_quantize_takes_the_result(tmp_path
     assert found.equal(expected)
     assert (logits(DEEPSEEK, source) - expected).abs().max() > 0.01
 
-    fp4convert("quantize", out, "--format", "nvfp4", "--scale-rule", "amax", "-o", tmp_path / "four", "-q")
+    fp4convert(
+        "quantize", out, "--format", "nvfp4", "--scale-rule", "amax", "-o", tmp_path / "four", "-q"
+    )
     fp4convert("dequantize", tmp_path / "four", "-o", tmp_path / "restored", "-q")
     restored = logits(DEEPSEEK, tmp_path / "restored")
     noise = (restored - found).float()
@@ -186,13 +240,29 @@ def test_what_goes_has_the_least_saliency_by_the_papers_formula(name: str, tmp_p
     fp4convert("calibrate", source, "-o", tmp_path / "calibration", *options)
     experts = sizes.get("n_routed_experts", 4)
     keep = experts - 2 if sizes else 3
-    fp4convert("prune", source, "-o", tmp_path / "out", "--calibration", tmp_path / "calibration", "--keep", keep, "-q")
+    fp4convert(
+        "prune",
+        source,
+        "-o",
+        tmp_path / "out",
+        "--calibration",
+        tmp_path / "calibration",
+        "--keep",
+        keep,
+        "-q",
+    )
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="float32", experts_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype="float32", experts_implementation="eager"
+    ).eval()
     calls: dict[str, list[Any]] = {}
-    watched = [(path, module) for path, module in model.named_modules() if path.endswith(".experts")]
+    watched = [
+        (path, module) for path, module in model.named_modules() if path.endswith(".experts")
+    ]
     hooks = [
-        module.register_forward_pre_hook(lambda _, given, path=path: calls.setdefault(path, []).append(given))
+        module.register_forward_pre_hook(
+            lambda _, given, path=path: calls.setdefault(path, []).append(given)
+        )
         for path, module in watched
     ]
     with torch.no_grad():
@@ -202,12 +272,19 @@ def test_what_goes_has_the_least_saliency_by_the_papers_formula(name: str, tmp_p
         hook.remove()
     kept = {}
     for path, given in calls.items():
-        found = [float(saliency_of(model.get_submodule(path), expert, given)) for expert in range(experts)]
+        found = [
+            float(saliency_of(model.get_submodule(path), expert, given))
+            for expert in range(experts)
+        ]
         size = experts // 2 if sizes else experts
         groups = [range(first, first + size) for first in range(0, experts, size)]
-        gone = {min(group, key=lambda expert: (found[expert], -expert)) for group in groups}  # of equals the last
+        gone = {
+            min(group, key=lambda expert: (found[expert], -expert)) for group in groups
+        }  # of equals the last
         stored = path.replace(".mlp.", ".block_sparse_moe.") if name == "Mixtral" else path
-        kept[stored.removesuffix(".experts")] = [expert for expert in range(experts) if expert not in gone]
+        kept[stored.removesuffix(".experts")] = [
+            expert for expert in range(experts) if expert not in gone
+        ]
     assert read_json(tmp_path / "out" / "expert_pruning.json")["kept"] == kept
 
 
@@ -220,6 +297,10 @@ def saliency_of(module: Any, expert: int, calls: list[Any]) -> Any:
         token, rank = torch.where(chosen == expert)
         alone = torch.full((len(token), 1), expert)
         with torch.no_grad():
-            made = module(hidden[token], alone, torch.ones(len(token), 1)) if len(token) else hidden[token]
+            made = (
+                module(hidden[token], alone, torch.ones(len(token), 1))
+                if len(token)
+                else hidden[token]
+            )
         products.append(weights[token, rank] * made.norm(dim=-1))
     return torch.cat(products).mean() if any(map(len, products)) else 0

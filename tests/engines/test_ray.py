@@ -50,7 +50,11 @@ def expected(layers, tmp_path_factory):
 
 @pytest.fixture
 def cluster():
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_DISABLE_MEMORY_MONITOR="1", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
+    os.environ.update(
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_DISABLE_MEMORY_MONITOR="1",
+        RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+    )
     from ray.cluster_utils import Cluster
 
     size = {"num_cpus": 1, "object_store_memory": 100 << 20}
@@ -62,7 +66,18 @@ def cluster():
 
 def on_cluster(cluster, layers, out, *options):
     return start(
-        "quantize", layers, "--format", "nvfp4", "-o", out, "--json", "--ray", cluster.address, "--workers", "1", *options
+        "quantize",
+        layers,
+        "--format",
+        "nvfp4",
+        "-o",
+        out,
+        "--json",
+        "--ray",
+        cluster.address,
+        "--workers",
+        "1",
+        *options,
     )
 
 
@@ -71,12 +86,16 @@ def wait_for_shards(out, process):
 
 
 @pytest.mark.slow
-def test_four_nodes_and_one_that_is_killed_give_the_same_digest(cluster, layers, expected, tmp_path):
+def test_four_nodes_and_one_that_is_killed_give_the_same_digest(
+    cluster, layers, expected, tmp_path
+):
     out = tmp_path / "out"
     with on_cluster(cluster, layers, out) as process:
         wait_for_shards(out, process)
         done = len(list((out / STATE / "done").iterdir()))
-        threading.Thread(target=cluster.remove_node, args=(cluster.others[1],), kwargs={"allow_graceful": False}).start()
+        threading.Thread(
+            target=cluster.remove_node, args=(cluster.others[1],), kwargs={"allow_graceful": False}
+        ).start()
         text, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert 0 < done < SHARDS
@@ -97,14 +116,26 @@ def test_what_is_wrong_is_told_as_by_one_process(cluster, layers, tmp_path):
 
 
 def test_a_cluster_that_is_not_there_is_refused_before_anything_is_written(layers, tmp_path):
-    with start("quantize", layers, "--format", "nvfp4", "-o", tmp_path / "out", "--json", "--ray", "127.0.0.1:1") as process:
+    with start(
+        "quantize",
+        layers,
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "out",
+        "--json",
+        "--ray",
+        "127.0.0.1:1",
+    ) as process:
         text, err = process.communicate(timeout=120)
     assert (process.returncode, json.loads(text)["error"]["code"]) == (2, "no-ray"), err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_driver_and_workers_and_the_command_continues(cluster, layers, expected, tmp_path):
+def test_an_interrupt_ends_driver_and_workers_and_the_command_continues(
+    cluster, layers, expected, tmp_path
+):
     out = tmp_path / "out"
     with on_cluster(cluster, layers, out) as process:
         wait_for_shards(out, process)
@@ -113,10 +144,15 @@ def test_an_interrupt_ends_driver_and_workers_and_the_command_continues(cluster,
     assert process.returncode == 130, err
     assert "Continue with: fp4convert quantize" in err
     assert "--ray" in err
-    wait_until(lambda: not Claims(out / STATE / "claims").others())  # one that Ray killed leaves a claim, and nobody at work
+    wait_until(
+        lambda: not Claims(out / STATE / "claims").others()
+    )  # one that Ray killed leaves a claim, and nobody at work
     assert len(list((out / STATE / "done").iterdir())) < SHARDS
     assert not (out / "quantization_config.json").exists()
-    assert run("quantize", layers, "--format", "nvfp4", "-o", out, "--json", "-q").json["digest"] == expected
+    assert (
+        run("quantize", layers, "--format", "nvfp4", "-o", out, "--json", "-q").json["digest"]
+        == expected
+    )
 
 
 @pytest.mark.slow
@@ -126,7 +162,17 @@ def test_workers_ask_the_hub_that_this_process_asks(cluster, hub, tmp_path, monk
     folder = write_llama(tmp_path / "m")
     hub.add("org/m", folder, is_private=True)
     expected = expect(hub, folder, tmp_path / "alone")
-    with start("quantize", "org/m", "--format", "nvfp4", "-o", tmp_path / "out", "--json", "--ray", cluster.address) as process:
+    with start(
+        "quantize",
+        "org/m",
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "out",
+        "--json",
+        "--ray",
+        cluster.address,
+    ) as process:
         text, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert json.loads(text)["digest"] == expected
@@ -136,7 +182,9 @@ def test_workers_ask_the_hub_that_this_process_asks(cluster, hub, tmp_path, monk
 @pytest.mark.slow
 def test_a_pipeline_is_done_by_all_nodes_component_by_component(cluster, tmp_path):
     source = write_wan(tmp_path / "wan")
-    expected = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "alone", "--json", "-q").json["digest"]
+    expected = run(
+        "quantize", source, "--format", "nvfp4", "-o", tmp_path / "alone", "--json", "-q"
+    ).json["digest"]
     with on_cluster(cluster, source, tmp_path / "out") as process:
         text, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -146,6 +194,16 @@ def test_a_pipeline_is_done_by_all_nodes_component_by_component(cluster, tmp_pat
 
 def test_a_pipeline_for_a_cluster_that_is_not_there_writes_nothing(tmp_path):
     source = write_wan(tmp_path / "wan")
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--json", "--ray", "127.0.0.1:1")
+    outcome = run(
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "out",
+        "--json",
+        "--ray",
+        "127.0.0.1:1",
+    )
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "no-ray")
     assert not (tmp_path / "out").exists()

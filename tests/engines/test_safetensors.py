@@ -67,7 +67,9 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.sweep(7)
 @pytest.mark.parametrize(("fmt", "dialect"), TENSORS)
-def test_safetensors_and_torch_read_every_file(source: Path, tmp_path: Path, fmt: str, dialect: str) -> None:
+def test_safetensors_and_torch_read_every_file(
+    source: Path, tmp_path: Path, fmt: str, dialect: str
+) -> None:
     artifact = tmp_path / "artifact"
     fp4convert("quantize", source, "--format", fmt, "--dialect", dialect, "-o", artifact, "-q")
     tensors = read_tensors(artifact)
@@ -75,13 +77,17 @@ def test_safetensors_and_torch_read_every_file(source: Path, tmp_path: Path, fmt
     assert found == _expected(read_tensors(source), fmt, dialect)
     assert all(tensor.float().isfinite().all() for tensor in tensors.values())
     files = sorted(artifact.glob("*.safetensors"))
-    assert [file.name for file in files] == sorted(file.name for file in source.glob("*.safetensors"))
+    assert [file.name for file in files] == sorted(
+        file.name for file in source.glob("*.safetensors")
+    )
     for file in files:
         _check_safe_open(file, tensors)
         _check_layout(file, tensors)
 
 
-def _expected(source: dict[str, Any], fmt: str, dialect: str) -> dict[str, tuple[Any, tuple[int, ...]]]:
+def _expected(
+    source: dict[str, Any], fmt: str, dialect: str
+) -> dict[str, tuple[Any, tuple[int, ...]]]:
     """Name -> dtype and shape that the engines ask for."""
     import torch
 
@@ -89,7 +95,9 @@ def _expected(source: dict[str, Any], fmt: str, dialect: str) -> dict[str, tuple
     for name, tensor in source.items():
         if is_quantized(name):
             parts = TENSORS[fmt, dialect](*tensor.shape)
-            expected |= {f"{name}{suffix}": (getattr(torch, dtype), shape) for suffix, dtype, shape in parts}
+            expected |= {
+                f"{name}{suffix}": (getattr(torch, dtype), shape) for suffix, dtype, shape in parts
+            }
         else:
             expected[name] = (tensor.dtype, tuple(tensor.shape))
     return expected

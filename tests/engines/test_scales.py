@@ -20,7 +20,10 @@ from tiny_models import differing, fp4convert, fp4convert_json, make_llama, read
 
 from fp4convert.storage.open import open_source
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`"),
+]
 
 CT, MO = "compressed-tensors", "modelopt"
 MODULES, ATTENTIONS = 14, 2
@@ -47,9 +50,16 @@ class Judged:
 def judged(tmp_path_factory: pytest.TempPathFactory) -> Judged:
     folder = tmp_path_factory.mktemp("judged")
     source = make_llama(folder / "source")
-    exports = {name: export_modelopt(source, with_exceptions(chosen), folder / name) for name, chosen in EXPORTS.items()}
+    exports = {
+        name: export_modelopt(source, with_exceptions(chosen), folder / name)
+        for name, chosen in EXPORTS.items()
+    }
     statistics = _measured(source)
-    return Judged(source, exports, write_calibration(folder / "seen.safetensors", open_source(str(source)), statistics))
+    return Judged(
+        source,
+        exports,
+        write_calibration(folder / "seen.safetensors", open_source(str(source)), statistics),
+    )
 
 
 def _measured(source: Path) -> dict[str, np.ndarray]:
@@ -80,7 +90,18 @@ def _measured(source: Path) -> dict[str, np.ndarray]:
 
 def _quantized(judged: Judged, folder: Path, *options: object, dialect: str = MO) -> Path:
     fp4convert(
-        "quantize", judged.source, "--format", "nvfp4", "--dialect", dialect, "--activations", 4, "-o", folder, "-q", *options
+        "quantize",
+        judged.source,
+        "--format",
+        "nvfp4",
+        "--dialect",
+        dialect,
+        "--activations",
+        4,
+        "-o",
+        folder,
+        "-q",
+        *options,
     )
     return folder
 
@@ -101,7 +122,11 @@ def test_a_calibrated_artifact_is_modelopts_own(judged: Judged, tmp_path: Path) 
         ("hf_quant_config.json", "quantization", "exclude_modules"),
     ):
         left, right = (read_json(folder / file)[key] for folder in (ours, theirs))
-        assert {**left, ignored: None, "producer": None} == {**right, ignored: None, "producer": None}
+        assert {**left, ignored: None, "producer": None} == {
+            **right,
+            ignored: None,
+            "producer": None,
+        }
 
 
 def test_scales_copied_from_modelopts_export_are_its_own(judged: Judged, tmp_path: Path) -> None:
@@ -109,11 +134,16 @@ def test_scales_copied_from_modelopts_export_are_its_own(judged: Judged, tmp_pat
     theirs = judged.exports["w4a4"]
     copied = _quantized(judged, tmp_path / "mo", "--input-scale", theirs)
     assert differing(_endings(copied, ".input_scale"), _endings(theirs, ".input_scale")) == []
-    divisors = _endings(_quantized(judged, tmp_path / "ct", "--input-scale", theirs, dialect=CT), ".input_global_scale")
+    divisors = _endings(
+        _quantized(judged, tmp_path / "ct", "--input-scale", theirs, dialect=CT),
+        ".input_global_scale",
+    )
     multipliers = _endings(theirs, ".input_scale")
     assert len(divisors) == MODULES
     for name, stored in divisors.items():
-        multiplier = np.float64(multipliers[name.replace("input_global_scale", "input_scale")].item())
+        multiplier = np.float64(
+            multipliers[name.replace("input_global_scale", "input_scale")].item()
+        )
         assert stored.item() == np.float32(1 / multiplier), name
 
 
@@ -126,7 +156,9 @@ def test_eight_bit_modules_get_modelopts_scales(judged: Judged, tmp_path: Path) 
     theirs = _endings(judged.exports["beside-fp8"], ".input_scale")
     assert len(theirs) == MODULES
     assert differing(ours, theirs) == []
-    copied = _quantized(judged, tmp_path / "copied", *options[:2], "--input-scale", judged.exports["beside-fp8"])
+    copied = _quantized(
+        judged, tmp_path / "copied", *options[:2], "--input-scale", judged.exports["beside-fp8"]
+    )
     assert differing(_endings(copied, ".input_scale"), theirs) == []
 
 
@@ -134,25 +166,45 @@ def _load(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, output_loading_info=True
+    )
     assert not any(info.values()), info
     return model.eval()
 
 
-def test_compressed_tensors_loads_scales_of_modules_and_caches(judged: Judged, tmp_path: Path) -> None:
+def test_compressed_tensors_loads_scales_of_modules_and_caches(
+    judged: Judged, tmp_path: Path
+) -> None:
     """Every module has its own; the cache's are bfloat16 in transformers, as compressed-tensors registers them; it runs."""
     import torch
 
-    out = _quantized(judged, tmp_path / "out", "--calibration", judged.calibration, "--kv-cache", "fp8", dialect=CT)
+    out = _quantized(
+        judged,
+        tmp_path / "out",
+        "--calibration",
+        judged.calibration,
+        "--kv-cache",
+        "fp8",
+        dialect=CT,
+    )
     model, seen = _load(out), read_tensors(judged.calibration.parent / "w4a4")
-    scaled = {name: module for name, module in model.named_modules() if hasattr(module, "input_global_scale")}
+    scaled = {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "input_global_scale")
+    }
     assert len(scaled) == MODULES
     for name, module in scaled.items():
-        assert module.input_global_scale.item() == pytest.approx(1 / seen[f"{name}.input_scale"].item(), rel=1e-7), name
+        assert module.input_global_scale.item() == pytest.approx(
+            1 / seen[f"{name}.input_scale"].item(), rel=1e-7
+        ), name
     for number in range(ATTENTIONS):
         attention = model.model.layers[number].self_attn
         for which in "kv":
-            expected = seen[f"model.layers.{number}.self_attn.{which}_proj.{which}_scale"].bfloat16()
+            expected = seen[
+                f"model.layers.{number}.self_attn.{which}_proj.{which}_scale"
+            ].bfloat16()
             assert getattr(attention, f"{which}_scale").item() == expected.item()
     tokens = torch.arange(1, 17).reshape(1, -1)
     plain = _load(judged.source)
@@ -161,7 +213,9 @@ def test_compressed_tensors_loads_scales_of_modules_and_caches(judged: Judged, t
     assert torch.nn.functional.cosine_similarity(logits.flatten(), expected.flatten(), dim=0) > 0.9
 
 
-def test_too_small_a_scale_ruins_a_model_and_the_calibrated_one_does_not(judged: Judged, tmp_path: Path) -> None:
+def test_too_small_a_scale_ruins_a_model_and_the_calibrated_one_does_not(
+    judged: Judged, tmp_path: Path
+) -> None:
     """The engine's own arithmetic, and the warning that goes before it."""
     import torch
 
@@ -173,9 +227,23 @@ def test_too_small_a_scale_ruins_a_model_and_the_calibrated_one_does_not(judged:
             folder = _quantized(judged, tmp_path / f"{number}", *options, *scale, dialect=CT)
             errors.append(float((_load(folder)(tokens).logits.float() - plain).norm()))
     assert errors[1] > 2 * errors[0]
-    asked = ("--format", "nvfp4", "--activations", 4, *options, "--input-scale", 1e-4, "--dry-run", "-o", tmp_path / "none")
+    asked = (
+        "--format",
+        "nvfp4",
+        "--activations",
+        4,
+        *options,
+        "--input-scale",
+        1e-4,
+        "--dry-run",
+        "-o",
+        tmp_path / "none",
+    )
     warnings = fp4convert_json("quantize", judged.source, *asked)["warnings"]
-    assert any(re.search(r"input scales of \d+ modules are smaller than .* asks for", line) for line in warnings), warnings
+    assert any(
+        re.search(r"input scales of \d+ modules are smaller than .* asks for", line)
+        for line in warnings
+    ), warnings
 
 
 def test_scales_copied_from_compressed_tensors_own_export(judged: Judged, tmp_path: Path) -> None:
@@ -190,9 +258,21 @@ def test_scales_copied_from_compressed_tensors_own_export(judged: Judged, tmp_pa
 @pytest.mark.slow
 def test_what_calibrate_saw_goes_into_every_attention(judged: Judged, tmp_path: Path) -> None:
     """fp4convert's own calibration and quantization call layers and attentions by the same names."""
-    fp4convert("calibrate", judged.source, "-o", tmp_path / "c.safetensors", "--self-generate", 2, "--sequence-length", 16, "-q")
+    fp4convert(
+        "calibrate",
+        judged.source,
+        "-o",
+        tmp_path / "c.safetensors",
+        "--self-generate",
+        2,
+        "--sequence-length",
+        16,
+        "-q",
+    )
     seen = read_tensors(tmp_path)
-    out = _quantized(judged, tmp_path / "out", "--calibration", tmp_path / "c.safetensors", "--kv-cache", "fp8")
+    out = _quantized(
+        judged, tmp_path / "out", "--calibration", tmp_path / "c.safetensors", "--kv-cache", "fp8"
+    )
     for number in range(ATTENTIONS):
         attention, tensors = f"model.layers.{number}.self_attn", read_tensors(out)
         for which in "kv":

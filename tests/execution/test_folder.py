@@ -51,7 +51,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("*.safetensors")}
+    return {
+        path.name: (path.stat().st_ino, path.stat().st_mtime_ns)
+        for path in folder.glob("*.safetensors")
+    }
 
 
 def refusal(outcome, code: str) -> dict:
@@ -118,7 +121,12 @@ def test_a_harmed_shard_is_done_again_and_the_other_is_not(harm, source, tmp_pat
     before, untouched = contents(out), stamps(out)
     data = before[SECOND]
     flipped = data[:-1] + bytes([data[-1] ^ 1])
-    harmed = {"flipped": flipped, "shortened": data[:-1], "lengthened": data + b"\0", "emptied": b""}
+    harmed = {
+        "flipped": flipped,
+        "shortened": data[:-1],
+        "lengthened": data + b"\0",
+        "emptied": b"",
+    }
     (out / SECOND).unlink()
     if harm in harmed:
         (out / SECOND).write_bytes(harmed[harm])
@@ -140,7 +148,9 @@ def test_a_missing_or_changed_small_file_is_written_again(file, source, tmp_path
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("options", [("--format", "mxfp4"), ("--dialect", "modelopt"), ("--exclude", "*.o_proj")])
+@pytest.mark.parametrize(
+    "options", [("--format", "mxfp4"), ("--dialect", "modelopt"), ("--exclude", "*.o_proj")]
+)
 def test_a_finished_artifact_gives_way_to_another_plan_only_by_force(options, source, tmp_path):
     out, fresh = tmp_path / "out", tmp_path / "fresh"
     quantize(source, out)
@@ -211,7 +221,9 @@ def test_an_unfinished_folder_is_found_and_continued(removed, source, tmp_path):
         (out / removed).unlink()
     inspected = run("inspect", out, "--json")
     assert inspected.code == 6
-    assert ("error", "unfinished") in [(found["level"], found["code"]) for found in inspected.json["findings"]]
+    assert ("error", "unfinished") in [
+        (found["level"], found["code"]) for found in inspected.json["findings"]
+    ]
     assert inspected.json["healthy"] is False
     assert quantize(source, out).json["digest"] == first.json["digest"]
     assert run("inspect", out).code == 0
@@ -225,18 +237,29 @@ def test_a_changed_recipe_takes_over_an_unfinished_folder_and_its_finished_shard
     outcome = quantize(source, out, "--exclude", "*.o_proj")
     assert outcome.code == 0
     assert stamps(out)[FIRST] == untouched
-    assert outcome.json["digest"] == quantize(source, tmp_path / "fresh", "--exclude", "*.o_proj").json["digest"]
+    assert (
+        outcome.json["digest"]
+        == quantize(source, tmp_path / "fresh", "--exclude", "*.o_proj").json["digest"]
+    )
 
 
 @pytest.mark.slow
 def test_while_a_run_writes_no_other_plan_takes_its_folder(tmp_path):
     source, out = write_zeros(tmp_path / "source"), tmp_path / "out"
-    with start("quantize", source, "--format", "nvfp4", "-o", out, "--workers", "1", "--json") as first:
+    with start(
+        "quantize", source, "--format", "nvfp4", "-o", out, "--workers", "1", "--json"
+    ) as first:
         wait_until((out / STATE / "plan.json").exists, first)
         first.send_signal(signal.SIGSTOP)
         try:
-            for options in (("--exclude", "*.1.*"), ("--exclude", "*.1.*", "--force"), ("--format", "mxfp4", "--force")):
-                assert str(first.pid) in refusal(quantize(source, out, *options), "locked")["message"]
+            for options in (
+                ("--exclude", "*.1.*"),
+                ("--exclude", "*.1.*", "--force"),
+                ("--format", "mxfp4", "--force"),
+            ):
+                assert (
+                    str(first.pid) in refusal(quantize(source, out, *options), "locked")["message"]
+                )
         finally:
             first.send_signal(signal.SIGCONT)
         text, _ = first.communicate(timeout=WAIT_SECONDS)
@@ -289,14 +312,30 @@ main()
 def test_a_disk_that_fills_up_is_told_and_leaves_nothing_of_ours_half_done(limit, source, tmp_path):
     """A limit on the size of a file stands for the disk: the first refuses the plan, the second a shard, the third the other."""
     out = tmp_path / "out"
-    command = (sys.executable, "-c", LIMITED, str(limit), "quantize", source, "--format", "nvfp4", "-o", out, "--json")
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
+    command = (
+        sys.executable,
+        "-c",
+        LIMITED,
+        str(limit),
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        out,
+        "--json",
+    )
+    ended = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
+    )
     error = json.loads(ended.stdout)["error"]
     assert (ended.returncode, error["exit"], error["code"]) == (5, 5, "disk-full")
     assert str(out) in error["message"]
     assert not list((out / STATE / "tmp").glob("*"))
     assert not (out / "quantization_config.json").exists()
-    assert quantize(source, out).json["digest"] == quantize(source, tmp_path / "fresh").json["digest"]
+    assert (
+        quantize(source, out).json["digest"] == quantize(source, tmp_path / "fresh").json["digest"]
+    )
 
 
 def test_a_disk_too_small_is_known_before_the_first_byte(source, tmp_path, monkeypatch):
@@ -327,8 +366,12 @@ def test_a_read_only_folder_is_told(source, tmp_path):
     assert str(tmp_path / "locked") in error["message"]
 
 
-@pytest.mark.parametrize(("code", "expected"), [(errno.EINVAL, 0), (errno.EOPNOTSUPP, 0), (errno.EIO, 5)])
-def test_a_file_system_without_fsync_of_folders_will_do(code, expected, source, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("code", "expected"), [(errno.EINVAL, 0), (errno.EOPNOTSUPP, 0), (errno.EIO, 5)]
+)
+def test_a_file_system_without_fsync_of_folders_will_do(
+    code, expected, source, tmp_path, monkeypatch
+):
     real = os.fsync
 
     def fsync(fd):
@@ -344,7 +387,9 @@ def test_the_state_says_what_a_finished_shard_is(source, tmp_path):
     out = tmp_path / "out"
     quantize(source, out)
     done = [json.loads(path.read_text()) for path in (out / STATE / "done").iterdir()]
-    hashes = {file: hashlib.sha256((out / file).read_bytes()).hexdigest() for file in (FIRST, SECOND)}
+    hashes = {
+        file: hashlib.sha256((out / file).read_bytes()).hexdigest() for file in (FIRST, SECOND)
+    }
     hashes["tokenizer.json"] = hashlib.sha256(b"{}").hexdigest()
     found = {file: sha256 for entry in done for file, sha256 in entry["files"].items()}
     assert (len(done), found) == (3, hashes)

@@ -25,11 +25,27 @@ def source(tmp_path_factory):
 def digests(source, tmp_path_factory):
     """Of clean runs, by the options."""
     outs = {options: tmp_path_factory.mktemp("clean") / "out" for options in ((), OTHER)}
-    return {options: finish(quantize(source, out, *options))["digest"] for options, out in outs.items()}
+    return {
+        options: finish(quantize(source, out, *options))["digest"] for options, out in outs.items()
+    }
 
 
-def quantize(source: Path, out: Path, *options: str, host: str = "", skew: float = 0.0) -> subprocess.Popen[str]:
-    command = ["quantize", source, "--format", "nvfp4", "-o", out, "--json", "-q", "--workers", "1", *options]
+def quantize(
+    source: Path, out: Path, *options: str, host: str = "", skew: float = 0.0
+) -> subprocess.Popen[str]:
+    command = [
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        out,
+        "--json",
+        "-q",
+        "--workers",
+        "1",
+        *options,
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, HASTY, host, str(skew), *map(str, command)], **pipes)
 
@@ -65,14 +81,23 @@ def test_clocks_that_differ_split_the_work_all_the_same(skew, source, digests, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("skew", [pytest.param(-1e6, marks=pytest.mark.slow), 0.0, pytest.param(1e6, marks=pytest.mark.slow)])
-def test_what_a_dead_process_of_another_host_was_at_is_done_once_more_and_the_rest_is_not(skew, source, digests, tmp_path):
+@pytest.mark.parametrize(
+    "skew",
+    [pytest.param(-1e6, marks=pytest.mark.slow), 0.0, pytest.param(1e6, marks=pytest.mark.slow)],
+)
+def test_what_a_dead_process_of_another_host_was_at_is_done_once_more_and_the_rest_is_not(
+    skew, source, digests, tmp_path
+):
     out = tmp_path / "out"
     dead = quantize(source, out, host="elsewhere", skew=skew)
     wait_for_shards(2, out, dead)
     dead.kill()
     dead.communicate()
-    finished = [file for path in (out / STATE / "done").iterdir() for file in json.loads(path.read_text())["files"]]
+    finished = [
+        file
+        for path in (out / STATE / "done").iterdir()
+        for file in json.loads(path.read_text())["files"]
+    ]
     before = {file: nanoseconds for file, nanoseconds in stamps(out).items() if file in finished}
     crowd = [quantize(source, out) for _ in range(2)]
     assert {finish(process)["digest"] for process in crowd} == {digests[()]}
@@ -92,7 +117,9 @@ def test_a_dead_process_of_another_host_does_not_keep_another_plan_out(source, d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), OTHER], ids=["same-plan", "other-plan"])
-def test_a_process_that_wakes_up_after_it_was_given_up_changes_nothing(options, source, digests, tmp_path):
+def test_a_process_that_wakes_up_after_it_was_given_up_changes_nothing(
+    options, source, digests, tmp_path
+):
     out = tmp_path / "out"
     sleeper = quantize(source, out, host="elsewhere")
     wait_for_shards(2, out, sleeper)
@@ -103,7 +130,10 @@ def test_a_process_that_wakes_up_after_it_was_given_up_changes_nothing(options, 
     finally:
         sleeper.send_signal(signal.SIGCONT)
     error = finish(sleeper, 5)["error"]
-    assert (error["code"], error["next"]) == ("given-up", "Run the same command again: what is finished stays.")
+    assert (error["code"], error["next"]) == (
+        "given-up",
+        "Run the same command again: what is finished stays.",
+    )
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 

@@ -17,7 +17,14 @@ from fp4convert.execution.leases import Claims, _describe_self
 from fp4convert.execution.plan_file import STATE, Manifest
 from fp4convert.process import Stopped
 
-FOREIGN = {"host": "elsewhere", "boot": "x", "processes": 1, "process": 1, "started": "1", "worker": "elsewhere-1-00000000"}
+FOREIGN = {
+    "host": "elsewhere",
+    "boot": "x",
+    "processes": 1,
+    "process": 1,
+    "started": "1",
+    "worker": "elsewhere-1-00000000",
+}
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -72,7 +79,9 @@ def test_of_many_at_once_one_gets_it(folder):
 
 @pytest.mark.parametrize("end", ["killed", "stopped", "alive"])
 def test_what_a_dead_process_of_this_host_held_is_free_at_once(end, folder):
-    with subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True
+    ) as process:
         process.stdout.readline()
         if end == "killed":
             process.kill()
@@ -93,7 +102,9 @@ def test_a_process_whose_number_another_has_now_is_dead(folder):
 
 
 @pytest.mark.parametrize("skew_seconds", [-1e6, 0.0, 1e6])
-def test_one_of_another_host_is_given_up_after_the_lease_whatever_its_clock_says(skew_seconds, folder):
+def test_one_of_another_host_is_given_up_after_the_lease_whatever_its_clock_says(
+    skew_seconds, folder
+):
     claim = write(folder, "a", FOREIGN)
     worker = write(folder, f"worker-{FOREIGN['worker']}", FOREIGN)
     for path in (claim, worker):
@@ -157,7 +168,10 @@ def test_an_interrupt_while_a_claim_is_made_leaves_none(number, folder, monkeypa
         return fd
 
     monkeypatch.setattr(os, "open", opened)
-    with pytest.raises(Stopped), entered(folder.parent / "out", Manifest({}, {}, (), {}, None, "last")) as output:
+    with (
+        pytest.raises(Stopped),
+        entered(folder.parent / "out", Manifest({}, {}, (), {}, None, "last")) as output,
+    ):
         output.claims.take("a")
     assert len(made) == number
     assert list((folder.parent / "out" / STATE / "claims").iterdir()) == []
@@ -218,7 +232,11 @@ def slowed(real):
 
 
 def test_those_who_do_the_same_are_no_strangers(folder):
-    with Claims(folder, work="a") as one, Claims(folder, work="a"), Claims(folder, work="b") as other:
+    with (
+        Claims(folder, work="a") as one,
+        Claims(folder, work="a"),
+        Claims(folder, work="b") as other,
+    ):
         assert len(one.others()) == 2
         assert one.others_at_other_work() == [other.name]
 

@@ -16,7 +16,9 @@ DEEP, BIG = b"[" * 100_000, b"9" * 6000
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("state") / "source", **{"tokenizer.json": b"{}", "empty.txt": b""})
+    return write_llama(
+        tmp_path_factory.mktemp("state") / "source", **{"tokenizer.json": b"{}", "empty.txt": b""}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,19 @@ def is_redone(source: Path, out: Path, clean: Path, *codes: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"\0\0", b"\xff", b"NaN", b"null", b"[]", b"7", b'"files"', DEEP, b'{"files": ' + BIG + b"}", b'{"files": {"a'],
+    [
+        b"",
+        b"\0\0",
+        b"\xff",
+        b"NaN",
+        b"null",
+        b"[]",
+        b"7",
+        b'"files"',
+        DEEP,
+        b'{"files": ' + BIG + b"}",
+        b'{"files": {"a',
+    ],
     ids=lambda text: str(text[:12]),
 )
 def test_a_record_that_is_none_has_its_task_done_again(text, source, out, clean):
@@ -64,12 +78,16 @@ def test_a_record_that_is_none_has_its_task_done_again(text, source, out, clean)
 
 
 @pytest.mark.parametrize(
-    "scale", [float("nan"), float("inf"), -1.0, 1e308, 1, 10**400, True, None, "x", [1.0], {"a": 1.0}], ids=str
+    "scale",
+    [float("nan"), float("inf"), -1.0, 1e308, 1, 10**400, True, None, "x", [1.0], {"a": 1.0}],
+    ids=str,
 )
 def test_a_global_scale_that_cannot_be_has_its_task_done_again(scale, source, out, clean):
     entry = json.loads(record_of(out).read_text())
     assert entry["global_scales"]
-    record_of(out).write_text(json.dumps({**entry, "global_scales": dict.fromkeys(entry["global_scales"], scale)}))
+    record_of(out).write_text(
+        json.dumps({**entry, "global_scales": dict.fromkeys(entry["global_scales"], scale)})
+    )
     is_redone(source, out, clean, "unfinished", "scale-group")
 
 
@@ -127,7 +145,11 @@ def test_a_plan_that_was_changed_is_refused_by_every_command_that_writes(change,
     CHANGES[change](plan)
     path.write_text(json.dumps(plan))
     before = contents(out)
-    for outcome in (run("merge", out, "--json"), quantize(source, out), quantize(source, out, "--format", "mxfp4", "--force")):
+    for outcome in (
+        run("merge", out, "--json"),
+        quantize(source, out),
+        quantize(source, out, "--format", "mxfp4", "--force"),
+    ):
         error = outcome.json["error"]
         assert (outcome.code, error["code"]) == (5, "other-plan")
         assert "plan.json is damaged" in error["message"]
@@ -161,11 +183,17 @@ def test_a_file_in_whose_place_is_none_is_written_again(file, make, source, out,
     assert not (out / file).is_symlink()
 
 
-@pytest.mark.parametrize("file", [FIRST, "config.json", RECORD, f"{STATE}/plan.json", f"{STATE}/ended.json"])
+@pytest.mark.parametrize(
+    "file", [FIRST, "config.json", RECORD, f"{STATE}/plan.json", f"{STATE}/ended.json"]
+)
 def test_a_folder_in_the_place_of_a_file_is_told_and_stays(file, source, out, tmp_path):
     replace(out / file, "folder", tmp_path / "elsewhere")
     (out / file / "thesis.txt").write_bytes(b"years of work")
-    for outcome in (quantize(source, out), run("merge", out, "--json"), quantize(source, out, "--format", "mxfp4", "--force")):
+    for outcome in (
+        quantize(source, out),
+        run("merge", out, "--json"),
+        quantize(source, out, "--format", "mxfp4", "--force"),
+    ):
         error = outcome.json["error"]
         assert (outcome.code, error["exit"]) == (5, 5)
         assert str(out) in error["message"]
@@ -204,7 +232,9 @@ def test_parts_of_two_plans_in_one_folder_are_not_merged(source, tmp_path):
 
 @pytest.mark.parametrize("options", [(), ("--force",)])
 @pytest.mark.parametrize("name", [".", "tmp", "claims", "done"])
-def test_no_folder_of_ours_is_a_link_to_files_of_somebody_else(name, options, source, out, tmp_path):
+def test_no_folder_of_ours_is_a_link_to_files_of_somebody_else(
+    name, options, source, out, tmp_path
+):
     mine = tmp_path / "mine" / "deep"
     mine.mkdir(parents=True)
     (mine / "thesis.tex").write_text("years of work")

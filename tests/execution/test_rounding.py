@@ -48,17 +48,31 @@ def source(tmp_path):
 
 def gptq_of(source, tmp_path, *options, gram="full", out="gptq"):
     file = tmp_path / f"{gram.replace(':', '')}.safetensors"
-    return quantize(source, tmp_path / out, "--calibration", calibrate(file, source, gram), "--method", "gptq", *options)
+    return quantize(
+        source,
+        tmp_path / out,
+        "--calibration",
+        calibrate(file, source, gram),
+        "--method",
+        "gptq",
+        *options,
+    )
 
 
 def output_errors(source, artifact, inputs):
     """For every module the squared error of its outputs, for these inputs; float64."""
     before, after, holders = read_folder(source), read_folder(artifact), aliases_of(source)
-    modules = [name.removesuffix(".weight_packed") for name in after if name.endswith(".weight_packed")]
+    modules = [
+        name.removesuffix(".weight_packed") for name in after if name.endswith(".weight_packed")
+    ]
     found = {}
     for module in modules:
-        difference = artifact_values(after, module, "compressed-tensors") - values_of(before[f"{module}.weight"])
-        found[module] = float(np.sum((inputs[holders.get(module, module)].astype(np.float64) @ difference.T) ** 2))
+        difference = artifact_values(after, module, "compressed-tensors") - values_of(
+            before[f"{module}.weight"]
+        )
+        found[module] = float(
+            np.sum((inputs[holders.get(module, module)].astype(np.float64) @ difference.T) ** 2)
+        )
     return found
 
 
@@ -90,7 +104,9 @@ def test_inputs_that_know_nothing_of_each_other_give_the_bytes_of_mse(format, so
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-def test_rule_importance_is_that_of_the_codec_with_the_moments_of_each_input(format, source, tmp_path):
+def test_rule_importance_is_that_of_the_codec_with_the_moments_of_each_input(
+    format, source, tmp_path
+):
     """q, k and v under one amax and the moments that the file has under q's name."""
     file = calibrate(tmp_path / "c.safetensors", source, "diag")
     quantize(
@@ -107,7 +123,8 @@ def test_rule_importance_is_that_of_the_codec_with_the_moments_of_each_input(for
     )
     before, after, inputs = read_folder(source), read_folder(tmp_path / "out"), inputs_of(source)
     weights = {
-        leaf: values_of(before[f"{QUERY[:-6]}{leaf}.weight"]).astype(np.float32) for leaf in ("q_proj", "k_proj", "v_proj")
+        leaf: values_of(before[f"{QUERY[:-6]}{leaf}.weight"]).astype(np.float32)
+        for leaf in ("q_proj", "k_proj", "v_proj")
     }
     amax = max(float(np.abs(w).max()) for w in weights.values())
     moments = (inputs[QUERY].astype(np.float64) ** 2).mean(0).astype(np.float32)
@@ -121,14 +138,20 @@ def test_rule_importance_is_that_of_the_codec_with_the_moments_of_each_input(for
 def test_gptq_is_that_of_the_algebra_under_scales_by_importance(source, tmp_path):
     """One layer, by hand: block scales of the codec, codes of the paper's algorithm in float64."""
     gptq_of(source, tmp_path)
-    before, after, x = read_folder(source), read_folder(tmp_path / "gptq"), inputs_of(source)[DOWN].astype(np.float64)
+    before, after, x = (
+        read_folder(source),
+        read_folder(tmp_path / "gptq"),
+        inputs_of(source)[DOWN].astype(np.float64),
+    )
     w = values_of(before[f"{DOWN}.weight"]).astype(np.float32)
     h = (x.T @ x / len(x)).astype(np.float32)
     scaled = codec.quantize(w, NVFP4, "importance", None, np.diag(h))
     assert after[f"{DOWN}.weight_scale"][2] == bytes(scaled.block_scales)
     steps = codec.block_steps(scaled).reshape(len(w), -1)
     expected = gptq_by_the_paper(w, h.astype(np.float64), steps)
-    found = codec.unpack(np.frombuffer(after[f"{DOWN}.weight_packed"][2], np.uint8).reshape(len(w), -1))
+    found = codec.unpack(
+        np.frombuffer(after[f"{DOWN}.weight_packed"][2], np.uint8).reshape(len(w), -1)
+    )
     assert np.mean(found == expected) > 0.999
 
 
@@ -146,11 +169,15 @@ def test_errors_are_those_of_the_codes_that_are_written(source, tmp_path, monkey
     rounder = rounding.Rounding(target, open_backend("cpu"), open_calibration(file))
     panels = [q for _, q in rounder.panels([held(w)], [held(w)], [DOWN], NVFP4)]
     assert [q.shape[0] for q in panels] == [20, 20, 10]
-    noise = sum(np.frombuffer(q.compared.rows, np.float64).reshape(-1, 5)[:, 1].sum() for q in panels)
+    noise = sum(
+        np.frombuffer(q.compared.rows, np.float64).reshape(-1, 5)[:, 1].sum() for q in panels
+    )
     values = np.concatenate([codec.dequantize(q) for q in panels])
     assert noise == pytest.approx(np.sum((values - w.astype(np.float64)) ** 2), rel=1e-6)
     counts = sum(np.frombuffer(q.compared.counts, np.int64) for q in panels)
-    codes = np.concatenate([codec.unpack(np.frombuffer(q.packed, np.uint8).reshape(q.shape[0], -1)) for q in panels])
+    codes = np.concatenate(
+        [codec.unpack(np.frombuffer(q.packed, np.uint8).reshape(q.shape[0], -1)) for q in panels]
+    )
     assert counts.tolist() == np.bincount(codes.ravel(), minlength=16).tolist()
 
 
@@ -161,11 +188,16 @@ def test_under_factors_moments_are_those_of_the_inputs_that_arrive(source, tmp_p
     w = np.random.default_rng(3).standard_normal((8, 128), dtype=np.float32)
     calibration = open_calibration(calibrate(tmp_path / "c.safetensors", source))
     scaled = Scaled(held(w), open_source(str(source)), fold, None)
-    rounder = rounding.Rounding(Target("mxfp4", scale_rule="importance", method="awq"), open_backend("cpu"), calibration)
+    rounder = rounding.Rounding(
+        Target("mxfp4", scale_rule="importance", method="awq"), open_backend("cpu"), calibration
+    )
     ((_, found),) = rounder.panels([scaled], [scaled], [DOWN], MXFP4)
     moments = (calibration.moments(DOWN) / np.square(factors)).astype(np.float32)
     expected = codec.quantize(w * factors, MXFP4, "importance", None, moments)
-    assert (bytes(found.packed), bytes(found.block_scales)) == (bytes(expected.packed), bytes(expected.block_scales))
+    assert (bytes(found.packed), bytes(found.block_scales)) == (
+        bytes(expected.packed),
+        bytes(expected.block_scales),
+    )
 
 
 def test_weights_lose_by_design_and_verify_and_inspect_find_nothing(source, tmp_path):
@@ -177,12 +209,26 @@ def test_weights_lose_by_design_and_verify_and_inspect_find_nothing(source, tmp_
     nearest = run("verify", tmp_path / "rtn", "--source", source, "--json").json
     assert verified.json["summary"]["sqnr_db_mean"] < nearest["summary"]["sqnr_db_mean"] - 1
     inspected = run("inspect", tmp_path / "gptq", "--source", source, "--full", "--json")
-    assert (inspected.code, [found for found in inspected.json["findings"] if found["level"] == "error"]) == (0, [])
+    assert (
+        inspected.code,
+        [found for found in inspected.json["findings"] if found["level"] == "error"],
+    ) == (0, [])
 
 
 def test_a_person_is_told_the_method(source, tmp_path):
     file = calibrate(tmp_path / "c.safetensors", source)
-    outcome = run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "out", "--calibration", file, "--method", "gptq")
+    outcome = run(
+        "quantize",
+        source,
+        "--format",
+        "mxfp4",
+        "-o",
+        tmp_path / "out",
+        "--calibration",
+        file,
+        "--method",
+        "gptq",
+    )
     assert "method gptq" in outcome.out
     record = json.loads((tmp_path / "out" / "quantization_config.json").read_text())
     assert record["method"] == "gptq"
@@ -195,10 +241,15 @@ def test_the_same_bytes_from_any_workers_any_process_and_parts(format, gram, sou
     options = ("--format", format)
     file = calibrate(tmp_path / "c.safetensors", source, gram)
     command = ("quantize", source, *options, "--calibration", file, "--method", "gptq", "--json")
-    digests = {run(*command, "-o", tmp_path / str(n), "--workers", n).json["digest"] for n in (1, 2, 5)}
+    digests = {
+        run(*command, "-o", tmp_path / str(n), "--workers", n).json["digest"] for n in (1, 2, 5)
+    }
     digests.add(run_alone(*command, "-o", tmp_path / "alone", seconds=120).json["digest"])
     for index in (0, 1):
-        assert run(*command, "-o", tmp_path / "parts", "--num-shards", 2, "--shard-index", index).code == 0
+        assert (
+            run(*command, "-o", tmp_path / "parts", "--num-shards", 2, "--shard-index", index).code
+            == 0
+        )
     digests.add(run("merge", tmp_path / "parts", "--json").json["digest"])
     assert len(digests) == 1
 
@@ -208,13 +259,28 @@ def test_an_interrupted_run_goes_on(tmp_path):
     """Stopped in the middle, and the same command ends it with the bytes of a run that nobody stopped."""
     shards = {
         f"part-{number}.safetensors": {
-            f"model.layers.{number}.mlp.down_proj.weight": ("F32", (256, 512), random_bytes(256, 512, number))
+            f"model.layers.{number}.mlp.down_proj.weight": (
+                "F32",
+                (256, 512),
+                random_bytes(256, 512, number),
+            )
         }
         for number in range(12)
     }
     source = write_checkpoint(tmp_path / "source", shards)
     file = calibrate(tmp_path / "c.safetensors", source)
-    command = ("quantize", source, "--format", "nvfp4", "--calibration", file, "--method", "gptq", "--workers", 1)
+    command = (
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "--calibration",
+        file,
+        "--method",
+        "gptq",
+        "--workers",
+        1,
+    )
     with start(*command, "-o", tmp_path / "out") as process:
         while process.poll() is None and not list((tmp_path / "out").glob("*.safetensors")):
             pass
@@ -243,9 +309,16 @@ def stack(*shape: int, seed: int) -> tuple[str, tuple[int, ...], bytes]:
 def test_experts_in_stacks_have_statistics_of_their_own(dialect, tmp_path):
     """gpt-oss' stacks lie transposed, gate and up in turns; written as modules, and as stacks whose rows take turns again."""
     experts = "model.layers.0.mlp.experts"
-    tensors = {f"{experts}.gate_up_proj": stack(2, 64, 192, seed=1), f"{experts}.down_proj": stack(2, 96, 64, seed=2)}
+    tensors = {
+        f"{experts}.gate_up_proj": stack(2, 64, 192, seed=1),
+        f"{experts}.down_proj": stack(2, 96, 64, seed=2),
+    }
     source = write_single(tmp_path / "source", tensors, EXPERTS)
-    inputs = {f"{experts}.{n}.{leaf}": correlated(64 if leaf != "down_proj" else 96, seed=n) for n in (0, 1) for leaf in LEAVES}
+    inputs = {
+        f"{experts}.{n}.{leaf}": correlated(64 if leaf != "down_proj" else 96, seed=n)
+        for n in (0, 1)
+        for leaf in LEAVES
+    }
     file = calibrate(tmp_path / "c.safetensors", source, "full", inputs)
     errors = []
     for method in ("rtn", "gptq"):
@@ -264,16 +337,33 @@ LEAVES = ("gate_proj", "up_proj", "down_proj")
 
 def expert_errors(tensors, after, experts, inputs):
     """Squared errors of the outputs of both experts' gate, up and down."""
-    gate_up, down = (values_of(tensors[f"{experts}.{leaf}"]) for leaf in ("gate_up_proj", "down_proj"))
+    gate_up, down = (
+        values_of(tensors[f"{experts}.{leaf}"]) for leaf in ("gate_up_proj", "down_proj")
+    )
     if f"{experts}.gate_up_proj" in after:
-        wide, narrow = (values_of(after[f"{experts}.{leaf}"]) for leaf in ("gate_up_proj", "down_proj"))
+        wide, narrow = (
+            values_of(after[f"{experts}.{leaf}"]) for leaf in ("gate_up_proj", "down_proj")
+        )
         found = {
-            (n, leaf): (wide[n, :, at::2].T, narrow[n].T)[leaf == "down_proj"] for n in (0, 1) for at, leaf in enumerate(LEAVES)
+            (n, leaf): (wide[n, :, at::2].T, narrow[n].T)[leaf == "down_proj"]
+            for n in (0, 1)
+            for at, leaf in enumerate(LEAVES)
         }
     else:
-        found = {(n, leaf): values_of(after[f"{experts}.{n}.{leaf}.weight"]) for n in (0, 1) for leaf in LEAVES}
-    true = {(n, leaf): (gate_up[n, :, at::2].T, down[n].T)[leaf == "down_proj"] for n in (0, 1) for at, leaf in enumerate(LEAVES)}
-    return [float(np.sum((inputs[f"{experts}.{n}.{leaf}"] @ (found[n, leaf] - true[n, leaf]).T) ** 2)) for n, leaf in true]
+        found = {
+            (n, leaf): values_of(after[f"{experts}.{n}.{leaf}.weight"])
+            for n in (0, 1)
+            for leaf in LEAVES
+        }
+    true = {
+        (n, leaf): (gate_up[n, :, at::2].T, down[n].T)[leaf == "down_proj"]
+        for n in (0, 1)
+        for at, leaf in enumerate(LEAVES)
+    }
+    return [
+        float(np.sum((inputs[f"{experts}.{n}.{leaf}"] @ (found[n, leaf] - true[n, leaf]).T) ** 2))
+        for n, leaf in true
+    ]
 
 
 def test_what_is_fp8_already_is_rounded_as_floats_are(tmp_path):
@@ -286,8 +376,14 @@ def test_what_is_fp8_already_is_rounded_as_floats_are(tmp_path):
         f"{DOWN}.weight_scale": ("F32", (1,), np.float32([0.5]).tobytes()),
     }
     record = {"quant_method": "compressed-tensors", "format": "float-quantized"}
-    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
-    config = {"model_type": "llama", "quantization_config": {**record, "config_groups": {"group_0": group}}}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    }
+    config = {
+        "model_type": "llama",
+        "quantization_config": {**record, "config_groups": {"group_0": group}},
+    }
     source = write_single(tmp_path / "source", tensors, config)
     x = correlated(64)
     file = calibrate(tmp_path / "c.safetensors", source, "full", {DOWN: x})
@@ -302,17 +398,34 @@ def test_what_is_fp8_already_is_rounded_as_floats_are(tmp_path):
 def test_blocks_that_are_taken_over_are_a_warning(source, tmp_path):
     quantize(source, tmp_path / "first", "--exclude", DOWN)
     file = calibrate(tmp_path / "c.safetensors", tmp_path / "first", inputs=inputs_of(source))
-    plan = quantize(tmp_path / "first", tmp_path / "out", "--calibration", file, "--method", "gptq", "--dry-run")
-    assert any("--method gptq changes nothing for 6 modules" in warning for warning in plan["warnings"])
+    plan = quantize(
+        tmp_path / "first", tmp_path / "out", "--calibration", file, "--method", "gptq", "--dry-run"
+    )
+    assert any(
+        "--method gptq changes nothing for 6 modules" in warning for warning in plan["warnings"]
+    )
 
 
 def test_the_plan_counts_the_memory_of_gram_matrices(source, tmp_path):
     file = calibrate(tmp_path / "c.safetensors", source)
     plans = [
-        quantize(source, tmp_path / "out", "--calibration", file, "--method", method, "--dry-run", "--workers", 1)
+        quantize(
+            source,
+            tmp_path / "out",
+            "--calibration",
+            file,
+            "--method",
+            method,
+            "--dry-run",
+            "--workers",
+            1,
+        )
         for method in ("rtn", "gptq")
     ]
-    assert plans[1]["peak_memory_bytes"] - plans[0]["peak_memory_bytes"] == 16 * (8 << 20) + 20 * 128 * 128
+    assert (
+        plans[1]["peak_memory_bytes"] - plans[0]["peak_memory_bytes"]
+        == 16 * (8 << 20) + 20 * 128 * 128
+    )
     assert any("gptq takes longer" in warning for warning in plans[1]["warnings"])
 
 
@@ -322,7 +435,9 @@ def test_workers_are_as_many_as_memory_holds(source, tmp_path, monkeypatch):
     need = 16 * (8 << 20) + 20 * 128 * 128
     for memory, expected in ((100 * need, cpu.threads), (2 * need, 1), (need // 2, 1)):
         monkeypatch.setattr(rounding, "memory_nbytes", lambda memory=memory: memory)
-        assert rounding.Rounding(Target("nvfp4", method="gptq"), cpu, calibration).threads == expected
+        assert (
+            rounding.Rounding(Target("nvfp4", method="gptq"), cpu, calibration).threads == expected
+        )
 
 
 def test_gptq_without_a_file_is_refused(source, tmp_path):
@@ -331,7 +446,14 @@ def test_gptq_without_a_file_is_refused(source, tmp_path):
 
 
 def test_a_file_without_gram_matrices_is_refused(source, tmp_path):
-    error = refused(source, tmp_path, "--method", "gptq", "--calibration", calibrate(tmp_path / "c.safetensors", source, "diag"))
+    error = refused(
+        source,
+        tmp_path,
+        "--method",
+        "gptq",
+        "--calibration",
+        calibrate(tmp_path / "c.safetensors", source, "diag"),
+    )
     assert (error["code"], error["next"]) == ("no-gram", "Calibrate again with --gram block:128.")
 
 
@@ -344,7 +466,11 @@ def test_a_linear_layer_that_the_file_lacks_is_named(kind, source, tmp_path):
 
 
 def test_statistics_that_are_nan_are_refused(source, tmp_path):
-    file = calibrate(tmp_path / "c.safetensors", source, **{f"{GATE}.input_sq_mean": np.full(64, np.nan, np.float32)})
+    file = calibrate(
+        tmp_path / "c.safetensors",
+        source,
+        **{f"{GATE}.input_sq_mean": np.full(64, np.nan, np.float32)},
+    )
     error = refused(source, tmp_path, "--method", "gptq", "--calibration", file)
     assert (error["code"], GATE in error["message"]) == ("calibration-values", True)
 
@@ -352,13 +478,28 @@ def test_statistics_that_are_nan_are_refused(source, tmp_path):
 def test_gram_matrices_that_are_none_end_the_run_without_a_record(source, tmp_path):
     """Found in the work, as weights that are NaN are: other shards are finished, one sentence tells of all, nothing loads it."""
     bad = {}
-    for module in (DOWN, GATE):  # moments are right, each pair of columns can be, all together cannot
+    for module in (
+        DOWN,
+        GATE,
+    ):  # moments are right, each pair of columns can be, all together cannot
         roots = np.sqrt(np.square(inputs_of(source)[module].astype(np.float64)).mean(0))
         matrix = np.outer(roots, roots) * (1.9 * np.eye(len(roots)) - 0.9)
         bad[f"{module}.input_gram"] = matrix.astype(np.float32)[None]
     file = calibrate(tmp_path / "c.safetensors", source, **bad)
     out = tmp_path / "out"
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", out, "--method", "gptq", "--calibration", file, "--json")
+    outcome = run(
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        out,
+        "--method",
+        "gptq",
+        "--calibration",
+        file,
+        "--json",
+    )
     assert outcome.code == 2
     error = outcome.json["error"]
     assert (error["code"], error["tensor"]) == ("calibration-gram", DOWN)
@@ -378,7 +519,11 @@ def test_a_wrong_scale_is_still_found_beside_the_source(factor, source, tmp_path
         tensors = read_shard(shard)
         if f"{DOWN}.weight_global_scale" in tensors:
             dtype, shape, data = tensors[f"{DOWN}.weight_global_scale"]
-            tensors[f"{DOWN}.weight_global_scale"] = (dtype, shape, (factor * np.frombuffer(data, "<f4")).astype("<f4").tobytes())
+            tensors[f"{DOWN}.weight_global_scale"] = (
+                dtype,
+                shape,
+                (factor * np.frombuffer(data, "<f4")).astype("<f4").tobytes(),
+            )
             shard.write_bytes(pack_shard(tensors))
     found = run("inspect", tmp_path / "gptq", "--source", source, "--json").json["findings"]
     assert ("scale-factor", DOWN) in [(one["code"], one["tensor"]) for one in found]

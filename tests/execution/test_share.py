@@ -6,7 +6,12 @@ from fp4convert.errors import InputError
 from fp4convert.execution.share import Share, choose_share, find_share
 
 SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
-ARRAY = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_STEP": "2"}
+ARRAY = {
+    "SLURM_ARRAY_TASK_ID": "7",
+    "SLURM_ARRAY_TASK_COUNT": "4",
+    "SLURM_ARRAY_TASK_MIN": "1",
+    "SLURM_ARRAY_TASK_STEP": "2",
+}
 STEP = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # srun in each job of an array
 
 
@@ -25,7 +30,12 @@ STEP = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}  # srun in each job of
         (None, 4, {**ARRAY, **STEP}, (3, 4)),
         (None, None, {**ARRAY, **STEP}, None),
         (1, None, SRUN, (1, 4)),
-        (None, None, {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "a\nb"}, (1, 2)),
+        (
+            None,
+            None,
+            {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "a\nb"},
+            (1, 2),
+        ),
         (None, None, {"RANK": "5", "WORLD_SIZE": "8"}, (5, 8)),
         (None, None, {**STEP, "RANK": "5", "WORLD_SIZE": "8"}, (5, 8)),  # torchrun under srun
         (None, None, {"RANK": "0", "WORLD_SIZE": "1"}, None),

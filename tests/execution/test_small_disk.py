@@ -18,8 +18,13 @@ NUMBER, OUTPUT_NBYTES = 8, 8 * 590_000  # shards; about what they take
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """Eight shards of 2 MB, and small files that take a page each though they hold a byte."""
-    layers = {f"layers.{n}.o_proj.weight": ("BF16", (1024, 1024), bf16(1024, 1024, seed=n)) for n in range(NUMBER)}
-    shards = {f"model-{n}.safetensors": {name: tensor} for n, (name, tensor) in enumerate(layers.items())}
+    layers = {
+        f"layers.{n}.o_proj.weight": ("BF16", (1024, 1024), bf16(1024, 1024, seed=n))
+        for n in range(NUMBER)
+    }
+    shards = {
+        f"model-{n}.safetensors": {name: tensor} for n, (name, tensor) in enumerate(layers.items())
+    }
     folder = write_checkpoint(tmp_path_factory.mktemp("disk") / "source", shards)
     for number in range(300):
         (folder / f"note-{number}.txt").write_bytes(b"x")
@@ -28,7 +33,16 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(source, tmp_path_factory):
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path_factory.mktemp("clean") / "out", "--json", "-q")
+    outcome = run(
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path_factory.mktemp("clean") / "out",
+        "--json",
+        "-q",
+    )
     return outcome.json["digest"]
 
 
@@ -70,9 +84,21 @@ def on_a_disk(steps: str, command: list[object], disk: Path, size: int, processe
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_disk_that_fills_up_is_exit_5_and_more_room_is_all_it_takes(processes, source, expected, tmp_path):
+def test_a_disk_that_fills_up_is_exit_5_and_more_room_is_all_it_takes(
+    processes, source, expected, tmp_path
+):
     """Room for every byte, which is checked, but not for the pages that small files take."""
-    command = [COMMAND, "quantize", source, "--format", "nvfp4", "-o", tmp_path / "disk" / "out", "--json", "-q"]
+    command = [
+        COMMAND,
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "disk" / "out",
+        "--json",
+        "-q",
+    ]
     found = on_a_disk(FILLING, command, tmp_path / "disk", OUTPUT_NBYTES + 600_000, processes)
     ended, left, kept, is_ended, again, after = found
     for out, err, code in ended:
@@ -89,7 +115,17 @@ def test_a_disk_that_fills_up_is_exit_5_and_more_room_is_all_it_takes(processes,
 
 
 def test_a_disk_too_small_is_refused_before_the_first_byte(source, tmp_path):
-    command = [COMMAND, "quantize", source, "--format", "nvfp4", "-o", tmp_path / "disk" / "out", "--json", "-q"]
+    command = [
+        COMMAND,
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "disk" / "out",
+        "--json",
+        "-q",
+    ]
     steps = FORBIDDING.replace('mount("-o", "remount,ro", disk)', "")
     code, out, err, left = on_a_disk(steps, command, tmp_path / "disk", 2 << 20)
     error = json.loads(out)["error"]
@@ -101,7 +137,17 @@ def test_a_disk_too_small_is_refused_before_the_first_byte(source, tmp_path):
 
 @pytest.mark.parametrize("place", ["out", "deep/out", "."])
 def test_a_disk_that_is_read_only_is_exit_5(place, source, tmp_path):
-    command = [COMMAND, "quantize", source, "--format", "nvfp4", "-o", tmp_path / "disk" / place, "--json", "-q"]
+    command = [
+        COMMAND,
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "disk" / place,
+        "--json",
+        "-q",
+    ]
     code, out, err, left = on_a_disk(FORBIDDING, command, tmp_path / "disk", 64 << 20)
     error = json.loads(out)["error"]
     assert (code, error["exit"], error["code"], left) == (5, 5, "cannot-write", [])

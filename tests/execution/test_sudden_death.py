@@ -10,14 +10,25 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoints import WAIT_SECONDS, bf16, run, start, weight, write_checkpoint, write_llama, write_zeros
+from checkpoints import (
+    WAIT_SECONDS,
+    bf16,
+    run,
+    start,
+    weight,
+    write_checkpoint,
+    write_llama,
+    write_zeros,
+)
 from paths import SUPPORT
 
 KILL_POINTS = SUPPORT.joinpath("kill_points.py")
 
 
 def digest(source: Path, output: Path) -> str:
-    return str(run("quantize", source, "--format", "nvfp4", "-o", output, "--json", "-q").json["digest"])
+    return str(
+        run("quantize", source, "--format", "nvfp4", "-o", output, "--json", "-q").json["digest"]
+    )
 
 
 @pytest.mark.slow
@@ -32,22 +43,41 @@ def test_killed_at_every_write_fsync_and_rename(tmp_path):
 @pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_killed_at_random_instants(kills, tmp_path):
     """Kills between the first byte and the last; each later run adopts what the earlier ones finished."""
-    layers = {f"layers.{n}.o_proj.weight": ("BF16", (2048, 4096), bf16(2048, 4096, seed=n)) for n in range(6)}
-    shards = {f"model-{n}.safetensors": {name: tensor} for n, (name, tensor) in enumerate(layers.items())}
+    layers = {
+        f"layers.{n}.o_proj.weight": ("BF16", (2048, 4096), bf16(2048, 4096, seed=n))
+        for n in range(6)
+    }
+    shards = {
+        f"model-{n}.safetensors": {name: tensor} for n, (name, tensor) in enumerate(layers.items())
+    }
     source = write_checkpoint(tmp_path / "source", shards)
     begun = time.monotonic()
     expected = digest(source, tmp_path / "clean")
     taken = time.monotonic() - begun
     chance = random.Random(4)
-    plan, record = (tmp_path / "killed" / name for name in (".fp4convert/plan.json", "quantization_config.json"))
+    plan, record = (
+        tmp_path / "killed" / name for name in (".fp4convert/plan.json", "quantization_config.json")
+    )
     midway = 0
     for _ in range(kills):
-        with start("quantize", source, "--format", "nvfp4", "-o", tmp_path / "killed", "-q", "--workers", "1") as process:
+        with start(
+            "quantize",
+            source,
+            "--format",
+            "nvfp4",
+            "-o",
+            tmp_path / "killed",
+            "-q",
+            "--workers",
+            "1",
+        ) as process:
             while not plan.exists():
                 time.sleep(0.001)
             time.sleep(chance.uniform(0, taken))
             process.kill()
-        midway += not record.exists() and any((tmp_path / "killed" / ".fp4convert" / "done").glob("*.json"))
+        midway += not record.exists() and any(
+            (tmp_path / "killed" / ".fp4convert" / "done").glob("*.json")
+        )
         if chance.random() < 0.3:
             shutil.rmtree(tmp_path / "killed", ignore_errors=True)
     assert midway >= kills // 5
@@ -88,7 +118,11 @@ def test_asked_twice_it_ends_at_once_and_is_continued(pause, second, tmp_path):
     assert process.returncode in (130, 143, -signal.SIGINT, -signal.SIGTERM)
     assert "Traceback" not in err
     assert digest(source, tmp_path / "out") == digest(source, tmp_path / "clean")
-    assert [path for name in ("tmp", "claims") for path in (tmp_path / "out" / ".fp4convert" / name).iterdir()] == []
+    assert [
+        path
+        for name in ("tmp", "claims")
+        for path in (tmp_path / "out" / ".fp4convert" / name).iterdir()
+    ] == []
 
 
 HANGING = """
@@ -105,8 +139,21 @@ main()
 
 def test_asked_twice_it_ends_though_its_cleaning_up_hangs(tmp_path):
     source = write_zeros(tmp_path / "source", count=40)
-    command = [sys.executable, "-c", HANGING, "quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "-q"]
-    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-c",
+        HANGING,
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "out",
+        "-q",
+    ]
+    with subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         while not list((tmp_path / "out").glob("part-*")):
             time.sleep(0.01)
             assert process.poll() is None
@@ -121,10 +168,14 @@ def test_asked_twice_it_ends_though_its_cleaning_up_hangs(tmp_path):
 def test_a_run_again_keeps_what_is_finished(tmp_path):
     """Finished shards are adopted by their hashes, not written again; a damaged one is."""
     source = write_checkpoint(
-        tmp_path / "source", {f"model-{n}.safetensors": {f"layers.{n}.o_proj.weight": weight(n)} for n in range(3)}
+        tmp_path / "source",
+        {f"model-{n}.safetensors": {f"layers.{n}.o_proj.weight": weight(n)} for n in range(3)},
     )
     first = digest(source, tmp_path / "out")
-    kept, damaged = tmp_path / "out" / "model-0.safetensors", tmp_path / "out" / "model-1.safetensors"
+    kept, damaged = (
+        tmp_path / "out" / "model-0.safetensors",
+        tmp_path / "out" / "model-1.safetensors",
+    )
     inode = kept.stat().st_ino
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1

@@ -9,7 +9,18 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from checkpoints import FIRST, SECOND, WAIT_SECONDS, bf16, run, start, weight, write_checkpoint, write_llama, write_zeros
+from checkpoints import (
+    FIRST,
+    SECOND,
+    WAIT_SECONDS,
+    bf16,
+    run,
+    start,
+    weight,
+    write_checkpoint,
+    write_llama,
+    write_zeros,
+)
 
 from fp4convert.execution.folder import entered
 from fp4convert.execution.plan_file import Done, read_manifest
@@ -42,8 +53,14 @@ def layers(tmp_path) -> Path:
     """Twelve shards, and scale groups that cross from each to the next."""
     shards = {}
     for number in range(12):
-        up, gate = f"layers.{number}.mlp.up_proj.weight", f"layers.{number + 1}.mlp.gate_proj.weight"
-        own = {name: ("BF16", (512, 1024), bf16(512, 1024, seed=2 * number + k)) for k, name in enumerate((up, gate))}
+        up, gate = (
+            f"layers.{number}.mlp.up_proj.weight",
+            f"layers.{number + 1}.mlp.gate_proj.weight",
+        )
+        own = {
+            name: ("BF16", (512, 1024), bf16(512, 1024, seed=2 * number + k))
+            for k, name in enumerate((up, gate))
+        }
         shards[f"model-{number:02}.safetensors"] = own
     return write_checkpoint(tmp_path / "layers", shards, **{"tokenizer.json": b"{}"})
 
@@ -72,14 +89,20 @@ def test_both_write_some_of_the_shards(tmp_path):
         time.sleep(0.01)
         assert second.poll() is None
     first.send_signal(signal.SIGCONT)
-    assert finish(first)["digest"] == finish(second)["digest"] == quantize(source, tmp_path / "alone").json["digest"]
+    assert (
+        finish(first)["digest"]
+        == finish(second)["digest"]
+        == quantize(source, tmp_path / "alone").json["digest"]
+    )
 
 
 @pytest.mark.slow
 def test_of_three_one_dies_and_the_others_do_its_work(tmp_path):
     source, out = write_zeros(tmp_path / "source", count=30), tmp_path / "out"
     expected = quantize(source, tmp_path / "alone").json["digest"]
-    processes = [start("quantize", source, *NVFP4, "-o", out, "--workers", "1", "--join") for _ in range(3)]
+    processes = [
+        start("quantize", source, *NVFP4, "-o", out, "--workers", "1", "--join") for _ in range(3)
+    ]
     while not any(f'"process": {processes[1].pid}' in text for text in claimed_tasks(out)):
         time.sleep(0.001)
         assert processes[1].poll() is None
@@ -100,12 +123,19 @@ def test_parts_are_merged_to_the_bytes_of_one_run(count, layers, tmp_path):
         own = tmp_path / f"own-{index}"
         for out in (tmp_path / "shared", own):
             part = quantize(layers, out, "--shard-index", index, "--num-shards", count).json
-            assert (part["digest"], part["share"]["index"], part["share"]["of"]) == (None, index, count)
+            assert (part["digest"], part["share"]["index"], part["share"]["of"]) == (
+                None,
+                index,
+                count,
+            )
             assert not (out / "quantization_config.json").exists()
         shutil.copytree(own, together, dirs_exist_ok=True)
     for out in (tmp_path / "shared", together):
         merged = run("merge", out, "--json").json
-        assert (merged["digest"], merged["output_bytes"]) == (expected["digest"], expected["output_bytes"])
+        assert (merged["digest"], merged["output_bytes"]) == (
+            expected["digest"],
+            expected["output_bytes"],
+        )
         assert run("inspect", out).code == 0
         assert quantize(layers, out).json["digest"] == expected["digest"]
 
@@ -122,7 +152,18 @@ def test_a_part_does_its_own_shards_alone(layers, tmp_path):
 
 def test_a_part_that_finds_nothing_to_do_says_so(layers, tmp_path):
     for _ in range(2):  # the second finds its shard there already
-        drawn = run("quantize", layers, "--format", "nvfp4", "-o", tmp_path / "out", "--shard-index", 1, "--num-shards", 12)
+        drawn = run(
+            "quantize",
+            layers,
+            "--format",
+            "nvfp4",
+            "-o",
+            tmp_path / "out",
+            "--shard-index",
+            1,
+            "--num-shards",
+            12,
+        )
     assert drawn.out.splitlines() == [
         str(tmp_path / "out"),
         "  nvfp4, dialect compressed-tensors, rule mse",
@@ -195,7 +236,11 @@ def test_one_that_joins_never_replaces_a_plan(tmp_path):
     quantize(source, out)
     (out / "quantization_config.json").unlink()
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    for options in (("--exclude", "*.o_proj"), ("--exclude", "*.o_proj", "--force"), ("--dialect", "modelopt", "--force")):
+    for options in (
+        ("--exclude", "*.o_proj"),
+        ("--exclude", "*.o_proj", "--force"),
+        ("--dialect", "modelopt", "--force"),
+    ):
         outcome = quantize(source, out, "--join", *options)
         assert (outcome.code, outcome.json["error"]["code"]) == (5, "other-plan")
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
@@ -204,7 +249,10 @@ def test_one_that_joins_never_replaces_a_plan(tmp_path):
 
 def test_ways_to_split_are_not_mixed(tmp_path):
     source = write_llama(tmp_path / "source")
-    assert quantize(source, tmp_path / "out", "--join", "--shard-index", 0, "--num-shards", 2).code == 2
+    assert (
+        quantize(source, tmp_path / "out", "--join", "--shard-index", 0, "--num-shards", 2).code
+        == 2
+    )
     assert quantize(source, tmp_path / "out", "--shard-index", 0).code == 2
     assert not (tmp_path / "out").exists()
 
@@ -217,7 +265,10 @@ def test_a_launchers_part_is_told(tmp_path, monkeypatch):
     assert "part 1 of 2, as RANK and WORLD_SIZE say (--num-shards 1 for the whole)" in outcome.err
     assert "fp4convert merge" in outcome.out
     assert [path.name for path in out.glob("*.safetensors")] == [SECOND]
-    assert quantize(source, out, "--num-shards", 1).json["digest"] == quantize(source, tmp_path / "b", "--join").json["digest"]
+    assert (
+        quantize(source, out, "--num-shards", 1).json["digest"]
+        == quantize(source, tmp_path / "b", "--join").json["digest"]
+    )
 
 
 def test_a_second_result_of_a_task_is_discarded(tmp_path):
@@ -241,10 +292,15 @@ def test_killed_again_and_again_in_a_crowd(layers, tmp_path):
     expected, out = quantize(layers, tmp_path / "alone").json["digest"], tmp_path / "out"
     chance, midway = random.Random(6), 0
     for _ in range(8):
-        for shard in chance.sample(sorted(out.glob("*.safetensors")), k=min(8, len(list(out.glob("*.safetensors"))))):
+        for shard in chance.sample(
+            sorted(out.glob("*.safetensors")), k=min(8, len(list(out.glob("*.safetensors"))))
+        ):
             shard.unlink()
         left = len(list(out.glob("*.safetensors")))
-        crowd = [start("quantize", layers, *NVFP4, "-o", out, "--join", "--workers", "1") for _ in range(2)]
+        crowd = [
+            start("quantize", layers, *NVFP4, "-o", out, "--join", "--workers", "1")
+            for _ in range(2)
+        ]
         while len(list(out.glob("*.safetensors"))) <= left:
             time.sleep(0.001)
         for process in crowd:
@@ -278,10 +334,16 @@ def test_small_files_that_change_in_the_source_are_copied_again(tmp_path):
 
 def test_weights_that_cannot_be_are_told_by_everyone(tmp_path):
     nan = ("BF16", (32, 64), b"\xc0\x7f" * 2048)
-    shards = {f"model-{n}.safetensors": {f"layers.{n}.o_proj.weight": nan if n == 1 else weight(n)} for n in range(4)}
+    shards = {
+        f"model-{n}.safetensors": {f"layers.{n}.o_proj.weight": nan if n == 1 else weight(n)}
+        for n in range(4)
+    }
     source, out = write_checkpoint(tmp_path / "source", shards), tmp_path / "out"
     crowd = [start("quantize", source, *NVFP4, "-o", out) for _ in range(2)]
     for process in crowd:
         text, _ = process.communicate(timeout=WAIT_SECONDS)
-        assert (process.returncode, json.loads(text)["error"]["tensor"]) == (2, "layers.1.o_proj.weight")
+        assert (process.returncode, json.loads(text)["error"]["tensor"]) == (
+            2,
+            "layers.1.o_proj.weight",
+        )
     assert len(list(out.glob("model-*.safetensors"))) == 3

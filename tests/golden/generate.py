@@ -85,9 +85,24 @@ def edges(dtype: torch.dtype) -> Tensor:
 def mxfp4_thresholds(dtype: torch.dtype) -> Tensor:
     """Blocks of 32 whose amax lies at and around every threshold of the MXFP4 scale rules."""
     step = 2**-7
-    mantissas = (1.0, 1.25, 1.5, 1.5 + step, 1.5 - step, 1.625, 1.75, 1.75 - step, 1.75 + step, 1.875, 2 - step, 1.0 + step)
+    mantissas = (
+        1.0,
+        1.25,
+        1.5,
+        1.5 + step,
+        1.5 - step,
+        1.625,
+        1.75,
+        1.75 - step,
+        1.75 + step,
+        1.875,
+        2 - step,
+        1.0 + step,
+    )
     rows = []
-    for i, amax in enumerate(mantissa * 2.0**exponent for exponent in (0, 3, -5) for mantissa in mantissas):
+    for i, amax in enumerate(
+        mantissa * 2.0**exponent for exponent in (0, 3, -5) for mantissa in mantissas
+    ):
         line = torch.linspace(-1, 1, 32) * amax
         line[0] = amax if i % 2 else -amax
         noise = torch.rand(32, generator=seeded(100 + i)) * amax * (1 if i % 3 else -1)
@@ -99,7 +114,9 @@ def mxfp4_thresholds(dtype: torch.dtype) -> Tensor:
 def e4m3_ties(dtype: torch.dtype) -> Tensor:
     """Blocks of 16 whose block scale lands on a midpoint of E4M3; the tensor's amax is 2688, so that the global scale is 1."""
     scales = [(1 + (2 * m + 1) / 16) * 2.0**e for e in (-5, -2, 0, 4, 7) for m in range(8)]
-    scales = [value for value in scales if value < 448] + [(2 * m + 1) / 2 * 2.0**-9 for m in range(8)]
+    scales = [value for value in scales if value < 448] + [
+        (2 * m + 1) / 2 * 2.0**-9 for m in range(8)
+    ]
     scales += [2.0**-9, 2.0**-10, 2.0**-11, 0.75 * 2.0**-9]
     blocks = []
     for i, value in enumerate(scales):
@@ -143,7 +160,11 @@ CASES: dict[str, Callable[[torch.dtype], Tensor]] = {
 
 
 def inputs() -> Tensors:
-    return {f"{case}_{name}": make(dtype) for name, dtype in DTYPES.items() for case, make in CASES.items()}
+    return {
+        f"{case}_{name}": make(dtype)
+        for name, dtype in DTYPES.items()
+        for case, make in CASES.items()
+    }
 
 
 def modelopt_nvfp4(x: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -163,7 +184,9 @@ def torchao_mxfp4(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
     wide = x.float() if x.dtype == torch.float16 else x
     for mode in ("floor", "even", "rceil"):
-        block_scales, packed = to_mx(wide, torch.float4_e2m1fn_x2, 32, scaling_mode=ScaleCalculationMode(mode))
+        block_scales, packed = to_mx(
+            wide, torch.float4_e2m1fn_x2, 32, scaling_mode=ScaleCalculationMode(mode)
+        )
         yield f"qdata_{mode}", packed.view(torch.uint8)
         yield f"scale_{mode}", block_scales.view(torch.uint8)
 
@@ -196,10 +219,17 @@ def modelopt_nvfp4_mse(x: Tensor) -> Iterator[tuple[str, Tensor]]:
         block_scales = (block_amax.reshape(-1, 1) / 6 / (amax / 2688)).to(torch.float8_e4m3fn)
         stored, _, _ = NVFP4QTensor.quantize(values, 16, block_scales, amax / 2688)
         arguments = {"scale": block_scales, "double_scale": amax / 2688, "block_sizes": {-1: 16}}
-        return stored.dequantize(dtype=torch.float32, **arguments), stored._quantized_data, block_scales
+        return (
+            stored.dequantize(dtype=torch.float32, **arguments),
+            stored._quantized_data,
+            block_scales,
+        )
 
     sweep = NVFP4MSECalibrator(
-        blocks.abs().amax(1, keepdim=True), amax, axis=0, quant_func=lambda values, block_amax: quantized(values, block_amax)[0]
+        blocks.abs().amax(1, keepdim=True),
+        amax,
+        axis=0,
+        quant_func=lambda values, block_amax: quantized(values, block_amax)[0],
     )
     sweep.collect(blocks)
     _, packed, block_scales = quantized(blocks, sweep.compute_amax())
@@ -256,7 +286,12 @@ def made(name: str) -> tuple[Tensors, dict[str, str]] | str:
     tensors = {}
     try:
         for case, x in inputs().items():
-            tensors.update({f"{case}/{key}": value.detach().clone().contiguous() for key, value in maker(x.clone())})
+            tensors.update(
+                {
+                    f"{case}/{key}": value.detach().clone().contiguous()
+                    for key, value in maker(x.clone())
+                }
+            )
     except ModuleNotFoundError as missing:
         return f"{package} needs {missing.name}, which is not installed; pip install {missing.name}"
     return tensors, metadata
@@ -287,7 +322,9 @@ def compare(name: str, write: bool) -> bool:
         return False
     tensors, metadata = result
     lines = list(differences(tensors, path))
-    print(f"{name}: {len(tensors)} tensors, {len(lines)} differ from the file; made with {metadata}")
+    print(
+        f"{name}: {len(tensors)} tensors, {len(lines)} differ from the file; made with {metadata}"
+    )
     if path.exists():
         with safe_open(path, "pt") as file:
             print(f"  the file was made with {file.metadata()}")
@@ -301,13 +338,19 @@ def compare(name: str, write: bool) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; default: all but {', '.join(APART)}"
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"one of {', '.join(NAMES)}; default: all but {', '.join(APART)}",
     )
     parser.add_argument("--write", action="store_true", help="replace the files that differ")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"{', '.join(sorted(unknown))} is not one of {', '.join(NAMES)}")
-    equal = [compare(name, arguments.write) for name in arguments.names or (name for name in NAMES if name not in APART)]
+    equal = [
+        compare(name, arguments.write)
+        for name in arguments.names or (name for name in NAMES if name not in APART)
+    ]
     return 0 if all(equal) else 1
 
 

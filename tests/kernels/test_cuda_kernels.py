@@ -34,7 +34,26 @@ from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Form
 from fp4convert.numerics.matrices import Quantized
 
 # One unit, two; one warp's and a block's first row of units and their neighbours; a whole block; several and a tail.
-LENGTHS = (16, 32, 48, 496, 512, 528, 4080, 4096, 4112, 4128, 8160, 8176, 8192, 8208, 8224, 16384, 3 * 8192 + 32, 5 * 8192 - 16)
+LENGTHS = (
+    16,
+    32,
+    48,
+    496,
+    512,
+    528,
+    4080,
+    4096,
+    4112,
+    4128,
+    8160,
+    8176,
+    8192,
+    8208,
+    8224,
+    16384,
+    3 * 8192 + 32,
+    5 * 8192 - 16,
+)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "cvt"])
@@ -54,10 +73,14 @@ def test_the_margins_tell() -> None:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "cvt"])
-def fast_alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimtKernels:
+def fast_alone(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> SimtKernels:
     """The kernels with an exact way that gives nothing but code 15, so that a block which takes it is seen."""
     kernels = Path(shutil.copytree(KERNELS, tmp_path_factory.mktemp("fast") / "kernels"))
-    text, count = re.subn(r"codes \|= format\.exact\([^;]*;", "codes = ~0u;", (kernels / "codes.cuh").read_text())
+    text, count = re.subn(
+        r"codes \|= format\.exact\([^;]*;", "codes = ~0u;", (kernels / "codes.cuh").read_text()
+    )
     assert count == 1
     (kernels / "codes.cuh").write_text(text)
     return SimtKernels(tmp_path_factory.mktemp("simt"), kernels, has_cvt=request.param)
@@ -66,7 +89,9 @@ def fast_alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.mark.sweep(60)
 @EVERY_RULE
 @EVERY_DTYPE
-def test_weights_take_the_fast_way(fast_alone: SimtKernels, dtype: str, fmt: Format, rule: str) -> None:
+def test_weights_take_the_fast_way(
+    fast_alone: SimtKernels, dtype: str, fmt: Format, rule: str
+) -> None:
     """Under the amax that they have themselves, with every mantissa that it can have in 8 bits, down to weights of 1e-4."""
     importance = importance_for(rule, 512)
     for mantissa in range(128, 256, 1 if rule in ("amax", "floor", "even", "ceil") else 9):
@@ -110,7 +135,9 @@ def test_dequantize_any_tail(simt: SimtKernels, dtype: str, fmt: Format) -> None
         stored = 0.7 if fmt is NVFP4 else None
         q = Quantized(fmt, (1, n), memoryview(rng.bytes(n // 2)), scales.data, stored)
         found = np.frombuffer(simt.dequantize(q, dtype), FLOAT_DTYPES[dtype]).reshape(q.shape)
-        assert_same_values(found, codec.dequantize(q).astype(FLOAT_DTYPES[dtype]), f"{dtype}, {fmt.name}, n = {n}")
+        assert_same_values(
+            found, codec.dequantize(q).astype(FLOAT_DTYPES[dtype]), f"{dtype}, {fmt.name}, n = {n}"
+        )
 
 
 @pytest.mark.slow
@@ -118,7 +145,10 @@ def test_dequantize_any_tail(simt: SimtKernels, dtype: str, fmt: Format) -> None
 @EVERY_DTYPE
 def test_nothing_is_read_behind_an_input(simt: SimtKernels, dtype: str, fmt: Format) -> None:
     kind = FLOAT_TYPES[dtype]
-    one, packed, block_scales, y = aligned(np.ones(1, np.float32)), *(guarded(4 * max(LENGTHS)) for _ in range(3))
+    one, packed, block_scales, y = (
+        aligned(np.ones(1, np.float32)),
+        *(guarded(4 * max(LENGTHS)) for _ in range(3)),
+    )
     for n in lengths(fmt):
         x, codes, scales = (walled(size) for size in (n * kind.nbytes, n // 2, n // fmt.block_size))
         forth, back = ((one,), (one, 0)) if fmt is NVFP4 else ((fmt.scale_rules.index("even"),), ())
@@ -128,12 +158,21 @@ def test_nothing_is_read_behind_an_input(simt: SimtKernels, dtype: str, fmt: For
         calls = {
             f"amax_{kind.word}": (x, n, one),
             f"quantize_{fmt.name}_{kind.word}": (x, n, *forth, packed, block_scales),
-            f"search_{fmt.name}_{kind.word}": (x, n, *amax, *rule_number(fmt, "mse"), packed, block_scales),
+            f"search_{fmt.name}_{kind.word}": (
+                x,
+                n,
+                *amax,
+                *rule_number(fmt, "mse"),
+                packed,
+                block_scales,
+            ),
             f"weigh_{fmt.name}_{kind.word}": (x, n, *amax, weights, n, packed, block_scales),
             f"dequantize_{fmt.name}_{kind.word}": (codes, scales, n, *back, y),
         }
         for name, arguments in calls.items():
-            assert survives(partial(simt.call, name, n, *arguments)), f"{name}, n = {n}: read behind an input"
+            assert survives(partial(simt.call, name, n, *arguments)), (
+                f"{name}, n = {n}: read behind an input"
+            )
 
 
 # ------------------------------------------------------------------------------------------------------------- amax
@@ -197,13 +236,22 @@ def test_amax_accumulates(simt: SimtKernels, dtype: str) -> None:
 
 @pytest.mark.parametrize("rule", MXFP4.scale_rules)
 @EVERY_DTYPE
-def test_mxfp4_shares_an_amax_between_two_lanes_and_no_more(simt: SimtKernels, dtype: str, rule: str) -> None:
+def test_mxfp4_shares_an_amax_between_two_lanes_and_no_more(
+    simt: SimtKernels, dtype: str, rule: str
+) -> None:
     """Each block has one large value, in either half, of an exponent of its own."""
     rng = generator(21)
     n = 8192 + 96
     values = rng.normal(0, 2.0**-12, n).reshape(-1, 32)
-    values[np.arange(len(values)), rng.integers(0, 32, len(values))] = np.exp2(np.arange(len(values)) % 23 - 11.0) * 1.3
+    values[np.arange(len(values)), rng.integers(0, 32, len(values))] = (
+        np.exp2(np.arange(len(values)) % 23 - 11.0) * 1.3
+    )
     narrow = rounded(values.reshape(1, -1), dtype)
     importance = importance_for(rule, narrow.size)
     expected = codec.quantize(narrow.astype(np.float32), MXFP4, rule, None, importance)
-    assert_same_bytes(simt.quantize(matrix(narrow, dtype), MXFP4, rule, 0.0, importance), expected, narrow, f"{dtype}, {rule}")
+    assert_same_bytes(
+        simt.quantize(matrix(narrow, dtype), MXFP4, rule, 0.0, importance),
+        expected,
+        narrow,
+        f"{dtype}, {rule}",
+    )

@@ -32,7 +32,9 @@ def raw(values: np.ndarray) -> memoryview:
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 
-def written(cpu: Cpu, nbytes: int, alignment: int, name: str, *arguments: np.ndarray | int) -> np.ndarray:
+def written(
+    cpu: Cpu, nbytes: int, alignment: int, name: str, *arguments: np.ndarray | int
+) -> np.ndarray:
     """What a kernel writes into a buffer at an odd multiple of that alignment; its surroundings must stay as they were."""
     buffer = np.full(nbytes + 128, GUARD, np.uint8)
     start = -buffer.ctypes.data % 64 + alignment
@@ -55,14 +57,21 @@ def test_decode_fp8(cpus: Cpus, rows: int, columns: int, block: tuple[int, int])
             same(cpu.decode_fp8(part, expected.shape, where), expected)
             same(cpu.decode_fp8(unaligned_bytes(part), expected.shape, where), expected)
             same(
-                cpu.decode_fp8(part, expected.shape, where, "F8_E5M2"), fp8_int.decode_fp8(part, expected.shape, where, "F8_E5M2")
+                cpu.decode_fp8(part, expected.shape, where, "F8_E5M2"),
+                fp8_int.decode_fp8(part, expected.shape, where, "F8_E5M2"),
             )
 
 
 def test_every_fp8_code_under_every_kind_of_scale(cpus: Cpus) -> None:
     """Every exponent that float32 has, both ends of its mantissas, zero, infinity and NaN, negative ones too."""
-    bits = np.arange(256, dtype=np.uint32)[:, None] << 23 | np.array([0, 1, 0x2AAAAA, 0x7FFFFF], np.uint32)
-    scales = np.concatenate([bits.ravel(), bits.ravel() | 1 << 31]).astype(np.uint32).view(np.float32)[:, None]
+    bits = np.arange(256, dtype=np.uint32)[:, None] << 23 | np.array(
+        [0, 1, 0x2AAAAA, 0x7FFFFF], np.uint32
+    )
+    scales = (
+        np.concatenate([bits.ravel(), bits.ravel() | 1 << 31])
+        .astype(np.uint32)
+        .view(np.float32)[:, None]
+    )
     codes = np.tile(np.arange(256, dtype=np.uint8), (len(scales), 1))
     where = Grid(scales, (1, 256))
     expected = fp8_int.decode_fp8(raw(codes), codes.shape, where)
@@ -90,8 +99,12 @@ def test_amax_fp8(cpus: Cpus, rows: int, columns: int, block: tuple[int, int]) -
         shape, where = (rows - first, columns), Grid(scales, block, first)
         values = fp8_int.decode_fp8(raw(codes[first:]), shape, where)
         for cpu in cpus.values():
-            assert cpu.amax_fp8(unaligned_bytes(raw(codes[first:])), shape, where) == float(np.abs(values).max())
-            assert cpu.amax_fp8(raw(codes[first:]), shape, Grid(-scales, block, first)) == float(np.abs(values).max())
+            assert cpu.amax_fp8(unaligned_bytes(raw(codes[first:])), shape, where) == float(
+                np.abs(values).max()
+            )
+            assert cpu.amax_fp8(raw(codes[first:]), shape, Grid(-scales, block, first)) == float(
+                np.abs(values).max()
+            )
     for row, column in ((0, 0), (rows - 1, columns - 1), (rows // 2, columns // 3)):
         for code in (0x7F, 0xFF):
             spoiled = codes.copy()
@@ -116,10 +129,14 @@ def test_an_infinite_or_missing_scale_is_not_finite_or_refused(cpus: Cpus) -> No
     codes = np.full((2, 8), 0x38, np.uint8)
     for cpu in cpus.values():
         for bad in (np.inf, np.nan):
-            assert not np.isfinite(cpu.amax_fp8(raw(codes), (2, 8), Grid(np.array([[bad]], np.float32), (2, 8))))
+            assert not np.isfinite(
+                cpu.amax_fp8(raw(codes), (2, 8), Grid(np.array([[bad]], np.float32), (2, 8)))
+            )
         for call in (cpu.amax_fp8, cpu.decode_fp8, cpu.decode_integers):
             with pytest.raises(ValueError, match="scales of shape"):
-                call(raw(codes), (2, 8), Grid(np.ones((1, 2), np.float32), (1, 4)))  # one row of scales for two
+                call(
+                    raw(codes), (2, 8), Grid(np.ones((1, 2), np.float32), (1, 4))
+                )  # one row of scales for two
             with pytest.raises(ValueError, match="scales of shape"):
                 call(raw(codes), (2, 8), Grid(np.ones((2, 1), np.float32), (1, 4)))
 
@@ -150,13 +167,21 @@ def test_decode_integers(cpus: Cpus, bits: int, has_zero_points: bool, group: in
         packed = rng.integers(0, 256, (rows, row_nbytes)).astype(np.uint8)
         scales = some_scales(rows, columns, block)
         half = 1 << bits - 1
-        zeros = rng.integers(-half, half, scales.shape).astype(np.float32) if has_zero_points else None
+        zeros = (
+            rng.integers(-half, half, scales.shape).astype(np.float32) if has_zero_points else None
+        )
         for first in (0, rows // 2):
-            shape, where, part = (rows - first, columns), Grid(scales, block, first), raw(packed[first:])
+            shape, where, part = (
+                (rows - first, columns),
+                Grid(scales, block, first),
+                raw(packed[first:]),
+            )
             expected = fp8_int.decode_integers(part, shape, where, bits, zeros)
             for cpu in cpus.values():
                 same(cpu.decode_integers(part, shape, where, bits, zeros), expected)
-                same(cpu.decode_integers(unaligned_bytes(part), shape, where, bits, zeros), expected)
+                same(
+                    cpu.decode_integers(unaligned_bytes(part), shape, where, bits, zeros), expected
+                )
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -180,7 +205,11 @@ def test_quantize_fp8(cpus: Cpus, make, dtype: str) -> None:  # type: ignore[no-
     for columns in (416, 399, 17, 1):
         x = matrix(values[:, :columns], dtype)
         amax = fp8_int.row_amax(x)
-        for scales in (fp8_int.fp8_scales_of(amax), fp8_int.fp8_scales_of(amax.max(keepdims=True)), np.ones(1, np.float32)):
+        for scales in (
+            fp8_int.fp8_scales_of(amax),
+            fp8_int.fp8_scales_of(amax.max(keepdims=True)),
+            np.ones(1, np.float32),
+        ):
             expected = fp8_int.quantize_fp8(x, scales)
             for cpu in cpus.values():
                 assert (cpu.row_amax(unaligned(x)) == amax).all()
@@ -204,7 +233,11 @@ def test_fp8_scales_for_other_rows_are_refused() -> None:
 
 def test_bf16(cpus: Cpus) -> None:
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
-    values = (upper[:, None] | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)).ravel().view(np.float32)
+    values = (
+        (upper[:, None] | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32))
+        .ravel()
+        .view(np.float32)
+    )
     expected = np.frombuffer(fp8_int.to_bf16(values), np.uint16)
     is_nan = np.isnan(values)
     for cpu in cpus.values():
@@ -231,7 +264,13 @@ def test_transpose(cpus: Cpus, kind: type[np.generic], shape: tuple[int, int]) -
     dtype = {1: "U8", 2: "BF16", 4: "F32"}[kind(0).itemsize]
     values = generator(33).integers(0, np.iinfo(kind).max, shape).astype(kind)
     stored = Matrix(unaligned_bytes(raw(values)), dtype, shape)
-    for columns in (range(width), range(0, width, 2), range(1, width, 2), range(width // 3, width, 3), range(width // 2, width)):
+    for columns in (
+        range(width),
+        range(0, width, 2),
+        range(1, width, 2),
+        range(width // 3, width, 3),
+        range(width // 2, width),
+    ):
         if not columns:
             continue
         flat = np.frombuffer(stored.data, np.uint8)

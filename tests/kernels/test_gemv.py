@@ -40,14 +40,18 @@ class Vectors:
             return self.data.view(FLOAT_DTYPES[HALVES[self.word]]).astype(np.float64)
         columns = 2 * self.data.shape[1]
         parts = (np.ascontiguousarray(part).reshape(-1).data for part in (self.data, self.scales))
-        return codec.dequantize(Quantized(NVFP4, (len(self.data), columns), *parts, self.global_scale)).astype(np.float64)
+        return codec.dequantize(
+            Quantized(NVFP4, (len(self.data), columns), *parts, self.global_scale)
+        ).astype(np.float64)
 
     def __getitem__(self, chosen: slice) -> Vectors:
         return replace(self, data=self.data[chosen], scales=self.scales[chosen])
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "cvt"])
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def library(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ctypes.CDLL:
     return compile_for_host(KERNELS / "gemv.cu", tmp_path_factory.mktemp("gemv"), request.param)
 
 
@@ -58,7 +62,10 @@ def vectors_of(values: Float64s, word: str) -> Vectors:
         return Vectors(word, narrow.view(np.uint8), np.zeros((len(values), 0), np.uint8), 1.0)
     q = codec.quantize(values.astype(np.float32), NVFP4, "amax", 2688 / 4)
     assert q.global_scale == 0.25
-    packed, scales = (np.frombuffer(part, np.uint8).reshape(len(values), -1) for part in (q.packed, q.block_scales))
+    packed, scales = (
+        np.frombuffer(part, np.uint8).reshape(len(values), -1)
+        for part in (q.packed, q.block_scales)
+    )
     return Vectors(word, packed, scales, q.global_scale)
 
 
@@ -69,7 +76,9 @@ def weights(rows: int, columns: int, fmt: Format, kind: Kind) -> Quantized:
     scales = rng.integers(low, high, rows * columns // fmt.block_size).astype(np.uint8)
     stored = None if fmt is MXFP4 else 0.037 if kind == "multiplier" else 27.3
     stored = None if stored is None else float(np.float32(stored))
-    return Quantized(fmt, (rows, columns), memoryview(rng.bytes(rows * columns // 2)), scales.data, stored, kind)
+    return Quantized(
+        fmt, (rows, columns), memoryview(rng.bytes(rows * columns // 2)), scales.data, stored, kind
+    )
 
 
 def gemv(library: ctypes.CDLL, q: Quantized, x: Vectors) -> Float16s:
@@ -102,7 +111,9 @@ def assert_close(found: Float16s, q: Quantized, x: Vectors) -> None:
     bound = before + 2.0**-11 * (np.abs(exact) + before) + 2.0**-25
     wrong = np.argwhere(~(np.abs(found.astype(np.float64) - exact) <= bound))
     at = tuple(int(i) for i in wrong[0]) if len(wrong) else ()
-    assert not len(wrong), f"{len(wrong)} wrong, first vector and row {at}: {found[at]}, expected {exact[at]} +- {bound[at]}"
+    assert not len(wrong), (
+        f"{len(wrong)} wrong, first vector and row {at}: {found[at]}, expected {exact[at]} +- {bound[at]}"
+    )
 
 
 @pytest.mark.sweep(8)
@@ -120,7 +131,9 @@ def test_every_shape(library: ctypes.CDLL, fmt: Format, word: str, kind: Kind) -
 
 @EVERY_X
 @EVERY_W
-def test_a_vector_does_not_depend_on_its_neighbours(library: ctypes.CDLL, fmt: Format, word: str) -> None:
+def test_a_vector_does_not_depend_on_its_neighbours(
+    library: ctypes.CDLL, fmt: Format, word: str
+) -> None:
     q = weights(33, 2112, fmt, "multiplier")
     x = vectors_of(generator(32).normal(0, 1, (5, 2112)), word)
     together = gemv(library, q, x)
@@ -136,26 +149,49 @@ def test_nothing_is_read_behind_an_input(library: ctypes.CDLL, fmt: Format, word
     one = aligned(np.ones(1, np.float32))
     for columns, rows, vectors in itertools.product((64, 2112), (1, 33), (1, 3)):
         x_nbytes = vectors * columns * 2 if word in HALVES else vectors * columns // 2
-        sizes = (rows * columns // 2, rows * columns // fmt.block_size, x_nbytes, vectors * columns // 16)
+        sizes = (
+            rows * columns // 2,
+            rows * columns // fmt.block_size,
+            x_nbytes,
+            vectors * columns // 16,
+        )
         packed, scales, x, x_scales = (walled(size) for size in sizes)
         y = guarded(2 * vectors * rows)
         matrix, given = (packed, scales, one), (x, x_scales, one)
         w, xs = ([buffer.ctypes.data for buffer in part] for part in (matrix, given))
         arguments = (*w, 0, rows, columns, *xs, vectors, y.ctypes.data)
-        call = partial(launch, library, f"gemv_{fmt.name}_{word}", (-(-rows // 32), -(-vectors // 2)), arguments)
-        assert survives(call), f"{vectors} vectors, {rows} rows, {columns} columns: read behind an input"
+        call = partial(
+            launch,
+            library,
+            f"gemv_{fmt.name}_{word}",
+            (-(-rows // 32), -(-vectors // 2)),
+            arguments,
+        )
+        assert survives(call), (
+            f"{vectors} vectors, {rows} rows, {columns} columns: read behind an input"
+        )
 
 
 @EVERY_X
 @EVERY_W
-def test_unit_vectors_give_every_code_at_every_place(library: ctypes.CDLL, fmt: Format, word: str) -> None:
+def test_unit_vectors_give_every_code_at_every_place(
+    library: ctypes.CDLL, fmt: Format, word: str
+) -> None:
     """Row r, column c holds code r + c: all 16 in each place of a word; sums of one product and zeros are exact."""
     columns, one = 64, 6.0  # which nvfp4 holds, too
     codes = (np.arange(33)[:, None] + np.arange(columns)).astype(np.uint8) % 16
     per_row = columns // fmt.block_size  # block scales: powers of two, each unlike its neighbours
-    scales = (np.arange(33)[:, None] + 3 * np.arange(per_row)) % 7 * (8 if fmt is NVFP4 else 1) + (0x28 if fmt is NVFP4 else 124)
+    scales = (np.arange(33)[:, None] + 3 * np.arange(per_row)) % 7 * (8 if fmt is NVFP4 else 1) + (
+        0x28 if fmt is NVFP4 else 124
+    )
     stored = 0.5 if fmt is NVFP4 else None
-    q = Quantized(fmt, codes.shape, codec.pack(codes).ravel().data, scales.astype(np.uint8).ravel().data, stored)
+    q = Quantized(
+        fmt,
+        codes.shape,
+        codec.pack(codes).ravel().data,
+        scales.astype(np.uint8).ravel().data,
+        stored,
+    )
     x = vectors_of(one * np.eye(columns), word)
     assert (x.values() == one * np.eye(columns)).all()
     assert (gemv(library, q, x) == one * codec.dequantize(q).T).all()
@@ -189,7 +225,9 @@ def test_overflow_is_infinite(library: ctypes.CDLL, fmt: Format, word: str, kind
     codes[2, 0] = 0
     scales = np.full((rows, columns // fmt.block_size), 0x38 if fmt is NVFP4 else 127, np.uint8)
     stored = None if fmt is MXFP4 else 1.0
-    q = Quantized(fmt, codes.shape, codec.pack(codes).ravel().data, scales.ravel().data, stored, kind)
+    q = Quantized(
+        fmt, codes.shape, codec.pack(codes).ravel().data, scales.ravel().data, stored, kind
+    )
     x = vectors_of(np.full((2, columns), 48.0), word)
     assert (x.values() == 48).all()
     assert gemv(library, q, x).tolist() == [[np.inf, -np.inf, 65472.0]] * 2

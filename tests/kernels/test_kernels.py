@@ -42,7 +42,9 @@ from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4, Format, Kind
 from fp4convert.numerics.matrices import Quantized
 
 SEARCHED = ("mse", "four-over-six", "importance")
-UNWEIGHTED = [rule for rule in MXFP4.scale_rules if rule != "importance"]  # which is many times the reference's work
+UNWEIGHTED = [
+    rule for rule in MXFP4.scale_rules if rule != "importance"
+]  # which is many times the reference's work
 Backends = dict[str, Cpu | SimtKernels]
 
 
@@ -54,7 +56,14 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
     return {**levels, "simt": SimtKernels(folder), "simt, cvt": SimtKernels(folder, has_cvt=True)}
 
 
-def check(backends: Backends, values: Values, dtype: str, fmt: Format, rule: str, group_amax: float | None = None) -> Quantized:
+def check(
+    backends: Backends,
+    values: Values,
+    dtype: str,
+    fmt: Format,
+    rule: str,
+    group_amax: float | None = None,
+) -> Quantized:
     """What codec.quantize makes of `values`, after every backend made the same of them."""
     wide = values.astype(np.float32)
     amax = float(np.abs(wide).max(initial=0)) if group_amax is None else group_amax
@@ -62,7 +71,9 @@ def check(backends: Backends, values: Values, dtype: str, fmt: Format, rule: str
     expected = codec.quantize(wide, fmt, rule, amax, importance)
     for name, backend in backends.items():
         found = backend.quantize(matrix(values, dtype), fmt, rule, amax, importance)
-        assert_same_bytes(found, expected, values, f"{name}, {dtype}, {rule}, group amax {amax.hex()}")
+        assert_same_bytes(
+            found, expected, values, f"{name}, {dtype}, {rule}, group amax {amax.hex()}"
+        )
     return expected
 
 
@@ -78,14 +89,18 @@ def test_quantize(backends: Backends, make, dtype: str, fmt: Format, rule: str) 
     amax = float(np.abs(values.astype(np.float32)).max())
     check(backends, values, dtype, fmt, rule)
     others = list(group_amaxes(dtype))[:: 40 if rule in SEARCHED else 1]
-    for group_amax in (0.0, float(np.float32(min(amax * 7.3, LARGEST["F32"]))), *others) if fmt is NVFP4 else ():
+    for group_amax in (
+        (0.0, float(np.float32(min(amax * 7.3, LARGEST["F32"]))), *others) if fmt is NVFP4 else ()
+    ):
         check(backends, values, dtype, fmt, rule, group_amax)
 
 
 @EVERY_DTYPE
 def test_nvfp4_around_midpoints(backends: Backends, dtype: str) -> None:
     for group_amax in group_amaxes(dtype):
-        values = around_midpoints(block_amaxes(dtype, group_amax, 1500), dtype, NVFP4, "amax", group_amax)
+        values = around_midpoints(
+            block_amaxes(dtype, group_amax, 1500), dtype, NVFP4, "amax", group_amax
+        )
         check(backends, values, dtype, NVFP4, "amax", group_amax)
 
 
@@ -100,7 +115,9 @@ def reciprocal_differences(values: Values, q: Quantized) -> int:
     """How many codes x * (1 / step) would get wrong."""
     blocks = values.astype(np.float32).reshape(-1, q.format.block_size)
     wrong = codec.encode_e2m1(blocks * (np.float32(1) / codec.block_steps(q))[:, None])
-    return int((wrong.reshape(1, -1) != codec.unpack(np.frombuffer(q.packed, np.uint8)[None])).sum())
+    return int(
+        (wrong.reshape(1, -1) != codec.unpack(np.frombuffer(q.packed, np.uint8)[None])).sum()
+    )
 
 
 @pytest.mark.sweep(4)
@@ -158,7 +175,10 @@ def hardest_quotients(exponent: int) -> Iterator[tuple[float, float]]:
                 step = -r * pow(n, -1, 1 << j) % (1 << j)
                 x = (n * step + r) >> j
                 if r and 2**23 <= step < 2**24 and 2**23 <= x < 2**24:
-                    yield float(np.ldexp(float(x), j - k + halvings + exponent)), float(np.ldexp(float(step), exponent))
+                    yield (
+                        float(np.ldexp(float(x), j - k + halvings + exponent)),
+                        float(np.ldexp(float(step), exponent)),
+                    )
 
 
 @pytest.mark.parametrize("exponent", range(-126, -88, 3))
@@ -170,11 +190,14 @@ def test_nvfp4_f32_with_the_smallest_steps(backends: Backends, exponent: int) ->
         blocks = np.zeros((64, 16), np.float32)
         scales = np.repeat(2.0 ** np.arange(-9, -1), 8).astype(np.float32)
         blocks[:, 0] = 6 * scales * global_scale
-        exact = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])[None, :, None] * (scales * global_scale)[:, None, None]
-        nearest = exact.astype(np.float32)
-        blocks[:, 1:15] = np.concatenate([np.nextafter(nearest, np.float32(9)), np.nextafter(nearest, np.float32(0))], 2).reshape(
-            64, 14
+        exact = (
+            np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])[None, :, None]
+            * (scales * global_scale)[:, None, None]
         )
+        nearest = exact.astype(np.float32)
+        blocks[:, 1:15] = np.concatenate(
+            [np.nextafter(nearest, np.float32(9)), np.nextafter(nearest, np.float32(0))], 2
+        ).reshape(64, 14)
         check(backends, blocks.reshape(1, -1), "F32", NVFP4, "amax", group_amax)
 
 
@@ -201,7 +224,9 @@ def test_nvfp4_where_quotients_are_7(backends: Backends, dtype: str) -> None:
         magnitudes = np.maximum(bits(rounded(np.array([7 * step]), dtype)) + np.arange(-3, 4), 0)
         if 7.5 * step < LARGEST[dtype]:
             blocks = np.zeros((7, 16), FLOAT_DTYPES[dtype])
-            blocks[:, 3:5] = from_bits(np.stack([magnitudes, magnitudes], axis=1), dtype, np.array([False, True]))
+            blocks[:, 3:5] = from_bits(
+                np.stack([magnitudes, magnitudes], axis=1), dtype, np.array([False, True])
+            )
             check(backends, blocks.reshape(1, -1), dtype, NVFP4, "amax", group_amax)
 
 
@@ -211,7 +236,9 @@ def test_nvfp4_where_quotients_are_7(backends: Backends, dtype: str) -> None:
 def test_the_smallest_values_under_every_step(backends: Backends, dtype: str, fmt: Format) -> None:
     """Where x / step underflows, a sign is lost; steps are powers of two, or just beside them."""
     low, high = EXPONENTS[dtype]
-    amax = rounded(6 * np.exp2(np.arange(low, high - 1.0))[:, None] * [1, 1 - 2**-7, 1 + 2**-7], dtype).ravel()
+    amax = rounded(
+        6 * np.exp2(np.arange(low, high - 1.0))[:, None] * [1, 1 - 2**-7, 1 + 2**-7], dtype
+    ).ravel()
     blocks = np.zeros((amax.size, 32), FLOAT_DTYPES[dtype])
     blocks[:, :31] = from_bits(np.arange(31) // 2, dtype, np.arange(31) % 2 == 1)
     blocks[:, 31] = blocks[:, 15] = amax
@@ -226,13 +253,23 @@ def test_the_smallest_values_under_every_step(backends: Backends, dtype: str, fm
 
 
 @pytest.mark.parametrize(("dtype", "most_on_plain"), [("BF16", 100), ("F16", 0), ("F32", 0)])
-def test_the_midpoints_tell_a_reciprocal_from_a_division_and_plain_data_hardly(dtype: str, most_on_plain: int) -> None:
+def test_the_midpoints_tell_a_reciprocal_from_a_division_and_plain_data_hardly(
+    dtype: str, most_on_plain: int
+) -> None:
     """bf16 weights meet ties by themselves, because the amax has eight bits too: 51 of these 65536."""
     amax = 2688.0
     values = around_midpoints(block_amaxes(dtype, amax, 1500), dtype, NVFP4, "amax", amax)
-    assert reciprocal_differences(values, codec.quantize(values.astype(np.float32), NVFP4, "amax", amax)) > 100
+    assert (
+        reciprocal_differences(
+            values, codec.quantize(values.astype(np.float32), NVFP4, "amax", amax)
+        )
+        > 100
+    )
     plain = gaussian(dtype, 64, 1024)
-    assert reciprocal_differences(plain, codec.quantize(plain.astype(np.float32), NVFP4, "amax")) <= most_on_plain
+    assert (
+        reciprocal_differences(plain, codec.quantize(plain.astype(np.float32), NVFP4, "amax"))
+        <= most_on_plain
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- exhaustive
@@ -240,8 +277,47 @@ def test_the_midpoints_tell_a_reciprocal_from_a_division_and_plain_data_hardly(d
 SCALES = [0x01, 0x02, 0x07, 0x08, 0x0F, 0x10, 0x2B, 0x38, 0x39, 0x3F, 0x50, 0x66, 0x77, 0x7D, 0x7E]
 # Global scales; the bf16 kernel takes another path where block_scale * global_scale is outside 2^-100 .. 2^16.
 GLOBALS = {
-    "BF16": (-126, -125.3, -117.2, -109, -100.9, -91, -60.4, -24, 0, 0.1, 7.19, 9.7, 16, 60.2, 115.9, 116.6),
-    "F16": (-126, -60.1, -33, -21.7, -16, -15.6, -14.8, -13, -12.1, -10.7, -9, -7.9, -6.3, -4, -3.3, -1.2, 0, 1.4, 3, 4.6, 7.2),
+    "BF16": (
+        -126,
+        -125.3,
+        -117.2,
+        -109,
+        -100.9,
+        -91,
+        -60.4,
+        -24,
+        0,
+        0.1,
+        7.19,
+        9.7,
+        16,
+        60.2,
+        115.9,
+        116.6,
+    ),
+    "F16": (
+        -126,
+        -60.1,
+        -33,
+        -21.7,
+        -16,
+        -15.6,
+        -14.8,
+        -13,
+        -12.1,
+        -10.7,
+        -9,
+        -7.9,
+        -6.3,
+        -4,
+        -3.3,
+        -1.2,
+        0,
+        1.4,
+        3,
+        4.6,
+        7.2,
+    ),
 }
 
 
@@ -282,7 +358,9 @@ def test_every_block_scale_of_mxfp4(backends: Backends, dtype: str) -> None:
     if dtype == "F32":
         mantissas = np.arange(0, 0x800000, 0x200000)[:, None] + np.arange(-2, 3)
         magnitudes = (np.arange(255)[:, None, None] * 0x800000 + mantissas).ravel()
-        amax = from_bits(np.clip(magnitudes, 0, 0x7F7FFFFF), dtype, generator(9).random(magnitudes.size) < 0.5)
+        amax = from_bits(
+            np.clip(magnitudes, 0, 0x7F7FFFFF), dtype, generator(9).random(magnitudes.size) < 0.5
+        )
     else:
         amax = every_finite(dtype)
     blocks = np.zeros((len(amax), 32), amax.dtype)
@@ -299,14 +377,28 @@ def test_block_scales_of_nvfp4_around_their_midpoints(backends: Backends, dtype:
         magnitudes = bits(rounded(scales * (group_amax / 448), dtype))[:, None] + np.arange(-3, 4)
         largest = int(bits(rounded(np.array([np.inf]), dtype))[0])
         blocks = np.zeros((magnitudes.size, 16), FLOAT_DTYPES[dtype])
-        blocks[:, 9] = from_bits(np.clip(magnitudes.ravel(), 0, largest), dtype, np.arange(magnitudes.size) % 2 == 1)
+        blocks[:, 9] = from_bits(
+            np.clip(magnitudes.ravel(), 0, largest), dtype, np.arange(magnitudes.size) % 2 == 1
+        )
         check(backends, blocks.reshape(1, -1), dtype, NVFP4, "amax", group_amax)
 
 
 # ------------------------------------------------------------------------------------------------------- dequantize
 
 # Ties of bf16 and fp16, results that are subnormal in each dtype, overflow to Inf, zero.
-STORED = (1.0, 0.3, 1 / 2688, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 5e-6, 2.0**-15, 2.0**-17, 0.9 * 2.0**-18)
+STORED = (
+    1.0,
+    0.3,
+    1 / 2688,
+    1 + 2**-8,
+    1 + 3 * 2**-8,
+    1 + 2**-11,
+    1 + 3 * 2**-11,
+    5e-6,
+    2.0**-15,
+    2.0**-17,
+    0.9 * 2.0**-18,
+)
 STORED += (1.7e-38, 2.0**-126, 2.0**-130, 2.0**-149, 1e30, 1.26e35, LARGEST["F32"], 0.0)
 
 
@@ -316,7 +408,9 @@ def every_block(fmt: Format, global_scale: float | None, kind: Kind) -> Quantize
     codes[256:] = generator(10).permuted(codes[256:], axis=1)
     scales = np.tile(np.arange(256, dtype=np.uint8), 2)
     stored = None if global_scale is None else float(np.float32(global_scale))
-    return Quantized(fmt, (512, fmt.block_size), codec.pack(codes).ravel().data, scales.data, stored, kind)
+    return Quantized(
+        fmt, (512, fmt.block_size), codec.pack(codes).ravel().data, scales.data, stored, kind
+    )
 
 
 def without_overflow(q: Quantized, dtype: str) -> Quantized:
@@ -326,7 +420,14 @@ def without_overflow(q: Quantized, dtype: str) -> Quantized:
     fits = ~(np.abs(codec.block_steps(q)) > LARGEST[dtype] / 6)
     packed = np.frombuffer(q.packed, np.uint8).reshape(len(fits), -1)[fits]
     scales = np.frombuffer(q.block_scales, np.uint8)[fits]
-    return Quantized(q.format, (len(scales), q.format.block_size), packed.ravel().data, scales.data, q.global_scale, q.kind)
+    return Quantized(
+        q.format,
+        (len(scales), q.format.block_size),
+        packed.ravel().data,
+        scales.data,
+        q.global_scale,
+        q.kind,
+    )
 
 
 def check_dequantize(backends: Backends, q: Quantized, dtype: str) -> None:
@@ -335,8 +436,12 @@ def check_dequantize(backends: Backends, q: Quantized, dtype: str) -> None:
         part = without_overflow(q, dtype) if isinstance(backend, Cpu) else q
         with np.errstate(all="ignore"):
             expected = codec.dequantize(part).astype(FLOAT_DTYPES[dtype])
-        found = np.frombuffer(backend.dequantize(part, dtype), FLOAT_DTYPES[dtype]).reshape(part.shape)
-        assert_same_values(found, expected, f"{name}, {dtype}, {q.format.name}, {q.kind} {q.global_scale}")
+        found = np.frombuffer(backend.dequantize(part, dtype), FLOAT_DTYPES[dtype]).reshape(
+            part.shape
+        )
+        assert_same_values(
+            found, expected, f"{name}, {dtype}, {q.format.name}, {q.kind} {q.global_scale}"
+        )
 
 
 @EVERY_DTYPE
@@ -356,6 +461,15 @@ def test_dequantize_mxfp4(backends: Backends, dtype: str) -> None:
 def test_dequantize_any_number_of_blocks(backends: Backends, dtype: str, fmt: Format) -> None:
     rng = generator(11)
     for blocks in [*range(1, 71), 129]:
-        packed, scales = rng.bytes(blocks * fmt.block_size // 2), rng.integers(0x30, 0x40, blocks).astype(np.uint8)
-        q = Quantized(fmt, (1, blocks * fmt.block_size), memoryview(packed), scales.data, 0.7 if fmt is NVFP4 else None)
+        packed, scales = (
+            rng.bytes(blocks * fmt.block_size // 2),
+            rng.integers(0x30, 0x40, blocks).astype(np.uint8),
+        )
+        q = Quantized(
+            fmt,
+            (1, blocks * fmt.block_size),
+            memoryview(packed),
+            scales.data,
+            0.7 if fmt is NVFP4 else None,
+        )
         check_dequantize(backends, q, dtype)

@@ -22,7 +22,15 @@ from fp4convert.numerics.matrices import Matrix, Quantized
 
 pytestmark = pytest.mark.system
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
-FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-static"]
+FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+    "-static",
+]
 KINDS = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp32": np.float32}
 RULES = ("floor", "even", "ceil")
 COLUMNS = 32 * 71
@@ -31,7 +39,9 @@ IMPORTANCE = scattered_importance(COLUMNS)
 
 def leveled_kernels() -> list[str]:
     """The kernels that are compiled once per instruction set."""
-    (names,) = re.findall(r"^set\(leveled (.*)\)$", (ROOT / "CMakeLists.txt").read_text(), re.MULTILINE)
+    (names,) = re.findall(
+        r"^set\(leveled (.*)\)$", (ROOT / "CMakeLists.txt").read_text(), re.MULTILINE
+    )
     return names.split()
 
 
@@ -42,19 +52,29 @@ def program(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("neon")
     sources = {**{name: ["-DFP4_LEVEL=0"] for name in leveled_kernels()}, "cpu.c": []}
     for name, defines in sources.items():
-        subprocess.run([COMPILER, *FLAGS, *defines, "-c", ROOT / "kernels" / name, "-o", folder / f"{name}.o"], check=True)
+        subprocess.run(
+            [COMPILER, *FLAGS, *defines, "-c", ROOT / "kernels" / name, "-o", folder / f"{name}.o"],
+            check=True,
+        )
     objects = [folder / f"{name}.o" for name in sources]
-    subprocess.run([COMPILER, *FLAGS, ROOT / "tests" / "run_kernels.c", *objects, "-o", folder / "run"], check=True)
+    subprocess.run(
+        [COMPILER, *FLAGS, ROOT / "tests" / "run_kernels.c", *objects, "-o", folder / "run"],
+        check=True,
+    )
     return folder / "run"
 
 
 def inputs(seed: int) -> dict[str, np.ndarray]:
     """Wide exponents, ties, subnormals, zeros and -0, finite in every type."""
     chance = np.random.default_rng(seed)
-    wide = chance.standard_normal(COLUMNS) * np.exp2(chance.integers(-30, 8, COLUMNS // 16)).repeat(16)
+    wide = chance.standard_normal(COLUMNS) * np.exp2(chance.integers(-30, 8, COLUMNS // 16)).repeat(
+        16
+    )
     ties = chance.integers(-28, 29, COLUMNS) / 4 * 2.0 ** chance.integers(-6, 4)
     tiny = chance.standard_normal(COLUMNS) * 2.0**-128
-    values = np.choose(chance.integers(0, 3, COLUMNS // 16).repeat(16), (wide, ties, tiny)).astype(np.float32)
+    values = np.choose(chance.integers(0, 3, COLUMNS // 16).repeat(16), (wide, ties, tiny)).astype(
+        np.float32
+    )
     values[::97] = -0.0
     values[:64] = 0
     return {kind: values.astype(dtype) for kind, dtype in KINDS.items()}
@@ -66,7 +86,10 @@ def expected_bytes(x: dict[str, np.ndarray]) -> bytes:
     for values in x.values():
         wide = values.astype(np.float32).reshape(1, -1)
         parts.append(np.abs(wide).max().tobytes())
-        quantized = [codec.quantize(wide, NVFP4, "amax"), *(codec.quantize(wide, MXFP4, rule) for rule in RULES)]
+        quantized = [
+            codec.quantize(wide, NVFP4, "amax"),
+            *(codec.quantize(wide, MXFP4, rule) for rule in RULES),
+        ]
         parts += [bytes(part) for q in quantized for part in (q.packed, q.block_scales)]
     wide = x["bf16"].astype(np.float32).reshape(1, -1)
     nvfp4, mxfp4 = codec.quantize(wide, NVFP4, "amax"), codec.quantize(wide, MXFP4, "even")
@@ -96,7 +119,9 @@ def expected_of_grids(values: np.ndarray) -> Iterator[bytes]:
     width = -(-COLUMNS // 100)
     fp8 = Grid(values[: 2 * width].reshape(2, width), (3, 100), 1)
     decoded = fp8_int.decode_fp8(stored, (4, COLUMNS), fp8)
-    yield np.array(np.nan if np.isnan(decoded).any() else np.abs(decoded).max(), np.float32).tobytes()
+    yield np.array(
+        np.nan if np.isnan(decoded).any() else np.abs(decoded).max(), np.float32
+    ).tobytes()
     yield decoded.tobytes()
     for bits, columns in ((4, 2 * COLUMNS), (8, COLUMNS)):
         width = -(-columns // 100)
@@ -111,9 +136,15 @@ def expected_of_grids(values: np.ndarray) -> Iterator[bytes]:
 def expected_of_searches(wide: np.ndarray) -> Iterator[bytes]:
     narrow = wide.reshape(-1, 32)
     amax = float(np.abs(wide).max())
-    made = [codec.quantize(wide, fmt, rule) for fmt, rule in ((NVFP4, "mse"), (NVFP4, "four-over-six"), (MXFP4, "mse"))]
+    made = [
+        codec.quantize(wide, fmt, rule)
+        for fmt, rule in ((NVFP4, "mse"), (NVFP4, "four-over-six"), (MXFP4, "mse"))
+    ]
     for rows in (wide, narrow):
-        made += [codec.quantize(rows, fmt, "importance", amax, IMPORTANCE[: rows.shape[1]]) for fmt in (NVFP4, MXFP4)]
+        made += [
+            codec.quantize(rows, fmt, "importance", amax, IMPORTANCE[: rows.shape[1]])
+            for fmt in (NVFP4, MXFP4)
+        ]
     for q in made:
         yield bytes(q.packed)
         yield bytes(q.block_scales)
@@ -129,7 +160,9 @@ def expected_of_comparisons(wide: np.ndarray, against: np.ndarray) -> Iterator[b
         (np.float32(1) / multiplier, "divisor"),
     )
     said = [replace(nvfp4, global_scale=float(number), kind=kind) for number, kind in stored]
-    yield from (bytes(compare(wide, q).rows) for q in (*said, mxfp4, replace(mxfp4, block_scales=ones)))
+    yield from (
+        bytes(compare(wide, q).rows) for q in (*said, mxfp4, replace(mxfp4, block_scales=ones))
+    )
     yield compare_values(wide.reshape(8, -1), against.reshape(8, -1)).tobytes()
     yield count_codes(mxfp4.packed).tobytes()
 
@@ -139,7 +172,11 @@ def test_neon_gives_the_codecs_bytes(program, tmp_path, seed):
     x = inputs(seed)
     amax = [float(np.abs(values.astype(np.float32)).max()) for values in x.values()]
     weights = [codec.weigh(IMPORTANCE, COLUMNS, fmt).tobytes() for fmt in (NVFP4, MXFP4)]
-    data = struct.pack("<q", COLUMNS) + b"".join(values.tobytes() for values in x.values()) + struct.pack("<3f", *amax)
+    data = (
+        struct.pack("<q", COLUMNS)
+        + b"".join(values.tobytes() for values in x.values())
+        + struct.pack("<3f", *amax)
+    )
     (tmp_path / "in").write_bytes(b"".join([data, *weights]))
     subprocess.run([EMULATOR, program, tmp_path / "in", tmp_path / "out"], check=True)
     with np.errstate(over="ignore"):

@@ -37,7 +37,9 @@ def steps() -> Integers:
     """S, but for the one that is not quick."""
     first, last = 1 << 23, (1 << 24) - 2
     any_others = np.random.default_rng(0).integers(first, last, 3000)
-    return np.concatenate((np.arange(first, first + 40), any_others, np.arange(last - 40, last + 1)))
+    return np.concatenate(
+        (np.arange(first, first + 40), any_others, np.arange(last - 40, last + 1))
+    )
 
 
 def cases(exponent: int, sign: int) -> Case:
@@ -48,7 +50,10 @@ def cases(exponent: int, sign: int) -> Case:
     assert (np.ldexp(i.astype(np.float64), -24) == inverse).all()
     x = (np.multiply.outer(PLACES, s) >> 12 + exponent)[..., None] + np.arange(-2, 4)
     every_s, every_i = (np.broadcast_to(values[:, None], x.shape) for values in (s, i))
-    is_quick = np.ldexp(x.astype(np.float32), exponent - 23) * np.ldexp(every_i.astype(np.float32), -24) < REACH
+    is_quick = (
+        np.ldexp(x.astype(np.float32), exponent - 23) * np.ldexp(every_i.astype(np.float32), -24)
+        < REACH
+    )
     is_taken = (x >= 1 << 23) & (x < 1 << 24) & is_quick
     in_units = sign * x[is_taken] << 26 - 23 + exponent
     product = in_units * every_i[is_taken]  # of 26 + 24 - 12 bits below Q's last

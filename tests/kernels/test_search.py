@@ -21,7 +21,16 @@ from adversarial import (
     scattered_importance,
 )
 from numpy.typing import NDArray
-from scale_search import GRID, assert_same_scales, every_code, every_exponent, f32, lattice, normalised, searched
+from scale_search import (
+    GRID,
+    assert_same_scales,
+    every_code,
+    every_exponent,
+    f32,
+    lattice,
+    normalised,
+    searched,
+)
 
 from fp4convert.errors import InputError
 from fp4convert.numerics import codec
@@ -39,16 +48,26 @@ def test_mse_is_the_best_of_all_codes(make: Callable[[str, int, int], Values], d
     amax = float(np.abs(blocks).max())
     for group_amax in (amax, min(amax * 7.3, LARGEST["F32"]), 2688.0, 0.0, amax / 3000):
         assert_same_scales(
-            searched(blocks, NVFP4, group_amax), every_code(blocks, group_amax), blocks, f"group amax {group_amax}"
+            searched(blocks, NVFP4, group_amax),
+            every_code(blocks, group_amax),
+            blocks,
+            f"group amax {group_amax}",
         )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mse_around_midpoints(dtype: str) -> None:
     for group_amax in list(group_amaxes(dtype))[::12]:
-        blocks = around_midpoints(block_amaxes(dtype, group_amax, 150), dtype, NVFP4, "amax", group_amax)
+        blocks = around_midpoints(
+            block_amaxes(dtype, group_amax, 150), dtype, NVFP4, "amax", group_amax
+        )
         blocks = blocks.astype(f32).reshape(-1, 16)
-        assert_same_scales(searched(blocks, NVFP4, group_amax), every_code(blocks, group_amax), blocks, f"{group_amax}")
+        assert_same_scales(
+            searched(blocks, NVFP4, group_amax),
+            every_code(blocks, group_amax),
+            blocks,
+            f"{group_amax}",
+        )
 
 
 @pytest.mark.sweep(3)
@@ -57,14 +76,21 @@ def test_mse_where_values_lie_on_grids_of_other_scales(group_amax: float) -> Non
     """What makes far codes win; under small group amaxes scales are at their upper end, or beyond it."""
     for values in lattice(1000, 21):
         blocks = (values * f32(group_amax / 2688)).astype(f32)
-        assert_same_scales(searched(blocks, NVFP4, group_amax), every_code(blocks, group_amax), blocks)
-        assert_same_scales(searched(blocks, NVFP4, group_amax / 40), every_code(blocks, group_amax / 40), blocks)
+        assert_same_scales(
+            searched(blocks, NVFP4, group_amax), every_code(blocks, group_amax), blocks
+        )
+        assert_same_scales(
+            searched(blocks, NVFP4, group_amax / 40), every_code(blocks, group_amax / 40), blocks
+        )
 
 
 def test_mse_of_values_so_small_that_their_squares_underflow() -> None:
     """Beside one large value.  The cost of a higher code can then round to less, and wins, being the least of all."""
     rng = generator(22)
-    blocks = (np.exp2(rng.uniform(-90, 0, (10000, 16))) * rng.choice([0.0, 1.0], (10000, 16), p=[0.7, 0.3])).astype(f32)
+    blocks = (
+        np.exp2(rng.uniform(-90, 0, (10000, 16)))
+        * rng.choice([0.0, 1.0], (10000, 16), p=[0.7, 0.3])
+    ).astype(f32)
     blocks[:, 0] = rng.choice(GRID[1:], 10000)
     expected = every_code(blocks, 6.0 * 64)
     assert_same_scales(searched(blocks, NVFP4, 6.0 * 64), expected, blocks)
@@ -107,7 +133,9 @@ def test_the_window_of_scalesweep_holds() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
-def test_mxfp4_mse_is_the_best_of_all_exponents(make: Callable[[str, int, int], Values], dtype: str) -> None:
+def test_mxfp4_mse_is_the_best_of_all_exponents(
+    make: Callable[[str, int, int], Values], dtype: str
+) -> None:
     blocks = make(dtype, 16, 1024).astype(f32).reshape(-1, 32)
     assert_same_scales(searched(blocks, MXFP4), every_exponent(blocks), blocks)
 
@@ -130,10 +158,14 @@ def test_mxfp4_mse_by_hand() -> None:
 # --------------------------------------------------------------------------------------------------------- importance
 
 
-def weighted(blocks: Float32s, fmt: Format, importance: Float32s, group_amax: float | None = None) -> NDArray[np.int64]:
+def weighted(
+    blocks: Float32s, fmt: Format, importance: Float32s, group_amax: float | None = None
+) -> NDArray[np.int64]:
     """Scales of blocks, one to a row, under weights of their own."""
     x, flat = blocks.reshape(1, -1), importance.ravel()
-    return np.frombuffer(codec.quantize(x, fmt, "importance", group_amax, flat).block_scales, np.uint8).astype(np.int64)
+    return np.frombuffer(
+        codec.quantize(x, fmt, "importance", group_amax, flat).block_scales, np.uint8
+    ).astype(np.int64)
 
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
@@ -144,7 +176,9 @@ def test_importance_is_the_best_of_all_codes(make: Callable[[str, int, int], Val
         amax = float(np.abs(blocks).max())
         for group_amax in (amax, 2688.0):
             expected = every_code(blocks, group_amax, normalised(importance))
-            assert_same_scales(weighted(blocks, NVFP4, importance, group_amax), expected, blocks, dtype)
+            assert_same_scales(
+                weighted(blocks, NVFP4, importance, group_amax), expected, blocks, dtype
+            )
 
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
@@ -165,7 +199,9 @@ def test_only_ratios_of_importance_matter(fmt: Format) -> None:
         assert_same_scales(weighted(blocks, fmt, np.ldexp(importance, exponent)), found, blocks)
     for flat in (0.0, 1.0, 0.3, 2.0**-149, 3e38):
         assert_same_scales(
-            weighted(blocks, fmt, np.full_like(importance, flat)), searched(blocks, fmt, float(abs(blocks).max())), blocks
+            weighted(blocks, fmt, np.full_like(importance, flat)),
+            searched(blocks, fmt, float(abs(blocks).max())),
+            blocks,
         )
 
 
@@ -175,7 +211,9 @@ def test_columns_that_were_never_seen_only_decide_ties() -> None:
     block[0, :2], importance[0, 0] = (6.0, 4.5), 5.0
     assert weighted(block, NVFP4, importance, 2688.0).tolist() == [0x3C]
     block[0, 1] = 1e4
-    assert weighted(block, NVFP4, importance, 2688.0).tolist() == [0x54]  # 12: the largest under which 6 is exact
+    assert weighted(block, NVFP4, importance, 2688.0).tolist() == [
+        0x54
+    ]  # 12: the largest under which 6 is exact
 
 
 @pytest.mark.parametrize(
@@ -213,4 +251,6 @@ def test_four_over_six_by_hand() -> None:
     found = codec.quantize(blocks, NVFP4, "four-over-six", 1536.0)
     assert found.global_scale == 1.0
     assert bytes(found.block_scales) == bytes([0x38, 0x3C, 0x3C, 0x38])
-    assert codec.quantize(np.full((1, 16), 1536, f32), NVFP4, "four-over-six").block_scales[0] == 0x78  # 256
+    assert (
+        codec.quantize(np.full((1, 16), 1536, f32), NVFP4, "four-over-six").block_scales[0] == 0x78
+    )  # 256

@@ -26,7 +26,16 @@ from adversarial import (
 from cpu_levels import every_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scale_search import E4M3, GRID, assert_same_scales, costs, every_code, every_exponent, lattice, normalised
+from scale_search import (
+    E4M3,
+    GRID,
+    assert_same_scales,
+    costs,
+    every_code,
+    every_exponent,
+    lattice,
+    normalised,
+)
 from simt import SimtKernels
 
 from fp4convert.numerics import codec
@@ -37,9 +46,18 @@ from fp4convert.numerics.formats import IMPORTANCE, MXFP4, NVFP4, Format
 Backends = dict[str, Cpu | SimtKernels]
 f32 = np.float32
 EVERY_SEARCH = pytest.mark.parametrize(
-    ("fmt", "rule"), [(NVFP4, "mse"), (NVFP4, "four-over-six"), (NVFP4, IMPORTANCE), (MXFP4, "mse"), (MXFP4, IMPORTANCE)]
+    ("fmt", "rule"),
+    [
+        (NVFP4, "mse"),
+        (NVFP4, "four-over-six"),
+        (NVFP4, IMPORTANCE),
+        (MXFP4, "mse"),
+        (MXFP4, IMPORTANCE),
+    ],
 )
-UNITS = np.concatenate([GRID, MIDPOINTS.astype(f32), GRID * f32(1.5), f32([7, 8, 12, 3.25, 1e-3, 1e-20])])
+UNITS = np.concatenate(
+    [GRID, MIDPOINTS.astype(f32), GRID * f32(1.5), f32([7, 8, 12, 3.25, 1e-3, 1e-20])]
+)
 
 
 class Case(NamedTuple):
@@ -54,13 +72,18 @@ class Case(NamedTuple):
 @pytest.fixture(scope="module")
 def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
     folder = tmp_path_factory.mktemp("kernels")
-    return {**{f"level {level}": cpu for level, cpu in every_level(folder).items()}, "simt": SimtKernels(folder)}
+    return {
+        **{f"level {level}": cpu for level, cpu in every_level(folder).items()},
+        "simt": SimtKernels(folder),
+    }
 
 
 @st.composite
 def block(draw: st.DrawFn, dtype: str, size: int) -> Values:
     """Elements of one kind or of several, under a step of any exponent."""
-    step = E4M3[draw(st.integers(1, 126))].astype(np.float64) * 2.0 ** draw(st.integers(-150, 119) | st.integers(-8, 8))
+    step = E4M3[draw(st.integers(1, 126))].astype(np.float64) * 2.0 ** draw(
+        st.integers(-150, 119) | st.integers(-8, 8)
+    )
     places = draw(st.lists(st.integers(0, len(UNITS) - 1), min_size=size, max_size=size))
     ulps = draw(st.just([0] * size) | st.lists(st.integers(-2, 2), min_size=size, max_size=size))
     signs = np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size)))
@@ -75,7 +98,9 @@ def block(draw: st.DrawFn, dtype: str, size: int) -> Values:
     elif kind != "grid":
         most = 40 if kind == "tiny" else largest
         others = np.array(draw(st.lists(st.integers(0, most), min_size=size, max_size=size)))
-        magnitudes = np.where(draw(st.lists(st.booleans(), min_size=size, max_size=size)), others, magnitudes)
+        magnitudes = np.where(
+            draw(st.lists(st.booleans(), min_size=size, max_size=size)), others, magnitudes
+        )
     return from_bits(np.clip(magnitudes, 0, largest), dtype, signs)
 
 
@@ -98,7 +123,11 @@ def best_scales(case: Case, fmt: Format, rule: str) -> np.ndarray:
     with np.errstate(all="ignore"):
         if rule == "four-over-six":
             return better_of_two(blocks, amax)
-        return every_code(blocks, amax, weights) if fmt is NVFP4 else every_exponent(blocks, weights, 41)
+        return (
+            every_code(blocks, amax, weights)
+            if fmt is NVFP4
+            else every_exponent(blocks, weights, 41)
+        )
 
 
 def better_of_two(blocks: Float32s, group_amax: float) -> np.ndarray:
@@ -107,7 +136,10 @@ def better_of_two(blocks: Float32s, group_amax: float) -> np.ndarray:
     r = np.abs(blocks).max(axis=1) / (f32(6) * global_scale)
     six, four = (nearest_e4m3(f32(factor) * r) for factor in (1, 1.5))
     spent = [
-        [costs(row[None], E4M3[code] * global_scale, float(E4M3[code]) ** 2)[0] for row, code in zip(blocks, codes, strict=True)]
+        [
+            costs(row[None], E4M3[code] * global_scale, float(E4M3[code]) ** 2)[0]
+            for row, code in zip(blocks, codes, strict=True)
+        ]
         for codes in (six, four)
     ]
     return np.where(r == 0, 0x38, np.where(np.array(spent[1]) < np.array(spent[0]), four, six))
@@ -115,9 +147,13 @@ def better_of_two(blocks: Float32s, group_amax: float) -> np.ndarray:
 
 def nearest_e4m3(values: Float32s) -> np.ndarray:
     """Codes 1 to 126, half to even, by distances in float64, which holds them exactly."""
-    distance = np.abs(np.minimum(values, 1000).astype(np.float64)[:, None] - E4M3[1:127].astype(np.float64))
+    distance = np.abs(
+        np.minimum(values, 1000).astype(np.float64)[:, None] - E4M3[1:127].astype(np.float64)
+    )
     codes = np.arange(1, 127)
-    return codes[np.where(distance == distance.min(axis=1, keepdims=True), codes % 2 + 1, 9).argmin(axis=1)]
+    return codes[
+        np.where(distance == distance.min(axis=1, keepdims=True), codes % 2 + 1, 9).argmin(axis=1)
+    ]
 
 
 def check_kernels(backends: Backends, fmt: Format, rule: str, case: Case) -> np.ndarray:
@@ -128,12 +164,16 @@ def check_kernels(backends: Backends, fmt: Format, rule: str, case: Case) -> np.
     expected = codec.quantize(row.astype(f32), fmt, rule, amax, importance)
     for name, backend in backends.items():
         found = backend.quantize(matrix(row, case.dtype), fmt, rule, amax, importance)
-        assert_same_bytes(found, expected, row, f"{name}, {case.dtype}, {rule}, group amax {amax.hex()}")
+        assert_same_bytes(
+            found, expected, row, f"{name}, {case.dtype}, {rule}, group amax {amax.hex()}"
+        )
     return np.frombuffer(expected.block_scales, np.uint8).astype(np.int64)
 
 
 def check_case(backends: Backends, fmt: Format, rule: str, case: Case) -> None:
-    assert_same_scales(check_kernels(backends, fmt, rule, case), best_scales(case, fmt, rule), case.blocks)
+    assert_same_scales(
+        check_kernels(backends, fmt, rule, case), best_scales(case, fmt, rule), case.blocks
+    )
 
 
 @pytest.mark.sweep(5)
@@ -153,11 +193,21 @@ def test_kernels_where_far_scales_win(backends: Backends, fmt: Format, rule: str
     rng = generator(28)
     tiny = np.exp2(rng.uniform(-90, 0, (320, 16))) * rng.choice([0.0, 1.0], (320, 16), p=[0.7, 0.3])
     tiny[:, 0] = rng.choice(GRID[1:], 320)
-    subnormal = rng.uniform(0, 1, (640, 16)) * np.repeat(rng.uniform(0.4, 3.6, 40), 16)[:, None] * 6 * 2.0**-9
+    subnormal = (
+        rng.uniform(0, 1, (640, 16))
+        * np.repeat(rng.uniform(0.4, 3.6, 40), 16)[:, None]
+        * 6
+        * 2.0**-9
+    )
     for values in (*lattice(320, 28), tiny, subnormal):
         blocks = values.astype(f32).reshape(-1, fmt.block_size)
         for group_amax in (2688.0, 2688.0 / 40, 6.0 * 64):
-            check_kernels(backends, fmt, rule, Case("F32", blocks, group_amax, scattered_importance(blocks.size)))
+            check_kernels(
+                backends,
+                fmt,
+                rule,
+                Case("F32", blocks, group_amax, scattered_importance(blocks.size)),
+            )
 
 
 def test_mxfp4_clips_a_block_where_that_serves_the_others(backends: Backends) -> None:
@@ -182,7 +232,11 @@ def test_importance_reaches_far_down(backends: Backends) -> None:
 
 def test_a_subnormal_step_is_not_half_of_the_one_eight_codes_up(backends: Backends) -> None:
     """Of global scale M * 2^-149, M odd, scale 1 makes a step and 1/2 nearly one: twice M is 2 of the one, not 4 of the other."""
-    odd = next(m for m in range(2**23 + 1, 2**24, 2) if codec.global_scale_of(float(f32(2688 * m * 2.0**-149))) == m * 2.0**-149)
+    odd = next(
+        m
+        for m in range(2**23 + 1, 2**24, 2)
+        if codec.global_scale_of(float(f32(2688 * m * 2.0**-149))) == m * 2.0**-149
+    )
     blocks = np.zeros((33, 16), f32)
     blocks[np.arange(33), np.arange(33) % 16] = 2 * odd * 2.0**-149
     case = Case("F32", blocks, float(f32(2688 * odd * 2.0**-149)), np.ones(blocks.size, f32))

@@ -42,7 +42,8 @@ def cases(name: str, but: set[str]) -> list[str]:
 
 def unpacked(scales: Tensor | memoryview, packed: Tensor | memoryview, size: int) -> Blocks:
     stored, pairs = (
-        np.frombuffer(p if isinstance(p, memoryview) else p.view(torch.uint8).numpy(), np.uint8) for p in (scales, packed)
+        np.frombuffer(p if isinstance(p, memoryview) else p.view(torch.uint8).numpy(), np.uint8)
+        for p in (scales, packed)
     )
     return stored, np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1, size)
 
@@ -50,7 +51,9 @@ def unpacked(scales: Tensor | memoryview, packed: Tensor | memoryview, size: int
 def spent(blocks: Doubles, made: Blocks, global_scale: float) -> Doubles:
     """The squared error of every block of 16."""
     stored, codes = made
-    difference: Doubles = blocks - SIGNED[codes] * (E4M3[stored].astype(np.float64) * global_scale)[:, None]
+    difference: Doubles = (
+        blocks - SIGNED[codes] * (E4M3[stored].astype(np.float64) * global_scale)[:, None]
+    )
     return np.square(difference).sum(axis=1)
 
 
@@ -59,7 +62,11 @@ def quantized(case: str, rule: str) -> tuple[Doubles, Blocks, float]:
     x = golden("inputs")[case].float().numpy()
     q = codec.quantize(x, NVFP4, rule)
     assert q.global_scale is not None
-    return x.reshape(-1, 16).astype(np.float64), unpacked(q.block_scales, q.packed, 16), q.global_scale
+    return (
+        x.reshape(-1, 16).astype(np.float64),
+        unpacked(q.block_scales, q.packed, 16),
+        q.global_scale,
+    )
 
 
 def test_no_scale_of_modelopts_sweep_is_better() -> None:
@@ -67,7 +74,10 @@ def test_no_scale_of_modelopts_sweep_is_better() -> None:
     seen: Counter[str] = Counter()
     for case in cases("modelopt_nvfp4_mse", BELOW_OUR_GLOBAL_SCALES):
         blocks, ours, global_scale = quantized(case, "mse")
-        theirs = unpacked(*(golden("modelopt_nvfp4_mse")[f"{case}/{key}"] for key in ("weight_scale", "weight")), 16)
+        theirs = unpacked(
+            *(golden("modelopt_nvfp4_mse")[f"{case}/{key}"] for key in ("weight_scale", "weight")),
+            16,
+        )
         own, other = spent(blocks, ours, global_scale), spent(blocks, theirs, global_scale)
         assert (own <= other * (1 + NOISE)).all(), case
         assert (other <= own * (1 + NOISE)).all(), case
@@ -80,8 +90,13 @@ def test_no_scale_of_modelopts_sweep_is_better() -> None:
 def test_where_modelopts_global_scale_is_subnormal_ours_loses_less() -> None:
     for case in BELOW_OUR_GLOBAL_SCALES:
         blocks, ours, global_scale = quantized(case, "mse")
-        theirs = unpacked(*(golden("modelopt_nvfp4_mse")[f"{case}/{key}"] for key in ("weight_scale", "weight")), 16)
-        assert (spent(blocks, ours, global_scale) < spent(blocks, theirs, np.abs(blocks).max() / 2688)).all()
+        theirs = unpacked(
+            *(golden("modelopt_nvfp4_mse")[f"{case}/{key}"] for key in ("weight_scale", "weight")),
+            16,
+        )
+        assert (
+            spent(blocks, ours, global_scale) < spent(blocks, theirs, np.abs(blocks).max() / 2688)
+        ).all()
 
 
 def test_four_over_six_as_its_authors_have_it() -> None:
@@ -94,7 +109,9 @@ def test_four_over_six_as_its_authors_have_it() -> None:
     """
     seen: Counter[str] = Counter()
     made = golden("fouroversix_nvfp4")
-    for case in cases("fouroversix_nvfp4", BELOW_OUR_GLOBAL_SCALES | {f"allzero_{dtype}" for dtype in DTYPES}):
+    for case in cases(
+        "fouroversix_nvfp4", BELOW_OUR_GLOBAL_SCALES | {f"allzero_{dtype}" for dtype in DTYPES}
+    ):
         blocks, ours, global_scale = quantized(case, "four-over-six")
         theirs = unpacked(made[f"{case}/scale_factors"], made[f"{case}/values"], 16)
         assert global_scale == np.float32(made[f"{case}/amax"]) / np.float32(1536), case
@@ -123,7 +140,9 @@ def test_four_over_six_as_its_authors_have_it() -> None:
 def nearest_error(blocks: Doubles, step: Doubles) -> Doubles:
     """The squared error of every block whose elements are the nearest E2M1 values of a step."""
     q = np.abs(blocks) / step[:, None]
-    return np.square((q - GRID[np.abs(q[..., None] - GRID).argmin(axis=-1)]) * step[:, None]).sum(axis=1)
+    return np.square((q - GRID[np.abs(q[..., None] - GRID).argmin(axis=-1)]) * step[:, None]).sum(
+        axis=1
+    )
 
 
 def test_no_scale_of_quarks_observer_is_better() -> None:
@@ -132,7 +151,10 @@ def test_no_scale_of_quarks_observer_is_better() -> None:
     for case in cases("quark_mxfp4_mse", BELOW_OUR_GLOBAL_SCALES):
         x = golden("inputs")[case].float().numpy()
         blocks = x.reshape(-1, 32).astype(np.float64)
-        ours = 2.0 ** (np.frombuffer(codec.quantize(x, MXFP4, "mse").block_scales, np.uint8).astype(np.float64) - 127)
+        ours = 2.0 ** (
+            np.frombuffer(codec.quantize(x, MXFP4, "mse").block_scales, np.uint8).astype(np.float64)
+            - 127
+        )
         theirs = golden("quark_mxfp4_mse")[f"{case}/scale"].numpy().astype(np.float64).reshape(-1)
         is_tried = (np.abs(blocks).max(axis=1) > 0) & (theirs >= 2.0**-127) & (theirs <= 2.0**125)
         blocks, ours, theirs = blocks[is_tried], ours[is_tried], theirs[is_tried]
@@ -142,5 +164,7 @@ def test_no_scale_of_quarks_observer_is_better() -> None:
         is_known = (ours == largest) | (ours == largest / 2)
         assert (other <= own * (1 + NOISE))[is_known].all(), case
         assert (theirs == 2 * ours)[is_known & (theirs != ours)].all(), case
-        seen += Counter(np.where(ours == theirs, "same", np.where(is_known, "tie", "not tried")).tolist())
+        seen += Counter(
+            np.where(ours == theirs, "same", np.where(is_known, "tie", "not tried")).tolist()
+        )
     assert seen == {"same": 1963, "tie": 53}

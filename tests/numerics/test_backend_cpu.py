@@ -23,14 +23,31 @@ from adversarial import (
     rounded,
     wide_range,
 )
-from cpu_levels import EVERY_DTYPE, EVERY_RULE, NATIVE, Cpus, every_level, unaligned, unaligned_bytes
+from cpu_levels import (
+    EVERY_DTYPE,
+    EVERY_RULE,
+    NATIVE,
+    Cpus,
+    every_level,
+    unaligned,
+    unaligned_bytes,
+)
 
 from fp4convert.errors import InputError, NumericError
 from fp4convert.numerics import codec
 from fp4convert.numerics.backends.base import Given
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, MXFP4, NVFP4, Format, global_range, kernel_of, rule_number
+from fp4convert.numerics.formats import (
+    FLOAT_TYPES,
+    FORMATS,
+    MXFP4,
+    NVFP4,
+    Format,
+    global_range,
+    kernel_of,
+    rule_number,
+)
 from fp4convert.numerics.matrices import InMemory, Matrix, Quantized
 
 
@@ -51,16 +68,26 @@ def test_every_level_of_this_processor_is_reached(cpus: Cpus, level: int) -> Non
 GUARD = 0xA5
 
 
-def raw_quantize(cpu: Cpu, values: Values, dtype: str, fmt: Format, rule: str, offset: int) -> Quantized:
+def raw_quantize(
+    cpu: Cpu, values: Values, dtype: str, fmt: Format, rule: str, offset: int
+) -> Quantized:
     """Through the library's own entry, into buffers at odd addresses whose surroundings must stay as they were."""
     sizes = (values.size // 2, values.size // fmt.block_size)
     buffers = [np.full(size + 64, GUARD, np.uint8) for size in sizes]
-    packed, scales = (buffer[offset : offset + size] for buffer, size in zip(buffers, sizes, strict=True))
+    packed, scales = (
+        buffer[offset : offset + size] for buffer, size in zip(buffers, sizes, strict=True)
+    )
     amax = np.array([1.0], np.float32)
     importance = importance_for(rule, values.size)
-    choice = [*rule_number(fmt, rule), *([] if importance is None else [codec.weigh(importance, values.size, fmt), values.size])]
+    choice = [
+        *rule_number(fmt, rule),
+        *([] if importance is None else [codec.weigh(importance, values.size, fmt), values.size]),
+    ]
     arguments = [values, values.size, *([amax] if fmt is NVFP4 else []), *choice, packed, scales]
-    native = [ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data) for a in arguments]
+    native = [
+        ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data)
+        for a in arguments
+    ]
     cpu._library[f"{kernel_of(fmt, rule)}_{FLOAT_TYPES[dtype].word}"](*native)
     for buffer, size in zip(buffers, sizes, strict=True):
         assert (buffer[:offset] == GUARD).all(), "written before the buffer"
@@ -72,17 +99,23 @@ def raw_quantize(cpu: Cpu, values: Values, dtype: str, fmt: Format, rule: str, o
 @pytest.mark.sweep(3)
 @EVERY_RULE
 @EVERY_DTYPE
-def test_any_number_of_blocks_at_any_address(cpus: Cpus, dtype: str, fmt: Format, rule: str) -> None:
+def test_any_number_of_blocks_at_any_address(
+    cpus: Cpus, dtype: str, fmt: Format, rule: str
+) -> None:
     source = rounded(wide_range(dtype, 1, 32 * 200).astype(np.float32)[0] * 2.0**-8, dtype)
     for blocks in [*range(1, 71), 127, 128, 129, 150]:
         size, start = blocks * fmt.block_size, blocks % 13
         around = np.full(size + 64, np.nan, source.dtype)  # what lies beside x must not matter
         values = around[start : start + size]
         values[:] = source[:size]
-        expected = codec.quantize(values.astype(np.float32)[None], fmt, rule, 1.0, importance_for(rule, size))
+        expected = codec.quantize(
+            values.astype(np.float32)[None], fmt, rule, 1.0, importance_for(rule, size)
+        )
         for level, cpu in cpus.items():
             found = raw_quantize(cpu, values, dtype, fmt, rule, blocks % 31)
-            assert_same_bytes(found, expected, values, f"level {level}, {dtype}, {rule}, {blocks} blocks")
+            assert_same_bytes(
+                found, expected, values, f"level {level}, {dtype}, {rule}, {blocks} blocks"
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,7 +129,12 @@ def test_a_given_amax_takes_the_place_of_the_groups(dtype: str) -> None:
             [whole], [whole], NVFP4, rule, Given(given, () if importance is None else [importance])
         )
         assert found.global_scale == 1.0
-        assert_same_bytes(found, codec.quantize(values.astype(np.float32), NVFP4, rule, given, importance), values, rule)
+        assert_same_bytes(
+            found,
+            codec.quantize(values.astype(np.float32), NVFP4, rule, given, importance),
+            values,
+            rule,
+        )
     values[32, 511] = np.inf
     spoiled = InMemory(matrix(values, dtype))
     with pytest.raises(NumericError):
@@ -115,7 +153,10 @@ def test_data_need_not_be_aligned(cpus: Cpus, dtype: str, fmt: Format, rule: str
         found = cpu.quantize(unaligned(x), fmt, rule, amax, importance)
         assert_same_bytes(found, cpu.quantize(x, fmt, rule, amax, importance), values, "unaligned")
         shifted = Quantized(
-            fmt, found.shape, *(unaligned_bytes(part) for part in (found.packed, found.block_scales)), found.global_scale
+            fmt,
+            found.shape,
+            *(unaligned_bytes(part) for part in (found.packed, found.block_scales)),
+            found.global_scale,
         )
         assert cpu.dequantize(shifted, dtype) == cpu.dequantize(found, dtype)
 
@@ -123,7 +164,9 @@ def test_data_need_not_be_aligned(cpus: Cpus, dtype: str, fmt: Format, rule: str
 @EVERY_RULE
 def test_no_rows(cpus: Cpus, fmt: Format, rule: str) -> None:
     for cpu in cpus.values():
-        q = cpu.quantize(Matrix(memoryview(b""), "BF16", (0, 64)), fmt, rule, 0.0, importance_for(rule, 64))
+        q = cpu.quantize(
+            Matrix(memoryview(b""), "BF16", (0, 64)), fmt, rule, 0.0, importance_for(rule, 64)
+        )
         assert (len(q.packed), len(q.block_scales), q.shape) == (0, 0, (0, 64))
         assert len(cpu.dequantize(q, "BF16")) == 0
 
@@ -144,7 +187,9 @@ def test_amax(cpus: Cpus, make, dtype: str) -> None:  # type: ignore[no-untyped-
     for cpu in cpus.values():
         for start, size in [(0, 4096), *((size * 7, size) for size in range(200))]:
             part = values[:, start : start + size]
-            assert cpu.amax(matrix(part, dtype)) == float(np.abs(part.astype(np.float32)).max(initial=0))
+            assert cpu.amax(matrix(part, dtype)) == float(
+                np.abs(part.astype(np.float32)).max(initial=0)
+            )
 
 
 @EVERY_DTYPE
@@ -154,7 +199,12 @@ def test_amax_is_exact_and_lets_nothing_through_that_is_not_finite(cpus: Cpus, d
         for value in every[:: max(1, len(every) // 1500)]:
             assert cpu.amax(matrix(np.array([[value]]), dtype)) == abs(float(value))
         for size in (1, 16, 96, 333, 9000):
-            for place in {0, size // 2, size - 1, *({4095, 4096, 8191, 8192} if size > 8192 else ())}:  # four pages end there
+            for place in {
+                0,
+                size // 2,
+                size - 1,
+                *({4095, 4096, 8191, 8192} if size > 8192 else ()),
+            }:  # four pages end there
                 for bad in (np.inf, -np.inf, np.nan, -np.nan):
                     values = np.full((1, size), LARGEST[dtype]).astype(FLOAT_DTYPES[dtype])
                     values[0, place] = bad
@@ -183,7 +233,9 @@ def test_fp16_holds_65504_and_nothing_beyond(cpus: Cpus, fmt: Format) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scales", "stored"), [(b"\x7f\x7e", 1e6), (b"\x7e\x7e", 1e38), (b"\xfe\x38", 100.0)], ids=["nan", "inf", "negative"]
+    ("scales", "stored"),
+    [(b"\x7f\x7e", 1e6), (b"\x7e\x7e", 1e38), (b"\xfe\x38", 100.0)],
+    ids=["nan", "inf", "negative"],
 )
 def test_nothing_hides_an_overflow_of_fp16(cpus: Cpus, scales: bytes, stored: float) -> None:
     """A NaN scale beside it, 0 * Inf beside it, a negative block scale."""

@@ -13,7 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adversarial import DTYPES, Values, assert_same_bytes, gaussian, generator, importance_for, matrix, random_bits, rounded
+from adversarial import (
+    DTYPES,
+    Values,
+    assert_same_bytes,
+    gaussian,
+    generator,
+    importance_for,
+    matrix,
+    random_bits,
+    rounded,
+)
 from checkpoints import LAYER, bf16, llama_shards, run, write_checkpoint, write_llama, write_single
 from lazy_cuda import Machine
 from simt import KERNELS, compile_for_host
@@ -26,12 +36,17 @@ from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.numerics.formats import FORMATS, NVFP4
 from fp4convert.numerics.matrices import Matrix, Quantized
 
-EVERY_RULE = pytest.mark.parametrize(("fmt", "rule"), [(fmt, rule) for fmt in FORMATS.values() for rule in fmt.scale_rules])
+EVERY_RULE = pytest.mark.parametrize(
+    ("fmt", "rule"), [(fmt, rule) for fmt in FORMATS.values() for rule in fmt.scale_rules]
+)
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    folder, stems = tmp_path_factory.mktemp("simt"), [Path(source).stem for source in cubins.SOURCES]
+    folder, stems = (
+        tmp_path_factory.mktemp("simt"),
+        [Path(source).stem for source in cubins.SOURCES],
+    )
     return {stem: compile_for_host(KERNELS / f"{stem}.cu", folder) for stem in stems}
 
 
@@ -70,7 +85,9 @@ class Recorded:
         return None
 
 
-def gathered(panels: Iterator[tuple[int, Quantized]], shapes: Sequence[tuple[int, int]]) -> list[Quantized]:
+def gathered(
+    panels: Iterator[tuple[int, Quantized]], shapes: Sequence[tuple[int, int]]
+) -> list[Quantized]:
     """The panels of each member put together; each is read before the next is asked for."""
     parts: list[list[tuple[bytes, bytes, Quantized]]] = [[] for _ in shapes]
     for number, q in panels:
@@ -89,7 +106,11 @@ def gathered(panels: Iterator[tuple[int, Quantized]], shapes: Sequence[tuple[int
 
 def group_of(dtype: str) -> list[Values]:
     """Three matrices of 9, 1 and 23 panels, and one narrower; none fills its last launch block."""
-    return [gaussian(dtype, 33, 512), random_bits(dtype, 2, 1024), gaussian(dtype, 91, 544) * FLOAT_DTYPES[dtype].type(3)]
+    return [
+        gaussian(dtype, 33, 512),
+        random_bits(dtype, 2, 1024),
+        gaussian(dtype, 91, 544) * FLOAT_DTYPES[dtype].type(3),
+    ]
 
 
 @pytest.mark.sweep(9)
@@ -104,10 +125,13 @@ def test_a_group_is_quantized_under_one_amax_with_any_room(machine, dtype, fmt, 
     own = [importance_for(rule, each.shape[1]) for each in values[:2]]  # of another width each
     given = Given(importance=[one for one in own if one is not None])
     found = gathered(
-        open_backend("cuda").quantize_group(measured, measured[:2], fmt, rule, given), [each.shape for each in values[:2]]
+        open_backend("cuda").quantize_group(measured, measured[:2], fmt, rule, given),
+        [each.shape for each in values[:2]],
     )
     for q, each, one in zip(found, values[:2], own, strict=True):
-        assert_same_bytes(q, codec.quantize(each.astype(np.float32), fmt, rule, group_amax, one), each, rule)
+        assert_same_bytes(
+            q, codec.quantize(each.astype(np.float32), fmt, rule, group_amax, one), each, rule
+        )
     panels = [len(set(each.fetched)) for each in measured]
     assert len(measured[2].fetched) == panels[2]  # measured alone: fetched once
     again = sum(len(each.fetched) for each in measured) - sum(panels)
@@ -120,9 +144,14 @@ def test_a_given_amax_takes_the_place_of_the_groups(machine, dtype):
     """2688 makes the global scale 1, whatever the weights are; what lies beyond saturates, and NaN is still found."""
     values = rounded(generator(7).normal(0, 900, (33, 512)), dtype)
     weights = Recorded(values, dtype)
-    (found,) = gathered(open_backend("cuda").quantize_group([weights], [weights], NVFP4, "amax", Given(2688.0)), [values.shape])
+    (found,) = gathered(
+        open_backend("cuda").quantize_group([weights], [weights], NVFP4, "amax", Given(2688.0)),
+        [values.shape],
+    )
     assert found.global_scale == 1.0
-    assert_same_bytes(found, codec.quantize(values.astype(np.float32), NVFP4, "amax", 2688.0), values, "amax")
+    assert_same_bytes(
+        found, codec.quantize(values.astype(np.float32), NVFP4, "amax", 2688.0), values, "amax"
+    )
     values[32, 511] = np.nan
     with pytest.raises(NumericError):
         next(
@@ -136,9 +165,13 @@ def test_without_device_memory_for_them_panels_are_fetched_twice(machine):
     values = gaussian("BF16", 33, 512)
     weights = Recorded(values, "BF16")
     backend = open_backend("cuda")
-    machine.refuse_allocation = lambda number: number > 6 + 1  # amax, scale, arrivals and results, and one panel that stays
+    machine.refuse_allocation = lambda number: (
+        number > 6 + 1
+    )  # amax, scale, arrivals and results, and one panel that stays
     (found,) = gathered(backend.quantize_group([weights], [weights], NVFP4, "amax"), [values.shape])
-    assert_same_bytes(found, codec.quantize(values.astype(np.float32), NVFP4, "amax"), values, "no room")
+    assert_same_bytes(
+        found, codec.quantize(values.astype(np.float32), NVFP4, "amax"), values, "no room"
+    )
     assert len(weights.fetched) > len(set(weights.fetched))
 
 
@@ -157,26 +190,45 @@ def test_a_refusal_leaves_the_lane_as_it_was(machine, monkeypatch):
     small, wide = gaussian("BF16", 4, 512), gaussian("F32", 4, 8192)
     expected = codec.quantize(small.astype(np.float32), NVFP4, "amax", 0.25)
     for _ in range(2):  # each of its buffers has been used
-        assert_same_bytes(backend.quantize(matrix(small, "BF16"), NVFP4, "amax", 0.25), expected, small, "before")
+        assert_same_bytes(
+            backend.quantize(matrix(small, "BF16"), NVFP4, "amax", 0.25), expected, small, "before"
+        )
     machine.refuse_allocation = lambda number: True
     with pytest.raises(DeviceError, match="bytes of memory left"):
         backend.quantize(matrix(wide, "F32"), NVFP4, "amax", 0.25)
     machine.refuse_allocation = lambda number: False
     for _ in range(4):
-        assert_same_bytes(backend.quantize(matrix(small, "BF16"), NVFP4, "amax", 0.25), expected, small, "after")
+        assert_same_bytes(
+            backend.quantize(matrix(small, "BF16"), NVFP4, "amax", 0.25), expected, small, "after"
+        )
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("workers", [1, 8])
 def test_a_gpu_that_is_lost_ends_the_run(machine, tmp_path, workers):
-    shard = {f"model.layers.{n}.mlp.down_proj.weight": ("BF16", (64, 128), bf16(64, 128, seed=n)) for n in range(40)}
+    shard = {
+        f"model.layers.{n}.mlp.down_proj.weight": ("BF16", (64, 128), bf16(64, 128, seed=n))
+        for n in range(40)
+    }
     source = write_single(tmp_path / "source", shard)
     machine.is_lost = True
     outcome = run(
-        "quantize", source, "--format", "nvfp4", "--device", "cuda", "--workers", workers, "-o", tmp_path / "o", "--json"
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "--device",
+        "cuda",
+        "--workers",
+        workers,
+        "-o",
+        tmp_path / "o",
+        "--json",
     )
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "device-failed")
-    assert "cuda:0 (Imaginary GPU) failed: cudaErrorIllegalAddress" in outcome.json["error"]["message"]
+    assert (
+        "cuda:0 (Imaginary GPU) failed: cudaErrorIllegalAddress" in outcome.json["error"]["message"]
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -196,7 +248,9 @@ def test_a_caller_that_stops_early_gives_the_lane_back(machine):
     values = gaussian("BF16", 33, 512)
     expected = codec.quantize(values.astype(np.float32), NVFP4, "amax")
     for _ in range(2 * cuda_stream.LANES):
-        panels = backend.quantize_group([Recorded(values, "BF16")], [Recorded(values, "BF16")], NVFP4, "amax")
+        panels = backend.quantize_group(
+            [Recorded(values, "BF16")], [Recorded(values, "BF16")], NVFP4, "amax"
+        )
         assert bytes(next(panels)[1].packed) == bytes(expected.packed)[: 4 * 256]
         assert machine.unfinished()
         panels.close()
@@ -211,13 +265,17 @@ def test_what_stayed_on_the_gpu_is_freed_with_its_group(machine):
         weights = Recorded(gaussian("BF16", 33, 512), "BF16")
         assert len(list(backend.quantize_group([weights], [weights], NVFP4, "amax"))) == 9
         gc.collect()
-        held.add((number < cuda_stream.LANES) or len(machine.held))  # by then every lane has its buffers
+        held.add(
+            (number < cuda_stream.LANES) or len(machine.held)
+        )  # by then every lane has its buffers
     assert len(held) == 2
 
 
 def test_what_is_only_measured_takes_no_room(machine):
     machine.free_nbytes = 40_000 * cuda_stream.LANES * 5 // 4
-    other, own = (Recorded(gaussian("BF16", 33, 512), "BF16") for _ in range(2))  # 33,792 bytes each
+    other, own = (
+        Recorded(gaussian("BF16", 33, 512), "BF16") for _ in range(2)
+    )  # 33,792 bytes each
     list(open_backend("cuda").quantize_group([other, own], [own], NVFP4, "amax"))
     assert len(own.fetched) == len(other.fetched) == 9
 
@@ -228,7 +286,9 @@ def test_a_matrix_under_a_given_amax_is_never_measured(machine, dtype, fmt, rule
     values = gaussian(dtype, 33, 512)
     importance = importance_for(rule, 512)
     q = open_backend("cuda:0").quantize(matrix(values, dtype), fmt, rule, 0.25, importance)
-    assert_same_bytes(q, codec.quantize(values.astype(np.float32), fmt, rule, 0.25, importance), values, "given")
+    assert_same_bytes(
+        q, codec.quantize(values.astype(np.float32), fmt, rule, 0.25, importance), values, "given"
+    )
     assert not [name for _, name in machine.launches if name.startswith("amax")]
 
 
@@ -239,8 +299,17 @@ def test_dequantize(machine, fmt, kind, dtype):
     values = gaussian("BF16", 47, 544).astype(np.float32)
     q = codec.quantize(values, fmt, fmt.default_rule)
     if fmt.has_global_scale:
-        q = Quantized(fmt, q.shape, q.packed, q.block_scales, q.global_scale if kind == "multiplier" else 1234.5, kind)
-    found = np.frombuffer(open_backend("cuda").dequantize(q, dtype), FLOAT_DTYPES[dtype]).reshape(q.shape)
+        q = Quantized(
+            fmt,
+            q.shape,
+            q.packed,
+            q.block_scales,
+            q.global_scale if kind == "multiplier" else 1234.5,
+            kind,
+        )
+    found = np.frombuffer(open_backend("cuda").dequantize(q, dtype), FLOAT_DTYPES[dtype]).reshape(
+        q.shape
+    )
     assert found.tobytes() == codec.dequantize(q).astype(FLOAT_DTYPES[dtype]).tobytes()
 
 
@@ -256,17 +325,29 @@ def test_a_value_beyond_fp16_is_refused(machine):
 def test_products_with_vectors(machine, fmt, kind, vectors):
     q = codec.quantize(gaussian("F32", 45, 320).astype(np.float32), fmt, fmt.default_rule)
     wide = generator(20, vectors).standard_normal((vectors, 320), np.float32)
-    x = codec.quantize(wide, NVFP4, "amax") if kind == "nvfp4" else matrix(wide.astype(FLOAT_DTYPES[kind]), kind)
-    seen = codec.dequantize(x) if isinstance(x, Quantized) else wide.astype(FLOAT_DTYPES[kind]).astype(np.float32)
+    x = (
+        codec.quantize(wide, NVFP4, "amax")
+        if kind == "nvfp4"
+        else matrix(wide.astype(FLOAT_DTYPES[kind]), kind)
+    )
+    seen = (
+        codec.dequantize(x)
+        if isinstance(x, Quantized)
+        else wide.astype(FLOAT_DTYPES[kind]).astype(np.float32)
+    )
     exact = seen.astype(np.float64) @ codec.dequantize(q).astype(np.float64).T
     found = np.frombuffer(open_backend("cuda").gemv(q, x), np.float16).reshape(vectors, 45)
     size = np.abs(seen).astype(np.float64) @ np.abs(codec.dequantize(q)).astype(np.float64).T
-    assert (np.abs(found - exact) <= np.abs(exact) * 2.0**-11 + size * 320 * 2.0**-24 + 2.0**-25).all()
+    assert (
+        np.abs(found - exact) <= np.abs(exact) * 2.0**-11 + size * 320 * 2.0**-24 + 2.0**-25
+    ).all()
 
 
 @pytest.mark.parametrize(("columns", "dtype"), [(320, "F32"), (96, "F16"), (256, "F16")])
 def test_vectors_that_do_not_fit_are_refused(machine, columns, dtype):
-    q = codec.quantize(gaussian("F32", 4, 96 if columns == 96 else 320).astype(np.float32), NVFP4, "amax")
+    q = codec.quantize(
+        gaussian("F32", 4, 96 if columns == 96 else 320).astype(np.float32), NVFP4, "amax"
+    )
     with pytest.raises(InputError, match="expected"):
         open_backend("cuda").gemv(q, matrix(np.zeros((1, columns), FLOAT_DTYPES[dtype]), dtype))
 
@@ -296,14 +377,19 @@ def test_the_same_artifact_as_on_the_cpu(machine, fmt, dialect, count, tmp_path)
     assert found["device"] == ",".join(f"cuda:{number}" for number in range(count))
     assert {number for number, _ in machine.launches} == set(range(count))
     back = [
-        run("dequantize", tmp_path / "cuda", "--device", d, "-o", tmp_path / f"back-{d}", "--json").json for d in ("cpu", "cuda")
+        run(
+            "dequantize", tmp_path / "cuda", "--device", d, "-o", tmp_path / f"back-{d}", "--json"
+        ).json
+        for d in ("cpu", "cuda")
     ]
     assert back[0]["digest"] == back[1]["digest"]
     assert any(name.startswith("dequantize") for _, name in machine.launches)
 
 
 def test_auto_takes_the_gpu_and_says_so(machine, tmp_path):
-    outcome = run("quantize", write_llama(tmp_path / "source"), "--format", "nvfp4", "-o", tmp_path / "out")
+    outcome = run(
+        "quantize", write_llama(tmp_path / "source"), "--format", "nvfp4", "-o", tmp_path / "out"
+    )
     assert "on cuda:0" in outcome.out
 
 
@@ -313,7 +399,8 @@ def test_weights_that_are_not_finite_are_named_as_on_the_cpu(machine, tmp_path):
     data[300:302] = b"\xc0\x7f"
     source = write_single(tmp_path / "source", {name: ("BF16", (64, 128), bytes(data))})
     outcomes = [
-        run("quantize", source, "--format", "nvfp4", "-o", tmp_path / d, "--device", d, "--json") for d in ("cpu", "cuda")
+        run("quantize", source, "--format", "nvfp4", "-o", tmp_path / d, "--device", d, "--json")
+        for d in ("cpu", "cuda")
     ]
     assert [outcome.code for outcome in outcomes] == [2, 2]
     assert outcomes[0].json["error"]["message"] == outcomes[1].json["error"]["message"]
@@ -331,5 +418,15 @@ def test_a_shard_that_is_cut_off_meanwhile_ends_the_run(machine, tmp_path, monke
         return before(*arguments)
 
     monkeypatch.setattr(cuda.Cuda, "quantize_group", cut)
-    outcome = run("quantize", source, "--format", "nvfp4", "--device", "cuda", "-o", tmp_path / "out", "--json")
+    outcome = run(
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "--device",
+        "cuda",
+        "-o",
+        tmp_path / "out",
+        "--json",
+    )
     assert (outcome.code, outcome.json["error"]["code"]) == (3, "source-changed")

@@ -38,13 +38,20 @@ def codes(q: Quantized) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("dtype", "stored"), [("BF16", "803f00c0"), ("F16", "003c00c0"), ("F32", "0000803f000000c0")])
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [("BF16", "803f00c0"), ("F16", "003c00c0"), ("F32", "0000803f000000c0")]
+)
 def test_stored_weights_as_floats(dtype: str, stored: str) -> None:
-    assert codec.as_floats(Matrix(memoryview(bytes.fromhex(stored)), dtype, (2, 1))).tolist() == [[1], [-2]]
+    assert codec.as_floats(Matrix(memoryview(bytes.fromhex(stored)), dtype, (2, 1))).tolist() == [
+        [1],
+        [-2],
+    ]
 
 
 def test_floats_as_stored_weights() -> None:
-    x = codec.as_matrix(array(1, 0, -2, 0).reshape(2, 2)[:, :1])  # whose bytes do not lie side by side
+    x = codec.as_matrix(
+        array(1, 0, -2, 0).reshape(2, 2)[:, :1]
+    )  # whose bytes do not lie side by side
     assert (bytes(x.data).hex(), x.dtype, x.shape) == ("0000803f000000c0", "F32", (2, 1))
 
 
@@ -60,7 +67,11 @@ def test_the_sixteen_e2m1_codes() -> None:
     decoded = codec.decode_e2m1(every)
     assert decoded.tolist() == E2M1 + [-value for value in E2M1]
     assert np.signbit(decoded[8])
-    assert codec.encode_e2m1(decoded).tolist() == [*range(8), 0, *range(9, 16)]  # -0.0 is not below zero
+    assert codec.encode_e2m1(decoded).tolist() == [
+        *range(8),
+        0,
+        *range(9, 16),
+    ]  # -0.0 is not below zero
 
 
 @pytest.mark.parametrize("midpoint", TIES)
@@ -69,7 +80,11 @@ def test_e2m1_ties_go_to_the_even_code_and_neighbours_to_the_nearer(midpoint: fl
     tie = f32(midpoint)
     q = np.array([np.nextafter(tie, f32(0)), tie, np.nextafter(tie, f32(9))], f32)
     assert codec.encode_e2m1(q).tolist() == [below, TIES[midpoint], below + 1]
-    assert codec.encode_e2m1(-q).tolist() == [below + 8, TIES[midpoint] + 8, below + 9]  # -0.25 is below zero: code 8
+    assert codec.encode_e2m1(-q).tolist() == [
+        below + 8,
+        TIES[midpoint] + 8,
+        below + 9,
+    ]  # -0.25 is below zero: code 8
 
 
 def test_e2m1_zero_subnormals_and_saturation() -> None:
@@ -81,9 +96,16 @@ def test_e2m1_zero_subnormals_and_saturation() -> None:
 
 def test_the_finite_e4m3_bytes() -> None:
     """OCP 8-bit floating point v1.0: bias 7, subnormals below 2^-6; 0x7F and 0xFF are NaN."""
-    positive = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)][:-1]
+    positive = [m * 2.0**-9 for m in range(8)] + [
+        (8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)
+    ][:-1]
     assert len(positive) == 127
-    assert (positive[0x01], positive[0x08], positive[0x38], positive[0x7E]) == (0.001953125, 0.015625, 1.0, 448.0)
+    assert (positive[0x01], positive[0x08], positive[0x38], positive[0x7E]) == (
+        0.001953125,
+        0.015625,
+        1.0,
+        448.0,
+    )
     decoded = codec.decode_e4m3(np.arange(256, dtype=np.uint8))
     assert decoded[:127].tolist() == positive
     assert (-decoded[128:255]).tolist() == positive
@@ -97,7 +119,10 @@ def test_the_e8m0_bytes() -> None:
 
 
 def test_element_2i_is_the_low_nibble() -> None:
-    assert codec.pack(np.array([[1, 2, 15, 0], [8, 7, 3, 12]], np.uint8)).tolist() == [[0x21, 0x0F], [0x78, 0xC3]]
+    assert codec.pack(np.array([[1, 2, 15, 0], [8, 7, 3, 12]], np.uint8)).tolist() == [
+        [0x21, 0x0F],
+        [0x78, 0xC3],
+    ]
     every = np.arange(256, dtype=np.uint8).reshape(4, 64)
     assert np.array_equal(codec.pack(codec.unpack(every)), every)
 
@@ -123,13 +148,27 @@ def test_global_scale(amax: float, global_scale: float) -> None:
 
 def test_an_all_zero_tensor() -> None:
     q = codec.quantize(np.array([[0.0, -0.0] * 16] * 2, f32), NVFP4, "amax")
-    assert (bytes(q.packed), bytes(q.block_scales), q.global_scale, q.kind) == (bytes(32), b"\x38" * 4, 1.0, "multiplier")
+    assert (bytes(q.packed), bytes(q.block_scales), q.global_scale, q.kind) == (
+        bytes(32),
+        b"\x38" * 4,
+        1.0,
+        "multiplier",
+    )
 
 
 def test_zero_and_underflowing_blocks_store_one() -> None:
-    x = np.concatenate([block(NVFP4, -0.0), block(NVFP4, 2.0**-149, -(2.0**-149)), block(NVFP4, 2.0**-20), block(NVFP4, 1e30)])
+    x = np.concatenate(
+        [
+            block(NVFP4, -0.0),
+            block(NVFP4, 2.0**-149, -(2.0**-149)),
+            block(NVFP4, 2.0**-20),
+            block(NVFP4, 1e30),
+        ]
+    )
     q = codec.quantize(x, NVFP4, "amax")
-    assert bytes(q.block_scales) == b"\x38\x38\x01\x7e"  # fl(2^-149 / 6e26) is 0, fl(2^-20 / 6e26) is not: smallest scale
+    assert (
+        bytes(q.block_scales) == b"\x38\x38\x01\x7e"
+    )  # fl(2^-149 / 6e26) is 0, fl(2^-20 / 6e26) is not: smallest scale
     assert codes(q)[16:18] == [0, 0]  # the quotient of the negative one is -0.0, not below zero
 
 
@@ -160,7 +199,10 @@ def test_block_scales_round_half_to_even(value: float, byte: int) -> None:
 def test_every_e4m3_midpoint_and_its_neighbours() -> None:
     values = codec.decode_e4m3(np.arange(1, 127, dtype=np.uint8)).astype(np.float64)
     for low, tie in enumerate((values[:-1] + values[1:]) / 2, start=1):
-        near = [scale_byte(NVFP4, "amax", 6 * tie * (1 + offset * 2.0**-20), group_amax=2688.0) for offset in (-1, 0, 1)]
+        near = [
+            scale_byte(NVFP4, "amax", 6 * tie * (1 + offset * 2.0**-20), group_amax=2688.0)
+            for offset in (-1, 0, 1)
+        ]
         assert near == [low, low + low % 2, low + 1], tie
 
 
@@ -200,7 +242,11 @@ def test_a_group_amax_beyond_the_tensor_shares_its_global_scale() -> None:
 )
 def test_mxfp4_scale_rules(amax: str, floor: int, even: int, ceil: int) -> None:
     value = float.fromhex(amax)
-    assert [scale_byte(MXFP4, rule, -value, value / 2) for rule in ("floor", "even", "ceil")] == [floor, even, ceil]
+    assert [scale_byte(MXFP4, rule, -value, value / 2) for rule in ("floor", "even", "ceil")] == [
+        floor,
+        even,
+        ceil,
+    ]
 
 
 @pytest.mark.parametrize("rule", MXFP4.scale_rules)
@@ -229,7 +275,11 @@ def test_mxfp4_codes() -> None:
     """Amax 7.5: floor has step 1 and saturates, even and ceil have step 2."""
     x = block(MXFP4, 7.5, -5.0, 3.5, -0.5, 0.25, -0.25, -0.0)
     assert codes(codec.quantize(x, MXFP4, "floor"))[:8] == [7, 14, 6, 9, 0, 8, 0, 0]
-    assert codes(codec.quantize(x, MXFP4, "even"))[:8] == codes(codec.quantize(x, MXFP4, "ceil"))[:8] == [6, 12, 4, 8, 0, 8, 0, 0]
+    assert (
+        codes(codec.quantize(x, MXFP4, "even"))[:8]
+        == codes(codec.quantize(x, MXFP4, "ceil"))[:8]
+        == [6, 12, 4, 8, 0, 8, 0, 0]
+    )
 
 
 # ----------------------------------------------------------------------------------------------- refusals, dequantize
@@ -253,15 +303,26 @@ def test_a_rule_of_the_other_format_is_refused(fmt: Format, rule: str) -> None:
 def test_dequantize_multiplies_or_divides_as_stored(kind: Kind, expected: float) -> None:
     """The step is rounded once, before the code is applied; 0.3 is not a float32 and its inverse is another one."""
     stored = float(f32(0.3))
-    q = Quantized(NVFP4, (1, 16), memoryview(bytes(range(0x10, 0x100, 0x22))), memoryview(b"\x3b"), stored, kind)
+    q = Quantized(
+        NVFP4,
+        (1, 16),
+        memoryview(bytes(range(0x10, 0x100, 0x22))),
+        memoryview(b"\x3b"),
+        stored,
+        kind,
+    )
     step = f32(1.375) * f32(stored) if kind == "multiplier" else f32(1.375) / f32(stored)
     assert step == pytest.approx(1.375 * expected)
     values = codec.dequantize(q)
-    assert values.tolist() == [[float(codec.decode_e2m1(np.array([code], np.uint8))[0] * step) for code in codes(q)]]
+    assert values.tolist() == [
+        [float(codec.decode_e2m1(np.array([code], np.uint8))[0] * step) for code in codes(q)]
+    ]
 
 
 def test_dequantize_mxfp4_and_nan_scales() -> None:
-    q = Quantized(MXFP4, (1, 64), memoryview(b"\x7f\x19" + bytes(30)), memoryview(b"\x80\xff"), None)
+    q = Quantized(
+        MXFP4, (1, 64), memoryview(b"\x7f\x19" + bytes(30)), memoryview(b"\x80\xff"), None
+    )
     values = codec.dequantize(q)[0]
     assert values[:5].tolist() == [-12.0, 12.0, -1.0, 1.0, 0.0]
     assert np.isnan(values[32:]).all()
@@ -290,7 +351,9 @@ def same(found: memoryview, expected: Bytes) -> bool:
 
 def check_golden(package: str, name: str, is_equal: bool) -> None:
     reason = EXCLUDED[package].get(name)
-    assert is_equal is (reason is None), f"{name} of {package}: equal is {is_equal}, excluded because: {reason}"
+    assert is_equal is (reason is None), (
+        f"{name} of {package}: equal is {is_equal}, excluded because: {reason}"
+    )
 
 
 def test_every_excluded_case_exists() -> None:
@@ -312,7 +375,9 @@ def test_nvfp4_equals_modelopt(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("rule", "mode"), [("floor", "floor"), ("even", "even"), ("ceil", "rceil")])
+@pytest.mark.parametrize(
+    ("rule", "mode"), [("floor", "floor"), ("even", "even"), ("ceil", "rceil")]
+)
 def test_mxfp4_equals_torchao_but_for_minus_zero(case: str, rule: str, mode: str) -> None:
     """Where the input is -0.0 torchao writes code 8, and we 0."""
     q = quantized(case, MXFP4, rule)
@@ -341,10 +406,14 @@ def test_mxfp4_even_equals_compressed_tensors(case: str) -> None:
 def test_dequantize_equals_modelopt(case: str) -> None:
     q = quantized(case, NVFP4, "amax")
     assert q is not None
-    assert np.array_equal(codec.dequantize(q), golden("modelopt_nvfp4")[f"{case}/dequant_f32"].numpy())
+    assert np.array_equal(
+        codec.dequantize(q), golden("modelopt_nvfp4")[f"{case}/dequant_f32"].numpy()
+    )
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in EXCLUDED["compressed-tensors"]])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case not in EXCLUDED["compressed-tensors"]]
+)
 def test_dequantize_equals_compressed_tensors(case: str) -> None:
     q = quantized(case, MXFP4, "even")
     assert q is not None

@@ -58,7 +58,9 @@ def test_second_call_does_not_compile(cache, monkeypatch):
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
 def test_stored_file_is_whole(cache, capability):
     """It ends where its last table ends: CuPy's getCUBIN cuts a byte, without which the file is too short."""
-    stored = cubins.cubin_path(source(), cubins.target_for(capability, cubins.known_targets())).read_bytes()
+    stored = cubins.cubin_path(
+        source(), cubins.target_for(capability, cubins.known_targets())
+    ).read_bytes()
     assert stored[:4] == ELF[:4]
     programs_start, sections_start = struct.unpack_from("<2Q", stored, 0x20)
     program_nbytes, programs, section_nbytes, sections = struct.unpack_from("<4H", stored, 0x36)
@@ -80,7 +82,11 @@ def test_changed_source_is_compiled_again(compiled, tmp_path, monkeypatch, chang
 
 
 def test_each_source_target_and_nvrtc_has_its_own_file(compiled, monkeypatch):
-    targets = [Target(arch, has_cvt) for arch in ("sm_90", "sm_120", "sm_120a") for has_cvt in (False, True)]
+    targets = [
+        Target(arch, has_cvt)
+        for arch in ("sm_90", "sm_120", "sm_120a")
+        for has_cvt in (False, True)
+    ]
     cases = list(product((cubins.kernels_folder() / name for name in cubins.SOURCES), targets))
     paths = {cubins.cubin_path(*case) for case in cases}
     monkeypatch.setattr(cubins, "nvrtc_version", lambda: (99, 0))
@@ -97,7 +103,10 @@ def test_two_threads_give_one_whole_file(cache, monkeypatch):
         return content, ""
 
     monkeypatch.setattr(cubins, "compile_cubin", compile_cubin)
-    threads = [threading.Thread(target=lambda: paths.append(cubins.cubin_path(source(), PLAIN))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: paths.append(cubins.cubin_path(source(), PLAIN)))
+        for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -109,7 +118,10 @@ def test_two_threads_give_one_whole_file(cache, monkeypatch):
 def test_two_processes_give_one_whole_file(cache):
     asked = f"cubins.cubin_path(cubins.kernels_folder() / 'dequantize.cu', cubins.{PLAIN!r})"
     program = f"from fp4convert.numerics.backends import cubins; print({asked})"
-    processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     paths = [Path(process.communicate(timeout=WAIT_SECONDS)[0].strip()) for process in processes]
     assert paths == [*cache.iterdir()] * 2
     assert paths[0].read_bytes() == cubins.compile_cubin(source(), PLAIN)[0]
@@ -151,7 +163,12 @@ def test_failed_write_leaves_nothing(compiled, cache, tmp_path, monkeypatch):
     monkeypatch.setattr("os.replace", replace)
     with pytest.raises(OutputError, match="takes a compiled kernel"):
         cubins.cubin_path(source(), PLAIN)
-    assert not [path for folder in (cache, tmp_path / "temporary") for path in folder.rglob("*") if path.is_file()]
+    assert not [
+        path
+        for folder in (cache, tmp_path / "temporary")
+        for path in folder.rglob("*")
+        if path.is_file()
+    ]
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x7fELF", b"not a cubin" * 9])
@@ -178,7 +195,10 @@ def test_without_a_home_binaries_are_for_this_process_alone(compiled, tmp_path, 
 
 def test_cache_is_below_home_without_xdg_cache_home(compiled, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    for unset in (lambda: monkeypatch.setenv("XDG_CACHE_HOME", ""), lambda: monkeypatch.delenv("XDG_CACHE_HOME")):
+    for unset in (
+        lambda: monkeypatch.setenv("XDG_CACHE_HOME", ""),
+        lambda: monkeypatch.delenv("XDG_CACHE_HOME"),
+    ):
         unset()
         assert cubins.cubin_path(source(), PLAIN).parent == tmp_path / ".cache" / "fp4convert"
     assert len(compiled) == 1

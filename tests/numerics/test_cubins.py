@@ -28,16 +28,33 @@ ARCHS = {
     (12, 1): "sm_121a",
 }
 KNOWN = (75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121)  # to NVRTC 12.9, from Turing on
-STANDS_FOR = {"D": ("bf16", "fp16", "fp32"), "W": ("nvfp4", "mxfp4"), "X": ("bf16", "fp16", "nvfp4")}  # in the head comments
+STANDS_FOR = {
+    "D": ("bf16", "fp16", "fp32"),
+    "W": ("nvfp4", "mxfp4"),
+    "X": ("bf16", "fp16", "nvfp4"),
+}  # in the head comments
 BLOCKS = {  # to a multiprocessor
     **{"quantize_fp32": 4, "amax_fp32": 4, "quantize": 5, "amax": 5, "dequantize": 4, "gemv": 2},
     **{"compare": 4, "count": 6, "search": 3, "weigh": 2},
 }
-REGISTERS, THREADS = 65536, 256  # of a multiprocessor, of a block; a warp's registers come in eights a thread
-UNIT, ELEMENTS = 16, 32  # of a thread of the elementwise kernels, which has two units: kernels/device.h
+REGISTERS, THREADS = (
+    65536,
+    256,
+)  # of a multiprocessor, of a block; a warp's registers come in eights a thread
+UNIT, ELEMENTS = (
+    16,
+    32,
+)  # of a thread of the elementwise kernels, which has two units: kernels/device.h
 UNITS_IN_CODE = {"quantize": 2, "search": 1, "weigh": 1}  # the latter two loop over them
-DIVISION = {"FADD.FTZ": 2, "FSETP.GTU.FTZ.AND": 2, "FSETP.NEU.FTZ.AND": 4}  # NVRTC's routines, one of each to a kernel
-RECIPROCAL, INVERSION = {"FADD.FTZ": 2, "FSETP.NEU.FTZ.AND": 1}, {"FADD.FTZ": 1}  # the routine, and every place that may call it
+DIVISION = {
+    "FADD.FTZ": 2,
+    "FSETP.GTU.FTZ.AND": 2,
+    "FSETP.NEU.FTZ.AND": 4,
+}  # NVRTC's routines, one of each to a kernel
+RECIPROCAL, INVERSION = (
+    {"FADD.FTZ": 2, "FSETP.NEU.FTZ.AND": 1},
+    {"FADD.FTZ": 1},
+)  # the routine, and every place that may call it
 REMAINDER = {"F2I.FTZ.U32.TRUNC.NTZ": 1}
 NBYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 PLUS_ZERO = {  # x + 0.0 or x * 1 + 0.0, of two 16-bit elements or of one float32; adding -RZ would be -0.0 and change nothing
@@ -83,7 +100,10 @@ class Kernel:
 
     def wide_nbytes(self, opcode: str) -> int:
         """Bytes that a thread moves by 128-bit and 256-bit instructions."""
-        widths = [re.fullmatch(rf"{opcode}\.E\.(?:ENL2\.)?(128|256)(\..*)?", line.split()[0]) for line in self.code]
+        widths = [
+            re.fullmatch(rf"{opcode}\.E\.(?:ENL2\.)?(128|256)(\..*)?", line.split()[0])
+            for line in self.code
+        ]
         return sum(int(match[1]) // 8 for match in widths if match)
 
 
@@ -99,13 +119,23 @@ class Built:
 
 def disassemble(path: Path) -> dict[str, tuple[str, ...]]:
     """The instructions of each entry point; cuobjdump finds nvdisasm, which does the work, beside itself."""
-    (tool,) = [file for file in metadata.files("nvidia-cuda-cuobjdump") or () if file.name == "cuobjdump"]
-    text = subprocess.run([tool.locate(), "-sass", path], check=True, capture_output=True, text=True).stdout
+    (tool,) = [
+        file for file in metadata.files("nvidia-cuda-cuobjdump") or () if file.name == "cuobjdump"
+    ]
+    text = subprocess.run(
+        [tool.locate(), "-sass", path], check=True, capture_output=True, text=True
+    ).stdout
     parts = re.split(r"Function : (\w+)", text)[1:]
-    return {name: tuple(INSTRUCTION.findall(body)) for name, body in zip(parts[::2], parts[1::2], strict=True)}
+    return {
+        name: tuple(INSTRUCTION.findall(body))
+        for name, body in zip(parts[::2], parts[1::2], strict=True)
+    }
 
 
-GATE = ((8, 0), (12, 0))  # the targets that are compiled for in the gate: without E2M1 instructions and with them
+GATE = (
+    (8, 0),
+    (12, 0),
+)  # the targets that are compiled for in the gate: without E2M1 instructions and with them
 
 
 @pytest.fixture(
@@ -122,9 +152,14 @@ def built(request, tmp_path_factory) -> Built:
         cubin, log = cubins.compile_cubin(path, target, ("--ptxas-options=-v",))
         (folder / source).write_bytes(cubin)
         code = disassemble(folder / source)
-        resources = {name: [int(number) for number in rest] for name, *rest in RESOURCES.findall(log)}
+        resources = {
+            name: [int(number) for number in rest] for name, *rest in RESOURCES.findall(log)
+        }
         assert code.keys() == resources.keys()
-        kernels += [Kernel(name, source, resources[name][3], tuple(resources[name][:3]), code[name]) for name in code]
+        kernels += [
+            Kernel(name, source, resources[name][3], tuple(resources[name][:3]), code[name])
+            for name in code
+        ]
     arch = ARCHS[request.param]
     return Built(arch, arch.endswith("a"), tuple(kernels))
 
@@ -133,13 +168,25 @@ def promised(source: str) -> set[str]:
     """The entry points of a head comment, which writes D, W and X for types."""
     head = (cubins.kernels_folder() / source).read_text().partition("*/")[0]
     names = set()
-    for words in (name.split("_") for name in re.findall(r"^ \*   ([a-z]\w*)\(", head, re.MULTILINE)):
-        names |= {"_".join(choice) for choice in product(*(STANDS_FOR.get(word, (word,)) for word in words))}
+    for words in (
+        name.split("_") for name in re.findall(r"^ \*   ([a-z]\w*)\(", head, re.MULTILINE)
+    ):
+        names |= {
+            "_".join(choice)
+            for choice in product(*(STANDS_FOR.get(word, (word,)) for word in words))
+        }
     return names
 
 
 @pytest.mark.parametrize(
-    ("source", "count"), [("quantize.cu", 9), ("search.cu", 12), ("dequantize.cu", 6), ("gemv.cu", 6), ("compare.cu", 7)]
+    ("source", "count"),
+    [
+        ("quantize.cu", 9),
+        ("search.cu", 12),
+        ("dequantize.cu", 6),
+        ("gemv.cu", 6),
+        ("compare.cu", 7),
+    ],
 )
 def test_entry_points_are_those_of_the_head_comment(built, source, count):
     names = {kernel.name for kernel in built.kernels if kernel.source == source}
@@ -148,20 +195,32 @@ def test_entry_points_are_those_of_the_head_comment(built, source, count):
 
 
 def test_entry_points_are_those_of_the_cpu_library(built):
-    both, _, rest = (cubins.kernels_folder() / "cpu.c").read_text().partition("that CUDA has no kernels for")
+    both, _, rest = (
+        (cubins.kernels_folder() / "cpu.c").read_text().partition("that CUDA has no kernels for")
+    )
     text = both + rest[rest.index("#define ENTRIES") :]
-    stems, dtypes = re.findall(r"E\((\w+)_##d,", text), re.findall(r"FOR_DTYPE\(E, (\w+), \w*(?:_t|float)\)", text)
+    stems, dtypes = (
+        re.findall(r"E\((\w+)_##d,", text),
+        re.findall(r"FOR_DTYPE\(E, (\w+), \w*(?:_t|float)\)", text),
+    )
     expected = {f"{stem}_{dtype}" for stem, dtype in product(stems, dtypes)}
     assert len(expected) == 33
     expected |= set(re.findall(r"E\((count_codes),", text))
     assert {
-        kernel.name for kernel in built.of("amax", "quantize", "search", "weigh", "dequantize", "compare", "count")
+        kernel.name
+        for kernel in built.of(
+            "amax", "quantize", "search", "weigh", "dequantize", "compare", "count"
+        )
     } == expected
 
 
 def test_nothing_spills(built):
     assert not {kernel.name: kernel.memory for kernel in built.kernels if any(kernel.memory)}
-    assert not {kernel.name for kernel in built.kernels if any(line.startswith(("LDL", "STL")) for line in kernel.code)}
+    assert not {
+        kernel.name
+        for kernel in built.kernels
+        if any(line.startswith(("LDL", "STL")) for line in kernel.code)
+    }
 
 
 def test_registers_leave_room_for_the_promised_blocks(built):
@@ -182,8 +241,12 @@ def test_e2m1_instructions_are_used_where_the_target_has_them(built):
             for pattern in (r"F2FP\..*E2M1\.F32\.", r"F2FP\.F16\.E2M1\.UNPACK")
         )
         assert rounding == units.get(kernel.kind, 0) * UNIT // 2, kernel.name
-        assert (decoding >= 2 * 4 * 16) if built.has_cvt and kernel.kind == "gemv" else decoding == 0, kernel.name
-        assert any("E2M1" in line for line in kernel.code) == bool(rounding or decoding), kernel.name
+        assert (
+            (decoding >= 2 * 4 * 16) if built.has_cvt and kernel.kind == "gemv" else decoding == 0
+        ), kernel.name
+        assert any("E2M1" in line for line in kernel.code) == bool(rounding or decoding), (
+            kernel.name
+        )
 
 
 def test_elements_are_read_by_wide_loads(built):
@@ -225,7 +288,9 @@ def flushing(kernel: Kernel) -> Counter[str]:
 
 def test_subnormals_are_not_flushed(built):
     for kernel in built.kernels:
-        found = Counter({opcode: count for opcode, count in kernel.opcodes.items() if "FTZ" in opcode})
+        found = Counter(
+            {opcode: count for opcode, count in kernel.opcodes.items() if "FTZ" in opcode}
+        )
         assert found == flushing(kernel), kernel.name
 
 
@@ -240,7 +305,11 @@ def test_negative_zero_loses_its_sign_in_every_element(built):
 def test_nan_wins_in_every_maximum_of_halves(built):
     """Without .NAN the larger number would win, and amax would not tell of NaN."""
     for kernel in built.of("amax", "quantize"):
-        maxima = {opcode for opcode in kernel.opcodes if "HMNMX2" in opcode or re.match(r"V?HMNMX\.", opcode)}
+        maxima = {
+            opcode
+            for opcode in kernel.opcodes
+            if "HMNMX2" in opcode or re.match(r"V?HMNMX\.", opcode)
+        }
         assert bool(maxima) == (kernel.dtype != "fp32"), kernel.name
         assert all(".NAN" in opcode for opcode in maxima), kernel.name
 
@@ -254,11 +323,23 @@ def test_target_is_exact_where_nvrtc_knows_it(capability):
     target = cubins.target_for(capability, KNOWN)
     assert target == Target(arch, has_cvt=arch.endswith("a"))
     defines = ("-DFP4_CVT",) if target.has_cvt else ()
-    assert target.options == (f"-arch={arch}", "-std=c++17", "--fmad=false", *defines)  # no -ftz, no -use_fast_math
+    assert target.options == (
+        f"-arch={arch}",
+        "-std=c++17",
+        "--fmad=false",
+        *defines,
+    )  # no -ftz, no -use_fast_math
 
 
 @pytest.mark.parametrize(
-    ("capability", "arch"), [((8, 8), "sm_87"), ((9, 1), "sm_90"), ((10, 1), "sm_101"), ((10, 9), "sm_103"), ((12, 3), "sm_121")]
+    ("capability", "arch"),
+    [
+        ((8, 8), "sm_87"),
+        ((9, 1), "sm_90"),
+        ((10, 1), "sm_101"),
+        ((10, 9), "sm_103"),
+        ((12, 3), "sm_121"),
+    ],
 )
 def test_newer_minor_gets_the_newest_plain_target_of_its_major(capability, arch):
     assert cubins.target_for(capability, KNOWN) == Target(arch, has_cvt=False)
@@ -277,10 +358,14 @@ def test_old_gpu_is_refused(capability):
     assert caught.value.code == "no-target"
 
 
-@pytest.mark.parametrize(("capability", "known"), [((13, 0), KNOWN), ((12, 0), (80, 90)), ((8, 0), (86, 90))])
+@pytest.mark.parametrize(
+    ("capability", "known"), [((13, 0), KNOWN), ((12, 0), (80, 90)), ((8, 0), (86, 90))]
+)
 def test_gpu_beyond_nvrtc_is_refused(capability, known):
     version = ".".join(map(str, cubins.nvrtc_version()))
-    expected = f"NVRTC {version} cannot compile for compute capability {capability[0]}.{capability[1]}"
+    expected = (
+        f"NVRTC {version} cannot compile for compute capability {capability[0]}.{capability[1]}"
+    )
     with pytest.raises(InputError, match=re.escape(expected)) as caught:
         cubins.target_for(capability, known)
     assert caught.value.code == "no-target"
@@ -294,7 +379,9 @@ def test_plain_sm_120_lacks_the_e2m1_instructions(source):
 
 
 def test_broken_source_shows_nvrtcs_log(tmp_path):
-    (tmp_path / "broken.cu").write_text('#include "device.h"\nKERNEL(1) broken(u32 *y) { *y = undeclared; }\n')
+    (tmp_path / "broken.cu").write_text(
+        '#include "device.h"\nKERNEL(1) broken(u32 *y) { *y = undeclared; }\n'
+    )
     expected = r'broken\.cu does not compile for sm_90:\nbroken\.cu\(2\): error: identifier "undeclared" is undefined'
     with pytest.raises(RuntimeError, match=expected):
         cubins.compile_cubin(tmp_path / "broken.cu", Target("sm_90", has_cvt=False))

@@ -21,7 +21,14 @@ from simt import SimtKernels, survives, walled
 from fp4convert.numerics import codec
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES
-from fp4convert.numerics.error_sums import COLUMNS, Sums, compare, compare_values, count_codes, summarise
+from fp4convert.numerics.error_sums import (
+    COLUMNS,
+    Sums,
+    compare,
+    compare_values,
+    count_codes,
+    summarise,
+)
 from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4, Format
 from fp4convert.numerics.matrices import Compared, Quantized
 
@@ -47,7 +54,9 @@ def check(backends: Backends, values: Values, dtype: str, q: Quantized) -> Sums:
         assert bytes(found.counts) == bytes(expected.counts), f"{name}, {dtype}: counts"
         different = rows_of(found).view(np.uint64) != rows_of(expected).view(np.uint64)
         place = tuple(int(index) for index in np.argwhere(different)[0]) if different.any() else ()
-        assert not place, f"{name}, {dtype}: {COLUMNS[place[1]]} of row {place[0]}, {rows_of(found)[place]!r}"
+        assert not place, (
+            f"{name}, {dtype}: {COLUMNS[place[1]]} of row {place[0]}, {rows_of(found)[place]!r}"
+        )
     return Sums().plus(expected, values.size)
 
 
@@ -83,13 +92,19 @@ def test_sums_are_those_of_float64(backends: Backends, make, dtype: str, fmt: Fo
     for shape in ((5, 416), (3, 32), (2, 2080), (1, 256)):
         values = make(dtype, *shape)
         amax = float(np.abs(values.astype(np.float32)).max())
-        for group_amax in (amax, min(7.3 * amax, 3e38), amax / 64):  # with the last, much is clipped
+        for group_amax in (
+            amax,
+            min(7.3 * amax, 3e38),
+            amax / 64,
+        ):  # with the last, much is clipped
             q = codec.quantize(values.astype(np.float32), fmt, RULE[fmt], group_amax)
             found, expected = check(backends, values, dtype, q), by_hand(values, q)
             assert found.signal == pytest.approx(expected["signal"], rel=7e-7)
             assert found.noise == pytest.approx(expected["noise"], rel=7e-7)
             assert found.output == pytest.approx(expected["output"], rel=7e-7)
-            assert found.max_abs == pytest.approx(expected["max_abs"], rel=2**-24)  # x - y is a float32
+            assert found.max_abs == pytest.approx(
+                expected["max_abs"], rel=2**-24
+            )  # x - y is a float32
             assert found.clipped == expected["clipped"]
             assert found.elements == values.size
             if found.cosine is not None:
@@ -105,7 +120,10 @@ def test_a_block_typed_by_hand(backends: Backends) -> None:
     packed[0], packed[8], packed[15] = 0xF7, 0x01, 0x80
     q = Quantized(MXFP4, (1, 32), memoryview(bytes(packed)), memoryview(b"\x7e"), None)
     found = check(backends, values, "F32", q)
-    assert (found.signal, found.noise) == (12.25 + 7.5625 + 0.09765625 + 0.00390625, 0.25 + 0.0625 + 0.00390625 + 0.00390625)
+    assert (found.signal, found.noise) == (
+        12.25 + 7.5625 + 0.09765625 + 0.00390625,
+        0.25 + 0.0625 + 0.00390625 + 0.00390625,
+    )
     assert (found.output, found.max_abs, found.clipped) == (9 + 9 + 0.0625, 0.5, 1)
     assert found.histogram == (28, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1)
     assert found.sqnr_db == pytest.approx(10 * math.log10(19.9140625 / 0.3203125))
@@ -129,7 +147,10 @@ def test_the_order_of_addition_is_the_one_that_is_promised() -> None:
     for row, found in enumerate(compare_values(values, y)):
         for column, part in enumerate((values[row], values[row] - y[row], y[row])):
             squares = part * part
-            groups = [spelled_out(list(squares[first : first + 256]), np.float32) for first in range(0, 592, 256)]
+            groups = [
+                spelled_out(list(squares[first : first + 256]), np.float32)
+                for first in range(0, 592, 256)
+            ]
             four = [(a + b) + c for a, b, c in zip(*groups, strict=True)]
             assert found[column] == (four[0] + four[2]) + (four[1] + four[3])
 
@@ -142,7 +163,10 @@ def test_a_tensor_has_the_same_sums_in_any_panels() -> None:
         found = Sums()
         for first in range(0, 41, height):
             rows = values[first : first + height]
-            found = found.plus(Cpu().compare(matrix(rows, "BF16"), q.rows(first, min(first + height, 41))), rows.size)
+            found = found.plus(
+                Cpu().compare(matrix(rows, "BF16"), q.rows(first, min(first + height, 41))),
+                rows.size,
+            )
         assert found == whole
 
 
@@ -153,10 +177,18 @@ def test_what_float32_would_not_hold(backends: Backends, dtype: str, fmt: Format
     rng = generator(31)
     plain = rng.normal(0, 1, (2, 512))
     mixed = plain * np.exp2(rng.integers(-14, 15, (2, 32))).repeat(16, axis=1)
-    apart = plain * np.where(np.arange(512) // 32 % 2, 1.0, 2.0**-55)  # steps too small beside others that are not
+    apart = plain * np.where(
+        np.arange(512) // 32 % 2, 1.0, 2.0**-55
+    )  # steps too small beside others that are not
     said = rng.choice([-6.0, -0.5, 0.0, 1.5, 6.0], (2, 512))
-    nearly = np.where(np.arange(512) % 37, said, 2.0**-80)  # what is lost is too little for a float32
-    for scale in (1.0, 1e-4, 6e4 / np.abs(mixed).max()) if dtype == "F16" else (1.0, 1e-30, 1e16, 1e30, 2.0**-130, 2.0**60):
+    nearly = np.where(
+        np.arange(512) % 37, said, 2.0**-80
+    )  # what is lost is too little for a float32
+    for scale in (
+        (1.0, 1e-4, 6e4 / np.abs(mixed).max())
+        if dtype == "F16"
+        else (1.0, 1e-30, 1e16, 1e30, 2.0**-130, 2.0**60)
+    ):
         for kind in (plain, mixed, apart, np.zeros((2, 512)), said, nearly):
             values = rounded(kind * scale, dtype)
             q = codec.quantize(values.astype(np.float32), fmt, RULE[fmt])
@@ -184,8 +216,19 @@ def test_sums_of_x_and_of_y_at_either_side_of_what_float32_sums_hold(backends: B
     """64 squares of 2^47 are 2^100; what is lost is little."""
     packed = np.full(2 * 512 // 2, 0x44, np.uint8)  # 2.0
     for near in (0.997, 1.003):
-        q = Quantized(NVFP4, (2, 512), packed.data, memoryview(b"\x38" * 64), float(np.float32(near * 2.0**46)))
-        check(backends, rounded((2 - near) * 2.0**47 * generator(35).normal(1, 1e-4, (2, 512)), "F32"), "F32", q)
+        q = Quantized(
+            NVFP4,
+            (2, 512),
+            packed.data,
+            memoryview(b"\x38" * 64),
+            float(np.float32(near * 2.0**46)),
+        )
+        check(
+            backends,
+            rounded((2 - near) * 2.0**47 * generator(35).normal(1, 1e-4, (2, 512)), "F32"),
+            "F32",
+            q,
+        )
 
 
 @EVERY_FORMAT
@@ -199,7 +242,9 @@ def test_a_scale_that_is_nan_shows(backends: Backends, fmt: Format) -> None:
         spoilt = bytearray(q.block_scales)
         spoilt[blocks + place] = 0x7F if fmt is NVFP4 else 0xFF
         for name, backend in backends.items():
-            found = rows_of(backend.compare(matrix(values, "BF16"), replace(q, block_scales=memoryview(spoilt))))
+            found = rows_of(
+                backend.compare(matrix(values, "BF16"), replace(q, block_scales=memoryview(spoilt)))
+            )
             assert np.array_equal(found[[0, 2]], before[[0, 2]]), name
             assert np.isnan(found[1]).tolist() == [False, True, True, True, False], name
             assert found[1, 0] == pytest.approx(before[1, 0], rel=1e-6), name
@@ -208,8 +253,17 @@ def test_a_scale_that_is_nan_shows(backends: Backends, fmt: Format) -> None:
 def test_where_nothing_is_lost_there_is_no_ratio() -> None:
     values = generator(32).choice(np.array([-6.0, -0.5, 0.0, 1.5, 6.0], np.float32), (2, 512))
     found = Sums().plus(compare(values, codec.quantize(values, MXFP4, "floor")), values.size)
-    assert (found.noise, found.sqnr_db, found.nmse, found.mse, found.max_abs, found.clipped) == (0, None, 0, 0, 0, 0)
-    zeros = Sums().plus(compare(values * 0, codec.quantize(values * 0, MXFP4, "floor")), values.size)
+    assert (found.noise, found.sqnr_db, found.nmse, found.mse, found.max_abs, found.clipped) == (
+        0,
+        None,
+        0,
+        0,
+        0,
+        0,
+    )
+    zeros = Sums().plus(
+        compare(values * 0, codec.quantize(values * 0, MXFP4, "floor")), values.size
+    )
     assert (zeros.sqnr_db, zeros.nmse, zeros.cosine) == (None, None, None)
 
 
@@ -217,7 +271,12 @@ def test_a_divisor_divides(backends: Backends) -> None:
     values = gaussian("BF16", 3, 256)
     q = codec.quantize(values.astype(np.float32), NVFP4, "amax")
     inverse = np.float32(1) / np.float32(q.global_scale)
-    for stored in (inverse, inverse * np.float32(1.1), np.float32(3.3), np.float32(7e-5)):  # by one of these a product is another
+    for stored in (
+        inverse,
+        inverse * np.float32(1.1),
+        np.float32(3.3),
+        np.float32(7e-5),
+    ):  # by one of these a product is another
         check(backends, values, "BF16", replace(q, global_scale=float(stored), kind="divisor"))
 
 
@@ -250,7 +309,10 @@ def test_values_of_any_width_are_compared(backends: Backends, dtype: str) -> Non
             assert expected[:, column] == pytest.approx(squares.sum(axis=1), rel=7e-7)
         for name, backend in backends.items():
             if isinstance(backend, Cpu):
-                assert bytes(backend.compare_values(matrix(values, dtype), y).rows) == expected.tobytes(), name
+                assert (
+                    bytes(backend.compare_values(matrix(values, dtype), y).rows)
+                    == expected.tobytes()
+                ), name
 
 
 @pytest.mark.sweep(3)
@@ -259,13 +321,19 @@ def test_values_of_any_width_are_compared(backends: Backends, dtype: str) -> Non
 def test_nothing_is_read_behind_an_input(backends: Backends, dtype: str, fmt: Format) -> None:
     for columns in (32, 64, 96, 288):
         n = 3 * columns
-        x, packed, block_scales = (walled(size) for size in (n * FLOAT_DTYPES[dtype].itemsize, n // 2, n // fmt.block_size))
+        x, packed, block_scales = (
+            walled(size) for size in (n * FLOAT_DTYPES[dtype].itemsize, n // 2, n // fmt.block_size)
+        )
         block_scales[:] = 0x7E
-        q = Quantized(fmt, (3, columns), packed.data, block_scales.data, 1.0 if fmt is NVFP4 else None)
+        q = Quantized(
+            fmt, (3, columns), packed.data, block_scales.data, 1.0 if fmt is NVFP4 else None
+        )
         values = x.view(FLOAT_DTYPES[dtype]).reshape(3, columns)
         for name, backend in backends.items():
             if isinstance(backend, Cpu):
-                assert survives(partial(backend.compare, matrix(values, dtype), q)), f"{name}, {columns} columns"
+                assert survives(partial(backend.compare, matrix(values, dtype), q)), (
+                    f"{name}, {columns} columns"
+                )
 
 
 @pytest.mark.sweep(3)
@@ -273,16 +341,26 @@ def test_nothing_is_read_behind_an_input(backends: Backends, dtype: str, fmt: Fo
 def test_nothing_is_read_behind_values(backends: Backends, dtype: str) -> None:
     for columns in (1, 15, 17, 255, 272, 281):
         kind = FLOAT_DTYPES[dtype]
-        values, y = walled(3 * columns * kind.itemsize).view(kind), walled(12 * columns).view(np.float32)
+        values, y = (
+            walled(3 * columns * kind.itemsize).view(kind),
+            walled(12 * columns).view(np.float32),
+        )
         for name, backend in backends.items():
             if isinstance(backend, Cpu):
                 x = matrix(values.reshape(3, columns), dtype)
-                assert survives(partial(backend.compare_values, x, y.reshape(3, columns))), f"{name}, {columns} columns"
+                assert survives(partial(backend.compare_values, x, y.reshape(3, columns))), (
+                    f"{name}, {columns} columns"
+                )
 
 
 def test_sums_travel_as_json() -> None:
     values = gaussian("BF16", 3, 256)
-    sums = Sums().plus(compare(values.astype(np.float32), codec.quantize(values.astype(np.float32), NVFP4, "amax")), values.size)
+    sums = Sums().plus(
+        compare(
+            values.astype(np.float32), codec.quantize(values.astype(np.float32), NVFP4, "amax")
+        ),
+        values.size,
+    )
     assert Sums.from_json(sums.as_json()) == sums
     for spoilt in ({}, {**sums.as_json(), "noise": "much"}, {**sums.as_json(), "histogram": None}):
         with pytest.raises((KeyError, TypeError, ValueError)):
@@ -292,14 +370,21 @@ def test_sums_travel_as_json() -> None:
 def test_a_summary_of_tensors_worked_out_by_hand():
     whole, exact, zero = Sums(4, signal=100.0, noise=1.0), Sums(4, signal=300.0), Sums(4, noise=2.0)
     small, odd = Sums(4, signal=1e-3, noise=1e-4), Sums(4, signal=math.inf, noise=math.nan)
-    found = summarise({"whole": whole, "exact": exact, "zero": zero, "odd": odd, "small": small}.items())
+    found = summarise(
+        {"whole": whole, "exact": exact, "zero": zero, "odd": odd, "small": small}.items()
+    )
     assert found == {
         "sqnr_db_min": 10.0,
         "sqnr_db_mean": 15.0,
         "nmse": pytest.approx(3.0001 / 400.001, rel=1e-15),
         "worst": "small",
     }
-    assert summarise([("odd", odd)]) == {"sqnr_db_min": None, "sqnr_db_mean": None, "nmse": None, "worst": None}
+    assert summarise([("odd", odd)]) == {
+        "sqnr_db_min": None,
+        "sqnr_db_mean": None,
+        "nmse": None,
+        "worst": None,
+    }
     many = [(str(at), Sums(1, signal=1.0, noise=0.1)) for at in range(10)]
     assert summarise(many)["nmse"] == 0.1  # added one after the other it would be less
 
@@ -307,4 +392,10 @@ def test_a_summary_of_tensors_worked_out_by_hand():
 def test_of_two_tensors_the_largest_error_is_that_of_either():
     large, small = (Sums(16, 1.0, 0.5, 1.0, most, 2, (1, 15)) for most in (0.5, 0.25))
     for joined in (large.with_all(small), small.with_all(large)):
-        assert (joined.elements, joined.noise, joined.max_abs, joined.clipped, joined.histogram) == (32, 1.0, 0.5, 4, (2, 30))
+        assert (
+            joined.elements,
+            joined.noise,
+            joined.max_abs,
+            joined.clipped,
+            joined.histogram,
+        ) == (32, 1.0, 0.5, 4, (2, 30))

@@ -28,40 +28,66 @@ def expanded(scales: Float32s, block: tuple[int, int], shape: tuple[int, int]) -
 
 @pytest.mark.parametrize("dtype", TORCH_FP8)
 @EVERY_LAYOUT
-def test_fp8_is_decoded_as_torch_does_it(rows: int, columns: int, block: tuple[int, int], dtype: str) -> None:
+def test_fp8_is_decoded_as_torch_does_it(
+    rows: int, columns: int, block: tuple[int, int], dtype: str
+) -> None:
     codes = generator(21).integers(0, 256, (rows, columns)).astype(np.uint8)
     scales = some_scales(rows, columns, block)
-    expected = torch.from_numpy(codes).view(TORCH_FP8[dtype]).to(torch.float32) * expanded(scales, block, codes.shape)
+    expected = torch.from_numpy(codes).view(TORCH_FP8[dtype]).to(torch.float32) * expanded(
+        scales, block, codes.shape
+    )
     found = fp8_int.decode_fp8(codes.reshape(-1).data, codes.shape, Grid(scales, block), dtype)
     same(found, expected.numpy())
     first = rows // 2
-    part = fp8_int.decode_fp8(codes[first:].reshape(-1).data, (rows - first, columns), Grid(scales, block, first), dtype)
+    part = fp8_int.decode_fp8(
+        codes[first:].reshape(-1).data, (rows - first, columns), Grid(scales, block, first), dtype
+    )
     same(part, expected.numpy()[first:])
     at = first // block[0]
-    part = fp8_int.decode_fp8(codes[first:].reshape(-1).data, part.shape, Grid(scales[at:], block, first % block[0]), dtype)
+    part = fp8_int.decode_fp8(
+        codes[first:].reshape(-1).data,
+        part.shape,
+        Grid(scales[at:], block, first % block[0]),
+        dtype,
+    )
     same(part, expected.numpy()[first:])
-    finite = np.where(np.isfinite(codes.view(fp8_int.FP8_DTYPES[dtype]).astype(np.float32)), codes, 1).astype(np.uint8)
-    expected = torch.from_numpy(finite).view(TORCH_FP8[dtype]).to(torch.float32) * expanded(scales, block, codes.shape)
-    assert fp8_int.amax_fp8(finite.reshape(-1).data, codes.shape, Grid(scales, block), dtype) == float(expected.abs().max())
+    finite = np.where(
+        np.isfinite(codes.view(fp8_int.FP8_DTYPES[dtype]).astype(np.float32)), codes, 1
+    ).astype(np.uint8)
+    expected = torch.from_numpy(finite).view(TORCH_FP8[dtype]).to(torch.float32) * expanded(
+        scales, block, codes.shape
+    )
+    assert fp8_int.amax_fp8(
+        finite.reshape(-1).data, codes.shape, Grid(scales, block), dtype
+    ) == float(expected.abs().max())
 
 
 def test_fp8_nan_makes_the_amax_nan() -> None:
     codes = np.array([[0x7E, 0xFF], [1, 2]], np.uint8)
-    assert np.isnan(fp8_int.amax_fp8(codes.reshape(-1).data, (2, 2), Grid(np.ones((1, 1), np.float32), (2, 2))))
+    assert np.isnan(
+        fp8_int.amax_fp8(codes.reshape(-1).data, (2, 2), Grid(np.ones((1, 1), np.float32), (2, 2)))
+    )
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group", [None, 32, 128])
-def test_integers_are_decoded_as_compressed_tensors_does_it(bits: int, symmetric: bool, group: int | None) -> None:
+def test_integers_are_decoded_as_compressed_tensors_does_it(
+    bits: int, symmetric: bool, group: int | None
+) -> None:
     rows, columns = 21, 384
     rng = generator(22, bits)
     strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=bits, symmetric=symmetric, **strategy))
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(num_bits=bits, symmetric=symmetric, **strategy)
+    )
     groups = columns // (group or columns)
     half = 1 << bits - 1
     scales = torch.from_numpy(rng.lognormal(-5, 1, (rows, groups)).astype(np.float32))
-    state = {"weight": torch.from_numpy(rng.normal(0, 0.2, (rows, columns)).astype(np.float32)), "weight_scale": scales}
+    state = {
+        "weight": torch.from_numpy(rng.normal(0, 0.2, (rows, columns)).astype(np.float32)),
+        "weight_scale": scales,
+    }
     if not symmetric:
         zero_points = rng.integers(-half, half, (rows, groups)).astype(np.int8)
         state["weight_zero_point"] = torch.from_numpy(zero_points)
@@ -70,15 +96,27 @@ def test_integers_are_decoded_as_compressed_tensors_does_it(bits: int, symmetric
     zeros = None
     if not symmetric:
         zeros = fp8_int.read_zero_points(
-            stored["weight_zero_point"].numpy().reshape(-1).view(np.uint8).data, (rows, groups), bits
+            stored["weight_zero_point"].numpy().reshape(-1).view(np.uint8).data,
+            (rows, groups),
+            bits,
         )
         assert (zeros == zero_points).all()
     packed = stored["weight_packed"].numpy()
     block = Grid(scales.numpy(), (1, group or columns))
     assert len(np.unique(expected)) > 100
-    same(fp8_int.decode_integers(packed.reshape(-1).view(np.uint8).data, (rows, columns), block, bits, zeros), expected)
+    same(
+        fp8_int.decode_integers(
+            packed.reshape(-1).view(np.uint8).data, (rows, columns), block, bits, zeros
+        ),
+        expected,
+    )
     below = Grid(block.scales, block.block, 8)
-    same(fp8_int.decode_integers(packed[8:].reshape(-1).view(np.uint8).data, (13, columns), below, bits, zeros), expected[8:])
+    same(
+        fp8_int.decode_integers(
+            packed[8:].reshape(-1).view(np.uint8).data, (13, columns), below, bits, zeros
+        ),
+        expected[8:],
+    )
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -89,7 +127,10 @@ def test_padding_behind_integers_is_left_out(bits: int) -> None:
     values = generator(23).integers(-8, 8, (3, 37)).astype(np.int8)
     packed = pack_to_int32(torch.from_numpy(values), bits).numpy()
     found = fp8_int.decode_integers(
-        packed.reshape(-1).view(np.uint8).data, (3, 37), Grid(np.ones((3, 1), np.float32), (1, 37)), bits
+        packed.reshape(-1).view(np.uint8).data,
+        (3, 37),
+        Grid(np.ones((3, 1), np.float32), (1, 37)),
+        bits,
     )
     assert (found == values).all()
 
@@ -113,12 +154,22 @@ def test_fp8_is_encoded_as_torch_and_ml_dtypes_do_it(make, dtype: str, is_per_ro
 def test_fp8_scales() -> None:
     smallest = 2.0**-149
     amax = np.array([0, 448, 1, smallest, 224 * smallest, 300 * smallest], np.float32)
-    assert fp8_int.fp8_scales_of(amax).tolist() == [1, 1, float(np.float32(1) / np.float32(448)), 1, 1, smallest]
+    assert fp8_int.fp8_scales_of(amax).tolist() == [
+        1,
+        1,
+        float(np.float32(1) / np.float32(448)),
+        1,
+        1,
+        smallest,
+    ]
 
 
 def test_fp8_codes_by_hand() -> None:
     """Ties to even, signed zeros and underflows, saturation where amax / 448 was rounded down."""
-    values = np.array([[448, -448, 17, 19, 2.0**-10, 2.0**-10 + 2.0**-20, -(2.0**-11), -0.0, 0.0, 470, -1e30]], np.float32)
+    values = np.array(
+        [[448, -448, 17, 19, 2.0**-10, 2.0**-10 + 2.0**-20, -(2.0**-11), -0.0, 0.0, 470, -1e30]],
+        np.float32,
+    )
     found = fp8_int.quantize_fp8(matrix(values, "F32"), np.ones(1, np.float32))
     assert found.tolist() == [[0x7E, 0xFE, 0x58, 0x5A, 0, 1, 0x80, 0x80, 0, 0x7E, 0xFE]]
 
@@ -127,13 +178,33 @@ def test_fp8_codes_by_hand() -> None:
 def test_transpose(dtype: str) -> None:
     kind = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32}[dtype]
     values = np.arange(5 * 8, dtype=kind).reshape(5, 8)
-    found = fp8_int.transpose(Matrix(values.reshape(-1).view(np.uint8).data, dtype, (5, 8)), range(3, 8, 2))
+    found = fp8_int.transpose(
+        Matrix(values.reshape(-1).view(np.uint8).data, dtype, (5, 8)), range(3, 8, 2)
+    )
     assert (found.shape, found.dtype) == ((3, 5), dtype)
-    assert np.frombuffer(found.data, kind).tolist() == [3, 11, 19, 27, 35, 5, 13, 21, 29, 37, 7, 15, 23, 31, 39]
+    assert np.frombuffer(found.data, kind).tolist() == [
+        3,
+        11,
+        19,
+        27,
+        35,
+        5,
+        13,
+        21,
+        29,
+        37,
+        7,
+        15,
+        23,
+        31,
+        39,
+    ]
 
 
 def test_bf16() -> None:
     values = PLAIN["random_bits"]("F32", 40, 512)
     expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint8).numpy()
     assert bytes(fp8_int.to_bf16(values)) == expected.tobytes()
-    assert np.isnan(np.frombuffer(fp8_int.to_bf16(np.array([[np.nan]], np.float32)), ml_dtypes.bfloat16)).all()
+    assert np.isnan(
+        np.frombuffer(fp8_int.to_bf16(np.array([[np.nan]], np.float32)), ml_dtypes.bfloat16)
+    ).all()

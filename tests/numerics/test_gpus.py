@@ -23,10 +23,20 @@ def machine(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:1", "cuda:0:1", "cpu:0", "", "CUDA"])
+@pytest.mark.parametrize(
+    "device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:1", "cuda:0:1", "cpu:0", "", "CUDA"]
+)
 def test_a_device_that_is_not_there_is_refused(machine, device, tmp_path):
     outcome = run(
-        "quantize", write_llama(tmp_path / "s"), "--format", "nvfp4", "--device", device, "-o", tmp_path / "o", "--json"
+        "quantize",
+        write_llama(tmp_path / "s"),
+        "--format",
+        "nvfp4",
+        "--device",
+        device,
+        "-o",
+        tmp_path / "o",
+        "--json",
     )
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "no-device")
     assert "expected" in outcome.json["error"]["message"]

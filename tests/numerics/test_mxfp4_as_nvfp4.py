@@ -9,7 +9,13 @@ import pytest
 from fp4convert.numerics.codec import dequantize
 from fp4convert.numerics.formats import MXFP4, NVFP4
 from fp4convert.numerics.matrices import Quantized
-from fp4convert.numerics.mxfp4_as_nvfp4 import NOTHING, Recast, global_exponent, largest_exponent, recast
+from fp4convert.numerics.mxfp4_as_nvfp4 import (
+    NOTHING,
+    Recast,
+    global_exponent,
+    largest_exponent,
+    recast,
+)
 
 E2M1 = [Fraction(value) / 2 for value in (0, 1, 2, 3, 4, 6, 8, 12)]  # magnitudes of codes 0-7
 E4M3_POWERS = "01 02 04 08 10 18 20 28 30 38 40 48 50 58 60 68 70 78"  # 2^-9 .. 2^8; below 2^-6 they are subnormal
@@ -22,7 +28,9 @@ def mxfp4(blocks: list[list[int]], exponents: list[int], rows: int = 1) -> Quant
     codes = [code for block in blocks for code in block]
     packed = bytes(low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True))
     scales = bytes(exponent + 127 for exponent in exponents)
-    return Quantized(MXFP4, (rows, len(codes) // rows), memoryview(packed), memoryview(scales), None)
+    return Quantized(
+        MXFP4, (rows, len(codes) // rows), memoryview(packed), memoryview(scales), None
+    )
 
 
 def codes_of(q: Quantized) -> list[int]:
@@ -37,7 +45,10 @@ def value_of(code: int) -> Fraction:
 def shifted(code: int, shift: int) -> int:
     """The code nearest to code * 2^-shift, half to even; its sign stays."""
     wanted = E2M1[code & 7] / 2**shift
-    return min(range(8), key=lambda candidate: (abs(E2M1[candidate] - wanted), candidate & 1)) | code & 8
+    return (
+        min(range(8), key=lambda candidate: (abs(E2M1[candidate] - wanted), candidate & 1))
+        | code & 8
+    )
 
 
 def expected(q: Quantized, k: int) -> tuple[list[int], list[int], int]:
@@ -49,7 +60,9 @@ def expected(q: Quantized, k: int) -> tuple[list[int], list[int], int]:
         power = 0 if is_zero else byte - 127 - k
         shift = max(0, -9 - power)
         made = [shifted(code, shift) for code in block]
-        kept += all(value_of(new) * 2**shift == value_of(old) for new, old in zip(made, block, strict=True))
+        kept += all(
+            value_of(new) * 2**shift == value_of(old) for new, old in zip(made, block, strict=True)
+        )
         blocks += made
         powers.append(max(power, -9))
     return blocks, powers, kept
@@ -62,7 +75,9 @@ def assert_recast(made: Recast, q: Quantized, k: int) -> None:
     assert made.rows.kind == "multiplier"
     assert codes_of(made.rows) == codes
     table = bytes.fromhex(E4M3_POWERS)
-    assert bytes(made.rows.block_scales) == bytes(table[power + 9] for power in powers for _ in range(2))
+    assert bytes(made.rows.block_scales) == bytes(
+        table[power + 9] for power in powers for _ in range(2)
+    )
     assert made.kept_blocks == kept
 
 
@@ -80,9 +95,13 @@ def test_blocks_within_18_powers_keep_every_value(top: int) -> None:
     assert made.kept_blocks == len(exponents)
     assert bytes(made.rows.packed) == bytes(q.packed)
     assert_recast(made, q, k)
-    values = np.array([np.copysign(float(value_of(code)), -1 if code & 8 else 1) for code in EVERY_CODE])
+    values = np.array(
+        [np.copysign(float(value_of(code)), -1 if code & 8 else 1) for code in EVERY_CODE]
+    )
     found = dequantize(made.rows).reshape(-1, 32).astype(np.float64)
-    assert found.tobytes() == (values * np.exp2(exponents)[:, None]).tobytes(), "a code of -0 stays one"
+    assert found.tobytes() == (values * np.exp2(exponents)[:, None]).tobytes(), (
+        "a code of -0 stays one"
+    )
 
 
 def test_the_first_block_below_is_rounded_half_to_even() -> None:
@@ -129,10 +148,16 @@ def test_a_matrix_of_zeros() -> None:
     assert global_exponent(NOTHING) == 0
     made = recast(q, 0)
     assert (made.kept_blocks, made.rows.global_scale) == (2, 1.0)
-    assert (bytes(made.rows.packed), bytes(made.rows.block_scales)) == (bytes(q.packed), b"\x38" * 4)
+    assert (bytes(made.rows.packed), bytes(made.rows.block_scales)) == (
+        bytes(q.packed),
+        b"\x38" * 4,
+    )
 
 
-@pytest.mark.parametrize(("exponent", "k"), [(-127, -126), (-126, -126), (-119, -126), (-118, -126), (-117, -125), (127, 119)])
+@pytest.mark.parametrize(
+    ("exponent", "k"),
+    [(-127, -126), (-126, -126), (-119, -126), (-118, -126), (-117, -125), (127, 119)],
+)
 def test_a_global_scale_is_a_normal_float32(exponent: int, k: int) -> None:
     """Bytes 0 and 254 too; 2^-126 is the least normal one, and its reciprocal is finite."""
     assert global_exponent(exponent) == k
@@ -157,9 +182,15 @@ def test_any_blocks_equal_fractions(seed: int) -> None:
     blocks = random_blocks(48, seed)
     for block in blocks[::5]:
         block[:] = [code & 8 for code in block]
-    exponents = chance.integers(*((-30, 1), (-127, 128), (100, 128), (-127, -100))[seed % 4], 48).tolist()
+    exponents = chance.integers(
+        *((-30, 1), (-127, 128), (100, 128), (-127, -100))[seed % 4], 48
+    ).tolist()
     q = mxfp4(blocks, exponents, rows=6)
-    top = max(exponent for block, exponent in zip(blocks, exponents, strict=True) if any(code & 7 for code in block))
+    top = max(
+        exponent
+        for block, exponent in zip(blocks, exponents, strict=True)
+        if any(code & 7 for code in block)
+    )
     assert largest_exponent(q) == top
     k = max(top - 8, -126)
     assert global_exponent(top) == k
@@ -174,7 +205,9 @@ def test_panels_are_the_whole(height: int) -> None:
     assert 0 < whole.kept_blocks < 44, "otherwise this tests nothing"
     assert sum(panel.kept_blocks for panel in panels) == whole.kept_blocks
     for part in ("packed", "block_scales"):
-        assert b"".join(bytes(getattr(panel.rows, part)) for panel in panels) == bytes(getattr(whole.rows, part))
+        assert b"".join(bytes(getattr(panel.rows, part)) for panel in panels) == bytes(
+            getattr(whole.rows, part)
+        )
 
 
 def test_the_least_value_survives() -> None:

@@ -87,8 +87,12 @@ def test_nvfp4(gpu, dtype, rule):
     for number, values in enumerate(chunks(dtype)):
         x, importance = matrix(values, dtype), importance_for(rule, values.shape[1])
         for amax in amaxes(values, number):
-            found, expected = (backend.quantize(x, NVFP4, rule, amax, importance) for backend in (gpu, Cpu()))
-            assert_same_bytes(found, expected, values, f"{dtype}, chunk {number}, {rule}, amax {amax.hex()}")
+            found, expected = (
+                backend.quantize(x, NVFP4, rule, amax, importance) for backend in (gpu, Cpu())
+            )
+            assert_same_bytes(
+                found, expected, values, f"{dtype}, chunk {number}, {rule}, amax {amax.hex()}"
+            )
 
 
 @pytest.mark.parametrize("rule", MXFP4.scale_rules)
@@ -96,16 +100,25 @@ def test_nvfp4(gpu, dtype, rule):
 def test_mxfp4(gpu, dtype, rule):
     for number, values in enumerate(chunks(dtype)):
         x, importance = matrix(values, dtype), importance_for(rule, values.shape[1])
-        found, expected = (backend.quantize(x, MXFP4, rule, 0.0, importance) for backend in (gpu, Cpu()))
+        found, expected = (
+            backend.quantize(x, MXFP4, rule, 0.0, importance) for backend in (gpu, Cpu())
+        )
         assert_same_bytes(found, expected, values, f"{dtype}, chunk {number}, {rule}")
 
 
 @EVERY_DTYPE
 def test_values_beside_midpoints(gpu, dtype):
     for group_amax in group_amaxes(dtype):
-        values = around_midpoints(block_amaxes(dtype, group_amax, 1500), dtype, NVFP4, "amax", group_amax)
+        values = around_midpoints(
+            block_amaxes(dtype, group_amax, 1500), dtype, NVFP4, "amax", group_amax
+        )
         expected = codec.quantize(values.astype(np.float32), NVFP4, "amax", group_amax)
-        assert_same_bytes(gpu.quantize(matrix(values, dtype), NVFP4, "amax", group_amax), expected, values, group_amax.hex())
+        assert_same_bytes(
+            gpu.quantize(matrix(values, dtype), NVFP4, "amax", group_amax),
+            expected,
+            values,
+            group_amax.hex(),
+        )
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
@@ -129,7 +142,12 @@ def test_awkward_values_and_tails(gpu, make, dtype):
         amax = float(np.abs(values.astype(np.float32)).max())
         for fmt in FORMATS.values():
             expected = codec.quantize(values.astype(np.float32), fmt, fmt.default_rule, amax)
-            assert_same_bytes(gpu.quantize(matrix(values, dtype), fmt, fmt.default_rule, amax), expected, values, fmt.name)
+            assert_same_bytes(
+                gpu.quantize(matrix(values, dtype), fmt, fmt.default_rule, amax),
+                expected,
+                values,
+                fmt.name,
+            )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -152,9 +170,13 @@ def test_dequantize(gpu, dtype, fmt, kind):
         rng = generator(number, 5)
         packed = memoryview(rng.bytes(rows * COLUMNS // 2))
         low, high = (1, 0x7F) if fmt is NVFP4 else ((110, 140) if dtype == "F16" else (0, 253))
-        scales = memoryview(rng.integers(low, high, rows * COLUMNS // fmt.block_size).astype(np.uint8))
+        scales = memoryview(
+            rng.integers(low, high, rows * COLUMNS // fmt.block_size).astype(np.uint8)
+        )
         stored = (2.0**-11 / 3 if kind == "multiplier" else 2.0**11 * 1.7) if fmt is NVFP4 else None
-        q = Quantized(fmt, (rows, COLUMNS), packed, scales, stored, kind if fmt is NVFP4 else "multiplier")
+        q = Quantized(
+            fmt, (rows, COLUMNS), packed, scales, stored, kind if fmt is NVFP4 else "multiplier"
+        )
         assert gpu.dequantize(q, dtype) == Cpu().dequantize(q, dtype)
 
 
@@ -165,33 +187,62 @@ def test_products_with_vectors(gpu, fmt, kind):
         weights = generator(1, rows).standard_normal((rows, columns), np.float32)
         wide = generator(2, rows).standard_normal((vectors, columns), np.float32)
         q = codec.quantize(weights, fmt, fmt.default_rule)
-        x = codec.quantize(wide, NVFP4, "amax") if kind == "nvfp4" else matrix(wide.astype(FLOAT_DTYPES[kind]), kind)
-        seen = codec.dequantize(x) if isinstance(x, Quantized) else wide.astype(FLOAT_DTYPES[kind]).astype(np.float32)
+        x = (
+            codec.quantize(wide, NVFP4, "amax")
+            if kind == "nvfp4"
+            else matrix(wide.astype(FLOAT_DTYPES[kind]), kind)
+        )
+        seen = (
+            codec.dequantize(x)
+            if isinstance(x, Quantized)
+            else wide.astype(FLOAT_DTYPES[kind]).astype(np.float32)
+        )
         dense = codec.dequantize(q).astype(np.float64)
-        exact, size = seen.astype(np.float64) @ dense.T, np.abs(seen).astype(np.float64) @ np.abs(dense).T
+        exact, size = (
+            seen.astype(np.float64) @ dense.T,
+            np.abs(seen).astype(np.float64) @ np.abs(dense).T,
+        )
         found = np.frombuffer(gpu.gemv(q, x), np.float16).reshape(vectors, rows)
-        assert (np.abs(found - exact) <= np.abs(exact) * 2.0**-11 + size * columns * 2.0**-24 + 2.0**-25).all()
+        assert (
+            np.abs(found - exact) <= np.abs(exact) * 2.0**-11 + size * columns * 2.0**-24 + 2.0**-25
+        ).all()
 
 
 def test_every_code_pair_in_a_product(gpu):
     """One-hot vectors read back every weight exactly, by the hardware's own decoding where there is one."""
     codes = np.arange(64 * 64, dtype=np.int64).reshape(64, 64)
     packed = ((codes * 7 + codes // 64) % 256).astype(np.uint8)[:, :32]
-    q = Quantized(NVFP4, (64, 64), memoryview(np.ascontiguousarray(packed).reshape(-1)), memoryview(bytes([0x38]) * 256), 1.0)
+    q = Quantized(
+        NVFP4,
+        (64, 64),
+        memoryview(np.ascontiguousarray(packed).reshape(-1)),
+        memoryview(bytes([0x38]) * 256),
+        1.0,
+    )
     eye = np.eye(64, dtype=np.float16)
     found = np.frombuffer(gpu.gemv(q, matrix(eye, "F16")), np.float16).reshape(64, 64)
     assert (codec.dequantize(q) == found.T).all()
 
 
 @pytest.mark.parametrize(
-    ("fmt", "dialect"), [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("nvfp4", "modelopt")]
+    ("fmt", "dialect"),
+    [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("nvfp4", "modelopt")],
 )
 def test_the_same_artifact_as_on_the_cpu(gpu, fmt, dialect, tmp_path):
     """Matrices of several panels, scale groups across shards."""
-    shapes = {"q_proj": (2048, 8192), "k_proj": (512, 8192), "v_proj": (512, 8192), "o_proj": (8192, 2048)}
+    shapes = {
+        "q_proj": (2048, 8192),
+        "k_proj": (512, 8192),
+        "v_proj": (512, 8192),
+        "o_proj": (8192, 2048),
+    }
     shards = {
         f"model-0000{number + 1}-of-00002.safetensors": {
-            f"model.layers.{layer}.self_attn.{name}.weight": ("BF16", shape, bf16(*shape, seed=layer))
+            f"model.layers.{layer}.self_attn.{name}.weight": (
+                "BF16",
+                shape,
+                bf16(*shape, seed=layer),
+            )
             for layer in range(4)
             for name, shape in shapes.items()
             if (name == "k_proj") == bool(number)
@@ -200,10 +251,15 @@ def test_the_same_artifact_as_on_the_cpu(gpu, fmt, dialect, tmp_path):
     }
     source = write_checkpoint(tmp_path / "source", shards)
     options = ("--format", fmt, "--dialect", dialect, "--json")
-    found = {d: run("quantize", source, *options, "--device", d, "-o", tmp_path / d).json for d in ("cpu", "cuda")}
+    found = {
+        d: run("quantize", source, *options, "--device", d, "-o", tmp_path / d).json
+        for d in ("cpu", "cuda")
+    }
     assert found["cuda"]["digest"] == found["cpu"]["digest"]
     back = {
-        d: run("dequantize", tmp_path / "cpu", "--device", d, "-o", tmp_path / f"back-{d}", "--json").json
+        d: run(
+            "dequantize", tmp_path / "cpu", "--device", d, "-o", tmp_path / f"back-{d}", "--json"
+        ).json
         for d in ("cpu", "cuda")
     }
     assert back["cuda"]["digest"] == back["cpu"]["digest"]

@@ -11,7 +11,14 @@ from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import Bytes
-from fp4convert.numerics.scale_layouts import LAYOUTS, from_halves, interleave, padding_of, split_runs, to_halves
+from fp4convert.numerics.scale_layouts import (
+    LAYOUTS,
+    from_halves,
+    interleave,
+    padding_of,
+    split_runs,
+    to_halves,
+)
 
 SHAPES = [(1, 1), (130, 5), (5, 6), (300, 9), (128, 4), (256, 8)]
 
@@ -22,7 +29,12 @@ def scales(shape: tuple[int, int]) -> Bytes:
 
 
 def arrange(name: str, linear: Bytes) -> Bytes:
-    return np.frombuffer(LAYOUTS[name].arrange(np.ascontiguousarray(linear).data, (linear.shape[0], linear.shape[1])), np.uint8)
+    return np.frombuffer(
+        LAYOUTS[name].arrange(
+            np.ascontiguousarray(linear).data, (linear.shape[0], linear.shape[1])
+        ),
+        np.uint8,
+    )
 
 
 def restore(name: str, stored: Bytes, shape: tuple[int, int]) -> Bytes:
@@ -97,7 +109,9 @@ OFFSETS: dict[str, tuple[Callable[[int, int, tuple[int, int]], int], tuple[int, 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", OFFSETS)
-def test_every_byte_lies_at_its_offset_and_the_rest_is_zero(name: str, shape: tuple[int, int]) -> None:
+def test_every_byte_lies_at_its_offset_and_the_rest_is_zero(
+    name: str, shape: tuple[int, int]
+) -> None:
     offset, multiples = OFFSETS[name]
     linear = scales(shape)
     expected = np.zeros(up(shape[0], multiples[0]) * up(shape[1], multiples[1]), np.uint8)
@@ -112,7 +126,12 @@ def test_every_layout_has_its_offsets() -> None:
 
 
 def test_deepgemm_is_a_column_major_int32_matrix() -> None:
-    words = arrange("deepgemm", np.array([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], np.uint8)).view("<i4").reshape(2, 4).T
+    words = (
+        arrange("deepgemm", np.array([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], np.uint8))
+        .view("<i4")
+        .reshape(2, 4)
+        .T
+    )
     assert words[:, 0].tolist() == [0x04030201, 0x09080706, 0, 0]
     assert words[:, 1].tolist() == [0x05, 0x0A, 0, 0]
 
@@ -133,7 +152,8 @@ def test_restore_turns_arrange_back(name: str, shape: tuple[int, int]) -> None:
 def test_another_number_of_bytes_is_refused(name: str, change: int) -> None:
     count = arrange(name, scales((130, 5))).size + change
     with pytest.raises(
-        InputError, match=f"^{count} scale bytes; expected {count - change}, as {name} has them for 130 x 5$"
+        InputError,
+        match=f"^{count} scale bytes; expected {count - change}, as {name} has them for 130 x 5$",
     ) as refused:
         restore(name, np.zeros(count, np.uint8), (130, 5))
     assert refused.value.code == "scale-layout"
@@ -168,11 +188,18 @@ def test_padding_of_a_layout() -> None:
 
 def test_parts_take_turns_and_come_apart() -> None:
     """Two rows of two blocks of two bytes, each with its scale; then two scales before four bytes, as GGUF has them."""
-    packed, block_scales = memoryview(bytes.fromhex("1011121320212223")), memoryview(bytes.fromhex("a0a1b0b1"))
+    packed, block_scales = (
+        memoryview(bytes.fromhex("1011121320212223")),
+        memoryview(bytes.fromhex("a0a1b0b1")),
+    )
     assert bytes(interleave((packed, 2), (block_scales, 1))).hex() == "1011a01213a12021b02223b1"
     assert bytes(interleave((block_scales, 2), (packed, 4))).hex() == "a0a110111213b0b120212223"
-    assert [bytes(each) for each in split_runs(interleave((packed, 2), (block_scales, 1)), 2, 1)] == [packed, block_scales]
-    assert [bytes(each) for each in split_runs(interleave((block_scales, 2), (packed, 4)), 2, 4)] == [block_scales, packed]
+    assert [
+        bytes(each) for each in split_runs(interleave((packed, 2), (block_scales, 1)), 2, 1)
+    ] == [packed, block_scales]
+    assert [
+        bytes(each) for each in split_runs(interleave((block_scales, 2), (packed, 4)), 2, 4)
+    ] == [block_scales, packed]
 
 
 def test_halves_of_a_run() -> None:

@@ -51,8 +51,22 @@ def source(tmp_path):
     return write_llama(tmp_path / "source")
 
 
-def quantized(source: Path, folder: Path, dialect: str = "compressed-tensors", *options: object) -> Path:
-    done = run("quantize", source, "--format", "nvfp4", "--dialect", dialect, "--activations", 4, "-o", folder, *options)
+def quantized(
+    source: Path, folder: Path, dialect: str = "compressed-tensors", *options: object
+) -> Path:
+    done = run(
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "--dialect",
+        dialect,
+        "--activations",
+        4,
+        "-o",
+        folder,
+        *options,
+    )
     assert done.code == 0, done
     return folder
 
@@ -66,7 +80,9 @@ def donor(source: Path, folder: Path, dialect: str, stored: dict[str, float]) ->
             name = module + ENDINGS[dialect][0]
             if name in tensors:
                 tensors[name] = (*tensors[name][:2], struct.pack("<f", value))
-        metadata = json.loads(path.read_bytes()[8 : 8 + struct.unpack("<Q", path.read_bytes()[:8])[0]])["__metadata__"]
+        metadata = json.loads(
+            path.read_bytes()[8 : 8 + struct.unpack("<Q", path.read_bytes()[:8])[0]]
+        )["__metadata__"]
         path.write_bytes(pack_shard(tensors, metadata))
     return folder
 
@@ -75,11 +91,16 @@ def input_scales(folder: Path, dialect: str) -> dict[str, float]:
     """The float32 that every module has, as it is stored."""
     ending = ENDINGS[dialect][0]
     found = {name: tensor for name, tensor in read_folder(folder).items() if name.endswith(ending)}
-    return {name.removesuffix(ending): struct.unpack("<f", data)[0] for name, (_, _, data) in found.items()}
+    return {
+        name.removesuffix(ending): struct.unpack("<f", data)[0]
+        for name, (_, _, data) in found.items()
+    }
 
 
 def refused(source: Path, out: Path, *options: object) -> dict:
-    done = run("quantize", source, "--format", "nvfp4", "--activations", 4, "-o", out, "--json", *options)
+    done = run(
+        "quantize", source, "--format", "nvfp4", "--activations", 4, "-o", out, "--json", *options
+    )
     assert (done.code, done.json["error"]["exit"]) == (2, 2), done
     assert not out.exists()
     return done.json["error"]
@@ -93,18 +114,40 @@ def test_scales_are_copied_from_any_dialect_into_any(ours, theirs, source, tmp_p
     found = input_scales(quantized(source, tmp_path / "out", ours, "--input-scale", other), ours)
     is_inverse = ENDINGS[ours][1] != ENDINGS[theirs][1]
     narrow = {module: float(np.float32(value)) for module, value in STORED.items()}
-    assert found == {module: float(np.float32(1 / value)) if is_inverse else value for module, value in narrow.items()}
+    assert found == {
+        module: float(np.float32(1 / value)) if is_inverse else value
+        for module, value in narrow.items()
+    }
 
 
 def test_members_of_a_group_get_the_largest_and_a_warning_says_so(source, tmp_path):
-    other = donor(source, tmp_path / "other", "modelopt", {**STORED, f"{MLP}.gate_proj": 0.5, f"{MLP}.up_proj": 2.0})
-    done = run("quantize", source, "--format", "nvfp4", "--activations", 4, "-o", tmp_path / "out", "--input-scale", other)
+    other = donor(
+        source,
+        tmp_path / "other",
+        "modelopt",
+        {**STORED, f"{MLP}.gate_proj": 0.5, f"{MLP}.up_proj": 2.0},
+    )
+    done = run(
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "--activations",
+        4,
+        "-o",
+        tmp_path / "out",
+        "--input-scale",
+        other,
+    )
     assert done.code == 0
     assert (
-        f"1 scale groups have members with different input scales in --input-scale {other}, the first {MLP}.gate_proj" in done.err
+        f"1 scale groups have members with different input scales in --input-scale {other}, the first {MLP}.gate_proj"
+        in done.err
     )
     found = input_scales(tmp_path / "out", "compressed-tensors")
-    assert [found[module] for module in GROUPS[1]] == [0.5, 0.5], "the divisors of the largest multiplier, 2"
+    assert [found[module] for module in GROUPS[1]] == [0.5, 0.5], (
+        "the divisors of the largest multiplier, 2"
+    )
     assert "group-inputs-differ" not in run("verify", tmp_path / "out", "--source", source).out
 
 
@@ -116,7 +159,9 @@ def test_nothing_else_changes(source, tmp_path):
         quantized(source, tmp_path / "b", "modelopt"),
     )
     left, right = read_folder(copied), read_folder(constant)
-    assert {name for name in left if left[name] != right[name]} == {f"{module}.input_scale" for module in MODULES}
+    assert {name for name in left if left[name] != right[name]} == {
+        f"{module}.input_scale" for module in MODULES
+    }
     for file in ("config.json", "hf_quant_config.json"):
         assert (copied / file).read_bytes() == (constant / file).read_bytes()
     assert run("inspect", copied, "--json").json["findings"] == []
@@ -128,18 +173,42 @@ def test_a_module_without_one_is_refused(source, tmp_path):
     quantized(source, tmp_path / "part", "modelopt", "--exclude", "*mlp*")
     error = refused(source, tmp_path / "out", "--input-scale", tmp_path / "part")
     assert (error["code"], error["tensor"]) == ("input-scale-missing", f"{MLP}.gate_proj")
-    assert "no input scale for 3 of 7 modules, the first 'model.layers.0.mlp.gate_proj'" in error["message"]
+    assert (
+        "no input scale for 3 of 7 modules, the first 'model.layers.0.mlp.gate_proj'"
+        in error["message"]
+    )
     assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "a16").code == 0
     error = refused(source, tmp_path / "out", "--input-scale", tmp_path / "a16")
-    assert (error["code"], "for 7 of 7 modules" in error["message"]) == ("input-scale-missing", True)
-    quantized(source, tmp_path / "fits", "modelopt", "--exclude", "*mlp*", "--input-scale", tmp_path / "part")
+    assert (error["code"], "for 7 of 7 modules" in error["message"]) == (
+        "input-scale-missing",
+        True,
+    )
+    quantized(
+        source,
+        tmp_path / "fits",
+        "modelopt",
+        "--exclude",
+        "*mlp*",
+        "--input-scale",
+        tmp_path / "part",
+    )
 
 
 def test_an_artifact_of_another_model_is_refused(source, tmp_path):
-    tensors = {f"{MLP}.down_proj.weight": weight(1, 64, 256), f"{ATTENTION}.o_proj.weight": weight(2)}
+    tensors = {
+        f"{MLP}.down_proj.weight": weight(1, 64, 256),
+        f"{ATTENTION}.o_proj.weight": weight(2),
+    }
     quantized(write_single(tmp_path / "wider", tensors), tmp_path / "other")
     error = refused(
-        source, tmp_path / "out", "--input-scale", tmp_path / "other", "--include", "*", "--exclude", "*[qkvge]*_proj"
+        source,
+        tmp_path / "out",
+        "--input-scale",
+        tmp_path / "other",
+        "--include",
+        "*",
+        "--exclude",
+        "*[qkvge]*_proj",
     )
     assert error["code"] in ("input-scale-model", "input-scale-missing")
     only = write_single(tmp_path / "only", {f"{MLP}.down_proj.weight": weight(1, 64, 128)})
@@ -154,7 +223,10 @@ def test_a_scale_that_is_no_number_is_refused(value, dialect, source, tmp_path):
     other = donor(source, tmp_path / "other", dialect, {**STORED, ALONE[1]: value})
     error = refused(source, tmp_path / "out", "--input-scale", other)
     assert (error["code"], error["tensor"]) == ("bad-input-scale", ALONE[1])
-    assert error["next"] == "Give another artifact or calibration, or one number for all: --input-scale 1."
+    assert (
+        error["next"]
+        == "Give another artifact or calibration, or one number for all: --input-scale 1."
+    )
 
 
 def test_scales_for_divided_inputs_are_refused(source, tmp_path):
@@ -164,7 +236,9 @@ def test_scales_for_divided_inputs_are_refused(source, tmp_path):
     linears = [f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"]
     norm, heads = f"{LAYER}.post_attention_layernorm", {"repeats": 1, "width": 1}
     fold = {"into": norm, "kind": "norm", "linears": linears, "heads": heads, "modules": [norm]}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "method": "smooth", "folds": [fold]}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "method": "smooth", "folds": [fold]})
+    )
     error = refused(source, tmp_path / "out", "--input-scale", other)
     assert error["code"] == "input-scale-folded"
     assert "--method smooth" in error["message"]
@@ -173,10 +247,22 @@ def test_scales_for_divided_inputs_are_refused(source, tmp_path):
 def test_what_is_neither_a_number_nor_an_artifact_is_refused(source, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.safetensors").write_text("hello")
-    for name in ("1,0", "missing/folder/of/mine", tmp_path / "empty", tmp_path / "text.safetensors", source, ""):
+    for name in (
+        "1,0",
+        "missing/folder/of/mine",
+        tmp_path / "empty",
+        tmp_path / "text.safetensors",
+        source,
+        "",
+    ):
         message = refused(source, tmp_path / "out", "--input-scale", name)["message"]
         assert message.startswith(f"--input-scale {name}: ")
-    assert refused(source, tmp_path / "out", "--input-scale", tmp_path / "x", "--activations", 16)["code"] == "bad-input-scale"
+    assert (
+        refused(source, tmp_path / "out", "--input-scale", tmp_path / "x", "--activations", 16)[
+            "code"
+        ]
+        == "bad-input-scale"
+    )
 
 
 def test_a_changed_scale_changes_the_key_of_its_shard_alone(source, tmp_path):
@@ -184,8 +270,13 @@ def test_a_changed_scale_changes_the_key_of_its_shard_alone(source, tmp_path):
     first = donor(source, tmp_path / "first", "modelopt", STORED)
     second = donor(source, tmp_path / "second", "modelopt", {**STORED, ALONE[1]: 9.0})
     opened = open_source(str(source))
-    plans = [prepare_quantize(opened, Request("nvfp4", activations=4, input_scale=str(other))) for other in (first, second)]
-    assert [left.key == right.key for left, right in zip(*(plan.tasks for plan in plans), strict=True)] == [True, False]
+    plans = [
+        prepare_quantize(opened, Request("nvfp4", activations=4, input_scale=str(other)))
+        for other in (first, second)
+    ]
+    assert [
+        left.key == right.key for left, right in zip(*(plan.tasks for plan in plans), strict=True)
+    ] == [True, False]
     quantized(source, tmp_path / "out", "compressed-tensors", "--input-scale", first)
     options = ("--activations", 4, "-o", tmp_path / "out", "--json", "--input-scale", second)
     again = run("quantize", source, "--format", "nvfp4", *options)
@@ -198,7 +289,10 @@ AMAX = {module: 0.7 + number * 1.3 for number, module in enumerate(MODULES)}
 def calibrate(source: Path, path: Path, amax: dict[str, float], **notes: str) -> Path:
     columns = {module: 128 if module == f"{MLP}.down_proj" else 64 for module in amax}
     found = {f"{module}.input_amax": np.float32(value) for module, value in amax.items()}
-    found |= {f"{module}.input_channel_amax": np.full(columns[module], value, np.float32) for module, value in amax.items()}
+    found |= {
+        f"{module}.input_channel_amax": np.full(columns[module], value, np.float32)
+        for module, value in amax.items()
+    }
     return write_calibration(path, open_source(str(source)), found, **notes)
 
 
@@ -206,8 +300,12 @@ def calibrate(source: Path, path: Path, amax: dict[str, float], **notes: str) ->
 def test_a_calibration_gives_the_largest_input_of_each_group(dialect, source, tmp_path):
     """amax / 2688 and its reciprocal, each one rounding of float32 arithmetic by NumPy."""
     file = calibrate(source, tmp_path / "c.safetensors", AMAX)
-    found = input_scales(quantized(source, tmp_path / "out", dialect, "--input-scale", file), dialect)
-    largest = AMAX | {module: max(AMAX[each] for each in group) for group in GROUPS for module in group}
+    found = input_scales(
+        quantized(source, tmp_path / "out", dialect, "--input-scale", file), dialect
+    )
+    largest = AMAX | {
+        module: max(AMAX[each] for each in group) for group in GROUPS for module in group
+    }
     wide = {module: np.float32(value) for module, value in largest.items()}
     if dialect == "modelopt":
         assert found == {module: value / np.float32(2688) for module, value in wide.items()}
@@ -220,8 +318,12 @@ def test_layers_that_share_an_input_share_its_statistics(source, tmp_path):
     shared = dict.fromkeys(GROUPS[0][1:], GROUPS[0][0])
     own = {module: value for module, value in AMAX.items() if module not in shared}
     file = calibrate(source, tmp_path / "c.safetensors", own, inputs=json.dumps(shared))
-    found = input_scales(quantized(source, tmp_path / "out", "modelopt", "--input-scale", file), "modelopt")
-    assert {found[module] for module in GROUPS[0]} == {np.float32(AMAX[GROUPS[0][0]]) / np.float32(2688)}
+    found = input_scales(
+        quantized(source, tmp_path / "out", "modelopt", "--input-scale", file), "modelopt"
+    )
+    assert {found[module] for module in GROUPS[0]} == {
+        np.float32(AMAX[GROUPS[0][0]]) / np.float32(2688)
+    }
 
 
 def test_a_calibration_that_does_not_fit_is_refused(source, tmp_path):
@@ -229,17 +331,29 @@ def test_a_calibration_that_does_not_fit_is_refused(source, tmp_path):
     error = refused(source, tmp_path / "out", "--input-scale", file)
     assert (error["code"], error["tensor"]) == ("input-scale-zero", ALONE[0])
     assert f"--exclude '{ALONE[0]}'" in error["next"]
-    file = calibrate(source, tmp_path / "part.safetensors", {module: AMAX[module] for module in GROUPS[0]})
+    file = calibrate(
+        source, tmp_path / "part.safetensors", {module: AMAX[module] for module in GROUPS[0]}
+    )
     error = refused(source, tmp_path / "out", "--input-scale", file)
-    assert (error["code"], "for 4 of 7 modules" in error["message"]) == ("input-scale-missing", True)
+    assert (error["code"], "for 4 of 7 modules" in error["message"]) == (
+        "input-scale-missing",
+        True,
+    )
     other = write_single(tmp_path / "other", {f"{MLP}.down_proj.weight": weight(1, 64, 128)})
-    error = refused(other, tmp_path / "out", "--input-scale", calibrate(source, tmp_path / "c.safetensors", AMAX))
+    error = refused(
+        other,
+        tmp_path / "out",
+        "--input-scale",
+        calibrate(source, tmp_path / "c.safetensors", AMAX),
+    )
     assert error["code"] == "calibration-model"
 
 
 def eight_bit_recipe(folder: Path) -> Path:
     path = folder / "recipe.toml"
-    path.write_text('about = "attention in FP8"\n\n[[format]]\nformat = "fp8"\nmodules = ["*self_attn*"]\n')
+    path.write_text(
+        'about = "attention in FP8"\n\n[[format]]\nformat = "fp8"\nmodules = ["*self_attn*"]\n'
+    )
     return path
 
 
@@ -249,17 +363,27 @@ def test_eight_bit_modules_have_static_scales_too(source, tmp_path):
     plain = input_scales(quantized(source, tmp_path / "one", "modelopt", *recipe), "modelopt")
     assert plain == dict.fromkeys(MODULES, 1.0)
     file = calibrate(source, tmp_path / "c.safetensors", AMAX)
-    found = input_scales(quantized(source, tmp_path / "two", "modelopt", *recipe, "--input-scale", file), "modelopt")
+    found = input_scales(
+        quantized(source, tmp_path / "two", "modelopt", *recipe, "--input-scale", file), "modelopt"
+    )
     largest = np.float32(max(AMAX[module] for module in GROUPS[0]))
     assert [found[module] for module in GROUPS[0]] == [largest / np.float32(448)] * 3
     assert found[ALONE[0]] == np.float32(AMAX[ALONE[0]]) / np.float32(448)
     assert found[ALONE[1]] == np.float32(AMAX[ALONE[1]]) / np.float32(2688)
     copied = input_scales(
-        quantized(source, tmp_path / "three", "modelopt", *recipe, "--input-scale", tmp_path / "two"), "modelopt"
+        quantized(
+            source, tmp_path / "three", "modelopt", *recipe, "--input-scale", tmp_path / "two"
+        ),
+        "modelopt",
     )
     assert copied == found
-    narrow = input_scales(quantized(source, tmp_path / "four", "modelopt", "--input-scale", tmp_path / "two"), "modelopt")
-    assert narrow[ALONE[0]] == np.float32(float(found[ALONE[0]]) * 448 / 2688), "FP8's range as NVFP4's"
+    narrow = input_scales(
+        quantized(source, tmp_path / "four", "modelopt", "--input-scale", tmp_path / "two"),
+        "modelopt",
+    )
+    assert narrow[ALONE[0]] == np.float32(float(found[ALONE[0]]) * 448 / 2688), (
+        "FP8's range as NVFP4's"
+    )
 
 
 def with_own_scale(folder: Path) -> Path:
@@ -272,16 +396,22 @@ def with_own_scale(folder: Path) -> Path:
         f"{MLP}.down_proj.weight": weight(3, 64, 128),
     }
     record = {"quant_method": "modelopt", "quant_algo": "FP8"}
-    return write_checkpoint(folder, {"model.safetensors": tensors}, {**LLAMA, "quantization_config": record})
+    return write_checkpoint(
+        folder, {"model.safetensors": tensors}, {**LLAMA, "quantization_config": record}
+    )
 
 
 def test_a_scale_that_the_source_has_stays_unless_a_file_says_another(tmp_path):
     source, recipe = with_own_scale(tmp_path / "source"), ("--recipe", eight_bit_recipe(tmp_path))
     o_proj, down = ALONE
-    found = input_scales(quantized(source, tmp_path / "a", "modelopt", *recipe, "--input-scale", 0.5), "modelopt")
+    found = input_scales(
+        quantized(source, tmp_path / "a", "modelopt", *recipe, "--input-scale", 0.5), "modelopt"
+    )
     assert found == {o_proj: 0.375, down: 0.5}
     file = calibrate(source, tmp_path / "c.safetensors", {module: AMAX[module] for module in ALONE})
-    found = input_scales(quantized(source, tmp_path / "b", "modelopt", *recipe, "--input-scale", file), "modelopt")
+    found = input_scales(
+        quantized(source, tmp_path / "b", "modelopt", *recipe, "--input-scale", file), "modelopt"
+    )
     assert found[o_proj] == np.float32(AMAX[o_proj]) / np.float32(448)
 
 
@@ -290,10 +420,21 @@ def test_an_artifact_on_the_hub(hub, source, tmp_path):
     hub.add("org/donor", donor(source, tmp_path / "donor", "modelopt", STORED))
     before = len(hub.seen)
     out = quantized(source, tmp_path / "out", "modelopt", "--input-scale", "org/donor")
-    assert input_scales(out, "modelopt") == {module: float(np.float32(value)) for module, value in STORED.items()}
+    assert input_scales(out, "modelopt") == {
+        module: float(np.float32(value)) for module, value in STORED.items()
+    }
     assert len(hub.seen) - before < 40
     missing = run(
-        "quantize", source, "--format", "nvfp4", "--activations", 4, "-o", tmp_path / "none", "--input-scale", "org/gone"
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "--activations",
+        4,
+        "-o",
+        tmp_path / "none",
+        "--input-scale",
+        "org/gone",
     )
     assert missing.code in (2, 4)
     assert "org/gone" in missing.err
@@ -316,8 +457,12 @@ def mixtral(folder: Path) -> Path:
         f"{LAYER}.post_attention_layernorm.weight": ("BF16", (64,), bf16(64, seed=21)),
     }
     for number in range(2):
-        for seed, (leaf, rows, columns) in enumerate((("w1", 32, 64), ("w3", 32, 64), ("w2", 64, 32))):
-            tensors[f"{MOE}.experts.{number}.{leaf}.weight"] = weight(30 + 3 * number + seed, rows, columns)
+        for seed, (leaf, rows, columns) in enumerate(
+            (("w1", 32, 64), ("w3", 32, 64), ("w2", 64, 32))
+        ):
+            tensors[f"{MOE}.experts.{number}.{leaf}.weight"] = weight(
+                30 + 3 * number + seed, rows, columns
+            )
     return write_single(folder, tensors, MIXTRAL)
 
 
@@ -331,13 +476,28 @@ def test_scales_follow_inputs_under_factors_of_each_experts_own_tokens(method, t
     found, channels = {}, {}
     for number, (low, high) in enumerate(((1.0, 60.0), (2.0, 0.02))):
         spread = np.where(np.arange(64) < 32, high, low)
-        for leaf, x in (("w1", chance.standard_normal((128, 64)) * spread), ("w2", chance.standard_normal((128, 32)))):
+        for leaf, x in (
+            ("w1", chance.standard_normal((128, 64)) * spread),
+            ("w2", chance.standard_normal((128, 32))),
+        ):
             module = f"{MOE}.experts.{number}.{leaf}"
             found |= statistics_of(module, x)
             channels[module] = np.abs(x).max(0).astype(np.float32)
     shared = {f"{MOE}.experts.{number}.w3": f"{MOE}.experts.{number}.w1" for number in range(2)}
-    file = write_calibration(tmp_path / "c.safetensors", open_source(str(source)), found, inputs=json.dumps(shared))
-    out = quantized(source, tmp_path / "out", "modelopt", "--calibration", file, "--method", method, "--scale-rule", "amax")
+    file = write_calibration(
+        tmp_path / "c.safetensors", open_source(str(source)), found, inputs=json.dumps(shared)
+    )
+    out = quantized(
+        source,
+        tmp_path / "out",
+        "modelopt",
+        "--calibration",
+        file,
+        "--method",
+        method,
+        "--scale-rule",
+        "amax",
+    )
     scales, norm = input_scales(out, "modelopt"), f"{LAYER}.post_attention_layernorm.weight"
     before, after = (values_of(read_folder(folder)[norm]) for folder in (source, out))
     assert not np.array_equal(before, after), "otherwise this tests nothing"
@@ -351,12 +511,23 @@ def test_scales_follow_inputs_under_factors_of_each_experts_own_tokens(method, t
 def test_a_calibration_gives_them_unless_another_option_does(bits, source, tmp_path):
     """--calibration alone; beside a number that is smaller, the number with a warning; with 16 bits there are none."""
     file = calibrate(source, tmp_path / "c.safetensors", AMAX)
-    options = ("--format", "nvfp4", "--dialect", "modelopt", "--activations", bits, "--calibration", file)
+    options = (
+        "--format",
+        "nvfp4",
+        "--dialect",
+        "modelopt",
+        "--activations",
+        bits,
+        "--calibration",
+        file,
+    )
     assert run("quantize", source, *options, "-o", tmp_path / "a").code == 0
     if bits == 16:
         assert input_scales(tmp_path / "a", "modelopt") == {}
         return
-    largest = AMAX | {module: max(AMAX[each] for each in group) for group in GROUPS for module in group}
+    largest = AMAX | {
+        module: max(AMAX[each] for each in group) for group in GROUPS for module in group
+    }
     assert input_scales(tmp_path / "a", "modelopt") == {
         key: np.float32(value) / np.float32(2688) for key, value in largest.items()
     }
@@ -364,7 +535,8 @@ def test_a_calibration_gives_them_unless_another_option_does(bits, source, tmp_p
     assert set(input_scales(tmp_path / "b", "modelopt").values()) == {float(np.float32(0.001))}
     reached = [module for module in MODULES if AMAX[module] > 2.688]
     assert (
-        f"input scales of {len(reached)} modules are smaller than {file} asks for: that of {ALONE[1]} reaches 2.688" in done.err
+        f"input scales of {len(reached)} modules are smaller than {file} asks for: that of {ALONE[1]} reaches 2.688"
+        in done.err
     )
     enough = run("quantize", source, *options, "--input-scale", 1, "-o", tmp_path / "c")
     assert (enough.code, "smaller" in enough.err) == (0, False)
@@ -374,4 +546,9 @@ def test_what_is_sent_to_a_cluster_means_the_same_there(tmp_path, monkeypatch):
     (tmp_path / "donor").mkdir()
     monkeypatch.chdir(tmp_path)
     assert whole_reference("donor") == str(tmp_path / "donor")
-    assert [whole_reference(asked) for asked in ("0.5", 0.5, None, "org/name")] == ["0.5", 0.5, None, "org/name"]
+    assert [whole_reference(asked) for asked in ("0.5", 0.5, None, "org/name")] == [
+        "0.5",
+        0.5,
+        None,
+        "org/name",
+    ]

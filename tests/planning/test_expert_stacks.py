@@ -19,8 +19,13 @@ from fp4convert.conversion import repacking
 
 EXPERTS = "model.layers.0.mlp.experts"
 HIDDEN, COUNT = 64, 3
-ROUTED = {f"{EXPERTS}.gate_up_proj": (COUNT, HIDDEN, HIDDEN), f"{EXPERTS}.down_proj": (COUNT, HIDDEN, HIDDEN)}
-LAYOUTS = [(order, rows) for order in ("out_in", "in_out") for rows in ("concatenated", "interleaved")]
+ROUTED = {
+    f"{EXPERTS}.gate_up_proj": (COUNT, HIDDEN, HIDDEN),
+    f"{EXPERTS}.down_proj": (COUNT, HIDDEN, HIDDEN),
+}
+LAYOUTS = [
+    (order, rows) for order in ("out_in", "in_out") for rows in ("concatenated", "interleaved")
+]
 CONFIG = {**LLAMA, "hidden_size": HIDDEN}
 GPT_OSS = {"model_type": "gpt_oss", "hidden_size": HIDDEN}
 VALUES = np.array([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -37,19 +42,27 @@ def values(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 def tensor(shape: tuple[int, ...], seed: int = 0, dtype: str = "BF16") -> Tensor:
     drawn = values(shape, seed)
-    stored = (drawn.view(np.uint32) >> 16).astype(np.uint16) if dtype == "BF16" else drawn.astype(BITS[dtype])
+    stored = (
+        (drawn.view(np.uint32) >> 16).astype(np.uint16)
+        if dtype == "BF16"
+        else drawn.astype(BITS[dtype])
+    )
     return dtype, shape, stored.tobytes()
 
 
 def stacks(shapes: dict[str, tuple[int, ...]] = ROUTED, dtype: str = "BF16") -> dict[str, Tensor]:
     kept: dict[str, Tensor] = {"model.norm.weight": ("F32", (HIDDEN,), bytes(4 * HIDDEN))}
-    return kept | {name: tensor(shape, seed, dtype) for seed, (name, shape) in enumerate(shapes.items())}
+    return kept | {
+        name: tensor(shape, seed, dtype) for seed, (name, shape) in enumerate(shapes.items())
+    }
 
 
 def floats(stored: Tensor) -> np.ndarray:
     dtype, shape, data = stored
     if dtype == "BF16":
-        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
+        return (
+            (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
+        )
     return np.frombuffer(data, BITS[dtype]).astype(np.float32).reshape(shape)
 
 
@@ -88,13 +101,25 @@ def test_a_stack_comes_back_as_it_was(order: str, rows: str, dialect: str, tmp_p
 @pytest.mark.parametrize(("order", "rows"), LAYOUTS)
 def test_a_stack_comes_back_from_nvfp4(order: str, rows: str, dialect: str, tmp_path: Path) -> None:
     source = write_single(tmp_path / "m", stacks(), CONFIG)
-    options = ("--stack-order", order, "--stack-rows", rows, "--scale-rule", "amax", "--dialect", dialect)
+    options = (
+        "--stack-order",
+        order,
+        "--stack-rows",
+        rows,
+        "--scale-rule",
+        "amax",
+        "--dialect",
+        dialect,
+    )
     assert read_folder(there_and_back(source, *options, fmt="nvfp4")) == stacks()
 
 
 @pytest.mark.parametrize("order", ["out_in", "in_out"])
 def test_a_stack_comes_back_from_deepseek(order: str, tmp_path: Path) -> None:
-    shapes = {"layers.0.ffn.experts.w13": (COUNT, HIDDEN, HIDDEN), "layers.0.ffn.experts.w2": (COUNT, HIDDEN, 32)}
+    shapes = {
+        "layers.0.ffn.experts.w13": (COUNT, HIDDEN, HIDDEN),
+        "layers.0.ffn.experts.w2": (COUNT, HIDDEN, 32),
+    }
     source = write_single(tmp_path / "m", stacks(shapes), {**CONFIG, "hidden_size": 1})
     options = ("--stack-order", order, "--stack-rows", "concatenated", "--dialect", "deepseek")
     assert read_folder(there_and_back(source, *options)) == stacks(shapes)
@@ -102,9 +127,14 @@ def test_a_stack_comes_back_from_deepseek(order: str, tmp_path: Path) -> None:
 
 def test_experts_below_each_other_come_back_so(tmp_path: Path) -> None:
     """DBRX: matrices of two dimensions, w2 of them transposed."""
-    shapes = {f"transformer.blocks.0.ffn.experts.mlp.{leaf}": (COUNT * HIDDEN, HIDDEN) for leaf in ("w1", "v1", "w2")}
+    shapes = {
+        f"transformer.blocks.0.ffn.experts.mlp.{leaf}": (COUNT * HIDDEN, HIDDEN)
+        for leaf in ("w1", "v1", "w2")
+    }
     config = {"model_type": "dbrx", "ffn_config": {"moe_num_experts": COUNT}}
-    assert read_folder(there_and_back(write_single(tmp_path / "m", stacks(shapes), config))) == stacks(shapes)
+    assert read_folder(
+        there_and_back(write_single(tmp_path / "m", stacks(shapes), config))
+    ) == stacks(shapes)
 
 
 def test_experts_of_several_shards_come_back_into_one_stack(tmp_path: Path) -> None:
@@ -113,8 +143,14 @@ def test_experts_of_several_shards_come_back_into_one_stack(tmp_path: Path) -> N
     done("quantize", source, "--format", "mxfp4", "-o", tmp_path / "a")
     tensors = read_folder(tmp_path / "a")
     names = sorted(tensors)
-    shards = {f"model-{n + 1:05}-of-00003.safetensors": {name: tensors[name] for name in names[n::3]} for n in range(3)}
-    files = {file: (tmp_path / "a" / file).read_bytes() for file in ("config.json", "quantization_config.json")}
+    shards = {
+        f"model-{n + 1:05}-of-00003.safetensors": {name: tensors[name] for name in names[n::3]}
+        for n in range(3)
+    }
+    files = {
+        file: (tmp_path / "a" / file).read_bytes()
+        for file in ("config.json", "quantization_config.json")
+    }
     scattered = write_checkpoint(tmp_path / "b", shards, None, **files)
     done("dequantize", scattered, "-o", tmp_path / "r")
     assert read_folder(tmp_path / "r") == stacks()
@@ -133,19 +169,41 @@ def test_transcoded_experts_come_back_into_their_stack(way: str, tmp_path: Path)
 def test_an_artifact_that_is_quantized_again_keeps_what_its_stacks_were(tmp_path: Path) -> None:
     source = write_single(tmp_path / "m", stacks(), GPT_OSS)
     done("quantize", source, "--format", "mxfp4", "-o", tmp_path / "a")
-    done("quantize", tmp_path / "a", "--format", "mxfp4", "--dialect", "quark", "-o", tmp_path / "b")
+    done(
+        "quantize", tmp_path / "a", "--format", "mxfp4", "--dialect", "quark", "-o", tmp_path / "b"
+    )
     done("dequantize", tmp_path / "b", "-o", tmp_path / "r")
     assert read_folder(tmp_path / "r") == stacks()
 
 
 @pytest.mark.parametrize("command", ["quantize", "transcode"])
-def test_published_stacks_of_four_bits_come_back_as_transformers_has_them(command: str, tmp_path: Path) -> None:
+def test_published_stacks_of_four_bits_come_back_as_transformers_has_them(
+    command: str, tmp_path: Path
+) -> None:
     """gpt-oss as OpenAI publishes it, taken apart by another dialect; its record named no stack before."""
     source = write_single(tmp_path / "m", stacks(), GPT_OSS)
-    done("quantize", source, "--format", "mxfp4", "--dialect", "gpt-oss", "-o", tmp_path / "published")
+    done(
+        "quantize",
+        source,
+        "--format",
+        "mxfp4",
+        "--dialect",
+        "gpt-oss",
+        "-o",
+        tmp_path / "published",
+    )
     (tmp_path / "published" / "quantization_config.json").unlink()
     shutil.rmtree(tmp_path / "published" / ".fp4convert")
-    done(command, tmp_path / "published", "--format", "mxfp4", "--dialect", "quark", "-o", tmp_path / "a")
+    done(
+        command,
+        tmp_path / "published",
+        "--format",
+        "mxfp4",
+        "--dialect",
+        "quark",
+        "-o",
+        tmp_path / "a",
+    )
     done("dequantize", tmp_path / "a", "-o", tmp_path / "r")
     assert read_folder(tmp_path / "r") == stacks()
 
@@ -153,32 +211,58 @@ def test_published_stacks_of_four_bits_come_back_as_transformers_has_them(comman
 def test_experts_that_were_single_come_back_single_out_of_stacks(tmp_path: Path) -> None:
     """Only the dialect stacks these."""
     leaves = ("gate_proj", "up_proj", "down_proj")
-    single = stacks({f"{EXPERTS}.{expert}.{leaf}.weight": (HIDDEN, HIDDEN) for expert in range(COUNT) for leaf in leaves})
+    single = stacks(
+        {
+            f"{EXPERTS}.{expert}.{leaf}.weight": (HIDDEN, HIDDEN)
+            for expert in range(COUNT)
+            for leaf in leaves
+        }
+    )
     source = write_single(tmp_path / "m", single, {**CONFIG, "model_type": "qwen3_moe"})
     assert read_folder(there_and_back(source, "--dialect", "gpt-oss")) == single
 
 
 def test_single_experts_beside_stacks_of_the_same_names_stay_single(tmp_path: Path) -> None:
     leaves = ("gate_proj", "up_proj", "down_proj")
-    single = {f"mtp.layers.0.mlp.experts.{expert}.{leaf}.weight": (HIDDEN, HIDDEN) for expert in range(COUNT) for leaf in leaves}
+    single = {
+        f"mtp.layers.0.mlp.experts.{expert}.{leaf}.weight": (HIDDEN, HIDDEN)
+        for expert in range(COUNT)
+        for leaf in leaves
+    }
     tensors = stacks({**ROUTED, **single})
     assert read_folder(there_and_back(write_single(tmp_path / "m", tensors, GPT_OSS))) == tensors
 
 
 @pytest.mark.parametrize(
     ("source_dtype", "asked", "result"),
-    [("BF16", "bf16", "BF16"), ("BF16", "fp16", "F32"), ("F32", "bf16", "F32"), ("F16", "fp16", "F16")],
+    [
+        ("BF16", "bf16", "BF16"),
+        ("BF16", "fp16", "F32"),
+        ("F32", "bf16", "F32"),
+        ("F16", "fp16", "F16"),
+    ],
 )
 @pytest.mark.parametrize(("order", "rows"), LAYOUTS)
 def test_matrices_that_stayed_come_back_in_their_stack_and_lose_nothing(
     order: str, rows: str, source_dtype: str, asked: str, result: str, tmp_path: Path
 ) -> None:
     source = write_single(tmp_path / "m", stacks(dtype=source_dtype), CONFIG)
-    options = ("--stack-order", order, "--stack-rows", rows, "--format", "mxfp4", "--exclude", "*.experts.1.*_proj")
+    options = (
+        "--stack-order",
+        order,
+        "--stack-rows",
+        rows,
+        "--format",
+        "mxfp4",
+        "--exclude",
+        "*.experts.1.*_proj",
+    )
     done("quantize", source, *options, "-o", tmp_path / "a")
     outcome = run("dequantize", tmp_path / "a", "-o", tmp_path / "r", "--dtype", asked)
     assert outcome.code == 0, outcome.err
-    assert ("stacks of experts are not" in outcome.err) == (asked != {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}[result])
+    assert ("stacks of experts are not" in outcome.err) == (
+        asked != {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}[result]
+    )
     found = read_folder(tmp_path / "r")
     assert found.keys() == stacks().keys()
     for name in ROUTED:
@@ -190,7 +274,9 @@ def test_experts_in_fp8_come_back_into_the_stack_of_the_others(tmp_path: Path) -
     (tmp_path / "r.toml").write_text('[[format]]\nmodules = ["*.experts.1.*"]\nformat = "fp8"\n')
     source = write_single(tmp_path / "m", stacks(), GPT_OSS)
     restored = read_folder(there_and_back(source, "--recipe", tmp_path / "r.toml"))
-    assert {name: each[:2] for name, each in restored.items()} == {name: each[:2] for name, each in stacks().items()}
+    assert {name: each[:2] for name, each in restored.items()} == {
+        name: each[:2] for name, each in stacks().items()
+    }
     for name in ROUTED:
         ours, theirs = floats(restored[name]), floats(stacks()[name])
         assert np.array_equal(ours[[0, 2]], theirs[[0, 2]])
@@ -201,14 +287,26 @@ def test_experts_in_fp8_come_back_into_the_stack_of_the_others(tmp_path: Path) -
 def without(artifact: Path, ending: str) -> Path:
     """The artifact without the tensors of that module."""
     left = {name: each for name, each in read_folder(artifact).items() if f".{ending}." not in name}
-    files = {file: (artifact / file).read_bytes() for file in ("config.json", "quantization_config.json")}
+    files = {
+        file: (artifact / file).read_bytes() for file in ("config.json", "quantization_config.json")
+    }
     return write_checkpoint(artifact.parent / "less", {"model.safetensors": left}, None, **files)
 
 
-@pytest.mark.parametrize("ending", ["experts.0.gate_proj", "experts.1.up_proj", "experts.2.down_proj", "experts.1.down_proj"])
+@pytest.mark.parametrize(
+    "ending",
+    ["experts.0.gate_proj", "experts.1.up_proj", "experts.2.down_proj", "experts.1.down_proj"],
+)
 def test_a_stack_that_lacks_an_expert_is_refused(ending: str, tmp_path: Path) -> None:
     """The last one of a single stack, too, of which only the others tell."""
-    done("quantize", write_single(tmp_path / "m", stacks(), GPT_OSS), "--format", "mxfp4", "-o", tmp_path / "a")
+    done(
+        "quantize",
+        write_single(tmp_path / "m", stacks(), GPT_OSS),
+        "--format",
+        "mxfp4",
+        "-o",
+        tmp_path / "a",
+    )
     outcome = run("dequantize", without(tmp_path / "a", ending), "-o", tmp_path / "r", "--json")
     assert outcome.code == 2
     error = outcome.json["error"]
@@ -218,12 +316,22 @@ def test_a_stack_that_lacks_an_expert_is_refused(ending: str, tmp_path: Path) ->
 
 
 def test_experts_of_several_shapes_are_refused(tmp_path: Path) -> None:
-    done("quantize", write_single(tmp_path / "m", stacks(), GPT_OSS), "--format", "mxfp4", "-o", tmp_path / "a")
+    done(
+        "quantize",
+        write_single(tmp_path / "m", stacks(), GPT_OSS),
+        "--format",
+        "mxfp4",
+        "-o",
+        tmp_path / "a",
+    )
     tensors = read_folder(tmp_path / "a")
     for part, columns in (("packed", HIDDEN // 2), ("scale", HIDDEN // 32)):
         dtype, _, data = tensors[f"{EXPERTS}.1.up_proj.weight_{part}"]
         tensors[f"{EXPERTS}.1.up_proj.weight_{part}"] = (dtype, (16, columns), data[: 16 * columns])
-    files = {file: (tmp_path / "a" / file).read_bytes() for file in ("config.json", "quantization_config.json")}
+    files = {
+        file: (tmp_path / "a" / file).read_bytes()
+        for file in ("config.json", "quantization_config.json")
+    }
     write_checkpoint(tmp_path / "b", {"model.safetensors": tensors}, None, **files)
     error = run("dequantize", tmp_path / "b", "-o", tmp_path / "r", "--json").json["error"]
     assert error["code"] == "stack-experts"
@@ -232,10 +340,23 @@ def test_experts_of_several_shapes_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"tensors": ["*.experts.*"]}, {"tensors": ["re:.*experts.*_proj$"]}, {"named": f"{EXPERTS}.{{expert}}.{{member}}"}],
+    [
+        {"tensors": ["*.experts.*"]},
+        {"tensors": ["re:.*experts.*_proj$"]},
+        {"named": f"{EXPERTS}.{{expert}}.{{member}}"},
+    ],
 )
-def test_a_rule_that_does_not_tell_the_stack_is_told_of(change: dict[str, object], tmp_path: Path) -> None:
-    done("quantize", write_single(tmp_path / "m", stacks(), GPT_OSS), "--format", "mxfp4", "-o", tmp_path / "a")
+def test_a_rule_that_does_not_tell_the_stack_is_told_of(
+    change: dict[str, object], tmp_path: Path
+) -> None:
+    done(
+        "quantize",
+        write_single(tmp_path / "m", stacks(), GPT_OSS),
+        "--format",
+        "mxfp4",
+        "-o",
+        tmp_path / "a",
+    )
     edit_record(tmp_path / "a", **change)
     outcome = run("dequantize", tmp_path / "a", "-o", tmp_path / "r")
     assert outcome.code == 0, outcome.err
@@ -243,10 +364,21 @@ def test_a_rule_that_does_not_tell_the_stack_is_told_of(change: dict[str, object
     assert f"{EXPERTS}.0.gate_proj.weight" in read_folder(tmp_path / "r")
 
 
-@pytest.mark.parametrize("change", [{"order": "out_in"}, {"rows": "concatenated"}, {"members": ["up_proj", "gate_proj"]}])
-def test_how_a_stack_lies_is_in_the_keys_of_tasks(change: dict[str, object], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change", [{"order": "out_in"}, {"rows": "concatenated"}, {"members": ["up_proj", "gate_proj"]}]
+)
+def test_how_a_stack_lies_is_in_the_keys_of_tasks(
+    change: dict[str, object], tmp_path: Path
+) -> None:
     """Else a run that goes on would take finished shards of another order for its own: shapes are the same."""
-    done("quantize", write_single(tmp_path / "m", stacks(), GPT_OSS), "--format", "mxfp4", "-o", tmp_path / "a")
+    done(
+        "quantize",
+        write_single(tmp_path / "m", stacks(), GPT_OSS),
+        "--format",
+        "mxfp4",
+        "-o",
+        tmp_path / "a",
+    )
     before = keys_of(tmp_path / "a")
     record = json.loads((tmp_path / "a" / "quantization_config.json").read_text())
     fused = [rule | change if len(rule["members"]) > 1 else rule for rule in record["stacks"]]

@@ -25,7 +25,10 @@ def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
 
 def llamas(arrays: Arrays) -> Arrays:
     """With q and k in the order of llama.cpp's Llama."""
-    return {name: permuted(array, HEADS[name]) if name in HEADS else array for name, array in arrays.items()}
+    return {
+        name: permuted(array, HEADS[name]) if name in HEADS else array
+        for name, array in arrays.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,9 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def transcode(artifact: Path, donor: Path, output: Path) -> Outcome:
-    return run("transcode", artifact, "-o", output, "--dialect", "gguf", "--template", donor, "--json")
+    return run(
+        "transcode", artifact, "-o", output, "--dialect", "gguf", "--template", donor, "--json"
+    )
 
 
 def refused(code: str, outcome: Outcome, output: Path) -> None:
@@ -51,11 +56,17 @@ def refused(code: str, outcome: Outcome, output: Path) -> None:
 @pytest.mark.parametrize("order", [llamas, dict])
 @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
 def test_rows_find_their_order(
-    artifacts: dict[str, Path], tmp_path: Path, fmt: str, order: Callable[[Arrays], Arrays], kind: str
+    artifacts: dict[str, Path],
+    tmp_path: Path,
+    fmt: str,
+    order: Callable[[Arrays], Arrays],
+    kind: str,
 ) -> None:
     """Every tensor is close to the donor's in that order, by llama.cpp's own package; q is far from itself in the other."""
     arrays = order(model())
-    outcome = transcode(artifacts[fmt], write_donor(tmp_path / "donor.gguf", arrays, kind), tmp_path / "out")
+    outcome = transcode(
+        artifacts[fmt], write_donor(tmp_path / "donor.gguf", arrays, kind), tmp_path / "out"
+    )
     assert outcome.code == 0, outcome.err
     stored = {each.name: each for each in gguf.GGUFReader(tmp_path / "out" / "donor.gguf").tensors}
     assert sum(each.tensor_type.name == fmt.upper() for each in stored.values()) == MODULES
@@ -64,8 +75,13 @@ def test_rows_find_their_order(
         if scale := stored.get(name.removesuffix("weight") + "scale"):
             found = found * scale.data
         assert np.linalg.norm(found - array) < 0.15 * np.linalg.norm(array), name
-    found = dequantize(stored["blk.0.attn_q.weight"].data, stored["blk.0.attn_q.weight"].tensor_type)
-    assert abs(np.corrcoef(permuted(found, 4).ravel(), arrays["blk.0.attn_q.weight"].ravel())[0, 1]) < 0.5
+    found = dequantize(
+        stored["blk.0.attn_q.weight"].data, stored["blk.0.attn_q.weight"].tensor_type
+    )
+    assert (
+        abs(np.corrcoef(permuted(found, 4).ravel(), arrays["blk.0.attn_q.weight"].ravel())[0, 1])
+        < 0.5
+    )
 
 
 def without(arrays: Arrays, *names: str) -> Arrays:
@@ -74,23 +90,46 @@ def without(arrays: Arrays, *names: str) -> Arrays:
 
 Q, DOWN = "blk.0.attn_q.weight", "blk.0.ffn_down.weight"
 DONORS: dict[str, tuple[str, Callable[[Arrays], Arrays]]] = {
-    "another model": ("template-differs", lambda arrays: {name: array[::-1].copy() for name, array in arrays.items()}),
+    "another model": (
+        "template-differs",
+        lambda arrays: {name: array[::-1].copy() for name, array in arrays.items()},
+    ),
     "one other matrix": ("template-differs", lambda arrays: {**arrays, DOWN: -arrays[DOWN]}),
-    "weights twice as large": ("template-differs", lambda arrays: {**arrays, DOWN: 2 * arrays[DOWN]}),
+    "weights twice as large": (
+        "template-differs",
+        lambda arrays: {**arrays, DOWN: 2 * arrays[DOWN]},
+    ),
     "weights of zero": ("template-differs", lambda arrays: {**arrays, DOWN: 0 * arrays[DOWN]}),
-    "weights that are NaN": ("template-differs", lambda arrays: {**arrays, DOWN: np.full_like(arrays[DOWN], np.nan)}),
-    "heads of another size": ("template-differs", lambda arrays: {**arrays, Q: permuted(arrays[Q], 8)}),
-    "more rows": ("template-differs", lambda arrays: {**arrays, DOWN: np.concatenate([arrays[DOWN]] * 2)}),
-    "fewer columns": ("template-differs", lambda arrays: {**arrays, DOWN: arrays[DOWN][:, :64].copy()}),
+    "weights that are NaN": (
+        "template-differs",
+        lambda arrays: {**arrays, DOWN: np.full_like(arrays[DOWN], np.nan)},
+    ),
+    "heads of another size": (
+        "template-differs",
+        lambda arrays: {**arrays, Q: permuted(arrays[Q], 8)},
+    ),
+    "more rows": (
+        "template-differs",
+        lambda arrays: {**arrays, DOWN: np.concatenate([arrays[DOWN]] * 2)},
+    ),
+    "fewer columns": (
+        "template-differs",
+        lambda arrays: {**arrays, DOWN: arrays[DOWN][:, :64].copy()},
+    ),
     "turned": ("template-differs", lambda arrays: {**arrays, DOWN: arrays[DOWN].T.copy()}),
     "no q": ("template-name", lambda arrays: without(arrays, Q)),
     "no tensors": ("template-name", lambda arrays: {}),
-    "names of transformers": ("template-name", lambda arrays: {f"model.{name}": array for name, array in arrays.items()}),
+    "names of transformers": (
+        "template-name",
+        lambda arrays: {f"model.{name}": array for name, array in arrays.items()},
+    ),
 }
 
 
 @pytest.mark.parametrize("case", DONORS)
-def test_a_donor_of_another_model_is_refused(artifacts: dict[str, Path], tmp_path: Path, case: str) -> None:
+def test_a_donor_of_another_model_is_refused(
+    artifacts: dict[str, Path], tmp_path: Path, case: str
+) -> None:
     code, change = DONORS[case]
     donor = write_donor(tmp_path / "donor.gguf", change(model()))
     for fmt in ("mxfp4", "nvfp4"):
@@ -100,7 +139,11 @@ def test_a_donor_of_another_model_is_refused(artifacts: dict[str, Path], tmp_pat
 def test_a_quantized_donor_is_refused(artifacts: dict[str, Path], tmp_path: Path) -> None:
     for number, kind in enumerate(("MXFP4", "Q8_0")):
         donor = write_donor(tmp_path / f"donor{number}.gguf", model(), kind)
-        refused("template-differs", transcode(artifacts["mxfp4"], donor, tmp_path / "out"), tmp_path / "out")
+        refused(
+            "template-differs",
+            transcode(artifacts["mxfp4"], donor, tmp_path / "out"),
+            tmp_path / "out",
+        )
 
 
 def test_a_donor_of_another_kind_is_refused(artifacts: dict[str, Path], tmp_path: Path) -> None:
@@ -128,13 +171,27 @@ def test_a_tied_output_stays_tied(artifacts: dict[str, Path], tmp_path: Path) ->
     assert names == set(without(model(), "output.weight"))
 
 
-def test_a_dialect_and_a_file_of_different_kinds_are_refused(artifacts: dict[str, Path], tmp_path: Path) -> None:
+def test_a_dialect_and_a_file_of_different_kinds_are_refused(
+    artifacts: dict[str, Path], tmp_path: Path
+) -> None:
     out, donor = tmp_path / "out", write_donor(tmp_path / "donor.gguf", model())
     quantize_options = ("--format", "mxfp4", "-o", out, "--json")
-    refused("dialect-container", run("quantize", artifacts["source"], "--dialect", "gguf", *quantize_options), out)
-    refused("dialect-container", run("quantize", donor, "--dialect", "compressed-tensors", *quantize_options), out)
+    refused(
+        "dialect-container",
+        run("quantize", artifacts["source"], "--dialect", "gguf", *quantize_options),
+        out,
+    )
+    refused(
+        "dialect-container",
+        run("quantize", donor, "--dialect", "compressed-tensors", *quantize_options),
+        out,
+    )
     refused("dialect-container", run("quantize", donor, *quantize_options), out)
-    refused("dialect-container", run("transcode", artifacts["mxfp4"], "-o", out, "--dialect", "gguf", "--json"), out)
+    refused(
+        "dialect-container",
+        run("transcode", artifacts["mxfp4"], "-o", out, "--dialect", "gguf", "--json"),
+        out,
+    )
 
 
 def test_a_gguf_file_is_quantized_inspected_verified_and_turned_back(tmp_path: Path) -> None:
@@ -146,10 +203,18 @@ def test_a_gguf_file_is_quantized_inspected_verified_and_turned_back(tmp_path: P
         for command in ("inspect", "verify"):
             for more in ((), ("--source", donor)):
                 outcome = run(command, out / fmt, *more, "--json")
-                assert (outcome.code, [each["level"] for each in outcome.json["findings"]]) == (0, []), outcome.out
+                assert (outcome.code, [each["level"] for each in outcome.json["findings"]]) == (
+                    0,
+                    [],
+                ), outcome.out
         assert len(outcome.json["tensors"]) == MODULES
         for dtype in ("bf16", "fp32"):
-            assert run("dequantize", out / fmt, "-o", out / f"{fmt}-{dtype}", "--dtype", dtype, "-q").code == 0
+            assert (
+                run(
+                    "dequantize", out / fmt, "-o", out / f"{fmt}-{dtype}", "--dtype", dtype, "-q"
+                ).code
+                == 0
+            )
             restored = gguf.GGUFReader(out / f"{fmt}-{dtype}" / "donor.gguf")
             first = gguf.GGUFReader(donor)
             assert [(each.name, each.shape.tolist()) for each in restored.tensors] == [
@@ -183,13 +248,18 @@ STACK = {"blk.0.ffn_down_exps.weight": np.ones((2, 64, 64), np.float32)}
 def test_four_bit_tensors_that_would_stay_so_are_refused(
     tmp_path: Path, more: Arrays, kinds: dict[str, str], warning: str
 ) -> None:
-    donor, out = write_donor(tmp_path / "donor.gguf", {**model(), **more}, kinds=kinds), tmp_path / "out"
+    donor, out = (
+        write_donor(tmp_path / "donor.gguf", {**model(), **more}, kinds=kinds),
+        tmp_path / "out",
+    )
     found = run("inspect", donor, "--json").json
     assert warning in [finding["code"] for finding in found["findings"]]
     refused("already-quantized", run("dequantize", donor, "-o", out, "--json"), out)
 
 
-def test_nvfp4_of_llama_quantize_has_no_global_scales(artifacts: dict[str, Path], tmp_path: Path) -> None:
+def test_nvfp4_of_llama_quantize_has_no_global_scales(
+    artifacts: dict[str, Path], tmp_path: Path
+) -> None:
     """A scale that is missing is 1: the file is sound, and its weights are what llama.cpp's own package decodes."""
     donor = write_donor(tmp_path / "donor.gguf", model())
     assert transcode(artifacts["nvfp4"], donor, tmp_path / "first").code == 0
@@ -206,14 +276,21 @@ def test_nvfp4_of_llama_quantize_has_no_global_scales(artifacts: dict[str, Path]
     found = run("inspect", tmp_path / "bare.gguf", "--json").json
     assert (found["format"], found["tensors"]["quantized"]) == ("nvfp4", MODULES)
     assert found["findings"] == []
-    assert run("dequantize", tmp_path / "bare.gguf", "-o", tmp_path / "out", "--dtype", "fp32", "-q").code == 0
+    assert (
+        run(
+            "dequantize", tmp_path / "bare.gguf", "-o", tmp_path / "out", "--dtype", "fp32", "-q"
+        ).code
+        == 0
+    )
     for each in gguf.GGUFReader(tmp_path / "out" / "bare.gguf").tensors:
         expected = dequantize(bare[each.name].data, bare[each.name].tensor_type)
         assert np.array_equal(dequantize(each.data, each.tensor_type), expected), each.name
 
 
 @pytest.mark.parametrize("byte", [0x7F, 0xFF, 0x80, 0xB8])
-def test_scales_that_llama_cpp_reads_as_others_are_refused(artifacts: dict[str, Path], tmp_path: Path, byte: int) -> None:
+def test_scales_that_llama_cpp_reads_as_others_are_refused(
+    artifacts: dict[str, Path], tmp_path: Path, byte: int
+) -> None:
     """NaN, or with a sign; whatever row they are in, the artifact is blamed and not the donor."""
     folder = tmp_path / "artifact"
     shutil.copytree(artifacts["nvfp4"], folder)
@@ -242,13 +319,35 @@ def test_files_that_stay_behind_are_named(artifacts: dict[str, Path], tmp_path: 
         assert "'pytorch_model.bin'" in outcome.err
 
 
-def test_where_llama_cpp_passes_over_global_scales_they_are_one(artifacts: dict[str, Path], tmp_path: Path) -> None:
+def test_where_llama_cpp_passes_over_global_scales_they_are_one(
+    artifacts: dict[str, Path], tmp_path: Path
+) -> None:
     """It loads a .scale for every architecture, and most of its graphs do not multiply with it."""
     donor = write_donor(tmp_path / "donor.gguf", model(), architecture="qwen2")
-    assert run("quantize", donor, "--format", "nvfp4", "--dialect", "gguf", "-o", tmp_path / "own", "-q").code == 0
-    found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "own" / "donor.gguf").tensors}
+    assert (
+        run(
+            "quantize",
+            donor,
+            "--format",
+            "nvfp4",
+            "--dialect",
+            "gguf",
+            "-o",
+            tmp_path / "own",
+            "-q",
+        ).code
+        == 0
+    )
+    found = {
+        tensor.name: tensor.data
+        for tensor in gguf.GGUFReader(tmp_path / "own" / "donor.gguf").tensors
+    }
     assert {float(data[0]) for name, data in found.items() if name.endswith(".scale")} == {1.0}
-    refused("dialect-global-scale", transcode(artifacts["nvfp4"], donor, tmp_path / "out"), tmp_path / "out")
+    refused(
+        "dialect-global-scale",
+        transcode(artifacts["nvfp4"], donor, tmp_path / "out"),
+        tmp_path / "out",
+    )
     assert transcode(artifacts["mxfp4"], donor, tmp_path / "mxfp4").code == 0
 
 
@@ -261,13 +360,17 @@ def test_a_matrix_without_a_place_for_its_global_scale_stays(tmp_path: Path) -> 
         assert outcome.json["tensors"]["quantized"] == count
 
 
-@pytest.mark.parametrize("command", [("quantize", "--format", "mxfp4"), ("transcode", "--dialect", "quark")])
+@pytest.mark.parametrize(
+    "command", [("quantize", "--format", "mxfp4"), ("transcode", "--dialect", "quark")]
+)
 def test_the_folder_of_a_single_file_is_never_the_output(
     artifacts: dict[str, Path], tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     """--force would remove what is read."""
     folder = tmp_path / "artifact"
-    shutil.copytree(artifacts["mxfp4"] if command[0] == "transcode" else artifacts["source"], folder)
+    shutil.copytree(
+        artifacts["mxfp4"] if command[0] == "transcode" else artifacts["source"], folder
+    )
     (single,) = sorted(folder.glob("*.safetensors"))[:1]
     before = single.read_bytes()
     outcome = run(command[0], single, *command[1:], "-o", folder, "--force", "--json")
@@ -276,9 +379,13 @@ def test_the_folder_of_a_single_file_is_never_the_output(
 
 
 @pytest.mark.parametrize("name", ["token_embd.weight", "output.weight"])
-def test_a_donor_with_another_embedding_is_refused(artifacts: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_a_donor_with_another_embedding_is_refused(
+    artifacts: dict[str, Path], tmp_path: Path, name: str
+) -> None:
     """The donor's own is kept: two models would be one."""
     arrays = llamas(model())
     arrays[name] = np.roll(arrays[name], 1, axis=0)
-    outcome = transcode(artifacts["mxfp4"], write_donor(tmp_path / "donor.gguf", arrays), tmp_path / "out")
+    outcome = transcode(
+        artifacts["mxfp4"], write_donor(tmp_path / "donor.gguf", arrays), tmp_path / "out"
+    )
     refused("template-differs", outcome, tmp_path / "out")

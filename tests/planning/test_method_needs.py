@@ -29,7 +29,10 @@ def test_the_method_and_the_file_are_recorded(source, calibration, tmp_path):
     document = quantize(source, tmp_path / "out", "--calibration", calibration)
     assert document["method"] == "rtn"
     record = json.loads((tmp_path / "out" / "quantization_config.json").read_text())
-    assert (record["method"], record["calibration"]) == ("rtn", sha256(calibration.read_bytes()).hexdigest())
+    assert (record["method"], record["calibration"]) == (
+        "rtn",
+        sha256(calibration.read_bytes()).hexdigest(),
+    )
     plan = quantize(source, tmp_path / "none", "--calibration", calibration, "--dry-run")
     assert (plan["method"], plan["calibration"]) == ("rtn", record["calibration"])
     quantize(source, tmp_path / "without")
@@ -39,8 +42,14 @@ def test_the_method_and_the_file_are_recorded(source, calibration, tmp_path):
 
 def test_transcode_carries_the_method_on(source, calibration, tmp_path):
     quantize(source, tmp_path / "out", "--calibration", calibration)
-    assert run("transcode", tmp_path / "out", "-o", tmp_path / "there", "--dialect", "modelopt").code == 0
-    before, after = (json.loads((tmp_path / name / "quantization_config.json").read_text()) for name in ("out", "there"))
+    assert (
+        run("transcode", tmp_path / "out", "-o", tmp_path / "there", "--dialect", "modelopt").code
+        == 0
+    )
+    before, after = (
+        json.loads((tmp_path / name / "quantization_config.json").read_text())
+        for name in ("out", "there")
+    )
     assert [before[key] == after[key] for key in ("method", "calibration")] == [True, True]
 
 
@@ -53,7 +62,9 @@ def test_a_run_is_not_continued_with_other_statistics(source, calibration, tmp_p
     """Another file means another plan: what is finished by the first is not taken for the second's."""
     quantize(source, tmp_path / "out", "--calibration", calibration)
     other = calibrate(tmp_path / "other.safetensors", source, "diag", extra=np.zeros(1, np.float32))
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--calibration", other)
+    outcome = run(
+        "quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--calibration", other
+    )
     assert outcome.code == 5
     assert "the options" in outcome.err
 
@@ -66,8 +77,15 @@ def test_an_unknown_method_is_refused(method, source, calibration, tmp_path):
 
 
 def test_a_file_that_is_none_is_refused(source, tmp_path):
-    assert refused(source, tmp_path, "--calibration", tmp_path / "none")["code"] == "calibration-file"
-    assert refused(source, tmp_path, "--calibration", source / "model-00001-of-00002.safetensors")["code"] == "calibration-file"
+    assert (
+        refused(source, tmp_path, "--calibration", tmp_path / "none")["code"] == "calibration-file"
+    )
+    assert (
+        refused(source, tmp_path, "--calibration", source / "model-00001-of-00002.safetensors")[
+            "code"
+        ]
+        == "calibration-file"
+    )
 
 
 def test_the_file_of_another_model_is_refused(source, calibration, tmp_path):
@@ -75,7 +93,10 @@ def test_the_file_of_another_model_is_refused(source, calibration, tmp_path):
     assert refused(other, tmp_path, "--calibration", calibration)["code"] == "calibration-model"
     shutil.copytree(source, tmp_path / "renamed")
     (tmp_path / "renamed" / "config.json").write_text(json.dumps({**LLAMA, "rope_theta": 1e6}))
-    assert refused(tmp_path / "renamed", tmp_path, "--calibration", calibration)["code"] == "calibration-model"
+    assert (
+        refused(tmp_path / "renamed", tmp_path, "--calibration", calibration)["code"]
+        == "calibration-model"
+    )
 
 
 def test_the_file_of_another_revision_is_refused(source, calibration, tmp_path):
@@ -93,7 +114,9 @@ def test_every_node_of_a_cluster_finds_the_file(source, calibration, tmp_path, m
     from fp4convert.storage.source import Access
 
     monkeypatch.chdir(tmp_path)
-    errand = Errand(str(source), Access(), Request("nvfp4", calibration=calibration.name), tmp_path / "out")
+    errand = Errand(
+        str(source), Access(), Request("nvfp4", calibration=calibration.name), tmp_path / "out"
+    )
     assert _sent(errand, open_source(str(source))).request.calibration == str(calibration)
 
 

@@ -4,7 +4,19 @@ import json
 import shutil
 
 import pytest
-from checkpoints import FIRST, INDEX, LAYER, SECOND, bf16, llama_shards, read_folder, run, weight, write_checkpoint, write_llama
+from checkpoints import (
+    FIRST,
+    INDEX,
+    LAYER,
+    SECOND,
+    bf16,
+    llama_shards,
+    read_folder,
+    run,
+    weight,
+    write_checkpoint,
+    write_llama,
+)
 from checkpoints import write_single as write
 
 from fp4convert.checkpoint.linears import find_linears
@@ -20,7 +32,11 @@ TARGETS = [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("n
 
 def plan_of(folder, fmt=NVFP4, dialect="compressed-tensors", include=(), exclude=()):
     source = open_source(str(folder))
-    recipe = build_recipe(Target(fmt.name, dialect), source.checkpoint.config, Choice(None, tuple(include), tuple(exclude)))
+    recipe = build_recipe(
+        Target(fmt.name, dialect),
+        source.checkpoint.config,
+        Choice(None, tuple(include), tuple(exclude)),
+    )
     return plan_quantize(source.checkpoint, recipe, find_linears(source, recipe))
 
 
@@ -39,18 +55,43 @@ def step_of(plan, name):
         ("a.o_proj.lora_A", weight(), "copy", "not a linear layer's weight"),
         ("weight", weight(), "copy", "not a linear layer's weight"),
         ("", weight(), "copy", "not a linear layer's weight"),
-        ("a.experts.gate_up_proj", ("I8", (2, 32, 64), bytes(4096)), "copy", "not a linear layer's weight"),
+        (
+            "a.experts.gate_up_proj",
+            ("I8", (2, 32, 64), bytes(4096)),
+            "copy",
+            "not a linear layer's weight",
+        ),
         ("a.norm.weight", ("BF16", (64,), bf16(64)), "copy", "1-dimensional, not a matrix"),
         ("a.scale.weight", ("BF16", (), bf16(1)), "copy", "0-dimensional, not a matrix"),
-        ("a.conv.weight", ("BF16", (2, 2, 2, 16), bf16(128)), "copy", "4-dimensional, not a matrix"),
+        (
+            "a.conv.weight",
+            ("BF16", (2, 2, 2, 16), bf16(128)),
+            "copy",
+            "4-dimensional, not a matrix",
+        ),
         ("model.embed_tokens.weight", weight(), "copy", "an embedding"),
         ("lm_head.weight", weight(), "copy", "an output head"),
         ("a.mlp.gate.weight", weight(), "copy", "a router"),
-        ("a.o_proj.weight", ("I16", (32, 64), bytes(4096)), "skip", "I16, not one of BF16, F16, F32"),
-        ("a.o_proj.weight", ("F64", (32, 64), bytes(16384)), "skip", "F64, not one of BF16, F16, F32"),
+        (
+            "a.o_proj.weight",
+            ("I16", (32, 64), bytes(4096)),
+            "skip",
+            "I16, not one of BF16, F16, F32",
+        ),
+        (
+            "a.o_proj.weight",
+            ("F64", (32, 64), bytes(16384)),
+            "skip",
+            "F64, not one of BF16, F16, F32",
+        ),
         ("a.o_proj.weight", ("BF16", (0, 64), b""), "skip", "empty"),
         ("a.o_proj.weight", ("BF16", (64, 0), b""), "skip", "empty"),
-        ("a.o_proj.weight", weight(0, 2, 24), "skip", "24 columns, not a multiple of the block of 16"),
+        (
+            "a.o_proj.weight",
+            weight(0, 2, 24),
+            "skip",
+            "24 columns, not a multiple of the block of 16",
+        ),
     ],
 )
 def test_every_kind_of_tensor_has_its_action_and_reason(name, tensor, action, reason, tmp_path):
@@ -59,7 +100,12 @@ def test_every_kind_of_tensor_has_its_action_and_reason(name, tensor, action, re
     assert step.reason.startswith(reason)
     if action != "quantize":
         (output,) = step.outputs
-        assert (output.name, output.dtype, output.shape, step.shape) == (name, tensor[0], tensor[1], ())
+        assert (output.name, output.dtype, output.shape, step.shape) == (
+            name,
+            tensor[0],
+            tensor[1],
+            (),
+        )
 
 
 def test_the_block_of_mxfp4_is_32(tmp_path):
@@ -70,12 +116,17 @@ def test_the_block_of_mxfp4_is_32(tmp_path):
 
 
 def test_gpt2_keeps_its_transposed_layers(tmp_path):
-    tensors = {f"h.0.{name}.weight": weight() for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    tensors = {
+        f"h.0.{name}.weight": weight()
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
     plan = plan_of(write(tmp_path / "m", tensors, {"model_type": "gpt2"}))
     assert {step.reason for step in plan.steps} == {"a Conv1D, whose weight is stored (in, out)"}
     assert plan.quantized == []
     assert any("no tensor becomes nvfp4" in warning for warning in plan.warnings)
-    assert plan_of(write(tmp_path / "n", tensors)).quantized == [name.removesuffix(".weight") for name in tensors]
+    assert plan_of(write(tmp_path / "n", tensors)).quantized == [
+        name.removesuffix(".weight") for name in tensors
+    ]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +142,10 @@ def test_gpt2_keeps_its_transposed_layers(tmp_path):
 )
 def test_fused_layers_share_a_scale_inside_and_across_shards(members, tmp_path):
     names = [f"model.layers.{layer}.x.{member}.weight" for layer in (1, 10) for member in members]
-    shards = {FIRST: {name: weight(1) for name in names[::2]}, SECOND: {name: weight(2) for name in names[1::2]}}
+    shards = {
+        FIRST: {name: weight(1) for name in names[::2]},
+        SECOND: {name: weight(2) for name in names[1::2]},
+    }
     plan = plan_of(write_checkpoint(tmp_path / "m", shards))
     for layer in (1, 10):
         expected = {name for name in names if f".{layer}." in name}
@@ -103,12 +157,19 @@ def test_fused_layers_share_a_scale_inside_and_across_shards(members, tmp_path):
 
 
 def test_the_groups_of_experts_stay_inside_each_expert(tmp_path):
-    names = [f"{LAYER}.mlp.experts.{expert}.{leaf}.weight" for expert in (0, 1) for leaf in ("w1", "w2", "w3")]
+    names = [
+        f"{LAYER}.mlp.experts.{expert}.{leaf}.weight"
+        for expert in (0, 1)
+        for leaf in ("w1", "w2", "w3")
+    ]
     plan = plan_of(write(tmp_path / "m", {name: weight(at) for at, name in enumerate(names)}))
     for expert in (0, 1):
         w1, w2, w3 = (f"{LAYER}.mlp.experts.{expert}.{leaf}.weight" for leaf in ("w1", "w2", "w3"))
         assert {ref.name for ref in step_of(plan, w1).amax_of} == {w1, w3}
-        assert (step_of(plan, w2).group, [ref.name for ref in step_of(plan, w2).amax_of]) == (None, [w2])
+        assert (step_of(plan, w2).group, [ref.name for ref in step_of(plan, w2).amax_of]) == (
+            None,
+            [w2],
+        )
 
 
 def test_mxfp4_has_no_scale_groups(tmp_path):
@@ -116,14 +177,27 @@ def test_mxfp4_has_no_scale_groups(tmp_path):
 
 
 def test_members_that_stay_are_told_once_for_their_kind(tmp_path):
-    names = [f"layers.{layer}.x.{leaf}.weight" for layer in range(3) for leaf in ("q_proj", "k_proj", "v_proj")]
+    names = [
+        f"layers.{layer}.x.{leaf}.weight"
+        for layer in range(3)
+        for leaf in ("q_proj", "k_proj", "v_proj")
+    ]
     folder = write(tmp_path / "m", {name: weight() for name in names})
     fused = "engines that fuse them need all of them in one format, or none"
-    assert [text for text in plan_of(folder, exclude=["*.q_proj", "*.v_proj"]).warnings if "group" in text] == [
+    assert [
+        text
+        for text in plan_of(folder, exclude=["*.q_proj", "*.v_proj"]).warnings
+        if "group" in text
+    ] == [
         f"3 scale groups q_proj/k_proj/v_proj: q_proj and v_proj stay, first in 'layers.0.x'; {fused}"
     ]
-    (warning,) = (text for text in plan_of(folder, exclude=["*.1.x.q_proj"]).warnings if "group" in text)
-    assert warning == f"1 scale group q_proj/k_proj/v_proj: q_proj stays, first in 'layers.1.x'; {fused}"
+    (warning,) = (
+        text for text in plan_of(folder, exclude=["*.1.x.q_proj"]).warnings if "group" in text
+    )
+    assert (
+        warning
+        == f"1 scale group q_proj/k_proj/v_proj: q_proj stays, first in 'layers.1.x'; {fused}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,11 +212,19 @@ def test_members_that_stay_are_told_once_for_their_kind(tmp_path):
         ("llama", ("q_proj", "k_proj", "v_proj"), "a.q_proj/k_proj/v_proj", []),
     ],
 )
-def test_a_scale_group_has_only_members_that_the_model_has(model_type, leaves, group, warnings, tmp_path):
-    folder = write(tmp_path / "m", {f"a.{leaf}.weight": weight() for leaf in leaves}, {"model_type": model_type})
+def test_a_scale_group_has_only_members_that_the_model_has(
+    model_type, leaves, group, warnings, tmp_path
+):
+    folder = write(
+        tmp_path / "m",
+        {f"a.{leaf}.weight": weight() for leaf in leaves},
+        {"model_type": model_type},
+    )
     plan = plan_of(folder)
     assert step_of(plan, f"a.{leaves[0]}.weight").group == group
-    assert [text.partition(": ")[2].partition(",")[0] for text in plan.warnings if "group" in text] == warnings
+    assert [
+        text.partition(": ")[2].partition(",")[0] for text in plan.warnings if "group" in text
+    ] == warnings
 
 
 def test_excluding_one_member_leaves_the_others_together(tmp_path):
@@ -182,7 +264,9 @@ def test_include_overrides_the_recipe_and_exclude_overrides_include(tmp_path):
 
 
 def test_a_pattern_that_fits_nothing_is_told(tmp_path):
-    warnings = plan_of(write_llama(tmp_path / "m"), include=["nope"], exclude=["re:zz", "*"]).warnings
+    warnings = plan_of(
+        write_llama(tmp_path / "m"), include=["nope"], exclude=["re:zz", "*"]
+    ).warnings
     for told in ("--include 'nope' matches no module", "--exclude 're:zz' matches no module"):
         assert any(warning.startswith(told) for warning in warnings)
     assert not any("'*'" in warning for warning in warnings)
@@ -192,17 +276,30 @@ def test_what_is_left_out_and_what_is_not_there_is_told(tmp_path):
     folder = write_llama(tmp_path / "m", **{"pytorch_model.bin": b"x"})
     (folder / "config.json").unlink()
     warnings = plan_of(folder).warnings
-    assert "1 files hold weights in another form and are left out, the first 'pytorch_model.bin'" in warnings
+    assert (
+        "1 files hold weights in another form and are left out, the first 'pytorch_model.bin'"
+        in warnings
+    )
     assert any("no config.json" in warning for warning in warnings)
 
 
 def test_planning_is_pure_and_knows_no_path(tmp_path):
     folder = write_llama(tmp_path / "m")
     shutil.copytree(folder, tmp_path / "elsewhere" / "n")
-    first, again, elsewhere = plan_of(folder), plan_of(folder), plan_of(tmp_path / "elsewhere" / "n")
+    first, again, elsewhere = (
+        plan_of(folder),
+        plan_of(folder),
+        plan_of(tmp_path / "elsewhere" / "n"),
+    )
     assert first == again
-    assert [(task.shards, task.steps) for task in first.tasks] == [(task.shards, task.steps) for task in elsewhere.tasks]
-    assert (first.ignored, first.warnings, first.target) == (elsewhere.ignored, elsewhere.warnings, elsewhere.target)
+    assert [(task.shards, task.steps) for task in first.tasks] == [
+        (task.shards, task.steps) for task in elsewhere.tasks
+    ]
+    assert (first.ignored, first.warnings, first.target) == (
+        elsewhere.ignored,
+        elsewhere.warnings,
+        elsewhere.target,
+    )
     assert str(tmp_path) not in json.dumps(first.index) + repr(first)
 
 
@@ -211,11 +308,21 @@ def test_nothing_of_the_weights_is_read_to_plan(tmp_path):
     folder = tmp_path / "m"
     folder.mkdir()
     nbytes = 1 << 40
-    text = json.dumps({"a.o_proj.weight": {"dtype": "BF16", "shape": [1 << 19, 1 << 20], "data_offsets": [0, nbytes]}}).encode()
+    text = json.dumps(
+        {
+            "a.o_proj.weight": {
+                "dtype": "BF16",
+                "shape": [1 << 19, 1 << 20],
+                "data_offsets": [0, nbytes],
+            }
+        }
+    ).encode()
     with (folder / "model.safetensors").open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         out.truncate(8 + len(text) + nbytes)
-    assert step_of(plan_of(folder), "a.o_proj.weight").output_bytes == nbytes // 4 + nbytes // 32 + 4
+    assert (
+        step_of(plan_of(folder), "a.o_proj.weight").output_bytes == nbytes // 4 + nbytes // 32 + 4
+    )
 
 
 @pytest.mark.parametrize(("format", "dialect"), TARGETS)
@@ -227,7 +334,9 @@ def test_the_planned_sizes_are_those_on_the_disk(format, dialect, tmp_path):
     assert run("quantize", source, *options).code == 0
     assert planned["output_bytes"] == sum((out / file).stat().st_size for file in (FIRST, SECOND))
     stored, before = read_folder(out), read_folder(source)
-    assert sum(step["output_bytes"] for step in planned["tensors"]) == sum(len(data) for _, _, data in stored.values())
+    assert sum(step["output_bytes"] for step in planned["tensors"]) == sum(
+        len(data) for _, _, data in stored.values()
+    )
     assert {step["name"]: step["source_bytes"] for step in planned["tensors"]} == {
         name: len(data) for name, (_, _, data) in before.items()
     }
@@ -237,7 +346,9 @@ def test_the_planned_sizes_are_those_on_the_disk(format, dialect, tmp_path):
 
 
 @pytest.mark.parametrize(("format", "dialect"), TARGETS)
-def test_an_output_shard_has_the_name_of_its_source_and_holds_its_tensors(format, dialect, tmp_path):
+def test_an_output_shard_has_the_name_of_its_source_and_holds_its_tensors(
+    format, dialect, tmp_path
+):
     fmt = {"nvfp4": NVFP4, "mxfp4": MXFP4}[format]
     plan = plan_of(write_llama(tmp_path / "m"), fmt, dialect)
     assert [shard.file for shard in plan.shards] == [FIRST, SECOND]
@@ -245,7 +356,9 @@ def test_an_output_shard_has_the_name_of_its_source_and_holds_its_tensors(format
         assert {step.refs[0].name for step in task.steps} == set(tensors)
         (shard,) = task.shards
         end = len(shard.header)
-        for ref in sorted((ref for step in task.steps for ref in step.outputs), key=lambda ref: ref.start):
+        for ref in sorted(
+            (ref for step in task.steps for ref in step.outputs), key=lambda ref: ref.start
+        ):
             assert (ref.file, ref.start) == (shard.file, end)
             end += ref.nbytes
         assert shard.nbytes == end
@@ -278,7 +391,9 @@ def test_a_weight_of_integers_is_quantized_already(dtype, nbytes, tmp_path):
     assert (caught.value.code, caught.value.tensor) == ("already-quantized", "a.o_proj.weight")
 
 
-@pytest.mark.parametrize("record", [{"quant_method": "fp8"}, {"quant_method": "modelopt", "quant_algo": "NVFP4"}])
+@pytest.mark.parametrize(
+    "record", [{"quant_method": "fp8"}, {"quant_method": "modelopt", "quant_algo": "NVFP4"}]
+)
 def test_a_config_that_says_quantized_is_refused(record, tmp_path):
     folder = write(tmp_path / "m", {"a.weight": weight()}, {"quantization_config": record})
     with pytest.raises(InputError) as caught:
@@ -289,4 +404,6 @@ def test_a_config_that_says_quantized_is_refused(record, tmp_path):
 def test_one_chosen_file_is_planned_alone(tmp_path):
     folder = write_llama(tmp_path / "m")
     plan = plan_of(folder / SECOND)
-    assert [(task.sources, [shard.file for shard in task.shards]) for task in plan.tasks] == [((SECOND,), [SECOND])]
+    assert [(task.sources, [shard.file for shard in task.shards]) for task in plan.tasks] == [
+        ((SECOND,), [SECOND])
+    ]

@@ -8,7 +8,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 from calibrations import statistics_of, write_calibration
-from checkpoints import FIRST, LAYER, SECOND, bf16, run, values_of, weight, write_checkpoint, write_llama, write_single
+from checkpoints import (
+    FIRST,
+    LAYER,
+    SECOND,
+    bf16,
+    run,
+    values_of,
+    weight,
+    write_checkpoint,
+    write_llama,
+    write_single,
+)
 
 from fp4convert.storage.open import open_source
 
@@ -58,15 +69,21 @@ def sqnr_db(w: np.ndarray, v: np.ndarray) -> float:
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("block", [16, 32, 64])
-@pytest.mark.parametrize(("rule", "mode"), [("floor", "FLOOR"), ("even", "EVEN"), ("ceil", "RCEIL")])
+@pytest.mark.parametrize(
+    ("rule", "mode"), [("floor", "FLOOR"), ("even", "EVEN"), ("ceil", "RCEIL")]
+)
 def test_mxfp4_rows_are_torchaos(matrix, rule, mode, block):
     import torch
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
 
     w = torch.tensor(stored(matrix), dtype=torch.float32)
-    v = MXTensor.to_mx(w, torch.float4_e2m1fn_x2, block, ScaleCalculationMode[mode]).dequantize(torch.float32)
+    v = MXTensor.to_mx(w, torch.float4_e2m1fn_x2, block, ScaleCalculationMode[mode]).dequantize(
+        torch.float32
+    )
     found = numbers(study(matrix)["ways"])["mxfp4", rule, block]
-    assert found == pytest.approx((sqnr_db(w.double().numpy(), v.double().numpy()), (w - v).norm().item() / w.norm().item()))
+    assert found == pytest.approx(
+        (sqnr_db(w.double().numpy(), v.double().numpy()), (w - v).norm().item() / w.norm().item())
+    )
 
 
 @pytest.mark.engine
@@ -76,7 +93,9 @@ def test_the_nvfp4_row_is_torchaos(matrix):
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
     w = torch.tensor(stored(matrix), dtype=torch.float32)
-    v = NVFP4Tensor.to_nvfp4(w, per_tensor_scale=per_tensor_amax_to_scale(w.abs().max())).dequantize(torch.float32)
+    v = NVFP4Tensor.to_nvfp4(
+        w, per_tensor_scale=per_tensor_amax_to_scale(w.abs().max())
+    ).dequantize(torch.float32)
     found = numbers(study(matrix)["ways"])["nvfp4", "amax", 16]
     assert found[0] == pytest.approx(sqnr_db(w.double().numpy(), v.double().numpy()), abs=0.01)
 
@@ -86,10 +105,17 @@ def test_nvfp4_of_larger_blocks_for_study_is_its_formula(matrix, block):
     w = stored(matrix)
     step = np.abs(w).max() / 2688
     blocks = w.reshape(96, -1, block)
-    scales = (np.abs(blocks).max(-1, keepdims=True) / 6 / step).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(float)
+    scales = (
+        (np.abs(blocks).max(-1, keepdims=True) / 6 / step)
+        .astype(np.float32)
+        .astype(ml_dtypes.float8_e4m3fn)
+        .astype(float)
+    )
     q = blocks / (scales * step)
     v = (nearest(q) * scales * step).reshape(w.shape)
-    assert numbers(study(matrix)["ways"])["nvfp4", "amax", block][0] == pytest.approx(sqnr_db(w, v), abs=0.02)
+    assert numbers(study(matrix)["ways"])["nvfp4", "amax", block][0] == pytest.approx(
+        sqnr_db(w, v), abs=0.02
+    )
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
@@ -113,12 +139,16 @@ def test_fp8_and_bf16_rows_are_torchs(matrix, tmp_path):
     found = numbers(study(matrix)["ways"])
     for block, amax in (("row", w.abs().amax(1, keepdim=True)), ("tensor", w.abs().max())):
         v = (w / (amax / 448)).to(torch.float8_e4m3fn).float() * (amax / 448)
-        assert found["fp8", "amax", block][0] == pytest.approx(sqnr_db(w.double().numpy(), v.double().numpy()), abs=1e-3)
+        assert found["fp8", "amax", block][0] == pytest.approx(
+            sqnr_db(w.double().numpy(), v.double().numpy()), abs=1e-3
+        )
     assert found["bf16", None, None] == (None, 0.0)
     wide = np.random.default_rng(2).standard_normal((32, 64), np.float32)
     source = write_single(tmp_path / "fp32", {"a.weight": ("F32", (32, 64), wide.tobytes())})
     v = torch.tensor(wide).bfloat16().double().numpy()
-    assert numbers(study(source)["ways"])["bf16", None, None][0] == pytest.approx(sqnr_db(wide.astype(float), v))
+    assert numbers(study(source)["ways"])["bf16", None, None][0] == pytest.approx(
+        sqnr_db(wide.astype(float), v)
+    )
 
 
 def restored(folder: Path, out: Path, *options: object) -> np.ndarray:
@@ -132,15 +162,21 @@ def restored(folder: Path, out: Path, *options: object) -> np.ndarray:
 def test_output_errors_with_a_calibration_are_those_of_its_inputs(matrix, tmp_path, gram):
     """Inputs drawn here, with columns that go together: |(W - V) X| / |W X| over these very inputs."""
     draw = np.random.default_rng(3)
-    x = (draw.standard_normal((512, 128)) @ draw.standard_normal((128, 128))) * np.geomspace(8, 0.1, 128)
+    x = (draw.standard_normal((512, 128)) @ draw.standard_normal((128, 128))) * np.geomspace(
+        8, 0.1, 128
+    )
     block = {"diag": 0, "block:32": 32, "full": 128}[gram]
     source = open_source(str(matrix))
-    file = write_calibration(tmp_path / "c.safetensors", source, statistics_of(DOWN, x, block), gram=gram)
+    file = write_calibration(
+        tmp_path / "c.safetensors", source, statistics_of(DOWN, x, block), gram=gram
+    )
     w, v = stored(matrix), restored(matrix, tmp_path, "--format", "mxfp4", "--scale-rule", "even")
     if gram == "full":
         expected = np.linalg.norm((w - v) @ x.T) / np.linalg.norm(w @ x.T)
     elif gram == "diag":
-        expected = np.sqrt((((w - v) ** 2) @ (x * x).mean(0)).sum() / ((w**2) @ (x * x).mean(0)).sum())
+        expected = np.sqrt(
+            (((w - v) ** 2) @ (x * x).mean(0)).sum() / ((w**2) @ (x * x).mean(0)).sum()
+        )
     else:
         parts = [np.s_[:, first : first + 32] for first in range(0, 128, 32)]
         noise = sum(np.linalg.norm((w - v)[part] @ x[part].T) ** 2 for part in parts)
@@ -155,12 +191,18 @@ def test_output_errors_with_a_calibration_are_those_of_its_inputs(matrix, tmp_pa
 
 def test_the_rule_importance_is_there_with_a_calibration_and_loses_least_by_it(matrix, tmp_path):
     x = np.random.default_rng(8).standard_normal((64, 128)) * np.geomspace(9, 0.05, 128)
-    file = write_calibration(tmp_path / "c.safetensors", open_source(str(matrix)), statistics_of(DOWN, x))
+    file = write_calibration(
+        tmp_path / "c.safetensors", open_source(str(matrix)), statistics_of(DOWN, x)
+    )
     assert not [way for way in study(matrix)["ways"] if way["rule"] == "importance"]
     found = numbers(study(matrix, "--calibration", file)["ways"])
     for fmt in ("nvfp4", "mxfp4"):
         for block in (16, 32, 64):
-            others = [output for (f, rule, b), (_, output) in found.items() if (f, b) == (fmt, block) and rule != "importance"]
+            others = [
+                output
+                for (f, rule, b), (_, output) in found.items()
+                if (f, b) == (fmt, block) and rule != "importance"
+            ]
             assert found[fmt, "importance", block][1] < min(others)
 
 
@@ -192,7 +234,11 @@ def test_kinds_have_their_own_rows_and_the_whole_is_weighted_by_their_weights(tm
         "up_proj": (1, 8192),
         "down_proj": (1, 8192),
     }
-    assert (document["weights"], document["sampled_weights"], document["matrices"]) == (30720, 30720, 7)
+    assert (document["weights"], document["sampled_weights"], document["matrices"]) == (
+        30720,
+        30720,
+        7,
+    )
     for key, (sqnr, output) in numbers(document["ways"]).items():
         each = [(kind["weights"], *numbers(kind["ways"])[key]) for kind in document["kinds"]]
         nmse = sum(n * 10 ** (-s / 10) for n, s, _ in each if s is not None) / 30720
@@ -204,9 +250,19 @@ def test_matrices_of_a_kind_count_the_same_whatever_their_size_and_scale(tmp_pat
     """A matrix a thousand times larger in its values has no more say than another."""
     rows, values = {0: 32, 1: 96}, {}
     for layer, height in rows.items():
-        drawn = np.random.default_rng(layer).standard_normal((height, 64)) ** (1 + 2 * layer) * 1000.0**layer
-        values[f"layers.{layer}.down_proj.weight"] = ("F32", (height, 64), drawn.astype(np.float32).tobytes())
-    alone = [numbers(study(write_single(tmp_path / name, {name: tensor}))["ways"]) for name, tensor in values.items()]
+        drawn = (
+            np.random.default_rng(layer).standard_normal((height, 64)) ** (1 + 2 * layer)
+            * 1000.0**layer
+        )
+        values[f"layers.{layer}.down_proj.weight"] = (
+            "F32",
+            (height, 64),
+            drawn.astype(np.float32).tobytes(),
+        )
+    alone = [
+        numbers(study(write_single(tmp_path / name, {name: tensor}))["ways"])
+        for name, tensor in values.items()
+    ]
     (kind,) = study(write_single(tmp_path / "both", values))["kinds"]
     for key, (sqnr, output) in numbers(kind["ways"]).items():
         ratios = [10 ** (-each[key][0] / 10) for each in alone]
@@ -216,54 +272,86 @@ def test_matrices_of_a_kind_count_the_same_whatever_their_size_and_scale(tmp_pat
 
 def test_bits_per_weight_count_every_scale(tmp_path):
     document = study(write_llama(tmp_path / "m"))
-    bits = {(w["format"], w["block"]): w["bits_per_weight"] for w in of_kind(document, "q_proj")["ways"]}
+    bits = {
+        (w["format"], w["block"]): w["bits_per_weight"] for w in of_kind(document, "q_proj")["ways"]
+    }
     assert bits["nvfp4", 16] == 4.5 + 32 / 2048
     assert (bits["mxfp4", 32], bits["mxfp4", 64]) == (4.25, 4.125)
-    assert (bits["fp8", "row"], bits["fp8", "tensor"], bits["bf16", None]) == (8 + 32 * 32 / 2048, 8 + 32 / 2048, 16)
-    assert {w["block"] for w in document["ways"] if w["for_study"] and w["format"] == "nvfp4"} == {32, 64}
-    assert {w["block"] for w in document["ways"] if w["for_study"] and w["format"] == "mxfp4"} == {16, 64}
+    assert (bits["fp8", "row"], bits["fp8", "tensor"], bits["bf16", None]) == (
+        8 + 32 * 32 / 2048,
+        8 + 32 / 2048,
+        16,
+    )
+    assert {w["block"] for w in document["ways"] if w["for_study"] and w["format"] == "nvfp4"} == {
+        32,
+        64,
+    }
+    assert {w["block"] for w in document["ways"] if w["for_study"] and w["format"] == "mxfp4"} == {
+        16,
+        64,
+    }
 
 
 def test_the_advice_says_what_the_numbers_say(tmp_path):
     """down_proj has outliers in every block, and nothing else does."""
     draw = np.random.default_rng(5)
-    tensors = {f"{LAYER}.self_attn.{leaf}_proj.weight": weight(number, 64, 64) for number, leaf in enumerate("qkvo")}
+    tensors = {
+        f"{LAYER}.self_attn.{leaf}_proj.weight": weight(number, 64, 64)
+        for number, leaf in enumerate("qkvo")
+    }
     between = draw.choice([0.24, -0.24], (64, 64))
     between[:, ::16] = 6  # beside which they become 0, whatever the rule
     data = (between.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
     source = write_single(tmp_path / "m", {**tensors, f"{DOWN}.weight": ("BF16", (64, 64), data)})
     document = study(source)
     advice, ways = document["recommendation"], numbers(document["ways"])
-    used = {key: output for key, (_, output) in ways.items() if key[2] == {"nvfp4": 16, "mxfp4": 32}.get(key[0], 0)}
+    used = {
+        key: output
+        for key, (_, output) in ways.items()
+        if key[2] == {"nvfp4": 16, "mxfp4": 32}.get(key[0], 0)
+    }
     best = min(used, key=used.get)
     assert (advice["format"], advice["rule"]) == best[:2]
     assert f"{best[0]} with rule {best[1]}, {100 * used[best]:.2f} %" in advice["words"][0]
     (kind,) = advice["kinds"]
     assert (kind["kind"], kind["modules"]) == ("down_proj", "model.layers.*.mlp.down_proj")
-    assert kind["bf16_bits_per_weight"] == pytest.approx((4 * (4096 * 4.5 + 32) + 16 * 4096) / (5 * 4096))
+    assert kind["bf16_bits_per_weight"] == pytest.approx(
+        (4 * (4096 * 4.5 + 32) + 16 * 4096) / (5 * 4096)
+    )
     times = kind["output_error"] / used[best]
     assert any(
-        f"down_proj loses {100 * kind['output_error']:.2f} %, {times:.2f} times the whole" in line for line in advice["words"]
+        f"down_proj loses {100 * kind['output_error']:.2f} %, {times:.2f} times the whole" in line
+        for line in advice["words"]
     )
     drawn = run("analyze", source, "-q").out
     assert all(line in " ".join(drawn.split()) for line in advice["words"])
     assert (
-        run("quantize", source, "--format", "nvfp4", "--exclude", kind["modules"], "--dry-run", "-q").out.count("excluded") == 1
+        run(
+            "quantize", source, "--format", "nvfp4", "--exclude", kind["modules"], "--dry-run", "-q"
+        ).out.count("excluded")
+        == 1
     )
 
 
 def test_a_sample_is_close_to_the_whole_and_the_same_each_time(tmp_path):
-    source = write_single(tmp_path / "m", {f"layers.{n}.down_proj.weight": weight(n, 256, 512) for n in range(12)})
+    source = write_single(
+        tmp_path / "m", {f"layers.{n}.down_proj.weight": weight(n, 256, 512) for n in range(12)}
+    )
     whole, part = study(source), study(source, "--sample", 0.0003)
     assert part["sampled_bytes"] <= 300_000 < whole["sampled_bytes"]
     assert part == study(source, "--sample", 0.0003)
     for key, (sqnr, _) in numbers(whole["ways"]).items():
-        assert numbers(part["ways"])[key][0] == (sqnr if sqnr is None else pytest.approx(sqnr, abs=0.1))
+        assert numbers(part["ways"])[key][0] == (
+            sqnr if sqnr is None else pytest.approx(sqnr, abs=0.1)
+        )
 
 
 def test_from_a_hub_the_sampled_rows_alone_are_read(hub, tmp_path):
     shards = {
-        file: {f"model.layers.{n}.mlp.{leaf}.weight": weight(n, 2048, 512) for leaf in ("up_proj", "down_proj")}
+        file: {
+            f"model.layers.{n}.mlp.{leaf}.weight": weight(n, 2048, 512)
+            for leaf in ("up_proj", "down_proj")
+        }
         for n, file in enumerate((FIRST, SECOND))
     }
     folder = write_checkpoint(tmp_path / "m", shards)
@@ -272,9 +360,15 @@ def test_from_a_hub_the_sampled_rows_alone_are_read(hub, tmp_path):
     assert {k: v for k, v in document.items() if k != "source"} == {
         k: v for k, v in study(folder, "--sample", 0.002).items() if k != "source"
     }
-    ranges = {(seen.path.partition("?")[0], seen.range) for seen in hub.seen if seen.where == "storage"}
+    ranges = {
+        (seen.path.partition("?")[0], seen.range) for seen in hub.seen if seen.where == "storage"
+    }
     heads = 2 * (32 << 10)
-    read = sum(int(last) - int(first) + 1 for _, text in ranges for first, last in [text.removeprefix("bytes=").split("-")])
+    read = sum(
+        int(last) - int(first) + 1
+        for _, text in ranges
+        for first, last in [text.removeprefix("bytes=").split("-")]
+    )
     assert document["sampled_bytes"] <= read <= document["sampled_bytes"] + heads
     assert 1_900_000 < document["sampled_bytes"] <= 2_000_000
 
@@ -289,7 +383,10 @@ def test_fp8_sources_are_measured_by_the_values_of_their_codes(tmp_path):
     }
     packed = write_single(tmp_path / "fp8", tensors, {"model_type": "llama", **record})
     values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.repeat(scales, 64)
-    plain = write_single(tmp_path / "fp32", {f"{DOWN}.weight": ("F32", (64, 128), values.astype(np.float32).tobytes())})
+    plain = write_single(
+        tmp_path / "fp32",
+        {f"{DOWN}.weight": ("F32", (64, 128), values.astype(np.float32).tobytes())},
+    )
     document = study(packed)
     assert document["ways"] == study(plain)["ways"]
     assert "packed already" in document["warnings"][0]
@@ -323,14 +420,24 @@ def test_bad_input_is_one_sentence(tmp_path):
     statistics = statistics_of(DOWN, np.ones((4, 64)))
     file = write_calibration(tmp_path / "c.safetensors", open_source(str(other)), statistics)
     assert refused(source, "--calibration", file)["code"] == "calibration-model"
-    file = write_calibration(tmp_path / "d.safetensors", open_source(str(source)), statistics_of(DOWN, np.ones((4, 128))))
+    file = write_calibration(
+        tmp_path / "d.safetensors", open_source(str(source)), statistics_of(DOWN, np.ones((4, 128)))
+    )
     assert refused(source, "--calibration", file)["code"] == "calibration-missing"
 
 
 def test_weights_that_are_nan_are_named(tmp_path):
     data = bytearray(bf16(32, 64))
     data[100:102] = (0x7FC0).to_bytes(2, "little")
-    source = write_single(tmp_path / "m", {f"{Q}.weight": weight(1), f"{DOWN}.weight": ("BF16", (32, 64), bytes(data))})
+    source = write_single(
+        tmp_path / "m",
+        {f"{Q}.weight": weight(1), f"{DOWN}.weight": ("BF16", (32, 64), bytes(data))},
+    )
     error = refused(source)
     assert (error["code"], error["tensor"]) == ("not-finite", f"{DOWN}.weight")
-    assert study(source, *error["next"].removeprefix("Leave it out: ").removesuffix(".").split())["matrices"] == 1
+    assert (
+        study(source, *error["next"].removeprefix("Leave it out: ").removesuffix(".").split())[
+            "matrices"
+        ]
+        == 1
+    )

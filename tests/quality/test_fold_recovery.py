@@ -19,7 +19,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["smooth", "awq"])
-def artifact(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact(
+    request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     made(source, folder / "out", request.param, calibrated(source, folder / "c.safetensors"))
     return folder / "out"
@@ -48,7 +50,10 @@ def halved_row(data: bytes) -> bytes:
 
 def damages() -> Iterator[tuple[str, object, str]]:
     """(tensor, what becomes of it, the module or tensor that is told)."""
-    for norm, reader in (("input_layernorm", "self_attn.q_proj"), ("post_attention_layernorm", "mlp.gate_proj")):
+    for norm, reader in (
+        ("input_layernorm", "self_attn.q_proj"),
+        ("post_attention_layernorm", "mlp.gate_proj"),
+    ):
         name = f"{LAYER}.{norm}.weight"
         yield name, doubled(5), f"{LAYER}.{reader}"
         yield name, from_source(name), f"{LAYER}.{reader}"
@@ -56,16 +61,24 @@ def damages() -> Iterator[tuple[str, object, str]]:
         yield name, lambda data: (np.frombuffer(data, "<u2") ^ 0x8000).tobytes(), name
     yield f"{LAYER}.self_attn.v_proj.weight_scale", halved_row, f"{LAYER}.self_attn.o_proj"
     yield f"{LAYER}.mlp.up_proj.weight_scale", halved_row, f"{LAYER}.mlp.down_proj"
-    yield f"{LAYER}.mlp.down_proj.weight_packed", lambda data: bytes([data[0] ^ 4]) + data[1:], f"{LAYER}.mlp.down_proj"
+    yield (
+        f"{LAYER}.mlp.down_proj.weight_packed",
+        lambda data: bytes([data[0] ^ 4]) + data[1:],
+        f"{LAYER}.mlp.down_proj",
+    )
 
 
 @pytest.mark.parametrize("number", range(len(list(damages()))))
 def test_verify_finds_what_folds_do_not_explain(number, artifact, source, tmp_path):
     out = artifact
     name, change, told = list(damages())[number]
-    report = run("verify", changed(out, tmp_path / "bad", name, change), "--source", source, "--json")
+    report = run(
+        "verify", changed(out, tmp_path / "bad", name, change), "--source", source, "--json"
+    )
     assert report.code == 6
-    assert ("fold-differs", told) in {(finding["code"], finding["tensor"]) for finding in report.json["findings"]}
+    assert ("fold-differs", told) in {
+        (finding["code"], finding["tensor"]) for finding in report.json["findings"]
+    }
 
 
 def test_verify_refuses_folds_that_the_source_does_not_have(artifact, source, tmp_path):
@@ -73,7 +86,10 @@ def test_verify_refuses_folds_that_the_source_does_not_have(artifact, source, tm
     bad = changed(out, tmp_path / "bad", "nothing", None)
     record = json.loads((bad / "quantization_config.json").read_text())
     for words, change in (
-        ("does not have", lambda folds: folds[0].update(modules=["model.layers.7.input_layernorm"])),
+        (
+            "does not have",
+            lambda folds: folds[0].update(modules=["model.layers.7.input_layernorm"]),
+        ),
         ("do not fit", lambda folds: folds[1].update(heads={"repeats": 4, "width": 32})),
         ("an entry of folds is", lambda folds: folds[0].update(kind="sum")),
         ("an entry of folds is", lambda folds: folds.insert(0, "all of them")),

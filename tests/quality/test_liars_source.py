@@ -86,7 +86,9 @@ def negate(folder: Folder) -> None:
 def another_model(folder: Folder) -> None:
     """Every layer holds what the next should."""
     before = folder.copy()
-    for name in (name for tensors in before.files.values() for name in tensors if ".layer." in name):
+    for name in (
+        name for tensors in before.files.values() for name in tensors if ".layer." in name
+    ):
         _, _, number, rest = name.split(".", 3)
         folder.put(f"encoder.layer.{(int(number) + 1) % 6}.{rest}", before[name])
 
@@ -104,14 +106,35 @@ def flatten(folder: Folder) -> None:
 
 
 LIES = [
-    *(Lie(f"swapped {key}", key, partial(swap_nibbles, key), (ERROR, "nibble-order", None)) for key in PACKED),
+    *(
+        Lie(f"swapped {key}", key, partial(swap_nibbles, key), (ERROR, "nibble-order", None))
+        for key in PACKED
+    ),
     Lie("swapped in one module", "ct", swap_one, (ERROR, "nibble-order", DENSE)),
     Lie("comfy linear", "comfy", comfy_linear, (ERROR, "scale-layout", None)),
-    *(Lie(f"one {order}", "ct", partial(rearrange_one, order), (ERROR, "scale-layout", DENSE)) for order in ORDERS),
+    *(
+        Lie(f"one {order}", "ct", partial(rearrange_one, order), (ERROR, "scale-layout", DENSE))
+        for order in ORDERS
+    ),
     Lie("one mx 128x4", "ct-mx", partial(rearrange_one, "128x4"), (ERROR, "scale-layout", DENSE)),
-    Lie("factor ct", "ct", partial(multiply, f"{DENSE}.weight_global_scale", 1.25), (ERROR, "scale-factor", DENSE)),
-    Lie("factor mo", "mo", partial(multiply, f"{DENSE}.weight_scale_2", 1 / 1.25), (ERROR, "scale-factor", DENSE)),
-    Lie("a small factor", "mo", partial(multiply, f"{DENSE}.weight_scale_2", 1.08), (ERROR, "scale-factor", DENSE)),
+    Lie(
+        "factor ct",
+        "ct",
+        partial(multiply, f"{DENSE}.weight_global_scale", 1.25),
+        (ERROR, "scale-factor", DENSE),
+    ),
+    Lie(
+        "factor mo",
+        "mo",
+        partial(multiply, f"{DENSE}.weight_scale_2", 1 / 1.25),
+        (ERROR, "scale-factor", DENSE),
+    ),
+    Lie(
+        "a small factor",
+        "mo",
+        partial(multiply, f"{DENSE}.weight_scale_2", 1.08),
+        (ERROR, "scale-factor", DENSE),
+    ),
     Lie("twice as large", "ct-mx", next_exponent, (ERROR, "scale-factor", DENSE)),
     Lie("negated", "ct", negate, (ERROR, "scale-factor", DENSE)),
     Lie("another model", "ct", another_model, (ERROR, "source-differs", None)),
@@ -122,13 +145,20 @@ LIES = [
 
 @pytest.mark.sweep(19)
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.name)
-def test_a_lie_is_seen_with_a_source_and_reported_as_declared_without(lie: Lie, artifacts, source, tmp_path):
+def test_a_lie_is_seen_with_a_source_and_reported_as_declared_without(
+    lie: Lie, artifacts, source, tmp_path
+):
     honest = artifacts[lie.artifact]
     folder = honest.copy()
     lie.tell(folder)
     artifact = open_artifact(str(folder.write(tmp_path / "liar")))
-    alone, beside = inspect(artifact, None, False), inspect(artifact, open_source(str(source)), False)
-    assert lie.found in {(finding["level"], finding["code"], finding["tensor"]) for finding in beside["findings"]}
+    alone, beside = (
+        inspect(artifact, None, False),
+        inspect(artifact, open_source(str(source)), False),
+    )
+    assert lie.found in {
+        (finding["level"], finding["code"], finding["tensor"]) for finding in beside["findings"]
+    }
     assert not beside["healthy"]
     assert alone["findings"] == []
     assert alone["nibble_order"] == honest.records[OURS]["nibble_order"]
@@ -144,29 +174,46 @@ def test_a_lie_is_seen_with_a_source_and_reported_as_declared_without(lie: Lie, 
 def test_a_layout_on_which_statistics_say_nothing(tmp_path):
     """Independent normal values: no row and no column is larger than another, and readings differ little."""
     rng = np.random.default_rng(0)
-    weights = {f"layers.{n}.o_proj.weight": rng.standard_normal((256, 512), np.float32) for n in range(3)}
+    weights = {
+        f"layers.{n}.o_proj.weight": rng.standard_normal((256, 512), np.float32) for n in range(3)
+    }
     tensors = {name: ("F32", x.shape, x.tobytes()) for name, x in weights.items()}
     source = write_single(tmp_path / "source", tensors)
     folder = Folder.read(make(source, "ct", tmp_path / "honest"))
     for name in folder.names(".weight_scale"):
         folder.store(name, ORDERS["128x4"](folder.bytes_of(name)))
     liar = folder.write(tmp_path / "liar")
-    assert run("inspect", liar, "--json").json["scale_layout"] == {"declared": "linear", "detected": None}
-    assert "scale layout    linear (declared), unknown by statistics" in run("inspect", liar).out.splitlines()
+    assert run("inspect", liar, "--json").json["scale_layout"] == {
+        "declared": "linear",
+        "detected": None,
+    }
+    assert (
+        "scale layout    linear (declared), unknown by statistics"
+        in run("inspect", liar).out.splitlines()
+    )
     document = run("inspect", liar, "--source", source, "--json").json
     assert document["scale_layout"] == {"declared": "linear", "detected": "128x4"}
     assert [finding["code"] for finding in document["findings"]] == ["scale-layout"]
 
 
-@pytest.mark.parametrize("options", [("nvfp4", "amax"), *(("mxfp4", rule) for rule in ("floor", "even", "ceil"))])
+@pytest.mark.parametrize(
+    "options", [("nvfp4", "amax"), *(("mxfp4", rule) for rule in ("floor", "even", "ceil"))]
+)
 def test_rounding_is_no_wrong_factor(options, tmp_path):
     """Three values: all of a block's codes are rounded alike, which no scale is to blame for."""
     rng = np.random.default_rng(0)
     for size in (5 / 4, 7.5 / 4):
         x = (size * rng.integers(-1, 2, (64, 128))).astype(np.float32)
-        source = write_single(tmp_path / f"source-{size}", {"x.o_proj.weight": ("F32", x.shape, x.tobytes())})
+        source = write_single(
+            tmp_path / f"source-{size}", {"x.o_proj.weight": ("F32", x.shape, x.tobytes())}
+        )
         out = tmp_path / f"out-{size}"
-        assert run("quantize", source, "--format", options[0], "--scale-rule", options[1], "-o", out).code == 0
+        assert (
+            run(
+                "quantize", source, "--format", options[0], "--scale-rule", options[1], "-o", out
+            ).code
+            == 0
+        )
         values = read_values(out, tmp_path / f"plain-{size}")
         assert options[0] == "nvfp4" or np.abs(values).max() == pytest.approx(size, rel=0.35)
         assert run("inspect", out, "--source", source, "--json").json["findings"] == []
@@ -179,18 +226,36 @@ def read_values(artifact: Path, plain: Path) -> np.ndarray:
 
 def test_another_source_is_bad_input(artifacts, tmp_path):
     other = write_single(tmp_path / "other", {"x.o_proj.weight": ("F32", (1, 16), bytes(64))})
-    outcome = run("inspect", artifacts["ct"].copy().write(tmp_path / "artifact"), "--source", other, "--json")
+    outcome = run(
+        "inspect", artifacts["ct"].copy().write(tmp_path / "artifact"), "--source", other, "--json"
+    )
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "source-differs")
 
 
 def errors(folder: Path, source: Path) -> list[dict]:
-    documents = [inspect(open_artifact(str(folder)), beside, False) for beside in (None, open_source(str(source)))]
-    return [finding for document in documents for finding in document["findings"] if finding["level"] == "error"]
+    documents = [
+        inspect(open_artifact(str(folder)), beside, False)
+        for beside in (None, open_source(str(source)))
+    ]
+    return [
+        finding
+        for document in documents
+        for finding in document["findings"]
+        if finding["level"] == "error"
+    ]
 
 
 HONEST = [
-    *(("nvfp4", dialect, bits) for dialect in ("compressed-tensors", "modelopt", "quark", "comfy", "plain") for bits in (16, 4)),
-    *(("mxfp4", dialect, bits) for dialect in ("compressed-tensors", "quark", "plain") for bits in (16, 4)),
+    *(
+        ("nvfp4", dialect, bits)
+        for dialect in ("compressed-tensors", "modelopt", "quark", "comfy", "plain")
+        for bits in (16, 4)
+    ),
+    *(
+        ("mxfp4", dialect, bits)
+        for dialect in ("compressed-tensors", "quark", "plain")
+        for bits in (16, 4)
+    ),
     ("nvfp4", "mlx", 16),
     ("mxfp4", "mlx", 16),
 ]
@@ -207,20 +272,44 @@ def test_honest_artifacts_are_healthy(format, dialect, activations, source, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["floor", "even", "ceil"])
 def test_honest_casts_are_healthy(rule, source, tmp_path):
-    assert run("quantize", source, "--format", "mxfp4", "--scale-rule", rule, "-o", tmp_path / "mx").code == 0
+    assert (
+        run(
+            "quantize", source, "--format", "mxfp4", "--scale-rule", rule, "-o", tmp_path / "mx"
+        ).code
+        == 0
+    )
     assert errors(tmp_path / "mx", source) == []
     for dialect in ("compressed-tensors", "modelopt", "comfy"):
         out = tmp_path / dialect
-        assert run("transcode", tmp_path / "mx", "-o", out, "--dialect", dialect, "--format", "nvfp4").code == 0
+        assert (
+            run(
+                "transcode", tmp_path / "mx", "-o", out, "--dialect", dialect, "--format", "nvfp4"
+            ).code
+            == 0
+        )
         assert errors(out, source) == []
 
 
 @pytest.mark.sweep(7)
-@pytest.mark.parametrize("layout", ["linear", "128x4", "8x4", "deepgemm", "k_major", "interleaved", "appended"])
+@pytest.mark.parametrize(
+    "layout", ["linear", "128x4", "8x4", "deepgemm", "k_major", "interleaved", "appended"]
+)
 @pytest.mark.parametrize("key", ["ct", "ct-mx"])
 def test_honest_layouts_are_healthy(key, layout, artifacts, source, tmp_path):
     whole = artifacts[key].source
-    assert run("transcode", whole, "-o", tmp_path / "out", "--dialect", "plain", "--scale-layout", layout).code == 0
+    assert (
+        run(
+            "transcode",
+            whole,
+            "-o",
+            tmp_path / "out",
+            "--dialect",
+            "plain",
+            "--scale-layout",
+            layout,
+        ).code
+        == 0
+    )
     assert errors(tmp_path / "out", source) == []
 
 
@@ -250,9 +339,13 @@ def test_honest_experts_are_healthy(source, tmp_path):
     gpt_oss = {name: tensor for name, tensor in experts.items() if ".mlp." in name}
     stacked = write_checkpoint(tmp_path / "gpt-oss", {MODEL: gpt_oss}, {})
     for origin, dialect in ((deepseek, "deepseek"), (stacked, "gpt-oss")):
-        assert run("quantize", origin, "--format", "mxfp4", "-o", tmp_path / f"{dialect}-ct").code == 0
+        assert (
+            run("quantize", origin, "--format", "mxfp4", "-o", tmp_path / f"{dialect}-ct").code == 0
+        )
         out = tmp_path / f"{dialect}-out"
-        assert run("transcode", tmp_path / f"{dialect}-ct", "-o", out, "--dialect", dialect).code == 0
+        assert (
+            run("transcode", tmp_path / f"{dialect}-ct", "-o", out, "--dialect", dialect).code == 0
+        )
         assert errors(out, origin) == []
 
 
@@ -261,4 +354,6 @@ def test_the_set_is_what_can_be_made():
 
 
 def test_docs_say_that_these_lies_are_seen_with_a_source():
-    assert {lie.name for lie in LIES if "with a source" not in explanations()[lie.found[1]].seen} == set()
+    assert {
+        lie.name for lie in LIES if "with a source" not in explanations()[lie.found[1]].seen
+    } == set()

@@ -25,14 +25,26 @@ def model(layers: int, experts: int = 0) -> dict[str, Linear]:
     return {module: linear(module, *shape) for module, shape in found.items()}
 
 
-Q, DOWN, EXPERT = ("model.layers.*.self_attn.q_proj", "model.layers.*.mlp.down_proj", "model.layers.*.mlp.experts.*.down_proj")
+Q, DOWN, EXPERT = (
+    "model.layers.*.self_attn.q_proj",
+    "model.layers.*.mlp.down_proj",
+    "model.layers.*.mlp.experts.*.down_proj",
+)
 
 
 def test_kinds_are_globs_and_have_short_names():
     kinds = kinds_of(model(3, experts=2))
     assert {kind: len(linears) for kind, linears in kinds.items()} == {Q: 3, DOWN: 3, EXPERT: 6}
-    assert short_names(list(kinds)) == {Q: "q_proj", DOWN: "mlp.down_proj", EXPERT: "experts.*.down_proj"}
-    assert short_names(["lm_head", "layers.*", "layers.*.q"]) == {"lm_head": "lm_head", "layers.*": "layers.*", "layers.*.q": "q"}
+    assert short_names(list(kinds)) == {
+        Q: "q_proj",
+        DOWN: "mlp.down_proj",
+        EXPERT: "experts.*.down_proj",
+    }
+    assert short_names(["lm_head", "layers.*", "layers.*.q"]) == {
+        "lm_head": "lm_head",
+        "layers.*": "layers.*",
+        "layers.*.q": "q",
+    }
 
 
 @pytest.mark.parametrize("nbytes", [2000, 5000, 12_345, 100_000, 10**6, 10**9])

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import LAYER, SECOND, pack_shard, read_folder, read_shard, run, values_of, write_llama, write_single
+from checkpoints import (
+    LAYER,
+    SECOND,
+    pack_shard,
+    read_folder,
+    read_shard,
+    run,
+    values_of,
+    write_llama,
+    write_single,
+)
 from folded_llama import INPUTS, READERS, calibrated, made, stored_weights, write_source
 from made_up_inputs import aliases_of, calibrate, inputs_of
 from restored_artifacts import restored
@@ -36,7 +46,10 @@ def relative(error: np.ndarray, weights: np.ndarray, x: np.ndarray, gram: str) -
     """|error x| / |weights x| over these inputs, of whose columns only those of one block are known to go together."""
     width = {"full": x.shape[1], "diag": 1}.get(gram) or int(gram.partition(":")[2])
     parts = [slice(first, first + width) for first in range(0, x.shape[1], width)]
-    noise, signal = (sum(((x[:, part] @ matrix[:, part].T) ** 2).sum() for part in parts) for matrix in (error, weights))
+    noise, signal = (
+        sum(((x[:, part] @ matrix[:, part].T) ** 2).sum() for part in parts)
+        for matrix in (error, weights)
+    )
     return math.sqrt(noise / signal)
 
 
@@ -56,11 +69,15 @@ def test_errors_with_a_calibration_are_those_over_its_inputs(gram, source, artif
         assert entry["output_error"] == pytest.approx(relative(w - v, w, x, gram), rel=1e-5)
         weighted += [entry["output_error"]] * w.size
     assert document["summary"]["output_error_max"] == max(weighted)
-    assert document["summary"]["output_error_mean"] == pytest.approx(math.sqrt(np.mean(np.square(weighted))), rel=1e-12)
+    assert document["summary"]["output_error_mean"] == pytest.approx(
+        math.sqrt(np.mean(np.square(weighted))), rel=1e-12
+    )
     assert len(document["tensors"]) == 7
 
 
-def restored_pair(source: Path, artifact: Path, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def restored_pair(
+    source: Path, artifact: Path, folder: Path
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     before = {name: values_of(tensor) for name, tensor in read_folder(source).items()}
     return before, restored(artifact, folder / "plain")
 
@@ -72,7 +89,9 @@ def test_without_a_calibration_errors_are_those_of_random_inputs(source, artifac
     for entry in document["tensors"]:
         w, v = before[entry["name"]], after[entry["name"]]
         x = np.random.default_rng(4).standard_normal((w.shape[1], 20_000))
-        assert entry["output_error"] == pytest.approx(np.linalg.norm((w - v) @ x) / np.linalg.norm(w @ x), rel=0.01)
+        assert entry["output_error"] == pytest.approx(
+            np.linalg.norm((w - v) @ x) / np.linalg.norm(w @ x), rel=0.01
+        )
         assert entry["output_error"] == pytest.approx(10 ** (-entry["sqnr_db"] / 20), rel=1e-9)
 
 
@@ -83,7 +102,11 @@ def test_analyze_says_the_same_of_a_matrix_that_it_reads_whole(tmp_path):
     file = calibrate(tmp_path / "c.safetensors", source, "full")
     assert run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "a", "-q").code == 0
     ways = run("analyze", source, "--calibration", file, "--json").json["ways"]
-    (expected,) = [way["output_error"] for way in ways if (way["format"], way["rule"], way["block"]) == ("mxfp4", "mse", 32)]
+    (expected,) = [
+        way["output_error"]
+        for way in ways
+        if (way["format"], way["rule"], way["block"]) == ("mxfp4", "mse", 32)
+    ]
     (entry,) = verify(tmp_path / "a", "--source", source, "--calibration", file)["tensors"]
     assert entry["output_error"] == pytest.approx(expected, rel=1e-6)
 
@@ -112,7 +135,10 @@ def test_a_folded_layer_answers_the_inputs_of_the_original(method, tmp_path):
 
 def test_the_gate_is_of_every_tensor(source, artifact, tmp_path):
     file = calibrate(tmp_path / "c.safetensors", source)
-    errors = [entry["output_error"] for entry in verify(artifact, "--source", source, "--calibration", file)["tensors"]]
+    errors = [
+        entry["output_error"]
+        for entry in verify(artifact, "--source", source, "--calibration", file)["tensors"]
+    ]
     given = ("--source", source, "--calibration", file, "--max-output-error")
     assert verify(artifact, *given, max(errors))["passed"]
     failed = verify(artifact, *given, sorted(errors)[-2])
@@ -132,7 +158,10 @@ def test_a_gate_alone_measures_for_random_inputs_and_stands_beside_others(source
 
 
 def test_a_layer_that_was_nothing_and_answers_something_misses_every_gate(tmp_path):
-    tensors = {f"{DOWN}.weight": ("F32", (2, 32), bytes(256)), "x.o_proj.weight": ("F32", (2, 32), bytes(256))}
+    tensors = {
+        f"{DOWN}.weight": ("F32", (2, 32), bytes(256)),
+        "x.o_proj.weight": ("F32", (2, 32), bytes(256)),
+    }
     source = write_single(tmp_path / "m", tensors)
     assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "a", "-q").code == 0
     clean = verify(tmp_path / "a", "--source", source, "--max-output-error", 0)
@@ -143,7 +172,9 @@ def test_a_layer_that_was_nothing_and_answers_something_misses_every_gate(tmp_pa
     (tmp_path / "a" / "model.safetensors").write_bytes(pack_shard(changed))
     spoilt = verify(tmp_path / "a", "--source", source, "--max-output-error", 1)
     assert [entry["output_error"] for entry in spoilt["tensors"]] == [None, 0]
-    assert ("output-error-high", f"{DOWN}.weight") in {(each["code"], each["tensor"]) for each in spoilt["findings"]}
+    assert ("output-error-high", f"{DOWN}.weight") in {
+        (each["code"], each["tensor"]) for each in spoilt["findings"]
+    }
 
 
 def test_the_table_shows_what_answers_worst(source, artifact, tmp_path):
@@ -153,8 +184,13 @@ def test_the_table_shows_what_answers_worst(source, artifact, tmp_path):
     lines = run("verify", artifact, "--source", source, "--calibration", file).out.splitlines()
     assert lines[0].endswith("output error")
     assert [line.split()[0] for line in lines[1:6]] == [entry["name"] for entry in order[:5]]
-    assert [line.split()[-2] for line in lines[1:6]] == [f"{100 * entry['output_error']:.3f}" for entry in order[:5]]
-    assert any(line.startswith("output error: mean ") and "inputs: calibration, gram full" in line for line in lines)
+    assert [line.split()[-2] for line in lines[1:6]] == [
+        f"{100 * entry['output_error']:.3f}" for entry in order[:5]
+    ]
+    assert any(
+        line.startswith("output error: mean ") and "inputs: calibration, gram full" in line
+        for line in lines
+    )
     assert "output error" not in run("verify", artifact, "--source", source).out
 
 
@@ -172,6 +208,16 @@ def test_what_cannot_be_asked_is_refused(source, artifact, tmp_path):
     refused = run("verify", artifact, "--source", source, "--max-output-error", "nan", "--json")
     assert (refused.code, refused.json["error"]["code"]) == (2, "bad-gate")
     assert refused.json["error"]["next"] == "Give a finite number, or leave --max-output-error out."
-    other = write_single(tmp_path / "other", {f"{DOWN}.weight": read_shard(source / SECOND)[f"{DOWN}.weight"]})
-    refused = run("verify", artifact, "--source", source, "--calibration", calibrate(tmp_path / "o", other), "--json")
+    other = write_single(
+        tmp_path / "other", {f"{DOWN}.weight": read_shard(source / SECOND)[f"{DOWN}.weight"]}
+    )
+    refused = run(
+        "verify",
+        artifact,
+        "--source",
+        source,
+        "--calibration",
+        calibrate(tmp_path / "o", other),
+        "--json",
+    )
     assert (refused.code, refused.json["error"]["code"]) == (2, "calibration-model")

@@ -28,11 +28,18 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
         x = rng.standard_normal((128, 256), np.float32)
         tensors[f"{name}.weight"] = ("F32", x.shape, x.tobytes())
     source = write_single(root / "source", tensors)
-    assert run("quantize", source, "--format", "nvfp4", "--dialect", "modelopt", "-o", root / "out").code == 0
+    assert (
+        run(
+            "quantize", source, "--format", "nvfp4", "--dialect", "modelopt", "-o", root / "out"
+        ).code
+        == 0
+    )
     return source, root / "out"
 
 
-def told(pair: tuple[Path, Path], folder: Path, **changes: np.ndarray) -> list[tuple[str, str | None]]:
+def told(
+    pair: tuple[Path, Path], folder: Path, **changes: np.ndarray
+) -> list[tuple[str, str | None]]:
     """Findings beside the source, after these tensors' bytes were replaced; an underscore for each dot but the last."""
     source, honest = pair
     folder.mkdir()
@@ -54,29 +61,44 @@ def stored(pair: tuple[Path, Path], name: str, dtype: str = "u1") -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("factor", "is_wrong"), [(1, False), (1.04, False), (0.96, False), (1.08, True), (0.93, True), (4, True)]
+    ("factor", "is_wrong"),
+    [(1, False), (1.04, False), (0.96, False), (1.08, True), (0.93, True), (4, True)],
 )
 def test_a_factor_of_more_than_six_per_cent_is_told(factor, is_wrong, pair, tmp_path):
     name = f"{NAMES[1]}.weight_scale_2"
     changed = (stored(pair, name, "<f4") * np.float32(factor)).astype("<f4")
-    assert told(pair, tmp_path / "liar", **{name: changed}) == ([("scale-factor", NAMES[1])] if is_wrong else [])
+    assert told(pair, tmp_path / "liar", **{name: changed}) == (
+        [("scale-factor", NAMES[1])] if is_wrong else []
+    )
 
 
 def test_the_other_order_of_all_and_of_one(pair, tmp_path):
-    changes = {f"{name}.weight_scale": np.ascontiguousarray(stored(pair, f"{name}.weight_scale").T) for name in NAMES}
+    changes = {
+        f"{name}.weight_scale": np.ascontiguousarray(stored(pair, f"{name}.weight_scale").T)
+        for name in NAMES
+    }
     assert told(pair, tmp_path / "all", **changes) == [("scale-layout", None)]
     changes.pop(f"{NAMES[0]}.weight_scale")
-    assert told(pair, tmp_path / "two", **changes) == [("scale-layout", None), ("scale-layout", NAMES[0])]
+    assert told(pair, tmp_path / "two", **changes) == [
+        ("scale-layout", None),
+        ("scale-layout", NAMES[0]),
+    ]
     changes.pop(f"{NAMES[1]}.weight_scale")
     assert told(pair, tmp_path / "one", **changes) == [("scale-layout", NAMES[2])]
 
 
 def test_two_lies_at_once(pair, tmp_path):
-    changes = {f"{name}.weight_scale": np.ascontiguousarray(stored(pair, f"{name}.weight_scale").T) for name in NAMES}
+    changes = {
+        f"{name}.weight_scale": np.ascontiguousarray(stored(pair, f"{name}.weight_scale").T)
+        for name in NAMES
+    }
     for name in NAMES:
         packed = stored(pair, f"{name}.weight")
         changes[f"{name}.weight"] = packed >> 4 | packed << 4
-    assert told(pair, tmp_path / "liar", **changes) == [("scale-layout", None), ("nibble-order", None)]
+    assert told(pair, tmp_path / "liar", **changes) == [
+        ("scale-layout", None),
+        ("nibble-order", None),
+    ]
 
 
 def test_scales_that_are_all_alike_lie_as_declared(tmp_path):
@@ -84,7 +106,9 @@ def test_scales_that_are_all_alike_lie_as_declared(tmp_path):
     x = np.where(np.random.default_rng(0).random((128, 256)) < 0.5, -1, 1).astype(np.float32)
     source = write_single(tmp_path / "source", {"x.o_proj.weight": ("F32", x.shape, x.tobytes())})
     assert run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "out").code == 0
-    suspicion = suspect(open_artifact(str(tmp_path / "out")), open_source(str(source)), ["x.o_proj"])
+    suspicion = suspect(
+        open_artifact(str(tmp_path / "out")), open_source(str(source)), ["x.o_proj"]
+    )
     assert (suspicion.layout, suspicion.findings) == ("linear", ())
 
 
@@ -116,7 +140,9 @@ def test_modules_of_any_shape_are_compared(tmp_path):
 
 
 def test_a_source_without_these_modules_is_bad_input(pair, tmp_path):
-    other = write_single(tmp_path / "other", {f"{NAMES[0]}.weight": ("F32", (64, 64), bytes(16384))})
+    other = write_single(
+        tmp_path / "other", {f"{NAMES[0]}.weight": ("F32", (64, 64), bytes(16384))}
+    )
     with pytest.raises(InputError) as caught:
         suspect(open_artifact(str(pair[1])), open_source(str(other)), NAMES)
     assert caught.value.code == "source-differs"
@@ -126,11 +152,17 @@ def test_some_modules_from_everywhere_are_compared(tmp_path, monkeypatch):
     count = 2 * COMPARED_MODULES
     x = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
     names = [f"layers.{n:03}.o_proj" for n in range(count)]
-    source = write_single(tmp_path / "source", {f"{name}.weight": ("F32", x.shape, x.tobytes()) for name in names})
+    source = write_single(
+        tmp_path / "source", {f"{name}.weight": ("F32", x.shape, x.tobytes()) for name in names}
+    )
     assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out").code == 0
     compared: list[str] = []
     artifact = open_artifact(str(tmp_path / "out"))
     decode = type(artifact).decode
-    monkeypatch.setattr(type(artifact), "decode", lambda self, module: compared.append(module) or decode(self, module))
+    monkeypatch.setattr(
+        type(artifact),
+        "decode",
+        lambda self, module: compared.append(module) or decode(self, module),
+    )
     assert suspect(artifact, open_source(str(source)), names).findings == ()
     assert compared == names[::2]

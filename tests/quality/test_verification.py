@@ -36,7 +36,9 @@ def source(tmp_path):
 def artifact(source, tmp_path):
     def make(format: str = "nvfp4", dialect: str = "compressed-tensors") -> Path:
         out = tmp_path / "artifact"
-        assert run("quantize", source, "--format", format, "--dialect", dialect, "-o", out).code == 0
+        assert (
+            run("quantize", source, "--format", format, "--dialect", dialect, "-o", out).code == 0
+        )
         return out
 
     return make
@@ -49,8 +51,14 @@ def verify(folder: Path, *options: object) -> dict:
 
 
 def errors_of(document: dict) -> set[tuple[str, str | None]]:
-    assert document["passed"] is not any(finding["level"] == "error" for finding in document["findings"])
-    return {(finding["code"], finding["tensor"]) for finding in document["findings"] if finding["level"] == "error"}
+    assert document["passed"] is not any(
+        finding["level"] == "error" for finding in document["findings"]
+    )
+    return {
+        (finding["code"], finding["tensor"])
+        for finding in document["findings"]
+        if finding["level"] == "error"
+    }
 
 
 @pytest.mark.parametrize(("format", "dialect"), TARGETS)
@@ -77,7 +85,16 @@ def test_the_numbers_are_those_of_numpy(format, dialect, source, artifact, tmp_p
     for entry in document["tensors"]:
         x, y = values_of(before[entry["name"]]).ravel(), values_of(after[entry["name"]]).ravel()
         noise, signal = ((x - y) ** 2).sum(), (x**2).sum()
-        assert list(entry) == ["name", "sqnr_db", "mse", "max_abs", "cosine", "saturated", "zero", "histogram"]
+        assert list(entry) == [
+            "name",
+            "sqnr_db",
+            "mse",
+            "max_abs",
+            "cosine",
+            "saturated",
+            "zero",
+            "histogram",
+        ]
         assert entry["sqnr_db"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-12)
         assert entry["mse"] == pytest.approx(noise / x.size, rel=1e-12)
         assert entry["max_abs"] == np.abs(x - y).max()
@@ -98,7 +115,12 @@ def test_a_matrix_worked_out_by_hand(tmp_path):
     """One block: amax 6 gives the multiplier 6/2688, block scale 448, step 1.0; 0.7 becomes 0.5, everything else is exact."""
     values = np.array([6, -4, 3, 2, 1.5, 1, 0.5, 0.7, 0, -0.5, -1, -1.5, -2, -3, 4, -6], np.float32)
     source = write_single(tmp_path / "m", {"x.o_proj.weight": ("F32", (1, 16), values.tobytes())})
-    assert run("quantize", source, "--format", "nvfp4", "--dialect", "modelopt", "-o", tmp_path / "out").code == 0
+    assert (
+        run(
+            "quantize", source, "--format", "nvfp4", "--dialect", "modelopt", "-o", tmp_path / "out"
+        ).code
+        == 0
+    )
     stored = read_folder(tmp_path / "out")
     assert stored["x.o_proj.weight_scale"][2] == b"\x7e"
     assert stored["x.o_proj.weight"][2] == bytes([0xE7, 0x45, 0x23, 0x11, 0x90, 0xBA, 0xDC, 0xF6])
@@ -115,7 +137,9 @@ def test_gates(source, artifact):
     assert {code for code, _ in errors_of(failed)} == {"sqnr-low"}
     assert len(errors_of(verify(folder, "--source", source, "--min-sqnr", 90))) == 7
     assert run("verify", folder, "--source", source, "--max-nmse", 0.5).code == 0
-    assert {code for code, _ in errors_of(verify(folder, "--source", source, "--max-nmse", 1e-6))} == {"nmse-high"}
+    assert {
+        code for code, _ in errors_of(verify(folder, "--source", source, "--max-nmse", 1e-6))
+    } == {"nmse-high"}
 
 
 GATES = {"--min-sqnr": 20, "--max-nmse": 0.01, "--max-output-error": 0.1}
@@ -124,18 +148,36 @@ GATES = {"--min-sqnr": 20, "--max-nmse": 0.01, "--max-output-error": 0.1}
 def test_a_gate_that_measured_nothing_is_not_met(source, tmp_path):
     """Nothing is quantized, as where somebody gates the wrong folder."""
     folder = tmp_path / "kept"
-    assert run("quantize", source, "--format", "nvfp4", "--exclude", "*_proj", "--include", "lm_head", "-o", folder).code == 0
+    assert (
+        run(
+            "quantize",
+            source,
+            "--format",
+            "nvfp4",
+            "--exclude",
+            "*_proj",
+            "--include",
+            "lm_head",
+            "-o",
+            folder,
+        ).code
+        == 0
+    )
     other = write_single(tmp_path / "other", {"x.norm.weight": ("BF16", (64,), bytes(128))})
     for option, value in GATES.items():
         found = verify(folder, "--source", other, option, value)["findings"]
         (told,) = (finding for finding in found if finding["code"] == "nothing-measured")
         assert (told["level"], told["detail"].partition(":")[0]) == ("error", option)
-    assert "nothing-measured" not in {code for code, _ in errors_of(verify(folder, "--source", other))}
+    assert "nothing-measured" not in {
+        code for code, _ in errors_of(verify(folder, "--source", other))
+    }
     assert verify(folder, "--source", source, "--min-sqnr", 5)["passed"]
     whole = tmp_path / "whole"
     assert run("quantize", source, "--format", "nvfp4", "--exclude", "*", "-o", whole).code == 0
     gates = [word for gate in GATES.items() for word in gate]
-    assert {code for code, _ in errors_of(verify(whole, "--source", source, *gates))} == {"nothing-measured"}
+    assert {code for code, _ in errors_of(verify(whole, "--source", source, *gates))} == {
+        "nothing-measured"
+    }
     assert verify(whole, "--source", source)["passed"]
 
 
@@ -149,7 +191,11 @@ def test_a_gate_that_measured_nothing_is_not_met(source, tmp_path):
 )
 def test_a_gate_that_cannot_be_met_or_missed_is_bad_usage(option, value, step, source, artifact):
     refused = run("verify", artifact(), "--source", source, option, value, "--json")
-    assert (refused.code, refused.json["error"]["code"], refused.json["error"]["next"]) == (2, "bad-gate", step)
+    assert (refused.code, refused.json["error"]["code"], refused.json["error"]["next"]) == (
+        2,
+        "bad-gate",
+        step,
+    )
 
 
 @pytest.mark.parametrize("option", ["--min-sqnr", "--max-nmse"])
@@ -220,7 +266,9 @@ def test_a_negative_block_scale_is_found(dialect, artifact):
 def test_an_impossible_global_scale_is_found(value, dialect, source, artifact):
     folder = artifact("nvfp4", dialect)
     rewrite(folder, SECOND, f"{DOWN}.{GLOBAL[dialect]}", struct.pack("<f", value))
-    assert any(tensor is not None and tensor.startswith(DOWN) for _, tensor in errors_of(verify(folder)))
+    assert any(
+        tensor is not None and tensor.startswith(DOWN) for _, tensor in errors_of(verify(folder))
+    )
     assert run("verify", folder, "--source", source).code == 6
 
 
@@ -251,7 +299,9 @@ def test_an_artifact_without_hashes_says_so(artifact):
     (folder / "quantization_config.json").unlink()
     (folder / ".fp4convert" / "plan.json").unlink()
     document = verify(folder)
-    assert [(finding["level"], finding["code"]) for finding in document["findings"]] == [("note", "no-hashes")]
+    assert [(finding["level"], finding["code"]) for finding in document["findings"]] == [
+        ("note", "no-hashes")
+    ]
 
 
 def test_the_model_card_may_be_written_by_anybody(artifact):
@@ -295,7 +345,10 @@ def test_stacks_are_read_as_they_were_when_the_artifact_was_made(tmp_path):
         f"{LAYER}.mlp.experts.gate_up_proj": ("BF16", (2, 64, 96), bf16(2, 64, 96)),
         f"{LAYER}.mlp.experts.down_proj": ("BF16", (2, 48, 64), bf16(2, 48, 64)),
     }
-    source, out = write_single(tmp_path / "m", tensors, {"model_type": "unheard_of"}), tmp_path / "out"
+    source, out = (
+        write_single(tmp_path / "m", tensors, {"model_type": "unheard_of"}),
+        tmp_path / "out",
+    )
     flags = ("--stack-order", "in_out", "--stack-rows", "interleaved")
     assert run("quantize", source, "--format", "nvfp4", "-o", out, *flags).code == 0
     found = run("verify", out, "--source", source, "--json")
@@ -310,11 +363,17 @@ def test_weights_of_any_size_are_sound_beside_their_source(tmp_path):
     """2^19 is no size of weights, and its reciprocal is one: only the source tells that it is meant."""
     values = np.float32(np.random.default_rng(0).standard_normal((64, 64)))
     values[3, 5] = 2.0**19
-    source = write_single(tmp_path / "source", {"a.weight": ("F32", (64, 64), values.tobytes())}, {"model_type": "x"})
+    source = write_single(
+        tmp_path / "source", {"a.weight": ("F32", (64, 64), values.tobytes())}, {"model_type": "x"}
+    )
     assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out").code == 0
     assert errors_of(verify(tmp_path / "out")) == {("global-scale-reciprocal", "a")}
     assert errors_of(verify(tmp_path / "out", "--source", source)) == set()
-    other = write_single(tmp_path / "other", {"a.weight": ("F32", (64, 64), (-values).tobytes())}, {"model_type": "x"})
+    other = write_single(
+        tmp_path / "other",
+        {"a.weight": ("F32", (64, 64), (-values).tobytes())},
+        {"model_type": "x"},
+    )
     found = {code for code, _ in errors_of(verify(tmp_path / "out", "--source", other))}
     assert found == {"global-scale-reciprocal", "scale-factor", "source-differs", "report-differs"}
 

@@ -396,5 +396,13 @@ def test_the_gate_of_attention_is_taken_by_no_mode(model, module, tmp_path):
     (tmp_path / "mine.toml").write_text('[[format]]\nmodules = ["*.self_attn.*"]\nformat = "nvfp4"')
     for chosen in (None, "all", str(tmp_path / "mine.toml")):
         assert build_recipe(Target("nvfp4"), config, Choice(chosen)).reason_to_keep(name)
-    assert build_recipe(Target("nvfp4"), config, Choice("all", include=(name,))).reason_to_keep(name) is None
-    assert build_recipe(Target("nvfp4"), config, Choice("all")).reason_to_keep("model.layers.3.self_attn.o_proj") is None
+    assert (
+        build_recipe(Target("nvfp4"), config, Choice("all", include=(name,))).reason_to_keep(name)
+        is None
+    )
+    assert (
+        build_recipe(Target("nvfp4"), config, Choice("all")).reason_to_keep(
+            "model.layers.3.self_attn.o_proj"
+        )
+        is None
+    )

@@ -41,14 +41,36 @@ def test_a_glob_fits_the_whole_name_and_an_expression_its_beginning(pattern, mod
 @example(["re:a.b"], "axbc")
 @example(["*1*"], "\udcff1")  # no UTF-8, as a word of a command line may be
 def test_many_patterns_at_once_match_what_one_of_them_matches(patterns, module):
-    assert matches_any(tuple(patterns), module) is any(matches(pattern, module) for pattern in patterns)
+    assert matches_any(tuple(patterns), module) is any(
+        matches(pattern, module) for pattern in patterns
+    )
 
 
-WORDS = st.sampled_from(("a", "b", ".", "\\.", "\\*", ".*", "(?:.*\\.)?", "$", "^", "|", "a?", "_", "-", "[ab]", "\\d", "\\$"))
+WORDS = st.sampled_from(
+    (
+        "a",
+        "b",
+        ".",
+        "\\.",
+        "\\*",
+        ".*",
+        "(?:.*\\.)?",
+        "$",
+        "^",
+        "|",
+        "a?",
+        "_",
+        "-",
+        "[ab]",
+        "\\d",
+        "\\$",
+    )
+)
 
 
 @given(
-    st.lists(st.lists(WORDS, max_size=6).map(lambda words: f"re:{''.join(words)}"), max_size=3), st.text("ab.*\n_-$1", max_size=6)
+    st.lists(st.lists(WORDS, max_size=6).map(lambda words: f"re:{''.join(words)}"), max_size=3),
+    st.text("ab.*\n_-$1", max_size=6),
 )
 @example([r"re:(?:.*\.)?a\.b$"], "x.a.b")
 @example([r"re:(?:.*\.)?a\.b$"], "a.b")
@@ -67,7 +89,9 @@ def test_many_expressions_at_once_match_what_one_of_them_matches(patterns, modul
 
 @given(
     st.lists(
-        st.text("a1.*?[]", max_size=5) | st.sampled_from(("a[0-1]*", "*a1", "*a1*", "re:a\\d", "re:a1$", "re:.*1")), max_size=4
+        st.text("a1.*?[]", max_size=5)
+        | st.sampled_from(("a[0-1]*", "*a1", "*a1*", "re:a\\d", "re:a1$", "re:.*1")),
+        max_size=4,
     ),
     st.lists(st.text("a012.\n", max_size=5), max_size=4),
 )
@@ -75,7 +99,9 @@ def test_many_expressions_at_once_match_what_one_of_them_matches(patterns, modul
 @example(["a[0-1]*"], ["a0", "a1", "a2", "b0"])
 @example(["re:a1$"], ["a0", "a1", "a\n1"])
 def test_modules_that_differ_in_numbers_alone_are_sifted_as_if_asked_one_by_one(patterns, modules):
-    fitting = [module for module in modules if any(matches(pattern, module) for pattern in patterns)]
+    fitting = [
+        module for module in modules if any(matches(pattern, module) for pattern in patterns)
+    ]
     assert sift(tuple(patterns), modules) == fitting
     assert [module for module in modules if matches_any(tuple(patterns), module)] == fitting
 
@@ -98,7 +124,10 @@ CONFIG = {
         ("layers.{3:1}.*", ()),
         ("layers.{0:first_k_dense_replace}.mlp", ("layers.0.mlp", "layers.1.mlp", "layers.2.mlp")),
         ("layers.{num_hidden_layers:num_hidden_layers+1}.*", ("layers.61.*",)),
-        ("layers.{num_hidden_layers:num_hidden_layers+num_nextn_predict_layers}.*", ("layers.61.*", "layers.62.*")),
+        (
+            "layers.{num_hidden_layers:num_hidden_layers+num_nextn_predict_layers}.*",
+            ("layers.61.*", "layers.62.*"),
+        ),
         ("layers.{num_hidden_layers-1:num_hidden_layers}.*", ("layers.60.*",)),
         ("layers.{depth-1:depth}.*", ("layers.5.*",)),
         ("layers.{0:absent}.*", ()),
@@ -118,12 +147,17 @@ def test_a_text_models_numbers_go_before_those_of_other_nested_configs():
     nested = {key: CONFIG[key] for key in ("vision_config", "text_config")}
     assert integer_of(CONFIG, "num_hidden_layers") == 61
     assert integer_of(nested, "num_hidden_layers") == 48
-    assert integer_of({"thinker_config": {"audio_config": {"n": 1}, "text_config": {"n": 2}}}, "n") == 2
+    assert (
+        integer_of({"thinker_config": {"audio_config": {"n": 1}, "text_config": {"n": 2}}}, "n")
+        == 2
+    )
     assert integer_of({"a": {"b": {"n": 3}}}, "n") == 3
     assert integer_of({"n": None, "a": {"n": 4.0}}, "n") is None
 
 
-@pytest.mark.parametrize("pattern", ["{:2}", "{0:}", "{0:1.5}", "{a b:2}", "{0:+}", "{0:1*2}", "{0:a b}", "{1 2:3}"])
+@pytest.mark.parametrize(
+    "pattern", ["{:2}", "{0:}", "{0:1.5}", "{a b:2}", "{0:+}", "{0:1*2}", "{0:a b}", "{1 2:3}"]
+)
 def test_a_range_of_anything_else_is_refused(pattern):
     with pytest.raises(InputError) as caught:
         expand(f"layers.{pattern}.*", CONFIG)
@@ -131,7 +165,9 @@ def test_a_range_of_anything_else_is_refused(pattern):
     assert pattern in caught.value.message
 
 
-@pytest.mark.parametrize(("first", "end"), [("0", "4097"), ("0-1", "2"), ("huge", "huge+1"), ("0", "huge")])
+@pytest.mark.parametrize(
+    ("first", "end"), [("0", "4097"), ("0-1", "2"), ("huge", "huge+1"), ("0", "huge")]
+)
 def test_layers_beyond_belief_are_refused(first, end):
     with pytest.raises(InputError) as caught:
         expand(f"layers.{{{first}:{end}}}.*", {"huge": 10**12})
@@ -151,7 +187,9 @@ def test_many_patterns_are_hashed_once():
     names = Patterns(Name(f"layers.{number}.up") for number in range(1000))
     assert matches_any(names, "layers.1.up")
     hashed.clear()
-    assert all(matches_any(names, f"layers.{number}.up") == (number < 1000) for number in range(2000))
+    assert all(
+        matches_any(names, f"layers.{number}.up") == (number < 1000) for number in range(2000)
+    )
     assert hashed == []
     plain = tuple(map(str, names))
     assert (names, hash(names)) == (plain, hash(plain))

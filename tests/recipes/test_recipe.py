@@ -15,7 +15,9 @@ from fp4convert.recipes.toml_files import known_names
 
 def recipe(model_type: str = "llama", include=(), exclude=(), fmt=NVFP4, rule=None):
     return build_recipe(
-        Target(fmt.name, "compressed-tensors", rule), {"model_type": model_type}, Choice(None, tuple(include), tuple(exclude))
+        Target(fmt.name, "compressed-tensors", rule),
+        {"model_type": model_type},
+        Choice(None, tuple(include), tuple(exclude)),
     )
 
 
@@ -79,8 +81,13 @@ def test_what_is_an_ordinary_linear_layer(module):
     assert recipe().reason_to_keep(module) is None
 
 
-KEEP_OUTPUTS = (FormatRule(Patterns(("*.o_proj",)), "keep"), FormatRule(Patterns(("*.q_proj",)), "fp8"))
-OF_FAMILIES = dict.fromkeys(module for family in FAMILIES for group in family.groups for module in group)
+KEEP_OUTPUTS = (
+    FormatRule(Patterns(("*.o_proj",)), "keep"),
+    FormatRule(Patterns(("*.q_proj",)), "fp8"),
+)
+OF_FAMILIES = dict.fromkeys(
+    module for family in FAMILIES for group in family.groups for module in group
+)
 
 
 def of_file(name):
@@ -97,7 +104,11 @@ def of_file(name):
     ids=("chosen", "formats", *known_names()),
 )
 def test_whatever_has_a_reason_to_stay_is_among_what_is_doubtful(made):
-    named = [pattern.replace("*", "x.7") for pattern in made.kept_patterns if not pattern.startswith("re:")]
+    named = [
+        pattern.replace("*", "x.7")
+        for pattern in made.kept_patterns
+        if not pattern.startswith("re:")
+    ]
     modules = dict.fromkeys([*KEPT, *OF_FAMILIES, *named])
     stay = {module for module in modules if made.reason_to_keep(module)}
     assert stay
@@ -156,10 +167,18 @@ def chosen(folder, text, model=None, **choice):
     """The recipe of a user's file for a model of that config.json."""
     path = folder / "mine.toml"
     path.write_text(text)
-    return build_recipe(Target("nvfp4", "compressed-tensors"), model or {"model_type": "llama"}, Choice(str(path), **choice))
+    return build_recipe(
+        Target("nvfp4", "compressed-tensors"),
+        model or {"model_type": "llama"},
+        Choice(str(path), **choice),
+    )
 
 
-MLP, ATTENTION, EXPERT = "model.layers.3.mlp.up_proj", "model.layers.3.self_attn.o_proj", "model.layers.3.mlp.experts.7.up_proj"
+MLP, ATTENTION, EXPERT = (
+    "model.layers.3.mlp.up_proj",
+    "model.layers.3.self_attn.o_proj",
+    "model.layers.3.mlp.experts.7.up_proj",
+)
 QUERY = "model.layers.3.self_attn.q_proj"
 
 
@@ -174,12 +193,17 @@ QUERY = "model.layers.3.self_attn.q_proj"
 )
 def test_a_mode_says_what_may_be_quantized(mode, quantized):
     made = build_recipe(Target("nvfp4"), {"model_type": "llama"}, Choice(mode))
-    assert {module for module in (MLP, ATTENTION, EXPERT, QUERY) if made.reason_to_keep(module) is None} == quantized
+    assert {
+        module for module in (MLP, ATTENTION, EXPERT, QUERY) if made.reason_to_keep(module) is None
+    } == quantized
     assert made.reason_to_keep("lm_head") == "an output head"
     assert made.reason_to_keep("model.layers.3.mlp.gate") == "a router"
     if mode != "all":
         assert mode in made.reason_to_keep(QUERY)
-    assert build_recipe(Target("nvfp4"), {}, Choice(mode, include=(QUERY,))).reason_to_keep(QUERY) is None
+    assert (
+        build_recipe(Target("nvfp4"), {}, Choice(mode, include=(QUERY,))).reason_to_keep(QUERY)
+        is None
+    )
 
 
 def test_what_a_family_keeps_for_accuracy_a_mode_or_a_file_may_ask_for(tmp_path):
@@ -189,7 +213,10 @@ def test_what_a_family_keeps_for_accuracy_a_mode_or_a_file_may_ask_for(tmp_path)
     assert plain.reason_to_keep(ATTENTION) == "attention, kept for accuracy"
     assert plain.reason_to_keep(multi) == "part of a multi-token-prediction layer"
     asked = "[[format]]\nmodules = ['*.self_attn.*', 'lm_head']\nformat = 'fp8'"
-    for made in (build_recipe(Target("nvfp4"), model, Choice("all")), chosen(tmp_path, asked, model)):
+    for made in (
+        build_recipe(Target("nvfp4"), model, Choice("all")),
+        chosen(tmp_path, asked, model),
+    ):
         assert made.reason_to_keep(ATTENTION) is None
         assert made.reason_to_keep(multi) == "part of a multi-token-prediction layer"
         assert made.reason_to_keep("lm_head") == "an output head"
@@ -250,11 +277,18 @@ def test_a_users_file_goes_before_a_familys_groups_and_stacks(tmp_path):
     model = {"model_type": "gpt_oss"}
     made = chosen(tmp_path, text, model)
     assert scale_group("a.w1", made.groups) == ("a", ("w1", "v1", "z1"))
-    assert scale_group("a.w1", build_recipe(Target("nvfp4"), {"model_type": "dbrx"}).groups) == ("a", ("w1", "v1"))
+    assert scale_group("a.w1", build_recipe(Target("nvfp4"), {"model_type": "dbrx"}).groups) == (
+        "a",
+        ("w1", "v1"),
+    )
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert made.stack_rule(name).is_transposed is False
     own = build_recipe(Target("nvfp4"), model).stack_rule(name)
-    assert (own.is_transposed, own.is_interleaved, own.members) == (True, True, ("gate_proj", "up_proj"))
+    assert (own.is_transposed, own.is_interleaved, own.members) == (
+        True,
+        True,
+        ("gate_proj", "up_proj"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,7 +297,12 @@ def test_a_users_file_goes_before_a_familys_groups_and_stacks(tmp_path):
         ("a.experts.gate_up_proj", None, None, None),
         ("a.experts.gate_up_proj", "in_out", None, None),
         ("a.experts.gate_up_proj", "in_out", "interleaved", (("gate_proj", "up_proj"), True, True)),
-        ("a.experts.gate_up_proj.weight", "out_in", "concatenated", (("gate_proj", "up_proj"), False, False)),
+        (
+            "a.experts.gate_up_proj.weight",
+            "out_in",
+            "concatenated",
+            (("gate_proj", "up_proj"), False, False),
+        ),
         ("a.experts.w13_weight", "out_in", "interleaved", (("w1", "w3"), False, True)),
         ("a.experts.down_proj", "in_out", None, (("down_proj",), True, False)),
         ("a.experts.down_proj", "out_in", "interleaved", (("down_proj",), False, False)),
@@ -272,20 +311,33 @@ def test_a_users_file_goes_before_a_familys_groups_and_stacks(tmp_path):
 )
 def test_a_person_settles_a_stack_that_no_recipe_names(tensor, order, rows, found):
     choice = Choice(stack_order=order, stack_rows=rows)
-    rule = build_recipe(Target("nvfp4"), {"model_type": "unheard_of"}, choice).stack_rule(tensor, (2, 32, 64))
+    rule = build_recipe(Target("nvfp4"), {"model_type": "unheard_of"}, choice).stack_rule(
+        tensor, (2, 32, 64)
+    )
     assert found == (rule and (rule.members, rule.is_transposed, rule.is_interleaved))
 
 
 @pytest.mark.parametrize(
     ("tensor", "shape"),
-    [("audio.conv1.weight", (8, 1, 3)), ("a.experts.gate_up_proj_bias", (2, 64)), ("a.experts.down_proj_scale_inv", (2, 1, 1))],
+    [
+        ("audio.conv1.weight", (8, 1, 3)),
+        ("a.experts.gate_up_proj_bias", (2, 64)),
+        ("a.experts.down_proj_scale_inv", (2, 1, 1)),
+    ],
 )
 def test_what_is_no_stack_of_experts_stays_none_whatever_a_person_says(tensor, shape):
     choice = Choice(stack_order="out_in", stack_rows="interleaved")
-    assert build_recipe(Target("nvfp4"), {"model_type": "unheard_of"}, choice).stack_rule(tensor, shape) is None
+    assert (
+        build_recipe(Target("nvfp4"), {"model_type": "unheard_of"}, choice).stack_rule(
+            tensor, shape
+        )
+        is None
+    )
 
 
-@pytest.mark.parametrize(("order", "rows"), [("oi", None), ("", None), ("out_in", "mixed"), (None, "interleaved")])
+@pytest.mark.parametrize(
+    ("order", "rows"), [("oi", None), ("", None), ("out_in", "mixed"), (None, "interleaved")]
+)
 def test_other_words_for_stacks_are_refused(order, rows):
     with pytest.raises(InputError) as caught:
         build_recipe(Target("nvfp4"), {}, Choice(stack_order=order, stack_rows=rows))

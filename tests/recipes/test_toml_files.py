@@ -12,12 +12,25 @@ from fp4convert.errors import InputError
 from fp4convert.recipes.patterns import compiled
 from fp4convert.recipes.recipe import Choice, Target, build_recipe
 from fp4convert.recipes.rules import KeepRule, StackRule
-from fp4convert.recipes.toml_files import RecipeFile, chosen_files, families_of, known_file, known_names, parse
+from fp4convert.recipes.toml_files import (
+    RecipeFile,
+    chosen_files,
+    families_of,
+    known_file,
+    known_names,
+    parse,
+)
 
 CONFIGS = ROOT / "configs"
 MODES = ("all", "mlp_only", "experts_only", "omlp_only")
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.toml"))
-NUMBERS = {"num_hidden_layers": 8, "num_nextn_predict_layers": 1, "first_k_dense_replace": 2, "num_layers": 8, "hidden_size": 64}
+NUMBERS = {
+    "num_hidden_layers": 8,
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 2,
+    "num_layers": 8,
+    "hidden_size": 64,
+}
 STACK = '[[stack]]\ntensors = ["*.e"]\nmembers = ["a"]\n'
 
 
@@ -29,7 +42,11 @@ def test_every_file_loads_says_what_it_is_and_names_its_sources(name):
     file = known_file(name)
     assert file.about
     recipe = build_recipe(Target("nvfp4"), NUMBERS, Choice(name))
-    patterns = [pattern for rule in (*recipe.keep, *recipe.only, *recipe.formats) for pattern in rule.patterns]
+    patterns = [
+        pattern
+        for rule in (*recipe.keep, *recipe.only, *recipe.formats)
+        for pattern in rule.patterns
+    ]
     for pattern in (*patterns, *(pattern for rule in recipe.stacks for pattern in rule.tensors)):
         compiled(pattern)
         assert "{" not in pattern
@@ -38,7 +55,11 @@ def test_every_file_loads_says_what_it_is_and_names_its_sources(name):
 def test_modes_and_default_are_there_and_no_model_belongs_to_two_files():
     assert set(MODES) < set(known_names())
     assert "default" not in known_names()
-    kinds = [kind for name in NAMES for kind in (*known_file(name).model_types, *known_file(name).class_names)]
+    kinds = [
+        kind
+        for name in NAMES
+        for kind in (*known_file(name).model_types, *known_file(name).class_names)
+    ]
     assert len(kinds) == len(set(kinds)) > 100
     assert all(known_file(name).is_mode for name in MODES)
 
@@ -47,7 +68,10 @@ def test_families_are_found_by_any_model_type_and_by_the_class_of_a_pipelines_pa
     assert [file.name for file in families_of(["kimi_k25", "kimi_k2"])] == ["deepseek", "kimi_k2"]
     assert [file.name for file in families_of(["WanTransformer3DModel"])] == ["wan"]
     assert families_of(["never_heard_of"]) == []
-    for config in ({"text_config": {"model_type": "deepseek_v3"}}, {"_class_name": "WanTransformer3DModel", "model_type": 3}):
+    for config in (
+        {"text_config": {"model_type": "deepseek_v3"}},
+        {"_class_name": "WanTransformer3DModel", "model_type": 3},
+    ):
         recipe = build_recipe(Target("nvfp4"), {"num_layers": 8, **config})
         assert recipe.reason_to_keep("blocks.0.self_attn.o_proj")
         assert recipe.reason_to_keep("blocks.0.mlp.up_proj") is None or "_class_name" in config
@@ -58,7 +82,10 @@ def test_a_config_of_any_depth_is_searched():
     for _ in range(20_000):
         config = {"inner": config}
     made = build_recipe(Target("nvfp4"), config)
-    assert made.reason_to_keep("model.layers.3.mlp.up_proj") == "part of a multi-token-prediction layer"
+    assert (
+        made.reason_to_keep("model.layers.3.mlp.up_proj")
+        == "part of a multi-token-prediction layer"
+    )
 
 
 def test_what_a_file_may_say():
@@ -109,16 +136,28 @@ def test_what_a_file_may_say():
             "[[keep]]\nreason = 'x'\nmodules = ['a']\nkind = 'toy'",
             ("kind is 'toy'", "'embedding' or 'router' or 'tower' or 'prediction'"),
         ),
-        ("[[keep]]\nreason = 'x'\nmodules = ['a']\nmay_be_absent = 1", ("may_be_absent is 1", "true or false")),
-        ("[[keep]]\nreason = 'x'\nmodules = ['a']\n[[keep]]\nreasons = 'y'", ("[[keep]] 2", "'reasons'")),
+        (
+            "[[keep]]\nreason = 'x'\nmodules = ['a']\nmay_be_absent = 1",
+            ("may_be_absent is 1", "true or false"),
+        ),
+        (
+            "[[keep]]\nreason = 'x'\nmodules = ['a']\n[[keep]]\nreasons = 'y'",
+            ("[[keep]] 2", "'reasons'"),
+        ),
         ("[[only]]\nmodules = ['a']", ("[[only]] 1", "reason is lacking")),
         ("[[group]]\nmembers = 'a'", ("[[group]] 1", "members is 'a'")),
         (STACK, ("[[stack]] 1", "order is lacking", "'out_in' or 'in_out'")),
         (f"{STACK}order = 'oi'", ("order is 'oi'",)),
-        (f"{STACK}order = 'out_in'\nrows = 'mixed'", ("rows is 'mixed'", "'concatenated' or 'interleaved'")),
+        (
+            f"{STACK}order = 'out_in'\nrows = 'mixed'",
+            ("rows is 'mixed'", "'concatenated' or 'interleaved'"),
+        ),
         (f"{STACK}order = 'out_in'\nnamed = '{{parent}}.x'", ("named is", "{expert}")),
         (f"{STACK}order = 'out_in'\nnamed = '{{expert}}.{{layer}}'", ("named is",)),
-        ("[[format]]\nmodules = ['a']\nformat = 'int4'", ("format is 'int4'", "'nvfp4' or 'mxfp4' or 'fp8' or 'keep'")),
+        (
+            "[[format]]\nmodules = ['a']\nformat = 'int4'",
+            ("format is 'int4'", "'nvfp4' or 'mxfp4' or 'fp8' or 'keep'"),
+        ),
         ("model_types = ['llama']", ("model_types", "own files")),
         ("class_names = ['Flux']", ("class_names", "own files")),
     ],
@@ -134,16 +173,44 @@ def test_a_wrong_file_is_refused_with_what_was_expected(text, words, tmp_path):
 
 
 VALUES = st.recursive(
-    st.sampled_from(["true", "3", "1.5", "''", "'a'", "'keep'", "'out_in'", "1979-05-27", "'{expert}'", "'re:('"]),
+    st.sampled_from(
+        [
+            "true",
+            "3",
+            "1.5",
+            "''",
+            "'a'",
+            "'keep'",
+            "'out_in'",
+            "1979-05-27",
+            "'{expert}'",
+            "'re:('",
+        ]
+    ),
     lambda inner: st.lists(inner, max_size=2).map(lambda values: f"[{', '.join(values)}]"),
     max_leaves=4,
 )
 KEYS = st.sampled_from(
-    ["about", "base", "keep", "only", "modules", "reason", "kind", "tensors", "members", "order", "named", "x"]
+    [
+        "about",
+        "base",
+        "keep",
+        "only",
+        "modules",
+        "reason",
+        "kind",
+        "tensors",
+        "members",
+        "order",
+        "named",
+        "x",
+    ]
 )
 LINES = st.one_of(
     st.builds("{} = {}".format, KEYS, VALUES),
-    st.sampled_from(["[[keep]]", "[[only]]", "[[group]]", "[[stack]]", "[[format]]", "[keep]", "[stack]"]),
+    st.sampled_from(
+        ["[[keep]]", "[[only]]", "[[group]]", "[[stack]]", "[[format]]", "[keep]", "[stack]"]
+    ),
 )
 
 
@@ -153,7 +220,9 @@ def test_any_file_is_taken_or_refused(lines):
         found = parse("\n".join(lines), "mine.toml")
     except InputError as error:
         found = error
-    assert isinstance(found, RecipeFile) or (found.code == "recipe-file" and "mine.toml" in found.message)
+    assert isinstance(found, RecipeFile) or (
+        found.code == "recipe-file" and "mine.toml" in found.message
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +246,12 @@ def test_a_recipe_that_is_not_there_or_builds_on_itself(recipe, code, word, tmp_
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "latin.toml").write_bytes(b"about = '\xff'")
     (tmp_path / "nul.toml").write_text('base = "a\\u0000.toml"')
-    for name, base in (("self", "self.toml"), ("one", "two.toml"), ("two", "one.toml"), ("lost", "nobody")):
+    for name, base in (
+        ("self", "self.toml"),
+        ("one", "two.toml"),
+        ("two", "one.toml"),
+        ("lost", "nobody"),
+    ):
         (tmp_path / f"{name}.toml").write_text(f"base = ['{base}']")
     with pytest.raises(InputError) as caught:
         chosen_files(recipe)
@@ -194,7 +268,9 @@ def test_a_bad_pattern_is_refused_with_the_file_that_has_it(rule, tmp_path):
         "stack": "members = ['a']\norder = 'in_out'",
     }
     path = tmp_path / "mine.toml"
-    path.write_text(f"[[{rule}]]\n{'tensors' if rule == 'stack' else 'modules'} = ['re:(']\n{rest[rule]}")
+    path.write_text(
+        f"[[{rule}]]\n{'tensors' if rule == 'stack' else 'modules'} = ['re:(']\n{rest[rule]}"
+    )
     with pytest.raises(InputError) as caught:
         build_recipe(Target("nvfp4"), {}, Choice(str(path)))
     assert caught.value.code == "bad-pattern"
@@ -217,11 +293,22 @@ def test_the_command_lists_modes_first_and_shows_one_with_its_bases():
     first_family = next(n for n, recipe in enumerate(listed) if recipe["model_types"])
     assert {recipe["name"] for recipe in listed[:first_family]} >= set(MODES)
     shown = run("recipes", "kimi_k2", "--json").json
-    assert (shown["name"], shown["base"], shown["model_types"]) == ("kimi_k2", ["deepseek"], ["kimi_k2", "kimi_k25"])
-    assert {"reason": "attention, kept for accuracy", "modules": ["*.self_attn.*"], "for_accuracy": True} in shown["keep"]
+    assert (shown["name"], shown["base"], shown["model_types"]) == (
+        "kimi_k2",
+        ["deepseek"],
+        ["kimi_k2", "kimi_k25"],
+    )
+    assert {
+        "reason": "attention, kept for accuracy",
+        "modules": ["*.self_attn.*"],
+        "for_accuracy": True,
+    } in shown["keep"]
     assert ["q_a_proj", "kv_a_proj_with_mqa"] in shown["groups"]
     stacks = run("recipes", "gpt_oss", "--json").json["stacks"]
-    assert [(stack["order"], stack["rows"]) for stack in stacks] == [("in_out", "interleaved"), ("in_out", "concatenated")]
+    assert [(stack["order"], stack["rows"]) for stack in stacks] == [
+        ("in_out", "interleaved"),
+        ("in_out", "concatenated"),
+    ]
 
 
 def test_the_command_draws_them_for_a_person(tmp_path):
@@ -240,7 +327,9 @@ def test_the_command_draws_them_for_a_person(tmp_path):
     assert run("recipes", "nothing").code == 2
 
 
-@pytest.mark.parametrize("members", ['["gate_proj", "gate_proj"]', '["gate_proj", "../up"]', '[""]'])
+@pytest.mark.parametrize(
+    "members", ['["gate_proj", "gate_proj"]', '["gate_proj", "../up"]', '[""]']
+)
 def test_members_of_a_stack_are_different_names(members, tmp_path):
     """The same name twice would lose half of the weights."""
     text = f'[[stack]]\ntensors = ["*.gate_up_proj"]\nmembers = {members}\norder = "out_in"\nrows = "concatenated"\n'

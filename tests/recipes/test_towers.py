@@ -17,18 +17,38 @@ MOST_LAYERS = 4
 LAYERS = ("num_hidden_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
 MODEL_TYPES = (
     # towers of images and films
-    *("blip-2", "instructblip", "kosmos-2", "lighton_ocr", "molmo2", "unlimited_ocr", "video_llama_3", "video_llava"),
+    *(
+        "blip-2",
+        "instructblip",
+        "kosmos-2",
+        "lighton_ocr",
+        "molmo2",
+        "unlimited_ocr",
+        "video_llama_3",
+        "video_llava",
+    ),
     *("cosmos3_edge", "cosmos3_omni", "hyperclovax_vision_v2", "minicpmv4_6", "paddleocr_vl"),
     *("pix2struct", "pp_formulanet", "vision-encoder-decoder"),
     # of sound
-    *("dots3_note", "granite_speech", "granite_speech_plus", "seamless_m4t", "speech-encoder-decoder", "vibevoice_asr"),
+    *(
+        "dots3_note",
+        "granite_speech",
+        "granite_speech_plus",
+        "seamless_m4t",
+        "speech-encoder-decoder",
+        "vibevoice_asr",
+    ),
 )
 
 
 def model_of(model_type: str) -> Any:
     """The model that its class makes of its own config, with few layers and no values."""
     import torch
-    from transformers import CONFIG_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+    from transformers import (
+        CONFIG_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    )
 
     config = CONFIG_MAPPING[model_type]()
     _shorten(config)
@@ -56,7 +76,10 @@ def matrices_of(model: Any) -> Iterator[tuple[str, list[str]]]:
     for name, tensor in model.state_dict().items():
         if tensor.dim() == 2 and name.endswith(WEIGHT):
             names = {name, *revert_weight_conversion(model, {name: tensor})}
-            yield name.removesuffix(WEIGHT), [each.removesuffix(WEIGHT) for each in sorted(names) if each.endswith(WEIGHT)]
+            yield (
+                name.removesuffix(WEIGHT),
+                [each.removesuffix(WEIGHT) for each in sorted(names) if each.endswith(WEIGHT)],
+            )
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -65,7 +88,9 @@ def test_what_is_beside_the_decoder_stays_and_the_decoder_does_not(model_type):
     recipe = build_recipe(Target("nvfp4"), model.config.to_dict())
     decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
     matrices = dict(matrices_of(model))
-    inside = [name for owner in matrices if owner.startswith(f"{decoder}.") for name in matrices[owner]]
+    inside = [
+        name for owner in matrices if owner.startswith(f"{decoder}.") for name in matrices[owner]
+    ]
     outside = [name for names in matrices.values() for name in names if name not in inside]
     assert len(outside) > 2
     assert [name for name in outside if recipe.reason_to_keep(name) is None] == []

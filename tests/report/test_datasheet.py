@@ -30,7 +30,17 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def artifact(source: Path, tmp_path: Path) -> Path:
-    command = ("quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "-o", tmp_path / "artifact", "-q")
+    command = (
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "--scale-rule",
+        "amax",
+        "-o",
+        tmp_path / "artifact",
+        "-q",
+    )
     assert run(*command).code == 0
     return tmp_path / "artifact"
 
@@ -39,7 +49,9 @@ def sheet_of(folder: Path | str, source: Path | None = None, is_verified: bool =
     """The document, as JSON brings it to a page."""
     opened, original = open_artifact(str(folder)), open_source(str(source)) if source else None
     verified = verify(opened, original, Gate()) if is_verified else None
-    return json.loads(json.dumps(make_datasheet(Subject(opened, original, verified)), allow_nan=False))
+    return json.loads(
+        json.dumps(make_datasheet(Subject(opened, original, verified)), allow_nan=False)
+    )
 
 
 def test_the_numbers_are_those_that_verify_prints(source, artifact):
@@ -63,7 +75,11 @@ def test_the_page_says_that_codes_were_counted_where_they_were(hub, artifact):
         "on the Hub": sheet_of("org/artifact", is_verified=True),
     }
     assert {shown["evidence"]["how"] for shown in told.values()} == {"recorded"}
-    assert [name for name, shown in told.items() if "counted the codes again" in shown["evidence"]["words"]] == ["verified"]
+    assert [
+        name
+        for name, shown in told.items()
+        if "counted the codes again" in shown["evidence"]["words"]
+    ] == ["verified"]
 
 
 def test_without_a_source_the_numbers_are_those_that_were_recorded(artifact):
@@ -72,7 +88,9 @@ def test_without_a_source_the_numbers_are_those_that_were_recorded(artifact):
         shown = sheet_of(artifact, is_verified=is_verified)
         assert shown["evidence"]["how"] == "recorded"
         by_name = dict(zip(shown["tensors"]["name"], shown["tensors"]["sqnr_db"], strict=True))
-        assert by_name == pytest.approx({one["name"]: one["sqnr_db"] for one in recorded["tensors"]}, rel=1e-4)
+        assert by_name == pytest.approx(
+            {one["name"]: one["sqnr_db"] for one in recorded["tensors"]}, rel=1e-4
+        )
         assert all(one["values"] is None for one in shown["worst"])
         mean = f"{recorded['summary']['sqnr_db_mean']:.2f} dB"
         assert [value for value, word in shown["tiles"] if word == "SQNR, mean"] == [mean]
@@ -83,7 +101,12 @@ def test_where_nothing_is_known_the_sheet_says_so(artifact):
     shown = sheet_of(artifact)
     assert shown["evidence"]["how"] is None
     assert "verify ARTIFACT --source SOURCE" in shown["evidence"]["words"]
-    assert (shown["tensors"]["name"], shown["stacks"], shown["places"], shown["worst"]) == ([], [], [], [])
+    assert (shown["tensors"]["name"], shown["stacks"], shown["places"], shown["worst"]) == (
+        [],
+        [],
+        [],
+        [],
+    )
     assert not [word for _, word in shown["tiles"] if "SQNR" in word]
 
 
@@ -93,7 +116,10 @@ def test_places_point_to_the_layer_and_the_module(source, artifact):
     assert (stack["name"], stack["layers"]) == ("model.layers", ["0"])
     leaves = ["q_proj", "k_proj", "v_proj", "o_proj"]
     mlp = ["gate_proj", "up_proj", "down_proj"]
-    assert stack["modules"] == [*(f"self_attn.{leaf}" for leaf in leaves), *(f"mlp.{leaf}" for leaf in mlp)]
+    assert stack["modules"] == [
+        *(f"self_attn.{leaf}" for leaf in leaves),
+        *(f"mlp.{leaf}" for leaf in mlp),
+    ]
     for at, name in enumerate(shown["tensors"]["name"]):
         s, layer, module, expert = shown["places"][4 * at : 4 * at + 4]
         assert (s, expert) == (0, -1)
@@ -101,8 +127,16 @@ def test_places_point_to_the_layer_and_the_module(source, artifact):
 
 
 def test_experts_have_their_number_and_one_place(tmp_path):
-    names = [f"{LAYER}.mlp.experts.{expert}.{leaf}.weight" for expert in (0, 1, 7) for leaf in ("gate_proj", "down_proj")]
-    source = write_single(tmp_path / "m", {name: weight(seed) for seed, name in enumerate(names)}, {"model_type": "mixtral"})
+    names = [
+        f"{LAYER}.mlp.experts.{expert}.{leaf}.weight"
+        for expert in (0, 1, 7)
+        for leaf in ("gate_proj", "down_proj")
+    ]
+    source = write_single(
+        tmp_path / "m",
+        {name: weight(seed) for seed, name in enumerate(names)},
+        {"model_type": "mixtral"},
+    )
     assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q", "-q").code == 0
     shown = sheet_of(tmp_path / "q")
     assert shown["stacks"][0]["modules"] == ["mlp.experts.*.gate_proj", "mlp.experts.*.down_proj"]
@@ -110,9 +144,17 @@ def test_experts_have_their_number_and_one_place(tmp_path):
 
 
 def test_scale_groups_are_counted_by_kind_and_a_differing_one_is_shown(source, artifact):
-    rows = {row["modules"]: (row["groups"], row["agree"]) for row in sheet_of(artifact)["groups"]["rows"]}
-    assert rows == {"model.layers.*.self_attn.{q,k,v}_proj": (1, 1), "model.layers.*.mlp.{gate,up}_proj": (1, 1)}
-    rewrite(artifact, SHARD, f"{ATTENTION}.v_proj.weight_global_scale", np.float32([123.0]).tobytes())
+    rows = {
+        row["modules"]: (row["groups"], row["agree"])
+        for row in sheet_of(artifact)["groups"]["rows"]
+    }
+    assert rows == {
+        "model.layers.*.self_attn.{q,k,v}_proj": (1, 1),
+        "model.layers.*.mlp.{gate,up}_proj": (1, 1),
+    }
+    rewrite(
+        artifact, SHARD, f"{ATTENTION}.v_proj.weight_global_scale", np.float32([123.0]).tobytes()
+    )
     groups = sheet_of(artifact)["groups"]
     assert {row["modules"]: (row["groups"], row["agree"]) for row in groups["rows"]} == {
         "model.layers.*.self_attn.{q,k,v}_proj": (1, 0),
@@ -133,7 +175,9 @@ def test_findings_come_with_what_to_do(source, artifact):
 
 
 def test_what_is_not_finite_is_no_number_and_stands_first(source, artifact):
-    rewrite(artifact, SHARD, f"{DOWN}.weight_global_scale", np.float32([0.0]).tobytes())  # a divisor: every value is infinite
+    rewrite(
+        artifact, SHARD, f"{DOWN}.weight_global_scale", np.float32([0.0]).tobytes()
+    )  # a divisor: every value is infinite
     shown = sheet_of(artifact, source, is_verified=True)
     at = shown["tensors"]["name"].index(f"{DOWN}.weight")
     assert (shown["tensors"]["sqnr_db"][at], shown["tensors"]["mse"][at]) == (None, None)
@@ -145,13 +189,19 @@ def test_a_tensor_of_a_source_that_is_zero_stands_first(tmp_path):
     """It has lost all and has no SQNR, like those that have lost nothing."""
     names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(8)]
     exact = ("BF16", (32, 64), bytes(2 * 32 * 64))
-    source = write_single(tmp_path / "source", {name: exact if at < 5 else weight(at) for at, name in enumerate(names)})
+    source = write_single(
+        tmp_path / "source",
+        {name: exact if at < 5 else weight(at) for at, name in enumerate(names)},
+    )
     assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "-q").code == 0
     rewrite(source, "model.safetensors", names[7], bytes(2 * 32 * 64))
     shown = sheet_of(tmp_path / "out", source, is_verified=True)
     assert shown["tensors"]["name"][shown["worst"][0]["tensor"]] == names[7]
     assert len(shown["worst"]) == 3  # the exact ones have lost nothing
-    assert run("verify", tmp_path / "out", "--source", source).out.splitlines()[1].split()[:2] == [names[7], "-"]
+    assert run("verify", tmp_path / "out", "--source", source).out.splitlines()[1].split()[:2] == [
+        names[7],
+        "-",
+    ]
 
 
 def test_no_path_of_this_machine_is_told(source, artifact, tmp_path):
@@ -180,15 +230,25 @@ def test_histograms_count_the_values_of_both(source, artifact, tmp_path):
     (found,) = count_values(open_artifact(str(artifact)), open_source(str(source)), [name]).values()
     limit = max(np.abs(x).max(), np.abs(y).max())
     assert (found.limit, found.share) == (limit, 1)
-    near = [np.abs(np.subtract(found.source, counted(x, limit))), np.abs(np.subtract(found.artifact, counted(y, limit)))]
+    near = [
+        np.abs(np.subtract(found.source, counted(x, limit))),
+        np.abs(np.subtract(found.artifact, counted(y, limit))),
+    ]
     assert sum(found.source) == sum(found.artifact) == x.size
     assert max(part.sum() for part in near) <= 4  # a value on an edge may round to either side
 
 
 def test_values_beyond_the_largest_of_the_source_are_counted():
-    theirs, ours = (InMemory(as_matrix(np.full((4, 16), value, np.float32))) for value in (1.0, 1.5))
+    theirs, ours = (
+        InMemory(as_matrix(np.full((4, 16), value, np.float32))) for value in (1.0, 1.5)
+    )
     found = _count(theirs, ours)
-    assert (found.limit, sum(found.source), sum(found.artifact), found.artifact[-1]) == (1.5, 64, 64, 64)
+    assert (found.limit, sum(found.source), sum(found.artifact), found.artifact[-1]) == (
+        1.5,
+        64,
+        64,
+        64,
+    )
 
 
 def test_of_a_large_matrix_rows_from_all_over_are_counted(tmp_path):
@@ -197,7 +257,9 @@ def test_of_a_large_matrix_rows_from_all_over_are_counted(tmp_path):
     data[: rows // 2] = 1
     source = write_single(tmp_path / "m", {"o_proj.weight": ("F32", data.shape, data.tobytes())})
     assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q", "-q").code == 0
-    (found,) = count_values(open_artifact(str(tmp_path / "q")), open_source(str(source)), ["o_proj.weight"]).values()
+    (found,) = count_values(
+        open_artifact(str(tmp_path / "q")), open_source(str(source)), ["o_proj.weight"]
+    ).values()
     assert found.share == 0.5
     assert (found.source[BINS // 2], found.source[-1]) == (rows * columns // 4, rows * columns // 4)
 
@@ -205,7 +267,11 @@ def test_of_a_large_matrix_rows_from_all_over_are_counted(tmp_path):
 def test_a_card_tells_what_stays_and_where_it_comes_from(source, artifact):
     shown = sheet_of(artifact, source)
     facts = dict(shown["facts"])
-    assert (facts["dialect"], facts["scale rule"], facts["method"]) == ("compressed-tensors", "amax", "rtn")
+    assert (facts["dialect"], facts["scale rule"], facts["method"]) == (
+        "compressed-tensors",
+        "amax",
+        "rtn",
+    )
     assert re.search(r"\blm_head\b", facts["stays"])
     assert re.search(r"\bmodel\.embed_tokens\b", facts["stays"])
     assert "layernorm" not in facts["stays"]

@@ -23,13 +23,25 @@ def test_the_page_lists_exactly_what_is_raised():
 def test_the_search_sees_codes_however_they_are_told():
     """By a constant, a condition, a parameter, a name of another module, a condition in a name, and a format's word."""
     codes = raised()
-    for code in ("no-weights", "offline", "lfs-pointer", "source-corrupt", "overlap", "hole", "fp16-overflow", "cannot-write"):
+    for code in (
+        "no-weights",
+        "offline",
+        "lfs-pointer",
+        "source-corrupt",
+        "overlap",
+        "hole",
+        "fp16-overflow",
+        "cannot-write",
+    ):
         assert code in codes
     assert codes["source-unreadable"] == {3}
 
 
 def test_every_error_is_explained():
-    rows = {row[0]: row for row in ROW.findall((ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))}
+    rows = {
+        row[0]: row
+        for row in ROW.findall((ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
+    }
     for code in explained():
         document = run("explain", code, "--json").json
         assert document["code"] == code

@@ -15,14 +15,22 @@ def given() -> dict[str, set[str]]:
     codes: dict[str, set[str]] = {}
     for file in sorted((ROOT / "fp4convert").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Finding", "Doubt"):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("Finding", "Doubt")
+            ):
                 level, code = node.args[:2]
                 if ast.unparse(node) == "Finding(doubt.level, doubt.code, None, doubt.detail)":
                     continue
-                assert isinstance(code, ast.Constant), f"{file.name}, line {node.lineno}: the code is not written out"
+                assert isinstance(code, ast.Constant), (
+                    f"{file.name}, line {node.lineno}: the code is not written out"
+                )
                 words = {each.value for each in ast.walk(level) if isinstance(each, ast.Constant)}
                 is_named = isinstance(level, ast.Name) and level.id == "level"
-                codes.setdefault(code.value, set()).update({"error", "warning"} if is_named else words)
+                codes.setdefault(code.value, set()).update(
+                    {"error", "warning"} if is_named else words
+                )
     return codes
 
 
@@ -39,10 +47,13 @@ def test_the_page_lists_exactly_what_is_given():
 
 def test_programs_read_the_page_as_people_do():
     rows = ROW.findall((ROOT / "docs" / "findings.md").read_text(encoding="utf-8"))
-    assert {code: (", ".join(one.levels), one.meaning, one.seen, one.remedy) for code, one in explanations().items()} == {
-        code: tuple(words) for code, *words in rows
-    }
+    assert {
+        code: (", ".join(one.levels), one.meaning, one.seen, one.remedy)
+        for code, one in explanations().items()
+    } == {code: tuple(words) for code, *words in rows}
 
 
 def test_every_code_says_who_sees_it():
-    assert all(re.search(r"\b(alone|with a source|verify)\b", seen) for _, seen in explained().values())
+    assert all(
+        re.search(r"\b(alone|with a source|verify)\b", seen) for _, seen in explained().values()
+    )

@@ -49,12 +49,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def artifact(source: Path) -> Path:
-    assert run("quantize", source, "--format", "nvfp4", "-o", source.parent / "artifact", "-q").code == 0
+    assert (
+        run("quantize", source, "--format", "nvfp4", "-o", source.parent / "artifact", "-q").code
+        == 0
+    )
     return source.parent / "artifact"
 
 
 def document_of(page: Path) -> dict:
-    (data,) = [text for text in Elements(page.read_text(encoding="utf-8")).scripts if text.startswith("{")]
+    (data,) = [
+        text for text in Elements(page.read_text(encoding="utf-8")).scripts if text.startswith("{")
+    ]
     return json.loads(data)
 
 
@@ -62,7 +67,18 @@ def test_verify_and_quantize_write_a_page_and_say_so(source, artifact, tmp_path)
     outcome = run("verify", artifact, "--source", source, "--report", tmp_path / "v.html")
     assert (outcome.code, "report: " in outcome.err, "report: " in outcome.out) == (0, True, False)
     assert document_of(tmp_path / "v.html")["evidence"]["how"] == "measured"
-    outcome = run("quantize", source, "--format", "mxfp4", "-o", tmp_path / "q", "--report", tmp_path / "q.html", "--json", "-q")
+    outcome = run(
+        "quantize",
+        source,
+        "--format",
+        "mxfp4",
+        "-o",
+        tmp_path / "q",
+        "--report",
+        tmp_path / "q.html",
+        "--json",
+        "-q",
+    )
     assert (outcome.code, outcome.err) == (0, "")
     shown = document_of(tmp_path / "q.html")
     assert (shown["evidence"]["how"], set(shown["tensors"]["format"])) == ("recorded", {"mxfp4"})
@@ -80,22 +96,36 @@ def test_a_failed_artifact_is_shown_too(artifact, tmp_path):
         config.write(" ")
     assert run("verify", broken, "--report", tmp_path / "v.html").code == 6
     shown = document_of(tmp_path / "v.html")
-    assert (shown["verdict"]["is_good"], [finding["code"] for finding in shown["findings"]]) == (False, ["hash-mismatch"])
+    assert (shown["verdict"]["is_good"], [finding["code"] for finding in shown["findings"]]) == (
+        False,
+        ["hash-mismatch"],
+    )
 
 
 def test_nothing_is_fetched_and_only_our_scripts_may_run(artifact, tmp_path):
     assert run("verify", artifact, "--report", tmp_path / "v.html").code == 0
     page = Elements((tmp_path / "v.html").read_text(encoding="utf-8"))
-    assert not [tag for tag, attributes in page.tags if {"src", "href", "srcset", "action", "data"} & attributes.keys()]
+    assert not [
+        tag
+        for tag, attributes in page.tags
+        if {"src", "href", "srcset", "action", "data"} & attributes.keys()
+    ]
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
     assert not {"link", "iframe", "object", "embed", "base", "img"} & {tag for tag, _ in page.tags}
-    (policy,) = [each["content"] for tag, each in page.tags if tag == "meta" and "http-equiv" in each]
+    (policy,) = [
+        each["content"] for tag, each in page.tags if tag == "meta" and "http-equiv" in each
+    ]
     words = dict(part.strip().split(" ", 1) for part in policy.split(";"))
     run_by_browsers = [text for text in page.scripts if not text.startswith("{")]
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in run_by_browsers]
+    hashes = [
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        for text in run_by_browsers
+    ]
     assert words["script-src"].split() == [f"'sha256-{each}'" for each in hashes]
     assert (words["default-src"], words["img-src"]) == ("'none'", "data:")
-    style = re.search(r"<style>(.*?)</style>", (tmp_path / "v.html").read_text(encoding="utf-8"), re.DOTALL)[1]
+    style = re.search(
+        r"<style>(.*?)</style>", (tmp_path / "v.html").read_text(encoding="utf-8"), re.DOTALL
+    )[1]
     assert not re.search(r"url\(|@import", style)
 
 
@@ -129,7 +159,20 @@ def test_a_source_on_the_hub_is_read_for_histograms(hub, source, artifact, tmp_p
         "-q",
     )
     assert run(*command).code == 0
-    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "local", "--report", tmp_path / "l.html", "-q").code == 0
+    assert (
+        run(
+            "quantize",
+            source,
+            "--format",
+            "nvfp4",
+            "-o",
+            tmp_path / "local",
+            "--report",
+            tmp_path / "l.html",
+            "-q",
+        ).code
+        == 0
+    )
     remote, local = document_of(tmp_path / "q.html"), document_of(tmp_path / "l.html")
     assert remote["about"] == f"made from org/model at {commit}"
     assert remote["worst"] == local["worst"]
@@ -141,7 +184,10 @@ def test_a_page_that_cannot_be_written_is_told_before_the_work(name, source, art
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
     before = sorted(tmp_path.iterdir())
-    for command in (("verify", artifact), ("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")):
+    for command in (
+        ("verify", artifact),
+        ("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out"),
+    ):
         outcome = run(*command, "--report", tmp_path / name, "--json")
         assert (outcome.code, outcome.json["error"]["code"]) == (5, "cannot-write")
     assert sorted(tmp_path.iterdir()) == before
@@ -164,7 +210,10 @@ def test_nothing_but_an_earlier_page_is_written_over(kind, source, artifact, tmp
         }
         place.write_bytes(held[kind])
     before = (place.lstat().st_mode, place.read_bytes() if place.is_file() else None)
-    for command in (("verify", artifact), ("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")):
+    for command in (
+        ("verify", artifact),
+        ("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out"),
+    ):
         outcome = run(*command, "--report", place, "--json")
         assert (outcome.code, outcome.json["error"]["code"]) == (5, "output-exists")
         assert str(place) in outcome.json["error"]["message"]
@@ -184,7 +233,9 @@ def test_a_link_to_an_earlier_page_stays_a_link(artifact, tmp_path):
 
 def test_a_name_that_no_file_can_have_is_told_before_the_work(source, tmp_path):
     name = tmp_path / ("x" * 250)
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--report", name, "--json")
+    outcome = run(
+        "quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--report", name, "--json"
+    )
     assert (outcome.code, outcome.json["error"]["code"]) == (5, "cannot-write")
     assert not list(tmp_path.iterdir())
 
@@ -199,7 +250,16 @@ def test_an_earlier_page_is_replaced(source, artifact, tmp_path):
 
 @pytest.mark.parametrize("options", [("--dry-run",), ("--shard-index", 0, "--num-shards", 2)])
 def test_what_makes_nothing_whole_has_no_report(options, source, tmp_path):
-    command = ("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--report", tmp_path / "r.html")
+    command = (
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "out",
+        "--report",
+        tmp_path / "r.html",
+    )
     outcome = run(*command, *options, "--json")
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "report")
     assert list(tmp_path.iterdir()) == []
@@ -208,11 +268,28 @@ def test_what_makes_nothing_whole_has_no_report(options, source, tmp_path):
 def test_every_transformer_of_a_pipeline_has_a_page(tmp_path):
     pipeline = tmp_path / "pipeline"
     for name in ("transformer", "transformer_2"):
-        folder = write_single(pipeline / name, {f"blocks.0.{name}.weight": weight(1, 64, 64)}, {"_class_name": "NewTransformer"})
+        folder = write_single(
+            pipeline / name,
+            {f"blocks.0.{name}.weight": weight(1, 64, 64)},
+            {"_class_name": "NewTransformer"},
+        )
         (folder / "model.safetensors").rename(folder / "diffusion_pytorch_model.safetensors")
-    listed = {"_class_name": "NewPipeline", "transformer": ["diffusers", "N"], "transformer_2": ["diffusers", "N"]}
+    listed = {
+        "_class_name": "NewPipeline",
+        "transformer": ["diffusers", "N"],
+        "transformer_2": ["diffusers", "N"],
+    }
     (pipeline / "model_index.json").write_text(json.dumps(listed))
-    command = ("quantize", pipeline, "--format", "nvfp4", "-o", tmp_path / "out", "--report", tmp_path / "r.html")
+    command = (
+        "quantize",
+        pipeline,
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "out",
+        "--report",
+        tmp_path / "r.html",
+    )
     (tmp_path / "r-transformer_2.html").write_text("mine")
     refused = run(*command, "--json")
     assert (refused.code, refused.json["error"]["code"]) == (5, "output-exists")
@@ -221,5 +298,10 @@ def test_every_transformer_of_a_pipeline_has_a_page(tmp_path):
     (tmp_path / "r-transformer_2.html").unlink()
     outcome = run(*command)
     assert outcome.code == 0, outcome
-    assert sorted(path.name for path in tmp_path.glob("*.html")) == ["r-transformer.html", "r-transformer_2.html"]
-    assert document_of(tmp_path / "r-transformer_2.html")["tensors"]["name"] == ["blocks.0.transformer_2.weight"]
+    assert sorted(path.name for path in tmp_path.glob("*.html")) == [
+        "r-transformer.html",
+        "r-transformer_2.html",
+    ]
+    assert document_of(tmp_path / "r-transformer_2.html")["tensors"]["name"] == [
+        "blocks.0.transformer_2.weight"
+    ]

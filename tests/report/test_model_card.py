@@ -59,8 +59,17 @@ def test_front_matter_of_a_repository_on_the_hub(hub, tmp_path):
     commit = hub.add("org/m", write_llama(tmp_path / "m", **{"README.md": own}))
     card, _ = card_of("org/m", tmp_path / "q")
     data = ModelCard(card).data
-    assert (data.base_model, data.base_model_relation, data.library_name) == ("org/m", "quantized", "transformers")
-    assert (data.license, data.license_name, data.license_link, data.language) == ("other", "llama", "LICENSE", ["en", "de"])
+    assert (data.base_model, data.base_model_relation, data.library_name) == (
+        "org/m",
+        "quantized",
+        "transformers",
+    )
+    assert (data.license, data.license_name, data.license_link, data.language) == (
+        "other",
+        "llama",
+        "LICENSE",
+        ["en", "de"],
+    )
     assert data.tags == ["fp4convert", "nvfp4", "compressed-tensors"]
     assert "metrics" not in data.to_dict()
     assert f"`org/m` at commit `{commit}`" in card
@@ -80,21 +89,44 @@ def test_front_matter_of_a_folder_names_no_base_and_no_path(tmp_path):
 def test_paths_of_files_that_were_given_stay_private(tmp_path):
     """Of another artifact that scales were copied from, the name of its folder is told."""
     source = write_llama(tmp_path / "m")
-    assert run("quantize", source, "--format", "nvfp4", "--activations", 4, "-o", tmp_path / "donor").code == 0
-    more = {"format": "nvfp4", "activations": 4, "input_scale": str(tmp_path / "donor"), "kv_cache": "fp8"}
+    assert (
+        run(
+            "quantize", source, "--format", "nvfp4", "--activations", 4, "-o", tmp_path / "donor"
+        ).code
+        == 0
+    )
+    more = {
+        "format": "nvfp4",
+        "activations": 4,
+        "input_scale": str(tmp_path / "donor"),
+        "kv_cache": "fp8",
+    }
     card, _ = card_of(source, tmp_path / "q", more)
     assert str(tmp_path) not in card
     assert "--activations 4 --input-scale ./donor" in card
-    assert "| cache of keys and values | FP8, with a scale for each attention's keys and values |" in card
+    assert (
+        "| cache of keys and values | FP8, with a scale for each attention's keys and values |"
+        in card
+    )
 
 
 def test_what_it_says_of_the_artifact(tmp_path):
     card, result = card_of(write_llama(tmp_path / "m"), tmp_path / "q")
     rows = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", card, re.MULTILINE))
     assert rows["dialect"] == "compressed-tensors"
-    assert rows["format"] == "`nvfp4: E2M1 codes, 16 to a block, fp8_e4m3 block scales, a float32 global scale`"
-    assert (rows["scale rule"], rows["activations"], rows["digest"]) == ("mse", "16 bits", result.digest)
-    assert rows["size"] == f"{result.source_bytes / 1e6:.2f} MB before, {result.output_bytes / 1e6:.2f} MB after"
+    assert (
+        rows["format"]
+        == "`nvfp4: E2M1 codes, 16 to a block, fp8_e4m3 block scales, a float32 global scale`"
+    )
+    assert (rows["scale rule"], rows["activations"], rows["digest"]) == (
+        "mse",
+        "16 bits",
+        result.digest,
+    )
+    assert (
+        rows["size"]
+        == f"{result.source_bytes / 1e6:.2f} MB before, {result.output_bytes / 1e6:.2f} MB after"
+    )
     assert "7 linear layers in NVFP4" in card
     assert "- `model.layers.*.input_layernorm.weight`: 1, 1-dimensional, not a matrix" in card
     assert "- `lm_head.weight`: 1, an output head" in card
@@ -103,8 +135,13 @@ def test_what_it_says_of_the_artifact(tmp_path):
 
 def test_layers_are_folded_and_many_patterns_are_counted(tmp_path):
     tensors = {f"layers.{n}.norm.bias": ("F32", (1,), b"\0" * 4) for n in range(12)}
-    names = {f"{chr(97 + n // 26)}{chr(97 + n % 26)}.bias": ("F32", (1,), b"\0" * 4) for n in range(60)}
-    card, _ = card_of(write_single(tmp_path / "m", {"o_proj.weight": weight(), **tensors, **names}), tmp_path / "q")
+    names = {
+        f"{chr(97 + n // 26)}{chr(97 + n % 26)}.bias": ("F32", (1,), b"\0" * 4) for n in range(60)
+    }
+    card, _ = card_of(
+        write_single(tmp_path / "m", {"o_proj.weight": weight(), **tensors, **names}),
+        tmp_path / "q",
+    )
     assert "- 21 patterns more, 72 tensors in all" in card
     assert "layers.3" not in card
 
@@ -112,13 +149,19 @@ def test_layers_are_folded_and_many_patterns_are_counted(tmp_path):
 def test_a_table_of_errors(tmp_path):
     rows = [("tensor", "SQNR dB"), ("a|b", 20.123456), ("c", None)]
     card, _ = card_of(write_llama(tmp_path / "m"), tmp_path / "q", errors=rows)
-    assert "## Errors\n\n| tensor | SQNR dB |\n|---|---|\n| `a\\x7cb` | 20.12 |\n| c | None |\n" in card
+    assert (
+        "## Errors\n\n| tensor | SQNR dB |\n|---|---|\n| `a\\x7cb` | 20.12 |\n| c | None |\n"
+        in card
+    )
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_mean_nothing_but_themselves(name, tmp_path):
     """Rendered, a hostile name is the text of one code element: in a list and in a table."""
-    for text, row in ((f"- {code(name)}: 1\n- after", "li"), (f"| a | b |\n|---|---|\n| {code(name)} | after |", "td")):
+    for text, row in (
+        (f"- {code(name)}: 1\n- after", "li"),
+        (f"| a | b |\n|---|---|\n| {code(name)} | after |", "td"),
+    ):
         html = MarkdownIt("gfm-like", {"linkify": False, "html": True}).render(text)
         tags = re.findall(r"<(\w+)", html)
         assert tags.count("code") == 1
@@ -128,7 +171,11 @@ def test_names_mean_nothing_but_themselves(name, tmp_path):
 
 def test_a_hostile_checkpoint(tmp_path):
     bad = "x`|<img src=x onerror=alert(1)>\n\n# owned\n\n[a](javascript:b).o_proj"
-    tensors = {f"{bad}.weight": weight(), "a.o_proj.weight": weight(1), f"{bad}.bias": ("F32", (1,), b"\0" * 4)}
+    tensors = {
+        f"{bad}.weight": weight(),
+        "a.o_proj.weight": weight(1),
+        f"{bad}.bias": ("F32", (1,), b"\0" * 4),
+    }
     excluded = {"exclude": (f"{bad[:3]}*", "www.evil.example")}
     card, _ = card_of(write_single(tmp_path / "m", tensors), tmp_path / "q", excluded)
     html = render(card)
@@ -159,10 +206,14 @@ def test_a_damaged_card_of_the_source_is_left_out(readme, tmp_path, caplog):
     assert not [record for record in caplog.records if record.name.startswith("huggingface_hub")]
 
 
-@pytest.mark.parametrize("word", ["a b", "it's", "$(rm -rf ~)", "`x`", "a\nb", "\x1b'\\", "\x85", "re:.*\\.k_proj"])
+@pytest.mark.parametrize(
+    "word", ["a b", "it's", "$(rm -rf ~)", "`x`", "a\nb", "\x1b'\\", "\x85", "re:.*\\.k_proj"]
+)
 def test_the_command_can_be_pasted(word, tmp_path):
     card, _ = card_of(write_llama(tmp_path / "m"), tmp_path / "q", {"exclude": (word,)})
-    command = re.search(r"^(`{3,})sh\n(fp4convert quantize .*?)\n\1", card, re.MULTILINE | re.DOTALL)[2]
+    command = re.search(
+        r"^(`{3,})sh\n(fp4convert quantize .*?)\n\1", card, re.MULTILINE | re.DOTALL
+    )[2]
     assert "\n" not in command
     printed = subprocess.run(
         ["bash", "-c", command.replace("fp4convert", r"printf '%s\0'", 1)],
@@ -191,17 +242,25 @@ def engines(card: str) -> set[str]:
     ],
 )
 def test_engines_are_named_where_the_readme_names_them(format, dialect, known, library, tmp_path):
-    card, _ = card_of(write_llama(tmp_path / "m"), tmp_path / "q", {"format": format, "dialect": dialect})
+    card, _ = card_of(
+        write_llama(tmp_path / "m"), tmp_path / "q", {"format": format, "dialect": dialect}
+    )
     assert engines(card) == known
     assert ModelCard(card).data.get("library_name") == library
     assert ("AutoModelForCausalLM" in card) == ("transformers" in known)
 
 
 def test_transformers_is_not_named_where_it_would_compute_garbage(tmp_path):
-    tensors = {f"model.layers.0.mlp.experts.0.{name}_proj.weight": weight(n) for n, name in enumerate(("gate", "up"))}
+    tensors = {
+        f"model.layers.0.mlp.experts.0.{name}_proj.weight": weight(n)
+        for n, name in enumerate(("gate", "up"))
+    }
     folder = write_checkpoint(tmp_path / "m", {"model.safetensors": tensors}, LLAMA)
     assert engines(card_of(folder, tmp_path / "q")[0]) == {"vLLM"}
-    assert engines(card_of(folder, tmp_path / "r", {"format": "mxfp4"})[0]) == {"transformers", "vLLM"}
+    assert engines(card_of(folder, tmp_path / "r", {"format": "mxfp4"})[0]) == {
+        "transformers",
+        "vLLM",
+    }
 
 
 def test_no_library_is_named_for_what_is_no_model_of_it(tmp_path):

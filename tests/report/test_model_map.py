@@ -4,7 +4,11 @@ import pytest
 
 from fp4convert.report.model_map import Place, find_places, reading_order
 
-LLAMA = [f"model.layers.{layer}.{module}.weight" for layer in (0, 1) for module in ("self_attn.q_proj", "mlp.up_proj")]
+LLAMA = [
+    f"model.layers.{layer}.{module}.weight"
+    for layer in (0, 1)
+    for module in ("self_attn.q_proj", "mlp.up_proj")
+]
 UNET = "down_blocks.1.attentions.0"
 CASES = {
     "a decoder": (
@@ -16,12 +20,20 @@ CASES = {
     ),
     "experts": (
         [
-            *(f"model.layers.3.mlp.experts.{expert}.{leaf}.weight" for expert in range(4) for leaf in ("gate_proj", "up_proj")),
+            *(
+                f"model.layers.3.mlp.experts.{expert}.{leaf}.weight"
+                for expert in range(4)
+                for leaf in ("gate_proj", "up_proj")
+            ),
             "model.layers.3.mlp.shared_experts.up_proj.weight",
         ],
         {
-            "model.layers.3.mlp.experts.2.up_proj.weight": Place("model.layers", (3,), "mlp.experts.*.up_proj", 2),
-            "model.layers.3.mlp.shared_experts.up_proj.weight": Place("model.layers", (3,), "mlp.shared_experts.up_proj"),
+            "model.layers.3.mlp.experts.2.up_proj.weight": Place(
+                "model.layers", (3,), "mlp.experts.*.up_proj", 2
+            ),
+            "model.layers.3.mlp.shared_experts.up_proj.weight": Place(
+                "model.layers", (3,), "mlp.shared_experts.up_proj"
+            ),
         },
     ),
     "experts with their numbers last": (
@@ -29,7 +41,13 @@ CASES = {
         {"blocks.7.ffn.experts.w1.2.weight": Place("blocks", (7,), "ffn.experts.w1.*", 2)},
     ),
     "a pipeline's numbers behind modules": (
-        [*(f"blocks.{n}.{leaf}.weight" for n in (0, 1) for leaf in ("ffn.0", "ffn.2", "ffn.net.0.proj", "attn1.to_out.0"))],
+        [
+            *(
+                f"blocks.{n}.{leaf}.weight"
+                for n in (0, 1)
+                for leaf in ("ffn.0", "ffn.2", "ffn.net.0.proj", "attn1.to_out.0")
+            )
+        ],
         {
             "blocks.1.ffn.2.weight": Place("blocks", (1,), "ffn.2"),
             "blocks.1.ffn.net.0.proj.weight": Place("blocks", (1,), "ffn.net.0.proj"),
@@ -38,7 +56,11 @@ CASES = {
     ),
     "layers within layers": (
         [
-            *(f"{UNET}.transformer_blocks.{n}.attn1.{leaf}.weight" for n in (0, 1) for leaf in ("to_q", "to_k")),
+            *(
+                f"{UNET}.transformer_blocks.{n}.attn1.{leaf}.weight"
+                for n in (0, 1)
+                for leaf in ("to_q", "to_k")
+            ),
             f"{UNET}.proj_in.weight",
         ],
         {
@@ -54,7 +76,10 @@ CASES = {
     ),
     "numbers in words and leading zeros are none": (
         ["layer.w1.weight", "layer.007.x.weight"],
-        {"layer.w1.weight": Place("", (), "layer.w1"), "layer.007.x.weight": Place("", (), "layer.007.x")},
+        {
+            "layer.w1.weight": Place("", (), "layer.w1"),
+            "layer.007.x.weight": Place("", (), "layer.007.x"),
+        },
     ),
     "words that begin and end as separators do": (
         ["_a_.0.__b__.weight"],

@@ -7,14 +7,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import LAYER, hidden_characters, pack_header, run, weight, write_checkpoint, write_llama, write_single
+from checkpoints import (
+    LAYER,
+    hidden_characters,
+    pack_header,
+    run,
+    weight,
+    write_checkpoint,
+    write_llama,
+    write_single,
+)
 from error_codes import CLASSES, raised
 
 import fp4convert
 from fp4convert import errors
 from fp4convert.cli.screen import Screen
 
-KINDS = {kind.exit_code: kind for kind in (errors.InputError, errors.SourceError, errors.AccessError, errors.OutputError)}
+KINDS = {
+    kind.exit_code: kind
+    for kind in (errors.InputError, errors.SourceError, errors.AccessError, errors.OutputError)
+}
 SENTENCE = re.compile(r"[A-Z][a-z]+[ :,].{8,}\.")
 HOSTILE = "\n next: sh evil\x1b[31m\u202e"
 
@@ -23,20 +35,29 @@ def next_line(err: str) -> str:
     """What comes after "next:" in what a person sees; the last line, and the only one of its kind."""
     lines = err.splitlines()
     assert lines[0].startswith("error: ")
-    assert [line.lstrip().startswith("next: ") for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert [line.lstrip().startswith("next: ") for line in lines] == [False] * (len(lines) - 1) + [
+        True
+    ]
     return lines[-1].removeprefix(" next: ")
 
 
 def codes() -> list[tuple[str, int]]:
     """(code, exit code) of every error that ends a command so."""
-    return [(code, exit_code) for code, exits in sorted(raised().items()) for exit_code in sorted(exits) if exit_code in KINDS]
+    return [
+        (code, exit_code)
+        for code, exits in sorted(raised().items())
+        for exit_code in sorted(exits)
+        if exit_code in KINDS
+    ]
 
 
 def test_no_code_is_left_out():
     assert {code for code, _ in codes()} == set(raised()) - {"interrupted"}
-    assert {kind for name, kind in vars(errors).items() if name in CLASSES and kind.__base__ is errors.Fp4Error} - {
-        errors.DeviceError
-    } == set(KINDS.values())
+    assert {
+        kind
+        for name, kind in vars(errors).items()
+        if name in CLASSES and kind.__base__ is errors.Fp4Error
+    } - {errors.DeviceError} == set(KINDS.values())
 
 
 @pytest.mark.parametrize("is_json", [False, True])
@@ -53,8 +74,14 @@ def test_every_code_prints_a_next_step(is_json, capsys):
 
 def test_what_the_place_knows_stands_alone():
     assert errors.InputError("header", "x", "Do this.").next_step == "Do this."
-    assert errors.InputError("header", "x").next_step == "Download the file again, or correct it where it is a .json file."
-    assert errors.InputError("no-source", "x").next_step == "Look for a typing error in the path or the name."  # its first
+    assert (
+        errors.InputError("header", "x").next_step
+        == "Download the file again, or correct it where it is a .json file."
+    )
+    assert (
+        errors.InputError("no-source", "x").next_step
+        == "Look for a typing error in the path or the name."
+    )  # its first
     assert errors.InputError("no-such-code", "x").next_step == ""
 
 
@@ -64,7 +91,9 @@ def test_an_error_is_told_where_no_file_can_be_opened(monkeypatch, capsys):
 
     monkeypatch.setattr(errors, "rows_of", refuse)
     Screen().fail(errors.OutputError("cannot-write", "x"))
-    assert next_line(capsys.readouterr().err) == "See what it means: fp4convert explain cannot-write."
+    assert (
+        next_line(capsys.readouterr().err) == "See what it means: fp4convert explain cannot-write."
+    )
 
 
 def recipe(text: str):
@@ -80,7 +109,9 @@ def options(*given: str):
 
 
 def index(text: str):
-    return lambda folder: [write_llama(folder / "source", **{"model.safetensors.index.json": text.encode()})]
+    return lambda folder: [
+        write_llama(folder / "source", **{"model.safetensors.index.json": text.encode()})
+    ]
 
 
 def config(text: bytes):
@@ -117,15 +148,27 @@ def empty(folder: Path) -> list[object]:
 RARE = [
     ("bad-pattern", options("--exclude", "re:("), "use a glob"),
     ("bad-pattern", options("--exclude", "re:(a+)+b"), "use a glob"),
-    ("bad-pattern", recipe("[[keep]]\nmodules = ['model.layers.{x y:2}.*']\nreason = 'r'"), "use a glob"),
-    ("layer-range", recipe("[[keep]]\nmodules = ['model.layers.{0:9999}.*']\nreason = 'r'"), "Correct the range"),
+    (
+        "bad-pattern",
+        recipe("[[keep]]\nmodules = ['model.layers.{x y:2}.*']\nreason = 'r'"),
+        "use a glob",
+    ),
+    (
+        "layer-range",
+        recipe("[[keep]]\nmodules = ['model.layers.{0:9999}.*']\nreason = 'r'"),
+        "Correct the range",
+    ),
     ("recipe-file", recipe("keep = 3"), "docs/recipes.md"),
     ("recipe-file", recipe("= 3"), "docs/recipes.md"),
     ("recipe-file", options("--recipe", "not-there.toml"), "UTF-8 text that this user may read"),
     ("recipe-cycle", recipe("base = 'own.toml'"), "Remove one base"),
     ("unknown-dialect", options("--dialect", "klingon"), "that the message names"),
     ("unknown-stack", options("--stack-order", "up_down"), "Give one of these"),
-    ("unknown-stack", options("--stack-rows", "concatenated"), "Add --stack-order out_in or in_out."),
+    (
+        "unknown-stack",
+        options("--stack-rows", "concatenated"),
+        "Add --stack-order out_in or in_out.",
+    ),
     ("share", options("--join", "--num-shards", "2"), "--join"),
     ("repo-name", options("--push-to-hub", "no name"), "--push-to-hub ORG/NAME"),
     ("no-source", lambda folder: ["./nothing/here/at/all"], "typing error"),
@@ -135,7 +178,11 @@ RARE = [
     ("index", index('{"weight_map": {}}'), "Download the index"),
     ("index", index('{"weight_map": {"a": 3}}'), "Download the index"),
     ("index", index('{"weight_map": {"a": "A.safetensors", "b": "a.safetensors"}}'), "Rename one"),
-    ("index-outside", index('{"weight_map": {"a": "../a.safetensors"}}'), "Do not use this checkpoint"),
+    (
+        "index-outside",
+        index('{"weight_map": {"a": "../a.safetensors"}}'),
+        "Do not use this checkpoint",
+    ),
     ("header", shard(pack_header(b"{]")), "Download the file again"),
     ("header-utf8", shard(pack_header(b'{"\xff": 1}')), "Download the file again"),
     ("header", config(b"[]"), "correct it where it is a .json file"),
@@ -145,7 +192,11 @@ RARE = [
 ]
 
 
-@pytest.mark.parametrize(("code", "write", "step"), RARE, ids=[f"{number}-{code}" for number, (code, *_) in enumerate(RARE)])
+@pytest.mark.parametrize(
+    ("code", "write", "step"),
+    RARE,
+    ids=[f"{number}-{code}" for number, (code, *_) in enumerate(RARE)],
+)
 def test_rare_errors_of_commands(code, write, step, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ("quantize", *write(tmp_path), "--format", "nvfp4", "-o", tmp_path / "out")
@@ -161,13 +212,20 @@ def test_rare_errors_of_commands(code, write, step, tmp_path, monkeypatch):
 def test_rare_errors_of_other_commands(tmp_path):
     source, out = write_llama(tmp_path / "source"), tmp_path / "out"
     assert run("quantize", source, "--format", "nvfp4", "-o", out).code == 0
-    assert next_line(run("dequantize", out, "-o", tmp_path / "wide", "--dtype", "fp64").err) == "Choose bf16, fp16 or fp32."
+    assert (
+        next_line(run("dequantize", out, "-o", tmp_path / "wide", "--dtype", "fp64").err)
+        == "Choose bf16, fp16 or fp32."
+    )
     (tmp_path / "file").write_bytes(b"")
     below = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "file" / "out")
     assert (below.code, "this user may write" in next_line(below.err)) == (5, True)
     record = json.loads((out / "quantization_config.json").read_text(encoding="utf-8"))
-    (out / "quantization_config.json").write_text(json.dumps({**record, "format": "mixed"}), encoding="utf-8")
-    assert "with the version that wrote it" in next_line(run("dequantize", out, "-o", tmp_path / "wide").err)
+    (out / "quantization_config.json").write_text(
+        json.dumps({**record, "format": "mixed"}), encoding="utf-8"
+    )
+    assert "with the version that wrote it" in next_line(
+        run("dequantize", out, "-o", tmp_path / "wide").err
+    )
 
 
 def test_from_python_a_next_step_does_not_speak_of_options():
@@ -186,7 +244,10 @@ def test_names_in_a_checkpoint_forge_no_next_step(tmp_path):
     """A tensor's name with a line of its own; of two unsound tensors each has a line, and the next step names both."""
     unsound = ("F32", (32, 64), np.full((32, 64), np.nan, np.float32).tobytes())
     names = [f"{LAYER}.mlp.{name}_proj{HOSTILE}.weight" for name in ("up", "down")]
-    source = write_single(tmp_path / "source", {f"{LAYER}.self_attn.o_proj.weight": weight(), **dict.fromkeys(names, unsound)})
+    source = write_single(
+        tmp_path / "source",
+        {f"{LAYER}.self_attn.o_proj.weight": weight(), **dict.fromkeys(names, unsound)},
+    )
     outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")
     assert outcome.code == 2
     told = [line for line in outcome.err.splitlines() if not line.startswith("warning: ")]
@@ -197,7 +258,9 @@ def test_names_in_a_checkpoint_forge_no_next_step(tmp_path):
 
 def test_a_name_of_a_file_forges_no_next_step(tmp_path):
     """The shard's name stands bare in the message of a header that is none."""
-    source = write_checkpoint(tmp_path / "source", {}, None, **{f"model{HOSTILE}.safetensors": pack_header(b"{]")})
+    source = write_checkpoint(
+        tmp_path / "source", {}, None, **{f"model{HOSTILE}.safetensors": pack_header(b"{]")}
+    )
     outcome = run("inspect", source)
     assert "Download the file again" in next_line(outcome.err)
     assert not hidden_characters(outcome.err)

@@ -5,30 +5,84 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoints import FIRST, LAYER, SECOND, hidden_characters, pack_shard, read_shard, run, weight, write_llama, write_single
+from checkpoints import (
+    FIRST,
+    LAYER,
+    SECOND,
+    hidden_characters,
+    pack_shard,
+    read_shard,
+    run,
+    weight,
+    write_llama,
+    write_single,
+)
 from rewriting import rewrite
 
 DOWN = f"{LAYER}.mlp.down_proj"
 # Of the standard's objects that are written here: (required, allowed) properties; the schema allows no others.
 OBJECTS = {
     "log": ({"version", "runs"}, {"$schema", "inlineExternalProperties", "properties"}),
-    "runs": ({"tool"}, {"invocations", "results", "artifacts", "originalUriBaseIds", "columnKind", "properties"}),
+    "runs": (
+        {"tool"},
+        {"invocations", "results", "artifacts", "originalUriBaseIds", "columnKind", "properties"},
+    ),
     "tool": ({"driver"}, {"extensions", "properties"}),
-    "driver": ({"name"}, {"version", "semanticVersion", "fullName", "informationUri", "rules", "properties"}),
-    "rules": ({"id"}, {"name", "shortDescription", "fullDescription", "help", "helpUri", "defaultConfiguration", "properties"}),
+    "driver": (
+        {"name"},
+        {"version", "semanticVersion", "fullName", "informationUri", "rules", "properties"},
+    ),
+    "rules": (
+        {"id"},
+        {
+            "name",
+            "shortDescription",
+            "fullDescription",
+            "help",
+            "helpUri",
+            "defaultConfiguration",
+            "properties",
+        },
+    ),
     "shortDescription": ({"text"}, {"markdown", "properties"}),
     "help": ({"text"}, {"markdown", "properties"}),
     "defaultConfiguration": (set(), {"enabled", "level", "rank", "parameters", "properties"}),
-    "invocations": ({"executionSuccessful"}, {"commandLine", "arguments", "exitCode", "properties"}),
+    "invocations": (
+        {"executionSuccessful"},
+        {"commandLine", "arguments", "exitCode", "properties"},
+    ),
     "results": (
         {"message"},
-        {"ruleId", "ruleIndex", "kind", "level", "locations", "fingerprints", "partialFingerprints", "properties"},
+        {
+            "ruleId",
+            "ruleIndex",
+            "kind",
+            "level",
+            "locations",
+            "fingerprints",
+            "partialFingerprints",
+            "properties",
+        },
     ),
     "message": (set(), {"text", "markdown", "id", "arguments", "properties"}),
     "locations": (set(), {"id", "physicalLocation", "logicalLocations", "message", "properties"}),
-    "physicalLocation": (set(), {"artifactLocation", "region", "contextRegion", "address", "properties"}),
+    "physicalLocation": (
+        set(),
+        {"artifactLocation", "region", "contextRegion", "address", "properties"},
+    ),
     "artifactLocation": (set(), {"uri", "uriBaseId", "index", "description", "properties"}),
-    "logicalLocations": (set(), {"name", "index", "fullyQualifiedName", "decoratedName", "parentIndex", "kind", "properties"}),
+    "logicalLocations": (
+        set(),
+        {
+            "name",
+            "index",
+            "fullyQualifiedName",
+            "decoratedName",
+            "parentIndex",
+            "kind",
+            "properties",
+        },
+    ),
 }
 
 
@@ -58,7 +112,9 @@ def damaged(source, tmp_path) -> Path:
     assert run("quantize", source, "--format", "nvfp4", "-o", folder, "-q").code == 0
     held = read_shard(folder / SECOND)
     dtype, shape, data = held[f"{DOWN}.weight_scale"]
-    (folder / SECOND).write_bytes(pack_shard({**held, f"{DOWN}.weight_scale": (dtype, shape, b"\x7f" + data[1:])}))
+    (folder / SECOND).write_bytes(
+        pack_shard({**held, f"{DOWN}.weight_scale": (dtype, shape, b"\x7f" + data[1:])})
+    )
     (folder / "notes.txt").write_text("mine")
     return folder
 
@@ -73,12 +129,16 @@ def read(file: Path) -> dict:
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
 def test_every_finding_is_a_result_at_the_file_that_holds_it(command, damaged, source, tmp_path):
-    outcome = run(command, damaged, "--source", source, "--sarif", tmp_path / "found.sarif", "--json")
+    outcome = run(
+        command, damaged, "--source", source, "--sarif", tmp_path / "found.sarif", "--json"
+    )
     assert outcome.code == 6
     findings, found = outcome.json["findings"], read(tmp_path / "found.sarif")
     driver, results = found["tool"]["driver"], found["results"]
     assert driver["name"] == "fp4convert"
-    assert [(r["ruleId"], r["level"]) for r in results] == [(f["code"], f["level"]) for f in findings]
+    assert [(r["ruleId"], r["level"]) for r in results] == [
+        (f["code"], f["level"]) for f in findings
+    ]
     assert all(driver["rules"][result["ruleIndex"]]["id"] == result["ruleId"] for result in results)
     (scale,) = (result for result in results if result["ruleId"] == "scale-not-finite")
     (location,) = scale["locations"]
@@ -87,13 +147,18 @@ def test_every_finding_is_a_result_at_the_file_that_holds_it(command, damaged, s
     assert scale["message"]["text"].startswith(f"{DOWN}: ")
 
 
-def test_what_has_no_tensor_stands_at_the_record_and_a_source_name_at_its_module(damaged, source, tmp_path):
+def test_what_has_no_tensor_stands_at_the_record_and_a_source_name_at_its_module(
+    damaged, source, tmp_path
+):
     run("verify", damaged, "--source", source, "--sarif", tmp_path / "found.sarif")
     results = {result["ruleId"]: result for result in read(tmp_path / "found.sarif")["results"]}
     assert results["file-unrecorded"]["locations"] == [
         {"physicalLocation": {"artifactLocation": {"uri": "quantization_config.json"}}}
     ]
-    assert results["not-measurable"]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == SECOND
+    assert (
+        results["not-measurable"]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+        == SECOND
+    )
 
 
 def test_a_kept_tensor_stands_at_its_shard(source, tmp_path):
@@ -104,7 +169,9 @@ def test_a_kept_tensor_stands_at_its_shard(source, tmp_path):
     rewrite(folder, file, "lm_head.weight", bytes(reversed(data)))
     run("verify", folder, "--source", source, "--sarif", tmp_path / "found.sarif")
     results = {result["ruleId"]: result for result in read(tmp_path / "found.sarif")["results"]}
-    assert results["kept-differs"]["locations"][0]["physicalLocation"]["artifactLocation"] == {"uri": file}
+    assert results["kept-differs"]["locations"][0]["physicalLocation"]["artifactLocation"] == {
+        "uri": file
+    }
 
 
 def test_rules_say_what_the_page_says(damaged, tmp_path):
@@ -133,15 +200,32 @@ def test_names_are_made_visible(tmp_path):
     name = "layers.0.\u202eevil\x1b[2J.down_proj"
     source = write_single(tmp_path / "m", {f"{name}.weight": weight()})
     assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "a", "-q").code == 0
-    assert run("verify", tmp_path / "a", "--source", source, "--min-sqnr", 90, "--sarif", tmp_path / "f").code == 6
+    assert (
+        run(
+            "verify",
+            tmp_path / "a",
+            "--source",
+            source,
+            "--min-sqnr",
+            90,
+            "--sarif",
+            tmp_path / "f",
+        ).code
+        == 6
+    )
     (result,) = read(tmp_path / "f")["results"]
-    told = result["message"]["text"] + result["locations"][0]["logicalLocations"][0]["fullyQualifiedName"]
+    told = (
+        result["message"]["text"]
+        + result["locations"][0]["logicalLocations"][0]["fullyQualifiedName"]
+    )
     assert "evil" in told
     assert hidden_characters(told) == []
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
-def test_nothing_else_is_written_over_and_bad_places_are_known_before_the_work(command, damaged, tmp_path):
+def test_nothing_else_is_written_over_and_bad_places_are_known_before_the_work(
+    command, damaged, tmp_path
+):
     before = {path: path.read_bytes() for path in damaged.rglob("*") if path.is_file()}
     (tmp_path / "mine").write_bytes((damaged / "config.json").read_bytes())
     for place, code in (

@@ -23,7 +23,9 @@ def held(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("command", [("verify", "--report"), ("verify", "--sarif"), ("inspect", "--sarif")], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [("verify", "--report"), ("verify", "--sarif"), ("inspect", "--sarif")], ids=" ".join
+)
 def test_no_file_is_put_into_an_artifact(command, artifact, tmp_path):
     word, option = command
     (artifact / "deeper").mkdir()
@@ -44,7 +46,9 @@ def test_no_file_is_put_into_an_artifact(command, artifact, tmp_path):
     refused = run(word, tmp_path, "--subfolder", "artifact", option, artifact / "f", "--json")
     assert (refused.code, refused.json["error"]["code"]) == (2, "file-in-artifact")
     assert held(tmp_path) == before
-    assert run(word, tmp_path, "--subfolder", "artifact", option, tmp_path / "f").code == 0  # beside it
+    assert (
+        run(word, tmp_path, "--subfolder", "artifact", option, tmp_path / "f").code == 0
+    )  # beside it
     assert run("verify", artifact, "--json").json["findings"] == []
 
 
@@ -62,24 +66,53 @@ def test_no_page_is_put_into_the_output(place, is_there, source, tmp_path):
     if is_there:
         (tmp_path / "out" / "deeper").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
-    outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "--report", tmp_path / place, "--json")
+    outcome = run(
+        "quantize",
+        source,
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "out",
+        "--report",
+        tmp_path / place,
+        "--json",
+    )
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "file-in-artifact")
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_two_files_have_two_places(artifact, tmp_path):
     (tmp_path / "here").symlink_to(tmp_path)
-    refused = run("verify", artifact, "--report", tmp_path / "f", "--sarif", tmp_path / "here" / "f", "--json")
+    refused = run(
+        "verify", artifact, "--report", tmp_path / "f", "--sarif", tmp_path / "here" / "f", "--json"
+    )
     assert (refused.code, refused.json["error"]["code"]) == (2, "file-twice")
     assert not (tmp_path / "f").exists()
     assert run("verify", artifact, "--report", tmp_path / "f", "--sarif", tmp_path / "g").code == 0
 
 
 def test_the_neighbours_of_a_single_file_are_not_its_own(source, tmp_path):
-    assert run("quantize", source, "--format", "nvfp4", "--dialect", "comfy", "-o", tmp_path / "made", "-q").code == 0
+    assert (
+        run(
+            "quantize",
+            source,
+            "--format",
+            "nvfp4",
+            "--dialect",
+            "comfy",
+            "-o",
+            tmp_path / "made",
+            "-q",
+        ).code
+        == 0
+    )
     (tmp_path / "models").mkdir()
-    weights = next((tmp_path / "made").glob("*.safetensors")).rename(tmp_path / "models" / "one.safetensors")
+    weights = next((tmp_path / "made").glob("*.safetensors")).rename(
+        tmp_path / "models" / "one.safetensors"
+    )
     refused = run("verify", weights, "--report", weights, "--json")
     assert (refused.code, refused.json["error"]["code"]) == (5, "output-exists")
     assert run("verify", weights, "--sarif", tmp_path / "models" / "f.sarif").code == 0
-    assert [found["code"] for found in run("verify", weights, "--json").json["findings"]] == ["no-hashes"]
+    assert [found["code"] for found in run("verify", weights, "--json").json["findings"]] == [
+        "no-hashes"
+    ]

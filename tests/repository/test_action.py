@@ -28,7 +28,10 @@ class Runner:
 
     def __init__(self, folder: Path, inputs: dict[str, str], **variables: str) -> None:
         self.folder = folder
-        self.inputs = {name: inputs.pop(name, value.get("default", "")) for name, value in ACTION["inputs"].items()}
+        self.inputs = {
+            name: inputs.pop(name, value.get("default", ""))
+            for name, value in ACTION["inputs"].items()
+        }
         assert not inputs, f"{inputs} are no inputs of the action"
         (folder / "temp").mkdir(exist_ok=True)
         files = {name: str(folder / name) for name in ("GITHUB_OUTPUT", "GITHUB_PATH")}
@@ -39,13 +42,22 @@ class Runner:
         assert step["shell"] == "bash"
         for file in ("GITHUB_OUTPUT", "GITHUB_PATH"):
             (self.folder / file).write_text("")
-        environment = {**self.variables, **{key: self.filled(value) for key, value in step["env"].items()}}
+        environment = {
+            **self.variables,
+            **{key: self.filled(value) for key, value in step["env"].items()},
+        }
         command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
-        ended = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+        ended = subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False
+        )
         lines = (self.folder / "GITHUB_OUTPUT").read_text().splitlines()
         added = (self.folder / "GITHUB_PATH").read_text().split()
         self.variables["PATH"] = os.pathsep.join([*added, self.variables["PATH"]])
-        return Ended(ended.returncode, ended.stdout + ended.stderr, dict(line.split("=", 1) for line in lines))
+        return Ended(
+            ended.returncode,
+            ended.stdout + ended.stderr,
+            dict(line.split("=", 1) for line in lines),
+        )
 
     def filled(self, value: str) -> str:
         """`${{ a || b }}` of inputs, the action's folder and variables."""
@@ -57,7 +69,9 @@ class Runner:
 
     def word(self, name: str) -> str:
         context, _, key = name.strip().partition(".")
-        return {"inputs": self.inputs, "github": {"action_path": str(ROOT)}, "env": self.variables}[context].get(key, "")
+        return {"inputs": self.inputs, "github": {"action_path": str(ROOT)}, "env": self.variables}[
+            context
+        ].get(key, "")
 
 
 @pytest.fixture
@@ -68,20 +82,39 @@ def runner(tmp_path):
 
     def make(**inputs: str) -> Runner:
         words = {name.replace("_", "-"): value for name, value in inputs.items()}
-        return Runner(tmp_path, {"source": "model", **words}, PATH=os.pathsep.join([installed, os.environ["PATH"]]))
+        return Runner(
+            tmp_path,
+            {"source": "model", **words},
+            PATH=os.pathsep.join([installed, os.environ["PATH"]]),
+        )
 
     return make
 
 
 def test_the_artifact_is_that_of_the_command_and_passes_its_gates(runner, tmp_path):
-    job = runner(options="--dialect modelopt --exclude '*.mlp.*' --scale-rule amax", min_sqnr="15", max_nmse="0.05")
+    job = runner(
+        options="--dialect modelopt --exclude '*.mlp.*' --scale-rule amax",
+        min_sqnr="15",
+        max_nmse="0.05",
+    )
     made, verified = job.step("quantize"), job.step("verify")
     assert (made.code, verified.code) == (0, 0), made.log + verified.log
     options = ("--dialect", "modelopt", "--exclude", "*.mlp.*", "--scale-rule", "amax")
-    told = run("quantize", tmp_path / "model", "--format", "nvfp4", *options, "-o", tmp_path / "q", "--json").json
+    told = run(
+        "quantize",
+        tmp_path / "model",
+        "--format",
+        "nvfp4",
+        *options,
+        "-o",
+        tmp_path / "q",
+        "--json",
+    ).json
     assert made.outputs == {"artifact": "artifact", "digest": told["digest"]}
     assert read_folder(tmp_path / "artifact") == read_folder(tmp_path / "q")
-    least = run("verify", tmp_path / "q", "--source", tmp_path / "model", "--json").json["summary"]["sqnr_db_min"]
+    least = run("verify", tmp_path / "q", "--source", tmp_path / "model", "--json").json["summary"][
+        "sqnr_db_min"
+    ]
     assert verified.outputs == {"sqnr-db-min": str(least)}
     assert json.loads(verified.log)["passed"]
 
@@ -130,7 +163,9 @@ def test_a_wrong_input_fails_the_job_and_is_never_run_by_the_shell(inputs, said,
 @pytest.mark.slow
 def test_the_install_step_makes_an_environment_whose_command_comes_first(wheel, tmp_path):
     """Without a look at any index: pip's own variables keep it from fetching what the wheel needs."""
-    job = Runner(tmp_path, {"source": "model", "package": str(wheel)}, PIP_NO_DEPS="1", PIP_NO_INDEX="1")
+    job = Runner(
+        tmp_path, {"source": "model", "package": str(wheel)}, PIP_NO_DEPS="1", PIP_NO_INDEX="1"
+    )
     ended = job.step("install")
     assert ended.code == 0, ended.log
     assert job.variables["PATH"].startswith(f"{tmp_path}/temp/fp4convert/bin{os.pathsep}")
@@ -147,9 +182,15 @@ def test_without_a_package_the_actions_own_checkout_is_installed():
 def test_inputs_reach_steps_as_variables_alone_and_every_one_is_used():
     used = re.findall(r"inputs\.([a-z-]+)", json.dumps([step["env"] for step in STEPS.values()]))
     assert set(used) == set(ACTION["inputs"])
-    assert not [name for name, step in STEPS.items() if "${{" in step["run"] or set(step) - {"id", "shell", "env", "run"}]
+    assert not [
+        name
+        for name, step in STEPS.items()
+        if "${{" in step["run"] or set(step) - {"id", "shell", "env", "run"}
+    ]
     for output in ACTION["outputs"].values():
-        step, name = re.fullmatch(r"\$\{\{ steps\.(\w+)\.outputs\.([\w-]+) \}\}", output["value"]).groups()
+        step, name = re.fullmatch(
+            r"\$\{\{ steps\.(\w+)\.outputs\.([\w-]+) \}\}", output["value"]
+        ).groups()
         assert f"{name}=" in STEPS[step]["run"]
 
 
@@ -160,5 +201,8 @@ def test_the_page_lists_every_input_with_its_default():
     assert {name: rows[name] for name in ("format", "output")} == {
         name: ACTION["inputs"][name]["default"] for name in ("format", "output")
     }
-    (example,) = (yaml.safe_load(text)["steps"][1] for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    (example,) = (
+        yaml.safe_load(text)["steps"][1]
+        for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    )
     assert set(example["with"]) <= set(ACTION["inputs"])

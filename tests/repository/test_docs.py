@@ -48,9 +48,17 @@ Words.
 
 
 def test_measured_tables_are_those_below_their_heading() -> None:
-    assert list(measured(RESULTS, "First")) == ["| a | b |", "| --- | --- |", "| 1 | 2 |", "", "Some processor, 2 cores."]
+    assert list(measured(RESULTS, "First")) == [
+        "| a | b |",
+        "| --- | --- |",
+        "| 1 | 2 |",
+        "",
+        "Some processor, 2 cores.",
+    ]
     assert list(measured(RESULTS, "Second"))[:3] == ["| c |", "| --- |", "| 3 |"]
-    assert list(measured(RESULTS + "\nPart `b`: elsewhere.\n", "First"))[-1] == "Part `b`: elsewhere."
+    assert (
+        list(measured(RESULTS + "\nPart `b`: elsewhere.\n", "First"))[-1] == "Part `b`: elsewhere."
+    )
     with pytest.raises(KeyError):
         list(measured(RESULTS, "Third"))
 
@@ -61,7 +69,9 @@ def test_a_page_with_another_figure_than_the_results_is_found() -> None:
     assert changed != page == filled(changed)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name
+)
 def test_links_lead_to_files(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
@@ -73,4 +83,7 @@ def test_the_places_of_128x4_are_those_of_its_formula() -> None:
     for row in (0, 1, 31, 32, 97, 127, 128, 255):
         for block in range(8):
             tile = (row // 128) * 2 + block // 4
-            assert places[row, block] == tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + block % 4
+            assert (
+                places[row, block]
+                == tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + block % 4
+            )

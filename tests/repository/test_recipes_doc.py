@@ -15,7 +15,12 @@ from fp4convert.recipes.toml_files import _FILE, _ROWS, parse
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
-    **{"num_hidden_layers": 6, "first_k_dense_replace": 1, "moe_num_experts": 2, "moe_intermediate_size": 48},
+    **{
+        "num_hidden_layers": 6,
+        "first_k_dense_replace": 1,
+        "moe_num_experts": 2,
+        "moe_intermediate_size": 48,
+    },
 }
 
 
@@ -45,7 +50,10 @@ def test_every_key_is_explained_and_has_an_example():
     tables = ("keep", "only", "format", "group", "stack", "fold", "experts")
     for key in {*_FILE, *(key for table in tables for key in _ROWS[table])} - {*tables}:
         assert f"`{key}`" in prose, key
-        assert re.search(rf"^{key} = ", examples, re.MULTILINE) or key in ("model_types", "class_names"), key
+        assert re.search(rf"^{key} = ", examples, re.MULTILINE) or key in (
+            "model_types",
+            "class_names",
+        ), key
     assert set(_ROWS) == set(tables)
     assert all(f"[[{table}]]" in examples for table in tables)
 
@@ -53,15 +61,27 @@ def test_every_key_is_explained_and_has_an_example():
 def test_layer_numbers(tmp_path):
     made = recipe(example(PAGE, "## Patterns"), tmp_path)
     why = [made.reason_to_keep(f"model.layers.{layer}.mlp.experts.0.up_proj") for layer in range(6)]
-    assert why == ["the first layers, and the last two", None, None, None, *["the first layers, and the last two"] * 2]
+    assert why == [
+        "the first layers, and the last two",
+        None,
+        None,
+        None,
+        *["the first layers, and the last two"] * 2,
+    ]
 
 
 def test_keep_for_accuracy_gives_way_to_a_format_and_a_router_does_not(tmp_path):
-    kept, override = example(PAGE, "## `[[keep]]`"), '[[format]]\nmodules = ["*"]\nformat = "target"\n'
+    kept, override = (
+        example(PAGE, "## `[[keep]]`"),
+        '[[format]]\nmodules = ["*"]\nformat = "target"\n',
+    )
     made = recipe(kept + override, tmp_path)
     assert made.reason_to_keep("model.layers.0.mlp.gate") == "a router"
     assert made.reason_to_keep("model.layers.0.self_attn.q_proj") is None
-    assert recipe(kept, tmp_path).reason_to_keep("model.layers.0.self_attn.q_proj") == "attention, kept for accuracy"
+    assert (
+        recipe(kept, tmp_path).reason_to_keep("model.layers.0.self_attn.q_proj")
+        == "attention, kept for accuracy"
+    )
     assert made.kind_of("model.layers.0.mlp.gate") == "router"
     assert "score_head" in made.patterns_to_declare([], [])
 
@@ -69,12 +89,19 @@ def test_keep_for_accuracy_gives_way_to_a_format_and_a_router_does_not(tmp_path)
 def test_only(tmp_path):
     made = recipe(example(PAGE, "## `[[only]]`"), tmp_path)
     names = ("self_attn.q_proj", "mlp.experts.1.up_proj", "mlp.gate")
-    assert [made.reason_to_keep(f"model.layers.0.{name}") for name in names] == ["not in an MLP", None, "a router"]
+    assert [made.reason_to_keep(f"model.layers.0.{name}") for name in names] == [
+        "not in an MLP",
+        None,
+        "a router",
+    ]
 
 
 def test_formats(tmp_path):
     made = recipe(example(PAGE, "## `[[format]]`"), tmp_path)
-    assert made.reason_to_keep("model.layers.0.self_attn.q_proj") == "kept by a [[format]] of the recipe"
+    assert (
+        made.reason_to_keep("model.layers.0.self_attn.q_proj")
+        == "kept by a [[format]] of the recipe"
+    )
     assert made.reason_to_keep("model.layers.1.self_attn.q_proj") is None
     assert made.format_of("model.layers.1.self_attn.q_proj") == "fp8"
     assert made.format_of("model.layers.1.mlp.experts.0.up_proj") == "nvfp4"
@@ -90,9 +117,16 @@ def test_stacks(tmp_path):
     made = recipe(example(PAGE, "## `[[stack]]`"), tmp_path)
     fused = made.stack_rule("model.layers.0.mlp.experts.gate_up_proj", (2, 64, 96))
     assert isinstance(fused, StackRule)
-    assert (fused.members, fused.is_transposed, fused.is_interleaved) == (("gate_proj", "up_proj"), True, True)
+    assert (fused.members, fused.is_transposed, fused.is_interleaved) == (
+        ("gate_proj", "up_proj"),
+        True,
+        True,
+    )
     for shape, is_transposed in (((2, 64, 48), False), ((2, 48, 64), True)):
-        assert made.stack_rule("model.layers.0.mlp.experts.down_proj", shape).is_transposed is is_transposed
+        assert (
+            made.stack_rule("model.layers.0.mlp.experts.down_proj", shape).is_transposed
+            is is_transposed
+        )
     below = made.stack_rule("transformer.blocks.3.ffn.experts.mlp.w1")
     assert (below.experts, below.module("transformer.blocks.3.ffn.experts.mlp.w1", 1, "w1")) == (
         2,
@@ -102,10 +136,14 @@ def test_stacks(tmp_path):
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_the_readmes_recipe_makes_experts_four_bit_and_attention_fp8(dialect, tmp_path):
-    (tmp_path / "mine.toml").write_text(example((ROOT / "README.md").read_text(encoding="utf-8"), "### Recipes"))
+    (tmp_path / "mine.toml").write_text(
+        example((ROOT / "README.md").read_text(encoding="utf-8"), "### Recipes")
+    )
     layer = "model.layers.0"
     tensors: dict[str, Tensor] = {
-        **{f"{layer}.self_attn.{name}_proj.weight": weight(seed) for seed, name in enumerate("qkv")},
+        **{
+            f"{layer}.self_attn.{name}_proj.weight": weight(seed) for seed, name in enumerate("qkv")
+        },
         **{
             f"{layer}.mlp.experts.{expert}.{name}_proj.weight": weight(10 + expert)
             for expert in range(2)

@@ -61,12 +61,16 @@ def test_refused_before_anything_is_written(case: Case, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", [*SPECIAL, "header_len_101MB_ok_size", "pickle_bin_only"])
 def test_refused_by_the_installed_command_without_hanging(name, tmp_path):
     out = tmp_path / "out"
-    outcome = run_alone("quantize", NAMED[name].write(tmp_path), "--format", "nvfp4", "-o", out, "--json")
+    outcome = run_alone(
+        "quantize", NAMED[name].write(tmp_path), "--format", "nvfp4", "-o", out, "--json"
+    )
     check_refused(outcome, out, NAMED[name].say)
     assert "Traceback" not in outcome.err
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "tokenizer.json", "notes/readme.txt"])
+@pytest.mark.parametrize(
+    "file", ["config.json", "model.safetensors.index.json", "tokenizer.json", "notes/readme.txt"]
+)
 def test_a_pipe_anywhere_in_the_source_is_refused_without_hanging(file, tmp_path):
     source, out = write_single(tmp_path / "source", {O_PROJ: weight()}), tmp_path / "out"
     (source / file).parent.mkdir(exist_ok=True)
@@ -104,7 +108,9 @@ def test_converted_with_nothing_lost_in_silence(case: Case, tmp_path, monkeypatc
         assert after[name] == before[name]
         assert steps[name]["action"] in ("copy", "skip")
         assert case.say in steps[name]["reason"]
-    assert {name for name, step in steps.items() if step["action"] == "quantize"} == set(before) - set(case.kept)
+    assert {name for name, step in steps.items() if step["action"] == "quantize"} == set(
+        before
+    ) - set(case.kept)
     assert outcome.json["tensors"]["quantized"] == len(before) - len(case.kept)
     assert not (tmp_path / "PWNED").exists()
 
@@ -115,7 +121,10 @@ def test_doubts_are_warnings(case: Case, tmp_path):
     outcome = run("quantize", source, "--format", case.format, "-o", out, "--dry-run", "--json")
     if case.say:
         assert any(case.say in warning for warning in outcome.json["warnings"])
-        assert f"warning: {''.join(w for w in outcome.json['warnings'] if case.say in w)}" in outcome.err
+        assert (
+            f"warning: {''.join(w for w in outcome.json['warnings'] if case.say in w)}"
+            in outcome.err
+        )
 
 
 @pytest.mark.sweep(3)
@@ -126,11 +135,17 @@ def test_what_is_converted_is_healthy_and_verifies(case: Case, tmp_path):
     assert run("inspect", out, "--json").json["healthy"]
     verified = run("verify", out, "--source", source, "--json")
     assert verified.code == 0
-    doubts = {finding["code"] for finding in verified.json["findings"]} - {"global-scale-range"}  # of weights that no model has
+    doubts = {finding["code"] for finding in verified.json["findings"]} - {
+        "global-scale-range"
+    }  # of weights that no model has
     assert doubts == (set() if len(read_folder(source)) > len(case.kept) else {"nothing-quantized"})
 
 
-NAME_CASES = [pytest.param(case, id=case.name) for case in CASES if case.name.startswith("name_") and case.expect != "refused"]
+NAME_CASES = [
+    pytest.param(case, id=case.name)
+    for case in CASES
+    if case.name.startswith("name_") and case.expect != "refused"
+]
 
 
 @pytest.mark.sweep(7)
@@ -154,7 +169,9 @@ def test_names_reach_the_artifact_and_never_act_on_a_terminal(case: Case, tmp_pa
     modules = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
     expected = names - {f"{module}.weight" for module in modules}
     endings = ("weight_packed", "weight_scale", "weight_global_scale")
-    assert set(read_folder(out)) == expected | {f"{module}.{ending}" for module in modules for ending in endings}
+    assert set(read_folder(out)) == expected | {
+        f"{module}.{ending}" for module in modules for ending in endings
+    }
 
 
 def test_markup_is_printed_as_it_is(tmp_path):
@@ -177,7 +194,9 @@ def test_a_control_character_is_shown_escaped(tmp_path):
 def excludes(next_step: str) -> list[str]:
     """The --exclude options of a next step, as a shell would read them."""
     words = shlex.split(next_step)
-    return [word for at, word in enumerate(words) if "--exclude" in (word, words[at - 1] if at else "")]
+    return [
+        word for at, word in enumerate(words) if "--exclude" in (word, words[at - 1] if at else "")
+    ]
 
 
 def check_completes(source, out, outcome, bad: set[str]) -> None:
@@ -209,9 +228,18 @@ def test_unsound_weights_end_with_the_command_that_completes_the_run(case: Case,
 
 def test_every_unsound_tensor_is_listed_after_the_sound_shards_are_finished(tmp_path):
     nan = ("BF16", (16, 64), b"\xc0\x7f" + bf16(16, 64)[2:])
-    names = [f"model.layers.{layer}.self_attn.{leaf}.weight" for layer in (0, 1) for leaf in ("q_proj", "k_proj", "v_proj")]
+    names = [
+        f"model.layers.{layer}.self_attn.{leaf}.weight"
+        for layer in (0, 1)
+        for leaf in ("q_proj", "k_proj", "v_proj")
+    ]
     shards = {
-        FIRST: {names[0]: nan, names[1]: nan, names[2]: weight(), "model.layers.0.mlp.down_proj.weight": nan},
+        FIRST: {
+            names[0]: nan,
+            names[1]: nan,
+            names[2]: weight(),
+            "model.layers.0.mlp.down_proj.weight": nan,
+        },
         SECOND: {names[3]: weight(1), names[4]: weight(2), names[5]: nan},
         "sound.safetensors": {"model.layers.7.mlp.down_proj.weight": weight(3)},
     }
@@ -224,10 +252,15 @@ def test_every_unsound_tensor_is_listed_after_the_sound_shards_are_finished(tmp_
     assert "sound" not in outcome.json["error"]["message"]
 
 
-@pytest.mark.parametrize("module", ["layers[0].proj", "a b;c.proj", "what?.proj", "re:x.proj", "it's.proj", "-x.proj"])
+@pytest.mark.parametrize(
+    "module", ["layers[0].proj", "a b;c.proj", "what?.proj", "re:x.proj", "it's.proj", "-x.proj"]
+)
 def test_the_exclude_that_is_offered_fits_any_name(module, tmp_path):
     nan = ("BF16", (16, 64), b"\xc0\x7f" + bf16(16, 64)[2:])
-    source, out = write_single(tmp_path / "source", {f"{module}.weight": nan, O_PROJ: weight()}), tmp_path / "out"
+    source, out = (
+        write_single(tmp_path / "source", {f"{module}.weight": nan, O_PROJ: weight()}),
+        tmp_path / "out",
+    )
     outcome = run("quantize", source, "--format", "nvfp4", "-o", out, "--json")
     check_completes(source, out, outcome, {f"{module}.weight"})
 
@@ -251,20 +284,31 @@ def unsound_fp32() -> bytes:
     [
         (("weight_packed", "weight_scale"), "U8", "already quantized"),
         (("weight", "weight_scale_2"), "U8", "already quantized"),
-        (("weight", "weight_scale_inv"), "F8_E4M3", "weight_scale_inv is F8_E4M3 [8, 8] for codes of [8, 8]"),
+        (
+            ("weight", "weight_scale_inv"),
+            "F8_E4M3",
+            "weight_scale_inv is F8_E4M3 [8, 8] for codes of [8, 8]",
+        ),
         (("qweight", "qzeros"), "I32", "already quantized"),
     ],
 )
 def test_packed_tensors_that_nothing_explains_are_refused(names, dtype, say, tmp_path):
     nbytes = 4 if dtype == "I32" else 1
-    tensors = {f"model.layers.0.mlp.down_proj.{name}": (dtype, (8, 8), bytes(64 * nbytes)) for name in names}
+    tensors = {
+        f"model.layers.0.mlp.down_proj.{name}": (dtype, (8, 8), bytes(64 * nbytes))
+        for name in names
+    }
     source, out = write_single(tmp_path / "source", tensors), tmp_path / "out"
     check_refused(run("quantize", source, "--format", "nvfp4", "-o", out, "--json"), out, say)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_our_own_artifact_is_a_source_whose_blocks_are_taken_over(format, tmp_path):
-    source, artifact, out = write_single(tmp_path / "s", {O_PROJ: weight()}), tmp_path / "a", tmp_path / "out"
+    source, artifact, out = (
+        write_single(tmp_path / "s", {O_PROJ: weight()}),
+        tmp_path / "a",
+        tmp_path / "out",
+    )
     assert run("quantize", source, "--format", format, "-o", artifact).code == 0
     again = run("quantize", artifact, "--format", format, "-o", out, "--json")
     assert (again.code, again.json["tensors"]["transcoded"]) == (0, 1)
@@ -274,11 +318,16 @@ def test_our_own_artifact_is_a_source_whose_blocks_are_taken_over(format, tmp_pa
 def test_a_stack_that_nobody_tells_of_names_the_options_that_tell(tmp_path):
     source, out = NAMED["tensor_3d_experts"].write(tmp_path), tmp_path / "out"
     error = run("quantize", source, "--format", "nvfp4", "-o", out, "--json").json["error"]
-    assert (error["code"], error["tensor"]) == ("unknown-stack", "model.layers.0.mlp.experts.gate_up_proj")
+    assert (error["code"], error["tensor"]) == (
+        "unknown-stack",
+        "model.layers.0.mlp.experts.gate_up_proj",
+    )
     assert "--stack-order out_in or in_out" in error["message"]
     assert "--stack-rows concatenated or interleaved" in error["message"]
     assert "--exclude '*experts*'" in error["next"]
-    assert run("quantize", source, "--format", "nvfp4", "-o", out, "--exclude", "*experts*").code == 0
+    assert (
+        run("quantize", source, "--format", "nvfp4", "-o", out, "--exclude", "*experts*").code == 0
+    )
     assert read_folder(out) == read_folder(source)
 
 
@@ -297,7 +346,9 @@ def test_an_index_that_names_model_safetensors_is_accepted(tmp_path):
 
 @pytest.mark.parametrize("lead", [b"\n", b"  \r\n\t"])
 def test_json_files_may_begin_with_white_space(lead, tmp_path):
-    source = write_checkpoint(tmp_path / "source", {FIRST: {O_PROJ: weight()}, SECOND: {"y.weight": weight(1)}})
+    source = write_checkpoint(
+        tmp_path / "source", {FIRST: {O_PROJ: weight()}, SECOND: {"y.weight": weight(1)}}
+    )
     for file in ("config.json", "model.safetensors.index.json"):
         (source / file).write_bytes(lead + (source / file).read_bytes())
     assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out").code == 0

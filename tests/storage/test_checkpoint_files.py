@@ -3,8 +3,26 @@
 import json
 
 import pytest
-from checkpoints import FIRST, INDEX, SECOND, llama_shards, pack_shard, run, weight, write_checkpoint, write_single
-from diffusion import DIFFUSERS, DIFFUSERS_FIRST, DIFFUSERS_INDEX, DIFFUSERS_SECOND, FLUX_CONFIG, flux_shards, write_component
+from checkpoints import (
+    FIRST,
+    INDEX,
+    SECOND,
+    llama_shards,
+    pack_shard,
+    run,
+    weight,
+    write_checkpoint,
+    write_single,
+)
+from diffusion import (
+    DIFFUSERS,
+    DIFFUSERS_FIRST,
+    DIFFUSERS_INDEX,
+    DIFFUSERS_SECOND,
+    FLUX_CONFIG,
+    flux_shards,
+    write_component,
+)
 
 from fp4convert.errors import InputError
 from fp4convert.storage.checkpoint_files import read_index
@@ -18,19 +36,31 @@ def index_text(weight_map: object) -> bytes:
 def test_shards_stand_in_the_order_of_their_names_and_tensors_in_that_of_the_file(tmp_path):
     checkpoint = open_source(str(write_checkpoint(tmp_path / "m", llama_shards()))).checkpoint
     assert [shard.file for shard in checkpoint.shards] == [FIRST, SECOND]
-    assert [ref.name for ref in checkpoint.tensors] == [name for shard in llama_shards().values() for name in shard]
-    assert checkpoint.nbytes == sum((tmp_path / "m" / file).stat().st_size for file in (FIRST, SECOND))
+    assert [ref.name for ref in checkpoint.tensors] == [
+        name for shard in llama_shards().values() for name in shard
+    ]
+    assert checkpoint.nbytes == sum(
+        (tmp_path / "m" / file).stat().st_size for file in (FIRST, SECOND)
+    )
     assert (checkpoint.repo, checkpoint.revision, checkpoint.unindexed) == (None, None, ())
 
 
 def test_several_shards_need_no_index(tmp_path):
-    folder = write_checkpoint(tmp_path / "m", {"a.safetensors": {"a": weight()}, "b.safetensors": {"b": weight(1)}})
+    folder = write_checkpoint(
+        tmp_path / "m", {"a.safetensors": {"a": weight()}, "b.safetensors": {"b": weight(1)}}
+    )
     (folder / INDEX).unlink()
-    assert [ref.file for ref in open_source(str(folder)).checkpoint.tensors] == ["a.safetensors", "b.safetensors"]
+    assert [ref.file for ref in open_source(str(folder)).checkpoint.tensors] == [
+        "a.safetensors",
+        "b.safetensors",
+    ]
 
 
 def test_a_sound_index_is_read():
-    assert read_index(index_text({"a": "x.safetensors", "b": "y.safetensors"})) == {"a": "x.safetensors", "b": "y.safetensors"}
+    assert read_index(index_text({"a": "x.safetensors", "b": "y.safetensors"})) == {
+        "a": "x.safetensors",
+        "b": "y.safetensors",
+    }
 
 
 @pytest.mark.parametrize(
@@ -84,7 +114,9 @@ def test_a_shard_that_the_index_names_and_nobody_has(tmp_path):
 
 
 def test_a_name_in_two_shards(tmp_path):
-    folder = write_checkpoint(tmp_path / "m", {"a.safetensors": {"w": weight()}, "b.safetensors": {"w": weight(1)}})
+    folder = write_checkpoint(
+        tmp_path / "m", {"a.safetensors": {"w": weight()}, "b.safetensors": {"w": weight(1)}}
+    )
     (folder / INDEX).unlink()
     error = contradiction(folder)
     assert (error.code, error.tensor) == ("tensor-twice", "w")
@@ -92,7 +124,9 @@ def test_a_name_in_two_shards(tmp_path):
 
 
 def test_a_tensor_that_the_index_omits_is_converted_and_told(tmp_path):
-    folder = write_checkpoint(tmp_path / "m", {FIRST: {"a": weight(), "extra": weight(2)}, SECOND: {"b": weight(1)}})
+    folder = write_checkpoint(
+        tmp_path / "m", {FIRST: {"a": weight(), "extra": weight(2)}, SECOND: {"b": weight(1)}}
+    )
     (folder / INDEX).write_bytes(index_text({"a": FIRST, "b": SECOND}))
     checkpoint = open_source(str(folder)).checkpoint
     assert [ref.name for ref in checkpoint.tensors] == ["a", "extra", "b"]
@@ -134,14 +168,18 @@ def test_variants_of_diffusers_stay_behind_with_their_index(tmp_path):
     (folder / f"{DIFFUSERS}.safetensors.index.fp8.json").write_text("{}")
     checkpoint = open_source(str(folder)).checkpoint
     assert [shard.file for shard in checkpoint.shards] == [f"{DIFFUSERS}.safetensors"]
-    assert sorted(checkpoint.left_out) == sorted([*others, f"{DIFFUSERS}.safetensors.index.fp8.json"])
+    assert sorted(checkpoint.left_out) == sorted(
+        [*others, f"{DIFFUSERS}.safetensors.index.fp8.json"]
+    )
     assert checkpoint.sidecars == ()
 
 
 def test_a_variant_alone_is_the_checkpoint(tmp_path):
     folder = write_component(tmp_path / "m", [flux_shards()[0]], FLUX_CONFIG)
     (folder / f"{DIFFUSERS}.safetensors").rename(folder / f"{DIFFUSERS}.fp16.safetensors")
-    assert [shard.file for shard in open_source(str(folder)).checkpoint.shards] == [f"{DIFFUSERS}.fp16.safetensors"]
+    assert [shard.file for shard in open_source(str(folder)).checkpoint.shards] == [
+        f"{DIFFUSERS}.fp16.safetensors"
+    ]
 
 
 def test_an_index_of_diffusers_beside_one_file_that_it_does_not_name_is_refused(tmp_path):
@@ -155,13 +193,25 @@ def test_two_indexes_are_refused(tmp_path):
     folder = write_component(tmp_path / "m", flux_shards(), FLUX_CONFIG)
     (folder / INDEX).write_bytes((folder / DIFFUSERS_INDEX).read_bytes())
     error = contradiction(folder)
-    assert (error.code, INDEX in error.message, DIFFUSERS_INDEX in error.message) == ("index", True, True)
+    assert (error.code, INDEX in error.message, DIFFUSERS_INDEX in error.message) == (
+        "index",
+        True,
+        True,
+    )
 
 
 def test_a_subfolder_of_a_file_is_refused(tmp_path):
     folder = write_single(tmp_path / "m", {"a.weight": weight()})
     outcome = run(
-        "quantize", folder / "model.safetensors", "--format", "nvfp4", "--subfolder", "x", "-o", tmp_path / "q", "--json"
+        "quantize",
+        folder / "model.safetensors",
+        "--format",
+        "nvfp4",
+        "--subfolder",
+        "x",
+        "-o",
+        tmp_path / "q",
+        "--json",
     )
     assert (outcome.code, outcome.json["error"]["code"]) == (2, "no-subfolder")
 

@@ -6,14 +6,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import LAYER, LLAMA, bf16, pack_shard, read_folder, run, weight, write_checkpoint, write_llama, write_single
+from checkpoints import (
+    LAYER,
+    LLAMA,
+    bf16,
+    pack_shard,
+    read_folder,
+    run,
+    weight,
+    write_checkpoint,
+    write_llama,
+    write_single,
+)
 
 from fp4convert.errors import SourceError
 from fp4convert.numerics import codec
 from fp4convert.numerics.formats import NVFP4
 from fp4convert.storage.open import open_source
 
-CONV1D = {f"decoder.h.0.attn.{leaf}.weight": weight(seed) for seed, leaf in enumerate(("c_attn", "c_proj"))}
+CONV1D = {
+    f"decoder.h.0.attn.{leaf}.weight": weight(seed)
+    for seed, leaf in enumerate(("c_attn", "c_proj"))
+}
 
 
 def quantize(source: Path, output: Path, *options: object) -> dict:
@@ -23,7 +37,10 @@ def quantize(source: Path, output: Path, *options: object) -> dict:
 
 
 def findings(*arguments: object) -> set[tuple[str, str]]:
-    return {(finding["level"], finding["code"]) for finding in run(*arguments, "--json").json["findings"]}
+    return {
+        (finding["level"], finding["code"])
+        for finding in run(*arguments, "--json").json["findings"]
+    }
 
 
 def edit_json(path: Path, **changes: object) -> None:
@@ -49,7 +66,10 @@ def test_a_nested_model_type_counts(tmp_path):
 
 def test_a_single_file_is_read_with_the_config_beside_it(tmp_path):
     write_single(tmp_path / "m", CONV1D, {"model_type": "gpt2"})
-    assert quantize(tmp_path / "m" / "model.safetensors", tmp_path / "out")["tensors"]["quantized"] == 0
+    assert (
+        quantize(tmp_path / "m" / "model.safetensors", tmp_path / "out")["tensors"]["quantized"]
+        == 0
+    )
 
 
 def test_equal_names_sizes_and_times_are_not_equal_weights(tmp_path):
@@ -68,32 +88,49 @@ def test_without_an_index_model_safetensors_is_the_model(tmp_path):
     (source / "consolidated.safetensors").write_bytes(pack_shard({"layers.0.wo.weight": weight()}))
     outcome = run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "out")
     assert "left out, the first 'consolidated.safetensors'" in outcome.err
-    assert {name.rpartition(".")[0] for name in read_folder(tmp_path / "out")} == {f"{LAYER}.o_proj"}
+    assert {name.rpartition(".")[0] for name in read_folder(tmp_path / "out")} == {
+        f"{LAYER}.o_proj"
+    }
 
 
 def test_expert_stacks_that_stay_are_warned_of(tmp_path):
-    stack = {f"{LAYER}.mlp.experts.gate_up_proj": ("BF16", (2, 32, 64), bf16(2, 32, 64)), f"{LAYER}.o_proj.weight": weight()}
+    stack = {
+        f"{LAYER}.mlp.experts.gate_up_proj": ("BF16", (2, 32, 64), bf16(2, 32, 64)),
+        f"{LAYER}.o_proj.weight": weight(),
+    }
     command = ("quantize", write_single(tmp_path / "m", stack), "--format", "nvfp4", "--dry-run")
     refused = run(*command)
     assert (refused.code, "no recipe tells how this model does" in refused.err) == (2, True)
-    assert "1 stacks of expert matrices stay as they are" in run(*command, "--exclude", "*experts*").err
+    assert (
+        "1 stacks of expert matrices stay as they are"
+        in run(*command, "--exclude", "*experts*").err
+    )
 
 
 def test_missing_members_of_a_group_are_told_as_they_are(tmp_path):
     only_q = write_single(tmp_path / "a", {f"{LAYER}.self_attn.q_proj.weight": weight()})
-    assert "k_proj and v_proj are not there" in run("quantize", only_q, "--format", "nvfp4", "--dry-run").err
+    assert (
+        "k_proj and v_proj are not there"
+        in run("quantize", only_q, "--format", "nvfp4", "--dry-run").err
+    )
     for parent, leaves, kept in (
         ("self_attn", ("q_proj", "k_proj", "v_proj"), "k_proj"),
         ("mlp", ("gate_proj", "up_proj"), "gate_proj"),
     ):
-        tensors = {f"{LAYER}.{parent}.{leaf}.weight": weight(seed) for seed, leaf in enumerate(leaves)}
+        tensors = {
+            f"{LAYER}.{parent}.{leaf}.weight": weight(seed) for seed, leaf in enumerate(leaves)
+        }
         mixed = write_single(tmp_path / parent, tensors)
-        told = run("quantize", mixed, "--format", "nvfp4", "--dry-run", "--exclude", f"*.{kept}").err
+        told = run(
+            "quantize", mixed, "--format", "nvfp4", "--dry-run", "--exclude", f"*.{kept}"
+        ).err
         assert f"{kept} stays, first in '{LAYER}.{parent}'" in told
 
 
 def test_a_null_quantization_config_is_none(tmp_path):
-    source = write_single(tmp_path / "m", {f"{LAYER}.o_proj.weight": weight()}, {**LLAMA, "quantization_config": None})
+    source = write_single(
+        tmp_path / "m", {f"{LAYER}.o_proj.weight": weight()}, {**LLAMA, "quantization_config": None}
+    )
     assert quantize(source, tmp_path / "out")["tensors"]["quantized"] == 1
 
 
@@ -119,7 +156,9 @@ def test_the_bytes_do_not_depend_on_panels_or_alignment(tmp_path):
     values = np.random.default_rng(5).standard_normal((1300, 4096)).astype(np.float32)
     for name, extra in (("aligned", {}), ("odd", {"a": ("U8", (3,), b"abc")})):
         tensors = {**extra, "b.o_proj.weight": ("F32", values.shape, values.tobytes())}
-        quantize(write_single(tmp_path / name, tensors), tmp_path / f"{name}-out", "--scale-rule", "amax")
+        quantize(
+            write_single(tmp_path / name, tensors), tmp_path / f"{name}-out", "--scale-rule", "amax"
+        )
         stored = read_folder(tmp_path / f"{name}-out")
         expected = codec.quantize(values, NVFP4, "amax")
         assert stored["b.o_proj.weight_packed"][2] == bytes(expected.packed)
@@ -229,7 +268,11 @@ def test_a_record_that_lies_is_found(lie, artifact, tmp_path):
 @pytest.mark.parametrize("files", [{}, None, {"../../source/config.json": "0" * 64}])
 def test_a_record_must_name_the_files_and_no_others(files, artifact):
     edit_json(artifact / "quantization_config.json", files=files)
-    assert {level for level, code in findings("verify", artifact) if code in ("file-unrecorded", "file-missing")} >= {"error"}
+    assert {
+        level
+        for level, code in findings("verify", artifact)
+        if code in ("file-unrecorded", "file-missing")
+    } >= {"error"}
 
 
 def test_what_was_added_to_an_artifact_is_found(source, artifact):
@@ -241,7 +284,10 @@ def test_what_was_added_to_an_artifact_is_found(source, artifact):
 
 def test_a_tensor_that_no_source_has_is_found(tmp_path):
     ours = {f"{LAYER}.o_proj.weight": weight()}
-    quantize(write_single(tmp_path / "m", {**ours, "extra.bias": ("F32", (4,), bytes(16))}), tmp_path / "out")
+    quantize(
+        write_single(tmp_path / "m", {**ours, "extra.bias": ("F32", (4,), bytes(16))}),
+        tmp_path / "out",
+    )
     bare = write_single(tmp_path / "bare", ours)
     assert ("error", "tensor-foreign") in findings("verify", tmp_path / "out", "--source", bare)
 
@@ -256,14 +302,20 @@ def test_something_out_of_nothing_passes_no_gate(tmp_path):
     zeros = ("BF16", (32, 64), bytes(32 * 64 * 2))
     quantize(write_single(tmp_path / "m", {f"{LAYER}.o_proj.weight": weight()}), tmp_path / "out")
     nothing = write_single(tmp_path / "zeros", {f"{LAYER}.o_proj.weight": zeros})
-    assert ("error", "sqnr-low") in findings("verify", tmp_path / "out", "--source", nothing, "--min-sqnr", "1")
+    assert ("error", "sqnr-low") in findings(
+        "verify", tmp_path / "out", "--source", nothing, "--min-sqnr", "1"
+    )
 
 
 def test_nan_in_a_kept_tensor_is_warned_of(tmp_path):
     norm = ("F32", (64,), np.full(64, np.nan, np.float32).tobytes())
-    source = write_single(tmp_path / "m", {f"{LAYER}.o_proj.weight": weight(), "model.norm.weight": norm})
+    source = write_single(
+        tmp_path / "m", {f"{LAYER}.o_proj.weight": weight(), "model.norm.weight": norm}
+    )
     quantize(source, tmp_path / "out")
-    assert findings("verify", tmp_path / "out", "--source", source) == {("warning", "kept-not-finite")}
+    assert findings("verify", tmp_path / "out", "--source", source) == {
+        ("warning", "kept-not-finite")
+    }
 
 
 def test_a_broken_expression_in_an_engines_record_is_a_finding(artifact):
@@ -281,7 +333,9 @@ def test_a_kept_module_may_look_like_an_expression(tmp_path):
 
 def test_a_value_beyond_bf16_is_not_written_as_inf(tmp_path):
     largest = np.full((1, 16), np.finfo(np.float32).max, np.float32)
-    source = write_checkpoint(tmp_path / "m", {"model.safetensors": {"a.weight": ("F32", (1, 16), largest.tobytes())}})
+    source = write_checkpoint(
+        tmp_path / "m", {"model.safetensors": {"a.weight": ("F32", (1, 16), largest.tobytes())}}
+    )
     quantize(source, tmp_path / "out")
     outcome = run("dequantize", tmp_path / "out", "-o", tmp_path / "restored")
     assert (outcome.code, "the largest of bf16" in outcome.err) == (2, True)
@@ -299,7 +353,11 @@ def test_a_value_beyond_bf16_is_not_written_as_inf(tmp_path):
 )
 def test_the_declared_dtype_holds_the_restored_weights(declared, dtype, expected, tmp_path):
     config = {**LLAMA, "torch_dtype": declared, "text_config": {"dtype": declared}}
-    quantize(write_single(tmp_path / "m", {f"{LAYER}.o_proj.weight": weight()}, config), tmp_path / "out")
-    assert run("dequantize", tmp_path / "out", "-o", tmp_path / "restored", "--dtype", dtype).code == 0
+    quantize(
+        write_single(tmp_path / "m", {f"{LAYER}.o_proj.weight": weight()}, config), tmp_path / "out"
+    )
+    assert (
+        run("dequantize", tmp_path / "out", "-o", tmp_path / "restored", "--dtype", dtype).code == 0
+    )
     restored = json.loads((tmp_path / "restored" / "config.json").read_text())
     assert (restored["torch_dtype"], restored["text_config"]["dtype"]) == (expected, expected)

@@ -11,7 +11,12 @@ from fp4convert.storage.json_text import as_text
 DOCUMENTS = [
     *({}, [], 3, "x", None, True),
     {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}, "metadata": {"total_size": 5}},
-    {"empty": {}, "none": [], "nested": [1, [2, {"x": 'ü"\n,: '}], ()], "deep": {"er": {"tuple": (1, 2.5, None)}}},
+    {
+        "empty": {},
+        "none": [],
+        "nested": [1, [2, {"x": 'ü"\n,: '}], ()],
+        "deep": {"er": {"tuple": (1, 2.5, None)}},
+    },
     [{"a": 1}, {}, [], [[]], "b, c", float("nan")],
     {'a "quoted", name\t': {"ü": "\ud800"}, "": [[1, 2], 3]},
 ]

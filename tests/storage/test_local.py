@@ -34,11 +34,18 @@ def opened(path):
 def test_the_bytes_of_every_tensor_are_those_that_were_written(tmp_path):
     source = opened(write_llama(tmp_path / "m"))
     stored = {name: tensor for shard in llama_shards().values() for name, tensor in shard.items()}
-    assert {ref.name: (ref.dtype, ref.shape, bytes(source.read(ref))) for ref in source.checkpoint.tensors} == stored
+    assert {
+        ref.name: (ref.dtype, ref.shape, bytes(source.read(ref)))
+        for ref in source.checkpoint.tensors
+    } == stored
 
 
 def test_an_empty_tensor_and_an_unaligned_one_are_read(tmp_path):
-    tensors = {"odd": ("U8", (1,), b"\7"), "empty": ("BF16", (0, 64), b""), "w": ("BF16", (32, 64), bf16(32, 64))}
+    tensors = {
+        "odd": ("U8", (1,), b"\7"),
+        "empty": ("BF16", (0, 64), b""),
+        "w": ("BF16", (32, 64), bf16(32, 64)),
+    }
     source = opened(write_single(tmp_path / "m", tensors))
     assert {ref.name: bytes(source.read(ref)) for ref in source.checkpoint.tensors} == {
         name: data for name, (_, _, data) in tensors.items()
@@ -47,7 +54,10 @@ def test_an_empty_tensor_and_an_unaligned_one_are_read(tmp_path):
 
 def test_a_shard_is_mapped_until_it_was_streamed(tmp_path):
     source, stored = opened(write_llama(tmp_path / "m")), llama_shards()
-    first, second = (next(ref for ref in source.checkpoint.tensors if ref.file == file) for file in (FIRST, SECOND))
+    first, second = (
+        next(ref for ref in source.checkpoint.tensors if ref.file == file)
+        for file in (FIRST, SECOND)
+    )
     with source.stream(FIRST):
         views = {ref: source.read(ref) for ref in (first, second)}
         assert set(source._maps) == {FIRST, SECOND}
@@ -55,7 +65,9 @@ def test_a_shard_is_mapped_until_it_was_streamed(tmp_path):
     with pytest.raises(SourceError), source.stream(SECOND):
         raise SourceError("source-changed", "as where a reader fails")
     assert source._maps == {}
-    assert {ref: bytes(view) for ref, view in views.items()} == {ref: stored[ref.file][ref.name][2] for ref in (first, second)}
+    assert {ref: bytes(view) for ref, view in views.items()} == {
+        ref: stored[ref.file][ref.name][2] for ref in (first, second)
+    }
 
 
 def test_the_name_of_a_folder_of_a_file_and_of_here(tmp_path, monkeypatch):
@@ -76,7 +88,13 @@ def test_sidecars_are_all_other_files_at_any_depth_but_hidden_ones(tmp_path):
 
 
 def test_weights_in_another_form_stay_behind(tmp_path):
-    files = {"pytorch_model.bin": b"p", "tf_model.h5": b"h", "model.onnx": b"o", "model.Q4.gguf": b"g", "vocab.txt": b"v"}
+    files = {
+        "pytorch_model.bin": b"p",
+        "tf_model.h5": b"h",
+        "model.onnx": b"o",
+        "model.Q4.gguf": b"g",
+        "vocab.txt": b"v",
+    }
     folder = write_llama(tmp_path / "m", **files)
     (folder / "original").mkdir()
     (folder / "original" / "consolidated.00.pth").write_bytes(b"c")
@@ -87,7 +105,9 @@ def test_weights_in_another_form_stay_behind(tmp_path):
 
 def test_config_holds_what_the_file_holds(tmp_path):
     folder = write_llama(tmp_path / "m")
-    (folder / "config.json").write_text('{"a": NaN, "b": -Infinity, "c": -1, "d": {"e": [1e-05, null, "é"]}}')
+    (folder / "config.json").write_text(
+        '{"a": NaN, "b": -Infinity, "c": -1, "d": {"e": [1e-05, null, "é"]}}'
+    )
     config = opened(folder).checkpoint.config
     assert math.isnan(config.pop("a"))
     assert config == {"b": -math.inf, "c": -1, "d": {"e": [1e-05, None, "é"]}}
@@ -108,19 +128,30 @@ def test_one_file_is_a_checkpoint_with_nothing_beside_it_but_its_config(tmp_path
 
 
 def test_one_shard_of_several_is_opened_alone(tmp_path):
-    folder = write_checkpoint(tmp_path / "m", {"a.safetensors": {"a": weight()}, "b.safetensors": {"b": weight(1)}})
+    folder = write_checkpoint(
+        tmp_path / "m", {"a.safetensors": {"a": weight()}, "b.safetensors": {"b": weight(1)}}
+    )
     assert [ref.name for ref in opened(folder / "b.safetensors").checkpoint.tensors] == ["b"]
 
 
 def cache(root, tensors):
     """models--org--name as the Hub's client lays it out; returns the snapshot."""
-    blobs, snapshot = root / "models--org--name" / "blobs", root / "models--org--name" / "snapshots" / SNAPSHOT
+    blobs, snapshot = (
+        root / "models--org--name" / "blobs",
+        root / "models--org--name" / "snapshots" / SNAPSHOT,
+    )
     blobs.mkdir(parents=True)
     (snapshot / "sub").mkdir(parents=True)
-    contents = {"model.safetensors": pack_shard(tensors), "config.json": b"{}", "sub/vocab.txt": b"v"}
+    contents = {
+        "model.safetensors": pack_shard(tensors),
+        "config.json": b"{}",
+        "sub/vocab.txt": b"v",
+    }
     for number, (file, data) in enumerate(contents.items()):
         (blobs / f"blob{number}").write_bytes(data)
-        (snapshot / file).symlink_to(os.path.relpath(blobs / f"blob{number}", (snapshot / file).parent))
+        (snapshot / file).symlink_to(
+            os.path.relpath(blobs / f"blob{number}", (snapshot / file).parent)
+        )
     return snapshot
 
 
@@ -178,7 +209,10 @@ def test_a_folder_without_safetensors_is_refused(files, code, tmp_path):
     assert caught.value.code == code
 
 
-@pytest.mark.parametrize("reference", ["absent", "./absent/m", "/absent/m", "a/b/c", "../m", "a b/c", "org/m?x=1", "org/"])
+@pytest.mark.parametrize(
+    "reference",
+    ["absent", "./absent/m", "/absent/m", "a/b/c", "../m", "a b/c", "org/m?x=1", "org/"],
+)
 def test_what_is_neither_here_nor_a_name_of_the_hub(reference):
     with pytest.raises(InputError) as caught:
         open_source(reference)
@@ -208,7 +242,10 @@ def test_files_are_found_and_opened_by_name(tmp_path):
 def test_what_this_user_may_not_read_is_told(file, tmp_path, monkeypatch):
     folder = write_llama(tmp_path / "m", **{"tokenizer.json": b"{}"})
     (folder / "deep").mkdir()
-    forbidden = (folder / file, str(folder / file))  # root may read everything: the system's refusal is put on
+    forbidden = (
+        folder / file,
+        str(folder / file),
+    )  # root may read everything: the system's refusal is put on
 
     def refuse(real):
         def ask(path, *arguments, **options):
@@ -223,7 +260,9 @@ def test_what_this_user_may_not_read_is_told(file, tmp_path, monkeypatch):
         monkeypatch.setattr(os, name, refuse(getattr(os, name)))
     outcome = run("quantize", folder, "--format", "nvfp4", "-o", tmp_path / "q", "--json")
     error = outcome.json["error"]
-    assert (outcome.code, error["code"]) == ((3, "source-unreadable") if file == "tokenizer.json" else (2, "unreadable"))
+    assert (outcome.code, error["code"]) == (
+        (3, "source-unreadable") if file == "tokenizer.json" else (2, "unreadable")
+    )
     assert "Permission denied" in error["message"]
 
 
@@ -239,7 +278,9 @@ def test_what_goes_away_while_it_is_read_is_a_source_that_changed(file, harm, tm
         (folder / file).symlink_to(tmp_path / "elsewhere")
     ref = next(ref for ref in source.checkpoint.tensors if ref.file == SECOND)
     for read in (
-        (lambda: source.read(ref), lambda: source.read_range(ref, 0, 4)) if file == SECOND else (lambda: source.open_file(file),)
+        (lambda: source.read(ref), lambda: source.read_range(ref, 0, 4))
+        if file == SECOND
+        else (lambda: source.open_file(file),)
     ):
         with pytest.raises(SourceError) as caught:
             read()

@@ -20,7 +20,13 @@ LAID_OUT = b'\x58\0\0\0\0\0\0\0{"__metadata__":{"format":"pt"},"b":{"dtype":"U8"
 def test_a_small_file_typed_by_hand_is_laid_out():
     head, (ref,) = SafetensorsFrame({}).lay_out("x.safetensors", [TensorSpec("b", "U8", (2,))], {})
     assert head == LAID_OUT
-    assert (ref.name, ref.dtype, ref.shape, ref.file, ref.start) == ("b", "U8", (2,), "x.safetensors", 96)
+    assert (ref.name, ref.dtype, ref.shape, ref.file, ref.start) == (
+        "b",
+        "U8",
+        (2,),
+        "x.safetensors",
+        96,
+    )
 
 
 def test_metadata_stand_first_and_names_are_utf8():
@@ -37,7 +43,11 @@ def test_metadata_stand_first_and_names_are_utf8():
         ({"format": "mlx"}, {}, {"format": "mlx"}),
         ({}, {"_quantization_metadata": "new"}, {"format": "pt", "_quantization_metadata": "new"}),
         ({"_quantization_metadata": "old", "who": "me"}, {}, {"format": "pt", "who": "me"}),
-        ({"_quantization_metadata": "old"}, {"_quantization_metadata": "new"}, {"format": "pt", "_quantization_metadata": "new"}),
+        (
+            {"_quantization_metadata": "old"},
+            {"_quantization_metadata": "new"},
+            {"format": "pt", "_quantization_metadata": "new"},
+        ),
     ],
 )
 def test_what_a_file_says_of_its_quantization_is_written_anew(metadata, notes, expected):
@@ -55,7 +65,10 @@ def test_wide_types_stand_first_and_then_names_decide():
 
 
 def test_what_is_laid_out_is_read_by_safetensors_and_aligned():
-    specs = [TensorSpec(f"t{number}", dtype, (number % 3, 4)) for number, dtype in enumerate(sorted(BITS) * 2)]
+    specs = [
+        TensorSpec(f"t{number}", dtype, (number % 3, 4))
+        for number, dtype in enumerate(sorted(BITS) * 2)
+    ]
     specs.append(TensorSpec("scalar", "F32", ()))
     head, refs = SafetensorsFrame({}).lay_out("x", specs, {})
     data = head + bytes(sum(ref.nbytes for ref in refs))
@@ -106,17 +119,29 @@ def test_no_call_writes_more_than_a_short_run_of_pages(tmp_path, monkeypatch):
 def test_the_disk_begins_with_every_output_while_it_is_written(tmp_path, monkeypatch):
     """Ranges follow each other and hold nothing that is not written; what is small stays for the end."""
     block, told = safetensors.FLUSH_NBYTES, []
-    sizes = {"a": 3 * block - 1, "b": 2 * block, "c": safetensors.LEAST_FLUSH_NBYTES, "d": safetensors.LEAST_FLUSH_NBYTES - 1}
+    sizes = {
+        "a": 3 * block - 1,
+        "b": 2 * block,
+        "c": safetensors.LEAST_FLUSH_NBYTES,
+        "d": safetensors.LEAST_FLUSH_NBYTES - 1,
+    }
     starts = [8 + sum(list(sizes.values())[:number]) for number in range(len(sizes) + 1)]
-    refs = [TensorRef(name, "U8", (nbytes,), "m", at) for (name, nbytes), at in zip(sizes.items(), starts, strict=False)]
+    refs = [
+        TensorRef(name, "U8", (nbytes,), "m", at)
+        for (name, nbytes), at in zip(sizes.items(), starts, strict=False)
+    ]
     writer = ShardWriter(tmp_path / "m", bytes(8), refs, starts[-1])
-    monkeypatch.setattr(safetensors, "begin_flush", lambda fd, start, nbytes: told.append((start, nbytes)))
+    monkeypatch.setattr(
+        safetensors, "begin_flush", lambda fd, start, nbytes: told.append((start, nbytes))
+    )
     data = memoryview(bytes(block // 2 + 1))
     for ref in refs:
         for first in range(0, ref.nbytes, len(data)):
             before = len(told)
             writer.append(ref, data[: ref.nbytes - first])
-            assert all(start + nbytes <= ref.start + first + len(data) for start, nbytes in told[before:])
+            assert all(
+                start + nbytes <= ref.start + first + len(data) for start, nbytes in told[before:]
+            )
     first, second, third, _, _ = starts
     assert told == [
         *((first, block), (first + block, block), (first + 2 * block, block - 1)),

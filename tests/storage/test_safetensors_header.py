@@ -37,7 +37,13 @@ def test_a_small_file_typed_by_hand_is_read():
     header = header_of(SMALL)
     (ref,) = header.tensors
     assert (header.file, header.nbytes, header.frame) == ("x.safetensors", 66, SafetensorsFrame({}))
-    assert (ref.name, ref.dtype, ref.shape, ref.file, ref.start) == ("a", "U8", (2,), "x.safetensors", 64)
+    assert (ref.name, ref.dtype, ref.shape, ref.file, ref.start) == (
+        "a",
+        "U8",
+        (2,),
+        "x.safetensors",
+        64,
+    )
     assert (ref.elements, ref.nbytes) == (2, 2)
 
 
@@ -52,8 +58,15 @@ def test_what_safetensors_writes_is_read(tmp_path):
     data = path.read_bytes()
     header = header_of(data)
     assert header.frame == SafetensorsFrame({"format": "pt", "who": "é"})
-    found = {ref.name: (ref.dtype, ref.shape, data[ref.start : ref.start + ref.nbytes]) for ref in header.tensors}
-    assert found == {"b": ("F16", (2, 3), bytes(range(12))), "a": ("I64", (), bytes(range(8))), "c": ("U8", (0, 7), b"")}
+    found = {
+        ref.name: (ref.dtype, ref.shape, data[ref.start : ref.start + ref.nbytes])
+        for ref in header.tensors
+    }
+    assert found == {
+        "b": ("F16", (2, 3), bytes(range(12))),
+        "a": ("I64", (), bytes(range(8))),
+        "c": ("U8", (0, 7), b""),
+    }
 
 
 REFUSALS = {
@@ -104,7 +117,9 @@ def test_entries_of_another_kind_are_refused(entry):
     refusal(shard_of({"a": entry}, bytes(4)))
 
 
-@pytest.mark.parametrize("shape", [[1 << 32, 1 << 32, 0], [1 << 32, 1 << 31, 0], [0, 1 << 62, 1 << 62], [1 << 61, 0]])
+@pytest.mark.parametrize(
+    "shape", [[1 << 32, 1 << 32, 0], [1 << 32, 1 << 31, 0], [0, 1 << 62, 1 << 62], [1 << 61, 0]]
+)
 def test_sizes_overflow_from_the_left_as_safetensors_has_it(shape):
     data = shard_of({"a": {**U8, "shape": shape, "data_offsets": [0, 0]}}, b"")
     try:
@@ -144,11 +159,58 @@ def test_json_objects_may_hold_the_constants_of_model_configs_where_asked():
         parse_json_object(text, "header")
 
 
-VALID = pack_shard({"a": ("U8", (2, 2), b"\1\2\3\4"), "b.weight": ("BF16", (1, 2), bytes(4)), "c": ("F32", (), bytes(4))})
+VALID = pack_shard(
+    {
+        "a": ("U8", (2, 2), b"\1\2\3\4"),
+        "b.weight": ("BF16", (1, 2), bytes(4)),
+        "c": ("F32", (), bytes(4)),
+    }
+)
 SNIPPETS = (
-    *("{", "}", "[", "]", ",", ":", '"', "\\", "0", "1", "-", "4", ".", "e9", " ", "\n", "\0", "null", "true", "NaN"),
-    *('"a"', '"a":', "\\u0000", "\\ud800", "é", "\x7f", "18446744073709551616", "1e400", "-0", "01", '"shape"', "U8", "F4"),
-    *('"dtype":"U8",', '"x":{"y":[]},', '"__metadata__":{},', '"__metadata__":null,', '"shape":[4],'),
+    *(
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        ":",
+        '"',
+        "\\",
+        "0",
+        "1",
+        "-",
+        "4",
+        ".",
+        "e9",
+        " ",
+        "\n",
+        "\0",
+        "null",
+        "true",
+        "NaN",
+    ),
+    *(
+        '"a"',
+        '"a":',
+        "\\u0000",
+        "\\ud800",
+        "é",
+        "\x7f",
+        "18446744073709551616",
+        "1e400",
+        "-0",
+        "01",
+        '"shape"',
+        "U8",
+        "F4",
+    ),
+    *(
+        '"dtype":"U8",',
+        '"x":{"y":[]},',
+        '"__metadata__":{},',
+        '"__metadata__":null,',
+        '"shape":[4],',
+    ),
 )
 
 
@@ -163,10 +225,16 @@ def mutated(draw) -> bytes:
         filled = draw(st.one_of(st.sampled_from(SNIPPETS).map(str.encode), st.binary(max_size=2)))
         text = text[:at] + filled + text[until:]
     lie = draw(st.sampled_from((0, 0, 0, 0, 1, -1)))
-    return pack_header(text, max(0, len(text) + lie)) + VALID[8 + length :] + draw(st.sampled_from((b"", b"", b"\0")))
+    return (
+        pack_header(text, max(0, len(text) + lie))
+        + VALID[8 + length :]
+        + draw(st.sampled_from((b"", b"", b"\0")))
+    )
 
 
-NUMBERS = st.one_of(st.integers(0, 5), st.sampled_from((-1, 1 << 32, 1 << 63, 1 << 64, 0.0, 2.5, None, "2", True)))
+NUMBERS = st.one_of(
+    st.integers(0, 5), st.sampled_from((-1, 1 << 32, 1 << 63, 1 << 64, 0.0, 2.5, None, "2", True))
+)
 DTYPES = st.sampled_from((*BITS, "u8", "F2", "", 8, None))
 
 
@@ -174,11 +242,27 @@ DTYPES = st.sampled_from((*BITS, "u8", "F2", "", 8, None))
 def described(draw) -> bytes:
     """Headers of entries that are nearly right."""
     entries, end = {}, 0
-    for name in draw(st.lists(st.sampled_from(("a", "b", "", "__metadata__", "\ud83d\ude00")), max_size=3, unique=True)):
+    for name in draw(
+        st.lists(
+            st.sampled_from(("a", "b", "", "__metadata__", "\ud83d\ude00")), max_size=3, unique=True
+        )
+    ):
         dtype, shape = draw(DTYPES), draw(st.lists(NUMBERS, max_size=3))
-        is_countable = dtype in BITS and all(type(number) is int and 0 <= number < 16 for number in shape)
+        is_countable = dtype in BITS and all(
+            type(number) is int and 0 <= number < 16 for number in shape
+        )
         nbytes = math.prod(shape) * BITS[dtype] // 8 if is_countable else 4
-        offsets = draw(st.sampled_from(([end, end + nbytes], [end, end + nbytes], [0, nbytes], [end + 1, end + nbytes], [end])))
+        offsets = draw(
+            st.sampled_from(
+                (
+                    [end, end + nbytes],
+                    [end, end + nbytes],
+                    [0, nbytes],
+                    [end + 1, end + nbytes],
+                    [end],
+                )
+            )
+        )
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
         if draw(st.booleans()):
             entries[name][draw(st.sampled_from(("x", "Shape")))] = draw(NUMBERS)
@@ -188,7 +272,10 @@ def described(draw) -> bytes:
 
 def check_no_laxer_than_safetensors(data: bytes) -> None:
     try:
-        foreign = {name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for name, entry in deserialize(data)}
+        foreign = {
+            name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
+            for name, entry in deserialize(data)
+        }
     except Exception:
         foreign = None
     try:
@@ -196,7 +283,10 @@ def check_no_laxer_than_safetensors(data: bytes) -> None:
     except InputError:
         return
     assert foreign is not None, "safetensors refuses it"
-    found = {ref.name: (ref.dtype, ref.shape, data[ref.start : ref.start + ref.nbytes]) for ref in header.tensors}
+    found = {
+        ref.name: (ref.dtype, ref.shape, data[ref.start : ref.start + ref.nbytes])
+        for ref in header.tensors
+    }
     assert found == foreign
 
 
@@ -251,11 +341,19 @@ def test_entries_looked_at_together_and_one_by_one_are_the_same(data):
 
 def test_what_safetensors_writes_is_looked_at_together(tmp_path):
     """Empty tensors stand before a full one at the same place, whatever the order of their names."""
-    tensors = {"b": np.zeros((2, 3), np.float32), "a": np.zeros((0, 7), np.float32), "c": np.zeros((), np.uint8)}
+    tensors = {
+        "b": np.zeros((2, 3), np.float32),
+        "a": np.zeros((0, 7), np.float32),
+        "c": np.zeros((), np.uint8),
+    }
     save_file(tensors, tmp_path / "x", {"format": "pt", "who": "\u00e9"})
     assert check_both_roads_agree((tmp_path / "x").read_bytes())
-    assert check_both_roads_agree(pack_header(b'{"b":%s,"a":%s}' % (entry(b"[4]", 0, 4), entry(b"[0]", 0, 0))) + bytes(4))
-    assert check_both_roads_agree(pack_header(b'{"b" : %s ,\n"a":%s}' % (entry(b"[4]", 4, 8), entry(b"[4]", 0, 4))) + bytes(8))
+    assert check_both_roads_agree(
+        pack_header(b'{"b":%s,"a":%s}' % (entry(b"[4]", 0, 4), entry(b"[0]", 0, 0))) + bytes(4)
+    )
+    assert check_both_roads_agree(
+        pack_header(b'{"b" : %s ,\n"a":%s}' % (entry(b"[4]", 4, 8), entry(b"[4]", 0, 4))) + bytes(8)
+    )
 
 
 def entry(shape: bytes, begin: int, end: int) -> bytes:
@@ -266,7 +364,8 @@ def entry(shape: bytes, begin: int, end: int) -> bytes:
     "text",
     [
         b'{"a":%s,"a":%s}' % (entry(b"[4]", 0, 4), entry(b"[4]", 0, 4)),
-        b'{"a" :%s,"a":%s,"b":%s}' % (entry(b"[9]", 0, 9), entry(b"[2]", 0, 2), entry(b"[2]", 2, 4)),
+        b'{"a" :%s,"a":%s,"b":%s}'
+        % (entry(b"[9]", 0, 9), entry(b"[2]", 0, 2), entry(b"[2]", 2, 4)),
         b'{"a":{"dtype":"U8","dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
         b'{"__metadata__":{"a":"1","a":"1"},"a":%s}' % entry(b"[4]", 0, 4),
         b'{"__metadata__":{},"__metadata__":{},"a":%s}' % entry(b"[4]", 0, 4),

@@ -20,9 +20,17 @@ Values = NDArray[np.generic]
 Float32s = NDArray[np.float32]
 DTYPES = tuple(FLOAT_DTYPES)
 MIDPOINTS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-LARGEST = {"BF16": float.fromhex("0x1.fep127"), "F16": 65504.0, "F32": float.fromhex("0x1.fffffep127")}
+LARGEST = {
+    "BF16": float.fromhex("0x1.fep127"),
+    "F16": 65504.0,
+    "F32": float.fromhex("0x1.fffffep127"),
+}
 MANTISSA_BITS = {"BF16": 7, "F16": 10, "F32": 23}
-EXPONENTS = {"BF16": (-133, 127), "F16": (-24, 15), "F32": (-149, 127)}  # from the smallest subnormal to the largest
+EXPONENTS = {
+    "BF16": (-133, 127),
+    "F16": (-24, 15),
+    "F32": (-149, 127),
+}  # from the smallest subnormal to the largest
 
 
 def generator(*seed: int) -> np.random.Generator:
@@ -32,12 +40,18 @@ def generator(*seed: int) -> np.random.Generator:
 def matrix(values: Values, dtype: str) -> Matrix:
     """The same bytes as the package's own value."""
     rows, columns = values.shape
-    return Matrix(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, dtype, (rows, columns))
+    return Matrix(
+        np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, dtype, (rows, columns)
+    )
 
 
 def rounded(values: NDArray[np.float64] | Float32s, dtype: str) -> Values:
     """`values` in `dtype`, by way of its largest finite value where they are beyond it."""
-    return np.clip(values, -LARGEST[dtype], LARGEST[dtype]).astype(np.float32).astype(FLOAT_DTYPES[dtype])
+    return (
+        np.clip(values, -LARGEST[dtype], LARGEST[dtype])
+        .astype(np.float32)
+        .astype(FLOAT_DTYPES[dtype])
+    )
 
 
 def bits(values: Values) -> NDArray[np.int64]:
@@ -66,7 +80,9 @@ def random_bits(dtype: str, rows: int, columns: int) -> Values:
     """Any finite bit pattern, with as many exponents as the dtype has."""
     rng = generator(2)
     largest = int(bits(np.array([LARGEST[dtype]]).astype(FLOAT_DTYPES[dtype]))[0])
-    return from_bits(rng.integers(0, largest + 1, (rows, columns)), dtype, rng.random((rows, columns)) < 0.5)
+    return from_bits(
+        rng.integers(0, largest + 1, (rows, columns)), dtype, rng.random((rows, columns)) < 0.5
+    )
 
 
 def wide_range(dtype: str, rows: int, columns: int) -> Values:
@@ -74,7 +90,10 @@ def wide_range(dtype: str, rows: int, columns: int) -> Values:
     rng = generator(3)
     low, high = EXPONENTS[dtype]
     exponents = rng.integers(low, high + 1, (rows, columns // 16, 1))
-    return rounded(np.ldexp(rng.normal(size=(rows, columns // 16, 16)), exponents).reshape(rows, columns), dtype)
+    return rounded(
+        np.ldexp(rng.normal(size=(rows, columns // 16, 16)), exponents).reshape(rows, columns),
+        dtype,
+    )
 
 
 def subnormals(dtype: str, rows: int, columns: int) -> Values:
@@ -90,7 +109,19 @@ def extremes(dtype: str, rows: int, columns: int) -> Values:
     """The largest and the smallest values the dtype has, zeros of both signs, ones, mixed; some blocks are all zero."""
     rng = generator(5)
     largest = LARGEST[dtype]
-    kinds = np.array([0.0, -0.0, 2.0 ** EXPONENTS[dtype][0], 1.0, -1.0, largest, -largest, largest / 2, -largest / 3])
+    kinds = np.array(
+        [
+            0.0,
+            -0.0,
+            2.0 ** EXPONENTS[dtype][0],
+            1.0,
+            -1.0,
+            largest,
+            -largest,
+            largest / 2,
+            -largest / 3,
+        ]
+    )
     chosen = rng.integers(0, len(kinds), (rows, columns))
     chosen.reshape(-1, 32)[::7] %= 3  # blocks without a large value
     chosen.reshape(-1, 16)[::9] %= 2  # blocks of zeros
@@ -115,7 +146,9 @@ def importance_for(rule: str, columns: int) -> Float32s | None:
 PLAIN = {make.__name__: make for make in (gaussian, random_bits, wide_range, subnormals, extremes)}
 
 
-def around_midpoints(block_amax: Values, dtype: str, fmt: Format, rule: str, group_amax: float, reach: int = 2) -> Values:
+def around_midpoints(
+    block_amax: Values, dtype: str, fmt: Format, rule: str, group_amax: float, reach: int = 2
+) -> Values:
     """One row of blocks with these magnitudes first, and beside each values within `reach` ulps of a midpoint times its step."""
     rng = generator(6, len(block_amax))
     blocks = np.zeros((len(block_amax), fmt.block_size), FLOAT_DTYPES[dtype])
@@ -124,7 +157,9 @@ def around_midpoints(block_amax: Values, dtype: str, fmt: Format, rule: str, gro
     beside = (len(block_amax), fmt.block_size - 1)
     exact = rng.choice(MIDPOINTS, beside) * codec.block_steps(lone).astype(np.float64)[:, None]
     magnitudes = bits(rounded(exact, dtype)) + rng.integers(-reach, reach + 1, beside)
-    blocks[:, 1:] = from_bits(np.clip(magnitudes, 0, bits(block_amax)[:, None]), dtype, rng.random(beside) < 0.5)
+    blocks[:, 1:] = from_bits(
+        np.clip(magnitudes, 0, bits(block_amax)[:, None]), dtype, rng.random(beside) < 0.5
+    )
     return blocks.reshape(1, -1)
 
 
@@ -155,7 +190,9 @@ def binade_ends(dtype: str) -> Iterator[int]:
     """Magnitude bits of the largest block amax that gets each scale, by any rule: 1.5, below 1.75, below 2."""
     full = 1 << MANTISSA_BITS[dtype]
     for exponent in range(255 if dtype == "BF16" else 31):
-        yield from (exponent * full + mantissa for mantissa in (full // 2, full * 3 // 4 - 1, full - 1))
+        yield from (
+            exponent * full + mantissa for mantissa in (full // 2, full * 3 // 4 - 1, full - 1)
+        )
 
 
 def hair_breadths(exponent: int) -> Iterator[tuple[float, float]]:
@@ -165,7 +202,9 @@ def hair_breadths(exponent: int) -> Iterator[tuple[float, float]]:
     """
     around = np.array([1 - 2**-24, 1, 1 + 2**-23], np.float32)
     for b, d in (float(midpoint).as_integer_ratio() for midpoint in MIDPOINTS):
-        for numerator, r in ((x << k, r) for x in range(128, 256) for k in range(16, 20) for r in range(-4, 5)):
+        for numerator, r in (
+            (x << k, r) for x in range(128, 256) for k in range(16, 20) for r in range(-4, 5)
+        ):
             quotient, rest = divmod(numerator - r, b)
             if rest or not 2**23 <= quotient < 2**24:
                 continue
@@ -178,18 +217,32 @@ def hair_breadths(exponent: int) -> Iterator[tuple[float, float]]:
 
 def assert_same_bytes(found: Quantized, expected: Quantized, values: Values, where: str) -> None:
     """Both hold the same scales and codes; otherwise says which block or element differs first, and how."""
-    assert (found.format, found.shape, found.kind) == (expected.format, expected.shape, expected.kind), where
-    assert found.global_scale == expected.global_scale, f"{where}: global scale {found.global_scale} != {expected.global_scale}"
+    assert (found.format, found.shape, found.kind) == (
+        expected.format,
+        expected.shape,
+        expected.kind,
+    ), where
+    assert found.global_scale == expected.global_scale, (
+        f"{where}: global scale {found.global_scale} != {expected.global_scale}"
+    )
     rows, columns = expected.shape
     size = expected.format.block_size
-    for part, width, per_item in (("block_scales", columns // size, size), ("packed", columns // 2, 2)):
+    for part, width, per_item in (
+        ("block_scales", columns // size, size),
+        ("packed", columns // 2, 2),
+    ):
         ours, theirs = (np.frombuffer(getattr(q, part), np.uint8) for q in (found, expected))
-        assert ours.size == theirs.size, f"{where}: {part} has {ours.size} bytes, expected {theirs.size}"
+        assert ours.size == theirs.size, (
+            f"{where}: {part} has {ours.size} bytes, expected {theirs.size}"
+        )
         if np.array_equal(ours, theirs):
             continue
         first = int(np.flatnonzero(ours != theirs)[0])
         row, column = first // width, first % width * per_item
-        source = [float(value).hex() for value in values.reshape(rows, columns)[row, column : column + per_item]]
+        source = [
+            float(value).hex()
+            for value in values.reshape(rows, columns)[row, column : column + per_item]
+        ]
         verdict = f"{part} differs first at row {row}, column {column}: {ours[first]:#04x}, expected {theirs[first]:#04x}"
         raise AssertionError(f"{where}: {verdict}, of {source}")
 
@@ -203,4 +256,6 @@ def assert_same_values(found: Values, expected: Values, where: str) -> None:
     if differ.any():
         row, column = (int(i) for i in np.argwhere(differ)[0])
         pair = f"{float(found[row, column])!r}, expected {float(expected[row, column])!r}"
-        raise AssertionError(f"{where}: {int(differ.sum())} values differ, first at row {row}, column {column}: {pair}")
+        raise AssertionError(
+            f"{where}: {int(differ.sum())} values differ, first at row {row}, column {column}: {pair}"
+        )

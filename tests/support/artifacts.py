@@ -18,15 +18,23 @@ def quantize(source, out, *options):
 
 def artifact_values(tensors, module: str, dialect: str) -> np.ndarray:
     """What an engine computes from stored NVFP4 tensors: code * block scale * multiplier, or / divisor; float64."""
-    codes, last = ("weight", "weight_scale_2") if dialect == "modelopt" else ("weight_packed", "weight_global_scale")
-    packed = np.frombuffer(tensors[f"{module}.{codes}"][2], np.uint8).reshape(tensors[f"{module}.{codes}"][1])
+    codes, last = (
+        ("weight", "weight_scale_2")
+        if dialect == "modelopt"
+        else ("weight_packed", "weight_global_scale")
+    )
+    packed = np.frombuffer(tensors[f"{module}.{codes}"][2], np.uint8).reshape(
+        tensors[f"{module}.{codes}"][1]
+    )
     values = E2M1[np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)]
     byte = np.frombuffer(tensors[f"{module}.weight_scale"][2], np.uint8).astype(int)
     exponent, mantissa = byte >> 3, byte & 7
     scales = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
     stored = struct_float(tensors[f"{module}.{last}"][2])
     steps = scales * stored if dialect == "modelopt" else scales / stored
-    return (values.reshape(len(packed), -1, 16) * steps.reshape(len(packed), -1, 1)).reshape(values.shape)
+    return (values.reshape(len(packed), -1, 16) * steps.reshape(len(packed), -1, 1)).reshape(
+        values.shape
+    )
 
 
 def struct_float(data: bytes) -> float:

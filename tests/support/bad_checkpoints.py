@@ -89,7 +89,10 @@ def header(text: bytes, data: bytes = b"") -> Files:
 
 def entries(data: bytes, *described: tuple[str, str, list[object], list[object]]) -> Files:
     """A shard whose header says (name, dtype, shape, offsets), whatever its data is."""
-    table = {name: {"dtype": dtype, "shape": shape, "data_offsets": offsets} for name, dtype, shape, offsets in described}
+    table = {
+        name: {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        for name, dtype, shape, offsets in described
+    }
     return header(json.dumps(table).encode(), data)
 
 
@@ -142,22 +145,52 @@ CONTAINERS = (
     refused("empty_file", "shorter than", single(b"")),
     refused("seven_bytes", "shorter than", single(b"\x01" * 7)),
     refused("header_len_2_63", "header length", single(struct.pack("<Q", 1 << 63) + SOUND[8:])),
-    refused("header_len_max", "header length", single(struct.pack("<Q", (1 << 64) - 1) + SOUND[8:])),
-    refused("header_len_gt_file", "header length", single(struct.pack("<Q", 10_000_000) + SOUND[8:])),
+    refused(
+        "header_len_max", "header length", single(struct.pack("<Q", (1 << 64) - 1) + SOUND[8:])
+    ),
+    refused(
+        "header_len_gt_file", "header length", single(struct.pack("<Q", 10_000_000) + SOUND[8:])
+    ),
     refused("header_len_zero", "header", single(struct.pack("<Q", 0))),
-    refused("header_len_101MB_ok_size", "header length", single(sparse(struct.pack("<Q", 100_000_001) + b"{}", 100_000_009))),
+    refused(
+        "header_len_101MB_ok_size",
+        "header length",
+        single(sparse(struct.pack("<Q", 100_000_001) + b"{}", 100_000_009)),
+    ),
     refused("header_not_json", "header", header(b"{not json}")),
     refused("header_not_object", "header", header(b"[1,2,3]")),
-    refused("header_bad_utf8", "UTF-8", header(b'{"a\xff\xfe":{%s,"shape":[0],"data_offsets":[0,0]}}' % _U8)),
+    refused(
+        "header_bad_utf8",
+        "UTF-8",
+        header(b'{"a\xff\xfe":{%s,"shape":[0],"data_offsets":[0,0]}}' % _U8),
+    ),
     refused("header_bom", "header", header(b"\xef\xbb\xbf{}")),
-    refused("header_leading_space", "header", header(b'  {"a":{%s,"shape":[1],"data_offsets":[0,1]}}' % _U8, b"\0")),
-    refused("header_trailing_garbage", "header", header(b'{"a":{%s,"shape":[1],"data_offsets":[0,1]}}xx' % _U8, b"\0")),
-    refused("header_deep_nesting", "header", header(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}")),
+    refused(
+        "header_leading_space",
+        "header",
+        header(b'  {"a":{%s,"shape":[1],"data_offsets":[0,1]}}' % _U8, b"\0"),
+    ),
+    refused(
+        "header_trailing_garbage",
+        "header",
+        header(b'{"a":{%s,"shape":[1],"data_offsets":[0,1]}}xx' % _U8, b"\0"),
+    ),
+    refused(
+        "header_deep_nesting", "header", header(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}")
+    ),
     refused("truncated_shard", "truncated", single(SOUND[:-100])),
     refused("trailing_bytes", "bytes after", single(SOUND + b"JUNK" * 10)),
     refused("big_endian_len", "header length", single(SOUND[7::-1] + SOUND[8:])),
-    refused("lfs_pointer_instead_of_data", "LFS pointer", single(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")),
-    refused("html_error_page", "header length", single(b"<!DOCTYPE html><html><body>401 Unauthorized</body></html>")),
+    refused(
+        "lfs_pointer_instead_of_data",
+        "LFS pointer",
+        single(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+    ),
+    refused(
+        "html_error_page",
+        "header length",
+        single(b"<!DOCTYPE html><html><body>401 Unauthorized</body></html>"),
+    ),
     refused("pickle_named_safetensors", "header length", single(pickle.dumps(_Boom()))),
 )
 
@@ -165,19 +198,35 @@ ENTRIES = (
     refused(
         "offsets_overlap",
         "overlap",
-        entries(DATA * 2, ("a", "BF16", [32, 64], [0, 4096]), ("b", "BF16", [32, 64], [2048, 6144])),
+        entries(
+            DATA * 2, ("a", "BF16", [32, 64], [0, 4096]), ("b", "BF16", [32, 64], [2048, 6144])
+        ),
     ),
-    refused("offsets_alias_same_range", "overlap", entries(DATA, *((name, "BF16", [32, 64], [0, 4096]) for name in ("a", "b")))),
+    refused(
+        "offsets_alias_same_range",
+        "overlap",
+        entries(DATA, *((name, "BF16", [32, 64], [0, 4096]) for name in ("a", "b"))),
+    ),
     refused(
         "offsets_hole",
         "hole",
-        entries(DATA * 2 + bytes(904), ("a", "BF16", [32, 64], [0, 4096]), ("b", "BF16", [32, 64], [5000, 9096])),
+        entries(
+            DATA * 2 + bytes(904),
+            ("a", "BF16", [32, 64], [0, 4096]),
+            ("b", "BF16", [32, 64], [5000, 9096]),
+        ),
     ),
     refused("offsets_reversed", "offset", entries(DATA, ("a", "BF16", [32, 64], [4096, 0]))),
     refused("offsets_negative", "offset", entries(DATA, ("a", "BF16", [32, 64], [-8, 4088]))),
     refused("offsets_float", "offset", entries(DATA, ("a", "BF16", [32, 64], [0.0, 4096.0]))),
-    refused("offsets_beyond_end", "truncated", entries(DATA[:2048], ("a", "BF16", [32, 64], [0, 4096]))),
-    refused("offsets_not_from_zero", "hole", entries(DATA + bytes(8), ("a", "BF16", [32, 64], [8, 4104]))),
+    refused(
+        "offsets_beyond_end", "truncated", entries(DATA[:2048], ("a", "BF16", [32, 64], [0, 4096]))
+    ),
+    refused(
+        "offsets_not_from_zero",
+        "hole",
+        entries(DATA + bytes(8), ("a", "BF16", [32, 64], [8, 4104])),
+    ),
     refused("size_mismatch", "shape", entries(DATA, ("a", "BF16", [32, 65], [0, 4096]))),
     refused("shape_overflow", "shape", entries(b"", ("a", "BF16", [1 << 40, 1 << 40], [0, 0]))),
     refused("shape_negative", "shape", entries(DATA, ("a", "BF16", [-32, -64], [0, 4096]))),
@@ -187,13 +236,18 @@ ENTRIES = (
         "extra_key_in_entry",
         "warned",
         "",
-        header(b'{"%s":{"dtype":"BF16","shape":[32,64],"data_offsets":[0,4096],"evil":1}}' % O_PROJ.encode(), DATA),
+        header(
+            b'{"%s":{"dtype":"BF16","shape":[32,64],"data_offsets":[0,4096],"evil":1}}'
+            % O_PROJ.encode(),
+            DATA,
+        ),
     ),
     refused(
         "duplicate_json_keys",
         "duplicate",
         header(
-            b'{"a":{%s,"shape":[4],"data_offsets":[0,4]},"a":{%s,"shape":[4],"data_offsets":[4,8]}}' % (_U8, _U8),
+            b'{"a":{%s,"shape":[4],"data_offsets":[0,4]},"a":{%s,"shape":[4],"data_offsets":[4,8]}}'
+            % (_U8, _U8),
             bytes(8),
         ),
     ),
@@ -201,7 +255,8 @@ ENTRIES = (
         "duplicate_json_keys_same",
         "duplicate",
         header(
-            b'{"a":{%s,"shape":[4],"data_offsets":[0,4]},"a":{%s,"shape":[4],"data_offsets":[0,4]}}' % (_U8, _U8),
+            b'{"a":{%s,"shape":[4],"data_offsets":[0,4]},"a":{%s,"shape":[4],"data_offsets":[0,4]}}'
+            % (_U8, _U8),
             bytes(4),
         ),
     ),
@@ -211,7 +266,11 @@ ENTRIES = (
         "header",
         header(b'{"__metadata__":{%s,"shape":[1],"data_offsets":[0,1]}}' % _U8, b"\0"),
     ),
-    refused("name_lone_surrogate", "UTF-8", header(b'{"a\\ud800":{%s,"shape":[1],"data_offsets":[0,1]}}' % _U8, b"\0")),
+    refused(
+        "name_lone_surrogate",
+        "UTF-8",
+        header(b'{"a\\ud800":{%s,"shape":[1],"data_offsets":[0,1]}}' % _U8, b"\0"),
+    ),
     refused(
         "name_collides_with_output",
         "already",
@@ -226,15 +285,27 @@ ENTRIES = (
 )
 
 NAMES = (
-    Case("name_ansi_escape", "quantized", "", stored(**{"\x1b[31mRED\x1b]0;pwned\x07.weight": weight()})),
+    Case(
+        "name_ansi_escape",
+        "quantized",
+        "",
+        stored(**{"\x1b[31mRED\x1b]0;pwned\x07.weight": weight()}),
+    ),
     Case(
         "name_rich_markup",
         "kept",
         "not a linear layer",
-        stored(**{"[bold red]x[/bold red][link=file:///etc/passwd]y[/link].weight": weight(), "[/nope]": weight(1)}),
+        stored(
+            **{
+                "[bold red]x[/bold red][link=file:///etc/passwd]y[/link].weight": weight(),
+                "[/nope]": weight(1),
+            }
+        ),
         ("[/nope]",),
     ),
-    Case("name_newline_cr", "quantized", "", stored(**{"a\r\nINFO fake log line\n.weight": weight()})),
+    Case(
+        "name_newline_cr", "quantized", "", stored(**{"a\r\nINFO fake log line\n.weight": weight()})
+    ),
     Case("name_bidi_rlo", "quantized", "", stored(**{"a\u202egnp.exe.weight": weight()})),
     Case("name_empty", "kept", "not a linear layer", stored(**{"": weight()}), ("",)),
     Case("name_nul", "quantized", "", stored(**{"a\0b.weight": weight()})),
@@ -257,8 +328,18 @@ VALUES = (
     Case("tensor_empty_0rows", "kept", "empty", matrix((0, 64)), (O_PROJ,)),
     Case("tensor_empty_0cols", "kept", "empty", matrix((64, 0)), (O_PROJ,)),
     Case("tensor_scalar", "kept", _PLAIN, beside("scale", "F32", (), b"\0\0\x80?"), ("scale",)),
-    Case("tensor_1d", "kept", "1-dimensional", beside("model.norm.weight", "BF16", (64,), bf16(64)), ("model.norm.weight",)),
-    refused("tensor_3d_experts", "no recipe tells", stored(**{_EXPERTS: ("BF16", (4, 32, 64), bf16(4, 32, 64))})),
+    Case(
+        "tensor_1d",
+        "kept",
+        "1-dimensional",
+        beside("model.norm.weight", "BF16", (64,), bf16(64)),
+        ("model.norm.weight",),
+    ),
+    refused(
+        "tensor_3d_experts",
+        "no recipe tells",
+        stored(**{_EXPERTS: ("BF16", (4, 32, 64), bf16(4, 32, 64))}),
+    ),
     Case(
         "tensor_5d",
         "kept",
@@ -282,17 +363,31 @@ VALUES = (
     ),
     Case("misaligned_bf16", "kept", _PLAIN, beside("a", "U8", (3,), b"\1\2\3"), ("a",)),
     *(
-        Case(f"dtype_{dtype}", "kept", _PLAIN, beside(_BUFFER, dtype, (32, 64), (b"\1" + bytes(n - 1)) * 2048), (_BUFFER,))
+        Case(
+            f"dtype_{dtype}",
+            "kept",
+            _PLAIN,
+            beside(_BUFFER, dtype, (32, 64), (b"\1" + bytes(n - 1)) * 2048),
+            (_BUFFER,),
+        )
         for n, dtypes in _NBYTES.items()
         for dtype in dtypes
     ),
-    Case("dtype_F4_subbyte", "kept", _PLAIN, beside(_BUFFER, "F4", (32, 64), b"\x12" * 1024), (_BUFFER,)),
+    Case(
+        "dtype_F4_subbyte",
+        "kept",
+        _PLAIN,
+        beside(_BUFFER, "F4", (32, 64), b"\x12" * 1024),
+        (_BUFFER,),
+    ),
     refused("dtype_F4_odd_count", "byte", beside(_BUFFER, "F4", (3, 3), b"\x12" * 5)),
     refused("fp8_without_scales", "no scales", recorded({"quant_method": "fp8"}, {O_PROJ: _CODES})),
     refused(
         "fp8_scales_of_another_shape",
         "expected a float for the matrix, for each row, or for each block (config.json gives 128x128 of blocks)",
-        recorded(FP8_BLOCKS, {O_PROJ: _CODES, f"{O_PROJ}_scale_inv": ("F32", (2, 3), b"\0\0\x80?" * 6)}),
+        recorded(
+            FP8_BLOCKS, {O_PROJ: _CODES, f"{O_PROJ}_scale_inv": ("F32", (2, 3), b"\0\0\x80?" * 6)}
+        ),
     ),
     refused(
         "record_of_no_tensor",
@@ -306,19 +401,29 @@ VALUES = (
         "",
         sharded(
             {Q_PROJ: FIRST, K_PROJ: FIRST, V_PROJ: SECOND},
-            {FIRST: pack_shard({Q_PROJ: weight(), K_PROJ: weight(1)}), SECOND: pack_shard({V_PROJ: weight(2)})},
+            {
+                FIRST: pack_shard({Q_PROJ: weight(), K_PROJ: weight(1)}),
+                SECOND: pack_shard({V_PROJ: weight(2)}),
+            },
         ),
     ),
 )
 
 _ABSOLUTE = "/outside.safetensors"
 LAYOUTS = (
-    refused("index_traversal_rel", "outside", sharded({O_PROJ: FIRST, "x": OUTSIDE}, {FIRST: SOUND, OUTSIDE: WRONG})),
+    refused(
+        "index_traversal_rel",
+        "outside",
+        sharded({O_PROJ: FIRST, "x": OUTSIDE}, {FIRST: SOUND, OUTSIDE: WRONG}),
+    ),
     refused("index_absolute", "outside", sharded({O_PROJ: FIRST, "x": _ABSOLUTE}, {FIRST: SOUND})),
     refused(
         "index_symlink_out",
         "outside",
-        sharded({O_PROJ: FIRST, "x": "link.safetensors"}, {FIRST: SOUND, OUTSIDE: WRONG, "link.safetensors": link(OUTSIDE)}),
+        sharded(
+            {O_PROJ: FIRST, "x": "link.safetensors"},
+            {FIRST: SOUND, OUTSIDE: WRONG, "link.safetensors": link(OUTSIDE)},
+        ),
     ),
     Case(
         "hf_cache_symlinks",
@@ -331,13 +436,21 @@ LAYOUTS = (
         },
         source=f"snapshots/{'0' * 40}",
     ),
-    refused("index_missing_shard", "missing", sharded({O_PROJ: FIRST, "y": SECOND}, {FIRST: SOUND})),
-    refused("index_tensor_not_in_shard", "not in", sharded({O_PROJ: FIRST, "ghost": FIRST}, {FIRST: SOUND})),
+    refused(
+        "index_missing_shard", "missing", sharded({O_PROJ: FIRST, "y": SECOND}, {FIRST: SOUND})
+    ),
+    refused(
+        "index_tensor_not_in_shard",
+        "not in",
+        sharded({O_PROJ: FIRST, "ghost": FIRST}, {FIRST: SOUND}),
+    ),
     Case(
         "index_omits_tensor",
         "warned",
         "not in the index",
-        sharded({O_PROJ: FIRST}, {FIRST: pack_shard({O_PROJ: weight(), "extra.weight": weight(1)})}),
+        sharded(
+            {O_PROJ: FIRST}, {FIRST: pack_shard({O_PROJ: weight(), "extra.weight": weight(1)})}
+        ),
     ),
     refused(
         "index_wrong_shard",
@@ -351,7 +464,8 @@ LAYOUTS = (
             "config.json": CONFIG,
             FIRST: SOUND,
             "b.safetensors": pack_shard({O_PROJ: weight(1)}),
-            INDEX: b'{"weight_map":{"%s":"%s","%s":"b.safetensors"}}' % (O_PROJ.encode(), FIRST.encode(), O_PROJ.encode()),
+            INDEX: b'{"weight_map":{"%s":"%s","%s":"b.safetensors"}}'
+            % (O_PROJ.encode(), FIRST.encode(), O_PROJ.encode()),
         },
     ),
     refused(
@@ -359,36 +473,60 @@ LAYOUTS = (
         "two",
         sharded(
             {O_PROJ: FIRST, "y": FIRST, "z": "b.safetensors"},
-            {FIRST: pack_shard({O_PROJ: weight(), "y": weight(2)}), "b.safetensors": pack_shard({O_PROJ: weight(1)})},
+            {
+                FIRST: pack_shard({O_PROJ: weight(), "y": weight(2)}),
+                "b.safetensors": pack_shard({O_PROJ: weight(1)}),
+            },
         ),
     ),
     refused("index_not_json", "index", {"config.json": CONFIG, FIRST: SOUND, INDEX: b"oops"}),
-    refused("index_no_weight_map", "weight_map", {"config.json": CONFIG, FIRST: SOUND, INDEX: b"{}"}),
+    refused(
+        "index_no_weight_map", "weight_map", {"config.json": CONFIG, FIRST: SOUND, INDEX: b"{}"}
+    ),
     refused("index_value_not_str", "weight_map", sharded({O_PROJ: 7}, {FIRST: SOUND})),
     refused(
         "index_and_single",
         "both",
-        sharded({O_PROJ: FIRST}, {FIRST: pack_shard({O_PROJ: weight(5)}), "model.safetensors": SOUND}),
+        sharded(
+            {O_PROJ: FIRST}, {FIRST: pack_shard({O_PROJ: weight(5)}), "model.safetensors": SOUND}
+        ),
     ),
     refused(
         "index_dup_output_name_case",
         "case",
-        sharded({O_PROJ: "A.safetensors", "y": "a.safetensors"}, {"A.safetensors": SOUND, "a.safetensors": OTHER}),
+        sharded(
+            {O_PROJ: "A.safetensors", "y": "a.safetensors"},
+            {"A.safetensors": SOUND, "a.safetensors": OTHER},
+        ),
     ),
-    refused("index_value_config_json", "safetensors", sharded({O_PROJ: FIRST, "y": "config.json"}, {FIRST: SOUND})),
+    refused(
+        "index_value_config_json",
+        "safetensors",
+        sharded({O_PROJ: FIRST, "y": "config.json"}, {FIRST: SOUND}),
+    ),
     refused("shard_is_directory", "not a regular file", single(Path.mkdir)),
     refused("shard_is_fifo", "not a regular file", single(os.mkfifo)),
-    refused("pickle_bin_only", "pickle", {"config.json": CONFIG, "pytorch_model.bin": pickle.dumps(_Boom())}),
-    refused("gguf_only", "GGUF", {"config.json": CONFIG, "model.gguf": b"GGUF\x03\0\0\0" + bytes(64)}),
+    refused(
+        "pickle_bin_only",
+        "pickle",
+        {"config.json": CONFIG, "pytorch_model.bin": pickle.dumps(_Boom())},
+    ),
+    refused(
+        "gguf_only", "GGUF", {"config.json": CONFIG, "model.gguf": b"GGUF\x03\0\0\0" + bytes(64)}
+    ),
     refused("no_weights", "no safetensors", {"config.json": CONFIG}),
     Case("config_missing", "warned", "config.json", {"model.safetensors": SOUND}),
-    refused("config_not_json", "config.json", {"config.json": b"\xff\xfe{", "model.safetensors": SOUND}),
+    refused(
+        "config_not_json", "config.json", {"config.json": b"\xff\xfe{", "model.safetensors": SOUND}
+    ),
     Case(
         "remote_code_present",
         "warned",
         "custom code",
         {
-            "config.json": json.dumps({**LLAMA, "auto_map": {"AutoModel": "modeling_x.X"}}).encode(),
+            "config.json": json.dumps(
+                {**LLAMA, "auto_map": {"AutoModel": "modeling_x.X"}}
+            ).encode(),
             "model.safetensors": SOUND,
             "modeling_x.py": b"import os\nos.system('touch PWNED')\n",
         },

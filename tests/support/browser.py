@@ -18,7 +18,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 COMMAND = "chromium"  # Debian's
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--remote-debugging-pipe")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--no-first-run",
+    "--remote-debugging-pipe",
+)
 SECONDS = 60  # that anything may take on a busy machine
 
 
@@ -37,7 +44,9 @@ class Tab:
         self._number = 0
         self._session: str | None = None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -69,7 +78,11 @@ class Tab:
                 details = told["exceptionDetails"]
                 self.said.append(details.get("exception", {}).get("description", details["text"]))
             case "Runtime.consoleAPICalled" if told["type"] in ("error", "warning", "assert"):
-                self.said.append(" ".join(str(part.get("value", part.get("description"))) for part in told["args"]))
+                self.said.append(
+                    " ".join(
+                        str(part.get("value", part.get("description"))) for part in told["args"]
+                    )
+                )
             case "Log.entryAdded" if told["entry"]["level"] in ("error", "warning"):
                 self.said.append(told["entry"]["text"])
             case "Network.requestWillBeSent":
@@ -84,7 +97,13 @@ class Tab:
         return time.monotonic() - started
 
     def size(self, width: int, height: int) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
 
     def scheme(self, name: str, medium: str = "") -> None:
         """Light or dark; `medium` print shows the page as it is printed."""
@@ -93,23 +112,31 @@ class Tab:
 
     def value(self, expression: str) -> Any:
         """What a JavaScript expression comes to; RuntimeError where it throws."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in answer:
-            raise RuntimeError(answer["exceptionDetails"]["exception"].get("description", expression))
+            raise RuntimeError(
+                answer["exceptionDetails"]["exception"].get("description", expression)
+            )
         return answer["result"].get("value")
 
     def wait(self, expression: str) -> None:
         deadline = time.monotonic() + SECONDS
         while not self.value(f"Boolean({expression})"):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{expression} is not so after {SECONDS} s; the console said {self.said}")
+                raise TimeoutError(
+                    f"{expression} is not so after {SECONDS} s; the console said {self.said}"
+                )
             time.sleep(0.02)
 
     def centre(self, selector: str) -> tuple[float, float]:
         """The middle of an element, scrolled into sight."""
         found = f"document.querySelector({json.dumps(selector)})"
         self.value(f"{found}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
-        box = self.value(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({found}.getBoundingClientRect())")
+        box = self.value(
+            f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({found}.getBoundingClientRect())"
+        )
         return float(box[0]), float(box[1])
 
     def mouse(self, x: float, y: float, is_click: bool = False) -> None:
@@ -130,14 +157,24 @@ class Tab:
     def picture(self, file: Path, height: int | None = None) -> Path:
         """A screenshot of the page: of all of it, or so many pixels of its top."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        clip = {
+            "x": 0,
+            "y": 0,
+            "width": size["width"],
+            "height": height or size["height"],
+            "scale": 1,
+        }
+        shot = self.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip
+        )
         file.write_bytes(base64.b64decode(shot["data"]))
         return file
 
     def printed(self, file: Path) -> Path:
         """The page as a PDF on A4."""
-        made = self.call("Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=True)
+        made = self.call(
+            "Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=True
+        )
         file.write_bytes(base64.b64decode(made["data"]))
         return file
 
@@ -152,7 +189,11 @@ def browser() -> Iterator[Tab]:
         shell = f"exec {command} {' '.join(FLAGS)} --user-data-dir={profile} 3<&{to_browser[0]} 4>&{from_browser[1]}"
         ends = (to_browser[0], from_browser[1])
         running = subprocess.Popen(
-            ["bash", "-c", shell], pass_fds=ends, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            ["bash", "-c", shell],
+            pass_fds=ends,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         for end in ends:
             os.close(end)

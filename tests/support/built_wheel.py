@@ -16,7 +16,10 @@ import fp4convert
 x = np.array([[12.0, 0.0] * 8], np.float32)
 q = fp4convert.quantize_tensor(x, format="nvfp4", scale_rule="amax")
 assert bytes(q.packed) == b"\x07" * 8, bytes(q.packed)
-assert (bytes(q.block_scales), q.global_scale) == (b"\x7e", float(np.float32(12) / np.float32(2688)))
+assert (bytes(q.block_scales), q.global_scale) == (
+    b"\x7e",
+    float(np.float32(12) / np.float32(2688)),
+)
 assert np.array_equal(fp4convert.dequantize_tensor(q), x)
 
 with tempfile.TemporaryDirectory() as folder:

@@ -32,7 +32,9 @@ def notes_for(source: Source, **notes: str) -> dict[str, str]:
     }
 
 
-def statistics_of(module: str, x: np.ndarray, block: int = 0, is_half: bool = False) -> dict[str, np.ndarray]:
+def statistics_of(
+    module: str, x: np.ndarray, block: int = 0, is_half: bool = False
+) -> dict[str, np.ndarray]:
     """What a calibration says of a linear layer that was given the rows of `x`.
 
     block    of a Gram matrix along its diagonal; 0 for none, the number of columns for the whole
@@ -57,10 +59,19 @@ def statistics_of(module: str, x: np.ndarray, block: int = 0, is_half: bool = Fa
         else:
             found["input_gram"] = grams
     narrow = {np.dtype(np.float64): np.float32}
-    return {f"{module}.{kind}": np.asarray(v, narrow.get(np.asarray(v).dtype)) for kind, v in found.items()}
+    return {
+        f"{module}.{kind}": np.asarray(v, narrow.get(np.asarray(v).dtype))
+        for kind, v in found.items()
+    }
 
 
-def write_calibration(path: Path, source: Source, statistics: Mapping[str, np.ndarray], **notes: str) -> Path:
+def write_calibration(
+    path: Path, source: Source, statistics: Mapping[str, np.ndarray], **notes: str
+) -> Path:
     """A calibration file of these tensors for that source; returns its path."""
-    save_file({name: np.asarray(array, order="C") for name, array in statistics.items()}, path, notes_for(source, **notes))
+    save_file(
+        {name: np.asarray(array, order="C") for name, array in statistics.items()},
+        path,
+        notes_for(source, **notes),
+    )
     return path

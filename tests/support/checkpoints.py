@@ -32,7 +32,12 @@ INDEX = "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 LAYER = "model.layers.0"
 WAIT_SECONDS = 120.0  # that a command, or what one waits for, may take on a busy machine
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "torch_dtype": "bfloat16"}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "torch_dtype": "bfloat16",
+}
 
 
 def bf16(*shape: int, seed: int = 0) -> bytes:
@@ -57,12 +62,20 @@ def values_of(tensor: Tensor) -> np.ndarray:
 
 def pack_shard(tensors: dict[str, Tensor], metadata: dict[str, object] | None = None) -> bytes:
     """One safetensors file; the tensors lie in the order given."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"} if metadata is None else metadata}
+    entries: dict[str, object] = {
+        "__metadata__": {"format": "pt"} if metadata is None else metadata
+    }
     end = 0
     for name, (dtype, shape, data) in tensors.items():
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + len(data)]}
+        entries[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [end, end + len(data)],
+        }
         end += len(data)
-    return pack_header(json.dumps(entries).encode()) + b"".join(data for _, _, data in tensors.values())
+    return pack_header(json.dumps(entries).encode()) + b"".join(
+        data for _, _, data in tensors.values()
+    )
 
 
 def pack_header(text: bytes, length: int | None = None) -> bytes:
@@ -72,7 +85,10 @@ def pack_header(text: bytes, length: int | None = None) -> bytes:
 
 def read_shard(path: Path) -> dict[str, Tensor]:
     """Every tensor of a file, as safetensors reads it."""
-    return {name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for name, entry in deserialize(path.read_bytes())}
+    return {
+        name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
+        for name, entry in deserialize(path.read_bytes())
+    }
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
@@ -82,7 +98,10 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def write_checkpoint(
-    folder: Path, shards: dict[str, dict[str, Tensor]], config: dict[str, object] | None = None, **files: bytes
+    folder: Path,
+    shards: dict[str, dict[str, Tensor]],
+    config: dict[str, object] | None = None,
+    **files: bytes,
 ) -> Path:
     """A folder with these shards, an index where there are several, config.json, and more files; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +116,9 @@ def write_checkpoint(
     return folder
 
 
-def write_single(folder: Path, tensors: dict[str, Tensor], config: dict[str, object] | None = None) -> Path:
+def write_single(
+    folder: Path, tensors: dict[str, Tensor], config: dict[str, object] | None = None
+) -> Path:
     return write_checkpoint(folder, {"model.safetensors": tensors}, config)
 
 
@@ -182,10 +203,14 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     """Start the installed command as its own process."""
     command = [str(Path(sys.executable).with_name("fp4convert")), *map(str, arguments)]
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
-def wait_until(happened: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+def wait_until(
+    happened: Callable[[], object], process: subprocess.Popen[str] | None = None
+) -> None:
     """Return as soon as it is so; fail where the process ends first, or after more than a busy machine takes."""
     ended = time.monotonic() + WAIT_SECONDS
     while not happened():
@@ -209,4 +234,6 @@ def run_alone(*arguments: object, seconds: float = WAIT_SECONDS) -> Outcome:
 
 def hidden_characters(text: str) -> list[str]:
     """Characters that could act on a terminal: control, bidi, surrogates, line separators; a newline is none of them."""
-    return sorted({c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")})
+    return sorted(
+        {c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
+    )

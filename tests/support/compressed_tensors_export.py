@@ -12,21 +12,33 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 Schemes = tuple[tuple[str, str], ...]
 
 
-def export_compressed(source: Path, schemes: Schemes, folder: Path, has_fp8_cache: bool = False) -> dict[str, Any]:
+def export_compressed(
+    source: Path, schemes: Schemes, folder: Path, has_fp8_cache: bool = False
+) -> dict[str, Any]:
     """The weights that compressed-tensors decompresses again, by name; the folder now holds its artifact.
 
     schemes  (preset, targets)
     """
     import torch
     from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        apply_quantization_config,
+    )
     from compressed_tensors.quantization import preset_name_to_scheme as scheme
     from transformers import AutoModelForCausalLM
 
-    cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
-    groups = {f"group_{number}": scheme(name, [target]) for number, (name, target) in enumerate(schemes)}
+    cache = QuantizationArgs(
+        num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True
+    )
+    groups = {
+        f"group_{number}": scheme(name, [target]) for number, (name, target) in enumerate(schemes)
+    }
     cache_scheme = cache if has_fp8_cache else None
-    config = QuantizationConfig(config_groups=groups, ignore=["lm_head"], kv_cache_scheme=cache_scheme)
+    config = QuantizationConfig(
+        config_groups=groups, ignore=["lm_head"], kv_cache_scheme=cache_scheme
+    )
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     apply_quantization_config(model, config)
     _observe(model)
@@ -35,8 +47,14 @@ def export_compressed(source: Path, schemes: Schemes, folder: Path, has_fp8_cach
     model.save_pretrained(folder)
     compressor.update_config(folder)
     compressor.decompress_model(model)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name.endswith("_proj.weight")}
-    packed = {name.removesuffix("_packed") for name in read_tensors(folder) if name.endswith(".weight_packed")}
+    weights = {
+        name: tensor for name, tensor in model.state_dict().items() if name.endswith("_proj.weight")
+    }
+    packed = {
+        name.removesuffix("_packed")
+        for name in read_tensors(folder)
+        if name.endswith(".weight_packed")
+    }
     return {name: tensor.detach().clone() for name, tensor in weights.items() if name in packed}
 
 
@@ -55,11 +73,15 @@ def _observe(model: Any) -> None:
             largest = max(amax[_group(name)])
             global_scale = module.weight_global_scale.data = generate_gparam(-largest, largest)
         width = args.group_size or weight.shape[-1]
-        blocks = weight.flatten() if args.strategy == "tensor" else weight.unflatten(-1, (-1, width))
+        blocks = (
+            weight.flatten() if args.strategy == "tensor" else weight.unflatten(-1, (-1, width))
+        )
         block_scales, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args, global_scale)
         module.weight_scale.data = block_scales.reshape(module.weight_scale.shape)
         if hasattr(module, "input_global_scale"):
-            module.input_global_scale.data = torch.tensor([2688 / (1 + 0.1 * sum(map(ord, str(_group(name)))) % 7)])
+            module.input_global_scale.data = torch.tensor(
+                [2688 / (1 + 0.1 * sum(map(ord, str(_group(name)))) % 7)]
+            )
     for name, parameter in model.named_parameters():
         if name.endswith(("self_attn.k_scale", "self_attn.v_scale")):
             parameter.data.fill_(0.02)

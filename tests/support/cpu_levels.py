@@ -22,7 +22,9 @@ NATIVE = _library().fp4_level(0)  # 4, 3 or 2 on x86-64, 0 elsewhere
 Cpus = dict[int, Cpu]
 
 
-EVERY_RULE = pytest.mark.parametrize(("fmt", "rule"), [(fmt, rule) for fmt in FORMATS.values() for rule in fmt.scale_rules])
+EVERY_RULE = pytest.mark.parametrize(
+    ("fmt", "rule"), [(fmt, rule) for fmt in FORMATS.values() for rule in fmt.scale_rules]
+)
 
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)

@@ -22,7 +22,18 @@ import fp4convert.execution.finish
 import fp4convert.numerics.backends.cpu  # noqa: F401 - imported once here, not in every child
 from fp4convert.__main__ import main
 
-SLOWED = ("stat", "rename", "replace", "unlink", "listdir", "scandir", "open", "mkdir", "link", "rmdir")
+SLOWED = (
+    "stat",
+    "rename",
+    "replace",
+    "unlink",
+    "listdir",
+    "scandir",
+    "open",
+    "mkdir",
+    "link",
+    "rmdir",
+)
 SHARE = 0.3  # of the calls that wait
 
 
@@ -49,7 +60,10 @@ def start(command: list[str], number: int, gate: int, folder: Path, delay_second
     status = 1
     try:
         for stream in (1, 2):
-            os.dup2(os.open(folder / f"{number}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+            os.dup2(
+                os.open(folder / f"{number}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+                stream,
+            )
         os.read(gate, 1)
         sys.argv = ["fp4convert", *command]
         slow_down(delay_seconds)
@@ -64,12 +78,20 @@ def start(command: list[str], number: int, gate: int, folder: Path, delay_second
         os._exit(status)
 
 
-def run_all(commands: list[list[str]], folder: Path, delay_seconds: float) -> list[tuple[int, str, str]]:
+def run_all(
+    commands: list[list[str]], folder: Path, delay_seconds: float
+) -> list[tuple[int, str, str]]:
     gate, opener = os.pipe()
-    pids = [start(command, number, gate, folder, delay_seconds) for number, command in enumerate(commands)]
+    pids = [
+        start(command, number, gate, folder, delay_seconds)
+        for number, command in enumerate(commands)
+    ]
     os.write(opener, b"." * len(pids))
     statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    texts = [[(folder / f"{number}.{stream}").read_text() for stream in (1, 2)] for number in range(len(pids))]
+    texts = [
+        [(folder / f"{number}.{stream}").read_text() for stream in (1, 2)]
+        for number in range(len(pids))
+    ]
     return [(status, *text) for status, text in zip(statuses, texts, strict=True)]
 
 

@@ -13,8 +13,14 @@ RECORD, STATE, PIPELINE = "quantization_config.json", ".fp4convert", "model_inde
 COMPONENTS = ("transformer", "transformer_2")
 DIFFUSERS = "diffusion_pytorch_model"
 DIFFUSERS_INDEX = f"{DIFFUSERS}.safetensors.index.json"
-DIFFUSERS_FIRST, DIFFUSERS_SECOND = (f"{DIFFUSERS}-0000{number}-of-00002.safetensors" for number in (1, 2))
-FLUX_CONFIG = {"_class_name": "FluxTransformer2DModel", "_diffusers_version": "0.30.0.dev0", "guidance_embeds": True}
+DIFFUSERS_FIRST, DIFFUSERS_SECOND = (
+    f"{DIFFUSERS}-0000{number}-of-00002.safetensors" for number in (1, 2)
+)
+FLUX_CONFIG = {
+    "_class_name": "FluxTransformer2DModel",
+    "_diffusers_version": "0.30.0.dev0",
+    "guidance_embeds": True,
+}
 FLUX_INDEX = {
     "_class_name": "FluxPipeline",
     "_diffusers_version": "0.30.0.dev0",
@@ -24,7 +30,11 @@ FLUX_INDEX = {
     "transformer": ["diffusers", "FluxTransformer2DModel"],
     "vae": ["diffusers", "AutoencoderKL"],
 }
-WAN_CONFIG = {"_class_name": "WanTransformer3DModel", "_diffusers_version": "0.35.0.dev0", "num_layers": 30}
+WAN_CONFIG = {
+    "_class_name": "WanTransformer3DModel",
+    "_diffusers_version": "0.35.0.dev0",
+    "num_layers": 30,
+}
 WAN_INDEX = {
     "_class_name": "WanPipeline",
     "_diffusers_version": "0.35.0.dev0",
@@ -87,25 +97,37 @@ def wan_tensors(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def write_component(folder: Path, shards: list[dict[str, Tensor]], config: dict[str, object]) -> Path:
+def write_component(
+    folder: Path, shards: list[dict[str, Tensor]], config: dict[str, object]
+) -> Path:
     """A folder as ModelMixin.save_pretrained writes it."""
     folder.mkdir(parents=True)
-    files = [f"{DIFFUSERS}.safetensors"] if len(shards) == 1 else [DIFFUSERS_FIRST, DIFFUSERS_SECOND]
+    files = (
+        [f"{DIFFUSERS}.safetensors"] if len(shards) == 1 else [DIFFUSERS_FIRST, DIFFUSERS_SECOND]
+    )
     for file, tensors in zip(files, shards, strict=True):
         (folder / file).write_bytes(pack_shard(tensors))
     if len(shards) > 1:
-        weight_map = {name: file for file, tensors in zip(files, shards, strict=True) for name in tensors}
-        (folder / DIFFUSERS_INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+        weight_map = {
+            name: file for file, tensors in zip(files, shards, strict=True) for name in tensors
+        }
+        (folder / DIFFUSERS_INDEX).write_text(
+            json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
+        )
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def write_others(folder: Path, index: dict[str, object]) -> Path:
     """Everything of a pipeline but its transformers."""
-    write_component(folder / "vae", [{"decoder.conv_in.weight": weight(90)}], {"_class_name": "AutoencoderKL"})
+    write_component(
+        folder / "vae", [{"decoder.conv_in.weight": weight(90)}], {"_class_name": "AutoencoderKL"}
+    )
     for name, data in {
         "text_encoder/config.json": b'{"model_type": "clip_text_model"}\n',
-        "text_encoder/model.safetensors": pack_shard({"text_model.embeddings.token_embedding.weight": weight(91)}),
+        "text_encoder/model.safetensors": pack_shard(
+            {"text_model.embeddings.token_embedding.weight": weight(91)}
+        ),
         "text_encoder/pytorch_model.bin": b"a pickle" * 200,
         "tokenizer/vocab.json": b'{"a": 0}',
         "scheduler/scheduler_config.json": b'{"shift": 3.0}',
@@ -135,13 +157,25 @@ def quantize(source: object, out: Path, *options: object) -> Outcome:
 def files_of(folder: Path, apart: tuple[str, ...] = ()) -> dict[str, bytes]:
     """The files of a folder but for our state, reports and whole folders `apart`."""
     found = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
-    kept = {name: path for name, path in found.items() if STATE not in name.parts and name.parts[0] not in apart}
-    return {name.as_posix(): path.read_bytes() for name, path in kept.items() if path.name != "quantization_report.json"}
+    kept = {
+        name: path
+        for name, path in found.items()
+        if STATE not in name.parts and name.parts[0] not in apart
+    }
+    return {
+        name.as_posix(): path.read_bytes()
+        for name, path in kept.items()
+        if path.name != "quantization_report.json"
+    }
 
 
 def digest_of(files: dict[str, bytes]) -> str:
     """As `sha256sum FILES | sha256sum` has it, model cards left out."""
-    lines = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in sorted(files.items()) if name != "README.md"]
+    lines = [
+        f"{hashlib.sha256(data).hexdigest()}  {name}\n"
+        for name, data in sorted(files.items())
+        if name != "README.md"
+    ]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 

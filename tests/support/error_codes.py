@@ -16,7 +16,9 @@ from fp4convert.numerics.formats import FLOAT_TYPES
 CLASSES = {
     name: kind.exit_code
     for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, errors.Fp4Error) and kind not in (errors.Fp4Error, errors.Interrupted)
+    if isinstance(kind, type)
+    and issubclass(kind, errors.Fp4Error)
+    and kind not in (errors.Fp4Error, errors.Interrupted)
 }
 
 
@@ -50,10 +52,16 @@ class Codes(ast.NodeVisitor):
         elif isinstance(node, ast.Name):
             yield from self.named(node.id)
         elif ast.unparse(node) == OVERFLOW:
-            yield from (f"{kind.word}-overflow" for name, kind in FLOAT_TYPES.items() if name != "F32")
+            yield from (
+                f"{kind.word}-overflow" for name, kind in FLOAT_TYPES.items() if name != "F32"
+            )
         else:
-            assert isinstance(node, ast.Attribute), f"{self.file.name}, line {node.lineno}: the code is not told"
-            assert node.attr == "code", f"{self.file.name}, line {node.lineno}: the code is not told"
+            assert isinstance(node, ast.Attribute), (
+                f"{self.file.name}, line {node.lineno}: the code is not told"
+            )
+            assert node.attr == "code", (
+                f"{self.file.name}, line {node.lineno}: the code is not told"
+            )
 
     def named(self, name: str) -> list[str]:
         """What a name stands for: a parameter of the function around it, what is put there, or a constant of the package."""
@@ -61,12 +69,23 @@ class Codes(ast.NodeVisitor):
         parameters = [each.arg for each in function.args.args if each.arg != "self"]
         if name in parameters:
             at = parameters.index(name)
-            calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and len(node.args) > at]
-            own = [call for call in calls if ast.unparse(call.func).removeprefix("self.") == function.name]
+            calls = [
+                node
+                for node in ast.walk(self.tree)
+                if isinstance(node, ast.Call) and len(node.args) > at
+            ]
+            own = [
+                call
+                for call in calls
+                if ast.unparse(call.func).removeprefix("self.") == function.name
+            ]
             told = [code for call in own for code in self.told(call, call.args[at])]
         else:
             inside = [
-                node for tree in (function, *self.trees.values()) for node in ast.walk(tree) if isinstance(node, ast.Assign)
+                node
+                for tree in (function, *self.trees.values())
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Assign)
             ]
             first = next(node for node in inside if ast.unparse(node.targets[0]) == name)
             told = list(self.codes(first.value))
@@ -75,7 +94,11 @@ class Codes(ast.NodeVisitor):
 
     def told(self, call: ast.Call, given: ast.expr) -> list[str]:
         """A code that is given in a call, by the names of the function around that."""
-        around = [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef) and call in ast.walk(node)]
+        around = [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.FunctionDef) and call in ast.walk(node)
+        ]
         before, self.functions = self.functions, around
         found = list(self.codes(given))
         self.functions = before
@@ -85,7 +108,10 @@ class Codes(ast.NodeVisitor):
 @cache
 def raised() -> dict[str, set[int]]:
     """code -> exit codes, of every error in the source."""
-    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "fp4convert").rglob("*.py"))}
+    trees = {
+        file: ast.parse(file.read_text(encoding="utf-8"))
+        for file in sorted((ROOT / "fp4convert").rglob("*.py"))
+    }
     found: dict[str, set[int]] = defaultdict(set, interrupted={130, 143})
     for file, tree in trees.items():
         visitor = Codes(trees, file)

@@ -118,7 +118,9 @@ class FakeHub:
 
     def _serve(self, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
         server = _Server(("127.0.0.1", 0), type(handler.__name__, (handler,), {"fake": self}))
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return server
 
     def rest(self, seconds: float) -> None:
@@ -159,8 +161,15 @@ class FakeHub:
     def take(self, handler: _Handler, kinds: tuple[str, ...]) -> Fault | None:
         with self.lock:
             for fault in self.faults:
-                is_here = (fault.where, fault.method) == (handler.where, handler.command) and fault.kind in kinds
-                if is_here and fault.times > 0 and re.search(fault.match, f"{handler.path} {handler.headers.get('Range', '')}"):
+                is_here = (fault.where, fault.method) == (
+                    handler.where,
+                    handler.command,
+                ) and fault.kind in kinds
+                if (
+                    is_here
+                    and fault.times > 0
+                    and re.search(fault.match, f"{handler.path} {handler.headers.get('Range', '')}")
+                ):
                     if fault.after:
                         fault.after -= 1
                         continue
@@ -193,8 +202,16 @@ class _Server(ThreadingHTTPServer):
 
 
 def _path_info(path: str, file: File) -> dict[str, object]:
-    large = {"lfs": {"oid": file.oid, "size": file.nbytes, "pointerSize": 134}} if file.is_large else {}
-    return {"type": "file", "path": path, "size": file.nbytes, "oid": "0" * 40 if file.is_large else file.oid, **large}
+    large = (
+        {"lfs": {"oid": file.oid, "size": file.nbytes, "pointerSize": 134}} if file.is_large else {}
+    )
+    return {
+        "type": "file",
+        "path": path,
+        "size": file.nbytes,
+        "oid": "0" * 40 if file.is_large else file.oid,
+        **large,
+    }
 
 
 def read_file(path: Path) -> File:
@@ -224,7 +241,15 @@ class _Handler(BaseHTTPRequestHandler):
         token = self.headers.get("Authorization")
         with self.fake.lock:
             self.fake.seen.append(
-                Seen(self.where, self.command, self.path, self.headers.get("Range"), token, nbytes, time.monotonic())
+                Seen(
+                    self.where,
+                    self.command,
+                    self.path,
+                    self.headers.get("Range"),
+                    token,
+                    nbytes,
+                    time.monotonic(),
+                )
             )
 
     def is_broken(self) -> bool:
@@ -258,7 +283,11 @@ class _Handler(BaseHTTPRequestHandler):
         etag = "another" if kind == "etag" else file.oid
         self.note(0 if self.command == "HEAD" else stop - start)
         self.send_response(status)
-        for name, value in {"Content-Length": str(stop - start), "ETag": f'"{etag}"', **headers}.items():
+        for name, value in {
+            "Content-Length": str(stop - start),
+            "ETag": f'"{etag}"',
+            **headers,
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -280,14 +309,23 @@ class _Handler(BaseHTTPRequestHandler):
                     data = bytes(damaged)
                 self.wfile.write(data)
                 if self.fake.nbytes_per_second:
-                    self.fake.rest(max(0.0, began + (at - start) / self.fake.nbytes_per_second - time.monotonic()))
+                    self.fake.rest(
+                        max(
+                            0.0,
+                            began + (at - start) / self.fake.nbytes_per_second - time.monotonic(),
+                        )
+                    )
         if fault and fault.kind in ("drop", "stall"):
             self.wfile.flush()
             self.fake.rest(fault.seconds if fault.kind == "stall" else 0)
             if fault.is_reset:
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )
             self.close_connection = True
-            os.close(self.connection.detach()) if fault.is_reset else self.connection.shutdown(socket.SHUT_RDWR)
+            os.close(self.connection.detach()) if fault.is_reset else self.connection.shutdown(
+                socket.SHUT_RDWR
+            )
 
     def _send_whole(self, file: int, start: int, stop: int) -> None:
         """A range of an open file, copied by the system alone: benchmarks measure the client."""
@@ -311,7 +349,12 @@ class Hub(_Handler):
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             return self._list(match[1], match[2] or "main")
         if re.fullmatch(r"/api/models/[^/]+/[^/]+/xet-read-token/[0-9a-f]{40}", path):
-            return self.answer(200, json.dumps({"casUrl": self.fake.chunks, "accessToken": "x", "exp": 1 << 40}).encode())
+            return self.answer(
+                200,
+                json.dumps(
+                    {"casUrl": self.fake.chunks, "accessToken": "x", "exp": 1 << 40}
+                ).encode(),
+            )
         if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path, re.DOTALL):
             return self._resolve(match[1], match[2], match[3])
         return self.answer(404)
@@ -319,7 +362,9 @@ class Hub(_Handler):
     def do_POST(self) -> None:
         """What a commit holds at some paths; pull-through mirrors ask so."""
         asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)/paths-info/([^/]+)", unquote(urlsplit(self.path).path))
+        match = re.fullmatch(
+            r"/api/models/([^/]+/[^/]+)/paths-info/([^/]+)", unquote(urlsplit(self.path).path)
+        )
         repo = self.fake.repos.get(match[1]) if match else None
         if match is None or self.refuse(repo, is_file=False) or repo is None:
             return None if match else self.answer(404)
@@ -330,11 +375,19 @@ class Hub(_Handler):
     def refuse(self, repo: Repo | None, is_file: bool) -> bool:
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if token and token != TOKEN:
-            self.answer(401, b"{}", {"X-Error-Message": "Invalid credentials in Authorization header"})
+            self.answer(
+                401, b"{}", {"X-Error-Message": "Invalid credentials in Authorization header"}
+            )
         elif repo is None or (repo.is_private and not token):
-            self.answer(404 if token else 401, b"{}", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+            self.answer(
+                404 if token else 401,
+                b"{}",
+                {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
+            )
         elif is_file and repo.is_gated and not token:
-            self.answer(401, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
+            self.answer(
+                401, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"}
+            )
         else:
             return False
         return True
@@ -345,10 +398,18 @@ class Hub(_Handler):
             return None
         commit = repo.branches.get(revision, revision)
         if commit not in repo.commits:
-            return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "Invalid rev id"})
+            return self.answer(
+                404,
+                b"{}",
+                {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "Invalid rev id"},
+            )
         siblings = []
         for path, file in repo.commits[commit].items():
-            large = {"lfs": {"sha256": file.oid, "size": file.nbytes, "pointerSize": 134}} if file.is_large else {}
+            large = (
+                {"lfs": {"sha256": file.oid, "size": file.nbytes, "pointerSize": 134}}
+                if file.is_large
+                else {}
+            )
             blob = "0" * 40 if file.is_large else file.oid
             siblings.append({"rfilename": path, "size": file.nbytes, "blobId": blob, **large})
         names = {"_id": "1", "id": name, "modelId": name, "tags": [], "private": repo.is_private}
@@ -371,7 +432,9 @@ class Hub(_Handler):
         headers["X-Linked-ETag"] = f'"{"f" * 64 if lie and lie.kind == "oid" else file.oid}"'
         if file.oid in self.fake.xet_names:
             headers["X-Xet-Hash"] = self.fake.xet_names[file.oid]
-        return self.answer(302, b"", {**headers, "Location": self.fake.sign(f"/{name}/{commit}/{path}")})
+        return self.answer(
+            302, b"", {**headers, "Location": self.fake.sign(f"/{name}/{commit}/{path}")}
+        )
 
 
 class Storage(_Handler):

@@ -16,7 +16,11 @@ from fakehub import LFS_NBYTES, TOKEN, FakeHub, File, Hub, Repo, Storage, read_f
 
 OWNED = "me"  # the namespace that the token may write to
 Reply = tuple[int, object, dict[str, str]]
-FORBIDDEN: Reply = (403, {"error": "You don't have the rights"}, {"X-Error-Message": "You don't have the rights"})
+FORBIDDEN: Reply = (
+    403,
+    {"error": "You don't have the rights"},
+    {"X-Error-Message": "You don't have the rights"},
+)
 
 
 class UploadHub(FakeHub):
@@ -58,7 +62,9 @@ class UploadHub(FakeHub):
     def create(self, name: str, is_private: bool = False) -> None:
         """A new repository, which holds what every new one does."""
         self.repos[name] = Repo({}, {}, False, is_private)
-        self.repos[name].commit({".gitattributes": read_file(self.keep(b"*.safetensors filter=lfs\n"))})
+        self.repos[name].commit(
+            {".gitattributes": read_file(self.keep(b"*.safetensors filter=lfs\n"))}
+        )
 
 
 class _Writing:
@@ -120,7 +126,10 @@ class _UploadHub(_Writing, Hub):
         return self.answer(403, b"{}", {**code, **FORBIDDEN[2]})
 
     def _may_write(self, name: str) -> bool:
-        return self.headers.get("Authorization") == f"Bearer {TOKEN}" and name.partition("/")[0] == OWNED
+        return (
+            self.headers.get("Authorization") == f"Bearer {TOKEN}"
+            and name.partition("/")[0] == OWNED
+        )
 
     def reply_to(self, body: bytes) -> Reply:
         path = unquote(urlsplit(self.path).path)
@@ -128,7 +137,11 @@ class _UploadHub(_Writing, Hub):
             return self._create(json.loads(body))
         if path == "/api/validate-yaml":
             errors = [{"message": message} for message in self.fake.card_errors]
-            return (400 if errors else 200), {"errors": errors, "warnings": [{"message": "\x1b[31m"}]}, {}
+            return (
+                (400 if errors else 200),
+                {"errors": errors, "warnings": [{"message": "\x1b[31m"}]},
+                {},
+            )
         if match := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/(batch|verify)", path):
             return self._write(match[1], match[2], body)
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main", path):
@@ -152,7 +165,9 @@ class _UploadHub(_Writing, Hub):
             return FORBIDDEN
         if what == "commit":
             return self._commit(name, [json.loads(line) for line in body.splitlines()])
-        return {"preupload": self._modes, "batch": self._batch, "verify": self._verify}[what](name, json.loads(body))
+        return {"preupload": self._modes, "batch": self._batch, "verify": self._verify}[what](
+            name, json.loads(body)
+        )
 
     def _modes(self, name: str, asked: dict) -> Reply:
         head = self.fake.head(name)
@@ -175,7 +190,9 @@ class _UploadHub(_Writing, Hub):
                 "upload": {"href": self.fake.sign(f"/upload/{entry['oid']}")},
                 "verify": {"href": f"{self.fake.endpoint}/{name}.git/info/lfs/objects/verify"},
             }
-            objects.append({**entry, **({} if entry["oid"] in self.fake.stored else {"actions": actions})})
+            objects.append(
+                {**entry, **({} if entry["oid"] in self.fake.stored else {"actions": actions})}
+            )
         return 200, {"transfer": "basic", "objects": objects}, {}
 
     def _verify(self, name: str, asked: dict) -> Reply:
@@ -186,7 +203,11 @@ class _UploadHub(_Writing, Hub):
         files = dict(self.fake.head(name))
         parent = lines[0]["value"].get("parentCommit")
         if parent not in (None, repo.branches["main"]):
-            return 412, {"error": "A commit has happened since"}, {"X-Error-Message": "A commit has happened since"}
+            return (
+                412,
+                {"error": "A commit has happened since"},
+                {"X-Error-Message": "A commit has happened since"},
+            )
         for line in lines[1:]:
             value = line["value"]
             if line["key"] == "file":
@@ -195,13 +216,23 @@ class _UploadHub(_Writing, Hub):
                 if files.pop(value["path"], None) is None:
                     return 404, {}, {"X-Error-Code": "EntryNotFound"}
             elif value["oid"] in self.fake.stored:
-                files[value["path"]] = File(self.fake.stored[value["oid"]], value["size"], value["oid"])
+                files[value["path"]] = File(
+                    self.fake.stored[value["oid"]], value["size"], value["oid"]
+                )
             elif self.fake.takes_unsent:
                 files[value["path"]] = File(Path(), value["size"], value["oid"])
             else:
-                return 400, {"error": "an object is missing"}, {"X-Error-Message": "an object is missing"}
+                return (
+                    400,
+                    {"error": "an object is missing"},
+                    {"X-Error-Message": "an object is missing"},
+                )
         commit = repo.commit(files)
-        return 200, {"commitUrl": f"{self.fake.endpoint}/{name}/commit/{commit}", "commitOid": commit}, {}
+        return (
+            200,
+            {"commitUrl": f"{self.fake.endpoint}/{name}/commit/{commit}", "commitOid": commit},
+            {},
+        )
 
 
 class _UploadStorage(_Writing, Storage):

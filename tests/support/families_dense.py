@@ -11,8 +11,19 @@ from family import Family, Tensors
 
 # Of two sizes that a mistake could exchange none are equal: 64 in, 96 queries, 48 keys, 80 or 112 in the middle.
 SIZES: dict[str, Any] = {
-    **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24},
-    **{"intermediate_size": 80, "vocab_size": 160, "max_position_embeddings": 64, "tie_word_embeddings": False},
+    **{
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+    },
+    **{
+        "intermediate_size": 80,
+        "vocab_size": 160,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    },
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
 SIGLIP = {
@@ -31,7 +42,10 @@ DECODER = (ATTENTION, OUTPUT, *MLP)
 
 def _siglip_inside(tensors: Tensors) -> Tensors:
     """Gemma 3 was published when SigLIP's tower had one more module inside: vision_tower.vision_model.encoder..."""
-    return {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in tensors.items()}
+    return {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in tensors.items()
+    }
 
 
 DENSE = (
@@ -57,7 +71,12 @@ DENSE = (
         {
             "text_config": {**SIZES, "tie_word_embeddings": True},
             "vision_config": SIGLIP,
-            **{"mm_tokens_per_image": 4, "image_token_index": 150, "boi_token_index": 151, "eoi_token_index": 152},
+            **{
+                "mm_tokens_per_image": 4,
+                "image_token_index": 150,
+                "boi_token_index": 151,
+                "eoi_token_index": 152,
+            },
         },
         tuple(f"language_model.{line}" for line in DECODER),
         published=_siglip_inside,
@@ -68,10 +87,26 @@ DENSE = (
         "whisper",
         "WhisperForConditionalGeneration",
         {
-            **{"d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 80, "decoder_ffn_dim": 112},
-            **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 16, "vocab_size": 160},
+            **{
+                "d_model": 64,
+                "encoder_layers": 1,
+                "decoder_layers": 2,
+                "encoder_ffn_dim": 80,
+                "decoder_ffn_dim": 112,
+            },
+            **{
+                "encoder_attention_heads": 4,
+                "decoder_attention_heads": 4,
+                "num_mel_bins": 16,
+                "vocab_size": 160,
+            },
             **{"max_source_positions": 24, "max_target_positions": 32},
-            **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1},
+            **{
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                "pad_token_id": 0,
+                "decoder_start_token_id": 1,
+            },
         },
         (
             "model.encoder.layers.0.self_attn.(q_proj k_proj v_proj)",

@@ -8,7 +8,12 @@ from __future__ import annotations
 from family import Family
 
 Shapes = dict[str, tuple[int, ...]]
-WIDTH, HEAD, TEXT, MIDDLE = 96, 24, 48, 144  # inner dimension; of one head; of the text encoder; of feed-forward layers
+WIDTH, HEAD, TEXT, MIDDLE = (
+    96,
+    24,
+    48,
+    144,
+)  # inner dimension; of one head; of the text encoder; of feed-forward layers
 BLOCKS = 6  # of Wan
 
 
@@ -18,14 +23,29 @@ def _linear(name: str, rows: int, columns: int) -> Shapes:
 
 def _flux() -> Shapes:
     """transformer/ of FLUX.1-dev: two double blocks, whose image and text have weights of their own, and two single ones."""
-    shapes = _linear("x_embedder", WIDTH, 64) | _linear("context_embedder", WIDTH, TEXT) | _linear("proj_out", 64, WIDTH)
+    shapes = (
+        _linear("x_embedder", WIDTH, 64)
+        | _linear("context_embedder", WIDTH, TEXT)
+        | _linear("proj_out", 64, WIDTH)
+    )
     shapes |= _linear("norm_out.linear", 2 * WIDTH, WIDTH)
-    for embedder, columns in (("timestep_embedder", 256), ("guidance_embedder", 256), ("text_embedder", 32)):
+    for embedder, columns in (
+        ("timestep_embedder", 256),
+        ("guidance_embedder", 256),
+        ("text_embedder", 32),
+    ):
         shapes |= _linear(f"time_text_embed.{embedder}.linear_1", WIDTH, columns)
         shapes |= _linear(f"time_text_embed.{embedder}.linear_2", WIDTH, WIDTH)
     for number in range(2):
         double, single = f"transformer_blocks.{number}", f"single_transformer_blocks.{number}"
-        for projection in (*_QKV, "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out"):
+        for projection in (
+            *_QKV,
+            "add_q_proj",
+            "add_k_proj",
+            "add_v_proj",
+            "to_out.0",
+            "to_add_out",
+        ):
             shapes |= _linear(f"{double}.attn.{projection}", WIDTH, WIDTH)
         for norm in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
             shapes[f"{double}.attn.{norm}.weight"] = (HEAD,)
@@ -36,7 +56,9 @@ def _flux() -> Shapes:
         for projection in _QKV:
             shapes |= _linear(f"{single}.attn.{projection}", WIDTH, WIDTH)
         shapes |= {f"{single}.attn.{norm}.weight": (HEAD,) for norm in ("norm_q", "norm_k")}
-        shapes |= _linear(f"{single}.norm.linear", 3 * WIDTH, WIDTH) | _linear(f"{single}.proj_mlp", MIDDLE, WIDTH)
+        shapes |= _linear(f"{single}.norm.linear", 3 * WIDTH, WIDTH) | _linear(
+            f"{single}.proj_mlp", MIDDLE, WIDTH
+        )
         shapes |= _linear(f"{single}.proj_out", WIDTH, WIDTH + MIDDLE)
     return shapes
 
@@ -55,9 +77,13 @@ def _wan() -> Shapes:
         for attention in ("attn1", "attn2"):
             for projection in (*_QKV, "to_out.0"):
                 shapes |= _linear(f"{block}.{attention}.{projection}", WIDTH, WIDTH)
-            shapes |= {f"{block}.{attention}.{norm}.weight": (WIDTH,) for norm in ("norm_q", "norm_k")}
+            shapes |= {
+                f"{block}.{attention}.{norm}.weight": (WIDTH,) for norm in ("norm_q", "norm_k")
+            }
         shapes |= {f"{block}.norm2.weight": (WIDTH,), f"{block}.norm2.bias": (WIDTH,)}
-        shapes |= _linear(f"{block}.ffn.net.0.proj", MIDDLE, WIDTH) | _linear(f"{block}.ffn.net.2", WIDTH, MIDDLE)
+        shapes |= _linear(f"{block}.ffn.net.0.proj", MIDDLE, WIDTH) | _linear(
+            f"{block}.ffn.net.2", WIDTH, MIDDLE
+        )
         shapes[f"{block}.scale_shift_table"] = (1, 6, WIDTH)
     return shapes
 
@@ -69,8 +95,18 @@ DIFFUSION = (
         "flux",
         "",
         {
-            **{"_class_name": "FluxTransformer2DModel", "num_layers": 2, "num_single_layers": 2, "guidance_embeds": True},
-            **{"attention_head_dim": HEAD, "num_attention_heads": 4, "joint_attention_dim": TEXT, "in_channels": 64},
+            **{
+                "_class_name": "FluxTransformer2DModel",
+                "num_layers": 2,
+                "num_single_layers": 2,
+                "guidance_embeds": True,
+            },
+            **{
+                "attention_head_dim": HEAD,
+                "num_attention_heads": 4,
+                "joint_attention_dim": TEXT,
+                "in_channels": 64,
+            },
         },
         (
             "{transformer_blocks,single_transformer_blocks}.{0-1}.attn.(to_q to_k to_v)",
@@ -85,11 +121,18 @@ DIFFUSION = (
         "wan",
         "",
         {
-            **{"_class_name": "WanTransformer3DModel", "num_layers": BLOCKS, "num_attention_heads": 4},
+            **{
+                "_class_name": "WanTransformer3DModel",
+                "num_layers": BLOCKS,
+                "num_attention_heads": 4,
+            },
             **{"attention_head_dim": HEAD, "ffn_dim": MIDDLE, "text_dim": TEXT, "in_channels": 16},
         },
         # The first two and the last two blocks stay.
-        ("blocks.{2-3}.{attn1,attn2}.(to_q to_k to_v)", "blocks.{2-3}.{attn1.to_out.0,attn2.to_out.0,ffn.net.0.proj,ffn.net.2}"),
+        (
+            "blocks.{2-3}.{attn1,attn2}.(to_q to_k to_v)",
+            "blocks.{2-3}.{attn1.to_out.0,attn2.to_out.0,ffn.net.0.proj,ffn.net.2}",
+        ),
         extra=_wan(),
     ),
 )

@@ -8,27 +8,69 @@ from families_dense import ATTENTION, OUTPUT, SIZES
 from family import Family, Tensors
 
 FOUR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 48}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 48,
+}
 LATENT: dict[str, Any] = {
-    **{**SIZES, **ROUTED, "num_key_value_heads": 4, "head_dim": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    **{"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 32},
+    **{
+        **SIZES,
+        **ROUTED,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    **{
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 32,
+    },
 }
 LINEAR = {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24},
+    **{
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+    },
     **{"linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"]},
 }
-EXPERTS = "model.layers.{0-1}.mlp.experts.{0-3}.(gate_proj up_proj)", "model.layers.{0-1}.mlp.experts.{0-3}.down_proj"
-SHARED_EXPERT = "model.layers.{0-1}.mlp.shared_expert.(gate_proj up_proj)", "model.layers.{0-1}.mlp.shared_expert.down_proj"
+EXPERTS = (
+    "model.layers.{0-1}.mlp.experts.{0-3}.(gate_proj up_proj)",
+    "model.layers.{0-1}.mlp.experts.{0-3}.down_proj",
+)
+SHARED_EXPERT = (
+    "model.layers.{0-1}.mlp.shared_expert.(gate_proj up_proj)",
+    "model.layers.{0-1}.mlp.shared_expert.down_proj",
+)
 MIXTRAL = (
     "model.layers.{0-1}.block_sparse_moe.experts.{0-3}.(w1 w3)",
     "model.layers.{0-1}.block_sparse_moe.experts.{0-3}.w2",
 )
 DENSE_FIRST = "model.layers.0.mlp.(gate_proj up_proj)", "model.layers.0.mlp.down_proj"
-EXPERTS_SECOND = "model.layers.1.mlp.experts.{0-3}.(gate_proj up_proj)", "model.layers.1.mlp.experts.{0-3}.down_proj"
-SHARED_SECOND = "model.layers.1.mlp.shared_experts.(gate_proj up_proj)", "model.layers.1.mlp.shared_experts.down_proj"
+EXPERTS_SECOND = (
+    "model.layers.1.mlp.experts.{0-3}.(gate_proj up_proj)",
+    "model.layers.1.mlp.experts.{0-3}.down_proj",
+)
+SHARED_SECOND = (
+    "model.layers.1.mlp.shared_experts.(gate_proj up_proj)",
+    "model.layers.1.mlp.shared_experts.down_proj",
+)
 ATTENTION_TENSORS = {"q_proj": (96, 64), "k_proj": (48, 64), "v_proj": (48, 64), "o_proj": (64, 96)}
 LATENT_TENSORS = {
-    **{"q_a_proj": (48, 64), "q_b_proj": (96, 48), "kv_a_proj_with_mqa": (40, 64), "kv_b_proj": (192, 32), "o_proj": (64, 128)},
+    **{
+        "q_a_proj": (48, 64),
+        "q_b_proj": (96, 48),
+        "kv_a_proj_with_mqa": (40, 64),
+        "kv_b_proj": (192, 32),
+        "o_proj": (64, 128),
+    },
     **{"q_a_layernorm": (48,), "kv_a_layernorm": (32,)},
 }
 
@@ -36,12 +78,19 @@ LATENT_TENSORS = {
 def _mtp_layer(prefix: str, attention: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """A layer for multi-token prediction as DeepSeek V3 and GLM-4.5 publish it, numbered after the last one of the model."""
     return {
-        **{f"{prefix}.{name}.weight": (64,) for name in ("enorm", "hnorm", "shared_head.norm", "input_layernorm")},
+        **{
+            f"{prefix}.{name}.weight": (64,)
+            for name in ("enorm", "hnorm", "shared_head.norm", "input_layernorm")
+        },
         **{f"{prefix}.{name}.weight": (160, 64) for name in ("embed_tokens", "shared_head.head")},
         f"{prefix}.eh_proj.weight": (64, 128),
         **{f"{prefix}.self_attn.{name}.weight": shape for name, shape in attention.items()},
         f"{prefix}.mlp.gate.weight": (4, 64),
-        **{f"{prefix}.mlp.{where}.{name}.weight": (48, 64) for where in _EXPERTS for name in ("gate_proj", "up_proj")},
+        **{
+            f"{prefix}.mlp.{where}.{name}.weight": (48, 64)
+            for where in _EXPERTS
+            for name in ("gate_proj", "up_proj")
+        },
         **{f"{prefix}.mlp.{where}.down_proj.weight": (64, 48) for where in _EXPERTS},
     }
 
@@ -51,16 +100,40 @@ _EXPERTS = ("shared_experts", "experts.0", "experts.1", "experts.2", "experts.3"
 
 def unprefixed(tensors: Tensors) -> Tensors:
     """DeepSeek V4 was published under names without `model.`; transformers adds it when it reads, and leaves it when it saves."""
-    names = {"model.embed_tokens.weight": "embed.weight", **{f"model.hc_head.hc_{part}": f"hc_head_{part}" for part in HC_PARTS}}
-    return {names.get(name, name.removeprefix("model.")): tensor for name, tensor in tensors.items()}
+    names = {
+        "model.embed_tokens.weight": "embed.weight",
+        **{f"model.hc_head.hc_{part}": f"hc_head_{part}" for part in HC_PARTS},
+    }
+    return {
+        names.get(name, name.removeprefix("model.")): tensor for name, tensor in tensors.items()
+    }
 
 
 HC_PARTS = ("fn", "base", "scale")
 DEEPSEEK_V4 = {
     **{key: value for key, value in SIZES.items() if key != "intermediate_size"},
-    **{"hidden_size": 128, "moe_intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 96},
-    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "hc_mult": 2, "o_groups": 2, "o_lora_rank": 32},
-    **{"index_n_heads": 2, "index_head_dim": 32, "index_topk": 8, "sliding_window": 16, "num_hash_layers": 1},
+    **{
+        "hidden_size": 128,
+        "moe_intermediate_size": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "q_lora_rank": 96,
+    },
+    **{
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "hc_mult": 2,
+        "o_groups": 2,
+        "o_lora_rank": 32,
+    },
+    **{
+        "index_n_heads": 2,
+        "index_head_dim": 32,
+        "index_topk": 8,
+        "sliding_window": 16,
+        "num_hash_layers": 1,
+    },
     **{"qk_rope_head_dim": 16, "num_nextn_predict_layers": 1},
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
@@ -82,11 +155,24 @@ ONE_BY_ONE = (
         (ATTENTION, OUTPUT, *EXPERTS, *SHARED_EXPERT),
         runs="restored",
     ),
-    Family("qwen3_moe", "Qwen3MoeForCausalLM", {**SIZES, **FOUR}, (ATTENTION, OUTPUT, *EXPERTS), runs="restored"),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {**SIZES, **FOUR},
+        (ATTENTION, OUTPUT, *EXPERTS),
+        runs="restored",
+    ),
     Family(
         "olmoe",
         "OlmoeForCausalLM",
-        {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "head_dim": 16, "num_key_value_heads": 2},
+        {
+            **SIZES,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 48,
+            "head_dim": 16,
+            "num_key_value_heads": 2,
+        },
         (ATTENTION, OUTPUT, *EXPERTS),
         runs="restored",
     ),
@@ -127,7 +213,14 @@ ONE_BY_ONE = (
     Family(
         "glm4_moe",
         "Glm4MoeForCausalLM",
-        {**SIZES, **ROUTED, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
+        {
+            **SIZES,
+            **ROUTED,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_nextn_predict_layers": 1,
+        },
         EXPERTS_SECOND,
         runs="restored",
         extra=_mtp_layer("model.layers.2", ATTENTION_TENSORS),

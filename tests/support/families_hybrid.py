@@ -11,16 +11,38 @@ QWEN_VISION = {
     **{"out_hidden_size": 64, "num_position_embeddings": 16},
 }
 QWEN_TOKENS = {
-    **{"image_token_id": 150, "video_token_id": 151, "vision_start_token_id": 152, "vision_end_token_id": 153},
+    **{
+        "image_token_id": 150,
+        "video_token_id": 151,
+        "vision_start_token_id": 152,
+        "vision_end_token_id": 153,
+    },
     "tie_word_embeddings": False,
 }
 GEMMA4_REST = {
     "vision_config": {
-        **{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
-        **{"intermediate_size": 48, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 16},
+        **{
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        },
+        **{
+            "intermediate_size": 48,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 16,
+        },
     },
     "audio_config": None,
-    **{"image_token_id": 150, "boi_token_id": 151, "eoi_token_id": 152, "audio_token_id": 153, "video_token_id": 154},
+    **{
+        "image_token_id": 150,
+        "boi_token_id": 151,
+        "eoi_token_id": 152,
+        "audio_token_id": 153,
+        "video_token_id": 154,
+    },
 }
 # Of gated attention q_proj makes the gate too, and stays; so k_proj and v_proj stay with it.
 GATED_OUTPUT = "model.layers.1.self_attn.o_proj"
@@ -43,7 +65,10 @@ HYBRID = (
         beside="mtp.",
         extra={
             **QWEN_MTP,
-            **{f"mtp.layers.0.mlp.experts.{expert}.gate_proj.weight": (48, 64) for expert in range(4)},
+            **{
+                f"mtp.layers.0.mlp.experts.{expert}.gate_proj.weight": (48, 64)
+                for expert in range(4)
+            },
         },
     ),
     Family(
@@ -58,9 +83,25 @@ HYBRID = (
         "nemotron_h",
         "NemotronHForCausalLM",
         {
-            **{**SIZES, "num_hidden_layers": 4, "layers_block_type": ["mamba", "moe", "attention", "mlp"]},
-            **{"mamba_num_heads": 4, "mamba_head_dim": 24, "ssm_state_size": 16, "n_groups": 2, "expand": 2},
-            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1},
+            **{
+                **SIZES,
+                "num_hidden_layers": 4,
+                "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+            },
+            **{
+                "mamba_num_heads": 4,
+                "mamba_head_dim": 24,
+                "ssm_state_size": 16,
+                "n_groups": 2,
+                "expand": 2,
+            },
+            **{
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 48,
+                "n_group": 1,
+                "topk_group": 1,
+            },
             "moe_shared_expert_intermediate_size": 112,
         },
         (  # no gates
@@ -69,7 +110,10 @@ HYBRID = (
         ),
         runs="restored",
         beside="mtp.",
-        extra={"mtp.layers.0.eh_proj.weight": (64, 128), "mtp.layers.1.mixer.experts.0.up_proj.weight": (48, 64)},
+        extra={
+            "mtp.layers.0.eh_proj.weight": (64, 128),
+            "mtp.layers.1.mixer.experts.0.up_proj.weight": (48, 64),
+        },
     ),
     Family(
         "lfm2",
@@ -86,7 +130,13 @@ HYBRID = (
         "longcat_flash",
         "LongcatFlashForCausalLM",  # zero experts have no weights, and transformers 5.23 wants some
         {
-            **{**LATENT, "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 80, "expert_ffn_hidden_size": 48},
+            **{
+                **LATENT,
+                "num_layers": 2,
+                "num_hidden_layers": 4,
+                "ffn_hidden_size": 80,
+                "expert_ffn_hidden_size": 48,
+            },
             **{"moe_topk": 2, "zero_expert_num": 0, "num_nextn_predict_layers": 1},
         },
         (
@@ -98,16 +148,32 @@ HYBRID = (
         ),
         runs="restored",
         beside="model.mtp.",
-        extra={"model.mtp.layers.0.eh_proj.weight": (64, 128), "model.mtp.embed_tokens.weight": (160, 64)},
+        extra={
+            "model.mtp.layers.0.eh_proj.weight": (64, 128),
+            "model.mtp.embed_tokens.weight": (160, 64),
+        },
     ),
     Family(
         "gemma4",
         "Gemma4ForConditionalGeneration",
         {
             "text_config": {
-                **{**SIZES, "num_hidden_layers": 4, "global_head_dim": 32, "sliding_window": 16, "tie_word_embeddings": True},
-                **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
-                **{"use_double_wide_mlp": True, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 160},
+                **{
+                    **SIZES,
+                    "num_hidden_layers": 4,
+                    "global_head_dim": 32,
+                    "sliding_window": 16,
+                    "tie_word_embeddings": True,
+                },
+                **{
+                    "layer_types": ["sliding_attention", "full_attention"] * 2,
+                    "num_kv_shared_layers": 2,
+                },
+                **{
+                    "use_double_wide_mlp": True,
+                    "hidden_size_per_layer_input": 16,
+                    "vocab_size_per_layer_input": 160,
+                },
             },
             **GEMMA4_REST,
         },

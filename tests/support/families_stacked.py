@@ -12,10 +12,16 @@ from family import Family, Stack, Tensors
 PAIR = ("gate_proj", "up_proj")
 LAYERS = "model.language_model.layers.{0-1}"
 TEXT_ATTENTION = (f"{LAYERS}.self_attn.(q_proj k_proj v_proj)", f"{LAYERS}.self_attn.o_proj")
-TEXT_EXPERTS = (f"{LAYERS}.mlp.experts.{{0-3}}.(gate_proj up_proj)", f"{LAYERS}.mlp.experts.{{0-3}}.down_proj")
+TEXT_EXPERTS = (
+    f"{LAYERS}.mlp.experts.{{0-3}}.(gate_proj up_proj)",
+    f"{LAYERS}.mlp.experts.{{0-3}}.down_proj",
+)
 DBRX = "transformer.blocks.{0-1}.ffn.experts.mlp"
 LLAMA4 = "language_model.model.layers"
-QWEN_STACKS = (Stack(f"{LAYERS}.mlp.experts.gate_up_proj", PAIR), Stack(f"{LAYERS}.mlp.experts.down_proj", ("down_proj",)))
+QWEN_STACKS = (
+    Stack(f"{LAYERS}.mlp.experts.gate_up_proj", PAIR),
+    Stack(f"{LAYERS}.mlp.experts.down_proj", ("down_proj",)),
+)
 QWEN_STACKS_TRANSPOSED = (
     Stack(f"{LAYERS}.mlp.experts.gate_up_proj", PAIR, is_transposed=True),
     Stack(f"{LAYERS}.mlp.experts.down_proj", ("down_proj",), is_transposed=True),
@@ -32,15 +38,23 @@ def _stacked(tensors: Tensors) -> Tensors:
         if not experts:
             result[name] = tensor
         elif tail == "0.gate_proj.weight":
-            every = [[tensors[f"{head}{experts}{e}.{member}.weight"] for member in (*PAIR, "down_proj")] for e in range(4)]
-            result[f"{head}{experts}gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in every])
+            every = [
+                [tensors[f"{head}{experts}{e}.{member}.weight"] for member in (*PAIR, "down_proj")]
+                for e in range(4)
+            ]
+            result[f"{head}{experts}gate_up_proj"] = torch.stack(
+                [torch.cat([gate, up]) for gate, up, _ in every]
+            )
             result[f"{head}{experts}down_proj"] = torch.stack([down for _, _, down in every])
     return result
 
 
 def _transposed(tensors: Tensors) -> Tensors:
     """Qwen3-VL's experts as they are published, (experts, in, out), which transformers 4.57 held them in; 5 turns them round."""
-    return {name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor for name, tensor in tensors.items()}
+    return {
+        name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 QWEN3_5_MOE = {
@@ -51,7 +65,11 @@ QWEN3_5_MOE = {
 QWEN3_VL_MOE = {
     "text_config": {
         **{**SIZES, **FOUR},
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [4, 4, 4],
+        },
     },
     "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]},
     **QWEN_TOKENS,
@@ -72,7 +90,13 @@ STACKED = (
             "mtp.layers.0.mlp.experts.down_proj": (4, 64, 48),
         },
     ),
-    Family("qwen3_5_moe-single", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE, TEXT_EXPERTS, runs="restored"),
+    Family(
+        "qwen3_5_moe-single",
+        "Qwen3_5MoeForConditionalGeneration",
+        QWEN3_5_MOE,
+        TEXT_EXPERTS,
+        runs="restored",
+    ),
     Family(
         "qwen3_vl_moe",
         "Qwen3VLMoeForConditionalGeneration",
@@ -95,12 +119,25 @@ STACKED = (
         "Llama4ForConditionalGeneration",
         {
             "text_config": {
-                **{**SIZES, "intermediate_size": 48, "intermediate_size_mlp": 80, "num_local_experts": 4},
-                **{"interleave_moe_layer_step": 2, "layer_types": ["chunked_attention", "full_attention"]},
+                **{
+                    **SIZES,
+                    "intermediate_size": 48,
+                    "intermediate_size_mlp": 80,
+                    "num_local_experts": 4,
+                },
+                **{
+                    "interleave_moe_layer_step": 2,
+                    "layer_types": ["chunked_attention", "full_attention"],
+                },
                 "attention_chunk_size": 32,
             },
             "vision_config": {
-                **{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128},
+                **{
+                    "hidden_size": 32,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                    "intermediate_size": 128,
+                },
                 **{"image_size": 28, "patch_size": 14},
                 **{"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
             },
@@ -124,7 +161,13 @@ STACKED = (
         "gpt_oss",
         "GptOssForCausalLM",
         {
-            **{**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "sliding_window": 16},
+            **{
+                **SIZES,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "intermediate_size": 48,
+                "sliding_window": 16,
+            },
             "layer_types": ["sliding_attention", "full_attention"],
         },
         (
@@ -132,7 +175,12 @@ STACKED = (
             "model.layers.{0-1}.mlp.experts.{0-3}.down_proj",
         ),
         (
-            Stack("model.layers.{0-1}.mlp.experts.gate_up_proj", PAIR, is_transposed=True, is_interleaved=True),
+            Stack(
+                "model.layers.{0-1}.mlp.experts.gate_up_proj",
+                PAIR,
+                is_transposed=True,
+                is_interleaved=True,
+            ),
             Stack("model.layers.{0-1}.mlp.experts.down_proj", ("down_proj",), is_transposed=True),
         ),
         runs="restored",
@@ -142,9 +190,22 @@ STACKED = (
         "Gemma4ForConditionalGeneration",
         {
             "text_config": {
-                **{**SIZES, "global_head_dim": 32, "sliding_window": 16, "tie_word_embeddings": True},
-                **{"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0},
-                **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+                **{
+                    **SIZES,
+                    "global_head_dim": 32,
+                    "sliding_window": 16,
+                    "tie_word_embeddings": True,
+                },
+                **{
+                    "layer_types": ["sliding_attention", "full_attention"],
+                    "hidden_size_per_layer_input": 0,
+                },
+                **{
+                    "enable_moe_block": True,
+                    "num_experts": 4,
+                    "top_k_experts": 2,
+                    "moe_intermediate_size": 48,
+                },
                 **{"attention_k_eq_v": True, "num_global_key_value_heads": 1},
             },
             **GEMMA4_REST,
@@ -158,7 +219,10 @@ STACKED = (
             f"{LAYERS}.experts.{{0-3}}.(gate_proj up_proj)",
             f"{LAYERS}.experts.{{0-3}}.down_proj",
         ),
-        (Stack(f"{LAYERS}.experts.gate_up_proj", PAIR), Stack(f"{LAYERS}.experts.down_proj", ("down_proj",))),
+        (
+            Stack(f"{LAYERS}.experts.gate_up_proj", PAIR),
+            Stack(f"{LAYERS}.experts.down_proj", ("down_proj",)),
+        ),
         runs="restored",
     ),
     Family(
@@ -166,7 +230,11 @@ STACKED = (
         "GraniteMoeHybridForCausalLM",
         {
             **{**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48},
-            **{"shared_intermediate_size": 112, "layer_types": ["mamba", "attention"], "mamba_n_heads": 4},
+            **{
+                "shared_intermediate_size": 112,
+                "layer_types": ["mamba", "attention"],
+                "mamba_n_heads": 4,
+            },
             **{"mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2},
         },
         (
@@ -184,7 +252,9 @@ STACKED = (
                 named="{parent}.experts.{expert}.{member}",
             ),
             Stack(
-                "model.layers.{0-1}.block_sparse_moe.output_linear.weight", ("w2",), named="{parent}.experts.{expert}.{member}"
+                "model.layers.{0-1}.block_sparse_moe.output_linear.weight",
+                ("w2",),
+                named="{parent}.experts.{expert}.{member}",
             ),
         ),
         runs="restored",
@@ -195,7 +265,12 @@ STACKED = (
         {
             **{"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 160},
             "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
-            "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+            "ffn_config": {
+                "ffn_hidden_size": 48,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+                "hidden_size": 64,
+            },
             **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
         },
         (

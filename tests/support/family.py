@@ -55,11 +55,17 @@ class Stack:
     def views(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
         """(module, its matrix as (out, in)) for every matrix; what is written to it is written to the stack."""
         parent = name.removesuffix(".weight").rpartition(".")[0]
-        for expert, held in enumerate(tensor.unflatten(0, (self.experts, -1)) if self.experts else tensor):
+        for expert, held in enumerate(
+            tensor.unflatten(0, (self.experts, -1)) if self.experts else tensor
+        ):
             matrix = held.T if self.is_transposed else held
             rows = len(matrix) // len(self.members)
             for place, member in enumerate(self.members):
-                part = slice(place, None, len(self.members)) if self.is_interleaved else slice(place * rows, (place + 1) * rows)
+                part = (
+                    slice(place, None, len(self.members))
+                    if self.is_interleaved
+                    else slice(place * rows, (place + 1) * rows)
+                )
                 yield self.named.format(parent=parent, expert=expert, member=member), matrix[part]
 
 
@@ -185,7 +191,10 @@ def write_shards(tensors: Tensors, folder: Path) -> None:
         held = {name: tensors[name].contiguous() for name in names[number::SHARDS]}
         save_file(held, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(held, file)
-    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": weight_map,
+    }
     (folder / INDEX).write_text(json.dumps(index))
 
 
@@ -198,7 +207,10 @@ def matrices(family: Family, tensors: Tensors) -> Tensors:
             views |= dict(stack.views(name, tensors[name]))
             stacked.add(name)
     modules = {module for group in family.groups for module in group}
-    return {module: views[module] if module in views else tensors[f"{module}.weight"] for module in modules}
+    return {
+        module: views[module] if module in views else tensors[f"{module}.weight"]
+        for module in modules
+    }
 
 
 def kept(family: Family, tensors: Tensors) -> Tensors:
@@ -210,19 +222,25 @@ def kept(family: Family, tensors: Tensors) -> Tensors:
 
 def encoded(family: Family, tensors: Tensors) -> dict[str, Quantized]:
     """Module -> its NVFP4 codes and scales by the reference codec, with one amax for each group; as divisors."""
-    weights = {module: matrix.float().numpy() for module, matrix in matrices(family, tensors).items()}
+    weights = {
+        module: matrix.float().numpy() for module, matrix in matrices(family, tensors).items()
+    }
     values = {}
     for group in family.groups:
         amax = max(float(np.abs(weights[module]).max()) for module in group)
         for module in group:
-            values[module] = _as_divisor(codec.quantize(weights[module], FORMATS["nvfp4"], "amax", amax))
+            values[module] = _as_divisor(
+                codec.quantize(weights[module], FORMATS["nvfp4"], "amax", amax)
+            )
     return values
 
 
 def _as_divisor(value: Quantized) -> Quantized:
     """The same with the global scale as compressed-tensors stores it: one over it, rounded once."""
     assert value.global_scale is not None
-    return replace(value, global_scale=float(np.float32(1) / np.float32(value.global_scale)), kind="divisor")
+    return replace(
+        value, global_scale=float(np.float32(1) / np.float32(value.global_scale)), kind="divisor"
+    )
 
 
 def spelled(values: Mapping[str, Quantized]) -> Tensors:
@@ -232,8 +250,12 @@ def spelled(values: Mapping[str, Quantized]) -> Tensors:
     tensors: Tensors = {}
     for module, value in values.items():
         rows, columns = value.shape
-        packed = torch.frombuffer(bytearray(value.packed), dtype=torch.uint8).reshape(rows, columns // 2)
-        block_scales = torch.frombuffer(bytearray(value.block_scales), dtype=torch.float8_e4m3fn).reshape(rows, columns // 16)
+        packed = torch.frombuffer(bytearray(value.packed), dtype=torch.uint8).reshape(
+            rows, columns // 2
+        )
+        block_scales = torch.frombuffer(
+            bytearray(value.block_scales), dtype=torch.float8_e4m3fn
+        ).reshape(rows, columns // 16)
         stored = (packed, block_scales, torch.tensor([value.global_scale], dtype=torch.float32))
         tensors |= {f"{module}.{part}": tensor for part, tensor in zip(PARTS, stored, strict=True)}
     return tensors
@@ -244,7 +266,10 @@ def decoded(family: Family, tensors: Tensors) -> Tensors:
     import torch
 
     values = encoded(family, tensors)
-    result = {name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).clone() for name, tensor in tensors.items()}
+    result = {
+        name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).clone()
+        for name, tensor in tensors.items()
+    }
     for module, matrix in matrices(family, result).items():
         matrix.copy_(torch.from_numpy(codec.dequantize(values[module])))  # rounded once
     return result
@@ -253,7 +278,11 @@ def decoded(family: Family, tensors: Tensors) -> Tensors:
 def write_values(source: Path, tensors: Tensors, folder: Path) -> Path:
     """The folder, now with that checkpoint's model and other values, as ordinary weights."""
     folder.mkdir()
-    config = {key: value for key, value in read_json(source / "config.json").items() if key != "quantization_config"}
+    config = {
+        key: value
+        for key, value in read_json(source / "config.json").items()
+        if key != "quantization_config"
+    }
     (folder / "config.json").write_text(json.dumps(config))
     if (source / "generation_config.json").exists():
         shutil.copy(source / "generation_config.json", folder)
@@ -268,12 +297,23 @@ def load(family: Family, folder: Path, dtype: str = "bfloat16", **options: Any) 
 
     kind = getattr(transformers, family.model)
     if family.model_type:  # else its names are not known for those of the class
-        options["config"] = kind.config_class(**{**read_json(folder / "config.json"), "model_type": kind.config_class.model_type})
-    model, info = kind.from_pretrained(folder, dtype=getattr(torch, dtype), output_loading_info=True, **options)
-    assert [name for name in info.pop("unexpected_keys") if not family.extra or not name.startswith(family.beside)] == []
+        options["config"] = kind.config_class(
+            **{**read_json(folder / "config.json"), "model_type": kind.config_class.model_type}
+        )
+    model, info = kind.from_pretrained(
+        folder, dtype=getattr(torch, dtype), output_loading_info=True, **options
+    )
+    assert [
+        name
+        for name in info.pop("unexpected_keys")
+        if not family.extra or not name.startswith(family.beside)
+    ] == []
     assert not any(info.values()), info
     if model.config.get_text_config().tie_word_embeddings:
-        assert model.get_output_embeddings().weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+        assert (
+            model.get_output_embeddings().weight.data_ptr()
+            == model.get_input_embeddings().weight.data_ptr()
+        )
     return model.eval()
 
 

@@ -22,7 +22,10 @@ READERS = {
     "mlp.up_proj": ("mlp.down_proj",),
 }
 INPUTS = {
-    maker: correlated(128 if maker == "self_attn.v_proj" else 96 if "up" in maker else 64, seed=len(maker)) for maker in READERS
+    maker: correlated(
+        128 if maker == "self_attn.v_proj" else 96 if "up" in maker else 64, seed=len(maker)
+    )
+    for maker in READERS
 }
 Arrays = dict[str, np.ndarray]
 
@@ -33,17 +36,27 @@ def calibrated(folder: Path, path: Path, block: int = 0, **changes: np.ndarray) 
     for maker, readers in READERS.items():
         for reader in readers:
             tensors |= statistics_of(f"{LAYER}.{reader}", INPUTS[maker], block)
-    return write_calibration(path, open_source(str(folder)), {**tensors, **changes}, gram=f"block:{block}" if block else "diag")
+    return write_calibration(
+        path,
+        open_source(str(folder)),
+        {**tensors, **changes},
+        gram=f"block:{block}" if block else "diag",
+    )
 
 
 def write_source(folder: Path) -> Path:
     """A llama whose neighbours lie in different shards."""
     names = list(TENSORS)
-    shards = {FIRST: {name: TENSORS[name] for name in names[::2]}, SECOND: {name: TENSORS[name] for name in names[1::2]}}
+    shards = {
+        FIRST: {name: TENSORS[name] for name in names[::2]},
+        SECOND: {name: TENSORS[name] for name in names[1::2]},
+    }
     return write_checkpoint(folder, shards, LLAMA)
 
 
-def made(source: Path, out: Path, method: str, calibration: Path, *options: object) -> dict[str, Tensor]:
+def made(
+    source: Path, out: Path, method: str, calibration: Path, *options: object
+) -> dict[str, Tensor]:
     """The artifact's tensors."""
     outcome = run(
         *("quantize", source, "--format", "nvfp4", "--scale-rule", "amax", "--method", method),
@@ -74,7 +87,9 @@ def changed(out: Path, folder: Path, name: str, change) -> Path:
             data[first:last] = change(bytes(data[first:last]))
             shard.write_bytes(data)
     record = json.loads((folder / "quantization_config.json").read_text())
-    record["files"] = {file: hashlib.sha256((folder / file).read_bytes()).hexdigest() for file in record["files"]}
+    record["files"] = {
+        file: hashlib.sha256((folder / file).read_bytes()).hexdigest() for file in record["files"]
+    }
     (folder / "quantization_config.json").write_text(json.dumps(record))
     return folder
 

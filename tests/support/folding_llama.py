@@ -21,16 +21,27 @@ LLAMA: dict[str, Any] = {
 }
 
 
-NORMS = {f"model.layers.0.{name}.weight": bf16_norm(64) for name in ("input_layernorm", "post_attention_layernorm")}
+NORMS = {
+    f"model.layers.0.{name}.weight": bf16_norm(64)
+    for name in ("input_layernorm", "post_attention_layernorm")
+}
 
 
 SHAPES = {
-    **{"self_attn.q_proj": (128, 64), "self_attn.k_proj": (64, 64), "self_attn.v_proj": (64, 64), "self_attn.o_proj": (64, 128)},
+    **{
+        "self_attn.q_proj": (128, 64),
+        "self_attn.k_proj": (64, 64),
+        "self_attn.v_proj": (64, 64),
+        "self_attn.o_proj": (64, 128),
+    },
     **{"mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96)},
 }
 
 
 TENSORS: dict[str, Tensor] = {
     **NORMS,
-    **{f"model.layers.0.{name}.weight": weight(seed, *shape) for seed, (name, shape) in enumerate(SHAPES.items())},
+    **{
+        f"model.layers.0.{name}.weight": weight(seed, *shape)
+        for seed, (name, shape) in enumerate(SHAPES.items())
+    },
 }

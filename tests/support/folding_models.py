@@ -14,7 +14,13 @@ from tiny_models import read_tensors
 
 INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
 BERT = {
-    **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 80, "vocab_size": 160},
+    **{
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 80,
+        "vocab_size": 160,
+    },
     **{"max_position_embeddings": 64, "type_vocab_size": 2},
 }
 MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -29,7 +35,12 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
         {
             "text_config": SIZES,
             "vision_config": SIGLIP,
-            **{"mm_tokens_per_image": 4, "image_token_index": 150, "boi_token_index": 151, "eoi_token_index": 152},
+            **{
+                "mm_tokens_per_image": 4,
+                "image_token_index": 150,
+                "boi_token_index": 151,
+                "eoi_token_index": 152,
+            },
         },
     ),
     "phi": ("PhiForCausalLM", {**SIZES, "num_key_value_heads": 4}),
@@ -40,7 +51,10 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "olmo2": ("Olmo2ForCausalLM", SIZES),
     "bert": ("BertModel", BERT),
     "mixtral": ("MixtralForCausalLM", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2_moe": ("Qwen2MoeForCausalLM", {**SIZES, **FOUR, "shared_expert_intermediate_size": 112, "mlp_only_layers": [0]}),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {**SIZES, **FOUR, "shared_expert_intermediate_size": 112, "mlp_only_layers": [0]},
+    ),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {**SIZES, **FOUR, "mlp_only_layers": [1]}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {**LATENT, "topk_method": "greedy"}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {**LATENT, "q_lora_rank": None}),

@@ -51,10 +51,17 @@ class Source:
 def make_gpt_oss(folder: Path) -> Source:
     """Every code and seven exponents; gates are the even rows of gate_up, ups the odd ones."""
     tensors = read_tensors(make_gptoss(folder))
-    judged = {name: tensor for name, tensor in tensors.items() if not name.endswith(("_blocks", "_scales"))}
+    judged = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(("_blocks", "_scales"))
+    }
     four_bit = gptoss_experts(folder)
     return Source(
-        folder, "mxfp4", four_bit, judged | {f"{name}.weight": mxfp4_weight(*parts) for name, parts in four_bit.items()}
+        folder,
+        "mxfp4",
+        four_bit,
+        judged | {f"{name}.weight": mxfp4_weight(*parts) for name, parts in four_bit.items()},
     )
 
 
@@ -63,12 +70,19 @@ def make_deepseek_v4(folder: Path) -> Source:
     build(V4, folder)
     fp8, fp4 = fp8_blocks(128, 128, "float8_e8m0fnu", ".scale"), mxfp4_experts()
     experts = modules_of(*V4_EXPERTS)
-    judged = pack_checkpoint(folder, [(fp8, modules_of(*V4_FP8)), (fp4, [*experts, "mtp.0.ffn.experts.0.w1"])])
+    judged = pack_checkpoint(
+        folder, [(fp8, modules_of(*V4_FP8)), (fp4, [*experts, "mtp.0.ffn.experts.0.w1"])]
+    )
     config = read_json(folder / "config.json")
     config["quantization_config"]["expert_dtype"] = config["expert_dtype"] = "fp4"
     (folder / "config.json").write_text(json.dumps(config))
     tensors = read_tensors(folder)
-    return Source(folder, "mxfp4", {name: (tensors[f"{name}.weight"], tensors[f"{name}.scale"]) for name in experts}, judged)
+    return Source(
+        folder,
+        "mxfp4",
+        {name: (tensors[f"{name}.weight"], tensors[f"{name}.scale"]) for name in experts},
+        judged,
+    )
 
 
 def make_nvfp4_ct(folder: Path) -> Source:
@@ -80,7 +94,9 @@ def make_nvfp4_ct(folder: Path) -> Source:
         module = name.removesuffix(".weight_packed")
         packed, block_scales, divisor = (tensors[f"{module}.{part}"] for part in PARTS)
         four_bit[module] = (packed, block_scales)
-        judged[f"{module}.weight"] = formulas.decoded(formulas.unpacked(packed), formulas.e4m3(block_scales) / divisor)
+        judged[f"{module}.weight"] = formulas.decoded(
+            formulas.unpacked(packed), formulas.e4m3(block_scales) / divisor
+        )
     return Source(folder, "nvfp4", four_bit, judged)
 
 
@@ -89,7 +105,9 @@ def make_nvfp4_modelopt(folder: Path) -> Source:
     export_modelopt(plain, "NVFP4_DEFAULT_CFG", folder)
     tensors = read_tensors(folder)
     weights = formulas.quark_weights(tensors)
-    four_bit = {name.removesuffix(".weight"): (tensors[name], tensors[f"{name}_scale"]) for name in weights}
+    four_bit = {
+        name.removesuffix(".weight"): (tensors[name], tensors[f"{name}_scale"]) for name in weights
+    }
     return Source(folder, "nvfp4", four_bit, read_tensors(plain) | weights)
 
 

@@ -40,7 +40,11 @@ def model() -> Arrays:
 
 
 def write_donor(
-    path: Path, arrays: Arrays, kind: str = "BF16", architecture: str = "llama", kinds: dict[str, str] | None = None
+    path: Path,
+    arrays: Arrays,
+    kind: str = "BF16",
+    architecture: str = "llama",
+    kinds: dict[str, str] | None = None,
 ) -> Path:
     """kinds  types of single tensors; NVFP4, which the package cannot make, is all zeros"""
     writer = gguf.GGUFWriter(path, architecture)
@@ -48,9 +52,13 @@ def write_donor(
     writer.add_head_count(HEADS["blk.0.attn_q.weight"])
     writer.add_head_count_kv(HEADS["blk.0.attn_k.weight"])
     for name, array in arrays.items():
-        dtype = gguf.GGMLQuantizationType[(kinds or {}).get(name) or (kind if array.ndim > 1 else "F32")]
+        dtype = gguf.GGMLQuantizationType[
+            (kinds or {}).get(name) or (kind if array.ndim > 1 else "F32")
+        ]
         zeros = np.zeros((*array.shape[:-1], array.shape[-1] // 64 * 36), np.uint8)
-        writer.add_tensor(name, zeros if dtype.name == "NVFP4" else quantize(array, dtype), raw_dtype=dtype)
+        writer.add_tensor(
+            name, zeros if dtype.name == "NVFP4" else quantize(array, dtype), raw_dtype=dtype
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

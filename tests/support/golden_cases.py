@@ -44,12 +44,18 @@ EXCLUDED: dict[str, dict[str, str]] = {
             for dtype in ("bf16", "fp32")
             for rule in RULES
         },
-        **{f"hugeone_{dtype}/{rule}": LARGEST for dtype in ("bf16", "fp32") for rule in ("even", "ceil")},
+        **{
+            f"hugeone_{dtype}/{rule}": LARGEST
+            for dtype in ("bf16", "fp32")
+            for rule in ("even", "ceil")
+        },
     },
     "compressed-tensors": {
         **NOT_FINITE,
         **dict.fromkeys(("hugeone_bf16", "hugeone_fp32"), LARGEST),
-        **dict.fromkeys(("allzero_fp16", "edges_fp16", "hugeone_fp16", "sfties_fp16", "ties_fp16"), HALF),
+        **dict.fromkeys(
+            ("allzero_fp16", "edges_fp16", "hugeone_fp16", "sfties_fp16", "ties_fp16"), HALF
+        ),
     },
 }
 

@@ -30,9 +30,15 @@ def draw_plan(source: Path, fmt: str = "nvfp4") -> str:
     document = fp4convert_json("quantize", source, "--format", fmt, "--dry-run")
     rows = [HEAD, *(_cells(row) for row in document["patterns"])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     totals = f"{document['source_bytes']} bytes become {document['output_bytes']}"
-    return "\n".join([*lines, "", totals, *(f"warning: {text}" for text in document["warnings"])]) + "\n"
+    return (
+        "\n".join([*lines, "", totals, *(f"warning: {text}" for text in document["warnings"])])
+        + "\n"
+    )
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -44,7 +50,9 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _makers() -> dict[str, Callable[[Path], object]]:
     """Name -> what makes the checkpoint in a folder."""
-    makers: dict[str, Callable[[Path], object]] = {family.name: partial(build, family) for family in FAMILIES}
+    makers: dict[str, Callable[[Path], object]] = {
+        family.name: partial(build, family) for family in FAMILIES
+    }
     return makers | {str(case): case.build for case in CASES} | MAKERS
 
 
@@ -57,7 +65,9 @@ def main(arguments: list[str]) -> int:
             make(Path(folder) / name)
             page = draw_plan(Path(folder) / name)
         known = file.read_text() if file.exists() else ""
-        diff = difflib.unified_diff(known.splitlines(), page.splitlines(), file.name, "now", lineterm="")
+        diff = difflib.unified_diff(
+            known.splitlines(), page.splitlines(), file.name, "now", lineterm=""
+        )
         for line in diff:
             differs = True
             print(line)

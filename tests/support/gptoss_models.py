@@ -49,8 +49,12 @@ def make_gptoss(folder: Path) -> Path:
         for name, tensor in read_tensors(folder).items():
             if name.endswith(STACKED):
                 experts, columns, rows = tensor.shape  # transformers holds them transposed
-                tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
-                tensors[f"{name}_scales"] = torch.randint(116, 122, (experts, rows, columns // 32), dtype=torch.uint8)
+                tensors[f"{name}_blocks"] = torch.randint(
+                    0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8
+                )
+                tensors[f"{name}_scales"] = torch.randint(
+                    116, 122, (experts, rows, columns // 32), dtype=torch.uint8
+                )
             else:
                 tensors[name] = tensor
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -64,7 +68,9 @@ def expected_weights(native: Path) -> dict[str, Any]:
     """Name -> bfloat16 weight of every stack of experts, transposed as transformers holds it; no rounding happens."""
     tensors = read_tensors(native)
     return {
-        name.removesuffix("_blocks"): mxfp4_weight(blocks.flatten(-2), tensors[name.replace("_blocks", "_scales")])
+        name.removesuffix("_blocks"): mxfp4_weight(
+            blocks.flatten(-2), tensors[name.replace("_blocks", "_scales")]
+        )
         .transpose(1, 2)
         .bfloat16()
         for name, blocks in tensors.items()
@@ -84,6 +90,9 @@ def listed_experts(native: Path) -> dict[str, tuple[Any, Any]]:
                 ("gate_up_proj", "up_proj", slice(1, None, 2)),
                 ("down_proj", "down_proj", slice(None)),
             ):
-                blocks, scales = (tensors[f"{prefix}.{stack}_{part}"][expert, rows] for part in ("blocks", "scales"))
+                blocks, scales = (
+                    tensors[f"{prefix}.{stack}_{part}"][expert, rows]
+                    for part in ("blocks", "scales")
+                )
                 modules[f"{prefix}.{expert}.{projection}"] = (blocks.flatten(-2), scales)
     return modules

@@ -25,5 +25,8 @@ def gptq_by_the_paper(w, h, steps, damping=0.01):
 
 def nearest(q):
     """Codes by ml_dtypes' own conversion; a negative quotient sets the sign."""
-    magnitude = np.minimum(np.abs(q), 6).astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 7
+    magnitude = (
+        np.minimum(np.abs(q), 6).astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+        & 7
+    )
     return np.where(q < 0, magnitude | 8, magnitude)

@@ -30,9 +30,13 @@ def expect(hub: FakeHub, folder: Path, out: Path) -> str:
     record["source"] = {"repo": "org/m", "revision": hub.repos["org/m"].branches["main"]}
     (out / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
     files = [path for path in out.rglob("*") if path.is_file() and ".fp4convert" not in path.parts]
-    files = [path for path in files if path not in (out / "README.md", out / "quantization_report.json")]
+    files = [
+        path for path in files if path not in (out / "README.md", out / "quantization_report.json")
+    ]
     names = sorted(path.relative_to(out).as_posix() for path in files)
-    lines = "".join(f"{hashlib.sha256((out / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
+    lines = "".join(
+        f"{hashlib.sha256((out / name).read_bytes()).hexdigest()}  {name}\n" for name in names
+    )
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
@@ -47,4 +51,11 @@ def cached(hub, folder, tmp_path, names):
     return tmp_path / "cache" / "models--org--m"
 
 
-ALL_FILES = (FIRST, SECOND, "model.safetensors.index.json", "config.json", "tokenizer.json", "notes.txt")
+ALL_FILES = (
+    FIRST,
+    SECOND,
+    "model.safetensors.index.json",
+    "config.json",
+    "tokenizer.json",
+    "notes.txt",
+)

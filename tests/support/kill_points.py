@@ -70,8 +70,15 @@ def count_calls(kill_at: int) -> None:
 
 def hashes(folder: Path) -> dict[str, str]:
     """sha256 of every file under a final name."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and STATE not in path.relative_to(folder).parts)
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and STATE not in path.relative_to(folder).parts
+    )
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def walk(command: list[str], folder: Path) -> dict[str, object]:

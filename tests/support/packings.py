@@ -71,7 +71,9 @@ def fp8_blocks(
     import torch
 
     def spread(values: Any, shape: tuple[int, int]) -> Any:
-        return values.repeat_interleave(height, 0).repeat_interleave(width, 1)[: shape[0], : shape[1]]
+        return values.repeat_interleave(height, 0).repeat_interleave(width, 1)[
+            : shape[0], : shape[1]
+        ]
 
     def pack(weight: Any) -> Parts:
         rows, columns = weight.shape
@@ -82,17 +84,28 @@ def fp8_blocks(
             multipliers = multipliers.log2().ceil().exp2()
         codes = (weight.float() / spread(multipliers, weight.shape)).to(torch.float8_e4m3fn)
         stored = multipliers if scale_dtype == "float32" else multipliers.to(torch.float8_e8m0fnu)
-        return {".weight": codes, ending: stored.view(torch.uint8) if scale_dtype == "uint8" else stored}
+        return {
+            ".weight": codes,
+            ending: stored.view(torch.uint8) if scale_dtype == "uint8" else stored,
+        }
 
     def unpack(parts: Parts) -> Any:
         stored = parts[ending]
         values = (stored.view(torch.float8_e8m0fnu) if scale_dtype == "uint8" else stored).float()
         return parts[".weight"].float() * spread(values, parts[".weight"].shape)
 
-    record = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [height, width]}
+    record = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [height, width],
+    }
     if scale_dtype != "float32":
         record["scale_fmt"] = "ue8m0"
-    name = f"fp8-{height}x{width}" + {"float32": "", "float8_e8m0fnu": "-e8m0", "uint8": "-e8m0-bytes"}[scale_dtype]
+    name = (
+        f"fp8-{height}x{width}"
+        + {"float32": "", "float8_e8m0fnu": "-e8m0", "uint8": "-e8m0-bytes"}[scale_dtype]
+    )
     return Packing(name, record, pack, unpack, {})
 
 
@@ -127,13 +140,25 @@ def modelopt_fp8() -> Packing:
     def unpack(parts: Parts) -> Any:
         return parts[".weight"].float() * parts[".weight_scale"]
 
-    group = {kind: {"dynamic": False, "num_bits": 8, "type": "float"} for kind in ("weights", "input_activations")}
+    group = {
+        kind: {"dynamic": False, "num_bits": 8, "type": "float"}
+        for kind in ("weights", "input_activations")
+    }
     producer = {"name": "modelopt", "version": "0.47.0"}
     record = {
-        **{"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "producer": producer},
+        **{
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "ignore": ["lm_head"],
+            "producer": producer,
+        },
         "config_groups": {"group_0": {**group, "targets": ["Linear"]}},
     }
-    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    quantization = {
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": None,
+        "exclude_modules": ["lm_head"],
+    }
     files = {"hf_quant_config.json": {"producer": producer, "quantization": quantization}}
     return Packing("modelopt-fp8", record, pack, unpack, files)
 
@@ -151,7 +176,9 @@ def compressed(preset: str, strategy: str | None = None, group_size: int | None 
 
     scheme = preset_name_to_scheme(preset, ["Linear"])
     if strategy:
-        scheme.weights = scheme.weights.model_copy(update={"strategy": strategy, "group_size": group_size})
+        scheme.weights = scheme.weights.model_copy(
+            update={"strategy": strategy, "group_size": group_size}
+        )
     scheme.format = infer_module_format(torch.nn.Linear, scheme)
     compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
 
@@ -162,13 +189,23 @@ def compressed(preset: str, strategy: str | None = None, group_size: int | None 
         return {f".{name}": tensor for name, tensor in parts.items()}
 
     def unpack(parts: Parts) -> Any:
-        state = {name.removeprefix("."): tensor for name, tensor in parts.items() if name != ".input_scale"}
+        state = {
+            name.removeprefix("."): tensor
+            for name, tensor in parts.items()
+            if name != ".input_scale"
+        }
         if state["weight_scale"].is_floating_point():
             state["weight_scale"] = state["weight_scale"].float()
         return compressor.decompress(state, scheme)["weight"].float()
 
-    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], quantization_status="compressed")
-    record = {**config.model_dump(mode="json"), "quant_method": "compressed-tensors", "format": scheme.format.value}
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, ignore=["lm_head"], quantization_status="compressed"
+    )
+    record = {
+        **config.model_dump(mode="json"),
+        "quant_method": "compressed-tensors",
+        "format": scheme.format.value,
+    }
     return Packing(f"ct-{preset}{f'-{strategy}' if strategy else ''}", record, pack, unpack, {})
 
 
@@ -178,11 +215,18 @@ def _observed(weight: Any, args: Any) -> Parts:
 
     if args.strategy == "block":
         height, width = args.block_structure
-        blocks = weight.unflatten(0, (-1, height)).unflatten(-1, (-1, width)).transpose(1, 2).flatten(2)
+        blocks = (
+            weight.unflatten(0, (-1, height)).unflatten(-1, (-1, width)).transpose(1, 2).flatten(2)
+        )
     elif args.strategy == "tensor":
         blocks = weight.flatten()
     else:
         blocks = weight.unflatten(-1, (-1, args.group_size or weight.shape[-1]))
     block_scales, zero_points = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
-    shape = {"tensor": (1,), "channel": (len(weight), 1)}.get(str(args.strategy), tuple(block_scales.shape))
-    return {"weight_scale": block_scales.reshape(shape), "weight_zero_point": zero_points.reshape(shape)}
+    shape = {"tensor": (1,), "channel": (len(weight), 1)}.get(
+        str(args.strategy), tuple(block_scales.shape)
+    )
+    return {
+        "weight_scale": block_scales.reshape(shape),
+        "weight_zero_point": zero_points.reshape(shape),
+    }

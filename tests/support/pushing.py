@@ -37,7 +37,9 @@ class Made:
 def make(source: Path, folder: Path) -> Made:
     assert run("quantize", source, "--format", "nvfp4", "-o", folder, "-q").code == 0
     files = dict(json.loads((folder / RECORD).read_text())["files"])
-    return Made(folder, {**files, RECORD: hashlib.sha256((folder / RECORD).read_bytes()).hexdigest()})
+    return Made(
+        folder, {**files, RECORD: hashlib.sha256((folder / RECORD).read_bytes()).hexdigest()}
+    )
 
 
 class FastTime:
@@ -65,7 +67,9 @@ def refusal(error: type[Fp4Error], made: Made, told: list[str], **options: objec
     """The error of a push that fails; nothing in its whole traceback is a secret."""
     with pytest.raises(error) as caught:
         push(made, told, **options)
-    check_secrets("".join(traceback.format_exception(caught.value)) + json.dumps(caught.value.as_json()))
+    check_secrets(
+        "".join(traceback.format_exception(caught.value)) + json.dumps(caught.value.as_json())
+    )
     return caught.value
 
 

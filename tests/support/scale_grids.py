@@ -17,7 +17,9 @@ LAYOUTS = [
 ]
 
 
-EVERY_LAYOUT = pytest.mark.parametrize(("rows", "columns", "block"), LAYOUTS, ids=lambda value: str(value).replace(" ", ""))
+EVERY_LAYOUT = pytest.mark.parametrize(
+    ("rows", "columns", "block"), LAYOUTS, ids=lambda value: str(value).replace(" ", "")
+)
 
 
 def some_scales(rows: int, columns: int, block: tuple[int, int]) -> Float32s:

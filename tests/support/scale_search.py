@@ -22,10 +22,16 @@ f32 = np.float32
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], f32)
 
 
-E4M3 = np.array([m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)], f32)
+E4M3 = np.array(
+    [m * 2.0**-9 for m in range(8)]
+    + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)],
+    f32,
+)
 
 
-def costs(blocks: Float32s, step: Float32s, factor: float, weights: Float32s | None = None) -> Float32s:
+def costs(
+    blocks: Float32s, step: Float32s, factor: float, weights: Float32s | None = None
+) -> Float32s:
     """t * factor of every block, in the order of addition that is promised."""
     q = np.abs(blocks) / step
     distance = np.abs(q - GRID[np.searchsorted(MIDPOINTS, q)])
@@ -38,7 +44,9 @@ def costs(blocks: Float32s, step: Float32s, factor: float, weights: Float32s | N
     return (two[:, 0] + two[:, 1]) * f32(factor)
 
 
-def best_of(tried: list[int], cost: Callable[[int], Float32s], first: NDArray[np.int64]) -> NDArray[np.int64]:
+def best_of(
+    tried: list[int], cost: Callable[[int], Float32s], first: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """Of each block the code of least cost, then the nearest to its first, then the lowest."""
     with np.errstate(over="ignore", under="ignore"):
         found = np.stack([cost(code) for code in tried])
@@ -47,19 +55,33 @@ def best_of(tried: list[int], cost: Callable[[int], Float32s], first: NDArray[np
     return np.array(tried)[distance.argmin(axis=0)]
 
 
-def every_code(blocks: Float32s, group_amax: float, weights: Float32s | None = None) -> NDArray[np.int64]:
+def every_code(
+    blocks: Float32s, group_amax: float, weights: Float32s | None = None
+) -> NDArray[np.int64]:
     """The best of all 126 codes of E4M3."""
     global_scale = f32(1) if group_amax == 0 else max(f32(group_amax) / f32(2688), f32(2.0**-126))
-    amax_rule = codec.quantize(blocks, NVFP4, "amax", group_amax)  # test_codec.py decides that it is right
+    amax_rule = codec.quantize(
+        blocks, NVFP4, "amax", group_amax
+    )  # test_codec.py decides that it is right
     first = np.frombuffer(amax_rule.block_scales, np.uint8).astype(np.int64)
-    return best_of(list(range(1, 127)), lambda c: costs(blocks, E4M3[c] * global_scale, float(E4M3[c]) ** 2, weights), first)
+    return best_of(
+        list(range(1, 127)),
+        lambda c: costs(blocks, E4M3[c] * global_scale, float(E4M3[c]) ** 2, weights),
+        first,
+    )
 
 
-def searched(blocks: Float32s, fmt: Format, group_amax: float | None = None, rule: str = "mse") -> NDArray[np.int64]:
-    return np.frombuffer(codec.quantize(blocks, fmt, rule, group_amax).block_scales, np.uint8).astype(np.int64)
+def searched(
+    blocks: Float32s, fmt: Format, group_amax: float | None = None, rule: str = "mse"
+) -> NDArray[np.int64]:
+    return np.frombuffer(
+        codec.quantize(blocks, fmt, rule, group_amax).block_scales, np.uint8
+    ).astype(np.int64)
 
 
-def assert_same_scales(found: NDArray[np.int64], expected: NDArray[np.int64], blocks: Values, where: str = "") -> None:
+def assert_same_scales(
+    found: NDArray[np.int64], expected: NDArray[np.int64], blocks: Values, where: str = ""
+) -> None:
     wrong = np.flatnonzero(found != expected)
     assert not wrong.size, (
         f"{where}: {wrong.size} of {len(found)} blocks, first {wrong[0]}: {found[wrong[0]]}, expected {expected[wrong[0]]}, "
@@ -77,7 +99,9 @@ def lattice(count: int, seed: int) -> Iterator[Float32s]:
         yield np.where(outliers, values * rng.uniform(1, 4, (count, 16)), values).astype(f32)
 
 
-def every_exponent(blocks: Float32s, weights: Float32s | None = None, reach: int = 8) -> NDArray[np.int64]:
+def every_exponent(
+    blocks: Float32s, weights: Float32s | None = None, reach: int = 8
+) -> NDArray[np.int64]:
     first = searched(blocks, MXFP4, rule="floor")
 
     def cost(offset: int) -> Float32s:

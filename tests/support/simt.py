@@ -22,7 +22,16 @@ from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, ke
 from fp4convert.numerics.matrices import Compared, Matrix, Quantized
 
 KERNELS = ROOT / "kernels"
-FLAGS = ["-x", "c++", "-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
+FLAGS = [
+    "-x",
+    "c++",
+    "-std=c++17",
+    "-O2",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-shared",
+    "-fPIC",
+]
 ELEMENTS_PER_BLOCK = 8192  # as kernels/device.h says
 POISON = 0xFF  # beside every buffer: NaN in all dtypes and as a block scale
 MARGIN = 4 * ELEMENTS_PER_BLOCK  # bytes that a launch block without a tail rule could write
@@ -55,7 +64,13 @@ def compile_for_host(source: Path, folder: Path, has_cvt: bool = False) -> ctype
     return ctypes.CDLL(str(library))
 
 
-def launch(library: ctypes.CDLL, name: str, grid: tuple[int, int], arguments: Iterable[int], threads: int = 256) -> None:
+def launch(
+    library: ctypes.CDLL,
+    name: str,
+    grid: tuple[int, int],
+    arguments: Iterable[int],
+    threads: int = 256,
+) -> None:
     """Run one kernel to its end; `arguments` are addresses and integers, 64 bits each."""
     words = (ctypes.c_int64 * 11)(*arguments)
     kernel = ctypes.cast(library[name], ctypes.c_void_p)
@@ -116,7 +131,10 @@ class SimtKernels:
     def __init__(self, folder: Path, kernels: Path = KERNELS, has_cvt: bool = False) -> None:
         stems = {"amax": "quantize", "quantize": "quantize", "search": "search", "weigh": "search"}
         stems |= {"dequantize": "dequantize", "compare": "compare", "count": "compare"}
-        made = {stem: compile_for_host(kernels / f"{stem}.cu", folder, has_cvt) for stem in set(stems.values())}
+        made = {
+            stem: compile_for_host(kernels / f"{stem}.cu", folder, has_cvt)
+            for stem in set(stems.values())
+        }
         self._libraries = {kind: made[stem] for kind, stem in stems.items()}
 
     def amax(self, x: Matrix, so_far: float = 0.0) -> float:
@@ -125,13 +143,30 @@ class SimtKernels:
         self.call(f"amax_{FLOAT_TYPES[x.dtype].word}", n, values, n, found)
         return float(found.view(np.float32)[0])
 
-    def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float, importance: Float32s | None = None) -> Quantized:
+    def quantize(
+        self,
+        x: Matrix,
+        fmt: Format,
+        rule: str,
+        group_amax: float,
+        importance: Float32s | None = None,
+    ) -> Quantized:
         values, n = aligned(x.data), x.shape[0] * x.shape[1]
         packed, block_scales = guarded(n // 2), guarded(n // fmt.block_size)
         amax = [aligned(np.array([group_amax], np.float32))] if fmt.has_global_scale else []
-        weights = [] if importance is None else [aligned(weigh(importance, x.shape[1], fmt)), x.shape[1]]
+        weights = (
+            [] if importance is None else [aligned(weigh(importance, x.shape[1], fmt)), x.shape[1]]
+        )
         choice = (*amax, *rule_number(fmt, rule), *weights)
-        self.call(f"{kernel_of(fmt, rule)}_{FLOAT_TYPES[x.dtype].word}", n, values, n, *choice, packed, block_scales)
+        self.call(
+            f"{kernel_of(fmt, rule)}_{FLOAT_TYPES[x.dtype].word}",
+            n,
+            values,
+            n,
+            *choice,
+            packed,
+            block_scales,
+        )
         stored = float(global_scale_of(group_amax, rule)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
 
@@ -139,16 +174,35 @@ class SimtKernels:
         n = q.shape[0] * q.shape[1]
         packed, block_scales = aligned(q.packed), aligned(q.block_scales)
         values = guarded(n * FLOAT_DTYPES[dtype].itemsize)
-        extra = (aligned(np.array([q.global_scale], np.float32)), int(q.kind == "divisor")) if q.format.has_global_scale else ()
-        self.call(f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}", n, packed, block_scales, n, *extra, values)
+        extra = (
+            (aligned(np.array([q.global_scale], np.float32)), int(q.kind == "divisor"))
+            if q.format.has_global_scale
+            else ()
+        )
+        self.call(
+            f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}",
+            n,
+            packed,
+            block_scales,
+            n,
+            *extra,
+            values,
+        )
         return values.data
 
     def compare(self, x: Matrix, q: Quantized) -> Compared:
         rows, columns = x.shape
         values, packed, block_scales = aligned(x.data), aligned(q.packed), aligned(q.block_scales)
         sums, counts = guarded(rows * 8 * ROW_SUMS), aligned(np.zeros(CODES, np.int64))
-        extra = (aligned(np.array([q.global_scale], np.float32)), int(q.kind == "divisor")) if q.format.has_global_scale else ()
-        name, launched = f"compare_{q.format.name}_{FLOAT_TYPES[x.dtype].word}", -(-rows // 8) * ELEMENTS_PER_BLOCK
+        extra = (
+            (aligned(np.array([q.global_scale], np.float32)), int(q.kind == "divisor"))
+            if q.format.has_global_scale
+            else ()
+        )
+        name, launched = (
+            f"compare_{q.format.name}_{FLOAT_TYPES[x.dtype].word}",
+            -(-rows // 8) * ELEMENTS_PER_BLOCK,
+        )
         self.call(name, launched, values, rows, columns, packed, block_scales, *extra, sums)
         self.call("count_codes", rows * columns, packed, packed.size, counts)
         return Compared(sums.data, counts.data)
@@ -156,6 +210,13 @@ class SimtKernels:
     def call(self, name: str, n: int, *arguments: Array | int) -> None:
         """Launch a kernel by its name for n elements; nothing may be written beside what `guarded` made."""
         library = self._libraries[name.partition("_")[0]]
-        launch(library, name, (-(-n // ELEMENTS_PER_BLOCK), 1), [a if isinstance(a, int) else a.ctypes.data for a in arguments])
+        launch(
+            library,
+            name,
+            (-(-n // ELEMENTS_PER_BLOCK), 1),
+            [a if isinstance(a, int) else a.ctypes.data for a in arguments],
+        )
         for argument in arguments:
-            assert isinstance(argument, int) or is_intact(argument), f"{name}, n = {n}: written beside a buffer"
+            assert isinstance(argument, int) or is_intact(argument), (
+                f"{name}, n = {n}: written beside a buffer"
+            )

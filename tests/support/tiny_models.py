@@ -48,7 +48,12 @@ def make_qwen2(folder: Path) -> Path:
     """The folder, now with a two-layer Qwen2 of 14 linear layers, those of queries, keys and values with biases."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return _save(Qwen2ForCausalLM, Qwen2Config(intermediate_size=256, tie_word_embeddings=False, **SHAPE), folder, "bf16")
+    return _save(
+        Qwen2ForCausalLM,
+        Qwen2Config(intermediate_size=256, tie_word_embeddings=False, **SHAPE),
+        folder,
+        "bf16",
+    )
 
 
 def make_mixtral(folder: Path) -> Path:
@@ -56,15 +61,30 @@ def make_mixtral(folder: Path) -> Path:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256}
-    return _save(MixtralForCausalLM, MixtralConfig(tie_word_embeddings=False, **experts, **SHAPE), folder, "bf16")
+    return _save(
+        MixtralForCausalLM,
+        MixtralConfig(tie_word_embeddings=False, **experts, **SHAPE),
+        folder,
+        "bf16",
+    )
 
 
 def make_qwen3_moe(folder: Path) -> Path:
     """The folder, now with a two-layer Qwen3-MoE of four experts, one by one as gate_proj, up_proj and down_proj."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
-    return _save(Qwen3MoeForCausalLM, Qwen3MoeConfig(tie_word_embeddings=False, **experts, **SHAPE), folder, "bf16")
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "head_dim": 32,
+    }
+    return _save(
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(tie_word_embeddings=False, **experts, **SHAPE),
+        folder,
+        "bf16",
+    )
 
 
 def make_scattered_llama(folder: Path) -> Path:
@@ -77,9 +97,16 @@ def make_scattered_llama(folder: Path) -> Path:
     weight_map = {}
     for number in range(3):
         file = f"model-{number + 1:05}-of-00003.safetensors"
-        save_file({name: tensors[name] for name in names[number::3]}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {name: tensors[name] for name in names[number::3]},
+            folder / file,
+            metadata={"format": "pt"},
+        )
         weight_map |= dict.fromkeys(names[number::3], file)
-    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": weight_map,
+    }
     (folder / INDEX).write_text(json.dumps(index))
     return folder
 
@@ -132,7 +159,11 @@ def read_tensors(folder: Path) -> dict[str, Any]:
     """Every tensor of the safetensors files in a folder, as torch reads it."""
     from safetensors.torch import load_file
 
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def is_quantized(name: str) -> bool:
@@ -143,14 +174,20 @@ def is_quantized(name: str) -> bool:
 def differing(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
     """Names whose tensors differ in dtype, shape or any byte, or that only one side has; -0.0 is not 0.0."""
     return sorted(
-        name for name in {*left, *right} if name not in left or name not in right or _bits(left[name]) != _bits(right[name])
+        name
+        for name in {*left, *right}
+        if name not in left or name not in right or _bits(left[name]) != _bits(right[name])
     )
 
 
 def _bits(tensor: Any) -> tuple[object, object, bytes]:
     import torch
 
-    return tensor.dtype, tensor.shape, tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+    )
 
 
 @contextmanager
@@ -160,5 +197,7 @@ def offline() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setattr(constants, "HF_HUB_OFFLINE", True)  # read from the environment only once, at import
+        patch.setattr(
+            constants, "HF_HUB_OFFLINE", True
+        )  # read from the environment only once, at import
         yield

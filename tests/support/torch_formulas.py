@@ -57,5 +57,9 @@ def quark_weights(tensors: Mapping[str, Any]) -> dict[str, Any]:
             weight = name.removesuffix("_scale")
             packed, global_scale = tensors[weight], tensors.get(f"{weight}_scale_2")
             is_mxfp4 = global_scale is None
-            weights[weight] = mxfp4_weight(packed, stored) if is_mxfp4 else nvfp4_weight(packed, stored, global_scale)
+            weights[weight] = (
+                mxfp4_weight(packed, stored)
+                if is_mxfp4
+                else nvfp4_weight(packed, stored, global_scale)
+            )
     return weights

@@ -39,7 +39,9 @@ class Decoder:
             yield f"{layer}.post_attention_layernorm.weight", (self.hidden,)
             if self.experts:
                 yield f"{layer}.mlp.gate.weight", (self.experts, self.hidden)
-            for mlp in [f"{layer}.mlp.experts.{expert}" for expert in range(self.experts)] or [f"{layer}.mlp"]:
+            for mlp in [f"{layer}.mlp.experts.{expert}" for expert in range(self.experts)] or [
+                f"{layer}.mlp"
+            ]:
                 yield from gated_mlp(mlp, self.hidden, self.intermediate)
         yield "model.norm.weight", (self.hidden,)
         yield "lm_head.weight", (self.vocabulary, self.hidden)
@@ -113,6 +115,10 @@ def write_holes(folder: Path, model_type: str, tensors: Shapes, shards: int = 4)
         with (folder / file).open("wb") as out:
             out.write(pack_header(json.dumps(entries).encode()))
             out.truncate(out.tell() + end)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "torch_dtype": "bfloat16"}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": model_type, "torch_dtype": "bfloat16"})
+    )
     return folder

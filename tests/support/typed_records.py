@@ -52,7 +52,10 @@ MO_RECORD = {
     "quant_method": "modelopt",
     "quant_algo": "W4A16_NVFP4",
     "config_groups": {
-        "group_0": {"targets": ["Linear"], "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}}
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+        }
     },
     "ignore": ["lm_head", "model.embed_tokens"],
     "producer": {"name": "modelopt", "version": "0.47.0"},
@@ -91,7 +94,9 @@ MO_NUMBERS = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16
 MO_W4A4_RECORD = {
     "quant_method": "modelopt",
     "quant_algo": "NVFP4",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": MO_NUMBERS, "input_activations": MO_NUMBERS}},
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": MO_NUMBERS, "input_activations": MO_NUMBERS}
+    },
     "ignore": ["lm_head", "model.embed_tokens"],
     "producer": {"name": "modelopt", "version": "0.47.0"},
 }
@@ -101,23 +106,37 @@ MO_W4A4_FILE = {**MO_FILE, "quantization": {**MO_FILE["quantization"], "quant_al
 def with_inputs(record: dict, *inputs: object) -> dict:
     """The record with one group of modules for each of these input_activations."""
     weights = {"targets": ["Linear"], "weights": record["config_groups"]["group_0"]["weights"]}
-    groups = {f"group_{number}": {**weights, "input_activations": numbers} for number, numbers in enumerate(inputs)}
+    groups = {
+        f"group_{number}": {**weights, "input_activations": numbers}
+        for number, numbers in enumerate(inputs)
+    }
     return {**record, "config_groups": groups}
 
 
 def with_weights(record: dict, **changes: object) -> dict:
     """The record with other numbers for its weights."""
     group = record["config_groups"]["group_0"]
-    return {**record, "config_groups": {"group_0": {**group, "weights": {**group["weights"], **changes}}}}
+    return {
+        **record,
+        "config_groups": {"group_0": {**group, "weights": {**group["weights"], **changes}}},
+    }
 
 
 def with_formats(record: dict, *formats: str) -> dict:
     """A record of several formats, a group of modules for each."""
-    groups = {f"g{number}": {"format": fmt, "targets": ["Linear"]} for number, fmt in enumerate(formats)}
+    groups = {
+        f"g{number}": {"format": fmt, "targets": ["Linear"]} for number, fmt in enumerate(formats)
+    }
     return {**record, "format": "mixed-precision", "config_groups": groups}
 
 
-CT_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+CT_CACHE = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "tensor",
+    "dynamic": False,
+    "symmetric": True,
+}
 QUARK_MXFP4_BLOCKS = {
     "dtype": "fp4",
     "qscheme": "per_group",
@@ -171,7 +190,12 @@ def quark_record(weight: object, inputs: object) -> dict:
             "weight_format": "real_quantized",
             "weight_merge_groups": None,
         },
-        "global_quant_config": {"weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None},
+        "global_quant_config": {
+            "weight": weight,
+            "input_tensors": inputs,
+            "output_tensors": None,
+            "bias": None,
+        },
         "kv_cache_quant_config": {},
         "layer_quant_config": {},
         "layer_type_quant_config": {},
@@ -180,9 +204,17 @@ def quark_record(weight: object, inputs: object) -> dict:
     }
 
 
-MX_DYNAMIC, NV_DYNAMIC = ({**blocks, "is_dynamic": True} for blocks in (QUARK_MXFP4_BLOCKS, QUARK_NVFP4_BLOCKS))
-MLX_NVFP4, MLX_MXFP4 = {"group_size": 16, "bits": 4, "mode": "nvfp4"}, {"group_size": 32, "bits": 4, "mode": "mxfp4"}
-GPT_OSS_RECORD = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.embed_tokens"]}
+MX_DYNAMIC, NV_DYNAMIC = (
+    {**blocks, "is_dynamic": True} for blocks in (QUARK_MXFP4_BLOCKS, QUARK_NVFP4_BLOCKS)
+)
+MLX_NVFP4, MLX_MXFP4 = (
+    {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+    {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+)
+GPT_OSS_RECORD = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["lm_head", "model.embed_tokens"],
+}
 DEEPSEEK_RECORD = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
@@ -197,4 +229,6 @@ def clues(declared: object, tensors: dict[str, str] | None = None, **more: objec
     """A folder whose config.json declares that, with tensors of these names and dtypes; more: what stands beside."""
     refs = {name: TensorRef(name, dtype, (4,), "x", 0) for name, dtype in (tensors or {}).items()}
     hf = more.pop("hf", {})
-    return Clues({"quantization_config": declared, **more} if declared is not None else {**more}, hf, refs)
+    return Clues(
+        {"quantization_config": declared, **more} if declared is not None else {**more}, hf, refs
+    )

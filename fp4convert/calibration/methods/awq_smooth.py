@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 
 from fp4convert.calibration.input_power import Inputs
 from fp4convert.calibration.methods.folds import Fold
-from fp4convert.calibration.methods.scaled_weights import Factors, divided, over_squares, quotients, read_vector
+from fp4convert.calibration.methods.scaled_weights import (
+    Factors,
+    divided,
+    over_squares,
+    quotients,
+    read_vector,
+)
 from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.numerics.backends.cpu import Cpu
@@ -32,7 +38,9 @@ from fp4convert.storage.source import Source
 
 ALPHAS = tuple(step / 20 for step in range(21))
 SMOOTH_ALPHA = 0.5
-SEARCHED_ELEMENTS = 1 << 20  # of the weights of all readers of one output; rows from all over each of them
+SEARCHED_ELEMENTS = (
+    1 << 20
+)  # of the weights of all readers of one output; rows from all over each of them
 SEARCHED_PRODUCTS = 1 << 28  # rows * columns^2, where a Gram matrix weighs the errors
 CHUNKS = 8  # of adjacent rows
 LEAST_MAGNITUDE = 1e-4  # of a column, beside the largest: no column is divided by nothing
@@ -61,23 +69,38 @@ class Smoother:
             lock = self._locks[fold.name]
         with lock:
             if fold.name not in self._found:
-                wanted = self._searched(fold, source) if self._method == "awq" else self._smooth(fold, source)
+                wanted = (
+                    self._searched(fold, source)
+                    if self._method == "awq"
+                    else self._smooth(fold, source)
+                )
                 factors = storable(fold, source, wanted)
-                self._found[fold.name] = factors._replace(reach=self._reach(fold, factors)) if self._are_inputs_told else factors
+                self._found[fold.name] = (
+                    factors._replace(reach=self._reach(fold, factors))
+                    if self._are_inputs_told
+                    else factors
+                )
             return self._found[fold.name]
 
     def _reach(self, fold: Fold, factors: Factors) -> dict[str, float]:
         """How much larger the largest input of each reader becomes: experts see other tokens than their siblings."""
         found = {}
-        for module in (linear.module for linear in fold.readers if self._calibration.has(linear.module)):
+        for module in (
+            linear.module for linear in fold.readers if self._calibration.has(linear.module)
+        ):
             inputs = self._calibration.channel_amax(module).astype(np.float64)
-            before, after = float(inputs.max(initial=0)), float((inputs / factors.columns).max(initial=0))
+            before, after = (
+                float(inputs.max(initial=0)),
+                float((inputs / factors.columns).max(initial=0)),
+            )
             found[module] = after / before if before > 0 else 1.0
         return found
 
     def _smooth(self, fold: Fold, source: Source) -> Doubles:
         """max|x|^a / max|w|^(1 - a), a being SMOOTH_ALPHA; 1 where either is 0 or not finite."""
-        inputs = np.max([self._calibration.channel_amax(linear.module) for linear in fold.rounded], axis=0)
+        inputs = np.max(
+            [self._calibration.channel_amax(linear.module) for linear in fold.rounded], axis=0
+        )
         weights = np.max([_column_amax(linear, source) for linear in fold.rounded], axis=0)
         x, w = (fold.by_head(amax.astype(np.float64)).max(axis=1) for amax in (inputs, weights))
         with np.errstate(all="ignore"):
@@ -98,8 +121,12 @@ class Smoother:
 
     def _magnitudes(self, fold: Fold) -> Doubles:
         """mean|x| of each output over all tokens of its readers."""
-        tokens = np.array([self._calibration.tokens_of(linear.module) for linear in fold.rounded], np.float64)
-        means = np.stack([self._calibration.mean_magnitudes(linear.module) for linear in fold.rounded]).astype(np.float64)
+        tokens = np.array(
+            [self._calibration.tokens_of(linear.module) for linear in fold.rounded], np.float64
+        )
+        means = np.stack(
+            [self._calibration.mean_magnitudes(linear.module) for linear in fold.rounded]
+        ).astype(np.float64)
         weights = tokens if tokens.sum() else np.ones_like(tokens)
         found: Doubles = fold.by_head(np.average(means, axis=0, weights=weights)).mean(axis=1)
         largest = float(found.max(initial=0))
@@ -135,7 +162,11 @@ class _Rounding:
             amax = float(np.abs(scaled).max(initial=0))
             if not np.isfinite(amax):
                 return np.full_like(weights, np.nan)
-            importance = over_squares(moments, columns) if self.rule == IMPORTANCE and moments is not None else None
+            importance = (
+                over_squares(moments, columns)
+                if self.rule == IMPORTANCE and moments is not None
+                else None
+            )
             amax = global_range(self.rule) if self.has_unit_scale else amax
             q = Cpu().quantize(as_matrix(scaled), self.format, self.rule, amax, importance)
             found: Float32s = Cpu().values(q) / columns - weights
@@ -149,12 +180,16 @@ def storable(fold: Fold, source: Source, wanted: Doubles) -> Factors:
         made = np.where(np.isfinite(made) & (made > 0), made, np.float32(1))
         if fold.weight:
             weight = read_vector(fold.weight, source)
-            found = quotients(weight, divided(weight, made, fold.vector, fold.weight.dtype), fold.vector)
+            found = quotients(
+                weight, divided(weight, made, fold.vector, fold.weight.dtype), fold.vector
+            )
             is_sound = np.isfinite(found) & (found > 0) & ((found == made) | (not fold.is_exact))
             made = np.where(is_sound, found, np.float32(1))
         if fold.bias:
             bias = read_vector(fold.bias, source)
-            made = np.where(divided(bias, made, "bias", fold.bias.dtype) * made == bias, made, np.float32(1))
+            made = np.where(
+                divided(bias, made, "bias", fold.bias.dtype) * made == bias, made, np.float32(1)
+            )
     return Factors(np.ascontiguousarray(fold.by_column(made), np.float32), made)
 
 

@@ -82,7 +82,9 @@ class Fold:
 
     def by_head(self, columns: Floats) -> Floats:
         """(outputs, repeats): numbers of the readers' columns beside each output that makes them."""
-        return columns.reshape(-1, self.repeats, self.width).swapaxes(1, 2).reshape(-1, self.repeats)
+        return (
+            columns.reshape(-1, self.repeats, self.width).swapaxes(1, 2).reshape(-1, self.repeats)
+        )
 
     @property
     def refs(self) -> tuple[TensorRef, ...]:
@@ -123,7 +125,9 @@ def find_folds(rules: Iterable[FoldRule], checkpoint: Checkpoint, linears: Linea
             else:
                 refused.append(Refusal(name, fold))
     used = {name: own[0] for name, own in folds.items() if len(own) == 1}
-    refused += [Refusal(name, "two rules speak of it") for name, own in folds.items() if len(own) > 1]
+    refused += [
+        Refusal(name, "two rules speak of it") for name, own in folds.items() if len(own) > 1
+    ]
     torn = {refusal.name for refusal in refused} & used.keys()
     return Found([fold for name, fold in used.items() if name not in torn], refused)
 
@@ -144,10 +148,22 @@ def folds_used(uses: Iterable[FoldUse], checkpoint: Checkpoint, linears: Linears
         places = sight.places(use.rule)
         for name in use.modules:
             fold = sight.fold(use.rule, name, places.get(name, {}))
-            if isinstance(fold, str) or fold.outputs * use.repeats != fold.readers[0].shape[1] or fold.outputs % use.width:
-                why = fold if isinstance(fold, str) else f"{use.repeats} heads of {use.width} do not fit"
+            if (
+                isinstance(fold, str)
+                or fold.outputs * use.repeats != fold.readers[0].shape[1]
+                or fold.outputs % use.width
+            ):
+                why = (
+                    fold
+                    if isinstance(fold, str)
+                    else f"{use.repeats} heads of {use.width} do not fit"
+                )
                 detail = f"the record tells of a fold into {name}, which {checkpoint.repo or 'the source'} does not have: {why}"
-                raise InputError("source-differs", detail, "Give the weights that it was made from: --source SOURCE.")
+                raise InputError(
+                    "source-differs",
+                    detail,
+                    "Give the weights that it was made from: --source SOURCE.",
+                )
             found.append(replace(fold, repeats=use.repeats, width=use.width))
     return found
 
@@ -158,9 +174,13 @@ def changed_by(folds: Iterable[Fold], find: FindFactors) -> dict[str, Folded]:
     for fold in folds:
         folding = folding_of(fold, find)
         for linear in fold.readers:
-            found[linear.module] = replace(found.get(linear.module) or Folded(linear.coding), columns=folding)
+            found[linear.module] = replace(
+                found.get(linear.module) or Folded(linear.coding), columns=folding
+            )
         if fold.maker:
-            found[fold.name] = replace(found.get(fold.name) or Folded(fold.maker.coding), rows=folding)
+            found[fold.name] = replace(
+                found.get(fold.name) or Folded(fold.maker.coding), rows=folding
+            )
     return found
 
 
@@ -168,7 +188,9 @@ def vectors_of(fold: Fold, find: FindFactors) -> Iterator[Linear]:
     """The weight of a norm and the bias, divided."""
     folding = folding_of(fold, find)
     if fold.weight:
-        yield Linear(fold.weight.name, (1, fold.outputs), Divided(fold.vector, folding), (fold.weight,))
+        yield Linear(
+            fold.weight.name, (1, fold.outputs), Divided(fold.vector, folding), (fold.weight,)
+        )
     if fold.bias:
         yield Linear(fold.bias.name, (1, fold.outputs), Divided("bias", folding), (fold.bias,))
 
@@ -176,7 +198,9 @@ def vectors_of(fold: Fold, find: FindFactors) -> Iterator[Linear]:
 def folding_of(fold: Fold, find: FindFactors) -> Folding:
     """The fold, as the tensors that it changes know it."""
     read = [[ref.name, ref.dtype, ref.shape, ref.file, ref.start] for ref in fold.refs]
-    key = hashlib.sha256(json.dumps([read, [linear.module for linear in fold.rounded], fold.is_exact]).encode()).hexdigest()
+    key = hashlib.sha256(
+        json.dumps([read, [linear.module for linear in fold.rounded], fold.is_exact]).encode()
+    ).hexdigest()
     beside = {ref.file: ref for ref in fold.refs}
     return Folding(fold.name, key, tuple(beside.values()), lambda source: find(fold, source))
 
@@ -184,20 +208,33 @@ def folding_of(fold: Fold, find: FindFactors) -> Folding:
 class _Sight:
     """A checkpoint's names, as the rules see them."""
 
-    def __init__(self, rules: tuple[FoldRule, ...], checkpoint: Checkpoint, linears: Linears) -> None:
+    def __init__(
+        self, rules: tuple[FoldRule, ...], checkpoint: Checkpoint, linears: Linears
+    ) -> None:
         self.rules = rules
         self._config = checkpoint.config
         self._linears = linears.of
         self._tensors = {ref.name: ref for ref in checkpoint.tensors}
         consumed = linears.consumed()
-        others = [ref for ref in self._tensors.values() if len(ref.shape) >= MATRIX_DIMENSIONS and ref.name not in consumed]
-        self._matrices = {**dict.fromkeys(linears.of), **dict.fromkeys(ref.name.removesuffix(WEIGHT) for ref in others)}
-        self._norms = [name.removesuffix(WEIGHT) for name, ref in self._tensors.items() if _is_norm(ref)]
+        others = [
+            ref
+            for ref in self._tensors.values()
+            if len(ref.shape) >= MATRIX_DIMENSIONS and ref.name not in consumed
+        ]
+        self._matrices = {
+            **dict.fromkeys(linears.of),
+            **dict.fromkeys(ref.name.removesuffix(WEIGHT) for ref in others),
+        }
+        self._norms = [
+            name.removesuffix(WEIGHT) for name, ref in self._tensors.items() if _is_norm(ref)
+        ]
         self._strange = self._find_strange()
 
     def places(self, rule: FoldRule) -> dict[str, dict[str, list[str]]]:
         """For every module that `into` fits: the modules of each of its linears."""
-        makers = _matching(rule.into, self._norms if rule.kind.startswith("norm") else self._matrices)
+        makers = _matching(
+            rule.into, self._norms if rule.kind.startswith("norm") else self._matrices
+        )
         words = _words(rule.into)
         found: dict[str, dict[str, list[str]]] = {}
         at = {tuple(values[word] for word in words): name for name, values in makers}
@@ -214,7 +251,9 @@ class _Sight:
 
     def judge(self, rule: FoldRule, name: str, places: Mapping[str, list[str]]) -> Fold | str:
         """The fold, or why it cannot be one."""
-        if lacking := [place for place, modules in places.items() if not modules and place not in rule.may_lack]:
+        if lacking := [
+            place for place, modules in places.items() if not modules and place not in rule.may_lack
+        ]:
             return f"{lacking[0]} is not there"
         for layer, strangers in self._strange.items():
             if name.startswith(f"{layer}."):
@@ -243,12 +282,12 @@ class _Sight:
         repeats = fold.readers[0].shape[1] // max(outputs, 1) if fold.kind == "heads" else 1
         for linear in fold.readers:
             if not outputs or linear.shape[1] != repeats * outputs:
-                return (
-                    f"{linear.module} has {linear.shape[1]} columns, and expected {max(repeats, 1)} for each of {outputs} outputs"
-                )
+                return f"{linear.module} has {linear.shape[1]} columns, and expected {max(repeats, 1)} for each of {outputs} outputs"
         if repeats == 1:
             return replace(fold, width=outputs)
-        heads, own = (integer_of(self._config, key) for key in ("num_attention_heads", "num_key_value_heads"))
+        heads, own = (
+            integer_of(self._config, key) for key in ("num_attention_heads", "num_key_value_heads")
+        )
         if not heads or not own or heads != repeats * own or outputs % own:
             told = f"num_attention_heads {heads} and num_key_value_heads {own}"
             return f"{told} of config.json do not say how {outputs} outputs become {repeats * outputs} columns"

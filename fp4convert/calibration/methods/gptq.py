@@ -56,7 +56,11 @@ def factorize(blocks: Float32s, columns: int, device: str) -> Factor:
     diagonal = np.diagonal(blocks, axis1=1, axis2=2)
     order = np.argsort(-diagonal, axis=1, kind="stable")
     reverse = order[:, ::-1]
-    h = torch.from_numpy(np.take_along_axis(np.take_along_axis(blocks, reverse[:, :, None], 1), reverse[:, None, :], 2))
+    h = torch.from_numpy(
+        np.take_along_axis(
+            np.take_along_axis(blocks, reverse[:, :, None], 1), reverse[:, None, :], 2
+        )
+    )
     h = h.to(device, torch.float64)
     own = h.diagonal(dim1=1, dim2=2)
     mean = float(own.sum()) / columns
@@ -67,7 +71,9 @@ def factorize(blocks: Float32s, columns: int, device: str) -> Factor:
     n = lower.shape[1]
     for first in range(0, n, INVERSE_COLUMNS):
         last = min(first + INVERSE_COLUMNS, n)
-        unit = torch.eye(n - first, last - first, dtype=torch.float64, device=device).expand(len(lower), -1, -1)
+        unit = torch.eye(n - first, last - first, dtype=torch.float64, device=device).expand(
+            len(lower), -1, -1
+        )
         part = torch.linalg.solve_triangular(lower[:, first:, first:], unit, upper=False)
         upper[:, :first, first:last] = 0
         upper[:, first:, first:last] = part
@@ -119,9 +125,13 @@ def round_columns(x: Float32s, steps: Float32s, factor: Factor) -> Bytes:
             q = column / step
             magnitude, is_negative = nearest(q), q < 0
             halves[:, at] = 2 * magnitude + NEGATIVE * is_negative
-            error = (column - torch.where(is_negative, -magnitude, magnitude) * step) / upper[:, at, at, None]
+            error = (column - torch.where(is_negative, -magnitude, magnitude) * step) / upper[
+                :, at, at, None
+            ]
             errors[:, at - first] = error
-            w[:, at + 1 : last].addcmul_(upper[:, at, at + 1 : last, None], error[:, None], value=-1)
+            w[:, at + 1 : last].addcmul_(
+                upper[:, at, at + 1 : last, None], error[:, None], value=-1
+            )
         w[:, last:].baddbmm_(upper[:, first:last, last:].mT, errors, alpha=-1)
     if not torch.isfinite(w).all():
         raise NumericError("calibration-gram", "makes errors grow beyond float32")
@@ -143,14 +153,18 @@ def nearest(q: Tensor) -> Tensor:
     import torch
 
     magnitude = q.abs().clamp_(max=E2M1_MAX)
-    unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))  # between neighbours, above each power of two
+    unit = torch.where(
+        magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0)
+    )  # between neighbours, above each power of two
     return torch.round(magnitude / unit).mul_(unit)
 
 
 def held_nbytes(columns: int, width: int) -> int:
     """Memory of a worker at a linear layer of that many columns, whose Gram matrix has blocks of that width."""
     count = -(-columns // width)
-    return GRAM_ELEMENT_NBYTES * count * width * width + PANEL_ELEMENT_NBYTES * max(PANEL_ELEMENTS, columns)
+    return GRAM_ELEMENT_NBYTES * count * width * width + PANEL_ELEMENT_NBYTES * max(
+        PANEL_ELEMENTS, columns
+    )
 
 
 def torch_device(name: str) -> str:
@@ -176,7 +190,11 @@ def explained(what: str, module: str) -> Iterator[None]:
         raise NumericError(error.code, detail, "Calibrate again, with more text.", module) from None
     except torch.cuda.OutOfMemoryError as error:
         detail = f"{what} does not fit the memory of the GPU beside what is there: {str(error).splitlines()[0][:200]}"
-        raise DeviceError("device-memory", detail, "Use --workers 1, --device cpu, or calibrate with --gram block:128.") from None
+        raise DeviceError(
+            "device-memory",
+            detail,
+            "Use --workers 1, --device cpu, or calibrate with --gram block:128.",
+        ) from None
 
 
 @contextmanager

@@ -84,7 +84,9 @@ class Folded:
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         return None
 
-    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+    def kept(
+        self, linear: Linear, source: Source, form: Form
+    ) -> Iterator[tuple[memoryview, memoryview]]:
         return iter(())
 
 
@@ -104,7 +106,9 @@ class Scaled:
 
     def rows(self, first: int, last: int) -> Matrix:
         values = as_floats(self.stored.rows(first, last))
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # beyond float32 it is Inf, which is refused
+        with np.errstate(
+            over="ignore", under="ignore", invalid="ignore"
+        ):  # beyond float32 it is Inf, which is refused
             if self.columns:
                 values = values * self.columns.find(self.source).columns
             if self.divided:
@@ -137,7 +141,9 @@ class Divided:
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         return None
 
-    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+    def kept(
+        self, linear: Linear, source: Source, form: Form
+    ) -> Iterator[tuple[memoryview, memoryview]]:
         return iter(())
 
 
@@ -160,7 +166,9 @@ class _Vector:
     def rows(self, first: int, last: int) -> Matrix:
         made = self.how.by.find(self.source).made
         values = divided(read_vector(self.ref, self.source), made, self.how.kind, self.dtype)
-        return Matrix(values.astype(FLOAT_DTYPES[self.dtype]).view(np.uint8).data, self.dtype, self.shape)
+        return Matrix(
+            values.astype(FLOAT_DTYPES[self.dtype]).view(np.uint8).data, self.dtype, self.shape
+        )
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
         buffer[:] = self.rows(first, last).data
@@ -210,7 +218,9 @@ def divided(vector: Float32s, factors: Float32s, kind: Kind, dtype: str) -> Floa
     Formula  norm and bias: w / s; norm_plus_one: (1 + w) / s - 1, for such a norm multiplies with 1 + w
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        exact = (f32(1) + vector) / factors - f32(1) if kind == "norm_plus_one" else vector / factors
+        exact = (
+            (f32(1) + vector) / factors - f32(1) if kind == "norm_plus_one" else vector / factors
+        )
         return exact.astype(FLOAT_DTYPES[dtype]).astype(np.float32)
 
 
@@ -222,7 +232,9 @@ def quotients(before: Float32s, after: Float32s, kind: Kind) -> Float32s:
     ones = f32(1) if kind == "norm_plus_one" else f32(0)
     before, after = ones + before, ones + after
     with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
-        found: Float32s = np.where((before == 0) & (after == 0), f32(1), before / after).astype(np.float32)
+        found: Float32s = np.where((before == 0) & (after == 0), f32(1), before / after).astype(
+            np.float32
+        )
     return found
 
 

@@ -37,7 +37,10 @@ class Clues:
     @property
     def record(self) -> Json:
         """config.json's quantization_config, or that of the language model in it."""
-        for config in (self.config, *(part for part in self.config.values() if isinstance(part, dict))):
+        for config in (
+            self.config,
+            *(part for part in self.config.values() if isinstance(part, dict)),
+        ):
             for key in ("quantization_config", "compression_config"):
                 if isinstance(declared := config.get(key), dict):
                     return declared
@@ -166,7 +169,9 @@ class Dialect(Protocol):
         """What engines want to read in the file that holds those stems."""
 
     @staticmethod
-    def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
+    def encode(
+        stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]
+    ) -> Iterator[Part]:
         """Bytes to append to outputs, by name, for the whole rows that come in panels, one after the other."""
 
     @staticmethod
@@ -244,8 +249,15 @@ def ignores_none(clues: Clues) -> Callable[[str], bool]:
 
 def stems_named(tensors: Mapping[str, TensorRef], endings: tuple[str, ...]) -> list[str]:
     """The stems that at least one tensor's name gives, in order."""
-    found = {name.removesuffix(ending): None for ending in endings for name in tensors if name.endswith(ending)}
-    return sorted(found)  # of a dict and no set: it keeps the order, in which long runs are sorted already
+    found = {
+        name.removesuffix(ending): None
+        for ending in endings
+        for name in tensors
+        if name.endswith(ending)
+    }
+    return sorted(
+        found
+    )  # of a dict and no set: it keeps the order, in which long runs are sorted already
 
 
 def is_fp8(tensors: Mapping[str, TensorRef], name: str) -> bool:

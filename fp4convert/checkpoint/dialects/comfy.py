@@ -47,7 +47,13 @@ TRAITS = Traits(
     companions=(".input_scale",),
     labels=(".comfy_quant",),
 )
-stems, slots, stored_shape, ignores, judge = each_alone, whole, half_columns, ignores_none, no_doubts
+stems, slots, stored_shape, ignores, judge = (
+    each_alone,
+    whole,
+    half_columns,
+    ignores_none,
+    no_doubts,
+)
 decode_input_scale = SCALARS.decode_input
 _MARK = json.dumps({"format": "nvfp4"}, separators=(",", ":")).encode()
 
@@ -69,10 +75,16 @@ def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, 
 
 def notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
     layers = {stem: {"format": "nvfp4"} for stem in sorted(stems)}
-    return {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})} if layers else {}
+    return (
+        {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+        if layers
+        else {}
+    )
 
 
-def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
+def encode(
+    stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]
+) -> Iterator[Part]:
     block_scales = bytearray()
     for rows in panels:
         yield f"{stem}.weight", swap_nibbles(rows.packed)
@@ -100,12 +112,23 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     rows, columns = shape
     packed = read(f"{stem}.weight")
     shape_of_scales = (rows, columns // form.format.block_size)
-    block_scales = ORDERS["128x4"].restore_lazily(lambda: read(f"{stem}.weight_scale")[:], shape_of_scales)
+    block_scales = ORDERS["128x4"].restore_lazily(
+        lambda: read(f"{stem}.weight_scale")[:], shape_of_scales
+    )
 
     def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
-        return swap_nibbles(packed[first * columns // 2 : last * columns // 2]), block_scales(first, last)
+        return swap_nibbles(packed[first * columns // 2 : last * columns // 2]), block_scales(
+            first, last
+        )
 
-    return Fetched(form.format, (rows, columns), SCALARS.decode_global(stem, form, read), SCALARS.kind, fetch, block_scales)
+    return Fetched(
+        form.format,
+        (rows, columns),
+        SCALARS.decode_global(stem, form, read),
+        SCALARS.kind,
+        fetch,
+        block_scales,
+    )
 
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:

@@ -33,9 +33,16 @@ from fp4convert.numerics.formats import MXFP4
 from fp4convert.storage.safetensors import TensorRef
 
 SCALARS = Scalars(None)
-TRAITS = Traits(writes=(MXFP4,), scalars=SCALARS)  # no suffixes: ".scale" ends names of ordinary norms too
+TRAITS = Traits(
+    writes=(MXFP4,), scalars=SCALARS
+)  # no suffixes: ".scale" ends names of ordinary norms too
 TABLE = Table((".weight", "I8"), ".scale", {MXFP4: "F8_E8M0"}, SCALARS)
-outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
+outputs, stored_shape, encode, decode = (
+    TABLE.outputs,
+    TABLE.stored_shape,
+    TABLE.encode,
+    TABLE.decode,
+)
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
 slots, notes, ignores, judge, unfit = whole, no_notes, ignores_none, no_doubts, always_fit
 _EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.w[123]")
@@ -51,7 +58,9 @@ def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
     return [
-        stem for stem in stems_named(tensors, (".scale",)) if _EXPERT.fullmatch(stem) and not is_fp8(tensors, f"{stem}.weight")
+        stem
+        for stem in stems_named(tensors, (".scale",))
+        if _EXPERT.fullmatch(stem) and not is_fp8(tensors, f"{stem}.weight")
     ]
 
 

@@ -14,7 +14,9 @@ from typing import NamedTuple
 from fp4convert.numerics.formats import Format
 
 ACTIVATIONS_FP4 = 4
-Granularity = str | tuple[int, int]  # "tensor", "row", or (rows, columns) of a block: what one scale stands for
+Granularity = (
+    str | tuple[int, int]
+)  # "tensor", "row", or (rows, columns) of a block: what one scale stands for
 SCALE_DTYPES = ("F32", "BF16", "F16")  # of FP8 and int4 scales
 ACTIVATIONS_FP8 = 8
 

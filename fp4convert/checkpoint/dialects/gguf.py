@@ -14,7 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from fp4convert.checkpoint.dialects.base import Clues, Ignored, Json, Traits, each_alone, ignores_none, no_notes, whole
+from fp4convert.checkpoint.dialects.base import (
+    Clues,
+    Ignored,
+    Json,
+    Traits,
+    each_alone,
+    ignores_none,
+    no_notes,
+    whole,
+)
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
 from fp4convert.checkpoint.dialects.tables import Part, Read, Scalars, whole_blocks
 from fp4convert.errors import Doubt
@@ -50,13 +59,20 @@ def unfit(module: str, shape: tuple[int, int], form: Form) -> str | None:
     if form.format.has_global_scale and not module.endswith(_SCALED):
         return "no place for a global scale in llama.cpp"
     columns = _BLOCKS_PER_RUN[form.format] * form.format.block_size
-    return f"{shape[1]} columns, not a multiple of the {columns} of GGUF's type" if shape[1] % columns else None
+    return (
+        f"{shape[1]} columns, not a multiple of the {columns} of GGUF's type"
+        if shape[1] % columns
+        else None
+    )
 
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
     rows, columns = shape
     row_nbytes = columns // form.format.block_size * (form.format.block_size // 2 + 1)
-    return (TensorSpec(f"{stem}.weight", form.format.name.upper(), (rows, row_nbytes)), *SCALARS.specs(stem, form))
+    return (
+        TensorSpec(f"{stem}.weight", form.format.name.upper(), (rows, row_nbytes)),
+        *SCALARS.specs(stem, form),
+    )
 
 
 def _sizes(fmt: Format) -> tuple[int, int]:
@@ -64,11 +80,16 @@ def _sizes(fmt: Format) -> tuple[int, int]:
     return _BLOCKS_PER_RUN[fmt], _BLOCKS_PER_RUN[fmt] * fmt.block_size // 2
 
 
-def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
+def encode(
+    stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]
+) -> Iterator[Part]:
     scales_nbytes, codes_nbytes = _sizes(form.format)
     for rows in panels:
         codes = to_halves(rows.packed, form.format.block_size // 2)
-        yield f"{stem}.weight", interleave((rows.block_scales, scales_nbytes), (codes, codes_nbytes))
+        yield (
+            f"{stem}.weight",
+            interleave((rows.block_scales, scales_nbytes), (codes, codes_nbytes)),
+        )
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
@@ -107,9 +128,13 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
 
 def _form(tensors: Mapping[str, TensorRef]) -> Form | None:
     for name, fmt in reversed(_TYPES.items()):
-        stems_found = [ref.name.removesuffix(".weight") for ref in tensors.values() if ref.dtype == name]
+        stems_found = [
+            ref.name.removesuffix(".weight") for ref in tensors.values() if ref.dtype == name
+        ]
         if stems_found:
-            has_inputs = fmt.has_global_scale and all(f"{stem}.input_scale" in tensors for stem in stems_found)
+            has_inputs = fmt.has_global_scale and all(
+                f"{stem}.input_scale" in tensors for stem in stems_found
+            )
             return Form(fmt, ACTIVATIONS_FP4 if has_inputs else 16, TRAITS.layouts[0])
     return None
 
@@ -117,6 +142,14 @@ def _form(tensors: Mapping[str, TensorRef]) -> Form | None:
 def judge(clues: Clues) -> Iterator[Doubt]:
     stacks = [ref for ref in clues.tensors.values() if ref.dtype in _TYPES and len(ref.shape) > 2]
     if stacks:
-        yield Doubt("warning", "stack-unread", f"{len(stacks)} stacks of experts are not looked into, the first {stacks[0].name}")
+        yield Doubt(
+            "warning",
+            "stack-unread",
+            f"{len(stacks)} stacks of experts are not looked into, the first {stacks[0].name}",
+        )
     if len({ref.dtype for ref in clues.tensors.values()} & _TYPES.keys()) > 1:
-        yield Doubt("warning", "formats-mixed", "the file holds MXFP4 and NVFP4; only what is NVFP4 is looked into")
+        yield Doubt(
+            "warning",
+            "formats-mixed",
+            "the file holds MXFP4 and NVFP4; only what is NVFP4 is looked into",
+        )

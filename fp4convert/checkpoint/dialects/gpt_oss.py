@@ -36,7 +36,12 @@ from fp4convert.storage.safetensors import TensorRef, TensorSpec
 SCALARS = Scalars(None)
 TRAITS = Traits(writes=(MXFP4,), scalars=SCALARS, packed="_blocks", suffixes=("_blocks", "_scales"))
 TABLE = Table(("_blocks", "U8"), "_scales", {MXFP4: "U8"}, SCALARS)
-encode, decode, encode_scalars, decode_input_scale = TABLE.encode, TABLE.decode, SCALARS.encode, SCALARS.decode_input
+encode, decode, encode_scalars, decode_input_scale = (
+    TABLE.encode,
+    TABLE.decode,
+    SCALARS.encode,
+    SCALARS.decode_input,
+)
 notes, judge, unfit = no_notes, no_doubts, always_fit
 _MEMBERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 MOST_STARS = 4  # in a name of a record: each one more multiplies the time that it takes
@@ -46,7 +51,9 @@ _BLOCK_NBYTES = MXFP4.block_size // 2
 
 def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
     """Two stacks for each layer; every expert must be there, and all of one shape."""
-    experts: dict[str, dict[int, dict[str, tuple[int, int]]]] = defaultdict(lambda: defaultdict(dict))
+    experts: dict[str, dict[int, dict[str, tuple[int, int]]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
     for module, matrix in shapes.items():
         if (match := _EXPERT.fullmatch(module)) is None:
             detail = f"{module} is four-bit; dialect gpt-oss holds only experts, named ...experts.N.gate_proj, up_proj, down_proj"
@@ -55,7 +62,11 @@ def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for parent, members in experts.items():
         for stack, names in _MEMBERS.items():
-            kinds = {members.get(number, {}).get(name) for number in range(len(members)) for name in names}
+            kinds = {
+                members.get(number, {}).get(name)
+                for number in range(len(members))
+                for name in names
+            }
             shape = kinds.pop()
             if kinds or shape is None:
                 detail = f"{parent}: dialect gpt-oss stacks the {stack} of all experts; expected every one, and all of one shape"
@@ -68,7 +79,10 @@ def slots(stem: str, shape: tuple[int, ...]) -> tuple[Slot, ...]:
     parent, _, stack = stem.rpartition(".")
     names = _MEMBERS.get(stack, (stack,))
     height = shape[1] // len(names)
-    return tuple(tuple(Rows(f"{parent}.{number}.{name}", 0, height) for name in names) for number in range(shape[0]))
+    return tuple(
+        tuple(Rows(f"{parent}.{number}.{name}", 0, height) for name in names)
+        for number in range(shape[0])
+    )
 
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
@@ -85,15 +99,23 @@ def find(tensors: Mapping[str, TensorRef]) -> list[str]:
 
 
 def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
-    if len(packed.shape) != 4 or packed.shape[1] % len(_MEMBERS.get(stem.rpartition(".")[2], (stem,))):
+    if len(packed.shape) != 4 or packed.shape[1] % len(
+        _MEMBERS.get(stem.rpartition(".")[2], (stem,))
+    ):
         return None
     return whole_blocks((*packed.shape[:2], packed.shape[2] * form.format.block_size), form)
 
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
-    exact = [pattern for pattern in ignored.patterns if not set(pattern) & set("*?[:")]  # transformers compiles them: no globs
+    exact = [
+        pattern for pattern in ignored.patterns if not set(pattern) & set("*?[:")
+    ]  # transformers compiles them: no globs
     stored = groups[0].modules  # their own biases may stay
-    kept = [name for name in (*ignored.modules, *exact) if not any(stem.startswith(f"{name}.") for stem in stored)]
+    kept = [
+        name
+        for name in (*ignored.modules, *exact)
+        if not any(stem.startswith(f"{name}.") for stem in stored)
+    ]
     record = {"quant_method": "mxfp4", "modules_to_not_convert": sorted(set(kept))}
     return {"config.json": {"quantization_config": record}}
 

@@ -33,9 +33,16 @@ from fp4convert.storage.safetensors import TensorRef
 MATRIX_DIMENSIONS = 2
 MXFP8_WORDS = 8  # to a scale
 SCALARS = Scalars(None)
-TRAITS = Traits(writes=(NVFP4, MXFP4), scalars=SCALARS, holds_embeddings=True, suffixes=(".scales",))
+TRAITS = Traits(
+    writes=(NVFP4, MXFP4), scalars=SCALARS, holds_embeddings=True, suffixes=(".scales",)
+)
 TABLE = Table((".weight", "U32"), ".scales", {NVFP4: "U8", MXFP4: "U8"}, SCALARS, codes_per_item=8)
-outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
+outputs, stored_shape, encode, decode = (
+    TABLE.outputs,
+    TABLE.stored_shape,
+    TABLE.encode,
+    TABLE.decode,
+)
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
 stems, slots, notes, ignores, unfit = each_alone, whole, no_notes, ignores_none, always_fit
 
@@ -63,10 +70,22 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
     declared = clues.config.get("quantization", clues.record)
     numbers = declared if isinstance(declared, dict) else {}
     fmt = FORMATS.get(str(numbers.get("mode")))
-    return everywhere(Form(fmt) if fmt and numbers.get("bits") == 4 and numbers.get("group_size") == fmt.block_size else None)
+    return everywhere(
+        Form(fmt)
+        if fmt and numbers.get("bits") == 4 and numbers.get("group_size") == fmt.block_size
+        else None
+    )
 
 
 def judge(clues: Clues) -> Iterator[Doubt]:
-    stacks = [ref for name, ref in clues.tensors.items() if name.endswith(".scales") and len(ref.shape) > MATRIX_DIMENSIONS]
+    stacks = [
+        ref
+        for name, ref in clues.tensors.items()
+        if name.endswith(".scales") and len(ref.shape) > MATRIX_DIMENSIONS
+    ]
     if stacks:
-        yield Doubt("warning", "stack-unread", f"{len(stacks)} stacks of experts are not looked into, the first {stacks[0].name}")
+        yield Doubt(
+            "warning",
+            "stack-unread",
+            f"{len(stacks)} stacks of experts are not looked into, the first {stacks[0].name}",
+        )

@@ -45,12 +45,23 @@ from fp4convert.checkpoint.dialects.forms import (
     everywhere,
     group_modules,
 )
-from fp4convert.checkpoint.dialects.tables import Fp8Table, Scalars, Table, parents_of, scale_grid, schemes_of
+from fp4convert.checkpoint.dialects.tables import (
+    Fp8Table,
+    Scalars,
+    Table,
+    parents_of,
+    scale_grid,
+    schemes_of,
+)
 from fp4convert.errors import Doubt
 from fp4convert.numerics.formats import FP8, MXFP4, NVFP4
 from fp4convert.storage.safetensors import TensorRef
 
-_FP8_ACTIVATIONS: dict[Granularity, int] = {"tensor": ACTIVATIONS_FP8, "row": ACTIVATIONS_FP8, (128, 128): 16}
+_FP8_ACTIVATIONS: dict[Granularity, int] = {
+    "tensor": ACTIVATIONS_FP8,
+    "row": ACTIVATIONS_FP8,
+    (128, 128): 16,
+}
 
 
 def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int, ...] | None:
@@ -72,28 +83,48 @@ TRAITS = Traits(
     mixes=(NVFP4, FP8),
     fp8=Fp8Table("tensor", _scale_shape, ".input_scale", _FP8_ACTIVATIONS),
 )
-TABLE = Table((".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS, fp8=TRAITS.fp8)
-outputs, stored_shape, encode, decode, unfit = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode, TABLE.unfit
+TABLE = Table(
+    (".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS, fp8=TRAITS.fp8
+)
+outputs, stored_shape, encode, decode, unfit = (
+    TABLE.outputs,
+    TABLE.stored_shape,
+    TABLE.encode,
+    TABLE.decode,
+    TABLE.unfit,
+)
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
 stems, slots, notes = each_alone, whole, no_notes
 _ALGORITHMS = {ACTIVATIONS_FP4: "NVFP4", 16: "W4A16_NVFP4"}
-_FP8_ALGORITHMS: dict[Granularity, str] = {"tensor": "FP8", "row": "FP8_PER_CHANNEL_PER_TOKEN", (128, 128): "FP8_PB_WO"}
+_FP8_ALGORITHMS: dict[Granularity, str] = {
+    "tensor": "FP8",
+    "row": "FP8_PER_CHANNEL_PER_TOKEN",
+    (128, 128): "FP8_PB_WO",
+}
 _MX_ALGORITHMS = ("mxfp4", "MXFP4", "W4A8_MXFP4_FP8")
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    return [stem for stem in stems_named(tensors, TRAITS.suffixes) if not is_fp8(tensors, f"{stem}.weight")]
+    return [
+        stem
+        for stem in stems_named(tensors, TRAITS.suffixes)
+        if not is_fp8(tensors, f"{stem}.weight")
+    ]
 
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     everything = "\n".join(module for group in groups for module in group.modules)
     globs = [pattern for pattern in ignored.patterns if not pattern.startswith("re:")]
     covered = Ignored(ignored.modules, tuple(globs)).apart()
-    patterns = [f"{name[:-1]}[{name[-1]}]" if name in everything else name for name in (*covered, *globs)]
+    patterns = [
+        f"{name[:-1]}[{name[-1]}]" if name in everything else name for name in (*covered, *globs)
+    ]
     producer = {"name": "modelopt", "version": "0.47.0"}
     form, is_mixed = groups[0].form, len(groups) > 1
     algorithm = "MIXED_PRECISION" if is_mixed else _algorithm(form)
-    schemes = [_scheme(group.form, sorted(group.modules) if is_mixed else ["Linear"]) for group in groups]
+    schemes = [
+        _scheme(group.form, sorted(group.modules) if is_mixed else ["Linear"]) for group in groups
+    ]
     layers = {module: _layer(group.form) for group in groups for module in group.modules}
     mixed: Json = {"quantized_layers": dict(sorted(layers.items()))} if is_mixed else {}
     record: Json = {
@@ -124,7 +155,11 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
 
 def _algorithm(form: Form) -> str:
     """The name of a form; of FP8 by what one scale stands for."""
-    return _ALGORITHMS[form.activations] if form.format.is_fp4 else _FP8_ALGORITHMS[form.granularity or "tensor"]
+    return (
+        _ALGORITHMS[form.activations]
+        if form.format.is_fp4
+        else _FP8_ALGORITHMS[form.granularity or "tensor"]
+    )
 
 
 def _layer(form: Form) -> Json:
@@ -135,15 +170,31 @@ def _layer(form: Form) -> Json:
 
 def _scheme(form: Form, targets: list[str]) -> Json:
     """A group of modules: their names, weights and activations."""
-    numbers: Json = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": form.format.block_size}
+    numbers: Json = {
+        "dynamic": False,
+        "num_bits": 4,
+        "type": "float",
+        "group_size": form.format.block_size,
+    }
     if form.format.is_fp4:
-        return {"targets": targets, "weights": numbers, **({"input_activations": dict(numbers)} if form.has_input_scale else {})}
+        return {
+            "targets": targets,
+            "weights": numbers,
+            **({"input_activations": dict(numbers)} if form.has_input_scale else {}),
+        }
     inputs: Json = {"dynamic": False, "num_bits": 8, "type": "float"}
     match form.granularity:
         case (int(rows), int(columns)):
-            return {"targets": targets, "weights": {**inputs, "strategy": "block", "block_structure": [rows, columns]}}
+            return {
+                "targets": targets,
+                "weights": {**inputs, "strategy": "block", "block_structure": [rows, columns]},
+            }
         case "row":
-            return {"targets": targets, "weights": {**inputs, "strategy": "channel"}, "input_activations": inputs}
+            return {
+                "targets": targets,
+                "weights": {**inputs, "strategy": "channel"},
+                "input_activations": inputs,
+            }
     return {"targets": targets, "weights": dict(inputs), "input_activations": inputs}
 
 
@@ -164,7 +215,10 @@ def _of_config(record: Json) -> tuple[Group, ...]:
     if isinstance(cache, dict) and cache.get("num_bits") == 8:
         groups = tuple(Group(replace(form, kv_cache="fp8"), names) for form, names in groups)
     if schemes and not any(scheme.get("input_activations") for scheme in schemes):
-        groups = tuple(Group(replace(form, activations=16) if form.format.is_fp4 else form, names) for form, names in groups)
+        groups = tuple(
+            Group(replace(form, activations=16) if form.format.is_fp4 else form, names)
+            for form, names in groups
+        )
     return groups
 
 
@@ -180,7 +234,9 @@ def _groups(record: Json) -> tuple[Group, ...]:
         if isinstance(layers, dict)
         else {}
     )
-    known = [(name, form) for name, algorithm in named.items() if (form := _form(algorithm, kv_cache))]
+    known = [
+        (name, form) for name, algorithm in named.items() if (form := _form(algorithm, kv_cache))
+    ]
     groups = group_modules((module, form) for name, form in known for module in (name, f"{name}.*"))
     return groups if any(group.form.format.is_fp4 for group in groups) else ()
 
@@ -194,7 +250,9 @@ def _form(algorithm: object, kv_cache: str | None) -> Form | None:
             return Form(NVFP4, activations, kv_cache=kv_cache)
     for granularity, name in _FP8_ALGORITHMS.items():
         if str(algorithm).upper() == name:
-            return Form(FP8, _FP8_ACTIVATIONS[granularity], kv_cache=kv_cache, granularity=granularity)
+            return Form(
+                FP8, _FP8_ACTIVATIONS[granularity], kv_cache=kv_cache, granularity=granularity
+            )
     return None
 
 
@@ -208,25 +266,51 @@ def judge(clues: Clues) -> Iterator[Doubt]:
     form = groups[0].form if groups else None
     if any(group.form.format is MXFP4 for group in groups):
         yield Doubt(
-            "warning", "record-refused", "vLLM and SGLang know no algorithm of that name, though the artifact is consistent"
+            "warning",
+            "record-refused",
+            "vLLM and SGLang know no algorithm of that name, though the artifact is consistent",
         )
     nested = _nested(clues)
     if not clues.record or not nested:
         return
-    size = next((group.form.format.block_size for group in groups if group.form.format.is_fp4), None)
+    size = next(
+        (group.form.format.block_size for group in groups if group.form.format.is_fp4), None
+    )
     for file, record in (("config.json", clues.record), ("hf_quant_config.json", nested)):
         if size and record.get("group_size", size) != size:
-            yield Doubt("error", "record-strategy", f"{file} says group_size {record['group_size']!r}; expected {size}")
-    caches = ["fp8" if nested.get("kv_cache_quant_algo") == "FP8" else None, form.kv_cache if form else None]
+            yield Doubt(
+                "error",
+                "record-strategy",
+                f"{file} says group_size {record['group_size']!r}; expected {size}",
+            )
+    caches = [
+        "fp8" if nested.get("kv_cache_quant_algo") == "FP8" else None,
+        form.kv_cache if form else None,
+    ]
     if caches[0] != caches[1]:
-        yield Doubt("error", "records-disagree", "only one of config.json and hf_quant_config.json asks for an FP8 cache")
+        yield Doubt(
+            "error",
+            "records-disagree",
+            "only one of config.json and hf_quant_config.json asks for an FP8 cache",
+        )
     first, second = clues.record.get("quant_algo"), nested.get("quant_algo")
     if first != second:
-        yield Doubt("error", "records-disagree", f"config.json says {first!r}, hf_quant_config.json {second!r}")
-    ours, theirs = set(strings(clues.record.get("ignore"))), set(strings(nested.get("exclude_modules")))
+        yield Doubt(
+            "error",
+            "records-disagree",
+            f"config.json says {first!r}, hf_quant_config.json {second!r}",
+        )
+    ours, theirs = (
+        set(strings(clues.record.get("ignore"))),
+        set(strings(nested.get("exclude_modules"))),
+    )
     if ours != theirs:
         example = min(ours ^ theirs)
-        yield Doubt("error", "records-disagree", f"only one of config.json and hf_quant_config.json excludes {example!r}")
+        yield Doubt(
+            "error",
+            "records-disagree",
+            f"only one of config.json and hf_quant_config.json excludes {example!r}",
+        )
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:
@@ -235,7 +319,11 @@ def ignores(clues: Clues) -> Callable[[str], bool]:
     patterns = strings(clues.record.get("ignore")) or strings(_nested(clues).get("exclude_modules"))
 
     def is_ignored(module: str) -> bool:
-        if isinstance(listed, dict) and module not in listed and not any(name in listed for name in parents_of(module)):
+        if (
+            isinstance(listed, dict)
+            and module not in listed
+            and not any(name in listed for name in parents_of(module))
+        ):
             return True
         return any(pattern in module or fnmatchcase(module, pattern) for pattern in patterns)
 

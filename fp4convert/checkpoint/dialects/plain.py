@@ -50,7 +50,14 @@ TRAITS = Traits(
     companions=(".input_scale",),
 )
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
-stems, slots, notes, ignores, judge, unfit = each_alone, whole, no_notes, ignores_none, no_doubts, always_fit
+stems, slots, notes, ignores, judge, unfit = (
+    each_alone,
+    whole,
+    no_notes,
+    ignores_none,
+    no_doubts,
+    always_fit,
+)
 
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
@@ -67,16 +74,23 @@ def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, 
     else:
         padded_rows, padded_blocks = ORDERS[form.scale_layout].padded((rows, blocks))
         specs = [TensorSpec(f"{stem}.weight", "U8", (rows, columns // 2))]
-        specs.append(TensorSpec(f"{stem}.block_scale", "U8", (padded_rows * padded_blocks,), is_apart=True))
+        specs.append(
+            TensorSpec(f"{stem}.block_scale", "U8", (padded_rows * padded_blocks,), is_apart=True)
+        )
     return (*specs, *SCALARS.specs(stem, form))
 
 
-def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
+def encode(
+    stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]
+) -> Iterator[Part]:
     linear = (shape[0], shape[1] // form.format.block_size)
     block_scales = bytearray()
     for rows in panels:
         if form.scale_layout == "interleaved":
-            yield f"{stem}.weight", interleave((rows.packed, form.format.block_size // 2), (rows.block_scales, 1))
+            yield (
+                f"{stem}.weight",
+                interleave((rows.packed, form.format.block_size // 2), (rows.block_scales, 1)),
+            )
         else:
             yield f"{stem}.weight", rows.packed
             if form.scale_layout == "linear":
@@ -86,13 +100,20 @@ def encode(stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quant
     if form.scale_layout == "appended":
         yield f"{stem}.weight", memoryview(block_scales)
     elif form.scale_layout not in ("linear", "interleaved"):
-        yield f"{stem}.block_scale", ORDERS[form.scale_layout].arrange(memoryview(block_scales), linear)
+        yield (
+            f"{stem}.block_scale",
+            ORDERS[form.scale_layout].arrange(memoryview(block_scales), linear),
+        )
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
     """With their scales joined to their codes, modules of MXFP4 are known by the type of their weights alone."""
     named = stems_named(tensors, TRAITS.suffixes)
-    packed = [stem for stem in stems_named(tensors, (".weight",)) if tensors[f"{stem}.weight"].dtype == "U8"]
+    packed = [
+        stem
+        for stem in stems_named(tensors, (".weight",))
+        if tensors[f"{stem}.weight"].dtype == "U8"
+    ]
     return sorted({*named, *packed})
 
 
@@ -104,7 +125,9 @@ def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | 
         return half_columns(stem, packed, form)
     if len(packed.shape) != 2 or packed.shape[1] % block_nbytes:
         return None
-    return whole_blocks((packed.shape[0], packed.shape[1] // block_nbytes * form.format.block_size), form)
+    return whole_blocks(
+        (packed.shape[0], packed.shape[1] // block_nbytes * form.format.block_size), form
+    )
 
 
 def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
@@ -116,7 +139,9 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
         width = stored.nbytes // rows
 
         def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
-            packed, scales = split_runs(stored[first * width : last * width], form.format.block_size // 2, 1)
+            packed, scales = split_runs(
+                stored[first * width : last * width], form.format.block_size // 2, 1
+            )
             return packed, scales
 
         return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch)
@@ -124,17 +149,23 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
         split, half = rows * columns // 2, columns // 2
 
         def fetch_apart(first: int, last: int) -> tuple[memoryview, memoryview]:
-            return stored[first * half : last * half], stored[split + first * blocks : split + last * blocks]
+            return stored[first * half : last * half], stored[
+                split + first * blocks : split + last * blocks
+            ]
 
         return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch_apart)
     if form.scale_layout == "linear":
         return Spans(form.format, (rows, columns), stored, read(f"{stem}.block_scale"), multiplier)
-    block_scales = ORDERS[form.scale_layout].restore_lazily(lambda: read(f"{stem}.block_scale")[:], (rows, blocks))
+    block_scales = ORDERS[form.scale_layout].restore_lazily(
+        lambda: read(f"{stem}.block_scale")[:], (rows, blocks)
+    )
 
     def fetch_scales(first: int, last: int) -> tuple[memoryview, memoryview]:
         return stored[first * columns // 2 : last * columns // 2], block_scales(first, last)
 
-    return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch_scales, block_scales)
+    return Fetched(
+        form.format, (rows, columns), multiplier, "multiplier", fetch_scales, block_scales
+    )
 
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:

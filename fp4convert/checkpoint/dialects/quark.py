@@ -44,13 +44,22 @@ TRAITS = Traits(
     companions=(".input_scale_2", ".input_scale"),
 )
 TABLE = Table((".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS)
-outputs, stored_shape, encode, decode = TABLE.outputs, TABLE.stored_shape, TABLE.encode, TABLE.decode
+outputs, stored_shape, encode, decode = (
+    TABLE.outputs,
+    TABLE.stored_shape,
+    TABLE.encode,
+    TABLE.decode,
+)
 encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
 stems, slots, notes, unfit = each_alone, whole, no_notes, always_fit
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    return [stem for stem in stems_named(tensors, TRAITS.suffixes) if not is_fp8(tensors, f"{stem}.weight")]
+    return [
+        stem
+        for stem in stems_named(tensors, TRAITS.suffixes)
+        if not is_fp8(tensors, f"{stem}.weight")
+    ]
 
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
@@ -70,7 +79,12 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
             "weight_format": "real_quantized",
             "weight_merge_groups": None,
         },
-        "global_quant_config": {"weight": weights, "input_tensors": inputs, "output_tensors": None, "bias": None},
+        "global_quant_config": {
+            "weight": weights,
+            "input_tensors": inputs,
+            "output_tensors": None,
+            "bias": None,
+        },
         "kv_cache_quant_config": {},
         "layer_quant_config": {},
         "layer_type_quant_config": {},
@@ -123,7 +137,12 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
     scheme = declared if isinstance(declared, dict) else {}
     weights, inputs = (_first(scheme.get(key)) for key in ("weight", "input_tensors"))
     fmt = next(
-        (fmt for fmt in TRAITS.reads if fmt.block_size == weights.get("group_size") and weights.get("dtype") == "fp4"), None
+        (
+            fmt
+            for fmt in TRAITS.reads
+            if fmt.block_size == weights.get("group_size") and weights.get("dtype") == "fp4"
+        ),
+        None,
     )
     activations = ACTIVATIONS_FP4 if inputs.get("dtype") == "fp4" else 16
     return everywhere(Form(fmt, activations) if fmt else None)
@@ -137,7 +156,11 @@ def _first(spec: object) -> dict[str, object]:
 
 def judge(clues: Clues) -> Iterator[Doubt]:
     if "rotation" in str(clues.record.get("algo_config")):
-        yield Doubt("error", "record-transform", "weights are rotated (algo_config), which nothing but its engine undoes")
+        yield Doubt(
+            "error",
+            "record-transform",
+            "weights are rotated (algo_config), which nothing but its engine undoes",
+        )
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:

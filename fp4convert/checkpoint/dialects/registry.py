@@ -30,7 +30,13 @@ MODULES = {  # in the order in which an artifact is asked whether it is one of t
     "plain": "plain",
 }
 _PACKED_DTYPES = ("U8", "I8", "I32", "U32")
-_PACKED_ENDINGS = (".weight", "_blocks", "_scales", ".qweight", ".qzeros")  # the last two of GPTQ and AWQ
+_PACKED_ENDINGS = (
+    ".weight",
+    "_blocks",
+    "_scales",
+    ".qweight",
+    ".qzeros",
+)  # the last two of GPTQ and AWQ
 _FP8_ENDING = ".weight_scale_inv"  # DeepSeek's
 _GGUF_TYPES = ("MXFP4", "NVFP4")
 
@@ -39,7 +45,10 @@ _GGUF_TYPES = ("MXFP4", "NVFP4")
 def dialect_named(name: str) -> Dialect:
     """The dialect of that name; InputError names the known ones."""
     if name not in MODULES:
-        raise InputError("unknown-dialect", f"dialect {name!r} is not known; expected one of {', '.join(MODULES)}")
+        raise InputError(
+            "unknown-dialect",
+            f"dialect {name!r} is not known; expected one of {', '.join(MODULES)}",
+        )
     return cast(Dialect, import_module(f"fp4convert.checkpoint.dialects.{MODULES[name]}"))
 
 
@@ -58,10 +67,14 @@ def dialect_to_write(target: Target) -> Dialect:
         raise InputError("dialect-layout", detail, f"Choose another --scale-layout{other}.")
     if form.activations == ACTIVATIONS_FP4 and form.format not in dialect.TRAITS.activations:
         detail = f"dialect {name} cannot say that activations of {form.format.name} are four-bit"
-        raise InputError("dialect-activations", detail, "Choose another --dialect, or --activations 16.")
+        raise InputError(
+            "dialect-activations", detail, "Choose another --dialect, or --activations 16."
+        )
     if target.kv_cache and not (target.kv_cache == "fp8" and dialect.TRAITS.cache_scales):
         detail = f"an {target.kv_cache} cache of keys and values is asked for, which dialect {name} cannot say"
-        raise InputError("dialect-cache", detail, "Choose another --dialect: compressed-tensors or modelopt.")
+        raise InputError(
+            "dialect-cache", detail, "Choose another --dialect: compressed-tensors or modelopt."
+        )
     return dialect
 
 
@@ -75,7 +88,11 @@ def module_form(target: Target, fmt: str) -> Form:
     """The form of a module that becomes that format, which need not be the artifact's own; InputError for an unknown one."""
     own, chosen = form_of(target), format_named(fmt, MODULE_FORMATS)
     table = dialect_named(str(target.dialect)).TRAITS.fp8
-    return fp8_form(target, table.made if table else "tensor") if chosen is FP8 else replace(own, format=chosen)
+    return (
+        fp8_form(target, table.made if table else "tensor")
+        if chosen is FP8
+        else replace(own, format=chosen)
+    )
 
 
 def fp8_form(target: Target, granularity: Granularity, stored_scales: str = "F32") -> Form:
@@ -84,7 +101,9 @@ def fp8_form(target: Target, granularity: Granularity, stored_scales: str = "F32
     wanted = ACTIVATIONS_FP8 if target.activations == ACTIVATIONS_FP4 else 16
     bits = table.activations.get(granularity, wanted) if table else wanted
     own = form_of(target)
-    return replace(own, format=FP8, activations=bits, granularity=granularity, stored_scales=stored_scales)
+    return replace(
+        own, format=FP8, activations=bits, granularity=granularity, stored_scales=stored_scales
+    )
 
 
 def check_forms(target: Target, forms: Iterable[Form]) -> None:
@@ -99,7 +118,9 @@ def check_forms(target: Target, forms: Iterable[Form]) -> None:
             words = " and ".join(sorted({each.word for each in seen}))
             able = " and ".join(fmt.name for fmt in mixes) or "one format in an artifact"
             detail = f"modules are to be {words}, which dialect {name} cannot hold beside each other; it holds {able}"
-            raise InputError("dialect-mixed", detail, "Choose another --dialect, or one format for all modules.")
+            raise InputError(
+                "dialect-mixed", detail, "Choose another --dialect, or one format for all modules."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +131,9 @@ class Speller:
     form: Form
     input_scale: float | None
 
-    def parts(self, stem: str, shape: tuple[int, ...], panels: Iterator[Quantized]) -> Iterator[Part]:
+    def parts(
+        self, stem: str, shape: tuple[int, ...], panels: Iterator[Quantized]
+    ) -> Iterator[Part]:
         """What to append to the outputs of that stem, by name; no panels, no parts."""
         for first in panels:
             input_scale = self.input_scale if self.form.has_input_scale else None
@@ -122,11 +145,23 @@ def is_quantized_tensor(ref: TensorRef) -> bool:
     """True for a tensor that only an already quantized checkpoint has, in any dialect."""
     is_matrix = ref.name.endswith(_PACKED_ENDINGS) and len(ref.shape) > 1
     is_packed = is_matrix and ref.dtype in _PACKED_DTYPES
-    return ref.dtype in _GGUF_TYPES or is_packed or ref.name.endswith(_telling_endings(ref.dtype in FLOAT_TYPES))
+    return (
+        ref.dtype in _GGUF_TYPES
+        or is_packed
+        or ref.name.endswith(_telling_endings(ref.dtype in FLOAT_TYPES))
+    )
 
 
 @cache
 def _telling_endings(is_float: bool) -> tuple[str, ...]:
     """Endings of names that only quantized checkpoints have, for tensors of floats or of anything else."""
-    endings = {ending for known in MODULES for ending in dialect_named(known).TRAITS.suffixes if ending.startswith(".")}
-    return (*(ending for ending in endings if not is_float or ending.startswith(".weight_")), _FP8_ENDING)
+    endings = {
+        ending
+        for known in MODULES
+        for ending in dialect_named(known).TRAITS.suffixes
+        if ending.startswith(".")
+    }
+    return (
+        *(ending for ending in endings if not is_float or ending.startswith(".weight_")),
+        _FP8_ENDING,
+    )

@@ -56,15 +56,24 @@ def gather(stored: Blocks, shape: tuple[int, int], pieces: tuple[Piece, ...]) ->
         for piece in pieces:
             begin, end = (min(max(row - piece.start, 0), piece.height) for row in (first, last))
             if begin < end:
-                yield piece.first + begin * piece.step, piece.first + (end - 1) * piece.step + 1, piece.step
+                yield (
+                    piece.first + begin * piece.step,
+                    piece.first + (end - 1) * piece.step + 1,
+                    piece.step,
+                )
 
     def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
-        parts = [_in_turn([stored.rows(begin, end)], step) for begin, end, step in places(first, last)]
+        parts = [
+            _in_turn([stored.rows(begin, end)], step) for begin, end, step in places(first, last)
+        ]
         packed, block_scales = (b"".join(table) for table in zip(*parts, strict=True))
         return memoryview(packed), memoryview(block_scales)
 
     def fetch_scales(first: int, last: int) -> memoryview:
-        parts = (_weave([stored.scales(begin, end)], end - begin, step) for begin, end, step in places(first, last))
+        parts = (
+            _weave([stored.scales(begin, end)], end - begin, step)
+            for begin, end, step in places(first, last)
+        )
         return memoryview(b"".join(parts))
 
     return Fetched(stored.format, shape, stored.global_scale, stored.kind, fetch, fetch_scales)
@@ -74,7 +83,11 @@ def rows_of(blocks: Blocks, rows: Rows) -> Blocks:
     """Those rows of a module whose blocks they are."""
     if (rows.first, rows.last) == (0, blocks.shape[0]):
         return blocks
-    return gather(blocks, (rows.last - rows.first, blocks.shape[1]), (Piece(0, rows.first, 1, rows.last - rows.first),))
+    return gather(
+        blocks,
+        (rows.last - rows.first, blocks.shape[1]),
+        (Piece(0, rows.first, 1, rows.last - rows.first),),
+    )
 
 
 def alternate(members: Sequence[Blocks]) -> Iterator[Quantized]:
@@ -92,14 +105,18 @@ def alternate(members: Sequence[Blocks]) -> Iterator[Quantized]:
 def _in_turn(members: Sequence[Quantized], step: int = 1) -> tuple[bytes, bytes]:
     """Codes and block scales of every step-th row of each member, the members in turn."""
     height = members[0].shape[0]
-    return _weave([q.packed for q in members], height, step), _weave([q.block_scales for q in members], height, step)
+    return _weave([q.packed for q in members], height, step), _weave(
+        [q.block_scales for q in members], height, step
+    )
 
 
 def _weave(tables: Sequence[memoryview], height: int, step: int = 1) -> bytes:
     """Every step-th row of each table, the tables in turn."""
     flat = [table.cast("B") for table in tables]
     width = flat[0].nbytes // height
-    return b"".join(table[row * width : (row + 1) * width] for row in range(0, height, step) for table in flat)
+    return b"".join(
+        table[row * width : (row + 1) * width] for row in range(0, height, step) for table in flat
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +139,9 @@ class Woven:
         if count == 1:
             return self.members[0].rows(first, last)
         begin, end = first // count, -(-last // count)
-        woven = memoryview(_weave([member.rows(begin, end).data for member in self.members], end - begin))
+        woven = memoryview(
+            _weave([member.rows(begin, end).data for member in self.members], end - begin)
+        )
         width = woven.nbytes // (count * (end - begin))
         data = woven[(first - begin * count) * width : (last - begin * count) * width]
         return Matrix(data, self.dtype, (last - first, self.shape[1]))

@@ -35,7 +35,12 @@ def targets_of(modules: Iterable[str], others: Iterable[str], prefix: str = "") 
             another name would fit with it
     """
     fitting, strange = defaultdict(list), {_NUMBER.sub("0", other) for other in others}
-    endings = {template[dot + 1 :] for template in strange for dot, letter in enumerate(template) if letter == "."}
+    endings = {
+        template[dot + 1 :]
+        for template in strange
+        for dot, letter in enumerate(template)
+        if letter == "."
+    }
     for module in modules:
         fitting[_NUMBER.sub("0", module)].append(module)
     targets = []
@@ -46,7 +51,11 @@ def targets_of(modules: Iterable[str], others: Iterable[str], prefix: str = "") 
             continue
         core = from_layers(names[0])
         is_clear = bool(prefix) and not {_NUMBER.sub("0", core)} & (strange | endings)
-        targets.append(before + r"\d+".join(map(re.escape, _NUMBER.split(core if is_clear else names[0]))) + "$")
+        targets.append(
+            before
+            + r"\d+".join(map(re.escape, _NUMBER.split(core if is_clear else names[0])))
+            + "$"
+        )
     return list(dict.fromkeys(targets))
 
 
@@ -56,7 +65,11 @@ def from_layers(module: str) -> str:
     model.language_model.layers.3.mlp.up_proj -> layers.3.mlp.up_proj; the whole where it counts nothing
     """
     number = _NUMBER.search(module)
-    return module[module[: number.start() - 1].rfind(".") + 1 :] if number and number.start() else module
+    return (
+        module[module[: number.start() - 1].rfind(".") + 1 :]
+        if number and number.start()
+        else module
+    )
 
 
 def parents_of(module: str) -> Iterator[str]:
@@ -95,14 +108,22 @@ class Scalars:
         input_scale  a multiplier, or None
         """
         if q.global_scale is not None and self.global_scale:
-            yield stem + self.global_scale, encode_scalar(q.global_scale, is_inverse=q.kind != self.kind)
+            yield (
+                stem + self.global_scale,
+                encode_scalar(q.global_scale, is_inverse=q.kind != self.kind),
+            )
         elif q.global_scale not in (None, 1.0):
             found = f"{stem} has the global scale {q.global_scale:g}, stored as a {q.kind}"
             detail = f"{found}; this dialect has no place for one, expected 1"
-            next_step = "Quantize the original weights to this dialect, or dequantize the artifact first."
+            next_step = (
+                "Quantize the original weights to this dialect, or dequantize the artifact first."
+            )
             raise InputError("dialect-global-scale", detail, next_step, stem)
         if input_scale is not None and self.input_scale:
-            yield stem + self.input_scale, encode_scalar(input_scale, is_inverse=self.kind == "divisor")
+            yield (
+                stem + self.input_scale,
+                encode_scalar(input_scale, is_inverse=self.kind == "divisor"),
+            )
 
     def decode_global(self, stem: str, form: Form, read: Read) -> float | None:
         """The stored global scale, where the format has one."""
@@ -130,7 +151,11 @@ class Scalars:
 def schemes_of(record: Mapping[str, object]) -> list[dict[str, object]]:
     """What an engine's record says of every group of modules, as compressed-tensors and ModelOpt list them."""
     groups = record.get("config_groups")
-    return [scheme for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
+    return (
+        [scheme for scheme in groups.values() if isinstance(scheme, dict)]
+        if isinstance(groups, dict)
+        else []
+    )
 
 
 def scale_grid(shape: tuple[int, int], granularity: Granularity) -> tuple[int, int]:
@@ -170,7 +195,9 @@ class Fp8Table:
         rows, columns = shape
         scales = self.scale_shape((rows, columns), form.granularity) if form.granularity else None
         if scales is None:
-            raise RuntimeError(f"{stem}: {self.unfit((rows, columns), form)} has no place in this dialect")
+            raise RuntimeError(
+                f"{stem}: {self.unfit((rows, columns), form)} has no place in this dialect"
+            )
         specs = [
             TensorSpec(f"{stem}.weight", "F8_E4M3", (rows, columns)),
             TensorSpec(f"{stem}.weight_scale", form.stored_scales, scales),
@@ -184,7 +211,11 @@ class Fp8Table:
         return self.input_scale is not None and form.format is FP8 and form.granularity == "tensor"
 
     def encode(
-        self, stem: str, form: Form, panels: Iterable[tuple[memoryview, memoryview]], input_scale: float = 1.0
+        self,
+        stem: str,
+        form: Form,
+        panels: Iterable[tuple[memoryview, memoryview]],
+        input_scale: float = 1.0,
     ) -> Iterator[Part]:
         """Bytes to append to outputs, by name.
 
@@ -231,10 +262,18 @@ class Table:
             scales = scale_grid((above[0], columns), form.granularity or "row")
             packed = TensorSpec(stem + ending, "I32", (above[0], -(-columns // INT4_PER_ITEM)))
             shape_of = TensorSpec(f"{stem}.weight_shape", "I64", (2,))
-            return (packed, TensorSpec(stem + self.block_scales, form.stored_scales, scales), shape_of)
+            return (
+                packed,
+                TensorSpec(stem + self.block_scales, form.stored_scales, scales),
+                shape_of,
+            )
         return (
             TensorSpec(stem + ending, dtype, (*above, columns // self.codes_per_item)),
-            TensorSpec(stem + self.block_scales, self.scale_dtypes[form.format], (*above, columns // form.format.block_size)),
+            TensorSpec(
+                stem + self.block_scales,
+                self.scale_dtypes[form.format],
+                (*above, columns // form.format.block_size),
+            ),
             *self.scalars.specs(stem, form),
         )
 
@@ -247,7 +286,9 @@ class Table:
             return rows, items * (INT4_PER_ITEM if form.format is INT4 else 1)
         return whole_blocks((rows, items * self.codes_per_item), form)
 
-    def encode(self, stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]) -> Iterator[Part]:
+    def encode(
+        self, stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]
+    ) -> Iterator[Part]:
         """Dialect.encode."""
         for rows in panels:
             yield stem + self.packed[0], rows.packed
@@ -258,10 +299,19 @@ class Table:
         *above, columns = shape
         stored, scales = read(stem + self.packed[0]), read(stem + self.block_scales)
         global_scale = self.scalars.decode_global(stem, form, read)
-        return Spans(form.format, (math.prod(above), columns), stored, scales, global_scale, self.scalars.kind)
+        return Spans(
+            form.format,
+            (math.prod(above), columns),
+            stored,
+            scales,
+            global_scale,
+            self.scalars.kind,
+        )
 
 
-def encode_int4(stem: str, shape: tuple[int, ...], panels: Iterable[tuple[memoryview, memoryview]]) -> Iterator[Part]:
+def encode_int4(
+    stem: str, shape: tuple[int, ...], panels: Iterable[tuple[memoryview, memoryview]]
+) -> Iterator[Part]:
     """Bytes of packed integers as compressed-tensors names them, by name; panels as Fp8Table.encode has them."""
     for codes, scales in panels:
         if codes.nbytes:
@@ -273,7 +323,11 @@ def encode_int4(stem: str, shape: tuple[int, ...], panels: Iterable[tuple[memory
 
 def half_columns(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
     """`stored_shape` where packed codes are (rows, columns / 2)."""
-    return whole_blocks((packed.shape[0], packed.shape[1] * 2), form) if len(packed.shape) == 2 else None
+    return (
+        whole_blocks((packed.shape[0], packed.shape[1] * 2), form)
+        if len(packed.shape) == 2
+        else None
+    )
 
 
 def whole_blocks(shape: tuple[int, ...], form: Form) -> tuple[int, ...] | None:
@@ -296,7 +350,9 @@ def encode_scalar(value: float, is_inverse: bool = False) -> memoryview:
     """
     if is_inverse and not SMALLEST_SCALE <= value <= 1 / SMALLEST_SCALE:
         detail = f"a scale is {value:g}, whose reciprocal is no float32; expected a positive number that has one"
-        raise InputError("scale-without-inverse", detail, "Dequantize the artifact, and quantize the result.")
+        raise InputError(
+            "scale-without-inverse", detail, "Dequantize the artifact, and quantize the result."
+        )
     return memoryview(struct.pack("<f", 1 / value if is_inverse else value))
 
 

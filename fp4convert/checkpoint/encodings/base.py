@@ -37,7 +37,9 @@ class Coding(Protocol):
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         """The form in which it can stay as it is in what is made; None where it is an ordinary tensor, or no dialect has one."""
 
-    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+    def kept(
+        self, linear: Linear, source: Source, form: Form
+    ) -> Iterator[tuple[memoryview, memoryview]]:
         """Its codes and its scales in that form, piece by piece, either of which may be empty; nothing where it has no form."""
 
 

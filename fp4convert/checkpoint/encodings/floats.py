@@ -24,7 +24,13 @@ from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
 
 MATRIX_DIMENSIONS, STACK_DIMENSIONS = 2, 3
-OUTPUT_MEMBERS = ("down_proj", "w2", "output_linear", "fc2", "wo")  # their rows are the hidden vector
+OUTPUT_MEMBERS = (
+    "down_proj",
+    "w2",
+    "output_linear",
+    "fc2",
+    "wo",
+)  # their rows are the hidden vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,9 @@ class Floats:
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         return None
 
-    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+    def kept(
+        self, linear: Linear, source: Source, form: Form
+    ) -> Iterator[tuple[memoryview, memoryview]]:
         return iter(())
 
 
@@ -55,12 +63,16 @@ class Picked:
     is_packed = False
 
     def weights(self, linear: Linear, source: Source) -> Weights:
-        return (_Columns if self.is_transposed else _EveryOther)(source, linear.refs[0], linear.shape, self.first, self.step)
+        return (_Columns if self.is_transposed else _EveryOther)(
+            source, linear.refs[0], linear.shape, self.first, self.step
+        )
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         return None
 
-    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+    def kept(
+        self, linear: Linear, source: Source, form: Form
+    ) -> Iterator[tuple[memoryview, memoryview]]:
         return iter(())
 
 
@@ -128,7 +140,9 @@ class _Columns:
     shape: tuple[int, int]
     start: int
     step: int
-    _held: list[memoryview] = field(default_factory=list, compare=False)  # the stored matrix, which every panel needs whole
+    _held: list[memoryview] = field(
+        default_factory=list, compare=False
+    )  # the stored matrix, which every panel needs whole
 
     @property
     def dtype(self) -> str:
@@ -138,7 +152,9 @@ class _Columns:
         if not self._held:
             self._held.append(self.source.read(self.ref))
         stored = Matrix(self._held[0], self.dtype, (self.ref.shape[0], self.ref.shape[1]))
-        places = range(self.start + first * self.step, self.start + (last - 1) * self.step + 1, self.step)
+        places = range(
+            self.start + first * self.step, self.start + (last - 1) * self.step + 1, self.step
+        )
         return Cpu().transpose(stored, places)
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
@@ -161,7 +177,9 @@ def measured_whole(linears: Sequence[Linear], source: Source) -> Iterator[Weight
 
 
 def find_floats(
-    tensors: Mapping[str, TensorRef], rule_for: Callable[[str, tuple[int, ...]], StackRule | None], hidden: Collection[int] = ()
+    tensors: Mapping[str, TensorRef],
+    rule_for: Callable[[str, tuple[int, ...]], StackRule | None],
+    hidden: Collection[int] = (),
 ) -> dict[str, Linear]:
     """Every matrix named ".weight", and those of the stacks that a recipe has a rule for.
 
@@ -175,10 +193,14 @@ def find_floats(
         if len(ref.shape) == MATRIX_DIMENSIONS and ref.name.endswith(WEIGHT):
             module = ref.name.removesuffix(WEIGHT)
             found[module] = Linear(module, (ref.shape[0], ref.shape[1]), _FLOATS[ref.dtype], (ref,))
-        elif len(ref.shape) in (MATRIX_DIMENSIONS, STACK_DIMENSIONS) and (rule := rule_for(ref.name, ref.shape)):
+        elif len(ref.shape) in (MATRIX_DIMENSIONS, STACK_DIMENSIONS) and (
+            rule := rule_for(ref.name, ref.shape)
+        ):
             stack = _as_stack(ref, rule)
             _check_order(stack, rule, hidden)
-            stacked |= {linear.module: replace(linear, stack=ref) for linear in _of_stack(stack, rule)}
+            stacked |= {
+                linear.module: replace(linear, stack=ref) for linear in _of_stack(stack, rule)
+            }
     for module in stacked.keys() & found.keys():
         stack, alone = stacked[module].home, found[module].home
         detail = f"{stack.file}: {stack.name} holds {module}, which {alone.name} in {alone.file} is too; expected one of them"
@@ -195,8 +217,12 @@ def _as_stack(ref: TensorRef, rule: StackRule) -> TensorRef:
     if not rule.experts or rows % rule.experts:
         detail = f"{ref.file}: {ref.name} {list(ref.shape)} holds the matrices of all experts below each other"
         number = f"{rule.experts_key} of config.json is {rule.experts}"
-        next_step = f"Download the checkpoint again, or correct {rule.experts_key} in its config.json."
-        raise InputError("stack-shape", f"{detail}; {number}, expected as many rows of each", next_step, ref.name)
+        next_step = (
+            f"Download the checkpoint again, or correct {rule.experts_key} in its config.json."
+        )
+        raise InputError(
+            "stack-shape", f"{detail}; {number}, expected as many rows of each", next_step, ref.name
+        )
     return ref._replace(shape=(rule.experts, rows // rule.experts, columns))
 
 
@@ -210,7 +236,9 @@ def _check_order(ref: TensorRef, rule: StackRule, hidden: Collection[int]) -> No
         order = "out_in" if rule.is_transposed else "in_out"
         detail = f"{ref.file}: {ref.name} {list(ref.shape)} would be read as experts of {rows} rows and {columns} columns"
         expected = f"{detail}, which do not fit the hidden size of config.json ({', '.join(map(str, sorted(hidden)))})"
-        raise InputError("stack-shape", expected, f"Say how they are stored: --stack-order {order}.", ref.name)
+        raise InputError(
+            "stack-shape", expected, f"Say how they are stored: --stack-order {order}.", ref.name
+        )
 
 
 def _of_stack(ref: TensorRef, rule: StackRule) -> Iterator[Linear]:
@@ -219,10 +247,14 @@ def _of_stack(ref: TensorRef, rule: StackRule) -> Iterator[Linear]:
     members = len(rule.members)
     if (inner if rule.is_transposed else outer) % members:
         detail = f"{ref.file}: {ref.name} {list(ref.shape)} holds {members} matrices for each expert, of equally many rows"
-        raise InputError("stack-shape", detail, "Say how they are stored: --stack-order, --stack-rows.", ref.name)
+        raise InputError(
+            "stack-shape", detail, "Say how they are stored: --stack-order, --stack-rows.", ref.name
+        )
     for expert in range(experts):
         nbytes = outer * inner * FLOAT_TYPES[ref.dtype].nbytes
-        matrix = ref._replace(name=f"{ref.name}[{expert}]", shape=(outer, inner), start=ref.start + expert * nbytes)
+        matrix = ref._replace(
+            name=f"{ref.name}[{expert}]", shape=(outer, inner), start=ref.start + expert * nbytes
+        )
         for number, member in enumerate(rule.members):
             module = rule.module(ref.name, expert, member)
             yield replace(_part_of(matrix, rule, number), module=module)
@@ -238,7 +270,9 @@ def _part_of(matrix: TensorRef, rule: StackRule, number: int) -> Linear:
         coding = Picked(kind.word, first, step, rule.is_transposed)
         return Linear(matrix.name, (rows, columns), coding, (matrix,), share=members)
     start = matrix.start + number * rows * columns * FLOAT_TYPES[matrix.dtype].nbytes
-    return Linear(matrix.name, (rows, columns), kind, (matrix._replace(shape=(rows, columns), start=start),))
+    return Linear(
+        matrix.name, (rows, columns), kind, (matrix._replace(shape=(rows, columns), start=start),)
+    )
 
 
 _FLOATS = {dtype: Floats(kind.word) for dtype, kind in FLOAT_TYPES.items()}

@@ -35,7 +35,9 @@ class FourBit:
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         return module_form(target, self.format.name)
 
-    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+    def kept(
+        self, linear: Linear, source: Source, form: Form
+    ) -> Iterator[tuple[memoryview, memoryview]]:
         return iter(())
 
     def blocks(self, linear: Linear) -> Blocks:
@@ -75,5 +77,13 @@ def find_fp4(artifact: Artifact) -> Mapping[str, Linear]:
         idle = tuple(ref for ref in packed.companions if ref not in packed.refs)
         share = parts[packed.stem]
         stack = packed.refs[0] if share > 1 else None
-        found[module] = Linear(module, packed.shape, FourBit(artifact, packed.form.format), packed.refs, idle, stack, share)
+        found[module] = Linear(
+            module,
+            packed.shape,
+            FourBit(artifact, packed.form.format),
+            packed.refs,
+            idle,
+            stack,
+            share,
+        )
     return found

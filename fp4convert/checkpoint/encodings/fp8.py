@@ -38,10 +38,19 @@ DTYPES = ("F8_E4M3", "F8_E5M2")
 E8M0_DTYPES = ("F8_E8M0", "U8")
 SCALE_DTYPES = (*FLOAT_DTYPES, *E8M0_DTYPES)
 SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".scale_weight")
-IDLE = (".input_scale", ".activation_scale", ".scale_input", ".k_scale", ".v_scale", ".output_scale")
+IDLE = (
+    ".input_scale",
+    ".activation_scale",
+    ".scale_input",
+    ".k_scale",
+    ".v_scale",
+    ".output_scale",
+)
 BITS = 8
 VIA_BLOCK = (128, 128)
-VIA_COLUMNS = 2048  # rounded together: what is held meanwhile does not grow with the width of a matrix
+VIA_COLUMNS = (
+    2048  # rounded together: what is held meanwhile does not grow with the width of a matrix
+)
 Block = tuple[int, int]
 
 
@@ -67,11 +76,22 @@ class Fp8:
         stored = scales[0].dtype if scales[0].dtype in FLOAT_DTYPES else "F32"
         return fp8_form(target, words.get(self.block, self.block), stored)
 
-    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+    def kept(
+        self, linear: Linear, source: Source, form: Form
+    ) -> Iterator[tuple[memoryview, memoryview]]:
         codes, scales = linear.refs
         for part in row_panels(linear.shape):
-            yield source.read_range(codes, *(row * linear.shape[1] for row in part)), memoryview(b"")
-        yield memoryview(b""), read_scales(source, scales).astype(FLOAT_DTYPES[form.stored_scales]).view(np.uint8).data
+            yield (
+                source.read_range(codes, *(row * linear.shape[1] for row in part)),
+                memoryview(b""),
+            )
+        yield (
+            memoryview(b""),
+            read_scales(source, scales)
+            .astype(FLOAT_DTYPES[form.stored_scales])
+            .view(np.uint8)
+            .data,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +107,9 @@ class _Scaled:
 
     def rows(self, first: int, last: int) -> Matrix:
         shape = (last - first, self.shape[1])
-        values = Cpu().decode_fp8(self._codes(first, last), shape, self._grid(first), self.codes.dtype)
+        values = Cpu().decode_fp8(
+            self._codes(first, last), shape, self._grid(first), self.codes.dtype
+        )
         return as_matrix(values)
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
@@ -95,7 +117,10 @@ class _Scaled:
 
     def amaxes(self) -> Iterator[float] | None:
         columns, dtype = self.shape[1], self.codes.dtype
-        panels = ((self._codes(*panel), (panel[1] - panel[0], columns), self._grid(panel[0])) for panel in row_panels(self.shape))
+        panels = (
+            (self._codes(*panel), (panel[1] - panel[0], columns), self._grid(panel[0]))
+            for panel in row_panels(self.shape)
+        )
         return (Cpu().amax_fp8(*panel, dtype) for panel in panels)
 
     def _codes(self, first: int, last: int) -> memoryview:
@@ -103,9 +128,15 @@ class _Scaled:
 
     def _grid(self, first: int) -> Grid:
         """The scales of the rows from `first` on."""
-        block_rows, block_columns = (min(own, whole) for own, whole in zip(self.block, self.shape, strict=True))
+        block_rows, block_columns = (
+            min(own, whole) for own, whole in zip(self.block, self.shape, strict=True)
+        )
         across = -(-self.shape[1] // block_columns)
-        scales = np.ones((1, across), np.float32) if self.scales is None else read_scales(self.source, self.scales)
+        scales = (
+            np.ones((1, across), np.float32)
+            if self.scales is None
+            else read_scales(self.source, self.scales)
+        )
         return Grid(scales.reshape(-1, across), (block_rows, block_columns), first)
 
 
@@ -152,7 +183,9 @@ def fp8_of(packed: Packed) -> Fp8:
     """The coding of a module of FP8 in an artifact."""
     words: dict[object, Block] = {"tensor": packed.shape, "row": (1, packed.shape[1])}
     granularity = packed.form.granularity
-    return Fp8(packed.form.word, granularity if isinstance(granularity, tuple) else words[granularity])
+    return Fp8(
+        packed.form.word, granularity if isinstance(granularity, tuple) else words[granularity]
+    )
 
 
 def find_fp8(clues: Clues) -> dict[str, Linear]:
@@ -167,11 +200,20 @@ def find_fp8(clues: Clues) -> dict[str, Linear]:
 
 def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]) -> Linear:
     rows, columns = ref.shape
-    scales = [clues.tensors[module + ending] for ending in SCALES if module + ending in clues.tensors]
-    idle = tuple(clues.tensors[module + ending] for ending in IDLE if module + ending in clues.tensors)
+    scales = [
+        clues.tensors[module + ending] for ending in SCALES if module + ending in clues.tensors
+    ]
+    idle = tuple(
+        clues.tensors[module + ending] for ending in IDLE if module + ending in clues.tensors
+    )
     if not scales and (clues.record or clues.hf_quant_config):
         detail = f"{ref.file}: {ref.name} is FP8, and has no scales; expected {module}{SCALES[0]} or {module}{SCALES[1]}"
-        raise InputError("scales-missing", detail, "Download the checkpoint again; all its shards are needed.", ref.name)
+        raise InputError(
+            "scales-missing",
+            detail,
+            "Download the checkpoint again; all its shards are needed.",
+            ref.name,
+        )
     if not scales:
         return Linear(module, (rows, columns), Fp8("fp8", (rows, columns)), (ref,), idle)
     if len(scales) > 1:
@@ -182,12 +224,19 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
         told = " or ".join(f"{height}x{width}" for height, width in blocks) or "no size"
         detail = f"{scales[0].file}: {scales[0].name} is {scales[0].dtype} {list(scales[0].shape)} for codes of {[rows, columns]}"
         expected = f"expected a float for the matrix, for each row, or for each block (config.json gives {told} of blocks)"
-        raise InputError("scales-shape", f"{detail}; {expected}", "Start from the original weights.", scales[0].name)
+        raise InputError(
+            "scales-shape",
+            f"{detail}; {expected}",
+            "Start from the original weights.",
+            scales[0].name,
+        )
     kind = {(rows, columns): "", (1, columns): " rows"}.get(block, f" {block[0]}x{block[1]}")
     return Linear(module, (rows, columns), Fp8(f"fp8{kind}", block), (ref, scales[0]), idle)
 
 
-def _block_of(scales: tuple[int, ...], shape: tuple[int, int], blocks: tuple[Block, ...]) -> Block | None:
+def _block_of(
+    scales: tuple[int, ...], shape: tuple[int, int], blocks: tuple[Block, ...]
+) -> Block | None:
     """What shares a scale, in a matrix of that shape whose scales have that one; None where nothing fits."""
     rows, columns = shape
     if len(scales) == 4 and scales[1] == scales[3] == 1:  # as ModelOpt shapes those of blocks
@@ -205,7 +254,15 @@ def _declared_blocks(record: Json) -> Iterator[Block]:
     schemes = [scheme.get("weights") for scheme in schemes_of(record)]
     known = [scheme for scheme in schemes if isinstance(scheme, dict)]
     rows_of = [[1, scheme.get("group_size")] for scheme in known if scheme.get("num_bits") == BITS]
-    declared = [record.get("weight_block_size"), *(scheme.get("block_structure") for scheme in known), *rows_of]
+    declared = [
+        record.get("weight_block_size"),
+        *(scheme.get("block_structure") for scheme in known),
+        *rows_of,
+    ]
     for block in declared:
-        if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+        if (
+            isinstance(block, list)
+            and len(block) == 2
+            and all(type(size) is int and size > 0 for size in block)
+        ):
             yield block[0], block[1]

@@ -30,7 +30,13 @@ from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 
-PACKED, SCALE, ZERO, SHAPE, ORDER = ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx"
+PACKED, SCALE, ZERO, SHAPE, ORDER = (
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_zero_point",
+    ".weight_shape",
+    ".weight_g_idx",
+)
 IDLE = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
 ITEM_BITS, ITEM_NBYTES, INT4_BITS = 32, 4, 4
 
@@ -55,19 +61,27 @@ class Integers:
     def check_shape(self, linear: Linear, source: Source) -> None:
         """InputError where the shape beside the integers, which engines go by, is another than that of the integers."""
         stored = linear.idle[0]  # its shape, in numbers
-        numbers = np.frombuffer(source.read_range(stored, 0, stored.nbytes), np.dtype(f"<i{stored.nbytes // 2}"))
+        numbers = np.frombuffer(
+            source.read_range(stored, 0, stored.nbytes), np.dtype(f"<i{stored.nbytes // 2}")
+        )
         if tuple(numbers) != linear.shape:
             detail = f"{stored.file}: {stored.name} says {numbers.tolist()}, and the integers are of {list(linear.shape)}"
-            raise InputError("packed-shape", detail, "Start from the original weights.", stored.name)
+            raise InputError(
+                "packed-shape", detail, "Start from the original weights.", stored.name
+            )
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         if self.bits != INT4_BITS or self.has_zero_points:
             return None
         scales = linear.refs[1]
         granularity: Granularity = "row" if self.group == linear.shape[1] else (1, self.group)
-        return replace(form_of(target), format=INT4, granularity=granularity, stored_scales=scales.dtype)
+        return replace(
+            form_of(target), format=INT4, granularity=granularity, stored_scales=scales.dtype
+        )
 
-    def kept(self, linear: Linear, source: Source, form: Form) -> Iterator[tuple[memoryview, memoryview]]:
+    def kept(
+        self, linear: Linear, source: Source, form: Form
+    ) -> Iterator[tuple[memoryview, memoryview]]:
         self.check_shape(linear, source)
         packed, scales = linear.refs
         for first, last in row_panels(linear.shape):
@@ -90,7 +104,9 @@ class _Unpacked:
         rows, columns = last - first, self.shape[1]
         codes = _row_bytes(self.source, packed, first, last)
         grid = Grid(self._scales(scales, first, last), (1, self.coding.group))
-        zeros = self._zero_points(zero_points[0], scales.shape[1], first, last) if zero_points else None
+        zeros = (
+            self._zero_points(zero_points[0], scales.shape[1], first, last) if zero_points else None
+        )
         values = Cpu().decode_integers(codes, (rows, columns), grid, self.coding.bits, zeros)
         return as_matrix(values)
 
@@ -111,7 +127,11 @@ class _Unpacked:
         stored = self.source.read_range(ref, begin * width, end * width)
         rows = min(end * each, self.shape[0]) - begin * each
         skipped = first - begin * each
-        return np.ascontiguousarray(read_zero_points(stored, (rows, groups), self.coding.bits)[skipped : skipped + last - first])
+        return np.ascontiguousarray(
+            read_zero_points(stored, (rows, groups), self.coding.bits)[
+                skipped : skipped + last - first
+            ]
+        )
 
 
 def _row_bytes(source: Source, ref: TensorRef, first: int, last: int) -> memoryview:
@@ -128,7 +148,11 @@ def integers_of(packed: Packed) -> Integers:
 
 def find_integers(clues: Clues) -> dict[str, Linear]:
     """Every matrix of packed integers; InputError where the tensors beside it are missing, or are none of its shape."""
-    refs = [ref for ref in clues.tensors.values() if ref.name.endswith(PACKED) and ref.dtype == "I32" and len(ref.shape) == 2]
+    refs = [
+        ref
+        for ref in clues.tensors.values()
+        if ref.name.endswith(PACKED) and ref.dtype == "I32" and len(ref.shape) == 2
+    ]
     if not refs:
         return {}
     bits = _declared_bits(clues.record, refs[0])
@@ -143,21 +167,49 @@ def _linear(module: str, ref: TensorRef, bits: int, clues: Clues) -> Linear:
     rows, columns = ref.shape[0], ref.shape[1] * ITEM_BITS // bits
     if module + ORDER in clues.tensors:
         detail = f"{ref.file}: {module} has its columns in an order of their own ({ORDER[1:]}), which fp4convert does not undo"
-        raise InputError("unsaid-tensors", detail, "Start from the original weights.", module + ORDER)
+        raise InputError(
+            "unsaid-tensors", detail, "Start from the original weights.", module + ORDER
+        )
     scales, shape, zeros = (clues.tensors.get(module + ending) for ending in (SCALE, SHAPE, ZERO))
     if scales is None or shape is None:
         missing = module + (SCALE if scales is None else SHAPE)
         detail = f"{ref.file}: {ref.name} has packed integers, and {missing} is missing"
-        raise InputError("scales-missing", detail, "Download the checkpoint again; all its shards are needed.", missing)
+        raise InputError(
+            "scales-missing",
+            detail,
+            "Download the checkpoint again; all its shards are needed.",
+            missing,
+        )
     groups = scales.shape[1] if len(scales.shape) == 2 else 0
-    is_zeros_fit = zeros is None or (zeros.dtype, zeros.shape) == ("I32", (-(-rows * bits // ITEM_BITS), groups))
-    is_fit = scales.dtype in FLOAT_DTYPES and scales.shape == (rows, groups) and groups and columns % groups == 0
+    is_zeros_fit = zeros is None or (zeros.dtype, zeros.shape) == (
+        "I32",
+        (-(-rows * bits // ITEM_BITS), groups),
+    )
+    is_fit = (
+        scales.dtype in FLOAT_DTYPES
+        and scales.shape == (rows, groups)
+        and groups
+        and columns % groups == 0
+    )
     if not (is_fit and is_zeros_fit and shape.shape == (2,) and shape.dtype in ("I64", "I32")):
-        found = ", ".join(f"{part.name} {part.dtype} {list(part.shape)}" for part in (scales, shape, zeros) if part)
-        detail = f"{ref.file}: beside {ref.name} {list(ref.shape)} of {bits}-bit integers stand {found}"
+        found = ", ".join(
+            f"{part.name} {part.dtype} {list(part.shape)}"
+            for part in (scales, shape, zeros)
+            if part
+        )
+        detail = (
+            f"{ref.file}: beside {ref.name} {list(ref.shape)} of {bits}-bit integers stand {found}"
+        )
         next_step = "Start from the original weights."
-        raise InputError("scales-shape", f"{detail}; expected a scale for each group of columns", next_step, scales.name)
-    idle = tuple(clues.tensors[module + ending] for ending in IDLE if module + ending in clues.tensors)
+        raise InputError(
+            "scales-shape",
+            f"{detail}; expected a scale for each group of columns",
+            next_step,
+            scales.name,
+        )
+    idle = tuple(
+        clues.tensors[module + ending] for ending in IDLE if module + ending in clues.tensors
+    )
     coding = Integers(bits, columns // groups, zeros is not None)
     refs = (ref, scales, *([zeros] if zeros else []))
     return Linear(module, (rows, columns), coding, refs, (shape, *idle))
@@ -166,10 +218,17 @@ def _linear(module: str, ref: TensorRef, bits: int, clues: Clues) -> Linear:
 def _declared_bits(record: Json, ref: TensorRef) -> int:
     """4 or 8, as the record's groups of packed integers say; InputError where they do not, or differ."""
     schemes = [scheme.get("weights") for scheme in schemes_of(record)]
-    told = {scheme.get("num_bits") for scheme in schemes if isinstance(scheme, dict) and scheme.get("type") == "int"}
+    told = {
+        scheme.get("num_bits")
+        for scheme in schemes
+        if isinstance(scheme, dict) and scheme.get("type") == "int"
+    }
     if len(told) != 1 or not told <= {4, 8}:
         detail = f"{ref.file}: {ref.name} holds packed integers, and config.json gives {sorted(map(str, told))} for num_bits"
         raise InputError(
-            "packed-bits", f"{detail}; expected one group of 4 or of 8", "Start from the original weights.", ref.name
+            "packed-bits",
+            f"{detail}; expected one group of 4 or of 8",
+            "Start from the original weights.",
+            ref.name,
         )
     return 4 if told == {4} else 8

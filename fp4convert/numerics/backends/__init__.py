@@ -19,10 +19,16 @@ def open_backend(device: str) -> Backend:
     kind, _, number = device.partition(":")
     if device == "cpu":
         return Cpu()
-    if device != "auto" and (kind != "cuda" or not (device == kind or re.fullmatch("0|[1-9][0-9]{0,8}", number))):
+    if device != "auto" and (
+        kind != "cuda" or not (device == kind or re.fullmatch("0|[1-9][0-9]{0,8}", number))
+    ):
         detail = f"device {device!r} is not known; expected auto, cpu, cuda or cuda:N"
-        raise InputError("no-device", detail, "Choose one of these; fp4convert doctor lists the GPUs.")
-    from fp4convert.numerics.backends.gpus import survey  # late: --device cpu loads nothing that finds GPUs
+        raise InputError(
+            "no-device", detail, "Choose one of these; fp4convert doctor lists the GPUs."
+        )
+    from fp4convert.numerics.backends.gpus import (
+        survey,
+    )  # late: --device cpu loads nothing that finds GPUs
 
     found = survey()
     chosen = [gpu for gpu in found.gpus if not number or gpu.number == int(number)]
@@ -32,7 +38,11 @@ def open_backend(device: str) -> Backend:
         return Cuda(chosen)
     if device == "auto":
         return Cpu()
-    there = f"expected {' or '.join(f'cuda:{gpu.number}' for gpu in found.gpus)}" if found.gpus else found.problem
+    there = (
+        f"expected {' or '.join(f'cuda:{gpu.number}' for gpu in found.gpus)}"
+        if found.gpus
+        else found.problem
+    )
     refused = next((reason for name, reason in found.refused if name == device), None)
     next_step = f"{found.next_step} See: fp4convert doctor.".strip()
     raise DeviceError("no-device", f"device {device!r} is not there: {refused or there}", next_step)

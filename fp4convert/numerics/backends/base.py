@@ -45,7 +45,12 @@ class Backend(Protocol):
         """How many callers it serves at once."""
 
     def quantize_group(
-        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str, given: Given = OWN
+        self,
+        measured: Sequence[Weights],
+        members: Sequence[Weights],
+        fmt: Format,
+        rule: str,
+        given: Given = OWN,
     ) -> Iterator[tuple[int, Quantized]]:
         """(number of the member, its next panel), member by member, under one amax; equals codec.quantize.
 

@@ -28,11 +28,26 @@ from fp4convert.numerics.codec import (
 )
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
 from fp4convert.numerics.fp8_int import Grid, amax_fp8, decode_fp8
-from fp4convert.numerics.matrices import PANEL_ELEMENTS, Blocks, Compared, Matrix, Quantized, Weights, row_panels
+from fp4convert.numerics.matrices import (
+    PANEL_ELEMENTS,
+    Blocks,
+    Compared,
+    Matrix,
+    Quantized,
+    Weights,
+    row_panels,
+)
 
-PANEL_ELEMENT_NBYTES = 4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
-READ_ELEMENTS = 2 << 20  # in a panel: 4 MB of bf16; larger ones take less time, but would all lie across streamed pieces
-PERIODS, CELL_WIDTHS = (128, 64, 32, 16, 8, 4, 2, 1), (1, 2, 4, 8, 16, 32, 64)  # must equal the enum in kernels/scale_variance.c
+PANEL_ELEMENT_NBYTES = (
+    4  # a panel's codes and scales, and a copy of it where a shard leaves it unaligned
+)
+READ_ELEMENTS = (
+    2 << 20
+)  # in a panel: 4 MB of bf16; larger ones take less time, but would all lie across streamed pieces
+PERIODS, CELL_WIDTHS = (
+    (128, 64, 32, 16, 8, 4, 2, 1),
+    (1, 2, 4, 8, 16, 32, 64),
+)  # must equal the enum in kernels/scale_variance.c
 LEVELS = {2: "x86-64-v2 (SSE4.2)", 3: "x86-64-v3 (AVX2)", 4: "x86-64-v4 (AVX-512)", 0: "baseline"}
 
 Array = NDArray[np.generic]
@@ -60,11 +75,22 @@ class Cpu:
         return threads * PANEL_ELEMENT_NBYTES * max(PANEL_ELEMENTS, widest)
 
     def quantize_group(
-        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str, given: Given = OWN
+        self,
+        measured: Sequence[Weights],
+        members: Sequence[Weights],
+        fmt: Format,
+        rule: str,
+        given: Given = OWN,
     ) -> Iterator[tuple[int, Quantized]]:
         group_amax = 0.0
-        is_in_one_pass = not fmt.has_global_scale and all(weights in members for weights in measured)
-        for amax in () if is_in_one_pass else (amax for weights in measured for amax in self._amaxes(weights)):
+        is_in_one_pass = not fmt.has_global_scale and all(
+            weights in members for weights in measured
+        )
+        for amax in (
+            ()
+            if is_in_one_pass
+            else (amax for weights in measured for amax in self._amaxes(weights))
+        ):
             group_amax = max(group_amax, _finite(amax))
         for number, weights in enumerate(members):
             for panel in _panels(weights):
@@ -89,7 +115,14 @@ class Cpu:
         self._call(f"amax_{FLOAT_TYPES[x.dtype].word}", values, values.size, bits)
         return float(bits.view(np.float32)[0])
 
-    def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float, importance: Float32s | None = None) -> Quantized:
+    def quantize(
+        self,
+        x: Matrix,
+        fmt: Format,
+        rule: str,
+        group_amax: float,
+        importance: Float32s | None = None,
+    ) -> Quantized:
         """The rows as codes and scales; equals codec.quantize."""
         values = _aligned(x)
         packed = np.empty(values.size // 2, np.uint8)
@@ -98,7 +131,16 @@ class Cpu:
         amax = (np.array([group_amax], np.float32),) if fmt.has_global_scale else ()
         choice = () if importance is None else (weigh(importance, x.shape[1], fmt), x.shape[1])
         kernel = f"{kernel_of(fmt, rule)}_{FLOAT_TYPES[x.dtype].word}"
-        self._call(kernel, values, values.size, *amax, *rule_number(fmt, rule), *choice, packed, block_scales)
+        self._call(
+            kernel,
+            values,
+            values.size,
+            *amax,
+            *rule_number(fmt, rule),
+            *choice,
+            packed,
+            block_scales,
+        )
         stored = float(global_scale_of(group_amax, rule)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
 
@@ -106,10 +148,20 @@ class Cpu:
         """The values as bytes of `dtype`; NumericError where one is beyond its range."""
         check_range(q, dtype)
         values = np.empty(q.shape[0] * q.shape[1], FLOAT_DTYPES[dtype])
-        packed, block_scales = np.frombuffer(q.packed, np.uint8), np.frombuffer(q.block_scales, np.uint8)
+        packed, block_scales = (
+            np.frombuffer(q.packed, np.uint8),
+            np.frombuffer(q.block_scales, np.uint8),
+        )
         stored = np.array([q.global_scale or 0], np.float32)
         extra = (stored, int(q.kind == "divisor")) if q.format.has_global_scale else ()
-        self._call(f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}", packed, block_scales, values.size, *extra, values)
+        self._call(
+            f"dequantize_{q.format.name}_{FLOAT_TYPES[dtype].word}",
+            packed,
+            block_scales,
+            values.size,
+            *extra,
+            values,
+        )
         return values.view(np.uint8).data
 
     def values(self, q: Quantized) -> Float32s:
@@ -118,7 +170,10 @@ class Cpu:
 
     def compare(self, x: Matrix, q: Quantized) -> Compared:
         """What rows lost by their codes; equals error_sums.compare."""
-        packed, block_scales = np.frombuffer(q.packed, np.uint8), np.frombuffer(q.block_scales, np.uint8)
+        packed, block_scales = (
+            np.frombuffer(q.packed, np.uint8),
+            np.frombuffer(q.block_scales, np.uint8),
+        )
         sums, counts = np.empty((x.shape[0], ROW_SUMS)), np.zeros(CODES, np.int64)
         stored = np.array([q.global_scale or 0], np.float32)
         extra = (stored, int(q.kind == "divisor")) if q.format.has_global_scale else ()
@@ -130,10 +185,18 @@ class Cpu:
     def compare_values(self, x: Matrix, y: Float32s) -> Compared:
         """What rows lost where these are their values afterwards; equals error_sums.compare_values."""
         sums = np.empty((x.shape[0], ROW_SUMS))
-        self._call(f"compare_values_{FLOAT_TYPES[x.dtype].word}", _aligned(x), *x.shape, _checked(y, x.shape), sums)
+        self._call(
+            f"compare_values_{FLOAT_TYPES[x.dtype].word}",
+            _aligned(x),
+            *x.shape,
+            _checked(y, x.shape),
+            sums,
+        )
         return Compared(sums.reshape(-1).view(np.uint8).data, memoryview(b""))
 
-    def decode_fp8(self, codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3") -> Float32s:
+    def decode_fp8(
+        self, codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3"
+    ) -> Float32s:
         """(rows, columns) float32 values; equals fp8_int.decode_fp8."""
         if dtype != "F8_E4M3":
             return decode_fp8(codes, shape, grid, dtype)
@@ -141,7 +204,9 @@ class Cpu:
         self._call("decode_fp8", _held(codes, shape), *_native(grid, shape), values)
         return values
 
-    def amax_fp8(self, codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3") -> float:
+    def amax_fp8(
+        self, codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3"
+    ) -> float:
         """The largest magnitude of those values, exact; not finite where one of them is not."""
         if dtype != "F8_E4M3":
             return amax_fp8(codes, shape, grid, dtype)
@@ -150,7 +215,12 @@ class Cpu:
         return float(bits.view(np.float32)[0])
 
     def decode_integers(
-        self, packed: memoryview, shape: tuple[int, int], grid: Grid, bits: int = 4, zero_points: Float32s | None = None
+        self,
+        packed: memoryview,
+        shape: tuple[int, int],
+        grid: Grid,
+        bits: int = 4,
+        zero_points: Float32s | None = None,
     ) -> Float32s:
         """(rows, columns) float32 values; equals fp8_int.decode_integers."""
         scales, layout = _native(grid, shape)
@@ -171,7 +241,14 @@ class Cpu:
         is_per_row = weight_scales.size != 1
         scales = _checked(weight_scales.reshape(-1), (x.shape[0] if is_per_row else 1,))
         codes = np.empty(x.shape, np.uint8)
-        self._call(f"quantize_fp8_{FLOAT_TYPES[x.dtype].word}", _aligned(x), *x.shape, scales, int(is_per_row), codes)
+        self._call(
+            f"quantize_fp8_{FLOAT_TYPES[x.dtype].word}",
+            _aligned(x),
+            *x.shape,
+            scales,
+            int(is_per_row),
+            codes,
+        )
         return codes
 
     def transpose(self, stored: Matrix, columns: range) -> Matrix:
@@ -181,7 +258,16 @@ class Cpu:
         if columns and not 0 <= columns[0] <= columns[-1] < width:
             raise ValueError(f"columns {columns} of a matrix of {width}")
         turned = np.empty(len(columns) * rows * nbytes, np.uint8)
-        self._call(f"transpose_{nbytes}", raw, rows, width, columns.start, columns.step, len(columns), turned)
+        self._call(
+            f"transpose_{nbytes}",
+            raw,
+            rows,
+            width,
+            columns.start,
+            columns.step,
+            len(columns),
+            turned,
+        )
         return Matrix(turned.data, stored.dtype, (len(columns), rows))
 
     def count_bytes(self, stored: memoryview | Bytes) -> NDArray[np.int64]:
@@ -194,7 +280,9 @@ class Cpu:
         self._call("count_bytes", flat, flat.size, counts)
         return counts
 
-    def sum_cells(self, codes: Bytes, values: Doubles, runs: Sequence[int]) -> tuple[Doubles, float]:
+    def sum_cells(
+        self, codes: Bytes, values: Doubles, runs: Sequence[int]
+    ) -> tuple[Doubles, float]:
         """What a matrix's cells add up to, (runs and PERIODS, CELL_WIDTHS, 3) float64, and its rows.
 
         kernels/scale_variance.c says how; defined by tests/kernels/test_scale_variance.py, and so in no Backend.
@@ -206,16 +294,32 @@ class Cpu:
         Raises   ValueError for other shapes, dtypes and runs
         """
         if codes.ndim != 2 or codes.dtype != np.uint8:
-            raise ValueError(f"codes of shape {codes.shape}, {codes.dtype}; expected (rows, blocks), uint8")
+            raise ValueError(
+                f"codes of shape {codes.shape}, {codes.dtype}; expected (rows, blocks), uint8"
+            )
         if values.shape != (256,) or values.dtype != np.float64:
-            raise ValueError(f"values of shape {values.shape}, {values.dtype}; expected (256,), float64")
+            raise ValueError(
+                f"values of shape {values.shape}, {values.dtype}; expected (256,), float64"
+            )
         if min(runs, default=1) < 1:
             raise ValueError(f"runs {tuple(runs)}; expected rows, 1 or more")
         rows, blocks = codes.shape
         sums = np.zeros((len(runs) + len(PERIODS)) * len(CELL_WIDTHS) * 3 + 1)
-        room = np.empty(rows * (blocks + 1) + (rows + 1 + PERIODS[0]) * 3 * min(blocks, CELL_WIDTHS[-1]))
+        room = np.empty(
+            rows * (blocks + 1) + (rows + 1 + PERIODS[0]) * 3 * min(blocks, CELL_WIDTHS[-1])
+        )
         stored, table = np.ascontiguousarray(codes), np.ascontiguousarray(values)
-        self._call("sum_cells", stored, table, rows, blocks, np.array(runs, np.int64), len(runs), room, sums)
+        self._call(
+            "sum_cells",
+            stored,
+            table,
+            rows,
+            blocks,
+            np.array(runs, np.int64),
+            len(runs),
+            room,
+            sums,
+        )
         return sums[:-1].reshape(-1, len(CELL_WIDTHS), 3), float(sums[-1])
 
     def to_bf16(self, values: Float32s) -> memoryview:
@@ -225,7 +329,10 @@ class Cpu:
         return rounded.view(np.uint8).data
 
     def _call(self, name: str, *arguments: Array | int) -> None:
-        native = [ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data) for a in arguments]
+        native = [
+            ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.ctypes.data)
+            for a in arguments
+        ]
         getattr(self._library, name)(*native)  # kept by the library, where an item is made anew
 
 
@@ -254,7 +361,9 @@ def _held(stored: memoryview, shape: tuple[int, ...]) -> Array:
 def _native(grid: Grid, shape: tuple[int, int]) -> tuple[Float32s, NDArray[np.int64]]:
     """The scales, and what the kernels call a grid; the scales cover every block of `shape`."""
     height, width = grid.block
-    scales = _checked(grid.scales, (-(-(grid.first_row + shape[0]) // height), -(-shape[1] // width)))
+    scales = _checked(
+        grid.scales, (-(-(grid.first_row + shape[0]) // height), -(-shape[1] // width))
+    )
     return scales, np.array([*shape, height, width, grid.first_row], np.int64)
 
 
@@ -269,5 +378,7 @@ def _checked(scales: Float32s, shape: tuple[int, ...]) -> Float32s:
 def _library() -> ctypes.CDLL:
     found = [item for item in files("fp4convert").iterdir() if item.name.startswith("libcpu.")]
     if not found:
-        raise RuntimeError("the CPU library is not installed beside the package; reinstall fp4convert")
+        raise RuntimeError(
+            "the CPU library is not installed beside the package; reinstall fp4convert"
+        )
     return ctypes.CDLL(str(found[0]))

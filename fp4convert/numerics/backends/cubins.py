@@ -26,7 +26,9 @@ SOURCES = ("quantize.cu", "search.cu", "dequantize.cu", "gemv.cu", "compare.cu")
 HEADERS = ("fp4.h", "device.h", "codes.cuh")
 ELF_HEADER_NBYTES = 64
 OLDEST = (8, 0)  # the first with packed bf16 arithmetic
-WITH_CVT = frozenset({(10, 0), (10, 3), (12, 0), (12, 1)})  # cvt to and from e2m1x2, under their own targets alone
+WITH_CVT = frozenset(
+    {(10, 0), (10, 3), (12, 0), (12, 1)}
+)  # cvt to and from e2m1x2, under their own targets alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,12 @@ class Target:
     @property
     def options(self) -> tuple[str, ...]:
         """No contraction of a * b + c: kernels say where they fuse. NVRTC's defaults keep subnormals and IEEE division."""
-        return (f"-arch={self.arch}", "-std=c++17", "--fmad=false", *(["-DFP4_CVT"] if self.has_cvt else []))
+        return (
+            f"-arch={self.arch}",
+            "-std=c++17",
+            "--fmad=false",
+            *(["-DFP4_CVT"] if self.has_cvt else []),
+        )
 
 
 def target_for(capability: tuple[int, int], known: Collection[int]) -> Target:
@@ -55,7 +62,9 @@ def target_for(capability: tuple[int, int], known: Collection[int]) -> Target:
     major, minor = capability
     if capability < OLDEST:
         raise InputError(
-            "no-target", f"compute capability {major}.{minor} is too old; expected 8.0 or newer", "Use --device cpu."
+            "no-target",
+            f"compute capability {major}.{minor} is too old; expected 8.0 or newer",
+            "Use --device cpu.",
         )
     if 10 * major + minor in known:
         has_cvt = capability in WITH_CVT
@@ -63,7 +72,11 @@ def target_for(capability: tuple[int, int], known: Collection[int]) -> Target:
     older = [number for number in known if number // 10 == major and number % 10 < minor]
     if not older:
         detail = f"NVRTC {'.'.join(map(str, nvrtc_version()))} cannot compile for compute capability {major}.{minor}"
-        raise InputError("no-target", f"{detail}; it knows {', '.join(map(str, sorted(known)))}", "Install a newer NVRTC.")
+        raise InputError(
+            "no-target",
+            f"{detail}; it knows {', '.join(map(str, sorted(known)))}",
+            "Install a newer NVRTC.",
+        )
     return Target(f"sm_{max(older)}", has_cvt=False)
 
 
@@ -87,17 +100,26 @@ def kernels_folder() -> Path:
     return Path(str(files("fp4convert") / "kernels"))
 
 
-def compile_cubin(source: Path, target: Target, extra_options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+def compile_cubin(
+    source: Path, target: Target, extra_options: tuple[str, ...] = ()
+) -> tuple[bytes, str]:
     """One .cu file as an ELF file for `target`, and what the compiler said; RuntimeError with its log where it fails."""
     from cupy_backends.cuda.libs import nvrtc
 
     headers = [(kernels_folder() / name).read_bytes() for name in HEADERS]
-    program = nvrtc.createProgram(source.read_text(encoding="utf-8"), source.name, headers, [name.encode() for name in HEADERS])
+    program = nvrtc.createProgram(
+        source.read_text(encoding="utf-8"),
+        source.name,
+        headers,
+        [name.encode() for name in HEADERS],
+    )
     try:
         nvrtc.compileProgram(program, (*target.options, *extra_options))
         return nvrtc.getCUBIN(program) + b"\0", _log(program)  # CuPy cuts the last byte of the file
     except nvrtc.NVRTCError:
-        raise RuntimeError(f"{source.name} does not compile for {target.arch}:\n{_log(program)}") from None
+        raise RuntimeError(
+            f"{source.name} does not compile for {target.arch}:\n{_log(program)}"
+        ) from None
     finally:
         nvrtc.destroyProgram(program)
 
@@ -124,7 +146,9 @@ def cubin_path(source: Path, target: Target) -> Path:
             _store(path := folder() / name, cubin)
             return path
     detail = f"neither {cache_folder()} nor {tempfile.gettempdir()} takes a compiled kernel"
-    raise OutputError("no-cache", detail, "Set XDG_CACHE_HOME or TMPDIR to a folder that can be written.")
+    raise OutputError(
+        "no-cache", detail, "Set XDG_CACHE_HOME or TMPDIR to a folder that can be written."
+    )
 
 
 def cache_folder() -> Path:
@@ -149,8 +173,8 @@ def _is_whole(path: Path) -> bool:
     cubin = path.read_bytes()
     if len(cubin) < ELF_HEADER_NBYTES or not cubin.startswith(b"\x7fELF"):
         return False
-    programs_at, sections_at, _, _, program_nbytes, programs, section_nbytes, sections = struct.unpack_from(
-        "<QQIHHHHH", cubin, 32
+    programs_at, sections_at, _, _, program_nbytes, programs, section_nbytes, sections = (
+        struct.unpack_from("<QQIHHHHH", cubin, 32)
     )
     end: int = max(programs_at + programs * program_nbytes, sections_at + sections * section_nbytes)
     return len(cubin) >= end

@@ -45,10 +45,20 @@ class Cuda:
 
     def held_nbytes(self, threads: int, widest: int) -> int:
         """Pinned buffers of each lane at work: two of float32 weights, two of codes and scales."""
-        return min(threads, self.threads) * 2 * (MAX_ELEMENT_NBYTES + 1) * max(GPU_PANEL_ELEMENTS, widest)
+        return (
+            min(threads, self.threads)
+            * 2
+            * (MAX_ELEMENT_NBYTES + 1)
+            * max(GPU_PANEL_ELEMENTS, widest)
+        )
 
     def quantize_group(
-        self, measured: Sequence[Weights], members: Sequence[Weights], fmt: Format, rule: str, given: Given = OWN
+        self,
+        measured: Sequence[Weights],
+        members: Sequence[Weights],
+        fmt: Format,
+        rule: str,
+        given: Given = OWN,
     ) -> Iterator[tuple[int, Quantized]]:
         with self._take() as lane:
             lane.reserve(measured)
@@ -69,7 +79,14 @@ class Cuda:
             lane.measure([InMemory(x)], keep=[])
             return lane.amax()
 
-    def quantize(self, x: Matrix, fmt: Format, rule: str, group_amax: float, importance: Float32s | None = None) -> Quantized:
+    def quantize(
+        self,
+        x: Matrix,
+        fmt: Format,
+        rule: str,
+        group_amax: float,
+        importance: Float32s | None = None,
+    ) -> Quantized:
         """The rows as codes and scales under an amax that is known, which saves a pass; equals codec.quantize.
 
         Raises InputError for a rule of another format, DeviceError
@@ -77,8 +94,13 @@ class Cuda:
         with self._take() as lane:
             lane.give_amax(group_amax)
             own = [] if importance is None else [importance]
-            panels = [(bytes(q.packed), bytes(q.block_scales)) for _, q in lane.quantize([InMemory(x)], fmt, rule, own)]
-        packed, block_scales = (memoryview(b"".join(panel[part] for panel in panels)) for part in (0, 1))
+            panels = [
+                (bytes(q.packed), bytes(q.block_scales))
+                for _, q in lane.quantize([InMemory(x)], fmt, rule, own)
+            ]
+        packed, block_scales = (
+            memoryview(b"".join(panel[part] for panel in panels)) for part in (0, 1)
+        )
         stored = float(global_scale_of(group_amax, rule)) if fmt.has_global_scale else None
         return Quantized(fmt, x.shape, packed, block_scales, stored)
 
@@ -96,16 +118,27 @@ class Cuda:
         if q.shape[1] % 64 or x.shape[1] != q.shape[1]:
             detail = f"a matrix of {q.shape[1]} columns and vectors of {x.shape[1]}; expected equal numbers, divisible by 64"
             raise InputError("gemv-shape", detail)
-        if (x.format is not NVFP4 or x.kind != "multiplier") if isinstance(x, Quantized) else x.dtype not in ("BF16", "F16"):
-            raise InputError("gemv-vectors", "vectors of another kind; expected bf16, fp16, or NVFP4 with a multiplier")
+        if (
+            (x.format is not NVFP4 or x.kind != "multiplier")
+            if isinstance(x, Quantized)
+            else x.dtype not in ("BF16", "F16")
+        ):
+            raise InputError(
+                "gemv-vectors",
+                "vectors of another kind; expected bf16, fp16, or NVFP4 with a multiplier",
+            )
         if x.shape[0] > MAX_VECTORS:
             raise InputError(
-                "gemv-vectors", f"{x.shape[0]} vectors; expected at most {MAX_VECTORS} at once", "Call it for fewer at a time."
+                "gemv-vectors",
+                f"{x.shape[0]} vectors; expected at most {MAX_VECTORS} at once",
+                "Call it for fewer at a time.",
             )
         y = np.empty((x.shape[0], q.shape[0]), np.float16)
         with self._take() as lane:
             for first, last in row_panels(q.shape, GPU_PANEL_ELEMENTS):
-                y[:, first:last] = np.frombuffer(lane.gemv(q.rows(first, last), x), np.float16).reshape(x.shape[0], -1)
+                y[:, first:last] = np.frombuffer(
+                    lane.gemv(q.rows(first, last), x), np.float16
+                ).reshape(x.shape[0], -1)
         return y.view(np.uint8).data
 
     @contextmanager

@@ -22,18 +22,37 @@ import numpy as np
 from fp4convert.errors import DeviceError
 from fp4convert.numerics.backends import cubins
 from fp4convert.numerics.backends.gpus import Gpu
-from fp4convert.numerics.codec import Float32s, check_importance, check_range, global_scale_of, not_finite, weigh
+from fp4convert.numerics.codec import (
+    Float32s,
+    check_importance,
+    check_range,
+    global_scale_of,
+    not_finite,
+    weigh,
+)
 from fp4convert.numerics.formats import CODES, FLOAT_TYPES, ROW_SUMS, Format, kernel_of, rule_number
 from fp4convert.numerics.matrices import Blocks, Compared, Matrix, Quantized, Weights, row_panels
 
 LANES = 4  # to a GPU: callers that read, compute and write side by side
-GPU_PANEL_ELEMENTS = 8 << 20  # 16 MB of bf16: a third of a millisecond of PCIe 5, several times what starting the work costs
+GPU_PANEL_ELEMENTS = (
+    8 << 20
+)  # 16 MB of bf16: a third of a millisecond of PCIe 5, several times what starting the work costs
 RESIDENT_SHARE = 0.8  # of the free device memory: panels that stay between the passes
 ELEMENTS_PER_LAUNCH_BLOCK, THREADS = 8192, 256  # kernels/device.h
 ALIGNMENT = 16  # of every part of a buffer
 MAX_ELEMENT_NBYTES = 4  # float32
-FILES = {"amax": "quantize.cu", "quantize": "quantize.cu", "dequantize": "dequantize.cu", "gemv": "gemv.cu"}
-FILES |= {"search": "search.cu", "weigh": "search.cu", "compare": "compare.cu", "count": "compare.cu"}
+FILES = {
+    "amax": "quantize.cu",
+    "quantize": "quantize.cu",
+    "dequantize": "dequantize.cu",
+    "gemv": "gemv.cu",
+}
+FILES |= {
+    "search": "search.cu",
+    "weigh": "search.cu",
+    "compare": "compare.cu",
+    "count": "compare.cu",
+}
 ROWS_PER_LAUNCH_BLOCK = 8  # kernels/compare.cu
 GEMV_ROWS, GEMV_VECTORS = 32, 2  # to a block of threads: kernels/gemv.cu
 
@@ -79,7 +98,9 @@ def told(kernels: Kernels) -> Iterator[None]:
         yield
     except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
         detail = f"cuda:{kernels.gpu.number} ({kernels.gpu.name}) failed: {error}"
-        raise DeviceError("device-failed", detail, "Run the same command again, or with --device cpu.") from error
+        raise DeviceError(
+            "device-failed", detail, "Run the same command again, or with --device cpu."
+        ) from error
 
 
 class _Buffer:
@@ -92,7 +113,9 @@ class _Buffer:
     def __init__(self, cupy: ModuleType) -> None:
         self._cupy = cupy
         self.nbytes = 0
-        self.copied, self.used = (cupy.cuda.Event(block=True, disable_timing=True) for _ in range(2))
+        self.copied, self.used = (
+            cupy.cuda.Event(block=True, disable_timing=True) for _ in range(2)
+        )
 
     def hold(self, nbytes: int) -> None:
         """Make both sides at least so large; what they held is lost."""
@@ -106,7 +129,9 @@ class _Buffer:
             pinned, device = cuda.alloc_pinned_memory(wanted), cuda.alloc(wanted)
         except (cuda.memory.OutOfMemoryError, cuda.runtime.CUDARuntimeError) as error:
             detail = f"the GPU or its driver has no {wanted:,} bytes of memory left: {error}"
-            raise DeviceError("device-memory", detail, "End what else uses the GPU, or use --device cpu.") from None
+            raise DeviceError(
+                "device-memory", detail, "End what else uses the GPU, or use --device cpu."
+            ) from None
         self.pinned, self.device, self.nbytes = pinned, device, wanted
         self.host = memoryview(pinned).cast("B")
 
@@ -134,8 +159,12 @@ class Lane:
         self._resident: dict[tuple[Weights, int], Any] = {}
         self._is_measured = False
         with self.device:
-            self._up, self._work, self._down = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
-            self._amax_buffer, self._scale_buffer, self._weights_buffer, *buffers = (_Buffer(cupy) for _ in range(7))
+            self._up, self._work, self._down = (
+                cupy.cuda.Stream(non_blocking=True) for _ in range(3)
+            )
+            self._amax_buffer, self._scale_buffer, self._weights_buffer, *buffers = (
+                _Buffer(cupy) for _ in range(7)
+            )
         self._buffers = buffers
         self._arrivals, self._results = cycle(buffers[:2]), cycle(buffers[2:])
 
@@ -145,8 +174,12 @@ class Lane:
         elements = max(max(GPU_PANEL_ELEMENTS, columns) for _, columns in shapes)
         height = max(min(rows, max(1, GPU_PANEL_ELEMENTS // columns)) for rows, columns in shapes)
         largest = max(FLOAT_TYPES[weights.dtype].nbytes for weights in measured)
-        result_nbytes = elements + 8 * (ROW_SUMS * height + CODES)  # codes and scales have less than a byte an element
-        for buffer, nbytes in zip(self._buffers, 2 * [elements * largest] + 2 * [result_nbytes], strict=True):
+        result_nbytes = elements + 8 * (
+            ROW_SUMS * height + CODES
+        )  # codes and scales have less than a byte an element
+        for buffer, nbytes in zip(
+            self._buffers, 2 * [elements * largest] + 2 * [result_nbytes], strict=True
+        ):
             buffer.hold(nbytes)
 
     def finish(self) -> None:
@@ -176,7 +209,13 @@ class Lane:
         for weights in measured:
             for first, last in row_panels(weights.shape, GPU_PANEL_ELEMENTS):
                 with self._panel(weights, first, last, may_stay=weights in keep) as (x, n):
-                    self._start(f"amax_{FLOAT_TYPES[weights.dtype].word}", n, x, n, self._amax_buffer.device.ptr)
+                    self._start(
+                        f"amax_{FLOAT_TYPES[weights.dtype].word}",
+                        n,
+                        x,
+                        n,
+                        self._amax_buffer.device.ptr,
+                    )
         self._amax_buffer.download(4, self._down, after=self._work)
         self._is_measured = True
 
@@ -186,7 +225,11 @@ class Lane:
         return float(np.frombuffer(self._amax_buffer.host, np.float32, 1)[0])
 
     def quantize(
-        self, members: Sequence[Weights], fmt: Format, rule: str, importance: Sequence[Float32s] = ()
+        self,
+        members: Sequence[Weights],
+        fmt: Format,
+        rule: str,
+        importance: Sequence[Float32s] = (),
     ) -> Iterator[tuple[int, Quantized]]:
         """Panels in order, each valid until the next is asked for, under the amax that `measure` or `give_amax` set.
 
@@ -195,20 +238,31 @@ class Lane:
         """
         kernel = kernel_of(fmt, rule)
         check_importance(rule, importance[0] if importance else None)
-        weighed = [weigh(own, weights.shape[1], fmt) for own, weights in zip(importance, members, strict=bool(importance))]
+        weighed = [
+            weigh(own, weights.shape[1], fmt)
+            for own, weights in zip(importance, members, strict=bool(importance))
+        ]
         amax = [self._amax_buffer.device.ptr] if fmt.has_global_scale else []
         scale: list[float] = []  # of the group, as soon as it is known
 
-        def start(number: int, weights: Weights, first: int, last: int) -> Callable[[], tuple[int, Quantized]]:
+        def start(
+            number: int, weights: Weights, first: int, last: int
+        ) -> Callable[[], tuple[int, Quantized]]:
             result = next(self._results)
             shape = (last - first, weights.shape[1])
             n = shape[0] * shape[1]
-            counts, sums, packed, block_scales = _places(8 * CODES, 8 * ROW_SUMS * shape[0], n // 2, n // fmt.block_size)
+            counts, sums, packed, block_scales = _places(
+                8 * CODES, 8 * ROW_SUMS * shape[0], n // 2, n // fmt.block_size
+            )
             result.hold(block_scales.stop)
             at, word = result.device.ptr, FLOAT_TYPES[weights.dtype].word
             codes = (at + packed.start, at + block_scales.start)
             with self._panel(weights, first, last) as (x, _):
-                choice = (*amax, *rule_number(fmt, rule), *(self._give_weights(weighed[number]) if weighed else ()))
+                choice = (
+                    *amax,
+                    *rule_number(fmt, rule),
+                    *(self._give_weights(weighed[number]) if weighed else ()),
+                )
                 self._start(f"{kernel}_{word}", n, x, n, *choice, *codes)
                 if fmt.has_global_scale and not scale:
                     scale.append(self._give_scale(rule))
@@ -225,7 +279,9 @@ class Lane:
                 self._check_amax()
                 host, stored = result.host, scale[0] if scale else None
                 compared = Compared(host[sums], host[counts])
-                return number, Quantized(fmt, shape, host[packed], host[block_scales], stored, compared=compared)
+                return number, Quantized(
+                    fmt, shape, host[packed], host[block_scales], stored, compared=compared
+                )
 
             return take
 
@@ -270,7 +326,11 @@ class Lane:
             nbytes = n * FLOAT_TYPES[dtype].nbytes
             result.hold(nbytes)
             with self._parts(_matrix_parts(part)) as (packed, block_scales, stored_global):
-                extra = (stored_global, int(part.kind == "divisor")) if part.format.has_global_scale else ()
+                extra = (
+                    (stored_global, int(part.kind == "divisor"))
+                    if part.format.has_global_scale
+                    else ()
+                )
                 name = f"dequantize_{part.format.name}_{FLOAT_TYPES[dtype].word}"
                 self._start(name, n, packed, block_scales, n, *extra, result.device.ptr)
             result.download(nbytes, self._down, after=self._work)
@@ -281,7 +341,9 @@ class Lane:
 
             return take
 
-        return _one_behind(start(q.rows(first, last)) for first, last in row_panels(q.shape, GPU_PANEL_ELEMENTS))
+        return _one_behind(
+            start(q.rows(first, last)) for first, last in row_panels(q.shape, GPU_PANEL_ELEMENTS)
+        )
 
     def gemv(self, q: Quantized, x: Matrix | Quantized) -> memoryview:
         """fp16 (vectors, rows), valid until the lane is used again."""
@@ -289,11 +351,35 @@ class Lane:
         result = next(self._results)
         result.hold(2 * vectors * rows)
         kind = x.format.name if isinstance(x, Quantized) else FLOAT_TYPES[x.dtype].word
-        vector_parts = _matrix_parts(x) if isinstance(x, Quantized) else [x.data, memoryview(b""), memoryview(b"")]
-        with self._parts([*_matrix_parts(q), *vector_parts]) as (packed, block_scales, stored_global, *vector_places):
+        vector_parts = (
+            _matrix_parts(x)
+            if isinstance(x, Quantized)
+            else [x.data, memoryview(b""), memoryview(b"")]
+        )
+        with self._parts([*_matrix_parts(q), *vector_parts]) as (
+            packed,
+            block_scales,
+            stored_global,
+            *vector_places,
+        ):
             grid = (-(-rows // GEMV_ROWS), -(-vectors // GEMV_VECTORS))
-            places = (packed, block_scales, stored_global, int(q.kind == "divisor"), rows, q.shape[1], *vector_places)
-            self._kernels.launch(f"gemv_{q.format.name}_{kind}", grid, self._work, *places, vectors, result.device.ptr)
+            places = (
+                packed,
+                block_scales,
+                stored_global,
+                int(q.kind == "divisor"),
+                rows,
+                q.shape[1],
+                *vector_places,
+            )
+            self._kernels.launch(
+                f"gemv_{q.format.name}_{kind}",
+                grid,
+                self._work,
+                *places,
+                vectors,
+                result.device.ptr,
+            )
         result.download(2 * vectors * rows, self._down, after=self._work)
         result.copied.synchronize()
         return result.host[: 2 * vectors * rows]
@@ -303,7 +389,9 @@ class Lane:
         self._kernels.launch(name, (-(-n // ELEMENTS_PER_LAUNCH_BLOCK),), self._work, *arguments)
 
     @contextmanager
-    def _panel(self, weights: Weights, first: int, last: int, may_stay: bool = False) -> Iterator[tuple[int, int]]:
+    def _panel(
+        self, weights: Weights, first: int, last: int, may_stay: bool = False
+    ) -> Iterator[tuple[int, int]]:
         """(address on the device, elements) of some rows, for work that is started meanwhile."""
         n = (last - first) * weights.shape[1]
         if (weights, first) in self._resident:

@@ -52,27 +52,53 @@ def survey() -> Survey:
     """The usable GPUs, or why there is none; raises nothing. CuPy is imported only where the driver shows a GPU."""
     driver, count, problem = ask_driver()
     if driver is None or problem:
-        return Survey(driver, count, problem=problem, next_step="Install NVIDIA's driver, or use --device cpu.")
+        return Survey(
+            driver,
+            count,
+            problem=problem,
+            next_step="Install NVIDIA's driver, or use --device cpu.",
+        )
     install = f"pip install 'fp4convert[cuda{12 if driver[0] < 13 else 13}]'"
     if importlib.util.find_spec("cupy") is None:
-        return Survey(driver, count, problem="CuPy is not installed", next_step=f"{install}, or use --device cpu.")
+        return Survey(
+            driver,
+            count,
+            problem="CuPy is not installed",
+            next_step=f"{install}, or use --device cpu.",
+        )
     try:
         import cupy
 
         nvrtc = cubins.nvrtc_version()
     except Exception as error:  # CuPy raises many kinds where a library of CUDA is missing
-        return Survey(driver, count, problem=f"CuPy or its NVRTC does not load: {_first_line(error)}", next_step=f"{install}.")
+        return Survey(
+            driver,
+            count,
+            problem=f"CuPy or its NVRTC does not load: {_first_line(error)}",
+            next_step=f"{install}.",
+        )
     if nvrtc[0] > driver[0]:
         detail = f"NVRTC {dotted(nvrtc)} is newer than the driver, which runs CUDA {dotted(driver)}"
-        return Survey(driver, count, cupy.__version__, nvrtc, problem=detail, next_step=f"Uninstall that NVRTC and {install}.")
+        return Survey(
+            driver,
+            count,
+            cupy.__version__,
+            nvrtc,
+            problem=detail,
+            next_step=f"Uninstall that NVRTC and {install}.",
+        )
     gpus, refused = [], []
     for number in range(count):
         try:
             gpus.append(_gpu(cupy, number))
-        except Exception as error:  # ours, or any that CUDA has for a GPU in exclusive use, without memory, lost
+        except (
+            Exception
+        ) as error:  # ours, or any that CUDA has for a GPU in exclusive use, without memory, lost
             refused.append((f"cuda:{number}", _first_line(error)))
     problem, next_step = ("", "") if gpus else (refused[0][1], "Use --device cpu.")
-    return Survey(driver, count, cupy.__version__, nvrtc, tuple(gpus), tuple(refused), problem, next_step)
+    return Survey(
+        driver, count, cupy.__version__, nvrtc, tuple(gpus), tuple(refused), problem, next_step
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -101,7 +127,9 @@ def ask_driver() -> tuple[Version | None, int, str]:
         return None, 0, f"there is no NVIDIA driver (libcuda.so.1{'' if missing else f': {error}'})"
     try:
         code = (
-            library.cuDriverGetVersion(ctypes.byref(number)) or library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
+            library.cuDriverGetVersion(ctypes.byref(number))
+            or library.cuInit(0)
+            or library.cuDeviceGetCount(ctypes.byref(count))
         )
     except AttributeError:
         return None, 0, "libcuda.so.1 is no NVIDIA driver: it lacks cuInit"
@@ -118,4 +146,6 @@ def _gpu(cupy: ModuleType, number: int) -> Gpu:
     target = cubins.target_for(capability, cubins.known_targets())
     with cupy.cuda.Device(number) as device:
         _ = device.mem_info  # starts a context
-    return Gpu(number, properties["name"].decode(), capability, int(properties["totalGlobalMem"]), target)
+    return Gpu(
+        number, properties["name"].decode(), capability, int(properties["totalGlobalMem"]), target
+    )

@@ -20,7 +20,11 @@ from fp4convert.storage.hub.http import PASSING, Patience, host_of, no_access, p
 AGAIN = "Run the same command again: what is uploaded stays."
 CHANGED = 412  # the head is not the parent that a commit names: somebody else's, or our own whose reply was lost
 ANSWER_FACTOR = 6  # a commit of many files takes the Hub longer than a piece of a file
-NOISY = ("huggingface_hub.utils._http", "huggingface_hub.hf_api", "huggingface_hub._commit_api")  # the first logs links
+NOISY = (
+    "huggingface_hub.utils._http",
+    "huggingface_hub.hf_api",
+    "huggingface_hub._commit_api",
+)  # the first logs links
 WAITS = "Rate limited"  # how it begins to say that it waits
 _UNSAID = re.compile(r"\S+://\S+|hf_\w+")
 T = TypeVar("T")
@@ -34,7 +38,9 @@ class Asker:
     tell   gets a line for people when something has to wait
     """
 
-    def __init__(self, repo: str, token: str | None, patience: Patience, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, repo: str, token: str | None, patience: Patience, tell: Callable[[str], None]
+    ) -> None:
         self._repo = repo
         self._token = token
         self._patience = patience
@@ -81,10 +87,14 @@ class Asker:
         from huggingface_hub import constants, get_session
         from huggingface_hub.errors import HfHubHTTPError
 
-        no_reply = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of the HTTP library that huggingface_hub is built on
+        no_reply = cast(
+            type[Exception], HfHubHTTPError.__bases__[0]
+        )  # of the HTTP library that huggingface_hub is built on
         for failures in range(1, self._patience.tries + 1):
             self.check()
-            get_session().timeout = ANSWER_FACTOR * self._patience.timeout_seconds  # it would wait forever
+            get_session().timeout = (
+                ANSWER_FACTOR * self._patience.timeout_seconds
+            )  # it would wait forever
             try:
                 return call()
             except (no_reply, OSError, RuntimeError, ValueError) as error:
@@ -111,14 +121,20 @@ class Asker:
             words = " ".join(_UNSAID.sub("...", str(error)).split())[:300]
             raise OutputError("push-refused", f"{self._repo}: {trouble}: {words}", AGAIN) from None
         if isinstance(error, OSError) and error.filename is not None:
-            raise OutputError("cannot-read", f"{error.filename}: cannot be read: {error.strerror}", AGAIN) from None
+            raise OutputError(
+                "cannot-read", f"{error.filename}: cannot be read: {error.strerror}", AGAIN
+            ) from None
         return type(error).__name__, None
 
     def _judge_status(self, trouble: str, response: Any) -> None:
         from huggingface_hub import constants
 
         status, code = response.status_code, response.headers.get("X-Error-Code")
-        if status in PASSING or status == CHANGED or host_of(str(response.url)) != host_of(constants.ENDPOINT):
+        if (
+            status in PASSING
+            or status == CHANGED
+            or host_of(str(response.url)) != host_of(constants.ENDPOINT)
+        ):
             return  # the storage's links expire: another try gets a new one
         if status in (401, 403) or code == "RepoNotFound":
             raise self._no_access(trouble, status, code) from None
@@ -131,7 +147,9 @@ class Asker:
         if code == "GatedRepo":
             return no_access(self._repo, f"{constants.ENDPOINT}/{self._repo}", status, code)
         detail = f"{self._repo}: {trouble} with this token (HTTP {status}); expected one that may write there"
-        return AccessError("no-write", detail, "hf auth login, or set HF_TOKEN; or name a repository of your own.")
+        return AccessError(
+            "no-write", detail, "hf auth login, or set HF_TOKEN; or name a repository of your own."
+        )
 
 
 class _LinkFilter(logging.Filter):

@@ -79,7 +79,10 @@ class Patience:
 
     def wait_seconds(self, failures: int) -> float:
         """Before the try after so many failures: doubled each time, spread so that threads do not come together."""
-        return float(min(self.longest_seconds, self.first_seconds * 2 ** max(0, failures - 1)) * random.uniform(0.5, 1.5))
+        return float(
+            min(self.longest_seconds, self.first_seconds * 2 ** max(0, failures - 1))
+            * random.uniform(0.5, 1.5)
+        )
 
 
 class _AgainError(Exception):
@@ -97,7 +100,9 @@ class RangeReader:
     tell     gets a line for people when everything has to wait
     """
 
-    def __init__(self, headers: Mapping[str, str], patience: Patience, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, headers: Mapping[str, str], patience: Patience, tell: Callable[[str], None]
+    ) -> None:
         self._headers = headers
         self._patience = patience
         self._tell = tell
@@ -106,7 +111,9 @@ class RangeReader:
         self._xet_names: dict[str, str] = {}
         self._lock = threading.Lock()
         self._mine = threading.local()
-        self._open: WeakSet[socket.socket] = WeakSet()  # a connection lets go of its own before the reply is read
+        self._open: WeakSet[socket.socket] = (
+            WeakSet()
+        )  # a connection lets go of its own before the reply is read
         self._paused_until = 0.0
         self._stopped = threading.Event()
 
@@ -116,7 +123,9 @@ class RangeReader:
         with self._lock:
             for opened in self._open:
                 with suppress(OSError):
-                    socket.socket.shutdown(opened, socket.SHUT_RDWR)  # TLS's own would take the key from who still reads
+                    socket.socket.shutdown(
+                        opened, socket.SHUT_RDWR
+                    )  # TLS's own would take the key from who still reads
 
     def read_into(self, file: RemoteFile, start: int, buffer: memoryview) -> None:
         """Fill the buffer with the file's bytes from `start` on.
@@ -190,7 +199,9 @@ class RangeReader:
         if reply.read(1):
             self._hang_up()  # whatever else comes, nobody asked for it
 
-    def _judge_status(self, file: RemoteFile, reply: http.client.HTTPResponse, is_hub: bool) -> None:
+    def _judge_status(
+        self, file: RemoteFile, reply: http.client.HTTPResponse, is_hub: bool
+    ) -> None:
         if reply.status in PASSING:
             raise _passing(reply)
         if reply.status == 416:
@@ -202,11 +213,15 @@ class RangeReader:
                 self._places.pop(file.url, None)  # the link has expired, perhaps
             raise _AgainError(f"HTTP {reply.status} where 206 was expected")
 
-    def _judge_range(self, file: RemoteFile, reply: http.client.HTTPResponse, start: int, end: int) -> None:
+    def _judge_range(
+        self, file: RemoteFile, reply: http.client.HTTPResponse, start: int, end: int
+    ) -> None:
         found = reply.getheader("Content-Range") or ""
         match = _CONTENT_RANGE.fullmatch(found)
         if not match or (int(match[1]), int(match[2])) != (start, end - 1):
-            raise _AgainError(f"Content-Range {found[:60]!r} where bytes {start}-{end - 1} were asked for")
+            raise _AgainError(
+                f"Content-Range {found[:60]!r} where bytes {start}-{end - 1} were asked for"
+            )
         if int(match[3]) != file.nbytes:
             raise _changed(file, f"it had {file.nbytes} bytes and now has {match[3]}")
         if reply.getheader("Content-Encoding", "identity") != "identity":
@@ -246,7 +261,9 @@ class RangeReader:
             raise SourceError("source-unreachable", detail, "Run it again later.")
         if reply.status >= 400:
             raise _changed(file, f"the Hub does not have it any more (HTTP {reply.status})")
-        commit, nbytes, etag = (reply.getheader(f"X-{name}") for name in ("Repo-Commit", "Linked-Size", "Linked-ETag"))
+        commit, nbytes, etag = (
+            reply.getheader(f"X-{name}") for name in ("Repo-Commit", "Linked-Size", "Linked-ETag")
+        )
         if commit and commit != file.commit:
             raise _changed(file, f"it is of commit {commit}, and {file.commit} was asked for")
         if nbytes and nbytes != str(file.nbytes):
@@ -254,7 +271,9 @@ class RangeReader:
         if etag and etag.removeprefix("W/").strip('"') != file.oid:
             raise _changed(file, "its content has another hash than the commit says")
 
-    def _request(self, method: str, url: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
+    def _request(
+        self, method: str, url: str, headers: Mapping[str, str]
+    ) -> http.client.HTTPResponse:
         parts = urlsplit(url)
         connections = self._mine.__dict__.setdefault("connections", {})
         if _origin(url) not in connections:
@@ -266,7 +285,9 @@ class RangeReader:
                 self._open.add(connection.sock)
             self._wait_while_paused()  # behind `add`: either this sees a stop, or `stop` sees the socket
         target = parts._replace(scheme="", netloc="").geturl() or "/" if of_proxy is None else url
-        connection.request(method, target, headers={"Accept-Encoding": "identity", **headers, **(of_proxy or {})})
+        connection.request(
+            method, target, headers={"Accept-Encoding": "identity", **headers, **(of_proxy or {})}
+        )
         reply: http.client.HTTPResponse = connection.getresponse()
         return reply
 
@@ -281,18 +302,26 @@ def no_access(name: str, url: str, status: int, code: str | None) -> AccessError
     page = f"{urlsplit(url).scheme}://{host_of(url)}{urlsplit(url).path.partition('/resolve/')[0]}"
     if code == "GatedRepo":
         detail = f"{name}: the repository is gated, and this token or nobody was granted access (HTTP {status})"
-        return AccessError("gated", detail, f"Accept the licence at {page}, then: hf auth login, or set HF_TOKEN.")
+        return AccessError(
+            "gated", detail, f"Accept the licence at {page}, then: hf auth login, or set HF_TOKEN."
+        )
     detail = f"{name}: the Hub gives no access (HTTP {status}): the repository is private or not there, or the token is wrong"
-    return AccessError("no-access", detail, "Look for a typing error; then: hf auth login, or set HF_TOKEN.")
+    return AccessError(
+        "no-access", detail, "Look for a typing error; then: hf auth login, or set HF_TOKEN."
+    )
 
 
 def _changed(file: RemoteFile, found: str) -> SourceError:
     detail = f"{file.name} changed while it was read: {found}"
-    return SourceError("source-changed", detail, "Run the same command again: what is finished stays.")
+    return SourceError(
+        "source-changed", detail, "Run the same command again: what is finished stays."
+    )
 
 
 def _passing(reply: http.client.HTTPResponse) -> _AgainError:
-    return _AgainError(f"HTTP {reply.status}", pause_of(reply.getheader) if reply.status == 429 else None)
+    return _AgainError(
+        f"HTTP {reply.status}", pause_of(reply.getheader) if reply.status == 429 else None
+    )
 
 
 def pause_of(header: Callable[[str], str | None]) -> float | None:
@@ -330,7 +359,12 @@ def _follow(place: str, location: str) -> str:
     """Where a redirect leads; it is tried again where that is no address."""
     try:
         target = urljoin(place, location)
-        if target.isascii() and target.isprintable() and " " not in target and urlsplit(target).port != 0:
+        if (
+            target.isascii()
+            and target.isprintable()
+            and " " not in target
+            and urlsplit(target).port != 0
+        ):
             return target
     except ValueError:
         pass
@@ -359,7 +393,9 @@ def check_token(headers: Mapping[str, str]) -> None:
     """AccessError where the headers hold a token that no request can carry."""
     if not all(value.isascii() and value.isprintable() for value in headers.values()):
         detail = "the token holds a character that is not printable ASCII; expected hf_ and letters and digits"
-        raise AccessError("bad-token", detail, "Copy it again from the Hub's settings, or hf auth login.")
+        raise AccessError(
+            "bad-token", detail, "Copy it again from the Hub's settings, or hf auth login."
+        )
 
 
 def _origin(url: str) -> tuple[str, str]:
@@ -370,7 +406,9 @@ def _origin(url: str) -> tuple[str, str]:
 def _proxy_of(parts: SplitResult) -> SplitResult | None:
     """The proxy that the environment names for an address; None for the direct way, InputError for one that cannot be used."""
     known = getproxies()
-    found = None if proxy_bypass(parts.hostname or "") else known.get(parts.scheme) or known.get("all")
+    found = (
+        None if proxy_bypass(parts.hostname or "") else known.get(parts.scheme) or known.get("all")
+    )
     if not found:
         return None
     with suppress(ValueError):
@@ -378,22 +416,38 @@ def _proxy_of(parts: SplitResult) -> SplitResult | None:
         if proxy.scheme == "http" and proxy.hostname and proxy.port != 0:
             return proxy
     detail = f"the proxy for {parts.scheme} is {found.rpartition('@')[2][:60]!r}; expected http://HOST:PORT"
-    raise InputError("proxy", detail, f"Set {parts.scheme}_proxy to one that speaks HTTP, or set NO_PROXY.")
+    raise InputError(
+        "proxy", detail, f"Set {parts.scheme}_proxy to one that speaks HTTP, or set NO_PROXY."
+    )
 
 
 def _credentials(proxy: SplitResult) -> dict[str, str]:
     """The header that a proxy with a password wants."""
     words = f"{unquote(proxy.username or '')}:{unquote(proxy.password or '')}"
-    return {"Proxy-Authorization": f"Basic {b64encode(words.encode()).decode()}"} if proxy.username else {}
+    return (
+        {"Proxy-Authorization": f"Basic {b64encode(words.encode()).decode()}"}
+        if proxy.username
+        else {}
+    )
 
 
-def _connect(parts: SplitResult, timeout_seconds: float) -> tuple[http.client.HTTPConnection, dict[str, str] | None]:
+def _connect(
+    parts: SplitResult, timeout_seconds: float
+) -> tuple[http.client.HTTPConnection, dict[str, str] | None]:
     """A connection that opens when it is used; where its requests name the whole URL, as a proxy for http wants, its headers."""
     proxy = _proxy_of(parts)
-    host, port = (proxy.hostname or "", proxy.port or http.client.HTTP_PORT) if proxy else (parts.hostname or "", parts.port)
+    host, port = (
+        (proxy.hostname or "", proxy.port or http.client.HTTP_PORT)
+        if proxy
+        else (parts.hostname or "", parts.port)
+    )
     if parts.scheme == "https":
-        secure = http.client.HTTPSConnection(host, port, timeout=timeout_seconds, context=ssl.create_default_context())
+        secure = http.client.HTTPSConnection(
+            host, port, timeout=timeout_seconds, context=ssl.create_default_context()
+        )
         if proxy:
             secure.set_tunnel(parts.hostname or "", parts.port, _credentials(proxy))
         return secure, None
-    return http.client.HTTPConnection(host, port, timeout=timeout_seconds), _credentials(proxy) if proxy else None
+    return http.client.HTTPConnection(host, port, timeout=timeout_seconds), _credentials(
+        proxy
+    ) if proxy else None

@@ -25,7 +25,14 @@ from fp4convert.storage.source import Access, commit_begun, subfolder_of
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # how the cache names its files
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LARGEST = 1 << 62  # bytes of a file: more can be neither asked for nor written
-NO_LIST = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)  # what reading another reply raises
+NO_LIST = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    RecursionError,
+)  # what reading another reply raises
 
 
 class Listing(NamedTuple):
@@ -41,14 +48,21 @@ def list_files(repo: str, access: Access, patience: Patience) -> Listing:
     from huggingface_hub import constants
 
     check_endpoint(constants.ENDPOINT)
-    listing = _list_cache(repo, access) if constants.HF_HUB_OFFLINE else _list_hub(repo, access, patience)
+    listing = (
+        _list_cache(repo, access) if constants.HF_HUB_OFFLINE else _list_hub(repo, access, patience)
+    )
     subfolder = subfolder_of(access)
     folder = f"{subfolder}/" if subfolder else ""
     if folder and not any(name.startswith(folder) for name in listing.files):
         folders = {name.partition("/")[0] for name in listing.files if "/" in name}
         raise no_subfolder(f"{repo} at commit {listing.commit}", subfolder, folders)
     files, cached = (
-        {name.removeprefix(folder): value for name, value in named.items() if name.startswith(folder)} for named in listing[1:]
+        {
+            name.removeprefix(folder): value
+            for name, value in named.items()
+            if name.startswith(folder)
+        }
+        for named in listing[1:]
     )
     renamed = {name: cast(RemoteFile, file)._replace(name=name) for name, file in files.items()}
     return Listing(listing.commit, renamed, cast(dict[str, Path], cached))
@@ -58,12 +72,18 @@ def _check_name(repo: str, name: str) -> None:
     """InputError for a name that would lead out of a folder it is copied to."""
     try:
         name.encode("utf-8")
-        is_sound = not PurePosixPath(name).is_absolute() and not {"", ".", ".."} & set(name.split("/")) and "\0" not in name
+        is_sound = (
+            not PurePosixPath(name).is_absolute()
+            and not {"", ".", ".."} & set(name.split("/"))
+            and "\0" not in name
+        )
     except UnicodeEncodeError:
         is_sound = False
     if not is_sound:
         detail = f"{repo} lists a file {name!r}; expected a path inside the repository"
-        raise InputError("file-name", detail, "Do not use this repository; take the checkpoint from its maker.")
+        raise InputError(
+            "file-name", detail, "Do not use this repository; take the checkpoint from its maker."
+        )
 
 
 def _is_hidden(name: str) -> bool:
@@ -75,7 +95,9 @@ def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    no_reply = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of the HTTP library under this huggingface_hub
+    no_reply = cast(
+        type[Exception], HfHubHTTPError.__bases__[0]
+    )  # of the HTTP library under this huggingface_hub
     api = HfApi(endpoint=constants.ENDPOINT, token=access.token)
     for failures in range(1, patience.tries + 1):
         try:
@@ -87,15 +109,28 @@ def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
             )
             break
         except HFValidationError:
-            raise InputError("no-source", f"{repo}: no such folder, and no name that the Hub knows") from None
+            raise InputError(
+                "no-source", f"{repo}: no such folder, and no name that the Hub knows"
+            ) from None
         except HfHubHTTPError as error:
             if error.response.status_code not in PASSING:
-                raise _refusal(repo, access, error.response.status_code, error.response.headers.get("X-Error-Code")) from None
-            reason, seconds = f"HTTP {error.response.status_code}", pause_of(error.response.headers.get)
+                raise _refusal(
+                    repo,
+                    access,
+                    error.response.status_code,
+                    error.response.headers.get("X-Error-Code"),
+                ) from None
+            reason, seconds = (
+                f"HTTP {error.response.status_code}",
+                pause_of(error.response.headers.get),
+            )
         except (no_reply, OSError) as error:
             reason, seconds = plain_words(error), None
         except NO_LIST:
-            reason, seconds = "its reply is no list of files; does a proxy or a login page answer instead?", None
+            reason, seconds = (
+                "its reply is no list of files; does a proxy or a login page answer instead?",
+                None,
+            )
         if failures == patience.tries:
             detail = f"{repo} cannot be listed by {host_of(constants.ENDPOINT)}: {failures} tries, the last: {reason}"
             raise SourceError("source-unreachable", detail, AGAIN)
@@ -110,7 +145,11 @@ def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
             continue
         files[file.name] = file
         found = try_to_load_from_cache(repo, file.name, revision=commit)
-        if isinstance(found, str) and Path(found).resolve().name == file.oid and Path(found).stat().st_size == file.nbytes:
+        if (
+            isinstance(found, str)
+            and Path(found).resolve().name == file.oid
+            and Path(found).stat().st_size == file.nbytes
+        ):
             cached[file.name] = Path(found)
     return Listing(commit, files, cached)
 
@@ -125,19 +164,37 @@ def _file_of(repo: str, commit: str, item: Any) -> RemoteFile | None:
     """What the Hub lists as one file; None for one that is hidden, or of which it does not say what it is."""
     from huggingface_hub import constants, hf_hub_url
 
-    name, oid, nbytes = (item.rfilename, *((item.lfs.sha256, item.lfs.size) if item.lfs else (item.blob_id, item.size)))
+    name, oid, nbytes = (
+        item.rfilename,
+        *((item.lfs.sha256, item.lfs.size) if item.lfs else (item.blob_id, item.size)),
+    )
     if not isinstance(name, str):
         raise _no_list(repo, "a file without a name")
     _check_name(repo, name)
     if _is_hidden(name) or oid is None or nbytes is None:
         return None
-    if type(nbytes) is not int or not 0 <= nbytes < LARGEST or not isinstance(oid, str) or not BLOB.fullmatch(oid):
+    if (
+        type(nbytes) is not int
+        or not 0 <= nbytes < LARGEST
+        or not isinstance(oid, str)
+        or not BLOB.fullmatch(oid)
+    ):
         raise _no_list(repo, f"{name!r} with size {str(nbytes)[:60]} and hash {str(oid)[:80]!r}")
-    return RemoteFile(name, hf_hub_url(repo, name, revision=commit, endpoint=constants.ENDPOINT), nbytes, oid, commit)
+    return RemoteFile(
+        name,
+        hf_hub_url(repo, name, revision=commit, endpoint=constants.ENDPOINT),
+        nbytes,
+        oid,
+        commit,
+    )
 
 
 def _no_list(repo: str, found: str) -> SourceError:
-    return SourceError("bad-listing", f"{repo}: the Hub lists {found}", "See that HF_ENDPOINT is a Hub; run it again later.")
+    return SourceError(
+        "bad-listing",
+        f"{repo}: the Hub lists {found}",
+        "See that HF_ENDPOINT is a Hub; run it again later.",
+    )
 
 
 def _refusal(repo: str, access: Access, status: int, code: str | None) -> Fp4Error:
@@ -145,12 +202,18 @@ def _refusal(repo: str, access: Access, status: int, code: str | None) -> Fp4Err
 
     if code == "RevisionNotFound":
         detail = f"{repo}: the Hub has no revision {access.revision!r} of it"
-        return InputError("no-revision", detail, "Give a branch, a tag or a commit: --revision REV.")
+        return InputError(
+            "no-revision", detail, "Give a branch, a tag or a commit: --revision REV."
+        )
     if status == 404:
-        return InputError("no-source", f"{repo}: no such folder or file here, and no such repository on the Hub")
+        return InputError(
+            "no-source", f"{repo}: no such folder or file here, and no such repository on the Hub"
+        )
     if status in (401, 403):
         return no_access(repo, f"{constants.ENDPOINT}/{repo}", status, code)
-    return SourceError("source-unreachable", f"{repo}: the Hub answers HTTP {status}", "Run it again later.")
+    return SourceError(
+        "source-unreachable", f"{repo}: the Hub answers HTTP {status}", "Run it again later."
+    )
 
 
 def _list_cache(repo: str, access: Access) -> Listing:
@@ -162,11 +225,24 @@ def _list_cache(repo: str, access: Access) -> Listing:
         root = Path(snapshot_download(repo, revision=access.revision, local_files_only=True))
     except (LocalEntryNotFoundError, ValueError):
         detail = f"{repo} is not in the Hub's cache, and HF_HUB_OFFLINE keeps it from being fetched"
-        raise SourceError("offline", detail, "Unset HF_HUB_OFFLINE, or give a folder on this disk.") from None
-    cached = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
+        raise SourceError(
+            "offline", detail, "Unset HF_HUB_OFFLINE, or give a folder on this disk."
+        ) from None
+    cached = {
+        path.relative_to(root).as_posix(): path
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
     cached = {name: path for name, path in cached.items() if not _is_hidden(name)}
-    if unnamed := [name for name, path in cached.items() if not BLOB.fullmatch(path.resolve().name)]:
-        detail = f"{repo}: the Hub's cache holds {unnamed[0]} under no hash, so it cannot be checked"
+    if unnamed := [
+        name for name, path in cached.items() if not BLOB.fullmatch(path.resolve().name)
+    ]:
+        detail = (
+            f"{repo}: the Hub's cache holds {unnamed[0]} under no hash, so it cannot be checked"
+        )
         raise SourceError("offline", detail, f"Give the folder itself: {root}.")
-    files = {name: RemoteFile(name, "", path.stat().st_size, path.resolve().name, root.name) for name, path in cached.items()}
+    files = {
+        name: RemoteFile(name, "", path.stat().st_size, path.resolve().name, root.name)
+        for name, path in cached.items()
+    }
     return Listing(root.name, files, cached)

@@ -30,7 +30,9 @@ REQUESTS = 4  # for a piece that comes differently each time, after the first
 LEAST_NBYTES = 1 << 20  # below it, a range is not worth splitting
 AHEAD = 4  # pieces of a stream that nobody has asked for yet; as many may have been asked for that are not hashed yet
 T = TypeVar("T")
-SPARE_NBYTES = (AHEAD + CONNECTIONS) * PIECE_NBYTES  # of the budget: what scale groups leave to everything else
+SPARE_NBYTES = (
+    AHEAD + CONNECTIONS
+) * PIECE_NBYTES  # of the budget: what scale groups leave to everything else
 
 
 class Piece(NamedTuple):
@@ -74,7 +76,9 @@ class Fetchers:
     def __init__(self, count: int) -> None:
         self._count = count
         self._threads: list[threading.Thread] = []
-        self._asked: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = (
+            SimpleQueue()
+        )
         self._coming: set[Future[Any]] = set()
         self._lock = threading.Lock()
         self._error: Exception | None = None
@@ -103,7 +107,13 @@ class Fetchers:
                 if future in self._coming:
                     self._coming.remove(future)
                     future.set_exception(error) if error else future.set_result(result)
-            del future, work, arguments, result, error  # lest they keep memory while the next is awaited
+            del (
+                future,
+                work,
+                arguments,
+                result,
+                error,
+            )  # lest they keep memory while the next is awaited
 
     def close(self, error: Exception) -> None:
         """Everybody who waits for a result, or asks for another, gets this error at once."""
@@ -131,14 +141,18 @@ class Pieces:
         is_sure: Callable[[str], bool] = lambda file: False,
     ) -> None:
         self._is_sure = is_sure
-        self.failure = SourceError("source-stopped", "reading was stopped")  # for whoever asks after the end
+        self.failure = SourceError(
+            "source-stopped", "reading was stopped"
+        )  # for whoever asks after the end
         self._read_into = read_into
         self._budget_nbytes = budget_nbytes
         self.buffers = Buffers()
         self.connections = connections or CONNECTIONS
         self._pool = Fetchers(self.connections)
         self._known: dict[Piece, Future[memoryview]] = {}  # least recently used first
-        self._spent: set[Piece] = set()  # of these, what a stream needs no more but for a second reading
+        self._spent: set[Piece] = (
+            set()
+        )  # of these, what a stream needs no more but for a second reading
         self._hashed: dict[Piece, Hashed] = {}
         self._nbytes = 0  # of all that are known
         self._lock = threading.Lock()
@@ -161,7 +175,9 @@ class Pieces:
     def _submit(self, piece: Piece) -> Future[memoryview]:
         if piece.is_hashed or self._is_sure(piece.file):
             return self._pool.submit(self._fetched, piece)
-        other = self._pool.submit(self._fetched, piece)  # begun first: one that waits for it waits for nothing behind itself
+        other = self._pool.submit(
+            self._fetched, piece
+        )  # begun first: one that waits for it waits for nothing behind itself
         return self._pool.submit(self._agreed, piece, other)
 
     def _fetched(self, piece: Piece) -> memoryview:
@@ -201,7 +217,14 @@ class Pieces:
     def _make_room(self) -> None:
         held = self._held
         if self._nbytes > (kept_nbytes := SPARE_NBYTES + self._held_nbytes):
-            self._drop([piece for piece in self._known if piece in self._spent and not _overlaps(piece, held)], kept_nbytes)
+            self._drop(
+                [
+                    piece
+                    for piece in self._known
+                    if piece in self._spent and not _overlaps(piece, held)
+                ],
+                kept_nbytes,
+            )
         if self._nbytes > self._budget_nbytes:
             self._drop(list(self._known), self._budget_nbytes)
 
@@ -211,7 +234,9 @@ class Pieces:
             if self._known[piece].done():
                 future = self._known.pop(piece)
                 if piece.is_hashed and piece not in self._hashed and not future.exception():
-                    self._hashed[piece] = Hashed(hashlib.sha256(), hashlib.sha256(future.result()).digest())
+                    self._hashed[piece] = Hashed(
+                        hashlib.sha256(), hashlib.sha256(future.result()).digest()
+                    )
                 self._spent.discard(piece)
                 self._nbytes -= piece.stop - piece.start
                 if self._nbytes <= kept_nbytes:
@@ -225,7 +250,9 @@ class Pieces:
         """
         limit, ranges = max(0, self._budget_nbytes - SPARE_NBYTES), tuple(ranges)
         with self._released:
-            self._released.wait_for(lambda: not self._held_nbytes or self._held_nbytes + nbytes <= limit)
+            self._released.wait_for(
+                lambda: not self._held_nbytes or self._held_nbytes + nbytes <= limit
+            )
             self._held_nbytes += nbytes
             self._held += ranges
         try:
@@ -260,7 +287,10 @@ class Pieces:
 
 
 def _overlaps(piece: Piece, ranges: Iterable[Piece]) -> bool:
-    return any(other.file == piece.file and other.start < piece.stop and piece.start < other.stop for other in ranges)
+    return any(
+        other.file == piece.file and other.start < piece.stop and piece.start < other.stop
+        for other in ranges
+    )
 
 
 def split(file: str, start: int, stop: int) -> list[Piece]:
@@ -278,7 +308,10 @@ class Stream:
 
     def __init__(self, pieces: Pieces, file: str, nbytes: int, oid: str, head: bytes = b"") -> None:
         self._pieces = pieces
-        self._all = [Piece(file, at, min(at + PIECE_NBYTES, nbytes), True) for at in range(0, nbytes, PIECE_NBYTES)]
+        self._all = [
+            Piece(file, at, min(at + PIECE_NBYTES, nbytes), True)
+            for at in range(0, nbytes, PIECE_NBYTES)
+        ]
         self._head = head
         self._oid = oid
         self._hash = hasher(nbytes, oid)
@@ -299,7 +332,9 @@ class Stream:
             with self._changed:
                 self._wanted.update(numbers)
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: numbers[0] - self._at < AHEAD or self._is_waiting or self._is_stopped)
+                self._changed.wait_for(
+                    lambda: numbers[0] - self._at < AHEAD or self._is_waiting or self._is_stopped
+                )
         return [self._all[number] for number in numbers]
 
     def have_read(self, start: int, stop: int) -> None:
@@ -337,7 +372,10 @@ class Stream:
                 self._wait_for_readers(number)
                 if self._is_stopped:
                     return
-                coming = [self._pieces.fetch(later) for later in self._all[number : number + self._pieces.connections]]
+                coming = [
+                    self._pieces.fetch(later)
+                    for later in self._all[number : number + self._pieces.connections]
+                ]
                 data = coming[0].result()
                 self._compare_head(self._all[number], data)
                 before = self._hash.copy()
@@ -384,9 +422,17 @@ def _is_what_was(hashed: Hashed, data: memoryview) -> bool:
 
 def hasher(nbytes: int, oid: str) -> hashlib._Hash:
     """A fresh hash of the kind that an oid is; git's begins with what and how long the content is."""
-    return hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False) if len(oid) == 40 else hashlib.sha256()
+    return (
+        hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False)
+        if len(oid) == 40
+        else hashlib.sha256()
+    )
 
 
 def corrupt(file: str, oid: str, found: str) -> SourceError:
     detail = f"{file} came damaged: its hash is {found[:16]}..., and the Hub lists {oid[:16]}..."
-    return SourceError(CORRUPT, detail, "Run the same command again; where the file is in the Hub's cache, remove it there.")
+    return SourceError(
+        CORRUPT,
+        detail,
+        "Run the same command again; where the file is in the Hub's cache, remove it there.",
+    )

@@ -64,20 +64,28 @@ class HubSource:
         from huggingface_hub.utils._headers import build_hf_headers
 
         if access.transport not in TRANSPORTS:
-            raise InputError("transport", f"transport {access.transport!r} is not known; expected {' or '.join(TRANSPORTS)}")
+            raise InputError(
+                "transport",
+                f"transport {access.transport!r} is not known; expected {' or '.join(TRANSPORTS)}",
+            )
         patience = patience or Patience()
         self.name = name_of(reference)
         self._repo = reference
         headers = build_hf_headers(token=access.token, library_name="fp4convert")
         check_token(headers)
-        listing = Fetchers(1).submit(list_files, reference, access, patience)  # an interrupt does not wait for name servers
+        listing = Fetchers(1).submit(
+            list_files, reference, access, patience
+        )  # an interrupt does not wait for name servers
         self._commit, self._files, self._cached = listing.result()
         self._reader: RangeReader | XetReader = RangeReader(headers, patience, access.tell)
         if access.transport == "xet":
             token_url = f"{constants.ENDPOINT}/api/models/{reference}/xet-read-token/{self._commit}"
             self._reader = XetReader(self._reader, token_url, headers)
         self._pieces = Pieces(
-            self._fill, access.memory_nbytes + SPARE_NBYTES, access.connections, lambda file: file in self._cached
+            self._fill,
+            access.memory_nbytes + SPARE_NBYTES,
+            access.connections,
+            lambda file: file in self._cached,
         )
         self.held_nbytes = access.memory_nbytes + SPARE_NBYTES
         self._streams: dict[str, Stream] = {}
@@ -99,7 +107,9 @@ class HubSource:
         return whole.toreadonly()
 
     def read_into(self, ref: TensorRef, start: int, buffer: memoryview) -> None:
-        _copy_into(self._views(ref.file, ref.start + start, ref.start + start + buffer.nbytes), buffer)
+        _copy_into(
+            self._views(ref.file, ref.start + start, ref.start + start + buffer.nbytes), buffer
+        )
 
     def _views(self, file: str, start: int, stop: int) -> Iterator[memoryview]:
         """The bytes of a range, in parts that follow one another."""
@@ -118,7 +128,10 @@ class HubSource:
         with self._lock:
             if file in self._sound or file not in self._cached:
                 return
-            remote, found = self._files[file], hasher(self._files[file].nbytes, self._files[file].oid)
+            remote, found = (
+                self._files[file],
+                hasher(self._files[file].nbytes, self._files[file].oid),
+            )
             with self._cached[file].open("rb") as stream:
                 while data := stream.read(PIECE_NBYTES):
                     found.update(data)
@@ -139,7 +152,10 @@ class HubSource:
             while done < buffer.nbytes:
                 count = stream.readinto(buffer[done:])
                 if not count:
-                    raise SourceError("source-changed", f"{file} changed in the Hub's cache: it ends at byte {start + done}")
+                    raise SourceError(
+                        "source-changed",
+                        f"{file} changed in the Hub's cache: it ends at byte {start + done}",
+                    )
                 done += count
 
     def has_file(self, file: str) -> bool:
@@ -155,7 +171,9 @@ class HubSource:
 
     def _check_there(self, file: str) -> None:
         if file not in self._files:
-            detail = f"{file} cannot be read: {self._repo} does not have it at commit {self._commit}"
+            detail = (
+                f"{file} cannot be read: {self._repo} does not have it at commit {self._commit}"
+            )
             raise InputError("unreadable", detail, "Choose a commit that has it: --revision REV.")
 
     def check_unchanged(self, shard: str) -> None:
@@ -167,7 +185,9 @@ class HubSource:
     @contextmanager
     def stream(self, file: str) -> Iterator[None]:
         remote = self._files[file]
-        stream = self._streams[file] = Stream(self._pieces, file, remote.nbytes, remote.oid, self._heads.get(file, b""))
+        stream = self._streams[file] = Stream(
+            self._pieces, file, remote.nbytes, remote.oid, self._heads.get(file, b"")
+        )
         try:
             yield
             stream.end()
@@ -183,7 +203,9 @@ class HubSource:
             del self._streams[file]
 
     def room_for(self, nbytes: int, refs: Collection[TensorRef]) -> AbstractContextManager[None]:
-        return self._pieces.room_for(nbytes, (Piece(ref.file, ref.start, ref.start + ref.nbytes) for ref in refs))
+        return self._pieces.room_for(
+            nbytes, (Piece(ref.file, ref.start, ref.start + ref.nbytes) for ref in refs)
+        )
 
     def stop(self) -> None:
         self._pieces.close()
@@ -205,7 +227,11 @@ class HubSource:
             raise no_weights(where, names)
         if not shards[0].endswith(WEIGHTS):
             detail = f"{where} holds GGUF files; from the Hub, safetensors are read"
-            raise InputError("gguf", detail, f"Download it: hf download {self._repo} {shards[0]} --local-dir FOLDER.")
+            raise InputError(
+                "gguf",
+                detail,
+                f"Download it: hf download {self._repo} {shards[0]} --local-dir FOLDER.",
+            )
         with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool, stopping(self):
             headers = tuple(pool.map(self._header, shards))
         homes = find_homes(headers)
@@ -225,7 +251,9 @@ class HubSource:
         """What lies beside the components of a pipeline."""
         sidecars, left_out = sort_pipeline(self._files, components)
         stamps = {name: self._files[name].oid for name in sidecars}
-        return Checkpoint(self._repo, self._commit, {}, (), sidecars, left_out, (), stamps, components)
+        return Checkpoint(
+            self._repo, self._commit, {}, (), sidecars, left_out, (), stamps, components
+        )
 
     def _text(self, file: str) -> bytes:
         with self.open_file(file) as stream:
@@ -242,7 +270,11 @@ class HubSource:
 
         def read(offset: int, length: int) -> bytes:
             stop = offset + length
-            beyond = [self._pieces.fetch(piece) for piece in split(name, head.nbytes, stop)] if stop > head.nbytes else []
+            beyond = (
+                [self._pieces.fetch(piece) for piece in split(name, head.nbytes, stop)]
+                if stop > head.nbytes
+                else []
+            )
             data = b"".join([head[offset:stop], *(piece.result() for piece in beyond)])
             self._heads[name] = self._heads.get(name, b"")[:offset] + data
             return data
@@ -271,7 +303,12 @@ class _RemoteStream(io.RawIOBase):
             return 0
         first = at - at % PIECE_NBYTES
         starts = range(first, min(nbytes, first + CONNECTIONS * PIECE_NBYTES), PIECE_NBYTES)
-        coming = [self._pieces.fetch(Piece(self._file.name, start, min(start + PIECE_NBYTES, nbytes), True)) for start in starts]
+        coming = [
+            self._pieces.fetch(
+                Piece(self._file.name, start, min(start + PIECE_NBYTES, nbytes), True)
+            )
+            for start in starts
+        ]
         data = coming[0].result()[at - first :][: view.nbytes]
         view[: data.nbytes] = data
         self._hash.update(data)

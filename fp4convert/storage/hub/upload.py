@@ -22,10 +22,18 @@ from typing import Any, NamedTuple
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
 from fp4convert.storage.checkpoint_files import CARD, OTHER_WEIGHTS, RECORD, WEIGHTS
 from fp4convert.storage.hub.api import AGAIN, Asker
-from fp4convert.storage.hub.http import Patience, RangeReader, RemoteFile, check_endpoint, check_token
+from fp4convert.storage.hub.http import (
+    Patience,
+    RangeReader,
+    RemoteFile,
+    check_endpoint,
+    check_token,
+)
 
 BRANCH = "main"
-ENGINE_RECORD = "hf_quant_config.json"  # of an earlier artifact in another dialect: it would contradict ours
+ENGINE_RECORD = (
+    "hf_quant_config.json"  # of an earlier artifact in another dialect: it would contradict ours
+)
 RECORD_LIMIT = 64 << 20  # bytes of an earlier artifact's record that are read
 POLL_SECONDS = 0.2
 Progress = Callable[[str, int], None]
@@ -63,7 +71,9 @@ class Head(NamedTuple):
         if ware.name not in self.files:
             return False
         nbytes, oid = self.files[ware.name]
-        return nbytes == ware.nbytes and oid == (ware.sha256 if len(oid) == len(ware.sha256) else ware.git_oid())
+        return nbytes == ware.nbytes and oid == (
+            ware.sha256 if len(oid) == len(ware.sha256) else ware.git_oid()
+        )
 
 
 class Pusher:
@@ -78,7 +88,12 @@ class Pusher:
     """
 
     def __init__(
-        self, repo: str, is_private: bool, token: str | None, tell: Callable[[str], None], names: Iterable[str] = ()
+        self,
+        repo: str,
+        is_private: bool,
+        token: str | None,
+        tell: Callable[[str], None],
+        names: Iterable[str] = (),
     ) -> None:
         self.repo = repo
         self._is_private = is_private
@@ -86,7 +101,10 @@ class Pusher:
         self._tell = tell
         named = list(names)
         self._records = [name for name in named if PurePosixPath(name).name == RECORD] or [RECORD]
-        self._folders = {"", *map(_folder_of, self._records)}  # where weights are ours, or in the way of ours
+        self._folders = {
+            "",
+            *map(_folder_of, self._records),
+        }  # where weights are ours, or in the way of ours
         self._headers = self._check_request(named)
         self._patience = Patience()
         self._asker = Asker(repo, token, self._patience, tell)
@@ -96,7 +114,9 @@ class Pusher:
         self._started: dict[str, Future[None]] = {}
         self._worker: threading.Thread | None = None
         self._starting = threading.Lock()
-        self._uploaded: dict[str, tuple[str, Any]] = {}  # name -> sha256, huggingface_hub's operation
+        self._uploaded: dict[
+            str, tuple[str, Any]
+        ] = {}  # name -> sha256, huggingface_hub's operation
 
     def begin(self) -> None:
         """Make sure that the repository is there and may be written to, before anything is converted.
@@ -112,19 +132,30 @@ class Pusher:
     def _prepare(self) -> Head:
         """The head of a repository that is there, may be written to, and is as private as it must be."""
         api, visibility = self._asker.api, True if self._is_private else None
-        self._asker.ask("it cannot be made", lambda: api.create_repo(self.repo, private=visibility, exist_ok=True))
+        self._asker.ask(
+            "it cannot be made",
+            lambda: api.create_repo(self.repo, private=visibility, exist_ok=True),
+        )
         self._asker.ask("it cannot be written to", lambda: api.auth_check(self.repo, write=True))
         head = self._look(BRANCH)
         if self._is_private and not head.is_private:
             detail = f"{self.repo} is a public repository; --private expects one that is not"
-            raise OutputError("public-repo", detail, "Make it private in its settings, or name another.")
+            raise OutputError(
+                "public-repo", detail, "Make it private in its settings, or name another."
+            )
         return head
 
     def _check_weights(self, head: Head) -> None:
         """OutputError where engines would find weights of somebody else beside ours."""
         if not self._was_ours and (weights := sorted(filter(self._is_any_weights, head.files))):
-            detail = f"{self.repo} holds weights that fp4convert did not write, the first {weights[0]!r}"
-            raise OutputError("foreign-repo", f"{detail}; expected a repository without, or its own", "Name another.")
+            detail = (
+                f"{self.repo} holds weights that fp4convert did not write, the first {weights[0]!r}"
+            )
+            raise OutputError(
+                "foreign-repo",
+                f"{detail}; expected a repository without, or its own",
+                "Name another.",
+            )
 
     def _check_request(self, names: Iterable[str]) -> dict[str, str]:
         """The headers of requests, once it is clear that they can be made."""
@@ -136,13 +167,24 @@ class Pusher:
         try:
             validate_repo_id(self.repo if "/" in self.repo else "")
         except ValueError:
-            raise InputError("repo-name", f"--push-to-hub {self.repo}: no name of a repository; expected ORG/NAME") from None
+            raise InputError(
+                "repo-name",
+                f"--push-to-hub {self.repo}: no name of a repository; expected ORG/NAME",
+            ) from None
         if constants.HF_HUB_OFFLINE:
-            raise InputError("offline", "HF_HUB_OFFLINE is set, which --push-to-hub cannot obey", "Unset one of them.")
+            raise InputError(
+                "offline",
+                "HF_HUB_OFFLINE is set, which --push-to-hub cannot obey",
+                "Unset one of them.",
+            )
         for name in names:
             _check_name(name)
         if not (self._token or get_token()):
-            raise AccessError("no-token", f"{self.repo}: nothing is pushed without a token", "hf auth login, or set HF_TOKEN.")
+            raise AccessError(
+                "no-token",
+                f"{self.repo}: nothing is pushed without a token",
+                "hf auth login, or set HF_TOKEN.",
+            )
         headers = build_hf_headers(token=self._token, library_name="fp4convert")
         check_token(headers)
         return headers
@@ -154,7 +196,13 @@ class Pusher:
         """
         self._start(Ware(name, path, sha256)).add_done_callback(self._tell_failure)
 
-    def commit(self, folder: Path, files: Mapping[str, str], card: str, report: Progress = lambda name, nbytes: None) -> str:
+    def commit(
+        self,
+        folder: Path,
+        files: Mapping[str, str],
+        card: str,
+        report: Progress = lambda name, nbytes: None,
+    ) -> str:
         """Make sure that every file is up, and name them all in one commit; its address.
 
         files   name in the folder -> sha256; a README.md among them gives way to the card
@@ -163,10 +211,22 @@ class Pusher:
                 where the Hub refuses the card or a file, or does not answer
         """
         data = card.encode("utf-8", "replace")
-        wares = [Ware(name, folder / name, sha256) for name, sha256 in sorted(files.items()) if name != CARD]
+        wares = [
+            Ware(name, folder / name, sha256)
+            for name, sha256 in sorted(files.items())
+            if name != CARD
+        ]
         wares.append(Ware(CARD, data, hashlib.sha256(data).hexdigest()))
-        if gone := [ware.name for ware in wares if isinstance(ware.content, Path) and not ware.content.is_file()]:
-            raise OutputError("file-gone", f"{folder}: {gone[0]!r} is not there any more; expected what was written", AGAIN)
+        if gone := [
+            ware.name
+            for ware in wares
+            if isinstance(ware.content, Path) and not ware.content.is_file()
+        ]:
+            raise OutputError(
+                "file-gone",
+                f"{folder}: {gone[0]!r} is not there any more; expected what was written",
+                AGAIN,
+            )
         try:
             for ware in wares:
                 self._finish(ware)
@@ -227,7 +287,9 @@ class Pusher:
         api, operation = self._asker.api, _addition(ware)
         self._asker.ask(  # an empty list of what git ignores: a repository's own would leave files out in silence
             f"{ware.name} cannot be uploaded",
-            lambda: api.preupload_lfs_files(self.repo, [operation], revision=BRANCH, free_memory=False, gitignore_content=""),
+            lambda: api.preupload_lfs_files(
+                self.repo, [operation], revision=BRANCH, free_memory=False, gitignore_content=""
+            ),
         )
         self._uploaded[ware.name] = ware.sha256, operation
 
@@ -237,7 +299,9 @@ class Pusher:
 
         head, parent = self._look(BRANCH), self._begun
         missing = [ware for ware in wares if not head.holds(ware)]
-        stale = sorted(name for name in head.files if self._is_stale(name, {ware.name for ware in wares}))
+        stale = sorted(
+            name for name in head.files if self._is_stale(name, {ware.name for ware in wares})
+        )
         if not missing and not stale:
             return head
         if head.commit != parent.commit:
@@ -245,11 +309,19 @@ class Pusher:
             raise OutputError("repo-moved", f"{detail}; nothing of this run is committed", AGAIN)
         if stale:
             self._tell(f"{self.repo}: what an earlier artifact left is removed: {', '.join(stale)}")
-        operations = [*(self._uploaded[ware.name][1] for ware in missing), *map(CommitOperationDelete, stale)]
-        what = {"commit_message": f"Upload with fp4convert {version('fp4convert')}", "revision": BRANCH}
+        operations = [
+            *(self._uploaded[ware.name][1] for ware in missing),
+            *map(CommitOperationDelete, stale),
+        ]
+        what = {
+            "commit_message": f"Upload with fp4convert {version('fp4convert')}",
+            "revision": BRANCH,
+        }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # words of the server's own
-            made = self._asker.api.create_commit(self.repo, operations, parent_commit=parent.commit or None, **what)
+            made = self._asker.api.create_commit(
+                self.repo, operations, parent_commit=parent.commit or None, **what
+            )
         return self._look(made.oid)
 
     def _is_stale(self, name: str, ours: Collection[str]) -> bool:
@@ -258,7 +330,9 @@ class Pusher:
 
     def _is_weights(self, name: str) -> bool:
         """True for what engines take for weights, or for their index."""
-        return _folder_of(name) in self._folders and name.endswith((WEIGHTS, f"{WEIGHTS}.index.json"))
+        return _folder_of(name) in self._folders and name.endswith(
+            (WEIGHTS, f"{WEIGHTS}.index.json")
+        )
 
     def _is_any_weights(self, name: str) -> bool:
         """True for what engines may take for weights, in any form."""
@@ -288,10 +362,15 @@ class Pusher:
     def _look(self, revision: str) -> Head:
         """The newest commit of a branch, or that commit."""
         api = self._asker.api
-        info = self._asker.ask("it cannot be listed", lambda: api.model_info(self.repo, revision=revision, files_metadata=True))
+        info = self._asker.ask(
+            "it cannot be listed",
+            lambda: api.model_info(self.repo, revision=revision, files_metadata=True),
+        )
         files = {}
         for item in info.siblings or []:
-            nbytes, oid = (item.lfs.size, item.lfs.sha256) if item.lfs else (item.size, item.blob_id)
+            nbytes, oid = (
+                (item.lfs.size, item.lfs.sha256) if item.lfs else (item.size, item.blob_id)
+            )
             files[item.rfilename] = (-1 if nbytes is None else nbytes, str(oid))
         return Head(str(info.sha or ""), files, bool(info.private))
 
@@ -322,7 +401,9 @@ def _check_name(name: str) -> None:
     except ValueError:
         is_sound = False
     if not is_sound:
-        raise InputError("file-name", f"{name!r}: the Hub has no place for a file of that name", "Rename it.")
+        raise InputError(
+            "file-name", f"{name!r}: the Hub has no place for a file of that name", "Rename it."
+        )
 
 
 def _addition(ware: Ware) -> Any:
@@ -330,6 +411,8 @@ def _addition(ware: Ware) -> Any:
     from huggingface_hub import CommitOperationAdd
 
     _check_name(ware.name)
-    addition = CommitOperationAdd(ware.name, ware.content if isinstance(ware.content, bytes) else ware.content.absolute())
+    addition = CommitOperationAdd(
+        ware.name, ware.content if isinstance(ware.content, bytes) else ware.content.absolute()
+    )
     addition.upload_info.sha256 = bytes.fromhex(ware.sha256)
     return addition

@@ -49,16 +49,24 @@ class XetReader:
         info = hf_xet.XetFileInfo(self._name(file), file.nbytes)
         done = 0
         try:
-            for chunk in self._opened().download_stream(info, start=start, end=start + buffer.nbytes):
+            for chunk in self._opened().download_stream(
+                info, start=start, end=start + buffer.nbytes
+            ):
                 if self._is_stopped or done + len(chunk) > buffer.nbytes:
                     break
                 buffer[done : done + len(chunk)] = chunk
                 done += len(chunk)
-        except Exception as error:  # of hf_xet, which names no base class; its messages may hold signed links
+        except (
+            Exception
+        ) as error:  # of hf_xet, which names no base class; its messages may hold signed links
             detail = f"{file.name} cannot be read at byte {start + done} through hf_xet: {type(error).__name__}"
             raise SourceError("source-unreachable", detail, HELP) from None
         if done != buffer.nbytes:
-            raise SourceError("source-unreachable", f"{file.name}: hf_xet gave {done} of {buffer.nbytes} bytes", HELP)
+            raise SourceError(
+                "source-unreachable",
+                f"{file.name}: hf_xet gave {done} of {buffer.nbytes} bytes",
+                HELP,
+            )
 
     def _name(self, file: RemoteFile) -> str:
         if not (name := self._ranges.xet_name(file)):
@@ -71,7 +79,9 @@ class XetReader:
             if self._group is None:
                 import hf_xet
 
-                config = hf_xet.XetConfig().with_config("reconstruction.download_buffer_size", BUFFER_NBYTES)
+                config = hf_xet.XetConfig().with_config(
+                    "reconstruction.download_buffer_size", BUFFER_NBYTES
+                )
                 self._group = hf_xet.XetSession(config).new_download_stream_group(
                     token_refresh_url=self._token_url, token_refresh_headers=dict(self._headers)
                 )

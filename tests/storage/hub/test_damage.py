@@ -36,12 +36,16 @@ def test_a_header_that_came_damaged_is_fetched_again(after, hub, folder, tmp_pat
 @pytest.mark.parametrize("after", [2, 3])
 def test_a_member_in_another_shard_that_came_damaged_is_fetched_again(after, hub, folder, tmp_path):
     expected = expect(hub, folder, tmp_path / "a")
-    fault = hub.fault("flip", match=SECOND, at=1, after=after)  # an exponent of v_proj, which the first shard measures
+    fault = hub.fault(
+        "flip", match=SECOND, at=1, after=after
+    )  # an exponent of v_proj, which the first shard measures
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").json["digest"] == expected
     assert fault.times == 0
 
 
-def test_a_header_that_was_damaged_twice_in_the_same_way_is_found_by_the_hash(hub, folder, tmp_path):
+def test_a_header_that_was_damaged_twice_in_the_same_way_is_found_by_the_hash(
+    hub, folder, tmp_path
+):
     at = (folder / SECOND).read_bytes().index(b"lm_head")
     hub.fault("flip", match=SECOND, at=at, times=2)  # a tensor of another name
     (folder / "model.safetensors.index.json").unlink()
@@ -70,19 +74,29 @@ def artifact(hub, folder, tmp_path):
 
 @pytest.mark.sweep(7)
 @pytest.mark.parametrize("after", range(0, 40, 3))
-@pytest.mark.parametrize("command", [("inspect", "org/q"), ("verify", "org/q", "--source", "org/m")])
-def test_inspect_and_verify_blame_no_artifact_for_what_the_network_did(command, after, hub, folder, artifact):
+@pytest.mark.parametrize(
+    "command", [("inspect", "org/q"), ("verify", "org/q", "--source", "org/m")]
+)
+def test_inspect_and_verify_blame_no_artifact_for_what_the_network_did(
+    command, after, hub, folder, artifact
+):
     names = {"org/q": artifact, "org/m": folder}
     expected = run(*(names.get(word, word) for word in command), "--json").json
     fault = hub.fault("flip", match="safetensors", after=after, at=2)
     outcome = ask(*command, "--json")
     if "error" in outcome.json:  # a file that is hashed anyway, and came damaged
-        assert (outcome.code, outcome.json["error"]["code"], fault.times) == (3, "source-corrupt", 0)
+        assert (outcome.code, outcome.json["error"]["code"], fault.times) == (
+            3,
+            "source-corrupt",
+            0,
+        )
     else:
         assert outcome.json == expected
 
 
-def test_verify_fetches_the_weights_once_and_some_rows_to_compare(hub, folder, artifact, monkeypatch):
+def test_verify_fetches_the_weights_once_and_some_rows_to_compare(
+    hub, folder, artifact, monkeypatch
+):
     monkeypatch.setattr(
         "fp4convert.quality.source_match.COMPARED_ELEMENTS", 8
     )  # eight rows of a module, one from each part of it
@@ -95,12 +109,18 @@ def test_verify_fetches_the_weights_once_and_some_rows_to_compare(hub, folder, a
             for seen in hub.seen
             if "/org/m/" in seen.path and file in seen.path and seen.where == "storage"
         ]
-        data = sum(int(match[2]) + 1 - max(begins, int(match[1])) for match in asked if int(match[2]) >= 1 << 15)
+        data = sum(
+            int(match[2]) + 1 - max(begins, int(match[1]))
+            for match in asked
+            if int(match[2]) >= 1 << 15
+        )
         assert data <= 1.1 * (folder / file).stat().st_size
 
 
 @pytest.mark.parametrize("is_offline", [False, True])
-def test_a_member_that_is_damaged_in_the_cache_is_never_measured(is_offline, hub, folder, tmp_path, monkeypatch):
+def test_a_member_that_is_damaged_in_the_cache_is_never_measured(
+    is_offline, hub, folder, tmp_path, monkeypatch
+):
     from huggingface_hub import constants
 
     names = [name for name in ALL_FILES if (folder / name).exists()]
@@ -126,12 +146,16 @@ def test_a_source_is_the_same_through_one_connection(hub, folder):
         assert source.read(ref) == local.read(ref)
 
 
-def test_a_piece_that_is_fetched_again_with_a_flipped_byte_is_no_part_of_an_artifact(hub, tmp_path, monkeypatch):
+def test_a_piece_that_is_fetched_again_with_a_flipped_byte_is_no_part_of_an_artifact(
+    hub, tmp_path, monkeypatch
+):
     """Pieces of 64 KB and no memory for them: what was measured is fetched again to be rounded."""
     for name, value in {"PIECE_NBYTES": 1 << 16, "SPARE_NBYTES": 1 << 16}.items():
         monkeypatch.setattr(prefetch, name, value)
         monkeypatch.setattr(source, name, value)
-    folder = write_checkpoint(tmp_path / "m", {"model.safetensors": {"a.weight": weight(0, 4096, 1024)}})
+    folder = write_checkpoint(
+        tmp_path / "m", {"model.safetensors": {"a.weight": weight(0, 4096, 1024)}}
+    )
     hub.add("org/m", folder)
     expected = expect(hub, folder, tmp_path / "a")
     fault = hub.fault("flip", match=f"bytes={3 << 16}-", after=1, at=1)

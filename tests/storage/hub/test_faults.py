@@ -11,12 +11,30 @@ from http.client import HTTPConnection
 from itertools import pairwise
 
 import pytest
-from checkpoints import FIRST, SECOND, WAIT_SECONDS, start, wait_until, weight, write_llama, write_single, write_zeros
+from checkpoints import (
+    FIRST,
+    SECOND,
+    WAIT_SECONDS,
+    start,
+    wait_until,
+    weight,
+    write_llama,
+    write_single,
+    write_zeros,
+)
 from fakehub import SIGNATURE, TOKEN
 from hub_cases import NVFP4, ask, expect
 
 from fp4convert.errors import Fp4Error, SourceError
-from fp4convert.storage.hub.http import Patience, RangeReader, RemoteFile, _AgainError, _follow, no_access, pause_of
+from fp4convert.storage.hub.http import (
+    Patience,
+    RangeReader,
+    RemoteFile,
+    _AgainError,
+    _follow,
+    no_access,
+    pause_of,
+)
 from fp4convert.storage.hub.source import HubSource
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Access
@@ -52,8 +70,21 @@ def folder(tmp_path, hub):
         [{"kind": "ignore-range", "times": 2}],
         [{"kind": "gzip"}],
         [{"kind": "status", "status": 429, "headers": {"Retry-After": "1"}}],
-        [{"kind": "status", "status": 429, "where": "hub", "match": "api/models", "headers": {"RateLimit": '"api";r=0;t=1'}}],
-        [{**DROP, "times": 3}, {"kind": "status", "status": 403}, {"kind": "ignore-range"}, {"kind": "status"}],
+        [
+            {
+                "kind": "status",
+                "status": 429,
+                "where": "hub",
+                "match": "api/models",
+                "headers": {"RateLimit": '"api";r=0;t=1'},
+            }
+        ],
+        [
+            {**DROP, "times": 3},
+            {"kind": "status", "status": 403},
+            {"kind": "ignore-range"},
+            {"kind": "status"},
+        ],
     ],
     ids=lambda faults: "+".join(f"{fault['kind']}{fault.get('status', '')}" for fault in faults),
 )
@@ -61,7 +92,10 @@ def test_what_passes_changes_no_byte(faults, hub, folder, tmp_path):
     expected = expect(hub, folder, tmp_path / "a")
     made = [hub.fault(**fault) for fault in faults]
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b")
-    assert (outcome.code, outcome.err.replace("rate limited by the Hub: waiting 1 s\n", "")) == (0, "")
+    assert (outcome.code, outcome.err.replace("rate limited by the Hub: waiting 1 s\n", "")) == (
+        0,
+        "",
+    )
     assert outcome.json["digest"] == expected
     assert [fault.times for fault in made] == [0] * len(made)
 
@@ -69,7 +103,11 @@ def test_what_passes_changes_no_byte(faults, hub, folder, tmp_path):
 def test_a_reply_that_broke_off_goes_on_where_it_broke(hub, folder, tmp_path):
     hub.fault(**DROP, match="bytes=0-")
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "b").code == 0
-    assert [seen.range for seen in hub.seen if seen.range and seen.range.startswith(f"bytes={DROP['at']}-")] != []
+    assert [
+        seen.range
+        for seen in hub.seen
+        if seen.range and seen.range.startswith(f"bytes={DROP['at']}-")
+    ] != []
 
 
 def test_links_that_expire_are_resolved_again(hub, folder, tmp_path):
@@ -93,12 +131,36 @@ MANY = 1000
         ({"kind": "drop", "at": 0, "times": MANY}, "source-unreachable", "ended early"),
         ({"kind": "etag", "after": 2}, "source-changed", "ETag"),
         ({"kind": "status", "status": 416, "after": 2}, "source-changed", "no such range"),
-        ({"kind": "commit", "where": "hub", "method": "HEAD", "match": SECOND}, "source-changed", "commit ffff"),
-        ({"kind": "size", "where": "hub", "method": "HEAD", "match": SECOND}, "source-changed", "bytes and now has"),
-        ({"kind": "oid", "where": "hub", "method": "HEAD", "match": SECOND}, "source-changed", "another hash"),
-        ({"kind": "status", "status": 404, "where": "hub", "method": "HEAD", "match": SECOND}, "source-changed", "any more"),
-        ({"kind": "status", "status": 501, "where": "hub", "method": "HEAD", "match": SECOND}, "source-unreachable", "HTTP 501"),
-        ({"kind": "status", "status": 503, "where": "hub", "match": "api/models", "times": MANY}, "source-unreachable", "503"),
+        (
+            {"kind": "commit", "where": "hub", "method": "HEAD", "match": SECOND},
+            "source-changed",
+            "commit ffff",
+        ),
+        (
+            {"kind": "size", "where": "hub", "method": "HEAD", "match": SECOND},
+            "source-changed",
+            "bytes and now has",
+        ),
+        (
+            {"kind": "oid", "where": "hub", "method": "HEAD", "match": SECOND},
+            "source-changed",
+            "another hash",
+        ),
+        (
+            {"kind": "status", "status": 404, "where": "hub", "method": "HEAD", "match": SECOND},
+            "source-changed",
+            "any more",
+        ),
+        (
+            {"kind": "status", "status": 501, "where": "hub", "method": "HEAD", "match": SECOND},
+            "source-unreachable",
+            "HTTP 501",
+        ),
+        (
+            {"kind": "status", "status": 503, "where": "hub", "match": "api/models", "times": MANY},
+            "source-unreachable",
+            "503",
+        ),
     ],
     ids=lambda value: value.get("kind") if isinstance(value, dict) else None,
 )
@@ -112,13 +174,17 @@ def test_what_does_not_pass_is_exit_3(fault, code, word, hub, folder, tmp_path):
 
 def test_a_flipped_bit_is_found_and_the_shard_is_fetched_once_more(hub, folder, tmp_path):
     expected = expect(hub, folder, tmp_path / "a")
-    fault = hub.fault("flip", match=SECOND, at=50_000, after=4)  # the header came before, and what the first shard measures
+    fault = hub.fault(
+        "flip", match=SECOND, at=50_000, after=4
+    )  # the header came before, and what the first shard measures
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == expected
     assert fault.times == 0
 
 
 def test_what_only_came_as_nan_is_not_told_as_such(hub, tmp_path):
-    folder = write_single(tmp_path / "nan", {"a.o_proj.weight": ("BF16", (1, 16), b"\x80\x7e" * 16)})  # one bit below Inf
+    folder = write_single(
+        tmp_path / "nan", {"a.o_proj.weight": ("BF16", (1, 16), b"\x80\x7e" * 16)}
+    )  # one bit below Inf
     hub.add("org/nan", folder)
     size = (folder / "model.safetensors").stat().st_size
     fault = hub.fault("flip", where="hub", match="model.safetensors", at=size - 1, after=2)
@@ -126,7 +192,9 @@ def test_what_only_came_as_nan_is_not_told_as_such(hub, tmp_path):
     assert fault.times == 0
 
 
-def test_a_shard_that_comes_damaged_twice_is_not_written_and_another_run_completes(hub, folder, tmp_path):
+def test_a_shard_that_comes_damaged_twice_is_not_written_and_another_run_completes(
+    hub, folder, tmp_path
+):
     expected = expect(hub, folder, tmp_path / "a")
     hub.fault("flip", match=SECOND, at=50_000, after=4, times=2)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q")
@@ -137,7 +205,9 @@ def test_a_shard_that_comes_damaged_twice_is_not_written_and_another_run_complet
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == expected
 
 
-def test_a_run_that_was_broken_off_goes_on_with_its_commit_though_the_branch_moved(hub, folder, tmp_path):
+def test_a_run_that_was_broken_off_goes_on_with_its_commit_though_the_branch_moved(
+    hub, folder, tmp_path
+):
     expected = expect(hub, folder, tmp_path / "a")
     hub.fault("status", match=SECOND, after=2, times=MANY)
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").code == 3
@@ -149,7 +219,9 @@ def test_a_run_that_was_broken_off_goes_on_with_its_commit_though_the_branch_mov
         "repo": "org/m",
         "revision": commit,
     }
-    assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == expected  # finished, too
+    assert (
+        ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == expected
+    )  # finished, too
     moved = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q", "--revision", "main")
     assert (moved.code, moved.json["error"]["code"]) == (5, "other-plan")
 
@@ -203,12 +275,19 @@ def test_no_message_holds_the_password_of_an_address(hub, folder, monkeypatch):
     outcome = ask("quantize", "org/m", *NVFP4)
     assert "http://hub.example" in outcome.json["error"]["message"]
     assert "SECRET" not in outcome.out + outcome.err
-    error = no_access("m", "https://user:SECRET@hub.example:8/org/m/resolve/main/f?Signature=SECRET", 403, "GatedRepo")
+    error = no_access(
+        "m",
+        "https://user:SECRET@hub.example:8/org/m/resolve/main/f?Signature=SECRET",
+        403,
+        "GatedRepo",
+    )
     assert "https://hub.example:8/org/m," in (error.next_step or "")
     assert "SECRET" not in f"{error} {error.next_step}"
 
 
-@pytest.mark.parametrize("location", ["https://зеркало/f", "https://[::/f", "https://host:port/f", "https://host/a b"])
+@pytest.mark.parametrize(
+    "location", ["https://зеркало/f", "https://[::/f", "https://host:port/f", "https://host/a b"]
+)
 def test_a_redirect_to_no_address_is_tried_again_and_told(location):
     with pytest.raises(_AgainError, match="no address"):
         _follow("https://hub.example/m/resolve/c/f", location)
@@ -221,8 +300,12 @@ def test_a_server_that_asks_for_no_wait_does_not_use_up_the_tries(hub, folder):
     hub.fault("status", status=429, headers={"Retry-After": "0"}, match=SECOND, times=3)
     began = time.monotonic()
     url = f"{hub.endpoint}/org/m/resolve/{commit}/{SECOND}"
-    reader.read_into(RemoteFile(SECOND, url, file.nbytes, file.oid, commit), 0, memoryview(bytearray(10)))
-    assert time.monotonic() - began > 0.7  # the least that three waits take: half of 0.2, 0.4 and 0.8 s
+    reader.read_into(
+        RemoteFile(SECOND, url, file.nbytes, file.oid, commit), 0, memoryview(bytearray(10))
+    )
+    assert (
+        time.monotonic() - began > 0.7
+    )  # the least that three waits take: half of 0.2, 0.4 and 0.8 s
 
 
 def test_what_follows_the_bytes_asked_for_is_not_read():
@@ -277,12 +360,18 @@ def test_a_limit_of_the_rate_pauses_every_thread(hub, tmp_path):
     file = hub.repos["org/f"].commits[commit]["f"]
     told = []
     reader = RangeReader({}, Patience(5.0, first_seconds=0.01), told.append)
-    remote = RemoteFile("f", f"{hub.endpoint}/org/f/resolve/{commit}/f", file.nbytes, file.oid, commit)
+    remote = RemoteFile(
+        "f", f"{hub.endpoint}/org/f/resolve/{commit}/f", file.nbytes, file.oid, commit
+    )
     reader.read_into(remote, 0, memoryview(bytearray(10)))
     hub.fault("status", status=429, headers={"Retry-After": "1"})
     hub.seen.clear()
     threads = [
-        threading.Thread(target=lambda: [reader.read_into(remote, at, memoryview(bytearray(10))) for at in range(100)])
+        threading.Thread(
+            target=lambda: [
+                reader.read_into(remote, at, memoryview(bytearray(10))) for at in range(100)
+            ]
+        )
         for _ in range(4)
     ]
     for thread in threads:
@@ -292,7 +381,9 @@ def test_a_limit_of_the_rate_pauses_every_thread(hub, tmp_path):
     times = sorted(seen.at for seen in hub.seen)
     gaps = [after - before for before, after in pairwise(times)]
     assert max(gaps) > 0.9
-    assert times.index(times[gaps.index(max(gaps))]) < len(times) // 2  # most requests come after the pause
+    assert (
+        times.index(times[gaps.index(max(gaps))]) < len(times) // 2
+    )  # most requests come after the pause
     assert told == ["rate limited by the Hub: waiting 1 s"]
 
 
@@ -328,8 +419,13 @@ def test_a_reader_that_is_stopped_fails_at_once(hub, folder):
 def reading(hub, folder):
     """A reader with much patience, and what it reads."""
     commit = hub.repos["org/m"].branches["main"]
-    file, url = hub.repos["org/m"].commits[commit][SECOND], f"{hub.endpoint}/org/m/resolve/{commit}/{SECOND}"
-    return RangeReader({}, Patience(LONG), print), RemoteFile(SECOND, url, file.nbytes, file.oid, commit)
+    file, url = (
+        hub.repos["org/m"].commits[commit][SECOND],
+        f"{hub.endpoint}/org/m/resolve/{commit}/{SECOND}",
+    )
+    return RangeReader({}, Patience(LONG), print), RemoteFile(
+        SECOND, url, file.nbytes, file.oid, commit
+    )
 
 
 @pytest.mark.parametrize("version", ["HTTP/1.0", "HTTP/1.1"])
@@ -338,7 +434,9 @@ def test_a_stop_reaches_a_reply_that_hangs(version, reading, hub, monkeypatch):
     monkeypatch.setattr("fakehub.Storage.protocol_version", version)
     stalled = hub.fault("stall", at=10, seconds=LONG)
     reader, file = reading
-    stopper = threading.Thread(target=lambda: (wait_until(lambda: not stalled.times), time.sleep(0.2), reader.stop()))
+    stopper = threading.Thread(
+        target=lambda: (wait_until(lambda: not stalled.times), time.sleep(0.2), reader.stop())
+    )
     stopper.start()
     began = time.monotonic()
     with pytest.raises(SourceError, match="stopped"):
@@ -364,7 +462,9 @@ def test_a_stop_just_before_a_connection_opens_lets_it_ask_for_nothing(reading, 
 def test_an_interrupted_download_ends_soon_and_names_no_token(hub, tmp_path):
     hub.add("org/zeros", write_zeros(tmp_path / "z", count=1))
     hub.nbytes_per_second = 1e5  # which takes more than a minute
-    with start("quantize", "org/zeros", "--format", "mxfp4", "-o", tmp_path / "q", "--token", TOKEN) as process:
+    with start(
+        "quantize", "org/zeros", "--format", "mxfp4", "-o", tmp_path / "q", "--token", TOKEN
+    ) as process:
         wait_until(lambda: len(hub.seen) > 5, process)
         process.terminate()
         out, err = process.communicate(timeout=SOON)
@@ -378,6 +478,8 @@ def test_help_and_local_runs_load_no_client_of_the_hub(folder, tmp_path):
     code = "import sys; from fp4convert.__main__ import main\ntry: main()\nexcept SystemExit: print(sorted(sys.modules))"
     for arguments in (("--help",), ("quantize", folder, "--format", "nvfp4", "--dry-run")):
         command = [sys.executable, "-c", code, *map(str, arguments)]
-        loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_SECONDS).stdout
+        loaded = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=WAIT_SECONDS
+        ).stdout
         assert "huggingface_hub" not in loaded
         assert "http.client" not in loaded

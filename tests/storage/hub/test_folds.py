@@ -19,18 +19,28 @@ SHAPES = {
         "mlp.gate_proj": (3072, 2048),
         "mlp.up_proj": (3072, 2048),
     },
-    **{"self_attn.v_proj": (1024, 2048), "self_attn.k_proj": (1024, 2048), "self_attn.q_proj": (2048, 2048)},
+    **{
+        "self_attn.v_proj": (1024, 2048),
+        "self_attn.k_proj": (1024, 2048),
+        "self_attn.q_proj": (2048, 2048),
+    },
 }
 
 
 def shards() -> dict[str, dict[str, Tensor]]:
     """Norms first, and their readers behind more than a piece of the stream, or in the other shard."""
-    norms: dict[str, Tensor] = {f"{LAYER}.{name}.weight": bf16_norm(2048) for name in READERS if "layernorm" in name}
+    norms: dict[str, Tensor] = {
+        f"{LAYER}.{name}.weight": bf16_norm(2048) for name in READERS if "layernorm" in name
+    }
     matrices: dict[str, Tensor] = {
-        f"{LAYER}.{name}.weight": ("BF16", shape, bf16(*shape, seed=seed)) for seed, (name, shape) in enumerate(SHAPES.items())
+        f"{LAYER}.{name}.weight": ("BF16", shape, bf16(*shape, seed=seed))
+        for seed, (name, shape) in enumerate(SHAPES.items())
     }
     names = list(matrices)
-    return {FIRST: norms | {name: matrices[name] for name in names[::2]}, SECOND: {name: matrices[name] for name in names[1::2]}}
+    return {
+        FIRST: norms | {name: matrices[name] for name in names[::2]},
+        SECOND: {name: matrices[name] for name in names[1::2]},
+    }
 
 
 @pytest.mark.slow
@@ -41,15 +51,37 @@ def test_a_folded_model_from_the_hub_is_the_folders(method, hub, tmp_path):
     tensors = {}
     for maker, readers in READERS.items():
         x = correlated(SHAPES[readers[0]][1], 64, len(maker))
-        tensors |= {name: array for reader in readers for name, array in statistics_of(f"{LAYER}.{reader}", x).items()}
+        tensors |= {
+            name: array
+            for reader in readers
+            for name, array in statistics_of(f"{LAYER}.{reader}", x).items()
+        }
     statistics = write_calibration(tmp_path / "c.safetensors", open_source(str(made)), tensors)
     digests = []
     for source in (made, "org/model"):
         outcome = run(
-            *("quantize", source, "--format", "nvfp4", "--method", method, "--calibration", statistics, "--memory", "0.1"),
+            *(
+                "quantize",
+                source,
+                "--format",
+                "nvfp4",
+                "--method",
+                method,
+                "--calibration",
+                statistics,
+                "--memory",
+                "0.1",
+            ),
             *("-o", tmp_path / f"out-{len(digests)}", "-q", "--json", "--workers", "2"),
         )
         assert outcome.code == 0, outcome.err
-        digests.append({path.name: path.read_bytes() for path in (tmp_path / f"out-{len(digests)}").glob("*.safetensors")})
+        digests.append(
+            {
+                path.name: path.read_bytes()
+                for path in (tmp_path / f"out-{len(digests)}").glob("*.safetensors")
+            }
+        )
     assert digests[0] == digests[1]
-    assert run("verify", tmp_path / "out-1", "--source", "org/model", "--json").json["findings"] == []
+    assert (
+        run("verify", tmp_path / "out-1", "--source", "org/model", "--json").json["findings"] == []
+    )

@@ -16,14 +16,22 @@ def write_layer(path: Path, layer: int) -> dict[str, int]:
     """A sparse shard as compressed-tensors names it, zero but for its global scales; returns the size of each tensor."""
     listed, sizes, scales = {}, {}, []
     end = 0
-    for module in (f"model.layers.{layer}.mlp.experts.{expert}.{leaf}" for expert in range(EXPERTS) for leaf in LEAVES):
+    for module in (
+        f"model.layers.{layer}.mlp.experts.{expert}.{leaf}"
+        for expert in range(EXPERTS)
+        for leaf in LEAVES
+    ):
         for name, dtype, shape in (
             ("weight_global_scale", "F32", [1]),
             ("weight_packed", "U8", [ROWS, COLUMNS // 2]),
             ("weight_scale", "F8_E4M3", [ROWS, COLUMNS // 16]),
         ):
             nbytes = int(np.prod(shape)) * (4 if dtype == "F32" else 1)
-            listed[f"{module}.{name}"] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + nbytes]}
+            listed[f"{module}.{name}"] = {
+                "dtype": dtype,
+                "shape": shape,
+                "data_offsets": [end, end + nbytes],
+            }
             sizes[f"{module}.{name}"] = nbytes
             scales += [end] if dtype == "F32" else []
             end += nbytes
@@ -51,9 +59,15 @@ def huge(tmp_path):
     assert total > 1e12
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-    record = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed"}
+    record = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+    }
     record["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    (folder / "config.json").write_text(json.dumps({"model_type": "mixtral", "quantization_config": record}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "mixtral", "quantization_config": record})
+    )
     return folder
 
 

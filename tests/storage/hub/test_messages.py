@@ -35,12 +35,17 @@ def check_listing(monkeypatch, endpoint: str, words: str) -> None:
     outcome = ask("inspect", "org/m", "--json")
     error = outcome.json["error"]
     assert (outcome.code, error["code"], error["next"]) == (3, "source-unreachable", AGAIN)
-    assert f"cannot be listed by {endpoint.partition('//')[2]}: 6 tries, the last: " in error["message"]
+    assert (
+        f"cannot be listed by {endpoint.partition('//')[2]}: 6 tries, the last: "
+        in error["message"]
+    )
     assert words in error["message"]
 
 
 def test_a_list_that_nobody_gives(hub, closed_port, silent_port, monkeypatch):
-    monkeypatch.setattr("fp4convert.storage.hub.source.Patience", lambda: Patience(0.1, first_seconds=0.01))
+    monkeypatch.setattr(
+        "fp4convert.storage.hub.source.Patience", lambda: Patience(0.1, first_seconds=0.01)
+    )
     check_listing(monkeypatch, f"http://127.0.0.1:{closed_port}", REFUSED)
     check_listing(monkeypatch, "https://hub.invalid", UNKNOWN)
     check_listing(monkeypatch, f"http://127.0.0.1:{silent_port}", LATE)

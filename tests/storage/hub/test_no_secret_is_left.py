@@ -49,10 +49,22 @@ BEFORE, MIDWAY = [], [FIRST]  # shards that are finished when it happens
 FAULTS = {
     "503": ({"kind": "status", "status": 503, "times": MANY, **LATE}, "source-unreachable", MIDWAY),
     "403": ({"kind": "status", "status": 403, "times": MANY, **LATE}, "source-unreachable", MIDWAY),
-    "ignored-range": ({"kind": "ignore-range", "times": MANY, **LATE}, "source-unreachable", MIDWAY),
+    "ignored-range": (
+        {"kind": "ignore-range", "times": MANY, **LATE},
+        "source-unreachable",
+        MIDWAY,
+    ),
     "dropped": ({"kind": "drop", "at": 0, "times": MANY, **LATE}, "source-unreachable", MIDWAY),
-    "reset": ({"kind": "drop", "at": 0, "is_reset": True, "times": MANY, **LATE}, "source-unreachable", MIDWAY),
-    "stalled": ({"kind": "stall", "at": 0, "times": MANY, "seconds": 0.5, **LATE}, "source-unreachable", MIDWAY),
+    "reset": (
+        {"kind": "drop", "at": 0, "is_reset": True, "times": MANY, **LATE},
+        "source-unreachable",
+        MIDWAY,
+    ),
+    "stalled": (
+        {"kind": "stall", "at": 0, "times": MANY, "seconds": 0.5, **LATE},
+        "source-unreachable",
+        MIDWAY,
+    ),
     "flipped": ({"kind": "flip", "at": 50_000, "times": 2, **LATE}, "source-corrupt", MIDWAY),
     "weights-etag": ({"kind": "etag", **LATE}, "source-changed", MIDWAY),
     "weights-416": ({"kind": "status", "status": 416, **LATE}, "source-changed", MIDWAY),
@@ -60,23 +72,47 @@ FAULTS = {
     "header-size": ({"kind": "size", **HEAD, "match": SECOND}, "source-changed", BEFORE),
     "header-commit": ({"kind": "commit", **HEAD, "match": SECOND}, "source-changed", BEFORE),
     "header-oid": ({"kind": "oid", **HEAD, "match": SECOND}, "source-changed", BEFORE),
-    "sidecar-size": ({"kind": "size", **HEAD, "match": "tokenizer.json"}, "source-changed", [FIRST, SECOND]),
-    "sidecar-commit": ({"kind": "commit", **HEAD, "match": "tokenizer.json"}, "source-changed", [FIRST, SECOND]),
-    "sidecar-flipped": ({"kind": "flip", "match": "tokenizer.json", "at": 3}, "source-corrupt", [FIRST, SECOND]),
-    "gone": ({"kind": "status", "status": 404, **HEAD, "match": "tokenizer.json"}, "source-changed", [FIRST, SECOND]),
+    "sidecar-size": (
+        {"kind": "size", **HEAD, "match": "tokenizer.json"},
+        "source-changed",
+        [FIRST, SECOND],
+    ),
+    "sidecar-commit": (
+        {"kind": "commit", **HEAD, "match": "tokenizer.json"},
+        "source-changed",
+        [FIRST, SECOND],
+    ),
+    "sidecar-flipped": (
+        {"kind": "flip", "match": "tokenizer.json", "at": 3},
+        "source-corrupt",
+        [FIRST, SECOND],
+    ),
+    "gone": (
+        {"kind": "status", "status": 404, **HEAD, "match": "tokenizer.json"},
+        "source-changed",
+        [FIRST, SECOND],
+    ),
 }
 
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", FAULTS)
-def test_after_exit_3_finished_shards_stay_and_the_next_run_completes(name, hub, folder, tmp_path, monkeypatch):
+def test_after_exit_3_finished_shards_stay_and_the_next_run_completes(
+    name, hub, folder, tmp_path, monkeypatch
+):
     fault, code, finished = FAULTS[name]
     if name == "stalled":
-        monkeypatch.setattr("fp4convert.storage.hub.source.Patience", lambda: Patience(0.2, first_seconds=0.01))
+        monkeypatch.setattr(
+            "fp4convert.storage.hub.source.Patience", lambda: Patience(0.2, first_seconds=0.01)
+        )
     expected, out = expect(hub, folder, tmp_path / "a"), tmp_path / "q"
     hub.fault(**fault)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", out, "--workers", 1)
-    assert (outcome.code, outcome.json["error"]["exit"], outcome.json["error"]["code"]) == (3, 3, code)
+    assert (outcome.code, outcome.json["error"]["exit"], outcome.json["error"]["code"]) == (
+        3,
+        3,
+        code,
+    )
     assert sorted(path.name for path in out.glob("*.safetensors")) == finished
     check_aftermath(out, expected, hub)
 
@@ -88,21 +124,37 @@ def test_a_right_that_is_lost_midway_is_exit_4_and_no_secret_is_told(status, hub
     hub.fault("status", **HEAD, match="tokenizer.json", status=status, headers=gated, times=MANY)
     outcome = ask("quantize", "org/m", *NVFP4, "-o", out)
     assert (outcome.code, outcome.json["error"]["code"]) == (4, "gated")
-    assert outcome.json["error"]["next"].startswith(f"Accept the licence at {hub.endpoint}/org/m, then: hf auth login")
+    assert outcome.json["error"]["next"].startswith(
+        f"Accept the licence at {hub.endpoint}/org/m, then: hf auth login"
+    )
     check_aftermath(out, expected, hub)
 
 
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", ["503", "flipped", "weights-etag", "sidecar-commit", None])
-def test_not_even_the_log_of_the_hubs_client_tells_a_secret(name, hub, folder, tmp_path, monkeypatch):
+def test_not_even_the_log_of_the_hubs_client_tells_a_secret(
+    name, hub, folder, tmp_path, monkeypatch
+):
     """HF_DEBUG prints every request; the process ends with what the fault makes of it."""
     for variable in ("HF_DEBUG", "HF_HUB_VERBOSITY"):
         monkeypatch.setenv(variable, "debug")
     if name:
         hub.fault(**{**FAULTS[name][0], "times": 200})
-    command = [sys.executable, "-c", IMPATIENT, "quantize", "org/m", "--format", "nvfp4", "-o", tmp_path / "q"]
+    command = [
+        sys.executable,
+        "-c",
+        IMPATIENT,
+        "quantize",
+        "org/m",
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "q",
+    ]
     command = [*map(str, command), "--token", TOKEN]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
+    )
     assert ended.returncode == (3 if name else 0)
     assert "/api/models/org/m" in ended.stderr  # it does print
     check_secrets(ended.stdout + ended.stderr)
@@ -129,8 +181,22 @@ main()
 
 
 def test_the_traceback_of_a_bug_tells_no_secret_either(hub, folder, tmp_path):
-    command = [sys.executable, "-c", BUG, "quantize", "org/m", "--format", "nvfp4", "-o", tmp_path / "q", "--token", TOKEN]
-    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
+    command = [
+        sys.executable,
+        "-c",
+        BUG,
+        "quantize",
+        "org/m",
+        "--format",
+        "nvfp4",
+        "-o",
+        tmp_path / "q",
+        "--token",
+        TOKEN,
+    ]
+    ended = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
+    )
     assert ended.returncode == 1
     assert "KeyError: 'a bug'" in ended.stderr
     check_secrets(ended.stdout + ended.stderr)
@@ -141,25 +207,43 @@ def test_the_branch_moves_while_shards_are_read(hub, folder, tmp_path):
     moved = []
 
     def move_and_note(handler, kinds, take=hub.take):
-        if FIRST in handler.path and handler.where == "storage" and len(hub.seen) > 12 and not moved:
-            moved.append(hub.add("org/m", write_single(tmp_path / "other", {"a.o_proj.weight": weight()})))
+        if (
+            FIRST in handler.path
+            and handler.where == "storage"
+            and len(hub.seen) > 12
+            and not moved
+        ):
+            moved.append(
+                hub.add("org/m", write_single(tmp_path / "other", {"a.o_proj.weight": weight()}))
+            )
         return take(handler, kinds)
 
     hub.take = move_and_note
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").json["digest"] == expected
     assert moved
-    assert {part for seen in hub.seen for part in re.findall(r"[0-9a-f]{40}", seen.path)} == {commit}
+    assert {part for seen in hub.seen for part in re.findall(r"[0-9a-f]{40}", seen.path)} == {
+        commit
+    }
 
 
-def test_a_disk_too_small_is_known_before_the_first_weight_is_fetched(hub, folder, tmp_path, monkeypatch):
+def test_a_disk_too_small_is_known_before_the_first_weight_is_fetched(
+    hub, folder, tmp_path, monkeypatch
+):
     real = os.statvfs
-    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((real(path).f_bsize, 1, 4, 4, 4, *real(path)[5:])))
+    monkeypatch.setattr(
+        os,
+        "statvfs",
+        lambda path: os.statvfs_result((real(path).f_bsize, 1, 4, 4, 4, *real(path)[5:])),
+    )
     outcome = ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q")
     assert (outcome.code, outcome.json["error"]["code"]) == (5, "disk-full")
     assert re.search(r"needs [\d,]+ bytes, its disk has 4 free", outcome.json["error"]["message"])
     assert not (tmp_path / "q").exists()
     asked = [seen for seen in hub.seen if seen.where == "storage"]
-    assert {seen.range for seen in asked if ".safetensors" in seen.path} <= {"bytes=0-32767", f"bytes=0-{size(folder, FIRST)}"}
+    assert {seen.range for seen in asked if ".safetensors" in seen.path} <= {
+        "bytes=0-32767",
+        f"bytes=0-{size(folder, FIRST)}",
+    }
     assert not [seen for seen in asked if "tokenizer" in seen.path]
 
 

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 from checkpoints import FIRST, SECOND, Tensor, read_folder, run, write_checkpoint
 
-EXPERTS, ROWS, COLUMNS = "model.layers.0.mlp.experts", 1536, 2048  # a matrix takes several pieces of a stream
-NAMES = [f"model.layers.0.{leaf}_proj" for leaf in ("self_attn.q", "mlp.gate", "mlp.up", "mlp.down")]
+EXPERTS, ROWS, COLUMNS = (
+    "model.layers.0.mlp.experts",
+    1536,
+    2048,
+)  # a matrix takes several pieces of a stream
+NAMES = [
+    f"model.layers.0.{leaf}_proj" for leaf in ("self_attn.q", "mlp.gate", "mlp.up", "mlp.down")
+]
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -21,8 +27,13 @@ def floats(*shape: int) -> bytes:
 
 def fp8_shards() -> dict[str, dict[str, Tensor]]:
     """Codes before and behind their scales, and in another shard than these."""
-    codes: dict[str, Tensor] = {f"{name}.weight": ("F8_E4M3", (ROWS, COLUMNS), random_bytes(ROWS * COLUMNS)) for name in NAMES}
-    scales: dict[str, Tensor] = {f"{name}.weight_scale_inv": ("F32", (12, 16), floats(12, 16)) for name in NAMES}
+    codes: dict[str, Tensor] = {
+        f"{name}.weight": ("F8_E4M3", (ROWS, COLUMNS), random_bytes(ROWS * COLUMNS))
+        for name in NAMES
+    }
+    scales: dict[str, Tensor] = {
+        f"{name}.weight_scale_inv": ("F32", (12, 16), floats(12, 16)) for name in NAMES
+    }
     first = {name: codes[name] for name in list(codes)[:2]} | dict(list(scales.items())[:3])
     second = dict(list(scales.items())[3:]) | {name: codes[name] for name in list(codes)[2:]}
     return {FIRST: first, SECOND: second}
@@ -32,11 +43,15 @@ def stack_shards() -> dict[str, dict[str, Tensor]]:
     """gpt-oss: transposed, gate and up in turns."""
     stacks = {"gate_up_proj": (3, 512, 2048), "down_proj": (3, 1024, 512)}
     values = {
-        leaf: (np.random.default_rng(7).standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        leaf: (np.random.default_rng(7).standard_normal(shape, np.float32).view(np.uint32) >> 16)
+        .astype(np.uint16)
+        .tobytes()
         for leaf, shape in stacks.items()
     }
     return {
-        FIRST: {f"{EXPERTS}.gate_up_proj": ("BF16", stacks["gate_up_proj"], values["gate_up_proj"])},
+        FIRST: {
+            f"{EXPERTS}.gate_up_proj": ("BF16", stacks["gate_up_proj"], values["gate_up_proj"])
+        },
         SECOND: {f"{EXPERTS}.down_proj": ("BF16", stacks["down_proj"], values["down_proj"])},
     }
 
@@ -45,15 +60,29 @@ def mxfp4_shards() -> dict[str, dict[str, Tensor]]:
     """gpt-oss as it is published: blocks in one shard, scales in the other."""
     scales = (np.random.default_rng(8).integers(115, 125, 4 * 1024 * 16, np.uint8)).tobytes()
     return {
-        FIRST: {f"{EXPERTS}.gate_up_proj_blocks": ("U8", (4, 1024, 16, 16), random_bytes(4 * 1024 * 256, 256))},
+        FIRST: {
+            f"{EXPERTS}.gate_up_proj_blocks": (
+                "U8",
+                (4, 1024, 16, 16),
+                random_bytes(4 * 1024 * 256, 256),
+            )
+        },
         SECOND: {f"{EXPERTS}.gate_up_proj_scales": ("U8", (4, 1024, 16), scales)},
     }
 
 
 SOURCES = {
-    "fp8": (fp8_shards, {"model_type": "llama", "quantization_config": BLOCKS}, ("--exclude", "*q_proj")),
+    "fp8": (
+        fp8_shards,
+        {"model_type": "llama", "quantization_config": BLOCKS},
+        ("--exclude", "*q_proj"),
+    ),
     "stacks": (stack_shards, {"model_type": "gpt_oss", "hidden_size": 512}, ()),
-    "mxfp4": (mxfp4_shards, {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, ()),
+    "mxfp4": (
+        mxfp4_shards,
+        {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+        (),
+    ),
 }
 
 
@@ -65,7 +94,9 @@ def test_a_source_from_the_hub_becomes_what_its_folder_becomes(name, format, hub
     hub.add("org/m", folder)
     digests = set()
     for source, out in ((folder, "local"), ("org/m", "hub")):
-        outcome = run("quantize", source, "--format", format, "-o", tmp_path / out, "--json", *options)
+        outcome = run(
+            "quantize", source, "--format", format, "-o", tmp_path / out, "--json", *options
+        )
         assert outcome.code == 0, outcome.err
         digests.add(files_digest(tmp_path / out))
     assert len(digests) == 1

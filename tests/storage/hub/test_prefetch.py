@@ -94,12 +94,19 @@ def test_a_stream_with_another_hash_is_an_error(file):
     with pytest.raises(SourceError) as caught:
         Stream(Pieces(file.read_into, 1 << 20), "f", NBYTES, "0" * 64).end()
     assert caught.value.code == "source-corrupt"
-    Stream(Pieces(file.read_into, 1 << 20), "f", NBYTES, hashlib.sha1(b"blob %d\0" % NBYTES + DATA).hexdigest()).end()
+    Stream(
+        Pieces(file.read_into, 1 << 20),
+        "f",
+        NBYTES,
+        hashlib.sha1(b"blob %d\0" % NBYTES + DATA).hexdigest(),
+    ).end()
 
 
 def test_the_hash_of_git_is_known():
     empty = hasher(0, "0" * 40)
-    assert empty.hexdigest() == "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"  # git hash-object /dev/null
+    assert (
+        empty.hexdigest() == "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
+    )  # git hash-object /dev/null
 
 
 def test_room_is_given_to_one_at_least_and_to_others_as_it_is_freed(file):
@@ -228,7 +235,14 @@ class Liar(File):
 
 
 @pytest.mark.parametrize(
-    ("lies", "requests"), [([], 2), ([b"a"], 3), ([b"a", b"b"], 4), ([b"a", b"b", b"c"], 5), ([b"a", b"b", b"c", b"d", b"e"], 0)]
+    ("lies", "requests"),
+    [
+        ([], 2),
+        ([b"a"], 3),
+        ([b"a", b"b"], 4),
+        ([b"a", b"b", b"c"], 5),
+        ([b"a", b"b", b"c", b"d", b"e"], 0),
+    ],
 )
 def test_what_no_stream_hashes_is_fetched_until_two_requests_agree(lies, requests):
     liar = Liar(*lies)

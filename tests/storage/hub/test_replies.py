@@ -32,7 +32,16 @@ def send(handler, status: int, body: bytes = b"", **headers: str) -> None:
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(
-    "body", [b"<html>Log in</html>", b"", b"null", b"[]", b"{}", b'{"id": "m", "siblings": [1]}', b"[" * 100_000]
+    "body",
+    [
+        b"<html>Log in</html>",
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"id": "m", "siblings": [1]}',
+        b"[" * 100_000,
+    ],
 )
 def test_a_list_that_is_none(body, repository, tmp_path, monkeypatch):
     monkeypatch.setattr(_UploadHub, "do_GET", lambda handler: send(handler, 200, body))
@@ -42,10 +51,24 @@ def test_a_list_that_is_none(body, repository, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "lie", [{"size": "5"}, {"size": -5}, {"size": 1 << 70}, {"size": 5.5}, {"blobId": 5}, {"blobId": "zz"}, {"rfilename": None}]
+    "lie",
+    [
+        {"size": "5"},
+        {"size": -5},
+        {"size": 1 << 70},
+        {"size": 5.5},
+        {"blobId": 5},
+        {"blobId": "zz"},
+        {"rfilename": None},
+    ],
 )
 def test_a_file_that_cannot_be(lie, repository, tmp_path, monkeypatch):
-    check_listing(lambda listed: listed["siblings"].append({"rfilename": "x", "size": 5, "blobId": "0" * 40, **lie}), monkeypatch)
+    check_listing(
+        lambda listed: listed["siblings"].append(
+            {"rfilename": "x", "size": 5, "blobId": "0" * 40, **lie}
+        ),
+        monkeypatch,
+    )
     assert refusal(tmp_path)["code"] == "bad-listing"
 
 
@@ -69,14 +92,23 @@ def check_listing(change, monkeypatch) -> None:
     monkeypatch.setattr(_UploadHub, "answer", answer_otherwise)
 
 
-@pytest.mark.parametrize("found", [f"bytes 0-9/{TOO_MANY}", f"bytes {TOO_MANY}-9/10", "bytes */10", "\x1b[31m"])
+@pytest.mark.parametrize(
+    "found", [f"bytes 0-9/{TOO_MANY}", f"bytes {TOO_MANY}-9/10", "bytes */10", "\x1b[31m"]
+)
 def test_a_range_that_cannot_be(found, repository, tmp_path, monkeypatch):
-    monkeypatch.setattr(Storage, "do_GET", lambda handler: send(handler, 206, b"x", Content_Range=found))
+    monkeypatch.setattr(
+        Storage, "do_GET", lambda handler: send(handler, 206, b"x", Content_Range=found)
+    )
     assert "Content-Range" in refusal(tmp_path)["message"]
 
 
 @pytest.mark.parametrize(
-    "asked", [SECOND_SUPERSCRIPT, f"Mon, 01 Jan {TOO_MANY} 00:00:00 GMT", "Mon, 01 Jan 2020 00:00:00 +99999999999"]
+    "asked",
+    [
+        SECOND_SUPERSCRIPT,
+        f"Mon, 01 Jan {TOO_MANY} 00:00:00 GMT",
+        "Mon, 01 Jan 2020 00:00:00 +99999999999",
+    ],
 )
 def test_a_time_to_wait_that_cannot_be(asked, repository, tmp_path, monkeypatch):
     monkeypatch.setattr(Storage, "do_GET", lambda handler: send(handler, 429, Retry_After=asked))
@@ -85,7 +117,11 @@ def test_a_time_to_wait_that_cannot_be(asked, repository, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".com", ".com"])
 def test_a_redirect_to_a_host_that_cannot_be(host, repository, tmp_path, monkeypatch):
-    monkeypatch.setattr(_UploadHub, "_resolve", lambda handler, *what: send(handler, 302, Location=f"http://{host}/x"))
+    monkeypatch.setattr(
+        _UploadHub,
+        "_resolve",
+        lambda handler, *what: send(handler, 302, Location=f"http://{host}/x"),
+    )
     assert "no host can have that name" in refusal(tmp_path)["message"]
 
 

@@ -48,15 +48,23 @@ def test_nothing_of_the_source_touches_the_disk(hub, folder, tmp_path):
     assert not list((tmp_path / "q").rglob("*.incomplete"))
 
 
-def test_every_byte_of_a_shard_is_fetched_once_and_twice_before_its_header_and_what_another_shard_measures(hub, folder, tmp_path):
+def test_every_byte_of_a_shard_is_fetched_once_and_twice_before_its_header_and_what_another_shard_measures(
+    hub, folder, tmp_path
+):
     hub.add("org/m", folder)
     assert ask("quantize", "org/m", *NVFP4, "-o", tmp_path / "q").code == 0
     shards = [seen for seen in hub.seen if ".safetensors?" in seen.path]
     nbytes = {file: (folder / file).stat().st_size for file in (FIRST, SECOND)}
-    whole = [seen for seen in shards if seen.nbytes in nbytes.values() and seen.range.startswith("bytes=0-")]
+    whole = [
+        seen
+        for seen in shards
+        if seen.nbytes in nbytes.values() and seen.range.startswith("bytes=0-")
+    ]
     measured = sum(seen.nbytes for seen in shards if not seen.range.startswith("bytes=0-"))
     assert len(whole) == 4  # the first is so small that its header came with all of it, twice
-    assert measured == 2 * 2 * (32 + 16 + 16) * 64  # q_proj and k_proj for the second shard, v_proj for the first
+    assert (
+        measured == 2 * 2 * (32 + 16 + 16) * 64
+    )  # q_proj and k_proj for the second shard, v_proj for the first
 
 
 def test_the_default_output_is_named_after_the_repository(hub, folder, tmp_path, monkeypatch):
@@ -81,7 +89,9 @@ def test_a_revision_and_a_subfolder(hub, tmp_path):
 def test_what_is_read_is_of_the_commit_that_was_opened(hub, folder, tmp_path):
     commit = hub.add("org/m", folder)
     source = open_source("org/m")
-    hub.add("org/m", write_checkpoint(tmp_path / "other", {"model.safetensors": {"other": weight(99)}}))
+    hub.add(
+        "org/m", write_checkpoint(tmp_path / "other", {"model.safetensors": {"other": weight(99)}})
+    )
     ref = next(iter(source.checkpoint.tensors))
     assert bytes(source.read(ref)) == bytes(open_source(str(folder)).read(ref))
     assert source.checkpoint.revision == commit
@@ -106,7 +116,9 @@ def test_ranges_of_a_tensor_are_its_bytes(hub, folder):
 def test_the_size_of_pieces_changes_no_byte(piece_nbytes, hub, folder, tmp_path, monkeypatch):
     hub.add("org/m", folder)
     if piece_nbytes < 100:
-        folder = write_checkpoint(tmp_path / "tiny", {"model.safetensors": {"a.o_proj.weight": weight(0, 1, 16)}})
+        folder = write_checkpoint(
+            tmp_path / "tiny", {"model.safetensors": {"a.o_proj.weight": weight(0, 1, 16)}}
+        )
         hub.add("org/m", folder)
     monkeypatch.setattr("fp4convert.storage.hub.prefetch.PIECE_NBYTES", piece_nbytes)
     monkeypatch.setattr("fp4convert.storage.hub.source.PIECE_NBYTES", piece_nbytes)
@@ -135,7 +147,10 @@ def test_hidden_files_and_weights_of_other_kinds_stay_behind(hub, folder):
     assert checkpoint.left_out == ("pytorch_model.bin",)
 
 
-@pytest.mark.parametrize(("file", "code"), [("pytorch_model.bin", "pickle"), ("notes.txt", "no-weights"), ("m.gguf", "gguf")])
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [("pytorch_model.bin", "pickle"), ("notes.txt", "no-weights"), ("m.gguf", "gguf")],
+)
 def test_a_repository_without_safetensors_is_refused(file, code, hub, tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / file).write_bytes(b"x")

@@ -16,7 +16,10 @@ from fp4convert.storage.hub.upload import Pusher
 def other(tmp_path_factory) -> Made:
     """An artifact whose one shard has another name."""
     root = tmp_path_factory.mktemp("other")
-    return make(write_single(root / "m", {"a.o_proj.weight": ("BF16", (32, 64), b"\x80\x3f" * 2048)}), root / "q")
+    return make(
+        write_single(root / "m", {"a.o_proj.weight": ("BF16", (32, 64), b"\x80\x3f" * 2048)}),
+        root / "q",
+    )
 
 
 def test_every_byte_arrives_in_one_commit(hub, made, told):
@@ -91,7 +94,9 @@ def test_private_weights_do_not_go_to_a_public_repository(hub, made, told):
     assert not hub.stored
 
 
-@pytest.mark.parametrize("repo", ["q", "me/", "me/q/r", "me/a--b", "me/q.git", "/me/q", "me/q r", ""])
+@pytest.mark.parametrize(
+    "repo", ["q", "me/", "me/q/r", "me/a--b", "me/q.git", "/me/q", "me/q r", ""]
+)
 def test_what_names_no_repository(repo, hub, made, told):
     assert refusal(InputError, made, told, repo=repo).code == "repo-name"
     assert not hub.seen
@@ -152,12 +157,21 @@ def test_files_that_nobody_added_are_uploaded_by_the_commit(hub, made, told):
     reported: dict[str, int] = {}
     pusher.commit(made.folder, made.files, CARD, reported.__setitem__)
     assert {name: hub.read(REPO)[name] for name in made.files} == made.bytes()
-    assert reported == {name: len(data) for name, data in {**made.bytes(), "README.md": CARD.encode()}.items()}
+    assert reported == {
+        name: len(data) for name, data in {**made.bytes(), "README.md": CARD.encode()}.items()
+    }
 
 
-def test_what_an_earlier_artifact_left_leaves_with_the_commit_and_nothing_else(hub, made, other, told):
+def test_what_an_earlier_artifact_left_leaves_with_the_commit_and_nothing_else(
+    hub, made, other, told
+):
     push(other, told)
-    extra = {"images/a.png": b"png", "notes.md": b"ours", "extra/a.safetensors": b"x" * 2000, "hf_quant_config.json": b"{}"}
+    extra = {
+        "images/a.png": b"png",
+        "notes.md": b"ours",
+        "extra/a.safetensors": b"x" * 2000,
+        "hf_quant_config.json": b"{}",
+    }
     for name, data in extra.items():
         hub.head(REPO)[name] = File(hub.keep(data), len(data), hashlib.sha256(data).hexdigest())
     push(made, told)
@@ -165,7 +179,9 @@ def test_what_an_earlier_artifact_left_leaves_with_the_commit_and_nothing_else(h
     assert "model.safetensors" not in head
     assert "hf_quant_config.json" not in head
     assert {".gitattributes", "images/a.png", "notes.md", "extra/a.safetensors"} <= set(head)
-    assert told == [f"{REPO}: what an earlier artifact left is removed: hf_quant_config.json, model.safetensors"]
+    assert told == [
+        f"{REPO}: what an earlier artifact left is removed: hf_quant_config.json, model.safetensors"
+    ]
     assert len(hub.repos[REPO].commits) == 3
     push(other, told)
     assert {FIRST, SECOND, "model.safetensors.index.json"} & set(hub.head(REPO)) == set()

@@ -28,25 +28,75 @@ def test_a_hub_that_is_not_there(hub, made, told, monkeypatch):
 
 
 PASSING = [
-    {"kind": "status", "status": 503, "where": "hub", "method": "POST", "match": "repos/create", "times": 2},
-    {"kind": "status", "status": 429, "where": "hub", "method": "GET", "match": "auth-check", "headers": {"Retry-After": "0"}},
-    {"kind": "status", "status": 500, "where": "hub", "method": "GET", "match": "api/models/me/q/revision"},
-    {"kind": "status", "status": 503, "where": "hub", "method": "POST", "match": "preupload", "times": 8},
-    {"kind": "status", "status": 429, "where": "hub", "method": "POST", "match": "batch", "headers": {"RateLimit": "r=0;t=1"}},
+    {
+        "kind": "status",
+        "status": 503,
+        "where": "hub",
+        "method": "POST",
+        "match": "repos/create",
+        "times": 2,
+    },
+    {
+        "kind": "status",
+        "status": 429,
+        "where": "hub",
+        "method": "GET",
+        "match": "auth-check",
+        "headers": {"Retry-After": "0"},
+    },
+    {
+        "kind": "status",
+        "status": 500,
+        "where": "hub",
+        "method": "GET",
+        "match": "api/models/me/q/revision",
+    },
+    {
+        "kind": "status",
+        "status": 503,
+        "where": "hub",
+        "method": "POST",
+        "match": "preupload",
+        "times": 8,
+    },
+    {
+        "kind": "status",
+        "status": 429,
+        "where": "hub",
+        "method": "POST",
+        "match": "batch",
+        "headers": {"RateLimit": "r=0;t=1"},
+    },
     {"kind": "status", "status": 503, "where": "storage", "method": "PUT", "times": 8},
     {"kind": "status", "status": 403, "where": "storage", "method": "PUT", "times": 2},
     {"kind": "cut-before", "where": "storage", "method": "PUT", "times": 3},
     {"kind": "cut-after", "where": "storage", "method": "PUT", "times": 3},
     {"kind": "status", "status": 502, "where": "hub", "method": "POST", "match": "verify"},
     {"kind": "status", "status": 503, "where": "hub", "method": "POST", "match": "validate-yaml"},
-    {"kind": "status", "status": 503, "where": "hub", "method": "POST", "match": "commit", "times": 3},
-    {"kind": "status", "status": 429, "where": "hub", "method": "POST", "match": "commit", "headers": {"Retry-After": "0"}},
+    {
+        "kind": "status",
+        "status": 503,
+        "where": "hub",
+        "method": "POST",
+        "match": "commit",
+        "times": 3,
+    },
+    {
+        "kind": "status",
+        "status": 429,
+        "where": "hub",
+        "method": "POST",
+        "match": "commit",
+        "headers": {"Retry-After": "0"},
+    },
     {"kind": "cut-before", "where": "hub", "method": "POST", "match": "commit"},
 ]
 
 
 @pytest.mark.parametrize(
-    "fault", PASSING, ids=lambda fault: f"{fault['kind']}-{fault.get('status', '')}-{fault.get('match', '')}"
+    "fault",
+    PASSING,
+    ids=lambda fault: f"{fault['kind']}-{fault.get('status', '')}-{fault.get('match', '')}",
 )
 def test_what_passes_is_waited_for(fault, hub, made, told):
     expected = hub.fault(**fault)
@@ -57,7 +107,14 @@ def test_what_passes_is_waited_for(fault, hub, made, told):
 
 
 def test_everybody_is_told_of_a_rate_limit(hub, made, told):
-    hub.fault("status", where="hub", method="POST", match="commit", status=429, headers={"Retry-After": "1"})
+    hub.fault(
+        "status",
+        where="hub",
+        method="POST",
+        match="commit",
+        status=429,
+        headers={"Retry-After": "1"},
+    )
     began = time.monotonic()
     push(made, told)
     assert time.monotonic() - began >= 1
@@ -65,7 +122,14 @@ def test_everybody_is_told_of_a_rate_limit(hub, made, told):
 
 
 def test_a_rate_limit_that_huggingface_hub_obeys_itself_is_told_too(hub, made, told):
-    hub.fault("status", where="hub", method="POST", match="batch", status=429, headers={"Retry-After": "3"})
+    hub.fault(
+        "status",
+        where="hub",
+        method="POST",
+        match="batch",
+        status=429,
+        headers={"Retry-After": "3"},
+    )
     push(made, told)
     assert told == ["the Hub: Rate limited. Waiting 4.0s before retry [Retry 1/5]."]
 
@@ -179,7 +243,9 @@ def test_a_run_after_the_commit_does_nothing(hub, made, told):
     first = push(made, told)
     hub.seen.clear()
     assert push(made, told) == first
-    assert {(seen.method, seen.path.partition("?")[0]) for seen in hub.seen if seen.method != "GET"} == {
+    assert {
+        (seen.method, seen.path.partition("?")[0]) for seen in hub.seen if seen.method != "GET"
+    } == {
         ("POST", "/api/repos/create"),
         ("HEAD", f"/{REPO}/resolve/{first[-40:]}/{RECORD}"),
     }
@@ -193,7 +259,9 @@ def test_after_a_crash_only_the_rest_is_uploaded(hub, made, told):
     pusher.stop()
     hub.seen.clear()
     push(made, told)
-    sent = {seen.path.partition("?")[0].rpartition("/")[2] for seen in hub.seen if seen.method == "PUT"}
+    sent = {
+        seen.path.partition("?")[0].rpartition("/")[2] for seen in hub.seen if seen.method == "PUT"
+    }
     assert made.files[FIRST] not in sent
     assert made.files[SECOND] in sent
     assert {name: hub.read(REPO)[name] for name in made.files} == made.bytes()
@@ -209,7 +277,9 @@ def test_a_commit_without_one_of_the_files_is_noticed(hub, made, told, monkeypat
 
 
 def test_a_hub_that_never_answers_is_not_waited_for(hub, made, told, monkeypatch):
-    monkeypatch.setattr("fp4convert.storage.hub.upload.Patience", lambda: Patience(0.2, first_seconds=0.01))
+    monkeypatch.setattr(
+        "fp4convert.storage.hub.upload.Patience", lambda: Patience(0.2, first_seconds=0.01)
+    )
     stalled = hub.fault("stall", where="hub", method="POST", match="/commit/", seconds=LONG)
     began = time.monotonic()
     push(made, told)
@@ -228,7 +298,9 @@ def test_a_file_that_is_gone(hub, made, told):
 @pytest.fixture
 def patient(hub, monkeypatch):
     """Whatever ends soon does not end because the Hub was given up."""
-    monkeypatch.setattr("fp4convert.storage.hub.upload.Patience", lambda: Patience(LONG, first_seconds=0.01))
+    monkeypatch.setattr(
+        "fp4convert.storage.hub.upload.Patience", lambda: Patience(LONG, first_seconds=0.01)
+    )
 
 
 def test_a_stop_ends_soon(patient, hub, made, told):
@@ -251,7 +323,15 @@ def test_a_stop_ends_soon(patient, hub, made, told):
 def test_a_stop_ends_a_commit_that_waits(hub, made, told):
     pusher = Pusher(REPO, False, None, told.append)
     pusher.begin()
-    hub.fault("status", where="hub", method="POST", match="/commit/", status=429, headers={"Retry-After": "90"}, times=MANY)
+    hub.fault(
+        "status",
+        where="hub",
+        method="POST",
+        match="/commit/",
+        status=429,
+        headers={"Retry-After": "90"},
+        times=MANY,
+    )
     threading.Timer(0.5, pusher.stop).start()
     began = time.monotonic()
     with pytest.raises(OutputError, match="stopped"):
@@ -307,9 +387,14 @@ def chunks(hub, monkeypatch, tmp_path) -> UploadHub:
 def test_through_the_xet_storage(chunks, made, told, tmp_path):
     push(made, told)
     head = chunks.head(REPO)
-    assert {name: head[name].oid for name in made.files if head[name].is_large}.items() <= made.files.items()
+    assert {
+        name: head[name].oid for name in made.files if head[name].is_large
+    }.items() <= made.files.items()
     assert not requests(chunks, "PUT", "upload")
-    assert sum(path.stat().st_size for path in (tmp_path / "chunks").rglob("*") if path.is_file()) > 50_000
+    assert (
+        sum(path.stat().st_size for path in (tmp_path / "chunks").rglob("*") if path.is_file())
+        > 50_000
+    )
     assert told == []
 
 

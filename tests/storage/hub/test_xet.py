@@ -69,9 +69,17 @@ class Late:
 
 def test_a_stop_while_the_group_of_downloads_is_made_ends_it(monkeypatch):
     late, ranges = Late(), SimpleNamespace(xet_name=lambda file: "0" * 64, stop=lambda: None)
-    known = {"XetFileInfo": lambda name, nbytes: None, "XetConfig": lambda: late, "XetSession": lambda config: late}
+    known = {
+        "XetFileInfo": lambda name, nbytes: None,
+        "XetConfig": lambda: late,
+        "XetSession": lambda config: late,
+    }
     monkeypatch.setitem(sys.modules, "hf_xet", SimpleNamespace(**known))
     late.reader = XetReader(ranges, "https://hub.example/token", {})
     with pytest.raises(SourceError, match="RuntimeError"):
-        late.reader.read_into(RemoteFile("f", "https://hub.example/f", 10, "0" * 64, "c"), 0, memoryview(bytearray(10)))
+        late.reader.read_into(
+            RemoteFile("f", "https://hub.example/f", 10, "0" * 64, "c"),
+            0,
+            memoryview(bytearray(10)),
+        )
     assert late.is_aborted
