@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.checkpoint.dialects.registry import MODULES, dialect_named
+from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.cli.draw_quality import draw_block
 from fp4convert.numerics.formats import FORMATS, NVFP4, Format
 from fp4convert.numerics.scale_layouts import LAYOUTS, Layout
@@ -53,7 +53,7 @@ def blocks() -> Iterator[str]:
     """A block of either format, in every order of nibbles that a dialect has."""
     yield "```"
     for fmt in FORMATS.values():
-        traits = {name: dialect_named(name).TRAITS for name in MODULES}
+        traits = {name: dialect_named(name).TRAITS for name in DIALECTS}
         orders = {name: trait.nibble_order for name, trait in traits.items() if fmt in trait.writes}
         for order in dict.fromkeys(orders.values()):
             yield f"{fmt.name}, {order}: {', '.join(name for name, own in orders.items() if own == order)}"
@@ -112,7 +112,7 @@ def scales() -> Iterator[str]:
 def dialects() -> Iterator[str]:
     """Names, dtypes and shapes of what stands for one matrix, in every dialect and format."""
     rows: list[tuple[object, ...]] = []
-    for name in MODULES:
+    for name in DIALECTS:
         dialect = dialect_named(name)
         for fmt in (fmt for fmt in dialect.TRAITS.writes if fmt in FORMATS.values()):
             stem, shape = (

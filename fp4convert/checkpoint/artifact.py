@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, strings
 from fp4convert.checkpoint.dialects.forms import Form, Group
-from fp4convert.checkpoint.dialects.registry import MODULES, dialect_named
+from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.checkpoint.dialects.stacks import gather
 from fp4convert.checkpoint.dialects.tables import encode_scalar
 from fp4convert.checkpoint.modules import form_finder, read_modules
@@ -216,7 +216,7 @@ def read_clues(source: Source) -> Clues:
 
 def is_artifact(source: Source, clues: Clues) -> bool:
     """True where a record, ours or an engine's, says that there are four-bit modules."""
-    found = (group for name in MODULES for group in dialect_named(name).recognise(clues))
+    found = (group for name in DIALECTS for group in dialect_named(name).recognise(clues))
     return source.has_file(RECORD) or any(group.form.format.is_fp4 for group in found)
 
 
@@ -276,10 +276,10 @@ def _identity(
         except InputError as error:
             next_step = "Make the artifact again with this version, or read it with the version that wrote it."
             raise InputError(error.code, f"{RECORD}: {error.message}", next_step) from None
-    for name in MODULES:
+    for name in DIALECTS:
         if groups := dialect_named(name).recognise(clues):
             return groups, name
-    known = ", ".join(MODULES)
+    known = ", ".join(DIALECTS)
     detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}, no record or names of {known}"
     raise InputError(
         "not-an-artifact", detail, "Quantize it: fp4convert quantize SOURCE --format nvfp4."

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fp4convert.checkpoint.dialects.base import Dialect
-from fp4convert.checkpoint.dialects.registry import dialect_to_write
+from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.module_names import split_numbers
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.knapsack import Option, Part, choose

@@ -11,7 +11,7 @@ from pathlib import Path
 from fp4convert.calibration.methods.awq_smooth import Smoother
 from fp4convert.calibration.methods.folds import uses_of
 from fp4convert.calibration.statistics import Calibration
-from fp4convert.checkpoint.dialects.registry import dialect_to_write
+from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.conversion.artifact_job import (
     artifact_job,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import Dialect
-from fp4convert.checkpoint.dialects.registry import dialect_to_write
+from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.conversion.artifact_job import (

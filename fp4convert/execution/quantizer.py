@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from fp4convert.calibration.methods.scaled_weights import reach_of
 from fp4convert.calibration.statistics import Calibration
+from fp4convert.checkpoint.dialects.base import MatrixEncoder
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.checkpoint.dialects.registry import Speller, dialect_named
+from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.dialects.stacks import Woven, alternate
 from fp4convert.checkpoint.dialects.tables import Part, encode_int4, encode_scalar
 from fp4convert.checkpoint.encodings.base import Linear, room_for
@@ -97,10 +98,10 @@ class Quantizer:
         with closing(self._panels(steps)) as panels:
             for number, own in groupby(panels, key=itemgetter(0)):
                 step = steps[number]
-                speller = Speller(self._dialect, form, self._input_scale(step))
+                encoder = MatrixEncoder(self._dialect, form, self._input_scale(step))
                 noted = _noted(own, step, writer, self._begin_account(step, writer))
                 if not append_parts(
-                    step, speller.parts(step.module, step.shape, noted), writer, stop
+                    step, encoder.encode(step.module, step.shape, noted), writer, stop
                 ):
                     return
 

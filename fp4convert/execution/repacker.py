@@ -14,9 +14,11 @@ from contextlib import closing
 import numpy as np
 
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.checkpoint.dialects.registry import Speller, dialect_named, form_of
+from fp4convert.checkpoint.dialects.base import MatrixEncoder
+from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot, alternate, pieces_of, rows_of
 from fp4convert.checkpoint.dialects.tables import Part
+from fp4convert.checkpoint.dialects.target_forms import form_of
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.fp4 import FourBit
 from fp4convert.errors import NumericError
@@ -161,11 +163,14 @@ class Transcoder:
             if step.action != "transcode":
                 copy_steps(self.source, [step], writer, stop)
                 continue
-            speller = Speller(
+            encoder = MatrixEncoder(
                 self._dialect, self._form, self._artifact.input_scale(step.slots[0][0].module)
             )
             if not append_parts(
-                step, speller.parts(step.module, step.shape, self._panels(step.slots)), writer, stop
+                step,
+                encoder.encode(step.module, step.shape, self._panels(step.slots)),
+                writer,
+                stop,
             ):
                 return
 

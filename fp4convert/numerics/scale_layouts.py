@@ -99,6 +99,7 @@ LAYOUTS = {
         Layout("k_major", (), (), (1, 0), (1, 1)),
     )
 }
+SCALE_LAYOUTS = (*LAYOUTS, "interleaved", "appended")  # all that a user can ask for, linear first
 
 
 def arrange_scales(q: Blocks, layout: Layout) -> memoryview:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fp4convert.calibration.methods.scaled_weights import foldings_of
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.checkpoint.dialects.registry import check_forms, module_form
+from fp4convert.checkpoint.dialects.target_forms import check_forms, module_form
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.fp4 import FourBit
 from fp4convert.checkpoint.encodings.fp8 import Fp8

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fp4convert.checkpoint.dialects.registry import MODULES, dialect_named
+from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import E4M3_MAX
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
@@ -197,7 +197,9 @@ class _Known:
 
     def _stored(self, attention: str) -> tuple[float, float] | None:
         """The source's own scales, in whichever spelling; None where it has not both."""
-        for endings in sorted({dialect_named(name).TRAITS.cache_scales for name in MODULES} - {()}):
+        for endings in sorted(
+            {dialect_named(name).TRAITS.cache_scales for name in DIALECTS} - {()}
+        ):
             refs = [
                 self._own[name]
                 for ending in endings

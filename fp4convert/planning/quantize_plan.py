@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from fp4convert.calibration.methods.scaled_weights import foldings_of
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
-from fp4convert.checkpoint.dialects.registry import dialect_to_write, form_of
 from fp4convert.checkpoint.dialects.stacks import Slot
+from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS
 from fp4convert.checkpoint.encodings.fp4 import FourBit

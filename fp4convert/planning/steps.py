@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.forms import Form, Group, group_modules
-from fp4convert.checkpoint.dialects.registry import form_of
 from fp4convert.checkpoint.dialects.stacks import Slot
+from fp4convert.checkpoint.dialects.target_forms import form_of
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
 from fp4convert.recipes.recipe import Target

@@ -11,7 +11,7 @@ from typing import Any
 
 from fp4convert.calibration.input_power import Inputs, describe_inputs
 from fp4convert.calibration.statistics import Calibration
-from fp4convert.checkpoint.dialects.registry import dialect_to_write
+from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError, NumericError

@@ -33,14 +33,9 @@ from typed_records import (
 
 from fp4convert.checkpoint.dialects.base import Clues, Ignored
 from fp4convert.checkpoint.dialects.forms import Form, Group
-from fp4convert.checkpoint.dialects.registry import (
-    MODULES,
-    check_forms,
-    dialect_named,
-    fp8_form,
-    module_form,
-)
+from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.checkpoint.dialects.tables import targets_of
+from fp4convert.checkpoint.dialects.target_forms import check_forms, fp8_form, module_form
 from fp4convert.checkpoint.modules import form_finder
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FP8, INT4, MXFP4, NVFP4
@@ -121,7 +116,7 @@ def test_records_are_what_engines_read(name, form, files):
 def test_what_is_written_is_recognised_by_its_own_dialect_alone(name, form, files):
     told = Clues(files["config.json"], files.get("hf_quant_config.json", {}), {})
     assert {
-        known: found for known in MODULES if (found := dialect_named(known).recognise(told))
+        known: found for known in DIALECTS if (found := dialect_named(known).recognise(told))
     } == {name: (Group(form, ("*",)),)}
     assert list(dialect_named(name).judge(told)) == []
     is_named = name in (CT, MO, "quark", "gpt-oss")
@@ -152,7 +147,7 @@ def test_comfy_names_its_modules_in_the_file_itself():
     assert notes == {"_quantization_metadata": text}
     assert dialect_named("comfy").notes(Form(NVFP4, 16, "128x4"), []) == {}
     assert all(
-        dialect_named(name).notes(Form(MXFP4), ["a"]) == {} for name in MODULES if name != "comfy"
+        dialect_named(name).notes(Form(MXFP4), ["a"]) == {} for name in DIALECTS if name != "comfy"
     )
 
 
@@ -407,7 +402,7 @@ def test_targets_fit_their_modules_and_no_others(first, second):
     assert not any(target.match(other) for target in targets for other in others)
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name not in (CT, MO)])
+@pytest.mark.parametrize("name", [name for name in DIALECTS if name not in (CT, MO)])
 def test_dialects_that_hold_one_form_refuse_others(name):
     own = dialect_named(name).TRAITS.writes[0].name
     target = Target(own, name)

@@ -8,14 +8,10 @@ import pytest
 from checkpoints import read_folder, run, write_single
 from spellings import PLAIN_LAYOUTS, arranged, module_of, write_artifact
 
+from fp4convert.checkpoint.dialects.base import MatrixEncoder
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.checkpoint.dialects.registry import (
-    MODULES,
-    Speller,
-    dialect_named,
-    dialect_to_write,
-    is_quantized_tensor,
-)
+from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named, is_quantized_tensor
+from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import MXFP4, NVFP4
 from fp4convert.numerics.matrices import Quantized
@@ -102,7 +98,7 @@ def spell(
 ) -> dict[str, bytes]:
     """Everything that is appended to each output, in its order."""
     parts: dict[str, bytes] = {}
-    for part, data in Speller(dialect_named(name), form, input_scale).parts(
+    for part, data in MatrixEncoder(dialect_named(name), form, input_scale).encode(
         M, q.shape, iter(panels)
     ):
         parts[part] = parts.get(part, b"") + bytes(data)
@@ -466,7 +462,7 @@ def test_an_unknown_dialect_is_refused_with_the_known_ones():
     with pytest.raises(InputError) as caught:
         dialect_named("awq")
     assert caught.value.code == "unknown-dialect"
-    assert caught.value.message.endswith(", ".join(MODULES))
+    assert caught.value.message.endswith(", ".join(DIALECTS))
 
 
 @pytest.mark.parametrize(

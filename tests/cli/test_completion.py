@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4convert.checkpoint.dialects.registry import MODULES
+from fp4convert.checkpoint.dialects.registry import DIALECTS
 from fp4convert.numerics.formats import FORMATS
 from fp4convert.numerics.scale_layouts import LAYOUTS
 from fp4convert.planning.method_needs import METHODS
@@ -41,7 +41,7 @@ def completed(*words: str, script: str = "source <(fp4convert --show-completion)
         (("quantize", "--sc"), {"--scale-rule"}),
         (("quantize", "--format", ""), set(FORMATS)),
         (("quantize", "x", "--format", "m"), {"mxfp4"}),
-        (("quantize", "--dialect", ""), set(MODULES)),
+        (("quantize", "--dialect", ""), set(DIALECTS)),
         (("transcode", "--dialect", "g"), {"gpt-oss", "gguf"}),
         (("transcode", "--scale-layout", ""), {*LAYOUTS, "interleaved", "appended"}),
         (("quantize", "--method", ""), set(METHODS)),

@@ -18,8 +18,8 @@ from tiny_models import fp4convert, fp4convert_json, make_llama, read_json, read
 
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
 from fp4convert.checkpoint.dialects.forms import Form, Granularity
-from fp4convert.checkpoint.dialects.registry import fp8_form, module_form
 from fp4convert.checkpoint.dialects.tables import scale_grid
+from fp4convert.checkpoint.dialects.target_forms import fp8_form, module_form
 from fp4convert.numerics.formats import FP8 as FP8_FORMAT
 from fp4convert.recipes.recipe import Target
 

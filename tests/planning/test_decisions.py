@@ -10,7 +10,7 @@ import pytest
 from checkpoints import LLAMA, Tensor, bf16, weight, write_single
 from spellings import module_of, records, tensors_of
 
-from fp4convert.checkpoint.dialects.registry import dialect_to_write
+from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError
 from fp4convert.planning.decisions import (

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from checkpoints import Tensor, pack_shard
 
-from fp4convert.checkpoint.dialects.base import Ignored
+from fp4convert.checkpoint.dialects.base import Ignored, MatrixEncoder
 from fp4convert.checkpoint.dialects.forms import Form, group_modules
-from fp4convert.checkpoint.dialects.registry import Speller, dialect_named
+from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.record import Contents, make_record
 from fp4convert.numerics.formats import FP8
 from fp4convert.numerics.matrices import Quantized
@@ -46,7 +46,7 @@ def spell(target: Target, matrices: Matrices) -> dict[str, Tensor]:
                 module, form, [(memoryview(q.codes), memoryview(q.scales))]
             )
         else:
-            parts = Speller(dialect, form, 1.0).parts(module, q.shape, iter([q]))
+            parts = MatrixEncoder(dialect, form, 1.0).encode(module, q.shape, iter([q]))
         for name, part in parts:
             stored[name] = stored.get(name, b"") + bytes(part)
         specs = dialect.outputs(module, q.shape, form)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from fp4convert.checkpoint.dialects.forms import Form, Group
@@ -215,6 +216,27 @@ class Dialect(Protocol):
     @staticmethod
     def ignores(clues: Clues) -> Callable[[str], bool]:
         """Whether engines that read these records would take a module for an ordinary one, by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixEncoder:
+    """A dialect with the form of a stored matrix, which makes all its bytes."""
+
+    dialect: Dialect
+    form: Form
+    input_scale: float | None
+
+    def encode(
+        self, stem: str, shape: tuple[int, ...], panels: Iterator[Quantized]
+    ) -> Iterator[Part]:
+        """Yield the bytes to append to the outputs of a stem, by name.
+
+        No panels, no bytes: then not even the scalars are written.
+        """
+        for first in panels:
+            input_scale = self.input_scale if self.form.has_input_scale else None
+            yield from self.dialect.encode_scalars(stem, first, input_scale)
+            yield from self.dialect.encode(stem, shape, self.form, chain((first,), panels))
 
 
 def each_alone(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:

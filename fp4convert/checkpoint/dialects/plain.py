@@ -36,7 +36,7 @@ from fp4convert.checkpoint.dialects.tables import Part, Read, Scalars, half_colu
 from fp4convert.numerics.formats import MXFP4, NVFP4
 from fp4convert.numerics.matrices import Blocks, Fetched, Quantized, Spans
 from fp4convert.numerics.scale_layouts import LAYOUTS as ORDERS
-from fp4convert.numerics.scale_layouts import interleave, split_runs
+from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS, interleave, split_runs
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
 
 SCALARS = Scalars(".global_scale", ".input_scale", is_apart=True)
@@ -44,7 +44,7 @@ TRAITS = Traits(
     writes=(NVFP4, MXFP4),
     scalars=SCALARS,
     activations=(NVFP4, MXFP4),
-    layouts=("linear", "128x4", "8x4", "deepgemm", "k_major", "interleaved", "appended"),
+    layouts=SCALE_LAYOUTS,
     holds_embeddings=True,
     suffixes=(".block_scale", ".global_scale"),
     companions=(".input_scale",),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.checkpoint.dialects.registry import module_form
+from fp4convert.checkpoint.dialects.target_forms import module_form
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import as_matrix
