@@ -10,6 +10,7 @@ python docs/tables.py --write    # replaces them
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.cli.draw_quality import draw_block
 from fp4convert.numerics.formats import FORMATS, NVFP4, Format
 from fp4convert.numerics.scale_layouts import LAYOUTS, Layout
+from fp4convert.recipes.options import declared_in, is_required
 
 DOCS = Path(__file__).parent
 MADE = re.compile(r"(?<=<!-- made: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
@@ -219,8 +221,31 @@ def leaf(path: Path, depth: int) -> str:
     return f"{'  ' * depth + name:<{NAME_WIDTH}}{docstring.partition(chr(10))[0]}"
 
 
+def options() -> Iterator[str]:
+    """Every command with its help and its options, as they are declared."""
+    from fp4convert.cli.commands import COMMANDS
+
+    for name, command in COMMANDS.items():
+        kind, hidden = command.options, getattr(command.options, "PYTHON_ONLY", ())
+        yield f"### {name}"
+        yield ""
+        yield inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+        rows: list[tuple[object, ...]] = []
+        for each in declared_in(kind):
+            flags = each.option.flags or (f"--{each.name.replace('_', '-')}",)
+            spelled = each.name.upper() if each.option.is_argument else ", ".join(flags)
+            default = "required" if is_required(each) else each.default
+            told = "" if default in (None, False, ()) else default
+            shown = f"`{spelled}`" + (" (Python alone)" if each.name in hidden else "")
+            rows.append((shown, told, each.option.help.replace("|", "\\|")))
+        yield ""
+        yield from table(("option", "default", "meaning"), rows) if rows else ()
+        yield ""
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
-    part.__name__: part for part in (blocks, formats, codes, scales, dialects, layouts, tree)
+    part.__name__: part
+    for part in (blocks, formats, codes, scales, dialects, layouts, options, tree)
 }
 
 

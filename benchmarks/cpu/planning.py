@@ -116,8 +116,8 @@ def measure_stages(folder: str) -> dict[str, Cost]:
     from fp4convert.cli import screen
     from fp4convert.cli.draw_plan import draw_plan
     from fp4convert.conversion.dry_run import describe_plan
+    from fp4convert.conversion.options import QuantizeOptions
     from fp4convert.conversion.quantization import prepare_quantize
-    from fp4convert.conversion.requests import Request
     from fp4convert.execution.settings import Settings
     from fp4convert.storage.json_text import as_text
     from fp4convert.storage.open import open_source
@@ -134,7 +134,7 @@ def measure_stages(folder: str) -> dict[str, Cost]:
 
     source = open_source(folder)
     end("open the headers")
-    plan = prepare_quantize(source, Request("nvfp4"))
+    plan = prepare_quantize(source, QuantizeOptions("", format="nvfp4"))
     end(PLANNED)
     as_text(plan.index)
     end("text of the index")

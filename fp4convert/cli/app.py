@@ -10,32 +10,16 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from inspect import getdoc
 from typing import Annotated, NoReturn
 
 import typer
 
-from fp4convert.cli import convert_commands, quality_commands
+from fp4convert.cli.commands import COMMANDS
 from fp4convert.cli.typer_startup import PlainCommand, PlainGroup
 from fp4convert.errors import Fp4Error, InputError, Interrupted
 from fp4convert.process import Stopped, sturdy_streams, uncovered
-
-COMMANDS: dict[str, Callable[..., None]] = {
-    "quantize": convert_commands.quantize_command,
-    "inspect": quality_commands.inspect_command,
-    "verify": quality_commands.verify_command,
-    "compare": quality_commands.compare_command,
-    "dequantize": convert_commands.dequantize_command,
-    "merge": convert_commands.merge_command,
-    "analyze": quality_commands.analyze_command,
-    "calibrate": quality_commands.calibrate_command,
-    "prune": convert_commands.prune_command,
-    "explain": quality_commands.explain_command,
-    "doctor": quality_commands.doctor_command,
-    "recipes": quality_commands.recipes_command,
-    "transcode": convert_commands.transcode_command,
-}
 
 
 def _version(wanted: bool) -> None:
@@ -69,9 +53,8 @@ def make_app(called: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
     )
     made.callback()(_options)
     for name, command in COMMANDS.items():
-        made.command(name, cls=PlainCommand, help=getdoc(command))(
-            command if name in called else _uncalled
-        )
+        do = command.for_typer() if name in called else _uncalled
+        made.command(name, cls=PlainCommand, help=getdoc(command.options))(do)
     return made
 
 

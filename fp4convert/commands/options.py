@@ -1,175 +1,238 @@
-"""Options that several functions have, and checks of their words.
+"""Make functions of options; declare options of commands that look.
 
-A command that computes has one function of its name: convert.py writes, quality.py looks and tells, analysis.py measures,
-calibration.py needs torch.  Words have the names and the defaults of the command line's options; those that several commands
-have are here.  Nothing is printed.
+The options of the commands that write are in conversion/options.py, for they are planned by them.
+The docstring of a class is the help of its command.  Nothing is printed.
 """
 
-from __future__ import annotations
-
-import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
+from functools import wraps
+from inspect import Signature, cleandoc, signature
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, ClassVar, ParamSpec, Protocol, TypeVar, cast
 
-from fp4convert.errors import InputError
+from fp4convert.conversion.options import (
+    AccessOptions,
+    ArtifactArgument,
+    DeviceOptions,
+    Force,
+    Page,
+    SourceArgument,
+    Statistics,
+)
 from fp4convert.progress import Phases
-from fp4convert.storage.source import Access
+from fp4convert.recipes.options import Option, RecipeOptions, Reference, declared_in
 
-MOST_MEMORY = 1e6  # GB; inf, too, means no limit
+P = ParamSpec("P")
+O = TypeVar("O")  # noqa: E741  (options of a command)
+O_contra = TypeVar("O_contra", contravariant=True)
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
-Reference = str | os.PathLike[str]
-"""A folder, a file, or ORG/NAME on the Hub."""
-Patterns = str | Iterable[str] | None
-"""Globs on module names, or re:REGEX."""
+Sarif = Annotated[
+    Reference | None,
+    Option("Write the findings as SARIF 2.1.0, for code scanning.", parse=Path),
+]
 
 
-class AccessOptions(TypedDict, total=False):
-    """How sources and artifacts are found and read.
+class Public(Protocol[P, O_contra, R_co]):
+    """A public function: called with its options by name, or run with all of them as one."""
 
-    revision   on the Hub: branch, tag or commit; default: main
-    subfolder  of a folder or repository, where the checkpoint is
-    token      for the Hub; default: the one that is logged in
-    memory     GB of what the Hub sends that are kept for a second reading; default 1
-    transport  from the Hub: http (default), or xet
-    tell       gets lines for people: what is waited for, which part this is, which page was written; default: nobody hears them
+    @property
+    def run(self) -> Callable[[O_contra], R_co]: ...
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+
+def public(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Public[P, O, R]]:
+    """Make a function of an options object one that takes these options by name.
+
+    options  the dataclass; its fields are the parameters, for a type checker, too
     """
 
-    revision: str | None
-    subfolder: str | None
-    token: str | None
-    memory: float
-    transport: str
-    tell: Callable[[str], None]
+    def decorate(run: Callable[[O], R]) -> Public[P, O, R]:
+        @wraps(run)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            return run(options(*args, **kwargs))
+
+        kind = cast(type, options)
+        rows = [f"{each.name}: {each.option.help}" for each in declared_in(kind)]
+        called.__doc__ = "\n".join([cleandoc(run.__doc__ or ""), "", *rows])
+        returned = run.__annotations__.get("return", Signature.empty)
+        made: Any = called
+        made.__signature__ = signature(kind).replace(return_annotation=returned)
+        made.run = run
+        return cast(Public[P, O, R], made)
+
+    return decorate
 
 
-class WorkOptions(AccessOptions, total=False):
-    """How a command that writes works; nothing here changes a byte.
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ReadOptions(AccessOptions):
+    """How a command reads that only looks: the command line leaves memory and transport out."""
 
-    workers  threads; default 0: as many as suit the device
-    force    discard what an earlier run left in the output
-    phases   learns how far the work is
-    warn     gets what a person should know before the work; default: Python's warnings
+    PYTHON_ONLY: ClassVar = frozenset({"memory", "transport"})
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class InspectOptions(ReadOptions):
+    """Tell what an artifact is and whether it is healthy, from its headers, records and scales.
+
+    Exit code 6 when something is wrong with it. Example: fp4convert inspect ./Llama-3.1-8B-NVFP4
     """
 
-    workers: int
-    force: bool
-    phases: Phases
-    warn: Callable[[Iterable[str]], None]
+    artifact: ArtifactArgument
+    _: KW_ONLY
+    source: Annotated[
+        Reference | None,
+        Option("The original checkpoint, which decides what statistics cannot.", parse=str),
+    ] = None
+    full: Annotated[bool, Option("Read every block scale, however many.")] = False
+    sarif: Sarif = None
 
 
-class PartOptions(WorkOptions, total=False):
-    """Which part of the work this process does, of one that several share.
+@dataclass(frozen=True, eq=False, repr=False)
+class VerifyOptions(ReadOptions):
+    """Re-hash every file and read every scale; with --source, measure every tensor.
 
-    join         take tasks as they come, beside other processes that begin together
-    shard_index  do this part alone, from 0; then `merge`
-    num_shards   how many parts; default for both: what Slurm, torchrun or SkyPilot say
+    Exit code 6 when something is wrong. Example: fp4convert verify ./M-NVFP4 --source ./M --min-sqnr 18
     """
 
-    join: bool
-    shard_index: int | None
-    num_shards: int | None
+    artifact: ArtifactArgument
+    _: KW_ONLY
+    source: Annotated[
+        Reference | None,
+        Option("The original checkpoint, to measure every tensor against.", parse=str),
+    ] = None
+    min_sqnr: Annotated[
+        float | None, Option("Fail when a tensor's SQNR is below this many dB.")
+    ] = None
+    max_nmse: Annotated[
+        float | None, Option("Fail when a tensor's normalised squared error is above this.")
+    ] = None
+    outputs: Annotated[
+        bool, Option("Measure what every linear layer answers, for random inputs.")
+    ] = False
+    calibration: Annotated[
+        Reference | None,
+        Option("The same for the inputs that fp4convert calibrate saw of the source.", parse=Path),
+    ] = None
+    max_output_error: Annotated[
+        float | None, Option("Fail when a layer's output error is above this; 0.1 is 10 %.")
+    ] = None
+    report: Page = None
+    sarif: Sarif = None
 
 
-def check_words(options: Mapping[str, Any], known: type) -> None:
-    """TypeError for a word that is not known, as Python itself has it."""
-    for word in options:
-        if word not in known.__annotations__:
-            raise TypeError(
-                f"unexpected keyword argument {word!r}; expected one of {', '.join(known.__annotations__)}"
-            )
+@dataclass(frozen=True, eq=False, repr=False)
+class CompareOptions(ReadOptions):
+    """Put two artifacts side by side against one source, tensor by tensor: which of them is better, and by how much.
 
-
-def words_of(kind: type[Any], options: Mapping[str, Any], **named: str) -> dict[str, Any]:
-    """The given words that are fields of a dataclass, as it has them; the defaults of all others are its own.
-
-    named  the word of a field that has another name
+    Exit code 6 when one of them is not of that source. Example: fp4convert compare ./M-NVFP4 ./M-MXFP4 --source ./M
     """
-    of_field = {field.name: named.get(field.name, field.name) for field in fields(kind)}
-    return {
-        name: _AS.get(word, _itself)(options[word])
-        for name, word in of_field.items()
-        if word in options
-    }
+
+    a: ArtifactArgument
+    b: Annotated[
+        Reference,
+        Option("The same, of the same model: in any format, dialect or rule.", is_argument=True),
+    ]
+    _: KW_ONLY
+    source: Annotated[
+        Reference, Option("The original checkpoint, to measure both against.", parse=str)
+    ]
+    calibration: Annotated[
+        Reference | None,
+        Option(
+            "Output errors for the inputs that fp4convert calibrate saw, not for random ones.",
+            parse=Path,
+        ),
+    ] = None
 
 
-def access_of(options: AccessOptions, output: Path | None = None) -> Access:
-    """How the Hub is asked.
+@dataclass(frozen=True, eq=False, repr=False)
+class AnalyzeOptions(RecipeOptions, AccessOptions):
+    """Tell which format, which rule and which modules: what every kind of module loses in each form. Writes nothing.
 
-    output  where an unfinished plan may lie, which says of which commit it is
+    Example: fp4convert analyze ./Llama-3.1-8B
     """
-    return Access(**words_of(Access, options, memory_nbytes="memory") | {"output": output})
+
+    source: SourceArgument
+    _: KW_ONLY
+    calibration: Statistics = None
+    sample: Annotated[
+        float | None, Option("GB of the source to read: rows of all kinds. Default: 0.02.")
+    ] = None
+    phases: Phases | None = None
 
 
-def original_access(options: AccessOptions) -> Access:
-    """The same for the source of an artifact, whose revision is its own."""
-    return access_of(AccessOptions(**{**options, "revision": None}))
+@dataclass(frozen=True, eq=False, repr=False)
+class CalibrateOptions(AccessOptions):
+    """Run text through the model, a layer at a time, and keep what every linear layer is given.
+
+    Example: fp4convert calibrate ./Llama-3.1-8B -o llama.safetensors --text book.txt --gram block:128
+    """
+
+    source: SourceArgument
+    output: Annotated[
+        Reference, Option("New safetensors file.", parse=Path, flags=("--output", "-o"))
+    ]
+    _: KW_ONLY
+    text: Annotated[
+        Reference | Iterable[Reference] | None,
+        Option("A file of plain text; may be given several times.", parse=Path, is_several=True),
+    ] = None
+    dataset: Annotated[
+        Reference | None,
+        Option("jsonl or parquet with 'text' or 'messages' in each record.", parse=Path),
+    ] = None
+    self_generate: Annotated[
+        int | None, Option("No data: so many sequences are written by the model.")
+    ] = None
+    samples: Annotated[int, Option("At most so many, evenly spread over the data.")] = 128
+    sequence_length: Annotated[
+        int | None,
+        Option("Tokens of each. Default: what the model takes, up to 2048, or 512 of its own."),
+    ] = None
+    gram: Annotated[
+        str, Option("none, diag (second moments), block:N or full, which GPTQ takes.")
+    ] = "diag"
+    device: Annotated[str, Option("auto (a GPU, else the CPU), cpu, cuda or cuda:N.")] = (
+        DeviceOptions.device
+    )
+    hold: Annotated[float, Option("GB of weights held at once, with --self-generate.", least=0)] = (
+        8.0
+    )
+    force: Force = False
+    phases: Phases | None = None
 
 
-def given(token: str | None) -> str | None:
-    """None for a token of nothing, as --token "$TOKEN" gives where that is not set."""
-    return (token or "").strip() or None
+@dataclass(frozen=True, eq=False, repr=False)
+class MergeOptions:
+    """End a conversion whose parts are done: check every shard (reading what no seal proves untouched:
+    docs/resume.md), compare scale groups, write the index and the records.
 
+    Example: fp4convert merge ./Llama-3.1-8B-NVFP4
+    """
 
-def patterns(words: Patterns) -> tuple[str, ...]:
-    """One pattern or several as several."""
-    return (words,) if isinstance(words, str) else tuple(words or ())
-
-
-def as_nbytes(gigabytes: float) -> int:
-    """Bytes; as many as anybody can have for inf.  InputError for less than nothing, and for NaN."""
-    if not gigabytes >= 0:
-        raise InputError(
-            "usage", f"{gigabytes:g} GB of memory; expected 0 or more", "Give a number of GB."
-        )
-    return int(min(gigabytes, MOST_MEMORY) * 10**9)
-
-
-def as_count(workers: int) -> int:
-    """The number itself; InputError for less than none."""
-    if workers < 0:
-        raise InputError(
-            "usage",
-            f"workers is {workers}; expected 0 or more",
-            "Leave it out: as many as suit the device.",
-        )
-    return workers
-
-
-def as_reference(file: Reference | None) -> str | None:
-    """A file that may not be named, as a string."""
-    return None if file is None else os.fspath(file)
+    output: Annotated[
+        Reference,
+        Option(
+            "The folder that parts were written to, or copied into.", parse=Path, is_argument=True
+        ),
+    ]
+    _: KW_ONLY
+    phases: Phases | None = None
 
 
 def as_path(file: Reference | None) -> Path | None:
-    """A file that may not be named."""
+    """Return the path of a file that may not be named."""
     return None if file is None else Path(file)
 
 
-def _itself(value: object) -> object:
-    return value
-
-
-_AS: Mapping[str, Callable[[Any], object]] = {  # what becomes of a word
-    "include": patterns,
-    "exclude": patterns,
-    "token": given,
-    "calibration": as_reference,
-    "memory": as_nbytes,
-    "hold": as_nbytes,
-    "workers": as_count,
-}
-
-
-def ignore(line: str) -> None:
-    """Nobody hears it."""
-
-
 def as_warnings(lines: Iterable[str]) -> None:
-    """Python's own warnings, where the caller of the package stands, with nothing in them that could act on a terminal."""
+    """Give Python's own warnings, where the caller of the package stands, safe for a terminal."""
     level = 1
     while sys._getframe(level).f_globals.get("__name__", "").startswith("fp4convert."):
         level += 1

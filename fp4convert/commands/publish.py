@@ -5,12 +5,14 @@ Shards are uploaded as they are finished, and one commit names them all when the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fp4convert.checkpoint.artifact import open_artifact
+from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.work import Work
 from fp4convert.errors import InputError
 from fp4convert.execution.settings import Result, Settings
@@ -20,142 +22,102 @@ from fp4convert.storage.checkpoint_files import CARD
 from fp4convert.storage.open import open_source
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """A repository that the result goes to.
+def check_destinations(options: QuantizeOptions, share: Share | None, is_dry: bool) -> None:
+    """Check where a result shall go beside its folder, before any work.
 
-    repo   ORG/NAME
-    token  the one that is logged in where it is None
+    Raises  InputError for options that contradict one another, for a page in the output, or where
+            nothing whole is made to show; OutputError for a page that cannot be written
     """
-
-    repo: str
-    is_private: bool = False
-    token: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Destinations:
-    """Where the result goes beside the folder.
-
-    page  a file of HTML; where the work makes several artifacts, each has one, with its folder in the name
-    """
-
-    publication: Publication | None = None
-    page: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What is asked for."""
-
-    work: Work
-    settings: Settings
-    destinations: Destinations = field(default_factory=Destinations)
-
-
-def choose_publication(repo: str | None, is_private: bool, token: str | None) -> Publication | None:
-    """Where the options say that the result goes; InputError where they contradict one another."""
-    if repo is None and is_private:
-        raise InputError(
-            "repo-name",
-            "--private says how --push-to-hub pushes, which is not given",
-            "Name it: --push-to-hub ORG/NAME.",
-        )
-    return None if repo is None else Publication(repo, is_private, token)
-
-
-def choose_page(page: Path | None, output: Path, share: Share | None, is_dry: bool) -> Path | None:
-    """The page; InputError in the output, or where nothing whole is made to show; OutputError where it cannot be written."""
-    if page is not None and (is_dry or share is not None):
+    if options.private and options.push_to_hub is None:
+        detail = "--private says how --push-to-hub pushes, which is not given"
+        raise InputError("repo-name", detail, "Name it: --push-to-hub ORG/NAME.")
+    if options.report is None:
+        return
+    page = Path(options.report)
+    if is_dry or share is not None:
         made = "a dry run makes nothing" if is_dry else "a part is not the whole"
-        next_step = "Afterwards: fp4convert verify OUTPUT --report FILE.html."
+        detail = f"--report {page}: {made}; expected an artifact to show"
         raise InputError(
-            "report", f"--report {page}: {made}; expected an artifact to show", next_step
+            "report", detail, "Afterwards: fp4convert verify OUTPUT --report FILE.html."
         )
-    if page is not None:
-        from fp4convert.report.html import PAGE, check_page
+    from fp4convert.report.html import PAGE, check_page
 
-        check_apart({PAGE: page}, output)
-        check_page(page)
-    return page
+    check_apart({PAGE: page}, options.folder)
+    check_page(page)
 
 
-def fulfil(order: Order) -> Result:
+def fulfil(work: Work, settings: Settings) -> Result:
     """Carry out the work; any number of processes may do so together.
 
-    Raises  InputError for a part that would be pushed; what Work.carry_out, Pusher and save_page raise
+    Raises  InputError for a part that would be pushed; what Work.carry_out, Pusher and save_page
+            raise
     """
-    publication, pages = order.destinations.publication, _pages(order)
+    pages = _pages(work)
     if pages:
         from fp4convert.report.html import check_page
 
         for page in pages.values():
             check_page(page)
-    result = (
-        order.work.carry_out(order.settings)
-        if publication is None
-        else _publish(order, publication)
-    )
-    for line in _write_pages(order.work, pages):
-        order.settings.tell(line)
+    is_pushed = work.options.push_to_hub is not None
+    result = _publish(work, settings) if is_pushed else work.carry_out(settings)
+    for line in _write_pages(work, pages):
+        settings.tell(line)
     return result
 
 
-def _pages(order: Order) -> dict[str, Path]:
-    """The page of every artifact, by its folder in the result; none where they are not asked for."""
-    page = order.destinations.page
-    if page is None:
+def _pages(work: Work) -> dict[str, Path]:
+    """Return the page of every artifact by its folder in the result; none if none is asked for."""
+    if work.options.report is None:
         return {}
+    page = Path(work.options.report)
     return {
         folder: page.with_stem(f"{page.stem}-{folder}") if folder else page
-        for folder in order.work.errands()
+        for folder in work.artifacts()
     }
 
 
 def _write_pages(work: Work, pages: Mapping[str, Path]) -> Iterator[str]:
-    """Lines that tell which pages were written.
+    """Write every page; yield lines that tell of them.
 
     The source is opened again, for whoever converted it may have ended its reading.
     """
     for folder, page in pages.items():
         from fp4convert.report.html import save_page
 
-        errand = work.errands()[folder]
-        access = replace(
-            errand.access, revision=work.source.checkpoint.revision or errand.access.revision
-        )
-        source, artifact = open_source(errand.reference, access), open_artifact(str(errand.output))
-        yield save_page(page, artifact, source)
+        options = work.artifacts()[folder]
+        access = options.access(options.folder)
+        access = replace(access, revision=work.source.checkpoint.revision or access.revision)
+        source = open_source(os.fspath(options.source), access)
+        yield save_page(page, open_artifact(str(options.folder)), source)
 
 
-def _publish(order: Order, publication: Publication) -> Result:
+def _publish(work: Work, settings: Settings) -> Result:
+    """Carry out the work and upload what it makes, in one commit."""
     from fp4convert.report.model_card import CardRequest, make_card
     from fp4convert.storage.hub.upload import Pusher
 
-    work, settings, errand = order.work, order.settings, order.work.errand
-    if settings.share is not None:
-        detail = f"part {settings.share.index} of {settings.share.count} cannot be pushed: one commit names all files"
-        next_step = "Merge the parts; then the same command with --num-shards 1 finds everything done, and pushes it."
-        raise InputError("share", detail, next_step)
-    pusher = Pusher(
-        publication.repo, publication.is_private, publication.token, settings.tell, work.names()
-    )
+    options, repo, share = work.options, str(work.options.push_to_hub), settings.share
+    if share is not None:
+        detail = f"part {share.index} of {share.count} cannot be pushed: one commit names all files"
+        raise InputError(
+            "share",
+            detail,
+            "Merge the parts; then the same command with --num-shards 1 finds everything done,"
+            " and pushes it.",
+        )
+    pusher = Pusher(repo, options.private, options.known_token, settings.tell, work.names())
     work.check(settings)
     work.begin(settings)
     try:
         pusher.begin()
         result = work.carry_out(replace(settings, named=pusher.add))
-        goal_options = errand.goal.options() if errand.goal else {}
-        options = {**asdict(errand.request), **goal_options, "subfolder": errand.access.subfolder}
-        card = make_card(
-            work.plan, result, work.source, CardRequest(publication.repo, options, _errors(result))
-        )
+        made_by = CardRequest(repo, options.that_make_bytes(), _errors(result))
+        card = make_card(work.plan, result, work.source, made_by)
         files = work.ended_files()
-        nbytes = sum((errand.output / file).stat().st_size for file in files if file != CARD)
+        nbytes = sum((options.folder / file).stat().st_size for file in files if file != CARD)
         settings.phases.begin("upload", nbytes + len(card.encode("utf-8", "replace")))
-        return replace(
-            result, pushed=pusher.commit(errand.output, files, card, settings.phases.report)
-        )
+        pushed = pusher.commit(options.folder, files, card, settings.phases.report)
+        return replace(result, pushed=pushed)
     finally:
         pusher.stop()
 

@@ -18,8 +18,8 @@ from typing import Any
 from fp4convert.checkpoint.dialects.base import Ignored
 from fp4convert.conversion.dry_run import READING_RATES
 from fp4convert.conversion.one_checkpoint import Conversion
+from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import manifest_of
-from fp4convert.conversion.ray_workers import Errand
 from fp4convert.errors import Fp4Error, InputError, NumericError
 from fp4convert.execution.folder import OutputFolder, TaskWriter, missing_nbytes
 from fp4convert.execution.job import Job, carry_out, opened
@@ -46,7 +46,7 @@ class PipelineConversion:
     conversions  by the name of the component, which is that of its folder, too
     """
 
-    errand: Errand
+    options: QuantizeOptions
     source: Source
     conversions: dict[str, Conversion]
 
@@ -81,8 +81,8 @@ class PipelineConversion:
         ]
         return [*parts, *self._copying().manifest().files]
 
-    def errands(self) -> dict[str, Errand]:
-        return {name: conversion.errand for name, conversion in self.conversions.items()}
+    def artifacts(self) -> dict[str, QuantizeOptions]:
+        return {name: conversion.options for name, conversion in self.conversions.items()}
 
     def describe(self, settings: Settings) -> dict[str, object]:
         """The documents of all components in one, with what is copied; every tensor says whose it is."""
@@ -151,10 +151,10 @@ class PipelineConversion:
     @contextmanager
     def _begun(self, settings: Settings) -> Iterator[OutputFolder]:
         """Every folder with its plan in it, the pipeline's first."""
-        refuse_linked_folders(self.errand.output, (f"{name}/any" for name in self.conversions))
-        with opened(self._copying(), self.errand.output, settings) as folder:
+        refuse_linked_folders(self.options.folder, (f"{name}/any" for name in self.conversions))
+        with opened(self._copying(), self.options.folder, settings) as folder:
             for name, conversion in self.conversions.items():
-                with named_component(name), told(self.errand.output):
+                with named_component(name), told(self.options.folder):
                     self._reopen(conversion)
                     if conversion.begin(
                         settings
@@ -165,11 +165,14 @@ class PipelineConversion:
     @property
     def _end(self) -> Path:
         """The file whose absence makes the whole unfinished."""
-        return self.errand.output / PIPELINE
+        return self.options.folder / PIPELINE
 
     def _reopen(self, conversion: Conversion) -> None:
         """Of an unfinished whole no component is finished, so that its plan may be replaced: changed options go on."""
-        output, manifest = conversion.errand.output, manifest_of(conversion.source, conversion.plan)
+        output, manifest = (
+            conversion.options.folder,
+            manifest_of(conversion.source, conversion.plan),
+        )
         old = read_manifest(output) if (output / PLAN_FILE).exists() else None
         if (
             old
@@ -184,7 +187,7 @@ class PipelineConversion:
         with self._begun(settings) as folder:
             adopted_nbytes = folder.manifest.nbytes - missing_nbytes(folder.root, folder.manifest)
             results = self._convert(settings)
-            copied = carry_out(self._copying(), _Copier(self.source), self.errand.output, settings)
+            copied = carry_out(self._copying(), _Copier(self.source), self.options.folder, settings)
         return self._whole(results, copied, adopted_nbytes)
 
     def _convert(self, settings: Settings) -> dict[str, Result]:
@@ -211,7 +214,7 @@ class PipelineConversion:
             for name, files in own.items()
             for file, sha256 in files.items()
         }
-        return {**parts, **read_ended(self.errand.output).files}
+        return {**parts, **read_ended(self.options.folder).files}
 
     def _copying(self) -> Job:
         """The job that copies everything else."""
@@ -232,7 +235,7 @@ class PipelineConversion:
             tensors.update(result.tensors)
         return replace(
             made[0],
-            output=str(self.errand.output),
+            output=str(self.options.folder),
             source_bytes=sum(result.source_bytes for result in made) + copied_nbytes,
             output_bytes=sum(result.output_bytes for result in made) + copied_nbytes,
             seconds=round(sum(result.seconds for result in made) + copied.seconds, 3),

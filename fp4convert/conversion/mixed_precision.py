@@ -17,11 +17,12 @@ from pathlib import Path
 
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
+from fp4convert.checkpoint.linears import Linears
 from fp4convert.checkpoint.module_names import split_numbers
 from fp4convert.conversion.artifact_job import artifact_job
 from fp4convert.conversion.knapsack import Option, Part, choose
-from fp4convert.conversion.quantization import Asked, understand
-from fp4convert.conversion.requests import Goal, Request
+from fp4convert.conversion.options import DeviceOptions, QuantizeOptions
+from fp4convert.conversion.quantization import plan_with, understand
 from fp4convert.conversion.sensitivity import Bench, Candidate, Losses, measure
 from fp4convert.errors import InputError
 from fp4convert.execution.finish import nbytes_of
@@ -31,7 +32,7 @@ from fp4convert.execution.rounding import Rounding
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8
 from fp4convert.planning.decisions import NAME_SOME, Verdict, decide, gather_made, judge_each
-from fp4convert.planning.quantize_plan import KEPT_DTYPE
+from fp4convert.planning.quantize_plan import KEPT_DTYPE, Scalars
 from fp4convert.progress import Phases, size_text
 from fp4convert.recipes.recipe import EXPERT_WORDS, Recipe, scale_group
 from fp4convert.recipes.rules import FormatRule, Patterns
@@ -40,6 +41,68 @@ from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 
 MOST_TRIES = 50  # to meet a size: what names and records take changes a little with the choice
+
+
+GIGA = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What the artifact should come to: one of the two.
+
+    nbytes  of all its files
+    bits    of each weight, scales and all, averaged over the modules that would be four-bit without a goal
+    """
+
+    nbytes: int | None = None
+    bits: float | None = None
+
+    def within(self, low: float, high: float) -> None:
+        """InputError where it is below the smallest artifact, or not below one of which everything stays."""
+        wanted = self.nbytes if self.nbytes is not None else self.bits or 0.0
+        if low <= wanted < high:
+            return
+        if self.nbytes is not None:
+            asked, span = (
+                f"--target-size {self.nbytes / GIGA:.9g} GB",
+                (f"{math.ceil(low) / GIGA:.9f}", f"{high / GIGA:.9f} GB"),
+            )
+        else:
+            asked, span = (
+                f"--target-bits {self.bits:g}",
+                (f"{math.ceil(low * 1e6) / 1e6:.6f}", f"{high:g} bits per weight"),
+            )
+        expected = f"expected from {span[0]} to below {span[1]}"
+        reach = "all of it four-bit takes the lower, and nothing of it the upper"
+        raise InputError(
+            "target-range",
+            f"{asked}; {expected}: {reach}",
+            "Choose another; or give other modules to it: --include, --exclude.",
+        )
+
+
+def goal_of(gigabytes: float | None, bits: float | None) -> Goal | None:
+    """What the options ask for; InputError for both of them, or for what is no positive number."""
+    if gigabytes is not None and bits is not None:
+        raise InputError(
+            "target-twice",
+            "--target-size and --target-bits are given; expected one of them",
+            "Leave one out.",
+        )
+    for option, value, unit in (
+        ("--target-size", gigabytes, "GB"),
+        ("--target-bits", bits, "bits per weight"),
+    ):
+        if value is not None and not 0 < value < math.inf:
+            detail = f"{option} {value:g}; expected a positive number of {unit}"
+            raise InputError(
+                "target-range",
+                detail,
+                "Give any such number: what is out of reach is told with the range.",
+            )
+    if gigabytes is not None:
+        return Goal(nbytes=int(gigabytes * GIGA))
+    return None if bits is None else Goal(bits=bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +115,7 @@ class Measuring:
 
     output: Path | None = None
     is_kept: bool = True
-    device: str = "auto"
+    device: str = DeviceOptions.device
     workers: int = 0
     phases: Phases = field(default_factory=Phases)
 
@@ -85,17 +148,18 @@ class Fit:
         return {**asked, **found, "modules": dict(self.modules), "formats": formats}
 
 
-def fit(source: Source, request: Request, goal: Goal, measuring: Measuring) -> Fit:
+def fit(source: Source, options: QuantizeOptions, goal: Goal, measuring: Measuring) -> Fit:
     """The formats by which the artifact of that request meets the goal with the least error; measures first.
 
     Raises  InputError for a goal out of reach, or where nothing is four-bit; what `measure` raises; OutputError for a folder that
             is somebody else's
     """
-    if request.via:
+    if options.via:
         detail = "--via rounds twice, for comparison; with a target every module is rounded once"
         raise InputError("target-via", detail, "Leave --via out.")
-    asked = understand(source, request)
-    fitting, calibration = _Fitting.of(source, asked), asked.calibration
+    recipe, linears, scalars = understand(source, options)
+    fitting = _Fitting.of(source, recipe, linears, scalars)
+    calibration = scalars.measured.calibration if scalars.measured else None
     if not fitting.parts:
         raise InputError(
             "no-linears",
@@ -112,7 +176,7 @@ def fit(source: Source, request: Request, goal: Goal, measuring: Measuring) -> F
         if measuring.output.is_dir():
             read_manifest(measuring.output)
     rounding = Rounding(
-        replace(asked.recipe.target, method="rtn"), open_backend(measuring.device), calibration
+        replace(recipe.target, method="rtn"), open_backend(measuring.device), calibration
     )
     table = fitting.dialect.TRAITS.fp8
     bench = Bench(
@@ -149,21 +213,18 @@ class _Fitting:
     """
 
     source: Source
-    asked: Asked
+    recipe: Recipe
+    linears: Linears
+    scalars: Scalars
     dialect: Dialect
     parts: Mapping[str, Sequence[str]]
     verdicts: Mapping[str, Mapping[str, Verdict]]
     candidates: Sequence[Candidate]
 
-    @property
-    def recipe(self) -> Recipe:
-        return self.asked.recipe
-
     @classmethod
-    def of(cls, source: Source, asked: Asked) -> _Fitting:
-        recipe = asked.recipe
+    def of(cls, source: Source, recipe: Recipe, linears: Linears, scalars: Scalars) -> _Fitting:
         dialect = dialect_to_write(recipe.target)
-        decided = decide(asked.linears, recipe, dialect)
+        decided = decide(linears, recipe, dialect)
         own = {
             module: verdict
             for module, verdict in decided.items()
@@ -188,7 +249,8 @@ class _Fitting:
             for module, verdict in own.items()
             if (formats := _measured(module, recipe.format.name, own, others))
         ]
-        return cls(source, asked, dialect, parts, {recipe.format.name: own, **others}, candidates)
+        every = {recipe.format.name: own, **others}
+        return cls(source, recipe, linears, scalars, dialect, parts, every, candidates)
 
     def check(self, goal: Goal) -> None:
         """InputError for a goal that is out of reach."""
@@ -310,15 +372,17 @@ class _Fitting:
         """A glob for experts, where it fits nothing else; else the names."""
         modules = self.parts[part]
         is_parent = len(modules) > 1 and _is_plain(part) and modules[0].startswith(f"{part}.")
-        if is_parent and sum(
-            module.startswith(f"{part}.") for module in self.asked.linears.of
-        ) == len(modules):
+        if is_parent and sum(module.startswith(f"{part}.") for module in self.linears.of) == len(
+            modules
+        ):
             return [f"{part}.*"]
         return [module if _is_plain(module) else f"re:{re.escape(module)}$" for module in modules]
 
     def artifact_nbytes(self, parts: Sequence[Part], chosen: Sequence[Option]) -> int:
         """Of all files, exactly."""
-        plan = self.asked.plan(self.source, self._rules(parts, chosen))
+        plan = plan_with(
+            self.source, self.recipe, self.linears, self.scalars, self._rules(parts, chosen)
+        )
         return nbytes_of(artifact_job(self.source, plan).manifest())
 
 

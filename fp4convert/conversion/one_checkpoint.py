@@ -7,8 +7,9 @@ from typing import Any
 
 from fp4convert.conversion.dry_run import describe_plan
 from fp4convert.conversion.mixed_precision import Fit
+from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import begin_quantize, name_files, quantize
-from fp4convert.conversion.ray_workers import Errand, check_cluster, quantize_together
+from fp4convert.conversion.ray_workers import check_cluster, quantize_together
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.plan_file import read_ended
 from fp4convert.execution.settings import Result, Settings
@@ -24,10 +25,9 @@ class Conversion:
     fitted  which formats were chosen for modules, where a size was asked for
     """
 
-    errand: Errand
+    options: QuantizeOptions
     source: Source
     plan: Plan
-    ray: str | None = None
     fitted: Fit | None = None
 
     @property
@@ -37,8 +37,8 @@ class Conversion:
     def names(self) -> list[str]:
         return name_files(self.source, self.plan)
 
-    def errands(self) -> dict[str, Errand]:
-        return {"": self.errand}
+    def artifacts(self) -> dict[str, QuantizeOptions]:
+        return {"": self.options}
 
     def describe(self, settings: Settings) -> dict[str, object]:
         document = dict[str, Any](describe_plan(self.source, self.plan, settings))
@@ -51,18 +51,19 @@ class Conversion:
         }
 
     def check(self, settings: Settings) -> None:
-        if self.ray is None:
+        if self.options.ray is None:
             open_backend(settings.device)
         else:
-            check_cluster(self.ray)
+            check_cluster(self.options.ray)
 
     def begin(self, settings: Settings) -> OutputFolder:
-        return begin_quantize(self.source, self.plan, self.errand.output, settings)
+        return begin_quantize(self.source, self.plan, self.options.folder, settings)
 
     def carry_out(self, settings: Settings) -> Result:
-        if self.ray is None:
-            return quantize(self.source, self.plan, self.errand.output, settings)
-        return quantize_together(self.ray, self.errand, self.source, self.plan, settings)
+        if self.options.ray is None:
+            return quantize(self.source, self.plan, self.options.folder, settings)
+        formats = self.fitted.rules if self.fitted else ()
+        return quantize_together(self.options, formats, (self.source, self.plan), settings)
 
     def ended_files(self) -> dict[str, str]:
-        return read_ended(self.errand.output).files
+        return read_ended(self.options.folder).files

@@ -46,8 +46,9 @@ from fp4convert.planning.steps import (
     module_of,
     refuse_collisions,
 )
+from fp4convert.recipes.options import RecipeOptions
 from fp4convert.recipes.patterns import matches_any
-from fp4convert.recipes.recipe import Choice, Target, model_recipe
+from fp4convert.recipes.recipe import Target, model_recipe
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.json_text import as_text
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
@@ -98,7 +99,7 @@ def prepare_prune(
     """
     checkpoint = source.checkpoint
     _refuse_artifact(source)
-    rules = model_recipe(checkpoint.config, Choice(recipe))
+    rules = model_recipe(checkpoint.config, RecipeOptions(recipe=recipe))
     with uncollected():
         mixtures = find_mixtures(tuple(checkpoint.tensors), rules)
     rule = rules.experts[0]

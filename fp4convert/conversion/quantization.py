@@ -5,7 +5,8 @@ A request and a source become a recipe, the linear layers and their scales; thes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import os
+from dataclasses import replace
 from pathlib import Path
 
 from fp4convert.calibration.methods.awq_smooth import Smoother
@@ -19,7 +20,7 @@ from fp4convert.conversion.artifact_job import (
     dialect_of,
     refuse_odd_scale,
 )
-from fp4convert.conversion.requests import Request
+from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.errors import InputError
 from fp4convert.execution.carried_blocks import describe_carried, stored_blocks, taken_over
 from fp4convert.execution.folder import OutputFolder
@@ -41,103 +42,106 @@ from fp4convert.planning.method_needs import (
 )
 from fp4convert.planning.quantize_plan import Scalars, plan_quantize
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.recipe import Choice, Recipe, Target, build_recipe
+from fp4convert.recipes.recipe import Recipe, Target, build_recipe
 from fp4convert.recipes.rules import FormatRule
 from fp4convert.storage.source import Source, uncollected
 
 
 def prepare_quantize(
-    source: Source, request: Request, formats: tuple[FormatRule, ...] = ()
+    source: Source, options: QuantizeOptions, formats: tuple[FormatRule, ...] = ()
 ) -> Plan:
-    """The plan that `quantize` carries out; InputError for anything that the request or the source has wrong.
+    """Plan what `quantize` carries out.
 
     formats  of modules, before those of the recipe: a choice that was made to fit a size
+    Raises   InputError for anything that the options or the source have wrong
     """
-    asked = understand(source, request)
-    plan = asked.plan(source, formats)
-    if asked.calibration:
-        plan = with_statistics(plan, asked.calibration)
-    for module, q in (
-        () if source.is_streamed else stored_blocks(plan)
-    ):  # from a Hub each would be a request: the run tells
-        refuse_odd_scale(module, q)
-        check_scalars(module, q, None, dialect_of(plan))
+    recipe, linears, scalars = understand(source, options)
+    plan = plan_with(source, recipe, linears, scalars, formats)
+    if scalars.measured:
+        plan = with_statistics(plan, scalars.measured.calibration)
+    if not source.is_streamed:  # from a Hub each would be a request: the run tells
+        for module, q in stored_blocks(plan):
+            refuse_odd_scale(module, q)
+            check_scalars(module, q, None, dialect_of(plan))
     return plan
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, understood: all that a plan is made of, and the calibration that it names."""
+def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linears, Scalars]:
+    """Read what all plans of these options are made of: recipe, linear layers and their scales.
 
-    recipe: Recipe
-    linears: Linears
-    scalars: Scalars
-    calibration: Calibration | None
-
-    def plan(self, source: Source, formats: tuple[FormatRule, ...] = ()) -> Plan:
-        """The plan, with these formats of modules before the recipe's."""
-        recipe = replace(self.recipe, formats=(*formats, *self.recipe.formats))
-        with uncollected():
-            merged = self._merged(source, recipe)
-            plan = plan_quantize(source.checkpoint, recipe, merged.linears, self.scalars)
-        return replace(plan, folds=uses_of(merged.folds), warnings=(*plan.warnings, *merged.notes))
-
-    def _merged(self, source: Source, recipe: Recipe) -> Merged:
-        """The linear layers under the folds of the method; as they are where it has none."""
-        target = recipe.target
-        if self.calibration is None or target.method not in FOLDING:
-            return Merged(self.linears, (), ())
-        if target.via:
-            detail = f"--via {target.via} rounds weights before anything else, and --method {target.method} multiplies them first"
-            raise InputError("method-via", f"{detail}; expected one of them", "Leave --via out.")
-        smoother = Smoother(target, self.calibration, not isinstance(self.scalars.inputs, Constant))
-        return merge_folds(
-            source.checkpoint, recipe, self.linears, dialect_to_write(target), smoother.factors
-        )
-
-
-def understand(source: Source, request: Request) -> Asked:
-    """What is asked for, for that source; InputError for anything that the request or the source has wrong."""
-    calibration = open_statistics(request.method, request.scale_rule, request.calibration)
+    Raises  InputError for anything that the options or the source have wrong
+    """
+    file = options.calibration
+    statistics = None if file is None else os.fspath(file)
+    calibration = open_statistics(options.method, options.scale_rule, statistics)
     measured = Measured(calibration) if calibration else None
-    recipe = _recipe_for(source, request, calibration)
+    recipe = _recipe_for(source, options, calibration)
     if calibration:
         calibration.check(source)
     inputs = choose_scales(
-        source, recipe.format, request.activations, request.input_scale, measured
+        source, recipe.format, options.activations, options.input_scale, measured
     )
     with uncollected():
         linears = find_linears(source, recipe)
-        return Asked(
-            recipe,
-            linears,
-            Scalars(inputs, measured, plan_cache(source, linears, recipe, calibration)),
-            calibration,
-        )
+        cache = plan_cache(source, linears, recipe, calibration)
+        return recipe, linears, Scalars(inputs, measured, cache)
 
 
-def _recipe_for(source: Source, request: Request, calibration: Calibration | None) -> Recipe:
-    """The recipe; InputError for what no format, dialect or recipe has."""
-    fmt = format_named(request.format)
-    check_word(request.kv_cache)
-    traits = dialect_to_write(Target(fmt.name, request.dialect, kv_cache=request.kv_cache)).TRAITS
-    reads_any = traits.global_scale_kind and all(
-        shard.frame.reads_global_scales for shard in source.checkpoint.shards
-    )
-    is_unit = fmt.has_global_scale and not reads_any
-    if request.via not in (None, "fp8"):
-        raise InputError(
-            "unknown-via", f"--via {request.via!r} is not known; expected fp8", "Leave it out."
-        )
-    rule = rule_of(request.method, request.scale_rule)
-    target = Target(fmt.name, request.dialect, rule, request.activations, kv_cache=request.kv_cache)
-    sha256 = calibration.sha256 if calibration else None
+def _recipe_for(
+    source: Source, options: QuantizeOptions, calibration: Calibration | None
+) -> Recipe:
+    """Build the recipe; InputError for what no format, dialect or recipe has."""
+    fmt = format_named(options.format)
+    check_word(options.kv_cache)
+    asked = Target(fmt.name, options.dialect, kv_cache=options.kv_cache)
+    traits = dialect_to_write(asked).TRAITS
+    # Engines that read no global scale for this model take it as 1.
+    shards = source.checkpoint.shards
+    reads_any = traits.global_scale_kind and all(s.frame.reads_global_scales for s in shards)
+    if options.via not in (None, "fp8"):
+        detail = f"--via {options.via!r} is not known; expected fp8"
+        raise InputError("unknown-via", detail, "Leave it out.")
     target = replace(
-        target, has_unit_scale=is_unit, via=request.via, method=request.method, calibration=sha256
+        asked,
+        scale_rule=rule_of(options.method, options.scale_rule),
+        activations=options.activations,
+        has_unit_scale=fmt.has_global_scale and not reads_any,
+        via=options.via,
+        method=options.method,
+        calibration=calibration.sha256 if calibration else None,
     )
-    stacks = (request.stack_order, request.stack_rows)
-    choice = Choice(request.recipe, request.include, request.exclude, *stacks, request.keep_packed)
-    return build_recipe(target, source.checkpoint.config, choice)
+    recipe = build_recipe(target, source.checkpoint.config, options)
+    return replace(recipe, keeps_packed=options.keep_packed)
+
+
+def plan_with(
+    source: Source,
+    recipe: Recipe,
+    linears: Linears,
+    scalars: Scalars,
+    formats: tuple[FormatRule, ...] = (),
+) -> Plan:
+    """Plan with these formats of modules before the recipe's."""
+    recipe = replace(recipe, formats=(*formats, *recipe.formats))
+    with uncollected():
+        merged = _merge_folds(source, recipe, linears, scalars)
+        plan = plan_quantize(source.checkpoint, recipe, merged.linears, scalars)
+    return replace(plan, folds=uses_of(merged.folds), warnings=(*plan.warnings, *merged.notes))
+
+
+def _merge_folds(source: Source, recipe: Recipe, linears: Linears, scalars: Scalars) -> Merged:
+    """Put linear layers under the folds of the method; as they are where it has none."""
+    target = recipe.target
+    if scalars.measured is None or target.method not in FOLDING:
+        return Merged(linears, (), ())
+    if target.via:
+        rounds = f"--via {target.via} rounds weights before anything else"
+        detail = f"{rounds}, and --method {target.method} multiplies them first"
+        raise InputError("method-via", f"{detail}; expected one of them", "Leave --via out.")
+    is_told = not isinstance(scalars.inputs, Constant)
+    smoother = Smoother(target, scalars.measured.calibration, is_told)
+    dialect = dialect_to_write(target)
+    return merge_folds(source.checkpoint, recipe, linears, dialect, smoother.factors)
 
 
 def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Result:

@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fp4convert.conversion.options import QuantizeOptions, ignore
 from fp4convert.conversion.quantization import begin_quantize, prepare_quantize, quantize
-from fp4convert.conversion.requests import Goal, Request
 from fp4convert.errors import DeviceError, Fp4Error, InputError
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.plan_file import TaskFiles
@@ -27,7 +27,7 @@ from fp4convert.planning.activation_scales import whole_reference
 from fp4convert.planning.steps import Plan
 from fp4convert.recipes.rules import FormatRule
 from fp4convert.storage.open import open_source
-from fp4convert.storage.source import Access, Source
+from fp4convert.storage.source import Source
 
 LOOK_SECONDS = 1.0
 LATE_SECONDS = 30.0  # for the others, once one worker has seen the end
@@ -40,60 +40,49 @@ CARRIED = (
 )  # of this process's variables; Ray shows them to everybody, so the token goes another way
 
 
-@dataclass(frozen=True, slots=True)
-class Errand:
-    """What every worker is sent to do: `quantize`, together with all others.
+def work_on_node(
+    options: QuantizeOptions, formats: tuple[FormatRule, ...]
+) -> Result | dict[str, Any]:
+    """Convert together with all other nodes; return the whole's result, or an error in words.
 
-    reference  the source, as every node finds it
-    device     as Settings has it, and workers, too
-    goal       what the artifact should come to; None for what comes of it
-    formats    of modules, chosen to meet it
+    formats  of modules, chosen to meet a size: a worker measures nothing
     """
-
-    reference: str
-    access: Access
-    request: Request
-    output: Path
-    device: str = "auto"
-    workers: int = 0
-    goal: Goal | None = None
-    formats: tuple[FormatRule, ...] = ()
-
-    def __call__(self) -> Result | dict[str, Any]:
-        """The result of the whole, or what went wrong, in words that travel."""
-        try:
-            source = open_source(self.reference, self.access)
-            settings = Settings(self.device, self.workers, is_joining=True)
-            return quantize(
-                source, prepare_quantize(source, self.request, self.formats), self.output, settings
-            )
-        except Fp4Error as error:
-            return {
-                "kind": type(error).__name__,
-                "said": (error.code, error.lines, error.next_step, error.tensor),
-            }
+    try:
+        source = open_source(os.fspath(options.source), options.access())
+        settings = Settings(options.device, options.workers, is_joining=True)
+        plan = prepare_quantize(source, options, formats)
+        return quantize(source, plan, options.folder, settings)
+    except Fp4Error as error:
+        return {
+            "kind": type(error).__name__,
+            "said": (error.code, error.lines, error.next_step, error.tensor),
+        }
 
 
 def quantize_together(
-    address: str, errand: Errand, source: Source, plan: Plan, settings: Settings
+    options: QuantizeOptions,
+    formats: tuple[FormatRule, ...],
+    planned: tuple[Source, Plan],
+    settings: Settings,
 ) -> Result:
-    """Carry out a plan of prepare_quantize by workers on all nodes; this process begins the folder, and watches.
+    """Carry out a plan by workers on all nodes; this process begins the folder, and watches.
 
-    errand    `source` is what it names
+    planned   the source that the options name, and the plan of prepare_quantize
     settings  of this process
-    Raises  InputError where Ray is not there; DeviceError where every worker is lost; what quantize raises
+    Raises    InputError where Ray is not there; DeviceError where every worker is lost; what
+              quantize raises
     """
-    with (
-        redirect_stdout(sys.stderr),
-        _connected(address) as ray,
-    ):  # Ray prints what its nodes have to say
-        folder = begin_quantize(source, plan, errand.output, settings)
+    (source, plan), address = planned, str(options.ray)
+    # Ray prints what its nodes have to say.
+    with redirect_stdout(sys.stderr), _connected(address) as ray:
+        folder = begin_quantize(source, plan, options.folder, settings)
         settings.phases.begin("quantize", plan.source_bytes)
         watch = _Watch(folder, plan, settings)
-        workers = dict(_start(ray, _sent(errand, source)))
+        workers = dict(_start(ray, options_for_nodes(options, source), formats))
         results, refused = _wait_for(ray, workers, watch)
     if results:
-        return replace(max(results, key=lambda result: result.seconds), output=str(errand.output))
+        last = max(results, key=lambda result: result.seconds)
+        return replace(last, output=str(options.folder))
     if refused:
         raise _as_error(refused[0])
     raise DeviceError(
@@ -103,30 +92,31 @@ def quantize_together(
     )
 
 
+def options_for_nodes(options: QuantizeOptions, source: Source) -> QuantizeOptions:
+    """Return the options as they mean the same on every node.
+
+    Paths are whole, the commit is the one that was found, and nothing prints.
+    """
+    checkpoint, reference = source.checkpoint, os.fspath(options.source)
+    file, token = options.calibration, options.known_token
+    return replace(
+        options,
+        source=reference if checkpoint.repo else str(Path(reference).absolute()),
+        output=options.folder.absolute(),
+        revision=checkpoint.revision,
+        token=token or (os.environ.get("HF_TOKEN") if checkpoint.repo else None),
+        calibration=None if file is None else str(Path(file).absolute()),
+        input_scale=whole_reference(options.input_scale),
+        tell=ignore,
+        phases=None,
+        warn=None,
+    )
+
+
 def check_cluster(address: str) -> None:
     """Nothing; raises InputError where no cluster answers there."""
     with redirect_stdout(sys.stderr), _connected(address):
         pass
-
-
-def _sent(errand: Errand, source: Source) -> Errand:
-    """The errand as it means the same on every node: whole paths, the commit that was found, nothing that prints."""
-    checkpoint = source.checkpoint
-    reference = errand.reference if checkpoint.repo else str(Path(errand.reference).absolute())
-    token = errand.access.token or (os.environ.get("HF_TOKEN") if checkpoint.repo else None)
-    access = replace(
-        errand.access, revision=checkpoint.revision, token=token, tell=Access().tell, output=None
-    )
-    statistics = errand.request.calibration
-    scales = whole_reference(errand.request.input_scale)
-    request = replace(
-        errand.request,
-        calibration=str(Path(statistics).absolute()) if statistics else None,
-        input_scale=scales,
-    )
-    return replace(
-        errand, reference=reference, access=access, request=request, output=errand.output.absolute()
-    )
 
 
 class _Watch:
@@ -198,7 +188,9 @@ def _outcome(ray: ModuleType, worker: Any) -> object:
         return type(cause or error).__name__
 
 
-def _start(ray: ModuleType, errand: Errand) -> Iterator[tuple[Any, str]]:
+def _start(
+    ray: ModuleType, options: QuantizeOptions, formats: tuple[FormatRule, ...]
+) -> Iterator[tuple[Any, str]]:
     """(worker, name of its node) on every node that has a processor."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -206,7 +198,9 @@ def _start(ray: ModuleType, errand: Errand) -> Iterator[tuple[Any, str]]:
         place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         needs = {"num_cpus": 1, "num_gpus": node["Resources"].get("GPU", 0), "max_retries": 0}
         yield (
-            ray.remote(_run).options(**needs, scheduling_strategy=place).remote(errand),
+            ray.remote(work_on_node)
+            .options(**needs, scheduling_strategy=place)
+            .remote(options, formats),
             node["NodeManagerHostname"],
         )
 
@@ -214,10 +208,6 @@ def _start(ray: ModuleType, errand: Errand) -> Iterator[tuple[Any, str]]:
 def _nodes(ray: Any) -> list[dict[str, Any]]:
     """The nodes that live and have a processor."""
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-
-
-def _run(errand: Errand) -> Result | dict[str, Any]:
-    return errand()
 
 
 def _as_error(outcome: dict[str, Any]) -> Fp4Error:

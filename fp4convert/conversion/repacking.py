@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fp4convert.checkpoint.artifact import Artifact
@@ -18,6 +18,7 @@ from fp4convert.conversion.artifact_job import (
     index_text,
     refuse_odd_scale,
 )
+from fp4convert.conversion.options import TranscodeOptions
 from fp4convert.errors import InputError
 from fp4convert.execution.carried_blocks import Carrier, describe_carried
 from fp4convert.execution.job import Job, carry_out
@@ -74,28 +75,15 @@ def dequantize(source: Source, plan: Plan, output: Path, settings: Settings) -> 
     return carry_out(job, Dequantizer(source, open_backend(settings.device)), output, settings)
 
 
-@dataclass(frozen=True, slots=True)
-class TranscodeRequest:
-    """What `transcode` is asked for.
-
-    format        the artifact's own where None; nvfp4 for an MXFP4 artifact
-    scale_layout  the dialect's own where None
-    """
-
-    dialect: str
-    format: str | None = None
-    scale_layout: str | None = None
-
-
 def prepare_transcode(
-    artifact: Artifact, request: TranscodeRequest, donor: Source | None = None
+    artifact: Artifact, options: TranscodeOptions, donor: Source | None = None
 ) -> Plan:
     """The plan that `transcode` carries out; InputError for what cannot be said without a change, or an artifact with errors.
 
     donor  a GGUF file, whose frame the result gets
     """
     artifact.refuse_unsound()
-    made = format_named(request.format or artifact.format.name)
+    made = format_named(options.format or artifact.format.name)
     is_same = made is artifact.format
     if not is_same and artifact.format.has_global_scale:
         detail = f"{artifact.format.name} cannot be carried into {made.name}: its block scales are no powers of two"
@@ -104,7 +92,7 @@ def prepare_transcode(
     rule = recorded if is_same and recorded in made.scale_rules else None
     activations = artifact.form.activations if is_same else 16
     target = Target(
-        made.name, request.dialect, rule, activations, request.scale_layout, artifact.form.kv_cache
+        made.name, options.dialect, rule, activations, options.scale_layout, artifact.form.kv_cache
     )
     method, calibration = (_word(artifact.record.get(key)) for key in ("method", "calibration"))
     target = replace(target, method=method, calibration=calibration)
@@ -120,7 +108,7 @@ def prepare_transcode(
     if spelling.TRAITS.container != "gguf":
         raise InputError(
             "template",
-            f"--template means nothing for dialect {request.dialect}; it is for gguf",
+            f"--template means nothing for dialect {options.dialect}; it is for gguf",
             "Leave it out.",
         )
     _check_unit_scales(artifact, donor)

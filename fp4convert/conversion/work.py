@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Protocol
 
 from fp4convert.conversion.diffusers import PipelineConversion, named_component
-from fp4convert.conversion.mixed_precision import Measuring, fit
+from fp4convert.conversion.mixed_precision import Measuring, fit, goal_of
 from fp4convert.conversion.one_checkpoint import Conversion
+from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
-from fp4convert.conversion.ray_workers import Errand
 from fp4convert.errors import InputError
 from fp4convert.execution.folder import OutputFolder
 from fp4convert.execution.settings import Result, Settings
@@ -22,13 +23,13 @@ from fp4convert.storage.source import Source
 class Work(Protocol):
     """Everything that one `quantize` does.
 
-    errand  what was asked for
-    source  what it is made from, as a person names it
-    plan    of all tensors
+    options  what was asked for
+    source   what it is made from, as a person names it
+    plan     of all tensors
     """
 
     @property
-    def errand(self) -> Errand: ...
+    def options(self) -> QuantizeOptions: ...
 
     @property
     def source(self) -> Source: ...
@@ -38,64 +39,61 @@ class Work(Protocol):
 
     @property
     def warnings(self) -> list[str]:
-        """What a person should know before."""
+        """Return what a person should know before."""
 
     def names(self) -> list[str]:
-        """Every file that it writes."""
+        """Return every file that it writes."""
 
-    def errands(self) -> dict[str, Errand]:
-        """What makes each artifact, by its folder in the result; the result itself has none."""
+    def artifacts(self) -> dict[str, QuantizeOptions]:
+        """Return what makes each artifact, by its folder in the result ("": the result itself)."""
 
     def describe(self, settings: Settings) -> dict[str, object]:
-        """The document of `quantize --dry-run --json`; DeviceError for a device that is not there."""
+        """Return the document of a dry run; DeviceError for a device that is not there."""
 
     def check(self, settings: Settings) -> None:
-        """Nothing; raises what is wrong with the device, the cluster or the part of the work that is asked for."""
+        """Raise what is wrong with the device, the cluster or the part that is asked for."""
 
     def begin(self, settings: Settings) -> OutputFolder:
-        """The output folder with the plan in it; raises what carry_out raises before it works."""
+        """Return the output folder with the plan in it; raise what carry_out raises before."""
 
     def carry_out(self, settings: Settings) -> Result:
-        """Do it; raises what quantization.quantize and ray_workers.quantize_together raise."""
+        """Do it; raise what quantization.quantize and ray_workers.quantize_together raise."""
 
     def ended_files(self) -> dict[str, str]:
-        """The sha256 of every file, once it is done."""
+        """Return the sha256 of every file, once it is done."""
 
 
-def prepare(
-    errand: Errand, ray: str | None = None, phases: Phases | None = None, may_write: bool = True
-) -> Work:
-    """The work that the errand's source needs, planned; where it has a goal, after a pass that measures the weights.
+def prepare(options: QuantizeOptions, phases: Phases | None = None, may_write: bool = True) -> Work:
+    """Plan what is asked for; with a target size, after a pass that measures the weights.
 
-    ray        address of the cluster that does it; None for this process
     may_write  what is measured is kept in the output folder
     Raises     what open_source, fit and prepare_quantize raise
     """
-    source, components = open_with_components(errand.reference, errand.access)
+    goal, output = goal_of(options.target_size, options.target_bits), options.folder
+    access = options.access(output)
+    source, components = open_with_components(os.fspath(options.source), access)
     if not components:
         found = None
-        if errand.goal:
-            measuring = Measuring(
-                errand.output, may_write, errand.device, errand.workers, phases or Phases()
-            )
-            found = fit(source, errand.request, errand.goal, measuring)
-            errand = replace(errand, formats=found.rules)
-        return Conversion(
-            errand, source, prepare_quantize(source, errand.request, errand.formats), ray, found
-        )
-    if errand.goal:
-        detail = f"{errand.reference} is a pipeline of several checkpoints; expected one, for a size that is asked for"
+        if goal:
+            phases = phases or Phases()
+            measuring = Measuring(output, may_write, options.device, options.workers, phases)
+            found = fit(source, options, goal, measuring)
+        formats = found.rules if found else ()
+        return Conversion(options, source, prepare_quantize(source, options, formats), found)
+    if goal:
         source.stop()
+        detail = f"{options.source} is a pipeline of several checkpoints"
         raise InputError(
-            "target-pipeline", detail, f"Name one: --subfolder {next(iter(components))}."
+            "target-pipeline",
+            f"{detail}; expected one, for a size that is asked for",
+            f"Name one: --subfolder {next(iter(components))}.",
         )
     conversions = {}
     for name, component in components.items():
+        there = access_to(access, source, name)
         own = replace(
-            errand, access=access_to(errand.access, source, name), output=errand.output / name
+            options, subfolder=there.subfolder, revision=there.revision, output=output / name
         )
         with named_component(name):
-            conversions[name] = Conversion(
-                own, component, prepare_quantize(component, errand.request), ray
-            )
-    return PipelineConversion(errand, source, conversions)
+            conversions[name] = Conversion(own, component, prepare_quantize(component, own))
+    return PipelineConversion(options, source, conversions)

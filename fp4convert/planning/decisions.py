@@ -144,7 +144,7 @@ class _Judge:
         """As it is; what is packed becomes bf16, for no engine would know what it was, or stays packed where that is wanted."""
         if not linear.coding.is_packed:
             return Verdict(linear, action, reason)
-        if self.recipe.choice.keep_packed:
+        if self.recipe.keeps_packed:
             return self._stays_packed(linear, reason)
         return Verdict(linear, "dequantize", f"{reason}; {linear.coding.word} becomes bf16")
 

@@ -16,12 +16,11 @@ from fp4convert.calibration.methods.scaled_weights import reads_folded
 from fp4convert.calibration.statistics import Calibration, open_calibration
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
-from fp4convert.numerics.formats import IMPORTANCE
+from fp4convert.numerics.formats import IMPORTANCE, METHODS
 from fp4convert.planning.steps import Plan, Step
 from fp4convert.recipes.recipe import Target
 
 RTN, GPTQ = "rtn", "gptq"
-METHODS = (RTN, GPTQ, "awq", "smooth")
 FOLDING = ("awq", "smooth")  # methods that multiply columns
 UNAIDED = ("rtn",)  # methods that need no statistics
 FILE_NEEDED = "Make one: fp4convert calibrate SOURCE -o FILE."

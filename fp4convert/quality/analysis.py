@@ -33,7 +33,8 @@ from fp4convert.quality.losses import (
     short_names,
     ways,
 )
-from fp4convert.recipes.recipe import Choice, Target, build_recipe
+from fp4convert.recipes.options import RecipeOptions
+from fp4convert.recipes.recipe import Target, build_recipe
 from fp4convert.storage.source import Source, stopping
 
 STANDS_OUT = 1.15  # times the output error of the whole, before a kind is named
@@ -238,7 +239,7 @@ class Study:
     calibration    whose inputs count; None for Gaussians of unit variance
     """
 
-    choice: Choice
+    options: RecipeOptions
     sample_nbytes: int | None = None
     calibration: Calibration | None = None
 
@@ -250,7 +251,7 @@ def analyze(source: Source, study: Study, phases: Phases | None = None) -> dict[
             that are NaN or Inf
     """
     phases = phases or Phases()
-    kinds = kinds_of(find_quantizable(source, study.choice))
+    kinds = kinds_of(find_quantizable(source, study.options))
     if not kinds:
         raise InputError(
             "no-linears",
@@ -284,10 +285,10 @@ def sample_nbytes(gigabytes: float | None) -> int | None:
     return int(gigabytes * 10**9)
 
 
-def find_quantizable(source: Source, choice: Choice) -> dict[str, Linear]:
+def find_quantizable(source: Source, options: RecipeOptions) -> dict[str, Linear]:
     """The linear layers that would become four-bit, by module."""
     recipe = build_recipe(
-        Target(NVFP4.name, "compressed-tensors"), source.checkpoint.config, choice
+        Target(NVFP4.name, "compressed-tensors"), source.checkpoint.config, options
     )
     verdicts = decide(find_linears(source, recipe), recipe, dialect_to_write(recipe.target))
     return {

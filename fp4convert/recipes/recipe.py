@@ -9,6 +9,13 @@ from typing import NamedTuple
 
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import IMPORTANCE, NVFP4, Format, check_rule, format_named
+from fp4convert.recipes.options import (
+    NOTHING_CHOSEN,
+    STACK_ORDERS,
+    STACK_ROWS,
+    RecipeOptions,
+    as_globs,
+)
 from fp4convert.recipes.patterns import (
     compiled,
     configs_in,
@@ -31,8 +38,6 @@ from fp4convert.recipes.toml_files import (
     ANY_FORMAT,
     DEFAULT,
     KEEP,
-    STACK_ORDERS,
-    STACK_ROWS,
     RecipeFile,
     chosen_files,
     families_of,
@@ -77,7 +82,7 @@ class Target:
     scale_layout    the dialect's own where it is None
     has_unit_scale  the global scale is 1, whatever the weights are: engines read no other
     via             "fp8" where weights are rounded to FP8 first
-    method          by which weights are rounded, one of method_needs.METHODS; None where none are, or nobody knows
+    method          by which weights are rounded, one of METHODS; None where none are, or nobody knows
     calibration     sha256 of the file of statistics that they were rounded with
     """
 
@@ -99,24 +104,6 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What a person chooses beside the target, in the command line's words.
-
-    recipe       name of a mode or family, or path of a TOML file
-    stack_order  out_in or in_out: of stacks of experts that no recipe knows
-    stack_rows   concatenated or interleaved: of those that hold gate and up in one
-    keep_packed  modules that are packed already and stay are not turned into bf16
-    """
-
-    recipe: str | None = None
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    stack_order: str | None = None
-    stack_rows: str | None = None
-    keep_packed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Recipe:
     """What is made; what stays; which sibling modules share a scale; which tensors are stacks.
 
@@ -126,7 +113,8 @@ class Recipe:
     stacks         the first that fits a tensor counts
     may_lack       members of groups that some layers of the model do not have
     folds          where scales of columns may be divided out; several rules may speak of one place
-    choice         what a person chose beside these
+    options        what a person chose beside these
+    keeps_packed   modules that are packed already and stay are not turned into bf16
     experts        the first counts
     """
 
@@ -141,29 +129,28 @@ class Recipe:
     formats: tuple[FormatRule, ...] = ()
     may_lack: frozenset[str] = frozenset()
     folds: tuple[FoldRule, ...] = ()
-    choice: Choice = Choice()
+    options: RecipeOptions = NOTHING_CHOSEN
     experts: tuple[ExpertsRule, ...] = ()
+    keeps_packed: bool = False
 
     @property
     def include(self) -> tuple[str, ...]:
-        return self.choice.include
+        return as_globs(self.options.include)
 
     @property
     def exclude(self) -> tuple[str, ...]:
-        return self.choice.exclude
+        return as_globs(self.options.exclude)
 
     def reason_to_keep(self, module: str) -> str | None:
         """Why that module stays, or None: --exclude before --include before [[format]] before [[keep]] before [[only]].
 
         A [[format]] that names the module leaves only what engines do not read in fewer bits.
         """
-        if matches_any(self.choice.exclude, module):
+        if matches_any(self.exclude, module):
             return next(
-                f"excluded by {pattern!r}"
-                for pattern in self.choice.exclude
-                if matches(pattern, module)
+                f"excluded by {pattern!r}" for pattern in self.exclude if matches(pattern, module)
             )
-        if matches_any(self.choice.include, module):
+        if matches_any(self.include, module):
             return None
         override = self.override(module)
         if override == KEEP:
@@ -184,7 +171,7 @@ class Recipe:
         kept = (
             pattern for rule in self.formats if rule.format == KEEP for pattern in rule.patterns
         )
-        return set(sift((*self.choice.exclude, *kept, *self.kept_patterns), modules))
+        return set(sift((*self.exclude, *kept, *self.kept_patterns), modules))
 
     def format_of(self, module: str) -> str:
         """Name of the format that the module becomes where it does not stay."""
@@ -201,7 +188,7 @@ class Recipe:
 
     def is_asked_for(self, module: str) -> bool:
         """True where a person or a [[format]] names it: it may become four-bit though a rule of keep fits it."""
-        return matches_any(self.choice.include, module) or self.override(module) is not None
+        return matches_any(self.include, module) or self.override(module) is not None
 
     def kind_of(self, module: str) -> str:
         """What the recipes' rules take a module for; nothing where none speaks of it."""
@@ -222,7 +209,7 @@ class Recipe:
         shape   (experts, ...) of the tensor; decides, with config.json, where checkpoints of both orders are in use
         Raises  InputError where it does not, and no stack_order is chosen
         """
-        order, rows = self.choice.stack_order, self.choice.stack_rows
+        order, rows = self.options.stack_order, self.options.stack_rows
         for rule in self.stacks:
             if matches_any(rule.tensors, tensor):
                 return self._settled(rule, tensor, shape)
@@ -240,7 +227,7 @@ class Recipe:
 
     def _settled(self, rule: StackRule, tensor: str, shape: tuple[int, ...]) -> StackRule:
         """The rule with what a person says instead of it."""
-        order, rows = self.choice.stack_order, self.choice.stack_rows
+        order, rows = self.options.stack_order, self.options.stack_rows
         if order is not None:
             rule = rule._replace(is_transposed=order == "in_out")
         elif rule.inputs is not None and shape:
@@ -297,7 +284,9 @@ class Recipe:
         )
 
 
-def build_recipe(target: Target, config: Mapping[str, object], choice: Choice = Choice()) -> Recipe:
+def build_recipe(
+    target: Target, config: Mapping[str, object], options: RecipeOptions = NOTHING_CHOSEN
+) -> Recipe:
     """The recipe for the model of a config.json.
 
     target  a scale_rule of None is the format's own
@@ -305,8 +294,8 @@ def build_recipe(target: Target, config: Mapping[str, object], choice: Choice = 
     Raises  InputError for what no format, dialect or recipe has
     """
     fmt = format_named(target.format)
-    _check(choice)
-    files = [_filled(file, config) for file in _files(config, choice.recipe)]
+    _check(options)
+    files = [_filled(file, config) for file in _files(config, options.recipe)]
     later_first = files[
         ::-1
     ]  # the most special says first how modules are stored, grouped and made
@@ -324,17 +313,17 @@ def build_recipe(target: Target, config: Mapping[str, object], choice: Choice = 
         tuple(rule for file in later_first for rule in file.formats),
         frozenset(member for file in files for member in file.may_lack),
         tuple(rule for file in later_first for rule in file.folds),
-        choice,
+        options,
         tuple(rule for file in later_first for rule in file.experts),
     )
 
 
-def model_recipe(config: Mapping[str, object], choice: Choice = Choice()) -> Recipe:
+def model_recipe(config: Mapping[str, object], options: RecipeOptions = NOTHING_CHOSEN) -> Recipe:
     """What recipes know of the model of a config.json where nothing is quantized: experts, stacks, groups, kinds of modules.
 
     Its format and its target mean nothing.  Raises InputError as build_recipe does.
     """
-    return build_recipe(Target(NVFP4.name), config, choice)
+    return build_recipe(Target(NVFP4.name), config, options)
 
 
 def is_expert_stack(tensor: str, shape: tuple[int, ...]) -> bool:
@@ -406,16 +395,16 @@ def _filled(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
         raise InputError(error.code, f"{file.name}: {error.message}", error.next_step) from None
 
 
-def _check(choice: Choice) -> None:
-    for pattern in (*choice.include, *choice.exclude):
+def _check(options: RecipeOptions) -> None:
+    for pattern in (*as_globs(options.include), *as_globs(options.exclude)):
         compiled(pattern)
     for option, given, words in (
-        ("--stack-order", choice.stack_order, STACK_ORDERS),
-        ("--stack-rows", choice.stack_rows, STACK_ROWS),
+        ("--stack-order", options.stack_order, STACK_ORDERS),
+        ("--stack-rows", options.stack_rows, STACK_ROWS),
     ):
         if given is not None and given not in words:
             detail = f"{option} {given!r} is not known; expected {' or '.join(words)}"
             raise InputError("unknown-stack", detail, "Give one of these, or leave it out.")
-    if choice.stack_rows is not None and choice.stack_order is None:
+    if options.stack_rows is not None and options.stack_order is None:
         detail = "--stack-rows says how gate and up share a stack; expected --stack-order with it"
         raise InputError("unknown-stack", detail, f"Add --stack-order {' or '.join(STACK_ORDERS)}.")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp4convert.errors import InputError
+from fp4convert.recipes.options import STACK_ORDERS, STACK_ROWS
 from fp4convert.recipes.rules import (
     NAMED,
     ExpertsRule,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 DEFAULT = "default"  # the file that every model has
-STACK_ORDERS, STACK_ROWS = ("out_in", "in_out"), ("concatenated", "interleaved")
 FOLD_KINDS = (
     "norm",
     "norm_plus_one",

@@ -24,7 +24,8 @@ from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import FLOAT_DTYPES
 from fp4convert.planning.fold_plan import Merged, merge_folds
-from fp4convert.recipes.recipe import Choice, Recipe, Target, build_recipe
+from fp4convert.recipes.options import RecipeOptions
+from fp4convert.recipes.recipe import Recipe, Target, build_recipe
 from fp4convert.storage.open import open_source
 from fp4convert.storage.source import Source
 
@@ -60,15 +61,15 @@ LAYERS: dict[
         (*LATENT[:1], *LATENT[2:], *EXPERTS, "mlp.shared_experts.up_proj"),
     ),
 }
-EVERYTHING = Choice("all")
+EVERYTHING = RecipeOptions(recipe="all")
 PREFIXES = {"bert": "encoder.layer", "gemma3": "language_model.model.layers"}
 
 
-def recipe_of(source: Source, choice: Choice) -> Recipe:
+def recipe_of(source: Source, choice: RecipeOptions) -> Recipe:
     return build_recipe(Target("nvfp4", "plain"), source.checkpoint.config, choice)
 
 
-def merged(source: Source, choice: Choice = EVERYTHING) -> Merged:
+def merged(source: Source, choice: RecipeOptions = EVERYTHING) -> Merged:
     """Every fold, with factors between 1/8 and 8 that nothing asks for."""
 
     def find(fold: Fold, source: Source) -> Factors:
@@ -181,7 +182,7 @@ def names_and_notes(
 ):
     """The folds that a checkpoint gets, and what it is told of others."""
     source = open_source(str(write_single(tmp_path / "m", tensors, config)))
-    found = merged(source, Choice(**choice))
+    found = merged(source, RecipeOptions(**choice))
     return {fold.name for fold in found.folds}, " ".join(found.notes)
 
 
@@ -249,10 +250,10 @@ def test_shapes_that_do_not_fit_have_no_fold(tmp_path):
 
 def test_a_reader_that_stays_asks_for_powers_of_two_and_is_multiplied(tmp_path):
     source = open_source(str(write_single(tmp_path / "m", TENSORS, LLAMA)))
-    found = merged(source, Choice(exclude=("*.k_proj", "*.up_proj")))
+    found = merged(source, RecipeOptions(exclude=("*.k_proj", "*.up_proj")))
     exact = {fold.name: fold.is_exact for fold in found.folds}
     assert exact == {f"model.layers.0.{name}": True for name in GATED}
-    plain = {fold.name: fold.is_exact for fold in merged(source, Choice()).folds}
+    plain = {fold.name: fold.is_exact for fold in merged(source, RecipeOptions()).folds}
     assert plain == {f"model.layers.0.{name}": name.endswith("_proj") for name in GATED}
     for linear in (*found.linears.of.values(), *found.linears.vectors.values()):
         for folding in foldings_of(linear):
@@ -280,7 +281,7 @@ def test_a_bias_is_divided_without_rounding(biased, tmp_path):
     source = open_source(
         str(write_single(tmp_path / "m", {**TENSORS, name: bf16_norm(outputs_of[biased])}, LLAMA))
     )
-    found = merged(source, Choice())
+    found = merged(source, RecipeOptions())
     assert {fold.name: fold.is_exact for fold in found.folds}[f"model.layers.0.{biased}"]
     linear = found.linears.vectors[name]
     before = values_of(bf16_norm(outputs_of[biased]))
@@ -316,11 +317,11 @@ def test_a_model_without_folds_is_refused(tmp_path):
     with pytest.raises(
         InputError, match="no fold is known for model type never_heard_of"
     ) as caught:
-        merged(source, Choice())
+        merged(source, RecipeOptions())
     assert "\n" not in caught.value.message
     source = open_source(str(write_single(tmp_path / "n", TENSORS, LLAMA)))
     with pytest.raises(InputError, match="no fold of model type llama reaches a four-bit module"):
-        merged(source, Choice(exclude=("*layers*",), include=("model.embed",)))
+        merged(source, RecipeOptions(exclude=("*layers*",), include=("model.embed",)))
 
 
 def test_rows_of_a_users_file_are_used(tmp_path):

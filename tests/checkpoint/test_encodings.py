@@ -23,7 +23,8 @@ from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.floats import Floats, measured_whole
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.numerics.matrices import Weights
-from fp4convert.recipes.recipe import Choice, Target, build_recipe
+from fp4convert.recipes.options import RecipeOptions
+from fp4convert.recipes.recipe import Target, build_recipe
 from fp4convert.storage.open import open_source
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
@@ -42,10 +43,10 @@ FP8_RECORD = {"quant_method": "fp8", "weight_block_size": list(BLOCKS)}
 CODES_OF_NAN = (0x7F, 0xFF)  # of E4M3
 
 
-def found_in(folder: Path, choice: Choice | None = None) -> tuple[Source, dict[str, Linear]]:
+def found_in(folder: Path, choice: RecipeOptions | None = None) -> tuple[Source, dict[str, Linear]]:
     """The source in a folder, and its linear layers by module."""
     source = open_source(str(folder))
-    recipe = build_recipe(Target("nvfp4"), source.checkpoint.config, choice or Choice())
+    recipe = build_recipe(Target("nvfp4"), source.checkpoint.config, choice or RecipeOptions())
     return source, dict(find_linears(source, recipe).of)
 
 
@@ -116,7 +117,8 @@ def test_the_rows_of_a_stack_are_those_that_numpy_slices(order, rows, dtype, tmp
         f"{EXPERTS}.gate_up_proj": (dtype, stack.shape, stack.tobytes()),
     }
     source, found = found_in(
-        write_single(tmp_path / "m", tensors, CONFIG), Choice(stack_order=order, stack_rows=rows)
+        write_single(tmp_path / "m", tensors, CONFIG),
+        RecipeOptions(stack_order=order, stack_rows=rows),
     )
     expected = sliced(stack, order, rows)
     assert list(found) == list(expected)
@@ -132,7 +134,7 @@ def test_the_rows_of_a_stack_of_one_matrix_each(order, tmp_path):
     stack = random_floats("BF16", (3, HIDDEN, INNER) if order == "out_in" else (3, INNER, HIDDEN))
     tensors = {f"{EXPERTS}.down_proj.weight": ("BF16", stack.shape, stack.tobytes())}
     source, found = found_in(
-        write_single(tmp_path / "m", tensors, CONFIG), Choice(stack_order=order)
+        write_single(tmp_path / "m", tensors, CONFIG), RecipeOptions(stack_order=order)
     )
     assert list(found) == [f"{EXPERTS}.{expert}.down_proj" for expert in range(3)]
     for linear, matrix in zip(found.values(), stack, strict=True):
@@ -148,7 +150,8 @@ def test_gate_and_up_are_measured_as_the_one_matrix_that_they_are(order, rows, t
     stack = random_floats("F32", stack_shape(order))
     tensors = {f"{EXPERTS}.gate_up_proj": ("F32", stack.shape, stack.tobytes())}
     source, found = found_in(
-        write_single(tmp_path / "m", tensors, CONFIG), Choice(stack_order=order, stack_rows=rows)
+        write_single(tmp_path / "m", tensors, CONFIG),
+        RecipeOptions(stack_order=order, stack_rows=rows),
     )
     expected = sliced(stack, order, rows)
     gate, up = f"{EXPERTS}.1.gate_proj", f"{EXPERTS}.1.up_proj"

@@ -15,7 +15,8 @@ from spellings import module_of, write_artifact
 
 from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.errors import InputError
-from fp4convert.recipes.recipe import Choice, Target, build_recipe
+from fp4convert.recipes.options import RecipeOptions
+from fp4convert.recipes.recipe import Target, build_recipe
 from fp4convert.storage.open import open_source
 
 LAYER = "model.layers.0"
@@ -31,10 +32,10 @@ AGAIN, ORIGINAL = (
 ONE = struct.pack("<f", 1)
 
 
-def linears_in(folder: Path, choice: Choice | None = None) -> Linears:
+def linears_in(folder: Path, choice: RecipeOptions | None = None) -> Linears:
     source = open_source(str(folder))
     return find_linears(
-        source, build_recipe(Target("nvfp4"), source.checkpoint.config, choice or Choice())
+        source, build_recipe(Target("nvfp4"), source.checkpoint.config, choice or RecipeOptions())
     )
 
 
@@ -325,7 +326,7 @@ def test_a_stack_that_does_not_fit_its_rule_is_refused(
     config = {"model_type": "x", "text_config": {"hidden_size": 64}}
     folder = write_single(tmp_path / "m", {f"{EXPERTS}.{name}": stack(*shape)}, config)
     with pytest.raises(InputError) as caught:
-        linears_in(folder, Choice(stack_order=order, stack_rows="concatenated"))
+        linears_in(folder, RecipeOptions(stack_order=order, stack_rows="concatenated"))
     assert (caught.value.code, caught.value.tensor) == ("stack-shape", f"{EXPERTS}.{name}")
     assert words in caught.value.message
     assert caught.value.next_step.endswith(next_step)
@@ -384,7 +385,9 @@ def test_every_linear_layer_has_its_home_and_what_is_consumed_with_it(tmp_path):
         f"{LAYER}.input_layernorm.weight": ("BF16", (64,), bf16(64)),
         f"{LAYER}.mlp.up_proj.weight": weight(),
     }
-    linears = linears_in(write_single(tmp_path / "m", tensors, FP8), Choice(stack_order="out_in"))
+    linears = linears_in(
+        write_single(tmp_path / "m", tensors, FP8), RecipeOptions(stack_order="out_in")
+    )
     experts = [f"{EXPERTS}.{expert}.down_proj" for expert in range(2)]
     assert sorted(linears.of) == sorted([*experts, Q_PROJ, f"{LAYER}.mlp.up_proj"])
     assert {
@@ -419,7 +422,7 @@ def test_what_is_no_stack_of_experts_is_none_though_an_order_is_said(name, tmp_p
     folder = write_single(
         tmp_path / "m", {name: stack(2, 1, 64), f"{EXPERTS}.gate_up_proj": stack(2, 32, 64)}
     )
-    linears = linears_in(folder, Choice(stack_order="out_in", stack_rows="concatenated"))
+    linears = linears_in(folder, RecipeOptions(stack_order="out_in", stack_rows="concatenated"))
     assert {linear.home.name for linear in linears.of.values()} == {f"{EXPERTS}.gate_up_proj"}
     assert linears.unruled == ()
 
@@ -432,7 +435,7 @@ def test_an_expert_that_is_there_twice_is_refused(tmp_path):
     with pytest.raises(
         InputError, match=f"{EXPERTS}.down_proj holds {EXPERTS}.1.down_proj, which .* is too"
     ) as caught:
-        linears_in(write_single(tmp_path / "m", tensors), Choice(stack_order="out_in"))
+        linears_in(write_single(tmp_path / "m", tensors), RecipeOptions(stack_order="out_in"))
     assert (caught.value.code, caught.value.next_step) == (
         "tensor-twice",
         "Remove the one that does not belong.",

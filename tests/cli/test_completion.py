@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from fp4convert.checkpoint.dialects.registry import DIALECTS
-from fp4convert.numerics.formats import FORMATS
+from fp4convert.numerics.formats import FORMATS, METHODS
 from fp4convert.numerics.scale_layouts import LAYOUTS
-from fp4convert.planning.method_needs import METHODS
 
 BIN = Path(sys.executable).parent
 INSTALLED = "bash", "--noprofile", "--norc", "-c"

@@ -3,13 +3,13 @@
 import ast
 import inspect as reflection
 import json
+import os
 import re
 import subprocess
 import sys
 import warnings
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 import typer
@@ -21,29 +21,17 @@ from pruned_deepseek import DEEPSEEK, calibrated, deepseek_shards
 import fp4convert
 from fp4convert.calibration.run import Calibrated
 from fp4convert.cli.app import make_app
+from fp4convert.cli.commands import COMMANDS
 from fp4convert.commands import analysis, calibration, convert, quality
-from fp4convert.commands.convert import QuantizeOptions
-from fp4convert.commands.options import AccessOptions, PartOptions, WorkOptions, original_access
-from fp4convert.conversion.requests import Request
-from fp4convert.execution.settings import Settings
-from fp4convert.storage.source import Access
+from fp4convert.conversion.options import AccessOptions
 
-WORDS = {  # command -> the function that does it, and the class of its further words
-    "quantize": (convert.quantize, convert.QuantizeOptions),
-    "dequantize": (convert.dequantize, convert.DequantizeOptions),
-    "transcode": (convert.transcode, convert.TranscodeOptions),
-    "prune": (convert.prune, convert.PruneOptions),
-    "merge": (convert.merge, None),
-    "inspect": (quality.inspect, quality.InspectOptions),
-    "compare": (quality.compare, quality.CompareOptions),
-    "verify": (quality.verify, quality.VerifyOptions),
-    "analyze": (analysis.analyze, analysis.AnalyzeOptions),
-    "calibrate": (calibration.calibrate, calibration.CalibrateOptions),
+OPTIONS = {  # command -> its options
+    name: command.options for name, command in COMMANDS.items() if name in fp4convert.__all__
 }
 PRUNED = {"output": "OUT", "calibration": "STATS", "keep": 4}
 GENERATED = {"output": "OUT", "self_generate": 4}
 SCREEN = {"json", "quiet", "dry_run", "help"}  # what is shown, and how
-PYTHON = {"tell", "warn", "phases", "memory", "transport"}  # of inspect and verify the last two
+LISTENERS = {"tell", "warn", "phases"}  # what Python alone can give
 
 
 @pytest.fixture
@@ -51,54 +39,38 @@ def source(tmp_path):
     return write_llama(tmp_path / "source")
 
 
-@pytest.mark.parametrize("command", WORDS)
+@pytest.mark.parametrize("command", OPTIONS)
 def test_words_and_defaults_are_those_of_the_command_line(command):
-    function, further = WORDS[command]
-    parameters = reflection.signature(function).parameters
-    known = {name: value.default for name, value in parameters.items() if name != "options"}
-    extra = set(further.__annotations__) if further else set()
+    """Judged by typer's own parameters, and by Python's own signatures."""
+    parameters = reflection.signature(getattr(fp4convert, command)).parameters
     options = {
         option.name: option
         for option in typer.main.get_command(make_app()).commands[command].params
     }
-    assert set(options) - SCREEN - extra - set(known) == set()
-    assert (set(known) | extra) - set(options) <= PYTHON
-    for name, default in known.items():
-        if name in options and default is not reflection.Parameter.empty:
+    python_only = LISTENERS | {"memory", "transport"} - set(options)
+    assert set(options) - SCREEN == set(parameters) - python_only
+    for name in set(options) - SCREEN:
+        default = parameters[name].default
+        assert options[name].required == (default is reflection.Parameter.empty), name
+        if not options[name].required:
             assert (options[name].default or None) == (default or None), name
 
 
-@pytest.mark.parametrize("command", [command for command, (_, further) in WORDS.items() if further])
-def test_defaults_that_docstrings_tell_are_those_of_the_command_line(command):
-    """`default N` and `word (default)`, of whatever has a default there; options of None say in words what comes then."""
-    further = WORDS[command][1]
-    options = {
-        option.name: option.default
-        for option in typer.main.get_command(make_app()).commands[command].params
-    }
-    lines = [
-        line.split(maxsplit=1) for kind in lineage(further) for line in kind.__doc__.splitlines()
-    ]
-    rows = {row[0]: row[1] for row in lines if len(row) == 2 and row[0] in options}
-    for word, default in options.items():
-        if word in further.__annotations__ and default not in (None, False):
-            told = re.search(r"default (\d+)|(\S+) \(default", rows[word])
-            assert type(default)(told[1] or told[2]) == default, word
-
-
-def lineage(further: type) -> list[type]:
-    """A class of words and those that it extends; TypedDict forgets them."""
-    shared = (AccessOptions, WorkOptions, PartOptions, quality.InspectOptions)
-    return [
-        further,
-        *(kind for kind in shared if kind.__annotations__.keys() <= further.__annotations__.keys()),
-    ]
+@pytest.mark.parametrize("command", OPTIONS)
+def test_docstrings_tell_every_option(command):
+    """In the words that the command line has for it."""
+    lines = getattr(fp4convert, command).__doc__.splitlines()
+    for option in typer.main.get_command(make_app()).commands[command].params:
+        if option.name not in SCREEN:
+            assert f"{option.name}: {option.help}" in lines
 
 
 def test_every_command_that_computes_has_its_function():
     tells = {"doctor", "recipes", "explain"}  # these show what is known
-    assert set(typer.main.get_command(make_app()).commands) - tells == set(WORDS)
-    assert all(getattr(fp4convert, name) is function for name, (function, _) in WORDS.items())
+    assert set(COMMANDS) - tells == set(OPTIONS)
+    homes = (analysis, calibration, convert, quality)
+    for name in OPTIONS:
+        assert any(getattr(home, name, None) is getattr(fp4convert, name) for home in homes)
 
 
 def test_the_artifact_of_a_bare_call_is_that_of_the_bare_command(source, tmp_path):
@@ -131,7 +103,7 @@ class StoppedError(Exception):
 def plain(value: object) -> object:
     """A value without who is told, and of sources and artifacts what they hold."""
     if is_dataclass(value) and not isinstance(value, type):
-        told = {"phases", "tell", "named"}
+        told = {"phases", "tell", "named", "warn"}
         return {
             field.name: plain(getattr(value, field.name))
             for field in fields(value)
@@ -139,6 +111,8 @@ def plain(value: object) -> object:
         }
     if isinstance(value, tuple | list):
         return [plain(one) for one in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     return (
         plain(value.checkpoint)
         if hasattr(value, "checkpoint")
@@ -377,7 +351,8 @@ def test_doubts_are_pythons_warnings_where_the_caller_stands(name, source, tmp_p
     )
     with pytest.warns(UserWarning, match=r"a doubt \\x1b\[31m") as warned:
         call(source if name == "quantize" else tmp_path / "q", **words)
-    assert {one.filename for one in warned} == {__file__}
+    doubts = [one for one in warned if one.category is UserWarning]
+    assert {one.filename for one in doubts} == {__file__}
 
 
 @pytest.mark.parametrize(
@@ -442,13 +417,11 @@ def filled(out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("name", [name for name, (_, further) in WORDS.items() if further])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_an_unknown_word_is_a_type_error_before_anything_is_read(name):
-    function = WORDS[name][0]
+    function = getattr(fp4convert, name)
     needed = [
-        p.name
-        for p in reflection.signature(function).parameters.values()
-        if p.default is p.empty and p.name != "options"
+        p.name for p in reflection.signature(function).parameters.values() if p.default is p.empty
     ]
     with pytest.raises(TypeError, match="unexpected keyword argument 'scale_rul'"):
         function(**dict.fromkeys(needed, "absent"), scale_rul="mse")
@@ -488,29 +461,41 @@ def test_callers_are_type_checked(tmp_path):
     assert 'wrong.py:2: error: Argument "workers"' in told
 
 
-READ_BY_NAME = {  # options of quantize that no field has: _order and what it calls ask for them by their words
-    *(
-        "ray",
-        "push_to_hub",
-        "private",
-        "report",
-        "target_size",
-        "target_bits",
-        "force",
-        "join",
-        "shard_index",
-    ),
-    *("num_shards", "warn", "memory"),
-}
-
-
-def test_no_option_of_quantize_is_forgotten_on_its_way():
-    """Every word is a field of what is asked for, of how to work or of where from, or it is asked for by its name."""
-    carried = {field.name for kind in (Request, Settings, Access) for field in fields(kind)}
-    words = set(get_type_hints(QuantizeOptions))
-    assert words - carried == READ_BY_NAME
+def test_a_type_checker_follows_an_option_to_the_kernel(tmp_path):
+    """From the command line's handler to the backend: `scale_rule` is never Any on its way."""
+    (tmp_path / "way.py").write_text(
+        "from fp4convert.cli.commands import _quantize\n"
+        "from fp4convert.commands import convert\n"
+        "from fp4convert.conversion.options import QuantizeOptions\n"
+        "from fp4convert.numerics.backends.base import Backend\n"
+        "from fp4convert.numerics.formats import Format\n"
+        "from fp4convert.planning.method_needs import rule_of\n"
+        "from fp4convert.recipes.recipe import Target\n"
+        "def follow(asked: QuantizeOptions, target: Target, fmt: Format, backend: Backend) -> None:\n"
+        "    reveal_type(_quantize)\n"
+        "    reveal_type(convert.quantize.run)\n"
+        "    reveal_type(asked.scale_rule)\n"
+        "    reveal_type(rule_of(asked.method, asked.scale_rule))\n"
+        "    reveal_type(target.scale_rule)\n"
+        "    reveal_type(target.rule_for(fmt))\n"
+        "    reveal_type(backend.quantize_group)\n"
+        "    convert.quantize('m', format='nvfp4', scale_rule=3)\n"
+    )
+    check = [sys.executable, "-m", "mypy", tmp_path / "way.py"]
+    told = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    revealed = re.findall(r'Revealed type is "(.*)"', told)
+    assert [kind.replace("builtins.", "") for kind in revealed[2:6]] == [
+        *["str | None"] * 3,
+        "str",
+    ]
+    assert "QuantizeOptions" in revealed[0]
+    assert "QuantizeOptions" in revealed[1]
+    taken = [kind.partition("->")[0] for kind in revealed]  # what comes back is a document
+    assert len(taken) == 7
+    assert not any(re.search(r"\bAny\b", kind) for kind in taken)
+    assert 'Argument "scale_rule"' in told
 
 
 def test_the_source_of_an_artifact_has_a_revision_of_its_own():
-    asked = original_access({"revision": "of-the-artifact", "token": "hf_x"})
+    asked = AccessOptions(revision="of-the-artifact", token="hf_x").original_access()
     assert (asked.revision, asked.token) == (None, "hf_x")

@@ -29,11 +29,9 @@ from diffusion import (
 from paths import SUPPORT
 
 from fp4convert.conversion.one_checkpoint import Conversion
-from fp4convert.conversion.ray_workers import Errand
-from fp4convert.conversion.requests import Request
+from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.work import prepare
 from fp4convert.execution.settings import Settings
-from fp4convert.storage.source import Access
 
 BAD = "blocks.7.ffn.net.2.weight"
 
@@ -166,7 +164,7 @@ def test_the_disk_must_hold_all_components_and_copies_before_the_first_byte(
 def test_every_file_is_told_under_its_name_in_the_result(wan, tmp_path):
     """As an upload needs it while the rest is still being made."""
     told: dict[str, tuple[Path, str]] = {}
-    work = prepare(Errand(str(wan), Access(), Request("nvfp4"), tmp_path / "q"))
+    work = prepare(QuantizeOptions(wan, format="nvfp4", output=tmp_path / "q"))
     work.carry_out(
         Settings("cpu", named=lambda path, file, sha256: told.update({file: (path, sha256)}))
     )

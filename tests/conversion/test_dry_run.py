@@ -8,8 +8,8 @@ from checkpoints import LAYER, run, weight, write_llama, write_single
 from true_shapes import LLAMA_70B, QWEN3_8B, QWEN3_CODER_480B, deepseek_v3, write_holes
 
 from fp4convert.conversion.dry_run import Sized, describe_plan, find_doubts
+from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
-from fp4convert.conversion.requests import Request
 from fp4convert.execution.settings import Settings
 from fp4convert.storage.open import open_source
 
@@ -64,7 +64,7 @@ def test_the_published_size_of_llama_3_3_70b(tmp_path):
     )
     assert quantized + 2 * (2 * 128256 * 8192 + 161 * 8192) == 42_709_045_632
     assert payload(forecast(folder, "nvfp4", *W4A4)) == 42_709_045_632
-    request = Request("nvfp4", "modelopt", activations=4)
+    request = QuantizeOptions("", format="nvfp4", dialect="modelopt", activations=4)
     assert prepare_quantize(open_source(str(folder)), request).index["metadata"] == {
         "total_size": 42_709_045_632
     }
@@ -298,7 +298,7 @@ def test_what_stays_is_never_warned_of(tmp_path):
 
 def unpacked_plan(source):
     """A plan in which lm_head was FP8 and becomes bf16: as this version cannot read such a source, its step is put together."""
-    plan = prepare_quantize(source, Request("nvfp4"))
+    plan = prepare_quantize(source, QuantizeOptions("", format="nvfp4"))
     (head,) = (step for step in plan.steps if step.module == "lm_head")
     packed = head.refs[0]._replace(dtype="F8_E4M3")
     unpacked = head._replace(action="dequantize", refs=(packed,), shape=head.refs[0].shape)
@@ -340,7 +340,7 @@ def test_a_result_larger_by_less_than_anybody_reads_is_not_told(tmp_path):
         "model.norm.weight": weight(0, 1, 16),
     }
     source = open_source(str(write_single(tmp_path / "m", norm)))
-    plan = prepare_quantize(source, Request("nvfp4"))
+    plan = prepare_quantize(source, QuantizeOptions("", format="nvfp4"))
     sized = [Sized(step, step.source_bytes, step.source_bytes + 8) for step in plan.steps]
     assert find_doubts(sized, plan) == []
     assert find_doubts(

@@ -12,7 +12,8 @@ from fp4convert.conversion.experts import (
     read_routing,
 )
 from fp4convert.errors import InputError
-from fp4convert.recipes.recipe import Choice, Target, build_recipe
+from fp4convert.recipes.options import RecipeOptions
+from fp4convert.recipes.recipe import Target, build_recipe
 from fp4convert.recipes.rules import ExpertsRule
 from fp4convert.storage.safetensors import TensorRef
 
@@ -213,7 +214,9 @@ def test_a_recipe_of_ones_own_tells_them(tmp_path):
     path.write_text(
         '[[experts]]\ncounts = ["n"]\nchosen = ["k"]\nrows = ["*.route"]\ncolumns = ["*.bias"]\n'
     )
-    recipe = build_recipe(Target("nvfp4"), {"model_type": "strange"}, Choice(str(path)))
+    recipe = build_recipe(
+        Target("nvfp4"), {"model_type": "strange"}, RecipeOptions(recipe=str(path))
+    )
     tensors = refs(
         m__experts__0__up__weight=(4, 4),
         m__experts__1__up__weight=(4, 4),

@@ -15,8 +15,8 @@ from cpu.planning import write_checkpoint
 from fp4convert.cli import screen
 from fp4convert.cli.draw_plan import draw_plan
 from fp4convert.conversion.dry_run import describe_plan
+from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
-from fp4convert.conversion.requests import Request
 from fp4convert.execution.settings import Settings
 from fp4convert.storage.json_text import as_text
 from fp4convert.storage.open import open_source
@@ -28,7 +28,9 @@ PATTERNS = tuple(f"model.layers.{layer}.self_attn.o_proj" for layer in range(4))
 def plan(folder: Path) -> None:
     """Everything that a dry run does, and the text of the index."""
     source = open_source(str(folder))
-    request = Request("nvfp4", include=("lm_head", "re:.*gate$"), exclude=PATTERNS)
+    request = QuantizeOptions(
+        "", format="nvfp4", include=("lm_head", "re:.*gate$"), exclude=PATTERNS
+    )
     planned = prepare_quantize(source, request)
     assert as_text(planned.index)
     screen.Screen().show(describe_plan(source, planned, Settings("cpu")), draw_plan)

@@ -20,11 +20,10 @@ from checkpoints import (
 )
 from targets import MEASURED, digits, losses, quantize, shards
 
-from fp4convert.conversion.mixed_precision import Measuring, fit
-from fp4convert.conversion.ray_workers import Errand
-from fp4convert.conversion.requests import Goal, Request
+from fp4convert.conversion.mixed_precision import Goal, Measuring, fit
+from fp4convert.conversion.options import QuantizeOptions
+from fp4convert.conversion.ray_workers import work_on_node
 from fp4convert.storage.open import open_source
-from fp4convert.storage.source import Access
 
 
 @pytest.fixture
@@ -196,11 +195,10 @@ def test_workers_of_a_cluster_are_sent_the_choice_and_measure_nothing(
     source, tmp_path, monkeypatch
 ):
     """What Ray runs on every node; the API by which it is made."""
-    request, goal = Request("nvfp4"), Goal(bits=6)
-    found = fit(open_source(str(source)), request, goal, Measuring())
+    options = QuantizeOptions(source, format="nvfp4", output=tmp_path / "sent", target_bits=6)
+    found = fit(open_source(str(source)), options, Goal(bits=6), Measuring())
     monkeypatch.setattr("fp4convert.conversion.sensitivity._losses_of", None)
-    errand = Errand(str(source), Access(), request, tmp_path / "sent", "cpu", 1, goal, found.rules)
-    result = errand()
+    result = work_on_node(options, found.rules)
     monkeypatch.undo()
     assert result.digest == quantize(source, tmp_path / "own", "--target-bits", 6)["digest"]
 

@@ -22,8 +22,8 @@ from checkpoints import (
     write_single,
 )
 
+from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize
-from fp4convert.conversion.requests import Request
 from fp4convert.planning.activation_scales import whole_reference
 from fp4convert.storage.open import open_source
 
@@ -271,7 +271,9 @@ def test_a_changed_scale_changes_the_key_of_its_shard_alone(source, tmp_path):
     second = donor(source, tmp_path / "second", "modelopt", {**STORED, ALONE[1]: 9.0})
     opened = open_source(str(source))
     plans = [
-        prepare_quantize(opened, Request("nvfp4", activations=4, input_scale=str(other)))
+        prepare_quantize(
+            opened, QuantizeOptions("", format="nvfp4", activations=4, input_scale=str(other))
+        )
         for other in (first, second)
     ]
     assert [

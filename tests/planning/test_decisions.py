@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from spellings import module_of, records, tensors_of
 
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import find_linears
+from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.errors import InputError
 from fp4convert.planning.decisions import (
     Verdict,
@@ -20,7 +22,8 @@ from fp4convert.planning.decisions import (
     skipped_experts,
     uneven_groups,
 )
-from fp4convert.recipes.recipe import Choice, ScaleGroup, Target, build_recipe
+from fp4convert.recipes.options import RecipeOptions
+from fp4convert.recipes.recipe import ScaleGroup, Target, build_recipe
 from fp4convert.storage.open import open_source
 
 LAYER = "model.layers.0"
@@ -28,17 +31,22 @@ ATTENTION, DOWN = f"{LAYER}.self_attn", f"{LAYER}.mlp.down_proj"
 QKV = ("q_proj", "k_proj", "v_proj")
 CT = "compressed-tensors"
 FP8 = {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 16]}}
+PACKED_STAYS = QuantizeOptions("", format="nvfp4", exclude="*down*", keep_packed=True)
 Tensors = dict[str, Tensor]
 
 
-def verdicts_on(folder: Path, target: Target, choice: Choice | None = None) -> dict[str, Verdict]:
+def verdicts_on(
+    folder: Path, target: Target, choice: RecipeOptions | None = None
+) -> dict[str, Verdict]:
     source = open_source(str(folder))
-    recipe = build_recipe(target, source.checkpoint.config, choice or Choice())
+    recipe = build_recipe(target, source.checkpoint.config, choice or RecipeOptions())
+    if isinstance(choice, QuantizeOptions):
+        recipe = replace(recipe, keeps_packed=choice.keep_packed)
     return decide(find_linears(source, recipe), recipe, dialect_to_write(target))
 
 
 def verdict_on(
-    folder: Path, target: Target, choice: Choice | None = None, module: str = DOWN
+    folder: Path, target: Target, choice: RecipeOptions | None = None, module: str = DOWN
 ) -> Verdict:
     return verdicts_on(folder, target, choice)[module]
 
@@ -117,13 +125,13 @@ def test_fp8_is_quantized_or_becomes_bf16_or_stays(tmp_path):
         "a linear layer, from fp8 8x16",
         "nvfp4",
     )
-    kept = verdict_on(folder, target, Choice(exclude=("*down*",)))
+    kept = verdict_on(folder, target, RecipeOptions(exclude=("*down*",)))
     assert (kept.action, kept.reason, kept.form) == (
         "dequantize",
         "excluded by '*down*'; fp8 8x16 becomes bf16",
         None,
     )
-    packed = verdict_on(folder, target, Choice(exclude=("*down*",), keep_packed=True))
+    packed = verdict_on(folder, target, PACKED_STAYS)
     assert (packed.action, packed.reason) == ("copy", "excluded by '*down*'; it stays fp8 8x16")
     assert (packed.form.format.name, packed.form.granularity, packed.stays) == (
         "fp8",
@@ -136,7 +144,7 @@ def test_an_artifact_without_any_module_of_four_bits_is_refused(tmp_path):
     """Nobody would know it for one, not this package either."""
     folder = write_single(tmp_path / "m", fp8(), FP8)
     with pytest.raises(InputError) as caught:
-        verdicts_on(folder, Target("nvfp4", CT), Choice(exclude=("*down*",), keep_packed=True))
+        verdicts_on(folder, Target("nvfp4", CT), PACKED_STAYS)
     assert caught.value.code == "no-four-bit"
     assert caught.value.next_step
 
@@ -181,7 +189,7 @@ def test_what_no_form_of_the_dialect_holds_cannot_stay_packed(
 ):
     folder, choice = (
         write_single(tmp_path / "m", tensors, config),
-        Choice(exclude=("*down*",), keep_packed=True),
+        PACKED_STAYS,
     )
     with pytest.raises(InputError) as caught:
         verdicts_on(folder, Target("nvfp4", dialect), choice)
@@ -192,7 +200,9 @@ def test_what_no_form_of_the_dialect_holds_cannot_stay_packed(
         == "Leave --keep-packed out, and it becomes bf16; or choose another --dialect."
     )
     assert (
-        verdicts_on(folder, Target("nvfp4", dialect), Choice(exclude=("*down*",)))[DOWN].action
+        verdicts_on(folder, Target("nvfp4", dialect), RecipeOptions(exclude=("*down*",)))[
+            DOWN
+        ].action
         == "dequantize"
     )
 
@@ -220,13 +230,13 @@ def test_blocks_of_four_bits(stored, made, dialect, action, reason, tmp_path):
 
 def test_blocks_that_stay(tmp_path):
     folder, target = artifact(tmp_path / "m", "nvfp4", (DOWN,)), Target("nvfp4", CT)
-    plain = verdict_on(folder, target, Choice(exclude=("*down*",)))
+    plain = verdict_on(folder, target, RecipeOptions(exclude=("*down*",)))
     assert (plain.action, plain.reason, plain.form) == (
         "dequantize",
         "excluded by '*down*'; nvfp4 becomes bf16",
         None,
     )
-    packed = verdict_on(folder, target, Choice(exclude=("*down*",), keep_packed=True))
+    packed = verdict_on(folder, target, PACKED_STAYS)
     assert (packed.action, packed.form.format.name, packed.stays) == ("transcode", "nvfp4", True)
 
 
@@ -295,9 +305,11 @@ def test_a_stack_that_nobody_tells_of_is_refused_unless_it_stays(tmp_path):
     with pytest.raises(
         InputError, match="no recipe tells"
     ):  # how gate and up stand in it is still not told
-        verdicts_on(folder, target, Choice(stack_order="out_in"))
-    assert verdicts_on(folder, target, Choice(exclude=("*experts*",))) == {}
-    found = verdicts_on(folder, target, Choice(stack_order="out_in", stack_rows="concatenated"))
+        verdicts_on(folder, target, RecipeOptions(stack_order="out_in"))
+    assert verdicts_on(folder, target, RecipeOptions(exclude=("*experts*",))) == {}
+    found = verdicts_on(
+        folder, target, RecipeOptions(stack_order="out_in", stack_rows="concatenated")
+    )
     assert [verdict.action for verdict in found.values()] == ["quantize"] * 4
 
 
@@ -307,7 +319,7 @@ def test_formats_that_the_dialect_cannot_hold_together_are_refused(tmp_path):
     folder = write_single(
         tmp_path / "m", {f"{ATTENTION}.o_proj.weight": weight(), f"{DOWN}.weight": weight()}
     )
-    choice = Choice(recipe=str(file))
+    choice = RecipeOptions(recipe=str(file))
     found = verdicts_on(folder, Target("nvfp4", CT), choice)
     assert {module: verdict.form.format.name for module, verdict in found.items()} == {
         f"{ATTENTION}.o_proj": "fp8",
@@ -331,32 +343,34 @@ def test_groups_that_are_uneven_are_told_of(tmp_path):
     }
     folder, target = write_single(tmp_path / "m", tensors), Target("nvfp4", CT)
 
-    def told(choice: Choice) -> list[str]:
+    def told(choice: RecipeOptions) -> list[str]:
         return uneven_groups(
             verdicts_on(folder, target, choice), build_recipe(target, LLAMA, choice)
         )
 
-    assert told(Choice()) == []
-    assert told(Choice(exclude=("*self_attn*",))) == []
+    assert told(RecipeOptions()) == []
+    assert told(RecipeOptions(exclude=("*self_attn*",))) == []
     end = "; engines that fuse them need all of them in one format, or none"
     first, second = (f"first in 'model.layers.{layer}.self_attn'{end}" for layer in (0, 1))
-    assert told(Choice(exclude=("*.1.self_attn.v_proj",))) == [
+    assert told(RecipeOptions(exclude=("*.1.self_attn.v_proj",))) == [
         f"1 scale group q_proj/k_proj/v_proj: v_proj stays, {second}"
     ]
-    assert told(Choice(exclude=("*v_proj",))) == [
+    assert told(RecipeOptions(exclude=("*v_proj",))) == [
         f"2 scale groups q_proj/k_proj/v_proj: v_proj stays, {first}"
     ]
-    stay = Choice(exclude=("*v_proj", "*k_proj"))
+    stay = RecipeOptions(exclude=("*v_proj", "*k_proj"))
     assert told(stay) == [f"2 scale groups q_proj/k_proj/v_proj: k_proj and v_proj stay, {first}"]
     write_single(
         folder, {name: tensor for name, tensor in tensors.items() if "1.self_attn.k" not in name}
     )
-    assert told(Choice()) == [f"1 scale group q_proj/k_proj/v_proj: k_proj is not there, {second}"]
+    assert told(RecipeOptions()) == [
+        f"1 scale group q_proj/k_proj/v_proj: k_proj is not there, {second}"
+    ]
     file = tmp_path / "mine.toml"
     file.write_text(
         'about = "mine"\n[[format]]\nmodules = ["*.0.self_attn.q_proj"]\nformat = "fp8"\n'
     )
-    (warning, _) = told(Choice(recipe=str(file)))
+    (warning, _) = told(RecipeOptions(recipe=str(file)))
     assert warning.startswith(
         "1 scale group q_proj/k_proj/v_proj: members become fp8 row and nvfp4, first in 'model.layers.0"
     )

@@ -10,7 +10,7 @@ from checkpoints import LAYER, LLAMA, run, weight, write_llama, write_single
 from made_up_inputs import calibrate
 from refusals import refused
 
-from fp4convert.planning import method_needs
+from fp4convert.numerics.formats import METHODS
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_run_is_not_continued_with_other_statistics(source, calibration, tmp_p
 def test_an_unknown_method_is_refused(method, source, calibration, tmp_path):
     error = refused(source, tmp_path, "--method", method, "--calibration", calibration)
     assert error["code"] == "unknown-method"
-    assert all(known in error["message"] for known in method_needs.METHODS)
+    assert all(known in error["message"] for known in METHODS)
 
 
 def test_a_file_that_is_none_is_refused(source, tmp_path):
@@ -108,29 +108,30 @@ def test_the_file_of_another_revision_is_refused(source, calibration, tmp_path):
 
 def test_every_node_of_a_cluster_finds_the_file(source, calibration, tmp_path, monkeypatch):
     """By its whole path, whatever folder its worker begins in."""
-    from fp4convert.conversion.ray_workers import Errand, _sent
-    from fp4convert.conversion.requests import Request
+    from fp4convert.conversion.options import QuantizeOptions
+    from fp4convert.conversion.ray_workers import options_for_nodes
     from fp4convert.storage.open import open_source
-    from fp4convert.storage.source import Access
 
     monkeypatch.chdir(tmp_path)
-    errand = Errand(
-        str(source), Access(), Request("nvfp4", calibration=calibration.name), tmp_path / "out"
-    )
-    assert _sent(errand, open_source(str(source))).request.calibration == str(calibration)
+    options = QuantizeOptions(source, format="nvfp4", calibration=calibration.name)
+    sent = options_for_nodes(options, open_source(str(source)))
+    assert sent.calibration == str(calibration)
+    assert sent.source == str(source.absolute())
 
 
 def test_a_file_that_changes_meanwhile_is_noticed(source, calibration, tmp_path):
     """Between the plan and the work."""
+    from fp4convert.conversion.options import QuantizeOptions
     from fp4convert.conversion.quantization import prepare_quantize
     from fp4convert.conversion.quantization import quantize as carry_out
-    from fp4convert.conversion.requests import Request
     from fp4convert.errors import InputError
     from fp4convert.execution.settings import Settings
     from fp4convert.storage.open import open_source
 
     opened = open_source(str(source))
-    plan = prepare_quantize(opened, Request("nvfp4", calibration=str(calibration)))
+    plan = prepare_quantize(
+        opened, QuantizeOptions("", format="nvfp4", calibration=str(calibration))
+    )
     calibrate(calibration, source, "diag", extra=np.zeros(1, np.float32))
     with pytest.raises(InputError, match="has changed since the plan was made"):
         carry_out(opened, plan, tmp_path / "out", Settings("cpu"))

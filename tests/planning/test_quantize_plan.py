@@ -23,7 +23,8 @@ from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import MXFP4, NVFP4
 from fp4convert.planning.quantize_plan import plan_quantize
-from fp4convert.recipes.recipe import Choice, Target, build_recipe
+from fp4convert.recipes.options import RecipeOptions
+from fp4convert.recipes.recipe import Target, build_recipe
 from fp4convert.storage.open import open_source
 
 ATTENTION = f"{LAYER}.self_attn"
@@ -35,7 +36,7 @@ def plan_of(folder, fmt=NVFP4, dialect="compressed-tensors", include=(), exclude
     recipe = build_recipe(
         Target(fmt.name, dialect),
         source.checkpoint.config,
-        Choice(None, tuple(include), tuple(exclude)),
+        RecipeOptions(include=include, exclude=exclude),
     )
     return plan_quantize(source.checkpoint, recipe, find_linears(source, recipe))
 

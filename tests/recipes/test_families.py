@@ -6,7 +6,8 @@ A line: kept or not, and a module.  Layers are those of a model of 8 layers, of 
 import pytest
 from family_tables import LAYERS, recipe_for, rows_of
 
-from fp4convert.recipes.recipe import Choice, Target, build_recipe, scale_group
+from fp4convert.recipes.options import RecipeOptions
+from fp4convert.recipes.recipe import Target, build_recipe, scale_group
 
 TABLE = """
 llama
@@ -395,13 +396,17 @@ def test_the_gate_of_attention_is_taken_by_no_mode(model, module, tmp_path):
     name, config = f"model.layers.3.self_attn.{module}", {"model_type": model, **LAYERS}
     (tmp_path / "mine.toml").write_text('[[format]]\nmodules = ["*.self_attn.*"]\nformat = "nvfp4"')
     for chosen in (None, "all", str(tmp_path / "mine.toml")):
-        assert build_recipe(Target("nvfp4"), config, Choice(chosen)).reason_to_keep(name)
+        assert build_recipe(Target("nvfp4"), config, RecipeOptions(recipe=chosen)).reason_to_keep(
+            name
+        )
     assert (
-        build_recipe(Target("nvfp4"), config, Choice("all", include=(name,))).reason_to_keep(name)
+        build_recipe(
+            Target("nvfp4"), config, RecipeOptions(recipe="all", include=(name,))
+        ).reason_to_keep(name)
         is None
     )
     assert (
-        build_recipe(Target("nvfp4"), config, Choice("all")).reason_to_keep(
+        build_recipe(Target("nvfp4"), config, RecipeOptions(recipe="all")).reason_to_keep(
             "model.layers.3.self_attn.o_proj"
         )
         is None

@@ -8,7 +8,8 @@ from family_tables import LAYERS
 
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import MXFP4, NVFP4
-from fp4convert.recipes.recipe import Choice, Target, build_recipe, scale_group
+from fp4convert.recipes.options import RecipeOptions
+from fp4convert.recipes.recipe import Target, build_recipe, scale_group
 from fp4convert.recipes.rules import FormatRule, Patterns
 from fp4convert.recipes.toml_files import known_names
 
@@ -17,7 +18,7 @@ def recipe(model_type: str = "llama", include=(), exclude=(), fmt=NVFP4, rule=No
     return build_recipe(
         Target(fmt.name, "compressed-tensors", rule),
         {"model_type": model_type},
-        Choice(None, tuple(include), tuple(exclude)),
+        RecipeOptions(include=include, exclude=exclude),
     )
 
 
@@ -91,7 +92,9 @@ OF_FAMILIES = dict.fromkeys(
 
 
 def of_file(name):
-    return build_recipe(Target("nvfp4"), {"model_type": "llama", **LAYERS}, Choice(name))
+    return build_recipe(
+        Target("nvfp4"), {"model_type": "llama", **LAYERS}, RecipeOptions(recipe=name)
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +173,7 @@ def chosen(folder, text, model=None, **choice):
     return build_recipe(
         Target("nvfp4", "compressed-tensors"),
         model or {"model_type": "llama"},
-        Choice(str(path), **choice),
+        RecipeOptions(recipe=str(path), **choice),
     )
 
 
@@ -192,7 +195,7 @@ QUERY = "model.layers.3.self_attn.q_proj"
     ],
 )
 def test_a_mode_says_what_may_be_quantized(mode, quantized):
-    made = build_recipe(Target("nvfp4"), {"model_type": "llama"}, Choice(mode))
+    made = build_recipe(Target("nvfp4"), {"model_type": "llama"}, RecipeOptions(recipe=mode))
     assert {
         module for module in (MLP, ATTENTION, EXPERT, QUERY) if made.reason_to_keep(module) is None
     } == quantized
@@ -201,7 +204,9 @@ def test_a_mode_says_what_may_be_quantized(mode, quantized):
     if mode != "all":
         assert mode in made.reason_to_keep(QUERY)
     assert (
-        build_recipe(Target("nvfp4"), {}, Choice(mode, include=(QUERY,))).reason_to_keep(QUERY)
+        build_recipe(
+            Target("nvfp4"), {}, RecipeOptions(recipe=mode, include=(QUERY,))
+        ).reason_to_keep(QUERY)
         is None
     )
 
@@ -214,7 +219,7 @@ def test_what_a_family_keeps_for_accuracy_a_mode_or_a_file_may_ask_for(tmp_path)
     assert plain.reason_to_keep(multi) == "part of a multi-token-prediction layer"
     asked = "[[format]]\nmodules = ['*.self_attn.*', 'lm_head']\nformat = 'fp8'"
     for made in (
-        build_recipe(Target("nvfp4"), model, Choice("all")),
+        build_recipe(Target("nvfp4"), model, RecipeOptions(recipe="all")),
         chosen(tmp_path, asked, model),
     ):
         assert made.reason_to_keep(ATTENTION) is None
@@ -222,7 +227,10 @@ def test_what_a_family_keeps_for_accuracy_a_mode_or_a_file_may_ask_for(tmp_path)
         assert made.reason_to_keep("lm_head") == "an output head"
         assert made.is_asked_for(ATTENTION)
     assert chosen(tmp_path, asked, model).format_of(ATTENTION) == "fp8"
-    assert build_recipe(Target("nvfp4"), model, Choice("all")).format_of(ATTENTION) == "nvfp4"
+    assert (
+        build_recipe(Target("nvfp4"), model, RecipeOptions(recipe="all")).format_of(ATTENTION)
+        == "nvfp4"
+    )
 
 
 FORMATS = """
@@ -310,7 +318,7 @@ def test_a_users_file_goes_before_a_familys_groups_and_stacks(tmp_path):
     ],
 )
 def test_a_person_settles_a_stack_that_no_recipe_names(tensor, order, rows, found):
-    choice = Choice(stack_order=order, stack_rows=rows)
+    choice = RecipeOptions(stack_order=order, stack_rows=rows)
     rule = build_recipe(Target("nvfp4"), {"model_type": "unheard_of"}, choice).stack_rule(
         tensor, (2, 32, 64)
     )
@@ -326,7 +334,7 @@ def test_a_person_settles_a_stack_that_no_recipe_names(tensor, order, rows, foun
     ],
 )
 def test_what_is_no_stack_of_experts_stays_none_whatever_a_person_says(tensor, shape):
-    choice = Choice(stack_order="out_in", stack_rows="interleaved")
+    choice = RecipeOptions(stack_order="out_in", stack_rows="interleaved")
     assert (
         build_recipe(Target("nvfp4"), {"model_type": "unheard_of"}, choice).stack_rule(
             tensor, shape
@@ -340,6 +348,6 @@ def test_what_is_no_stack_of_experts_stays_none_whatever_a_person_says(tensor, s
 )
 def test_other_words_for_stacks_are_refused(order, rows):
     with pytest.raises(InputError) as caught:
-        build_recipe(Target("nvfp4"), {}, Choice(stack_order=order, stack_rows=rows))
+        build_recipe(Target("nvfp4"), {}, RecipeOptions(stack_order=order, stack_rows=rows))
     assert caught.value.code == "unknown-stack"
     assert "expected" in caught.value.message

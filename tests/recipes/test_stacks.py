@@ -13,7 +13,8 @@ import pytest
 from tiny_models import fp4convert, offline, read_tensors
 
 from fp4convert.errors import InputError
-from fp4convert.recipes.recipe import Choice, Target, build_recipe
+from fp4convert.recipes.options import RecipeOptions
+from fp4convert.recipes.recipe import Target, build_recipe
 from fp4convert.recipes.rules import StackRule
 
 pytestmark = pytest.mark.engine
@@ -240,7 +241,7 @@ def test_where_inputs_and_outputs_are_as_many_a_person_decides(tmp_path: Path) -
     assert caught.value.code == "stack-order"
     assert "--stack-order" in caught.value.next_step
     for order in ("in_out", "out_in"):
-        rule = build_recipe(Target("nvfp4"), config, Choice(stack_order=order)).stack_rule(
+        rule = build_recipe(Target("nvfp4"), config, RecipeOptions(stack_order=order)).stack_rule(
             name, shape
         )
         assert rule

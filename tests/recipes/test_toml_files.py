@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from paths import ROOT
 
 from fp4convert.errors import InputError
+from fp4convert.recipes.options import RecipeOptions
 from fp4convert.recipes.patterns import compiled
-from fp4convert.recipes.recipe import Choice, Target, build_recipe
+from fp4convert.recipes.recipe import Target, build_recipe
 from fp4convert.recipes.rules import KeepRule, StackRule
 from fp4convert.recipes.toml_files import (
     RecipeFile,
@@ -41,7 +42,7 @@ def test_every_file_loads_says_what_it_is_and_names_its_sources(name):
     assert re.search(r"\bSources?:", comment), "a comment that begins with Source: or Sources:"
     file = known_file(name)
     assert file.about
-    recipe = build_recipe(Target("nvfp4"), NUMBERS, Choice(name))
+    recipe = build_recipe(Target("nvfp4"), NUMBERS, RecipeOptions(recipe=name))
     patterns = [
         pattern
         for rule in (*recipe.keep, *recipe.only, *recipe.formats)
@@ -272,7 +273,7 @@ def test_a_bad_pattern_is_refused_with_the_file_that_has_it(rule, tmp_path):
         f"[[{rule}]]\n{'tensors' if rule == 'stack' else 'modules'} = ['re:(']\n{rest[rule]}"
     )
     with pytest.raises(InputError) as caught:
-        build_recipe(Target("nvfp4"), {}, Choice(str(path)))
+        build_recipe(Target("nvfp4"), {}, RecipeOptions(recipe=str(path)))
     assert caught.value.code == "bad-pattern"
     assert str(path) in caught.value.message
 

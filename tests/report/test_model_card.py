@@ -3,15 +3,14 @@
 import json
 import re
 import subprocess
-from dataclasses import asdict
 
 import pytest
 from checkpoints import LLAMA, run, weight, write_checkpoint, write_llama, write_single
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
+from fp4convert.conversion.options import QuantizeOptions
 from fp4convert.conversion.quantization import prepare_quantize, quantize
-from fp4convert.conversion.requests import Request
 from fp4convert.execution.settings import Settings
 from fp4convert.report.model_card import CardRequest, code, make_card
 from fp4convert.storage.open import open_source
@@ -43,11 +42,13 @@ HOSTILE = [
 
 def card_of(folder, output, options=None, **more) -> tuple[str, object]:
     """The card of an artifact that is made now, and what making it told."""
-    request = Request(**({"format": "nvfp4"} | (options or {})))
+    asked = QuantizeOptions("", **({"format": "nvfp4"} | (options or {})))
     source = open_source(str(folder))
-    plan = prepare_quantize(source, request)
+    plan = prepare_quantize(source, asked)
     result = quantize(source, plan, output, Settings("cpu"))
-    return make_card(plan, result, source, CardRequest(REPO, asdict(request), **more)), result
+    return make_card(
+        plan, result, source, CardRequest(REPO, asked.that_make_bytes(), **more)
+    ), result
 
 
 def render(card: str) -> str:

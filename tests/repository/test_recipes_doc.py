@@ -8,7 +8,8 @@ import pytest
 from checkpoints import Tensor, run, weight, write_single
 from paths import ROOT
 
-from fp4convert.recipes.recipe import Choice, Recipe, Target, build_recipe, scale_group
+from fp4convert.recipes.options import RecipeOptions
+from fp4convert.recipes.recipe import Recipe, Target, build_recipe, scale_group
 from fp4convert.recipes.rules import StackRule
 from fp4convert.recipes.toml_files import _FILE, _ROWS, parse
 
@@ -33,7 +34,7 @@ def recipe(text: str, tmp_path: Path) -> Recipe:
     """The recipe that a model has with that file."""
     path = tmp_path / "mine.toml"
     path.write_text(text)
-    return build_recipe(Target("nvfp4"), CONFIG, Choice(str(path)))
+    return build_recipe(Target("nvfp4"), CONFIG, RecipeOptions(recipe=str(path)))
 
 
 def test_every_example_is_a_recipe_file(tmp_path):

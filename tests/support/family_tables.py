@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fp4convert.recipes.recipe import Choice, Recipe, Target, build_recipe
+from fp4convert.recipes.options import RecipeOptions
+from fp4convert.recipes.recipe import Recipe, Target, build_recipe
 
 LAYERS = {"num_hidden_layers": 8, "first_k_dense_replace": 2, "num_layers": 8}
 
@@ -22,6 +23,8 @@ def rows_of(table: str) -> list[tuple[str, str, bool]]:
 def recipe_for(model: str) -> Recipe:
     """The recipe for a model_type, for a class of Diffusers, or for `--recipe NAME`."""
     if model.startswith("--recipe "):
-        return build_recipe(Target("nvfp4"), LAYERS, Choice(model.removeprefix("--recipe ")))
+        return build_recipe(
+            Target("nvfp4"), LAYERS, RecipeOptions(recipe=model.removeprefix("--recipe "))
+        )
     key = "_class_name" if model.endswith("Model") else "model_type"
     return build_recipe(Target("nvfp4"), {key: model, **LAYERS})

@@ -1,0 +1,190 @@
+"""Join the options, the work and the drawing of every command.
+
+What a command needs is imported when it runs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from fp4convert.cli.options import Command, Shown
+from fp4convert.commands.options import (
+    AnalyzeOptions,
+    CalibrateOptions,
+    CompareOptions,
+    InspectOptions,
+    MergeOptions,
+    VerifyOptions,
+)
+from fp4convert.conversion.options import (
+    DequantizeOptions,
+    PruneOptions,
+    QuantizeOptions,
+    TranscodeOptions,
+)
+from fp4convert.recipes.options import Option
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ExplainOptions:
+    """Explain a finding or an error by its code: what it means, where it comes from, what to do. Without CODE: list all.
+
+    Example: fp4convert explain global-scale-reciprocal
+    """
+
+    code: Annotated[
+        str | None, Option("Of a finding or an error, such as scale-layout.", is_argument=True)
+    ] = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DoctorOptions:
+    """Tell what this machine offers: driver, GPUs, compiler, processor, caches, disk.
+
+    Example: fp4convert doctor
+    """
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RecipesOptions:
+    """List the recipes: modes to pick, and what is kept in the models of each family.
+
+    Example: fp4convert recipes deepseek
+    """
+
+    name: Annotated[
+        str | None,
+        Option(
+            "One of them, or a TOML file: what it keeps, groups and stacks.",
+            is_argument=True,
+            is_recipe=True,
+        ),
+    ] = None
+
+
+def _quantize(options: QuantizeOptions) -> Shown:
+    from fp4convert.cli import draw_results
+    from fp4convert.commands import convert
+
+    return Shown(convert.quantize.run(options).as_json(), draw_results.draw_result)
+
+
+def _preview_quantize(options: QuantizeOptions) -> Shown:
+    from fp4convert.cli import draw_plan
+    from fp4convert.commands import convert
+
+    return Shown(convert.preview_quantize.run(options), draw_plan.draw_plan)
+
+
+def _dequantize(options: DequantizeOptions) -> Shown:
+    from fp4convert.cli import draw_results
+    from fp4convert.commands import convert
+
+    return Shown(convert.dequantize.run(options).as_json(), draw_results.draw_result)
+
+
+def _transcode(options: TranscodeOptions) -> Shown:
+    from fp4convert.cli import draw_results
+    from fp4convert.commands import convert
+
+    return Shown(convert.transcode.run(options).as_json(), draw_results.draw_result)
+
+
+def _prune(options: PruneOptions) -> Shown:
+    from fp4convert.cli import draw_results
+    from fp4convert.commands import convert
+
+    return Shown(convert.prune.run(options).as_json(), draw_results.draw_result)
+
+
+def _preview_prune(options: PruneOptions) -> Shown:
+    from fp4convert.cli import draw_plan
+    from fp4convert.commands import convert
+
+    return Shown(convert.preview_prune.run(options), draw_plan.draw_plan)
+
+
+def _merge(options: MergeOptions) -> Shown:
+    from fp4convert.cli import draw_results
+    from fp4convert.commands import convert
+
+    return Shown(convert.merge.run(options), draw_results.draw_merged)
+
+
+def _inspect(options: InspectOptions) -> Shown:
+    from fp4convert.cli import draw_quality
+    from fp4convert.commands import quality
+
+    document = quality.inspect.run(options)
+    return Shown(document, draw_quality.draw_artifact, document["healthy"])
+
+
+def _verify(options: VerifyOptions) -> Shown:
+    from fp4convert.cli import draw_quality
+    from fp4convert.commands import quality
+
+    document = quality.verify.run(options).as_json()
+    return Shown(document, draw_quality.draw_verification, document["passed"])
+
+
+def _compare(options: CompareOptions) -> Shown:
+    from fp4convert.cli import draw_quality
+    from fp4convert.commands import quality
+
+    document = quality.compare.run(options)
+    return Shown(document, draw_quality.draw_comparison, document["passed"])
+
+
+def _analyze(options: AnalyzeOptions) -> Shown:
+    from fp4convert.cli import draw_quality
+    from fp4convert.commands import analysis
+
+    return Shown(analysis.analyze.run(options), draw_quality.draw_study)
+
+
+def _calibrate(options: CalibrateOptions) -> Shown:
+    from fp4convert.cli import draw_quality
+    from fp4convert.commands import calibration
+
+    return Shown(calibration.calibrate.run(options).as_json(), draw_quality.draw_calibrated)
+
+
+def _explain(options: ExplainOptions) -> Shown:
+    from fp4convert.cli import draw_quality
+    from fp4convert.report import explanations
+
+    if options.code is None:
+        return Shown(explanations.explain_all(), draw_quality.draw_codes)
+    return Shown(explanations.explain(options.code), draw_quality.draw_code)
+
+
+def _doctor(options: DoctorOptions) -> Shown:
+    from fp4convert.cli import doctor, draw_results
+
+    return Shown(doctor.examine(Path()), draw_results.draw_examination)
+
+
+def _recipes(options: RecipesOptions) -> Shown:
+    from fp4convert.cli import draw_results
+    from fp4convert.recipes import toml_files
+
+    if options.name is None:
+        return Shown(toml_files.describe_known(), draw_results.draw_recipes)
+    return Shown(toml_files.describe(options.name), draw_results.draw_recipe)
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    "quantize": Command(QuantizeOptions, _quantize, _preview_quantize),
+    "inspect": Command(InspectOptions, _inspect),
+    "verify": Command(VerifyOptions, _verify),
+    "compare": Command(CompareOptions, _compare),
+    "dequantize": Command(DequantizeOptions, _dequantize),
+    "merge": Command(MergeOptions, _merge),
+    "analyze": Command(AnalyzeOptions, _analyze),
+    "calibrate": Command(CalibrateOptions, _calibrate),
+    "prune": Command(PruneOptions, _prune, _preview_prune),
+    "explain": Command(ExplainOptions, _explain),
+    "doctor": Command(DoctorOptions, _doctor),
+    "recipes": Command(RecipesOptions, _recipes),
+    "transcode": Command(TranscodeOptions, _transcode),
+}

@@ -1,0 +1,329 @@
+"""Declare the options of the commands that write a checkpoint.
+
+The docstring of a class is the help of its command.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from fp4convert.checkpoint.dialects.registry import DIALECTS
+from fp4convert.errors import InputError
+from fp4convert.numerics.formats import FLOAT_TYPES, FORMATS, METHODS
+from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS
+from fp4convert.progress import Phases
+from fp4convert.recipes.options import Option, RecipeName, RecipeOptions, Reference, one_of
+
+if TYPE_CHECKING:  # what commands load when they run
+    from fp4convert.execution.settings import Settings
+    from fp4convert.storage.source import Access
+
+DTYPES = tuple(kind.word for kind in FLOAT_TYPES.values())
+MOST_MEMORY = 1e6  # GB; inf, too, means no limit
+
+
+def ignore(line: str) -> None:
+    """Do nothing with a line for people."""
+
+
+def as_nbytes(gigabytes: float) -> int:
+    """Return bytes for GB, inf for as many as there are; InputError below 0 and for NaN."""
+    if not gigabytes >= 0:
+        raise InputError(
+            "usage", f"{gigabytes:g} GB of memory; expected 0 or more", "Give a number of GB."
+        )
+    return int(min(gigabytes, MOST_MEMORY) * 10**9)
+
+
+SourceArgument = Annotated[
+    Reference,
+    Option("A folder, one .safetensors or .gguf file, or ORG/NAME on the Hub.", is_argument=True),
+]
+ArtifactArgument = Annotated[
+    Reference,
+    Option("Four-bit weights: a folder, one file, or ORG/NAME on the Hub.", is_argument=True),
+]
+NewFolder = Annotated[Reference, Option("New folder.", parse=Path, flags=("--output", "-o"))]
+Dialect = Annotated[str, Option(f"{one_of(DIALECTS)}.", DIALECTS)]
+Page = Annotated[
+    Reference | None,
+    Option("Write a page of HTML on what was lost, to look at and to share.", parse=Path),
+]
+Statistics = Annotated[
+    Reference | None,
+    Option("Statistics that fp4convert calibrate made of this source.", parse=str),
+]
+Force = Annotated[bool, Option("Discard what an earlier run of fp4convert left in the output.")]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class AccessOptions:
+    """How sources and artifacts are found and read.
+
+    tell  gets lines for people: what is waited for, which part this is, which page was written
+    """
+
+    revision: Annotated[str | None, Option("On the Hub: branch, tag or commit. Default: main.")] = (
+        None
+    )
+    subfolder: Annotated[str | None, Option("Folder of the source, where the checkpoint is.")] = (
+        None
+    )
+    token: Annotated[str | None, Option("For the Hub. Better: hf auth login, or HF_TOKEN.")] = None
+    memory: Annotated[
+        float, Option("GB of what the Hub sends that are kept for a second reading.", least=0)
+    ] = 1.0
+    transport: Annotated[str, Option("From the Hub: http, or xet (through hf_xet).")] = "http"
+    tell: Callable[[str], None] = ignore
+
+    @property
+    def known_token(self) -> str | None:
+        """Return the token; None for one of nothing, as --token "$TOKEN" gives."""
+        return (self.token or "").strip() or None
+
+    def access(self, output: Path | None = None) -> "Access":
+        """Return how the Hub is asked.
+
+        output  where an unfinished plan may lie, which says of which commit it is
+        """
+        from fp4convert.storage.source import Access
+
+        return Access(
+            revision=self.revision,
+            subfolder=self.subfolder,
+            token=self.known_token,
+            memory_nbytes=as_nbytes(self.memory),
+            tell=self.tell,
+            transport=self.transport,
+            output=output,
+        )
+
+    def original_access(self) -> "Access":
+        """Return the same for the source of an artifact, whose revision is its own."""
+        return replace(self.access(), revision=None)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class WorkOptions(AccessOptions):
+    """How a command that writes works; nothing here changes a byte.
+
+    phases  learns how far the work is
+    warn    gets what a person should know before the work; None for Python's warnings
+    """
+
+    workers: Annotated[int, Option("Threads; 0 is as many as suit the device.", least=0)] = 0
+    force: Force = False
+    phases: Phases | None = None
+    warn: Callable[[Iterable[str]], None] | None = None
+
+    def settings(self, device: str) -> "Settings":
+        """Return how to work; InputError for fewer workers than none."""
+        from fp4convert.execution.settings import Settings
+
+        if self.workers < 0:
+            raise InputError(
+                "usage",
+                f"workers is {self.workers}; expected 0 or more",
+                "Leave it out: as many as suit the device.",
+            )
+        return Settings(
+            device=device,
+            workers=self.workers,
+            is_forced=self.force,
+            phases=self.phases or Phases(),
+            tell=self.tell,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class DeviceOptions(WorkOptions):
+    """Where a command computes."""
+
+    device: Annotated[
+        str, Option("auto (GPUs, else the CPU), cpu, cuda or cuda:N. The bytes are the same.")
+    ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class PartOptions(WorkOptions):
+    """Which part of the work this process does, of one that several share."""
+
+    join: Annotated[
+        bool, Option("One of several such processes, on any machines that share OUTPUT.")
+    ] = False
+    shard_index: Annotated[
+        int | None, Option("Do this part alone, from 0; then: fp4convert merge OUTPUT.")
+    ] = None
+    num_shards: Annotated[
+        int | None,
+        Option("How many parts. Default for both: Slurm, torchrun, SkyPilot say so."),
+    ] = None
+
+    def settings(self, device: str, is_elsewhere: bool = False) -> "Settings":
+        """Return how to work, with the part that this process does.
+
+        is_elsewhere  other processes take the tasks as they come
+        Raises        InputError for a part that cannot be; a launcher's variables count, too
+        """
+        from fp4convert.execution.share import choose_share
+
+        is_shared = self.join or is_elsewhere
+        share = choose_share(is_shared, self.shard_index, self.num_shards, os.environ)
+        return replace(super().settings(device), is_joining=self.join, share=share)
+
+
+def _rules() -> str:
+    """Return the rules of every format, the default first."""
+    lines = []
+    for fmt in FORMATS.values():
+        others = [rule for rule in fmt.scale_rules if rule != fmt.default_rule]
+        lines.append(f"{fmt.name}: {', '.join([f'{fmt.default_rule} (default)', *others])}")
+    return "; ".join(lines)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantizeOptions(RecipeOptions, DeviceOptions, PartOptions):
+    """Convert a checkpoint to NVFP4 or MXFP4.
+
+    Example: fp4convert quantize ./Llama-3.1-8B --format nvfp4 -o ./Llama-3.1-8B-NVFP4
+    """
+
+    MAKES_BYTES: ClassVar = (
+        *("format", "dialect", "scale_rule", "activations", "input_scale", "include", "exclude"),
+        *("recipe", "stack_order", "stack_rows", "keep_packed", "via", "calibration", "method"),
+        *("kv_cache", "target_size", "target_bits", "subfolder"),
+    )
+    source: SourceArgument
+    _: KW_ONLY
+    format: Annotated[str, Option(f"Target: {one_of(FORMATS)}.", tuple(FORMATS))]
+    output: Annotated[
+        Reference | None,
+        Option("New folder. Default: ./NAME-FORMAT.", parse=Path, flags=("--output", "-o")),
+    ] = None
+    dialect: Dialect = DIALECTS[0]
+    scale_rule: Annotated[
+        str | None,
+        Option(
+            f"{_rules()}. With --method gptq importance is the default.",
+            tuple(dict.fromkeys(rule for fmt in FORMATS.values() for rule in fmt.scale_rules)),
+        ),
+    ] = None
+    activations: Annotated[
+        int, Option("16: weights alone; 4: for the FP4 tensor cores, activations too.")
+    ] = 16
+    input_scale: Annotated[
+        str | float | None,
+        Option(
+            "With --activations 4, nvfp4: a multiplier; or an artifact or a calibration that has"
+            " them. Default: 1.0.",
+            parse=str,
+        ),
+    ] = None
+    kv_cache: Annotated[
+        str | None, Option("fp8: scales and records for a cache of keys and values.")
+    ] = None
+    keep_packed: Annotated[bool, Option("What is FP8, int4 or FP4 and stays is not made bf16.")] = (
+        False
+    )
+    via: Annotated[
+        str | None,
+        Option("fp8: round weights to FP8 first, for comparison; it loses accuracy."),
+    ] = None
+    calibration: Statistics = None
+    method: Annotated[
+        str,
+        Option(
+            "rtn, gptq (needs a calibration made with --gram), or awq and smooth, which fold"
+            " factors.",
+            METHODS,
+        ),
+    ] = METHODS[0]
+    target_size: Annotated[
+        float | None, Option("GB of the artifact: measured formats for modules, to fit it.")
+    ] = None
+    target_bits: Annotated[
+        float | None, Option("The same by bits per weight, over modules else four-bit.")
+    ] = None
+    ray: Annotated[
+        str | None,
+        Option("One worker on every node of this Ray cluster: auto, or HOST:PORT."),
+    ] = None
+    push_to_hub: Annotated[
+        str | None, Option("Upload the result to this repository, ORG/NAME.")
+    ] = None
+    private: Annotated[
+        bool, Option("With --push-to-hub: into a repository that is not public.")
+    ] = False
+    report: Page = None
+
+    @property
+    def folder(self) -> Path:
+        """Return where the artifact goes: the output, else ./NAME-FORMAT."""
+        from fp4convert.storage.source import name_of
+
+        return Path(self.output or f"{name_of(os.fspath(self.source))}-{self.format.upper()}")
+
+    def that_make_bytes(self) -> dict[str, object]:
+        """Return the options by name that the bytes depend on, for making the artifact again."""
+        values = {name: getattr(self, name) for name in self.MAKES_BYTES}
+        return {
+            name: os.fspath(value) if isinstance(value, os.PathLike) else value
+            for name, value in values.items()
+        }
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DequantizeOptions(DeviceOptions):
+    """Turn an artifact back into a checkpoint of ordinary weights, with exactly the values that engines compute.
+
+    Example: fp4convert dequantize ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-restored
+    """
+
+    artifact: ArtifactArgument
+    output: NewFolder
+    _: KW_ONLY
+    dtype: Annotated[str, Option(f"{one_of(DTYPES)}.", DTYPES)] = "bf16"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TranscodeOptions(WorkOptions):
+    """Spell an artifact in another dialect: the same codes and block scales, never rounded again.
+
+    Example: fp4convert transcode ./Llama-3.1-8B-NVFP4 -o ./Llama-3.1-8B-modelopt --dialect modelopt
+    """
+
+    artifact: ArtifactArgument
+    output: NewFolder
+    _: KW_ONLY
+    dialect: Dialect
+    format: Annotated[str | None, Option("nvfp4, for an mxfp4 artifact. Default: as it is.")] = None
+    scale_layout: Annotated[
+        str | None,
+        Option(
+            f"plain: {', '.join([f'{SCALE_LAYOUTS[0]} (default)', *SCALE_LAYOUTS[1:]])}.",
+            SCALE_LAYOUTS,
+        ),
+    ] = None
+    template: Annotated[
+        Reference | None,
+        Option("Dialect gguf: a GGUF file of the model, whose frame it gets.", parse=str),
+    ] = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PruneOptions(PartOptions):
+    """Leave out the experts that matter least (REAP): an ordinary checkpoint with fewer of them, for quantize to take.
+
+    Example: fp4convert prune ./Qwen3-30B-A3B -o ./Qwen3-30B-A3B-96 --calibration qwen3.safetensors --keep 96
+    """
+
+    source: SourceArgument
+    output: NewFolder
+    calibration: Annotated[
+        Reference, Option("What fp4convert calibrate made of SOURCE.", parse=Path)
+    ]
+    keep: Annotated[int, Option("Experts that stay in every layer that has some.")]
+    _: KW_ONLY
+    recipe: RecipeName = None

@@ -1,0 +1,120 @@
+"""Declare an option once; the options that choose a recipe.
+
+An option is a field of a dataclass: its name, its type and its default are the field's, its help
+and its legal words stand in the Option beside the type.  The command line, completion, the Python
+function with its docstring and the table in docs/options.md are all made of that one row.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any, NamedTuple
+
+STACK_ORDERS, STACK_ROWS = ("out_in", "in_out"), ("concatenated", "interleaved")
+
+Reference = str | os.PathLike[str]
+"""A folder, a file, or ORG/NAME on the Hub."""
+Globs = str | Iterable[str] | None
+"""Globs on module names, or re:REGEX: one, or several."""
+
+
+class Option(NamedTuple):
+    """What an option means, beside the name, the type and the default of its field.
+
+    help         one sentence or two
+    words        the legal words where they are few; completion offers them
+    parse        what the command line makes of it; None where the field's type is a plain one
+    flags        all spellings, where there are more than --name
+    least        the smallest number that is legal
+    is_argument  it stands without its name
+    is_several   it may be given several times
+    is_recipe    it names a recipe, of which a shell is told those that there are
+    """
+
+    help: str
+    words: Sequence[str] = ()
+    parse: type | None = None
+    flags: tuple[str, ...] = ()
+    least: float | None = None
+    is_argument: bool = False
+    is_several: bool = False
+    is_recipe: bool = False
+
+
+class Declared(NamedTuple):
+    """An option as it was declared: its field and its row."""
+
+    name: str
+    type: Any
+    default: Any
+    option: Option
+
+
+def declared_in(kind: type) -> list[Declared]:
+    """Return the options of a class in reading order: its own first, then those it shares."""
+    defaults = {field.name: field.default for field in fields(kind)}
+    found = []
+    for base in kind.__mro__:
+        for name, hint in vars(base).get("__annotations__", {}).items():
+            for extra in getattr(hint, "__metadata__", ()):
+                if isinstance(extra, Option):
+                    found.append(Declared(name, hint.__origin__, defaults[name], extra))
+    return sorted(found, key=lambda each: not each.option.is_argument)
+
+
+def is_required(declared: Declared) -> bool:
+    """Tell whether an option has no default."""
+    return declared.default is MISSING
+
+
+def one_of(words: Iterable[str]) -> str:
+    """Join words as a sentence lists them: "a, b or c"."""
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def as_globs(patterns: Globs) -> tuple[str, ...]:
+    """Return one pattern or several as several."""
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
+
+
+RecipeName = Annotated[
+    str | None,
+    Option(
+        "A mode or family that fp4convert recipes lists, or a TOML file.",
+        is_recipe=True,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class RecipeOptions:
+    """What a person chooses of the recipe."""
+
+    include: Annotated[
+        Globs,
+        Option(
+            "Quantize these modules too, though the recipe keeps them.", parse=str, is_several=True
+        ),
+    ] = ()
+    exclude: Annotated[
+        Globs,
+        Option("Keep these modules as they are. Glob, or re:REGEX.", parse=str, is_several=True),
+    ] = ()
+    recipe: RecipeName = None
+    stack_order: Annotated[
+        str | None,
+        Option(f"Of stacks of experts, before any recipe: {one_of(STACK_ORDERS)}.", STACK_ORDERS),
+    ] = None
+    stack_rows: Annotated[
+        str | None,
+        Option(f"Of gate and up in one such stack: {one_of(STACK_ROWS)}.", STACK_ROWS),
+    ] = None
+
+    def __post_init__(self) -> None:
+        # An iterator could be read only once; a list could change.
+        object.__setattr__(self, "include", as_globs(self.include))
+        object.__setattr__(self, "exclude", as_globs(self.exclude))
+
+
+NOTHING_CHOSEN = RecipeOptions()
