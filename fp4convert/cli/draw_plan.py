@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from textwrap import wrap
 
 from fp4convert.checkpoint.module_names import join_words, split_leaf
-from fp4convert.cli.screen import Screen
+from fp4convert.cli.screen import GAP, Screen
 from fp4convert.progress import duration_text, size_text
 from fp4convert.report.text import Document, escape, shorten
 
@@ -20,7 +19,7 @@ WORDS = {
     "fold": "folded",
 }  # what becomes of others than four-bit modules
 STYLES = {"copy": "", "write": "", "skip": "yellow", "dequantize": "yellow"}
-INDENT, GAP = "  ", "  "
+INDENT = "  "
 RIGHT = (1, 3, 4)  # columns of numbers
 WHY_WIDTH = 20  # at least
 LINEAR = "a linear layer"  # goes without saying where a scale is shared
@@ -30,15 +29,17 @@ Row = tuple[str, ...]
 
 
 def draw_plan(screen: Screen, plan: Document) -> None:
-    """What becomes of every kind of module, and why; then sizes and time."""
+    """Print what becomes of every kind of module, and why; then sizes and time."""
     rows = [HEADINGS, *map(_cells, plan["patterns"])]
-    others = [max(len(row[at]) for row in rows) for at in range(1, len(HEADINGS) - 1)]
-    left = screen.width - sum(others) - len(GAP) * (len(others) + 1)
-    widths = [_name_width([row[0] for row in rows], left - WHY_WIDTH), *others]
-    room = max(WHY_WIDTH, left - widths[0])
-    screen.line(_line(HEADINGS, widths), "bold")
+    numbers = [max(len(row[at]) for row in rows) for at in range(1, len(HEADINGS) - 1)]
+    left = screen.width - sum(numbers) - len(GAP) * (len(numbers) + 1)
+    # A name that leaves no room for the reason has a line to itself.
+    fitting = [len(row[0]) for row in rows if len(row[0]) <= left - WHY_WIDTH]
+    name_width = max(fitting, default=len(HEADINGS[0]))
+    widths = [name_width, *numbers, max(WHY_WIDTH, left - name_width)]
+    screen.row(HEADINGS, widths, "bold", RIGHT)
     above = part_of = ""
-    for row, cells in zip(plan["patterns"], rows[1:], strict=True):
+    for row, (name, *cells) in zip(plan["patterns"], rows[1:], strict=True):
         parent, component = _parent_of(row["pattern"]), row.get("component", "")
         if component != part_of:
             screen.line(f"{component}/", "bold")
@@ -48,22 +49,13 @@ def draw_plan(screen: Screen, plan: Document) -> None:
                 screen.line(part, "bold")
         above = parent
         style = STYLES.get(row["action"], "green")
-        if len(cells[0]) > widths[0]:
-            for part in _broken(cells[0], screen.width):
-                screen.line(part, style)
-        name = "" if len(cells[0]) > widths[0] else cells[0]
-        first, *more = wrap(cells[-1], room) or [""]
-        screen.line(_line((name, *cells[1:-1], first), widths), style)
-        for part in more:
-            screen.line(_line(("",) * len(widths) + (part,), widths))
+        is_long = len(name) > name_width
+        for part in _broken(name, screen.width) if is_long else ():
+            screen.line(part, style)
+        screen.row(("" if is_long else name, *cells), widths, style, RIGHT)
     screen.line("")
     for word, told in _totals(plan):
         screen.line(f"{word:<9}{told}", "bold" if word == "total" else "")
-
-
-def _name_width(names: list[str], most: int) -> int:
-    """Of the column of names: of those that fit; a longer one has a line to itself."""
-    return max((len(name) for name in names if len(name) <= most), default=len(HEADINGS[0]))
 
 
 def _told(name: str) -> str:
@@ -80,19 +72,6 @@ def _broken(name: str, width: int) -> Iterator[str]:
             line = INDENT * 2
         line += f"{piece},"
     yield line[:-1]
-
-
-def _line(cells: Row, widths: list[int]) -> str:
-    sized = zip(cells, widths, strict=False)
-    return GAP.join(
-        [
-            *(
-                cell.rjust(width) if at in RIGHT else cell.ljust(width)
-                for at, (cell, width) in enumerate(sized)
-            ),
-            cells[-1],
-        ]
-    )
 
 
 def _cells(row: Document) -> Row:

@@ -10,10 +10,11 @@ import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import islice
+from itertools import islice, zip_longest
+from textwrap import wrap
 from typing import TYPE_CHECKING, TextIO
 
 from fp4convert.checkpoint.module_names import join_names
@@ -31,6 +32,7 @@ BAR_WIDTH, SHORTEST_BAR = 40, 8
 STATUS_WIDTH = len("999 GB of 999 GB (100 %), 999 MB/s, 59 min 59 s left")
 JSON_PIECES = 10_000  # words and signs of a document that are written together
 PIPE_WIDTH = 1000  # a pipe keeps rows whole
+GAP = "  "  # between columns
 
 
 class Screen:
@@ -98,15 +100,33 @@ class Screen:
         (self.out if to is sys.stdout else self.err).print(line)
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        from rich.table import Column, Table
-        from rich.text import Text
+        """Print a table that fits the terminal; the widest columns give way."""
+        shown = [tuple(shorten(escape(cell)) for cell in row) for row in rows]
+        widths = [max(map(len, column)) for column in zip(headings, *shown, strict=True)]
+        while sum(widths) + len(GAP) * (len(widths) - 1) > self.width and max(widths) > 1:
+            widths[widths.index(max(widths))] -= 1
+        self.row(headings, widths, "bold")
+        for row in shown:
+            self.row(row, widths)
 
-        table = Table(
-            *(Column(heading, overflow="fold") for heading in headings), box=None, pad_edge=False
-        )
-        for row in rows:
-            table.add_row(*(Text(shorten(escape(cell))) for cell in row))
-        self.out.print(table)
+    def row(
+        self,
+        cells: Sequence[str],
+        widths: Sequence[int],
+        style: str = "",
+        right: Collection[int] = (),
+    ) -> None:
+        """Print a row of a table; a cell wider than its column goes on below itself.
+
+        right  the columns that stand to the right, as numbers do
+        """
+        parts = [wrap(cell, width) or [""] for cell, width in zip(cells, widths, strict=True)]
+        for line in zip_longest(*parts, fillvalue=""):
+            sized = [
+                part.rjust(width) if at in right else part.ljust(width)
+                for at, (part, width) in enumerate(zip(line, widths, strict=True))
+            ]
+            self.line(GAP.join(sized).rstrip(), style)
 
     def warn(self, warnings: Iterable[str]) -> None:
         for warning in () if self.is_quiet else warnings:

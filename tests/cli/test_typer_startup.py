@@ -1,6 +1,8 @@
 """cli/typer_startup.py: plain words become what typer makes of them, and what typer refuses is still refused by typer."""
 
 import io
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -138,3 +140,16 @@ def test_what_is_missing_is_refused() -> None:
             app([], standalone_mode=False)
         told.append(refused.value.format_message())  # type: ignore[attr-defined]
     assert told[0] == told[1]
+
+
+def test_typer_alone_still_loads_what_this_module_is_there_to_spare():
+    """Once this fails, typer checks plain words without pydantic: delete cli/typer_startup.py."""
+    code = (
+        "import sys, typer\n"
+        "app = typer.Typer()\n"
+        "@app.command()\n"
+        "def command(x: float) -> None: pass\n"
+        "app(['8'], standalone_mode=False)\n"
+        "sys.exit('pydantic' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1
