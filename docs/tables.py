@@ -22,6 +22,7 @@ import numpy as np
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
 from fp4convert.cli.draw_quality import draw_block
+from fp4convert.errors import read_catalogue
 from fp4convert.numerics.formats import FORMATS, NVFP4, Format
 from fp4convert.numerics.scale_layouts import LAYOUTS, Layout
 from fp4convert.recipes.options import declared_in, is_required
@@ -206,12 +207,21 @@ def branch(folder: Path, depth: int) -> Iterator[str]:
         leaf(file, depth + 1) for file in sorted(folder.glob("*.py")) if file.stem != "__init__"
     )
     yield from (
+        f"{'  ' * (depth + 1) + file.name:<{NAME_WIDTH}}{told_of_table(file)}"
+        for file in sorted(folder.glob("*.toml"))
+    )
+    yield from (
         line
         for inner in sorted(folder.glob("*/__init__.py"))
         for line in branch(inner.parent, depth + 1)
     )
     if (page := folder / "page").is_dir():
         yield f"{'  ' * (depth + 1) + 'page/':<{NAME_WIDTH}}{', '.join(sorted(file.name for file in page.iterdir()))}"
+
+
+def told_of_table(file: Path) -> str:
+    """Return the first line of a TOML file's comment."""
+    return file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def leaf(path: Path, depth: int) -> str:
@@ -243,9 +253,36 @@ def options() -> Iterator[str]:
         yield ""
 
 
+def errors() -> Iterator[str]:
+    """List every error, what it means and what to do."""
+    headings = ("code", "exit", "what it means", "where it comes from", "what to do")
+    yield from topics("errors", headings, "exits")
+
+
+def findings() -> Iterator[str]:
+    """List every finding, what it means and what to do."""
+    headings = ("code", "level", "what it means", "seen", "what to do")
+    yield from topics("findings", headings, "levels")
+
+
+def topics(kind: str, headings: tuple[str, ...], listed: str) -> Iterator[str]:
+    """Write a table for each topic of the catalogue; the key `listed` has a list."""
+    for topic in read_catalogue()[kind]:
+        rows: list[tuple[object, ...]] = []
+        for code, row in topic["codes"].items():
+            others = [text for key, text in row.items() if key != listed]
+            rows.append((f"`{code}`", ", ".join(map(str, row[listed])), *others))
+        yield f"\n## {topic['heading']}\n"
+        yield from table(headings, rows)
+    yield ""
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     part.__name__: part
-    for part in (blocks, formats, codes, scales, dialects, layouts, options, tree)
+    for part in (
+        *(blocks, formats, codes, scales, dialects, layouts, options, tree),
+        *(errors, findings),
+    )
 }
 
 

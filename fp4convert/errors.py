@@ -12,34 +12,23 @@ Fp4Error                1  (never raised itself; anything else that escapes is o
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-ERRORS = "errors.md"
-_ROW = re.compile(r"^\| `([a-z0-9-]+)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
-Rows = dict[str, tuple[str, str, str, str]]
-"""code -> the other cells of its row"""
+CATALOGUE = Path(__file__).with_name("report") / "catalogue.toml"
 
 
 @cache
-def rows_of(page: str) -> Rows:
-    """Every row of a page of docs/ that the package carries, in its order; OSError where it cannot be read."""
-    from importlib.resources import files
+def read_catalogue() -> dict[str, Any]:
+    """Read what every code means: "errors" and "findings", by headings.
 
-    found = _ROW.findall(files("fp4convert").joinpath(page).read_text(encoding="utf-8"))
-    return {code: (first, second, third, fourth) for code, first, second, third, fourth in found}
+    Raises  OSError where the file cannot be read
+    """
+    import tomllib
 
-
-def _remedy(code: str) -> str:
-    """The first sentence of what docs/errors.md says to do about a code, as plain text."""
-    try:
-        rows = rows_of(ERRORS)
-    except OSError:  # no file can be opened any more; the error itself still has to be told
-        return f"See what it means: fp4convert explain {code}."
-    sentence = rows[code][3].replace("`", "").partition(". ")[0] if code in rows else ""
-    return f"{sentence.removesuffix('.')}." if sentence else ""
+    return tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
 
 
 class Fp4Error(Exception):
@@ -48,7 +37,8 @@ class Fp4Error(Exception):
     code       stable slug for scripts, such as "header-length"
     message    one sentence: what was found, where, what was expected; of several problems a line each
     lines      those sentences; a name that holds a newline begins no line
-    next_step  what the user can do now: what the place that raised it knows, else what docs/errors.md says of the code
+    next_step  what the user can do now: what the place that raised it knows, else what the
+               catalogue says of the code
     tensor     full name of the tensor concerned, or None
     """
 
@@ -70,7 +60,18 @@ class Fp4Error(Exception):
 
     @property
     def next_step(self) -> str:
-        return self._known_step or _remedy(self.code)
+        """What the user can do now: one sentence."""
+        if self._known_step:
+            return self._known_step
+        try:
+            topics = read_catalogue()["errors"]
+        except OSError:  # no file can be opened any more; the error itself still has to be told
+            return f"See what it means: fp4convert explain {self.code}."
+        for topic in topics:
+            if row := topic["codes"].get(self.code):
+                sentence = row["remedy"].replace("`", "").partition(". ")[0]
+                return f"{sentence.removesuffix('.')}."
+        return ""
 
     def as_json(self) -> dict[str, object]:
         """The document that --json prints for this error."""

@@ -2,7 +2,7 @@
 
 Block scales are read whole where they are few, and of some modules otherwise; scales that stand once per module are always read
 from a disk, and from the Hub for the same modules and those that share theirs.
-Each finding's code is explained in docs/findings.md.
+Each finding's code is explained in report/catalogue.toml.
 """
 
 from __future__ import annotations

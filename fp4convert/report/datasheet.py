@@ -351,12 +351,8 @@ def _kind(members: Sequence[str]) -> str:
 
 
 def _explained(finding: Mapping[str, Any]) -> Document:
-    known = explanations().get(finding["code"])
-    return {
-        **finding,
-        "meaning": known.meaning if known else "",
-        "remedy": known.remedy if known else "",
-    }
+    known = explanations("findings").get(finding["code"], {})
+    return {**finding, **{key: known.get(key, "") for key in ("meaning", "remedy")}}
 
 
 def _rounded(value: float | None) -> float | None:

@@ -1,6 +1,6 @@
 """Write findings as SARIF 2.1.0, for code scanning.
 
-One run: a rule for each code that occurs, in the words of docs/findings.md, and a result for each finding.  A result stands at
+One run: a rule for each code that occurs, in the words of catalogue.toml, and a result for each finding.  A result stands at
 the file of the artifact that holds its tensor, else at the artifact's record; the tensor is its logical location.
 """
 
@@ -91,9 +91,9 @@ def make_sarif(artifact: Artifact, findings: Findings) -> dict[str, object]:
 def _rule(code: str) -> dict[str, object]:
     from fp4convert.report.explanations import explanations
 
-    known = explanations()[code]
-    told = {"shortDescription": {"text": known.meaning}, "help": {"text": known.remedy}}
-    return {"id": code, **told, "defaultConfiguration": {"level": known.levels[0]}}
+    known = explanations("findings")[code]
+    told = {"shortDescription": {"text": known["meaning"]}, "help": {"text": known["remedy"]}}
+    return {"id": code, **told, "defaultConfiguration": {"level": known["levels"][0]}}
 
 
 def _message(finding: Mapping[str, Any]) -> str:

@@ -355,5 +355,7 @@ def test_the_set_is_what_can_be_made():
 
 def test_docs_say_that_these_lies_are_seen_with_a_source():
     assert {
-        lie.name for lie in LIES if "with a source" not in explanations()[lie.found[1]].seen
+        lie.name
+        for lie in LIES
+        if "with a source" not in explanations("findings")[lie.found[1]]["seen"]
     } == set()

@@ -1,8 +1,9 @@
-"""Every error ends with one next step: what the place that raises it knows, or what docs/errors.md says of its code."""
+"""Every error ends with one next step: what the place that raises it knows, or what the catalogue says of its code."""
 
-import errno
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,11 @@ from checkpoints import (
     write_llama,
     write_single,
 )
-from error_codes import CLASSES, raised
 
 import fp4convert
 from fp4convert import errors
 from fp4convert.cli.screen import Screen
+from fp4convert.report.explanations import explanations
 
 KINDS = {
     kind.exit_code: kind
@@ -43,21 +44,16 @@ def next_line(err: str) -> str:
 
 def codes() -> list[tuple[str, int]]:
     """(code, exit code) of every error that ends a command so."""
-    return [
-        (code, exit_code)
-        for code, exits in sorted(raised().items())
-        for exit_code in sorted(exits)
-        if exit_code in KINDS
-    ]
+    rows = explanations("errors").items()
+    return [(code, end) for code, row in rows for end in row["exits"] if end in KINDS]
 
 
 def test_no_code_is_left_out():
-    assert {code for code, _ in codes()} == set(raised()) - {"interrupted"}
-    assert {
-        kind
-        for name, kind in vars(errors).items()
-        if name in CLASSES and kind.__base__ is errors.Fp4Error
-    } - {errors.DeviceError} == set(KINDS.values())
+    assert {code for code, _ in codes()} == set(explanations("errors")) - {"interrupted"}
+    below = {
+        kind for kind in errors.Fp4Error.__subclasses__() if kind.__module__ == errors.__name__
+    }
+    assert below - {errors.DeviceError, errors.Interrupted} == set(KINDS.values())
 
 
 @pytest.mark.parametrize("is_json", [False, True])
@@ -85,15 +81,20 @@ def test_what_the_place_knows_stands_alone():
     assert errors.InputError("no-such-code", "x").next_step == ""
 
 
-def test_an_error_is_told_where_no_file_can_be_opened(monkeypatch, capsys):
-    def refuse(page):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(errors, "rows_of", refuse)
-    Screen().fail(errors.OutputError("cannot-write", "x"))
-    assert (
-        next_line(capsys.readouterr().err) == "See what it means: fp4convert explain cannot-write."
+def test_an_error_is_told_where_no_file_can_be_opened():
+    script = """if True:
+        import os, resource
+        from fp4convert.cli.screen import Screen
+        from fp4convert.errors import OutputError
+        screen, error = Screen(), OutputError("cannot-write", "x")
+        lowest = os.dup(0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, lowest))
+        screen.fail(error)
+    """
+    told = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
     )
+    assert next_line(told.stderr) == "See what it means: fp4convert explain cannot-write."
 
 
 def recipe(text: str):

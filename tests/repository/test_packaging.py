@@ -25,8 +25,7 @@ CUDA = (
 )  # compiled on the user's machine
 PAGES = (
     "py.typed",
-    "findings.md",
-    "errors.md",
+    "report/catalogue.toml",
     *(f"report/page/report.{kind}" for kind in ("html", "css", "js")),
 )
 CARRIED = (
