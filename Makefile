@@ -49,7 +49,8 @@ golden: $(VENV)/test.stamp bench-peers
 	.venv-peers/bin/python tests/golden/generate.py fouroversix_nvfp4
 	$(BIN)/python tests/support/golden_plans.py
 
-# Fills the tables of docs/*.md that are made of the code itself, or taken from benchmarks/results.
+# Fills the tables of docs/*.md that are made of the code itself, or taken from benchmarks/results;
+# and the index of recipes, fp4convert/recipes/families.toml.
 docs: $(VENV)/test.stamp
 	$(BIN)/python docs/tables.py --write
 

@@ -26,6 +26,7 @@ from fp4convert.errors import read_catalogue
 from fp4convert.numerics.formats import FORMATS, NVFP4, Format
 from fp4convert.numerics.scale_layouts import LAYOUTS, Layout
 from fp4convert.recipes.options import declared_in, is_required
+from fp4convert.recipes.toml_files import FAMILIES, known_file, known_names
 
 DOCS = Path(__file__).parent
 MADE = re.compile(r"(?<=<!-- made: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
@@ -323,13 +324,25 @@ def filled(text: str) -> str:
     return MEASURED.sub(taken, MADE.sub(made, text))
 
 
+def families() -> str:
+    """Write the index of recipes: which file names a model_type or class name."""
+    kinds = {
+        kind: name
+        for name in known_names()
+        for kind in (*known_file(name).model_types, *known_file(name).class_names)
+    }
+    head = "# Which file of configs/ a model_type or class name belongs to; made by `make docs`."
+    return "\n".join([head, *(f'{kind} = "{kinds[kind]}"' for kind in sorted(kinds)), ""])
+
+
 def main(arguments: list[str]) -> int:
-    pages = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))}
-    stale = [page for page, text in pages.items() if filled(text) != text]
+    made = {page: filled(page.read_text(encoding="utf-8")) for page in sorted(DOCS.glob("*.md"))}
+    made[FAMILIES] = families()
+    stale = [page for page, text in made.items() if page.read_text(encoding="utf-8") != text]
     for page in stale:
         print(page.name)
         if "--write" in arguments:
-            page.write_text(filled(pages[page]), encoding="utf-8")
+            page.write_text(made[page], encoding="utf-8")
     return int(bool(stale) and "--write" not in arguments)
 
 

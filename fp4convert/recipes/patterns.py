@@ -1,7 +1,8 @@
 """Match names with globs, re: expressions and layer numbers.
 
-`{a:b}` in a pattern of a recipe file stands for the numbers a..b-1: `expand` reads a and b in config.json.
-Many patterns are asked about many names as one question (`sift`, `matches_any`), mostly by strings.
+`{a:b}` in a pattern of a recipe file stands for the numbers a..b-1: `expand` reads a and b in
+config.json.  Many patterns are asked about many names as one question (`sift`, `matches_any`),
+mostly by strings.
 """
 
 from __future__ import annotations
@@ -9,101 +10,15 @@ from __future__ import annotations
 import fnmatch
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 
 from fp4convert.errors import InputError
 
 SHAPES = 1 << 12  # of names that are remembered
 MOST_LAYERS = 4096  # in one range; a config.json that says more is not one of a model
-TEXT_CONFIGS = (
-    "text_config",
-    "language_config",
-    "llm_config",
-)  # where models of several kinds of input keep the layers' numbers
-
-
-def matches(pattern: str, module: str) -> bool:
-    """True where a glob fits the whole name, or a "re:" expression its beginning."""
-    return compiled(pattern).match(module) is not None
-
-
-def matches_any(patterns: tuple[str, ...], module: str) -> bool:
-    """True where one of the patterns matches."""
-    return bool(patterns) and _sieve(patterns).holds(module)
-
-
-def sift(patterns: tuple[str, ...], modules: Collection[str]) -> list[str]:
-    """The modules that one of the patterns matches, in their order."""
-    return _sieve(patterns).sift(modules) if patterns else []
-
-
-class _Sieve:
-    """Many patterns as one question: most are text with stars around it, which strings find far sooner than expressions do.
-
-    A pattern without digits fits all names that differ in digits alone, or none of them: so the modules of many layers are few
-    shapes, which are asked once.  A shape has a zero for every digit.  Of patterns with digits it says where they may fit.
-    """
-
-    def __init__(self, patterns: tuple[str, ...]) -> None:
-        self._patterns = patterns
-        others = [pattern for pattern in patterns if not _texts_of(pattern)]
-        blind = [
-            pattern
-            for pattern in others
-            if not _DIGIT.search(pattern) and not pattern.startswith("re:")
-        ]
-        numbered = [pattern for pattern in others if pattern not in blind]
-        texts = {text for pattern in patterns for text in _texts_of(pattern)}
-        counting = {text for text in texts if _DIGIT.search(text)}
-        possible = {_shape_of(text) for text in (*counting, *map(_beginning_of, numbered))}
-        self._fits = lru_cache(SHAPES)(_Texts(texts - counting, blind).fit)
-        self._may_fit = lru_cache(SHAPES)(_Texts(possible, ()).fit)
-        self._fits_numbers = _Texts(counting, numbered).fit
-
-    def holds(self, module: str) -> bool:
-        return self._holds(module, _shape_of(module))
-
-    def sift(self, modules: Collection[str]) -> list[str]:
-        shapes = _shape_of("\n".join(modules)).split(
-            "\n"
-        )  # at once, which takes less than one by one
-        if len(shapes) != len(modules):
-            return [module for module in modules if self.holds(module)]
-        return [
-            module
-            for module, shape in zip(modules, shapes, strict=True)
-            if self._holds(module, shape)
-        ]
-
-    def _holds(self, module: str, shape: str) -> bool:
-        if "\n" in shape:  # which no dot of an expression fits
-            return any(matches(pattern, module) for pattern in self._patterns)
-        return self._fits(shape) or (self._may_fit(shape) and self._fits_numbers(module))
-
-
-class _Texts:
-    """Texts with stars at their ends, sorted by where these stand, and other patterns."""
-
-    def __init__(self, texts: Collection[str], patterns: Iterable[str]) -> None:
-        self._expressions = [compiled(pattern) for pattern in patterns]
-        self._names = frozenset(text for text in texts if "*" not in text)
-        starred = [text for text in texts if "*" in text]
-        self._inside = [text.strip("*") for text in starred if text[0] == text[-1] == "*"]
-        self._beginnings = tuple(text.rstrip("*") for text in starred if text[0] != "*")
-        self._ends = tuple(text.lstrip("*") for text in starred if text[-1] != "*")
-
-    def fit(self, name: str) -> bool:
-        return (
-            name in self._names
-            or name.startswith(self._beginnings)
-            or name.endswith(self._ends)
-            or any(map(name.__contains__, self._inside))
-            or any(expression.match(name) for expression in self._expressions)
-        )
-
-
-_sieve = cache(_Sieve)
+# Where models of several kinds of input keep the layers' numbers.
+TEXT_CONFIGS = ("text_config", "language_config", "llm_config")
 _DIGIT = re.compile("[0-9]")
 _ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _PLAIN = re.compile(
@@ -111,68 +26,168 @@ _PLAIN = re.compile(
     re:
     (?P<above>\(\?:\.\*\\\.\)\?)?               # (?:.*\.)?: of any module, or of none
     (?P<head>\.\*)?                             # .*
-    (?P<text>(?:[\w/-]|\\[!-)+-/:-@\[-`{-~])+)  # what stands for itself, and escaped signs but for the star
+    (?P<text>(?:[\w/-]|\\[!-)+-/:-@\[-`{-~])+)  # what stands for itself; escaped signs but "*"
     (?P<tail>\.\*)?                             # .*
     (?P<end>\$)?                                # without it, names may go on
     """,
     re.VERBOSE,
 )
+_ENDLESS = re.compile(r"\([^()]*[*+][^()]*\)[*+]")  # its time can double with every letter
+_RANGE = re.compile(r"\{([^{}:]*):([^{}:]*)\}")
+_TERM = re.compile(r"([+-]?)(?:(\d+)|([A-Za-z_]\w*))")
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Tell whether a glob fits a name, or a "re:" expression its beginning."""
+    return compiled(pattern).match(module) is not None
+
+
+def matches_any(patterns: tuple[str, ...], module: str) -> bool:
+    """Tell whether one of the patterns matches."""
+    return bool(patterns) and _sieve(patterns).holds(module, _shape_of(module))
+
+
+def sift(patterns: tuple[str, ...], modules: Collection[str]) -> list[str]:
+    """Pick the modules that one of the patterns matches, in their order."""
+    if not patterns:
+        return []
+    holds = _sieve(patterns).holds
+    shapes = _shape_of("\n".join(modules)).split("\n")  # at once takes less than one by one
+    if len(shapes) != len(modules):
+        return [module for module in modules if holds(module, _shape_of(module))]
+    return [module for module, shape in zip(modules, shapes, strict=True) if holds(module, shape)]
+
+
+class _Sieve:
+    """Many patterns as one question.
+
+    Most are text with stars around it, which strings find far sooner than expressions do.  A
+    pattern without digits fits all names that differ in digits alone, or none of them: so the
+    modules of many layers are few shapes, which are asked once.  A shape has a zero for every
+    digit.  Of patterns with digits it says where they may fit.
+    """
+
+    def __init__(self, patterns: tuple[str, ...]) -> None:
+        self._patterns = patterns
+        texts: set[str] = set()  # with stars at their ends
+        numbered_texts: set[str] = set()
+        others: list[str] = []
+        numbered_others: list[str] = []
+        shapes: set[str] = set()  # of names that what is numbered may fit
+        for pattern in patterns:
+            if found := _texts_of(pattern):
+                numbered = [text for text in found if _DIGIT.search(text)]
+                texts.update(text for text in found if text not in numbered)
+                numbered_texts.update(numbered)
+                shapes.update(map(_shape_of, numbered))
+            elif pattern.startswith("re:"):
+                numbered_others.append(pattern)
+                shapes.add("*")
+            elif _DIGIT.search(pattern):
+                numbered_others.append(pattern)
+                shapes.add(_shape_of(f"{re.split('[*?[]', pattern)[0]}*"))
+            else:
+                others.append(pattern)
+        self._fits = lru_cache(SHAPES)(_asker(texts, others))
+        self._may_fit = lru_cache(SHAPES)(_asker(shapes, ()))
+        self._fits_numbers = _asker(numbered_texts, numbered_others)
+
+    def holds(self, module: str, shape: str) -> bool:
+        """Tell whether one of the patterns matches a module of that shape."""
+        if "\n" in shape:  # which no dot of an expression fits
+            return any(matches(pattern, module) for pattern in self._patterns)
+        return self._fits(shape) or (self._may_fit(shape) and self._fits_numbers(module))
+
+
+_sieve = cache(_Sieve)
+
+
+def _asker(texts: Collection[str], patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Return a function that tells whether a name fits a text or a pattern.
+
+    texts  with stars at their ends: they are sorted by where these stand
+    """
+    expressions = [compiled(pattern) for pattern in patterns]
+    names = frozenset(text for text in texts if "*" not in text)
+    starred = [text for text in texts if "*" in text]
+    inside = [text.strip("*") for text in starred if text[0] == text[-1] == "*"]
+    beginnings = tuple(text.rstrip("*") for text in starred if text[0] != "*")
+    ends = tuple(text.lstrip("*") for text in starred if text[-1] != "*")
+
+    def fits(name: str) -> bool:
+        return (
+            name in names
+            or name.startswith(beginnings)
+            or name.endswith(ends)
+            or any(map(name.__contains__, inside))
+            or any(expression.match(name) for expression in expressions)
+        )
+
+    return fits
 
 
 def _shape_of(name: str) -> str:
-    """The name with a zero for every digit: bytes are translated in a tenth of the time that text takes."""
+    """Put a zero for every digit; bytes take a tenth of the time of text."""
     return name.encode("utf-8", "surrogatepass").translate(_ZEROS).decode("utf-8", "surrogatepass")
 
 
-def _beginning_of(pattern: str) -> str:
-    """How all names begin that a pattern fits, as a text with a star."""
-    return "*" if pattern.startswith("re:") else f"{re.split('[*?[]', pattern)[0]}*"
-
-
 def _texts_of(pattern: str) -> tuple[str, ...]:
-    """Texts with stars around them, one of which fits a name of one line where the pattern does; none for other patterns."""
+    """Write a pattern as texts with stars around them.
+
+    One of them fits a name of one line where the pattern does; none for other patterns.
+    """
     if not pattern.startswith("re:"):
         return () if set(pattern.strip("*")) & set("*?[") else (pattern,)
     if not (found := _PLAIN.fullmatch(pattern)):
         return ()
     text = re.sub(r"\\(.)", r"\1", found["text"])
-    core = (
-        f"{'*' if found['head'] else ''}{text}{'' if found['end'] and not found['tail'] else '*'}"
-    )
+    head = "*" if found["head"] else ""
+    tail = "" if found["end"] and not found["tail"] else "*"
+    core = f"{head}{text}{tail}"
     return (core, f"*.{core}") if found["above"] and not found["head"] else (core,)
-
-
-_ENDLESS = re.compile(
-    r"\([^()]*[*+][^()]*\)[*+]"
-)  # a repeat of what repeats: its time can double with every letter
 
 
 @cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The expression behind a pattern; raises InputError where it is none."""
+    """Compile a pattern; raise InputError where it is none."""
     if not pattern.startswith("re:"):
         return re.compile(fnmatch.translate(pattern))
+    if _ENDLESS.search(pattern):
+        detail = (
+            f"{pattern!r} repeats what is repeated inside, which can take for ever; "
+            "expected a simpler expression"
+        )
+        raise InputError("bad-pattern", detail)
     try:
-        with warnings.catch_warnings(
-            action="ignore", category=FutureWarning
-        ):  # what may once mean something else
-            if _ENDLESS.search(pattern):
-                detail = f"{pattern!r} repeats what is repeated inside, which can take for ever; expected a simpler expression"
-                raise InputError("bad-pattern", detail)
+        # FutureWarning: of what may once mean something else
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
             return re.compile(pattern.removeprefix("re:"))
     except re.error as error:
         raise InputError("bad-pattern", f"{pattern!r} is no regular expression: {error}") from None
 
 
-_RANGE = re.compile(r"\{([^{}:]*):([^{}:]*)\}")
-_TERM = re.compile(r"([+-]?)(?:(\d+)|([A-Za-z_]\w*))")
+def expand_all(patterns: Iterable[str], config: Mapping[str, object]) -> tuple[str, ...]:
+    """Expand every pattern that has a range; check every expression.
+
+    Raises  InputError as expand and compiled do
+    """
+    names: list[str] = []
+    for pattern in patterns:
+        names += expand(pattern, config) if "{" in pattern else [pattern]
+    for name in names:
+        if name.startswith("re:"):
+            compiled(name)
+    return tuple(names)
 
 
 def expand(pattern: str, config: Mapping[str, object]) -> tuple[str, ...]:
-    """One pattern for each layer number that its `{a:b}` stands for; none where config.json lacks a key of a or b.
+    """Return a pattern for each layer number that its `{a:b}` stands for.
 
-    config  of the model: keys are sought at the top, then in the config of its text model, then in any other nested one
-    Raises  InputError where a or b is no sum of integers and keys, or where the range is beyond belief
+    config   of the model: keys are sought at the top, then in the config of its text model, then in
+             any other nested one
+    Returns  none where config.json lacks a key of a or b
+    Raises   InputError where a or b is no sum of integers and keys, or where the range is beyond
+             belief
     """
     found = _RANGE.search(pattern)
     if not found:
@@ -181,7 +196,10 @@ def expand(pattern: str, config: Mapping[str, object]) -> tuple[str, ...]:
     if first is None or end is None:
         return ()
     if not 0 <= first <= MOST_LAYERS or end > MOST_LAYERS:
-        detail = f"{pattern!r}: by config.json its layers are {first} to {end - 1}; expected numbers from 0 to {MOST_LAYERS - 1}"
+        detail = (
+            f"{pattern!r}: by config.json its layers are {first} to {end - 1}; "
+            f"expected numbers from 0 to {MOST_LAYERS - 1}"
+        )
         raise InputError("layer-range", detail)
     head, tail = pattern[: found.start()], pattern[found.end() :]
     names: list[str] = []
@@ -197,14 +215,14 @@ def expand(pattern: str, config: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _bound(text: str, pattern: str, config: Mapping[str, object]) -> int | None:
-    """What a or b of a range comes to; None where a key is lacking."""
+    """Add up what a or b of a range says; None where a key is lacking."""
     terms = _TERM.findall(text)
-    if (
-        "".join("".join(term) for term in terms) != text
-        or not terms
-        or any(not term[0] for term in terms[1:])
-    ):
-        detail = f"{pattern!r}: {text!r} is no layer number; expected an integer, a key of config.json, or a sum such as key+1"
+    is_whole = "".join("".join(term) for term in terms) == text
+    if not terms or not is_whole or any(not sign for sign, _, _ in terms[1:]):
+        detail = (
+            f"{pattern!r}: {text!r} is no layer number; "
+            "expected an integer, a key of config.json, or a sum such as key+1"
+        )
         raise InputError("bad-pattern", detail)
     total = 0
     for sign, digits, key in terms:
@@ -216,18 +234,25 @@ def _bound(text: str, pattern: str, config: Mapping[str, object]) -> int | None:
 
 
 def integer_of(config: Mapping[str, object], key: str) -> int | None:
-    """The integer under that key of config.json: at the top, then in the config of its text model, then in any other.
+    """Find the integer under a key of config.json.
 
-    None where there is none, and for no key
+    At the top, then in the config of its text model, then in any other.
+
+    Returns  None where there is none, and for no key
     """
-    found = (one[key] for one in configs_in(config) if key and key in one)
+    if not key:
+        return None
+    found = (one[key] for one in configs_in(config) if key in one)
     return next(
         (value for value in found if isinstance(value, int) and not isinstance(value, bool)), None
     )
 
 
 def configs_in(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """A config.json and every config nested in it, that of a text model before its siblings."""
+    """Yield a config.json and every config nested in it.
+
+    That of a text model comes before its siblings.
+    """
     waiting = [config]
     while waiting:
         yield (one := waiting.pop())

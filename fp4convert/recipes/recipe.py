@@ -19,7 +19,7 @@ from fp4convert.recipes.options import (
 from fp4convert.recipes.patterns import (
     compiled,
     configs_in,
-    expand,
+    expand_all,
     integer_of,
     matches,
     matches_any,
@@ -50,39 +50,38 @@ FUSED = {  # last parts of names that hold a gate and an up projection, whoever 
     "w13": ("w1", "w3"),
     "w13_weight": ("w1", "w3"),
 }
-
-
 EXPERT_WORDS = ("expert", ".moe.", "_moe.")
-BESIDE_STACKS = (
-    "_scale",
-    "_scales",
-    "_scale_inv",
-    "_bias",
-    ".bias",
-)  # what stands beside a stack, one for each expert
+# What stands beside a stack, one for each expert.
+BESIDE_STACKS = ("_scale", "_scales", "_scale_inv", "_bias", ".bias")
 STACK_DIMENSIONS = 3
 
 
 class ScaleGroup(NamedTuple):
-    """Sibling modules that engines multiply as one matrix, and that share one amax: names below one parent."""
+    """Sibling modules that engines multiply as one matrix.
+
+    They share one amax; members are their names below one parent.
+    """
 
     parent: str
     members: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Its name in steps and records; members are last parts of names, so dry_run.py reads them behind the last dot."""
+        """Return its name in steps and records; dry_run.py reads it."""
         return f"{self.parent}.{'/'.join(self.members)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is made: a four-bit format by a dialect and a rule; by neither a float type (dequantized), or nothing new (pruned).
+    """What is made: a four-bit format, a float type, or nothing new.
 
-    format          its name, or the word of the float type, or "pruned", as documents and plans call it
+    By a dialect and a rule it is four-bit; by neither it is dequantized, or pruned.
+
+    format          its name, or the word of the float type, or "pruned", as documents call it
     scale_layout    the dialect's own where it is None
     has_unit_scale  the global scale is 1, whatever the weights are: engines read no other
     via             "fp8" where weights are rounded to FP8 first
-    method          by which weights are rounded, one of METHODS; None where none are, or nobody knows
+    method          by which weights are rounded, one of METHODS; None where none are,
+                    or nobody knows
     calibration     sha256 of the file of statistics that they were rounded with
     """
 
@@ -98,21 +97,24 @@ class Target:
     calibration: str | None = None
 
     def rule_for(self, fmt: Format) -> str:
-        """The scale rule of modules of that format: the target's own where it is the target's format, or has that rule too."""
+        """Choose the scale rule of modules of a format.
+
+        The target's own where it is the target's format, or has that rule too.
+        """
         is_own = fmt.name == self.format or self.scale_rule == IMPORTANCE
         return self.scale_rule if self.scale_rule and is_own else fmt.default_rule
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is made; what stays; which sibling modules share a scale; which tensors are stacks.
+    """What is made, what stays, what shares a scale, what is a stack.
 
     kept_patterns  those of all rules of keep
     only_patterns  those of all rules of only
     formats        the first that fits a module counts
     stacks         the first that fits a tensor counts
     may_lack       members of groups that some layers of the model do not have
-    folds          where scales of columns may be divided out; several rules may speak of one place
+    folds          where scales of columns may be divided out; several rules may name one place
     options        what a person chose beside these
     keeps_packed   modules that are packed already and stay are not turned into bf16
     experts        the first counts
@@ -142,9 +144,10 @@ class Recipe:
         return as_globs(self.options.exclude)
 
     def reason_to_keep(self, module: str) -> str | None:
-        """Why that module stays, or None: --exclude before --include before [[format]] before [[keep]] before [[only]].
+        """Return why a module stays; None where it is quantized.
 
-        A [[format]] that names the module leaves only what engines do not read in fewer bits.
+        --exclude goes before --include before [[format]] before [[keep]] before [[only]]; a
+        [[format]] that names the module leaves only what engines do not read in fewer bits.
         """
         if matches_any(self.exclude, module):
             return next(
@@ -162,9 +165,10 @@ class Recipe:
         return None
 
     def pick_doubtful(self, modules: Collection[str]) -> set[str]:
-        """The modules that there may be a reason to keep: perhaps too many, never too few; the others are asked about no more.
+        """Pick the modules that there may be a reason to keep.
 
-        Every pattern that `reason_to_keep` may find a reason in belongs here.
+        Perhaps too many, never too few: the others are asked about no more.  Every pattern that
+        `reason_to_keep` may find a reason in belongs here.
         """
         if self.only_patterns:
             return set(modules)
@@ -174,85 +178,85 @@ class Recipe:
         return set(sift((*self.exclude, *kept, *self.kept_patterns), modules))
 
     def format_of(self, module: str) -> str:
-        """Name of the format that the module becomes where it does not stay."""
+        """Name the format that a module becomes where it does not stay."""
         override = self.override(module)
         return self.target.format if override in (None, KEEP, ANY_FORMAT) else str(override)
 
     @property
     def module_formats(self) -> set[str]:
-        """Names of all formats that modules become."""
+        """Name all formats that modules become."""
         return {
             self.target.format,
             *(rule.format for rule in self.formats if rule.format not in (KEEP, ANY_FORMAT)),
         }
 
     def is_asked_for(self, module: str) -> bool:
-        """True where a person or a [[format]] names it: it may become four-bit though a rule of keep fits it."""
+        """Tell whether a person or a [[format]] names a module.
+
+        It may then become four-bit though a rule of keep fits it.
+        """
         return matches_any(self.include, module) or self.override(module) is not None
 
     def kind_of(self, module: str) -> str:
-        """What the recipes' rules take a module for; nothing where none speaks of it."""
+        """Return what rules of keep take a module for; "" where none speaks."""
         rule = self._rule_for(module)
         return rule.kind if rule else ""
 
     def patterns_of(self, kind: str) -> tuple[str, ...]:
-        """Patterns of the modules that rules of keep take for that, whichever rule speaks first."""
+        """List the patterns of all rules of keep of a kind."""
         return tuple(
             pattern for rule in self.keep if rule.kind == kind for pattern in rule.patterns
         )
 
     def stack_rule(self, tensor: str, shape: tuple[int, ...] = ()) -> StackRule | None:
-        """How that tensor stacks the matrices of experts, or None where nobody says so.
+        """Find how a tensor stacks the matrices of experts.
 
-        A person's stack_order and stack_rows settle the tensors that no recipe names, and go before what one says.
+        A person's stack_order and stack_rows settle the tensors that no recipe names, and go before
+        what one says.
 
-        shape   (experts, ...) of the tensor; decides, with config.json, where checkpoints of both orders are in use
-        Raises  InputError where it does not, and no stack_order is chosen
+        shape    (experts, ...) of the tensor; decides, with config.json, where checkpoints of both
+                 orders are in use
+        Returns  None where nobody says so
+        Raises   InputError where the shape does not decide, and no stack_order is chosen
         """
         order, rows = self.options.stack_order, self.options.stack_rows
-        for rule in self.stacks:
-            if matches_any(rule.tensors, tensor):
-                return self._settled(rule, tensor, shape)
-        leaf = tensor.removesuffix(WEIGHT).rpartition(".")[2]
-        if not is_expert_stack(tensor, shape):
-            return None
-        if order is None or (leaf in FUSED and rows is None):
-            return None
-        return StackRule(
-            (tensor,),
-            FUSED.get(leaf, (leaf,)),
-            order == "in_out",
-            rows == "interleaved" and leaf in FUSED,
-        )
+        rule = next((rule for rule in self.stacks if matches_any(rule.tensors, tensor)), None)
+        if rule is None:
+            leaf = tensor.removesuffix(WEIGHT).rpartition(".")[2]
+            if not is_expert_stack(tensor, shape) or order is None:
+                return None
+            if leaf in FUSED and rows is None:
+                return None
+            members = FUSED.get(leaf, (leaf,))
+            is_interleaved = rows == "interleaved" and leaf in FUSED
+            return StackRule((tensor,), members, order == "in_out", is_interleaved)
 
-    def _settled(self, rule: StackRule, tensor: str, shape: tuple[int, ...]) -> StackRule:
-        """The rule with what a person says instead of it."""
-        order, rows = self.options.stack_order, self.options.stack_rows
+        # A person's order, or that in which the tensor has as many inputs as config.json says.
         if order is not None:
             rule = rule._replace(is_transposed=order == "in_out")
         elif rule.inputs is not None and shape:
-            rule = self._turned(rule, tensor, shape)
+            axes = range(1, min(len(shape), STACK_DIMENSIONS))
+            fitting = [axis for axis in axes if shape[axis] == rule.inputs]
+            if len(fitting) != 1:
+                detail = (
+                    f"{tensor} is {list(shape)}, and {rule.inputs_key} is {rule.inputs}, "
+                    "which does not tell inputs from outputs"
+                )
+                next_step = f"Say --stack-order {' or '.join(STACK_ORDERS)}."
+                raise InputError("stack-order", detail, next_step, tensor)
+            rule = rule._replace(is_transposed=fitting == [1])
         is_interleaved = rule.is_interleaved if rows is None else rows == "interleaved"
         return rule._replace(is_interleaved=is_interleaved and len(rule.members) > 1)
 
-    def _turned(self, rule: StackRule, tensor: str, shape: tuple[int, ...]) -> StackRule:
-        """The rule, in the order in which the tensor has as many inputs as config.json says."""
-        fitting = [axis == 1 for axis in (1, 2) if axis < len(shape) and shape[axis] == rule.inputs]
-        if len(fitting) == 1:
-            return rule._replace(is_transposed=fitting[0])
-        detail = f"{tensor} is {list(shape)}, and {rule.inputs_key} is {rule.inputs}, which does not tell inputs from outputs"
-        raise InputError(
-            "stack-order", detail, f"Say --stack-order {' or '.join(STACK_ORDERS)}.", tensor
-        )
-
     def override(self, module: str) -> str | None:
-        """The word of the first [[format]] that names it."""
+        """Return the word of the first [[format]] that names a module."""
         for rule in self.formats:
             if matches_any(rule.patterns, module):
                 return rule.format
         return None
 
     def _rule_for(self, module: str, is_overridden: bool = False) -> KeepRule | None:
+        """Find the first rule of keep that fits a module."""
         if not matches_any(self.kept_patterns, module):  # of most modules this is all that is asked
             return None
         fitting = (rule for rule in self.keep if matches_any(rule.patterns, module))
@@ -261,9 +265,10 @@ class Recipe:
         )
 
     def patterns_to_declare(self, kept: Sequence[str], quantized: Sequence[str]) -> tuple[str, ...]:
-        """Patterns of modules that stay, for the engines' records: short, and true under the engines' own prefixes.
+        """List patterns of modules that stay, for the engines' records.
 
-        Those that fit something kept, or may be tied and absent; none that fits a quantized module.
+        Short ones, true under the engines' own prefixes: those that fit something kept, or may be
+        tied and absent; none that fits a quantized module.
 
         quantized  those of them that a pattern may fit
         """
@@ -276,9 +281,8 @@ class Recipe:
             for pattern in patterns
             if may_be_absent or any(matches(pattern, module) for module in kept)
         )
-        fitted = [
-            module for module in quantized if matches_any(fitting, module)
-        ]  # rare, where modules are many
+        # few, where modules are many
+        fitted = [module for module in quantized if matches_any(fitting, module)]
         return tuple(
             pattern for pattern in fitting if not any(matches(pattern, module) for module in fitted)
         )
@@ -287,115 +291,15 @@ class Recipe:
 def build_recipe(
     target: Target, config: Mapping[str, object], options: RecipeOptions = NOTHING_CHOSEN
 ) -> Recipe:
-    """The recipe for the model of a config.json.
+    """Build the recipe for the model of a config.json.
 
     target  a scale_rule of None is the format's own
-    config  its model_types and class names pick family files, its numbers of layers fill ranges in patterns
+    config  its model_types and class names pick family files, its numbers of layers fill ranges in
+            patterns
     Raises  InputError for what no format, dialect or recipe has
     """
     fmt = format_named(target.format)
-    _check(options)
-    files = [_filled(file, config) for file in _files(config, options.recipe)]
-    later_first = files[
-        ::-1
-    ]  # the most special says first how modules are stored, grouped and made
-    keep = tuple(rule for file in later_first for rule in file.keep)
-    only = tuple(rule for file in files for rule in file.only)
-    return Recipe(
-        fmt,
-        replace(target, scale_rule=check_rule(fmt, target.rule_for(fmt))),
-        keep,
-        tuple(pattern for rule in keep for pattern in rule.patterns),
-        tuple(group for file in later_first for group in file.groups),
-        only,
-        tuple(pattern for rule in only for pattern in rule.patterns),
-        tuple(rule for file in later_first for rule in file.stacks),
-        tuple(rule for file in later_first for rule in file.formats),
-        frozenset(member for file in files for member in file.may_lack),
-        tuple(rule for file in later_first for rule in file.folds),
-        options,
-        tuple(rule for file in later_first for rule in file.experts),
-    )
-
-
-def model_recipe(config: Mapping[str, object], options: RecipeOptions = NOTHING_CHOSEN) -> Recipe:
-    """What recipes know of the model of a config.json where nothing is quantized: experts, stacks, groups, kinds of modules.
-
-    Its format and its target mean nothing.  Raises InputError as build_recipe does.
-    """
-    return build_recipe(Target(NVFP4.name), config, options)
-
-
-def is_expert_stack(tensor: str, shape: tuple[int, ...]) -> bool:
-    """True for matrices of experts in one tensor: their names tell, not their shapes, which those of convolutions have too."""
-    is_stack = len(shape) == STACK_DIMENSIONS and not tensor.endswith(BESIDE_STACKS)
-    return is_stack and any(word in tensor for word in EXPERT_WORDS)
-
-
-def group_members(config: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
-    """Names of the modules that share a scale, for the model of that config.json."""
-    return tuple(group for file in _files(config, None)[::-1] for group in file.groups)
-
-
-def scale_group(module: str, groups: tuple[tuple[str, ...], ...]) -> ScaleGroup | None:
-    """The scale group of a module, or None where it stands alone."""
-    parent, _, leaf = module.rpartition(".")
-    return next((ScaleGroup(parent, members) for members in groups if leaf in members), None)
-
-
-def gather_groups(
-    modules: Iterable[str], groups: tuple[tuple[str, ...], ...]
-) -> dict[ScaleGroup, list[str]]:
-    """The members of every scale group among those modules."""
-    found: dict[ScaleGroup, list[str]] = defaultdict(list)
-    members_of = {leaf: members for members in reversed(groups) for leaf in members}
-    for module in modules:
-        parent, _, leaf = module.rpartition(".")
-        if members := members_of.get(leaf):
-            found[ScaleGroup(parent, members)].append(module)
-    return found
-
-
-def _files(config: Mapping[str, object], recipe: str | None) -> list[RecipeFile]:
-    """default.toml, then the model's families, then what a person chose."""
-    values = (one.get(key) for one in configs_in(config) for key in ("model_type", "_class_name"))
-    families = families_of(value for value in values if isinstance(value, str))
-    chosen = chosen_files(recipe) if recipe is not None else []
-    return list({file.name: file for file in (known_file(DEFAULT), *families, *chosen)}.values())
-
-
-def _filled(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
-    """The file with layer numbers in its patterns; raises InputError that names it."""
-
-    def filled(patterns: Iterable[str]) -> tuple[str, ...]:
-        names = tuple(name for pattern in patterns for name in expand(pattern, config))
-        for name in names:
-            if name.startswith("re:"):
-                compiled(name)
-        return names
-
-    try:
-        return replace(
-            file,
-            keep=tuple(rule._replace(patterns=filled(rule.patterns)) for rule in file.keep),
-            only=tuple(rule._replace(patterns=filled(rule.patterns)) for rule in file.only),
-            stacks=tuple(
-                rule._replace(
-                    tensors=filled(rule.tensors),
-                    inputs=integer_of(config, rule.inputs_key),
-                    experts=integer_of(config, rule.experts_key),
-                )
-                for rule in file.stacks
-            ),
-            formats=tuple(
-                rule._replace(patterns=Patterns(filled(rule.patterns))) for rule in file.formats
-            ),
-        )
-    except InputError as error:
-        raise InputError(error.code, f"{file.name}: {error.message}", error.next_step) from None
-
-
-def _check(options: RecipeOptions) -> None:
+    # What a person chose is refused before any file is read.
     for pattern in (*as_globs(options.include), *as_globs(options.exclude)):
         compiled(pattern)
     for option, given, words in (
@@ -408,3 +312,106 @@ def _check(options: RecipeOptions) -> None:
     if options.stack_rows is not None and options.stack_order is None:
         detail = "--stack-rows says how gate and up share a stack; expected --stack-order with it"
         raise InputError("unknown-stack", detail, f"Add --stack-order {' or '.join(STACK_ORDERS)}.")
+
+    files = [_fill_ranges(file, config) for file in _find_files(config, options.recipe)]
+    # The most special file says first how modules are stored, grouped and made.
+    later_first = files[::-1]
+    keep = tuple(rule for file in later_first for rule in file.keep)
+    only = tuple(rule for file in files for rule in file.only)
+    return Recipe(
+        fmt,
+        replace(target, scale_rule=check_rule(fmt, target.rule_for(fmt))),
+        keep,
+        kept_patterns=tuple(pattern for rule in keep for pattern in rule.patterns),
+        groups=tuple(group for file in later_first for group in file.groups),
+        only=only,
+        only_patterns=tuple(pattern for rule in only for pattern in rule.patterns),
+        stacks=tuple(rule for file in later_first for rule in file.stacks),
+        formats=tuple(rule for file in later_first for rule in file.formats),
+        may_lack=frozenset(member for file in files for member in file.may_lack),
+        folds=tuple(rule for file in later_first for rule in file.folds),
+        options=options,
+        experts=tuple(rule for file in later_first for rule in file.experts),
+    )
+
+
+def model_recipe(config: Mapping[str, object], options: RecipeOptions = NOTHING_CHOSEN) -> Recipe:
+    """Build what recipes know of a model of which nothing is quantized.
+
+    Experts, stacks, groups, kinds of modules; its format and its target mean nothing.
+
+    Raises  InputError as build_recipe does
+    """
+    return build_recipe(Target(NVFP4.name), config, options)
+
+
+def is_expert_stack(tensor: str, shape: tuple[int, ...]) -> bool:
+    """Tell whether a tensor holds the matrices of several experts.
+
+    Names tell, not shapes, which those of convolutions have too.
+    """
+    is_stack = len(shape) == STACK_DIMENSIONS and not tensor.endswith(BESIDE_STACKS)
+    return is_stack and any(word in tensor for word in EXPERT_WORDS)
+
+
+def group_members(config: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
+    """Name the modules that share a scale, for the model of a config.json."""
+    return tuple(group for file in _find_files(config, None)[::-1] for group in file.groups)
+
+
+def scale_group(module: str, groups: tuple[tuple[str, ...], ...]) -> ScaleGroup | None:
+    """Find the scale group of a module; None where it stands alone."""
+    parent, _, leaf = module.rpartition(".")
+    return next((ScaleGroup(parent, members) for members in groups if leaf in members), None)
+
+
+def gather_groups(
+    modules: Iterable[str], groups: tuple[tuple[str, ...], ...]
+) -> dict[ScaleGroup, list[str]]:
+    """Gather the members of every scale group among modules."""
+    found: dict[ScaleGroup, list[str]] = defaultdict(list)
+    members_of = {leaf: members for members in reversed(groups) for leaf in members}
+    for module in modules:
+        parent, _, leaf = module.rpartition(".")
+        if members := members_of.get(leaf):
+            found[ScaleGroup(parent, members)].append(module)
+    return found
+
+
+def _find_files(config: Mapping[str, object], recipe: str | None) -> list[RecipeFile]:
+    """Find default.toml, then the model's families, then what was chosen."""
+    values = (one.get(key) for one in configs_in(config) for key in ("model_type", "_class_name"))
+    families = families_of(value for value in values if isinstance(value, str))
+    chosen = chosen_files(recipe) if recipe is not None else []
+    return list({file.name: file for file in (known_file(DEFAULT), *families, *chosen)}.values())
+
+
+def _fill_ranges(file: RecipeFile, config: Mapping[str, object]) -> RecipeFile:
+    """Put the layer numbers of a model into a file's patterns.
+
+    Raises  InputError that names the file, for a range or an expression that is none
+    """
+    try:
+        return replace(
+            file,
+            keep=tuple(
+                rule._replace(patterns=expand_all(rule.patterns, config)) for rule in file.keep
+            ),
+            only=tuple(
+                rule._replace(patterns=expand_all(rule.patterns, config)) for rule in file.only
+            ),
+            stacks=tuple(
+                rule._replace(
+                    tensors=expand_all(rule.tensors, config),
+                    inputs=integer_of(config, rule.inputs_key),
+                    experts=integer_of(config, rule.experts_key),
+                )
+                for rule in file.stacks
+            ),
+            formats=tuple(
+                rule._replace(patterns=Patterns(expand_all(rule.patterns, config)))
+                for rule in file.formats
+            ),
+        )
+    except InputError as error:
+        raise InputError(error.code, f"{file.name}: {error.message}", error.next_step) from None

@@ -5,7 +5,6 @@ toml_files.py reads them.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NamedTuple
 
 NAMED = "{parent}.{expert}.{member}"
@@ -14,9 +13,10 @@ NAMED = "{parent}.{expert}.{member}"
 class KeepRule(NamedTuple):
     """Modules that stay as they are, and why.
 
-    kind             what they are, for what depends on it: embedding, router, tower, prediction; or nothing of these
+    kind             what they are, where it matters: embedding, router, tower, prediction; or ""
     may_be_absent    engines must know of them even where the checkpoint holds none: a tied head
-    is_for_accuracy  engines could read them in fewer bits, and a [[format]] that names them goes before this rule
+    is_for_accuracy  engines could read them in fewer bits, and a [[format]] that names them goes
+                     before this rule
     """
 
     patterns: tuple[str, ...]
@@ -27,7 +27,7 @@ class KeepRule(NamedTuple):
 
 
 class OnlyRule(NamedTuple):
-    """Modules outside of which everything stays, and the reason that those others get."""
+    """Modules outside of which everything stays, for that reason."""
 
     patterns: tuple[str, ...]
     reason: str
@@ -39,10 +39,13 @@ class StackRule(NamedTuple):
     members         the modules of each expert, in the order of their rows
     is_transposed   each expert's matrix is stored as (in, out)
     is_interleaved  rows of the members take turns; else one member stands below the other
-    named           of a module: {parent} is the tensor's name without its last part, {expert} a number from 0
-    inputs_key      of config.json, where checkpoints of both orders are in use: how many inputs each matrix has
+    named           of a module: {parent} is the tensor's name without its last part, {expert} a
+                    number from 0
+    inputs_key      of config.json, where checkpoints of both orders are in use: it says how many
+                    inputs each matrix has
     inputs          that number
-    experts_key     of config.json, for a tensor (experts * rows, columns) with experts below each other: how many there are
+    experts_key     of config.json, for a tensor (experts * rows, columns) with experts below each
+                    other: it says how many there are
     experts         that number
     """
 
@@ -57,41 +60,49 @@ class StackRule(NamedTuple):
     experts: int | None = None
 
     def module(self, tensor: str, expert: int, member: str) -> str:
-        """The name of one expert's module out of that tensor."""
+        """Name the module of one expert out of a tensor."""
         parent = tensor.removesuffix(".weight").rpartition(".")[0]
         named = self.named.replace("{expert}", str(expert)).replace("{member}", member)
         return named.replace("{parent}", parent)
 
 
 class Patterns(tuple[str, ...]):
-    """A tuple that is hashed once: thousands of patterns, about which every module is asked, are looked up by their hash."""
+    """A tuple that is hashed once.
 
-    @cached_property
-    def _hash(self) -> int:
-        return tuple.__hash__(self)
+    Every module is asked about thousands of patterns, which are looked up by their hash.
+    """
+
+    _hash: int | None = None
 
     def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
         return self._hash
 
 
 class FormatRule(NamedTuple):
-    """Modules that become another format than the one asked for; "keep" and "target" are words for none and that one."""
+    """Modules that become another format than the one asked for.
+
+    "keep" and "target" are words for none and that one.
+    """
 
     patterns: Patterns
     format: str
 
 
 class FoldRule(NamedTuple):
-    """Linear layers whose columns may be multiplied by numbers that what makes their input is divided by.
+    """Linear layers whose columns may be multiplied.
 
-    `{layer}` and `{expert}` in names stand for a path that ends in a number, and for a number; those that `into` has are the same
-    in the others, and all numbers are meant where it has none.
+    What makes their input is divided by the same numbers.  `{layer}` and `{expert}` in names stand
+    for a path that ends in a number, and for a number; those that `into` has are the same in the
+    others, and all numbers are meant where it has none.
 
     into      the module that is divided
     kind      of it, a word of FOLD_KINDS: how its output depends on it
     linears   every module that reads its output; what is lacking there is none of them
     may_lack  of these, those that some layers or models do not have
-    aside     other matrices of a layer, which read something else: with a matrix that no rule names, a layer is not what it seems
+    aside     other matrices of a layer, which read something else: with a matrix that no rule
+              names, a layer is not what it seems
     """
 
     into: str
@@ -102,7 +113,9 @@ class FoldRule(NamedTuple):
 
 
 class ExpertsRule(NamedTuple):
-    """What in a model goes by the number of its routed experts, beside their own matrices: what pruning has to change.
+    """What in a model depends on the number of its routed experts.
+
+    Pruning has to change it, beside the experts' own matrices.
 
     counts   keys of config.json that say how many experts a layer has
     chosen   keys that say how many of them a token is sent to
@@ -117,7 +130,9 @@ class ExpertsRule(NamedTuple):
 
 
 class FoldUse(NamedTuple):
-    """Places of one kind that are used in an artifact, as its record tells.
+    """Places of one kind where scales of columns were divided out.
+
+    An artifact's record tells of them.
 
     rule     that speaks of them
     repeats  and width: of heads, as a Fold has them

@@ -1,7 +1,9 @@
 """Find, read and check recipe files: configs/*.toml and users' own.
 
-A family file names the models that it is for (`model_types` and `class_names` of config.json) and applies to them by itself.
-A file that names none is a mode, which a person picks; so is a user's own file.
+A family file names the models that it is for, by `model_types` and `class_names` of config.json,
+and applies to them by itself.  A file that names none is a mode, which a person picks; so is a
+user's own file.  families.toml says which file names a model, so that a plan opens no other; `make
+docs` writes it.
 """
 
 from __future__ import annotations
@@ -9,11 +11,11 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fp4convert.errors import InputError
 from fp4convert.recipes.options import STACK_ORDERS, STACK_ROWS
@@ -31,19 +33,12 @@ from fp4convert.recipes.rules import (
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
+FAMILIES = Path(__file__).with_name("families.toml")
 DEFAULT = "default"  # the file that every model has
-FOLD_KINDS = (
-    "norm",
-    "norm_plus_one",
-    "linear",
-    "heads",
-)  # x * w (+ b); x * (1 + w); rows of W; rows of W, repeated for heads
-KEEP, ANY_FORMAT = (
-    "keep",
-    "target",
-)  # words of [[format]] beside the formats' names: it stays; it becomes what is asked for
-
-
+# x * w (+ b); x * (1 + w); rows of W; rows of W, repeated for heads
+FOLD_KINDS = ("norm", "norm_plus_one", "linear", "heads")
+# Words of [[format]] beside the formats' names: it stays; it becomes what is asked for.
+KEEP, ANY_FORMAT = "keep", "target"
 MOST_BASES = 20  # of a file, one upon another
 _MEMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -71,36 +66,35 @@ class RecipeFile:
 
     @property
     def is_mode(self) -> bool:
-        """True where no model has it by itself."""
+        """Tell whether no model has it by itself."""
         return not self.model_types and not self.class_names
 
 
 def known_names() -> list[str]:
-    """The names that --recipe takes: of every file of configs/ but default.toml."""
-    return [name for name in _texts() if name != DEFAULT]
+    """List the names that --recipe takes: all of configs/ but default.toml."""
+    return [name for name in _known() if name != DEFAULT]
 
 
 @cache
 def known_file(name: str) -> RecipeFile:
-    """That file of configs/."""
-    return parse(_texts()[name], name)
+    """Read a file of configs/ by its name."""
+    return parse(_known()[name].read_text(encoding="utf-8"), name)
 
 
 def families_of(kinds: Iterable[str]) -> list[RecipeFile]:
-    """The files that name one of these model_types and class names, each after all that it builds on."""
-    wanted = set(kinds)
-    likely = (
-        name for name, text in _texts().items() if any(f'"{kind}"' in text for kind in wanted)
-    )  # 60 files take time
+    """Find the family files of model types and class names.
+
+    Returns  each after all that it builds on
+    """
+    index = _families()
     found: list[RecipeFile] = []
-    for file in map(known_file, likely):
-        if not wanted.isdisjoint((*file.model_types, *file.class_names)):
-            _collect(file.name, Path(), (), found)
+    for name in sorted({index[kind] for kind in kinds if kind in index}):
+        _collect(name, Path(), (), found)
     return found
 
 
 def chosen_files(recipe: str) -> list[RecipeFile]:
-    """The file that --recipe names, after all that it builds on.
+    """Find the file that --recipe names, after all that it builds on.
 
     recipe  a name of known_names, or the path of a TOML file
     Raises  InputError for one that is not there, that is wrong, or that builds on itself
@@ -111,19 +105,24 @@ def chosen_files(recipe: str) -> list[RecipeFile]:
 
 
 def describe_known() -> dict[str, object]:
-    """The document of `fp4convert recipes`: every file of configs/, those that a person picks before those of families."""
+    """Describe every file of configs/, modes before families.
+
+    Returns  what `fp4convert recipes --json` prints
+    """
     files = sorted(
-        map(known_file, _texts()), key=lambda file: (file.name != DEFAULT, not file.is_mode)
+        map(known_file, _known()), key=lambda file: (file.name != DEFAULT, not file.is_mode)
     )
-    return {"recipes": [_head(file) for file in files]}
+    return {"recipes": [_describe_head(file) for file in files]}
 
 
 def describe(recipe: str) -> dict[str, object]:
-    """The document of `fp4convert recipes NAME`: what that file says, and before it all that it builds on.
+    """Describe one file, and before it all that it builds on.
 
-    Raises InputError as chosen_files does
+    Returns  what `fp4convert recipes NAME --json` prints
+    Raises   InputError as chosen_files does
     """
     files = chosen_files(recipe)
+    later_first = files[::-1]
     stacks = [
         {
             "tensors": rule.tensors,
@@ -134,7 +133,7 @@ def describe(recipe: str) -> dict[str, object]:
             "inputs": rule.inputs_key or None,
             "experts": rule.experts_key or None,
         }
-        for file in files[::-1]
+        for file in later_first
         for rule in file.stacks
     ]
     keep = [
@@ -142,116 +141,103 @@ def describe(recipe: str) -> dict[str, object]:
         for file in files
         for rule in file.keep
     ]
+    only = [
+        {"reason": rule.reason, "modules": rule.patterns} for file in files for rule in file.only
+    ]
+    formats = [
+        {"format": rule.format, "modules": rule.patterns}
+        for file in later_first
+        for rule in file.formats
+    ]
     return {
-        **_head(files[-1]),
+        **_describe_head(files[-1]),
         "base": [file.name for file in files[:-1]],
         "keep": keep,
-        "only": [
-            {"reason": rule.reason, "modules": rule.patterns}
-            for file in files
-            for rule in file.only
-        ],
-        "groups": list(dict.fromkeys(group for file in files[::-1] for group in file.groups)),
+        "only": only,
+        "groups": list(dict.fromkeys(group for file in later_first for group in file.groups)),
         "stacks": stacks,
-        "formats": [
-            {"format": rule.format, "modules": rule.patterns}
-            for file in files[::-1]
-            for rule in file.formats
-        ],
-        "folds": [rule._asdict() for file in files[::-1] for rule in file.folds],
-        "experts": [rule._asdict() for file in files[::-1] for rule in file.experts],
+        "formats": formats,
+        "folds": [rule._asdict() for file in later_first for rule in file.folds],
+        "experts": [rule._asdict() for file in later_first for rule in file.experts],
     }
 
 
-def _head(file: RecipeFile) -> dict[str, object]:
-    return {
-        "name": file.name,
-        "about": file.about,
-        "model_types": file.model_types,
-        "class_names": file.class_names,
-    }
+def _describe_head(file: RecipeFile) -> dict[str, object]:
+    return {key: getattr(file, key) for key in ("name", "about", "model_types", "class_names")}
 
 
 def parse(text: str, name: str, *, is_users: bool = False) -> RecipeFile:
-    """A file's text, checked; raises InputError that names file, key and what was expected."""
+    """Read the text of a recipe file, and check it.
+
+    Raises  InputError that names file, key and what was expected
+    """
     try:
         table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError("recipe-file", f"{name}: no TOML that can be read: {error}") from None
     if is_users and (taken := [key for key in ("model_types", "class_names") if key in table]):
-        detail = f"{name}: {taken[0]} is for fp4convert's own files; a file given with --recipe applies to every model"
+        detail = (
+            f"{name}: {taken[0]} is for fp4convert's own files; "
+            "a file given with --recipe applies to every model"
+        )
         raise InputError(
             "recipe-file", detail, f"Remove {taken[0]}; to build on a family, write: base = NAME."
         )
-    known = _checked(table, _FILE, name)
+    known = _check_table(table, _FILE, name)
     rows = {
         key: [
-            _checked(row, _ROWS[key], f"{name}: [[{key}]] {n}")
-            for n, row in enumerate(known[key], 1)
+            _check_table(row, kinds, f"{name}: [[{key}]] {number}")
+            for number, row in enumerate(known[key], 1)
         ]
-        for key in _ROWS
+        for key, kinds in _ROWS.items()
     }
-    base = known["base"]
-    for number, row in enumerate(rows["stack"], 1):
-        names = row["members"]
-        if len(set(names)) < len(names) or not all(_MEMBER.fullmatch(member) for member in names):
-            detail = f"{name}: [[stack]] {number}: members {names!r}; expected different names of modules, each without dots"
-            raise InputError("recipe-file", detail, "See: docs/recipes.md.")
+    # The keys of the other rows stand in the order of their rules' fields.
     return RecipeFile(
         name,
-        known["about"],
-        tuple(known["model_types"]),
-        tuple(known["class_names"]),
-        (base,) if isinstance(base, str) else tuple(base),
-        tuple(
-            KeepRule(
-                tuple(row["modules"]),
-                row["reason"],
-                row["kind"],
-                row["may_be_absent"],
-                row["for_accuracy"],
-            )
-            for row in rows["keep"]
+        about=known["about"],
+        model_types=known["model_types"],
+        class_names=known["class_names"],
+        bases=(known["base"],) if isinstance(known["base"], str) else known["base"],
+        keep=tuple(KeepRule(*row.values()) for row in rows["keep"]),
+        only=tuple(OnlyRule(*row.values()) for row in rows["only"]),
+        groups=tuple(row["members"] for row in rows["group"]),
+        may_lack=tuple(member for row in rows["group"] for member in row["may_lack"]),
+        stacks=tuple(
+            _make_stack(row, f"{name}: [[stack]] {number}")
+            for number, row in enumerate(rows["stack"], 1)
         ),
-        tuple(OnlyRule(tuple(row["modules"]), row["reason"]) for row in rows["only"]),
-        tuple(tuple(row["members"]) for row in rows["group"]),
-        tuple(member for row in rows["group"] for member in row["may_lack"]),
-        tuple(
-            StackRule(
-                tuple(row["tensors"]),
-                tuple(row["members"]),
-                row["order"] == "in_out",
-                row["rows"] == "interleaved",
-                row["named"],
-                row["inputs"],
-                experts_key=row["experts"],
-            )
-            for row in rows["stack"]
+        formats=tuple(
+            FormatRule(Patterns(row["modules"]), row["format"]) for row in rows["format"]
         ),
-        tuple(FormatRule(Patterns(row["modules"]), row["format"]) for row in rows["format"]),
-        tuple(
-            FoldRule(
-                row["into"],
-                row["kind"],
-                tuple(row["linears"]),
-                tuple(row["may_lack"]),
-                tuple(row["aside"]),
-            )
-            for row in rows["fold"]
-        ),
-        tuple(
-            ExpertsRule(*(tuple(row[key]) for key in ExpertsRule._fields))
-            for row in rows["experts"]
-        ),
+        folds=tuple(FoldRule(*row.values()) for row in rows["fold"]),
+        experts=tuple(ExpertsRule(*row.values()) for row in rows["experts"]),
     )
 
 
-class _Key(NamedTuple):
-    """A key of a table: what it holds, in words and as a question; no default where it must be there."""
+def _make_stack(row: Mapping[str, Any], where: str) -> StackRule:
+    """Make the rule of a row; raise InputError for odd names of members."""
+    names = row["members"]
+    if len(set(names)) < len(names) or not all(_MEMBER.fullmatch(member) for member in names):
+        detail = (
+            f"{where}: members {list(names)!r}; "
+            "expected different names of modules, each without dots"
+        )
+        raise InputError("recipe-file", detail, "See: docs/recipes.md.")
+    return StackRule(
+        row["tensors"],
+        names,
+        is_transposed=row["order"] == "in_out",
+        is_interleaved=row["rows"] == "interleaved",
+        named=row["named"],
+        inputs_key=row["inputs"],
+        experts_key=row["experts"],
+    )
 
-    expected: str
-    is_sound: Callable[[Any], bool]
-    default: object = None
+
+_Check = tuple[str, Callable[[Any], bool]]
+"""What a key holds, in words and as a question"""
+_Keys = dict[str, tuple[str, Callable[[Any], bool], object]]
+"""Keys of a table; their third value is the default, None where a key must be there"""
 
 
 def _is_texts(value: object) -> bool:
@@ -263,7 +249,7 @@ def _is_texts(value: object) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    """True for a template of names of modules, one for each expert."""
+    """Tell whether it is a template for the names of experts' modules."""
     if not isinstance(value, str) or "{expert}" not in value:
         return False
     rest = value.replace("{parent}", "").replace("{expert}", "").replace("{member}", "")
@@ -271,80 +257,83 @@ def _is_name(value: object) -> bool:
 
 
 def _is_place(value: object) -> bool:
-    """True for the name of a module in a layer, with no braces but those of a layer and an expert."""
-    is_in_layer = isinstance(value, str) and value.startswith("{layer}.")
-    return is_in_layer and not set(str(value).replace("{layer}", "").replace("{expert}", "")) & set(
-        "{}*?[]"
-    )
+    """Tell whether it is a place in a layer, with {layer} and {expert} alone."""
+    if not isinstance(value, str) or not value.startswith("{layer}."):
+        return False
+    return not set(value.replace("{layer}", "").replace("{expert}", "")) & set("{}*?[]")
 
 
-def _word(*words: str, default: object = None) -> _Key:
-    return _Key(" or ".join(map(repr, words)), lambda value: value in words, default)
+def _one_of(*words: str) -> _Check:
+    return " or ".join(map(repr, words)), lambda value: value in words
 
 
-def _rows() -> _Key:
-    return _Key("tables, each under double brackets", lambda value: isinstance(value, list), ())
-
-
-_TEXT = _Key("a text", lambda value: isinstance(value, str) and bool(value))
-_TEXTS = _Key("a list of texts, not empty", _is_texts)
-_PLACE = _Key(
-    "a name that begins with {layer}, with {expert} where experts have numbers", _is_place
+_TEXT: _Check = ("a text", lambda value: isinstance(value, str) and bool(value))
+_TEXTS: _Check = ("a list of texts, not empty", _is_texts)
+_PLACE: _Check = (
+    "a name that begins with {layer}, with {expert} where experts have numbers",
+    _is_place,
 )
-_PLACES = _Key(
+_PLACES: _Check = (
     "a list of such names: {layer}.mlp.up_proj",
     lambda value: _is_texts(value) and all(map(_is_place, value)),
 )
-_FLAG = _Key("true or false", lambda value: isinstance(value, bool), False)
-_FILE = {
-    "about": _TEXT._replace(default=""),
-    "model_types": _TEXTS._replace(default=()),
-    "class_names": _TEXTS._replace(default=()),
-    "base": _Key(
-        "a name, or a list of names",
-        lambda value: (isinstance(value, str) and bool(value)) or _is_texts(value),
-        (),
-    ),
-    **dict.fromkeys(("keep", "only", "group", "stack", "format", "fold", "experts"), _rows()),
-}
-_ROWS = {
+_FLAG: _Check = ("true or false", lambda value: isinstance(value, bool))
+_BASES: _Check = ("a name, or a list of names", lambda value: _TEXT[1](value) or _is_texts(value))
+_TABLES: _Check = (
+    "tables, each under double brackets",
+    lambda value: isinstance(value, list),
+)
+_ROWS: dict[str, _Keys] = {
     "keep": {
-        "modules": _TEXTS,
-        "reason": _TEXT,
-        "kind": _word("embedding", "router", "tower", "prediction", default=""),
-        "may_be_absent": _FLAG,
-        "for_accuracy": _FLAG,
+        "modules": (*_TEXTS, None),
+        "reason": (*_TEXT, None),
+        "kind": (*_one_of("embedding", "router", "tower", "prediction"), ""),
+        "may_be_absent": (*_FLAG, False),
+        "for_accuracy": (*_FLAG, False),
     },
-    "only": {"modules": _TEXTS, "reason": _TEXT},
-    "group": {"members": _TEXTS, "may_lack": _TEXTS._replace(default=())},
+    "only": {"modules": (*_TEXTS, None), "reason": (*_TEXT, None)},
+    "group": {"members": (*_TEXTS, None), "may_lack": (*_TEXTS, ())},
     "stack": {
-        "tensors": _TEXTS,
-        "members": _TEXTS,
-        "order": _word(*STACK_ORDERS),
-        "rows": _word(*STACK_ROWS, default="concatenated"),
-        "named": _Key("a name with {parent}, {expert} and {member} in it", _is_name, NAMED),
-        "inputs": _TEXT._replace(default=""),
-        "experts": _TEXT._replace(default=""),
+        "tensors": (*_TEXTS, None),
+        "members": (*_TEXTS, None),
+        "order": (*_one_of(*STACK_ORDERS), None),
+        "rows": (*_one_of(*STACK_ROWS), "concatenated"),
+        "named": ("a name with {parent}, {expert} and {member} in it", _is_name, NAMED),
+        "inputs": (*_TEXT, ""),
+        "experts": (*_TEXT, ""),
     },
-    "format": {"modules": _TEXTS, "format": _word("nvfp4", "mxfp4", "fp8", KEEP, ANY_FORMAT)},
+    "format": {
+        "modules": (*_TEXTS, None),
+        "format": (*_one_of("nvfp4", "mxfp4", "fp8", KEEP, ANY_FORMAT), None),
+    },
     "fold": {
-        "into": _PLACE,
-        "kind": _word(*FOLD_KINDS),
-        "linears": _PLACES,
-        "may_lack": _PLACES._replace(default=()),
-        "aside": _PLACES._replace(default=()),
+        "into": (*_PLACE, None),
+        "kind": (*_one_of(*FOLD_KINDS), None),
+        "linears": (*_PLACES, None),
+        "may_lack": (*_PLACES, ()),
+        "aside": (*_PLACES, ()),
     },
     "experts": {
-        "counts": _TEXTS,
-        "chosen": _TEXTS,
-        "rows": _TEXTS._replace(default=()),
-        "columns": _TEXTS._replace(default=()),
+        "counts": (*_TEXTS, None),
+        "chosen": (*_TEXTS, None),
+        "rows": (*_TEXTS, ()),
+        "columns": (*_TEXTS, ()),
     },
+}
+_FILE: _Keys = {
+    "about": (*_TEXT, ""),
+    "model_types": (*_TEXTS, ()),
+    "class_names": (*_TEXTS, ()),
+    "base": (*_BASES, ()),
+    **dict.fromkeys(_ROWS, (*_TABLES, ())),
 }
 
 
-def _checked(table: object, keys: Mapping[str, _Key], where: str) -> dict[str, Any]:
-    """Every key's value, or its default; InputError for another key, a wrong value, or one that is lacking."""
+def _check_table(table: object, keys: _Keys, where: str) -> dict[str, Any]:
+    """Return the value of every key, or its default; lists become tuples.
+
+    Raises  InputError for another key, a wrong value, or one that is lacking
+    """
     if not isinstance(table, dict):
         raise InputError("recipe-file", f"{where} is no table; expected the keys {', '.join(keys)}")
     if unknown := [key for key in table if key not in keys]:
@@ -352,62 +341,65 @@ def _checked(table: object, keys: Mapping[str, _Key], where: str) -> dict[str, A
             "recipe-file",
             f"{where}: no key {unknown[0]!r} is known; expected one of {', '.join(keys)}",
         )
-    for key, kind in keys.items():
-        if key in table and not kind.is_sound(table[key]):
-            raise InputError(
-                "recipe-file", f"{where}: {key} is {table[key]!r}; expected {kind.expected}"
-            )
-        if key not in table and kind.default is None:
-            raise InputError("recipe-file", f"{where}: {key} is lacking; expected {kind.expected}")
-    return {key: table.get(key, kind.default) for key, kind in keys.items()}
+    found = {}
+    for key, (expected, is_sound, default) in keys.items():
+        value = table.get(key, default)
+        if key in table and not is_sound(value):
+            detail = f"{where}: {key} is {value!r}; expected {expected}"
+            raise InputError("recipe-file", detail)
+        if value is None:
+            raise InputError("recipe-file", f"{where}: {key} is lacking; expected {expected}")
+        found[key] = tuple(value) if isinstance(value, list) else value
+    return found
 
 
 def _collect(name: str, folder: Path, above: tuple[str, ...], found: list[RecipeFile]) -> None:
-    """Append that file after its bases, each file once.
+    """Append a file after its bases, each file once.
 
     folder  what a path is relative to
     above   the files that build on it
     """
-    if name in _texts():
-        file, place = known_file(name), folder
+    if name in _known():
+        file = known_file(name)
     else:
         path = folder / name
-        file, place = _users_file(path), path.parent
+        try:
+            is_there = path.suffix == ".toml" or path.is_file()
+            text = path.read_text(encoding="utf-8") if is_there else None
+        except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no name of a file
+            raise InputError(
+                "recipe-file",
+                f"{path}: cannot be read: {error}",
+                "Look for a typing error; "
+                "it has to be a file of UTF-8 text that this user may read.",
+            ) from None
+        if text is None:
+            detail = (
+                f"recipe {str(path)!r} is not known; expected one of {', '.join(known_names())}, "
+                "or the path of a TOML file"
+            )
+            raise InputError("unknown-recipe", detail, "See: fp4convert recipes.")
+        file, folder = parse(text, os.path.normpath(path), is_users=True), path.parent
     if file.name in above or len(above) > MOST_BASES:
-        raise InputError(
-            "recipe-cycle",
-            f"{' -> '.join((*above, file.name))}: a recipe builds on itself; expected no circle",
-        )
+        circle = " -> ".join((*above, file.name))
+        detail = f"{circle}: a recipe builds on itself; expected no circle"
+        raise InputError("recipe-cycle", detail)
     for base in file.bases:
-        _collect(base, place, (*above, file.name), found)
+        _collect(base, folder, (*above, file.name), found)
     if file not in found:
         found.append(file)
 
 
-def _users_file(path: Path) -> RecipeFile:
-    try:
-        is_there = path.suffix == ".toml" or path.is_file()
-        text = path.read_text(encoding="utf-8") if is_there else None
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no name of a file
-        next_step = (
-            "Look for a typing error; it has to be a file of UTF-8 text that this user may read."
-        )
-        raise InputError("recipe-file", f"{path}: cannot be read: {error}", next_step) from None
-    if text is None:
-        detail = f"recipe {str(path)!r} is not known; expected one of {', '.join(known_names())}, or the path of a TOML file"
-        raise InputError("unknown-recipe", detail, "See: fp4convert recipes.")
-    return parse(text, os.path.normpath(path), is_users=True)
+@cache
+def _known() -> Mapping[str, Traversable]:
+    """List the files of configs/ by name, in the order of their names."""
+    from importlib.resources import files
+
+    folder = sorted(files("fp4convert").joinpath("configs").iterdir(), key=lambda item: item.name)
+    return {item.name[:-5]: item for item in folder if item.name.endswith(".toml")}
 
 
 @cache
-def _texts() -> dict[str, str]:
-    """The text of every file of configs/, by name."""
-    from importlib.resources import files
-
-    folder: Traversable = files("fp4convert").joinpath("configs")
-    found: Collection[Traversable] = sorted(folder.iterdir(), key=lambda item: item.name)
-    return {
-        item.name[:-5]: item.read_text(encoding="utf-8")
-        for item in found
-        if item.name.endswith(".toml")
-    }
+def _families() -> Mapping[str, str]:
+    """Read which file of configs/ names a model type or class."""
+    return tomllib.loads(FAMILIES.read_text(encoding="utf-8"))

@@ -78,6 +78,12 @@ def test_families_are_found_by_any_model_type_and_by_the_class_of_a_pipelines_pa
         assert recipe.reason_to_keep("blocks.0.mlp.up_proj") is None or "_class_name" in config
 
 
+def test_a_plan_reads_the_files_of_its_model_alone():
+    known_file.cache_clear()
+    build_recipe(Target("nvfp4"), {"model_type": "kimi_k2"})
+    assert known_file.cache_info().currsize == 3  # default, deepseek, kimi_k2
+
+
 def test_a_config_of_any_depth_is_searched():
     config = {"model_type": "deepseek_v3", "num_hidden_layers": 3}
     for _ in range(20_000):

@@ -9,9 +9,10 @@ from paths import ROOT
 
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
-from tables import MADE, PARTS, filled, measured, offsets  # noqa: E402
+from tables import MADE, PARTS, families, filled, measured, offsets  # noqa: E402
 
 from fp4convert.numerics.scale_layouts import LAYOUTS  # noqa: E402
+from fp4convert.recipes.toml_files import FAMILIES  # noqa: E402
 
 PAGES = sorted(DOCS.glob("*.md"))
 
@@ -20,6 +21,11 @@ PAGES = sorted(DOCS.glob("*.md"))
 def test_tables_are_up_to_date(page: Path) -> None:
     """After a change on purpose: make docs."""
     assert filled(page.read_text(encoding="utf-8")) == page.read_text(encoding="utf-8")
+
+
+def test_the_index_of_recipes_names_what_they_name() -> None:
+    """After a new recipe: make docs."""
+    assert families() == FAMILIES.read_text(encoding="utf-8")
 
 
 def test_every_table_is_used_once() -> None:
