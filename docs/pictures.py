@@ -1,4 +1,7 @@
-"""python docs/pictures.py REPORT.html: the pictures of docs/report.md, wide and light, narrow and dark."""
+"""Take the pictures of docs/report.md, wide and light, narrow and dark.
+
+python docs/pictures.py REPORT.html
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PICTURES = {
+PICTURES = {  # width, scheme, height
     "report.png": (1280, "light", 1480),
     "report-narrow.png": (390, "dark", 1480),
-}  # width, scheme, height
+}
 
 
 def main(report: Path) -> None:
-    sys.path.append(str(ROOT / "tests"))
+    """Write every picture, and print its place."""
+    sys.path.append(str(ROOT / "tests" / "support"))
     from browser import browser
 
     with browser() as tab:

@@ -1,9 +1,10 @@
-"""make docs: fills what stands between `<!-- made: NAME -->` and `<!-- end -->` in docs/*.md from the code itself.
+"""Make the parts of docs/*.md that come from the code itself: `make docs`.
 
-What stands after `<!-- measured: FILE, HEADING -->` are the tables below that heading of benchmarks/results/FILE, and where they
-were measured.
+Such a part stands between `<!-- made: NAME -->` and `<!-- end -->`; the function of that name
+writes it.  After `<!-- measured: FILE, HEADING -->` stand the tables below that heading of
+benchmarks/results/FILE, and where they were measured.  The index of recipes is made here, too.
 
-python docs/tables.py            # prints the pages that differ, exits 1 where one does
+python docs/tables.py            # prints the files that differ, exits 1 where one does
 python docs/tables.py --write    # replaces them
 """
 
@@ -35,9 +36,7 @@ MEASURED = re.compile(
 )
 RESULTS = DOCS.parent / "benchmarks" / "results"
 PACKAGE = DOCS.parent / "fp4convert"
-FLOORS = (
-    DOCS.parent / "tests" / "repository" / "test_architecture.py"
-)  # its table of floors is the only one
+FLOORS = DOCS.parent / "tests" / "repository" / "test_architecture.py"  # has the table of floors
 NAME_WIDTH = 28  # of a module in the tree
 ROWS, COLUMNS = 256, 128  # of the matrix that dialects are shown with
 TILE = (256, 8)  # of scale bytes that layouts are shown with
@@ -48,24 +47,27 @@ EXPERTS = 4
 
 
 def table(headings: tuple[str, ...], rows: list[tuple[object, ...]]) -> Iterator[str]:
+    """Write a table of markdown."""
     yield f"| {' | '.join(headings)} |"
     yield f"|{'---|' * len(headings)}"
     yield from (f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
 def blocks() -> Iterator[str]:
-    """A block of either format, in every order of nibbles that a dialect has."""
+    """Draw a block of either format, in every order of nibbles in use."""
     yield "```"
     for fmt in FORMATS.values():
         traits = {name: dialect_named(name).TRAITS for name in DIALECTS}
         orders = {name: trait.nibble_order for name, trait in traits.items() if fmt in trait.writes}
         for order in dict.fromkeys(orders.values()):
-            yield f"{fmt.name}, {order}: {', '.join(name for name, own in orders.items() if own == order)}"
+            users = ", ".join(name for name, own in orders.items() if own == order)
+            yield f"{fmt.name}, {order}: {users}"
             yield from (f"  {line}" for line in draw_block(fmt, order))
     yield "```"
 
 
 def formats() -> Iterator[str]:
+    """Compare the formats: blocks, scales, bits."""
     names = {"fp8_e4m3": "E4M3 (e4m3fn)", "e8m0": "E8M0"}
     rows: list[tuple[object, ...]] = [
         ("elements to a block", *(fmt.block_size for fmt in FORMATS.values()))
@@ -88,11 +90,12 @@ def formats() -> Iterator[str]:
 
 
 def bits_of(fmt: Format) -> float:
+    """Count the bits of a weight, with its share of a block scale."""
     return 4 + 8 / fmt.block_size
 
 
 def codes() -> Iterator[str]:
-    """The sixteen codes, as ml_dtypes decodes them."""
+    """List the sixteen codes, as ml_dtypes decodes them."""
     values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(float)
     words = [f"{value:g}" for value in values]
     yield from table(("code", *(f"`{code:04b}`" for code in range(8))), [("value", *words[:8])])
@@ -101,7 +104,7 @@ def codes() -> Iterator[str]:
 
 
 def scales() -> Iterator[str]:
-    """Some bytes of block scales, as ml_dtypes decodes them."""
+    """List some bytes of block scales, as ml_dtypes decodes them."""
     kinds = {"E4M3": ml_dtypes.float8_e4m3fn, "E8M0": ml_dtypes.float8_e8m0fnu}
     rows: list[tuple[object, ...]] = []
     for byte in (0x00, 0x01, 0x08, 0x38, 0x39, 0x7E, 0x7F, 0x80, 0xFE, 0xFF):
@@ -114,7 +117,7 @@ def scales() -> Iterator[str]:
 
 
 def dialects() -> Iterator[str]:
-    """Names, dtypes and shapes of what stands for one matrix, in every dialect and format."""
+    """List the tensors that stand for one matrix in every dialect."""
     rows: list[tuple[object, ...]] = []
     for name in DIALECTS:
         dialect = dialect_named(name)
@@ -145,7 +148,7 @@ def dialects() -> Iterator[str]:
 
 
 def offsets(layout: Layout) -> np.ndarray:
-    """(rows, blocks) places of the scale bytes in the stored order."""
+    """Return where the byte of every scale lies, (rows, blocks)."""
     rows, columns = TILE
     count = rows * columns
     halves = [
@@ -159,7 +162,7 @@ def offsets(layout: Layout) -> np.ndarray:
 
 
 def layouts() -> Iterator[str]:
-    """Where the scale of a row's block lies, in bytes from the tensor's beginning."""
+    """Show where the scale of a block lies, in bytes from the first one."""
     for name, layout in LAYOUTS.items():
         places = offsets(layout)
         yield f"**{name}**" + (
@@ -176,7 +179,10 @@ def layouts() -> Iterator[str]:
 
 
 def tree() -> Iterator[str]:
-    """Every package and module, floor by floor from the top, with the first line of its docstring."""
+    """Draw every package and module, floor by floor from the top.
+
+    Beside each stands the first line of its docstring.
+    """
     yield "```"
     yield leaf(PACKAGE, 0)
     for number, names in reversed(list(enumerate(floors(), 1))):
@@ -191,7 +197,10 @@ def tree() -> Iterator[str]:
 
 
 def floors() -> list[set[str]]:
-    """Packages, and modules beside them, floor by floor from the ground: read from the test that holds imports to them."""
+    """Read the packages and modules of every floor, from the ground.
+
+    The test that holds imports to them has the table.
+    """
     nodes = ast.parse(FLOORS.read_text(encoding="utf-8")).body
     (table,) = (
         node.value
@@ -202,34 +211,30 @@ def floors() -> list[set[str]]:
 
 
 def branch(folder: Path, depth: int) -> Iterator[str]:
-    """A package, its modules, and the packages in it."""
+    """Draw a package: modules, tables, packages and the page in it."""
     yield leaf(folder, depth)
     yield from (
         leaf(file, depth + 1) for file in sorted(folder.glob("*.py")) if file.stem != "__init__"
     )
-    yield from (
-        f"{'  ' * (depth + 1) + file.name:<{NAME_WIDTH}}{told_of_table(file)}"
-        for file in sorted(folder.glob("*.toml"))
-    )
+    yield from (leaf(file, depth + 1) for file in sorted(folder.glob("*.toml")))
     yield from (
         line
         for inner in sorted(folder.glob("*/__init__.py"))
         for line in branch(inner.parent, depth + 1)
     )
     if (page := folder / "page").is_dir():
-        yield f"{'  ' * (depth + 1) + 'page/':<{NAME_WIDTH}}{', '.join(sorted(file.name for file in page.iterdir()))}"
-
-
-def told_of_table(file: Path) -> str:
-    """Return the first line of a TOML file's comment."""
-    return file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        held = ", ".join(sorted(file.name for file in page.iterdir()))
+        yield f"{'  ' * (depth + 1) + 'page/':<{NAME_WIDTH}}{held}"
 
 
 def leaf(path: Path, depth: int) -> str:
-    """The name of a module or package, and what it says of itself in one line."""
+    """Name a module, package or table, with the first line that it has."""
     file, name = (path / "__init__.py", f"{path.name}/") if path.is_dir() else (path, path.name)
-    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    return f"{'  ' * depth + name:<{NAME_WIDTH}}{docstring.partition(chr(10))[0]}"
+    text = file.read_text(encoding="utf-8")
+    words = (
+        text.removeprefix("# ") if path.suffix == ".toml" else ast.get_docstring(ast.parse(text))
+    )
+    return f"{'  ' * depth + name:<{NAME_WIDTH}}{(words or '').partition(chr(10))[0]}"
 
 
 def options() -> Iterator[str]:
@@ -288,7 +293,12 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def measured(results: str, heading: str) -> Iterator[str]:
-    """The tables below a heading of a page of results, and the line that says where they were measured; KeyError for none."""
+    """Take the tables below a heading of a page of results.
+
+    The line follows that says where they were measured.
+
+    Raises  KeyError where there is no table
+    """
     lines = results.splitlines()
     first = next(
         (
@@ -305,14 +315,16 @@ def measured(results: str, heading: str) -> Iterator[str]:
         raise KeyError(heading)
     yield from rows
     yield ""
-    told = (
-        line for line in after if line.startswith("Part ")
-    )  # of a page of several parts, each of a day of its own
-    yield next(told, None) or next(line for line in lines if line and not line.startswith("#"))
+    # Of a page of several parts each was measured on a day of its own.
+    part = next((line for line in after if line.startswith("Part ")), None)
+    yield part or next(line for line in lines if line and not line.startswith("#"))
 
 
 def filled(text: str) -> str:
-    """A page with what is made made anew; KeyError for a part that nothing makes, or that was not measured."""
+    """Return a page with every part made anew.
+
+    Raises  KeyError for a part that nothing makes, or that was not measured
+    """
 
     def made(found: re.Match[str]) -> str:
         return "".join((found[1], found[2], *(f"{line}\n" for line in PARTS[found[1]]())))
@@ -336,6 +348,7 @@ def families() -> str:
 
 
 def main(arguments: list[str]) -> int:
+    """Print the files that differ, or write them; return the exit code."""
     made = {page: filled(page.read_text(encoding="utf-8")) for page in sorted(DOCS.glob("*.md"))}
     made[FAMILIES] = families()
     stale = [page for page, text in made.items() if page.read_text(encoding="utf-8") != text]

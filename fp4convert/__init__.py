@@ -1,7 +1,8 @@
 """Turn checkpoints into NVFP4 or MXFP4 weights that engines load.
 
-The names below are the public API (docs/python.md): what the commands do, one matrix in memory, and what both return and raise.
-Each is imported when it is first used, so that `import fp4convert` costs nothing.
+The names below are the public API (docs/python.md): what the commands do, one matrix in memory, and
+what both return and raise.  Each is imported when it is first used, so that `import fp4convert`
+costs nothing.
 """
 
 from __future__ import annotations

@@ -8,13 +8,15 @@ import sys
 
 from fp4convert.process import Stopped, listen, uncovered
 
-# NumPy's threads wait for work without sleeping, from when they begin: 30 ms of a core each, unless told to sleep at once
+# NumPy's threads wait for work without sleeping, from when they begin: 30 ms of a core each, unless
+# told to sleep at once.
 BLAS_WAIT = ("OPENBLAS_THREAD_TIMEOUT", "4")
-FEWEST_OBJECTS = 100_000  # made before Python looks for cycles; what loading makes stays, and is not to be looked through
+# Objects made before Python looks for cycles; what loading makes stays, and is not looked through.
+FEWEST_OBJECTS = 100_000
 
 
 def main() -> None:
-    """Run the command line; every expected failure becomes one message and its exit code."""
+    """Run the command line; every expected failure ends with its exit code."""
     try:
         listen()
         os.environ.setdefault(*BLAS_WAIT)

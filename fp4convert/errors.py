@@ -1,13 +1,15 @@
 """Every error: exit code and next step; and findings.
 
-Fp4Error                1  (never raised itself; anything else that escapes is our bug, and exits 1)
-├── InputError          2  bad input or usage; nothing was written
-│   └── NumericError    2  weights that four bits cannot hold (NaN, Inf)
-├── DeviceError         2  a GPU that is not there, lacks memory or fails; resumable
-├── SourceError         3  the source went away or changed; resumable
-├── AccessError         4  the Hub gives no access, or none to write: a licence, a token; resumable
-├── OutputError         5  the output side: disk full, read-only, other content, a Hub that takes nothing; resumable
-└── Interrupted       130  Ctrl-C; 143 for SIGTERM; resumable
+Fp4Error              1  never raised itself; anything else that escapes is our bug, and exits 1
+├── InputError        2  bad input or usage; nothing was written
+│   └── NumericError  2  weights that four bits cannot hold (NaN, Inf)
+├── DeviceError       2  a GPU that is not there, lacks memory or fails; resumable
+├── SourceError       3  the source went away or changed; resumable
+├── AccessError       4  the Hub gives no access, or none to write: a licence, a token; resumable
+├── OutputError       5  disk full, read-only, other content, a Hub that takes nothing; resumable
+└── Interrupted     130  Ctrl-C; 143 for SIGTERM; resumable
+
+report/catalogue.toml says what each code means and what to do.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+CORRUPT = "source-corrupt"  # of bytes with another hash than was said; whoever reads tries again
 CATALOGUE = Path(__file__).with_name("report") / "catalogue.toml"
 
 
@@ -32,10 +35,11 @@ def read_catalogue() -> dict[str, Any]:
 
 
 class Fp4Error(Exception):
-    """An expected failure: what was found, where, what was expected, and the next step.
+    """An expected failure, with what the user can do now.
 
     code       stable slug for scripts, such as "header-length"
-    message    one sentence: what was found, where, what was expected; of several problems a line each
+    message    one sentence: what was found, where, what was expected; of several problems a line
+               each
     lines      those sentences; a name that holds a newline begins no line
     next_step  what the user can do now: what the place that raised it knows, else what the
                catalogue says of the code
@@ -60,7 +64,7 @@ class Fp4Error(Exception):
 
     @property
     def next_step(self) -> str:
-        """What the user can do now: one sentence."""
+        """Tell what the user can do now, in one sentence."""
         if self._known_step:
             return self._known_step
         try:
@@ -74,13 +78,16 @@ class Fp4Error(Exception):
         return ""
 
     def as_json(self) -> dict[str, object]:
-        """The document that --json prints for this error."""
+        """Return the document that --json prints for this error."""
         body = {"code": self.code, "exit": self.exit_code, "message": self.message}
         return {"error": {**body, "tensor": self.tensor, "next": self.next_step or None}}
 
 
 class InputError(Fp4Error):
-    """The source, the artifact or the command line is wrong; nothing was written."""
+    """The source, the artifact or the command line is wrong.
+
+    Nothing was written.
+    """
 
     exit_code = 2
 
@@ -90,31 +97,37 @@ class NumericError(InputError):
 
 
 class DeviceError(Fp4Error):
-    """The device asked for is not there, lacks memory or fails; what was finished stays, and a re-run continues."""
+    """The device asked for is not there, lacks memory or fails.
+
+    What was finished stays, and a re-run continues.
+    """
 
     exit_code = 2
 
 
 class SourceError(Fp4Error):
-    """The source cannot be reached, or is not what it was; a re-run continues."""
+    """The source cannot be reached, or has changed; a re-run continues."""
 
     exit_code = 3
 
 
 class AccessError(Fp4Error):
-    """The Hub does not let this person in; once it does, a re-run continues."""
+    """The Hub gives no access; once it does, a re-run continues."""
 
     exit_code = 4
 
 
 class OutputError(Fp4Error):
-    """The output folder, its disk, or the repository it is pushed to refused; what was finished stays, and a re-run continues."""
+    """The output folder, its disk or the repository of a push refused.
+
+    What was finished stays, and a re-run continues.
+    """
 
     exit_code = 5
 
 
 class Interrupted(Fp4Error):  # noqa: N818 - not a failure
-    """The run was told to stop; the same command continues, or begins again.
+    """The run was told to stop; its command continues, or begins again.
 
     command    the command line that does
     exit_code  130, or 143 for SIGTERM
@@ -122,10 +135,8 @@ class Interrupted(Fp4Error):  # noqa: N818 - not a failure
     """
 
     def __init__(self, command: str, exit_code: int, kept: str | None) -> None:
-        message, verb = (
-            f"interrupted: {kept or 'nothing of this command stays'}",
-            "Continue" if kept else "Begin again",
-        )
+        verb = "Continue" if kept else "Begin again"
+        message = f"interrupted: {kept or 'nothing of this command stays'}"
         super().__init__("interrupted", message, f"{verb} with: {command}")
         self.exit_code = exit_code
 
@@ -152,8 +163,5 @@ class Finding:
 
 
 def is_healthy(findings: tuple[Finding, ...]) -> bool:
-    """True where no finding is an error."""
+    """Tell whether no finding is an error."""
     return all(finding.level != "error" for finding in findings)
-
-
-CORRUPT = "source-corrupt"

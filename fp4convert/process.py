@@ -1,8 +1,9 @@
 """Ctrl-C and SIGTERM as one exception; streams that never fail.
 
-Python raises the exception between two steps of the main thread.  A signal that comes just before that thread begins to wait for
-a lock, or that another thread gets, does not end the wait: whatever is waited for would be done first.  So a thread of its own
-hears of every signal and interrupts the main one until the exception is raised.
+Python raises the exception between two steps of the main thread.  A signal that comes just before
+that thread begins to wait for a lock, or that another thread gets, does not end the wait: whatever
+is waited for would be done first.  So a thread of its own hears of every signal and interrupts the
+main one until the exception is raised.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 WAKE_SECONDS = 0.05
-NUDGE = (
-    signal.SIGURG
-)  # ends a wait and does nothing else; where nobody listens to it, it is ignored
+NUDGE = signal.SIGURG  # ends a wait and does nothing else; ignored where nobody listens to it
 
 
 _raised: list[Stopped] = []  # since somebody listens
@@ -31,23 +30,21 @@ _raised: list[Stopped] = []  # since somebody listens
 class Stopped(BaseException):
     """The process was told to stop.
 
-    kept  what stays of its work, in words; None where nothing does; whoever knows better says so
+    exit_code  130 for Ctrl-C, 143 for SIGTERM
+    kept       what stays of its work, in words; None where nothing does; whoever knows better says
+               so
     """
 
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
+        self.exit_code = 128 + number
         self.kept: str | None = "finished shards stay"
-
-    @property
-    def exit_code(self) -> int:
-        """130 for Ctrl-C, 143 for SIGTERM."""
-        return 128 + self.number
 
 
 @contextmanager
 def keeping_nothing() -> Iterator[None]:
-    """A stop in here leaves nothing that a second run continues from."""
+    """Mark a stop in here as one that leaves nothing to continue from."""
     try:
         yield
     except Stopped as stopped:
@@ -57,7 +54,10 @@ def keeping_nothing() -> Iterator[None]:
 
 @contextmanager
 def uncovered() -> Iterator[None]:
-    """A stop that other code made an error of its own comes out again, as where C code imports a module and is told to stop."""
+    """Raise a stop again that other code made an error of its own.
+
+    As C code does that imports a module and is told to stop.
+    """
     try:
         yield
     except Exception:
@@ -67,7 +67,10 @@ def uncovered() -> Iterator[None]:
 
 
 def listen() -> None:
-    """From now on either signal raises Stopped, once; asked a second time, the process ends at once."""
+    """Raise Stopped at Ctrl-C and SIGTERM from now on, once.
+
+    Asked a second time, the process ends at once.
+    """
     _raised.clear()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
@@ -82,7 +85,10 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _send_again(lost: sys.UnraisableHookArgs) -> None:
-    """A stop that came while an object was cleared away, where Python drops exceptions, comes once more."""
+    """Repeat a stop that came while an object was cleared away.
+
+    Python drops exceptions there.
+    """
     if isinstance(lost.exc_value, Stopped):
         number = lost.exc_value.number
         signal.signal(number, _stop)
@@ -102,6 +108,7 @@ def _watch() -> None:
 
 
 def _wake(reading: int) -> None:
+    """Interrupt the main thread until a signal has been raised there."""
     main = threading.main_thread().ident
     while (number := os.read(reading, 1)) and main is not None:
         while signal.getsignal(number[0]) is _stop:  # it has not been raised
@@ -121,14 +128,17 @@ class _Indifferent(io.FileIO):
 
 @contextmanager
 def sturdy_streams() -> Iterator[None]:
-    """Meanwhile stdout and stderr are there, print every character in some way, and stderr never fails."""
+    """Have a stdout and a stderr that print every character in some way.
+
+    Both are there even where the process was given none, and stderr never fails.
+    """
     before = sys.stdout, sys.stderr
-    out, err = (stream or _opened(io.FileIO(os.devnull, "w")) for stream in before)
+    out, err = (stream or _open_text(io.FileIO(os.devnull, "w")) for stream in before)
     for stream in (out, err):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if sys.__stderr__ is not None and err is sys.__stderr__:
-        err = _opened(_Indifferent(err.fileno(), "w", closefd=False), err.encoding)
+        err = _open_text(_Indifferent(err.fileno(), "w", closefd=False), err.encoding)
     sys.stdout, sys.stderr = out, err
     try:
         yield
@@ -136,7 +146,7 @@ def sturdy_streams() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def _opened(file: io.FileIO, encoding: str = "utf-8") -> io.TextIOWrapper:
+def _open_text(file: io.FileIO, encoding: str = "utf-8") -> io.TextIOWrapper:
     return io.TextIOWrapper(
         io.BufferedWriter(file), encoding, "backslashreplace", line_buffering=True
     )
