@@ -3,15 +3,16 @@
   quantize   what it recorded while it rounded; the source for histograms of the worst tensors
   verify     with a source what it measured, else what was recorded; what it found
 
-Text from a checkpoint is made visible here (text.escape) and stays text: html.py decides how it stands in a page.
+Text from a checkpoint is made visible here (text.escape) and stays text: html.py decides how it
+stands in a page.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -49,122 +50,107 @@ MEASURED, RECORDED = "measured", "recorded"
 COUNTED = "; verify counted the codes again."
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What a data sheet is of.
+def make_datasheet(
+    artifact: Artifact, source: Source | None = None, verified: Verified | None = None
+) -> Document:
+    """Return what a report of an artifact shows.
 
     source    the original weights, where they are at hand
     verified  what verify found; None where quantize asks
+    Returns   the keys that page/report.js reads
+    Raises    what reading the artifact and the source raises
     """
-
-    artifact: Artifact
-    source: Source | None = None
-    verified: Verified | None = None
-
-
-def make_datasheet(subject: Subject) -> Document:
-    """The document; its keys are those that page/report.js reads.
-
-    Raises  what reading the artifact and the source raises
-    """
-    artifact, verified = subject.artifact, subject.verified
     described: Document = inspect(artifact, None, is_full=False)
-    how, errors = _errors(artifact, verified)
-    lossy = (at for at, error in enumerate(errors) if _is_lossy(error))
-    worst = sorted(lossy, key=lambda at: badness(errors[at].sqnr_db, errors[at].mse))[:WORST]
-    findings = (
-        [asdict(finding) for finding in verified.findings] if verified else described["findings"]
-    )
-    is_sound = verified.passed if verified else described["healthy"]
+    how, errors = _find_errors(artifact, verified)
+    if verified:
+        is_good, words = verified.passed, "passed" if verified.passed else "failed"
+        findings = [asdict(finding) for finding in verified.findings]
+    else:
+        is_good, words = described["healthy"], "healthy" if described["healthy"] else "not healthy"
+        findings = described["findings"]
+    known = explanations("findings")
+    explained = []
+    for finding in findings:
+        row = known.get(finding["code"], {})
+        explained.append(
+            {**finding, "meaning": row.get("meaning", ""), "remedy": row.get("remedy", "")}
+        )
     document = {
         "title": artifact.source.name,
-        "verdict": {
-            "is_good": is_sound,
-            "words": _verdict(verified is not None, is_sound, findings),
-        },
-        "about": _about(artifact),
-        "tiles": _tiles(subject, described, errors),
-        "facts": list(_facts(subject, described).items()),
-        "forms": [_drawn(form) for form in described.get("forms", [described])],
-        "evidence": {"how": how, "words": _evidence(subject, how)},
+        "verdict": {"is_good": is_good, "words": f"{words}{_count_findings(findings)}"},
+        "about": _origin(artifact),
+        "tiles": _tiles(artifact, source, described, errors),
+        "facts": list(_facts(artifact, source, described).items()),
+        "forms": [
+            {
+                key: form.get(key)
+                for key in ("format", "block_size", "element_dtype", "scale_dtype", "global_scale")
+            }
+            for form in described.get("forms", [described])
+        ],
+        "evidence": {"how": how, "words": _evidence(artifact, verified, how)},
         **_tensors(artifact, errors),
-        "worst": _worst(subject, errors, worst),
-        "magnitudes": [
-            f"{value:g}" for value in decode_e2m1(np.arange(8, dtype=np.uint8))
-        ],  # of codes without their sign
+        "worst": _worst(artifact, source, errors),
+        # of codes without their sign
+        "magnitudes": [f"{value:g}" for value in decode_e2m1(np.arange(8, dtype=np.uint8))],
         "groups": _groups(artifact),
-        "findings": [_explained(finding) for finding in findings],
+        "findings": explained,
         "producer": f"fp4convert {version('fp4convert')}",
     }
-    return {key: _visible(value) for key, value in document.items()}
+    return {key: _make_visible(value) for key, value in document.items()}
 
 
-def _errors(
+def _find_errors(
     artifact: Artifact, verified: Verified | None
 ) -> tuple[str | None, Sequence[TensorError]]:
-    """What is known of every tensor's loss, and how: measured, recorded, or (None) not at all."""
+    """Find what is known of every tensor's loss.
+
+    Returns  how it is known: measured, recorded, or (None) not at all; and the losses
+    """
     if verified and verified.tensors:
         return MEASURED, verified.tensors
     recorded, _ = read_recorded(artifact)
     if recorded is None or not recorded.entries:
         return None, ()
-    entries = recorded.entries
     return RECORDED, [
         TensorError(e.name, e.sqnr_db, e.mse, e.max_abs, e.cosine, **shares(e.histogram))
-        for e in entries
+        for e in recorded.entries
     ]
 
 
-def _is_lossy(error: TensorError) -> bool:
-    return error.mse != 0
-
-
-def _verdict(is_verified: bool, is_sound: bool, findings: Sequence[Document]) -> str:
-    counts = {
-        level: sum(finding["level"] == level for finding in findings)
+def _count_findings(findings: Sequence[Document]) -> str:
+    """Count errors and warnings, behind a colon; nothing where there are none."""
+    counts = Counter(finding["level"] for finding in findings)
+    words = [
+        f"{counts[level]} {level}{'s' if counts[level] > 1 else ''}"
         for level in ("error", "warning")
-    }
-    told = ", ".join(
-        f"{count} {level}{'s' if count > 1 else ''}" for level, count in counts.items() if count
-    )
-    words = (
-        ("passed" if is_sound else "failed")
-        if is_verified
-        else ("healthy" if is_sound else "not healthy")
-    )
-    return f"{words}: {told}" if told else words
+        if counts[level]
+    ]
+    return f": {', '.join(words)}" if words else ""
 
 
-def _about(artifact: Artifact) -> str:
-    """Where the weights come from, in a line."""
+def _origin(artifact: Artifact) -> str:
+    """Say in a line where the weights come from."""
+    if not artifact.record:
+        return "made by others: it holds no record of fp4convert"
     origin = artifact.record.get("source")
-    repo, revision = (
-        (origin.get("repo"), origin.get("revision")) if isinstance(origin, dict) else (None, None)
-    )
-    if repo:
-        return f"made from {repo}{f' at {revision}' if revision else ''}"
-    return (
-        "made from a folder of weights"
-        if artifact.record
-        else "made by others: it holds no record of fp4convert"
-    )
+    if isinstance(origin, dict) and origin.get("repo"):
+        revision = f" at {origin['revision']}" if origin.get("revision") else ""
+        return f"made from {origin['repo']}{revision}"
+    return "made from a folder of weights"
 
 
 def _tiles(
-    subject: Subject, described: Document, errors: Sequence[TensorError]
+    artifact: Artifact, source: Source | None, described: Document, errors: Sequence[TensorError]
 ) -> list[tuple[str, str]]:
-    """(value, what it is) of the numbers that people ask for first."""
-    nbytes = subject.artifact.source.checkpoint.nbytes
-    bits, before = (
-        described["bits_per_weight"],
-        subject.source.checkpoint.nbytes if subject.source else 0,
-    )
-    tiles = [("-" if bits is None else f"{bits:.2f}", "bits per quantized weight")]
-    tiles += [
-        (
-            size_text(nbytes),
-            f"of {size_text(before)} ({100 * nbytes / before:.0f} %)" if before else "of weights",
-        )
+    """List the numbers that people ask for first, and what each is."""
+    bits, nbytes = described["bits_per_weight"], artifact.source.checkpoint.nbytes
+    words = "of weights"
+    if source and (before := source.checkpoint.nbytes):
+        words = f"of {size_text(before)} ({100 * nbytes / before:.0f} %)"
+    tiles = [
+        ("-" if bits is None else f"{bits:.2f}", "bits per quantized weight"),
+        (size_text(nbytes), words),
     ]
     known = [error.sqnr_db for error in errors if error.sqnr_db is not None]
     if known:
@@ -175,139 +161,115 @@ def _tiles(
     return [*tiles, (f"{described['tensors']['quantized']:,}", "tensors quantized")]
 
 
-def _facts(subject: Subject, described: Document) -> dict[str, str]:
-    """The artifact card: words and what they say."""
-    artifact, record = subject.artifact, subject.artifact.record
+def _facts(artifact: Artifact, source: Source | None, described: Document) -> dict[str, str]:
+    """Say what the artifact is, in rows of a word and what it stands for."""
+    checkpoint, record = artifact.source.checkpoint, artifact.record
     rows = artifact_rows(described)
-    shards = len(artifact.source.checkpoint.shards)
-    rows["weights"] = (
-        f"{size_text(artifact.source.checkpoint.nbytes)} in {shards} file{'s' if shards > 1 else ''}"
-    )
-    if subject.source:
-        rows["source"] = f"{size_text(subject.source.checkpoint.nbytes)}, {subject.source.name}"
-    for word, key in (
-        ("scale rule", "scale_rule"),
-        ("method", "method"),
-        ("calibration", "calibration"),
-    ):
+    shards = len(checkpoint.shards)
+    rows["weights"] = f"{size_text(checkpoint.nbytes)} in {shards} file{'s' * (shards > 1)}"
+    if source:
+        rows["source"] = f"{size_text(source.checkpoint.nbytes)}, {source.name}"
+    for key in ("scale_rule", "method", "calibration"):
         if record.get(key):
-            rows[word] = str(record[key])
+            rows[key.replace("_", " ")] = str(record[key])
+    # Matrices of floats stay; they are shown as patterns.
     packed = {ref.name for module in artifact.packed.values() for ref in module.refs}
-    others = (
-        ref
+    kept = [
+        ref.name.removesuffix(WEIGHT)
         for ref in artifact.tensors.values()
         if len(ref.shape) > 1 and ref.dtype in FLOAT_TYPES and ref.name not in packed
-    )
-    if kept := [ref.name.removesuffix(WEIGHT) for ref in others]:
-        rows["stays"] = _folded(kept)
+    ]
+    if kept:
+        patterns = [pattern for pattern, _ in join_names((name, None) for name in kept)]
+        more = f", and {len(patterns) - MOST_KEPT} more" if len(patterns) > MOST_KEPT else ""
+        rows["stays"] = f"{', '.join(patterns[:MOST_KEPT])}{more}"
     producer = record.get("producer")
     if isinstance(producer, dict):
         rows["made by"] = f"{producer.get('name')} {producer.get('version')}"
     return rows
 
 
-def _folded(names: Sequence[str]) -> str:
-    patterns = [pattern for pattern, _ in join_names((name, None) for name in names)]
-    more = f", and {len(patterns) - MOST_KEPT} more" if len(patterns) > MOST_KEPT else ""
-    return f"{', '.join(patterns[:MOST_KEPT])}{more}"
-
-
-def _drawn(form: Document) -> Document:
-    """What a picture of one block shows."""
-    return {
-        key: form.get(key)
-        for key in ("format", "block_size", "element_dtype", "scale_dtype", "global_scale")
-    }
-
-
-def _evidence(subject: Subject, how: str | None) -> str:
-    """Who says so, in a sentence."""
+def _evidence(artifact: Artifact, verified: Verified | None, how: str | None) -> str:
+    """Say in a sentence who measured the losses."""
     if how == MEASURED:
         return "Measured by verify: every value of every quantized tensor beside the source's."
     if how == RECORDED:
         is_counted = (
-            subject.verified and not subject.artifact.source.is_streamed
+            verified and not artifact.source.is_streamed
         )  # as verification.check_codes does
-        return f"As quantize measured it while it rounded (quantization_report.json){COUNTED if is_counted else '.'}"
+        measured = "As quantize measured it while it rounded (quantization_report.json)"
+        return f"{measured}{COUNTED if is_counted else '.'}"
     again = "To measure it: fp4convert verify ARTIFACT --source SOURCE --report FILE.html"
     return f"How much was lost is not known: nothing is recorded, and no source was given. {again}"
 
 
 def _tensors(artifact: Artifact, errors: Sequence[TensorError]) -> Document:
-    """Tensors by columns, and the stacks of layers that they stand in.
+    """Return tensors by columns, and the stacks of layers they stand in.
 
-    places  four numbers for each: stack, and in it the layer and the module; and the number of the expert, or -1
+    places  four numbers for each: stack, and in it the layer and the module; and the number of the
+            expert, or -1
     """
+    # The largest stacks are drawn apart; tensors of the others stand together, by their names.
     places = find_places([error.name for error in errors])
-    sizes: dict[str, int] = defaultdict(int)
-    for place in places:
-        sizes[place.tower] += bool(place.tower)
-    apart = sorted((stack for stack in sizes if stack), key=lambda stack: -sizes[stack])[
-        :MOST_STACKS
-    ]
+    sizes = Counter(place.tower for place in places if place.tower)
+    apart = [stack for stack, _ in sizes.most_common(MOST_STACKS)]
     layers: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     modules: dict[str, set[str]] = defaultdict(set)
     seats = []
     for error, place in zip(errors, places, strict=True):
-        is_apart = place.tower in apart
-        stack, layer = (place.tower, place.layer) if is_apart else ("", ())
-        module = place.module if is_apart else error.name.removesuffix(WEIGHT)
+        stack, layer, module, expert = place
+        if stack not in apart:
+            stack, layer, module, expert = "", (), error.name.removesuffix(WEIGHT), None
         layers[stack].add(layer)
         modules[stack].add(module)
-        seats.append(
-            (stack, layer, module, -1 if place.expert is None or not is_apart else place.expert)
-        )
-    ordered = [stack for stack in (*apart, "") if stack in layers]
-    at_stack = {stack: at for at, stack in enumerate(ordered)}
-    at_layer = {
-        stack: {layer: at for at, layer in enumerate(sorted(layers[stack]))} for stack in ordered
-    }
-    at_module = {
-        stack: {module: at for at, module in enumerate(reading_order(modules[stack]))}
-        for stack in ordered
-    }
-    flat = [
-        number
-        for s, layer, m, expert in seats
-        for number in (at_stack[s], at_layer[s][layer], at_module[s][m], expert)
-    ]
-    stacks = [
-        {
-            "name": stack,
-            "layers": [".".join(map(str, layer)) for layer in at_layer[stack]],
-            "modules": list(at_module[stack]),
-        }
-        for stack in ordered
-    ]
-    columns = {
-        key: [_rounded(getattr(error, key)) for error in errors]
-        for key in ("sqnr_db", "mse", "max_abs", "cosine")
-    }
-    parts = {
-        key: [_rounded(getattr(error, key)) for error in errors] for key in ("saturated", "zero")
+        seats.append((stack, layer, module, -1 if expert is None else expert))
+
+    # Stacks, their layers and their modules have numbers, by which the places are told.
+    stacks: list[Document] = []
+    numbers: dict[str, tuple[int, dict[tuple[int, ...], int], dict[str, int]]] = {}
+    for stack in (*apart, ""):
+        if stack in layers:
+            rows, columns = sorted(layers[stack]), reading_order(modules[stack])
+            numbers[stack] = (
+                len(stacks),
+                {layer: at for at, layer in enumerate(rows)},
+                {module: at for at, module in enumerate(columns)},
+            )
+            names = [".".join(map(str, layer)) for layer in rows]
+            stacks.append({"name": stack, "layers": names, "modules": columns})
+    flat: list[int] = []
+    for stack, layer, module, expert in seats:
+        at_stack, at_layer, at_module = numbers[stack]
+        flat += at_stack, at_layer[layer], at_module[module], expert
+
+    usual = artifact.forms[0].format.name
+    formats = []
+    for error in errors:
+        packed = artifact.packed.get(error.name.removesuffix(WEIGHT))
+        formats.append(packed.form.format.name if packed else usual)
+    columns_of_numbers = {
+        key: [_round(getattr(error, key)) for error in errors]
+        for key in ("sqnr_db", "mse", "max_abs", "cosine", "saturated", "zero")
     }
     names = [error.name for error in errors]
     return {
         "stacks": stacks,
         "places": flat,
-        "tensors": {"name": names, "format": _formats(artifact, names), **columns, **parts},
+        "tensors": {"name": names, "format": formats, **columns_of_numbers},
     }
 
 
-def _formats(artifact: Artifact, names: Iterable[str]) -> list[str]:
-    """What codes each tensor has."""
-    packed = artifact.packed
-    usual = artifact.forms[0].format.name
-    found = (packed.get(name.removesuffix(WEIGHT)) for name in names)
-    return [each.form.format.name if each else usual for each in found]
+def _worst(
+    artifact: Artifact, source: Source | None, errors: Sequence[TensorError]
+) -> list[Document]:
+    """List the tensors that lost most.
 
-
-def _worst(subject: Subject, errors: Sequence[TensorError], worst: Sequence[int]) -> list[Document]:
-    """The tensors that lost most: their positions, codes, and values where there is a source."""
+    Their positions and codes; their values where there is a source.
+    """
+    lossy = (at for at, error in enumerate(errors) if error.mse != 0)
+    worst = sorted(lossy, key=lambda at: badness(errors[at].sqnr_db, errors[at].mse))[:WORST]
     names = [errors[at].name for at in worst]
-    found = (
-        count_values(subject.artifact, subject.source, names) if subject.source and names else {}
-    )
+    found = count_values(artifact, source, names) if source and names else {}
     return [
         {
             "tensor": at,
@@ -319,17 +281,19 @@ def _worst(subject: Subject, errors: Sequence[TensorError], worst: Sequence[int]
 
 
 def _groups(artifact: Artifact) -> Document:
-    """Scale groups by kind: how many there are, and how many store one scale."""
+    """Count scale groups by kind, and those that store one scale."""
     stored = read_group_scales(artifact, choose_modules(artifact, is_full=False))
     kinds: dict[str, list[Agreement]] = defaultdict(list)
     for group in find_agreements(artifact, stored):
-        kinds[_kind(group.members)].append(group)
+        # The members as one name, with a star for every number above them.
+        parent = split_leaf(group.members[0])[0]
+        leaves = sorted((split_leaf(member)[1] for member in group.members), key=reading_rank)
+        kinds["*".join(split_numbers(parent)[0]) + join_words(leaves)].append(group)
     rows = [
         {"modules": kind, "groups": len(groups), "agree": sum(group.is_kept for group in groups)}
         for kind, groups in kinds.items()
     ]
     differing = [group.scales for groups in kinds.values() for group in groups if not group.is_kept]
-    has_scales = any(form.format.has_global_scale for form in artifact.forms)
     shown = [
         [[member, f"{scale:.9g}"] for member, scale in scales.items()]
         for scales in differing[:MOST_DIFFERING]
@@ -338,32 +302,22 @@ def _groups(artifact: Artifact) -> Document:
         "rows": rows,
         "differing": shown,
         "hidden": len(differing) - len(shown),
-        "has_scales": has_scales,
+        "has_scales": any(form.format.has_global_scale for form in artifact.forms),
     }
 
 
-def _kind(members: Sequence[str]) -> str:
-    """Members of a group as one name, with a star for every number above them."""
-    parent = split_leaf(members[0])[0]
-    return "*".join(split_numbers(parent)[0]) + join_words(
-        sorted((split_leaf(member)[1] for member in members), key=reading_rank)
-    )
-
-
-def _explained(finding: Mapping[str, Any]) -> Document:
-    known = explanations("findings").get(finding["code"], {})
-    return {**finding, **{key: known.get(key, "") for key in ("meaning", "remedy")}}
-
-
-def _rounded(value: float | None) -> float | None:
-    """A number of a few digits; None for what is no finite one."""
+def _round(value: float | None) -> float | None:
+    """Round to a few digits; None for what is no finite number."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
 
 
-def _visible(value: Any) -> Any:
-    """The same document; in its text, whatever acts on what stands around it is shown as what it is."""
+def _make_visible(value: Any) -> Any:
+    """Return the same document with its text made visible.
+
+    Whatever acts on what stands around it is shown as what it is.
+    """
     if isinstance(value, str):
         return escape(value)
     if isinstance(value, dict):
-        return {escape(key): _visible(each) for key, each in value.items()}
-    return [_visible(each) for each in value] if isinstance(value, list | tuple) else value
+        return {escape(key): _make_visible(each) for key, each in value.items()}
+    return [_make_visible(each) for each in value] if isinstance(value, list | tuple) else value

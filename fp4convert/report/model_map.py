@@ -1,7 +1,8 @@
 """Find layer, module and expert of a tensor by its name.
 
-A list is what numbers of a name count.  The innermost list whose members hold several tensors counts layers, but for those of
-experts: `blocks.0.attentions.1.to_out.0` is the module `to_out.0` of layer 0.1.  The outermost list always counts layers.
+A list is what numbers of a name count.  The innermost list whose members hold several tensors
+counts layers, but for those of experts: `blocks.0.attentions.1.to_out.0` is the module `to_out.0`
+of layer 0.1.  The outermost list always counts layers.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from fp4convert.storage.safetensors import WEIGHT
 ANY = "*"  # stands for a number
 EXPERTS = "expert"  # in the name of a list of them
 ATTENTION = "att"  # stands before the rest of its layer
-
-_Texts = tuple[str, ...]
 
 
 class Place(NamedTuple):
@@ -36,35 +35,43 @@ class Place(NamedTuple):
 
 
 def find_places(names: Sequence[str]) -> list[Place]:
-    """The place of each tensor; two have the same one only where their names differ by a final ".weight" alone."""
+    """Find the place of each tensor.
+
+    Two have the same one only where their names differ by a final ".weight" alone.
+    """
     split = [split_numbers(name.removesuffix(WEIGHT)) for name in names]
-    held: dict[tuple[_Texts, Numbers], int] = defaultdict(int)
+    held: dict[tuple[tuple[str, ...], Numbers], int] = defaultdict(int)
     for texts, numbers in split:
         for depth in range(1, len(numbers) + 1):
             held[texts[:depth], numbers[:depth]] += 1
     layered = {texts for (texts, _), count in held.items() if count > 1}
-    return [_place(texts, numbers, layered) for texts, numbers in split]
-
-
-def _place(texts: _Texts, numbers: Numbers, layered: set[_Texts]) -> Place:
-    """The place behind a name in parts; `layered` are the lists whose members hold several tensors."""
-    of_experts = next((at for at in range(len(numbers)) if EXPERTS in texts[at]), len(numbers))
-    depth = max(
-        (at + 1 for at in range(of_experts) if at == 0 or texts[: at + 1] in layered), default=0
-    )
-    expert = numbers[of_experts] if of_experts < len(numbers) else None
-    words = [ANY if at == of_experts else str(number) for at, number in enumerate(numbers)]
-    tower = "".join(part for pair in zip(texts[:depth], ANY * depth, strict=True) for part in pair)
-    rest = texts[depth] + "".join(
-        f"{words[at]}{texts[at + 1]}" for at in range(depth, len(numbers))
-    )
-    return Place(
-        tower[:-2], numbers[:depth], rest[1:] if depth else rest, expert
-    )  # without a separator and the star
+    places = []
+    for texts, numbers in split:
+        # The first list of experts, and how many lists before it count layers.
+        experts = next((at for at in range(len(numbers)) if EXPERTS in texts[at]), len(numbers))
+        counting = (at + 1 for at in range(experts) if at == 0 or texts[: at + 1] in layered)
+        depth = max(counting, default=0)
+        # The name around the layers, and the rest of it; both without the dots between them.
+        tower = "".join(f"{text}{ANY}" for text in texts[:depth])
+        rest = texts[depth]
+        for at in range(depth, len(numbers)):
+            rest += f"{ANY if at == experts else numbers[at]}{texts[at + 1]}"
+        places.append(
+            Place(
+                tower[:-2],  # without a separator and the star
+                numbers[:depth],
+                rest[1:] if depth else rest,
+                numbers[experts] if experts < len(numbers) else None,
+            )
+        )
+    return places
 
 
 def reading_order(modules: Iterable[str]) -> list[str]:
-    """Modules of a layer as people say them: attention first, q, k, v and o; then gate, up and down."""
+    """Sort the modules of a layer as people say them.
+
+    Attention first, q, k, v and o; then gate, up and down.
+    """
 
     def rank(module: str) -> tuple[bool, str, tuple[int, str, int, str]]:
         parent, _, leaf = module.rpartition(".")

@@ -1,7 +1,8 @@
 """Write findings as SARIF 2.1.0, for code scanning.
 
-One run: a rule for each code that occurs, in the words of catalogue.toml, and a result for each finding.  A result stands at
-the file of the artifact that holds its tensor, else at the artifact's record; the tensor is its logical location.
+One run: a rule for each code that occurs, in the words of catalogue.toml, and a result for each
+finding.  A result stands at the file of the artifact that holds its tensor, else at the artifact's
+record; the tensor is its logical location.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ Findings = Sequence[Mapping[str, Any]]
 
 
 def clear_sarif(path: Path) -> None:
-    """Remove an earlier SARIF file, which would stand for this run if it failed.
+    """Remove an earlier SARIF file.
+
+    It would stand for this run if the run failed.
 
     Raises  OutputError where no file can be written there, or where something else lies
     """
@@ -49,74 +52,66 @@ def clear_sarif(path: Path) -> None:
 
 
 def write_sarif(path: Path, artifact: Artifact, findings: Findings) -> None:
-    """Write the findings on an artifact; OutputError where they cannot be written."""
+    """Write the findings on an artifact.
+
+    Raises  OutputError where they cannot be written
+    """
     write_paper(path, json.dumps(make_sarif(artifact, findings), indent=2) + "\n", SARIF)
 
 
 def make_sarif(artifact: Artifact, findings: Findings) -> dict[str, object]:
-    """The document."""
+    """Return the SARIF document of the findings on an artifact."""
     import hashlib
     from importlib.metadata import version
 
+    from fp4convert.report.explanations import explanations
+
+    # A rule for each code.
+    known = explanations("findings")
     codes = list(dict.fromkeys(str(finding["code"]) for finding in findings))
-    driver = {
-        "name": "fp4convert",
-        "version": version("fp4convert"),
-        "rules": [_rule(code) for code in codes],
-    }
-    place = _Places(artifact)
-    results = [
+    rules = [
         {
-            "ruleId": finding["code"],
-            "ruleIndex": codes.index(finding["code"]),
-            "level": finding["level"],
-            "message": {"text": _message(finding)},
-            "locations": [place.of(finding["tensor"])],
-            "partialFingerprints": {
-                FINGERPRINT: hashlib.sha256(
-                    f"{finding['code']} {finding['tensor']}".encode()
-                ).hexdigest()
-            },
+            "id": code,
+            "shortDescription": {"text": known[code]["meaning"]},
+            "help": {"text": known[code]["remedy"]},
+            "defaultConfiguration": {"level": known[code]["levels"][0]},
         }
-        for finding in findings
+        for code in codes
     ]
+
+    # The file of every tensor and module, and the record where a finding names none of them.
+    checkpoint = artifact.source.checkpoint
+    files = {name: ref.file for name, ref in artifact.tensors.items()}
+    files |= {module: each.refs[0].file for module, each in artifact.packed.items()}
+    records = (name for name in (RECORD, "config.json") if artifact.source.has_file(name))
+    record = next(records, checkpoint.shards[0].file if checkpoint.shards else RECORD)
+
+    results = []
+    for finding in findings:
+        code, tensor, detail = finding["code"], finding["tensor"], finding["detail"]
+        file, message, names = record, detail, {}
+        if tensor is not None:
+            file = files.get(tensor) or files.get(tensor.removesuffix(WEIGHT), record)
+            names = {"logicalLocations": [{"fullyQualifiedName": escape(tensor)}]}
+        if tensor:
+            message = f"{tensor}: {detail}"
+        place = {"physicalLocation": {"artifactLocation": {"uri": quote(file)}}, **names}
+        fingerprint = hashlib.sha256(f"{code} {tensor}".encode()).hexdigest()
+        results.append(
+            {
+                "ruleId": code,
+                "ruleIndex": codes.index(code),
+                "level": finding["level"],
+                "message": {"text": escape(message)},
+                "locations": [place],
+                "partialFingerprints": {FINGERPRINT: fingerprint},
+            }
+        )
     run = {
-        "tool": {"driver": driver},
+        "tool": {
+            "driver": {"name": "fp4convert", "version": version("fp4convert"), "rules": rules}
+        },
         "invocations": [{"executionSuccessful": True}],
         "results": results,
     }
     return {"$schema": SCHEMA, "version": VERSION, "runs": [run]}
-
-
-def _rule(code: str) -> dict[str, object]:
-    from fp4convert.report.explanations import explanations
-
-    known = explanations("findings")[code]
-    told = {"shortDescription": {"text": known["meaning"]}, "help": {"text": known["remedy"]}}
-    return {"id": code, **told, "defaultConfiguration": {"level": known["levels"][0]}}
-
-
-def _message(finding: Mapping[str, Any]) -> str:
-    where = f"{finding['tensor']}: " if finding["tensor"] else ""
-    return escape(f"{where}{finding['detail']}")
-
-
-class _Places:
-    """Where the tensors and modules of an artifact lie."""
-
-    def __init__(self, artifact: Artifact) -> None:
-        checkpoint = artifact.source.checkpoint
-        self._files = {name: ref.file for name, ref in artifact.tensors.items()}
-        self._files |= {module: each.refs[0].file for module, each in artifact.packed.items()}
-        records = (name for name in (RECORD, "config.json") if artifact.source.has_file(name))
-        self._record = next(records, checkpoint.shards[0].file if checkpoint.shards else RECORD)
-
-    def of(self, tensor: str | None) -> dict[str, object]:
-        """The location of a tensor of the artifact, or of the source, by its name; that of the artifact itself for None."""
-        if tensor is None:
-            return {"physicalLocation": {"artifactLocation": {"uri": quote(self._record)}}}
-        file = self._files.get(tensor) or self._files.get(tensor.removesuffix(WEIGHT), self._record)
-        return {
-            "physicalLocation": {"artifactLocation": {"uri": quote(file)}},
-            "logicalLocations": [{"fullyQualifiedName": escape(tensor)}],
-        }

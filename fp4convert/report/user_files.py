@@ -26,7 +26,7 @@ class Paper:
 
 
 def check_apart(asked: Mapping[Paper, Path | None], folder: Path | None) -> None:
-    """Nothing; InputError for a file in the artifact's own folder, or for two in one place.
+    """Raise InputError for a file in the artifact's folder, or a place twice.
 
     asked   the files of one run; None where one is not asked for
     folder  of the artifact, there or not yet; None where it has none to itself
@@ -35,24 +35,25 @@ def check_apart(asked: Mapping[Paper, Path | None], folder: Path | None) -> None
     for kind, path in asked.items():
         if path is None:
             continue
-        place = _real(path)
-        if folder is not None and place.is_relative_to(_real(folder)):
-            detail = f"{kind.option} {path} lies in the artifact's folder, {folder}; expected a file outside it"
-            raise InputError(
-                "file-in-artifact",
-                f"{detail}, for verify holds the folder to its record",
-                f"Give {kind.example}.",
+        place = _without_links(path)
+        if folder is not None and place.is_relative_to(_without_links(folder)):
+            detail = (
+                f"{kind.option} {path} lies in the artifact's folder, {folder}; expected a file "
+                "outside it, for verify holds the folder to its record"
             )
+            raise InputError("file-in-artifact", detail, f"Give {kind.example}.")
         if place in taken:
             detail = f"{taken[place].option} and {kind.option} are both {path}; expected two files"
-            raise InputError(
-                "file-twice", detail, f"Give them two names: {kind.option} {kind.example}."
-            )
+            next_step = f"Give them two names: {kind.option} {kind.example}."
+            raise InputError("file-twice", detail, next_step)
         taken[place] = kind
 
 
-def _real(path: Path) -> Path:
-    """The path without links; one that no file can have as it is, which whoever opens it will tell."""
+def _without_links(path: Path) -> Path:
+    """Resolve the links of a path; return one that no file can have as it is.
+
+    Whoever opens such a path refuses it.
+    """
     try:
         return Path(os.path.realpath(path))
     except ValueError:
@@ -60,43 +61,55 @@ def _real(path: Path) -> Path:
 
 
 def check_place(path: Path, kind: Paper) -> None:
-    """Nothing; OutputError where no such file can be written, which should be known before the work.
+    """Raise OutputError where no such file can be written.
 
-    What is there is replaced where it is an earlier one of its kind, and nothing else is.
+    That should be known before the work.  What is there is replaced where it is an earlier file of
+    its kind, and nothing else is.
     """
-    folder = path.parent
-    detail = (
-        "it is a folder" if path.is_dir() else "" if folder.is_dir() else f"{folder} is no folder"
-    )
-    detail = detail or ("" if os.access(folder, os.W_OK) else f"{folder} cannot be written to")
+    folder, detail = path.parent, ""
+    if path.is_dir():
+        detail = "it is a folder"
+    elif not folder.is_dir():
+        detail = f"{folder} is no folder"
+    elif not os.access(folder, os.W_OK):
+        detail = f"{folder} cannot be written to"
     if detail:
         message = f"{kind.option} {path}: {detail}; expected the name of a new file"
         raise OutputError("cannot-write", message, f"Give {kind.example}.")
-    if os.path.lexists(path) and not _is_earlier(path, kind):
-        detail = f"{kind.option} {path} is there already, and is none that an earlier run wrote; nothing else is written over"
-        raise OutputError("output-exists", detail, f"Choose another: {kind.option} {kind.example}.")
+
+    if os.path.lexists(path):
+        opening = kind.opening.encode()
+        is_earlier = path.is_file()
+        if is_earlier:
+            with told(path), path.open("rb") as stream:
+                is_earlier = stream.read(len(opening)) == opening
+        if not is_earlier:
+            detail = (
+                f"{kind.option} {path} is there already, and is none that an earlier run wrote; "
+                "nothing else is written over"
+            )
+            next_step = f"Choose another: {kind.option} {kind.example}."
+            raise OutputError("output-exists", detail, next_step)
     temp = _beside(path)
     with told(path):
         temp.touch()
         temp.unlink()
 
 
-def _is_earlier(path: Path, kind: Paper) -> bool:
-    if not path.is_file():
-        return False
-    opening = kind.opening.encode()
-    with told(path), path.open("rb") as stream:
-        return stream.read(len(opening)) == opening
-
-
 def _beside(path: Path) -> Path:
-    """Where it is written before it takes its name; a link is not replaced, but what it leads to."""
+    """Return where a file is written before it takes its name.
+
+    A link is not replaced, but what it leads to.
+    """
     target = path.resolve()
     return target.with_name(f".{target.name}.{os.getpid()}.tmp")
 
 
 def write_paper(path: Path, text: str, kind: Paper) -> None:
-    """Write the file in UTF-8, in place of an earlier one; OutputError where it cannot be written, or something else is there."""
+    """Write a file in UTF-8, in place of an earlier one of its kind.
+
+    Raises  OutputError where it cannot be written, or something else is there
+    """
     check_place(path, kind)
     temp = _beside(path)
     with told(path):

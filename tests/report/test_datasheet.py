@@ -15,7 +15,7 @@ from fp4convert.checkpoint.artifact import open_artifact
 from fp4convert.numerics.codec import as_matrix
 from fp4convert.numerics.matrices import InMemory
 from fp4convert.quality.verification import Gate, verify
-from fp4convert.report.datasheet import Subject, make_datasheet
+from fp4convert.report.datasheet import make_datasheet
 from fp4convert.report.histograms import BINS, MOST_PANELS, PANEL, _count, count_values
 from fp4convert.storage.open import open_source
 
@@ -49,9 +49,7 @@ def sheet_of(folder: Path | str, source: Path | None = None, is_verified: bool =
     """The document, as JSON brings it to a page."""
     opened, original = open_artifact(str(folder)), open_source(str(source)) if source else None
     verified = verify(opened, original, Gate()) if is_verified else None
-    return json.loads(
-        json.dumps(make_datasheet(Subject(opened, original, verified)), allow_nan=False)
-    )
+    return json.loads(json.dumps(make_datasheet(opened, original, verified), allow_nan=False))
 
 
 def test_the_numbers_are_those_that_verify_prints(source, artifact):
