@@ -83,33 +83,30 @@ class Meter:
         Of a phase that is over: what there was to do.
         """
         with self._lock:
-            return ", ".join(self._conclude() if self.is_over else self._estimate())
+            done, total, amount = self.done_nbytes, self.total_nbytes, self._amount
+            if self.is_over:
+                # What was done, in how long; the rate of what was worked on.
+                duration = duration_text(self._seconds)
+                words = [f"{amount(done)} in {duration}" if done else duration]
+                worked = self._seconds - self._idle_seconds
+                if self._worked_nbytes and worked > 0:
+                    words.append(f"{amount(self._worked_nbytes / worked)}/s")
+                if skipped := done - self._worked_nbytes:
+                    words.append(f"{amount(skipped)} were there already")
+                return ", ".join(words)
 
-    def _estimate(self) -> list[str]:
-        """Say what is done, the rate of the latest seconds, and the time left."""
-        now, done, total = self._clock(), self.done_nbytes, self.total_nbytes
-        if not total:
-            known = [self._amount(done)] if done else []
-            return [*known, duration_text(now - self._begun)]
-        words = [f"{self._amount(done)} of {self._amount(total)} ({100 * done // total} %)"]
-        first_second, first_nbytes = self._samples[0]
-        seconds, nbytes = now - first_second, self._worked_nbytes - first_nbytes
-        if seconds >= SHORTEST_SECONDS and nbytes:
-            left = max(0, total - done) * seconds / nbytes
-            words += [f"{self._amount(nbytes / seconds)}/s", f"{_whole_seconds(left)} left"]
-        return words
-
-    def _conclude(self) -> list[str]:
-        """Say what was done, in how long, and the rate of what was worked on."""
-        words = [duration_text(self._seconds)]
-        if self.done_nbytes:
-            words = [f"{self._amount(self.done_nbytes)} in {words[0]}"]
-        worked = self._seconds - self._idle_seconds
-        if self._worked_nbytes and worked > 0:
-            words.append(f"{self._amount(self._worked_nbytes / worked)}/s")
-        if skipped := self.done_nbytes - self._worked_nbytes:
-            words.append(f"{self._amount(skipped)} were there already")
-        return words
+            now = self._clock()
+            if not total:
+                duration = duration_text(now - self._begun)
+                return f"{amount(done)}, {duration}" if done else duration
+            # What is done, the rate of the latest seconds, and the time left.
+            words = [f"{amount(done)} of {amount(total)} ({100 * done // total} %)"]
+            first_second, first_nbytes = self._samples[0]
+            seconds, nbytes = now - first_second, self._worked_nbytes - first_nbytes
+            if seconds >= SHORTEST_SECONDS and nbytes:
+                left = max(0, total - done) * seconds / nbytes
+                words += [f"{amount(nbytes / seconds)}/s", f"{_whole_seconds(left)} left"]
+            return ", ".join(words)
 
 
 class Phases:

@@ -44,62 +44,60 @@ def matches(pattern: str, module: str) -> bool:
 
 def matches_any(patterns: tuple[str, ...], module: str) -> bool:
     """Tell whether one of the patterns matches."""
-    return bool(patterns) and _sieve(patterns).holds(module, _shape_of(module))
+    return bool(patterns) and _asker_of_all(patterns)(module, _shape_of(module))
 
 
 def sift(patterns: tuple[str, ...], modules: Collection[str]) -> list[str]:
     """Pick the modules that one of the patterns matches, in their order."""
     if not patterns:
         return []
-    holds = _sieve(patterns).holds
+    ask = _asker_of_all(patterns)
     shapes = _shape_of("\n".join(modules)).split("\n")  # at once takes less than one by one
     if len(shapes) != len(modules):
-        return [module for module in modules if holds(module, _shape_of(module))]
-    return [module for module, shape in zip(modules, shapes, strict=True) if holds(module, shape)]
+        return [module for module in modules if ask(module, _shape_of(module))]
+    return [module for module, shape in zip(modules, shapes, strict=True) if ask(module, shape)]
 
 
-class _Sieve:
-    """Many patterns as one question.
+@cache
+def _asker_of_all(patterns: tuple[str, ...]) -> Callable[[str, str], bool]:
+    """Return a function that asks many patterns about a name as one question.
 
     Most are text with stars around it, which strings find far sooner than expressions do.  A
     pattern without digits fits all names that differ in digits alone, or none of them: so the
     modules of many layers are few shapes, which are asked once.  A shape has a zero for every
     digit.  Of patterns with digits it says where they may fit.
+
+    Returns  takes a name and its shape
     """
+    texts: set[str] = set()  # with stars at their ends
+    numbered_texts: set[str] = set()
+    others: list[str] = []
+    numbered_others: list[str] = []
+    shapes: set[str] = set()  # of names that what is numbered may fit
+    for pattern in patterns:
+        if found := _texts_of(pattern):
+            numbered = [text for text in found if _DIGIT.search(text)]
+            texts.update(text for text in found if text not in numbered)
+            numbered_texts.update(numbered)
+            shapes.update(map(_shape_of, numbered))
+        elif pattern.startswith("re:"):
+            numbered_others.append(pattern)
+            shapes.add("*")
+        elif _DIGIT.search(pattern):
+            numbered_others.append(pattern)
+            shapes.add(_shape_of(f"{re.split('[*?[]', pattern)[0]}*"))
+        else:
+            others.append(pattern)
+    fits = lru_cache(SHAPES)(_asker(texts, others))
+    may_fit = lru_cache(SHAPES)(_asker(shapes, ()))
+    fits_numbers = _asker(numbered_texts, numbered_others)
 
-    def __init__(self, patterns: tuple[str, ...]) -> None:
-        self._patterns = patterns
-        texts: set[str] = set()  # with stars at their ends
-        numbered_texts: set[str] = set()
-        others: list[str] = []
-        numbered_others: list[str] = []
-        shapes: set[str] = set()  # of names that what is numbered may fit
-        for pattern in patterns:
-            if found := _texts_of(pattern):
-                numbered = [text for text in found if _DIGIT.search(text)]
-                texts.update(text for text in found if text not in numbered)
-                numbered_texts.update(numbered)
-                shapes.update(map(_shape_of, numbered))
-            elif pattern.startswith("re:"):
-                numbered_others.append(pattern)
-                shapes.add("*")
-            elif _DIGIT.search(pattern):
-                numbered_others.append(pattern)
-                shapes.add(_shape_of(f"{re.split('[*?[]', pattern)[0]}*"))
-            else:
-                others.append(pattern)
-        self._fits = lru_cache(SHAPES)(_asker(texts, others))
-        self._may_fit = lru_cache(SHAPES)(_asker(shapes, ()))
-        self._fits_numbers = _asker(numbered_texts, numbered_others)
-
-    def holds(self, module: str, shape: str) -> bool:
-        """Tell whether one of the patterns matches a module of that shape."""
+    def ask(module: str, shape: str) -> bool:
         if "\n" in shape:  # which no dot of an expression fits
-            return any(matches(pattern, module) for pattern in self._patterns)
-        return self._fits(shape) or (self._may_fit(shape) and self._fits_numbers(module))
+            return any(matches(pattern, module) for pattern in patterns)
+        return fits(shape) or (may_fit(shape) and fits_numbers(module))
 
-
-_sieve = cache(_Sieve)
+    return ask
 
 
 def _asker(texts: Collection[str], patterns: Iterable[str]) -> Callable[[str], bool]:

@@ -96,6 +96,7 @@ def test_many_expressions_at_once_match_what_one_of_them_matches(patterns, modul
     st.lists(st.text("a012.\n", max_size=5), max_size=4),
 )
 @example(["*a1"], ["a0", "a1", "a11", "a2"])
+@example(["*a0"], ["a0", "a1", "a00"])  # a shape has a zero for every digit
 @example(["a[0-1]*"], ["a0", "a1", "a2", "b0"])
 @example(["re:a1$"], ["a0", "a1", "a\n1"])
 def test_modules_that_differ_in_numbers_alone_are_sifted_as_if_asked_one_by_one(patterns, modules):
