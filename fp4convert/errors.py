@@ -160,8 +160,3 @@ class Finding:
     code: str
     tensor: str | None
     detail: str
-
-
-def is_healthy(findings: tuple[Finding, ...]) -> bool:
-    """Tell whether no finding is an error."""
-    return all(finding.level != "error" for finding in findings)

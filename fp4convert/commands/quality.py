@@ -36,8 +36,8 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
     from fp4convert.quality import inspection
 
     sarif = as_path(options.sarif)
-    check_apart({SARIF: sarif}, _folder_of(options))
     if sarif:
+        check_apart({SARIF: sarif}, _folder_of(options))
         clear_sarif(sarif)
     artifact = open_artifact(os.fspath(options.artifact), options.access())
     description = inspection.inspect(artifact, _original(options), options.full)

@@ -123,6 +123,11 @@ class _Histogram:
         return int(self.counts[chosen].sum())
 
 
+def is_healthy(findings: Sequence[Finding]) -> bool:
+    """Tell whether no finding is an error."""
+    return all(finding.level != "error" for finding in findings)
+
+
 def judge(
     artifact: Artifact, source: Source | None, read: Sequence[str], sampled: Sequence[str]
 ) -> Judged:

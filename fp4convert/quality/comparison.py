@@ -15,7 +15,8 @@ from fp4convert.calibration.input_power import describe_inputs
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.linears import linears_stored
-from fp4convert.errors import Finding, InputError, is_healthy
+from fp4convert.errors import Finding, InputError
+from fp4convert.quality.checks import is_healthy
 from fp4convert.quality.source_compare import Distance, Outputs, mean_output_error, stand_beside
 from fp4convert.storage.source import Source
 

@@ -14,8 +14,14 @@ from fp4convert.checkpoint.dialects.base import Packed
 from fp4convert.checkpoint.error_report import read_recorded
 from fp4convert.checkpoint.module_names import join_names
 from fp4convert.checkpoint.record import MIXED, describe_form
-from fp4convert.errors import Finding, is_healthy
-from fp4convert.quality.checks import choose_modules, describe_cache, judge, scale_nbytes
+from fp4convert.errors import Finding
+from fp4convert.quality.checks import (
+    choose_modules,
+    describe_cache,
+    is_healthy,
+    judge,
+    scale_nbytes,
+)
 from fp4convert.storage.safetensors import TensorRef, nbytes_of
 from fp4convert.storage.source import Source
 

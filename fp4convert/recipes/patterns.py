@@ -254,5 +254,6 @@ def configs_in(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
     waiting = [config]
     while waiting:
         yield (one := waiting.pop())
-        names = sorted(one, key=lambda name: name not in TEXT_CONFIGS)
-        waiting += reversed([nested for name in names if isinstance(nested := one[name], Mapping)])
+        nested = {name: value for name, value in one.items() if isinstance(value, Mapping)}
+        names = sorted(nested, key=lambda name: name not in TEXT_CONFIGS)
+        waiting += [nested[name] for name in reversed(names)]

@@ -395,8 +395,9 @@ def _known() -> Mapping[str, Traversable]:
     """List the files of configs/ by name, in the order of their names."""
     from importlib.resources import files
 
-    folder = sorted(files("fp4convert").joinpath("configs").iterdir(), key=lambda item: item.name)
-    return {item.name[:-5]: item for item in folder if item.name.endswith(".toml")}
+    folder = files("fp4convert").joinpath("configs")
+    found = {item.name: item for item in folder.iterdir() if item.name.endswith(".toml")}
+    return {name.removesuffix(".toml"): found[name] for name in sorted(found)}
 
 
 @cache
