@@ -51,7 +51,7 @@ class Declared(NamedTuple):
 
 
 def declared_in(kind: type) -> list[Declared]:
-    """Return the options of a class in reading order: its own first, then those it shares."""
+    """Return the options of a class: its own first, then those it shares."""
     defaults = {field.name: field.default for field in fields(kind)}
     found = []
     for base in kind.__mro__:

@@ -325,6 +325,14 @@ def test_a_person_settles_a_stack_that_no_recipe_names(tensor, order, rows, foun
     assert found == (rule and (rule.members, rule.is_transposed, rule.is_interleaved))
 
 
+def test_a_person_goes_before_a_recipe_and_one_member_takes_no_turns():
+    options = RecipeOptions(stack_order="out_in", stack_rows="interleaved")
+    made = build_recipe(Target("nvfp4"), {"model_type": "gpt_oss"}, options)
+    for leaf, turns in (("gate_up_proj", True), ("down_proj", False)):
+        rule = made.stack_rule(f"model.layers.0.mlp.experts.{leaf}")
+        assert (rule.is_transposed, rule.is_interleaved) == (False, turns)
+
+
 @pytest.mark.parametrize(
     ("tensor", "shape"),
     [

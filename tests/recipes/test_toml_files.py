@@ -69,6 +69,7 @@ def test_families_are_found_by_any_model_type_and_by_the_class_of_a_pipelines_pa
     assert [file.name for file in families_of(["kimi_k25", "kimi_k2"])] == ["deepseek", "kimi_k2"]
     assert [file.name for file in families_of(["WanTransformer3DModel"])] == ["wan"]
     assert families_of(["never_heard_of"]) == []
+    assert [file.name for file in families_of(["dbrx", "aria"])] == ["aria", "dbrx"]
     for config in (
         {"text_config": {"model_type": "deepseek_v3"}},
         {"_class_name": "WanTransformer3DModel", "model_type": 3},
@@ -291,6 +292,16 @@ def test_bases_are_read_once_each_before_what_builds_on_them_and_beside_the_file
     (folder / "two.toml").write_text("base = 'mlp_only'")
     names = [file.name for file in chosen_files(str(folder / "one.toml"))]
     assert names == ["mlp_only", "omlp_only", str(folder / "two.toml"), str(folder / "one.toml")]
+
+
+def test_a_file_builds_on_twenty_others_one_upon_another_and_no_more(tmp_path):
+    for number in range(30):
+        base = f"base = '{number + 1}.toml'" if number < 29 else ""
+        (tmp_path / f"{number}.toml").write_text(base)
+    assert len(chosen_files(str(tmp_path / "9.toml"))) == 21
+    with pytest.raises(InputError) as caught:
+        chosen_files(str(tmp_path / "8.toml"))
+    assert caught.value.code == "recipe-cycle"
 
 
 def test_the_command_lists_modes_first_and_shows_one_with_its_bases():

@@ -141,6 +141,22 @@ def test_experts_have_their_number_and_one_place(tmp_path):
     assert sorted(shown["places"][3::4]) == [0, 0, 1, 1, 7, 7]
 
 
+def test_the_tensors_of_the_smaller_of_many_stacks_stand_together_by_their_names(tmp_path):
+    names = [
+        f"part{letter}.layers.{layer}.up.weight"
+        for letter in "abcdefghij"
+        for layer in range(2 if letter in "ad" else 3)
+    ]
+    tensors = {name: weight(seed) for seed, name in enumerate(names)}
+    source = write_single(tmp_path / "m", tensors, {"model_type": "unheard_of"})
+    assert run("quantize", source, "--format", "nvfp4", "-o", tmp_path / "q", "-q").code == 0
+    stacks = sheet_of(tmp_path / "q")["stacks"]
+    assert [stack["name"] for stack in stacks] == [*(f"part{x}.layers" for x in "bcefghij"), ""]
+    assert (stacks[0]["layers"], stacks[0]["modules"]) == (["0", "1", "2"], ["up"])
+    alone = [name.removesuffix(".weight") for name in names if name[4] in "ad"]
+    assert (stacks[-1]["layers"], stacks[-1]["modules"]) == ([""], alone)
+
+
 def test_scale_groups_are_counted_by_kind_and_a_differing_one_is_shown(source, artifact):
     rows = {
         row["modules"]: (row["groups"], row["agree"])
