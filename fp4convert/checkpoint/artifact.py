@@ -1,19 +1,21 @@
 """Open a folder of four-bit weights by its headers and records.
 
-An Artifact is judged by its own records: ours (quantization_config.json) where there is one, else the runtime's
-quantization_config.  Findings say where records and tensors disagree; reading the numbers is verification's work.
+An Artifact is judged by its own records: ours (quantization_config.json) where there is one, else
+the runtime's quantization_config. Findings say where records and tensors disagree; reading the
+numbers is verification's work.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fp4convert.checkpoint.dialects.base import Clues, Dialect, Ignored, Packed, strings
 from fp4convert.checkpoint.dialects.forms import Form, Group
-from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
+from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named, recognise
 from fp4convert.checkpoint.dialects.stacks import gather
 from fp4convert.checkpoint.dialects.tables import encode_scalar
 from fp4convert.checkpoint.modules import form_finder, read_modules
@@ -27,19 +29,18 @@ from fp4convert.storage.open import open_source
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Access, Source, subfolder_of
 
-CLEAR_ENOUGH = frozenset(
-    {"record-status", "record-strategy"}
-)  # engines stumble over it; what the weights are is not in doubt
-UNSAID_ENDINGS = (  # smoothing, order of activations, offsets, low-rank parts, scales of a cache in another dialect
-    *(
-        ".pre_quant_scale",
-        ".weight_g_idx",
-        ".weight_zero_point",
-        ".svdquant_lora_a",
-        ".svdquant_lora_b",
-        ".output_scale",
-    ),
-    *(".k_zero_point", ".v_zero_point"),
+# Engines stumble over it; what the weights are is not in doubt.
+CLEAR_ENOUGH = frozenset({"record-status", "record-strategy"})
+# Smoothing, order of activations, offsets, low-rank parts, scales of a cache in another dialect.
+UNSAID_ENDINGS = (
+    ".pre_quant_scale",
+    ".weight_g_idx",
+    ".weight_zero_point",
+    ".svdquant_lora_a",
+    ".svdquant_lora_b",
+    ".output_scale",
+    ".k_zero_point",
+    ".v_zero_point",
 )
 
 
@@ -81,19 +82,23 @@ class Artifact:
 
     @property
     def packed(self) -> dict[str, Packed]:
-        """All its quantized modules, the four-bit ones first."""
+        """Return all quantized modules, the four-bit ones first."""
         return {**self.modules, **self.others}
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """The forms of its four-bit modules, which have one scale layout and one cache."""
+        """Return the forms of its four-bit modules.
+
+        They have one scale layout and one cache.
+        """
         return tuple(group.form for group in self.groups if group.form.format.is_fp4)
 
     @property
     def form(self) -> Form:
-        """The form of all its four-bit modules; InputError where they have several."""
+        """Return the form of four-bit modules; InputError where they have several."""
         if len({form.format for form in self.forms}) > 1:
-            detail = f"{self.source.name} holds modules of {describe_groups(self.groups)}; expected one four-bit format"
+            detail = f"{self.source.name} holds modules of {describe_groups(self.groups)}"
+            detail = f"{detail}; expected one four-bit format"
             raise InputError("formats-mixed", detail, "Dequantize it, and quantize the result.")
         return max(self.forms, key=lambda form: form.activations)
 
@@ -103,39 +108,31 @@ class Artifact:
 
     @property
     def scale_layout(self) -> str:
-        """In which order the block scales of four-bit modules lie, whatever their form."""
+        """Return the order of the block scales of all four-bit modules."""
         return self.forms[0].scale_layout
-
-    @property
-    def is_mixed(self) -> bool:
-        """True where its modules are of several forms."""
-        return len(self.groups) > 1
 
     @property
     def spelling(self) -> Dialect:
         return dialect_named(self.dialect)
 
     def decode(self, module: str) -> Blocks:
-        """The matrix of that module, or of a stack of that name, all its matrices below each other.
+        """Return the matrix of that module, or of a stack of that name.
 
-        Its bytes stay where they are until they are touched.
+        The matrices of a stack are below each other. Bytes stay where they are until they are
+        touched.
         """
-        if packed := self.modules.get(module):
-            return gather(self._decode(packed), packed.shape, packed.pieces)
-        return self._decode(
-            next(packed for packed in self.modules.values() if packed.stem == module)
-        )
-
-    def _decode(self, packed: Packed) -> Blocks:
-        return self.spelling.decode(packed.stem, packed.stored_shape, packed.form, self._read)
+        own = self.modules.get(module)
+        packed = own or next(each for each in self.modules.values() if each.stem == module)
+        stored = self.spelling.decode(packed.stem, packed.stored_shape, packed.form, self._read)
+        return gather(stored, own.shape, own.places) if own else stored
 
     def input_scale(self, module: str) -> float | None:
-        """The input scale of that module, a multiplier, where its form has one."""
+        """Return the input scale of a module as a multiplier, where it has one."""
         has_one = self.modules[module].form.has_input_scale
-        return self.spelling.decode_input_scale(module, self._read) if has_one else None
+        return self.spelling.TRAITS.scalars.decode_input(module, self._read) if has_one else None
 
     def stored_input_scale(self, module: str) -> float | None:
-        """The input scale as it is stored: a float32, as an exact Python float."""
+        """Return the stored float32 of the input scale, as an exact Python float."""
         scale = self.input_scale(module)
         if scale is None or self.spelling.TRAITS.global_scale_kind == "multiplier":
             return scale
@@ -144,14 +141,17 @@ class Artifact:
 
     @property
     def declared_layout(self) -> str | None:
-        """The order of block scales that our record says; None where there is none."""
+        """Return the order of block scales in our record; None for no record."""
         if self.record.get("format") == MIXED:
             return self.scale_layout
         recorded = self.record.get("scale_layout")
         return str(recorded) if recorded is not None else None
 
     def cache_scales(self, spelling: Dialect) -> dict[str, str]:
-        """The scales of an FP8 cache of keys and values, and their names in another dialect."""
+        """Name the scales of an FP8 cache of keys and values in another dialect.
+
+        Returns  the other names by their own
+        """
         if not self.forms[0].kv_cache:
             return {}
         pairs = zip(self.spelling.TRAITS.cache_scales, spelling.TRAITS.cache_scales, strict=False)
@@ -163,36 +163,46 @@ class Artifact:
         }
 
     def refuse_unsound(self) -> None:
-        """InputError where its values are not what its blocks say, or something is wrong with it."""
+        """Raise InputError where its blocks alone do not tell its values.
+
+        Also where something is wrong with it
+        """
         refuse_unsaid(self.tensors)
         for finding in self.findings:
             if finding.level == "error" and finding.code not in CLEAR_ENOUGH:
                 where = f"{finding.tensor}: " if finding.tensor else ""
                 detail = f"the artifact is not sound: {finding.code}: {where}{finding.detail}"
-                raise InputError(
-                    "unsound-artifact", detail, "See: fp4convert inspect.", finding.tensor
-                )
+                next_step = "See: fp4convert inspect."
+                raise InputError("unsound-artifact", detail, next_step, finding.tensor)
 
     def _read(self, name: str) -> Span:
-        """The bytes of a tensor; where a sound module lacks it, it is a scale that is implied to be 1."""
+        """Return the bytes of a tensor.
+
+        What a sound module lacks is a scale that is implied to be 1.
+        """
         ref = self.tensors.get(name)
         return encode_scalar(1.0) if ref is None else _Tensor(self.source, ref)
 
 
 def refuse_unsaid(names: Iterable[str]) -> None:
-    """InputError where one of the tensors of those names changes what weights mean."""
+    """Raise InputError where a tensor of those changes what weights mean."""
     if unsaid := [name for name in names if name.endswith(UNSAID_ENDINGS)]:
-        detail = f"{len(unsaid)} tensors change what the weights mean, the first {unsaid[0]!r}; fp4convert does not apply them"
+        detail = f"{len(unsaid)} tensors change what the weights mean, the first {unsaid[0]!r}"
+        detail = f"{detail}; fp4convert does not apply them"
         raise InputError("unsaid-tensors", detail, "Start from the original weights.", unsaid[0])
 
 
 def open_artifact(reference: str, access: Access | None = None) -> Artifact:
-    """The artifact in that folder or repository; raises what open_source raises, and InputError where it is no artifact."""
+    """Open the artifact in that folder or repository.
+
+    Raises what open_source raises, and InputError where it is no artifact
+    """
     is_unfinished = _is_unfinished(reference, access)
     return read_artifact(open_source(reference, access, is_unfinished), reference, is_unfinished)
 
 
 def _is_unfinished(reference: str, access: Access | None) -> bool:
+    """Tell whether a conversion into that folder did not end."""
     folder = os.path.join(reference, subfolder_of(access or Access()))
     return os.path.exists(os.path.join(folder, PLAN_FILE)) and not os.path.exists(
         os.path.join(folder, RECORD)
@@ -200,7 +210,10 @@ def _is_unfinished(reference: str, access: Access | None) -> bool:
 
 
 def open_quantized(reference: str, access: Access | None = None) -> tuple[Source, Artifact | None]:
-    """A source with quantized weights, and the artifact that it is where some of them have four bits; raises as open_artifact."""
+    """Open a source with quantized weights, as an artifact where it is one.
+
+    Returns  the source, and the artifact where some weights have four bits; raises as open_artifact
+    """
     is_unfinished = _is_unfinished(reference, access)
     source = open_source(reference, access, is_unfinished)
     clues = read_clues(source)
@@ -209,41 +222,36 @@ def open_quantized(reference: str, access: Access | None = None) -> tuple[Source
 
 
 def read_clues(source: Source) -> Clues:
-    """What a source says of its own quantization."""
+    """Read what a source says of its own quantization."""
     tensors = {ref.name: ref for ref in source.checkpoint.tensors}
     return Clues(source.checkpoint.config, _read_json(source, "hf_quant_config.json"), tensors)
 
 
 def is_artifact(source: Source, clues: Clues) -> bool:
-    """True where a record, ours or an engine's, says that there are four-bit modules."""
-    found = (group for name in DIALECTS for group in dialect_named(name).recognise(clues))
-    return source.has_file(RECORD) or any(group.form.format.is_fp4 for group in found)
+    """Tell whether a record says that there are four-bit modules.
+
+    A record of ours, or of an engine
+    """
+    return source.has_file(RECORD) or any(
+        group.form.format.is_fp4 for _, groups in recognise(clues) for group in groups
+    )
 
 
 def read_artifact(source: Source, reference: str, is_unfinished: bool = False) -> Artifact:
-    """The artifact in a source, which errors call by that reference."""
+    """Read the artifact in a source, which errors call by that reference."""
     record, clues = _read_json(source, RECORD), read_clues(source)
+    groups, dialect = _read_identity(source, reference, clues, record)
     tensors = dict(clues.tensors)
-    begun = {} if record else _identity_begun(source)
-    if begun and begun.get("dialect") is None:
-        detail = f"{reference} holds ordinary weights, which dequantize made or was making; expected four-bit ones"
-        raise InputError("not-an-artifact", detail, "Give the artifact that it was made from.")
-    groups, dialect = _identity(reference, clues, record or begun)
     found, findings = read_modules(tensors, groups, dialect_named(dialect))
     modules = {module: packed for module, packed in found.items() if packed.form.format.is_fp4}
     others = {module: packed for module, packed in found.items() if module not in modules}
     if is_unfinished:
-        detail = f"{RECORD} is not written yet: the conversion did not end; run its command again to continue"
+        detail = f"{RECORD} is not written yet: the conversion did not end"
+        detail = f"{detail}; run its command again to continue"
         findings = [Finding("error", "unfinished", None, detail)]
     elif not modules:
-        findings.append(
-            Finding(
-                "warning",
-                "nothing-quantized",
-                None,
-                f"no tensor is named as {dialect} names {describe_groups(groups)}",
-            )
-        )
+        detail = f"no tensor is named as {dialect} names {describe_groups(groups)}"
+        findings.append(Finding("warning", "nothing-quantized", None, detail))
     if not is_unfinished:
         findings += _judge_records(clues, record, dialect, found)
     return Artifact(
@@ -252,44 +260,51 @@ def read_artifact(source: Source, reference: str, is_unfinished: bool = False) -
 
 
 def _read_json(source: Source, file: str) -> dict[str, object]:
+    """Read a JSON object; an empty one where there is no such file."""
     if not source.has_file(file):
         return {}
     with source.open_file(file) as stream:
         return parse_json_object(stream.read(), file)
 
 
-def _identity_begun(source: Source) -> dict[str, object]:
-    try:
-        identity = _read_json(source, PLAN_FILE).get("identity")
-    except InputError:
-        identity = None  # damaged; the folder's own names may still tell what it is
-    return identity if isinstance(identity, dict) else {}
-
-
-def _identity(
-    reference: str, clues: Clues, record: dict[str, object]
+def _read_identity(
+    source: Source, reference: str, clues: Clues, record: dict[str, object]
 ) -> tuple[tuple[Group, ...], str]:
-    """Forms and dialect, as our record says or else the runtime's."""
+    """Read forms and dialect: from our record, a plan, or an engine's record.
+
+    Raises InputError where none of them says what it is
+    """
+    begun: object = None
+    if not record:
+        # A damaged plan says nothing; the folder's own names may still tell what it is.
+        with suppress(InputError):
+            begun = _read_json(source, PLAN_FILE).get("identity")
+    if isinstance(begun, dict) and begun:
+        if begun.get("dialect") is None:
+            detail = f"{reference} holds ordinary weights, which dequantize made or was making"
+            detail = f"{detail}; expected four-bit ones"
+            next_step = "Give the artifact that it was made from."
+            raise InputError("not-an-artifact", detail, next_step)
+        record = begun
     if record:
         try:
             return groups_recorded(record), str(record.get("dialect"))
         except InputError as error:
-            next_step = "Make the artifact again with this version, or read it with the version that wrote it."
+            next_step = "Make the artifact again with this version, or read it with the version"
+            next_step = f"{next_step} that wrote it."
             raise InputError(error.code, f"{RECORD}: {error.message}", next_step) from None
-    for name in DIALECTS:
-        if groups := dialect_named(name).recognise(clues):
-            return groups, name
-    known = ", ".join(DIALECTS)
-    detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}, no record or names of {known}"
-    raise InputError(
-        "not-an-artifact", detail, "Quantize it: fp4convert quantize SOURCE --format nvfp4."
-    )
+    for name, groups in recognise(clues):
+        return groups, name
+    detail = f"{reference} is not a four-bit artifact that fp4convert knows: no {RECORD}"
+    detail = f"{detail}, no record or names of {', '.join(DIALECTS)}"
+    next_step = "Quantize it: fp4convert quantize SOURCE --format nvfp4."
+    raise InputError("not-an-artifact", detail, next_step)
 
 
 def _judge_records(
     clues: Clues, record: dict[str, object], dialect: str, modules: Mapping[str, Packed]
 ) -> Iterator[Finding]:
-    """Findings where our record, the runtime's and the tensors disagree."""
+    """Yield findings where our record, the runtime's and the tensors disagree."""
     spelling = dialect_named(dialect)
     if record:
         yield from _compare_records(clues, record, spelling, modules)
@@ -299,9 +314,8 @@ def _judge_records(
     try:
         for module in modules:
             if is_ignored(module) or module in ours:
-                yield Finding(
-                    "error", "ignored-but-quantized", module, "a record lists it under ignore"
-                )
+                detail = "a record lists it under ignore"
+                yield Finding("error", "ignored-but-quantized", module, detail)
     except InputError as error:
         yield Finding("error", "ignore-pattern", None, f"config.json: {error.message}")
 
@@ -309,17 +323,22 @@ def _judge_records(
 def _compare_records(
     clues: Clues, record: dict[str, object], spelling: Dialect, modules: Mapping[str, Packed]
 ) -> Iterator[Finding]:
-    """Findings where our record and the runtime's disagree, on the whole artifact or on single modules."""
-    recorded, recognised, dialect = (
-        groups_recorded(record),
-        spelling.recognise(clues),
-        record.get("dialect"),
-    )
+    """Yield findings where our record and the runtime's disagree.
+
+    On the whole artifact, or on single modules
+    """
+    recorded, recognised = groups_recorded(record), spelling.recognise(clues)
+    dialect = record.get("dialect")
     ours, theirs = (
         {group.form.format.name for group in groups} for groups in (recorded, recognised)
     )
-    if has_records(spelling, recorded) and not ours <= theirs:
-        detail = f"config.json does not declare {' and '.join(sorted(ours - theirs))} as {dialect} does; engines would not load it"
+    engine_records = spelling.records(
+        [Group(group.form, ()) for group in recorded], Ignored((), ())
+    )
+    if engine_records and not ours <= theirs:
+        missing = " and ".join(sorted(ours - theirs))
+        detail = f"config.json does not declare {missing} as {dialect} does"
+        detail = f"{detail}; engines would not load it"
         yield Finding("error", "records-disagree", None, detail)
     if len(recorded) == 1:
         expected = recognised[0].form if len(recognised) == 1 else recorded[0].form
@@ -328,22 +347,15 @@ def _compare_records(
                 detail = f"{RECORD} says {key} = {record.get(key)!r}, and {dialect} has {value!r}"
                 yield Finding("error", "record-wrong", None, detail)
     elif recognised:
-        first, second = form_finder(recorded), form_finder(recognised)
-        other = [module for module in modules if not _are_alike(first(module), second(module))]
-        if other:
-            detail = f"on {len(other)} modules, the first {other[0]!r}: {RECORD} and config.json say different forms of them"
-            yield Finding("error", "records-disagree", other[0], detail)
-
-
-def _are_alike(ours: Form | None, theirs: Form | None) -> bool:
-    """True for forms that are the same but for the dtype of stored scales, of which engines' records say nothing."""
-    return (
-        ours is not None
-        and theirs is not None
-        and replace(ours, stored_scales="") == replace(theirs, stored_scales="")
-    )
-
-
-def has_records(spelling: Dialect, groups: Sequence[Group]) -> bool:
-    """True where engines of that dialect read a record of their own."""
-    return bool(spelling.records([Group(form, ()) for form, _ in groups], Ignored((), ())))
+        # Engines' records say nothing of the dtype of stored scales.
+        first, second = (
+            form_finder([(replace(form, stored_scales=""), names) for form, names in groups])
+            for groups in (recorded, recognised)
+        )
+        differing = [
+            module for module in modules if (own := first(module)) is None or own != second(module)
+        ]
+        if differing:
+            detail = f"on {len(differing)} modules, the first {differing[0]!r}: {RECORD} and"
+            detail = f"{detail} config.json say different forms of them"
+            yield Finding("error", "records-disagree", differing[0], detail)

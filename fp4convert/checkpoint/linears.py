@@ -6,7 +6,7 @@ Names, headers and records alone decide.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fp4convert.checkpoint.artifact import (
@@ -21,11 +21,13 @@ from fp4convert.checkpoint.dialects.registry import is_quantized_tensor
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import find_floats
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
-from fp4convert.checkpoint.encodings.fp8 import DTYPES, find_fp8, fp8_of
+from fp4convert.checkpoint.encodings.fp8 import DTYPES as FP8_DTYPES
+from fp4convert.checkpoint.encodings.fp8 import find_fp8, fp8_of
 from fp4convert.checkpoint.encodings.int4 import Integers, find_integers, integers_of
 from fp4convert.checkpoint.record import stacks_recorded
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8
+from fp4convert.recipes.patterns import configs_in
 from fp4convert.recipes.recipe import Recipe, is_expert_stack, model_recipe
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
@@ -46,8 +48,10 @@ class Linears:
 
     of       by module
     unruled  stacks of expert matrices, whose layout no recipe tells
-    idle     scales of a quantized cache of keys and values beside packed layers, whose engine alone has a use for them
-    vectors  weights of norms, and biases, that folds divide, by their names; each as a matrix of one row
+    idle     scales of a quantized cache of keys and values beside packed layers, whose engine alone
+             has a use for them
+    vectors  weights of norms, and biases, that folds divide, by their names; each as a matrix of
+             one row
     """
 
     of: Mapping[str, Linear]
@@ -57,18 +61,18 @@ class Linears:
 
     @property
     def is_packed(self) -> bool:
-        """True where one of them is quantized already."""
+        """Tell whether one of them is quantized already."""
         return any(linear.coding.is_packed for linear in self.of.values())
 
     def by_home(self) -> dict[str, list[Linear]]:
-        """Those of every tensor, by its name."""
+        """Return the linear layers of every tensor, by its name."""
         found: dict[str, list[Linear]] = defaultdict(list)
         for linear in self.of.values():
             found[linear.home.name].append(linear)
         return found
 
     def consumed(self) -> set[str]:
-        """Names of the tensors that stand for linear layers, and for nothing else."""
+        """Name the tensors that stand for linear layers, and for nothing else."""
         names = {
             ref.name
             for linear in self.of.values()
@@ -78,7 +82,10 @@ class Linears:
 
 
 def find_linears(source: Source, recipe: Recipe) -> Linears:
-    """Those of a source; raises what `linears_of` raises, and InputError for a four-bit artifact that is not sound."""
+    """Find the linear layers of a source.
+
+    Raises what `linears_of` raises, and InputError for a four-bit artifact that is not sound
+    """
     clues = read_clues(source)
     four_bit = None
     if is_artifact(source, clues):
@@ -86,9 +93,8 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
         artifact.refuse_unsound()
         four_bit = find_fp4(artifact)
     linears = linears_of(clues, recipe, four_bit)
-    for linear in (
-        () if source.is_streamed else linears.of.values()
-    ):  # from a Hub each would be a request: the run tells
+    # From a Hub each would be a request: the run tells.
+    for linear in () if source.is_streamed else linears.of.values():
         if isinstance(linear.coding, Integers):
             linear.coding.check_shape(linear, source)
     return linears
@@ -97,82 +103,77 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
 def linears_of(
     clues: Clues, recipe: Recipe, four_bit: Mapping[str, Linear] | None = None
 ) -> Linears:
-    """Those that names, headers and records tell of.
+    """Find the linear layers that names, headers and records tell of.
 
     four_bit  the four-bit modules, where there are any
-    Raises    InputError for weights that are quantized in a way that cannot be read, or whose records contradict them
+    Raises    InputError for weights that are quantized in a way that cannot be read, or whose
+              records contradict them
     """
-    floats = find_floats(clues.tensors, recipe.stack_rule, set(_hidden_sizes(clues.config)))
-    of = {**floats, **find_integers(clues), **find_fp8(clues), **(four_bit or {})}
+    refs = clues.tensors.values()
+    dtypes = {ref.dtype for ref in refs}
+    found = [config.get("hidden_size") for config in configs_in(clues.config)]
+    hidden_sizes = {size for size in found if isinstance(size, int)}
+    of = find_floats(clues.tensors, recipe.stack_rule, hidden_sizes)
+    if "I32" in dtypes:
+        of |= find_integers(clues)
+    if not dtypes.isdisjoint(FP8_DTYPES):
+        of |= find_fp8(clues)
+    of |= four_bit or {}
+    # Stacks of experts whose layout nobody tells.
+    unruled = [
+        ref
+        for ref in refs
+        if ref.dtype in FLOAT_TYPES
+        and is_expert_stack(ref.name, ref.shape)
+        and recipe.stack_rule(ref.name, ref.shape) is None
+    ]
     is_packed = any(linear.coding.is_packed for linear in of.values())
-    linears = Linears(
-        of,
-        tuple(ref for ref in clues.tensors.values() if _is_unruled(ref, recipe)),
-        tuple(
-            ref for ref in clues.tensors.values() if is_packed and ref.name.endswith(CACHE_SCALES)
-        ),
-    )
+    idle = [ref for ref in refs if is_packed and ref.name.endswith(CACHE_SCALES)]
+    linears = Linears(of, tuple(unruled), tuple(idle))
     _refuse_unreadable(clues, linears)
     return linears
 
 
 def originals_of(artifact: Artifact, source: Source) -> Linears:
-    """The linear layers of the source that an artifact was made from, its stacks read as they were then."""
+    """Find the linear layers of the source that an artifact was made from.
+
+    Its stacks are read as they were then.
+    """
     recipe = model_recipe(source.checkpoint.config)
     stacks = (*stacks_recorded(artifact.record), *recipe.stacks)
     return find_linears(source, replace(recipe, stacks=stacks))
 
 
 def linears_stored(artifact: Artifact) -> dict[str, Linear]:
-    """Those of an artifact that are whole: quantized in whatever form, or matrices of floats."""
-    floats = find_floats(artifact.tensors, lambda name, shape: None)
-    return {**floats, **find_beside(artifact), **find_fp4(artifact)}
+    """Find the linear layers of an artifact that are whole.
 
-
-def find_beside(artifact: Artifact) -> dict[str, Linear]:
-    """The modules of eight bits, or of integers, beside the four-bit ones of an artifact."""
-    found = {}
-    for module, packed in artifact.others.items():
+    They are quantized in whatever form, or matrices of floats.
+    """
+    found = find_floats(artifact.tensors, lambda name, shape: None)
+    for module, packed in artifact.others.items():  # FP8 and int4
         coding = fp8_of(packed) if packed.form.format is FP8 else integers_of(packed)
         codes, scales, *others = packed.refs
-        found[module] = Linear(
-            module, packed.shape, coding, (codes, scales), (*others, *packed.companions)
-        )
-    return found
-
-
-def _hidden_sizes(config: Mapping[str, object]) -> Iterator[int]:
-    """Every hidden_size that a config.json names, those of nested configs too."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _hidden_sizes(value)
-        elif key == "hidden_size" and isinstance(value, int):
-            yield value
-
-
-def _is_unruled(ref: TensorRef, recipe: Recipe) -> bool:
-    """True for a stack of experts whose layout nobody tells."""
-    is_stack = ref.dtype in FLOAT_TYPES and is_expert_stack(ref.name, ref.shape)
-    return is_stack and recipe.stack_rule(ref.name, ref.shape) is None
+        idle = (*others, *packed.companions)
+        found[module] = Linear(module, packed.shape, coding, (codes, scales), idle)
+    return {**found, **find_fp4(artifact)}
 
 
 def _refuse_unreadable(clues: Clues, linears: Linears) -> None:
-    """InputError for whatever is quantized and stands for no linear layer that can be read."""
+    """Raise InputError for what is quantized and cannot be read."""
     next_step = "Start from the original weights."
     known, is_recorded = linears.consumed(), bool(clues.record or clues.hf_quant_config)
     refuse_unsaid(name for name in clues.tensors if name not in known)
     for ref in clues.tensors.values():
-        is_eight_bit = is_recorded and ref.dtype in DTYPES and ref.shape != ()
+        is_eight_bit = is_recorded and ref.dtype in FP8_DTYPES and ref.shape != ()
         if ref.name not in known and (is_quantized_tensor(ref) or is_eight_bit):
-            detail = f"{ref.file}: {ref.name!r} ({ref.dtype} {list(ref.shape)}) is already quantized, in a way that"
-            raise InputError(
-                "already-quantized", f"{detail} fp4convert does not read", next_step, ref.name
+            detail = (
+                f"{ref.file}: {ref.name!r} ({ref.dtype} {list(ref.shape)}) is already quantized"
             )
+            detail = f"{detail}, in a way that fp4convert does not read"
+            raise InputError("already-quantized", detail, next_step, ref.name)
     if is_recorded and not linears.is_packed:
         method = clues.record.get("quant_method", "modelopt")
-        detail = f"config.json: the checkpoint is already quantized, by {method!r}; no tensor is stored as fp4convert knows it"
-        raise InputError(
-            "already-quantized",
-            detail,
-            f"{next_step} If these are, remove quantization_config from config.json.",
-        )
+        detail = f"config.json: the checkpoint is already quantized, by {method!r}"
+        detail = f"{detail}; no tensor is stored as fp4convert knows it"
+        remedy = "If these are, remove quantization_config from config.json."
+        raise InputError("already-quantized", detail, f"{next_step} {remedy}")

@@ -1,7 +1,8 @@
 """Write many names with numbers as one pattern: layers.[0-2].
 
-A pattern stands for exactly the names that were joined in it: one that said more would be a lie about the others.
-It is for people and no glob: [0-61] is a range of numbers here, and a set of characters there.
+A pattern stands for exactly the names that were joined in it: one that said more would be a lie
+about the others. It is for people and no glob: [0-61] is a range of numbers here, and a set of
+characters there.
 """
 
 from __future__ import annotations
@@ -13,32 +14,31 @@ from functools import lru_cache
 from itertools import product
 
 Numbers = tuple[int, ...]
-Ranges = tuple[
-    tuple[int, ...], ...
-]  # for each place the numbers that stand there, every one with every other
+# For each place the numbers that stand there, every one with every other.
+Ranges = tuple[tuple[int, ...], ...]
 
-PARAMETERS = frozenset(
+PARAMETERS = frozenset(  # of a module
     {"bias", "e_score_correction_bias", "weight_scale", "weight_scale_inv", "input_scale"}
-)  # of a module
-READING_ORDER = (  # parts of names in the order in which people say them; all others stand at the empty place, by the alphabet
-    *(
-        ("q", "wq", "query", "qkv"),
-        ("k", "wk", "key", "kv"),
-        ("v", "wv", "value"),
-        ("gate",),
-        ("up",),
-    ),
-    *((), ("o", "wo", "out", "down")),
+)
+# Parts of names in the order in which people say them; all others stand at the empty place, by the
+# alphabet.
+READING_ORDER = (
+    ("q", "wq", "query", "qkv"),
+    ("k", "wk", "key", "kv"),
+    ("v", "wv", "value"),
+    ("gate",),
+    ("up",),
+    (),
+    ("o", "wo", "out", "down"),
 )
 _RANKS = {part: rank for rank, parts in enumerate(READING_ORDER) for part in parts}
 _BETWEEN, _OF_ATTENTION = READING_ORDER.index(()), range(3)
-_NUMBER = re.compile(
-    r"(?<![^._])(0|[1-9][0-9]{0,8})(?![^._])"
-)  # a word of its own: not that of w1, nor one with zeros before
+# A word of its own: not that of w1, nor one with zeros before.
+_NUMBER = re.compile(r"(?<![^._])(0|[1-9][0-9]{0,8})(?![^._])")
 
 
 def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
-    """The text around the numbers of a name, and the numbers."""
+    """Split a name into its numbers and the text around them."""
     parent, dot, word = name.rpartition(".")
     if not dot:
         return _split(name)
@@ -49,7 +49,11 @@ def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
 
 @lru_cache(1 << 12)
 def _lengthen(texts: tuple[str, ...], word: str) -> tuple[tuple[str, ...], Numbers]:
-    """The text around the numbers of a name that goes on with that word, and the numbers of the word."""
+    """Split a name that goes on with a word.
+
+    texts    around the numbers of what the name begins with
+    Returns  the text around all numbers, and the numbers of the word
+    """
     (after, *rest), own = _split(word)
     return (*texts[:-1], f"{texts[-1]}.{after}", *rest), own
 
@@ -61,14 +65,28 @@ def _split(name: str) -> tuple[tuple[str, ...], Numbers]:
 
 
 def join_numbers(texts: Sequence[str], ranges: Ranges) -> str:
-    """The pattern of that text around those ranges."""
-    return texts[0] + "".join(
-        f"{_range_text(numbers)}{text}" for numbers, text in zip(ranges, texts[1:], strict=True)
-    )
+    """Write the pattern of that text around those ranges.
+
+    ranges  ascending numbers, written 7, or [0-2,5-60]
+    """
+    pattern = texts[0]
+    for numbers, text in zip(ranges, texts[1:], strict=True):
+        runs: list[list[int]] = []
+        for number in numbers:
+            if runs and number == runs[-1][-1] + 1:
+                runs[-1][1:] = [number]
+            else:
+                runs.append([number])
+        range_text = ",".join("-".join(map(str, run)) for run in runs)
+        pattern += f"[{range_text}]{text}" if len(numbers) > 1 else f"{range_text}{text}"
+    return pattern
 
 
 def find_ranges(found: Iterable[Numbers]) -> list[Ranges]:
-    """Products of ranges that are together exactly these tuples of one length; first places with equal rests stand together."""
+    """Find products of ranges that are together exactly these tuples.
+
+    found  tuples of one length; first places with equal rests stand together
+    """
     by_first: dict[int, list[Numbers]] = defaultdict(list)
     for numbers in set(found):
         if not numbers:
@@ -83,10 +101,11 @@ def find_ranges(found: Iterable[Numbers]) -> list[Ranges]:
 
 
 def join_names(named: Iterable[tuple[str, Hashable]]) -> Iterator[tuple[str, list[int]]]:
-    """(pattern, positions) for names with their verdicts: only names with equal verdicts stand under one pattern.
+    """Yield (pattern, positions) for names with their verdicts.
 
-    Siblings, whose names differ in the last word alone, stand together where they have the same numbers, too, in reading order.
-    The first position is that of the lowest numbers, of the sibling that comes first.
+    Only names with equal verdicts stand under one pattern. Siblings, whose names differ in the last
+    word alone, stand together where they have the same numbers, too, in reading order. The first
+    position is that of the lowest numbers, of the sibling that comes first.
     """
     alike: dict[tuple[tuple[str, ...], Hashable], dict[Numbers, list[int]]] = defaultdict(dict)
     for position, (name, verdict) in enumerate(named):
@@ -111,7 +130,10 @@ def join_names(named: Iterable[tuple[str, Hashable]]) -> Iterator[tuple[str, lis
 
 
 def reading_rank(word: str) -> tuple[int, str, int, str]:
-    """Sorts siblings as people say them: q, k, v and o; gate, up and down; others by the alphabet."""
+    """Return a key that sorts siblings as people say them.
+
+    q, k, v and o; gate, up and down; others by the alphabet
+    """
     parts = word.split("_")
     at, rank = next(
         ((at, _RANKS[part]) for at, part in enumerate(parts) if part in _RANKS), (0, _BETWEEN)
@@ -127,7 +149,10 @@ def reading_rank(word: str) -> tuple[int, str, int, str]:
 
 
 def split_leaf(name: str) -> tuple[str, str, str]:
-    """A name or a pattern in three: what its last word is in, that word, and the parameter of it that is named, or nothing."""
+    """Split a name or a pattern in three.
+
+    Returns  what its last word is in, that word, and the parameter of it that is named, or nothing
+    """
     parent, dot, word = name.rpartition(".")
     parameter = ""
     if dot and word in PARAMETERS:
@@ -137,7 +162,10 @@ def split_leaf(name: str) -> tuple[str, str, str]:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Words as one: {gate,up}_proj; what the first and the last parts between underscores have in common stands outside."""
+    """Write words as one: {gate,up}_proj.
+
+    What the first and the last parts between underscores have in common stands outside.
+    """
     if len(words) == 1:
         return words[0]
     parts = [word.split("_") for word in words]
@@ -150,15 +178,3 @@ def join_words(words: Sequence[str]) -> str:
     inside = ",".join("_".join(part[before : len(part) - after]) for part in parts)
     common = parts[0]
     return "_".join([*common[:before], f"{{{inside}}}", *common[len(common) - after :]])
-
-
-def _range_text(numbers: Sequence[int]) -> str:
-    """Ascending numbers: 7, or [0-2,5-60]."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    text = ",".join("-".join(map(str, run)) for run in runs)
-    return f"[{text}]" if len(numbers) > 1 else text

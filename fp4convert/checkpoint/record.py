@@ -13,10 +13,10 @@ from fp4convert.checkpoint.dialects.forms import (
     Form,
     Granularity,
     Group,
-    merged,
+    merge_groups,
+    targets_of,
 )
 from fp4convert.checkpoint.dialects.registry import dialect_named
-from fp4convert.checkpoint.dialects.tables import targets_of
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, INT4, STORED_FORMATS, format_named
 from fp4convert.numerics.scale_layouts import padding_of
@@ -28,7 +28,12 @@ MIXED = "mixed"  # the format of an artifact whose modules have several forms
 
 
 class Contents(NamedTuple):
-    """What an artifact holds: modules by form, those that stay, and the shapes that tensors alone do not tell."""
+    """What an artifact holds.
+
+    groups   modules by form
+    ignored  those that stay
+    shapes   of modules whose tensors alone do not tell
+    """
 
     groups: Sequence[Group]
     ignored: Ignored
@@ -40,26 +45,48 @@ class Contents(NamedTuple):
 def make_record(
     target: Target, contents: Contents, producer: dict[str, str], origin: dict[str, object]
 ) -> dict[str, object]:
-    """Our quantization_config.json, but for its last key: `files`, the sha256 of every other file, known when they are written.
+    """Make our quantization_config.json, but for its last key.
 
-    origin  repo and revision of the weights it was made from; None for a folder, whose path is nobody's business
+    That is `files`, the sha256 of every other file, known when they are written.
+
+    origin  repo and revision of the weights it was made from; None for a folder, whose path is
+            nobody's business
     """
     groups, ignored, shapes, stacks, folds = contents
     form, spelling = groups[0].form, dialect_named(str(target.dialect))
-    is_mixed = len(groups) > 1
+    record: dict[str, object]
+    if len(groups) > 1:
+        record = {"format": MIXED, "modules": _describe_modules(groups, spelling)}
+    else:
+        record = describe_form(form, spelling)
+    if form.scale_layout == "appended":
+        record["shapes"] = {module: list(shape) for module, shape in shapes.items()}
+    # Stacks and folds are said in the words of recipe files.
+    if stacks:
+        record["stacks"] = [
+            {
+                "tensors": list(rule.tensors),
+                "members": list(rule.members),
+                "order": "in_out" if rule.is_transposed else "out_in",
+                "rows": "interleaved" if rule.is_interleaved else "concatenated",
+                "named": rule.named,
+                **({"experts": rule.experts} if rule.experts else {}),
+            }
+            for rule in stacks
+        ]
+    if folds:
+        record["folds"] = [
+            {
+                "into": use.rule.into,
+                "kind": use.rule.kind,
+                "linears": list(use.rule.linears),
+                "heads": {"repeats": use.repeats, "width": use.width},
+                "modules": list(use.modules),
+            }
+            for use in folds
+        ]
     return {
-        **(
-            {"format": MIXED, "modules": _describe_groups(groups, spelling)}
-            if is_mixed
-            else describe_form(form, spelling)
-        ),
-        **(
-            {"shapes": {module: list(shape) for module, shape in shapes.items()}}
-            if form.scale_layout == "appended"
-            else {}
-        ),
-        **({"stacks": [_describe_stack(rule) for rule in stacks]} if stacks else {}),
-        **({"folds": [_describe_fold(use) for use in folds]} if folds else {}),
+        **record,
         "dialect": target.dialect,
         "scale_rule": target.scale_rule,
         "method": target.method,
@@ -70,31 +97,8 @@ def make_record(
     }
 
 
-def _describe_stack(rule: StackRule) -> dict[str, object]:
-    """How a stack of the source was read, in the words of recipe files."""
-    return {
-        "tensors": list(rule.tensors),
-        "members": list(rule.members),
-        "order": "in_out" if rule.is_transposed else "out_in",
-        "rows": "interleaved" if rule.is_interleaved else "concatenated",
-        "named": rule.named,
-        **({"experts": rule.experts} if rule.experts else {}),
-    }
-
-
-def _describe_fold(use: FoldUse) -> dict[str, object]:
-    """Where factors were folded in, in the words of recipe files: the modules that are divided, and what reads them."""
-    return {
-        "into": use.rule.into,
-        "kind": use.rule.kind,
-        "linears": list(use.rule.linears),
-        "heads": {"repeats": use.repeats, "width": use.width},
-        "modules": list(use.modules),
-    }
-
-
 def folds_recorded(record: Mapping[str, object]) -> tuple[FoldUse, ...]:
-    """Where factors were folded in, as our record says."""
+    """Read from our record where factors were folded in."""
     listed = record.get("folds", [])
     uses = []
     for entry in listed if isinstance(listed, list) else [listed]:
@@ -109,13 +113,14 @@ def folds_recorded(record: Mapping[str, object]) -> tuple[FoldUse, ...]:
                 rule = FoldRule(into, kind, tuple(map(str, linears)))
                 uses.append(FoldUse(rule, repeats, width, tuple(map(str, modules))))
             case _:
-                detail = f"{RECORD}: an entry of folds is {str(entry)[:200]}; expected into, kind, linears, heads and modules"
-                raise InputError("record-folds", detail)
+                detail = f"{RECORD}: an entry of folds is {str(entry)[:200]}"
+                expected = "expected into, kind, linears, heads and modules"
+                raise InputError("record-folds", f"{detail}; {expected}")
     return tuple(uses)
 
 
 def stacks_recorded(record: Mapping[str, object]) -> tuple[StackRule, ...]:
-    """How the stacks of the source were read, as our record says."""
+    """Read from our record how the stacks of the source were read."""
     listed = record.get("stacks")
     rules = []
     for entry in listed if isinstance(listed, list) else []:
@@ -132,29 +137,48 @@ def stacks_recorded(record: Mapping[str, object]) -> tuple[StackRule, ...]:
                 rule = StackRule(*names, order == "in_out", rows == "interleaved", named)
                 rules.append(rule._replace(experts=experts if isinstance(experts, int) else None))
             case _:
-                detail = f"{RECORD}: an entry of stacks is {entry!r}; expected tensors, members, order, rows and named"
-                raise InputError("record-stacks", detail)
+                detail = f"{RECORD}: an entry of stacks is {entry!r}"
+                expected = "expected tensors, members, order, rows and named"
+                raise InputError("record-stacks", f"{detail}; {expected}")
     return tuple(rules)
 
 
-def _describe_groups(groups: Sequence[Group], spelling: Dialect) -> list[dict[str, object]]:
-    """An entry for every pattern: the first that fits a module says its form."""
+def _describe_modules(groups: Sequence[Group], spelling: Dialect) -> list[dict[str, object]]:
+    """Make an entry for every pattern; the first that fits a module counts."""
     entries = []
     for group in groups:
         others = [module for other in groups if other is not group for module in other.modules]
         described = describe_form(group.form, spelling)
-        entries += [
-            {"pattern": pattern, **described} for pattern in targets_of(group.modules, others)
-        ]
+        targets = targets_of(group.modules, others)
+        entries += [{"pattern": pattern, **described} for pattern in targets]
     return entries
 
 
 def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
-    """Where every byte is and what it means, for a form in a dialect; the first keys of our record."""
+    """Describe where every byte is and what it means, for a form in a dialect.
+
+    These are the first keys of our record. Of FP8 and int4, `granularity` is what one scale stands
+    for, and `block_size` the rows and columns of a block.
+    """
     fmt, kind = form.format, spelling.TRAITS.global_scale_kind
     cache = {"kv_cache": form.kv_cache} if form.kv_cache else {}
     if not fmt.is_fp4:
-        return {**_describe_beside(form), **cache}
+        is_block = isinstance(form.granularity, tuple)
+        return {
+            "format": fmt.name,
+            "block_size": list(form.granularity or ()) if is_block else None,
+            "granularity": "block" if is_block else form.granularity,
+            "element_dtype": fmt.element_dtype,
+            "scale_dtype": FLOAT_TYPES[form.stored_scales].word,
+            "scale_layout": "linear",
+            "scale_padding": None,
+            "nibble_order": "low_first" if fmt is INT4 else None,
+            "block_axis": -1,
+            "global_scale": None,
+            "activations": form.activations,
+            **cache,
+        }
+    has_global_scale = fmt.has_global_scale and kind
     return {
         "format": fmt.name,
         "block_size": fmt.block_size,
@@ -164,101 +188,78 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
         "scale_padding": padding_of(form.scale_layout),
         "nibble_order": spelling.TRAITS.nibble_order,
         "block_axis": -1,
-        "global_scale": {"dtype": "fp32", "stored_as": kind}
-        if fmt.has_global_scale and kind
-        else None,
+        "global_scale": {"dtype": "fp32", "stored_as": kind} if has_global_scale else None,
         "activations": form.activations,
         **cache,
     }
 
 
-def _describe_beside(form: Form) -> dict[str, object]:
-    """The same of FP8 and int4: `granularity` is what one scale stands for, `block_size` the rows and columns of a block."""
-    is_block = isinstance(form.granularity, tuple)
-    return {
-        "format": form.format.name,
-        "block_size": list(form.granularity or ()) if is_block else None,
-        "granularity": "block" if is_block else form.granularity,
-        "element_dtype": form.format.element_dtype,
-        "scale_dtype": FLOAT_TYPES[form.stored_scales].word,
-        "scale_layout": "linear",
-        "scale_padding": None,
-        "nibble_order": "low_first" if form.format is INT4 else None,
-        "block_axis": -1,
-        "global_scale": None,
-        "activations": form.activations,
-    }
-
-
 def groups_recorded(record: Mapping[str, object]) -> tuple[Group, ...]:
-    """The forms that our record says, and of which modules, in a layout that its dialect has; InputError where that is none."""
+    """Read the forms that our record says, and of which modules.
+
+    Raises InputError for a form or a layout that its dialect does not have
+    """
     layouts = dialect_named(str(record.get("dialect"))).TRAITS.layouts
     if record.get("format") != MIXED:
-        return (Group(_in_layout(_form_recorded(record), layouts), ("*",)),)
+        return (Group(_form_recorded(record, layouts), ("*",)),)
     listed = record.get("modules")
     entries = (
         [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     )
     if not entries:
-        raise InputError(
-            "record-modules", 'format "mixed" and no "modules"; expected a form for every pattern'
-        )
-    return merged(
-        (_in_layout(_form_recorded(entry), layouts), [str(entry.get("pattern"))])
-        for entry in entries
+        detail = 'format "mixed" and no "modules"; expected a form for every pattern'
+        raise InputError("record-modules", detail)
+    return merge_groups(
+        (_form_recorded(entry, layouts), [str(entry.get("pattern"))]) for entry in entries
     )
 
 
-def _in_layout(form: Form, layouts: tuple[str, ...]) -> Form:
-    if len(layouts) == 1:
-        return replace(form, scale_layout=layouts[0])
-    if form.scale_layout not in layouts:
-        detail = (
-            f"scale_layout {form.scale_layout!r} is not known; expected one of {', '.join(layouts)}"
-        )
-        raise InputError("unknown-layout", detail)
-    return form
-
-
-def _form_recorded(record: Mapping[str, object]) -> Form:
+def _form_recorded(record: Mapping[str, object], layouts: tuple[str, ...]) -> Form:
+    """Read a form of our record, in one of those layouts."""
     fmt = format_named(str(record.get("format")), STORED_FORMATS)
-    known = (ACTIVATIONS_FP4,) if fmt.is_fp4 else (ACTIVATIONS_FP8,)
-    declared = record.get("activations")
-    activations = declared if isinstance(declared, int) and declared in known else 16
+    known = ACTIVATIONS_FP4 if fmt.is_fp4 else ACTIVATIONS_FP8
+    activations = known if record.get("activations") == known else 16
     cache = "fp8" if record.get("kv_cache") == "fp8" else None
-    if not fmt.is_fp4:
+    if fmt.is_fp4:
+        listed = record.get("shapes")
+        shapes = {
+            module: (shape[0], shape[1])
+            for module, shape in (listed.items() if isinstance(listed, dict) else ())
+            if isinstance(shape, list)
+            and len(shape) == 2
+            and all(type(size) is int and size > 0 for size in shape)
+        }
+        form = Form(fmt, activations, str(record.get("scale_layout", "linear")), cache, shapes)
+    else:
         words = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}
-        stored = words.get(str(record.get("scale_dtype")), "F32")
-        return Form(
+        form = Form(
             fmt,
             activations,
             kv_cache=cache,
             granularity=_granularity_recorded(record),
-            stored_scales=stored,
+            stored_scales=words.get(str(record.get("scale_dtype")), "F32"),
         )
-    listed = record.get("shapes")
-    shapes = {
-        module: (shape[0], shape[1])
-        for module, shape in (listed.items() if isinstance(listed, dict) else ())
-        if isinstance(shape, list)
-        and len(shape) == 2
-        and all(type(size) is int and size > 0 for size in shape)
-    }
-    return Form(fmt, activations, str(record.get("scale_layout", "linear")), cache, shapes)
+    if len(layouts) == 1:
+        return replace(form, scale_layout=layouts[0])
+    if form.scale_layout not in layouts:
+        detail = f"scale_layout {form.scale_layout!r} is not known"
+        raise InputError("unknown-layout", f"{detail}; expected one of {', '.join(layouts)}")
+    return form
 
 
 def _granularity_recorded(record: Mapping[str, object]) -> Granularity:
-    match record.get("granularity"), record.get("block_size"):
+    """Read what one scale of FP8 or int4 stands for."""
+    granularity, size = record.get("granularity"), record.get("block_size")
+    match granularity, size:
         case "tensor" | "row" as word, _:
             return word
         case _, [int(rows), int(columns)] if rows > 0 and columns > 0:
             return (rows, columns)
-    detail = f"granularity {record.get('granularity')!r}, block_size {record.get('block_size')!r}"
-    raise InputError(
-        "record-modules", f'{detail}; expected "tensor", "row", or "block" of [rows, columns]'
-    )
+    detail = f"granularity {granularity!r}, block_size {size!r}"
+    expected = 'expected "tensor", "row", or "block" of [rows, columns]'
+    raise InputError("record-modules", f"{detail}; {expected}")
 
 
 def describe_groups(groups: Sequence[Group]) -> str:
-    """The forms in a few words, for people."""
+    """Say the forms in a few words, for people."""
     return " + ".join(dict.fromkeys(group.form.word for group in groups))

@@ -34,7 +34,7 @@ def refuse_odd_scale(module: str, q: Blocks) -> None:
 def check_scalars(module: str, q: Blocks, input_scale: float | None, spelling: Dialect) -> None:
     """InputError where the dialect cannot say a module's global scale or input scale."""
     try:
-        for _ in spelling.encode_scalars(module, q, input_scale):
+        for _ in spelling.TRAITS.scalars.encode(module, q, input_scale):
             pass
     except InputError as error:
         message = error.message if module in error.message else f"{module}: {error.message}"

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4convert.checkpoint.error_report import merged
+from fp4convert.checkpoint.error_report import merge_accounts, report_text
 from fp4convert.errors import InputError, OutputError
 from fp4convert.execution.folder import OutputFolder, entered
 from fp4convert.execution.plan_file import (
@@ -147,9 +147,9 @@ def nbytes_of(manifest: Manifest) -> int:
 def _write_report(folder: OutputFolder) -> list[str]:
     """Its name, where it was written; where nothing was rounded, one of an earlier plan goes."""
     records = [done for task in folder.manifest.tasks if (done := folder.record_of(task))]
-    ledger = merged((done.accounts, done.taken_over) for done in records)
-    if ledger.accounts and folder.manifest.record is not None:
-        folder.write_texts({REPORT: ledger.as_text(folder.manifest.record)})
+    accounts, taken_over = merge_accounts((done.accounts, done.taken_over) for done in records)
+    if accounts and folder.manifest.record is not None:
+        folder.write_texts({REPORT: report_text(accounts, taken_over, folder.manifest.record)})
         return [REPORT]
     with told(folder.root / REPORT):
         (folder.root / REPORT).unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.dialects.base import MatrixEncoder
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.registry import dialect_named
-from fp4convert.checkpoint.dialects.stacks import Woven, alternate
+from fp4convert.checkpoint.dialects.stacks import InterleavedWeights, alternate
 from fp4convert.checkpoint.dialects.tables import Part, encode_int4, encode_scalar
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.floats import measured_whole
@@ -168,7 +168,7 @@ class Quantizer:
                     with room_for(self.source, slot):
                         panels = self._rounding.panels(
                             weights,
-                            [Woven(tuple(weights))],
+                            [InterleavedWeights(tuple(weights))],
                             [slot[0].module],
                             format_named(step.format),
                         )

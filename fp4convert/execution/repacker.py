@@ -16,7 +16,7 @@ import numpy as np
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.base import MatrixEncoder
 from fp4convert.checkpoint.dialects.registry import dialect_named
-from fp4convert.checkpoint.dialects.stacks import Rows, Slot, alternate, pieces_of, rows_of
+from fp4convert.checkpoint.dialects.stacks import Rows, Slot, alternate, places_of, take_rows
 from fp4convert.checkpoint.dialects.tables import Part
 from fp4convert.checkpoint.dialects.target_forms import form_of
 from fp4convert.checkpoint.encodings.base import Linear, room_for
@@ -100,7 +100,7 @@ class Dequantizer:
         """One expert of a stack, whole: its slots below each other, the rows of each in turns."""
         dtype, (_, height, columns) = step.outputs[0].dtype, step.shape
         matrix = np.empty((height, columns), FLOAT_DTYPES[dtype])
-        for module, (piece,) in pieces_of(slots).items():
+        for module, (piece,) in places_of(slots).items():
             values = b"".join(
                 self._values(
                     linears[module], dtype, Rows(module, piece.start, piece.start + piece.height)
@@ -121,7 +121,9 @@ class Dequantizer:
             yield from values_of(linear, self.source, dtype)
             return
         blocks = linear.coding.blocks(linear)
-        yield from self._backend.dequantize_panels(rows_of(blocks, rows) if rows else blocks, dtype)
+        yield from self._backend.dequantize_panels(
+            take_rows(blocks, rows) if rows else blocks, dtype
+        )
 
 
 def values_of(linear: Linear, source: Source, dtype: str) -> Iterator[memoryview]:
@@ -177,7 +179,7 @@ class Transcoder:
     def _panels(self, slots: tuple[Slot, ...]) -> Iterator[Quantized]:
         for slot in slots:
             yield from alternate(
-                [rows_of(self._carrier.blocks(rows.module), rows) for rows in slot]
+                [take_rows(self._carrier.blocks(rows.module), rows) for rows in slot]
             )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.checkpoint.dialects.stacks import Piece, Rows, Slot, pieces_of
+from fp4convert.checkpoint.dialects.stacks import Rows, Slot, StridedRows, places_of
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import FLOAT_DTYPES, dequantize
 from fp4convert.numerics.formats import FLOAT_TYPES
@@ -183,7 +183,7 @@ def _order(blocks: Blocks, module: str, donor: Source, ref: TensorRef) -> tuple[
     """The order in which the donor holds a module's rows; InputError where it is none of those known."""
     least = np.inf
     for slots in _orders(module, blocks.shape[0], donor):
-        error = _nmse(blocks, pieces_of(slots)[module], donor, ref)
+        error = _nmse(blocks, places_of(slots)[module], donor, ref)
         if error < NMSE_LIMIT:
             return slots
         least = min(least, error)
@@ -215,7 +215,7 @@ def _orders(module: str, rows: int, donor: Source) -> Iterator[tuple[Slot, ...]]
             )
 
 
-def _nmse(blocks: Blocks, pieces: tuple[Piece, ...], donor: Source, ref: TensorRef) -> float:
+def _nmse(blocks: Blocks, pieces: tuple[StridedRows, ...], donor: Source, ref: TensorRef) -> float:
     """The error of some rows as a share of their power in the donor."""
     rows, columns = blocks.shape
     stored = np.frombuffer(donor.read(ref), FLOAT_DTYPES[ref.dtype]).reshape(rows, columns)

@@ -25,11 +25,18 @@ from typed_records import (
 
 from fp4convert.checkpoint.dialects.base import Clues
 from fp4convert.checkpoint.dialects.forms import Form, Group, everywhere
-from fp4convert.checkpoint.dialects.registry import dialect_named
+from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named, recognise
 from fp4convert.numerics.formats import FP8, INT4, MXFP4, NVFP4
 from fp4convert.storage.safetensors import TensorRef
 
 M = "model.layers.0.mlp.up_proj"
+
+
+def recognised(name: str, told: Clues) -> tuple[Group, ...]:
+    """What a dialect recognises; the registry, which asks few, finds what asking all of them finds."""
+    answers = {each: dialect_named(each).recognise(told) for each in DIALECTS}
+    assert dict(recognise(told)) == {each: groups for each, groups in answers.items() if groups}
+    return answers[name]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +73,7 @@ M = "model.layers.0.mlp.up_proj"
     ],
 )
 def test_other_records_of_these_engines(config, name, form):
-    assert dialect_named(name).recognise(Clues(config, {}, {})) == everywhere(form)
+    assert recognised(name, Clues(config, {}, {})) == everywhere(form)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +99,7 @@ def test_other_records_of_these_engines(config, name, form):
     ],
 )
 def test_comfy_is_known_by_its_tensors(tensors, form):
-    assert dialect_named("comfy").recognise(clues(None, tensors)) == everywhere(form)
+    assert recognised("comfy", clues(None, tensors)) == everywhere(form)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +118,8 @@ def test_comfy_is_known_by_its_tensors(tensors, form):
     ],
 )
 def test_modelopt_is_known_by_its_second_record_alone(hf, form):
-    assert dialect_named(MO).recognise(clues(None, hf=hf)) == everywhere(form)
-    assert dialect_named(MO).recognise(clues({"quant_method": "fp8"}, hf=hf)) == ()
+    assert recognised(MO, clues(None, hf=hf)) == everywhere(form)
+    assert recognised(MO, clues({"quant_method": "fp8"}, hf=hf)) == ()
 
 
 FP8_TENSOR = Form(FP8, 8, granularity="tensor")
@@ -141,8 +148,8 @@ def test_mixed_precision_is_what_its_modules_are(algorithms, forms):
     expected = tuple(
         Group(form, (f"m.{number}", f"m.{number}.*")) for number, form in enumerate(forms)
     )
-    assert dialect_named(MO).recognise(clues(mixed)) == expected
-    assert dialect_named(MO).recognise(clues(None, hf={"quantization": mixed})) == expected
+    assert recognised(MO, clues(mixed)) == expected
+    assert recognised(MO, clues(None, hf={"quantization": mixed})) == expected
 
 
 def doubts(name: str, told: Clues) -> list[tuple[str, str]]:
@@ -257,7 +264,7 @@ def test_modelopt_ignores_by_its_second_record_alone():
 )
 def test_activations_are_recognised(name, declared, form):
     """ModelOpt's NVFP4 with no input_activations in any group is for weights alone: so vLLM 0.33 reads it."""
-    assert dialect_named(name).recognise(clues(declared)) == everywhere(form)
+    assert recognised(name, clues(declared)) == everywhere(form)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +284,7 @@ def test_activations_are_recognised(name, declared, form):
     ],
 )
 def test_only_the_own_records_are_recognised(name, declared, fmt):
-    assert dialect_named(name).recognise(clues(declared)) == everywhere(
+    assert recognised(name, clues(declared)) == everywhere(
         fmt and Form(fmt, 4 if declared.get("quant_algo") == "NVFP4" else 16)
     )
 
@@ -396,7 +403,7 @@ def ct_groups(*groups: tuple[str, list[str]]) -> dict:
 )
 def test_groups_of_several_formats(groups, expected):
     """What holds for a whole class of layers comes last, as compressed-tensors has it."""
-    found = dialect_named(CT).recognise(clues(ct_groups(*groups)))
+    found = recognised(CT, clues(ct_groups(*groups)))
     assert found == tuple(Group(form, modules) for form, modules in expected)
 
 
@@ -408,4 +415,4 @@ def test_a_group_without_a_format_is_what_its_numbers_are():
         Group(Form(NVFP4), ("re:.*mlp.*",)),
         Group(Form(FP8, granularity="row"), ("a.q_proj",)),
     )
-    assert dialect_named(CT).recognise(clues(record)) == expected
+    assert recognised(CT, clues(record)) == expected

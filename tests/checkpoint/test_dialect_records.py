@@ -32,9 +32,8 @@ from typed_records import (
 )
 
 from fp4convert.checkpoint.dialects.base import Clues, Ignored
-from fp4convert.checkpoint.dialects.forms import Form, Group
-from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named
-from fp4convert.checkpoint.dialects.tables import targets_of
+from fp4convert.checkpoint.dialects.forms import Form, Group, targets_of
+from fp4convert.checkpoint.dialects.registry import DIALECTS, dialect_named, recognise
 from fp4convert.checkpoint.dialects.target_forms import check_forms, fp8_form, module_form
 from fp4convert.checkpoint.modules import form_finder
 from fp4convert.errors import InputError
@@ -118,6 +117,7 @@ def test_what_is_written_is_recognised_by_its_own_dialect_alone(name, form, file
     assert {
         known: found for known in DIALECTS if (found := dialect_named(known).recognise(told))
     } == {name: (Group(form, ("*",)),)}
+    assert list(recognise(told)) == [(name, (Group(form, ("*",)),))], "others need not be asked"
     assert list(dialect_named(name).judge(told)) == []
     is_named = name in (CT, MO, "quark", "gpt-oss")
     assert dialect_named(name).ignores(told)("lm_head") is is_named

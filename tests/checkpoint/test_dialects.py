@@ -366,7 +366,7 @@ MULTIPLIERS = [
 
 def stored_global(name: str, multiplier: float, kind: str) -> bytes:
     q = Quantized(NVFP4, (1, 16), memoryview(bytes(8)), memoryview(bytes(1)), multiplier, kind)
-    ((_, data),) = dialect_named(name).encode_scalars(M, q, None)
+    ((_, data),) = dialect_named(name).TRAITS.scalars.encode(M, q, None)
     return bytes(data)
 
 
@@ -397,7 +397,7 @@ def test_the_own_kind_of_global_scale_is_stored_as_it_is(name, kind):
 def test_no_global_scale_is_no_tensor():
     q = Quantized(MXFP4, (1, 32), memoryview(bytes(16)), memoryview(bytes(1)), None)
     for name in (CT, "quark", "gpt-oss", "deepseek", "mlx", "plain"):
-        assert list(dialect_named(name).encode_scalars(M, q, None)) == []
+        assert list(dialect_named(name).TRAITS.scalars.encode(M, q, None)) == []
 
 
 @pytest.mark.parametrize(

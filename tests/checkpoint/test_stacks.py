@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp4convert.checkpoint.dialects import stacks
-from fp4convert.checkpoint.dialects.stacks import Piece, Rows, alternate, gather, pieces_of, rows_of
+from fp4convert.checkpoint.dialects.stacks import (
+    Rows,
+    StridedRows,
+    alternate,
+    gather,
+    places_of,
+    take_rows,
+)
 from fp4convert.numerics import matrices
 from fp4convert.numerics.formats import MXFP4
 from fp4convert.numerics.matrices import Fetched, Quantized
@@ -44,7 +51,7 @@ def joined(panels: list[Quantized]) -> tuple[bytes, bytes]:
     )
 
 
-def row_numbers(pieces: tuple[Piece, ...]) -> list[int]:
+def row_numbers(pieces: tuple[StridedRows, ...]) -> list[int]:
     """Rows of the stored matrix, in the module's own order."""
     return [
         piece.first + row * piece.step for piece in sorted(pieces) for row in range(piece.height)
@@ -60,19 +67,24 @@ def cut(draw, height: int) -> list[tuple[int, int]]:
 def test_pieces_of_a_stack_typed_by_hand():
     """Two experts; gate and up take turns, gate first: rows 0, 2, 4 and 1, 3, 5, and those of the second below."""
     slots = [(Rows("0.gate", 0, 3), Rows("0.up", 0, 3)), (Rows("1.gate", 0, 3), Rows("1.up", 0, 3))]
-    assert pieces_of(slots) == {
-        "0.gate": (Piece(0, 0, 2, 3),),
-        "0.up": (Piece(0, 1, 2, 3),),
-        "1.gate": (Piece(0, 6, 2, 3),),
-        "1.up": (Piece(0, 7, 2, 3),),
+    assert places_of(slots) == {
+        "0.gate": (StridedRows(0, 0, 2, 3),),
+        "0.up": (StridedRows(0, 1, 2, 3),),
+        "1.gate": (StridedRows(0, 6, 2, 3),),
+        "1.up": (StridedRows(0, 7, 2, 3),),
     }
 
 
 def test_pieces_of_a_head_whose_halves_take_turns():
     """GGUF's order of a head of four rows: 0, 2, 1, 3."""
     slots = [(Rows("q", 0, 2), Rows("q", 2, 4)), (Rows("q", 4, 6), Rows("q", 6, 8))]
-    pieces = pieces_of(slots)["q"]
-    assert pieces == (Piece(0, 0, 2, 2), Piece(2, 1, 2, 2), Piece(4, 4, 2, 2), Piece(6, 5, 2, 2))
+    pieces = places_of(slots)["q"]
+    assert pieces == (
+        StridedRows(0, 0, 2, 2),
+        StridedRows(2, 1, 2, 2),
+        StridedRows(4, 4, 2, 2),
+        StridedRows(6, 5, 2, 2),
+    )
     assert row_numbers(pieces) == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
@@ -88,7 +100,7 @@ def test_what_takes_turns_is_gathered_again(data):
     ]
     tables = matrix_of(count * members * height)
     stored = blocks_of(tables)
-    for module, pieces in pieces_of(slots).items():
+    for module, pieces in places_of(slots).items():
         number, member = map(int, module.split("."))
         expected = tuple(
             table.reshape(count, height, members, -1)[number, :, member] for table in tables
@@ -118,7 +130,7 @@ def test_a_module_in_many_pieces_is_gathered_in_its_own_order(data):
     stored = tuple(
         table.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(rows, -1) for table in tables
     )
-    found = gather(blocks_of(stored), (rows, COLUMNS), pieces_of(slots)["q"])
+    found = gather(blocks_of(stored), (rows, COLUMNS), places_of(slots)["q"])
     assert joined([found.rows(first, last) for first, last in cut(data.draw, rows)]) == as_bytes(
         tables
     )
@@ -131,7 +143,7 @@ def test_part_of_is_a_slice(data):
     first, last = sorted((data.draw(st.integers(0, rows - 1)), data.draw(st.integers(1, rows))))
     last = max(last, first + 1)
     tables = matrix_of(rows)
-    found = rows_of(blocks_of(tables), Rows("m", first, last))
+    found = take_rows(blocks_of(tables), Rows("m", first, last))
     assert found.shape == (last - first, COLUMNS)
     panels = [found.rows(*piece) for piece in cut(data.draw, last - first)]
     assert joined(panels) == as_bytes(tuple(table[first:last] for table in tables))
@@ -139,14 +151,14 @@ def test_part_of_is_a_slice(data):
 
 def test_the_whole_is_handed_on_as_it_is():
     stored = blocks_of(matrix_of(5))
-    assert gather(stored, (5, COLUMNS), (Piece(0, 0, 1, 5),)) is stored
-    assert rows_of(stored, Rows("m", 0, 5)) is stored
+    assert gather(stored, (5, COLUMNS), (StridedRows(0, 0, 1, 5),)) is stored
+    assert take_rows(stored, Rows("m", 0, 5)) is stored
 
 
 def test_half_of_a_matrix_is_not_the_whole():
     """Every second row of a stack as tall as twice the module: the first of two members, from row 0."""
     tables = matrix_of(6)
-    found = gather(blocks_of(tables), (3, COLUMNS), (Piece(0, 0, 2, 3),))
+    found = gather(blocks_of(tables), (3, COLUMNS), (StridedRows(0, 0, 2, 3),))
     assert tables_of(found.rows(0, 3)) == as_bytes(tuple(table[::2] for table in tables))
 
 
@@ -175,7 +187,7 @@ def test_a_fetched_member_keeps_its_global_scale_and_kind():
     member = Fetched(
         MXFP4, (4, COLUMNS), 0.5, "divisor", lambda first, last: _bytes_of(made, first, last)
     )
-    gathered = gather(member, (2, COLUMNS), (Piece(0, 1, 2, 2),))
+    gathered = gather(member, (2, COLUMNS), (StridedRows(0, 1, 2, 2),))
     assert (gathered.global_scale, gathered.kind) == (0.5, "divisor")
     assert tables_of(gathered.rows(0, 2)) == as_bytes(tuple(table[1::2] for table in made))
     (panel,) = alternate([member, member])

@@ -23,6 +23,7 @@ from checkpoints import (
 )
 from paths import GOLDEN
 
+from fp4convert.checkpoint.dialects.registry import DIALECTS
 from fp4convert.cli import app
 
 HELP = GOLDEN / "help"
@@ -269,6 +270,22 @@ def test_conversion_and_inspection_load_nothing_heavy(source, artifact, tmp_path
         ("verify", artifact, "--source", source),
     ):
         assert modules_after(*arguments).isdisjoint(HEAVY), arguments
+
+
+@pytest.mark.parametrize(
+    ("words", "dialect"),
+    [
+        (("quantize", "--format", "nvfp4", "--dry-run"), "compressed_tensors"),
+        (("quantize", "--format", "mxfp4", "--dialect", "quark", "--dry-run"), "quark"),
+        (("inspect",), "compressed_tensors"),
+    ],
+)
+def test_only_the_dialect_that_is_meant_is_loaded(words, dialect, source, artifact):
+    command, *options = words
+    loaded = modules_after(command, source if command == "quantize" else artifact, *options)
+    names = {name.replace("-", "_") for name in DIALECTS}
+    folder = "fp4convert.checkpoint.dialects."
+    assert names & {name.removeprefix(folder) for name in loaded} == {dialect}
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def errors_of(folder: Path) -> list[tuple[str, str | None]]:
 def test_bytes_of_an_input_scale(input_scale, multiplier, divisor):
     q = Quantized(NVFP4, (1, 16), memoryview(bytes(8)), memoryview(bytes(1)), 2.0, "divisor")
     for name, expected in ((CT, divisor), (MO, multiplier)):
-        parts = dict(dialect_named(name).encode_scalars("m", q, input_scale))
+        parts = dict(dialect_named(name).TRAITS.scalars.encode("m", q, input_scale))
         assert len(parts) == 2
         assert bytes(parts[f"m.{INPUT_SCALE[name]}"])[::-1].hex() == expected
 
@@ -138,7 +138,7 @@ def test_an_inverted_input_scale_is_rounded_once():
     q = Quantized(NVFP4, (1, 16), memoryview(bytes(8)), memoryview(bytes(1)), 2.0, "divisor")
     for x in np.exp2(np.random.default_rng(2).uniform(-100, 100, 500)).tolist():
         (stored,) = struct.unpack(
-            "<f", dict(dialect_named(CT).encode_scalars("m", q, x))["m.input_global_scale"]
+            "<f", dict(dialect_named(CT).TRAITS.scalars.encode("m", q, x))["m.input_global_scale"]
         )
         neighbours = (
             float(np.nextafter(np.float32(stored), np.float32(end))) for end in (0, np.inf)

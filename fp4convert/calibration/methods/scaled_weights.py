@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.checkpoint.dialects.stacks import Woven
+from fp4convert.checkpoint.dialects.stacks import InterleavedWeights
 from fp4convert.checkpoint.encodings.base import Coding, Linear
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_floats, as_matrix
 from fp4convert.numerics.matrices import Matrix, Weights
@@ -198,7 +198,7 @@ def reach_of(linear: Linear, source: Source) -> float:
 
 def moments_under(moments: Float32s, weights: Weights) -> Float32s:
     """The second moments of what these weights are given, where its columns are divided by what theirs are multiplied with."""
-    if isinstance(weights, Woven):
+    if isinstance(weights, InterleavedWeights):
         return moments_under(moments, weights.members[0])  # rows of layers with one input
     if not isinstance(weights, Scaled) or weights.columns is None:
         return moments

@@ -1,6 +1,6 @@
 """What every dialect offers: the protocol Dialect, and defaults.
 
-Every other module of this folder that registry.py names is a Dialect. Nothing above knows the ending of a tensor's name.
+Every module that registry.py names is a Dialect. Nothing above knows the ending of a tensor's name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import chain
 from typing import NamedTuple, Protocol
 
 from fp4convert.checkpoint.dialects.forms import Form, Group
-from fp4convert.checkpoint.dialects.stacks import Piece, Rows, Slot
+from fp4convert.checkpoint.dialects.stacks import Rows, Slot, StridedRows
 from fp4convert.checkpoint.dialects.tables import Fp8Table, Part, Read, Scalars
 from fp4convert.errors import Doubt
 from fp4convert.numerics.formats import Format, Kind
@@ -37,7 +37,7 @@ class Clues:
 
     @property
     def record(self) -> Json:
-        """config.json's quantization_config, or that of the language model in it."""
+        """Return quantization_config of config.json, or of a model nested in it."""
         for config in (
             self.config,
             *(part for part in self.config.values() if isinstance(part, dict)),
@@ -54,9 +54,9 @@ class Packed(NamedTuple):
     refs          what its matrix is decoded from, the packed codes first
     shape         (rows, columns)
     companions    its other tensors, such as an input scale, which only a quantized module has
-    stem          what its tensors are named after: the module itself, or the stack that it is a part of
+    stem          what its tensors are named after: the module, or the stack that it is a part of
     stored_shape  of the matrix, or stack of matrices, of that name
-    pieces        where its rows are in it
+    places        where its rows are in it
     form          what its tensors mean
     """
 
@@ -65,7 +65,7 @@ class Packed(NamedTuple):
     companions: tuple[TensorRef, ...]
     stem: str
     stored_shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    places: tuple[StridedRows, ...]
     form: Form
 
 
@@ -74,15 +74,15 @@ class Ignored:
     """Modules that engines must not take for quantized.
 
     modules   every module of the checkpoint that stays
-    patterns  globs (or "re:" expressions) that fit many of them, and tied heads that the checkpoint lacks; an engine may put
-              a prefix before the checkpoint's names, under which a pattern still holds
+    patterns  globs (or "re:" expressions) that fit many of them, and tied heads that the checkpoint
+              lacks; a pattern still holds where an engine puts a prefix before the names
     """
 
     modules: tuple[str, ...]
     patterns: tuple[str, ...]
 
     def apart(self) -> list[str]:
-        """Modules that no pattern fits."""
+        """List the modules that no pattern fits."""
         return [module for module in self.modules if not matches_any(self.patterns, module)]
 
 
@@ -91,29 +91,29 @@ class Traits:
     """What a dialect can say, and what its engines do.
 
     writes             the formats it is written in
-    only_reads         those that engines refuse, but artifacts are in
-    activations        the formats in which it can say that engines quantize activations to four bits
+    activations        formats in which it can say that engines quantize activations to four bits
     container          the kind of file that holds it: safetensors or gguf
     layouts            the scale layouts it can say, its own first
     nibble_order       low_first: element 2i in bits 0-3 of a byte; high_first; half_split: as GGUF
     scalars            its global scale and input scale
-    shares_scales      its engines multiply the members of a scale group as one matrix, with one global scale
-    ignores_by_name    its records name the modules that stay; otherwise what has no scales stays
+    shares_scales      engines multiply a scale group as one matrix, with one global scale
+    ignores_by_name    records name the modules that stay; else what has no scales stays
     holds_embeddings   its engines read four-bit embeddings
-    highest_scale      the largest byte of a block scale that its engines read as what it is, by format; any where it is not named
+    highest_scale      largest byte of a block scale that engines read right, by format; any
+                       byte for a format that is not named
     packed             ending of the tensor of packed codes
-    suffixes           endings of a quantized module's tensors, which no unquantized checkpoint has
-    companions         endings of a quantized module's other tensors, which mean nothing to ordinary weights
+    suffixes           endings of a quantized module's tensors, as registry.py has them
+    companions         endings of its other tensors, which mean nothing to ordinary weights
     implied            endings of scales that are 1 where a module has none
-    labels             endings of tensors that say to engines what a module is, in text of any length
-    cache_scales       endings, below an attention, of the scales of an FP8 cache of keys and of values; empty: it can say none
-    mixes              the formats of which it holds several in one artifact, each module in its own; empty: one format at a time
+    labels             endings of tensors that tell engines what a module is, of any length
+    cache_scales       endings, below an attention, of the scales of an FP8 cache of keys and of
+                       values; empty: it can say none
+    mixes              formats that it holds beside each other; empty: one format at a time
     fp8                how it stores FP8 matrices beside four-bit ones
     """
 
     writes: tuple[Format, ...]
     scalars: Scalars
-    only_reads: tuple[Format, ...] = ()
     activations: tuple[Format, ...] = ()
     container: str = "safetensors"
     layouts: tuple[str, ...] = ("linear",)
@@ -133,89 +133,86 @@ class Traits:
 
     @property
     def global_scale_kind(self) -> Kind | None:
-        """Whether its global scale is a multiplier or a divisor; None: it has no place for one, so that it is 1."""
+        """Return how global scales are stored; None: there is no place for one."""
         return self.scalars.kind if self.scalars.global_scale else None
-
-    @property
-    def reads(self) -> tuple[Format, ...]:
-        return self.writes + self.only_reads
 
 
 class Dialect(Protocol):
-    """Names, places and records of one kind of artifact; a module with these names is one.
+    """Names, places and records of artifacts; a module with these names.
 
-    A stem is what the tensors of one stored matrix are named after.  Its shape is (rows, columns), and longer for a stack.
+    A stem is what the tensors of one stored matrix are named after. Its shape is (rows, columns),
+    and longer for a stack.
     """
 
     TRAITS: Traits
 
     @staticmethod
     def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-        """The matrices to store for modules of those shapes; InputError for modules that this dialect has no place for."""
+        """Return the matrices to store for modules of those shapes.
+
+        Raises InputError for modules that this dialect has no place for.
+        """
 
     @staticmethod
     def slots(stem: str, shape: tuple[int, ...]) -> tuple[Slot, ...]:
-        """Which modules' rows a stored matrix of that shape holds."""
+        """Tell which modules' rows a stored matrix of that shape holds."""
 
     @staticmethod
     def unfit(module: str, shape: tuple[int, int], form: Form) -> str | None:
-        """Why a module of that shape, of whole blocks, has no place in it; None where it has one."""
+        """Say why a module of whole blocks has no place; None where it has one."""
 
     @staticmethod
     def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
-        """The tensors that stand for one stored matrix, the packed codes first."""
+        """List the tensors of one stored matrix, the packed codes first."""
 
     @staticmethod
     def notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
-        """What engines want to read in the file that holds those stems."""
+        """Return what engines read in the metadata of a file with those stems."""
 
     @staticmethod
     def encode(
         stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]
     ) -> Iterator[Part]:
-        """Bytes to append to outputs, by name, for the whole rows that come in panels, one after the other."""
+        """Yield bytes to append to outputs, by name.
 
-    @staticmethod
-    def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
-        """Bytes that stand once per matrix: its global scale, and its input scale, given as a multiplier, where it has one.
-
-        Raises InputError where they cannot be said.
+        panels  whole rows, one panel after the other
         """
 
     @staticmethod
     def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-        """The stems that at least one tensor says to be quantized, in order."""
+        """Find the stems that a tensor says to be quantized, in order."""
 
     @staticmethod
     def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
-        """The shape of the matrix whose packed codes that tensor is, or None where it is none."""
+        """Return the shape of the matrix of packed codes; None: there is none."""
 
     @staticmethod
     def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
-        """The matrix behind the tensors of that stem, a stack's matrices below each other; `read` gives bytes by name."""
+        """Return the matrix of a stem, a stack's matrices below each other.
 
-    @staticmethod
-    def decode_input_scale(module: str, read: Read) -> float:
-        """The input scale of that module as a multiplier, not rounded."""
+        read  gives the bytes of a tensor by its name
+        """
 
     @staticmethod
     def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
-        """What its engines read: file name -> object; the keys of config.json's take their places in it.
+        """Make what engines read: an object for each file name.
+
+        The keys of config.json's object take their places in the model's own config.json.
 
         groups  of at least one form; of several where the dialect mixes them
         """
 
     @staticmethod
     def recognise(clues: Clues) -> tuple[Group, ...]:
-        """The forms that such a folder declares, and which modules are of each; none where it is not this dialect's."""
+        """Read which forms a folder declares; none where it is no such artifact."""
 
     @staticmethod
     def judge(clues: Clues) -> Iterator[Doubt]:
-        """What is wrong with such records by themselves."""
+        """Find what is wrong with such records by themselves."""
 
     @staticmethod
     def ignores(clues: Clues) -> Callable[[str], bool]:
-        """Whether engines that read these records would take a module for an ordinary one, by its name."""
+        """Make a test of whether engines take a module for an ordinary one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,58 +232,87 @@ class MatrixEncoder:
         """
         for first in panels:
             input_scale = self.input_scale if self.form.has_input_scale else None
-            yield from self.dialect.encode_scalars(stem, first, input_scale)
+            yield from self.dialect.TRAITS.scalars.encode(stem, first, input_scale)
             yield from self.dialect.encode(stem, shape, self.form, chain((first,), panels))
 
 
 def each_alone(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-    """`stems` of a dialect that stores every module by itself."""
+    """Serve as `stems` where every module is stored by itself."""
     return dict(shapes)
 
 
 def whole(stem: str, shape: tuple[int, ...]) -> tuple[Slot, ...]:
-    """`slots` of a dialect that stores every module by itself."""
+    """Serve as `slots` where every module is stored by itself."""
     return ((Rows(stem, 0, shape[0]),),)
 
 
 def always_fit(module: str, shape: tuple[int, int], form: Form) -> str | None:
-    """`unfit` of a dialect that holds any matrix of whole blocks."""
+    """Serve as `unfit` where any matrix of whole blocks has a place."""
     return None
 
 
 def no_notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
-    """`notes` of a dialect whose engines read none."""
+    """Serve as `notes` where engines read none."""
+    return {}
+
+
+def no_records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
+    """Serve as `records` where engines read none."""
     return {}
 
 
 def no_doubts(clues: Clues) -> Iterator[Doubt]:
-    """`judge` of a dialect whose records cannot contradict themselves."""
+    """Serve as `judge` where records cannot contradict themselves."""
     return iter(())
 
 
 def ignores_none(clues: Clues) -> Callable[[str], bool]:
-    """`ignores` of a dialect whose records name no module."""
+    """Serve as `ignores` where records name no module."""
     return lambda module: False
 
 
 def stems_named(tensors: Mapping[str, TensorRef], endings: tuple[str, ...]) -> list[str]:
-    """The stems that at least one tensor's name gives, in order."""
+    """List the stems that at least one tensor's name gives, in order."""
     found = {
         name.removesuffix(ending): None
         for ending in endings
         for name in tensors
         if name.endswith(ending)
     }
-    return sorted(
-        found
-    )  # of a dict and no set: it keeps the order, in which long runs are sorted already
+    # Of a dict and no set: it keeps the order, in which long runs are sorted already.
+    return sorted(found)
 
 
-def is_fp8(tensors: Mapping[str, TensorRef], name: str) -> bool:
-    """True where that tensor is there and FP8: its module has scales, and is not four-bit."""
-    return name in tensors and tensors[name].dtype.startswith("F8_")
+def stems_of_scales(tensors: Mapping[str, TensorRef], endings: tuple[str, ...]) -> list[str]:
+    """List the stems with such scales, but for FP8 modules, in order.
+
+    The scales of an FP8 module may have the same names; its .weight tells.
+    """
+    return [
+        stem
+        for stem in stems_named(tensors, endings)
+        if (ref := tensors.get(f"{stem}.weight")) is None or not ref.dtype.startswith("F8_")
+    ]
+
+
+def doubt_stacks(stacks: Sequence[TensorRef]) -> Iterator[Doubt]:
+    """Yield a doubt for stacks of experts in a dialect that reads none."""
+    if stacks:
+        detail = f"{len(stacks)} stacks of experts are not looked into"
+        yield Doubt("warning", "stack-unread", f"{detail}, the first {stacks[0].name}")
 
 
 def strings(value: object) -> list[str]:
-    """The strings of a list in somebody's JSON; nothing where it is no list."""
+    """Return the strings of a list in somebody's JSON; nothing for no list."""
     return [entry for entry in value if isinstance(entry, str)] if isinstance(value, list) else []
+
+
+def schemes_of(record: Mapping[str, object]) -> list[Json]:
+    """Return what a record says of every group of modules.
+
+    compressed-tensors and ModelOpt list them alike.
+    """
+    groups = record.get("config_groups")
+    if not isinstance(groups, dict):
+        return []
+    return [scheme for scheme in groups.values() if isinstance(scheme, dict)]

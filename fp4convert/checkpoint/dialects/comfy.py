@@ -3,31 +3,34 @@
   M.weight          U8       [rows, columns / 2], the even column in bits 4-7 (high first)
   M.weight_scale    F8_E4M3  [rows to 128, blocks to 4], in the order 128x4 of cuBLAS
   M.weight_scale_2  F32      [], a multiplier: amax / 2688
-  M.input_scale     F32      [], a multiplier, with four-bit activations; without it ComfyUI scales them as they come
+  M.input_scale     F32      [], a multiplier, with four-bit activations; without it ComfyUI scales
+                             them as they come
   M.comfy_quant     U8       JSON: {"format": "nvfp4"}
 
-The file's own metadata names the modules again under "_quantization_metadata".  Rows must be a multiple of 16.
-Where rows divide by 128 and blocks by 4, names, dtypes and shapes are modelopt's, and only comfy_quant tells them apart.
-Source: comfy-kitchen 0.2.40, tensor/nvfp4 and float_utils; ComfyUI, QUANTIZATION.md.  Readers: ComfyUI.
+The file's own metadata names the modules again under "_quantization_metadata". Rows must be a
+multiple of 16. Where rows divide by 128 and blocks by 4, names, dtypes and shapes are modelopt's,
+and only comfy_quant tells them apart.
+Source: comfy-kitchen 0.2.40, tensor/nvfp4 and float_utils; ComfyUI, QUANTIZATION.md.
+Readers: ComfyUI.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from fp4convert.checkpoint.dialects.base import (
     Clues,
-    Ignored,
-    Json,
     Traits,
     each_alone,
     ignores_none,
     no_doubts,
+    no_records,
     stems_named,
     whole,
 )
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
+from fp4convert.checkpoint.dialects.registry import COMFY_MARK, SUFFIXES
 from fp4convert.checkpoint.dialects.tables import Part, Read, Scalars, half_columns
 from fp4convert.numerics.formats import NVFP4
 from fp4convert.numerics.matrices import Blocks, Fetched, Quantized
@@ -43,18 +46,12 @@ TRAITS = Traits(
     layouts=("128x4",),
     nibble_order="high_first",
     holds_embeddings=True,
-    suffixes=(".comfy_quant", ".weight_scale_2"),
+    suffixes=SUFFIXES["comfy"],
     companions=(".input_scale",),
-    labels=(".comfy_quant",),
+    labels=(COMFY_MARK,),
 )
-stems, slots, stored_shape, ignores, judge = (
-    each_alone,
-    whole,
-    half_columns,
-    ignores_none,
-    no_doubts,
-)
-decode_input_scale = SCALARS.decode_input
+stems, slots, stored_shape = each_alone, whole, half_columns
+records, judge, ignores = no_records, no_doubts, ignores_none
 _MARK = json.dumps({"format": "nvfp4"}, separators=(",", ":")).encode()
 
 
@@ -68,23 +65,22 @@ def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, 
     specs = (
         TensorSpec(f"{stem}.weight", "U8", (rows, columns // 2)),
         TensorSpec(f"{stem}.weight_scale", "F8_E4M3", padded),
-        TensorSpec(f"{stem}.comfy_quant", "U8", (len(_MARK),)),
+        TensorSpec(stem + COMFY_MARK, "U8", (len(_MARK),)),
     )
     return (*specs, *SCALARS.specs(stem, form))
 
 
 def notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
     layers = {stem: {"format": "nvfp4"} for stem in sorted(stems)}
-    return (
-        {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
-        if layers
-        else {}
-    )
+    if not layers:
+        return {}
+    return {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
 
 
 def encode(
     stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]
 ) -> Iterator[Part]:
+    yield stem + COMFY_MARK, memoryview(_MARK)
     block_scales = bytearray()
     for rows in panels:
         yield f"{stem}.weight", swap_nibbles(rows.packed)
@@ -93,19 +89,14 @@ def encode(
     yield f"{stem}.weight_scale", ORDERS["128x4"].arrange(memoryview(block_scales), linear)
 
 
-def encode_scalars(stem: str, q: Blocks, input_scale: float | None) -> Iterator[Part]:
-    yield f"{stem}.comfy_quant", memoryview(_MARK)
-    yield from SCALARS.encode(stem, q, input_scale)
-
-
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    """All but layers of other types, which are marked too."""
-    marked = [stem for stem in stems_named(tensors, (".comfy_quant",)) if _is_packed(tensors, stem)]
+    """Leave out layers of other types, which are marked too."""
+    marked = [
+        stem
+        for stem in stems_named(tensors, (COMFY_MARK,))
+        if (ref := tensors.get(f"{stem}.weight")) and ref.dtype == "U8"
+    ]
     return sorted({*marked, *stems_named(tensors, (".weight_scale_2",))})
-
-
-def _is_packed(tensors: Mapping[str, TensorRef], stem: str) -> bool:
-    return f"{stem}.weight" in tensors and tensors[f"{stem}.weight"].dtype == "U8"
 
 
 def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
@@ -117,26 +108,16 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     )
 
     def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
-        return swap_nibbles(packed[first * columns // 2 : last * columns // 2]), block_scales(
-            first, last
-        )
+        codes = swap_nibbles(packed[first * columns // 2 : last * columns // 2])
+        return codes, block_scales(first, last)
 
-    return Fetched(
-        form.format,
-        (rows, columns),
-        SCALARS.decode_global(stem, form, read),
-        SCALARS.kind,
-        fetch,
-        block_scales,
-    )
-
-
-def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
-    return {}
+    global_scale = SCALARS.decode_global(stem, form, read)
+    matrix = (rows, columns)
+    return Fetched(form.format, matrix, global_scale, SCALARS.kind, fetch, block_scales)
 
 
 def recognise(clues: Clues) -> tuple[Group, ...]:
-    marked = stems_named(clues.tensors, (".comfy_quant",))
+    marked = stems_named(clues.tensors, (COMFY_MARK,))
     nvfp4 = [stem for stem in marked if f"{stem}.weight_scale_2" in clues.tensors]
     if not nvfp4:
         return ()

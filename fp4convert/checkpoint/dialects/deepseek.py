@@ -3,9 +3,11 @@
   M.weight  I8      [rows, columns / 2]
   M.scale   F8_E8M0 [rows, columns / 32]
 
-Only routed experts are four-bit; their engine takes every other matrix for FP8 with 128x128 blocks, and those stay as they are.
-Record: "expert_dtype" in config.json, beside a quantization_config of FP8.
-Source: vLLM 0.33, models/deepseek_v4 (names and views); no published file was compared.  Readers: vLLM.
+Only routed experts are four-bit; their engine takes every other matrix for FP8 with 128x128 blocks,
+and those stay as they are. Record: "expert_dtype" in config.json, beside a quantization_config of
+FP8.
+Source: vLLM 0.33, models/deepseek_v4 (names and views); no published file was compared.
+Readers: vLLM.
 """
 
 from __future__ import annotations
@@ -20,10 +22,9 @@ from fp4convert.checkpoint.dialects.base import (
     Traits,
     always_fit,
     ignores_none,
-    is_fp8,
     no_doubts,
     no_notes,
-    stems_named,
+    stems_of_scales,
     whole,
 )
 from fp4convert.checkpoint.dialects.forms import Form, Group, everywhere
@@ -32,36 +33,25 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import MXFP4
 from fp4convert.storage.safetensors import TensorRef
 
-SCALARS = Scalars(None)
-TRAITS = Traits(
-    writes=(MXFP4,), scalars=SCALARS
-)  # no suffixes: ".scale" ends names of ordinary norms too
-TABLE = Table((".weight", "I8"), ".scale", {MXFP4: "F8_E8M0"}, SCALARS)
-outputs, stored_shape, encode, decode = (
-    TABLE.outputs,
-    TABLE.stored_shape,
-    TABLE.encode,
-    TABLE.decode,
-)
-encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
-slots, notes, ignores, judge, unfit = whole, no_notes, ignores_none, no_doubts, always_fit
+TRAITS = Traits(writes=(MXFP4,), scalars=Scalars(None))
+TABLE = Table((".weight", "I8"), ".scale", {MXFP4: "F8_E8M0"}, TRAITS.scalars)
+outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
+stored_shape, slots, unfit = TABLE.stored_shape, whole, always_fit
+notes, judge, ignores = no_notes, no_doubts, ignores_none
 _EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.w[123]")
 
 
 def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
     for module in shapes:
         if not _EXPERT.fullmatch(module):
-            detail = f"{module} is four-bit; dialect deepseek holds only routed experts, named ...experts.N.w1, w2 and w3"
+            detail = f"{module} is four-bit; dialect deepseek holds only routed experts"
+            detail = f"{detail}, named ...experts.N.w1, w2 and w3"
             raise InputError("dialect-module", detail, "Choose another --dialect.", module)
     return dict(shapes)
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    return [
-        stem
-        for stem in stems_named(tensors, (".scale",))
-        if _EXPERT.fullmatch(stem) and not is_fp8(tensors, f"{stem}.weight")
-    ]
+    return [stem for stem in stems_of_scales(tensors, (".scale",)) if _EXPERT.fullmatch(stem)]
 
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:

@@ -1,11 +1,10 @@
-"""Form: a module's format, and how it is stored.
-
-A Group is the modules of one form, as a record names them.
-"""
+"""Forms of modules, and how records name the modules of each form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -13,19 +12,19 @@ from typing import NamedTuple
 
 from fp4convert.numerics.formats import Format
 
-ACTIVATIONS_FP4 = 4
-Granularity = (
-    str | tuple[int, int]
-)  # "tensor", "row", or (rows, columns) of a block: what one scale stands for
+# What one scale stands for: "tensor", "row", or (rows, columns) of a block.
+Granularity = str | tuple[int, int]
+ACTIVATIONS_FP4, ACTIVATIONS_FP8 = 4, 8
 SCALE_DTYPES = ("F32", "BF16", "F16")  # of FP8 and int4 scales
-ACTIVATIONS_FP8 = 8
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name that counts layers or experts
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an artifact says of some of its weights, or of all, beside their names.
+    """What an artifact says of its weights, or of some, beside their names.
 
-    activations   16: only weights are quantized; 4 or 8: engines quantize activations to so many bits, NVFP4 with an input scale
+    activations   16: only weights are quantized; 4 or 8: engines quantize activations to so many
+                  bits, NVFP4 with an input scale
     scale_layout  in which order block scales lie; a name in scale_layouts.py
     kv_cache      "fp8" where engines keep the cache of keys and values in FP8, or None
     shapes        (rows, columns) of the modules whose tensors cannot tell
@@ -47,7 +46,7 @@ class Form:
 
     @property
     def word(self) -> str:
-        """The form in a few letters for people: nvfp4, fp8 row, fp8 128x128."""
+        """Name the form for people: nvfp4, fp8 row, fp8 128x128."""
         if self.granularity is None:
             return self.format.name
         return f"{self.format.name} {granularity_word(self.granularity)}"
@@ -60,7 +59,8 @@ def granularity_word(granularity: Granularity) -> str:
 class Group(NamedTuple):
     """Modules of one form, as a record names them.
 
-    modules  names; as they are read, also patterns, of which "*" stands for all that no other group names
+    modules  names; as they are read, also patterns, of which "*" stands for all that no other
+             group names
     """
 
     form: Form
@@ -68,7 +68,7 @@ class Group(NamedTuple):
 
 
 def group_modules(forms: Iterable[tuple[str, Form]]) -> tuple[Group, ...]:
-    """Modules by their form, in the order in which forms come first."""
+    """Group modules by their form, in the order of first appearance."""
     gathered: list[tuple[Form, list[str]]] = []
     for form, run in groupby(forms, itemgetter(1)):
         own = next((modules for known, modules in gathered if known == form), None)
@@ -79,11 +79,59 @@ def group_modules(forms: Iterable[tuple[str, Form]]) -> tuple[Group, ...]:
 
 
 def everywhere(form: Form | None) -> tuple[Group, ...]:
-    """What `recognise` says of an artifact whose modules are all of one form."""
+    """Return the one group of an artifact whose modules have one form."""
     return (Group(form, ("*",)),) if form else ()
 
 
-def merged(found: Iterable[tuple[Form, Iterable[str]]]) -> tuple[Group, ...]:
-    """Groups as a record lists them, those of one form together, and what holds for all that no other names last."""
+def merge_groups(found: Iterable[tuple[Form, Iterable[str]]]) -> tuple[Group, ...]:
+    """Join groups of one form; the group that holds for all others is last."""
     groups = group_modules((name, form) for form, names in found for name in names)
     return tuple(sorted(groups, key=lambda group: "*" in group.modules))
+
+
+def targets_of(modules: Iterable[str], others: Iterable[str], prefix: str = "") -> list[str]:
+    """Make expressions that fit those modules and none of the others.
+
+    Modules whose names differ in numbers alone share one expression where it fits no other.
+
+    prefix  an expression for what engines may put before a name, or instead of what stands before
+            its layers; left out where another name would fit with it
+    """
+    fitting, strange = defaultdict(list), {_NUMBER.sub("0", other) for other in others}
+    endings = {
+        template[dot + 1 :]
+        for template in strange
+        for dot, letter in enumerate(template)
+        if letter == "."
+    }
+    for module in modules:
+        fitting[_NUMBER.sub("0", module)].append(module)
+    targets = []
+    for template, names in fitting.items():
+        before = "re:" + ("" if template in endings else prefix)
+        if template in strange:
+            targets += [f"{before}{re.escape(name)}$" for name in names]
+            continue
+        core = from_layers(names[0])
+        is_clear = bool(prefix) and not {_NUMBER.sub("0", core)} & (strange | endings)
+        texts = _NUMBER.split(core if is_clear else names[0])
+        targets.append(before + r"\d+".join(map(re.escape, texts)) + "$")
+    return list(dict.fromkeys(targets))
+
+
+def from_layers(module: str) -> str:
+    """Cut off what stands before the layers in a module's name.
+
+    Engines call that by other names for models of several parts; a name that counts nothing stays.
+    model.language_model.layers.3.mlp.up_proj -> layers.3.mlp.up_proj
+    """
+    number = _NUMBER.search(module)
+    if number is None or number.start() == 0:
+        return module
+    return module[module[: number.start() - 1].rfind(".") + 1 :]
+
+
+def parents_of(module: str) -> Iterator[str]:
+    """Yield the names above a module's, the nearest first."""
+    while module := module.rpartition(".")[0]:
+        yield module

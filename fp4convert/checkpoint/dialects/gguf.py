@@ -1,27 +1,29 @@
 """gguf: MXFP4 and NVFP4 as llama.cpp reads them.
 
-  M.weight       MXFP4: for 32 columns the E8M0 byte, then 16 bytes; NVFP4: for 64 columns four E4M3 bytes, then 4 x 8 bytes
+  M.weight       MXFP4: for 32 columns the E8M0 byte, then 16 bytes
+                 NVFP4: for 64 columns four E4M3 bytes, then 4 x 8 bytes
   M.scale        nvfp4: F32 [1], a multiplier: amax / 2688; llama-quantize writes none, which is 1
   M.input_scale  nvfp4 with four-bit activations: F32 [1], a multiplier
 
-A block's first half is in bits 0-3 of its bytes, its second half in bits 4-7.  llama.cpp reads -0 as 0, an E4M3 scale without
-its sign and a NaN scale as 0 or as infinity: scales with a sign or NaN are refused.  Columns must divide by 64 for NVFP4.
-Names and the order of rows are llama.cpp's own, so only a GGUF file, or a donor's frame, becomes one.
+A block's first half is in bits 0-3 of its bytes, its second half in bits 4-7. llama.cpp reads -0 as
+0, an E4M3 scale without its sign and a NaN scale as 0 or as infinity: scales with a sign or NaN are
+refused. Columns must divide by 64 for NVFP4. Names and the order of rows are llama.cpp's own, so
+only a GGUF file, or a donor's frame, becomes one.
 Source: llama.cpp, ggml-common.h and ggml-quants.c (block_mxfp4, block_nvfp4).  Readers: llama.cpp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from fp4convert.checkpoint.dialects.base import (
     Clues,
-    Ignored,
-    Json,
     Traits,
+    doubt_stacks,
     each_alone,
     ignores_none,
     no_notes,
+    no_records,
     whole,
 )
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
@@ -45,9 +47,8 @@ TRAITS = Traits(
     implied=(".scale",),
     highest_scale={NVFP4: 126, MXFP4: 254},  # above it a sign, or NaN
 )
-encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
-stems, slots, notes, ignores = each_alone, whole, no_notes, ignores_none
-_TYPES = {"MXFP4": MXFP4, "NVFP4": NVFP4}
+stems, slots, notes, ignores, records = each_alone, whole, no_notes, ignores_none, no_records
+_TYPES = {fmt.name.upper(): fmt for fmt in (MXFP4, NVFP4)}
 _SCALED = (  # what llama.cpp loads a .scale for; any other one makes it refuse the file
     *(f".attn_{name}" for name in ("q", "k", "v", "qkv", "output", "gate")),
     *(f".ffn_{name}{kind}" for name in ("gate", "up", "down") for kind in ("", "_shexp")),
@@ -76,7 +77,7 @@ def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, 
 
 
 def _sizes(fmt: Format) -> tuple[int, int]:
-    """Bytes of scales, and of codes, in one run."""
+    """Return the bytes of scales, and of codes, in one run."""
     return _BLOCKS_PER_RUN[fmt], _BLOCKS_PER_RUN[fmt] * fmt.block_size // 2
 
 
@@ -86,14 +87,12 @@ def encode(
     scales_nbytes, codes_nbytes = _sizes(form.format)
     for rows in panels:
         codes = to_halves(rows.packed, form.format.block_size // 2)
-        yield (
-            f"{stem}.weight",
-            interleave((rows.block_scales, scales_nbytes), (codes, codes_nbytes)),
-        )
+        runs = interleave((rows.block_scales, scales_nbytes), (codes, codes_nbytes))
+        yield f"{stem}.weight", runs
 
 
 def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    """Matrices of one four-bit type, NVFP4 where there are both."""
+    """Find matrices of one four-bit type, NVFP4 where there are both."""
     form = _form(tensors)
     kind = form.format.name.upper() if form else ""
     matrices = (name for name, ref in tensors.items() if ref.dtype == kind and len(ref.shape) == 2)
@@ -118,38 +117,24 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch)
 
 
-def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
-    return {}
-
-
 def recognise(clues: Clues) -> tuple[Group, ...]:
     return everywhere(_form(clues.tensors))
 
 
 def _form(tensors: Mapping[str, TensorRef]) -> Form | None:
+    """Return the form that types and scales of tensors tell."""
     for name, fmt in reversed(_TYPES.items()):
-        stems_found = [
-            ref.name.removesuffix(".weight") for ref in tensors.values() if ref.dtype == name
-        ]
-        if stems_found:
-            has_inputs = fmt.has_global_scale and all(
-                f"{stem}.input_scale" in tensors for stem in stems_found
-            )
-            return Form(fmt, ACTIVATIONS_FP4 if has_inputs else 16, TRAITS.layouts[0])
+        found = [ref.name.removesuffix(".weight") for ref in tensors.values() if ref.dtype == name]
+        if found:
+            has_inputs = all(f"{stem}.input_scale" in tensors for stem in found)
+            is_fp4 = fmt.has_global_scale and has_inputs
+            return Form(fmt, ACTIVATIONS_FP4 if is_fp4 else 16, TRAITS.layouts[0])
     return None
 
 
 def judge(clues: Clues) -> Iterator[Doubt]:
-    stacks = [ref for ref in clues.tensors.values() if ref.dtype in _TYPES and len(ref.shape) > 2]
-    if stacks:
-        yield Doubt(
-            "warning",
-            "stack-unread",
-            f"{len(stacks)} stacks of experts are not looked into, the first {stacks[0].name}",
-        )
-    if len({ref.dtype for ref in clues.tensors.values()} & _TYPES.keys()) > 1:
-        yield Doubt(
-            "warning",
-            "formats-mixed",
-            "the file holds MXFP4 and NVFP4; only what is NVFP4 is looked into",
-        )
+    refs = [ref for ref in clues.tensors.values() if ref.dtype in _TYPES]
+    yield from doubt_stacks([ref for ref in refs if len(ref.shape) > 2])
+    if len({ref.dtype for ref in refs}) > 1:
+        detail = "the file holds MXFP4 and NVFP4; only what is NVFP4 is looked into"
+        yield Doubt("warning", "formats-mixed", detail)

@@ -1,12 +1,15 @@
 """gpt-oss: MXFP4 as OpenAI stores the experts of gpt-oss.
 
-  X.gate_up_proj_blocks  U8  [experts, 2 * inner, columns / 32, 16]: rows of gate and up in turn, gate first
+  X.gate_up_proj_blocks  U8  [experts, 2 * inner, columns / 32, 16]: rows of gate and up in turn,
+                             gate first
   X.gate_up_proj_scales  U8  [experts, 2 * inner, columns / 32]
   X.down_proj_blocks, X.down_proj_scales: the same with [experts, outer, ...]
 
-X is "...mlp.experts".  As modules they are X.N.gate_proj, X.N.up_proj and X.N.down_proj, as other models name their experts;
-the biases (X.gate_up_proj_bias) stay as they are.  Everything but the experts stays unquantized.
-Source: openai/gpt-oss-20b; transformers 5.23, integrations/mxfp4.  Readers: transformers, vLLM, SGLang.
+X is "...mlp.experts". As modules they are X.N.gate_proj, X.N.up_proj and X.N.down_proj, as other
+models name their experts; the biases (X.gate_up_proj_bias) stay as they are. Everything but the
+experts stays unquantized.
+Source: openai/gpt-oss-20b; transformers 5.23, integrations/mxfp4.
+Readers: transformers, vLLM, SGLang.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from fp4convert.checkpoint.dialects.base import (
     Clues,
@@ -27,21 +31,21 @@ from fp4convert.checkpoint.dialects.base import (
     strings,
 )
 from fp4convert.checkpoint.dialects.forms import Form, Group, everywhere
+from fp4convert.checkpoint.dialects.registry import SUFFIXES
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot
 from fp4convert.checkpoint.dialects.tables import Scalars, Table, whole_blocks
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import MXFP4
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
 
-SCALARS = Scalars(None)
-TRAITS = Traits(writes=(MXFP4,), scalars=SCALARS, packed="_blocks", suffixes=("_blocks", "_scales"))
-TABLE = Table(("_blocks", "U8"), "_scales", {MXFP4: "U8"}, SCALARS)
-encode, decode, encode_scalars, decode_input_scale = (
-    TABLE.encode,
-    TABLE.decode,
-    SCALARS.encode,
-    SCALARS.decode_input,
+TRAITS = Traits(
+    writes=(MXFP4,),
+    scalars=Scalars(None),
+    packed="_blocks",
+    suffixes=SUFFIXES["gpt-oss"],
 )
+TABLE = Table(("_blocks", "U8"), "_scales", {MXFP4: "U8"}, TRAITS.scalars)
+find, encode, decode = partial(stems_named, endings=TRAITS.suffixes), TABLE.encode, TABLE.decode
 notes, judge, unfit = no_notes, no_doubts, always_fit
 _MEMBERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 MOST_STARS = 4  # in a name of a record: each one more multiplies the time that it takes
@@ -50,13 +54,14 @@ _BLOCK_NBYTES = MXFP4.block_size // 2
 
 
 def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-    """Two stacks for each layer; every expert must be there, and all of one shape."""
+    """Make two stacks for each layer; all experts must be there, of one shape."""
     experts: dict[str, dict[int, dict[str, tuple[int, int]]]] = defaultdict(
         lambda: defaultdict(dict)
     )
     for module, matrix in shapes.items():
         if (match := _EXPERT.fullmatch(module)) is None:
-            detail = f"{module} is four-bit; dialect gpt-oss holds only experts, named ...experts.N.gate_proj, up_proj, down_proj"
+            detail = f"{module} is four-bit; dialect gpt-oss holds only experts"
+            detail = f"{detail}, named ...experts.N.gate_proj, up_proj, down_proj"
             raise InputError("dialect-module", detail, "Choose another --dialect.", module)
         experts[match[1]][int(match[2])][f"{match[3]}_proj"] = matrix
     found: dict[str, tuple[int, ...]] = {}
@@ -69,7 +74,8 @@ def stems(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
             }
             shape = kinds.pop()
             if kinds or shape is None:
-                detail = f"{parent}: dialect gpt-oss stacks the {stack} of all experts; expected every one, and all of one shape"
+                detail = f"{parent}: dialect gpt-oss stacks the {stack} of all experts"
+                detail = f"{detail}; expected every one, and all of one shape"
                 raise InputError("dialect-module", detail, "Choose another --dialect.", parent)
             found[f"{parent}.{stack}"] = (len(members), shape[0] * len(names), shape[1])
     return found
@@ -94,22 +100,16 @@ def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, 
     )
 
 
-def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    return stems_named(tensors, TRAITS.suffixes)
-
-
 def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
-    if len(packed.shape) != 4 or packed.shape[1] % len(
-        _MEMBERS.get(stem.rpartition(".")[2], (stem,))
-    ):
+    members = _MEMBERS.get(stem.rpartition(".")[2], (stem,))
+    if len(packed.shape) != 4 or packed.shape[1] % len(members):
         return None
     return whole_blocks((*packed.shape[:2], packed.shape[2] * form.format.block_size), form)
 
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
-    exact = [
-        pattern for pattern in ignored.patterns if not set(pattern) & set("*?[:")
-    ]  # transformers compiles them: no globs
+    # transformers compiles them: no globs
+    exact = [pattern for pattern in ignored.patterns if not set(pattern) & set("*?[:")]
     stored = groups[0].modules  # their own biases may stay
     kept = [
         name
@@ -125,7 +125,10 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:
-    """`modules_to_not_convert` holds beginnings of names, up to a dot or the end, in which "*" fits anything."""
+    """Read `modules_to_not_convert`: names, and "*" in them fits anything.
+
+    An entry fits a beginning of a module's name, up to a dot or the end.
+    """
     names = strings(clues.record.get("modules_to_not_convert"))
     few = [name for name in names if name.count("*") <= MOST_STARS]
     expressions = [re.compile(re.escape(name).replace(r"\*", ".*") + r"(?:\.|$)") for name in few]

@@ -6,23 +6,28 @@
   M.input_scale     F32      [], a multiplier, with four-bit activations
 
 Beside them FP8 modules: M.weight F8_E4M3 [rows, columns] and
-  FP8                       M.weight_scale F32 [], M.input_scale F32 []: engines quantize activations with it, so it must be there
+  FP8                       M.weight_scale F32 [], M.input_scale F32 []: engines quantize
+                            activations with it, so it must be there
   FP8_PER_CHANNEL_PER_TOKEN M.weight_scale F32 [rows]
   FP8_PB_WO                 M.weight_scale F32 [rows / 128, 1, columns / 128, 1]
-A record of the algorithm MIXED_PRECISION names the algorithm of every module ("quantized_layers"); vLLM 0.33 knows FP8,
-NVFP4 and W4A16_NVFP4 in one, later ones and SGLang FP8_PB_WO too.
-MXFP4 (U8 scales of [rows, columns / 32], no others) is only read: no engine takes ModelOpt's own record of it.
-Two records: config.json's quantization_config ("ignore") and hf_quant_config.json ("exclude_modules").  Engines match these
-names as wildcards and also as substrings, so that a module named "output" would exclude "attention.output.dense" too:
-such a name is written with its last letter in brackets, which fits only as a wildcard.
-Source: ModelOpt 0.47, torch/export; vLLM 0.33, quantization/modelopt.py.  Readers: vLLM, SGLang, TensorRT-LLM, llama.cpp.
+A record of the algorithm MIXED_PRECISION names the algorithm of every module ("quantized_layers");
+vLLM 0.33 knows FP8, NVFP4 and W4A16_NVFP4 in one, later ones and SGLang FP8_PB_WO too.
+MXFP4 (U8 scales of [rows, columns / 32], no others) is only read: no engine takes ModelOpt's own
+record of it.
+Two records: config.json's quantization_config ("ignore") and hf_quant_config.json
+("exclude_modules"). Engines match these names as wildcards and also as substrings, so that a module
+named "output" would exclude "attention.output.dense" too: such a name is written with its last
+letter in brackets, which fits only as a wildcard.
+Source: ModelOpt 0.47, torch/export; vLLM 0.33, quantization/modelopt.py.
+Readers: vLLM, SGLang, TensorRT-LLM, llama.cpp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 from fp4convert.checkpoint.dialects.base import (
     Clues,
@@ -30,9 +35,9 @@ from fp4convert.checkpoint.dialects.base import (
     Json,
     Traits,
     each_alone,
-    is_fp8,
     no_notes,
-    stems_named,
+    schemes_of,
+    stems_of_scales,
     strings,
     whole,
 )
@@ -44,18 +49,12 @@ from fp4convert.checkpoint.dialects.forms import (
     Group,
     everywhere,
     group_modules,
-)
-from fp4convert.checkpoint.dialects.tables import (
-    Fp8Table,
-    Scalars,
-    Table,
     parents_of,
-    scale_grid,
-    schemes_of,
 )
+from fp4convert.checkpoint.dialects.registry import SUFFIXES
+from fp4convert.checkpoint.dialects.tables import Fp8Table, Scalars, Table, scale_grid
 from fp4convert.errors import Doubt
 from fp4convert.numerics.formats import FP8, MXFP4, NVFP4
-from fp4convert.storage.safetensors import TensorRef
 
 _FP8_ACTIVATIONS: dict[Granularity, int] = {
     "tensor": ACTIVATIONS_FP8,
@@ -69,32 +68,23 @@ def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int,
     return {"tensor": (), "row": (rows,), (128, 128): (rows, 1, columns, 1)}.get(granularity)
 
 
-SCALARS = Scalars(".weight_scale_2", ".input_scale")
 TRAITS = Traits(
     writes=(NVFP4,),
-    scalars=SCALARS,
+    scalars=Scalars(".weight_scale_2", ".input_scale"),
     ignores_by_name=True,
-    only_reads=(MXFP4,),
     activations=(NVFP4,),
     shares_scales=True,
-    suffixes=(".weight_scale", ".weight_scale_2"),
+    suffixes=SUFFIXES["modelopt"],
     companions=(".input_scale", ".k_scale", ".v_scale"),
     cache_scales=("k_proj.k_scale", "v_proj.v_scale"),
     mixes=(NVFP4, FP8),
     fp8=Fp8Table("tensor", _scale_shape, ".input_scale", _FP8_ACTIVATIONS),
 )
-TABLE = Table(
-    (".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS, fp8=TRAITS.fp8
-)
-outputs, stored_shape, encode, decode, unfit = (
-    TABLE.outputs,
-    TABLE.stored_shape,
-    TABLE.encode,
-    TABLE.decode,
-    TABLE.unfit,
-)
-encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
-stems, slots, notes = each_alone, whole, no_notes
+SCALE_DTYPES = {NVFP4: "F8_E4M3", MXFP4: "U8"}
+TABLE = Table((".weight", "U8"), ".weight_scale", SCALE_DTYPES, TRAITS.scalars, fp8=TRAITS.fp8)
+outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
+stems, stored_shape, slots, unfit = each_alone, TABLE.stored_shape, whole, TABLE.unfit
+find, notes = partial(stems_of_scales, endings=TRAITS.suffixes), no_notes
 _ALGORITHMS = {ACTIVATIONS_FP4: "NVFP4", 16: "W4A16_NVFP4"}
 _FP8_ALGORITHMS: dict[Granularity, str] = {
     "tensor": "FP8",
@@ -102,14 +92,6 @@ _FP8_ALGORITHMS: dict[Granularity, str] = {
     (128, 128): "FP8_PB_WO",
 }
 _MX_ALGORITHMS = ("mxfp4", "MXFP4", "W4A8_MXFP4_FP8")
-
-
-def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    return [
-        stem
-        for stem in stems_named(tensors, TRAITS.suffixes)
-        if not is_fp8(tensors, f"{stem}.weight")
-    ]
 
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
@@ -125,7 +107,11 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     schemes = [
         _scheme(group.form, sorted(group.modules) if is_mixed else ["Linear"]) for group in groups
     ]
-    layers = {module: _layer(group.form) for group in groups for module in group.modules}
+    layers: Json = {}  # what quantized_layers says of every module
+    for group in groups:
+        own, fmt = {"quant_algo": _algorithm(group.form)}, group.form.format
+        size = {"group_size": fmt.block_size} if fmt.is_fp4 else {}
+        layers |= {module: {**own, **size} for module in group.modules}
     mixed: Json = {"quantized_layers": dict(sorted(layers.items()))} if is_mixed else {}
     record: Json = {
         "quant_method": "modelopt",
@@ -154,63 +140,47 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
 
 
 def _algorithm(form: Form) -> str:
-    """The name of a form; of FP8 by what one scale stands for."""
-    return (
-        _ALGORITHMS[form.activations]
-        if form.format.is_fp4
-        else _FP8_ALGORITHMS[form.granularity or "tensor"]
-    )
-
-
-def _layer(form: Form) -> Json:
-    """What quantized_layers says of a module."""
-    size = {"group_size": form.format.block_size} if form.format.is_fp4 else {}
-    return {"quant_algo": _algorithm(form), **size}
+    """Name a form; of FP8 by what one scale stands for."""
+    if form.format.is_fp4:
+        return _ALGORITHMS[form.activations]
+    return _FP8_ALGORITHMS[form.granularity or "tensor"]
 
 
 def _scheme(form: Form, targets: list[str]) -> Json:
-    """A group of modules: their names, weights and activations."""
-    numbers: Json = {
-        "dynamic": False,
-        "num_bits": 4,
-        "type": "float",
-        "group_size": form.format.block_size,
-    }
+    """Describe a group of modules: their names, weights and activations."""
+    scheme: Json = {"targets": targets}
     if form.format.is_fp4:
-        return {
-            "targets": targets,
-            "weights": numbers,
-            **({"input_activations": dict(numbers)} if form.has_input_scale else {}),
-        }
+        size = form.format.block_size
+        numbers: Json = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": size}
+        scheme["weights"] = numbers
+        if form.has_input_scale:
+            scheme["input_activations"] = dict(numbers)
+        return scheme
     inputs: Json = {"dynamic": False, "num_bits": 8, "type": "float"}
     match form.granularity:
         case (int(rows), int(columns)):
-            return {
-                "targets": targets,
-                "weights": {**inputs, "strategy": "block", "block_structure": [rows, columns]},
-            }
+            structure = [rows, columns]
+            scheme["weights"] = {**inputs, "strategy": "block", "block_structure": structure}
+            return scheme
         case "row":
-            return {
-                "targets": targets,
-                "weights": {**inputs, "strategy": "channel"},
-                "input_activations": inputs,
-            }
-    return {"targets": targets, "weights": dict(inputs), "input_activations": inputs}
+            scheme["weights"] = {**inputs, "strategy": "channel"}
+        case _:
+            scheme["weights"] = dict(inputs)
+    return {**scheme, "input_activations": inputs}
 
 
 def recognise(clues: Clues) -> tuple[Group, ...]:
-    """config.json's record says it, or else hf_quant_config.json.
+    """Read config.json's record, or else hf_quant_config.json.
 
-    Engines take the algorithm NVFP4 for weights alone where no group of modules has input_activations.
+    Engines take the algorithm NVFP4 for weights alone where no group of modules has
+    input_activations.
     """
-    if clues.record:
-        return _of_config(clues.record) if clues.record.get("quant_method") == "modelopt" else ()
-    return _groups(_nested(clues)) if clues.hf_quant_config else ()
-
-
-def _of_config(record: Json) -> tuple[Group, ...]:
-    groups = _groups(record)
-    schemes = schemes_of(record)
+    record = clues.record
+    if not record:
+        return _groups(_nested(clues)) if clues.hf_quant_config else ()
+    if record.get("quant_method") != "modelopt":
+        return ()
+    groups, schemes = _groups(record), schemes_of(record)
     cache = record.get("kv_cache_scheme")
     if isinstance(cache, dict) and cache.get("num_bits") == 8:
         groups = tuple(Group(replace(form, kv_cache="fp8"), names) for form, names in groups)
@@ -223,26 +193,26 @@ def _of_config(record: Json) -> tuple[Group, ...]:
 
 
 def _groups(record: Json) -> tuple[Group, ...]:
-    """What the algorithm, or those of the single modules, say; none where no module is four-bit."""
+    """Read the algorithm, or those of the single modules.
+
+    There are no groups where no module is four-bit.
+    """
     kv_cache = "fp8" if record.get("kv_cache_quant_algo") == "FP8" else None
     if record.get("quant_algo") != "MIXED_PRECISION":
         form = _form(record.get("quant_algo"), kv_cache)
         return everywhere(form if form and form.format.is_fp4 else None)
     layers = record.get("quantized_layers")
-    named = (
-        {name: entry.get("quant_algo") for name, entry in layers.items() if isinstance(entry, dict)}
-        if isinstance(layers, dict)
-        else {}
-    )
-    known = [
-        (name, form) for name, algorithm in named.items() if (form := _form(algorithm, kv_cache))
-    ]
-    groups = group_modules((module, form) for name, form in known for module in (name, f"{name}.*"))
+    known: list[tuple[str, Form]] = []
+    for name, entry in layers.items() if isinstance(layers, dict) else ():
+        form = _form(entry.get("quant_algo"), kv_cache) if isinstance(entry, dict) else None
+        if form:
+            known += [(name, form), (f"{name}.*", form)]
+    groups = group_modules(known)
     return groups if any(group.form.format.is_fp4 for group in groups) else ()
 
 
 def _form(algorithm: object, kv_cache: str | None) -> Form | None:
-    """The form of an algorithm; None for one that is not read."""
+    """Return the form of an algorithm; None for one that is not read."""
     if algorithm in _MX_ALGORITHMS:
         return Form(MXFP4, kv_cache=kv_cache)
     for activations, name in _ALGORITHMS.items():
@@ -250,9 +220,8 @@ def _form(algorithm: object, kv_cache: str | None) -> Form | None:
             return Form(NVFP4, activations, kv_cache=kv_cache)
     for granularity, name in _FP8_ALGORITHMS.items():
         if str(algorithm).upper() == name:
-            return Form(
-                FP8, _FP8_ACTIVATIONS[granularity], kv_cache=kv_cache, granularity=granularity
-            )
+            bits = _FP8_ACTIVATIONS[granularity]
+            return Form(FP8, bits, kv_cache=kv_cache, granularity=granularity)
     return None
 
 
@@ -262,69 +231,49 @@ def _nested(clues: Clues) -> Json:
 
 
 def judge(clues: Clues) -> Iterator[Doubt]:
+    """Find where its two records disagree, or engines refuse them."""
     groups = recognise(clues)
     form = groups[0].form if groups else None
     if any(group.form.format is MXFP4 for group in groups):
-        yield Doubt(
-            "warning",
-            "record-refused",
-            "vLLM and SGLang know no algorithm of that name, though the artifact is consistent",
-        )
-    nested = _nested(clues)
-    if not clues.record or not nested:
+        detail = "vLLM and SGLang know no algorithm of that name, though the artifact is consistent"
+        yield Doubt("warning", "record-refused", detail)
+    record, nested = clues.record, _nested(clues)
+    if not record or not nested:
         return
-    size = next(
-        (group.form.format.block_size for group in groups if group.form.format.is_fp4), None
-    )
-    for file, record in (("config.json", clues.record), ("hf_quant_config.json", nested)):
-        if size and record.get("group_size", size) != size:
-            yield Doubt(
-                "error",
-                "record-strategy",
-                f"{file} says group_size {record['group_size']!r}; expected {size}",
-            )
-    caches = [
-        "fp8" if nested.get("kv_cache_quant_algo") == "FP8" else None,
-        form.kv_cache if form else None,
-    ]
-    if caches[0] != caches[1]:
-        yield Doubt(
-            "error",
-            "records-disagree",
-            "only one of config.json and hf_quant_config.json asks for an FP8 cache",
-        )
-    first, second = clues.record.get("quant_algo"), nested.get("quant_algo")
+    sizes = [group.form.format.block_size for group in groups if group.form.format.is_fp4]
+    for file, each in (("config.json", record), ("hf_quant_config.json", nested)):
+        if sizes and each.get("group_size", sizes[0]) != sizes[0]:
+            detail = f"{file} says group_size {each['group_size']!r}; expected {sizes[0]}"
+            yield Doubt("error", "record-strategy", detail)
+    only_one = "only one of config.json and hf_quant_config.json"
+    has_cache = bool(form and form.kv_cache == "fp8")
+    if has_cache != (nested.get("kv_cache_quant_algo") == "FP8"):
+        yield Doubt("error", "records-disagree", f"{only_one} asks for an FP8 cache")
+    first, second = record.get("quant_algo"), nested.get("quant_algo")
     if first != second:
-        yield Doubt(
-            "error",
-            "records-disagree",
-            f"config.json says {first!r}, hf_quant_config.json {second!r}",
-        )
-    ours, theirs = (
-        set(strings(clues.record.get("ignore"))),
-        set(strings(nested.get("exclude_modules"))),
-    )
-    if ours != theirs:
-        example = min(ours ^ theirs)
-        yield Doubt(
-            "error",
-            "records-disagree",
-            f"only one of config.json and hf_quant_config.json excludes {example!r}",
-        )
+        detail = f"config.json says {first!r}, hf_quant_config.json {second!r}"
+        yield Doubt("error", "records-disagree", detail)
+    differing = set(strings(record.get("ignore"))) ^ set(strings(nested.get("exclude_modules")))
+    if differing:
+        detail = f"{only_one} excludes {min(differing)!r}"
+        yield Doubt("error", "records-disagree", detail)
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:
-    """`ignore` holds wildcards, and engines also look for each entry as a part of the name; MIXED_PRECISION names the others."""
-    listed = clues.record.get("quantized_layers", _nested(clues).get("quantized_layers"))
-    patterns = strings(clues.record.get("ignore")) or strings(_nested(clues).get("exclude_modules"))
+    """Read `ignore`, and the modules that MIXED_PRECISION names.
+
+    Entries are wildcards, and engines also look for each as a part of the name; what
+    quantized_layers does not name is ignored too.
+    """
+    record, nested = clues.record, _nested(clues)
+    listed = record.get("quantized_layers", nested.get("quantized_layers"))
+    patterns = strings(record.get("ignore")) or strings(nested.get("exclude_modules"))
 
     def is_ignored(module: str) -> bool:
-        if (
-            isinstance(listed, dict)
-            and module not in listed
-            and not any(name in listed for name in parents_of(module))
-        ):
-            return True
+        if isinstance(listed, dict):
+            names = (module, *parents_of(module))
+            if not any(name in listed for name in names):
+                return True
         return any(pattern in module or fnmatchcase(module, pattern) for pattern in patterns)
 
     return is_ignored

@@ -3,17 +3,20 @@
   M.weight          U8   [rows, columns / 2]
   M.weight_scale    mxfp4: U8 [rows, columns / 32]; nvfp4: F8_E4M3 [rows, columns / 16]
   M.weight_scale_2  nvfp4: F32 [], a multiplier: amax / 2688
-  M.input_scale_2   nvfp4 with four-bit activations: F32 [], a multiplier; mxfp4 scales activations as they come
+  M.input_scale_2   nvfp4 with four-bit activations: F32 [], a multiplier; mxfp4 scales
+                    activations as they come
 
-Quark's own exporter shares no scale within a group and writes no -0; its readers take both as they are.
-Source: amd-quark 0.13, torch/export; vLLM 0.33, quantization/quark.  Readers: vLLM, SGLang, transformers with Quark
-(transformers 5.23 not for nvfp4: it leaves the global scales out).
+Quark's own exporter shares no scale within a group and writes no -0; its readers take both as they
+are.
+Source: amd-quark 0.13, torch/export; vLLM 0.33, quantization/quark.  Readers: vLLM, SGLang,
+transformers with Quark (transformers 5.23 not for nvfp4: it leaves the global scales out).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 
 from fp4convert.checkpoint.dialects.base import (
     Clues,
@@ -22,44 +25,30 @@ from fp4convert.checkpoint.dialects.base import (
     Traits,
     always_fit,
     each_alone,
-    is_fp8,
     no_notes,
-    stems_named,
+    stems_of_scales,
     strings,
     whole,
 )
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
+from fp4convert.checkpoint.dialects.registry import SUFFIXES
 from fp4convert.checkpoint.dialects.tables import Scalars, Table
 from fp4convert.errors import Doubt
 from fp4convert.numerics.formats import MXFP4, NVFP4
-from fp4convert.storage.safetensors import TensorRef
 
-SCALARS = Scalars(".weight_scale_2", ".input_scale_2")
 TRAITS = Traits(
     writes=(MXFP4, NVFP4),
-    scalars=SCALARS,
+    scalars=Scalars(".weight_scale_2", ".input_scale_2"),
     ignores_by_name=True,
     activations=(MXFP4, NVFP4),
-    suffixes=(".weight_scale", ".weight_scale_2"),
+    suffixes=SUFFIXES["quark"],
     companions=(".input_scale_2", ".input_scale"),
 )
-TABLE = Table((".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3", MXFP4: "U8"}, SCALARS)
-outputs, stored_shape, encode, decode = (
-    TABLE.outputs,
-    TABLE.stored_shape,
-    TABLE.encode,
-    TABLE.decode,
-)
-encode_scalars, decode_input_scale = SCALARS.encode, SCALARS.decode_input
-stems, slots, notes, unfit = each_alone, whole, no_notes, always_fit
-
-
-def find(tensors: Mapping[str, TensorRef]) -> list[str]:
-    return [
-        stem
-        for stem in stems_named(tensors, TRAITS.suffixes)
-        if not is_fp8(tensors, f"{stem}.weight")
-    ]
+SCALE_DTYPES = {NVFP4: "F8_E4M3", MXFP4: "U8"}
+TABLE = Table((".weight", "U8"), ".weight_scale", SCALE_DTYPES, TRAITS.scalars)
+outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
+stems, stored_shape, slots, unfit = each_alone, TABLE.stored_shape, whole, always_fit
+find, notes = partial(stems_of_scales, endings=TRAITS.suffixes), no_notes
 
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
@@ -95,7 +84,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
 
 
 def _spec(form: Form, is_dynamic: bool) -> object:
-    """How Quark describes a four-bit tensor: for nvfp4 in two stages, the blocks and then their scales."""
+    """Describe a four-bit tensor; for nvfp4 the blocks, then their scales."""
     is_mx = form.format is MXFP4
     blocks = {
         "dtype": "fp4",
@@ -135,35 +124,25 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
         return ()
     declared = clues.record.get("global_quant_config")
     scheme = declared if isinstance(declared, dict) else {}
-    weights, inputs = (_first(scheme.get(key)) for key in ("weight", "input_tensors"))
-    fmt = next(
-        (
-            fmt
-            for fmt in TRAITS.reads
-            if fmt.block_size == weights.get("group_size") and weights.get("dtype") == "fp4"
-        ),
-        None,
-    )
+    # A description is that of the blocks, or a list of two: blocks, then their scales.
+    stages = [scheme.get(key) for key in ("weight", "input_tensors")]
+    first = [spec[0] if isinstance(spec, list) and spec else spec for spec in stages]
+    weights, inputs = (spec if isinstance(spec, dict) else {} for spec in first)
+    if weights.get("dtype") != "fp4":
+        return ()
+    size = weights.get("group_size")
+    fmt = next((fmt for fmt in TRAITS.writes if fmt.block_size == size), None)
     activations = ACTIVATIONS_FP4 if inputs.get("dtype") == "fp4" else 16
     return everywhere(Form(fmt, activations) if fmt else None)
 
 
-def _first(spec: object) -> dict[str, object]:
-    """The description of the blocks, where there may be two stages."""
-    entry = spec[0] if isinstance(spec, list) and spec else spec
-    return entry if isinstance(entry, dict) else {}
-
-
 def judge(clues: Clues) -> Iterator[Doubt]:
     if "rotation" in str(clues.record.get("algo_config")):
-        yield Doubt(
-            "error",
-            "record-transform",
-            "weights are rotated (algo_config), which nothing but its engine undoes",
-        )
+        detail = "weights are rotated (algo_config), which nothing but its engine undoes"
+        yield Doubt("error", "record-transform", detail)
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:
-    """`exclude` holds names and wildcards."""
+    """Read `exclude`, which holds names and wildcards."""
     patterns = strings(clues.record.get("exclude"))
     return lambda module: any(fnmatchcase(module, pattern) for pattern in patterns)

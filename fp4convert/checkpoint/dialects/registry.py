@@ -1,10 +1,11 @@
-"""The dialects by name, and what tells their tensors from ordinary ones.
+"""The dialects by name, and what tells their tensors and records apart.
 
 This module loads a dialect's own module only when that dialect is asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
@@ -13,7 +14,8 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES
 
 if TYPE_CHECKING:
-    from fp4convert.checkpoint.dialects.base import Dialect
+    from fp4convert.checkpoint.dialects.base import Clues, Dialect
+    from fp4convert.checkpoint.dialects.forms import Group
     from fp4convert.storage.safetensors import TensorRef
 
 DIALECTS = (  # in the order in which an artifact is asked whether it is one of them
@@ -27,6 +29,25 @@ DIALECTS = (  # in the order in which an artifact is asked whether it is one of 
     "gguf",
     "plain",
 )
+METHODS = {  # quant_method in the record of an engine
+    "compressed-tensors": "compressed-tensors",
+    "modelopt": "modelopt",
+    "quark": "quark",
+    "gpt-oss": "mxfp4",
+    "deepseek": "fp8",
+}
+SUFFIXES = {  # endings of a quantized module's tensors, which no unquantized checkpoint has
+    "compressed-tensors": (".weight_packed", ".weight_scale", ".weight_global_scale"),
+    "modelopt": (".weight_scale", ".weight_scale_2"),
+    "quark": (".weight_scale", ".weight_scale_2"),
+    "gpt-oss": ("_blocks", "_scales"),
+    "mlx": (".scales",),
+    "comfy": (".comfy_quant", ".weight_scale_2"),
+    "plain": (".block_scale", ".global_scale"),
+    # deepseek: ".scale" ends names of ordinary norms too; gguf: the type of M.weight tells
+}
+COMFY_MARK = ".comfy_quant"
+GGUF_TYPES = ("MXFP4", "NVFP4")
 _PACKED_DTYPES = ("U8", "I8", "I32", "U32")
 _PACKED_ENDINGS = (
     ".weight",
@@ -34,9 +55,15 @@ _PACKED_ENDINGS = (
     "_scales",
     ".qweight",
     ".qzeros",
-)  # the last two of GPTQ and AWQ
+)  # the last two: GPTQ, AWQ
 _FP8_ENDING = ".weight_scale_inv"  # DeepSeek's
-_GGUF_TYPES = ("MXFP4", "NVFP4")
+_TELLING_ENDINGS = (
+    *(ending for endings in SUFFIXES.values() for ending in endings if ending.startswith(".")),
+    _FP8_ENDING,
+)
+_TELLING_ENDINGS_OF_FLOATS = tuple(
+    ending for ending in _TELLING_ENDINGS if ending.startswith(".weight_")
+)
 
 
 @cache
@@ -49,27 +76,32 @@ def dialect_named(name: str) -> Dialect:
     return cast("Dialect", module)
 
 
+def recognise(clues: Clues) -> Iterator[tuple[str, tuple[Group, ...]]]:
+    """Yield the dialects that a folder is of, with the forms it declares.
+
+    Only dialects that a record or a tensor points to are asked; each of them decides for itself.
+    """
+    record, tensors = clues.record, clues.tensors
+    suspects = {name for name, method in METHODS.items() if method == record.get("quant_method")}
+    if clues.hf_quant_config and not record:
+        suspects.add("modelopt")
+    if "quantization" in clues.config or "mode" in record:
+        suspects.add("mlx")
+    if any(name.endswith(COMFY_MARK) for name in tensors):
+        suspects.add("comfy")
+    if any(ref.dtype in GGUF_TYPES for ref in tensors.values()):
+        suspects.add("gguf")
+    for name in DIALECTS:
+        if name in suspects and (groups := dialect_named(name).recognise(clues)):
+            yield name, groups
+
+
 def is_quantized_tensor(ref: TensorRef) -> bool:
-    """True for a tensor that only an already quantized checkpoint has, in any dialect."""
+    """Tell whether only an already quantized checkpoint has such a tensor."""
     is_matrix = ref.name.endswith(_PACKED_ENDINGS) and len(ref.shape) > 1
-    is_packed = is_matrix and ref.dtype in _PACKED_DTYPES
+    is_float = ref.dtype in FLOAT_TYPES
     return (
-        ref.dtype in _GGUF_TYPES
-        or is_packed
-        or ref.name.endswith(_telling_endings(ref.dtype in FLOAT_TYPES))
-    )
-
-
-@cache
-def _telling_endings(is_float: bool) -> tuple[str, ...]:
-    """Endings of names that only quantized checkpoints have, for tensors of floats or of anything else."""
-    endings = {
-        ending
-        for known in DIALECTS
-        for ending in dialect_named(known).TRAITS.suffixes
-        if ending.startswith(".")
-    }
-    return (
-        *(ending for ending in endings if not is_float or ending.startswith(".weight_")),
-        _FP8_ENDING,
+        ref.dtype in GGUF_TYPES
+        or (is_matrix and ref.dtype in _PACKED_DTYPES)
+        or ref.name.endswith(_TELLING_ENDINGS_OF_FLOATS if is_float else _TELLING_ENDINGS)
     )

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fp4convert.checkpoint.dialects.base import Clues, Json, Packed
+from fp4convert.checkpoint.dialects.base import Clues, Json, Packed, schemes_of
 from fp4convert.checkpoint.dialects.forms import Form, Granularity
-from fp4convert.checkpoint.dialects.tables import schemes_of
 from fp4convert.checkpoint.dialects.target_forms import form_of
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
