@@ -25,14 +25,20 @@ ENGINE_RECORDS = frozenset(  # of any dialect: a source's own would contradict o
 
 
 def refuse_odd_scale(module: str, q: Blocks) -> None:
-    """InputError where a global scale is no positive number, which would make every value of its module wrong."""
+    """Raise InputError where a global scale is no positive number.
+
+    It would make every value of its module wrong.
+    """
     if q.global_scale is not None and not 0 < q.global_scale < math.inf:
         detail = f"{module}: its global scale is {q.global_scale}; expected a positive number"
         raise InputError("global-scale", detail, "See: fp4convert inspect.", module)
 
 
 def check_scalars(module: str, q: Blocks, input_scale: float | None, spelling: Dialect) -> None:
-    """InputError where the dialect cannot say a module's global scale or input scale."""
+    """Raise InputError where the dialect cannot say a module's scalars.
+
+    They are its global scale and its input scale.
+    """
     try:
         for _ in spelling.TRAITS.scalars.encode(module, q, input_scale):
             pass
@@ -42,7 +48,9 @@ def check_scalars(module: str, q: Blocks, input_scale: float | None, spelling: D
 
 
 def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = None) -> Job:
-    """The conversion whose result is an artifact: shards, then the records that engines read, last our own.
+    """Make the conversion whose result is an artifact.
+
+    It writes shards, then the records that engines read, last our own.
 
     origin  of the weights; None where it is the source
     """
@@ -54,16 +62,10 @@ def artifact_job(source: Source, plan: Plan, origin: dict[str, object] | None = 
         records["config.json"] = {**config, **records.get("config.json", {})}
     texts = {**index_text(plan), **{file: as_text(record) for file, record in records.items()}}
     producer = {"name": "fp4convert", "version": version("fp4convert")}
-    here: dict[str, object] = {
-        "repo": source.checkpoint.repo,
-        "revision": source.checkpoint.revision,
-    }
-    record = make_record(
-        plan.target,
-        Contents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds),
-        producer,
-        origin or here,
-    )
+    checkpoint = source.checkpoint
+    origin = origin or {"repo": checkpoint.repo, "revision": checkpoint.revision}
+    contents = Contents(groups, plan.ignored, plan.shapes, plan.stacks, plan.folds)
+    record = make_record(plan.target, contents, producer, origin)
     return Job(source, plan, texts, record, RECORD, ENGINE_RECORDS | texts.keys())
 
 
@@ -74,7 +76,10 @@ def dialect_of(plan: Plan) -> Dialect:
 
 
 def index_text(plan: Plan) -> dict[str, str]:
-    """The index of several shards, or of one whose name says that there are others."""
+    """Write the index of several shards.
+
+    Also of one whose name says that there are others
+    """
     files = [shard.file for shard in plan.shards]
     is_alone = len(files) == 1 and "-of-" not in files[0]
     return {} if is_alone else {index_file(files): as_text(plan.index)}

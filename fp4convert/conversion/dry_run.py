@@ -9,9 +9,10 @@ import hashlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import itemgetter
 from random import Random
 from typing import NamedTuple
 
@@ -33,13 +34,35 @@ from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Source, uncollected
 
 SECONDS = 0.1  # of arithmetic; of hashing a third
-SMALLEST, LARGEST = (
-    1 << 20,
-    64 << 20,
-)  # weights of a sample: twice as many each time, until what begins a call costs nothing
+# Weights of a sample: twice as many each time, until what begins a call costs nothing.
+SMALLEST, LARGEST = 1 << 20, 64 << 20
 UNIT_NBYTES = 1 << 20
 WIDEST = 1 << 20
 ELEMENT_NBYTES = 2
+BASE_NBYTES = 100 << 20  # the interpreter with its packages
+UNPACKED = "dequantize"  # what becomes of packed weights that stay
+READING_RATES = {  # a good disk or line, and a poor one
+    "at_1_gb_per_second": 1e9,
+    "at_100_mb_per_second": 1e8,
+}
+RANKS = (2, 4, 8)  # of tensor parallelism
+ROW_PARALLEL = frozenset(  # layers whose columns (K) vLLM, SGLang and TensorRT-LLM divide
+    {
+        *("o_proj", "out_proj", "wo", "c_proj", "dense_4h_to_h"),
+        *("down_proj", "w2", "fc2", "fc_out", "linear_fc2"),
+    }
+)
+# Whose rows they divide; not k_proj and v_proj, which they repeat where heads are few.
+COLUMN_PARALLEL = frozenset(
+    {
+        *("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3"),
+        *("fc1", "c_fc", "fc_in", "linear_fc1", "dense_h_to_4h", "wi", "wi_0", "wi_1"),
+    }
+)
+EMBEDDINGS = ("embed", "wte", "wpe")  # in the name of what stands before the layers
+# In names beside the language model.
+ASIDE = ("visual", "vision", "audio", "image", "multi_modal", "mm_proj", "mtp")
+VERDICT = ("action", "reason", "group", "format")  # steps that share a row have the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +80,39 @@ class Pace:
 
 
 def measure_pace(backend: Backend, target: Target, widest: Sequence[int], threads: int) -> Pace:
-    """The rates for a plan; takes a fifth of a second.
+    """Measure the rates for a plan; takes a fifth of a second.
 
-    widest   shape of the matrix with the longest rows, which the samples resemble; () where there is none
+    widest   shape of the matrix with the longest rows, which the samples resemble; () for none
     threads  0 is as many as suit the device
     """
     threads = threads or backend.threads
-    data = _made_up_weights()
+    # A panel of finite bf16 numbers of both signs, none much larger than weights are.
+    random, half = Random(0), UNIT_NBYTES // ELEMENT_NBYTES
+    signs_and_exponents = bytes((byte & 0x80) | 0x3A + (byte & 3) for byte in range(256))
+    unit = bytearray(UNIT_NBYTES)
+    unit[0::2] = random.randbytes(half)
+    unit[1::2] = random.randbytes(half).translate(signs_and_exponents)
+    data = bytes(unit) * (PANEL_ELEMENTS * ELEMENT_NBYTES // UNIT_NBYTES)
     hashed = 0
     begun = time.perf_counter()
     while (seconds := time.perf_counter() - begun) < SECONDS / 3:
         hashlib.sha256(data)
         hashed += len(data)
-    rate = (
-        _rate_of_weights(backend, target, _Sample((1, min(widest[-1], WIDEST)), data), threads)
-        if widest
-        else None
-    )
+    rate = None
+    if widest:
+        sample = _Sample((1, min(widest[-1], WIDEST)), data)
+        rate = _rate_of_weights(backend, target, sample, threads)
     return Pace(threads, rate, hashed / seconds)
 
 
 def _rate_of_weights(backend: Backend, target: Target, sample: _Sample, threads: int) -> float:
-    """Weights that all threads quantize in a second."""
+    """Measure how many weights all threads quantize in a second."""
     fmt = format_named(target.format)
     rule, columns = target.rule_for(fmt), sample.shape[1]
     given = Given(importance=[np.ones(columns, np.float32)] if rule == IMPORTANCE else ())
 
     def work(seconds: float) -> int:
-        """Weights done, of one sample at least."""
+        """Count the weights done, of one sample at least."""
         done, count, ended = 0, SMALLEST, time.perf_counter() + seconds
         while not done or time.perf_counter() < ended:
             rows = max(1, count // columns)
@@ -99,16 +127,6 @@ def _rate_of_weights(backend: Backend, target: Target, sample: _Sample, threads:
         begun = time.perf_counter()
         done = sum(pool.map(work, [SECONDS] * threads))
         return done / (time.perf_counter() - begun)
-
-
-def _made_up_weights() -> bytes:
-    """A panel of finite bf16 numbers of both signs, none much larger than weights are."""
-    random, half = Random(0), UNIT_NBYTES // ELEMENT_NBYTES
-    signs_and_exponents = bytes((byte & 0x80) | 0x3A + (byte & 3) for byte in range(256))
-    unit = bytearray(UNIT_NBYTES)
-    unit[0::2] = random.randbytes(half)
-    unit[1::2] = random.randbytes(half).translate(signs_and_exponents)
-    return bytes(unit) * (PANEL_ELEMENTS * ELEMENT_NBYTES // UNIT_NBYTES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,42 +151,17 @@ class _Sample:
         return None
 
 
-BASE_NBYTES = 100 << 20  # the interpreter with its packages
-UNPACKED = "dequantize"  # what becomes of packed weights that stay
-READING_RATES = {
-    "at_1_gb_per_second": 1e9,
-    "at_100_mb_per_second": 1e8,
-}  # a good disk or line, and a poor one
-RANKS = (2, 4, 8)  # of tensor parallelism
-ROW_PARALLEL = (
-    frozenset(  # layers whose columns (K) vLLM, SGLang and TensorRT-LLM divide among ranks
-        {
-            *("o_proj", "out_proj", "wo", "c_proj", "dense_4h_to_h"),
-            *("down_proj", "w2", "fc2", "fc_out", "linear_fc2"),
-        }
-    )
-)
-COLUMN_PARALLEL = frozenset(  # whose rows they divide; not k_proj and v_proj, which they repeat where heads are few
-    {
-        *("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3"),
-        *("fc1", "c_fc", "fc_in", "linear_fc1", "dense_h_to_4h", "wi", "wi_0", "wi_1"),
-    }
-)
-EMBEDDINGS = ("embed", "wte", "wpe")  # in the name of what stands before the layers
-ASIDE = (
-    "visual",
-    "vision",
-    "audio",
-    "image",
-    "multi_modal",
-    "mm_proj",
-    "mtp",
-)  # in names beside the language model
+class Sized(NamedTuple):
+    """A step with its sizes, which are asked for often and added up anew each time."""
+
+    step: Step
+    source_bytes: int
+    output_bytes: int
 
 
 @uncollected()
 def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, object]:
-    """The document of `quantize --dry-run --json`.
+    """Make the document of `quantize --dry-run --json`.
 
     source_bytes, output_bytes  of tensors and of shards; the result of the run counts whole files
     bits_per_weight             of the quantized modules
@@ -179,11 +172,12 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
     """
     backend = open_backend(settings.device)
     sized = [Sized(step, step.source_bytes, step.output_bytes) for step in plan.steps]
-    widest = max(
-        (step.shape for step in plan.steps if step.shape), key=lambda shape: shape[-1], default=()
-    )
+    shapes = [step.shape for step in plan.steps if step.shape]
+    widest = max(shapes, key=lambda shape: shape[-1], default=())
     rounding = Rounding(plan.target, backend, reopened(plan))
     held_nbytes = rounding.held_nbytes(settings.workers, widest[-1] if widest else 0)
+    read_nbytes = min(source.held_nbytes, source.checkpoint.nbytes)
+    workers = settings.workers or rounding.threads
     return {
         "format": plan.target.format,
         "dialect": plan.target.dialect,
@@ -193,13 +187,9 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
         "output_bytes": plan.output_bytes,
         "bits_per_weight": bits_per_weight_of((step, nbytes) for step, _, nbytes in sized),
         "added_bytes": _added_nbytes(sized),
-        "peak_memory_bytes": BASE_NBYTES
-        + held_nbytes
-        + min(source.held_nbytes, source.checkpoint.nbytes),
+        "peak_memory_bytes": BASE_NBYTES + held_nbytes + read_nbytes,
         "peak_disk_bytes": artifact_job(source, plan).output_nbytes,
-        "seconds_estimated": estimate_seconds(
-            source, plan, backend, settings.workers or rounding.threads
-        ),
+        "seconds_estimated": estimate_seconds(source, plan, backend, workers),
         **describe_steps(sized),
         "warnings": [*plan.warnings, *find_doubts(sized, plan)],
     }
@@ -208,7 +198,10 @@ def describe_plan(source: Source, plan: Plan, settings: Settings) -> dict[str, o
 def describe_steps(
     sized: list[Sized], named: Callable[[Step], str] = lambda step: step.name
 ) -> dict[str, object]:
-    """What a document of a dry run says of steps: in few rows for a person, and one by one under these names."""
+    """Describe steps for a dry run: in few rows for a person, and one by one.
+
+    named  what the steps are called one by one
+    """
     tensors = [
         {
             "name": named(step),
@@ -223,31 +216,27 @@ def describe_steps(
     return {"patterns": join_steps(sized), "tensors": tensors}
 
 
-class Sized(NamedTuple):
-    """A step with its sizes, which are asked for often and added up anew each time."""
-
-    step: Step
-    source_bytes: int
-    output_bytes: int
-
-
 def estimate_seconds(
     source: Source, plan: Plan, backend: Backend, workers: int
 ) -> dict[str, object]:
-    """How long the work takes here, and beside it how long the source takes to arrive; the longer of them is the least.
+    """Estimate how long the work takes here, and the source to arrive.
+
+    The longer of them is the least.
 
     device      that calculates
-    arithmetic  the weights that are quantized, at the rate of the device with all its threads, measured for 0.1 s
-    hashing     every byte that is written, and of a streamed source every byte that is read, at a measured rate
-    work        both; the time of the disk that is written to, and of decoding what is packed, is not in it
+    arithmetic  the weights that are quantized, at the rate of the device with all its threads,
+                measured for 0.1 s
+    hashing     every byte that is written, and of a streamed source every byte that is read, at a
+                measured rate
+    work        both; the time of the disk that is written to, and of decoding what is packed, is
+                not in it
     reading     the source, at two rates that a disk or a line may have
     """
     shapes = [step.shape for step in plan.steps if step.action == "quantize"]
     widest = max(shapes, key=lambda shape: shape[-1], default=())
     pace = measure_pace(backend, plan.target, widest, workers)
-    arithmetic = (
-        sum(map(math.prod, shapes)) / pace.weights_per_second if pace.weights_per_second else 0.0
-    )
+    weights, rate = sum(map(math.prod, shapes)), pace.weights_per_second
+    arithmetic = weights / rate if rate else 0.0
     hashed = plan.output_bytes + (source.checkpoint.nbytes if source.is_streamed else 0)
     hashing = hashed / pace.hashed_bytes_per_second
     return {
@@ -260,122 +249,85 @@ def estimate_seconds(
     }
 
 
-class Row(NamedTuple):
-    """What is said of a step; those that are told in one row have the same.
-
-    group  the members of its scale group that become four-bit; None where it is alone
-    """
-
-    action: str
-    reason: str
-    group: str | None
-    format: str | None
-
-
 def join_steps(sized: Sequence[Sized]) -> list[dict[str, object]]:
-    """A row for every kind of module with one verdict, in the order of a model: embeddings, layers, what follows them."""
-    told = [(_name_of(one.step), _row_on(one.step)) for one in sized]
+    """Make a row for every kind of module with one verdict.
+
+    Rows are in the order of a model: embeddings, layers, what follows them. `group` in a row is the
+    members of the scale group that become four-bit; None where a module is alone.
+    """
+    named = []
+    for step, _, _ in sized:
+        # A person calls a linear layer by its module, another weight without that word.
+        name = step.module if step.shape else step.name.removesuffix(WEIGHT)
+        group = step.group.rpartition(".")[2] if step.group else None
+        named.append((name, (step.action, step.reason, group, step.format or None)))
     rows = []
-    for pattern, places in join_names(told):
-        name, common = told[places[0]]
-        row = {
+    begun: dict[str, int] = {}  # where each stack of layers begins
+    for pattern, places in join_names(named):
+        name, verdict = named[places[0]]
+        row: dict[str, object] = {
             "pattern": pattern,
             "count": len(places),
-            **common._asdict(),
+            **dict(zip(VERDICT, verdict, strict=True)),
             "source_bytes": sum(sized[at].source_bytes for at in places),
             "output_bytes": sum(sized[at].output_bytes for at in places),
         }
-        rows.append((_Place.of(pattern, name, sized[places[0]].step, min(places)), row))
-    begun: dict[str, int] = {}
-    for place, _ in rows:
-        begun[place.stack] = min(place.at, begun.get(place.stack, place.at))
-    return [row for _, row in sorted(rows, key=lambda item: item[0].order(begun))]
-
-
-class _Place(NamedTuple):
-    """Where a row belongs.
-
-    stack   what stands before the first number: layers of one kind; nothing where there is none
-    lowest  that number
-    rank    of its first word, in reading order
-    at      where its first tensor is in the checkpoint
-    """
-
-    stack: str
-    lowest: int
-    pattern: str
-    is_matrix: bool
-    rank: tuple[int, str, int]
-    at: int
-
-    @classmethod
-    def of(cls, pattern: str, name: str, step: Step, at: int) -> _Place:
-        """The place of a row, whose lowest name and its step these are."""
+        at = min(places)
+        rows.append((name, sized[places[0]].step, at, row))
+        # A stack is what stands before the first number: layers of one kind.
         texts, numbers = split_numbers(name)
-        is_matrix = len(step.shape or (*step.refs, *step.outputs)[0].shape) > 1
-        rank = reading_rank(split_leaf(name)[1])[:-1]
-        return cls(
-            texts[0] if numbers else "", numbers[0] if numbers else 0, pattern, is_matrix, rank, at
-        )
-
-    def order(self, begun: dict[str, int]) -> tuple[object, ...]:
-        """Sorts rows: in a stack of layers attention stands first, and what has one parent side by side, matrices first.
-
-        begun  where each stack begins
-        """
-        parent, _, parameter = split_leaf(self.pattern)
-        beside = not self.is_matrix, bool(parameter), self.rank, self.at
-        if self.stack:
-            return 1, begun[self.stack], self.lowest, "att" not in parent, parent, *beside
-        if any(aside in self.pattern for aside in ASIDE):
-            return 2, 0, 0, False, parent, *beside
-        if any(name in self.pattern for name in EMBEDDINGS):
-            return 0, 0, 0, False, "", *beside
-        return (
-            3,
-            0,
-            0,
-            self.is_matrix,
-            "",
-            False,
-            bool(parameter),
-            (),
-            self.at,
-        )  # the last norm before the head
-
-
-def _name_of(step: Step) -> str:
-    """What a person calls it: a linear layer by its module, another weight without that word."""
-    return step.module if step.shape else step.name.removesuffix(WEIGHT)
-
-
-def _row_on(step: Step) -> Row:
-    return Row(
-        step.action,
-        step.reason,
-        step.group.rpartition(".")[2] if step.group else None,
-        step.format or None,
+        stack = texts[0] if numbers else ""
+        begun[stack] = min(at, begun.get(stack, at))
+    ordered = sorted(
+        ((_row_order(name, step, at, row, begun), row) for name, step, at, row in rows),
+        key=itemgetter(0),
     )
+    return [row for _, row in ordered]
+
+
+def _row_order(
+    name: str, step: Step, at: int, row: Mapping[str, object], begun: Mapping[str, int]
+) -> tuple[object, ...]:
+    """Return a key that sorts rows in the order of a model.
+
+    In a stack of layers attention stands first, and what has one parent side by side, matrices
+    first.
+
+    name   the lowest of the row; `step` is its own
+    at     where the row's first tensor is in the checkpoint
+    begun  where each stack begins
+    """
+    pattern = str(row["pattern"])
+    texts, numbers = split_numbers(name)
+    is_matrix = len(step.shape or (*step.refs, *step.outputs)[0].shape) > 1
+    rank = reading_rank(split_leaf(name)[1])[:-1]
+    parent, _, parameter = split_leaf(pattern)
+    beside = not is_matrix, bool(parameter), rank, at
+    if numbers and texts[0]:
+        return 1, begun[texts[0]], numbers[0], "att" not in parent, parent, *beside
+    if any(aside in pattern for aside in ASIDE):
+        return 2, 0, 0, False, parent, *beside
+    if any(word in pattern for word in EMBEDDINGS):
+        return 0, 0, 0, False, "", *beside
+    # The last norm before the head.
+    return 3, 0, 0, is_matrix, "", False, bool(parameter), (), at
 
 
 def find_doubts(sized: Sequence[Sized], plan: Plan) -> list[str]:
-    """What a person should know of a plan as it came out."""
+    """List what a person should know of a plan as it came out."""
+    found = []
     before, after = sum(one.source_bytes for one in sized), sum(one.output_bytes for one in sized)
-    larger = []
     if after > before and size_text(after) != size_text(before):
-        added = _added_nbytes(sized)
-        because = (
-            f"; packed weights that stay, written as bf16, add {size_text(added)}: see --keep-packed"
-            if added > 0
-            else ""
-        )
-        larger = [
-            f"the result is larger than the source: {size_text(before)} become {size_text(after)}{because}"
-        ]
-    slower = [
-        f"the time is that of --method {RTN}; {plan.target.method} takes longer (docs/methods.md)"
-    ]
-    return [*larger, *(slower if plan.target.method != RTN else []), *_find_bad_splits(plan)]
+        sizes = f"{size_text(before)} become {size_text(after)}"
+        warning = f"the result is larger than the source: {sizes}"
+        if (added := _added_nbytes(sized)) > 0:
+            because = f"packed weights that stay, written as bf16, add {size_text(added)}"
+            warning = f"{warning}; {because}: see --keep-packed"
+        found.append(warning)
+    if plan.target.method != RTN:
+        longer = f"{plan.target.method} takes longer (docs/methods.md)"
+        found.append(f"the time is that of --method {RTN}; {longer}")
+    return [*found, *_find_bad_splits(plan)]
 
 
 def _added_nbytes(sized: Sequence[Sized]) -> int:
@@ -383,7 +335,7 @@ def _added_nbytes(sized: Sequence[Sized]) -> int:
 
 
 def _find_bad_splits(plan: Plan) -> Iterator[str]:
-    """A warning for every kind of layer that some number of ranks cannot divide."""
+    """Warn of kinds of layers that some number of ranks cannot divide."""
     kinds: dict[tuple[str, int, int], list[str]] = defaultdict(list)
     for step in plan.steps:
         if step.form and len(step.shape) > 1:
@@ -393,16 +345,14 @@ def _find_bad_splits(plan: Plan) -> Iterator[str]:
             elif leaf in COLUMN_PARALLEL:
                 kinds[leaf, step.shape[-2], 0].append(step.module)
     for (leaf, size, block), modules in kinds.items():
-        if bad := [str(ranks) for ranks in RANKS if size % (ranks * max(block, 1))]:
-            evenly = (
-                f"{size} columns cannot be divided into whole blocks of {block}"
-                if block
-                else f"{size} rows cannot be divided"
-            )
-            among = f"among {' or '.join(filter(None, (', '.join(bad[:-1]), bad[-1])))} ranks of tensor parallelism"
-            where = (
-                f"{len(modules):,} modules, the first {modules[0]!r}"
-                if len(modules) > 1
-                else f"1 module, {modules[0]!r}"
-            )
-            yield f"{leaf}: {evenly} {among} ({where})"
+        bad = [str(ranks) for ranks in RANKS if size % (ranks * max(block, 1))]
+        if not bad:
+            continue
+        evenly = f"{size} rows cannot be divided"
+        if block:
+            evenly = f"{size} columns cannot be divided into whole blocks of {block}"
+        listed = " or ".join(filter(None, (", ".join(bad[:-1]), bad[-1])))
+        where = f"1 module, {modules[0]!r}"
+        if len(modules) > 1:
+            where = f"{len(modules):,} modules, the first {modules[0]!r}"
+        yield f"{leaf}: {evenly} among {listed} ranks of tensor parallelism ({where})"

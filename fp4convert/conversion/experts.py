@@ -1,7 +1,8 @@
 """Choose the experts that stay, and find what goes by their number.
 
-REAP (arXiv 2510.13999, section 4): the experts of a layer with the lowest saliency go, S_j = mean over the tokens routed to
-expert j of g_j(x) * |f_j(x)|_2, which calibration measured.  What is written, and where, pruning.py decides.
+REAP (arXiv 2510.13999, section 4): the experts of a layer with the lowest saliency go, S_j = mean
+over the tokens routed to expert j of g_j(x) * |f_j(x)|_2, which calibration measured. What is
+written, and where, pruning.py decides.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+from fp4convert.checkpoint.dialects.forms import parents_of
 from fp4convert.errors import InputError
 from fp4convert.recipes.patterns import configs_in, integer_of, matches_any
 from fp4convert.recipes.recipe import Recipe
@@ -20,10 +22,10 @@ from fp4convert.recipes.rules import ExpertsRule
 from fp4convert.storage.safetensors import DTYPE_BITS, TensorRef
 
 AGAIN = "Download the checkpoint again, or correct the number of experts in its config.json."
+WRITE_RULES = "Write it: --recipe FILE.toml with [[experts]]; see docs/recipes.md."
 EXPERTS = ".experts."
-GROUP_BEST = (
-    2  # experts whose scores make that of their group, where DeepSeek V3 and its kin choose groups
-)
+# Experts whose scores make that of their group, where DeepSeek V3 and its kin choose groups.
+GROUP_BEST = 2
 BY_THE_BEST = "group_limited_greedy"  # topk_method of DeepSeek V2: the best one makes it
 _ROUTING = re.compile(
     r"\.(gate|[a-z_]*(router|experts?_|score)[a-z_]*)(\.|$)(?<!\.shared_expert_gate\.)"
@@ -51,7 +53,7 @@ class Mixture:
     beside: list[TensorRef] = field(default_factory=list)
 
     def renamed(self, number: int, rest: str) -> str:
-        """The name of a tensor of that expert."""
+        """Return the name of a tensor of that expert."""
         return f"{self.name}{EXPERTS}{number}{rest}"
 
 
@@ -72,45 +74,45 @@ class Routing:
     group_at_least: int = 1
 
     def check(self) -> None:
-        """InputError where the router could not choose among what stays."""
+        """Raise InputError where the router could not choose among what stays."""
         if not 0 < self.keep < self.experts:
-            detail = f"--keep {self.keep}: layers have {self.experts} experts; expected a number from 1 to {self.experts - 1}"
+            detail = f"--keep {self.keep}: layers have {self.experts} experts"
+            detail = f"{detail}; expected a number from 1 to {self.experts - 1}"
             raise InputError("prune-keep", detail, "Choose a number in that range.")
         if self.keep < self.chosen:
-            detail = f"--keep {self.keep}: a token is sent to {self.chosen} experts, so that as many have to stay"
+            detail = f"--keep {self.keep}: a token is sent to {self.chosen} experts"
+            detail = f"{detail}, so that as many have to stay"
             raise InputError("prune-keep", detail, f"Keep more: --keep {self.chosen}.")
         if self.experts % self.groups:
-            detail = (
-                f"config.json: {self.experts} experts are no {self.groups} equal groups (n_group)"
-            )
-            raise InputError(
-                "prune-groups", detail, "Download config.json again, or correct its n_group."
-            )
-        each = (
-            max(self.group_at_least, -(-self.chosen // self.chosen_groups))
-            if self.groups > 1
-            else 1
-        )
+            detail = f"{self.experts} experts are no {self.groups} equal groups (n_group)"
+            next_step = "Download config.json again, or correct its n_group."
+            raise InputError("prune-groups", f"config.json: {detail}", next_step)
+        each = 1
+        if self.groups > 1:
+            each = max(self.group_at_least, -(-self.chosen // self.chosen_groups))
         least = each * self.groups
         if self.keep % self.groups:
             down = self.keep - self.keep % self.groups
             near = [
                 str(count) for count in (down, down + self.groups) if least <= count < self.experts
             ] or [str(least)]
-            detail = f"--keep {self.keep}: the router chooses among {self.groups} groups, which have to stay equal"
-            raise InputError(
-                "prune-groups",
-                detail,
-                f"Keep a multiple of {self.groups}: --keep {' or '.join(near)}.",
-            )
+            detail = f"--keep {self.keep}: the router chooses among {self.groups} groups"
+            detail = f"{detail}, which have to stay equal"
+            next_step = f"Keep a multiple of {self.groups}: --keep {' or '.join(near)}."
+            raise InputError("prune-groups", detail, next_step)
         if self.keep < least:
-            detail = f"--keep {self.keep}: of each of {self.groups} groups {self.keep // self.groups} would stay; a token may use"
-            expected = f"{detail} {self.chosen_groups} groups, and it is sent to {self.chosen}; expected at least {least} in all"
-            raise InputError("prune-groups", expected, f"Keep more: --keep {least}.")
+            stay = self.keep // self.groups
+            detail = f"--keep {self.keep}: of each of {self.groups} groups {stay} would stay"
+            detail = f"{detail}; a token may use {self.chosen_groups} groups"
+            detail = f"{detail}, and it is sent to {self.chosen}; expected at least {least} in all"
+            raise InputError("prune-groups", detail, f"Keep more: --keep {least}.")
 
 
 def read_routing(config: Mapping[str, object], rule: ExpertsRule, keep: int) -> Routing:
-    """What config.json says of routing; InputError where it does not, or where `keep` does not fit."""
+    """Read what config.json says of routing.
+
+    Raises InputError where it does not, or where `keep` does not fit
+    """
     experts, chosen = (_agreed(config, keys) for keys in (rule.counts, rule.chosen))
     routing = Routing(experts, keep, chosen)
     groups = integer_of(config, "n_group") or 1
@@ -128,7 +130,7 @@ def read_routing(config: Mapping[str, object], rule: ExpertsRule, keep: int) -> 
 
 
 def _agreed(config: Mapping[str, object], keys: Iterable[str]) -> int:
-    """The one number that config.json has under these keys."""
+    """Read the one number that config.json has under these keys."""
     found = {key: one[key] for key in keys for one in configs_in(config) if key in one}
     numbers = {
         number
@@ -138,23 +140,20 @@ def _agreed(config: Mapping[str, object], keys: Iterable[str]) -> int:
     if len(numbers) != 1 or len(set(map(str, found.values()))) > 1:
         what = " and ".join(f"{key} {value!r}" for key, value in found.items()) or "nothing"
         detail = f"config.json has {what} under {' or '.join(keys)}; expected one positive integer"
-        raise InputError(
-            "prune-config",
-            detail,
-            "See config.json, or write [[experts]] in a recipe: docs/recipes.md.",
-        )
+        next_step = "See config.json, or write [[experts]] in a recipe: docs/recipes.md."
+        raise InputError("prune-config", detail, next_step)
     return numbers.pop()
 
 
 def find_mixtures(tensors: Collection[TensorRef], recipe: Recipe) -> list[Mixture]:
-    """Every mixture of a checkpoint, in its order; raises InputError where there is none, or no recipe tells what is whose."""
+    """Find every mixture of a checkpoint, in its order.
+
+    Raises InputError where there is none, or where no recipe tells what is whose
+    """
     if not recipe.experts and any(EXPERTS in ref.name for ref in tensors):
-        detail = "no recipe says where this model has its router, and where config.json counts its experts"
-        raise InputError(
-            "prune-family",
-            detail,
-            "Write it: --recipe FILE.toml with [[experts]]; see docs/recipes.md.",
-        )
+        detail = "no recipe says where this model has its router"
+        detail = f"{detail}, and where config.json counts its experts"
+        raise InputError("prune-family", detail, WRITE_RULES)
     rule = recipe.experts[0] if recipe.experts else ExpertsRule((), (), ())
     found, beside = dict[str, Mixture](), list[TensorRef]()
     for ref in tensors:
@@ -165,35 +164,30 @@ def find_mixtures(tensors: Collection[TensorRef], recipe: Recipe) -> list[Mixtur
             found.setdefault(name, Mixture(name)).stacks.append(ref)
         elif EXPERTS in ref.name:
             detail = f"{ref.file}: no recipe says which part of {ref.name} belongs to which expert"
-            raise InputError(
-                "prune-family",
-                detail,
-                "Write it: --recipe FILE.toml with [[experts]] or [[stack]].",
-                ref.name,
-            )
+            next_step = "Write it: --recipe FILE.toml with [[experts]] or [[stack]]."
+            raise InputError("prune-family", detail, next_step, ref.name)
         else:
             beside.append(ref)
     for ref in beside:
-        is_row, is_column = (
-            matches_any(patterns, ref.name) for patterns in (rule.rows, rule.columns)
-        )
-        if (is_row or is_column or _ROUTING.search(ref.name)) and (
-            mixture := _around(ref.name, found)
-        ):
-            (mixture.rows if is_row else mixture.columns if is_column else mixture.beside).append(
-                ref
-            )
+        # What lies in a mixture belongs to the innermost one.
+        name = next((name for name in parents_of(ref.name) if name in found), None)
+        if name is None:
+            continue
+        if matches_any(rule.rows, ref.name):
+            found[name].rows.append(ref)
+        elif matches_any(rule.columns, ref.name):
+            found[name].columns.append(ref)
+        elif _ROUTING.search(ref.name):
+            found[name].beside.append(ref)
     if not found:
-        raise InputError(
-            "prune-family",
-            "the model has no layer with experts; expected a mixture of experts",
-            "Leave prune out: fp4convert quantize takes this model as it is.",
-        )
+        detail = "the model has no layer with experts; expected a mixture of experts"
+        next_step = "Leave prune out: fp4convert quantize takes this model as it is."
+        raise InputError("prune-family", detail, next_step)
     return list(found.values())
 
 
 def _stacked_in(tensor: str, recipe: Recipe, rule: ExpertsRule) -> str:
-    """The mixture of whose experts that tensor is a stack; "" where it is none."""
+    """Name the mixture of whose experts a tensor is a stack; "" for none."""
     if stack := recipe.stack_rule(tensor):
         name, dot, _ = stack.module(tensor, 0, stack.members[0]).partition(EXPERTS)
         return name if dot else ""
@@ -201,64 +195,48 @@ def _stacked_in(tensor: str, recipe: Recipe, rule: ExpertsRule) -> str:
     return name if dot and matches_any(rule.rows, tensor) else ""
 
 
-def _around(tensor: str, found: Mapping[str, Mixture]) -> Mixture | None:
-    """The innermost mixture that a tensor lies in."""
-    name = tensor
-    while name := name.rpartition(".")[0]:
-        if name in found:
-            return found[name]
-    return None
-
-
 def check_mixture(mixture: Mixture, rule: ExpertsRule, experts: int) -> None:
-    """InputError where something in a mixture goes by another number of experts, or where it has no router."""
+    """Raise InputError where a mixture does not have that many experts.
+
+    Also where it has no router
+    """
     numbers: dict[str, set[int]] = defaultdict(set)
     for _, number, rest in mixture.singles:
         numbers[rest].add(number)
     for rest, those in numbers.items():
         if those != set(range(experts)):
             lacking = min(set(range(experts)) ^ those)
-            detail = f"{mixture.renamed(lacking, rest)}: {len(those)} experts have {rest[1:]}; expected {experts}, from 0 on"
-            raise InputError("prune-experts", detail, AGAIN)
+            detail = f"{mixture.renamed(lacking, rest)}: {len(those)} experts have {rest[1:]}"
+            raise InputError("prune-experts", f"{detail}; expected {experts}, from 0 on", AGAIN)
     tables = [
-        (ref, axis, False)
-        for refs, axis in ((mixture.rows, 0), (mixture.columns, -1))
-        for ref in refs
-    ]
-    for ref, axis, may_be_flat in (
-        *tables,
+        *((ref, 0, False) for ref in mixture.rows),
+        *((ref, -1, False) for ref in mixture.columns),
         *((ref, 0, len(ref.shape) == 2) for ref in mixture.stacks),
-    ):
+    ]
+    for ref, axis, may_be_flat in tables:
         length = ref.shape[axis] if ref.shape else 0
         if length != experts and not (may_be_flat and length and length % experts == 0):
-            detail = (
-                f"{ref.file}: {ref.name} is {list(ref.shape)}; expected {experts} experts along its"
-            )
-            raise InputError(
-                "prune-experts", f"{detail} {'last' if axis else 'first'} axis", AGAIN, ref.name
-            )
+            detail = f"{ref.file}: {ref.name} is {list(ref.shape)}; expected {experts} experts"
+            detail = f"{detail} along its {'last' if axis else 'first'} axis"
+            raise InputError("prune-experts", detail, AGAIN, ref.name)
     for ref in mixture.beside:
-        if experts in ref.shape or not ref.dtype.startswith(
-            ("F", "BF")
-        ):  # numbers of experts, or by tokens
-            detail = f"{ref.file}: {ref.name} ({ref.dtype} {list(ref.shape)}) seems to go by experts, and no recipe says how"
-            raise InputError(
-                "prune-family",
-                detail,
-                "Write it: --recipe FILE.toml with [[experts]]; see docs/recipes.md.",
-                ref.name,
-            )
+        # Numbers of experts, or by tokens.
+        if experts in ref.shape or not ref.dtype.startswith(("F", "BF")):
+            detail = f"{ref.file}: {ref.name} ({ref.dtype} {list(ref.shape)})"
+            detail = f"{detail} seems to go by experts, and no recipe says how"
+            raise InputError("prune-family", detail, WRITE_RULES, ref.name)
     if not mixture.rows:
-        detail = f"{mixture.name} has experts and no router of the names {', '.join((*rule.rows, *rule.columns))}"
-        raise InputError(
-            "prune-family",
-            detail,
-            "Write its names: --recipe FILE.toml with [[experts]]; see docs/recipes.md.",
-        )
+        names = ", ".join((*rule.rows, *rule.columns))
+        detail = f"{mixture.name} has experts and no router of the names {names}"
+        next_step = "Write its names: --recipe FILE.toml with [[experts]]; see docs/recipes.md."
+        raise InputError("prune-family", detail, next_step)
 
 
 def choose_kept(saliency: Sequence[float], routing: Routing) -> tuple[int, ...]:
-    """The experts that stay, in their order: of each group as many, those of the highest saliency; of equals the first."""
+    """Choose the experts that stay, in their order.
+
+    Of each group as many, those of the highest saliency; of equals the first
+    """
     size, each = routing.experts // routing.groups, routing.keep // routing.groups
     kept: list[int] = []
     for first in range(0, routing.experts, size):
@@ -268,7 +246,10 @@ def choose_kept(saliency: Sequence[float], routing: Routing) -> tuple[int, ...]:
 
 
 def kept_rows(ref: TensorRef, kept: Sequence[int], experts: int) -> tuple[TensorRef, ...]:
-    """The parts of a tensor, equally many for each expert along its first axis, that belong to these experts, in their order."""
+    """Return the parts of a tensor that belong to these experts, in order.
+
+    Its first axis has equally many rows for each expert.
+    """
     height, nbytes = ref.shape[0] // experts, ref.nbytes // experts
     return tuple(
         ref._replace(
@@ -281,7 +262,10 @@ def kept_rows(ref: TensorRef, kept: Sequence[int], experts: int) -> tuple[Tensor
 
 
 def kept_columns(ref: TensorRef, kept: Sequence[int], experts: int) -> tuple[TensorRef, ...]:
-    """The same, of a tensor whose last axis is the experts: row by row."""
+    """Return the parts of a tensor whose last axis is the experts.
+
+    They come row by row.
+    """
     nbytes = DTYPE_BITS[ref.dtype] // 8
     return tuple(
         ref._replace(
@@ -295,7 +279,7 @@ def kept_columns(ref: TensorRef, kept: Sequence[int], experts: int) -> tuple[Ten
 
 
 def _runs(kept: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and end of all numbers that follow one another."""
+    """Yield first and end of all numbers that follow one another."""
     for _, run in groupby(enumerate(kept), key=lambda item: item[1] - item[0]):
         numbers = [number for _, number in run]
         yield numbers[0], numbers[-1] + 1

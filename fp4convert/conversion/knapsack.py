@@ -1,16 +1,18 @@
 """Choose options that fit a size with the least added error.
 
-Every part begins with its most accurate option.  Each further option of the lower convex hull of its (bytes, error) saves bytes
-and adds error; the cheapest such steps of all parts are taken, by error per byte, until the whole fits (the greedy solution of
-the Lagrangian).  Of all choices that take no more bytes than the result of these steps, none has less error.  The last step may
-have saved more than was needed: steps that fit into what is left are then taken back, the dearest first.
-The error is therefore within one step of the least: the last step's own error.
+Every part begins with its most accurate option. Each further option of the lower convex hull of its
+(bytes, error) saves bytes and adds error; the cheapest such steps of all parts are taken, by error
+per byte, until the whole fits (the greedy solution of the Lagrangian). Of all choices that take no
+more bytes than the result of these steps, none has less error. The last step may have saved more
+than was needed: steps that fit into what is left are then taken back, the dearest first. The error
+is therefore within one step of the least: the last step's own error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -35,38 +37,41 @@ class Part:
     options: tuple[Option, ...]
 
 
-class _Step(NamedTuple):
-    """From one option of a part's hull to the next smaller one; sorts by its price, then by the order of parts."""
-
-    price: float
-    part: int
-    level: int
-    saved_nbytes: int
-
-
 def choose(parts: Sequence[Part], nbytes: int) -> list[Option] | None:
-    """An option for every part, so that all of them take at most so many bytes; None where even the smallest take more."""
+    """Choose an option for every part, so that all take at most so many bytes.
+
+    None where even the smallest options take more
+    """
     hulls = [hull(part.options) for part in parts]
-    steps = sorted(step for number, options in enumerate(hulls) for step in _steps(number, options))
+    # From one option of a hull to the next smaller one: price, part, level and bytes saved. They
+    # sort by price, then by the order of parts.
+    steps = sorted(
+        (_price(before, after), part, level, before.nbytes - after.nbytes)
+        for part, options in enumerate(hulls)
+        for level, (before, after) in enumerate(pairwise(options), 1)
+    )
     levels = [0] * len(parts)
     excess = sum(options[0].nbytes for options in hulls) - nbytes
     taken = 0
     while excess > 0 and taken < len(steps):
-        step = steps[taken]
-        levels[step.part] = step.level
-        excess -= step.saved_nbytes
+        _, part, level, saved_nbytes = steps[taken]
+        levels[part] = level
+        excess -= saved_nbytes
         taken += 1
     if excess > 0:
         return None
-    for step in reversed(steps[:taken]):
-        if levels[step.part] == step.level and excess + step.saved_nbytes <= 0:
-            levels[step.part] -= 1
-            excess += step.saved_nbytes
+    for _, part, level, saved_nbytes in reversed(steps[:taken]):
+        if levels[part] == level and excess + saved_nbytes <= 0:
+            levels[part] -= 1
+            excess += saved_nbytes
     return [options[level] for options, level in zip(hulls, levels, strict=True)]
 
 
 def hull(options: Sequence[Option]) -> list[Option]:
-    """The lower convex hull of (bytes, error), from the most accurate option to the smallest; what is on no edge is left out."""
+    """Return the lower convex hull of (bytes, error).
+
+    From the most accurate option to the smallest; what is on no edge is left out.
+    """
     found: list[Option] = []
     for option in sorted(options, key=lambda one: (one.nbytes, one.error)):
         if found and option.error >= found[-1].error:
@@ -77,12 +82,6 @@ def hull(options: Sequence[Option]) -> list[Option]:
     return found[::-1]
 
 
-def _steps(part: int, options: Sequence[Option]) -> Iterator[_Step]:
-    for level in range(1, len(options)):
-        before, after = options[level - 1], options[level]
-        yield _Step(_price(before, after), part, level, before.nbytes - after.nbytes)
-
-
 def _price(larger: Option, smaller: Option) -> float:
-    """Error added for each byte saved."""
+    """Return the error added for each byte saved."""
     return (smaller.error - larger.error) / (larger.nbytes - smaller.nbytes)

@@ -1,7 +1,8 @@
 """Plan and carry out prune.
 
-A pruned checkpoint is an ordinary one: the tensors of experts that stay are numbered anew, stacks and routers lose the parts of
-the others, config.json counts what is left, and all else is copied.  Which experts stay, experts.py decides.
+A pruned checkpoint is an ordinary one: the tensors of experts that stay are numbered anew, stacks
+and routers lose the parts of the others, config.json counts what is left, and all else is copied.
+Which experts stay, experts.py decides.
 """
 
 from __future__ import annotations
@@ -51,15 +52,13 @@ from fp4convert.recipes.patterns import matches_any
 from fp4convert.recipes.recipe import Target, model_recipe
 from fp4convert.storage.checkpoint_files import RECORD
 from fp4convert.storage.json_text import as_text
-from fp4convert.storage.safetensors import TensorRef, TensorSpec
+from fp4convert.storage.safetensors import TensorSpec
 from fp4convert.storage.source import Checkpoint, Source, uncollected
 
 PRUNED = "pruned"
 PRUNING = "expert_pruning.json"  # our record of what stayed
-PREDICTION_KEYS = (
-    "num_nextn_predict_layers",
-    "mtp_num_hidden_layers",
-)  # how many layers predict further tokens
+# How many layers predict further tokens.
+PREDICTION_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 PREDICTION = "prediction"  # the recipes' word for such layers
 RANKS = (2, 4, 8)  # of expert parallelism
 FEW_TOKENS = 100  # routed to an expert: below, its saliency is little more than chance
@@ -83,19 +82,19 @@ class Pruning:
 
     @property
     def experts(self) -> dict[str, int]:
-        """How many a layer had and has, and in how many layers."""
+        """Count the experts of a layer before and after, and the layers."""
         return {"before": self.routing.experts, "kept": self.routing.keep, "layers": len(self.kept)}
 
 
 def prepare_prune(
     source: Source, calibration: Calibration, keep: int, recipe: str | None = None
 ) -> Pruning:
-    """What `prune` carries out.
+    """Plan what `prune` carries out.
 
     keep    experts that stay in every layer that has some
     recipe  as --recipe names it; None for the model's own
-    Raises  InputError for a model whose experts no recipe tells, a number that its router cannot work with, or a calibration
-            that is of another checkpoint or lacks a layer
+    Raises  InputError for a model whose experts no recipe tells, a number that its router cannot
+            work with, or a calibration that is of another checkpoint or lacks a layer
     """
     checkpoint = source.checkpoint
     _refuse_artifact(source)
@@ -105,32 +104,47 @@ def prepare_prune(
     rule = rules.experts[0]
     routing = read_routing(checkpoint.config, rule, keep)
     calibration.check(source)
-    further = rules.patterns_of(PREDICTION)  # layers that the model itself does not run
+    # Layers that predict further tokens stay only where the calibration has seen all of them: the
+    # model itself does not run them.
+    further = rules.patterns_of(PREDICTION)
     ahead = [one for one in mixtures if matches_any(further, one.name)]
     is_shorter = not all(calibration.has_experts(one.name) for one in ahead)
     seen = [one for one in mixtures if not is_shorter or one not in ahead]
     if seen and not any(calibration.has_experts(one.name) for one in seen):
-        raise _sees_none(calibration, seen[0], checkpoint)
+        first, family = seen[0].name, checkpoint.config.get("model_type")
+        detail = f"{calibration.path} has no expert_saliency of {first}, nor of any other layer"
+        unseen = f"fp4convert calibrate does not see into the experts of {family} models"
+        next_step = "docs/pruning.md lists those that it does, and what a file of your own has"
+        next_step = f"{next_step} to hold."
+        raise InputError("calibration-missing", f"{detail}: {unseen}", next_step, first)
     for mixture in seen:
         check_mixture(mixture, rule, routing.experts)
-    kept = {one.name: _kept_of(calibration, one, routing) for one in seen}
+    kept = {one.name: _choose_experts(calibration, one, routing) for one in seen}
     gone = {
         ref.name
         for ref in checkpoint.tensors
         if is_shorter and matches_any(further, module_of(ref.name))
     }
-    notes = (
-        *notes_on(checkpoint),
-        *_left_out(gone),
-        *_ranks(routing),
-        *_few_tokens(calibration, kept),
-    )
     changed = {
         name: draft for one in seen for name, draft in _drafts(one, kept[one.name], routing.experts)
     }
-    plan = Plan(Target(PRUNED), _tasks(checkpoint, changed, gone), Ignored((), ()), notes)
-    record = _record(source, calibration, routing, kept, gone)
-    config = _recounted(checkpoint.config, rule.counts, routing, is_shorter)
+    warnings = (*notes_on(checkpoint), *_warn(calibration, routing, kept, gone))
+    tasks = _make_tasks(checkpoint, changed, gone)
+    plan = Plan(Target(PRUNED), tasks, Ignored((), ()), warnings)
+    record: dict[str, object] = {
+        "method": "reap",
+        "experts": {"before": routing.experts, "kept": routing.keep},
+        "kept": kept,
+        "left_out": sorted(gone),
+        "calibration": {
+            "sha256": calibration.sha256,
+            "samples": calibration.samples,
+            "tokens": calibration.tokens,
+        },
+        "source": {"repo": checkpoint.repo, "revision": checkpoint.revision},
+        "producer": {"name": "fp4convert", "version": version("fp4convert")},
+    }
+    config = _recount(checkpoint.config, rule.counts, routing, is_shorter)
     return Pruning(plan, routing, config, kept, record)
 
 
@@ -143,7 +157,7 @@ def prune(source: Source, pruning: Pruning, output: Path, settings: Settings) ->
 
 
 def pruning_job(source: Source, pruning: Pruning) -> Job:
-    """The conversion whose result is a checkpoint with fewer experts."""
+    """Make the conversion whose result is a checkpoint with fewer experts."""
     texts = {
         **index_text(pruning.plan),
         PRUNING: as_text(pruning.record),
@@ -168,7 +182,10 @@ class Pruner:
 
 
 def describe_pruning(source: Source, pruning: Pruning, settings: Settings) -> dict[str, object]:
-    """The document of `prune --dry-run --json`: that of `quantize`, and which experts stay."""
+    """Make the document of `prune --dry-run --json`.
+
+    That of `quantize`, and which experts stay
+    """
     plan = pruning.plan
     sized = [Sized(step, step.source_bytes, step.output_bytes) for step in plan.steps]
     return {
@@ -189,130 +206,104 @@ def describe_pruning(source: Source, pruning: Pruning, settings: Settings) -> di
 
 
 def _refuse_artifact(source: Source) -> None:
-    """InputError for files and records that a checkpoint with other experts would contradict."""
+    """Raise InputError for files that other experts would contradict."""
     checkpoint = source.checkpoint
     if any(shard.frame.container != "safetensors" for shard in checkpoint.shards):
-        raise InputError(
-            "prune-source",
-            f"{source.name} is a GGUF file; expected safetensors",
-            "Prune the model it was made from.",
-        )
+        detail = f"{source.name} is a GGUF file; expected safetensors"
+        raise InputError("prune-source", detail, "Prune the model it was made from.")
     if source.has_file(RECORD):
-        detail = f"{source.name} is an artifact of fp4convert, whose records hold every file as it is; expected its source"
+        detail = f"{source.name} is an artifact of fp4convert, whose records hold every file"
+        detail = f"{detail} as it is; expected its source"
         raise InputError("prune-source", detail, "Prune that, and quantize the result.")
     records = {key: checkpoint.config[key] for key in _QUANTIZATION if key in checkpoint.config}
     if found := _ONE_EXPERT.search(json.dumps(records)):
-        detail = f"config.json: the record of quantization names single experts ({found[0]}...), which get other numbers"
-        raise InputError(
-            "prune-source", detail, "Prune the original weights, and quantize the result."
-        )
+        detail = "config.json: the record of quantization names single experts"
+        detail = f"{detail} ({found[0]}...), which get other numbers"
+        next_step = "Prune the original weights, and quantize the result."
+        raise InputError("prune-source", detail, next_step)
 
 
-def _sees_none(calibration: Calibration, first: Mixture, checkpoint: Checkpoint) -> InputError:
-    detail = f"{calibration.path} has no expert_saliency of {first.name}, nor of any other layer"
-    detail = f"{detail}: fp4convert calibrate does not see into the experts of {checkpoint.config.get('model_type')} models"
-    next_step = "docs/pruning.md lists those that it does, and what a file of your own has to hold."
-    return InputError("calibration-missing", detail, next_step, first.name)
+def _choose_experts(
+    calibration: Calibration, mixture: Mixture, routing: Routing
+) -> tuple[int, ...]:
+    """Choose the experts of a mixture that stay.
 
-
-def _kept_of(calibration: Calibration, mixture: Mixture, routing: Routing) -> tuple[int, ...]:
-    """The experts of a mixture that stay; InputError where the calibration does not tell."""
+    Raises InputError where the calibration does not tell
+    """
     again = "Calibrate again: fp4convert calibrate SOURCE -o FILE."
     if not calibration.has_experts(mixture.name):
-        detail = f"{calibration.path} has no expert_saliency of {mixture.name}; expected it of every layer with experts"
+        detail = f"{calibration.path} has no expert_saliency of {mixture.name}"
+        detail = f"{detail}; expected it of every layer with experts"
         raise InputError("calibration-missing", detail, again, mixture.name)
     found = calibration.experts(mixture.name)
     for table in (found.saliency, found.tokens):
         if table.shape != (routing.experts,):
-            detail = f"{calibration.path}: {mixture.name} has statistics of the shape {list(table.shape)}"
-            raise InputError(
-                "calibration-shape",
-                f"{detail}; expected {routing.experts} experts",
-                again,
-                mixture.name,
-            )
+            shape = list(table.shape)
+            detail = f"{calibration.path}: {mixture.name} has statistics of the shape {shape}"
+            detail = f"{detail}; expected {routing.experts} experts"
+            raise InputError("calibration-shape", detail, again, mixture.name)
     return choose_kept(found.saliency.tolist(), routing)
 
 
-def _tasks(
+def _make_tasks(
     checkpoint: Checkpoint, changed: Mapping[str, Draft | None], gone: Collection[str]
 ) -> tuple[Task, ...]:
-    """Every tensor of the result at its place, each in the shard that it was in."""
+    """Place every tensor of the result in the shard that it was in."""
     writing = Writing(checkpoint, Target(PRUNED))
     tasks: list[Task] = []
     for shard in checkpoint.shards:
-        drafts = [
-            changed[ref.name] if ref.name in changed else _copied(ref)
-            for ref in shard.tensors
-            if ref.name not in gone
-        ]
-        if staying := [
-            draft for draft in drafts if draft
-        ]:  # a shard of which nothing is left is none
+        drafts = []
+        for ref in shard.tensors:
+            if ref.name in gone:
+                continue
+            if ref.name in changed:
+                drafts.append(changed[ref.name])
+            else:
+                spec = TensorSpec(ref.name, ref.dtype, ref.shape)
+                drafts.append(Draft("copy", "no part of experts", (ref,), (spec,)))
+        # A shard of which nothing is left is none.
+        if staying := [draft for draft in drafts if draft]:
             tasks.append(writing.task(shard, staying))
     refuse_collisions(tasks)
     return tuple(tasks)
 
 
-def _copied(ref: TensorRef) -> Draft:
-    return Draft(
-        "copy", "no part of experts", (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),)
-    )
-
-
 def _drafts(
     mixture: Mixture, kept: Sequence[int], experts: int
 ) -> Iterator[tuple[str, Draft | None]]:
-    """What becomes of every tensor of a mixture; None of those that go."""
+    """Decide what becomes of every tensor of a mixture; None: it goes."""
     place = {expert: number for number, expert in enumerate(kept)}
     for ref, expert, rest in mixture.singles:
-        if expert in place:
-            spec = TensorSpec(mixture.renamed(place[expert], rest), ref.dtype, ref.shape)
-            yield (
-                ref.name,
-                Draft("prune", "an expert that stays, numbered anew", (ref,), (spec,), ref.shape),
-            )
-        else:
+        if expert not in place:
             yield ref.name, None
-    for ref in (*mixture.stacks, *mixture.rows):
-        shape = (ref.shape[0] // experts * len(kept), *ref.shape[1:])
-        parts = kept_rows(ref, kept, experts)
-        yield (
-            ref.name,
-            Draft(
-                "prune",
-                "the experts that stay",
-                parts,
-                (TensorSpec(ref.name, ref.dtype, shape),),
-                shape,
-            ),
-        )
-    for ref in mixture.columns:
-        shape = (*ref.shape[:-1], len(kept))
-        parts = kept_columns(ref, kept, experts)
-        yield (
-            ref.name,
-            Draft(
-                "prune",
-                "the experts that stay",
-                parts,
-                (TensorSpec(ref.name, ref.dtype, shape),),
-                shape,
-            ),
-        )
+            continue
+        spec = TensorSpec(mixture.renamed(place[expert], rest), ref.dtype, ref.shape)
+        reason = "an expert that stays, numbered anew"
+        yield ref.name, Draft("prune", reason, (ref,), (spec,), ref.shape)
+    tables = [
+        *(
+            (ref, (ref.shape[0] // experts * len(kept), *ref.shape[1:]), kept_rows)
+            for ref in (*mixture.stacks, *mixture.rows)
+        ),
+        *((ref, (*ref.shape[:-1], len(kept)), kept_columns) for ref in mixture.columns),
+    ]
+    for ref, shape, kept_parts in tables:
+        spec = TensorSpec(ref.name, ref.dtype, shape)
+        parts = kept_parts(ref, kept, experts)
+        yield ref.name, Draft("prune", "the experts that stay", parts, (spec,), shape)
 
 
-def _recounted(
+def _recount(
     config: Mapping[str, object], counts: Collection[str], routing: Routing, is_shorter: bool
 ) -> dict[str, object]:
-    """A config.json, or what is nested in it, with as many experts as stay.
+    """Write as many experts as stay into a config.json, and what is nested.
 
     is_shorter  layers that predict further tokens are left out
     """
     made: dict[str, object] = {}
     for key, value in config.items():
         if isinstance(value, dict):
-            made[key] = _recounted(value, counts, routing, is_shorter)
+            made[key] = _recount(value, counts, routing, is_shorter)
         elif key in counts:
             made[key] = routing.keep
         else:
@@ -320,45 +311,25 @@ def _recounted(
     return made
 
 
-def _record(
-    source: Source,
+def _warn(
     calibration: Calibration,
     routing: Routing,
     kept: Mapping[str, tuple[int, ...]],
     gone: Collection[str],
-) -> dict[str, object]:
-    """What was done, for whoever wants to check it."""
-    return {
-        "method": "reap",
-        "experts": {"before": routing.experts, "kept": routing.keep},
-        "kept": kept,
-        "left_out": sorted(gone),
-        "calibration": {
-            "sha256": calibration.sha256,
-            "samples": calibration.samples,
-            "tokens": calibration.tokens,
-        },
-        "source": {"repo": source.checkpoint.repo, "revision": source.checkpoint.revision},
-        "producer": {"name": "fp4convert", "version": version("fp4convert")},
-    }
-
-
-def _left_out(gone: Collection[str]) -> Iterator[str]:
+) -> Iterator[str]:
+    """Warn of layers left out, uneven ranks, and experts judged by little."""
     if gone:
-        detail = f"{len(gone)} tensors of layers that predict further tokens are left out, the first {min(gone)!r}: the calibration"
-        yield f"{detail} does not say which of their experts to keep; the model computes the same, and cannot speculate with them"
-
-
-def _ranks(routing: Routing) -> Iterator[str]:
+        detail = f"{len(gone)} tensors of layers that predict further tokens are left out"
+        detail = f"{detail}, the first {min(gone)!r}: the calibration does not say which of their"
+        detail = f"{detail} experts to keep; the model computes the same, and cannot speculate"
+        yield f"{detail} with them"
     if uneven := [str(ranks) for ranks in RANKS if routing.keep % ranks]:
-        yield f"{routing.keep} experts cannot be dealt out evenly among {' or '.join(uneven)} ranks of expert parallelism"
-
-
-def _few_tokens(calibration: Calibration, kept: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """A warning of experts that were judged by little."""
+        detail = f"{routing.keep} experts cannot be dealt out evenly among {' or '.join(uneven)}"
+        yield f"{detail} ranks of expert parallelism"
     few = {name: calibration.experts(name).tokens < FEW_TOKENS for name in kept}
     if layers := [name for name, those in few.items() if those.any()]:
         count = sum(int(those.sum()) for those in few.values())
         stay = sum(int(few[name][list(kept[name])].sum()) for name in layers)
-        detail = f"{count} experts in {len(layers)} layers got fewer than {FEW_TOKENS} tokens, {stay} of which stay, first in"
-        yield f"{detail} {layers[0]}: their saliency is little more than chance; calibrate with more text"
+        detail = f"{count} experts in {len(layers)} layers got fewer than {FEW_TOKENS} tokens"
+        detail = f"{detail}, {stay} of which stay, first in {layers[0]}"
+        yield f"{detail}: their saliency is little more than chance; calibrate with more text"
