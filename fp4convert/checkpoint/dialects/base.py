@@ -246,11 +246,6 @@ def whole(stem: str, shape: tuple[int, ...]) -> tuple[Slot, ...]:
     return ((Rows(stem, 0, shape[0]),),)
 
 
-def always_fit(module: str, shape: tuple[int, int], form: Form) -> str | None:
-    """Serve as `unfit` where any matrix of whole blocks has a place."""
-    return None
-
-
 def no_notes(form: Form, stems: Iterable[str]) -> dict[str, str]:
     """Serve as `notes` where engines read none."""
     return {}

@@ -31,7 +31,7 @@ from fp4convert.checkpoint.dialects.base import (
 )
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
 from fp4convert.checkpoint.dialects.registry import COMFY_MARK, SUFFIXES
-from fp4convert.checkpoint.dialects.tables import Part, Read, Scalars, half_columns
+from fp4convert.checkpoint.dialects.tables import Part, Read, Scalars, Table
 from fp4convert.numerics.formats import NVFP4
 from fp4convert.numerics.matrices import Blocks, Fetched, Quantized
 from fp4convert.numerics.scale_layouts import LAYOUTS as ORDERS
@@ -50,7 +50,9 @@ TRAITS = Traits(
     companions=(".input_scale",),
     labels=(COMFY_MARK,),
 )
-stems, slots, stored_shape = each_alone, whole, half_columns
+# For the shape of the codes alone: nibbles and scales are in orders of their own.
+TABLE = Table((".weight", "U8"), ".weight_scale", {NVFP4: "F8_E4M3"}, SCALARS)
+stems, slots, stored_shape = each_alone, whole, TABLE.stored_shape
 records, judge, ignores = no_records, no_doubts, ignores_none
 _MARK = json.dumps({"format": "nvfp4"}, separators=(",", ":")).encode()
 

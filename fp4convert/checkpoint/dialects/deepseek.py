@@ -20,7 +20,6 @@ from fp4convert.checkpoint.dialects.base import (
     Ignored,
     Json,
     Traits,
-    always_fit,
     ignores_none,
     no_doubts,
     no_notes,
@@ -36,7 +35,7 @@ from fp4convert.storage.safetensors import TensorRef
 TRAITS = Traits(writes=(MXFP4,), scalars=Scalars(None))
 TABLE = Table((".weight", "I8"), ".scale", {MXFP4: "F8_E8M0"}, TRAITS.scalars)
 outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
-stored_shape, slots, unfit = TABLE.stored_shape, whole, always_fit
+stored_shape, slots, unfit = TABLE.stored_shape, whole, TABLE.unfit
 notes, judge, ignores = no_notes, no_doubts, ignores_none
 _EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.w[123]")
 

@@ -29,7 +29,7 @@ from fp4convert.checkpoint.dialects.base import (
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
 from fp4convert.checkpoint.dialects.tables import Part, Read, Scalars, whole_blocks
 from fp4convert.errors import Doubt
-from fp4convert.numerics.formats import MXFP4, NVFP4, Format
+from fp4convert.numerics.formats import MXFP4, NVFP4
 from fp4convert.numerics.matrices import Blocks, Fetched, Quantized
 from fp4convert.numerics.scale_layouts import from_halves, interleave, split_runs, to_halves
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
@@ -54,6 +54,9 @@ _SCALED = (  # what llama.cpp loads a .scale for; any other one makes it refuse 
     *(f".ffn_{name}{kind}" for name in ("gate", "up", "down") for kind in ("", "_shexp")),
 )
 _BLOCKS_PER_RUN = {MXFP4: 1, NVFP4: 4}
+_RUN_NBYTES = {  # of scales, and of codes
+    fmt: (blocks, blocks * fmt.block_size // 2) for fmt, blocks in _BLOCKS_PER_RUN.items()
+}
 
 
 def unfit(module: str, shape: tuple[int, int], form: Form) -> str | None:
@@ -76,15 +79,10 @@ def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, 
     )
 
 
-def _sizes(fmt: Format) -> tuple[int, int]:
-    """Return the bytes of scales, and of codes, in one run."""
-    return _BLOCKS_PER_RUN[fmt], _BLOCKS_PER_RUN[fmt] * fmt.block_size // 2
-
-
 def encode(
     stem: str, shape: tuple[int, ...], form: Form, panels: Iterable[Quantized]
 ) -> Iterator[Part]:
-    scales_nbytes, codes_nbytes = _sizes(form.format)
+    scales_nbytes, codes_nbytes = _RUN_NBYTES[form.format]
     for rows in panels:
         codes = to_halves(rows.packed, form.format.block_size // 2)
         runs = interleave((rows.block_scales, scales_nbytes), (codes, codes_nbytes))
@@ -111,7 +109,9 @@ def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     multiplier = SCALARS.decode_global(stem, form, read)
 
     def fetch(first: int, last: int) -> tuple[memoryview, memoryview]:
-        block_scales, codes = split_runs(stored[first * width : last * width], *_sizes(form.format))
+        block_scales, codes = split_runs(
+            stored[first * width : last * width], *_RUN_NBYTES[form.format]
+        )
         return from_halves(codes, form.format.block_size // 2), block_scales
 
     return Fetched(form.format, (rows, columns), multiplier, "multiplier", fetch)

@@ -24,7 +24,6 @@ from fp4convert.checkpoint.dialects.base import (
     Ignored,
     Json,
     Traits,
-    always_fit,
     no_doubts,
     no_notes,
     stems_named,
@@ -46,7 +45,7 @@ TRAITS = Traits(
 )
 TABLE = Table(("_blocks", "U8"), "_scales", {MXFP4: "U8"}, TRAITS.scalars)
 find, encode, decode = partial(stems_named, endings=TRAITS.suffixes), TABLE.encode, TABLE.decode
-notes, judge, unfit = no_notes, no_doubts, always_fit
+notes, judge, unfit = no_notes, no_doubts, TABLE.unfit
 _MEMBERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 MOST_STARS = 4  # in a name of a record: each one more multiplies the time that it takes
 _EXPERT = re.compile(r"(.*experts)\.(0|[1-9]\d{0,8})\.(gate|up|down)_proj")

@@ -19,7 +19,6 @@ from fp4convert.checkpoint.dialects.base import (
     Ignored,
     Json,
     Traits,
-    always_fit,
     doubt_stacks,
     each_alone,
     ignores_none,
@@ -45,7 +44,7 @@ TRAITS = Traits(
 SCALE_DTYPES = {NVFP4: "U8", MXFP4: "U8"}
 TABLE = Table((".weight", "U32"), ".scales", SCALE_DTYPES, TRAITS.scalars, codes_per_item=8)
 outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
-stems, stored_shape, slots, unfit = each_alone, TABLE.stored_shape, whole, always_fit
+stems, stored_shape, slots, unfit = each_alone, TABLE.stored_shape, whole, TABLE.unfit
 notes, ignores = no_notes, ignores_none
 
 

@@ -23,7 +23,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from fp4convert.checkpoint.dialects.base import (
     Clues,
     Traits,
-    always_fit,
     each_alone,
     ignores_none,
     no_doubts,
@@ -34,9 +33,9 @@ from fp4convert.checkpoint.dialects.base import (
 )
 from fp4convert.checkpoint.dialects.forms import Form, Group
 from fp4convert.checkpoint.dialects.registry import SUFFIXES
-from fp4convert.checkpoint.dialects.tables import Part, Read, Scalars, half_columns, whole_blocks
+from fp4convert.checkpoint.dialects.tables import Part, Read, Scalars, Table, whole_blocks
 from fp4convert.numerics.formats import MXFP4, NVFP4
-from fp4convert.numerics.matrices import Blocks, Fetched, Quantized, Spans
+from fp4convert.numerics.matrices import Blocks, Fetched, Quantized
 from fp4convert.numerics.scale_layouts import LAYOUTS as ORDERS
 from fp4convert.numerics.scale_layouts import SCALE_LAYOUTS, interleave, split_runs
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
@@ -51,14 +50,17 @@ TRAITS = Traits(
     suffixes=SUFFIXES["plain"],
     companions=(".input_scale",),
 )
-stems, slots, unfit, notes = each_alone, whole, always_fit, no_notes
+# Of the layout linear; the others have shapes of their own.
+SCALE_DTYPES = {NVFP4: "F8_E4M3", MXFP4: "F8_E8M0"}
+TABLE = Table((".weight", "U8"), ".block_scale", SCALE_DTYPES, SCALARS)
+stems, slots, unfit, notes = each_alone, whole, TABLE.unfit, no_notes
 records, judge, ignores = no_records, no_doubts, ignores_none
 
 
 def outputs(stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
     rows, columns = shape
     blocks, block_nbytes = columns // form.format.block_size, form.format.block_size // 2
-    scale_dtype = "F8_E4M3" if form.format is NVFP4 else "F8_E8M0"
+    scale_dtype = SCALE_DTYPES[form.format]
     if form.scale_layout == "interleaved":
         specs = [TensorSpec(f"{stem}.weight", "U8", (rows, blocks * (block_nbytes + 1)))]
     elif form.scale_layout == "appended":
@@ -115,7 +117,7 @@ def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | 
     if form.scale_layout == "appended":
         return form.shapes.get(stem)
     if form.scale_layout != "interleaved":
-        return half_columns(stem, packed, form)
+        return TABLE.stored_shape(stem, packed, form)
     if len(packed.shape) != 2 or packed.shape[1] % block_nbytes:
         return None
     columns = packed.shape[1] // block_nbytes * form.format.block_size
@@ -125,10 +127,10 @@ def stored_shape(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | 
 def decode(stem: str, shape: tuple[int, ...], form: Form, read: Read) -> Blocks:
     rows, columns = shape
     half, blocks = columns // 2, columns // form.format.block_size
+    if form.scale_layout == "linear":
+        return TABLE.decode(stem, shape, form, read)
     multiplier = SCALARS.decode_global(stem, form, read)
     stored = read(f"{stem}.weight")
-    if form.scale_layout == "linear":
-        return Spans(form.format, (rows, columns), stored, read(f"{stem}.block_scale"), multiplier)
     if form.scale_layout == "interleaved":
         width = stored.nbytes // rows
 

@@ -23,7 +23,6 @@ from fp4convert.checkpoint.dialects.base import (
     Ignored,
     Json,
     Traits,
-    always_fit,
     each_alone,
     no_notes,
     stems_of_scales,
@@ -47,7 +46,7 @@ TRAITS = Traits(
 SCALE_DTYPES = {NVFP4: "F8_E4M3", MXFP4: "U8"}
 TABLE = Table((".weight", "U8"), ".weight_scale", SCALE_DTYPES, TRAITS.scalars)
 outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
-stems, stored_shape, slots, unfit = each_alone, TABLE.stored_shape, whole, always_fit
+stems, stored_shape, slots, unfit = each_alone, TABLE.stored_shape, whole, TABLE.unfit
 find, notes = partial(stems_of_scales, endings=TRAITS.suffixes), no_notes
 
 

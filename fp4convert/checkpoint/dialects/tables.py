@@ -120,27 +120,6 @@ class Fp8Table:
     input_scale: str | None = None
     activations: Mapping[Granularity, int] = field(default_factory=dict)
 
-    def unfit(self, shape: tuple[int, int], form: Form) -> str | None:
-        """Say why such a matrix has no place here; None where it has one."""
-        if form.granularity is None or self.scale_shape(shape, form.granularity) is None:
-            return f"FP8 with scales of {granularity_word(form.granularity or 'no known kind')}"
-        return None
-
-    def outputs(self, stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
-        """List the tensors of one FP8 matrix, the codes first."""
-        rows, columns = shape
-        scales = self.scale_shape((rows, columns), form.granularity) if form.granularity else None
-        if scales is None:
-            reason = self.unfit((rows, columns), form)
-            raise RuntimeError(f"{stem}: {reason} has no place in this dialect")
-        specs = [
-            TensorSpec(f"{stem}.weight", "F8_E4M3", (rows, columns)),
-            TensorSpec(f"{stem}.weight_scale", form.stored_scales, scales),
-        ]
-        if self.input_scale and self.has_input_scale(form):
-            specs.append(TensorSpec(stem + self.input_scale, "F32", ()))
-        return tuple(specs)
-
     def has_input_scale(self, form: Form) -> bool:
         """Tell whether a static scale of activations stands beside such a matrix."""
         return self.input_scale is not None and form.format is FP8 and form.granularity == "tensor"
@@ -187,19 +166,34 @@ class Table:
 
     def unfit(self, module: str, shape: tuple[int, int], form: Form) -> str | None:
         """Do what Dialect.unfit says."""
-        return self.fp8.unfit(shape, form) if self.fp8 and form.format is FP8 else None
+        if self.fp8 is None or form.format is not FP8:
+            return None
+        if form.granularity is None or self.fp8.scale_shape(shape, form.granularity) is None:
+            return f"FP8 with scales of {granularity_word(form.granularity or 'no known kind')}"
+        return None
 
     def outputs(self, stem: str, shape: tuple[int, ...], form: Form) -> tuple[TensorSpec, ...]:
         """Do what Dialect.outputs says."""
         *above, columns = shape
         (ending, dtype), scales_name = self.packed, stem + self.block_scales
         if self.fp8 and form.format is FP8:
-            return self.fp8.outputs(stem, shape, form)
+            matrix, granularity = (above[0], columns), form.granularity
+            grid = self.fp8.scale_shape(matrix, granularity) if granularity else None
+            if grid is None:
+                reason = self.unfit(stem, matrix, form)
+                raise RuntimeError(f"{stem}: {reason} has no place in this dialect")
+            specs = [
+                TensorSpec(f"{stem}.weight", "F8_E4M3", matrix),
+                TensorSpec(f"{stem}.weight_scale", form.stored_scales, grid),
+            ]
+            if self.fp8.input_scale and self.fp8.has_input_scale(form):
+                specs.append(TensorSpec(stem + self.fp8.input_scale, "F32", ()))
+            return tuple(specs)
         if form.format is INT4:
-            scales = scale_grid((above[0], columns), form.granularity or "row")
+            grid = scale_grid((above[0], columns), form.granularity or "row")
             return (
                 TensorSpec(stem + ending, "I32", (above[0], -(-columns // INT4_PER_ITEM))),
-                TensorSpec(scales_name, form.stored_scales, scales),
+                TensorSpec(scales_name, form.stored_scales, grid),
                 TensorSpec(f"{stem}.weight_shape", "I64", (2,)),
             )
         blocks = columns // form.format.block_size
@@ -248,13 +242,6 @@ def encode_int4(
         if scales.nbytes:
             yield f"{stem}.weight_scale", scales
     yield f"{stem}.weight_shape", memoryview(struct.pack("<2q", *shape))
-
-
-def half_columns(stem: str, packed: TensorRef, form: Form) -> tuple[int, ...] | None:
-    """Serve as `stored_shape` where packed codes are (rows, columns / 2)."""
-    if len(packed.shape) != 2:
-        return None
-    return whole_blocks((packed.shape[0], packed.shape[1] * 2), form)
 
 
 def whole_blocks(shape: tuple[int, ...], form: Form) -> tuple[int, ...] | None:
