@@ -124,7 +124,8 @@ class Artifact:
         own = self.modules.get(module)
         packed = own or next(each for each in self.modules.values() if each.stem == module)
         stored = self.spelling.decode(packed.stem, packed.stored_shape, packed.form, self._read)
-        return gather(stored, own.shape, own.places) if own else stored
+        is_part = own is not None and packed.stem != module
+        return gather(stored, packed.shape, packed.places) if is_part else stored
 
     def input_scale(self, module: str) -> float | None:
         """Return the input scale of a module as a multiplier, where it has one."""

@@ -19,7 +19,7 @@ from fp4convert.checkpoint.dialects.forms import (
 from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, INT4, STORED_FORMATS, format_named
-from fp4convert.numerics.scale_layouts import padding_of
+from fp4convert.numerics.scale_layouts import LAYOUTS
 from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.rules import FoldRule, FoldUse, StackRule
 from fp4convert.storage.checkpoint_files import RECORD
@@ -178,14 +178,15 @@ def describe_form(form: Form, spelling: Dialect) -> dict[str, object]:
             "activations": form.activations,
             **cache,
         }
-    has_global_scale = fmt.has_global_scale and kind
+    has_global_scale, layout = fmt.has_global_scale and kind, LAYOUTS.get(form.scale_layout)
+    padding = list(layout.padding) if layout and layout.padding != (1, 1) else None
     return {
         "format": fmt.name,
         "block_size": fmt.block_size,
         "element_dtype": fmt.element_dtype,
         "scale_dtype": fmt.scale_dtype,
         "scale_layout": form.scale_layout,
-        "scale_padding": padding_of(form.scale_layout),
+        "scale_padding": padding,
         "nibble_order": spelling.TRAITS.nibble_order,
         "block_axis": -1,
         "global_scale": {"dtype": "fp32", "stored_as": kind} if has_global_scale else None,

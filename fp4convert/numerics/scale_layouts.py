@@ -111,12 +111,6 @@ def arrange_scales(q: Blocks, layout: Layout) -> memoryview:
 _SWAPPED = bytes(byte >> 4 | (byte & 15) << 4 for byte in range(256))
 
 
-def padding_of(name: str) -> list[int] | None:
-    """What rows and blocks are padded to multiples of in that layout, where it pads them."""
-    padding = LAYOUTS[name].padding if name in LAYOUTS else (1, 1)
-    return None if padding == (1, 1) else list(padding)
-
-
 def interleave(*parts: tuple[memoryview, int]) -> memoryview:
     """Runs of so many bytes of each part in turn."""
     import numpy as np

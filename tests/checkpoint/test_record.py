@@ -4,8 +4,15 @@ import pytest
 
 from fp4convert.checkpoint.dialects.base import Ignored
 from fp4convert.checkpoint.dialects.forms import Form, Group
+from fp4convert.checkpoint.dialects.registry import dialect_named
 from fp4convert.checkpoint.modules import form_finder
-from fp4convert.checkpoint.record import Contents, describe_groups, groups_recorded, make_record
+from fp4convert.checkpoint.record import (
+    Contents,
+    describe_form,
+    describe_groups,
+    groups_recorded,
+    make_record,
+)
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FP8, INT4, MXFP4, NVFP4
 from fp4convert.recipes.recipe import Target
@@ -129,3 +136,20 @@ def test_forms_in_words():
         Group(Form(FP8, granularity="row"), ()),
     )
     assert describe_groups(groups) == "nvfp4 + fp8 128x128 + fp8 row"
+
+
+def test_a_record_says_the_padding_of_a_layout():
+    """Rows and blocks are padded to multiples of these; None where a layout pads nothing."""
+    known = {
+        "linear": None,
+        "128x4": [128, 4],
+        "8x4": [8, 4],
+        "deepgemm": [4, 4],
+        "k_major": None,
+        "interleaved": None,
+        "appended": None,
+        "gguf": None,
+    }
+    plain = dialect_named("plain")
+    told = {name: describe_form(Form(NVFP4, 16, name), plain) for name in known}
+    assert {name: entry["scale_padding"] for name, entry in told.items()} == known

@@ -15,7 +15,6 @@ from fp4convert.numerics.scale_layouts import (
     LAYOUTS,
     from_halves,
     interleave,
-    padding_of,
     split_runs,
     to_halves,
 )
@@ -168,19 +167,6 @@ def test_rows_are_restored_when_they_are_asked_for(name: str) -> None:
     assert bytes(rows(3, 131)) == linear[3:].tobytes()
     assert bytes(rows(0, 1)) == linear[:1].tobytes()
     assert len(reads) == 1
-
-
-def test_padding_of_a_layout() -> None:
-    known = {
-        "linear": None,
-        "128x4": [128, 4],
-        "8x4": [8, 4],
-        "deepgemm": [4, 4],
-        "k_major": None,
-        "interleaved": None,
-        "gguf": None,
-    }
-    assert {name: padding_of(name) for name in known} == known
 
 
 # ------------------------------------------------------------------------------------------------------ codes and scales
