@@ -41,7 +41,7 @@ from fp4convert.checkpoint.dialects.forms import (
     merge_groups,
     targets_of,
 )
-from fp4convert.checkpoint.dialects.registry import SUFFIXES
+from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
 from fp4convert.checkpoint.dialects.tables import Fp8Table, Scalars, Table, scale_grid
 from fp4convert.errors import Doubt
 from fp4convert.numerics.formats import FP8, INT4, MXFP4, NVFP4, Format
@@ -53,6 +53,7 @@ def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int,
     return (1,) if granularity == "tensor" else scale_grid(shape, granularity)
 
 
+METHOD = METHODS["compressed-tensors"]
 TRAITS = Traits(
     writes=(NVFP4, MXFP4),
     scalars=Scalars(".weight_global_scale", ".input_global_scale", (1,), "divisor"),
@@ -110,7 +111,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
             for group, rest, name in zip(groups, others, formats, strict=True)
         ]
     record: Json = {
-        "quant_method": "compressed-tensors",
+        "quant_method": METHOD,
         "format": formats[0] if len(set(formats)) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {f"group_{number}": scheme for number, scheme in enumerate(schemes)},
@@ -218,7 +219,7 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
     its class ("Linear").
     """
     record = clues.record
-    if record.get("quant_method") != "compressed-tensors":
+    if record.get("quant_method") != METHOD:
         return ()
     cache, kv_cache = record.get("kv_cache_scheme"), None
     if isinstance(cache, dict):  # fp8, or what else it says, such as int8
@@ -282,7 +283,7 @@ def _form(record: Json, scheme: Json, kv_cache: str | None) -> Form | None:
 def judge(clues: Clues) -> Iterator[Doubt]:
     """Find what engines load without a word, and compute garbage with."""
     record = clues.record
-    if record.get("quant_method") != "compressed-tensors":
+    if record.get("quant_method") != METHOD:
         return
     if record.get("quantization_status") != "compressed":
         detail = 'quantization_status is not "compressed": transformers would take the packed codes'

@@ -27,11 +27,13 @@ from fp4convert.checkpoint.dialects.base import (
     whole,
 )
 from fp4convert.checkpoint.dialects.forms import Form, Group, everywhere
+from fp4convert.checkpoint.dialects.registry import METHODS
 from fp4convert.checkpoint.dialects.tables import Scalars, Table
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import MXFP4
 from fp4convert.storage.safetensors import TensorRef
 
+METHOD = METHODS["deepseek"]
 TRAITS = Traits(writes=(MXFP4,), scalars=Scalars(None))
 TABLE = Table((".weight", "I8"), ".scale", {MXFP4: "F8_E8M0"}, TRAITS.scalars)
 outputs, encode, decode = TABLE.outputs, TABLE.encode, TABLE.decode
@@ -55,7 +57,7 @@ def find(tensors: Mapping[str, TensorRef]) -> list[str]:
 
 def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     record = {
-        "quant_method": "fp8",
+        "quant_method": METHOD,
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "scale_fmt": "ue8m0",
@@ -66,5 +68,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
 
 
 def recognise(clues: Clues) -> tuple[Group, ...]:
-    is_one = clues.config.get("expert_dtype") == "fp4" and clues.record.get("quant_method") == "fp8"
+    is_one = (
+        clues.config.get("expert_dtype") == "fp4" and clues.record.get("quant_method") == METHOD
+    )
     return everywhere(Form(MXFP4) if is_one else None)

@@ -27,9 +27,10 @@ from fp4convert.checkpoint.dialects.base import (
     whole,
 )
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
+from fp4convert.checkpoint.dialects.registry import GGUF_TYPES
 from fp4convert.checkpoint.dialects.tables import Part, Read, Scalars, whole_blocks
 from fp4convert.errors import Doubt
-from fp4convert.numerics.formats import MXFP4, NVFP4
+from fp4convert.numerics.formats import MXFP4, NVFP4, format_named
 from fp4convert.numerics.matrices import Blocks, Fetched, Quantized
 from fp4convert.numerics.scale_layouts import from_halves, interleave, split_runs, to_halves
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
@@ -48,7 +49,7 @@ TRAITS = Traits(
     highest_scale={NVFP4: 126, MXFP4: 254},  # above it a sign, or NaN
 )
 stems, slots, notes, ignores, records = each_alone, whole, no_notes, ignores_none, no_records
-_TYPES = {fmt.name.upper(): fmt for fmt in (MXFP4, NVFP4)}
+_TYPES = {word: format_named(word.lower()) for word in GGUF_TYPES}
 _SCALED = (  # what llama.cpp loads a .scale for; any other one makes it refuse the file
     *(f".attn_{name}" for name in ("q", "k", "v", "qkv", "output", "gate")),
     *(f".ffn_{name}{kind}" for name in ("gate", "up", "down") for kind in ("", "_shexp")),

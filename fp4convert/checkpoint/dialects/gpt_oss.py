@@ -30,13 +30,14 @@ from fp4convert.checkpoint.dialects.base import (
     strings,
 )
 from fp4convert.checkpoint.dialects.forms import Form, Group, everywhere
-from fp4convert.checkpoint.dialects.registry import SUFFIXES
+from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot
 from fp4convert.checkpoint.dialects.tables import Scalars, Table, whole_blocks
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import MXFP4
 from fp4convert.storage.safetensors import TensorRef, TensorSpec
 
+METHOD = METHODS["gpt-oss"]
 TRAITS = Traits(
     writes=(MXFP4,),
     scalars=Scalars(None),
@@ -115,12 +116,12 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
         for name in (*ignored.modules, *exact)
         if not any(stem.startswith(f"{name}.") for stem in stored)
     ]
-    record = {"quant_method": "mxfp4", "modules_to_not_convert": sorted(set(kept))}
+    record = {"quant_method": METHOD, "modules_to_not_convert": sorted(set(kept))}
     return {"config.json": {"quantization_config": record}}
 
 
 def recognise(clues: Clues) -> tuple[Group, ...]:
-    return everywhere(Form(MXFP4) if clues.record.get("quant_method") == "mxfp4" else None)
+    return everywhere(Form(MXFP4) if clues.record.get("quant_method") == METHOD else None)
 
 
 def ignores(clues: Clues) -> Callable[[str], bool]:

@@ -51,7 +51,7 @@ from fp4convert.checkpoint.dialects.forms import (
     group_modules,
     parents_of,
 )
-from fp4convert.checkpoint.dialects.registry import SUFFIXES
+from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
 from fp4convert.checkpoint.dialects.tables import Fp8Table, Scalars, Table, scale_grid
 from fp4convert.errors import Doubt
 from fp4convert.numerics.formats import FP8, MXFP4, NVFP4
@@ -68,6 +68,7 @@ def _scale_shape(shape: tuple[int, int], granularity: Granularity) -> tuple[int,
     return {"tensor": (), "row": (rows,), (128, 128): (rows, 1, columns, 1)}.get(granularity)
 
 
+METHOD = METHODS["modelopt"]
 TRAITS = Traits(
     writes=(NVFP4,),
     scalars=Scalars(".weight_scale_2", ".input_scale"),
@@ -114,7 +115,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
         layers |= {module: {**own, **size} for module in group.modules}
     mixed: Json = {"quantized_layers": dict(sorted(layers.items()))} if is_mixed else {}
     record: Json = {
-        "quant_method": "modelopt",
+        "quant_method": METHOD,
         "quant_algo": algorithm,
         "config_groups": {f"group_{number}": scheme for number, scheme in enumerate(schemes)},
         **mixed,
@@ -178,7 +179,7 @@ def recognise(clues: Clues) -> tuple[Group, ...]:
     record = clues.record
     if not record:
         return _groups(_nested(clues)) if clues.hf_quant_config else ()
-    if record.get("quant_method") != "modelopt":
+    if record.get("quant_method") != METHOD:
         return ()
     groups, schemes = _groups(record), schemes_of(record)
     cache = record.get("kv_cache_scheme")

@@ -30,11 +30,12 @@ from fp4convert.checkpoint.dialects.base import (
     whole,
 )
 from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form, Group, everywhere
-from fp4convert.checkpoint.dialects.registry import SUFFIXES
+from fp4convert.checkpoint.dialects.registry import METHODS, SUFFIXES
 from fp4convert.checkpoint.dialects.tables import Scalars, Table
 from fp4convert.errors import Doubt
 from fp4convert.numerics.formats import MXFP4, NVFP4
 
+METHOD = METHODS["quark"]
 TRAITS = Traits(
     writes=(MXFP4, NVFP4),
     scalars=Scalars(".weight_scale_2", ".input_scale_2"),
@@ -56,7 +57,7 @@ def records(groups: Sequence[Group], ignored: Ignored) -> dict[str, Json]:
     inputs = _spec(form, is_dynamic=True) if form.activations == ACTIVATIONS_FP4 else None
     globs = [pattern for pattern in ignored.patterns if not pattern.startswith("re:")]
     config: Json = {
-        "quant_method": "quark",
+        "quant_method": METHOD,
         "quant_mode": "eager_mode",
         "algo_config": None,
         "exclude": [*Ignored(ignored.modules, tuple(globs)).apart(), *globs],
@@ -119,7 +120,7 @@ def _spec(form: Form, is_dynamic: bool) -> object:
 
 
 def recognise(clues: Clues) -> tuple[Group, ...]:
-    if clues.record.get("quant_method") != "quark":
+    if clues.record.get("quant_method") != METHOD:
         return ()
     declared = clues.record.get("global_quant_config")
     scheme = declared if isinstance(declared, dict) else {}

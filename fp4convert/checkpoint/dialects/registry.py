@@ -36,26 +36,20 @@ METHODS = {  # quant_method in the record of an engine
     "gpt-oss": "mxfp4",
     "deepseek": "fp8",
 }
+COMFY_MARK = ".comfy_quant"  # ends the tensor that says to ComfyUI what a module is
 SUFFIXES = {  # endings of a quantized module's tensors, which no unquantized checkpoint has
     "compressed-tensors": (".weight_packed", ".weight_scale", ".weight_global_scale"),
     "modelopt": (".weight_scale", ".weight_scale_2"),
     "quark": (".weight_scale", ".weight_scale_2"),
     "gpt-oss": ("_blocks", "_scales"),
     "mlx": (".scales",),
-    "comfy": (".comfy_quant", ".weight_scale_2"),
+    "comfy": (COMFY_MARK, ".weight_scale_2"),
     "plain": (".block_scale", ".global_scale"),
     # deepseek: ".scale" ends names of ordinary norms too; gguf: the type of M.weight tells
 }
-COMFY_MARK = ".comfy_quant"
-GGUF_TYPES = ("MXFP4", "NVFP4")
+GGUF_TYPES = ("MXFP4", "NVFP4")  # of tensors in a GGUF file
 _PACKED_DTYPES = ("U8", "I8", "I32", "U32")
-_PACKED_ENDINGS = (
-    ".weight",
-    "_blocks",
-    "_scales",
-    ".qweight",
-    ".qzeros",
-)  # the last two: GPTQ, AWQ
+_PACKED_ENDINGS = (".weight", "_blocks", "_scales", ".qweight", ".qzeros")  # last of GPTQ and AWQ
 _FP8_ENDING = ".weight_scale_inv"  # DeepSeek's
 _TELLING_ENDINGS = (
     *(ending for endings in SUFFIXES.values() for ending in endings if ending.startswith(".")),
