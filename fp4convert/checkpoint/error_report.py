@@ -127,7 +127,25 @@ def _read_report(source: Source) -> Recorded:
         keys = ("sqnr_db_min", "sqnr_db_mean", "nmse")
         summary: dict[str, Any] = {key: _number(found[key]) for key in keys}
         summary["worst"] = None if found["worst"] is None else str(found["worst"])
-        return Recorded(summary, tuple(map(_read_entry, document["tensors"])))
+        entries = []
+        for entry in document["tensors"]:
+            histogram = tuple(int(count) for count in entry["histogram"] or ())
+            if len(histogram) not in (0, CODES):
+                raise ValueError("no histogram of four bits")
+            entries.append(
+                Entry(
+                    name=str(entry["name"]),
+                    module=str(entry["module"]),
+                    format=str(entry["format"]),
+                    against=str(entry["against"]),
+                    mse=float(entry["mse"]),
+                    max_abs=float(entry["max_abs"]),
+                    histogram=histogram,
+                    sqnr_db=_number(entry["sqnr_db"]),
+                    cosine=_number(entry["cosine"]),
+                )
+            )
+        return Recorded(summary, tuple(entries))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         detail = f"{REPORT} is damaged; expected the numbers that quantize measured"
         raise InputError("report-damaged", detail, "Remove it, or convert again.") from None
@@ -144,24 +162,6 @@ def read_recorded(artifact: Artifact) -> tuple[Recorded | None, list[Finding]]:
         return _read_report(artifact.source), []
     except InputError as error:
         return None, [Finding("error", "report-damaged", None, error.message)]
-
-
-def _read_entry(entry: Mapping[str, Any]) -> Entry:
-    """Read the entry of a tensor; any error means that it is none."""
-    histogram = tuple(int(count) for count in entry["histogram"] or ())
-    if len(histogram) not in (0, CODES):
-        raise ValueError("no histogram of four bits")
-    return Entry(
-        name=str(entry["name"]),
-        module=str(entry["module"]),
-        format=str(entry["format"]),
-        against=str(entry["against"]),
-        mse=float(entry["mse"]),
-        max_abs=float(entry["max_abs"]),
-        histogram=histogram,
-        sqnr_db=_number(entry["sqnr_db"]),
-        cosine=_number(entry["cosine"]),
-    )
 
 
 def _number(value: Any) -> float | None:

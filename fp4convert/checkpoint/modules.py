@@ -47,14 +47,22 @@ class _Reader:
         self.modules: dict[str, Packed] = {}
         self.findings: list[Finding] = []
 
-    def read(self, stem: str) -> None:
-        """Read a stem that its tensors say to be quantized in this dialect."""
-        stored, detail = self._stored_of(stem), ""
+    def read(self, stem: str, has_fp8_weight: bool = False) -> None:
+        """Read a stem that its tensors say to be quantized in this dialect.
+
+        has_fp8_weight  that is all they say: an ordinary tensor unless the record says otherwise
+        """
+        stored = self._stored_of(stem)
         if stored is None:
-            detail = "it has scales, and no group or pattern of the record says what it is"
-            self.findings.append(Finding("error", "form-unknown", stem, detail))
+            if not has_fp8_weight:
+                detail = "it has scales, and no group or pattern of the record says what it is"
+                self.findings.append(Finding("error", "form-unknown", stem, detail))
             return
         form, _ = stored
+        if has_fp8_weight and form.format is not FP8:
+            detail = f"it is FP8, and the record says {form.word}"
+            self.findings.append(Finding("error", "tensor-shape", f"{stem}.weight", detail))
+            return
         packed = self._tensors.get(
             stem + (WEIGHT if form.format is FP8 else self._dialect.TRAITS.packed)
         )
@@ -73,21 +81,6 @@ class _Reader:
             if scales and scales.dtype in SCALE_DTYPES:
                 stored = self._stored(replace(form, stored_scales=scales.dtype))
         self._check(stem, shape, stored)
-
-    def read_fp8(self, stem: str) -> None:
-        """Read a stem whose weight is FP8.
-
-        It is an ordinary tensor unless the record says otherwise.
-        """
-        stored = self._stored_of(stem)
-        if stored is None:
-            return
-        form, _ = stored
-        if form.format is FP8:
-            self.read(stem)
-        else:
-            detail = f"it is FP8, and the record says {form.word}"
-            self.findings.append(Finding("error", "tensor-shape", f"{stem}.weight", detail))
 
     def _check(self, stem: str, shape: tuple[int, ...], stored: Stored) -> None:
         """Add the module where its tensors are there and of their shapes."""
@@ -148,7 +141,7 @@ def read_modules(
     if any(group.form.format is FP8 for group in groups):
         for name, ref in tensors.items():
             if name.endswith(WEIGHT) and ref.dtype == "F8_E4M3" and len(ref.shape) == 2:
-                reader.read_fp8(name.removesuffix(WEIGHT))
+                reader.read(name.removesuffix(WEIGHT), has_fp8_weight=True)
     return reader.modules, reader.findings
 
 

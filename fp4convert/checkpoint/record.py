@@ -233,11 +233,21 @@ def _form_recorded(record: Mapping[str, object], layouts: tuple[str, ...]) -> Fo
         form = Form(fmt, activations, str(record.get("scale_layout", "linear")), cache, shapes)
     else:
         words = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}
+        granularity: Granularity  # what one scale stands for
+        match record.get("granularity"), record.get("block_size"):
+            case "tensor" | "row" as word, _:
+                granularity = word
+            case _, [int(rows), int(columns)] if rows > 0 and columns > 0:
+                granularity = (rows, columns)
+            case found, size:
+                detail = f"granularity {found!r}, block_size {size!r}"
+                expected = 'expected "tensor", "row", or "block" of [rows, columns]'
+                raise InputError("record-modules", f"{detail}; {expected}")
         form = Form(
             fmt,
             activations,
             kv_cache=cache,
-            granularity=_granularity_recorded(record),
+            granularity=granularity,
             stored_scales=words.get(str(record.get("scale_dtype")), "F32"),
         )
     if len(layouts) == 1:
@@ -246,19 +256,6 @@ def _form_recorded(record: Mapping[str, object], layouts: tuple[str, ...]) -> Fo
         detail = f"scale_layout {form.scale_layout!r} is not known"
         raise InputError("unknown-layout", f"{detail}; expected one of {', '.join(layouts)}")
     return form
-
-
-def _granularity_recorded(record: Mapping[str, object]) -> Granularity:
-    """Read what one scale of FP8 or int4 stands for."""
-    granularity, size = record.get("granularity"), record.get("block_size")
-    match granularity, size:
-        case "tensor" | "row" as word, _:
-            return word
-        case _, [int(rows), int(columns)] if rows > 0 and columns > 0:
-            return (rows, columns)
-    detail = f"granularity {granularity!r}, block_size {size!r}"
-    expected = 'expected "tensor", "row", or "block" of [rows, columns]'
-    raise InputError("record-modules", f"{detail}; {expected}")
 
 
 def describe_groups(groups: Sequence[Group]) -> str:
