@@ -116,8 +116,10 @@ class _Reader:
         names = [name for ending in self._companions if (name := stem + ending) in tensors]
         companions = tuple([tensors[name] for name in names])
         if self._is_each_alone:
-            alone = (StridedRows(0, 0, 1, shape[0]),)
-            placed = {stem: self._whole_places.setdefault(shape[0], alone)}
+            height, known = shape[0], self._whole_places
+            placed = {
+                stem: known.get(height) or known.setdefault(height, (StridedRows(0, 0, 1, height),))
+            }
         else:
             placed = places_of(self._dialect.slots(stem, shape))
         for module, places in placed.items():
