@@ -27,8 +27,28 @@ class Matrix:
     shape: tuple[int, int]
 
 
-class Weights(Protocol):
-    """A matrix somewhere, fetched by ranges of whole rows, as often as is wanted; equal to another where it is the same one."""
+class RowReader(Protocol):
+    """What reads whole rows; a kind of weights replaces a body here where it knows a faster way."""
+
+    def rows(self, first: int, last: int) -> Matrix:
+        """Read rows first..last-1; read-only, valid while their source is open."""
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        """Copy rows first..last-1 into a writable buffer of exactly their size."""
+        buffer[:] = self.rows(first, last).data
+
+    def amaxes(self) -> Iterator[float] | None:
+        """Find the amaxes of parts of the whole; None where reading rows is as fast."""
+        return None
+
+
+class Weights(RowReader, Protocol):
+    """A matrix somewhere, read by whole rows as often as is wanted.
+
+    Two are equal where they are the same matrix of the same source.
+    dtype and shape stand apart from the bodies: a dataclass would take an inherited property for
+    the default of its field of that name.
+    """
 
     @property
     def dtype(self) -> str: ...
@@ -36,18 +56,9 @@ class Weights(Protocol):
     @property
     def shape(self) -> tuple[int, int]: ...
 
-    def rows(self, first: int, last: int) -> Matrix:
-        """Rows first..last-1, read-only, valid while their source is open."""
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        """Rows first..last-1 into a writable buffer of exactly their size."""
-
-    def amaxes(self) -> Iterator[float] | None:
-        """The largest magnitudes of parts that make up the whole, where they are found sooner than rows are."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InMemory:
+class InMemory(RowReader):
     """Weights that are in memory already."""
 
     matrix: Matrix
@@ -67,12 +78,6 @@ class InMemory:
             self.dtype,
             (last - first, self.shape[1]),
         )
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
 
 
 class Compared(NamedTuple):

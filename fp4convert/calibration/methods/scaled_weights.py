@@ -16,7 +16,7 @@ from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.stacks import Woven
 from fp4convert.checkpoint.encodings.base import Coding, Linear
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_floats, as_matrix
-from fp4convert.numerics.matrices import Matrix, Weights
+from fp4convert.numerics.matrices import Matrix, RowReader, Weights
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
@@ -91,7 +91,7 @@ class Folded:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class Scaled(RowReader):
     """Weights as float32, columns multiplied and rows divided; never rounded to another dtype between."""
 
     stored: Weights
@@ -114,12 +114,6 @@ class Scaled:
             if self.divided:
                 values = values / self.divided.find(self.source).made[first:last, None]
         return as_matrix(values)
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +142,7 @@ class Divided:
 
 
 @dataclass(frozen=True, slots=True)
-class _Vector:
+class _Vector(RowReader):
     """A divided vector as a matrix of one row."""
 
     ref: TensorRef
@@ -169,12 +163,6 @@ class _Vector:
         return Matrix(
             values.astype(FLOAT_DTYPES[self.dtype]).view(np.uint8).data, self.dtype, self.shape
         )
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
 
 
 _WITH_FACTORS = (Folded, Divided)

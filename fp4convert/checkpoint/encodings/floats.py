@@ -17,7 +17,7 @@ from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.numerics.matrices import Matrix, Weights
+from fp4convert.numerics.matrices import Matrix, RowReader, Weights
 from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.rules import StackRule
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
@@ -63,7 +63,7 @@ class Picked:
     is_packed = False
 
     def weights(self, linear: Linear, source: Source) -> Weights:
-        return (_Columns if self.is_transposed else _EveryOther)(
+        return (_Columns if self.is_transposed else _Rows)(
             source, linear.refs[0], linear.shape, self.first, self.step
         )
 
@@ -77,12 +77,14 @@ class Picked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """Weights that lie as they are wanted."""
+class _Rows(RowReader):
+    """Rows start, start + step, ... of a stored matrix, as they lie."""
 
     source: Source
     ref: TensorRef
     shape: tuple[int, int]
+    start: int = 0
+    step: int = 1
 
     @property
     def dtype(self) -> str:
@@ -93,46 +95,23 @@ class _Rows:
         return self.shape[1] * FLOAT_TYPES[self.dtype].nbytes
 
     def rows(self, first: int, last: int) -> Matrix:
-        data = self.source.read_range(self.ref, first * self._row_nbytes, last * self._row_nbytes)
+        begin, end = self.start + first * self.step, self.start + (last - 1) * self.step + 1
+        width = self._row_nbytes
+        data = self.source.read_range(self.ref, begin * width, end * width)
+        if self.step > 1:
+            stored = np.frombuffer(data, np.uint8).reshape(end - begin, width)
+            data = np.ascontiguousarray(stored[:: self.step]).reshape(-1).data
         return Matrix(data, self.dtype, (last - first, self.shape[1]))
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        self.source.read_into(self.ref, first * self._row_nbytes, buffer)
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class _EveryOther:
-    """Every `step`-th row of a matrix, from row `start` on."""
-
-    source: Source
-    ref: TensorRef
-    shape: tuple[int, int]
-    start: int
-    step: int
-
-    @property
-    def dtype(self) -> str:
-        return self.ref.dtype
-
-    def rows(self, first: int, last: int) -> Matrix:
-        width = self.shape[1] * FLOAT_TYPES[self.dtype].nbytes
-        begin, end = self.start + first * self.step, self.start + (last - 1) * self.step + 1
-        data = np.frombuffer(self.source.read_range(self.ref, begin * width, end * width), np.uint8)
-        rows = np.ascontiguousarray(data.reshape(end - begin, width)[:: self.step])
-        return Matrix(rows.reshape(-1).data, self.dtype, (last - first, self.shape[1]))
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
+        if self.step > 1:
+            buffer[:] = self.rows(first, last).data
+        else:
+            self.source.read_into(self.ref, (self.start + first) * self._row_nbytes, buffer)
 
 
 @dataclass(frozen=True, slots=True)
-class _Columns:
+class _Columns(RowReader):
     """Every `step`-th column of a matrix, from column `start` on, as rows."""
 
     source: Source
@@ -156,12 +135,6 @@ class _Columns:
             self.start + first * self.step, self.start + (last - 1) * self.step + 1, self.step
         )
         return Cpu().transpose(stored, places)
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
 
 
 def measured_whole(linears: Sequence[Linear], source: Source) -> Iterator[Weights]:

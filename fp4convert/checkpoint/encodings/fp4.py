@@ -12,7 +12,7 @@ from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import as_matrix
 from fp4convert.numerics.formats import Format
-from fp4convert.numerics.matrices import Blocks, Matrix, Weights
+from fp4convert.numerics.matrices import Blocks, Matrix, RowReader, Weights
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Source
 
@@ -46,7 +46,7 @@ class FourBit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Values:
+class _Values(RowReader):
     """What the blocks are worth, as float32."""
 
     module: str
@@ -59,12 +59,6 @@ class _Values:
 
     def rows(self, first: int, last: int) -> Matrix:
         return as_matrix(Cpu().values(self.blocks.rows(first, last)))
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
 
 
 def find_fp4(artifact: Artifact) -> Mapping[str, Linear]:

@@ -29,7 +29,7 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix, decode_e8m0
 from fp4convert.numerics.fp8_int import Grid, through_fp8
-from fp4convert.numerics.matrices import Matrix, Weights, row_panels
+from fp4convert.numerics.matrices import Matrix, RowReader, Weights, row_panels
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
@@ -95,7 +95,7 @@ class Fp8:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scaled:
+class _Scaled(RowReader):
     """Codes times scales, as float32."""
 
     source: Source
@@ -111,9 +111,6 @@ class _Scaled:
             self._codes(first, last), shape, self._grid(first), self.codes.dtype
         )
         return as_matrix(values)
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
 
     def amaxes(self) -> Iterator[float] | None:
         columns, dtype = self.shape[1], self.codes.dtype
@@ -141,7 +138,7 @@ class _Scaled:
 
 
 @dataclass(frozen=True, slots=True)
-class ThroughFp8:
+class ThroughFp8(RowReader):
     """Weights rounded to FP8 under scales of 128x128 blocks, as float32: what a checkpoint that went that way still knows."""
 
     weights: Weights
@@ -163,12 +160,6 @@ class ThroughFp8:
                 part = through_fp8(values[:, columns].astype(np.float32), VIA_BLOCK)[wanted]
                 rounded[max(begin - first, 0) :][: len(part), columns] = part
         return as_matrix(rounded)
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
 
 
 def read_scales(source: Source, ref: TensorRef) -> Float32s:

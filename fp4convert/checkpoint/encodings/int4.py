@@ -25,7 +25,7 @@ from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix
 from fp4convert.numerics.formats import INT4
 from fp4convert.numerics.fp8_int import Grid, read_zero_points
-from fp4convert.numerics.matrices import Matrix, Weights, row_panels
+from fp4convert.numerics.matrices import Matrix, RowReader, Weights, row_panels
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
@@ -90,7 +90,7 @@ class Integers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Unpacked:
+class _Unpacked(RowReader):
     """Integers times scales, as float32."""
 
     source: Source
@@ -109,12 +109,6 @@ class _Unpacked:
         )
         values = Cpu().decode_integers(codes, (rows, columns), grid, self.coding.bits, zeros)
         return as_matrix(values)
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
 
     def _scales(self, ref: TensorRef, first: int, last: int) -> Float32s:
         stored = np.frombuffer(_row_bytes(self.source, ref, first, last), np.uint8)
