@@ -22,7 +22,7 @@ from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import find_floats
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.fp8 import DTYPES, find_fp8, fp8_of
-from fp4convert.checkpoint.encodings.int4 import Integers, find_integers, integers_of
+from fp4convert.checkpoint.encodings.int4 import find_integers, integers_of
 from fp4convert.checkpoint.record import stacks_recorded
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8
@@ -86,11 +86,9 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
         artifact.refuse_unsound()
         four_bit = find_fp4(artifact)
     linears = linears_of(clues, recipe, four_bit)
-    for linear in (
-        () if source.is_streamed else linears.of.values()
-    ):  # from a Hub each would be a request: the run tells
-        if isinstance(linear.coding, Integers):
-            linear.coding.check_shape(linear, source)
+    if not source.is_streamed:  # from a Hub each would be a request: the run tells
+        for linear in linears.of.values():
+            linear.coding.check(linear, source)
     return linears
 
 

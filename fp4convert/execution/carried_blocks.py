@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.tables import is_reversible
-from fp4convert.checkpoint.encodings.fp4 import FourBit
 from fp4convert.errors import NumericError
 from fp4convert.numerics.formats import Format, Kind
 from fp4convert.numerics.matrices import Blocks, Fetched, row_panels
@@ -102,9 +101,7 @@ def stored_blocks(plan: Plan) -> Iterator[tuple[str, Blocks]]:
     for step in plan.steps:
         if step.action == "transcode" and step.linears:
             yield from (
-                (one.module, one.coding.blocks(one))
-                for one in step.linears
-                if isinstance(one.coding, FourBit)
+                (one.module, blocks) for one in step.linears if (blocks := one.coding.blocks(one))
             )
 
 
@@ -117,9 +114,9 @@ def taken_over(plan: Plan) -> Iterator[Carried]:
             continue
         key = step.group or step.module
         stored = {
-            linear.module: linear.coding.blocks(linear)
+            linear.module: blocks
             for linear in step.measured
-            if isinstance(linear.coding, FourBit)
+            if (blocks := linear.coding.blocks(linear))
         }
         if key not in exponents:
             exponents[key] = group_exponent(stored, fmt)

@@ -7,13 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fp4convert.calibration.methods.scaled_weights import foldings_of
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.target_forms import check_forms, module_form
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.checkpoint.encodings.fp4 import FourBit
-from fp4convert.checkpoint.encodings.fp8 import Fp8
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FP8, MXFP4, NVFP4, Format
@@ -115,7 +112,7 @@ class _Judge:
         group = self.groups.get(linear.module) if fmt.has_global_scale else None
         own = (
             linear.coding.form_kept(linear, self.recipe.target)
-            if fmt is FP8 and isinstance(linear.coding, Fp8)
+            if fmt is FP8 and linear.coding.format is FP8
             else None
         )
         if own and not self.dialect.unfit(linear.module, linear.shape, own):
@@ -162,7 +159,7 @@ class _Judge:
     def _carried(self, linear: Linear, fmt: Format) -> str:
         """Why its blocks are taken over as they are, or with a power of two; "" where they are not."""
         coding = linear.coding
-        if not isinstance(coding, FourBit):
+        if coding.format is None or not coding.format.is_fp4:
             return ""
         if fmt.has_global_scale and not self.dialect.TRAITS.global_scale_kind:
             return ""  # the values must fit a global scale of 1
@@ -177,7 +174,7 @@ def _origin(linear: Linear) -> str:
         if linear.coding.is_packed
         else "a linear layer"
     )
-    return f"{origin}, folded" if foldings_of(linear) else origin
+    return f"{origin}, folded" if linear.coding.foldings else origin
 
 
 def _agreed(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:

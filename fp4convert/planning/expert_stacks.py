@@ -15,7 +15,6 @@ from typing import NamedTuple
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.checkpoint.encodings.fp4 import FourBit
 from fp4convert.checkpoint.record import stacks_recorded
 from fp4convert.errors import InputError
 from fp4convert.recipes.patterns import matches, matches_any
@@ -251,7 +250,7 @@ def _check_counts(
 def _whole(stack: Stacked) -> Stacked:
     """The stack, read as it is stored where a dialect keeps one of the same rows in the same order."""
     coding, first = stack.linears[0].coding, stack.linears[0].module
-    if not isinstance(coding, FourBit):
+    if coding.artifact is None:
         return stack
     packed = coding.artifact.modules[first]
     stem, shape = packed.stem, packed.stored_shape

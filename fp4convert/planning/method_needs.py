@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from fp4convert.calibration.methods.scaled_weights import reads_folded
 from fp4convert.calibration.statistics import Calibration, open_calibration
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.errors import InputError
@@ -99,7 +98,7 @@ def _studied(plan: Plan) -> Iterator[Linear]:
     if takes_statistics(plan.target):
         linears = (linear for step in rounded(plan) for linear in step.linears)
         is_every = plan.target.method not in FOLDING or plan.target.scale_rule == IMPORTANCE
-        yield from (linear for linear in linears if is_every or reads_folded(linear))
+        yield from (linear for linear in linears if is_every or linear.coding.columns)
 
 
 def _taken(target: Target, calibration: Calibration) -> list[Callable[[str], object]]:

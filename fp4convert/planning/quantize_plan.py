@@ -10,17 +10,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fp4convert.calibration.methods.scaled_weights import foldings_of
 from fp4convert.checkpoint.dialects.base import Dialect, Ignored
 from fp4convert.checkpoint.dialects.stacks import Slot
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write, form_of
 from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS, STACK_DIMENSIONS
-from fp4convert.checkpoint.encodings.fp4 import FourBit
-from fp4convert.checkpoint.encodings.fp8 import Fp8
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
-from fp4convert.numerics.formats import FLOAT_TYPES
+from fp4convert.numerics.formats import FLOAT_TYPES, FP8
 from fp4convert.planning.activation_scales import (
     Constant,
     Fed,
@@ -198,14 +195,14 @@ class _Drafting:
         """What becomes of a stored tensor that holds those; where all of them stay as they are, it stays whole."""
         verdicts = [self.verdicts[linear.module] for linear in linears]
         if not any(
-            verdict.is_made or verdict.linear.coding.is_packed or foldings_of(verdict.linear)
+            verdict.is_made or verdict.linear.coding.is_packed or verdict.linear.coding.foldings
             for verdict in verdicts
         ):
             yield Draft(verdicts[0].action, verdicts[0].reason, (ref,), (_as_it_is(ref),))
             return
         for verdict in verdicts:
             linear = verdict.linear
-            if not verdict.is_made and not linear.coding.is_packed and foldings_of(linear):
+            if not verdict.is_made and not linear.coding.is_packed and linear.coding.foldings:
                 yield _folded(linear, ref, verdict.reason)
             elif not verdict.is_made:
                 dtype = KEPT_DTYPE if linear.coding.is_packed else ref.dtype
@@ -301,14 +298,8 @@ def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
     )
     if rules and are_stacked(alone, rules):
         rules = tuple(rule._replace(tensors=(ref.name,)) for ref, rule in used)
-    artifact = next(
-        (
-            linear.coding.artifact
-            for linear in linears.of.values()
-            if isinstance(linear.coding, FourBit)
-        ),
-        None,
-    )
+    artifacts = (linear.coding.artifact for linear in linears.of.values())
+    artifact = next(filter(None, artifacts), None)
     return (*(rules_of(artifact, recipe) if artifact else ()), *rules)
 
 
@@ -330,7 +321,7 @@ def _folded(linear: Linear, ref: TensorRef, reason: str = "") -> Draft:
 
 def _read_by(linear: Linear) -> tuple[TensorRef, ...]:
     """What its folds read."""
-    return tuple(ref for folding in foldings_of(linear) for ref in folding.beside)
+    return tuple(ref for folding in linear.coding.foldings for ref in folding.beside)
 
 
 def _as_it_is(ref: TensorRef) -> TensorSpec:
@@ -483,7 +474,7 @@ def _not_via(verdicts: Mapping[str, Verdict], recipe: Recipe) -> Iterator[str]:
     if recipe.target.via:
         made = [verdict for verdict in verdicts.values() if verdict.is_made]
         if same := [
-            one for one in made if one.action != "quantize" or isinstance(one.linear.coding, Fp8)
+            one for one in made if one.action != "quantize" or one.linear.coding.format is FP8
         ]:
             first = same[0].linear.name
             yield f"--via fp8 changes nothing for {len(same)} modules that are FP8 or in four bits already, the first {first}"

@@ -1,4 +1,4 @@
-"""What every encoding offers: the protocol Coding; and Linear.
+"""Describe a linear layer and its encoding: Linear, Coding, Folding.
 
 floats   as it is, or a part of a stack of experts that is transposed or whose rows take turns
 fp8      E4M3 codes under scales of blocks, rows or the whole
@@ -8,39 +8,122 @@ fp4      any dialect's four-bit blocks
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
+from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.numerics.matrices import Weights
+from fp4convert.numerics.codec import Float32s
+from fp4convert.numerics.formats import Format
+from fp4convert.numerics.matrices import Blocks, Weights
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import TensorRef, total_nbytes
 from fp4convert.storage.source import Source
 
 
-class Coding(Protocol):
-    """What the bytes of a matrix mean."""
+class Factors(NamedTuple):
+    """What one fold multiplies with, float32, positive and finite.
+
+    columns  of every linear layer that reads the output
+    made     one for each output where it is made; fewer than columns where heads are repeated
+    reach    the largest input of each reader afterwards, over that before, by module; each sees
+             tokens of its own
+    """
+
+    columns: Float32s
+    made: Float32s
+    reach: Mapping[str, float] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Folding:
+    """One fold, as a tensor that it changes knows it.
+
+    name    of the module that is divided
+    key     equal keys mean factors found in the same tensors
+    beside  of every file that they are found in, one tensor
+    find    the factors, which may take reading weights
+    """
+
+    name: str
+    key: str
+    beside: tuple[TensorRef, ...] = field(repr=False)
+    find: Callable[[Source], Factors] = field(repr=False, compare=False)
+
+
+class CodingDefaults(Protocol):
+    """What a coding answers where its own class says nothing."""
 
     @property
-    def word(self) -> str:
-        """What a person calls it: bf16, fp8 128x128, int4 32, mxfp4."""
+    def artifact(self) -> Artifact | None:
+        """Return the artifact that holds it; None where the codes are not four-bit."""
+        return None
 
     @property
-    def is_packed(self) -> bool:
-        """True where it is not what an ordinary checkpoint holds."""
+    def columns(self) -> Folding | None:
+        """Return the fold that multiplies its columns."""
+        return None
+
+    @property
+    def rows(self) -> Folding | None:
+        """Return the fold that divides its rows."""
+        return None
+
+    @property
+    def foldings(self) -> tuple[Folding, ...]:
+        """Return every fold that changes its values."""
+        return tuple(folding for folding in (self.columns, self.rows) if folding)
+
+    @property
+    def is_spread(self) -> bool:
+        """Tell whether one row lies spread over the whole stored matrix."""
+        return False
+
+    def check(self, linear: Linear, source: Source) -> None:
+        """Raise InputError where small tensors beside the codes contradict them."""
+        return
 
     def weights(self, linear: Linear, source: Source) -> Weights:
-        """Its rows as floats; nothing is read before they are asked for."""
+        """Return its rows as floats; nothing is read before they are asked for."""
+
+    def blocks(self, linear: Linear) -> Blocks | None:
+        """Return its codes and scales as they are stored; None where it has no blocks."""
+        return None
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
-        """The form in which it can stay as it is in what is made; None where it is an ordinary tensor, or no dialect has one."""
+        """Return the form in which it can stay as it is in what is made.
+
+        None where it is an ordinary tensor, or the dialect has no form for it.
+        """
+        return None
 
     def kept(
         self, linear: Linear, source: Source, form: Form
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        """Its codes and its scales in that form, piece by piece, either of which may be empty; nothing where it has no form."""
+        """Read its codes and its scales in that form, piece by piece; either may be empty."""
+        return iter(())
+
+
+class Coding(CodingDefaults, Protocol):
+    """What the bytes of a matrix mean.
+
+    word       what a person calls it: bf16, fp8 128x128, int4 32, mxfp4
+    is_packed  whether it is not what an ordinary checkpoint holds
+    format     of the codes; None where no module can become it, or factors change the values
+    These stand apart from the defaults: a dataclass would take an inherited property for the
+    default of its field of that name.
+    """
+
+    @property
+    def word(self) -> str: ...
+
+    @property
+    def is_packed(self) -> bool: ...
+
+    @property
+    def format(self) -> Format | None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.formats import FLOAT_TYPES
 from fp4convert.numerics.matrices import Matrix, RowReader, Weights
-from fp4convert.recipes.recipe import Target
 from fp4convert.recipes.rules import StackRule
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
@@ -34,26 +32,19 @@ OUTPUT_MEMBERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Floats:
+class Floats(CodingDefaults):
     """Whole rows, one after the other."""
 
     word: str
     is_packed = False
+    format = None
 
     def weights(self, linear: Linear, source: Source) -> Weights:
         return _Rows(source, linear.refs[0], linear.shape)
 
-    def form_kept(self, linear: Linear, target: Target) -> Form | None:
-        return None
-
-    def kept(
-        self, linear: Linear, source: Source, form: Form
-    ) -> Iterator[tuple[memoryview, memoryview]]:
-        return iter(())
-
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class Picked(CodingDefaults):
     """Rows first, first + step, ... of a matrix, or of its transpose."""
 
     word: str
@@ -61,19 +52,15 @@ class Picked:
     step: int
     is_transposed: bool
     is_packed = False
+    format = None
+
+    @property
+    def is_spread(self) -> bool:
+        return self.is_transposed
 
     def weights(self, linear: Linear, source: Source) -> Weights:
-        return (_Columns if self.is_transposed else _Rows)(
-            source, linear.refs[0], linear.shape, self.first, self.step
-        )
-
-    def form_kept(self, linear: Linear, target: Target) -> Form | None:
-        return None
-
-    def kept(
-        self, linear: Linear, source: Source, form: Form
-    ) -> Iterator[tuple[memoryview, memoryview]]:
-        return iter(())
+        kind = _Columns if self.is_transposed else _Rows
+        return kind(source, linear.refs[0], linear.shape, self.first, self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +130,8 @@ def measured_whole(linears: Sequence[Linear], source: Source) -> Iterator[Weight
     for linear in linears:
         sharing[linear.refs[0]].append(linear)
     for ref, own in sharing.items():
-        if isinstance(own[0].coding, Picked) and len(own) == own[0].share:
+        is_changed = any(one.coding.is_packed or one.coding.foldings for one in own)
+        if len(own) == own[0].share and not is_changed:
             yield _Rows(source, ref, (ref.shape[0], ref.shape[1]))
         else:
             yield from (linear.coding.weights(linear, source) for linear in own)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.target_forms import module_form
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import as_matrix
 from fp4convert.numerics.formats import Format
@@ -18,7 +18,7 @@ from fp4convert.storage.source import Source
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FourBit:
+class FourBit(CodingDefaults):
     """Blocks as a dialect stores them."""
 
     artifact: Artifact = field(repr=False)
@@ -35,13 +35,7 @@ class FourBit:
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         return module_form(target, self.format.name)
 
-    def kept(
-        self, linear: Linear, source: Source, form: Form
-    ) -> Iterator[tuple[memoryview, memoryview]]:
-        return iter(())
-
     def blocks(self, linear: Linear) -> Blocks:
-        """Codes and scales as they are stored."""
         return self.artifact.decode(linear.module)
 
 

@@ -24,10 +24,11 @@ from fp4convert.checkpoint.dialects.base import Clues, Json, Packed
 from fp4convert.checkpoint.dialects.forms import Form, Granularity
 from fp4convert.checkpoint.dialects.tables import schemes_of
 from fp4convert.checkpoint.dialects.target_forms import fp8_form
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix, decode_e8m0
+from fp4convert.numerics.formats import FP8
 from fp4convert.numerics.fp8_int import Grid, through_fp8
 from fp4convert.numerics.matrices import Matrix, RowReader, Weights, row_panels
 from fp4convert.recipes.recipe import Target
@@ -55,12 +56,13 @@ Block = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8:
+class Fp8(CodingDefaults):
     """Codes and the scales of blocks of that many rows and columns."""
 
     word: str
     block: Block
     is_packed = True
+    format = FP8
 
     def weights(self, linear: Linear, source: Source) -> Weights:
         codes, *scales = linear.refs

@@ -19,7 +19,7 @@ from fp4convert.checkpoint.dialects.base import Clues, Json, Packed
 from fp4convert.checkpoint.dialects.forms import Form, Granularity
 from fp4convert.checkpoint.dialects.tables import schemes_of
 from fp4convert.checkpoint.dialects.target_forms import form_of
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix
@@ -42,23 +42,24 @@ ITEM_BITS, ITEM_NBYTES, INT4_BITS = 32, 4, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Integers:
+class Integers(CodingDefaults):
     """Integers of so many bits, `group` columns under one scale."""
 
     bits: int
     group: int
     has_zero_points: bool
     is_packed = True
+    format = None
 
     @property
     def word(self) -> str:
         return f"int{self.bits} {self.group}"
 
     def weights(self, linear: Linear, source: Source) -> Weights:
-        self.check_shape(linear, source)
+        self.check(linear, source)
         return _Unpacked(source, linear.refs, linear.shape, self)
 
-    def check_shape(self, linear: Linear, source: Source) -> None:
+    def check(self, linear: Linear, source: Source) -> None:
         """InputError where the shape beside the integers, which engines go by, is another than that of the integers."""
         stored = linear.idle[0]  # its shape, in numbers
         numbers = np.frombuffer(
@@ -82,7 +83,7 @@ class Integers:
     def kept(
         self, linear: Linear, source: Source, form: Form
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        self.check_shape(linear, source)
+        self.check(linear, source)
         packed, scales = linear.refs
         for first, last in row_panels(linear.shape):
             codes, own = (_row_bytes(source, ref, first, last) for ref in (packed, scales))
