@@ -38,7 +38,6 @@ from fp4convert.numerics.backends.base import processors
 from fp4convert.planning.quantize_plan import notes_on
 from fp4convert.planning.steps import (
     Action,
-    Draft,
     Plan,
     Step,
     Task,
@@ -235,7 +234,7 @@ def _kept_of(calibration: Calibration, mixture: Mixture, routing: Routing) -> tu
 
 
 def _tasks(
-    checkpoint: Checkpoint, changed: Mapping[str, Draft | None], gone: Collection[str]
+    checkpoint: Checkpoint, changed: Mapping[str, Step | None], gone: Collection[str]
 ) -> tuple[Task, ...]:
     """Every tensor of the result at its place, each in the shard that it was in."""
     writing = Writing(checkpoint, Target(PRUNED))
@@ -254,15 +253,13 @@ def _tasks(
     return tuple(tasks)
 
 
-def _copied(ref: TensorRef) -> Draft:
-    return Draft(
-        "copy", "no part of experts", (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),)
-    )
+def _copied(ref: TensorRef) -> Step:
+    return Step("copy", "no part of experts", (ref,), (TensorSpec(ref.name, ref.dtype, ref.shape),))
 
 
 def _drafts(
     mixture: Mixture, kept: Sequence[int], experts: int
-) -> Iterator[tuple[str, Draft | None]]:
+) -> Iterator[tuple[str, Step | None]]:
     """What becomes of every tensor of a mixture; None of those that go."""
     place = {expert: number for number, expert in enumerate(kept)}
     for ref, expert, rest in mixture.singles:
@@ -270,7 +267,7 @@ def _drafts(
             spec = TensorSpec(mixture.renamed(place[expert], rest), ref.dtype, ref.shape)
             yield (
                 ref.name,
-                Draft("prune", "an expert that stays, numbered anew", (ref,), (spec,), ref.shape),
+                Step("prune", "an expert that stays, numbered anew", (ref,), (spec,), ref.shape),
             )
         else:
             yield ref.name, None
@@ -279,7 +276,7 @@ def _drafts(
         parts = kept_rows(ref, kept, experts)
         yield (
             ref.name,
-            Draft(
+            Step(
                 "prune",
                 "the experts that stay",
                 parts,
@@ -292,7 +289,7 @@ def _drafts(
         parts = kept_columns(ref, kept, experts)
         yield (
             ref.name,
-            Draft(
+            Step(
                 "prune",
                 "the experts that stay",
                 parts,

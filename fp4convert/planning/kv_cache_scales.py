@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fp4convert.calibration.statistics import Calibration
     from fp4convert.checkpoint.encodings.base import Linear
     from fp4convert.checkpoint.linears import Linears
-    from fp4convert.planning.steps import Draft
+    from fp4convert.planning.steps import Step
     from fp4convert.recipes.recipe import Recipe
 
 WORDS = ("fp8",)
@@ -55,11 +55,11 @@ LARGE = 0.5  # ModelOpt warns of larger scales
 class Cache:
     """The scales that a plan writes.
 
-    drafts  what is written beside a tensor of the source, by that tensor's name
+    steps   what is written beside a tensor of the source, by that tensor's name
     own     names of the source's own scales, which stay in another spelling
     """
 
-    drafts: Mapping[str, list[Draft]] = field(default_factory=dict)
+    steps: Mapping[str, list[Step]] = field(default_factory=dict)
     own: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
@@ -71,7 +71,7 @@ def plan_cache(
 
     Raises InputError for models that have no cache with two scales a layer, and for a calibration that says nothing of one
     """
-    from fp4convert.planning.steps import Draft
+    from fp4convert.planning.steps import Step
 
     word, endings = (
         recipe.target.kv_cache,
@@ -89,14 +89,14 @@ def plan_cache(
             next(iter(homes)),
         )
     known = _Known(source, calibration, {ref.name: ref for ref in linears.idle})
-    drafts: dict[str, list[Draft]] = defaultdict(list)
+    steps: dict[str, list[Step]] = defaultdict(list)
     shape = dialect_named(str(recipe.target.dialect)).TRAITS.scalars.shape
     for attention, home in homes.items():
         scales, reason = known.of(attention)
         for ending, value in zip(endings, scales, strict=True):
             spec = TensorSpec(f"{attention}.{ending}", "F32", shape)
-            drafts[home.name].append(Draft("write", reason, (), (spec,), home=home, scalar=value))
-    return Cache(drafts, frozenset(known.used), tuple(known.notes(len(homes))))
+            steps[home.name].append(Step("write", reason, (), (spec,), scalar=value))
+    return Cache(steps, frozenset(known.used), tuple(known.notes(len(homes))))
 
 
 def check_word(word: str | None) -> None:

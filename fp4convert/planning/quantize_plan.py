@@ -37,8 +37,8 @@ from fp4convert.planning.expert_stacks import are_stacked, ending_of, rules_of
 from fp4convert.planning.kv_cache_scales import Cache
 from fp4convert.planning.steps import (
     Action,
-    Draft,
     Plan,
+    Step,
     Task,
     Writing,
     module_of,
@@ -86,18 +86,18 @@ def plan_quantize(
     drafting = _Drafting.of(verdicts, groups, dialect, inputs)
     home, consumed = linears.by_home(), linears.consumed()
 
-    def drafts(tensors: Iterable[TensorRef]) -> Iterator[Draft]:
+    def steps_of(tensors: Iterable[TensorRef]) -> Iterator[Step]:
         for ref in tensors:
             if ref.name in linears.vectors:
                 yield _folded(linears.vectors[ref.name], ref)
             elif ref.name in home:
                 yield from drafting.of_tensor(ref, home[ref.name])
             elif ref.name not in consumed:
-                yield Draft(*_why(ref, recipe), (ref,), (_as_it_is(ref),))
-            yield from scalars.cache.drafts.get(ref.name, ())
+                yield Step(*_why(ref, recipe), (ref,), (_as_it_is(ref),))
+            yield from scalars.cache.steps.get(ref.name, ())
 
     writing = Writing(checkpoint, recipe.target, dialect, form_of(recipe.target))
-    tasks = tuple(writing.task(shard, list(drafts(shard.tensors))) for shard in checkpoint.shards)
+    tasks = tuple(writing.task(shard, steps_of(shard.tensors)) for shard in checkpoint.shards)
     _refuse_lookalikes(refuse_collisions(tasks), dialect, drafting.stems)
     made = [module for module, verdict in verdicts.items() if verdict.is_made]
     asked = [
@@ -191,14 +191,14 @@ class _Drafting:
         shared = {group: _Shared.of(members, group) for group, members in groups.items()}
         return cls(verdicts, shared, dialect, stems, slots, inputs, at, held)
 
-    def of_tensor(self, ref: TensorRef, linears: list[Linear]) -> Iterator[Draft]:
+    def of_tensor(self, ref: TensorRef, linears: list[Linear]) -> Iterator[Step]:
         """What becomes of a stored tensor that holds those; where all of them stay as they are, it stays whole."""
         verdicts = [self.verdicts[linear.module] for linear in linears]
         if not any(
             verdict.is_made or verdict.linear.coding.is_packed or verdict.linear.coding.foldings
             for verdict in verdicts
         ):
-            yield Draft(verdicts[0].action, verdicts[0].reason, (ref,), (_as_it_is(ref),))
+            yield Step(verdicts[0].action, verdicts[0].reason, (ref,), (_as_it_is(ref),))
             return
         for verdict in verdicts:
             linear = verdict.linear
@@ -208,7 +208,7 @@ class _Drafting:
                 dtype = KEPT_DTYPE if linear.coding.is_packed else ref.dtype
                 spec = TensorSpec(linear.module + WEIGHT, dtype, linear.shape)
                 beside = _read_by(linear)
-                yield Draft(
+                yield Step(
                     verdict.action,
                     verdict.reason,
                     linear.refs,
@@ -226,13 +226,13 @@ class _Drafting:
             elif linear.module not in self._held:
                 yield self._made(linear.module, [verdict])
 
-    def _made(self, stem: str, verdicts: list[Verdict], slots: tuple[Slot, ...] = ()) -> Draft:
+    def _made(self, stem: str, verdicts: list[Verdict], slots: tuple[Slot, ...] = ()) -> Step:
         first, shape = verdicts[0], self.stems[stem]
         if first.form is None:
             raise RuntimeError(f"{stem} stays")
         linears = tuple([verdict.linear for verdict in verdicts])
         shared = self.groups[first.group] if first.group else _Shared.of(linears)
-        return Draft(
+        return Step(
             first.action,
             first.reason,
             tuple([ref for linear in linears for ref in linear.refs]),
@@ -303,12 +303,12 @@ def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
     return (*(rules_of(artifact, recipe) if artifact else ()), *rules)
 
 
-def _folded(linear: Linear, ref: TensorRef, reason: str = "") -> Draft:
+def _folded(linear: Linear, ref: TensorRef, reason: str = "") -> Step:
     """A tensor that stays in its dtype, under the factors of folds."""
     told = (
         f"{reason}; folded" if reason else "folded: divided by what its readers are multiplied with"
     )
-    return Draft(
+    return Step(
         "fold",
         told,
         linear.refs,

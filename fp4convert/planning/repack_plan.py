@@ -16,7 +16,7 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import dtype_named
 from fp4convert.planning.expert_stacks import Stacked
 from fp4convert.planning.quantize_plan import kept_modules, notes_on, refuse_other_container
-from fp4convert.planning.steps import Draft, Plan, Task, Writing, refuse_collisions
+from fp4convert.planning.steps import Plan, Step, Task, Writing, refuse_collisions
 from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_group
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
 from fp4convert.storage.source import Checkpoint
@@ -39,20 +39,21 @@ def plan_dequantize(
     Raises   InputError for an unknown dtype, or where a restored weight would take the name of another tensor
     """
     target, stored = Target(dtype), dtype_named(dtype)
-    drafts = [_stack_draft(stack, stored) for stack in stacks]
+    steps = [_stack_step(stack, stored) for stack in stacks]
     stacked = {module for stack in stacks for module in stack.modules}
     for linear in packed:
         if linear.module not in stacked:
             spec = TensorSpec(linear.module + WEIGHT, stored, linear.shape)
-            draft = Draft("dequantize", linear.coding.word, linear.refs, (spec,), linear.shape)
-            drafts.append(draft._replace(module=linear.module, linears=(linear,)))
+            step = Step("dequantize", linear.coding.word, linear.refs, (spec,), linear.shape)
+            steps.append(step._replace(module=linear.module, linears=(linear,)))
     left_out = {ref.name for linear in packed for ref in linear.idle} | set(idle)
-    consumed = left_out | {ref.name for draft in drafts for ref in draft.refs}
-    tasks = _module_tasks(Writing(checkpoint, target), drafts, consumed)
+    consumed = left_out | {ref.name for step in steps for ref in step.refs}
+    placed = [(step.refs[0].file, step) for step in steps]
+    tasks = _module_tasks(Writing(checkpoint, target), placed, consumed)
     scales = [name for name in left_out if not name.endswith(".weight_shape")]
     warnings = [f"{len(scales)} scales are left out: ordinary weights need none"] if scales else []
     if wide := [
-        draft.specs[0].name for draft in drafts if draft.slots and draft.specs[0].dtype != stored
+        step.specs[0].name for step in steps if step.slots and step.specs[0].dtype != stored
     ]:
         warnings.append(
             f"{len(wide)} stacks of experts are not {dtype}, the first {wide[0]!r}: matrices in them stayed in another dtype"
@@ -67,7 +68,7 @@ def plan_dequantize(
     return Plan(target, tasks, Ignored((), ()), (*notes_on(checkpoint), *warnings))
 
 
-def _stack_draft(stack: Stacked, stored: str) -> Draft:
+def _stack_step(stack: Stacked, stored: str) -> Step:
     """What becomes of a stack: its modules in that dtype, but where others of another dtype stayed in floats."""
     dtypes = {
         stored if linear.coding.is_packed else linear.refs[0].dtype for linear in stack.linears
@@ -75,8 +76,8 @@ def _stack_draft(stack: Stacked, stored: str) -> Draft:
     spec = TensorSpec(stack.name, dtypes.pop() if len(dtypes) == 1 else "F32", stack.stored_shape)
     refs = tuple(dict.fromkeys(ref for linear in stack.linears for ref in linear.refs))
     reason = ", ".join(dict.fromkeys(linear.coding.word for linear in stack.linears))
-    draft = Draft("dequantize", reason, refs, (spec,), stack.shape, stack.slots)
-    return draft._replace(
+    step = Step("dequantize", reason, refs, (spec,), stack.shape, stack.slots)
+    return step._replace(
         module=stack.name, linears=stack.linears, is_transposed=stack.is_transposed
     )
 
@@ -117,7 +118,7 @@ def plan_transcode(
     shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
     for module, packed in modules.items():
         shared[scale_group(module, recipe.groups) or module] += packed.refs
-    drafts = []
+    steps = []
     for stem, stored in placed.items():
         members = list(dict.fromkeys(rows.module for slot in stored.slots for rows in slot))
         refs = tuple(dict.fromkeys(ref for member in members for ref in modules[member].refs))
@@ -129,13 +130,14 @@ def plan_transcode(
             )
         )
         specs = dialect.outputs(stem, stored.shape, form)
-        draft = Draft("transcode", "four-bit", refs, specs, stored.shape, stored.slots)
-        drafts.append(draft._replace(module=stem, amax_of=group, home=stored.home, form=form))
+        step = Step("transcode", "four-bit", refs, specs, stored.shape, stored.slots)
+        step = step._replace(module=stem, amax_of=group, form=form)
+        steps.append((stored.home.file, step))
     homes = {stored.home.name for stored in placed.values()}
     idle = idle_scales(modules, renamed or {}, form.has_input_scale)
     consumed = homes | set(idle) | {ref.name for packed in modules.values() for ref in packed.refs}
     tasks = _module_tasks(
-        Writing(checkpoint, target, dialect, form, renamed or {}), drafts, consumed
+        Writing(checkpoint, target, dialect, form, renamed or {}), steps, consumed
     )
     kept = kept_modules(tasks)
     patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
@@ -198,16 +200,16 @@ def _refuse_unfit(
 
 
 def _module_tasks(
-    writing: Writing, drafts: Iterable[Draft], consumed: set[str]
+    writing: Writing, placed: Iterable[tuple[str, Step]], consumed: set[str]
 ) -> tuple[Task, ...]:
-    """Tasks that carry out each draft where the first of its packed codes are, and copy every tensor that is not consumed."""
-    at: dict[str, list[Draft]] = defaultdict(list)
-    for draft in drafts:
-        at[(draft.home or draft.refs[0]).file].append(draft)
+    """Lay out steps, each in its shard, and copy every tensor that is not consumed."""
+    at: dict[str, list[Step]] = defaultdict(list)
+    for file, step in placed:
+        at[file].append(step)
     tasks = []
     for shard in writing.checkpoint.shards:
         copies = [
-            Draft("copy", "not quantized", (ref,), (_kept(ref, writing),))
+            Step("copy", "not quantized", (ref,), (_kept(ref, writing),))
             for ref in shard.tensors
             if ref.name not in consumed
         ]

@@ -1,6 +1,7 @@
 """What a plan is made of: Step, Task, Shard, Plan.
 
-A draft says what becomes of a tensor; laid out beside the others of its shard it is a step, and nothing is left to decide.
+A step says what becomes of a tensor; laid out beside the others of its shard it says where, and
+nothing is left to decide.
 """
 
 from __future__ import annotations
@@ -32,38 +33,43 @@ class Step(NamedTuple):
 
     A tuple, for a plan makes one for each tensor, and a frozen dataclass takes longer to make.
 
-    module   what its outputs are named after: a module, or a stem of the dialect that holds several
-    action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as it is; fold: it keeps its
-             dtype, multiplied or divided by the factors of a fold; prune: parts of it stay; write: a scalar
+    action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as
+             it is; fold: it keeps its dtype, multiplied or divided by the factors of a fold;
+             prune: parts of it stay; write: a scalar
     refs     what is read; of a linear layer all that it is decoded from; nothing for a scalar
+    specs    what is written, while it has no place; () in a plan
     shape    (rows, columns) of the matrix, longer for a stack; () where it stays
     slots    whose rows the result holds, where that is no single module
     group    name of the scale group, or None
-    amax_of  what is read beside for the scales: every tensor of the scale group, in whichever shard, and one of every file that
-             factors of folds are found in
-    outputs  where the result goes; all in the step's own shard
+    amax_of  what is read beside for the scales: every tensor of the scale group, in whichever
+             shard, and one of every file that factors of folds are found in
+    module   what its outputs are named after: a module, or a stem of the dialect that holds
+             several; where it is "" before the step has a place, that of its first output
     form     that its module has in the result; None where that is an ordinary tensor
-    linears  whose values the result holds, in the order of the slots; none where a tensor is copied
-    measured every member of the scale group (or the linear layer alone), in whichever shard; the common amax sets the
-             global scale, and tells whether all of them are finite
-    scalar   a float32 that no tensor of the source holds: the input scale of its module, or what is written
+    linears  whose values the result holds, in the order of the slots; none for a copied tensor
+    measured every member of the scale group (or the linear layer alone), in whichever shard; the
+             common amax sets the global scale, and tells whether all of them are finite
+    scalar   a float32 that no tensor of the source holds: the input scale of its module, or what
+             is written
     is_transposed  each matrix of a stack is stored as (columns, rows)
+    outputs  where the result goes; all in the step's own shard; () before the step has a place
     """
 
-    module: str
     action: Action
     reason: str
     refs: tuple[TensorRef, ...]
-    shape: tuple[int, ...]
-    slots: tuple[Slot, ...]
-    group: str | None
-    amax_of: tuple[TensorRef, ...]
-    outputs: tuple[TensorRef, ...]
+    specs: tuple[TensorSpec, ...]
+    shape: tuple[int, ...] = ()
+    slots: tuple[Slot, ...] = ()
+    group: str | None = None
+    amax_of: tuple[TensorRef, ...] = ()
+    module: str = ""
     form: Form | None = None
     linears: tuple[Linear, ...] = ()
     measured: tuple[Linear, ...] = ()
     scalar: float | None = None
     is_transposed: bool = False
+    outputs: tuple[TensorRef, ...] = ()
 
     @property
     def name(self) -> str:
@@ -195,34 +201,6 @@ class Plan:
         return {"metadata": {"total_size": total_nbytes(outputs)}, "weight_map": weight_map}
 
 
-class Draft(NamedTuple):
-    """A step whose outputs have no place yet; a tuple, as a step is.
-
-    module  as the step's; where it is empty, that of its first output
-    home    a tensor of the shard that the outputs belong to; where it is None, the first that is read
-    """
-
-    action: Action
-    reason: str
-    refs: tuple[TensorRef, ...]
-    specs: tuple[TensorSpec, ...]
-    shape: tuple[int, ...] = ()
-    slots: tuple[Slot, ...] = ()
-    group: str | None = None
-    amax_of: tuple[TensorRef, ...] = ()
-    module: str = ""
-    home: TensorRef | None = None
-    form: Form | None = None
-    linears: tuple[Linear, ...] = ()
-    measured: tuple[Linear, ...] = ()
-    scalar: float | None = None
-    is_transposed: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.module or module_of(self.specs[0].name)
-
-
 def bits_per_weight_of(sized: Iterable[tuple[Step, int]]) -> float | None:
     """Of the quantized modules, of whatever format, among steps with their bytes, scales and all; None where there are none."""
     made = [(step.shape, nbytes) for step, nbytes in sized if step.is_made]
@@ -243,32 +221,21 @@ class Writing:
     form: Form | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
 
-    def task(self, shard: Header, drafts: list[Draft]) -> Task:
-        """The drafts of one shard, each output at its place."""
-        shards = tuple(self._shards(shard, drafts))
+    def task(self, shard: Header, made: Iterable[Step]) -> Task:
+        """Lay the steps of one shard out, each output at its place."""
+        named = [
+            step if step.module else step._replace(module=module_of(step.specs[0].name))
+            for step in made
+        ]
+        shards = tuple(self._shards(shard, named))
         place = {ref.name: ref for written in shards for ref in written.outputs}
         steps = tuple(
-            Step(
-                module=draft.name,
-                action=draft.action,
-                reason=draft.reason,
-                refs=draft.refs,
-                shape=draft.shape,
-                slots=draft.slots,
-                group=draft.group,
-                amax_of=draft.amax_of,
-                outputs=tuple([place[spec.name] for spec in draft.specs]),
-                form=draft.form,
-                linears=draft.linears,
-                measured=draft.measured,
-                scalar=draft.scalar,
-                is_transposed=draft.is_transposed,
-            )
-            for draft in drafts
+            [
+                step._replace(outputs=tuple([place[spec.name] for spec in step.specs]), specs=())
+                for step in named
+            ]
         )
-        read = {
-            ref.file for draft in drafts for refs in (draft.refs, draft.amax_of) for ref in refs
-        }
+        read = {ref.file for step in steps for refs in (step.refs, step.amax_of) for ref in refs}
         sources = sorted({shard.file, *read})
         promise = [
             repr(self.target),
@@ -283,13 +250,12 @@ class Writing:
             )
         return Task(key.hexdigest(), tuple(sources), shards, steps)
 
-    def _shards(self, shard: Header, drafts: list[Draft]) -> Iterator[Shard]:
+    def _shards(self, shard: Header, steps: list[Step]) -> Iterator[Shard]:
         """The file of that name, and the one for scales apart where there are any."""
         notes = {}
         if self.dialect and self.form:
-            made = [draft for draft in drafts if draft.form is not None]
-            notes = self.dialect.notes(self.form, [draft.name for draft in made])
-        specs = [spec for draft in drafts for spec in draft.specs]
+            notes = self.dialect.notes(self.form, [step.module for step in steps if step.is_made])
+        specs = [spec for step in steps for spec in step.specs]
         for file, chosen in (
             (shard.file, [spec for spec in specs if not spec.is_apart]),
             (scales_file(shard.file), [spec for spec in specs if spec.is_apart]),
