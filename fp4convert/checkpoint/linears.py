@@ -22,7 +22,7 @@ from fp4convert.checkpoint.encodings.base import Linear
 from fp4convert.checkpoint.encodings.floats import find_floats
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.fp8 import DTYPES, find_fp8, fp8_of
-from fp4convert.checkpoint.encodings.int4 import find_integers, integers_of
+from fp4convert.checkpoint.encodings.int4 import PACKED_DTYPE, find_integers, integers_of
 from fp4convert.checkpoint.record import stacks_recorded
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8
@@ -101,7 +101,10 @@ def linears_of(
     Raises    InputError for weights that are quantized in a way that cannot be read, or whose records contradict them
     """
     floats = find_floats(clues.tensors, recipe.stack_rule, set(_hidden_sizes(clues.config)))
-    of = {**floats, **find_integers(clues), **find_fp8(clues), **(four_bit or {})}
+    dtypes = {ref.dtype for ref in clues.tensors.values()}
+    integers = find_integers(clues) if PACKED_DTYPE in dtypes else {}
+    eight_bit = find_fp8(clues) if dtypes.intersection(DTYPES) else {}
+    of = {**floats, **integers, **eight_bit, **(four_bit or {})}
     is_packed = any(linear.coding.is_packed for linear in of.values())
     linears = Linears(
         of,

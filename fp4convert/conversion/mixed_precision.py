@@ -31,10 +31,10 @@ from fp4convert.execution.plan_file import read_manifest
 from fp4convert.execution.rounding import Rounding
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8
-from fp4convert.planning.decisions import NAME_SOME, Verdict, decide, gather_made, judge_each
+from fp4convert.planning.decisions import NAME_SOME, Verdict, decide, judge_each
 from fp4convert.planning.quantize_plan import KEPT_DTYPE, Scalars
 from fp4convert.progress import Phases, size_text
-from fp4convert.recipes.recipe import EXPERT_WORDS, Recipe, scale_group
+from fp4convert.recipes.recipe import EXPERT_WORDS, Recipe, gather_groups, scale_groups
 from fp4convert.recipes.rules import FormatRule, Patterns
 from fp4convert.recipes.toml_files import ANY_FORMAT, KEEP
 from fp4convert.storage.safetensors import TensorRef
@@ -239,11 +239,13 @@ class _Fitting:
         parts: dict[str, list[str]] = defaultdict(list)
         for module in own:
             parts[_part_of(module, recipe)].append(module)
-        groups = gather_made(decided)
+        groups = gather_groups({module: verdict.group for module, verdict in decided.items()})
         candidates = [
             Candidate(
                 verdict.linear,
-                tuple(groups[verdict.group]) if verdict.group else (verdict.linear,),
+                tuple(decided[one].linear for one in groups[verdict.group])
+                if verdict.group
+                else (verdict.linear,),
                 formats,
             )
             for module, verdict in own.items()
@@ -420,7 +422,7 @@ def _part_of(module: str, recipe: Recipe) -> str:
     if any(word in module for word in EXPERT_WORDS) and len(split_numbers(module)[1]) > 1:
         texts, _ = split_numbers(module)
         return module[: len(module) - len(texts[-1])].rpartition(".")[0]
-    group = scale_group(module, recipe.groups)
+    group = scale_groups([module], recipe.groups).get(module)
     return str(group) if group else module
 
 

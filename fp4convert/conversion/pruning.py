@@ -44,6 +44,7 @@ from fp4convert.planning.steps import (
     Writing,
     module_of,
     refuse_collisions,
+    spec_of,
 )
 from fp4convert.recipes.options import RecipeOptions
 from fp4convert.recipes.patterns import matches_any
@@ -241,7 +242,9 @@ def _tasks(
     tasks: list[Task] = []
     for shard in checkpoint.shards:
         drafts = [
-            changed[ref.name] if ref.name in changed else _copied(ref)
+            changed[ref.name]
+            if ref.name in changed
+            else Step("copy", "no part of experts", (ref,), (spec_of(ref),))
             for ref in shard.tensors
             if ref.name not in gone
         ]

@@ -13,7 +13,7 @@ from fp4convert.numerics.formats import Format, Kind
 from fp4convert.numerics.matrices import Blocks, Fetched, row_panels
 from fp4convert.numerics.mxfp4_as_nvfp4 import NOTHING, global_exponent, largest_exponent, recast
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.recipe import ScaleGroup, group_members, scale_group
+from fp4convert.recipes.recipe import ScaleGroup, group_members, scale_groups
 
 
 class Kept(NamedTuple):
@@ -167,10 +167,10 @@ def kept_blocks(stored: Blocks, exponent: int) -> Kept:
 
 def _exponents(artifact: Artifact, fmt: Format) -> dict[str, int]:
     """For every module k of the global scale 2^k of its scale group."""
-    groups = group_members(artifact.source.checkpoint.config)
+    groups = scale_groups(artifact.modules, group_members(artifact.source.checkpoint.config))
     members: dict[ScaleGroup | str, list[str]] = defaultdict(list)
     for module in artifact.modules:
-        members[scale_group(module, groups) or module].append(module)
+        members[groups.get(module, module)].append(module)
     found: dict[str, int] = {}
     for modules in members.values():
         found |= dict.fromkeys(

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from fp4convert.calibration.statistics import FORMAT, Calibration, open_calibration
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
-from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form
+from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import E4M3_MAX, GLOBAL_RANGE, Format
@@ -72,6 +72,9 @@ class Constant:
         if fed.form.format.is_fp4:
             return self.input_scale
         return None if fed.has_own else 1.0
+
+
+UNIT_SCALE = Constant(1.0)  # as NVIDIA has them where no calibration says more
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,33 +147,21 @@ def range_of(fmt: Format) -> float:
     return GLOBAL_RANGE if fmt.is_fp4 else E4M3_MAX
 
 
-def choose_scales(
-    source: Source,
-    fmt: Format,
-    activations: int,
-    asked: str | float | None,
-    measured: Measured | None,
-) -> InputScales:
-    """What says the input scales of a conversion: what is asked for, else a calibration, else 1.0, as NVIDIA does without one.
+def choose_scales(source: Source, form: Form, asked: str | float) -> InputScales:
+    """Open what is asked to say the input scales of a conversion.
 
-    source       of the weights
-    activations  16 or 4
-    asked        a number, or an artifact's folder, file or repository, or another calibration file
-    measured     of a calibration file, where there is one
-    Raises       InputError where these do not go together, nothing of that name can be opened, or it is of another model
+    source  of the weights
+    form    of most modules
+    asked   a number, or an artifact's folder, file or repository, or a calibration file
+    Raises  InputError where these do not go together, nothing of that name can be opened, or it is
+            of another model
     """
-    if activations not in (16, ACTIVATIONS_FP4):
+    if not form.has_input_scale:
+        detail = f"{OPTION} means nothing for {form.format.name}"
         raise InputError(
-            "bad-activations",
-            f"--activations {activations} is not known; expected 16 or 4",
-            "Leave it out for 16.",
-        )
-    if asked is None:
-        return measured or Constant(1.0)
-    if not Form(fmt, activations).has_input_scale:
-        detail = f"{OPTION} means nothing for {fmt.name} with {activations}-bit activations"
-        raise InputError(
-            "bad-input-scale", f"{detail}; it is for nvfp4 with --activations 4", "Leave it out."
+            "bad-input-scale",
+            f"{detail} with {form.activations}-bit activations; it is for nvfp4 with --activations 4",
+            "Leave it out.",
         )
     number = _number_in(asked)
     if number is None:
@@ -301,12 +292,8 @@ def _shared(
     return shared, [f"{told}; engines use one for all of them, so each gets the largest"]
 
 
-def find_small(
-    fed: Iterable[Fed], shared: Mapping[str, float], measured: Measured | None
-) -> list[str]:
-    """A warning where scales do not reach the largest inputs that a calibration saw."""
-    if measured is None:
-        return []
+def find_small(fed: Iterable[Fed], shared: Mapping[str, float], measured: Measured) -> list[str]:
+    """Warn where scales do not reach the largest inputs that a calibration saw."""
     cut = []
     for one in fed:
         reach = shared.get(one.module, math.inf) * range_of(one.form.format)

@@ -16,7 +16,7 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FP8, MXFP4, NVFP4, Format
 from fp4convert.planning.steps import Action
 from fp4convert.recipes.patterns import matches_any
-from fp4convert.recipes.recipe import Recipe, ScaleGroup, gather_groups
+from fp4convert.recipes.recipe import Recipe, ScaleGroup, gather_groups, scale_groups
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 
 NAME_SOME = (
@@ -69,11 +69,7 @@ def judge_each(
 ) -> dict[str, Verdict]:
     """The verdict on each of these linear layers by itself, by module, whatever the others become."""
     forms = {name: module_form(recipe.target, name) for name in recipe.module_formats}
-    groups = {
-        module: group
-        for group, modules in gather_groups(linears, recipe.groups).items()
-        for module in modules
-    }
+    groups = scale_groups(linears, recipe.groups)
     judge = _Judge(recipe, dialect, forms, groups, recipe.pick_doubtful(linears))
     return {module: judge.verdict(linear) for module, linear in linears.items()}
 
@@ -179,13 +175,14 @@ def _origin(linear: Linear) -> str:
 
 def _agreed(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
     """The same, but that no scale group takes over the blocks of some members and quantizes others."""
-    for members in gather_made(verdicts).values():
-        if len({(verdicts[linear.module].action, linear.coding.word) for linear in members}) > 1:
-            for linear in members:
-                if verdicts[linear.module].action == "transcode":
-                    verdicts[linear.module] = verdicts[linear.module]._replace(
-                        action="quantize", reason=_origin(linear)
-                    )
+    groups = gather_groups({module: verdict.group for module, verdict in verdicts.items()})
+    for modules in groups.values():
+        members = [verdicts[module] for module in modules]
+        if len({(verdict.action, verdict.linear.coding.word) for verdict in members}) > 1:
+            for module, verdict in zip(modules, members, strict=True):
+                if verdict.action == "transcode":
+                    reason = _origin(verdict.linear)
+                    verdicts[module] = verdict._replace(action="quantize", reason=reason)
     return verdicts
 
 
@@ -199,19 +196,10 @@ def _check_kept(stack: TensorRef, recipe: Recipe) -> None:
     raise InputError("unknown-stack", f"{detail}; {expected}", next_step, stack.name)
 
 
-def gather_made(verdicts: Mapping[str, Verdict]) -> dict[ScaleGroup, tuple[Linear, ...]]:
-    """The members of every scale group that share its scale; `gather_groups` has those that stay, too."""
-    found: dict[ScaleGroup, list[Linear]] = defaultdict(list)
-    for verdict in verdicts.values():
-        if verdict.group:
-            found[verdict.group].append(verdict.linear)
-    return {group: tuple(members) for group, members in found.items()}
-
-
 def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
     """One warning for each kind of scale group some of whose members stay, are not there, or become another format."""
     uneven: dict[tuple[tuple[str, ...], str], list[ScaleGroup]] = defaultdict(list)
-    for key, modules in gather_groups(verdicts, recipe.groups).items():
+    for key, modules in gather_groups(scale_groups(verdicts, recipe.groups)).items():
         members = {module.rpartition(".")[2]: verdicts[module].form for module in modules}
         if any(members.values()) and (what := _unevenness(key, members, recipe)):
             uneven[key.members, what].append(key)

@@ -49,11 +49,6 @@ def open_statistics(method: str, rule: str | None, file: str | None) -> Calibrat
     return None if file is None else open_calibration(file)
 
 
-def rule_of(method: str, rule: str | None) -> str | None:
-    """The scale rule that is asked for, or that the method goes with; None for the format's own."""
-    return rule or (IMPORTANCE if method == GPTQ else None)
-
-
 def with_statistics(plan: Plan, calibration: Calibration) -> Plan:
     """The plan with the file in it, and with a warning where method and rule pass over modules, or over the file.
 

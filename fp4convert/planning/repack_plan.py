@@ -17,7 +17,7 @@ from fp4convert.numerics.formats import dtype_named
 from fp4convert.planning.expert_stacks import Stacked
 from fp4convert.planning.quantize_plan import kept_modules, notes_on, refuse_other_container
 from fp4convert.planning.steps import Plan, Step, Task, Writing, refuse_collisions
-from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_group
+from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_groups
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
 from fp4convert.storage.source import Checkpoint
 
@@ -116,18 +116,15 @@ def plan_transcode(
         placed = _place(modules, dialect)
     _refuse_unfit(placed, modules, dialect, recipe)
     shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
+    groups = scale_groups(modules, recipe.groups)
     for module, packed in modules.items():
-        shared[scale_group(module, recipe.groups) or module] += packed.refs
+        shared[groups.get(module, module)] += packed.refs
     steps = []
     for stem, stored in placed.items():
         members = list(dict.fromkeys(rows.module for slot in stored.slots for rows in slot))
         refs = tuple(dict.fromkeys(ref for member in members for ref in modules[member].refs))
         group = tuple(
-            dict.fromkeys(
-                ref
-                for member in members
-                for ref in shared[scale_group(member, recipe.groups) or member]
-            )
+            dict.fromkeys(ref for member in members for ref in shared[groups.get(member, member)])
         )
         specs = dialect.outputs(stem, stored.shape, form)
         step = Step("transcode", "four-bit", refs, specs, stored.shape, stored.slots)

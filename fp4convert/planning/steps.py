@@ -322,5 +322,10 @@ def scales_file(file: str) -> str:
     return f"scales{file.removeprefix('model')}" if file.startswith("model") else f"scales-{file}"
 
 
+def spec_of(ref: TensorRef) -> TensorSpec:
+    """Return what writes a tensor as it is."""
+    return TensorSpec(ref.name, ref.dtype, ref.shape)
+
+
 def module_of(name: str) -> str:
     return name.rpartition(".")[0]

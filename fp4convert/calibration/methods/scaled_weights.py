@@ -36,6 +36,10 @@ class Folded(CodingDefaults):
     format = None
 
     @property
+    def foldings(self) -> tuple[Folding, ...]:
+        return tuple(folding for folding in (self.columns, self.rows) if folding)
+
+    @property
     def word(self) -> str:
         return self.stored.word
 

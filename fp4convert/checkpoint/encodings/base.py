@@ -74,7 +74,7 @@ class CodingDefaults(Protocol):
     @property
     def foldings(self) -> tuple[Folding, ...]:
         """Return every fold that changes its values."""
-        return tuple(folding for folding in (self.columns, self.rows) if folding)
+        return ()
 
     @property
     def is_spread(self) -> bool:

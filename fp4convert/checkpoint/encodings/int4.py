@@ -38,6 +38,7 @@ PACKED, SCALE, ZERO, SHAPE, ORDER = (
     ".weight_g_idx",
 )
 IDLE = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
+PACKED_DTYPE = "I32"
 ITEM_BITS, ITEM_NBYTES, INT4_BITS = 32, 4, 4
 
 
@@ -146,7 +147,7 @@ def find_integers(clues: Clues) -> dict[str, Linear]:
     refs = [
         ref
         for ref in clues.tensors.values()
-        if ref.name.endswith(PACKED) and ref.dtype == "I32" and len(ref.shape) == 2
+        if ref.name.endswith(PACKED) and ref.dtype == PACKED_DTYPE and len(ref.shape) == 2
     ]
     if not refs:
         return {}
