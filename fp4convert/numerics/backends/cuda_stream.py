@@ -231,24 +231,24 @@ class Lane:
         rule: str,
         importance: Sequence[Float32s] = (),
     ) -> Iterator[tuple[int, Quantized]]:
-        """Panels in order, each valid until the next is asked for, under the amax that `measure` or `give_amax` set.
+        """Quantize panels in order, under the amax that `measure` or `give_amax` set.
 
         importance  of each member, under the rule of that name
-        Raises NumericError where a measured amax is Inf or NaN, InputError for a rule of another format, importance that is none
+        Yields      panels, each valid until the next is asked for
+        Raises      NumericError where a measured amax is Inf or NaN, InputError for a rule of
+                    another format, importance that is none
         """
-        kernel = kernel_of(fmt, rule)
+        kernel, numbers = kernel_of(fmt, rule), rule_number(fmt, rule)
         check_importance(rule, importance[0] if importance else None)
         weighed = [
             weigh(own, weights.shape[1], fmt)
             for own, weights in zip(importance, members, strict=bool(importance))
         ]
-        amax = [self._amax_buffer.device.ptr] if fmt.has_global_scale else []
+        amax = (self._amax_buffer.device.ptr,) if fmt.has_global_scale else ()
         scale: list[float] = []  # of the group, as soon as it is known
 
-        def start(
-            number: int, weights: Weights, first: int, last: int
-        ) -> Callable[[], tuple[int, Quantized]]:
-            result = next(self._results)
+        def start(number: int, first: int, last: int) -> Callable[[], tuple[int, Quantized]]:
+            weights, result = members[number], next(self._results)
             shape = (last - first, weights.shape[1])
             n = shape[0] * shape[1]
             counts, sums, packed, block_scales = _places(
@@ -258,12 +258,8 @@ class Lane:
             at, word = result.device.ptr, FLOAT_TYPES[weights.dtype].word
             codes = (at + packed.start, at + block_scales.start)
             with self._panel(weights, first, last) as (x, _):
-                choice = (
-                    *amax,
-                    *rule_number(fmt, rule),
-                    *(self._give_weights(weighed[number]) if weighed else ()),
-                )
-                self._start(f"{kernel}_{word}", n, x, n, *choice, *codes)
+                choice = self._give_weights(weighed[number]) if weighed else ()
+                self._start(f"{kernel}_{word}", n, x, n, *amax, *numbers, *choice, *codes)
                 if fmt.has_global_scale and not scale:
                     scale.append(self._give_scale(rule))
                 extra = (self._scale_buffer.device.ptr, 0) if fmt.has_global_scale else ()
@@ -278,17 +274,16 @@ class Lane:
                 result.copied.synchronize()
                 self._check_amax()
                 host, stored = result.host, scale[0] if scale else None
-                compared = Compared(host[sums], host[counts])
-                return number, Quantized(
-                    fmt, shape, host[packed], host[block_scales], stored, compared=compared
-                )
+                lost = Compared(host[sums], host[counts])
+                parts = host[packed], host[block_scales]
+                return number, Quantized(fmt, shape, *parts, stored, compared=lost)
 
             return take
 
         yield from _one_behind(
-            start(number, weights, first, last)
+            start(number, *panel)
             for number, weights in enumerate(members)
-            for first, last in row_panels(weights.shape, GPU_PANEL_ELEMENTS)
+            for panel in row_panels(weights.shape, GPU_PANEL_ELEMENTS)
         )
 
     def _check_amax(self) -> float:
