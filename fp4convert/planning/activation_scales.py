@@ -1,7 +1,8 @@
 """Choose the static scale of each module's activations.
 
-Engines divide activations by such a scale before they round them: what is larger than its range is cut off, which costs most
-of a model's quality, while a scale that is larger than it must be costs next to nothing.  A scale here is a multiplier,
+Engines divide activations by such a scale before they round them: what is larger than its range is
+cut off, which costs most of a model's quality, while a scale that is larger than it must be costs
+next to nothing. A scale here is a multiplier,
 amax / 2688 for NVFP4 and amax / 448 for FP8; dialects spell it as their engines want it.
 Everything is read when a plan is made: scalars of an artifact, or of a calibration file.
 """
@@ -52,10 +53,10 @@ class InputScales(Protocol):
 
     @property
     def origin(self) -> str:
-        """What a person calls it."""
+        """Name it for a person."""
 
     def find(self, fed: Fed) -> float | None:
-        """The input scale of that module; None where it has none."""
+        """Find the input scale of a module; None where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,10 @@ UNIT_SCALE = Constant(1.0)  # as NVIDIA has them where no calibration says more
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Those of another artifact of the same model, in whatever dialect; each is read once, however often a plan is made."""
+    """Scales of another artifact of the same model, in any dialect.
+
+    Each is read once, however often a plan is made.
+    """
 
     artifact: Artifact
     origin: str
@@ -136,14 +140,20 @@ class Measured:
         self.calibration.check_inputs(fed.module)
         amax = self.calibration.amax(fed.module)
         if amax == 0:
-            detail = f"{self.origin}: {fed.module} was given nothing but zeros, or no token at all; a scale needs a largest input"
-            next_step = f"Calibrate with more text, leave it out (--exclude {fed.module!r}), or give one scale for all: {OPTION} 1."
+            detail = (
+                f"{self.origin}: {fed.module} was given nothing but zeros, or no token at all; a"
+                " scale needs a largest input"
+            )
+            next_step = (
+                f"Calibrate with more text, leave it out (--exclude {fed.module!r}), or give one"
+                f" scale for all: {OPTION} 1."
+            )
             raise InputError("input-scale-zero", detail, next_step, fed.module)
         return amax / range_of(fed.form.format)
 
 
 def range_of(fmt: Format) -> float:
-    """The largest input that a scale of 1 stands for."""
+    """Return the largest input that a scale of 1 stands for."""
     return GLOBAL_RANGE if fmt.is_fp4 else E4M3_MAX
 
 
@@ -160,7 +170,10 @@ def choose_scales(source: Source, form: Form, asked: str | float) -> InputScales
         detail = f"{OPTION} means nothing for {form.format.name}"
         raise InputError(
             "bad-input-scale",
-            f"{detail} with {form.activations}-bit activations; it is for nvfp4 with --activations 4",
+            (
+                f"{detail} with {form.activations}-bit activations; it is for nvfp4 with"
+                " --activations 4"
+            ),
             "Leave it out.",
         )
     number = _number_in(asked)
@@ -171,7 +184,10 @@ def choose_scales(source: Source, form: Form, asked: str | float) -> InputScales
             else Copied(_open(str(asked)), f"{OPTION} {asked}")
         )
     if not SMALLEST <= number <= 1 / SMALLEST:
-        detail = f"{OPTION} {number:g}; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}, or a file or folder"
+        detail = (
+            f"{OPTION} {number:g}; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}, or a"
+            " file or folder"
+        )
         raise InputError(
             "bad-input-scale",
             detail,
@@ -188,13 +204,13 @@ def _number_in(asked: str | float) -> float | None:
 
 
 def whole_reference(asked: str | float | None) -> str | float | None:
-    """What is asked for as it means the same in any folder: a path from the root on."""
+    """Make a path absolute; leave numbers and names as they are."""
     is_path = asked is not None and _number_in(asked) is None and os.path.exists(str(asked))
     return os.path.abspath(str(asked)) if is_path else asked
 
 
 def _is_calibration(path: str) -> bool:
-    """True for a file whose head says that it is one."""
+    """Tell whether the head of a file says that it is a calibration."""
     try:
         with open(path, "rb") as stream:
             return FORMAT.encode() in stream.read(HEAD_NBYTES)
@@ -209,7 +225,7 @@ def _measured(source: Source, path: str) -> Measured:
 
 
 def _open(reference: str) -> Artifact:
-    """The artifact whose scales are asked for."""
+    """Open the artifact whose scales are asked for."""
     is_path = os.path.exists(reference)
     try:
         artifact = open_artifact(reference)
@@ -222,7 +238,10 @@ def _open(reference: str) -> Artifact:
             error.tensor,
         ) from None
     if folds_recorded(artifact.record):
-        detail = f"{OPTION} {reference}: it was made by --method {artifact.record.get('method')}, so its scales fit inputs that norms"
+        detail = (
+            f"{OPTION} {reference}: it was made by --method {artifact.record.get('method')}, so"
+            " its scales fit inputs that norms"
+        )
         next_step = "Give an artifact without folds, or the calibration file that it was made with."
         raise InputError(
             "input-scale-folded",
@@ -233,10 +252,13 @@ def _open(reference: str) -> Artifact:
 
 
 def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float], list[str]]:
-    """The input scale of every module, one for all members of a scale group, and what a person should know of them.
+    """Find the input scale of every module.
 
+    One for all members of a scale group; modules whose own scale stays are left out. Returns
+    the scales, and what a person should know of them.
     Modules whose own scale stays are not in it.
-    Raises  InputError for modules without one, and for one that is no positive number of a sensible size
+    Raises  InputError for modules without one, and for one that is no positive number of a sensible
+            size
     """
     found: dict[str, float] = {}
     missing: list[str] = []
@@ -246,8 +268,14 @@ def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float]
         elif not one.has_own:
             missing.append(one.module)
     if missing:
-        detail = f"{scales.origin} has no input scale for {len(missing)} of {len(fed)} modules, the first {missing[0]!r}"
-        next_step = f"Give an artifact or a calibration of this model with all of them, or one number for all: {OPTION} 1."
+        detail = (
+            f"{scales.origin} has no input scale for {len(missing)} of {len(fed)} modules, the"
+            f" first {missing[0]!r}"
+        )
+        next_step = (
+            "Give an artifact or a calibration of this model with all of them, or one number for"
+            f" all: {OPTION} 1."
+        )
         raise InputError(
             "input-scale-missing", f"{detail}; expected one for each", next_step, missing[0]
         )
@@ -255,7 +283,7 @@ def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float]
 
 
 def _values(fed: Sequence[Fed], scales: InputScales) -> Iterable[float | None]:
-    """What it knows of each; asked side by side where every answer takes its time."""
+    """Ask for each scale; side by side where every answer takes its time."""
     source = scales.artifact.source if isinstance(scales, Copied) else None
     if source is None or not source.is_streamed:
         return map(scales.find, fed)
@@ -275,7 +303,10 @@ def _checked(value: float, fed: Fed, scales: InputScales) -> float:
 def _shared(
     fed: Iterable[Fed], found: Mapping[str, float], scales: InputScales
 ) -> tuple[dict[str, float], list[str]]:
-    """The same, but that members of a scale group have the largest of theirs: engines that fuse them use only one."""
+    """Give members of a scale group the largest of their scales.
+
+    Engines that fuse them use only one. Returns the scales, and notes.
+    """
     groups: dict[tuple[ScaleGroup, str], list[str]] = defaultdict(list)
     for one in fed:
         if one.group and one.module in found:
@@ -288,12 +319,15 @@ def _shared(
         shared |= dict.fromkeys(modules, largest)
     if not uneven:
         return shared, []
-    told = f"{len(uneven)} scale groups have members with different input scales in {scales.origin}, the first {uneven[0]}"
+    told = (
+        f"{len(uneven)} scale groups have members with different input scales in {scales.origin},"
+        f" the first {uneven[0]}"
+    )
     return shared, [f"{told}; engines use one for all of them, so each gets the largest"]
 
 
 def find_small(fed: Iterable[Fed], shared: Mapping[str, float], measured: Measured) -> list[str]:
-    """Warn where scales do not reach the largest inputs that a calibration saw."""
+    """Warn of scales that do not reach the largest inputs seen."""
     cut = []
     for one in fed:
         reach = shared.get(one.module, math.inf) * range_of(one.form.format)
@@ -304,7 +338,13 @@ def find_small(fed: Iterable[Fed], shared: Mapping[str, float], measured: Measur
     if not cut:
         return []
     _, module, reach, amax = max(cut)
-    detail = f"input scales of {len(cut)} modules are smaller than {measured.origin} asks for: that of {module} reaches {reach:g}"
+    detail = (
+        f"input scales of {len(cut)} modules are smaller than {measured.origin} asks for: that of"
+        f" {module} reaches {reach:g}"
+    )
     return [
-        f"{detail}, where an input of {amax:g} was seen; what is larger is cut off, which costs most quality"
+        (
+            f"{detail}, where an input of {amax:g} was seen; what is larger is cut off, which"
+            " costs most quality"
+        )
     ]

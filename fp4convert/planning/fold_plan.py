@@ -1,7 +1,7 @@
 """Decide which folds are used, and what they change.
 
-Nothing that stays may be rounded by a fold: where a matrix or a bias keeps its dtype the factors are powers of two, and where
-that does not help the fold is not used.
+Nothing that stays may be rounded by a fold: where a matrix or a bias keeps its dtype the factors
+are powers of two, and where that does not help the fold is not used.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class Merged:
 def merge_folds(
     checkpoint: Checkpoint, recipe: Recipe, linears: Linears, dialect: Dialect, find: FindFactors
 ) -> Merged:
-    """Every fold that the recipe knows and that helps a four-bit module; InputError where there is none.
+    """Use every fold of the recipe that helps a four-bit module.
 
+    Raises InputError where there is none.
     find  the factors of one fold
     """
     verdicts = decide(linears, recipe, dialect)
@@ -85,7 +86,7 @@ def _is_rounded(verdict: Verdict) -> bool:
 
 
 def _parents(modules: Iterable[str]) -> set[str]:
-    """Everything that these modules are in."""
+    """Find everything that these modules are in."""
     found: set[str] = set()
     for module in modules:
         while (module := module.rpartition(".")[0]) and module not in found:
@@ -94,7 +95,10 @@ def _parents(modules: Iterable[str]) -> set[str]:
 
 
 def _unfit(fold: Fold, verdicts: Mapping[str, Verdict], recipe: Recipe) -> str:
-    """Why a fold cannot be used with what becomes of its tensors; "" where it can."""
+    """Say why a fold cannot be used; "" where it can.
+
+    verdicts  what becomes of its tensors
+    """
     if fold.kind == "heads" and recipe.target.kv_cache:
         return "the scales of the cache are those of the values as they were"
     for linear in (*fold.readers, *([fold.maker] if fold.maker else ())):
@@ -108,12 +112,19 @@ def _unfit(fold: Fold, verdicts: Mapping[str, Verdict], recipe: Recipe) -> str:
         if verdict.is_made and linear.idle and not _is_rounded(verdict):
             return f"{linear.module} has a scale of its inputs"
         if fold.kind == "norm_plus_one" and not verdict.is_made:
-            return f"{linear.module} stays, and 1 + weight of a norm cannot be divided without rounding"
+            return (
+                f"{linear.module} stays, and 1 + weight of a norm cannot be divided without"
+                " rounding"
+            )
     return ""
 
 
 def _is_exact(fold: Fold, verdicts: Mapping[str, Verdict]) -> bool:
-    """True where something beside a norm's weight keeps its dtype; and always where rows are divided, which then can be told."""
+    """Tell whether factors must be powers of two.
+
+    Where something beside a norm's weight keeps its dtype; and always where rows are divided,
+    which then can be told.
+    """
     return (
         fold.weight is None
         or fold.bias is not None
@@ -131,7 +142,10 @@ def _no_folds(checkpoint: Checkpoint, recipe: Recipe, refused: list[Refusal]) ->
         recipe.target.method,
         f"model type {kinds[0]}" if kinds else "a checkpoint without a model type",
     )
-    next_step = "Use --method gptq, or leave --method out; or name what reads what in [[fold]] rows: docs/recipes.md."
+    next_step = (
+        "Use --method gptq, or leave --method out; or name what reads what in [[fold]] rows:"
+        " docs/recipes.md."
+    )
     if not recipe.folds:
         return InputError("no-fold", f"method {method}: no fold is known for {model}", next_step)
     why = f"; {refused[0].name}: {refused[0].why}" if refused else ""
@@ -143,7 +157,7 @@ def _no_folds(checkpoint: Checkpoint, recipe: Recipe, refused: list[Refusal]) ->
 def _notes(
     verdicts: Mapping[str, Verdict], changed: Mapping[str, Folded], refused: list[Refusal]
 ) -> Iterator[str]:
-    """Warnings: modules that no fold reaches, and places that are not used."""
+    """Warn of modules that no fold reaches, and of folds that are not used."""
     without = [
         module
         for module, verdict in verdicts.items()
@@ -161,10 +175,13 @@ def _notes(
 
 
 def _leaf(module: str) -> str:
-    """The last two parts of a name that are no numbers: self_attn.o_proj, experts.down_proj."""
+    """Return the last two parts of a name that are no numbers.
+
+    self_attn.o_proj, experts.down_proj
+    """
     return ".".join([part for part in module.split(".") if not part.isdecimal()][-2:])
 
 
 def _general(why: str) -> str:
-    """A reason without the numbers in it."""
+    """Return a reason without the numbers in it."""
     return "".join(letter for letter in why if not letter.isdecimal())

@@ -1,11 +1,13 @@
 """Plan the scales of an FP8 cache of keys and values.
 
-  A.k_scale         A.v_scale          compressed-tensors: F32 [1]     A is an attention, model.layers.0.self_attn
+  A.k_scale         A.v_scale compressed-tensors: F32 [1] A is an attention,
+                    model.layers.0.self_attn
   A.k_proj.k_scale  A.v_proj.v_scale   modelopt: F32 []
 
-Each is a multiplier, amax / 448 of the keys or values that a calibration saw.  Without one they are those that the source has,
-or 1, which is what engines take where there are none, and which keys and values up to 448 fit.
-Source: ModelOpt 0.47, torch/export/quant_utils; compressed-tensors 0.20, quantization/lifecycle; vLLM's weight_utils.
+Each is a multiplier, amax / 448 of the keys or values that a calibration saw. Without one they are
+those that the source has, or 1, which is what engines take where there are none, and which keys and
+values up to 448 fit. Source: ModelOpt 0.47, torch/export/quant_utils; compressed-tensors 0.20,
+quantization/lifecycle; vLLM's weight_utils.
 """
 
 from __future__ import annotations
@@ -67,9 +69,10 @@ class Cache:
 def plan_cache(
     source: Source, linears: Linears, recipe: Recipe, calibration: Calibration | None
 ) -> Cache:
-    """The scales of the cache that the target asks for; nothing where it asks for none.
+    """Plan the scales of the cache that the target asks for.
 
-    Raises InputError for models that have no cache with two scales a layer, and for a calibration that says nothing of one
+    Nothing where it asks for none. Raises InputError for models that have no cache with two scales
+    a layer, and for a calibration that says nothing of one
     """
     from fp4convert.planning.steps import Step
 
@@ -81,7 +84,10 @@ def plan_cache(
         return Cache()
     homes = _find_attentions(linears, recipe)
     if calibration and not any(map(calibration.has_cache, homes)):
-        detail = f"{calibration.path} says nothing of any cache of keys and values; expected {next(iter(homes))}.k_amax"
+        detail = (
+            f"{calibration.path} says nothing of any cache of keys and values; expected"
+            f" {next(iter(homes))}.k_amax"
+        )
         raise InputError(
             "calibration-missing",
             detail,
@@ -100,7 +106,7 @@ def plan_cache(
 
 
 def check_word(word: str | None) -> None:
-    """InputError for a kind of cache that nobody knows."""
+    """Raise InputError for a kind of cache that nobody knows."""
     if word not in (None, *WORDS):
         raise InputError(
             "unknown-cache",
@@ -110,7 +116,10 @@ def check_word(word: str | None) -> None:
 
 
 def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:
-    """Every attention with a cache, and the tensor beside which its scales go."""
+    """Find every attention with a cache.
+
+    Returns the tensors beside which their scales go.
+    """
     leaves: dict[str, dict[str, Linear]] = defaultdict(dict)
     for module, linear in linears.of.items():
         parent, _, leaf = module.rpartition(".")
@@ -118,8 +127,14 @@ def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:
     found = {}
     for parent, own in leaves.items():
         if latent := next((leaf for leaf in LATENT if leaf in own), None):
-            detail = f"{parent}.{latent}: keys and values are cached as one vector (MLA), which no k_scale and v_scale are for"
-            next_step = "Leave --kv-cache out, and ask the engine for it: --kv-cache-dtype fp8 in vLLM and SGLang."
+            detail = (
+                f"{parent}.{latent}: keys and values are cached as one vector (MLA), which no"
+                " k_scale and v_scale are for"
+            )
+            next_step = (
+                "Leave --kv-cache out, and ask the engine for it: --kv-cache-dtype fp8 in vLLM"
+                " and SGLang."
+            )
             raise InputError("cache-latent", detail, next_step, parent)
         first = next(
             (
@@ -137,7 +152,10 @@ def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:
             found[parent] = own[first].home
     if not found:
         names = ", ".join(f"{key}/{value}" for key, value in KEYS_VALUES)
-        detail = f"no attention with a cache is known in this model; expected layers named {names} or {', '.join(FUSED)}"
+        detail = (
+            f"no attention with a cache is known in this model; expected layers named {names} or"
+            f" {', '.join(FUSED)}"
+        )
         raise InputError(
             "cache-none", f"--kv-cache {recipe.target.kv_cache}: {detail}", "Leave --kv-cache out."
         )
@@ -145,7 +163,10 @@ def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:
 
 
 class _Known:
-    """What is known of the scales of a cache: a calibration, else the source's own, else nothing."""
+    """What is known of the scales of a cache.
+
+    A calibration, else the source's own, else nothing.
+    """
 
     def __init__(
         self, source: Source, calibration: Calibration | None, own: Mapping[str, TensorRef]
@@ -158,7 +179,7 @@ class _Known:
         self._large: list[tuple[float, str]] = []
 
     def of(self, attention: str) -> tuple[tuple[float, float], str]:
-        """The scales of keys and of values, and where they come from."""
+        """Find the scales of keys and values, and say where they come from."""
         if self._calibration and self._calibration.has_cache(attention):
             keys, values = self._calibration.cache_amax(attention)
             scales = self._measured(attention, keys), self._measured(attention, values)
@@ -170,23 +191,37 @@ class _Known:
         return (1.0, 1.0), "scale of an FP8 cache: 1, for keys and values up to 448"
 
     def notes(self, count: int) -> Iterator[str]:
-        """What a person should know of them."""
+        """Say what a person should know of them."""
         if self._assumed:
-            detail = f"scales of an FP8 cache are 1 for {len(self._assumed)} of {count} attentions, the first {self._assumed[0]}"
+            detail = (
+                f"scales of an FP8 cache are 1 for {len(self._assumed)} of {count} attentions,"
+                f" the first {self._assumed[0]}"
+            )
             how = (
                 "no calibration says theirs"
                 if self._calibration
                 else "--calibration FILE measures them (fp4convert calibrate)"
             )
-            yield f"{detail}: right for keys and values up to {E4M3_MAX:g}, larger ones are cut off; {how}"
+            yield (
+                f"{detail}: right for keys and values up to {E4M3_MAX:g}, larger ones are cut"
+                f" off; {how}"
+            )
         if self._large:
             largest, attention = max(self._large)
-            detail = f"scales of an FP8 cache are above {LARGE:g} for {len(self._large)} attentions, up to {largest:.3g}"
-            yield f"{detail} in {attention}: keys or values are large there, and FP8 may cost quality"
+            detail = (
+                f"scales of an FP8 cache are above {LARGE:g} for {len(self._large)} attentions,"
+                f" up to {largest:.3g}"
+            )
+            yield (
+                f"{detail} in {attention}: keys or values are large there, and FP8 may cost quality"
+            )
 
     def _measured(self, attention: str, amax: float) -> float:
         if amax == 0:
-            detail = f"the calibration saw nothing but zeros in the cache of {attention}; a scale needs a largest key and value"
+            detail = (
+                f"the calibration saw nothing but zeros in the cache of {attention}; a scale"
+                " needs a largest key and value"
+            )
             raise InputError(
                 "cache-zero",
                 detail,
@@ -196,10 +231,11 @@ class _Known:
         return amax / E4M3_MAX
 
     def _stored(self, attention: str) -> tuple[float, float] | None:
-        """The source's own scales, in whichever spelling; None where it has not both."""
-        for endings in sorted(
-            {dialect_named(name).TRAITS.cache_scales for name in DIALECTS} - {()}
-        ):
+        """Read the source's own scales, in whichever spelling.
+
+        None where it has not both.
+        """
+        for endings in sorted({dialect_named(name).TRAITS.cache_scales for name in DIALECTS} - {()}):
             refs = [
                 self._own[name]
                 for ending in endings
@@ -213,7 +249,7 @@ class _Known:
 
 
 def stored_float(source: Source, ref: TensorRef) -> float | None:
-    """The positive number in a tensor of one float; None where it is none."""
+    """Read the positive number in a tensor of one float; None for others."""
     if ref.elements != 1 or ref.dtype not in ("F32", "BF16", "F16"):
         return None
     stored = source.read_range(ref, 0, ref.nbytes).tobytes()

@@ -142,7 +142,7 @@ class _Shared(NamedTuple):
 
     @classmethod
     def of(cls, linears: tuple[Linear, ...], group: ScaleGroup | None = None) -> _Shared:
-        """Gather what linear layers share; without a group they share no scale with others."""
+        """Gather what the members of a group share, or one module has."""
         label = None
         if group and len(linears) > 1:
             there = {linear.module.rpartition(".")[2] for linear in linears}
@@ -245,7 +245,7 @@ class _StepMaker:
 
 
 def find_fed(verdicts: Mapping[str, Verdict], recipe: Recipe, dialect: Dialect) -> list[Fed]:
-    """Find the modules with a static scale of activations beside their weights."""
+    """Find modules with a static scale of activations beside weights."""
     table, found = dialect.TRAITS.fp8, []
     groups: dict[str, ScaleGroup] | None = None
     for module, verdict in verdicts.items():
@@ -264,7 +264,7 @@ def find_fed(verdicts: Mapping[str, Verdict], recipe: Recipe, dialect: Dialect) 
 
 
 def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
-    """Say how stacks were read: those of an artifact first, then those that are taken apart.
+    """Say how stacks were read: those of an artifact, then others.
 
     The latter by the ends of their names, or by whole names where matrices that stand alone would
     be taken for others of them.
@@ -293,7 +293,7 @@ def _stack_rules(linears: Linears, recipe: Recipe) -> tuple[StackRule, ...]:
 
 
 def _fold(linear: Linear, ref: TensorRef, reason: str = "") -> Step:
-    """Make the step of a tensor that keeps its dtype, under the factors of folds."""
+    """Make the step of a tensor that keeps its dtype, under folds."""
     text = "folded: divided by what its readers are multiplied with"
     return Step(
         "fold",
@@ -313,7 +313,7 @@ def _fold_refs(linear: Linear) -> tuple[TensorRef, ...]:
 
 
 def _keep(ref: TensorRef, recipe: Recipe) -> Step:
-    """Make the step of a tensor that stands for no linear layer, and say why it stays."""
+    """Make the step of a tensor that is no linear layer; say why."""
     if not ref.name.endswith(WEIGHT):
         reason = "not a linear layer's weight"
     elif len(ref.shape) != MATRIX_DIMENSIONS:
@@ -325,7 +325,7 @@ def _keep(ref: TensorRef, recipe: Recipe) -> Step:
 
 
 def kept_modules(tasks: Iterable[Task]) -> list[str]:
-    """List the modules with a matrix or a stack that stays, and none that is four-bit."""
+    """List modules with a matrix or a stack that stays, none four-bit."""
     kept: set[str] = set()
     made = {""}
     for task in tasks:
@@ -345,7 +345,10 @@ def kept_modules(tasks: Iterable[Task]) -> list[str]:
 def _refuse_lookalikes(
     outputs: Mapping[str, TensorRef], dialect: Dialect, chosen: Collection[str]
 ) -> None:
-    """Raise InputError where readers would take a tensor that stays for a four-bit one."""
+    """Raise InputError where a tensor that stays looks four-bit.
+
+    Readers would take it for a part of such a module.
+    """
     if others := sorted(set(dialect.find(outputs)) - set(chosen)):
         detail = (
             f"{others[0]} stays, and its tensors have the names and types of four-bit ones in this"

@@ -29,14 +29,17 @@ def plan_dequantize(
     dtype: str,
     idle: Collection[str] = (),
 ) -> Plan:
-    """The plan that turns quantized weights back into a checkpoint whose modules are bf16, fp16 or fp32.
+    """Plan quantized weights as ordinary ones of bf16, fp16 or fp32.
 
-    A stack in which modules stay in floats of another dtype becomes F32, which holds the values of all.
+    A stack in which modules stay in floats of another dtype becomes F32, which holds the values of
+    all.
 
     packed   the linear layers that are quantized, in whatever way
     stacks   of experts, that some of them were, and others that stayed
-    idle     tensors that mean nothing beside ordinary weights; left out, as what linear layers call idle is
-    Raises   InputError for an unknown dtype, or where a restored weight would take the name of another tensor
+    idle     tensors that mean nothing beside ordinary weights; left out, as what linear layers call
+             idle is
+    Raises   InputError for an unknown dtype, or where a restored weight would take the name of
+             another tensor
     """
     target, stored = Target(dtype), dtype_named(dtype)
     steps = [_stack_step(stack, stored) for stack in stacks]
@@ -56,7 +59,8 @@ def plan_dequantize(
         step.specs[0].name for step in steps if step.slots and step.specs[0].dtype != stored
     ]:
         warnings.append(
-            f"{len(wide)} stacks of experts are not {dtype}, the first {wide[0]!r}: matrices in them stayed in another dtype"
+            f"{len(wide)} stacks of experts are not {dtype}, the first {wide[0]!r}: matrices"
+            " in them stayed in another dtype"
         )
     typed = [
         ref.name
@@ -69,7 +73,10 @@ def plan_dequantize(
 
 
 def _stack_step(stack: Stacked, stored: str) -> Step:
-    """What becomes of a stack: its modules in that dtype, but where others of another dtype stayed in floats."""
+    """Make the step of a stack, its modules in that dtype.
+
+    F32 where others of another dtype stayed in floats.
+    """
     dtypes = {
         stored if linear.coding.is_packed else linear.refs[0].dtype for linear in stack.linears
     }
@@ -83,8 +90,9 @@ def _stack_step(stack: Stacked, stored: str) -> Step:
 
 
 class Stored(NamedTuple):
-    """What becomes of some modules: the shape of the matrix that stores them, whose rows it holds, and what it replaces.
+    """Make the step of a stack, its modules in that dtype.
 
+    F32 where others of another dtype stayed in floats.
     home  a tensor whose place it takes; the first of its packed codes
     """
 
@@ -100,13 +108,15 @@ def plan_transcode(
     placed: dict[str, Stored] | None = None,
     renamed: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan that spells the four-bit modules of an artifact in another dialect, every other tensor as it is.
+    """Plan the four-bit modules of an artifact in another dialect.
 
+    Every other tensor stays as it is.
     checkpoint  the artifact's own, or the one whose other tensors are kept
     modules     the sound quantized modules, as `artifact` found them
     placed      what is stored in that other checkpoint, by stem
     renamed     new names of tensors that are kept
-    Raises      InputError for what the dialect cannot hold, or where an output would take the name of another tensor
+    Raises      InputError for what the dialect cannot hold, or where an output would take the name
+                of another tensor
     """
     dialect, form = dialect_to_write(target), form_of(target)
     refuse_other_container(checkpoint, dialect, str(target.dialect))
@@ -143,14 +153,21 @@ def plan_transcode(
 
 
 def _kept(ref: TensorRef, writing: Writing) -> TensorSpec:
-    """A tensor that stays; a scale of a cache under the name and in the shape of the dialect: transformers loads no other."""
+    """Return what writes a tensor that stays.
+
+    A scale of a cache under the name and in the shape of the dialect: transformers loads no
+    other.
+    """
     if ref.name not in writing.renamed or writing.dialect is None or ref.elements != 1:
         return TensorSpec(writing.renamed.get(ref.name, ref.name), ref.dtype, ref.shape)
     return TensorSpec(writing.renamed[ref.name], ref.dtype, writing.dialect.TRAITS.scalars.shape)
 
 
 def _place(modules: dict[str, Packed], dialect: Dialect) -> dict[str, Stored]:
-    """Every matrix that the dialect stores for those modules, where the first of its modules is now."""
+    """Place every matrix that the dialect stores for those modules.
+
+    Where the first of its modules is now.
+    """
     placed = {}
     for stem, shape in dialect.stems(
         {module: packed.shape for module, packed in modules.items()}
@@ -161,7 +178,10 @@ def _place(modules: dict[str, Packed], dialect: Dialect) -> dict[str, Stored]:
 
 
 def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -> None:
-    """InputError for quantized matrices beside the four-bit ones of one format, which the result's records would not tell."""
+    """Raise InputError for matrices quantized in another way.
+
+    The result's records would not tell of them.
+    """
     ours = {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)}
     others = [ref for ref in checkpoint.tensors if ref.name not in ours]
     next_step = "Start from the original weights."
@@ -169,7 +189,10 @@ def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -
         ref.name for ref in others if ref.dtype.startswith("F8_") and ref.name.endswith(WEIGHT)
     ]
     if matrices:
-        detail = f"{len(matrices)} matrices are FP8, the first {matrices[0]!r}; this version carries four-bit ones and floats"
+        detail = (
+            f"{len(matrices)} matrices are FP8, the first {matrices[0]!r}; this version carries"
+            " four-bit ones and floats"
+        )
         raise InputError("fp8-modules", detail, next_step, matrices[0])
     if found := [ref.name for ref in others if is_quantized_tensor(ref)]:
         detail = f"{len(found)} tensors are quantized in another way, the first {found[0]!r}"
@@ -184,7 +207,7 @@ def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -
 def _refuse_unfit(
     placed: dict[str, Stored], modules: Iterable[str], dialect: Dialect, recipe: Recipe
 ) -> None:
-    """InputError for what the dialect has no place for."""
+    """Raise InputError for what the dialect has no place for."""
     for stem, stored in placed.items():
         rows, columns = stored.shape[-2:]
         if reason := dialect.unfit(stem, (rows, columns), form_of(recipe.target)):
@@ -192,14 +215,17 @@ def _refuse_unfit(
             raise InputError("dialect-shape", detail, "Choose another --dialect.", stem)
     for module in modules:
         if not dialect.TRAITS.holds_embeddings and recipe.kind_of(module) == "embedding":
-            detail = f"{module} is a four-bit embedding, which no engine of dialect {recipe.target.dialect} reads"
+            detail = (
+                f"{module} is a four-bit embedding, which no engine of dialect"
+                f" {recipe.target.dialect} reads"
+            )
             raise InputError("dialect-module", detail, "Choose another --dialect.", module)
 
 
 def _module_tasks(
     writing: Writing, placed: Iterable[tuple[str, Step]], consumed: set[str]
 ) -> tuple[Task, ...]:
-    """Lay out steps, each in its shard, and copy every tensor that is not consumed."""
+    """Lay out steps, each in its shard; copy tensors not consumed."""
     at: dict[str, list[Step]] = defaultdict(list)
     for file, step in placed:
         at[file].append(step)

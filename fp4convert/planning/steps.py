@@ -73,7 +73,10 @@ class Step(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What a person looks for: its tensor, or the module where the tensor holds others too."""
+        """Name it as a person looks for it.
+
+        By its tensor, or by the module where the tensor holds others too.
+        """
         return (
             self.linears[0].name if len(self.linears) == 1 else (*self.refs, *self.outputs)[0].name
         )
@@ -88,12 +91,12 @@ class Step(NamedTuple):
 
     @property
     def is_made(self) -> bool:
-        """True where the result is no ordinary tensor."""
+        """Tell whether the result is no ordinary tensor."""
         return self.form is not None
 
     @property
     def format(self) -> str:
-        """The format that its module has in the result; "" where that is an ordinary tensor."""
+        """Name the format in the result; "" for an ordinary tensor."""
         return self.form.format.name if self.form else ""
 
 
@@ -109,9 +112,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One input shard -> one output shard of the same name, and a second where scales stand apart; no task needs another.
+    """One input shard becomes an output shard of the same name.
 
-    key      equal keys promise equal output bytes: a hash of target, steps, and what changes when a shard that they read may have
+    And a second where scales stand apart; no task needs another.
+    key      equal keys promise equal output bytes: a hash of target, steps, and what changes when a
+             shard that they read may have
     sources  the shards that are read
     """
 
@@ -122,12 +127,12 @@ class Task:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of the tensors that are read."""
+        """Count the bytes of the tensors that are read."""
         return sum(step.source_bytes for step in self.steps)
 
     @property
     def outputs(self) -> list[TensorRef]:
-        """The tensors of the output shards."""
+        """List the tensors of the output shards."""
         return [ref for shard in self.shards for ref in shard.outputs]
 
 
@@ -154,55 +159,61 @@ class Plan:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of the tensors that are read."""
+        """Count the bytes of the tensors that are read."""
         return sum(step.source_bytes for step in self.steps)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of the shards that are written, headers included."""
+        """Count the bytes of the shards that are written, with headers."""
         return sum(shard.nbytes for shard in self.shards)
 
     @property
     def shards(self) -> list[Shard]:
-        """Every file that is written."""
+        """List every file that is written."""
         return [shard for task in self.tasks for shard in task.shards]
 
     @property
     def quantized(self) -> list[str]:
-        """Modules that are quantized in the result, or the stacks that hold them."""
+        """List modules that are quantized in the result, or their stacks."""
         return [step.module for step in self.steps if step.is_made]
 
     @property
     def formats(self) -> set[str]:
-        """The formats that modules have in the result."""
+        """Return the formats that modules have in the result."""
         return {step.format for step in self.steps} - {""}
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """These modules by their form; one without modules where there are none."""
+        """Return these modules by their form.
+
+        One group without modules where there are none.
+        """
         made = ((step.module, step.form) for step in self.steps if step.form is not None)
         return group_modules(made) or (Group(form_of(self.target), ()),)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Their shapes."""
+        """Return their shapes."""
         return {step.module: step.shape for step in self.steps if step.is_made}
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Of the quantized modules, scales and all; None where there are none."""
+        """Count the bits of a quantized weight, with scales; None without any."""
         return bits_per_weight_of((step, step.output_bytes) for step in self.steps)
 
     @property
     def index(self) -> dict[str, object]:
-        """The model.safetensors.index.json of the output."""
+        """Return the model.safetensors.index.json of the output."""
         outputs = [ref for task in self.tasks for ref in task.outputs]
         weight_map = {ref.name: ref.file for ref in sorted(outputs, key=attrgetter("name"))}
         return {"metadata": {"total_size": total_nbytes(outputs)}, "weight_map": weight_map}
 
 
 def bits_per_weight_of(sized: Iterable[tuple[Step, int]]) -> float | None:
-    """Of the quantized modules, of whatever format, among steps with their bytes, scales and all; None where there are none."""
+    """Count the bits per weight of what is quantized.
+
+    Scales and all, of whatever format, among steps with their bytes; None where there are none.
+    """
     made = [(step.shape, nbytes) for step, nbytes in sized if step.is_made]
     weights = sum(math.prod(shape) for shape, _ in made)
     return 8 * sum(nbytes for _, nbytes in made) / weights if weights else None
@@ -251,7 +262,7 @@ class Writing:
         return Task(key.hexdigest(), tuple(sources), shards, steps)
 
     def _shards(self, shard: Header, steps: list[Step]) -> Iterator[Shard]:
-        """The file of that name, and the one for scales apart where there are any."""
+        """Lay out the file of that name, and one for scales where they go apart."""
         notes = {}
         if self.dialect and self.form:
             notes = self.dialect.notes(self.form, [step.module for step in steps if step.is_made])
@@ -269,19 +280,28 @@ class Writing:
 
 
 def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
-    """Every output by its name; InputError where two have the same, or two shards."""
+    """Collect every output by its name.
+
+    Raises InputError where two have the same, or two shards.
+    """
     found: dict[str, TensorRef] = {}
     files: set[str] = set()
     for task in tasks:
         for shard in task.shards:
             if shard.file in files:
-                detail = f"two shards of the result would be {shard.file}; expected names that do not collide"
+                detail = (
+                    f"two shards of the result would be {shard.file}; expected names that do not"
+                    " collide"
+                )
                 raise InputError("name-collision", detail, "Rename the shard of that name.")
             files.add(shard.file)
         for step in task.steps:
             for ref in step.outputs:
                 if ref.name in found:
-                    detail = f"{ref.file}: the output {ref.name!r} already exists; expected names that do not collide"
+                    detail = (
+                        f"{ref.file}: the output {ref.name!r} already exists; expected names that"
+                        " do not collide"
+                    )
                     raise InputError(
                         "name-collision",
                         detail,
@@ -293,7 +313,10 @@ def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
 
 
 def _told(step: Step) -> list[object]:
-    """What a step says of its bytes beside the header of its shard, for JSON."""
+    """List what a step says of its bytes, for JSON.
+
+    Beside the header of its shard.
+    """
     told: list[object] = [
         step.module,
         step.action,
@@ -313,12 +336,12 @@ def _told(step: Step) -> list[object]:
 
 
 def _meaning(linear: Linear) -> list[object]:
-    """What makes the values of a linear layer out of its bytes."""
+    """List what makes the values of a linear layer out of its bytes."""
     return [linear.module, linear.shape, repr(linear.coding)]
 
 
 def scales_file(file: str) -> str:
-    """The file for scales beside a shard."""
+    """Name the file for scales beside a shard."""
     return f"scales{file.removeprefix('model')}" if file.startswith("model") else f"scales-{file}"
 
 

@@ -58,7 +58,7 @@ class CodingDefaults(Protocol):
 
     @property
     def artifact(self) -> Artifact | None:
-        """Return the artifact that holds it; None where the codes are not four-bit."""
+        """Return the artifact that holds it; None where it is not four-bit."""
         return None
 
     @property
@@ -89,7 +89,7 @@ class CodingDefaults(Protocol):
         """Return its rows as floats; nothing is read before they are asked for."""
 
     def blocks(self, linear: Linear) -> Blocks | None:
-        """Return its codes and scales as they are stored; None where it has no blocks."""
+        """Return its codes and scales as stored; None where it has no blocks."""
         return None
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
@@ -102,7 +102,10 @@ class CodingDefaults(Protocol):
     def kept(
         self, linear: Linear, source: Source, form: Form
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        """Read its codes and its scales in that form, piece by piece; either may be empty."""
+        """Read its codes and its scales in that form, piece by piece.
+
+        Either may be empty; nothing comes where it has no form.
+        """
         return iter(())
 
 
@@ -133,7 +136,8 @@ class Linear:
     shape   (rows, columns), as (out_features, in_features)
     refs    what it is decoded from, the codes first; a matrix of a stack has an address of its own
     idle    other tensors that only its engine has a use for; they do not travel with its values
-    stack   the tensor that it is a part of, with matrices of other modules; None where it has its own
+    stack   the tensor that it is a part of, with matrices of other modules; None where it has its
+            own
     share   one of how many equal parts of what the refs hold it is
     """
 
@@ -147,7 +151,10 @@ class Linear:
 
     @property
     def name(self) -> str:
-        """What a person looks for: its tensor, or the module where the tensor holds others too."""
+        """Name it as a person looks for it.
+
+        By its tensor, or by the module where the tensor holds others too.
+        """
         return self.module if self.stack else self.refs[0].name
 
     @property
@@ -156,11 +163,14 @@ class Linear:
 
     @property
     def home(self) -> TensorRef:
-        """The stored tensor whose place its outputs take."""
+        """Return the stored tensor whose place its outputs take."""
         return self.stack or self.refs[0]
 
 
 def room_for(source: Source, linears: Collection[Linear]) -> AbstractContextManager[None]:
-    """Meanwhile these are read more than once; waits until the source has memory for them."""
+    """Hold memory while these are read more than once.
+
+    Waits until the source has memory for them.
+    """
     whole = {ref for linear in linears if linear.share == 1 for ref in linear.refs}
     return source.room_for(sum(linear.nbytes for linear in linears), whole)

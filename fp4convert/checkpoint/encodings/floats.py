@@ -1,7 +1,8 @@
-"""floats: BF16, F16 or F32, alone or in a stack of experts.
+"""Find and read matrices of BF16, F16 or F32, and stacks of experts.
 
-A stack is [experts, out, in], or [experts, in, out]; fused matrices stand below each other, or take turns row by row (column by
-column where they are transposed).  What lies in whole rows is read where it lies; the rest is put into rows panel by panel.
+A stack is [experts, out, in], or [experts, in, out]; fused matrices stand below each other, or take
+turns row by row (column by column where they are transposed). What lies in whole rows is read where
+it lies; the rest is put into rows panel by panel.
 """
 
 from __future__ import annotations
@@ -125,7 +126,10 @@ class _Columns(RowReader):
 
 
 def measured_whole(linears: Sequence[Linear], source: Source) -> Iterator[Weights]:
-    """Weights with the values of all these linear layers, in any order: what together is one stored matrix is read as it lies."""
+    """Yield weights with the values of all these linear layers.
+
+    In any order: what together is one stored matrix is read as it lies.
+    """
     sharing: dict[TensorRef, list[Linear]] = defaultdict(list)
     for linear in linears:
         sharing[linear.refs[0]].append(linear)
@@ -142,7 +146,7 @@ def find_floats(
     rule_for: Callable[[str, tuple[int, ...]], StackRule | None],
     hidden: Collection[int] = (),
 ) -> dict[str, Linear]:
-    """Every matrix named ".weight", and those of the stacks that a recipe has a rule for.
+    """Find matrices named ".weight", and those of stacks with a rule.
 
     hidden  what config.json calls a hidden size, to tell when a rule has the order of a stack wrong
     """
@@ -164,19 +168,28 @@ def find_floats(
             }
     for module in stacked.keys() & found.keys():
         stack, alone = stacked[module].home, found[module].home
-        detail = f"{stack.file}: {stack.name} holds {module}, which {alone.name} in {alone.file} is too; expected one of them"
+        detail = (
+            f"{stack.file}: {stack.name} holds {module}, which {alone.name} in {alone.file} is"
+            " too; expected one of them"
+        )
         raise InputError("tensor-twice", detail, "Remove the one that does not belong.", alone.name)
     found |= stacked
     return found
 
 
 def _as_stack(ref: TensorRef, rule: StackRule) -> TensorRef:
-    """The tensor as (experts, ...), of which one matrix with all experts below each other is a form."""
+    """View a stack as (experts, ...).
+
+    It may be stored as one matrix, all experts below each other.
+    """
     if len(ref.shape) == STACK_DIMENSIONS:
         return ref
     rows, columns = ref.shape
     if not rule.experts or rows % rule.experts:
-        detail = f"{ref.file}: {ref.name} {list(ref.shape)} holds the matrices of all experts below each other"
+        detail = (
+            f"{ref.file}: {ref.name} {list(ref.shape)} holds the matrices of all experts below"
+            " each other"
+        )
         number = f"{rule.experts_key} of config.json is {rule.experts}"
         next_step = (
             f"Download the checkpoint again, or correct {rule.experts_key} in its config.json."
@@ -188,26 +201,39 @@ def _as_stack(ref: TensorRef, rule: StackRule) -> TensorRef:
 
 
 def _check_order(ref: TensorRef, rule: StackRule, hidden: Collection[int]) -> None:
-    """InputError where experts would read, or write, vectors of another size than the model has: two spellings of one family."""
+    """Raise InputError where a rule has the order of a stack wrong.
+
+    Experts would read, or write, vectors of another size than the model has: two spellings of
+    one family.
+    """
     _, outer, inner = ref.shape
     rows, columns = (inner, outer) if rule.is_transposed else (outer, inner)
     is_output = rule.members[-1] in OUTPUT_MEMBERS
     found, other = (rows, columns) if is_output else (columns, rows)
     if hidden and found not in hidden and other in hidden:
         order = "out_in" if rule.is_transposed else "in_out"
-        detail = f"{ref.file}: {ref.name} {list(ref.shape)} would be read as experts of {rows} rows and {columns} columns"
-        expected = f"{detail}, which do not fit the hidden size of config.json ({', '.join(map(str, sorted(hidden)))})"
+        detail = (
+            f"{ref.file}: {ref.name} {list(ref.shape)} would be read as experts of {rows} rows"
+            f" and {columns} columns"
+        )
+        expected = (
+            f"{detail}, which do not fit the hidden size of config.json"
+            f" ({', '.join(map(str, sorted(hidden)))})"
+        )
         raise InputError(
             "stack-shape", expected, f"Say how they are stored: --stack-order {order}.", ref.name
         )
 
 
 def _of_stack(ref: TensorRef, rule: StackRule) -> Iterator[Linear]:
-    """The matrices of every expert in a stack."""
+    """Yield the matrices of every expert in a stack."""
     experts, outer, inner = ref.shape
     members = len(rule.members)
     if (inner if rule.is_transposed else outer) % members:
-        detail = f"{ref.file}: {ref.name} {list(ref.shape)} holds {members} matrices for each expert, of equally many rows"
+        detail = (
+            f"{ref.file}: {ref.name} {list(ref.shape)} holds {members} matrices for each expert,"
+            " of equally many rows"
+        )
         raise InputError(
             "stack-shape", detail, "Say how they are stored: --stack-order, --stack-rows.", ref.name
         )
@@ -222,7 +248,7 @@ def _of_stack(ref: TensorRef, rule: StackRule) -> Iterator[Linear]:
 
 
 def _part_of(matrix: TensorRef, rule: StackRule, number: int) -> Linear:
-    """One of the fused matrices of an expert, under the expert's name."""
+    """Describe one of the fused matrices of an expert, under its name."""
     outer, inner = matrix.shape
     members, kind = len(rule.members), _FLOATS[matrix.dtype]
     rows, columns = (inner // members, outer) if rule.is_transposed else (outer // members, inner)

@@ -1,4 +1,4 @@
-"""fp4: four-bit blocks of any dialect, as floats or as they are."""
+"""Find and read four-bit blocks of any dialect."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Values(RowReader):
 
 
 def find_fp4(artifact: Artifact) -> Mapping[str, Linear]:
-    """Every four-bit module of an artifact."""
+    """Find every four-bit module of an artifact."""
     parts: dict[str, int] = {}
     for packed in artifact.modules.values():
         parts[packed.stem] = parts.get(packed.stem, 0) + 1

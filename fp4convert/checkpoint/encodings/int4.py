@@ -1,8 +1,10 @@
-"""int4: integers of 4 or 8 bits as compressed-tensors packs them.
+"""Find and read compressed-tensors' packed integers of 4 or 8 bits.
 
-  M.weight_packed      I32  [rows, columns / 8]: column 8i + j in bits 4j..4j+3, 8 (of 8 bits: 128) above its value
+  M.weight_packed      I32 [rows, columns / 8]: column 8i + j in bits 4j..4j+3, 8 (of 8 bits: 128)
+                       above its value
   M.weight_scale       float [rows, columns / group_size], or [rows, 1]
-  M.weight_zero_point  I32  [rows / 8, groups], where integers are not symmetric: what is taken off before the scale
+  M.weight_zero_point  I32 [rows / 8, groups], where integers are not symmetric: what is taken off
+                       before the scale
   M.weight_shape       I64 or I32 [2]: rows and columns
 
 Source: compressed-tensors 0.20, compressors/pack_quantized.  Producers: Kimi K2, llm-compressor.
@@ -61,13 +63,19 @@ class Integers(CodingDefaults):
         return _Unpacked(source, linear.refs, linear.shape, self)
 
     def check(self, linear: Linear, source: Source) -> None:
-        """InputError where the shape beside the integers, which engines go by, is another than that of the integers."""
+        """Raise InputError where the stored shape is not the integers' own.
+
+        Engines go by the one that is stored beside them.
+        """
         stored = linear.idle[0]  # its shape, in numbers
         numbers = np.frombuffer(
             source.read_range(stored, 0, stored.nbytes), np.dtype(f"<i{stored.nbytes // 2}")
         )
         if tuple(numbers) != linear.shape:
-            detail = f"{stored.file}: {stored.name} says {numbers.tolist()}, and the integers are of {list(linear.shape)}"
+            detail = (
+                f"{stored.file}: {stored.name} says {numbers.tolist()}, and the integers are of"
+                f" {list(linear.shape)}"
+            )
             raise InputError(
                 "packed-shape", detail, "Start from the original weights.", stored.name
             )
@@ -117,7 +125,7 @@ class _Unpacked(RowReader):
         return stored.view(FLOAT_DTYPES[ref.dtype]).reshape(-1, ref.shape[1]).astype(np.float32)
 
     def _zero_points(self, ref: TensorRef, groups: int, first: int, last: int) -> Float32s:
-        """Those of the rows; an item holds those of several rows."""
+        """Read the zero points of rows; an item holds those of several rows."""
         each = ITEM_BITS // self.coding.bits
         begin, end, width = first // each, -(-last // each), groups * ITEM_NBYTES
         stored = self.source.read_range(ref, begin * width, end * width)
@@ -136,14 +144,17 @@ def _row_bytes(source: Source, ref: TensorRef, first: int, last: int) -> memoryv
 
 
 def integers_of(packed: Packed) -> Integers:
-    """The coding of a module of integers in an artifact."""
+    """Return the coding of a module of integers in an artifact."""
     granularity = packed.form.granularity
     group = granularity[1] if isinstance(granularity, tuple) else packed.shape[1]
     return Integers(INT4_BITS, group, has_zero_points=False)
 
 
 def find_integers(clues: Clues) -> dict[str, Linear]:
-    """Every matrix of packed integers; InputError where the tensors beside it are missing, or are none of its shape."""
+    """Find every matrix of packed integers.
+
+    Raises InputError where the tensors beside it are missing, or are none of its shape.
+    """
     refs = [
         ref
         for ref in clues.tensors.values()
@@ -162,7 +173,10 @@ def find_integers(clues: Clues) -> dict[str, Linear]:
 def _linear(module: str, ref: TensorRef, bits: int, clues: Clues) -> Linear:
     rows, columns = ref.shape[0], ref.shape[1] * ITEM_BITS // bits
     if module + ORDER in clues.tensors:
-        detail = f"{ref.file}: {module} has its columns in an order of their own ({ORDER[1:]}), which fp4convert does not undo"
+        detail = (
+            f"{ref.file}: {module} has its columns in an order of their own ({ORDER[1:]}), which"
+            " fp4convert does not undo"
+        )
         raise InputError(
             "unsaid-tensors", detail, "Start from the original weights.", module + ORDER
         )
@@ -212,7 +226,10 @@ def _linear(module: str, ref: TensorRef, bits: int, clues: Clues) -> Linear:
 
 
 def _declared_bits(record: Json, ref: TensorRef) -> int:
-    """4 or 8, as the record's groups of packed integers say; InputError where they do not, or differ."""
+    """Read the number of bits from the record: 4 or 8.
+
+    Raises InputError where its groups of packed integers give none, or differ.
+    """
     schemes = [scheme.get("weights") for scheme in schemes_of(record)]
     told = {
         scheme.get("num_bits")
@@ -220,7 +237,10 @@ def _declared_bits(record: Json, ref: TensorRef) -> int:
         if isinstance(scheme, dict) and scheme.get("type") == "int"
     }
     if len(told) != 1 or not told <= {4, 8}:
-        detail = f"{ref.file}: {ref.name} holds packed integers, and config.json gives {sorted(map(str, told))} for num_bits"
+        detail = (
+            f"{ref.file}: {ref.name} holds packed integers, and config.json gives"
+            f" {sorted(map(str, told))} for num_bits"
+        )
         raise InputError(
             "packed-bits",
             f"{detail}; expected one group of 4 or of 8",

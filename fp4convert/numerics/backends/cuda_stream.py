@@ -1,10 +1,12 @@
 """Move matrices through one GPU: buffers, streams, kernels.
 
-    preadv -> pinned buffer -> [up] -> device -> [work] amax, then quantize -> [down] -> pinned buffer -> caller
+    preadv -> pinned buffer -> [up] -> device -> [work] amax, then quantize
+           -> [down] -> pinned buffer -> caller
 
-A lane has three streams and two buffers at either end: while one panel is computed, the next comes in and the last goes out.
-amax runs on each panel as it arrives; quantize reads it from device memory, so the host waits for nothing between the passes.
-Panels of a scale group stay on the GPU between the passes while there is room, and are fetched again where there is not.
+A lane has three streams and two buffers at either end: while one panel is computed, the next comes
+in and the last goes out. amax runs on each panel as it arrives; quantize reads it from device
+memory, so the host waits for nothing between the passes. Panels of a scale group stay on the GPU
+between the passes while there is room, and are fetched again where there is not.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class Kernels:
 
     @property
     def room_nbytes(self) -> int:
-        """Device memory for panels that stay, measured when it is first asked for."""
+        """Measure device memory for panels that stay, once."""
         with self._lock:
             if self._room_nbytes is None:
                 with self.cupy.cuda.Device(self.gpu.number) as device:
@@ -81,7 +83,10 @@ class Kernels:
             return self._room_nbytes
 
     def launch(self, name: str, grid: tuple[int, ...], stream: Any, *arguments: int) -> None:
-        """Start a kernel; `arguments` are addresses and integers, which CuPy passes as 64 bits each."""
+        """Start a kernel.
+
+        arguments  addresses and integers, which CuPy passes as 64 bits each
+        """
         file = FILES[name.partition("_")[0]]
         with self._lock:
             if file not in self._modules:
@@ -136,12 +141,18 @@ class _Buffer:
         self.host = memoryview(pinned).cast("B")
 
     def upload(self, nbytes: int, stream: Any, place: Any = None) -> None:
-        """Start to copy the first bytes of the pinned side to the device side, or to another place there."""
+        """Start a copy from the pinned side to the device, or a place there.
+
+        Of the first bytes.
+        """
         (place or self.device).copy_from_host_async(self.pinned.ptr, nbytes, stream)
         self.copied.record(stream)
 
     def download(self, nbytes: int, stream: Any, after: Any) -> None:
-        """Start to copy the first bytes of the device side to the pinned side, behind what stream `after` has to do."""
+        """Start a copy from the device to the pinned side, behind `after`.
+
+        Of the first bytes; `after` is a stream.
+        """
         self.used.record(after)
         stream.wait_event(self.used)
         self.device.copy_to_host_async(self.pinned.ptr, nbytes, stream)
@@ -203,7 +214,7 @@ class Lane:
         self._is_measured = False
 
     def measure(self, measured: Sequence[Weights], keep: Sequence[Weights]) -> None:
-        """Set the amax that `quantize` uses to the largest magnitude of all that is measured; panels of some stay."""
+        """Measure the amax that `quantize` uses; panels of some stay."""
         self._hold_scalars()
         self._amax_buffer.device.memset_async(0, 4, self._work)
         for weights in measured:
@@ -220,7 +231,7 @@ class Lane:
         self._is_measured = True
 
     def amax(self) -> float:
-        """The amax, as soon as it is known."""
+        """Wait for the amax."""
         self._amax_buffer.copied.synchronize()
         return float(np.frombuffer(self._amax_buffer.host, np.float32, 1)[0])
 
@@ -231,12 +242,11 @@ class Lane:
         rule: str,
         importance: Sequence[Float32s] = (),
     ) -> Iterator[tuple[int, Quantized]]:
-        """Quantize panels in order, under the amax that `measure` or `give_amax` set.
+        """Quantize panels in order, under the amax that is set.
 
         importance  of each member, under the rule of that name
         Yields      panels, each valid until the next is asked for
-        Raises      NumericError where a measured amax is Inf or NaN, InputError for a rule of
-                    another format, importance that is none
+        Raises      NumericError where a measured amax is no number; InputError as codec.quantize
         """
         kernel, numbers = kernel_of(fmt, rule), rule_number(fmt, rule)
         check_importance(rule, importance[0] if importance else None)
@@ -287,14 +297,17 @@ class Lane:
         )
 
     def _check_amax(self) -> float:
-        """The amax; NumericError where it was measured and is Inf or NaN."""
+        """Wait for the amax; NumericError where it is measured and no number."""
         amax = self.amax()
         if self._is_measured and not math.isfinite(amax):
             raise not_finite()
         return amax
 
     def _give_scale(self, rule: str) -> float:
-        """The global scale that the amax sets, which is on the device for work that is started from now on."""
+        """Put the global scale on the device, as the amax sets it.
+
+        It is there for work that is started from now on.
+        """
         stored = float(global_scale_of(self._check_amax(), rule))
         self._scale_buffer.copied.synchronize()
         self._scale_buffer.host[:4] = np.float32(stored).tobytes()
@@ -302,7 +315,10 @@ class Lane:
         return stored
 
     def _give_weights(self, weights: Float32s) -> tuple[int, int]:
-        """(address, columns) of the weights of columns, which are on the device for work that is started from now on."""
+        """Put weights of columns on the device; return address and number.
+
+        They are there for work that is started from now on.
+        """
         buffer = self._weights_buffer
         buffer.used.record(self._work)
         buffer.hold(weights.nbytes)
@@ -312,7 +328,7 @@ class Lane:
         return buffer.device.ptr, weights.size
 
     def dequantize(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
-        """The values in order, each panel valid until the next is asked for."""
+        """Read the values in order; a panel is valid until the next."""
 
         def start(part: Quantized) -> Callable[[], memoryview]:
             check_range(part, dtype)
@@ -341,7 +357,7 @@ class Lane:
         )
 
     def gemv(self, q: Quantized, x: Matrix | Quantized) -> memoryview:
-        """fp16 (vectors, rows), valid until the lane is used again."""
+        """Multiply: fp16 (vectors, rows), valid until the lane is used again."""
         vectors, rows = x.shape[0], q.shape[0]
         result = next(self._results)
         result.hold(2 * vectors * rows)
@@ -387,7 +403,10 @@ class Lane:
     def _panel(
         self, weights: Weights, first: int, last: int, may_stay: bool = False
     ) -> Iterator[tuple[int, int]]:
-        """(address on the device, elements) of some rows, for work that is started meanwhile."""
+        """Put rows on the device: (address, elements).
+
+        For work that is started meanwhile.
+        """
         n = (last - first) * weights.shape[1]
         if (weights, first) in self._resident:
             yield self._resident[weights, first].ptr, n
@@ -401,7 +420,10 @@ class Lane:
 
     @contextmanager
     def _parts(self, parts: Sequence[memoryview]) -> Iterator[list[int]]:
-        """The addresses of some bytes on the device, for work that is started meanwhile."""
+        """Put bytes on the device; give their addresses.
+
+        For work that is started meanwhile.
+        """
         starts, nbytes = [], 0
         for part in parts:
             starts.append(nbytes)
@@ -413,7 +435,7 @@ class Lane:
             yield [buffer.device.ptr + start for start in starts]
 
     def _free_arrival(self, nbytes: int) -> _Buffer:
-        """A buffer whose pinned side is not being copied any more."""
+        """Take a buffer whose pinned side is not being copied any more."""
         buffer = next(self._arrivals)
         buffer.hold(nbytes)
         buffer.copied.synchronize()
@@ -421,7 +443,10 @@ class Lane:
 
     @contextmanager
     def _uploaded(self, buffer: _Buffer, nbytes: int, place: Any = None) -> Iterator[None]:
-        """Has a buffer on the device before the work that is started meanwhile, and keeps it there until that is done."""
+        """Upload a buffer before the work that is started meanwhile.
+
+        It stays on the device until that work is done.
+        """
         self._up.wait_event(buffer.used)
         buffer.upload(nbytes, self._up, place)
         self._work.wait_event(buffer.copied)
@@ -429,7 +454,10 @@ class Lane:
         buffer.used.record(self._work)
 
     def _find_room(self, weights: Weights, first: int, nbytes: int) -> Any:
-        """Device memory for a panel that stays until `finish`; None where there is no more."""
+        """Reserve device memory for a panel that stays until `finish`.
+
+        None where there is no more.
+        """
         taken = sum(place.mem.size for place in self._resident.values())
         if taken + nbytes > self._room_nbytes:
             return None
@@ -442,7 +470,7 @@ class Lane:
 
 
 def _one_behind(started: Iterator[Callable[[], T]]) -> Iterator[T]:
-    """What each of them gives, asked for after the next one was started."""
+    """Yield what each gives, asked for after the next was started."""
     previous: Callable[[], T] | None = None
     for take in started:
         if previous:
@@ -453,13 +481,13 @@ def _one_behind(started: Iterator[Callable[[], T]]) -> Iterator[T]:
 
 
 def _matrix_parts(q: Quantized) -> list[memoryview]:
-    """Codes, block scales and the stored global scale, as kernels take them."""
+    """Return codes, block scales and the stored global scale as bytes."""
     stored = np.array([1.0 if q.global_scale is None else q.global_scale], np.float32)
     return [q.packed, q.block_scales, stored.view(np.uint8).data]
 
 
 def _places(*sizes: int) -> list[slice]:
-    """Where parts of these sizes lie in a buffer."""
+    """Place parts of these sizes in a buffer."""
     ends = list(accumulate(sizes, lambda end, nbytes: _aligned(end) + nbytes))
     return [slice(end - nbytes, end) for end, nbytes in zip(ends, sizes, strict=True)]
 
