@@ -101,27 +101,22 @@ class Copied:
             raise InputError(
                 "input-scale-model", detail, "Give an artifact of the same model.", module
             )
-        if module not in self._read:
-            self._read[module] = (
-                artifact.input_scale(module) if module in artifact.modules else self._of_fp8(module)
-            )
-        stored = self._read[module]
-        return (
-            None
-            if stored is None
-            else stored * (range_of(packed.form.format) / range_of(fed.form.format))
-        )
-
-    def _of_fp8(self, module: str) -> float | None:
-        table = self.artifact.spelling.TRAITS.fp8
-        ref = (
-            self.artifact.tensors.get(f"{module}{table.input_scale}")
-            if table and table.input_scale
-            else None
-        )
-        if ref is None or ref.dtype != "F32" or ref.elements != 1:
+        if module in self._read:
+            stored = self._read[module]
+        elif module in artifact.modules:
+            stored = artifact.input_scale(module)
+        else:  # of eight bits, whose scale is a tensor of its own
+            table = artifact.spelling.TRAITS.fp8
+            name = f"{module}{table.input_scale}" if table and table.input_scale else ""
+            ref = artifact.tensors.get(name)
+            stored = None
+            if ref and ref.dtype == "F32" and ref.elements == 1:
+                data = artifact.source.read_range(ref, 0, ref.nbytes)
+                stored = float(struct.unpack("<f", data)[0])
+        self._read[module] = stored
+        if stored is None:
             return None
-        return float(struct.unpack("<f", self.artifact.source.read_range(ref, 0, ref.nbytes))[0])
+        return stored * (range_of(packed.form.format) / range_of(fed.form.format))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +173,16 @@ def choose_scales(source: Source, form: Form, asked: str | float) -> InputScales
         )
     number = _number_in(asked)
     if number is None:
-        return (
-            _measured(source, str(asked))
-            if _is_calibration(str(asked))
-            else Copied(_open(str(asked)), f"{OPTION} {asked}")
-        )
+        try:
+            with open(str(asked), "rb") as stream:
+                is_calibration = FORMAT.encode() in stream.read(HEAD_NBYTES)
+        except OSError:
+            is_calibration = False  # a folder, a name on the Hub, or what opening it tells
+        if not is_calibration:
+            return Copied(_open(str(asked)), f"{OPTION} {asked}")
+        calibration = open_calibration(str(asked))
+        calibration.check(source)
+        return Measured(calibration)
     if not SMALLEST <= number <= 1 / SMALLEST:
         detail = (
             f"{OPTION} {number:g}; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}, or a"
@@ -207,21 +207,6 @@ def whole_reference(asked: str | float | None) -> str | float | None:
     """Make a path absolute; leave numbers and names as they are."""
     is_path = asked is not None and _number_in(asked) is None and os.path.exists(str(asked))
     return os.path.abspath(str(asked)) if is_path else asked
-
-
-def _is_calibration(path: str) -> bool:
-    """Tell whether the head of a file says that it is a calibration."""
-    try:
-        with open(path, "rb") as stream:
-            return FORMAT.encode() in stream.read(HEAD_NBYTES)
-    except OSError:
-        return False  # a folder, a name on the Hub, or what opening it as an artifact tells
-
-
-def _measured(source: Source, path: str) -> Measured:
-    calibration = open_calibration(path)
-    calibration.check(source)
-    return Measured(calibration)
 
 
 def _open(reference: str) -> Artifact:
@@ -252,55 +237,46 @@ def _open(reference: str) -> Artifact:
 
 
 def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float], list[str]]:
-    """Find the input scale of every module.
+    """Find the input scale of every module, and what a person should know.
 
-    One for all members of a scale group; modules whose own scale stays are left out. Returns
-    the scales, and what a person should know of them.
-    Modules whose own scale stays are not in it.
+    One for all members of a scale group; modules whose own scale stays are left out.
     Raises  InputError for modules without one, and for one that is no positive number of a sensible
             size
     """
     found: dict[str, float] = {}
     missing: list[str] = []
-    for one, value in zip(fed, _values(fed, scales), strict=True):
-        if value is not None:
-            found[one.module] = _checked(value, one, scales)
-        elif not one.has_own:
-            missing.append(one.module)
+    source = scales.artifact.source if isinstance(scales, Copied) else None
+    if source and source.is_streamed:  # side by side, for every answer takes its time
+        with ThreadPoolExecutor(REQUESTS) as pool, stopping(source):
+            values = list(pool.map(scales.find, fed))
+    else:
+        values = list(map(scales.find, fed))
+    for one, value in zip(fed, values, strict=True):
+        if value is None:
+            missing += [] if one.has_own else [one.module]
+        elif SMALLEST <= value <= 1 / SMALLEST and math.isfinite(value):
+            found[one.module] = value
+        else:
+            detail = (
+                f"{scales.origin}: the input scale of {one.module} is {value:g} as a multiplier;"
+                f" expected a number from {SMALLEST:g} to {1 / SMALLEST:g}"
+            )
+            next_step = f"Give another artifact or calibration, or one number for all: {OPTION} 1."
+            raise InputError("bad-input-scale", detail, next_step, one.module)
     if missing:
         detail = (
             f"{scales.origin} has no input scale for {len(missing)} of {len(fed)} modules, the"
-            f" first {missing[0]!r}"
+            f" first {missing[0]!r}; expected one for each"
         )
         next_step = (
             "Give an artifact or a calibration of this model with all of them, or one number for"
             f" all: {OPTION} 1."
         )
-        raise InputError(
-            "input-scale-missing", f"{detail}; expected one for each", next_step, missing[0]
-        )
-    return _shared(fed, found, scales)
+        raise InputError("input-scale-missing", detail, next_step, missing[0])
+    return _share_scales(fed, found, scales)
 
 
-def _values(fed: Sequence[Fed], scales: InputScales) -> Iterable[float | None]:
-    """Ask for each scale; side by side where every answer takes its time."""
-    source = scales.artifact.source if isinstance(scales, Copied) else None
-    if source is None or not source.is_streamed:
-        return map(scales.find, fed)
-    with ThreadPoolExecutor(REQUESTS) as pool, stopping(source):
-        return list(pool.map(scales.find, fed))
-
-
-def _checked(value: float, fed: Fed, scales: InputScales) -> float:
-    if SMALLEST <= value <= 1 / SMALLEST and math.isfinite(value):
-        return value
-    found = f"{scales.origin}: the input scale of {fed.module} is {value:g} as a multiplier"
-    detail = f"{found}; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}"
-    next_step = f"Give another artifact or calibration, or one number for all: {OPTION} 1."
-    raise InputError("bad-input-scale", detail, next_step, fed.module)
-
-
-def _shared(
+def _share_scales(
     fed: Iterable[Fed], found: Mapping[str, float], scales: InputScales
 ) -> tuple[dict[str, float], list[str]]:
     """Give members of a scale group the largest of their scales.
@@ -319,11 +295,11 @@ def _shared(
         shared |= dict.fromkeys(modules, largest)
     if not uneven:
         return shared, []
-    told = (
+    detail = (
         f"{len(uneven)} scale groups have members with different input scales in {scales.origin},"
         f" the first {uneven[0]}"
     )
-    return shared, [f"{told}; engines use one for all of them, so each gets the largest"]
+    return shared, [f"{detail}; engines use one for all of them, so each gets the largest"]
 
 
 def find_small(fed: Iterable[Fed], shared: Mapping[str, float], measured: Measured) -> list[str]:

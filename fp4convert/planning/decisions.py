@@ -66,7 +66,7 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
         raise InputError(
             "no-four-bit", detail, "Leave some modules out of the recipe's [[format]] rows."
         )
-    return _agreed(verdicts)
+    return _unite_groups(verdicts)
 
 
 def judge_each(
@@ -150,25 +150,22 @@ class _Judge:
 
         No engine would know what it was.
         """
+        word = linear.coding.word
         if not linear.coding.is_packed:
             return Verdict(linear, action, reason)
-        if self.recipe.keeps_packed:
-            return self._stays_packed(linear, reason)
-        return Verdict(linear, "dequantize", f"{reason}; {linear.coding.word} becomes bf16")
-
-    def _stays_packed(self, linear: Linear, reason: str) -> Verdict:
+        if not self.recipe.keeps_packed:
+            return Verdict(linear, "dequantize", f"{reason}; {word} becomes bf16")
         form = linear.coding.form_kept(linear, self.recipe.target)
         if form is None or (unfit := self.dialect.unfit(linear.module, linear.shape, form)):
             detail = (
-                f"{linear.name} stays, and dialect {self.recipe.target.dialect} cannot hold"
-                f" {linear.coding.word}"
+                f"{linear.name} stays, and dialect {self.recipe.target.dialect} cannot hold {word}"
             )
             next_step = "Leave --keep-packed out, and it becomes bf16; or choose another --dialect."
             raise InputError(
                 "dialect-mixed", f"{detail} ({unfit})" if form else detail, next_step, linear.name
             )
-        action: Action = "transcode" if form.format.is_fp4 else "copy"
-        return Verdict(linear, action, f"{reason}; it stays {linear.coding.word}", form, stays=True)
+        action = "transcode" if form.format.is_fp4 else "copy"
+        return Verdict(linear, action, f"{reason}; it stays {word}", form, stays=True)
 
     def _carried(self, linear: Linear, fmt: Format) -> str:
         """Say why its blocks are taken over; "" where they are not.
@@ -194,7 +191,7 @@ def _origin(linear: Linear) -> str:
     return f"{origin}, folded" if linear.coding.foldings else origin
 
 
-def _agreed(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
+def _unite_groups(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
     """Quantize whole scale groups of which some would be taken over."""
     groups = gather_groups({module: verdict.group for module, verdict in verdicts.items()})
     for modules in groups.values():
@@ -237,8 +234,26 @@ def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
     uneven: dict[tuple[tuple[str, ...], str], list[ScaleGroup]] = defaultdict(list)
     for key, modules in gather_groups(scale_groups(verdicts, recipe.groups)).items():
         members = {module.rpartition(".")[2]: verdicts[module].form for module in modules}
-        if any(members.values()) and (what := _unevenness(key, members, recipe)):
-            uneven[key.members, what].append(key)
+        staying = [member for member, form in members.items() if form is None]
+        if len(staying) == len(members):
+            continue
+        missing = [
+            member
+            for member in key.members
+            if member not in members and member not in recipe.may_lack
+        ]
+        words = dict.fromkeys(form.word for form in members.values() if form)
+        differences = []
+        if staying:
+            verb = "stay" if len(staying) > 1 else "stays"
+            differences.append(f"{' and '.join(staying)} {verb}")
+        if missing:
+            verb = "are" if len(missing) > 1 else "is"
+            differences.append(f"{' and '.join(missing)} {verb} not there")
+        if len(words) > 1:
+            differences.append(f"members become {' and '.join(words)}")
+        if differences:
+            uneven[key.members, ", ".join(differences)].append(key)
     return [
         f"{len(keys)} scale {'groups' if len(keys) > 1 else 'group'} {'/'.join(members)}:"
         f" {what}, first in {keys[0].parent!r};"
@@ -260,23 +275,3 @@ def skipped_experts(verdicts: Mapping[str, Verdict]) -> list[str]:
         " that take the experts of a layer together load them wrong; to keep all of them:"
         " --exclude '*.experts.*'"
     ]
-
-
-def _unevenness(key: ScaleGroup, members: Mapping[str, Form | None], recipe: Recipe) -> str:
-    """Say what sets the members of a scale group apart; "" for nothing."""
-    staying = [member for member, form in members.items() if form is None]
-    missing = [
-        member for member in key.members if member not in members and member not in recipe.may_lack
-    ]
-    words = dict.fromkeys(form.word for form in members.values() if form)
-    told = [
-        f"{' and '.join(names)} {verb if len(names) > 1 else verbs}"
-        for names, verb, verbs in (
-            (staying, "stay", "stays"),
-            (missing, "are not there", "is not there"),
-        )
-        if names
-    ]
-    return ", ".join(
-        [*told, *([f"members become {' and '.join(words)}"] if len(words) > 1 else [])]
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -142,20 +142,17 @@ class _Finder:
         self._spelled: dict[tuple[str, tuple[str, ...]], list[StackRule]] = defaultdict(list)
         for rule in rules:
             self._spelled[rule.named, rule.members].append(rule)
-        self._below = cache(self._find_below)
+        self._stacks_below = cache(self._find_stacks)
 
     def place_of(self, module: str) -> _Place | None:
-        """Find the stack of a module and its place there.
-
-        By the first rule that fits.
-        """
+        """Find the stack of a module and its place there, by the first rule that fits."""
         nameless = None
         for named, members in self._spelled:
             match = _expression(named, members).fullmatch(module)
             if match is None:
                 continue
             found = {"member": members[0], **match.groupdict()}
-            for tensor, rule in self._below(named, members, found.get("parent")):
+            for tensor, rule in self._stacks_below(named, members, found.get("parent")):
                 place = _Place(tensor, rule, int(found["expert"]), found["member"])
                 if not tensor:
                     nameless = nameless or place
@@ -163,28 +160,27 @@ class _Finder:
                     return place
         return nameless
 
-    def _find_below(
+    def _find_stacks(
         self, named: str, members: tuple[str, ...], parent: str | None
     ) -> list[tuple[str, StackRule]]:
-        """Find the stacks below that parent by the rules of such names."""
-        found = ((self._find_tensor(rule, parent), rule) for rule in self._spelled[named, members])
-        return [(tensor, rule) for tensor, rule in found if tensor is not None]
+        """Find the stacks below that parent by the rules of such names.
 
-    def _find_tensor(self, rule: StackRule, parent: str | None) -> str | None:
-        """Find the stack below that parent by a rule.
-
-        "" where the rule does not tell its name, None where it has none there.
+        "" stands for a stack whose rule does not tell its name.
         """
-        is_told = True
-        for pattern in rule.tensors:
-            tensor = _tensor_below(pattern, parent)
-            is_told = is_told and tensor is not None
-            if tensor is not None and matches(pattern, tensor) and self._first(tensor) is rule:
-                return tensor
-        return None if is_told else ""
-
-    def _first(self, tensor: str) -> StackRule | None:
-        return next((rule for rule in self._rules if matches_any(rule.tensors, tensor)), None)
+        found = []
+        for rule in self._spelled[named, members]:
+            tensors = [_tensor_below(pattern, parent) for pattern in rule.tensors]
+            for pattern, tensor in zip(rule.tensors, tensors, strict=True):
+                if tensor is None or not matches(pattern, tensor):
+                    continue
+                first = (one for one in self._rules if matches_any(one.tensors, tensor))
+                if next(first, None) is rule:
+                    found.append((tensor, rule))
+                    break
+            else:
+                if None in tensors:
+                    found.append(("", rule))
+        return found
 
 
 @cache
@@ -251,14 +247,11 @@ def _put_together(name: str, rule: StackRule, found: Mapping[tuple[int, str], Li
         raise InputError("stack-experts", f"{detail}, expected one shape", tensor=odd.module)
     count = len(rule.members)
     held = [Rows(linear.module, 0, rows) for linear in linears]
-    slots = tuple(_dealt(held, count if rule.is_interleaved else 1))
+    width = count if rule.is_interleaved else 1  # of a slot: modules whose rows take turns
+    slots = tuple(tuple(held[first : first + width]) for first in range(0, len(held), width))
     shape = (experts, rows * count, columns)
     modules = tuple([linear.module for linear in linears])
     return Stacked(name, linears, shape, slots, rule.is_transposed, bool(rule.experts), modules)
-
-
-def _dealt(held: Sequence[Rows], count: int) -> Iterator[Slot]:
-    return (tuple(held[first : first + count]) for first in range(0, len(held), count))
 
 
 def _check_counts(

@@ -135,7 +135,7 @@ def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
                 module,
             )
         placed[stem] = Stored(
-            packed.shape, _order(artifact.decode(module), module, donor, ref), ref
+            packed.shape, _find_order(artifact.decode(module), module, donor, ref), ref
         )
     _compare_kept(artifact, donor, tensors)
     return placed
@@ -193,13 +193,13 @@ def _floats(source: Source, ref: TensorRef, rows: list[int]) -> NDArray[np.float
     return np.frombuffer(data, FLOAT_DTYPES[ref.dtype]).astype(np.float64)
 
 
-def _order(blocks: Blocks, module: str, donor: Source, ref: TensorRef) -> tuple[Slot, ...]:
+def _find_order(blocks: Blocks, module: str, donor: Source, ref: TensorRef) -> tuple[Slot, ...]:
     """Find the order in which the donor holds a module's rows.
 
     Raises InputError where it is none of those known.
     """
     least = np.inf
-    for slots in _orders(module, blocks.shape[0], donor):
+    for slots in _known_orders(module, blocks.shape[0], donor):
         error = _nmse(blocks, pieces_of(slots)[module], donor, ref)
         if error < NMSE_LIMIT:
             return slots
@@ -216,7 +216,7 @@ def _order(blocks: Blocks, module: str, donor: Source, ref: TensorRef) -> tuple[
     )
 
 
-def _orders(module: str, rows: int, donor: Source) -> Iterator[tuple[Slot, ...]]:
+def _known_orders(module: str, rows: int, donor: Source) -> Iterator[tuple[Slot, ...]]:
     """Yield the orders that are known.
 
     The model's own, then the halves of as many heads as the donor says that q, or k, has.

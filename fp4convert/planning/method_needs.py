@@ -61,12 +61,26 @@ def with_statistics(plan: Plan, calibration: Calibration) -> Plan:
     Where method and rule pass over modules, or over the file.
     Raises InputError where the file lacks what method and rule take of a linear layer
     """
-    linears = list(_studied(plan))
+    # the linear layers whose inputs method and rule want to know
+    method, is_weighed = plan.target.method, plan.target.scale_rule == IMPORTANCE
+    linears: list[Linear] = []
+    if takes_statistics(plan.target):
+        is_every = method not in FOLDING or is_weighed
+        every = (linear for step in rounded(plan) for linear in step.linears)
+        linears = [linear for linear in every if is_every or linear.coding.columns]
     calibration.check_linears(linears)
-    if plan.target.method == GPTQ:
+    if method == GPTQ:
         _check_grams(calibration, linears)
+    # what method and rule take of them must be there
+    taken: list[Callable[[str], object]] = []
+    if method != "smooth" or is_weighed:
+        taken.append(calibration.moments)
+    if method == "awq":
+        taken += [calibration.mean_magnitudes, calibration.tokens_of]
+    if method == "smooth":
+        taken.append(calibration.channel_amax)
     for module in dict.fromkeys(calibration.holder(linear.module) for linear in linears):
-        for statistic in _taken(plan.target, calibration):
+        for statistic in taken:
             statistic(module)
     return replace(
         plan, calibration=str(calibration.path), warnings=(*plan.warnings, *_untouched(plan))
@@ -102,28 +116,6 @@ def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:
             )
     for module in dict.fromkeys(calibration.holder(linear.module) for linear in linears):
         calibration.gram(module)
-
-
-def _studied(plan: Plan) -> Iterator[Linear]:
-    """Yield the linear layers whose inputs method and rule want to know."""
-    if takes_statistics(plan.target):
-        linears = (linear for step in rounded(plan) for linear in step.linears)
-        is_every = plan.target.method not in FOLDING or plan.target.scale_rule == IMPORTANCE
-        yield from (linear for linear in linears if is_every or linear.coding.columns)
-
-
-def _taken(target: Target, calibration: Calibration) -> list[Callable[[str], object]]:
-    """List what method and rule take of a linear layer's inputs."""
-    moments = (
-        [calibration.moments]
-        if target.method != "smooth" or target.scale_rule == IMPORTANCE
-        else []
-    )
-    of_method: dict[str | None, list[Callable[[str], object]]] = {
-        "awq": [calibration.mean_magnitudes, calibration.tokens_of],
-        "smooth": [calibration.channel_amax],
-    }
-    return [*moments, *of_method.get(target.method, [])]
 
 
 def takes_statistics(target: Target) -> bool:

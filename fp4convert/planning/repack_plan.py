@@ -90,9 +90,10 @@ def _stack_step(stack: Stacked, stored: str) -> Step:
 
 
 class Stored(NamedTuple):
-    """Make the step of a stack, its modules in that dtype.
+    """What stores some modules.
 
-    F32 where others of another dtype stayed in floats.
+    shape of the matrix
+    slots whose rows it holds
     home  a tensor whose place it takes; the first of its packed codes
     """
 
@@ -123,7 +124,12 @@ def plan_transcode(
     recipe = build_recipe(target, checkpoint.config)
     _refuse_other_matrices(checkpoint, modules)
     if placed is None:
-        placed = _place(modules, dialect)
+        # where the first module of each stored matrix is now
+        placed = {}
+        shapes = {module: packed.shape for module, packed in modules.items()}
+        for stem, shape in dialect.stems(shapes).items():
+            slots = dialect.slots(stem, shape)
+            placed[stem] = Stored(shape, slots, modules[slots[0][0].module].refs[0])
     _refuse_unfit(placed, modules, dialect, recipe)
     shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
     groups = scale_groups(modules, recipe.groups)
@@ -150,31 +156,6 @@ def plan_transcode(
     patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
     warnings = [f"{len(idle)} scales are left out, the first {idle[0]!r}: {UNSAID}"] if idle else []
     return Plan(target, tasks, Ignored(tuple(kept), patterns), (*notes_on(checkpoint), *warnings))
-
-
-def _kept(ref: TensorRef, writing: Writing) -> TensorSpec:
-    """Return what writes a tensor that stays.
-
-    A scale of a cache under the name and in the shape of the dialect: transformers loads no
-    other.
-    """
-    if ref.name not in writing.renamed or writing.dialect is None or ref.elements != 1:
-        return TensorSpec(writing.renamed.get(ref.name, ref.name), ref.dtype, ref.shape)
-    return TensorSpec(writing.renamed[ref.name], ref.dtype, writing.dialect.TRAITS.scalars.shape)
-
-
-def _place(modules: dict[str, Packed], dialect: Dialect) -> dict[str, Stored]:
-    """Place every matrix that the dialect stores for those modules.
-
-    Where the first of its modules is now.
-    """
-    placed = {}
-    for stem, shape in dialect.stems(
-        {module: packed.shape for module, packed in modules.items()}
-    ).items():
-        slots = dialect.slots(stem, shape)
-        placed[stem] = Stored(shape, slots, modules[slots[0][0].module].refs[0])
-    return placed
 
 
 def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -> None:
@@ -231,14 +212,17 @@ def _module_tasks(
         at[file].append(step)
     tasks = []
     for shard in writing.checkpoint.shards:
-        copies = [
-            Step("copy", "not quantized", (ref,), (_kept(ref, writing),))
-            for ref in shard.tensors
-            if ref.name not in consumed
-        ]
-        if (
-            copies or at[shard.file] or not shard.tensors
-        ):  # a shard of which nothing is left is none
+        copies = []
+        for ref in shard.tensors:
+            if ref.name not in consumed:
+                shape = ref.shape
+                if ref.name in writing.renamed and writing.dialect and ref.elements == 1:
+                    # a scale of a cache: transformers loads no other shape than the dialect's
+                    shape = writing.dialect.TRAITS.scalars.shape
+                spec = TensorSpec(writing.renamed.get(ref.name, ref.name), ref.dtype, shape)
+                copies.append(Step("copy", "not quantized", (ref,), (spec,)))
+        # a shard of which nothing is left is none
+        if copies or at[shard.file] or not shard.tensors:
             tasks.append(writing.task(shard, [*copies, *at[shard.file]]))
     refuse_collisions(tasks)
     return tuple(tasks)

@@ -251,7 +251,7 @@ class Writing:
         promise = [
             repr(self.target),
             [self.checkpoint.stamps[file] for file in sources],
-            [_told(step) for step in steps],
+            [_describe(step) for step in steps],
         ]
         key = hashlib.sha256(json.dumps(promise, check_circular=False).encode())
         for written in shards:
@@ -267,9 +267,11 @@ class Writing:
         if self.dialect and self.form:
             notes = self.dialect.notes(self.form, [step.module for step in steps if step.is_made])
         specs = [spec for step in steps for spec in step.specs]
+        stem = shard.file.removeprefix("model")
+        beside = f"scales{stem}" if stem != shard.file else f"scales-{stem}"
         for file, chosen in (
             (shard.file, [spec for spec in specs if not spec.is_apart]),
-            (scales_file(shard.file), [spec for spec in specs if spec.is_apart]),
+            (beside, [spec for spec in specs if spec.is_apart]),
         ):
             if chosen or file == shard.file:
                 header, placed = shard.frame.lay_out(file, chosen, notes)
@@ -312,12 +314,9 @@ def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
     return found
 
 
-def _told(step: Step) -> list[object]:
-    """List what a step says of its bytes, for JSON.
-
-    Beside the header of its shard.
-    """
-    told: list[object] = [
+def _describe(step: Step) -> list[object]:
+    """List what a step says of its bytes beside the header of its shard, for JSON."""
+    described: list[object] = [
         step.module,
         step.action,
         step.shape,
@@ -327,22 +326,12 @@ def _told(step: Step) -> list[object]:
         step.scalar,
     ]
     if step.is_transposed:  # shapes do not tell it of square matrices
-        told.append("transposed")
-    return (
-        told
-        if not step.linears
-        else [*told, step.form.word if step.form else "", *map(_meaning, step.linears)]
-    )
-
-
-def _meaning(linear: Linear) -> list[object]:
-    """List what makes the values of a linear layer out of its bytes."""
-    return [linear.module, linear.shape, repr(linear.coding)]
-
-
-def scales_file(file: str) -> str:
-    """Name the file for scales beside a shard."""
-    return f"scales{file.removeprefix('model')}" if file.startswith("model") else f"scales-{file}"
+        described.append("transposed")
+    if step.linears:
+        described.append(step.form.word if step.form else "")
+        for linear in step.linears:  # what makes its values out of its bytes
+            described.append([linear.module, linear.shape, repr(linear.coding)])
+    return described
 
 
 def spec_of(ref: TensorRef) -> TensorSpec:
