@@ -317,7 +317,11 @@ def _nvfp4_search(
     nearest = first.astype(np.int64)
     best, least = nearest.copy(), np.full(len(first), np.inf, f32)
     last = _nvfp4_last(blocks, nearest, global_scale, weights is not None)
-    heaviest, its_weight = _heaviest(blocks, weights)
+    # One element of each block, by magnitude and weight: no block costs less than its clipping.
+    magnitudes, all_weights = np.abs(blocks), np.ones_like(blocks) if weights is None else weights
+    place = (all_weights * np.square(magnitudes)).argmax(axis=-1)[:, None]
+    heaviest: Float32s = np.take_along_axis(magnitudes, place, 1)[:, 0]
+    its_weight: Float32s = np.take_along_axis(all_weights, place, 1)[:, 0]
     for code in range(LARGEST_CODE, 0, -1):
         codes = np.full(len(first), code, np.uint8)
         value = decode_e4m3(codes[:1])
@@ -332,18 +336,6 @@ def _nvfp4_search(
         )
         best[tried[wins]], least[tried[wins]] = code, costs[wins]
     return best.astype(np.uint8)
-
-
-def _heaviest(blocks: Float32s, weights: Float32s | None) -> tuple[Float32s, Float32s]:
-    """Find one element of each block: its magnitude and its weight.
-
-    No block costs less than the clipping of that element.
-    """
-    magnitudes, weights = np.abs(blocks), np.ones_like(blocks) if weights is None else weights
-    place = (weights * np.square(magnitudes)).argmax(axis=-1)[:, None]
-    heaviest: Float32s = np.take_along_axis(magnitudes, place, 1)[:, 0]
-    its_weight: Float32s = np.take_along_axis(weights, place, 1)[:, 0]
-    return heaviest, its_weight
 
 
 def _wins(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -76,11 +76,7 @@ def plan_cache(
     """
     from fp4convert.planning.steps import Step
 
-    word, endings = (
-        recipe.target.kv_cache,
-        dialect_named(str(recipe.target.dialect)).TRAITS.cache_scales,
-    )
-    if word is None:
+    if recipe.target.kv_cache is None:
         return Cache()
     homes = _find_attentions(linears, recipe)
     if calibration and not any(map(calibration.has_cache, homes)):
@@ -94,15 +90,47 @@ def plan_cache(
             "Calibrate again, or leave --kv-cache out.",
             next(iter(homes)),
         )
-    known = _Known(source, calibration, {ref.name: ref for ref in linears.idle})
+    own_scales = {ref.name: ref for ref in linears.idle}
     steps: dict[str, list[Step]] = defaultdict(list)
-    shape = dialect_named(str(recipe.target.dialect)).TRAITS.scalars.shape
+    used: list[str] = []  # of the source's own
+    assumed: list[str] = []
+    large: list[tuple[float, str]] = []
+    traits = dialect_named(str(recipe.target.dialect)).TRAITS
     for attention, home in homes.items():
-        scales, reason = known.of(attention)
-        for ending, value in zip(endings, scales, strict=True):
-            spec = TensorSpec(f"{attention}.{ending}", "F32", shape)
-            steps[home.name].append(Step("write", reason, (), (spec,), scalar=value))
-    return Cache(steps, frozenset(known.used), tuple(known.notes(len(homes))))
+        if calibration and calibration.has_cache(attention):
+            scales = _measured_scales(calibration, attention)
+            reason = "amax / 448"
+            large += [(max(scales), attention)] if max(scales) > LARGE else []
+        elif refs := _stored_scales(source, own_scales, attention):
+            scales, reason = tuple(refs.values()), "the source's own"
+            used += refs
+        else:
+            scales, reason = (1.0, 1.0), "1, for keys and values up to 448"
+            assumed.append(attention)
+        for ending, value in zip(traits.cache_scales, scales, strict=True):
+            spec = TensorSpec(f"{attention}.{ending}", "F32", traits.scalars.shape)
+            step = Step("write", f"scale of an FP8 cache: {reason}", (), (spec,), scalar=value)
+            steps[home.name].append(step)
+    notes = []
+    if assumed:
+        how = (
+            "no calibration says theirs"
+            if calibration
+            else "--calibration FILE measures them (fp4convert calibrate)"
+        )
+        notes.append(
+            f"scales of an FP8 cache are 1 for {len(assumed)} of {len(homes)} attentions, the first"
+            f" {assumed[0]}: right for keys and values up to {E4M3_MAX:g}, larger ones are cut off;"
+            f" {how}"
+        )
+    if large:
+        largest, attention = max(large)
+        notes.append(
+            f"scales of an FP8 cache are above {LARGE:g} for {len(large)} attentions, up to"
+            f" {largest:.3g} in {attention}: keys or values are large there, and FP8 may cost"
+            " quality"
+        )
+    return Cache(steps, frozenset(used), tuple(notes))
 
 
 def check_word(word: str | None) -> None:
@@ -162,90 +190,32 @@ def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:
     return found
 
 
-class _Known:
-    """What is known of the scales of a cache.
+def _measured_scales(calibration: Calibration, attention: str) -> tuple[float, ...]:
+    """Return the scales of keys and values that fit what a calibration saw."""
+    amaxes = calibration.cache_amax(attention)
+    if 0 in amaxes:
+        detail = (
+            f"the calibration saw nothing but zeros in the cache of {attention}; a scale needs a"
+            " largest key and value"
+        )
+        next_step = "Calibrate with more text, or leave --kv-cache out."
+        raise InputError("cache-zero", detail, next_step, attention)
+    return tuple(amax / E4M3_MAX for amax in amaxes)
 
-    A calibration, else the source's own, else nothing.
+
+def _stored_scales(
+    source: Source, own: Mapping[str, TensorRef], attention: str
+) -> dict[str, float]:
+    """Read the source's own scales, by name, in whichever spelling.
+
+    Nothing where it has not both, of keys and of values.
     """
-
-    def __init__(
-        self, source: Source, calibration: Calibration | None, own: Mapping[str, TensorRef]
-    ) -> None:
-        self._source = source
-        self._calibration = calibration
-        self._own = own
-        self.used: list[str] = []
-        self._assumed: list[str] = []
-        self._large: list[tuple[float, str]] = []
-
-    def of(self, attention: str) -> tuple[tuple[float, float], str]:
-        """Find the scales of keys and values, and say where they come from."""
-        if self._calibration and self._calibration.has_cache(attention):
-            keys, values = self._calibration.cache_amax(attention)
-            scales = self._measured(attention, keys), self._measured(attention, values)
-            self._large += [(max(scales), attention)] if max(scales) > LARGE else []
-            return scales, "scale of an FP8 cache: amax / 448"
-        if own := self._stored(attention):
-            return own, "scale of an FP8 cache: the source's own"
-        self._assumed.append(attention)
-        return (1.0, 1.0), "scale of an FP8 cache: 1, for keys and values up to 448"
-
-    def notes(self, count: int) -> Iterator[str]:
-        """Say what a person should know of them."""
-        if self._assumed:
-            detail = (
-                f"scales of an FP8 cache are 1 for {len(self._assumed)} of {count} attentions,"
-                f" the first {self._assumed[0]}"
-            )
-            how = (
-                "no calibration says theirs"
-                if self._calibration
-                else "--calibration FILE measures them (fp4convert calibrate)"
-            )
-            yield (
-                f"{detail}: right for keys and values up to {E4M3_MAX:g}, larger ones are cut"
-                f" off; {how}"
-            )
-        if self._large:
-            largest, attention = max(self._large)
-            detail = (
-                f"scales of an FP8 cache are above {LARGE:g} for {len(self._large)} attentions,"
-                f" up to {largest:.3g}"
-            )
-            yield (
-                f"{detail} in {attention}: keys or values are large there, and FP8 may cost quality"
-            )
-
-    def _measured(self, attention: str, amax: float) -> float:
-        if amax == 0:
-            detail = (
-                f"the calibration saw nothing but zeros in the cache of {attention}; a scale"
-                " needs a largest key and value"
-            )
-            raise InputError(
-                "cache-zero",
-                detail,
-                "Calibrate with more text, or leave --kv-cache out.",
-                attention,
-            )
-        return amax / E4M3_MAX
-
-    def _stored(self, attention: str) -> tuple[float, float] | None:
-        """Read the source's own scales, in whichever spelling.
-
-        None where it has not both.
-        """
-        for endings in sorted({dialect_named(name).TRAITS.cache_scales for name in DIALECTS} - {()}):
-            refs = [
-                self._own[name]
-                for ending in endings
-                if (name := f"{attention}.{ending}") in self._own
-            ]
-            values = [value for ref in refs if (value := stored_float(self._source, ref))]
-            if len(values) == len(endings):
-                self.used += [ref.name for ref in refs]
-                return values[0], values[1]
-        return None
+    for endings in sorted({dialect_named(name).TRAITS.cache_scales for name in DIALECTS} - {()}):
+        names = [name for ending in endings if (name := f"{attention}.{ending}") in own]
+        found = {name: value for name in names if (value := stored_float(source, own[name]))}
+        if len(found) == len(endings):
+            return found
+    return {}
 
 
 def stored_float(source: Source, ref: TensorRef) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -161,11 +161,9 @@ def find_floats(
         elif len(ref.shape) in (MATRIX_DIMENSIONS, STACK_DIMENSIONS) and (
             rule := rule_for(ref.name, ref.shape)
         ):
-            stack = _as_stack(ref, rule)
-            _check_order(stack, rule, hidden)
-            stacked |= {
-                linear.module: replace(linear, stack=ref) for linear in _of_stack(stack, rule)
-            }
+            stack = _view_stack(ref, rule, hidden)
+            for linear in _split_stack(ref, stack, rule):
+                stacked[linear.module] = linear
     for module in stacked.keys() & found.keys():
         stack, alone = stacked[module].home, found[module].home
         detail = (
@@ -177,89 +175,69 @@ def find_floats(
     return found
 
 
-def _as_stack(ref: TensorRef, rule: StackRule) -> TensorRef:
-    """View a stack as (experts, ...).
+def _view_stack(ref: TensorRef, rule: StackRule, hidden: Collection[int]) -> TensorRef:
+    """View a stack as (experts, ...), which may be stored as one matrix.
 
-    It may be stored as one matrix, all experts below each other.
+    Raises InputError where experts would read, or write, vectors of another size than the model
+    has: two spellings of one family.
     """
-    if len(ref.shape) == STACK_DIMENSIONS:
-        return ref
-    rows, columns = ref.shape
-    if not rule.experts or rows % rule.experts:
-        detail = (
-            f"{ref.file}: {ref.name} {list(ref.shape)} holds the matrices of all experts below"
-            " each other"
-        )
-        number = f"{rule.experts_key} of config.json is {rule.experts}"
-        next_step = (
-            f"Download the checkpoint again, or correct {rule.experts_key} in its config.json."
-        )
-        raise InputError(
-            "stack-shape", f"{detail}; {number}, expected as many rows of each", next_step, ref.name
-        )
-    return ref._replace(shape=(rule.experts, rows // rule.experts, columns))
-
-
-def _check_order(ref: TensorRef, rule: StackRule, hidden: Collection[int]) -> None:
-    """Raise InputError where a rule has the order of a stack wrong.
-
-    Experts would read, or write, vectors of another size than the model has: two spellings of
-    one family.
-    """
-    _, outer, inner = ref.shape
+    stack = ref
+    if len(ref.shape) == MATRIX_DIMENSIONS:  # all experts below each other
+        rows, columns = ref.shape
+        if not rule.experts or rows % rule.experts:
+            detail = (
+                f"{ref.file}: {ref.name} {list(ref.shape)} holds the matrices of all experts below"
+                f" each other; {rule.experts_key} of config.json is {rule.experts}, expected as"
+                " many rows of each"
+            )
+            next_step = (
+                f"Download the checkpoint again, or correct {rule.experts_key} in its config.json."
+            )
+            raise InputError("stack-shape", detail, next_step, ref.name)
+        stack = ref._replace(shape=(rule.experts, rows // rule.experts, columns))
+    _, outer, inner = stack.shape
     rows, columns = (inner, outer) if rule.is_transposed else (outer, inner)
     is_output = rule.members[-1] in OUTPUT_MEMBERS
     found, other = (rows, columns) if is_output else (columns, rows)
     if hidden and found not in hidden and other in hidden:
         order = "out_in" if rule.is_transposed else "in_out"
         detail = (
-            f"{ref.file}: {ref.name} {list(ref.shape)} would be read as experts of {rows} rows"
-            f" and {columns} columns"
-        )
-        expected = (
-            f"{detail}, which do not fit the hidden size of config.json"
+            f"{stack.file}: {stack.name} {list(stack.shape)} would be read as experts of {rows}"
+            f" rows and {columns} columns, which do not fit the hidden size of config.json"
             f" ({', '.join(map(str, sorted(hidden)))})"
         )
-        raise InputError(
-            "stack-shape", expected, f"Say how they are stored: --stack-order {order}.", ref.name
-        )
+        next_step = f"Say how they are stored: --stack-order {order}."
+        raise InputError("stack-shape", detail, next_step, stack.name)
+    return stack
 
 
-def _of_stack(ref: TensorRef, rule: StackRule) -> Iterator[Linear]:
+def _split_stack(stored: TensorRef, stack: TensorRef, rule: StackRule) -> Iterator[Linear]:
     """Yield the matrices of every expert in a stack."""
-    experts, outer, inner = ref.shape
-    members = len(rule.members)
+    experts, outer, inner = stack.shape
+    members, kind = len(rule.members), _FLOATS[stack.dtype]
     if (inner if rule.is_transposed else outer) % members:
         detail = (
-            f"{ref.file}: {ref.name} {list(ref.shape)} holds {members} matrices for each expert,"
-            " of equally many rows"
+            f"{stack.file}: {stack.name} {list(stack.shape)} holds {members} matrices for each"
+            " expert, of equally many rows"
         )
-        raise InputError(
-            "stack-shape", detail, "Say how they are stored: --stack-order, --stack-rows.", ref.name
-        )
+        next_step = "Say how they are stored: --stack-order, --stack-rows."
+        raise InputError("stack-shape", detail, next_step, stack.name)
+    shape = (inner // members, outer) if rule.is_transposed else (outer // members, inner)
+    element_nbytes = FLOAT_TYPES[stack.dtype].nbytes
     for expert in range(experts):
-        nbytes = outer * inner * FLOAT_TYPES[ref.dtype].nbytes
-        matrix = ref._replace(
-            name=f"{ref.name}[{expert}]", shape=(outer, inner), start=ref.start + expert * nbytes
-        )
+        start = stack.start + expert * outer * inner * element_nbytes
+        name = f"{stack.name}[{expert}]"
+        matrix = stack._replace(name=name, shape=(outer, inner), start=start)
         for number, member in enumerate(rule.members):
-            module = rule.module(ref.name, expert, member)
-            yield replace(_part_of(matrix, rule, number), module=module)
-
-
-def _part_of(matrix: TensorRef, rule: StackRule, number: int) -> Linear:
-    """Describe one of the fused matrices of an expert, under its name."""
-    outer, inner = matrix.shape
-    members, kind = len(rule.members), _FLOATS[matrix.dtype]
-    rows, columns = (inner // members, outer) if rule.is_transposed else (outer // members, inner)
-    if rule.is_transposed or rule.is_interleaved:
-        first, step = (number, members) if rule.is_interleaved else (number * rows, 1)
-        coding = Picked(kind.word, first, step, rule.is_transposed)
-        return Linear(matrix.name, (rows, columns), coding, (matrix,), share=members)
-    start = matrix.start + number * rows * columns * FLOAT_TYPES[matrix.dtype].nbytes
-    return Linear(
-        matrix.name, (rows, columns), kind, (matrix._replace(shape=(rows, columns), start=start),)
-    )
+            module = rule.module(stack.name, expert, member)
+            if rule.is_transposed or rule.is_interleaved:
+                first, step = (number, members) if rule.is_interleaved else (number * shape[0], 1)
+                coding = Picked(kind.word, first, step, rule.is_transposed)
+                yield Linear(module, shape, coding, (matrix,), stack=stored, share=members)
+            else:
+                begin = start + number * shape[0] * shape[1] * element_nbytes
+                part = matrix._replace(shape=shape, start=begin)
+                yield Linear(module, shape, kind, (part,), stack=stored)
 
 
 _FLOATS = {dtype: Floats(kind.word) for dtype, kind in FLOAT_TYPES.items()}

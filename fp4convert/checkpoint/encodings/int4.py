@@ -24,7 +24,7 @@ from fp4convert.checkpoint.dialects.target_forms import form_of
 from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix
+from fp4convert.numerics.codec import FLOAT_DTYPES, as_matrix
 from fp4convert.numerics.formats import INT4
 from fp4convert.numerics.fp8_int import Grid, read_zero_points
 from fp4convert.numerics.matrices import Matrix, RowReader, Weights, row_panels
@@ -111,31 +111,21 @@ class _Unpacked(RowReader):
 
     def rows(self, first: int, last: int) -> Matrix:
         packed, scales, *zero_points = self.refs
-        rows, columns = last - first, self.shape[1]
+        shape, bits, groups = (last - first, self.shape[1]), self.coding.bits, scales.shape[1]
         codes = _row_bytes(self.source, packed, first, last)
-        grid = Grid(self._scales(scales, first, last), (1, self.coding.group))
-        zeros = (
-            self._zero_points(zero_points[0], scales.shape[1], first, last) if zero_points else None
-        )
-        values = Cpu().decode_integers(codes, (rows, columns), grid, self.coding.bits, zeros)
-        return as_matrix(values)
-
-    def _scales(self, ref: TensorRef, first: int, last: int) -> Float32s:
-        stored = np.frombuffer(_row_bytes(self.source, ref, first, last), np.uint8)
-        return stored.view(FLOAT_DTYPES[ref.dtype]).reshape(-1, ref.shape[1]).astype(np.float32)
-
-    def _zero_points(self, ref: TensorRef, groups: int, first: int, last: int) -> Float32s:
-        """Read the zero points of rows; an item holds those of several rows."""
-        each = ITEM_BITS // self.coding.bits
-        begin, end, width = first // each, -(-last // each), groups * ITEM_NBYTES
-        stored = self.source.read_range(ref, begin * width, end * width)
-        rows = min(end * each, self.shape[0]) - begin * each
-        skipped = first - begin * each
-        return np.ascontiguousarray(
-            read_zero_points(stored, (rows, groups), self.coding.bits)[
-                skipped : skipped + last - first
-            ]
-        )
+        stored = np.frombuffer(_row_bytes(self.source, scales, first, last), np.uint8)
+        values = stored.view(FLOAT_DTYPES[scales.dtype]).reshape(-1, groups).astype(np.float32)
+        zeros = None
+        if zero_points:  # an item holds those of several rows
+            each = ITEM_BITS // bits
+            begin, end, width = first // each, -(-last // each), groups * ITEM_NBYTES
+            items = self.source.read_range(zero_points[0], begin * width, end * width)
+            rows = min(end * each, self.shape[0]) - begin * each
+            skipped = first - begin * each
+            whole = read_zero_points(items, (rows, groups), bits)
+            zeros = np.ascontiguousarray(whole[skipped : skipped + last - first])
+        grid = Grid(values, (1, self.coding.group))
+        return as_matrix(Cpu().decode_integers(codes, shape, grid, bits, zeros))
 
 
 def _row_bytes(source: Source, ref: TensorRef, first: int, last: int) -> memoryview:

@@ -27,9 +27,6 @@ class Given:
     amax: float | None = None
     importance: Sequence[Float32s] = ()
 
-    def importance_of(self, number: int) -> Float32s | None:
-        return self.importance[number] if self.importance else None
-
 
 OWN = Given()
 

@@ -86,27 +86,23 @@ class Cpu:
         is_in_one_pass = not fmt.has_global_scale and all(
             weights in members for weights in measured
         )
-        for amax in (
-            ()
-            if is_in_one_pass
-            else (amax for weights in measured for amax in self._amaxes(weights))
-        ):
-            group_amax = max(group_amax, _finite(amax))
+        for weights in () if is_in_one_pass else measured:
+            known = weights.amaxes()
+            amaxes = map(self.amax, _panels(weights)) if known is None else known
+            for amax in amaxes:
+                group_amax = max(group_amax, _finite(amax))
         for number, weights in enumerate(members):
+            importance = given.importance[number] if given.importance else None
             for panel in _panels(weights):
                 if is_in_one_pass:
                     _finite(self.amax(panel))
                 amax = group_amax if given.amax is None else given.amax
-                q = self.quantize(panel, fmt, rule, amax, given.importance_of(number))
+                q = self.quantize(panel, fmt, rule, amax, importance)
                 yield number, replace(q, compared=self.compare(panel, q))
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         for first, last in row_panels(q.shape):
             yield self.dequantize(q.rows(first, last), dtype)
-
-    def _amaxes(self, weights: Weights) -> Iterator[float]:
-        known = weights.amaxes()
-        yield from (self.amax(panel) for panel in _panels(weights)) if known is None else known
 
     def amax(self, x: Matrix) -> float:
         """Find the largest magnitude, exact; Inf or NaN where there is one."""

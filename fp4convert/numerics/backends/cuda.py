@@ -37,11 +37,11 @@ class Cuda:
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self.name = ",".join(f"cuda:{gpu.number}" for gpu in gpus)
         self.threads = LANES * len(gpus)
-        self._lanes: queue.SimpleQueue[_Seat] = queue.SimpleQueue()
+        self._lanes: queue.SimpleQueue[tuple[Kernels, Lane | None]] = queue.SimpleQueue()
         kernels = [Kernels(gpu) for gpu in gpus]
         for _ in range(LANES):
             for one in kernels:
-                self._lanes.put(_Seat(one))
+                self._lanes.put((one, None))
 
     def held_nbytes(self, threads: int, widest: int) -> int:
         """Count the pinned buffers of each lane at work.
@@ -151,30 +151,18 @@ class Cuda:
 
     @contextmanager
     def _take(self) -> Iterator[Lane]:
-        """Lend a lane to this caller alone.
+        """Lend a lane to this caller alone; make it when it is first taken.
 
         Whatever CUDA refuses meanwhile is a DeviceError.
         """
-        seat = self._lanes.get()
+        kernels, lane = self._lanes.get()
         try:
-            with told(seat.kernels):
-                lane = seat.open()
+            with told(kernels):
+                lane = lane or Lane(kernels)
                 try:
                     with lane.device:
                         yield lane
                 finally:
                     lane.finish()
         finally:
-            self._lanes.put(seat)
-
-
-class _Seat:
-    """A lane that is made when it is first taken."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        self.kernels = kernels
-        self._lane: Lane | None = None
-
-    def open(self) -> Lane:
-        self._lane = self._lane or Lane(self.kernels)
-        return self._lane
+            self._lanes.put((kernels, lane))

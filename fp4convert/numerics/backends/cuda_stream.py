@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate, cycle
 from types import ModuleType
 from typing import Any, TypeVar
@@ -414,7 +414,11 @@ class Lane:
         nbytes = n * FLOAT_TYPES[weights.dtype].nbytes
         buffer = self._free_arrival(nbytes)
         weights.copy_rows(first, last, buffer.host[:nbytes])
-        place = self._find_room(weights, first, nbytes) if may_stay else None
+        place = None
+        taken = sum(held.mem.size for held in self._resident.values()) if may_stay else 0
+        if may_stay and taken + nbytes <= self._room_nbytes:  # there until `finish`
+            with suppress(self._kernels.cupy.cuda.memory.OutOfMemoryError):
+                place = self._resident[weights, first] = self._kernels.cupy.cuda.alloc(nbytes)
         with self._uploaded(buffer, nbytes, place):
             yield (place or buffer.device).ptr, n
 
@@ -452,21 +456,6 @@ class Lane:
         self._work.wait_event(buffer.copied)
         yield
         buffer.used.record(self._work)
-
-    def _find_room(self, weights: Weights, first: int, nbytes: int) -> Any:
-        """Reserve device memory for a panel that stays until `finish`.
-
-        None where there is no more.
-        """
-        taken = sum(place.mem.size for place in self._resident.values())
-        if taken + nbytes > self._room_nbytes:
-            return None
-        try:
-            place = self._kernels.cupy.cuda.alloc(nbytes)
-        except self._kernels.cupy.cuda.memory.OutOfMemoryError:
-            return None
-        self._resident[weights, first] = place
-        return place
 
 
 def _one_behind(started: Iterator[Callable[[], T]]) -> Iterator[T]:
