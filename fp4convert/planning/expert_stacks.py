@@ -145,7 +145,7 @@ class _Finder:
         self._stacks_below = cache(self._find_stacks)
 
     def place_of(self, module: str) -> _Place | None:
-        """Find the stack of a module and its place there, by the first rule that fits."""
+        """Find the stack and the place of a module by the first rule that fits."""
         nameless = None
         for named, members in self._spelled:
             match = _expression(named, members).fullmatch(module)

@@ -71,25 +71,20 @@ def plan_cache(
 ) -> Cache:
     """Plan the scales of the cache that the target asks for.
 
-    Nothing where it asks for none. Raises InputError for models that have no cache with two scales
-    a layer, and for a calibration that says nothing of one
+    Raises InputError for models that have no cache with two scales a layer, and for a calibration
+    that says nothing of one
     """
     from fp4convert.planning.steps import Step
 
-    if recipe.target.kv_cache is None:
-        return Cache()
     homes = _find_attentions(linears, recipe)
     if calibration and not any(map(calibration.has_cache, homes)):
+        first = next(iter(homes))
         detail = (
             f"{calibration.path} says nothing of any cache of keys and values; expected"
-            f" {next(iter(homes))}.k_amax"
+            f" {first}.k_amax"
         )
-        raise InputError(
-            "calibration-missing",
-            detail,
-            "Calibrate again, or leave --kv-cache out.",
-            next(iter(homes)),
-        )
+        next_step = "Calibrate again, or leave --kv-cache out."
+        raise InputError("calibration-missing", detail, next_step, first)
     own_scales = {ref.name: ref for ref in linears.idle}
     steps: dict[str, list[Step]] = defaultdict(list)
     used: list[str] = []  # of the source's own
@@ -113,11 +108,8 @@ def plan_cache(
             steps[home.name].append(step)
     notes = []
     if assumed:
-        how = (
-            "no calibration says theirs"
-            if calibration
-            else "--calibration FILE measures them (fp4convert calibrate)"
-        )
+        measure = "--calibration FILE measures them (fp4convert calibrate)"
+        how = "no calibration says theirs" if calibration else measure
         notes.append(
             f"scales of an FP8 cache are 1 for {len(assumed)} of {len(homes)} attentions, the first"
             f" {assumed[0]}: right for keys and values up to {E4M3_MAX:g}, larger ones are cut off;"

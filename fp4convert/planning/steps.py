@@ -315,7 +315,7 @@ def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
 
 
 def _describe(step: Step) -> list[object]:
-    """List what a step says of its bytes beside the header of its shard, for JSON."""
+    """List what a step says of its bytes beside the header, for JSON."""
     described: list[object] = [
         step.module,
         step.action,

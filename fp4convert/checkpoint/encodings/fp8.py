@@ -229,14 +229,14 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
         raise InputError("scales-shape", detail, "Start from the original weights.", scales[1].name)
     block = _block_of(scales[0].shape, (rows, columns), blocks)
     if block is None or scales[0].dtype not in SCALE_DTYPES:
-        told = " or ".join(f"{height}x{width}" for height, width in blocks) or "no size"
+        sizes = " or ".join(f"{height}x{width}" for height, width in blocks) or "no size"
         detail = (
             f"{scales[0].file}: {scales[0].name} is {scales[0].dtype} {list(scales[0].shape)} for"
             f" codes of {[rows, columns]}"
         )
         expected = (
             "expected a float for the matrix, for each row, or for each block (config.json gives"
-            f" {told} of blocks)"
+            f" {sizes} of blocks)"
         )
         raise InputError(
             "scales-shape",

@@ -221,15 +221,15 @@ def _declared_bits(record: Json, ref: TensorRef) -> int:
     Raises InputError where its groups of packed integers give none, or differ.
     """
     schemes = [scheme.get("weights") for scheme in schemes_of(record)]
-    told = {
+    declared = {
         scheme.get("num_bits")
         for scheme in schemes
         if isinstance(scheme, dict) and scheme.get("type") == "int"
     }
-    if len(told) != 1 or not told <= {4, 8}:
+    if len(declared) != 1 or not declared <= {4, 8}:
         detail = (
             f"{ref.file}: {ref.name} holds packed integers, and config.json gives"
-            f" {sorted(map(str, told))} for num_bits"
+            f" {sorted(map(str, declared))} for num_bits"
         )
         raise InputError(
             "packed-bits",
@@ -237,4 +237,4 @@ def _declared_bits(record: Json, ref: TensorRef) -> int:
             "Start from the original weights.",
             ref.name,
         )
-    return 4 if told == {4} else 8
+    return 4 if declared == {4} else 8

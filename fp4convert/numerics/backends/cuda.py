@@ -21,7 +21,7 @@ from fp4convert.numerics.backends.cuda_stream import (
     MAX_ELEMENT_NBYTES,
     Kernels,
     Lane,
-    told,
+    as_device_error,
 )
 from fp4convert.numerics.backends.gpus import Gpu
 from fp4convert.numerics.codec import Float32s, global_scale_of, not_finite
@@ -157,7 +157,7 @@ class Cuda:
         """
         kernels, lane = self._lanes.get()
         try:
-            with told(kernels):
+            with as_device_error(kernels):
                 lane = lane or Lane(kernels)
                 try:
                     with lane.device:

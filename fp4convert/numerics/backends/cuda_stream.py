@@ -96,7 +96,7 @@ class Kernels:
 
 
 @contextmanager
-def told(kernels: Kernels) -> Iterator[None]:
+def as_device_error(kernels: Kernels) -> Iterator[None]:
     """Turn CUDA's refusals into a DeviceError that names the GPU."""
     cuda = kernels.cupy.cuda
     try:
