@@ -3,8 +3,7 @@
 All arithmetic is IEEE float32, round to nearest even, one operation at a time, in the order written
 here. NVFP4, rule amax: ModelOpt 0.47, NVFP4QTensor.quantize. MXFP4: OCP MX v1.0 section 6.3
 (floor); even and ceil as compressed-tensors and torchao (RCEIL) have them. four-over-six: arXiv
-2512.02010. This module decides values only; files and
-names are others' work.
+2512.02010. This module decides values only; files and names are others' work.
 
 Rules that search (mse, importance) take the scale of least cost: t * s^2 of a block scale s (MXFP4:
 t * 4^(e - e0)), t the sum of (q - e2m1(q))^2 over the block, each times its column's weight under
@@ -360,8 +359,8 @@ def _nvfp4_last(
     most 3.5 under c, it is 2q under c - 8, twice as far from its value at most: t is at most four
     times, s^2 a quarter, the cost no more. From c0 + 8 on the largest of the block has q <= 3.5,
     and c - 8 is nearer to c0. This holds after every rounding too while no square and no step is
-    subnormal; blocks where one might be try all codes. (The same bound, and c0 - 3 as the
-    lower one, which need not be relied on here: arXiv 2606.07618, ScaleSweep.)
+    subnormal; blocks where one might be try all codes. (The same bound, and c0 - 3 as the lower
+    one, which need not be relied on here: arXiv 2606.07618, ScaleSweep.)
     """
     is_tiny = (blocks != 0) & (
         np.abs(blocks) <= global_scale * f32(TINY_WEIGHTED if has_weights else TINY)
@@ -393,8 +392,7 @@ def _mxfp4_search(blocks: Float32s, first: Integers, weights: Float32s | None) -
     8 times 2^e0 (less where e0 is 0). From e0 + 2 on it is at most 3.5 steps, so that the exponent
     below is as good, as in _nvfp4_last. From e = e0 - 2 down its clipping costs at least 84 * 4^e
     more than under e + 1, and the other 31 can save 0.25 * 4^e each. With weights from 2^-40 to 2
-    it costs, from e0 - 41 down, 47 * 2^-40 * 2^(e + e0)
-    more, and they can save 62 * 4^e in all.
+    it costs, from e0 - 41 down, 47 * 2^-40 * 2^(e + e0) more, and they can save 62 * 4^e in all.
     """
     best, least = first.copy(), np.full(len(first), np.inf, f32)
     for offset in range(1, -(1 if weights is None else LOWEST_EXPONENT) - 1, -1):

@@ -170,9 +170,8 @@ def through_fp8(x: Float32s, block: tuple[int, int]) -> Float32s:
 
 
 def transpose(stored: Matrix, columns: range) -> Matrix:
-    """Return columns of a stored matrix as rows.
+    """Return columns of a stored matrix as rows of its transpose.
 
-    The rows of its transpose, or every second of them.
     stored  of any dtype of one, two or four bytes an element
     """
     rows, width = stored.shape

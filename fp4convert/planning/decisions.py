@@ -72,10 +72,7 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
 def judge_each(
     linears: Mapping[str, Linear], recipe: Recipe, dialect: Dialect
 ) -> dict[str, Verdict]:
-    """Decide on each of these linear layers by itself, by module.
-
-    Whatever the others become.
-    """
+    """Decide on each of these linear layers, whatever the others become."""
     forms = {name: module_form(recipe.target, name) for name in recipe.module_formats}
     groups = scale_groups(linears, recipe.groups)
     judge = _Judge(recipe, dialect, forms, groups, recipe.pick_doubtful(linears))
@@ -148,7 +145,7 @@ class _Judge:
     def _stays(self, linear: Linear, action: Action, reason: str) -> Verdict:
         """Keep a linear layer; what is packed becomes bf16, or stays packed.
 
-        No engine would know what it was.
+        It becomes bf16 because no engine would know what it was.
         """
         word = linear.coding.word
         if not linear.coding.is_packed:
@@ -168,10 +165,7 @@ class _Judge:
         return Verdict(linear, action, f"{reason}; it stays {word}", form, stays=True)
 
     def _carried(self, linear: Linear, fmt: Format) -> str:
-        """Say why its blocks are taken over; "" where they are not.
-
-        As they are, or with a power of two.
-        """
+        """Say why its blocks are taken over; "" where they are not."""
         coding = linear.coding
         if coding.format is None or not coding.format.is_fp4:
             return ""
@@ -205,10 +199,7 @@ def _unite_groups(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
 
 
 def _check_kept(stack: TensorRef, recipe: Recipe) -> None:
-    """Raise InputError for a stack whose layout nobody tells.
-
-    Unless it stays anyway.
-    """
+    """Raise InputError for a stack of unknown layout that does not stay."""
     if recipe.reason_to_keep(stack.name.removesuffix(WEIGHT)):
         return
     detail = (
@@ -227,9 +218,9 @@ def _check_kept(stack: TensorRef, recipe: Recipe) -> None:
 
 
 def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
-    """Warn of scale groups whose members differ.
+    """Warn of scale groups whose members differ, once for each kind.
 
-    Of each kind once: some members stay, are not there, or become another format.
+    Some members stay, are not there, or become another format.
     """
     uneven: dict[tuple[tuple[str, ...], str], list[ScaleGroup]] = defaultdict(list)
     for key, modules in gather_groups(scale_groups(verdicts, recipe.groups)).items():

@@ -71,7 +71,7 @@ class _Place(NamedTuple):
 def rules_of(artifact: Artifact, recipe: Recipe) -> tuple[StackRule, ...]:
     """Find how stacks of experts lay in the source of an artifact.
 
-    As its record says, else as its dialect and transformers have them.
+    Its record says so; else they lay as its dialect and transformers have them.
     recipe  of its model; where our own record names no stack, it tells whether the dialect's are
             the source's, or were single matrices there
     """
@@ -257,10 +257,7 @@ def _put_together(name: str, rule: StackRule, found: Mapping[tuple[int, str], Li
 def _check_counts(
     members: Mapping[tuple[str, StackRule], Mapping[tuple[int, str], Linear]],
 ) -> None:
-    """Raise InputError where stacks differ in their number of experts.
-
-    Of the same experts.
-    """
+    """Raise InputError where stacks of the same experts differ in number."""
     counts: dict[str, tuple[str, int]] = {}
     for (name, rule), found in members.items():
         parent = rule.module(name, 0, rule.members[0]).rpartition(".0.")[0]
@@ -275,10 +272,7 @@ def _check_counts(
 
 
 def _whole(stack: Stacked) -> Stacked:
-    """Read the stack as it is stored, where a dialect keeps the same.
-
-    One of the same rows in the same order.
-    """
+    """Read the stack as it is stored, where a dialect keeps its rows so."""
     coding, first = stack.linears[0].coding, stack.linears[0].module
     if coding.artifact is None:
         return stack

@@ -144,7 +144,7 @@ def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
 def _compare_kept(artifact: Artifact, donor: Source, tensors: dict[str, TensorRef]) -> None:
     """Raise InputError where a matrix that stays is another in the donor.
 
-    An embedding or another matrix; the donor's own is kept.
+    The donor's own is kept, of embeddings and others.
     """
     four_bit = {ref.name for packed in artifact.modules.values() for ref in packed.refs}
     kept = [
@@ -217,9 +217,9 @@ def _find_order(blocks: Blocks, module: str, donor: Source, ref: TensorRef) -> t
 
 
 def _known_orders(module: str, rows: int, donor: Source) -> Iterator[tuple[Slot, ...]]:
-    """Yield the orders that are known.
+    """Yield the orders that are known, the model's own first.
 
-    The model's own, then the halves of as many heads as the donor says that q, or k, has.
+    Then the halves of as many heads take turns as the donor says that q, or k, has.
     """
     yield ((Rows(module, 0, rows),),)
     frame = donor.checkpoint.shards[0].frame
@@ -236,10 +236,7 @@ def _known_orders(module: str, rows: int, donor: Source) -> Iterator[tuple[Slot,
 
 
 def _nmse(blocks: Blocks, pieces: tuple[Piece, ...], donor: Source, ref: TensorRef) -> float:
-    """Measure the error of some rows as a share of their power there.
-
-    In the donor.
-    """
+    """Measure the error of rows as a share of their power in the donor."""
     rows, columns = blocks.shape
     stored = np.frombuffer(donor.read(ref), FLOAT_DTYPES[ref.dtype]).reshape(rows, columns)
     signal = noise = 0.0

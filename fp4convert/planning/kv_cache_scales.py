@@ -136,9 +136,10 @@ def check_word(word: str | None) -> None:
 
 
 def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:
-    """Find every attention with a cache.
+    """Find every attention with a cache, and where its scales go.
 
-    Returns the tensors beside which their scales go.
+    Returns the tensor beside which they go, by attention
+    Raises  InputError for a model with another kind of cache, or none that is known
     """
     leaves: dict[str, dict[str, Linear]] = defaultdict(dict)
     for module, linear in linears.of.items():

@@ -58,7 +58,6 @@ def open_statistics(method: str, rule: str | None, file: str | None) -> Calibrat
 def with_statistics(plan: Plan, calibration: Calibration) -> Plan:
     """Put the file into the plan; warn of what it does not change.
 
-    Where method and rule pass over modules, or over the file.
     Raises InputError where the file lacks what method and rule take of a linear layer
     """
     # the linear layers whose inputs method and rule want to know
@@ -88,10 +87,7 @@ def with_statistics(plan: Plan, calibration: Calibration) -> Plan:
 
 
 def _check_grams(calibration: Calibration, linears: Sequence[Linear]) -> None:
-    """Raise InputError where the file lacks a Gram matrix.
-
-    Or has what cannot be one.
-    """
+    """Raise InputError where a Gram matrix is missing, or cannot be one."""
     if calibration.gram_kind in ("none", "diag"):
         detail = (
             f"{calibration.path} holds no Gram matrices (--gram {calibration.gram_kind}), and"
@@ -133,10 +129,7 @@ def rounded(plan: Plan) -> Iterator[Step]:
 
 
 def _untouched(plan: Plan) -> Iterator[str]:
-    """Name modules that method and rule do not reach.
-
-    Or that they reach none by the file.
-    """
+    """Say what method, rule and file do not change."""
     if not takes_statistics(plan.target):
         if all(step.scalar is None for step in plan.steps):
             yield (

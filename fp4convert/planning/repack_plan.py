@@ -75,7 +75,7 @@ def plan_dequantize(
 def _stack_step(stack: Stacked, stored: str) -> Step:
     """Make the step of a stack, its modules in that dtype.
 
-    F32 where others of another dtype stayed in floats.
+    The stack is F32 where others stayed in floats of another dtype.
     """
     dtypes = {
         stored if linear.coding.is_packed else linear.refs[0].dtype for linear in stack.linears

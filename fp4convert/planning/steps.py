@@ -186,7 +186,7 @@ class Plan:
     def groups(self) -> tuple[Group, ...]:
         """Return these modules by their form.
 
-        One group without modules where there are none.
+        Where there are none, one group without modules.
         """
         made = ((step.module, step.form) for step in self.steps if step.form is not None)
         return group_modules(made) or (Group(form_of(self.target), ()),)
@@ -210,9 +210,10 @@ class Plan:
 
 
 def bits_per_weight_of(sized: Iterable[tuple[Step, int]]) -> float | None:
-    """Count the bits per weight of what is quantized.
+    """Count the bits per weight of what is quantized, with its scales.
 
-    Scales and all, of whatever format, among steps with their bytes; None where there are none.
+    sized    steps with their bytes
+    Returns  None where nothing is quantized
     """
     made = [(step.shape, nbytes) for step, nbytes in sized if step.is_made]
     weights = sum(math.prod(shape) for shape, _ in made)

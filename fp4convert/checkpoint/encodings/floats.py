@@ -126,9 +126,9 @@ class _Columns(RowReader):
 
 
 def measured_whole(linears: Sequence[Linear], source: Source) -> Iterator[Weights]:
-    """Yield weights with the values of all these linear layers.
+    """Yield weights with the values of all these layers, in any order.
 
-    In any order: what together is one stored matrix is read as it lies.
+    What together is one stored matrix is read as it lies.
     """
     sharing: dict[TensorRef, list[Linear]] = defaultdict(list)
     for linear in linears:

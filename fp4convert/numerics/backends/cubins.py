@@ -169,7 +169,7 @@ def cubin_path(source: Path, target: Target) -> Path:
 def cache_folder() -> Path:
     """Choose where binaries are kept.
 
-    fp4convert below XDG_CACHE_HOME, or below ~/.cache; without a home, for this process alone.
+    That is fp4convert below XDG_CACHE_HOME or ~/.cache; without a home, a folder of this process.
     """
     candidates = (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache"))
     found = next((candidate for candidate in candidates if os.path.isabs(candidate)), None)

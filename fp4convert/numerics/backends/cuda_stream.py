@@ -141,17 +141,14 @@ class _Buffer:
         self.host = memoryview(pinned).cast("B")
 
     def upload(self, nbytes: int, stream: Any, place: Any = None) -> None:
-        """Start a copy from the pinned side to the device, or a place there.
-
-        Of the first bytes.
-        """
+        """Start a copy of the first bytes to the device, or a place there."""
         (place or self.device).copy_from_host_async(self.pinned.ptr, nbytes, stream)
         self.copied.record(stream)
 
     def download(self, nbytes: int, stream: Any, after: Any) -> None:
-        """Start a copy from the device to the pinned side, behind `after`.
+        """Start a copy of the first bytes from the device, behind `after`.
 
-        Of the first bytes; `after` is a stream.
+        after  a stream: what it has to do comes first
         """
         self.used.record(after)
         stream.wait_event(self.used)
@@ -403,9 +400,9 @@ class Lane:
     def _panel(
         self, weights: Weights, first: int, last: int, may_stay: bool = False
     ) -> Iterator[tuple[int, int]]:
-        """Put rows on the device: (address, elements).
+        """Put rows on the device for the work that is started meanwhile.
 
-        For work that is started meanwhile.
+        Yields (address, elements)
         """
         n = (last - first) * weights.shape[1]
         if (weights, first) in self._resident:
@@ -424,9 +421,9 @@ class Lane:
 
     @contextmanager
     def _parts(self, parts: Sequence[memoryview]) -> Iterator[list[int]]:
-        """Put bytes on the device; give their addresses.
+        """Put bytes on the device for the work that is started meanwhile.
 
-        For work that is started meanwhile.
+        Yields their addresses
         """
         starts, nbytes = [], 0
         for part in parts:

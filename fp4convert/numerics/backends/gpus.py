@@ -110,10 +110,7 @@ def _first_line(error: Exception) -> str:
 
 
 def unused(device: str) -> list[str]:
-    """Warn where --device auto leaves a GPU aside.
-
-    Or a driver that refuses to start.
-    """
+    """Warn where --device auto leaves a GPU, or a broken driver, aside."""
     found = survey() if device == "auto" else Survey()
     if found.driver and found.problem and found.problem != NO_GPU:
         return [f"the CPU is used: {found.problem}. {found.next_step}"]
