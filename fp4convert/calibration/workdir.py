@@ -35,7 +35,7 @@ from fp4convert.errors import Fp4Error, InputError, OutputError
 from fp4convert.numerics.backends.base import memory_nbytes
 from fp4convert.process import Stopped
 from fp4convert.progress import size_text
-from fp4convert.recipes.recipe import group_members, scale_group
+from fp4convert.recipes.recipe import group_members, scale_groups
 from fp4convert.storage.disk import hash_file, told
 from fp4convert.storage.safetensors import SafetensorsFrame, ShardWriter, TensorRef, TensorSpec
 from fp4convert.storage.source import Source
@@ -206,12 +206,12 @@ class Needs:
 
 def needs_of(skeleton: Skeleton, gram: str, tokens: int, config: dict[str, object]) -> Needs:
     """What so many tokens take; members of a scale group (q, k and v; gate and up) share their input."""
-    groups = group_members(config)
+    groups = scale_groups(skeleton.seats, group_members(config))
     statistics = 0
     grams: dict[str | None, int] = defaultdict(int)
     seen: set[Hashable] = set()
     for module, seat in skeleton.seats.items():
-        holder = scale_group(module, groups) or module
+        holder = groups.get(module, module)
         if holder in seen or isinstance(skeleton.module(seat.path), torch.nn.Embedding):
             continue
         seen.add(holder)

@@ -23,7 +23,7 @@ from fp4convert.checkpoint.encodings.floats import find_floats
 from fp4convert.checkpoint.encodings.fp4 import find_fp4
 from fp4convert.checkpoint.encodings.fp8 import DTYPES as FP8_DTYPES
 from fp4convert.checkpoint.encodings.fp8 import find_fp8, fp8_of
-from fp4convert.checkpoint.encodings.int4 import Integers, find_integers, integers_of
+from fp4convert.checkpoint.encodings.int4 import PACKED_DTYPE, find_integers, integers_of
 from fp4convert.checkpoint.record import stacks_recorded
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8
@@ -93,10 +93,9 @@ def find_linears(source: Source, recipe: Recipe) -> Linears:
         artifact.refuse_unsound()
         four_bit = find_fp4(artifact)
     linears = linears_of(clues, recipe, four_bit)
-    # From a Hub each would be a request: the run tells.
-    for linear in () if source.is_streamed else linears.of.values():
-        if isinstance(linear.coding, Integers):
-            linear.coding.check_shape(linear, source)
+    if not source.is_streamed:  # from a Hub each would be a request: the run tells
+        for linear in linears.of.values():
+            linear.coding.check(linear, source)
     return linears
 
 
@@ -114,7 +113,7 @@ def linears_of(
     found = [config.get("hidden_size") for config in configs_in(clues.config)]
     hidden_sizes = {size for size in found if isinstance(size, int)}
     of = find_floats(clues.tensors, recipe.stack_rule, hidden_sizes)
-    if "I32" in dtypes:
+    if PACKED_DTYPE in dtypes:
         of |= find_integers(clues)
     if not dtypes.isdisjoint(FP8_DTYPES):
         of |= find_fp8(clues)

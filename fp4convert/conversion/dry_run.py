@@ -25,7 +25,7 @@ from fp4convert.execution.settings import Settings
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.backends.base import Backend, Given
 from fp4convert.numerics.formats import IMPORTANCE, format_named
-from fp4convert.numerics.matrices import PANEL_ELEMENTS, Matrix
+from fp4convert.numerics.matrices import PANEL_ELEMENTS, Matrix, RowReader
 from fp4convert.planning.method_needs import RTN, reopened
 from fp4convert.planning.steps import Plan, Step, bits_per_weight_of
 from fp4convert.progress import size_text
@@ -130,7 +130,7 @@ def _rate_of_weights(backend: Backend, target: Target, sample: _Sample, threads:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Sample:
+class _Sample(RowReader):
     """Weights of any height, which are the same few rows again and again."""
 
     shape: tuple[int, int]
@@ -146,9 +146,6 @@ class _Sample:
         for at in range(0, buffer.nbytes, len(self.data)):
             part = self.data[: buffer.nbytes - at]
             buffer[at : at + len(part)] = part
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
 
 
 class Sized(NamedTuple):

@@ -34,10 +34,10 @@ from fp4convert.execution.plan_file import read_manifest
 from fp4convert.execution.rounding import Rounding
 from fp4convert.numerics.backends import open_backend
 from fp4convert.numerics.formats import FLOAT_TYPES, FP8
-from fp4convert.planning.decisions import NAME_SOME, Verdict, decide, gather_made, judge_each
+from fp4convert.planning.decisions import NAME_SOME, Verdict, decide, judge_each
 from fp4convert.planning.quantize_plan import KEPT_DTYPE, Scalars
 from fp4convert.progress import Phases, size_text
-from fp4convert.recipes.recipe import EXPERT_WORDS, Recipe, scale_group
+from fp4convert.recipes.recipe import EXPERT_WORDS, Recipe, gather_groups, scale_groups
 from fp4convert.recipes.rules import FormatRule, Patterns
 from fp4convert.recipes.toml_files import ANY_FORMAT, KEEP
 from fp4convert.storage.safetensors import TensorRef
@@ -238,7 +238,7 @@ class _Fitting:
         for module in own:
             parts[_part_of(module, recipe)].append(module)
         # What is taken over as it is loses nothing, and is not measured.
-        groups = gather_made(decided)
+        groups = gather_groups({module: verdict.group for module, verdict in decided.items()})
         candidates = []
         for module, verdict in own.items():
             eight = others.get(FP8.name, {}).get(module)
@@ -246,7 +246,8 @@ class _Fitting:
             if eight and eight.form and eight.form.format is FP8 and eight.action == "quantize":
                 measured.append(FP8.name)
             if measured:
-                members = tuple(groups[verdict.group]) if verdict.group else (verdict.linear,)
+                names = groups[verdict.group] if verdict.group else [module]
+                members = tuple(decided[one].linear for one in names)
                 candidates.append(Candidate(verdict.linear, members, tuple(measured)))
         every = {name: own, **others}
         return cls(source, recipe, linears, scalars, dialect, parts, every, candidates)
@@ -405,5 +406,5 @@ def _part_of(module: str, recipe: Recipe) -> str:
     if any(word in module for word in EXPERT_WORDS) and len(split_numbers(module)[1]) > 1:
         texts, _ = split_numbers(module)
         return module[: len(module) - len(texts[-1])].rpartition(".")[0]
-    group = scale_group(module, recipe.groups)
+    group = scale_groups([module], recipe.groups).get(module)
     return str(group) if group else module

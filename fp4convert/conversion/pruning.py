@@ -39,7 +39,6 @@ from fp4convert.numerics.backends.base import processors
 from fp4convert.planning.quantize_plan import notes_on
 from fp4convert.planning.steps import (
     Action,
-    Draft,
     Plan,
     Step,
     Task,
@@ -246,7 +245,7 @@ def _choose_experts(
 
 
 def _make_tasks(
-    checkpoint: Checkpoint, changed: Mapping[str, Draft | None], gone: Collection[str]
+    checkpoint: Checkpoint, changed: Mapping[str, Step | None], gone: Collection[str]
 ) -> tuple[Task, ...]:
     """Place every tensor of the result in the shard that it was in."""
     writing = Writing(checkpoint, Target(PRUNED))
@@ -260,7 +259,7 @@ def _make_tasks(
                 drafts.append(changed[ref.name])
             else:
                 spec = TensorSpec(ref.name, ref.dtype, ref.shape)
-                drafts.append(Draft("copy", "no part of experts", (ref,), (spec,)))
+                drafts.append(Step("copy", "no part of experts", (ref,), (spec,)))
         # A shard of which nothing is left is none.
         if staying := [draft for draft in drafts if draft]:
             tasks.append(writing.task(shard, staying))
@@ -270,7 +269,7 @@ def _make_tasks(
 
 def _drafts(
     mixture: Mixture, kept: Sequence[int], experts: int
-) -> Iterator[tuple[str, Draft | None]]:
+) -> Iterator[tuple[str, Step | None]]:
     """Decide what becomes of every tensor of a mixture; None: it goes."""
     place = {expert: number for number, expert in enumerate(kept)}
     for ref, expert, rest in mixture.singles:
@@ -279,7 +278,7 @@ def _drafts(
             continue
         spec = TensorSpec(mixture.renamed(place[expert], rest), ref.dtype, ref.shape)
         reason = "an expert that stays, numbered anew"
-        yield ref.name, Draft("prune", reason, (ref,), (spec,), ref.shape)
+        yield ref.name, Step("prune", reason, (ref,), (spec,), ref.shape)
     tables = [
         *(
             (ref, (ref.shape[0] // experts * len(kept), *ref.shape[1:]), kept_rows)
@@ -290,7 +289,7 @@ def _drafts(
     for ref, shape, kept_parts in tables:
         spec = TensorSpec(ref.name, ref.dtype, shape)
         parts = kept_parts(ref, kept, experts)
-        yield ref.name, Draft("prune", "the experts that stay", parts, (spec,), shape)
+        yield ref.name, Step("prune", "the experts that stay", parts, (spec,), shape)
 
 
 def _recount(

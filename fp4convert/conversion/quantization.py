@@ -12,6 +12,7 @@ from pathlib import Path
 from fp4convert.calibration.methods.awq_smooth import Smoother
 from fp4convert.calibration.methods.folds import uses_of
 from fp4convert.calibration.statistics import Calibration
+from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form
 from fp4convert.checkpoint.dialects.target_forms import dialect_to_write
 from fp4convert.checkpoint.linears import Linears, find_linears
 from fp4convert.conversion.artifact_job import (
@@ -29,15 +30,21 @@ from fp4convert.execution.plan_file import Manifest
 from fp4convert.execution.quantizer import Quantizer
 from fp4convert.execution.settings import Result, Settings
 from fp4convert.numerics.backends import open_backend
-from fp4convert.numerics.formats import format_named
-from fp4convert.planning.activation_scales import Constant, Measured, choose_scales
+from fp4convert.numerics.formats import IMPORTANCE, format_named
+from fp4convert.planning.activation_scales import (
+    UNIT_SCALE,
+    Constant,
+    InputScales,
+    Measured,
+    choose_scales,
+)
 from fp4convert.planning.fold_plan import Merged, merge_folds
-from fp4convert.planning.kv_cache_scales import check_word, plan_cache
+from fp4convert.planning.kv_cache_scales import Cache, check_word, plan_cache
 from fp4convert.planning.method_needs import (
     FOLDING,
+    GPTQ,
     open_statistics,
     reopened,
-    rule_of,
     with_statistics,
 )
 from fp4convert.planning.quantize_plan import Scalars, plan_quantize
@@ -59,7 +66,8 @@ def prepare_quantize(
     plan = plan_with(source, recipe, linears, scalars, formats)
     if scalars.measured:
         plan = with_statistics(plan, scalars.measured.calibration)
-    if not source.is_streamed:  # from a Hub each would be a request: the run tells
+    is_carried = any(step.action == "transcode" for step in plan.steps)
+    if is_carried and not source.is_streamed:  # from a Hub each would be a request: the run tells
         for module, q in stored_blocks(plan):
             refuse_odd_scale(module, q)
             check_scalars(module, q, None, dialect_of(plan))
@@ -78,12 +86,16 @@ def understand(source: Source, options: QuantizeOptions) -> tuple[Recipe, Linear
     recipe = _recipe_for(source, options, calibration)
     if calibration:
         calibration.check(source)
-    inputs = choose_scales(
-        source, recipe.format, options.activations, options.input_scale, measured
-    )
+    if options.activations not in (16, ACTIVATIONS_FP4):
+        detail = f"--activations {options.activations} is not known; expected 16 or 4"
+        raise InputError("bad-activations", detail, "Leave it out for 16.")
+    inputs: InputScales = measured or UNIT_SCALE
+    if options.input_scale is not None:
+        form = Form(recipe.format, options.activations)
+        inputs = choose_scales(source, form, options.input_scale)
     with uncollected():
         linears = find_linears(source, recipe)
-        cache = plan_cache(source, linears, recipe, calibration)
+        cache = plan_cache(source, linears, recipe, calibration) if options.kv_cache else Cache()
         return recipe, linears, Scalars(inputs, measured, cache)
 
 
@@ -92,7 +104,8 @@ def _recipe_for(
 ) -> Recipe:
     """Build the recipe; InputError for what no format, dialect or recipe has."""
     fmt = format_named(options.format)
-    check_word(options.kv_cache)
+    if options.kv_cache is not None:
+        check_word(options.kv_cache)
     asked = Target(fmt.name, options.dialect, kv_cache=options.kv_cache)
     traits = dialect_to_write(asked).TRAITS
     # Engines that read no global scale for this model take it as 1.
@@ -103,7 +116,7 @@ def _recipe_for(
         raise InputError("unknown-via", detail, "Leave it out.")
     target = replace(
         asked,
-        scale_rule=rule_of(options.method, options.scale_rule),
+        scale_rule=options.scale_rule or (IMPORTANCE if options.method == GPTQ else None),
         activations=options.activations,
         has_unit_scale=fmt.has_global_scale and not reads_any,
         via=options.via,
@@ -126,6 +139,8 @@ def plan_with(
     with uncollected():
         merged = _merge_folds(source, recipe, linears, scalars)
         plan = plan_quantize(source.checkpoint, recipe, merged.linears, scalars)
+    if not merged.folds:
+        return plan
     return replace(plan, folds=uses_of(merged.folds), warnings=(*plan.warnings, *merged.notes))
 
 
@@ -150,7 +165,8 @@ def quantize(source: Source, plan: Plan, output: Path, settings: Settings) -> Re
     Raises DeviceError for a device that is not there; OutputError as open_output does; NumericError, after all sound shards
     are written, where weights are NaN or Inf: then neither index nor records are written.
     """
-    worker = Quantizer(source, plan.target, open_backend(settings.device), reopened(plan))
+    calibration = reopened(plan) if plan.calibration else None
+    worker = Quantizer(source, plan.target, open_backend(settings.device), calibration)
     with worker.working():
         result = carry_out(artifact_job(source, plan), worker, output, settings)
     if settings.share or not any(step.action == "transcode" for step in plan.steps):

@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.tables import is_reversible
-from fp4convert.checkpoint.encodings.fp4 import FourBit
 from fp4convert.errors import NumericError
 from fp4convert.numerics.formats import Format, Kind
 from fp4convert.numerics.matrices import Blocks, Fetched, row_panels
 from fp4convert.numerics.mxfp4_as_nvfp4 import NOTHING, global_exponent, largest_exponent, recast
 from fp4convert.planning.steps import Plan
-from fp4convert.recipes.recipe import ScaleGroup, group_members, scale_group
+from fp4convert.recipes.recipe import ScaleGroup, group_members, scale_groups
 
 
 class Kept(NamedTuple):
@@ -102,9 +101,7 @@ def stored_blocks(plan: Plan) -> Iterator[tuple[str, Blocks]]:
     for step in plan.steps:
         if step.action == "transcode" and step.linears:
             yield from (
-                (one.module, one.coding.blocks(one))
-                for one in step.linears
-                if isinstance(one.coding, FourBit)
+                (one.module, blocks) for one in step.linears if (blocks := one.coding.blocks(one))
             )
 
 
@@ -117,9 +114,9 @@ def taken_over(plan: Plan) -> Iterator[Carried]:
             continue
         key = step.group or step.module
         stored = {
-            linear.module: linear.coding.blocks(linear)
+            linear.module: blocks
             for linear in step.measured
-            if isinstance(linear.coding, FourBit)
+            if (blocks := linear.coding.blocks(linear))
         }
         if key not in exponents:
             exponents[key] = group_exponent(stored, fmt)
@@ -170,10 +167,10 @@ def kept_blocks(stored: Blocks, exponent: int) -> Kept:
 
 def _exponents(artifact: Artifact, fmt: Format) -> dict[str, int]:
     """For every module k of the global scale 2^k of its scale group."""
-    groups = group_members(artifact.source.checkpoint.config)
+    groups = scale_groups(artifact.modules, group_members(artifact.source.checkpoint.config))
     members: dict[ScaleGroup | str, list[str]] = defaultdict(list)
     for module in artifact.modules:
-        members[scale_group(module, groups) or module].append(module)
+        members[groups.get(module, module)].append(module)
     found: dict[str, int] = {}
     for modules in members.values():
         found |= dict.fromkeys(

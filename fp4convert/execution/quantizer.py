@@ -23,8 +23,7 @@ from fp4convert.checkpoint.dialects.stacks import InterleavedWeights, alternate
 from fp4convert.checkpoint.dialects.tables import Part, encode_int4, encode_scalar
 from fp4convert.checkpoint.encodings.base import Linear, room_for
 from fp4convert.checkpoint.encodings.floats import measured_whole
-from fp4convert.checkpoint.encodings.fp4 import FourBit
-from fp4convert.checkpoint.encodings.fp8 import Fp8, ThroughFp8
+from fp4convert.checkpoint.encodings.fp8 import ThroughFp8
 from fp4convert.errors import DeviceError, NumericError
 from fp4convert.execution.carried_blocks import carry, group_exponent
 from fp4convert.execution.folder import TaskWriter
@@ -109,7 +108,7 @@ class Quantizer:
         """Takes what further rows of the step have lost; of what is not rounded nothing is known but that."""
         if step.action != "quantize":
             writer.taken_over.add(step.module)
-        is_through = self._target.via and not isinstance(step.linears[0].coding, Fp8)
+        is_through = self._target.via and step.linears[0].coding.format is not FP8
         account = Account(
             step.name, step.format, str(self._target.via) if is_through else SOURCE, Sums()
         )
@@ -192,9 +191,7 @@ class Quantizer:
     def _weights(self, linear: Linear) -> Weights:
         weights = linear.coding.weights(linear, self.source)
         return (
-            ThroughFp8(weights)
-            if self._target.via and not isinstance(linear.coding, Fp8)
-            else weights
+            ThroughFp8(weights) if self._target.via and linear.coding.format is not FP8 else weights
         )
 
     def _carried(self, steps: list[Step]) -> Iterator[tuple[int, Quantized]]:
@@ -269,9 +266,10 @@ def _fp8_values(codes: memoryview, shape: tuple[int, int], stored: NDArray[np.ge
 
 
 def _blocks(linear: Linear) -> Blocks:
-    if not isinstance(linear.coding, FourBit):
+    blocks = linear.coding.blocks(linear)
+    if blocks is None:
         raise RuntimeError(f"{linear.module} has no blocks to take over")
-    return linear.coding.blocks(linear)
+    return blocks
 
 
 def _noted(

@@ -20,7 +20,6 @@ from fp4convert.checkpoint.dialects.stacks import Rows, Slot, alternate, places_
 from fp4convert.checkpoint.dialects.tables import Part
 from fp4convert.checkpoint.dialects.target_forms import form_of
 from fp4convert.checkpoint.encodings.base import Linear, room_for
-from fp4convert.checkpoint.encodings.fp4 import FourBit
 from fp4convert.errors import NumericError
 from fp4convert.execution.carried_blocks import Carrier
 from fp4convert.execution.folder import TaskWriter
@@ -117,10 +116,10 @@ class Dequantizer:
 
     def _values(self, linear: Linear, dtype: str, rows: Rows | None = None) -> Iterator[memoryview]:
         """The values of a linear layer as bytes of that dtype, or of those rows of one in four bits."""
-        if not isinstance(linear.coding, FourBit):
+        blocks = linear.coding.blocks(linear)
+        if blocks is None:
             yield from values_of(linear, self.source, dtype)
             return
-        blocks = linear.coding.blocks(linear)
         yield from self._backend.dequantize_panels(
             take_rows(blocks, rows) if rows else blocks, dtype
         )

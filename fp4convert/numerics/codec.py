@@ -1,14 +1,15 @@
 """Reference arithmetic in NumPy, which every kernel must equal.
 
-All arithmetic is IEEE float32, round to nearest even, one operation at a time, in the order written here.
-NVFP4, rule amax: ModelOpt 0.47, NVFP4QTensor.quantize.  MXFP4: OCP MX v1.0 section 6.3 (floor); even and ceil as
-compressed-tensors and torchao (RCEIL) have them.  four-over-six: arXiv 2512.02010.  This module decides values only; files and
-names are others' work.
+All arithmetic is IEEE float32, round to nearest even, one operation at a time, in the order written
+here. NVFP4, rule amax: ModelOpt 0.47, NVFP4QTensor.quantize. MXFP4: OCP MX v1.0 section 6.3
+(floor); even and ceil as compressed-tensors and torchao (RCEIL) have them. four-over-six: arXiv
+2512.02010. This module decides values only; files and names are others' work.
 
-Rules that search (mse, importance) take the scale of least cost: t * s^2 of a block scale s (MXFP4: t * 4^(e - e0)), t the sum
-of (q - e2m1(q))^2 over the block, each times its column's weight under importance, added by halves: element i to i + 8, then
-+4, +2, +1 (of 32 first +16).  c0 is the code that rule amax stores (MXFP4: e0, that of floor); of equal costs the one nearest
-to it wins, then the lower.  So a block of zeros, all of whose costs are 0, keeps c0.
+Rules that search (mse, importance) take the scale of least cost: t * s^2 of a block scale s (MXFP4:
+t * 4^(e - e0)), t the sum of (q - e2m1(q))^2 over the block, each times its column's weight under
+importance, added by halves: element i to i + 8, then +4, +2, +1 (of 32 first +16). c0 is the code
+that rule amax stores (MXFP4: e0, that of floor); of equal costs the one nearest to it wins, then
+the lower. So a block of zeros, all of whose costs are 0, keeps c0.
 """
 
 from __future__ import annotations
@@ -40,21 +41,19 @@ Bytes = NDArray[np.uint8]
 Integers = NDArray[np.int64]
 f32 = np.float32
 
-# Bounds of the searches for the least error, by the names that kernels/fp4.h has for them; normal is 2^-126 and more.
+# Bounds of the searches for the least error, by the names that kernels/fp4.h has for them;
+# normal is 2^-126 and more.
 LARGEST_CODE = 126  # of E4M3
-CODES_PER_BINADE = (
-    8  # code c is worth twice code c - 8, from ALL_CODES_BELOW on; below that, c * 2^-9
-)
+# Code c is worth twice code c - 8, from ALL_CODES_BELOW on; below that, c * 2^-9.
+CODES_PER_BINADE = 8
 ALL_CODES_BELOW = 2 * CODES_PER_BINADE
 LOWEST_EXPONENT = 40  # below that of rule floor, for weighted squares: _mxfp4_search
 WEIGHT_MIN = 2.0**-LOWEST_EXPONENT
-TINY = (
-    2.0**-53
-)  # of global scales: q of what is more is above 2^-53 / E4M3_MAX = 2^-61.8, and its square 2^-123.6
+# TINY of global scales: q of what is more is above 2^-53 / E4M3_MAX = 2^-61.8, its square 2^-123.6
+TINY = 2.0**-53
 TINY_WEIGHTED = 2.0**-34  # the same with a weight: WEIGHT_MIN * (2^-34 / E4M3_MAX)^2 is 2^-125.6
-LEAST_GLOBAL_SCALE = (
-    2.0**-60
-)  # no step is below 2^-9 times it, which is normal; 2^-117 would do, and this leaves room
+# No step is below 2^-9 times this, which is normal; 2^-117 would do, and this leaves room.
+LEAST_GLOBAL_SCALE = 2.0**-60
 
 # safetensors' name of a float dtype -> the NumPy dtype that holds its bits
 FLOAT_DTYPES: dict[str, np.dtype[np.generic]] = {
@@ -65,17 +64,20 @@ FLOAT_DTYPES: dict[str, np.dtype[np.generic]] = {
 
 
 def as_floats(x: Matrix) -> Float32s:
-    """(rows, columns) float32 values of stored weights, exact; a copy."""
+    """Return (rows, columns) float32 values of stored weights.
+
+    Exact; a copy.
+    """
     return np.frombuffer(x.data, FLOAT_DTYPES[x.dtype]).reshape(x.shape).astype(np.float32)
 
 
 def as_doubles(x: Matrix) -> NDArray[np.float64]:
-    """Float64 values of stored weights, flat, row by row, exact; a copy."""
+    """Return float64 values of stored weights, flat, exact; a copy."""
     return np.frombuffer(x.data, FLOAT_DTYPES[x.dtype]).astype(np.float64)
 
 
 def as_matrix(values: Float32s) -> Matrix:
-    """(rows, columns) float32 values as stored weights of that dtype."""
+    """Return (rows, columns) float32 values as stored weights."""
     return Matrix(
         np.ascontiguousarray(values).reshape(-1).view(np.uint8).data,
         "F32",
@@ -84,7 +86,10 @@ def as_matrix(values: Float32s) -> Matrix:
 
 
 def encode_e2m1(q: Float32s) -> Bytes:
-    """Codes 0-15 of `q`: half to even, saturating at 6; the sign bit is set iff q < 0, so -0.0 gives code 0."""
+    """Encode `q` as E2M1: half to even, saturating at 6.
+
+    Returns codes 0-15; the sign bit is set iff q < 0, so -0.0 gives code 0.
+    """
     saturated = np.minimum(np.abs(q), f32(E2M1_MAX))
     magnitude = np.bitwise_and(
         saturated.astype(ml_dtypes.float4_e2m1fn).view(np.uint8), np.uint8(7)
@@ -93,27 +98,30 @@ def encode_e2m1(q: Float32s) -> Bytes:
 
 
 def decode_e2m1(codes: Bytes) -> Float32s:
-    """float32 values of codes 0-15."""
+    """Return float32 values of codes 0-15."""
     return _widen(codes, ml_dtypes.float4_e2m1fn)
 
 
 def pack(codes: Bytes) -> Bytes:
-    """(rows, columns) codes -> (rows, columns / 2) bytes, element 2i in bits 0-3."""
+    """Pack (rows, columns) codes into (rows, columns / 2) bytes.
+
+    Element 2i lies in bits 0-3.
+    """
     return np.bitwise_or(codes[:, 0::2], np.left_shift(codes[:, 1::2], 4))
 
 
 def unpack(packed: Bytes) -> Bytes:
-    """(rows, columns / 2) bytes -> (rows, columns) codes."""
+    """Unpack (rows, columns / 2) bytes into (rows, columns) codes."""
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
 
 
 def decode_e4m3(block_scales: Bytes) -> Float32s:
-    """float32 values of E4M3 (e4m3fn) bytes; 0x7F and 0xFF are NaN."""
+    """Return float32 values of E4M3 (e4m3fn) bytes; 0x7F, 0xFF are NaN."""
     return _widen(block_scales, ml_dtypes.float8_e4m3fn)
 
 
 def decode_e8m0(block_scales: Bytes) -> Float32s:
-    """float32 values 2**(byte - 127) of E8M0 bytes; 0xFF is NaN."""
+    """Return float32 values 2**(byte - 127) of E8M0 bytes; 0xFF is NaN."""
     return _widen(block_scales, ml_dtypes.float8_e8m0fnu)
 
 
@@ -123,7 +131,10 @@ def _widen(stored: Bytes, kind: type[np.generic]) -> Float32s:
 
 
 def global_scale_of(amax: float, rule: str = "amax") -> np.float32:
-    """The multiplier for a scale group whose largest magnitude is `amax`; 1 for an all-zero group."""
+    """Compute the multiplier for a scale group of that amax.
+
+    1 for a group of zeros.
+    """
     narrow = f32(amax)
     return f32(1) if narrow == 0 else max(narrow / f32(global_range(rule)), f32(GLOBAL_SCALE_MIN))
 
@@ -135,16 +146,20 @@ def quantize(
     group_amax: float | None = None,
     importance: Float32s | None = None,
 ) -> Quantized:
-    """Codes and scales of a matrix, equal bit for bit on every backend.
+    """Return the codes and scales of a matrix.
 
+    Equal bit for bit on every backend.
     x           (rows, columns) float32, finite; columns % fmt.block_size == 0
     rule        one of fmt.scale_rules
-    group_amax  largest |x| of the tensor or of its scale group (default: of x); sets the NVFP4 global scale
-    importance  (columns,) what a squared error in each column counts for, under the rule of that name; as `weigh` takes it
+    group_amax  largest |x| of the tensor or of its scale group (default: of x); sets the NVFP4
+                global scale
+    importance  (columns,) what a squared error in each column counts for, under the rule of that
+                name; as `weigh` takes it
     Returns     Quantized in canonical form, with the global scale as a multiplier
     Raises      NumericError on NaN or infinity
-    Formula     nvfp4, amax: block_scale = e4m3(clamp(block_amax / (6 * global_scale), 2^-9, 448)), 1 where that quotient is 0,
-                code = e2m1(x / (block_scale * global_scale)); mxfp4: code = e2m1(x / 2^(byte - 127))
+    Formula     nvfp4, amax: block_scale = e4m3(clamp(block_amax / (6 * global_scale), 2^-9, 448)),
+                1 where that quotient is 0, code = e2m1(x / (block_scale * global_scale)); mxfp4:
+                code = e2m1(x / 2^(byte - 127))
     """
     if not np.isfinite(x).all():
         raise not_finite()
@@ -177,12 +192,15 @@ LEAVE = "Mend the matrix, or leave it as it is."
 
 
 def not_finite() -> NumericError:
-    """The error for NaN or Inf, by one who does not know where they are."""
+    """Return the error for NaN or Inf whose place is not known."""
     return NumericError("not-finite", "the matrix holds NaN or Inf; weights must be finite", LEAVE)
 
 
 def find_not_finite_values(weights: Weights) -> str:
-    """How many values are NaN or Inf, and where the first is, in words; "" where all are finite."""
+    """Count values that are NaN or Inf, and find the first, in words.
+
+    "" where all are finite.
+    """
     count, place, what = 0, [0, 0], ""
     for first, last in row_panels(weights.shape):
         values = np.frombuffer(weights.rows(first, last).data, FLOAT_DTYPES[weights.dtype])
@@ -195,7 +213,10 @@ def find_not_finite_values(weights: Weights) -> str:
 
 
 def check_importance(rule: str, importance: Float32s | None) -> None:
-    """InputError where rule importance has none, ValueError where another rule has some."""
+    """Raise InputError where rule importance has none.
+
+    ValueError where another rule has some.
+    """
     if rule == IMPORTANCE and importance is None:
         raise InputError(
             "no-importance",
@@ -207,13 +228,16 @@ def check_importance(rule: str, importance: Float32s | None) -> None:
 
 
 def weigh(importance: Float32s, columns: int, fmt: Format) -> Float32s:
-    """(columns,) weights of the squares, as the searches take them: only ratios within a block matter.
+    """Return weights of the squares of columns, as the searches take them.
 
+    (columns,) float32; only ratios within a block matter.
     importance  (columns,) second moments of the inputs, finite and not negative
-    Returns     each block's over the power of two at or below its largest, so that all are below 2, and at least WEIGHT_MIN:
-                columns that were never seen decide between scales that serve the others equally well.  Blocks of zeros
-                become ones, so that rule importance is mse there.
-    Raises      InputError for another number of columns, for NaN, infinity and negative values, naming the first
+    Returns     each block's over the power of two at or below its largest, so that all are below 2,
+                and at least WEIGHT_MIN: columns that were never seen decide between scales that
+                serve the others equally well. Blocks of zeros become ones, so that rule importance
+                is mse there.
+    Raises      InputError for another number of columns, for NaN, infinity and negative values,
+                naming the first
     """
     if importance.shape != (columns,):
         detail = f"importance of shape {importance.shape}; expected {(columns,)}, one to a column"
@@ -225,7 +249,10 @@ def weigh(importance: Float32s, columns: int, fmt: Format) -> Float32s:
     is_bad = ~((importance >= 0) & np.isfinite(importance))
     if is_bad.any():
         first = int(is_bad.argmax())
-        detail = f"importance holds {importance[first]} at column {first}; expected second moments, finite and not negative"
+        detail = (
+            f"importance holds {importance[first]} at column {first}; expected second moments,"
+            " finite and not negative"
+        )
         raise InputError(
             "importance-value",
             detail,
@@ -242,7 +269,7 @@ def weigh(importance: Float32s, columns: int, fmt: Format) -> Float32s:
 
 
 def _costs(q: Float32s, factor: Float32s, weights: Float32s | None) -> Float32s:
-    """t * factor of each block of quotients."""
+    """Compute t * factor of each block of quotients."""
     terms = np.square(q - decode_e2m1(encode_e2m1(q)))
     if weights is not None:
         terms = weights * terms
@@ -282,11 +309,18 @@ def _nvfp4_costs(
 def _nvfp4_search(
     blocks: Float32s, first: Bytes, global_scale: np.float32, weights: Float32s | None
 ) -> Bytes:
-    """The best of codes 1 to 126, of which those are left out that cannot be it."""
+    """Find the best of codes 1 to 126.
+
+    Those that cannot be it are left out.
+    """
     nearest = first.astype(np.int64)
     best, least = nearest.copy(), np.full(len(first), np.inf, f32)
     last = _nvfp4_last(blocks, nearest, global_scale, weights is not None)
-    heaviest, its_weight = _heaviest(blocks, weights)
+    # One element of each block, by magnitude and weight: no block costs less than its clipping.
+    magnitudes, all_weights = np.abs(blocks), np.ones_like(blocks) if weights is None else weights
+    place = (all_weights * np.square(magnitudes)).argmax(axis=-1)[:, None]
+    heaviest: Float32s = np.take_along_axis(magnitudes, place, 1)[:, 0]
+    its_weight: Float32s = np.take_along_axis(all_weights, place, 1)[:, 0]
     for code in range(LARGEST_CODE, 0, -1):
         codes = np.full(len(first), code, np.uint8)
         value = decode_e4m3(codes[:1])
@@ -303,19 +337,13 @@ def _nvfp4_search(
     return best.astype(np.uint8)
 
 
-def _heaviest(blocks: Float32s, weights: Float32s | None) -> tuple[Float32s, Float32s]:
-    """(magnitude, weight) of one element of each block: no block costs less than its clipping."""
-    magnitudes, weights = np.abs(blocks), np.ones_like(blocks) if weights is None else weights
-    place = (weights * np.square(magnitudes)).argmax(axis=-1)[:, None]
-    heaviest: Float32s = np.take_along_axis(magnitudes, place, 1)[:, 0]
-    its_weight: Float32s = np.take_along_axis(weights, place, 1)[:, 0]
-    return heaviest, its_weight
-
-
 def _wins(
     costs: Float32s, codes: Integers, least: Float32s, best: Integers, first: Integers
 ) -> NDArray[np.bool_]:
-    """Whether codes are better than the best so far, which are above them."""
+    """Tell whether codes are better than the best so far.
+
+    The best so far is above them.
+    """
     is_as_near = np.abs(codes - first) <= np.abs(best - first)
     wins: NDArray[np.bool_] = (costs < least) | ((costs == least) & is_as_near)
     return wins
@@ -324,13 +352,15 @@ def _wins(
 def _nvfp4_last(
     blocks: Float32s, first: Integers, global_scale: np.float32, has_weights: bool
 ) -> Integers:
-    """The highest code that can be the best: c0 + CODES_PER_BINADE - 1, or ALL_CODES_BELOW - 1 where that is more.
+    """Find the highest code that can be the best.
 
-    From 16 on code c is worth twice code c - 8, and E2M1's values up to 3, doubled, are E2M1 values.  So where every q is at
-    most 3.5 under c, it is 2q under c - 8, twice as far from its value at most: t is at most four times, s^2 a quarter, the cost
-    no more.  From c0 + 8 on the largest of the block has q <= 3.5, and c - 8 is nearer to c0.  This holds after every rounding
-    too while no square and no step is subnormal; blocks where one might be try all codes.  (The same bound, and c0 - 3 as the
-    lower one, which need not be relied on here: arXiv 2606.07618, ScaleSweep.)
+    c0 + CODES_PER_BINADE - 1, or ALL_CODES_BELOW - 1 where that is more. From 16 on code c is worth
+    twice code c - 8, and E2M1's values up to 3, doubled, are E2M1 values. So where every q is at
+    most 3.5 under c, it is 2q under c - 8, twice as far from its value at most: t is at most four
+    times, s^2 a quarter, the cost no more. From c0 + 8 on the largest of the block has q <= 3.5,
+    and c - 8 is nearer to c0. This holds after every rounding too while no square and no step is
+    subnormal; blocks where one might be try all codes. (The same bound, and c0 - 3 as the lower
+    one, which need not be relied on here: arXiv 2606.07618, ScaleSweep.)
     """
     is_tiny = (blocks != 0) & (
         np.abs(blocks) <= global_scale * f32(TINY_WEIGHTED if has_weights else TINY)
@@ -356,12 +386,13 @@ def _mxfp4_scales(blocks: Float32s, rule: str, weights: Float32s | None) -> Byte
 
 
 def _mxfp4_search(blocks: Float32s, first: Integers, weights: Float32s | None) -> Integers:
-    """The best of e0 + 1, e0 and e0 - 1, with weights of e0 + 1 down to e0 - 40: no other exponent is better.
+    """Find the best of e0 + 1, e0 and e0 - 1.
 
-    The block's largest is 4 to 8 times 2^e0 (less where e0 is 0).  From e0 + 2 on it is at most 3.5 steps, so that the exponent
-    below is as good, as in _nvfp4_last.  From e = e0 - 2 down its clipping costs at least 84 * 4^e more than under e + 1, and
-    the other 31 can save 0.25 * 4^e each.  With weights from 2^-40 to 2 it costs, from e0 - 41 down, 47 * 2^-40 * 2^(e + e0)
-    more, and they can save 62 * 4^e in all.
+    With weights of e0 + 1 down to e0 - 40: no other exponent is better. The block's largest is 4 to
+    8 times 2^e0 (less where e0 is 0). From e0 + 2 on it is at most 3.5 steps, so that the exponent
+    below is as good, as in _nvfp4_last. From e = e0 - 2 down its clipping costs at least 84 * 4^e
+    more than under e + 1, and the other 31 can save 0.25 * 4^e each. With weights from 2^-40 to 2
+    it costs, from e0 - 41 down, 47 * 2^-40 * 2^(e + e0) more, and they can save 62 * 4^e in all.
     """
     best, least = first.copy(), np.full(len(first), np.inf, f32)
     for offset in range(1, -(1 if weights is None else LOWEST_EXPONENT) - 1, -1):
@@ -376,7 +407,10 @@ def _mxfp4_search(blocks: Float32s, first: Integers, weights: Float32s | None) -
 
 
 def dequantize(q: Quantized) -> Float32s:
-    """(rows, columns) float32 values: e2m1(code) * fl(block_scale * multiplier), or * fl(block_scale / divisor)."""
+    """Return (rows, columns) float32 values.
+
+    e2m1(code) * fl(block_scale * multiplier), or * fl(block_scale / divisor)
+    """
     rows, columns = q.shape
     codes = unpack(np.frombuffer(q.packed, np.uint8).reshape(rows, columns // 2))
     step = block_steps(q).reshape(rows, -1, 1)
@@ -386,7 +420,10 @@ def dequantize(q: Quantized) -> Float32s:
 
 
 def block_steps(q: Quantized) -> Float32s:
-    """What one code unit is worth in each block, float32, flat; NaN where a scale byte is NaN."""
+    """Return what one code unit is worth in each block.
+
+    Float32, flat; NaN where a scale byte is NaN.
+    """
     stored = np.frombuffer(q.block_scales, np.uint8)
     if q.global_scale is None:
         return decode_e8m0(stored)
@@ -394,13 +431,19 @@ def block_steps(q: Quantized) -> Float32s:
 
 
 def check_range(q: Quantized, dtype: str) -> None:
-    """NumericError where a value is beyond the range of `dtype` (safetensors' name)."""
+    """Raise NumericError where a value is beyond the range of `dtype`.
+
+    dtype  safetensors' name
+    """
     if dtype != "F32" and _largest(block_steps(q)) * E2M1_MAX > FLOAT_TYPES[dtype].largest:
         check_largest(_largest(dequantize(q)), dtype)
 
 
 def check_largest(largest: float, dtype: str) -> None:
-    """NumericError where that magnitude is beyond the range of `dtype` (safetensors' name)."""
+    """Raise NumericError where a magnitude is beyond the range of `dtype`.
+
+    dtype  safetensors' name
+    """
     kind = FLOAT_TYPES[dtype]
     if largest > kind.largest and dtype != "F32":
         detail = f"the value {largest:g} is beyond {kind.largest:g}, the largest of {kind.word}"
@@ -410,11 +453,14 @@ def check_largest(largest: float, dtype: str) -> None:
 
 
 def _largest(values: Float32s) -> float:
-    """The largest magnitude; NaN does not hide it."""
+    """Find the largest magnitude; NaN does not hide it."""
     return float(np.fmax.reduce(np.abs(values), axis=None, initial=0))
 
 
 def apply_global(scales: Float32s, global_scale: float, kind: Kind) -> Float32s:
-    """fl(scales * multiplier) or fl(scales / divisor): the order in which engines compute."""
+    """Multiply scales with a multiplier, or divide them by a divisor.
+
+    fl(scales * multiplier) or fl(scales / divisor): the order in which engines compute.
+    """
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         return scales * f32(global_scale) if kind == "multiplier" else scales / f32(global_scale)

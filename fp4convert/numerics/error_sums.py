@@ -1,7 +1,8 @@
 """Errors of rounded values as sums: SQNR, MSE, cosine.
 
-Decides the order of addition, which kernels/compare.* keep, so that the numbers of a tensor are the same on every device and for
-any number of threads and panels.  What becomes of the sums is the business of checkpoint/error_report.py.
+Decides the order of addition, which kernels/compare.* keep, so that the numbers of a tensor are the
+same on every device and for any number of threads and panels. What becomes of the sums is the
+business of checkpoint/error_report.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Float64s = NDArray[np.float64]
 
 
 def decibels(ratio: float) -> float:
-    """10 log10 of a ratio of powers above zero."""
+    """Compute 10 log10 of a ratio of powers above zero."""
     return 10 * math.log10(ratio)
 
 
@@ -55,7 +56,7 @@ class Sums:
     histogram: tuple[int, ...] = ()
 
     def plus(self, compared: Compared, elements: int) -> Sums:
-        """With what further rows add, in their order."""
+        """Add what further rows lost, in their order."""
         rows = np.frombuffer(compared.rows, np.float64).reshape(-1, len(COLUMNS))
         own = [[self.signal, self.noise, self.output]]
         signal, noise, output = np.add.accumulate(np.concatenate((own, rows[:, :3])))[-1].tolist()
@@ -76,7 +77,7 @@ class Sums:
         )
 
     def with_all(self, other: Sums) -> Sums:
-        """With what another tensor lost."""
+        """Add what another tensor lost."""
         signal, noise, output = (getattr(self, name) + getattr(other, name) for name in COLUMNS[:3])
         histogram = tuple(
             map(
@@ -93,17 +94,20 @@ class Sums:
 
     @property
     def nmse(self) -> float | None:
-        """Noise by signal; None where the values are zero."""
+        """Return noise by signal; None where the values are zero."""
         return self.noise / self.signal if self.signal > 0 else None
 
     @property
     def sqnr_db(self) -> float | None:
-        """Of signal to noise; None where nothing was lost or the values are zero."""
+        """Return signal to noise in dB; None where either is zero."""
         return decibels(self.signal / self.noise) if self.signal > 0 and self.noise > 0 else None
 
     @property
     def cosine(self) -> float | None:
-        """Of x and y as vectors, whose product is half of signal + output - noise; None where one of them is zero."""
+        """Return the cosine of x and y; None where one of them is zero.
+
+        Their product is half of signal + output - noise.
+        """
         product = (self.signal + self.output - self.noise) / 2
         return (
             product / math.sqrt(self.signal * self.output)
@@ -116,7 +120,7 @@ class Sums:
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Sums:
-        """What as_json gave; KeyError, TypeError or ValueError where it is another document."""
+        """Read what as_json gave; KeyError, TypeError, ValueError for others."""
         entry = dict(entry)
         signal, noise, output, max_abs = (float(entry[name]) for name in COLUMNS[:-1])
         histogram = tuple(int(count) for count in entry["histogram"])
@@ -126,7 +130,7 @@ class Sums:
 
 
 def summarise(tensors: Iterable[tuple[str, Sums]]) -> dict[str, Any]:
-    """The least and the mean SQNR of all tensors in dB, whose the least is, and the noise of all by their signal.
+    """Summarise tensors: least and mean SQNR in dB, the worst, NMSE.
 
     tensors  names and sums; those whose values are not finite count for nothing
     """
@@ -159,19 +163,19 @@ class Account:
     sums: Sums
 
     def plus(self, compared: Compared, elements: int) -> Account:
-        """With what further rows lost."""
+        """Add what further rows lost."""
         return replace(self, sums=self.sums.plus(compared, elements))
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Account:
-        """What dataclasses.asdict gave; KeyError, TypeError or ValueError where it is another document."""
+        """Read what asdict gave; KeyError, TypeError, ValueError for others."""
         entry = dict(entry)
         name, fmt, against = (str(entry[key]) for key in ("name", "format", "against"))
         return Account(name, fmt, against, Sums.from_json(entry["sums"]))
 
 
 def compare(x: Float32s, q: Quantized) -> Compared:
-    """What kernels/compare.* give for a matrix and its codes, bit for bit.
+    """Compare a matrix with its codes, bit for bit as kernels/compare.*.
 
     x  (rows, columns) float32, finite
     """
@@ -181,7 +185,7 @@ def compare(x: Float32s, q: Quantized) -> Compared:
 
 
 def compare_values(x: Float32s, y: Float32s, steps: Float32s | None = None) -> Float64s:
-    """(rows, 5) sums of every row, in the order of COLUMNS.
+    """Sum every row: (rows, 5), in the order of COLUMNS.
 
     steps  of each element where they are known; without them nothing is clipped
     """
@@ -212,7 +216,10 @@ def compare_values(x: Float32s, y: Float32s, steps: Float32s | None = None) -> F
 
 
 def _quarters(values: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
-    """(rows, 4) sums of squares, in the values' dtype: element i in lane i % 16, then lanes 2j and 2j + 1, then j and j + 4."""
+    """Sum squares: (rows, 4), in the values' dtype.
+
+    Element i in lane i % 16, then lanes 2j and 2j + 1, then j and j + 4.
+    """
     short = -values.shape[1] % LANES
     squares = np.pad(values * values, ((0, 0), (0, short))).reshape(len(values), -1, LANES)
     lanes = np.add.accumulate(squares, axis=1)[:, -1]
@@ -221,7 +228,7 @@ def _quarters(values: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
 
 
 def count_codes(packed: memoryview) -> NDArray[np.int64]:
-    """How often each of the 16 codes occurs."""
+    """Count how often each of the 16 codes occurs."""
     pairs = np.bincount(np.frombuffer(packed, np.uint8), minlength=CODES * CODES).reshape(
         CODES, CODES
     )

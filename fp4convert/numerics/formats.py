@@ -1,7 +1,7 @@
 """NVFP4, MXFP4, FP8 and INT4 as rows of constants.
 
-Where the numbers 16, 32, 6, 448 or 2688 stand for a format, this module alone writes them.
-Sources: OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0 and MXFP4; NVIDIA's NVFP4 as ModelOpt writes it.
+Where the numbers 16, 32, 6, 448 or 2688 stand for a format, this module alone writes them. Sources:
+OCP Microscaling Formats (MX) v1.0 for E2M1, E8M0 and MXFP4; NVIDIA's NVFP4 as ModelOpt writes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ Kind = Literal["multiplier", "divisor"]
 class Format:
     """What the codes of a matrix are, and how many of them along the last axis share a block scale.
 
-    block_size  0 where a form says it: one scale for a matrix, for a row, or for a block of rows and columns
+    block_size  0 where a form says it: one scale for a matrix, for a row, or for a block of rows
+                and columns
     """
 
     name: str
@@ -47,7 +48,7 @@ class Format:
 
     @property
     def is_fp4(self) -> bool:
-        """True where the codes are E2M1."""
+        """Tell whether the codes are E2M1."""
         return self.block_size > 0
 
 
@@ -71,7 +72,12 @@ STORED_FORMATS = {**MODULE_FORMATS, INT4.name: INT4}  # that a module can be fou
 
 
 class FloatType(NamedTuple):
-    """A type of unquantized weights: a user's word for it, config.json's, bytes an element, largest finite value."""
+    """A type of unquantized weights.
+
+    word         of users for it; config_name: config.json's
+    nbytes       of an element
+    largest      finite value
+    """
 
     word: str
     config_name: str
@@ -87,7 +93,7 @@ FLOAT_TYPES = {  # by safetensors' name
 
 
 def format_named(name: str, known: Mapping[str, Format] = FORMATS) -> Format:
-    """The format of that name; InputError names the known ones."""
+    """Look the format of that name up; InputError names the known ones."""
     if name not in known:
         raise InputError(
             "unknown-format",
@@ -98,7 +104,10 @@ def format_named(name: str, known: Mapping[str, Format] = FORMATS) -> Format:
 
 
 def dtype_named(word: str) -> str:
-    """safetensors' name of a type of unquantized weights, by a user's word; InputError names the known ones."""
+    """Translate a user's word for a float type to safetensors' name.
+
+    Raises InputError, which names the known ones.
+    """
     known = {kind.word: dtype for dtype, kind in FLOAT_TYPES.items()}
     if word not in known:
         raise InputError(
@@ -108,7 +117,10 @@ def dtype_named(word: str) -> str:
 
 
 def check_rule(fmt: Format, rule: str) -> str:
-    """`rule` itself where `fmt` has it; InputError names the rules it has."""
+    """Check that `fmt` has that rule; return it.
+
+    Raises InputError, which names the rules it has.
+    """
     if rule not in fmt.scale_rules:
         known = ", ".join(fmt.scale_rules)
         detail = f"scale rule {rule!r} does not belong to {fmt.name}; expected one of {known}"
@@ -121,7 +133,10 @@ def check_rule(fmt: Format, rule: str) -> str:
 
 
 def kernel_of(fmt: Format, rule: str) -> str:
-    """The kernel for a rule, less its dtype; InputError for a rule of another format."""
+    """Name the kernel for a rule, less its dtype.
+
+    Raises InputError for a rule of another format.
+    """
     is_searched = check_rule(fmt, rule) in ("mse", "four-over-six")
     return (
         f"{'weigh' if rule == IMPORTANCE else 'search' if is_searched else 'quantize'}_{fmt.name}"
@@ -129,11 +144,14 @@ def kernel_of(fmt: Format, rule: str) -> str:
 
 
 def rule_number(fmt: Format, rule: str) -> tuple[int, ...]:
-    """The number of the rule where its kernel has a choice of rules: as in kernels/fp4.h."""
+    """Return the number of a rule where its kernel has a choice.
+
+    As in kernels/fp4.h.
+    """
     is_lone = rule in ("amax", IMPORTANCE) or (rule == "mse" and not fmt.has_global_scale)
     return () if is_lone else (fmt.scale_rules.index(rule),)
 
 
 def global_range(rule: str) -> float:
-    """The amax that a global scale of 1 stands for under a scale rule."""
+    """Return the amax that a global scale of 1 stands for under a rule."""
     return FOUR_OVER_SIX_RANGE if rule == "four-over-six" else GLOBAL_RANGE

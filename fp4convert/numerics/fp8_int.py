@@ -1,7 +1,8 @@
 """Reference arithmetic of FP8 and integer matrices under scales.
 
-All arithmetic is IEEE float32, round to nearest even, one operation at a time, as in codec.py; the kernels give these bytes.
-FP8: OCP 8-bit floating point v1.0 (e4m3fn, e5m2).  Integers: compressed-tensors 0.20, pack-quantized, of 4 and of 8 bits.
+All arithmetic is IEEE float32, round to nearest even, one operation at a time, as in codec.py; the
+kernels give these bytes. FP8: OCP 8-bit floating point v1.0 (e4m3fn, e5m2). Integers:
+compressed-tensors 0.20, pack-quantized, of 4 and of 8 bits.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ FP8_DTYPES: dict[str, np.dtype[np.generic]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """The scales of a matrix, or of some rows of it: one to a block, float32, by block row and block column.
+    """The scales of a matrix, or of some rows of it: one to a block.
 
+    scales     float32, by block row and block column
     block      rows and columns of a block; those at the edges may be cut
     first_row  where the rows in question begin, counted from the first row that `scales` covers
     """
@@ -38,7 +40,10 @@ class Grid:
 
 
 def each_scale(grid: Grid, shape: tuple[int, int]) -> Float32s:
-    """The scale of every element of `shape`, broadcast over a block's columns where it has one block column."""
+    """Return the scale of every element of `shape`.
+
+    Broadcast over a block's columns where it has one block column.
+    """
     rows, columns = (np.arange(size) for size in shape)
     return grid.scales[(rows[:, None] + grid.first_row) // grid.block[0], columns // grid.block[1]]
 
@@ -46,7 +51,10 @@ def each_scale(grid: Grid, shape: tuple[int, int]) -> Float32s:
 def decode_fp8(
     codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3"
 ) -> Float32s:
-    """(rows, columns) float32 values fl(code * scale); NaN codes stay NaN."""
+    """Return (rows, columns) float32 values fl(code * scale).
+
+    NaN codes stay NaN.
+    """
     values = np.frombuffer(codes, FP8_DTYPES[dtype]).reshape(shape).astype(np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return values * each_scale(grid, shape)
@@ -55,12 +63,18 @@ def decode_fp8(
 def amax_fp8(
     codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3"
 ) -> float:
-    """The largest magnitude of decode_fp8's values, exact; not finite where one of them is not."""
+    """Find the largest magnitude of decode_fp8's values, exact.
+
+    Not finite where one of them is not.
+    """
     return float(np.abs(decode_fp8(codes, shape, grid, dtype)).max(initial=0))
 
 
 def unpack_integers(packed: memoryview, shape: tuple[int, int], bits: int) -> Bytes:
-    """(rows, columns) codes 0..2**bits - 1: little-endian int32 items along each row, the first code in the lowest bits."""
+    """Unpack (rows, columns) codes 0..2**bits - 1.
+
+    Little-endian int32 items along each row, the first code in the lowest bits.
+    """
     stored = np.frombuffer(packed, np.uint8).reshape(shape[0], -1)
     if bits == 4:
         stored = np.stack([stored & 15, stored >> 4], axis=-1).reshape(shape[0], -1)
@@ -74,11 +88,14 @@ def decode_integers(
     bits: int = 4,
     zero_points: Float32s | None = None,
 ) -> Float32s:
-    """(rows, columns) float32 values fl((code - 2**(bits - 1) - zero_point) * scale).
+    """Decode integers: (rows, columns) float32.
 
-    packed       rows of whole int32 items, which hold 32 / bits codes each; what a row has beyond its columns is padding
+    fl((code - 2**(bits - 1) - zero_point) * scale)
+    packed       rows of whole int32 items, which hold 32 / bits codes each; what a row has beyond
+                 its columns is padding
     bits         4 or 8
-    zero_points  whole numbers, one to a scale (`read_zero_points`); all 0 where the codes are symmetric
+    zero_points  whole numbers, one to a scale (`read_zero_points`); all 0 where the codes are
+                 symmetric
     """
     integers = unpack_integers(packed, shape, bits).astype(np.float32) - f32(1 << bits - 1)
     if zero_points is not None:
@@ -88,7 +105,10 @@ def decode_integers(
 
 
 def read_zero_points(packed: memoryview, shape: tuple[int, int], bits: int = 4) -> Float32s:
-    """(rows, groups) zero points, which are packed down the columns: an int32 item holds those of 32 / bits rows."""
+    """Read (rows, groups) zero points, packed down the columns.
+
+    An int32 item holds those of 32 / bits rows.
+    """
     rows, groups = shape
     items = np.frombuffer(packed, "<i4").reshape(-1, groups)
     codes = unpack_integers(np.ascontiguousarray(items.T).view(np.uint8).data, (groups, rows), bits)
@@ -96,21 +116,28 @@ def read_zero_points(packed: memoryview, shape: tuple[int, int], bits: int = 4) 
 
 
 def row_amax(x: Matrix) -> Float32s:
-    """The largest magnitude of every row, exact; Inf or NaN where the row holds one."""
+    """Find the largest magnitude of every row, exact.
+
+    Inf or NaN where the row holds one.
+    """
     largest: Float32s = np.abs(as_floats(x)).max(axis=1, initial=0)
     return largest
 
 
 def fp8_scales_of(amax: Float32s) -> Float32s:
-    """What one unit of E4M3 is worth in a tensor or a row of that amax: amax / 448, and 1 where that is 0."""
+    """Compute what one unit of E4M3 is worth under that amax.
+
+    amax / 448 of a tensor or a row, and 1 where that is 0
+    """
     with np.errstate(under="ignore"):
         quotients = np.asarray(amax, np.float32) / f32(E4M3_MAX)
     return np.where(quotients == 0, f32(1), quotients)
 
 
 def quantize_fp8(x: Matrix, weight_scales: Float32s) -> Bytes:
-    """(rows, columns) E4M3 codes of x / weight_scale: half to even, saturating at 448, the sign kept, also of zero.
+    """Encode x / weight_scale as (rows, columns) E4M3 codes.
 
+    Half to even, saturating at 448, the sign kept, also of zero.
     x              finite
     weight_scales  one, or one to a row; of `fp8_scales_of`
     """
@@ -123,8 +150,9 @@ def quantize_fp8(x: Matrix, weight_scales: Float32s) -> Bytes:
 
 
 def through_fp8(x: Float32s, block: tuple[int, int]) -> Float32s:
-    """The values of FP8 codes of x under one scale for each block: fl(e4m3(x / scale) * scale), scale = amax / 448.
+    """Round x to FP8 under one scale for each block; return the values.
 
+    fl(e4m3(x / scale) * scale), scale = amax / 448
     x  (rows, columns), from the first row of a block on; blocks at the edges may be cut
     """
     rows, columns = x.shape
@@ -142,7 +170,7 @@ def through_fp8(x: Float32s, block: tuple[int, int]) -> Float32s:
 
 
 def transpose(stored: Matrix, columns: range) -> Matrix:
-    """Those columns of a stored matrix as rows: the rows of its transpose, or every second of them.
+    """Return columns of a stored matrix as rows of its transpose.
 
     stored  of any dtype of one, two or four bytes an element
     """
@@ -154,6 +182,6 @@ def transpose(stored: Matrix, columns: range) -> Matrix:
 
 
 def to_bf16(values: Float32s) -> memoryview:
-    """The bytes of the values as bf16, half to even; NaN stays NaN."""
+    """Round values to bytes of bf16, half to even; NaN stays NaN."""
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(ml_dtypes.bfloat16).reshape(-1).view(np.uint8).data

@@ -1,6 +1,7 @@
 """Values that hold matrices: Weights, Quantized, Blocks.
 
-Quantized is what every backend makes and every dialect spells; a panel is some whole rows of a matrix.
+Quantized is what every backend makes and every dialect spells; a panel is some whole rows of a
+matrix.
 """
 
 from __future__ import annotations
@@ -27,8 +28,34 @@ class Matrix:
     shape: tuple[int, int]
 
 
-class Weights(Protocol):
-    """A matrix somewhere, fetched by ranges of whole rows, as often as is wanted; equal to another where it is the same one."""
+class RowReader(Protocol):
+    """What reads whole rows.
+
+    A kind of weights replaces a body here where it knows a faster way.
+    """
+
+    def rows(self, first: int, last: int) -> Matrix:
+        """Read rows first..last-1; read-only, valid while their source is open."""
+
+    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
+        """Copy rows first..last-1 into a writable buffer of exactly their size."""
+        buffer[:] = self.rows(first, last).data
+
+    def amaxes(self) -> Iterator[float] | None:
+        """Find amaxes of parts of the whole.
+
+        None where reading rows is as fast.
+        """
+        return None
+
+
+class Weights(RowReader, Protocol):
+    """A matrix somewhere, read by whole rows as often as is wanted.
+
+    Two are equal where they are the same matrix of the same source.
+    dtype and shape stand apart from the bodies: a dataclass would take an inherited property for
+    the default of its field of that name.
+    """
 
     @property
     def dtype(self) -> str: ...
@@ -36,18 +63,9 @@ class Weights(Protocol):
     @property
     def shape(self) -> tuple[int, int]: ...
 
-    def rows(self, first: int, last: int) -> Matrix:
-        """Rows first..last-1, read-only, valid while their source is open."""
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        """Rows first..last-1 into a writable buffer of exactly their size."""
-
-    def amaxes(self) -> Iterator[float] | None:
-        """The largest magnitudes of parts that make up the whole, where they are found sooner than rows are."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InMemory:
+class InMemory(RowReader):
     """Weights that are in memory already."""
 
     matrix: Matrix
@@ -68,15 +86,9 @@ class InMemory:
             (last - first, self.shape[1]),
         )
 
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
-
 
 class Compared(NamedTuple):
-    """What rows of codes have lost: error_sums.py says what the numbers are.
+    """What rows of codes have lost; error_sums.py explains the numbers.
 
     rows    float64 (rows, ROW_SUMS)
     counts  int64 (CODES): how often each code occurs; empty where codes have more bits
@@ -88,12 +100,14 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """One matrix, or some whole rows of one, in canonical form: row-major, low nibble first, linear scales.
+    """One matrix, or some whole rows of one, in canonical form.
 
+    Row-major, low nibble first, linear scales.
     packed        rows * columns / 2 bytes; element 2i in bits 0-3, element 2i+1 in bits 4-7
     block_scales  rows * columns / block_size bytes, E4M3 or E8M0
     global_scale  the stored float32, as an exact Python float; None where the format has none
-    kind          how that float is meant: value = code * block_scale * multiplier, or code * block_scale / divisor
+    kind          how that float is meant: value = code * block_scale * multiplier, or code *
+                  block_scale / divisor
     compared      with the weights that they were made of, where that was done
     """
 
@@ -106,12 +120,12 @@ class Quantized:
     compared: Compared | None = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Copied and pickled with its bytes, but without `compared`."""
+        """Copy and pickle with the bytes, but without `compared`."""
         bits = bytes(self.packed), bytes(self.block_scales)
         return _revived, (self.format.name, self.shape, bits, self.global_scale, self.kind)
 
     def rows(self, first: int, last: int) -> Quantized:
-        """Rows first..last-1, sharing the same bytes."""
+        """Return rows first..last-1, sharing the same bytes."""
         columns = self.shape[1]
         packed = self.packed[first * columns // 2 : last * columns // 2]
         scales_per_row = columns // self.format.block_size
@@ -150,7 +164,10 @@ def _revived(
 
 
 class Blocks(Protocol):
-    """A four-bit matrix somewhere, fetched by ranges of whole rows, as often as is wanted; a Quantized is one."""
+    """A four-bit matrix somewhere, read by whole rows.
+
+    As often as is wanted; a Quantized is one.
+    """
 
     @property
     def format(self) -> Format: ...
@@ -165,10 +182,13 @@ class Blocks(Protocol):
     def kind(self) -> Kind: ...
 
     def rows(self, first: int, last: int) -> Quantized:
-        """Rows first..last-1 in canonical form."""
+        """Read rows first..last-1 in canonical form."""
 
     def scales(self, first: int, last: int) -> memoryview:
-        """The block scales of rows first..last-1, linear, without their codes where these lie elsewhere."""
+        """Read the block scales of rows first..last-1, linear.
+
+        Without their codes where these lie elsewhere.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +246,10 @@ class Fetched:
 
 
 def row_panels(shape: tuple[int, int], elements: int = PANEL_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of ranges of whole rows, of about `elements` elements each."""
+    """Cut a matrix into ranges of whole rows, (first, last + 1).
+
+    elements  of each range, about
+    """
     rows, columns = shape
     height = max(1, elements // columns)
     return ((first, min(first + height, rows)) for first in range(0, rows, height))

@@ -1,8 +1,9 @@
 """Turn MXFP4 blocks into NVFP4 blocks of the same values.
 
-A global scale of 2^k turns an MXFP4 block scale of 2^e into the E4M3 value 2^(e - k), twice, for NVFP4 blocks are half as long.
-E4M3 holds the powers from 2^-9 to 2^8, so k = e - 8 for the largest e of a scale group leaves room for 18 of them; the codes of
-blocks below are rounded again, half to even, under 2^-9.  Source: OCP MX v1.0; ModelOpt 0.47 casts gpt-oss in this way.
+A global scale of 2^k turns an MXFP4 block scale of 2^e into the E4M3 value 2^(e - k), twice, for
+NVFP4 blocks are half as long. E4M3 holds the powers from 2^-9 to 2^8, so k = e - 8 for the largest
+e of a scale group leaves room for 18 of them; the codes of blocks below are rounded again, half to
+even, under 2^-9. Source: OCP MX v1.0; ModelOpt 0.47 casts gpt-oss in this way.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Recast(NamedTuple):
 
 
 def largest_exponent(q: Quantized) -> int:
-    """The largest e of the MXFP4 block scales 2^e that scale a value other than zero; NOTHING where none does.
+    """Find the largest e of block scales 2^e that scale a value.
 
+    A value other than zero; NOTHING where none does.
     Raises NumericError where a scale is NaN, which E4M3 with a global scale of 2^k has no place for
     """
     exponents = _exponents(q)
@@ -42,39 +44,38 @@ def largest_exponent(q: Quantized) -> int:
 
 
 def global_exponent(largest: int) -> int:
-    """k of the global scale 2^k for a scale group whose largest exponent this is."""
+    """Return k of the global scale 2^k for a scale group.
+
+    largest  exponent of the group
+    """
     return max(largest - HIGHEST, -126) if largest > NOTHING else 0
 
 
 def recast(q: Quantized, exponent: int) -> Recast:
-    """Rows of MXFP4 as NVFP4 under the global scale 2^exponent, a multiplier."""
+    """Convert rows of MXFP4 to NVFP4 under the multiplier 2^exponent."""
+    rows, columns = q.shape
     has_values = _has_values(q)
     powers = np.where(has_values, _exponents(q) - exponent, 0)
-    low = powers < LOWEST
-    packed, lost_blocks = _rounded(q, low, powers) if low.any() else (q.packed, 0)
-    stored = np.where(has_values, _power_of_two(np.maximum(powers, LOWEST)), ONE).astype(np.uint8)
+    # E4M3 bytes of 2^power; below 2^-6 they are subnormal, and there are none below LOWEST
+    held = np.maximum(powers, LOWEST)
+    scales = np.where(held >= -6, (held + 7) << 3, 1 << np.maximum(held - LOWEST, 0))
+    stored = np.where(has_values, scales, ONE).astype(np.uint8)
     block_scales = np.repeat(stored, MXFP4.block_size // NVFP4.block_size, axis=-1)
+    packed, lost_blocks = q.packed, 0
+    low = powers < LOWEST
+    if low.any():  # the codes of these blocks are rounded under the lowest power
+        codes = unpack(np.frombuffer(q.packed, np.uint8).reshape(rows, -1))
+        codes = codes.reshape(rows, -1, MXFP4.block_size).copy()
+        shifts = (powers[low] - LOWEST)[:, None]
+        values = np.ldexp(decode_e2m1(codes[low]).astype(np.float64), shifts)
+        # what is lost on the way to float32 is far below 0.25
+        magnitudes = encode_e2m1(np.abs(values).astype(np.float32))
+        rounded = np.where(codes[low] == 0, 0, magnitudes | (codes[low] & 8)).astype(np.uint8)
+        codes[low] = rounded
+        lost_blocks = int((~(decode_e2m1(rounded) == values).all(axis=-1)).sum())
+        packed = pack(codes.reshape(rows, columns)).ravel().data
     made = Quantized(NVFP4, q.shape, packed, block_scales.ravel().data, 2.0**exponent)
     return Recast(made, low.size - lost_blocks)
-
-
-def _rounded(
-    q: Quantized, low: NDArray[np.bool_], powers: NDArray[np.int64]
-) -> tuple[memoryview, int]:
-    """The packed codes with those of low blocks rounded under the lowest power; how many of these blocks lost a value."""
-    rows, columns = q.shape
-    codes = unpack(np.frombuffer(q.packed, np.uint8).reshape(rows, -1)).reshape(
-        rows, -1, MXFP4.block_size
-    )
-    values = np.ldexp(decode_e2m1(codes[low]).astype(np.float64), (powers[low] - LOWEST)[:, None])
-    magnitudes = encode_e2m1(
-        np.abs(values).astype(np.float32)
-    )  # what is lost on the way to float32 is far below 0.25
-    rounded = np.where(codes[low] == 0, 0, magnitudes | (codes[low] & 8)).astype(np.uint8)
-    codes = codes.copy()
-    codes[low] = rounded
-    is_kept = (decode_e2m1(rounded) == values).all(axis=-1)
-    return pack(codes.reshape(rows, columns)).ravel().data, int((~is_kept).sum())
 
 
 def _exponents(q: Quantized) -> NDArray[np.int64]:
@@ -82,12 +83,7 @@ def _exponents(q: Quantized) -> NDArray[np.int64]:
 
 
 def _has_values(q: Quantized) -> NDArray[np.bool_]:
-    """Per block, whether a code is other than zero."""
+    """Tell for each block whether a code is other than zero."""
     packed = np.frombuffer(q.packed, np.uint8).reshape(q.shape[0], -1, MXFP4.block_size // 2)
     has_values: NDArray[np.bool_] = (packed & 0x77 != 0).any(axis=-1)
     return has_values
-
-
-def _power_of_two(powers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """E4M3 bytes of 2^power, LOWEST..HIGHEST; below 2^-6 they are subnormal."""
-    return np.where(powers >= -6, (powers + 7) << 3, 1 << np.maximum(powers - LOWEST, 0))

@@ -1,18 +1,21 @@
 """Orders of block scales (linear, swizzled), and of nibbles.
 
-An order cuts the (rows, blocks of a row) matrix of scale bytes into tiles and stores its axes in another sequence:
+An order cuts the (rows, blocks of a row) matrix of scale bytes into tiles and stores its axes in
+another sequence:
 
   linear     [row][block]
-  128x4      [row / 128][block / 4][row % 32][row / 32 % 4][block % 4]   CUTLASS, cuBLAS, FlashInfer, vLLM
+  128x4      [row / 128][block / 4][row % 32][row / 32 % 4][block % 4] CUTLASS, cuBLAS, FlashInfer,
+             vLLM
   8x4        [row / 8][block / 4][row % 8][block % 4]                    TensorRT-LLM, FlashInfer
-  deepgemm   [block / 4][row][block % 4]                                 DeepGEMM: four bytes to an int32, MN-major
+  deepgemm   [block / 4][row][block % 4] DeepGEMM: four bytes to an int32, MN-major
   k_major    [block][row]
 
-and is padded with zeros to whole tiles.  Two more layouts hold codes and scales in one tensor: interleaved (for every block its
-codes, then its scale) and appended (all codes, then all scales).
+and is padded with zeros to whole tiles. Two more layouts hold codes and scales in one tensor:
+interleaved (for every block its codes, then its scale) and appended (all codes, then all scales).
 
-Sources: NVIDIA cuBLAS documentation, "1D block scaling factors layout" (128x4); FlashInfer, get_sf_out_offset_8x4; DeepGEMM,
-get_mn_major_tma_aligned_packed_ue8m0_tensor.  This module knows bytes; which tensor holds them is a dialect's business.
+Sources: NVIDIA cuBLAS documentation, "1D block scaling factors layout" (128x4); FlashInfer,
+get_sf_out_offset_8x4; DeepGEMM, get_mn_major_tma_aligned_packed_ue8m0_tensor. This module knows
+bytes; which tensor holds them is a dialect's business.
 """
 
 from __future__ import annotations
@@ -30,8 +33,10 @@ from fp4convert.numerics.matrices import Blocks, row_panels
 class Layout:
     """One order of scale bytes.
 
-    rows, blocks  factors that a row's and a block's index are split into, slowest first, below what is left of it
-    order         the axes (what is left of rows, their factors, what is left of blocks, theirs) as they are stored, slowest first
+    rows, blocks  factors that a row's and a block's index are split into, slowest first, below what
+                  is left of it
+    order         the axes (what is left of rows, their factors, what is left of blocks, theirs) as
+                  they are stored, slowest first
     padding       rows and blocks are padded to multiples of these
     """
 
@@ -42,7 +47,7 @@ class Layout:
     padding: tuple[int, int]
 
     def padded(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """The shape with its padding."""
+        """Return the shape with its padding."""
         rows, blocks = (
             -(-size // multiple) * multiple
             for size, multiple in zip(shape, self.padding, strict=True)
@@ -50,7 +55,7 @@ class Layout:
         return rows, blocks
 
     def arrange(self, block_scales: memoryview, shape: tuple[int, int]) -> memoryview:
-        """(rows, blocks) linear bytes -> the stored bytes, with their padding."""
+        """Arrange (rows, blocks) linear bytes as stored, with their padding."""
         import numpy as np
 
         padded = np.zeros(self.padded(shape), np.uint8)
@@ -59,12 +64,18 @@ class Layout:
         return np.ascontiguousarray(axes).reshape(-1).data
 
     def restore(self, stored: memoryview, shape: tuple[int, int]) -> memoryview:
-        """The linear bytes of (rows, blocks) behind what `arrange` stored; raises InputError where their number is not that."""
+        """Restore the linear bytes of (rows, blocks) that `arrange` stored.
+
+        Raises InputError where their number is not that.
+        """
         import numpy as np
 
         padded = self.padded(shape)
         if stored.nbytes != math.prod(padded):
-            detail = f"{stored.nbytes} scale bytes; expected {math.prod(padded)}, as {self.name} has them for {shape[0]} x {shape[1]}"
+            detail = (
+                f"{stored.nbytes} scale bytes; expected {math.prod(padded)}, as {self.name} has"
+                f" them for {shape[0]} x {shape[1]}"
+            )
             raise InputError("scale-layout", detail)
         split = self._split(padded)
         tiles = np.frombuffer(stored, np.uint8).reshape([split[axis] for axis in self.order])
@@ -74,7 +85,10 @@ class Layout:
     def restore_lazily(
         self, read: Callable[[], memoryview], shape: tuple[int, int]
     ) -> Callable[[int, int], memoryview]:
-        """A function (first, last + 1) -> linear bytes of whole rows, which restores them all when first asked."""
+        """Return a function that reads linear bytes of rows (first, last + 1).
+
+        It restores them all when it is first asked.
+        """
         linear = cache(lambda: self.restore(read(), shape))
         return lambda first, last: linear()[first * shape[1] : last * shape[1]]
 
@@ -103,7 +117,7 @@ SCALE_LAYOUTS = (*LAYOUTS, "interleaved", "appended")  # all that a user can ask
 
 
 def arrange_scales(q: Blocks, layout: Layout) -> memoryview:
-    """All block scales of a matrix in that order, with their padding."""
+    """Arrange all block scales of a matrix, with their padding."""
     linear = b"".join(q.scales(first, last) for first, last in row_panels(q.shape))
     return layout.arrange(memoryview(linear), (q.shape[0], q.shape[1] // q.format.block_size))
 
@@ -112,7 +126,7 @@ _SWAPPED = bytes(byte >> 4 | (byte & 15) << 4 for byte in range(256))
 
 
 def interleave(*parts: tuple[memoryview, int]) -> memoryview:
-    """Runs of so many bytes of each part in turn."""
+    """Interleave parts: runs of so many bytes of each in turn."""
     import numpy as np
 
     return (
@@ -125,7 +139,7 @@ def interleave(*parts: tuple[memoryview, int]) -> memoryview:
 
 
 def split_runs(interleaved: memoryview, *sizes: int) -> list[memoryview]:
-    """The parts that `interleave` joined, of runs of so many bytes."""
+    """Split what `interleave` joined, of runs of so many bytes."""
     import numpy as np
 
     runs = np.frombuffer(interleaved, np.uint8).reshape(-1, sum(sizes))
@@ -137,12 +151,15 @@ def split_runs(interleaved: memoryview, *sizes: int) -> list[memoryview]:
 
 
 def swap_nibbles(packed: memoryview) -> memoryview:
-    """Bytes whose bits 0-3 and 4-7 have changed places."""
+    """Swap bits 0-3 and 4-7 of each byte."""
     return memoryview(bytes(packed).translate(_SWAPPED))
 
 
 def to_halves(packed: memoryview, nbytes: int) -> memoryview:
-    """Pairs of neighbours -> runs of `nbytes` bytes, the first half of a run's codes in bits 0-3, the second in bits 4-7."""
+    """Rearrange pairs of neighbours as runs of `nbytes` bytes.
+
+    The first half of a run's codes lies in bits 0-3, the second in bits 4-7.
+    """
     import numpy as np
 
     pairs = np.frombuffer(packed, np.uint8).reshape(-1, nbytes)
@@ -151,7 +168,7 @@ def to_halves(packed: memoryview, nbytes: int) -> memoryview:
 
 
 def from_halves(halves: memoryview, nbytes: int) -> memoryview:
-    """What `to_halves` made them from."""
+    """Rearrange what `to_halves` made as it was before."""
     import numpy as np
 
     stored = np.frombuffer(halves, np.uint8).reshape(-1, nbytes)

@@ -1,7 +1,8 @@
 """Choose the static scale of each module's activations.
 
-Engines divide activations by such a scale before they round them: what is larger than its range is cut off, which costs most
-of a model's quality, while a scale that is larger than it must be costs next to nothing.  A scale here is a multiplier,
+Engines divide activations by such a scale before they round them: what is larger than its range is
+cut off, which costs most of a model's quality, while a scale that is larger than it must be costs
+next to nothing. A scale here is a multiplier,
 amax / 2688 for NVFP4 and amax / 448 for FP8; dialects spell it as their engines want it.
 Everything is read when a plan is made: scalars of an artifact, or of a calibration file.
 """
@@ -19,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from fp4convert.calibration.statistics import FORMAT, Calibration, open_calibration
 from fp4convert.checkpoint.artifact import Artifact, open_artifact
-from fp4convert.checkpoint.dialects.forms import ACTIVATIONS_FP4, Form
+from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import E4M3_MAX, GLOBAL_RANGE, Format
@@ -52,10 +53,10 @@ class InputScales(Protocol):
 
     @property
     def origin(self) -> str:
-        """What a person calls it."""
+        """Name it for a person."""
 
     def find(self, fed: Fed) -> float | None:
-        """The input scale of that module; None where it has none."""
+        """Find the input scale of a module; None where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,15 @@ class Constant:
         return None if fed.has_own else 1.0
 
 
+UNIT_SCALE = Constant(1.0)  # as NVIDIA has them where no calibration says more
+
+
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Those of another artifact of the same model, in whatever dialect; each is read once, however often a plan is made."""
+    """Scales of another artifact of the same model, in any dialect.
+
+    Each is read once, however often a plan is made.
+    """
 
     artifact: Artifact
     origin: str
@@ -94,27 +101,22 @@ class Copied:
             raise InputError(
                 "input-scale-model", detail, "Give an artifact of the same model.", module
             )
-        if module not in self._read:
-            self._read[module] = (
-                artifact.input_scale(module) if module in artifact.modules else self._of_fp8(module)
-            )
-        stored = self._read[module]
-        return (
-            None
-            if stored is None
-            else stored * (range_of(packed.form.format) / range_of(fed.form.format))
-        )
-
-    def _of_fp8(self, module: str) -> float | None:
-        table = self.artifact.spelling.TRAITS.fp8
-        ref = (
-            self.artifact.tensors.get(f"{module}{table.input_scale}")
-            if table and table.input_scale
-            else None
-        )
-        if ref is None or ref.dtype != "F32" or ref.elements != 1:
+        if module in self._read:
+            stored = self._read[module]
+        elif module in artifact.modules:
+            stored = artifact.input_scale(module)
+        else:  # of eight bits, whose scale is a tensor of its own
+            table = artifact.spelling.TRAITS.fp8
+            name = f"{module}{table.input_scale}" if table and table.input_scale else ""
+            ref = artifact.tensors.get(name)
+            stored = None
+            if ref and ref.dtype == "F32" and ref.elements == 1:
+                data = artifact.source.read_range(ref, 0, ref.nbytes)
+                stored = float(struct.unpack("<f", data)[0])
+        self._read[module] = stored
+        if stored is None:
             return None
-        return float(struct.unpack("<f", self.artifact.source.read_range(ref, 0, ref.nbytes))[0])
+        return stored * (range_of(packed.form.format) / range_of(fed.form.format))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,54 +135,59 @@ class Measured:
         self.calibration.check_inputs(fed.module)
         amax = self.calibration.amax(fed.module)
         if amax == 0:
-            detail = f"{self.origin}: {fed.module} was given nothing but zeros, or no token at all; a scale needs a largest input"
-            next_step = f"Calibrate with more text, leave it out (--exclude {fed.module!r}), or give one scale for all: {OPTION} 1."
+            detail = (
+                f"{self.origin}: {fed.module} was given nothing but zeros, or no token at all; a"
+                " scale needs a largest input"
+            )
+            next_step = (
+                f"Calibrate with more text, leave it out (--exclude {fed.module!r}), or give one"
+                f" scale for all: {OPTION} 1."
+            )
             raise InputError("input-scale-zero", detail, next_step, fed.module)
         return amax / range_of(fed.form.format)
 
 
 def range_of(fmt: Format) -> float:
-    """The largest input that a scale of 1 stands for."""
+    """Return the largest input that a scale of 1 stands for."""
     return GLOBAL_RANGE if fmt.is_fp4 else E4M3_MAX
 
 
-def choose_scales(
-    source: Source,
-    fmt: Format,
-    activations: int,
-    asked: str | float | None,
-    measured: Measured | None,
-) -> InputScales:
-    """What says the input scales of a conversion: what is asked for, else a calibration, else 1.0, as NVIDIA does without one.
+def choose_scales(source: Source, form: Form, asked: str | float) -> InputScales:
+    """Open what is asked to say the input scales of a conversion.
 
-    source       of the weights
-    activations  16 or 4
-    asked        a number, or an artifact's folder, file or repository, or another calibration file
-    measured     of a calibration file, where there is one
-    Raises       InputError where these do not go together, nothing of that name can be opened, or it is of another model
+    source  of the weights
+    form    of most modules
+    asked   a number, or an artifact's folder, file or repository, or a calibration file
+    Raises  InputError where these do not go together, nothing of that name can be opened, or it is
+            of another model
     """
-    if activations not in (16, ACTIVATIONS_FP4):
+    if not form.has_input_scale:
+        detail = f"{OPTION} means nothing for {form.format.name}"
         raise InputError(
-            "bad-activations",
-            f"--activations {activations} is not known; expected 16 or 4",
-            "Leave it out for 16.",
-        )
-    if asked is None:
-        return measured or Constant(1.0)
-    if not Form(fmt, activations).has_input_scale:
-        detail = f"{OPTION} means nothing for {fmt.name} with {activations}-bit activations"
-        raise InputError(
-            "bad-input-scale", f"{detail}; it is for nvfp4 with --activations 4", "Leave it out."
+            "bad-input-scale",
+            (
+                f"{detail} with {form.activations}-bit activations; it is for nvfp4 with"
+                " --activations 4"
+            ),
+            "Leave it out.",
         )
     number = _number_in(asked)
     if number is None:
-        return (
-            _measured(source, str(asked))
-            if _is_calibration(str(asked))
-            else Copied(_open(str(asked)), f"{OPTION} {asked}")
-        )
+        try:
+            with open(str(asked), "rb") as stream:
+                is_calibration = FORMAT.encode() in stream.read(HEAD_NBYTES)
+        except OSError:
+            is_calibration = False  # a folder, a name on the Hub, or what opening it tells
+        if not is_calibration:
+            return Copied(_open(str(asked)), f"{OPTION} {asked}")
+        calibration = open_calibration(str(asked))
+        calibration.check(source)
+        return Measured(calibration)
     if not SMALLEST <= number <= 1 / SMALLEST:
-        detail = f"{OPTION} {number:g}; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}, or a file or folder"
+        detail = (
+            f"{OPTION} {number:g}; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}, or a"
+            " file or folder"
+        )
         raise InputError(
             "bad-input-scale",
             detail,
@@ -197,28 +204,13 @@ def _number_in(asked: str | float) -> float | None:
 
 
 def whole_reference(asked: str | float | None) -> str | float | None:
-    """What is asked for as it means the same in any folder: a path from the root on."""
+    """Make a path absolute; leave numbers and names as they are."""
     is_path = asked is not None and _number_in(asked) is None and os.path.exists(str(asked))
     return os.path.abspath(str(asked)) if is_path else asked
 
 
-def _is_calibration(path: str) -> bool:
-    """True for a file whose head says that it is one."""
-    try:
-        with open(path, "rb") as stream:
-            return FORMAT.encode() in stream.read(HEAD_NBYTES)
-    except OSError:
-        return False  # a folder, a name on the Hub, or what opening it as an artifact tells
-
-
-def _measured(source: Source, path: str) -> Measured:
-    calibration = open_calibration(path)
-    calibration.check(source)
-    return Measured(calibration)
-
-
 def _open(reference: str) -> Artifact:
-    """The artifact whose scales are asked for."""
+    """Open the artifact whose scales are asked for."""
     is_path = os.path.exists(reference)
     try:
         artifact = open_artifact(reference)
@@ -231,7 +223,10 @@ def _open(reference: str) -> Artifact:
             error.tensor,
         ) from None
     if folds_recorded(artifact.record):
-        detail = f"{OPTION} {reference}: it was made by --method {artifact.record.get('method')}, so its scales fit inputs that norms"
+        detail = (
+            f"{OPTION} {reference}: it was made by --method {artifact.record.get('method')}, so"
+            " its scales fit inputs that norms"
+        )
         next_step = "Give an artifact without folds, or the calibration file that it was made with."
         raise InputError(
             "input-scale-folded",
@@ -242,49 +237,52 @@ def _open(reference: str) -> Artifact:
 
 
 def scales_of(fed: Sequence[Fed], scales: InputScales) -> tuple[dict[str, float], list[str]]:
-    """The input scale of every module, one for all members of a scale group, and what a person should know of them.
+    """Find the input scale of every module, and what a person should know.
 
-    Modules whose own scale stays are not in it.
-    Raises  InputError for modules without one, and for one that is no positive number of a sensible size
+    One for all members of a scale group; modules whose own scale stays are left out.
+    Raises  InputError for modules without one, and for one that is no positive number of a sensible
+            size
     """
     found: dict[str, float] = {}
     missing: list[str] = []
-    for one, value in zip(fed, _values(fed, scales), strict=True):
-        if value is not None:
-            found[one.module] = _checked(value, one, scales)
-        elif not one.has_own:
-            missing.append(one.module)
-    if missing:
-        detail = f"{scales.origin} has no input scale for {len(missing)} of {len(fed)} modules, the first {missing[0]!r}"
-        next_step = f"Give an artifact or a calibration of this model with all of them, or one number for all: {OPTION} 1."
-        raise InputError(
-            "input-scale-missing", f"{detail}; expected one for each", next_step, missing[0]
-        )
-    return _shared(fed, found, scales)
-
-
-def _values(fed: Sequence[Fed], scales: InputScales) -> Iterable[float | None]:
-    """What it knows of each; asked side by side where every answer takes its time."""
     source = scales.artifact.source if isinstance(scales, Copied) else None
-    if source is None or not source.is_streamed:
-        return map(scales.find, fed)
-    with ThreadPoolExecutor(REQUESTS) as pool, stopping(source):
-        return list(pool.map(scales.find, fed))
+    if source and source.is_streamed:  # side by side, for every answer takes its time
+        with ThreadPoolExecutor(REQUESTS) as pool, stopping(source):
+            values = list(pool.map(scales.find, fed))
+    else:
+        values = list(map(scales.find, fed))
+    for one, value in zip(fed, values, strict=True):
+        if value is None:
+            missing += [] if one.has_own else [one.module]
+        elif SMALLEST <= value <= 1 / SMALLEST and math.isfinite(value):
+            found[one.module] = value
+        else:
+            detail = (
+                f"{scales.origin}: the input scale of {one.module} is {value:g} as a multiplier;"
+                f" expected a number from {SMALLEST:g} to {1 / SMALLEST:g}"
+            )
+            next_step = f"Give another artifact or calibration, or one number for all: {OPTION} 1."
+            raise InputError("bad-input-scale", detail, next_step, one.module)
+    if missing:
+        detail = (
+            f"{scales.origin} has no input scale for {len(missing)} of {len(fed)} modules, the"
+            f" first {missing[0]!r}; expected one for each"
+        )
+        next_step = (
+            "Give an artifact or a calibration of this model with all of them, or one number for"
+            f" all: {OPTION} 1."
+        )
+        raise InputError("input-scale-missing", detail, next_step, missing[0])
+    return _share_scales(fed, found, scales)
 
 
-def _checked(value: float, fed: Fed, scales: InputScales) -> float:
-    if SMALLEST <= value <= 1 / SMALLEST and math.isfinite(value):
-        return value
-    found = f"{scales.origin}: the input scale of {fed.module} is {value:g} as a multiplier"
-    detail = f"{found}; expected a number from {SMALLEST:g} to {1 / SMALLEST:g}"
-    next_step = f"Give another artifact or calibration, or one number for all: {OPTION} 1."
-    raise InputError("bad-input-scale", detail, next_step, fed.module)
-
-
-def _shared(
+def _share_scales(
     fed: Iterable[Fed], found: Mapping[str, float], scales: InputScales
 ) -> tuple[dict[str, float], list[str]]:
-    """The same, but that members of a scale group have the largest of theirs: engines that fuse them use only one."""
+    """Give members of a scale group the largest of their scales.
+
+    Engines that fuse them use only one. Returns the scales, and notes.
+    """
     groups: dict[tuple[ScaleGroup, str], list[str]] = defaultdict(list)
     for one in fed:
         if one.group and one.module in found:
@@ -297,16 +295,15 @@ def _shared(
         shared |= dict.fromkeys(modules, largest)
     if not uneven:
         return shared, []
-    told = f"{len(uneven)} scale groups have members with different input scales in {scales.origin}, the first {uneven[0]}"
-    return shared, [f"{told}; engines use one for all of them, so each gets the largest"]
+    detail = (
+        f"{len(uneven)} scale groups have members with different input scales in {scales.origin},"
+        f" the first {uneven[0]}"
+    )
+    return shared, [f"{detail}; engines use one for all of them, so each gets the largest"]
 
 
-def find_small(
-    fed: Iterable[Fed], shared: Mapping[str, float], measured: Measured | None
-) -> list[str]:
-    """A warning where scales do not reach the largest inputs that a calibration saw."""
-    if measured is None:
-        return []
+def find_small(fed: Iterable[Fed], shared: Mapping[str, float], measured: Measured) -> list[str]:
+    """Warn of scales that do not reach the largest inputs seen."""
     cut = []
     for one in fed:
         reach = shared.get(one.module, math.inf) * range_of(one.form.format)
@@ -317,7 +314,13 @@ def find_small(
     if not cut:
         return []
     _, module, reach, amax = max(cut)
-    detail = f"input scales of {len(cut)} modules are smaller than {measured.origin} asks for: that of {module} reaches {reach:g}"
+    detail = (
+        f"input scales of {len(cut)} modules are smaller than {measured.origin} asks for: that of"
+        f" {module} reaches {reach:g}"
+    )
     return [
-        f"{detail}, where an input of {amax:g} was seen; what is larger is cut off, which costs most quality"
+        (
+            f"{detail}, where an input of {amax:g} was seen; what is larger is cut off, which"
+            " costs most quality"
+        )
     ]

@@ -7,19 +7,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fp4convert.calibration.methods.scaled_weights import foldings_of
 from fp4convert.checkpoint.dialects.base import Dialect
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.target_forms import check_forms, module_form
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.checkpoint.encodings.fp4 import FourBit
-from fp4convert.checkpoint.encodings.fp8 import Fp8
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import FP8, MXFP4, NVFP4, Format
 from fp4convert.planning.steps import Action
 from fp4convert.recipes.patterns import matches_any
-from fp4convert.recipes.recipe import Recipe, ScaleGroup, gather_groups
+from fp4convert.recipes.recipe import Recipe, ScaleGroup, gather_groups, scale_groups
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 
 NAME_SOME = (
@@ -28,8 +25,9 @@ NAME_SOME = (
 
 
 class Verdict(NamedTuple):
-    """What one linear layer becomes; a tuple, for there are as many as modules and a frozen dataclass takes longer to make.
+    """What one linear layer becomes.
 
+    A tuple, for there are as many as modules and a frozen dataclass takes longer to make.
     form   that it has in the result; None where that is an ordinary tensor
     group  its scale group; None where it has its scale to itself
     stays  it keeps its form, which is no ordinary tensor's
@@ -48,10 +46,11 @@ class Verdict(NamedTuple):
 
 
 def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verdict]:
-    """The verdict on every linear layer, by module, in the order of the source.
+    """Decide what becomes of every linear layer.
 
-    Raises InputError for stacks of experts that would be quantized if anybody told how they are stored, and for forms that the
-    dialect cannot hold beside each other
+    By module, in the order of the source. Raises InputError for stacks of experts that would be
+    quantized if anybody told how they are stored, and for forms that the dialect cannot hold beside
+    each other
     """
     for stack in linears.unruled:
         _check_kept(stack, recipe)
@@ -60,23 +59,22 @@ def decide(linears: Linears, recipe: Recipe, dialect: Dialect) -> dict[str, Verd
     check_forms(recipe.target, forms)
     if forms and not any(form.format.is_fp4 for form in forms):
         words = " and ".join(form.word for form in dict.fromkeys(forms))
-        detail = f"the recipe makes {words} of every module and {recipe.target.format} of none; expected modules of four bits"
+        detail = (
+            f"the recipe makes {words} of every module and {recipe.target.format} of none;"
+            " expected modules of four bits"
+        )
         raise InputError(
             "no-four-bit", detail, "Leave some modules out of the recipe's [[format]] rows."
         )
-    return _agreed(verdicts)
+    return _unite_groups(verdicts)
 
 
 def judge_each(
     linears: Mapping[str, Linear], recipe: Recipe, dialect: Dialect
 ) -> dict[str, Verdict]:
-    """The verdict on each of these linear layers by itself, by module, whatever the others become."""
+    """Decide on each of these linear layers, whatever the others become."""
     forms = {name: module_form(recipe.target, name) for name in recipe.module_formats}
-    groups = {
-        module: group
-        for group, modules in gather_groups(linears, recipe.groups).items()
-        for module in modules
-    }
+    groups = scale_groups(linears, recipe.groups)
     judge = _Judge(recipe, dialect, forms, groups, recipe.pick_doubtful(linears))
     return {module: judge.verdict(linear) for module, linear in linears.items()}
 
@@ -87,7 +85,8 @@ class _Judge:
 
     forms    of the modules that become each format
     groups   of the modules whose name is that of a member
-    doubtful the modules that there may be a reason to keep, which the recipe is asked about one by one
+    doubtful the modules that there may be a reason to keep, which the recipe is asked about one by
+    one
     """
 
     recipe: Recipe
@@ -115,7 +114,7 @@ class _Judge:
         group = self.groups.get(linear.module) if fmt.has_global_scale else None
         own = (
             linear.coding.form_kept(linear, self.recipe.target)
-            if fmt is FP8 and isinstance(linear.coding, Fp8)
+            if fmt is FP8 and linear.coding.format is FP8
             else None
         )
         if own and not self.dialect.unfit(linear.module, linear.shape, own):
@@ -132,7 +131,10 @@ class _Judge:
         return Verdict(linear, "quantize", _origin(linear), form, group)
 
     def _reason_to_keep(self, linear: Linear) -> str | None:
-        """Why it stays, or None; --exclude and --include may name the stack that it is in, too."""
+        """Say why it stays; None where it does not.
+
+        --exclude and --include may name the stack that it is in, too.
+        """
         stack = linear.stack.name.removesuffix(WEIGHT) if linear.stack else ""
         if stack and (
             matches_any(self.recipe.exclude, stack) or matches_any(self.recipe.include, stack)
@@ -141,28 +143,31 @@ class _Judge:
         return self.recipe.reason_to_keep(linear.module) if linear.module in self.doubtful else None
 
     def _stays(self, linear: Linear, action: Action, reason: str) -> Verdict:
-        """As it is; what is packed becomes bf16, for no engine would know what it was, or stays packed where that is wanted."""
+        """Keep a linear layer; what is packed becomes bf16, or stays packed.
+
+        It becomes bf16 because no engine would know what it was.
+        """
+        word = linear.coding.word
         if not linear.coding.is_packed:
             return Verdict(linear, action, reason)
-        if self.recipe.keeps_packed:
-            return self._stays_packed(linear, reason)
-        return Verdict(linear, "dequantize", f"{reason}; {linear.coding.word} becomes bf16")
-
-    def _stays_packed(self, linear: Linear, reason: str) -> Verdict:
+        if not self.recipe.keeps_packed:
+            return Verdict(linear, "dequantize", f"{reason}; {word} becomes bf16")
         form = linear.coding.form_kept(linear, self.recipe.target)
         if form is None or (unfit := self.dialect.unfit(linear.module, linear.shape, form)):
-            detail = f"{linear.name} stays, and dialect {self.recipe.target.dialect} cannot hold {linear.coding.word}"
+            detail = (
+                f"{linear.name} stays, and dialect {self.recipe.target.dialect} cannot hold {word}"
+            )
             next_step = "Leave --keep-packed out, and it becomes bf16; or choose another --dialect."
             raise InputError(
                 "dialect-mixed", f"{detail} ({unfit})" if form else detail, next_step, linear.name
             )
-        action: Action = "transcode" if form.format.is_fp4 else "copy"
-        return Verdict(linear, action, f"{reason}; it stays {linear.coding.word}", form, stays=True)
+        action = "transcode" if form.format.is_fp4 else "copy"
+        return Verdict(linear, action, f"{reason}; it stays {word}", form, stays=True)
 
     def _carried(self, linear: Linear, fmt: Format) -> str:
-        """Why its blocks are taken over as they are, or with a power of two; "" where they are not."""
+        """Say why its blocks are taken over; "" where they are not."""
         coding = linear.coding
-        if not isinstance(coding, FourBit):
+        if coding.format is None or not coding.format.is_fp4:
             return ""
         if fmt.has_global_scale and not self.dialect.TRAITS.global_scale_kind:
             return ""  # the values must fit a global scale of 1
@@ -177,82 +182,87 @@ def _origin(linear: Linear) -> str:
         if linear.coding.is_packed
         else "a linear layer"
     )
-    return f"{origin}, folded" if foldings_of(linear) else origin
+    return f"{origin}, folded" if linear.coding.foldings else origin
 
 
-def _agreed(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
-    """The same, but that no scale group takes over the blocks of some members and quantizes others."""
-    for members in gather_made(verdicts).values():
-        if len({(verdicts[linear.module].action, linear.coding.word) for linear in members}) > 1:
-            for linear in members:
-                if verdicts[linear.module].action == "transcode":
-                    verdicts[linear.module] = verdicts[linear.module]._replace(
-                        action="quantize", reason=_origin(linear)
-                    )
+def _unite_groups(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
+    """Quantize whole scale groups of which some would be taken over."""
+    groups = gather_groups({module: verdict.group for module, verdict in verdicts.items()})
+    for modules in groups.values():
+        members = [verdicts[module] for module in modules]
+        if len({(verdict.action, verdict.linear.coding.word) for verdict in members}) > 1:
+            for module, verdict in zip(modules, members, strict=True):
+                if verdict.action == "transcode":
+                    reason = _origin(verdict.linear)
+                    verdicts[module] = verdict._replace(action="quantize", reason=reason)
     return verdicts
 
 
 def _check_kept(stack: TensorRef, recipe: Recipe) -> None:
-    """InputError for a stack whose layout nobody tells, unless it stays anyway."""
+    """Raise InputError for a stack of unknown layout that does not stay."""
     if recipe.reason_to_keep(stack.name.removesuffix(WEIGHT)):
         return
-    detail = f"{stack.file}: {stack.name} {list(stack.shape)} stacks matrices of experts, and no recipe tells how this model does"
-    expected = "expected --stack-order out_in or in_out, and where a matrix holds gate and up --stack-rows concatenated or interleaved"
-    next_step = "See the model's own code for both (x @ W is in_out, W @ x out_in); or keep them: --exclude '*experts*'."
+    detail = (
+        f"{stack.file}: {stack.name} {list(stack.shape)} stacks matrices of experts, and no"
+        " recipe tells how this model does"
+    )
+    expected = (
+        "expected --stack-order out_in or in_out, and where a matrix holds gate and up"
+        " --stack-rows concatenated or interleaved"
+    )
+    next_step = (
+        "See the model's own code for both (x @ W is in_out, W @ x out_in); or keep them:"
+        " --exclude '*experts*'."
+    )
     raise InputError("unknown-stack", f"{detail}; {expected}", next_step, stack.name)
 
 
-def gather_made(verdicts: Mapping[str, Verdict]) -> dict[ScaleGroup, tuple[Linear, ...]]:
-    """The members of every scale group that share its scale; `gather_groups` has those that stay, too."""
-    found: dict[ScaleGroup, list[Linear]] = defaultdict(list)
-    for verdict in verdicts.values():
-        if verdict.group:
-            found[verdict.group].append(verdict.linear)
-    return {group: tuple(members) for group, members in found.items()}
-
-
 def uneven_groups(verdicts: Mapping[str, Verdict], recipe: Recipe) -> list[str]:
-    """One warning for each kind of scale group some of whose members stay, are not there, or become another format."""
+    """Warn of scale groups whose members differ, once for each kind.
+
+    Some members stay, are not there, or become another format.
+    """
     uneven: dict[tuple[tuple[str, ...], str], list[ScaleGroup]] = defaultdict(list)
-    for key, modules in gather_groups(verdicts, recipe.groups).items():
+    for key, modules in gather_groups(scale_groups(verdicts, recipe.groups)).items():
         members = {module.rpartition(".")[2]: verdicts[module].form for module in modules}
-        if any(members.values()) and (what := _unevenness(key, members, recipe)):
-            uneven[key.members, what].append(key)
+        staying = [member for member, form in members.items() if form is None]
+        if len(staying) == len(members):
+            continue
+        missing = [
+            member
+            for member in key.members
+            if member not in members and member not in recipe.may_lack
+        ]
+        words = dict.fromkeys(form.word for form in members.values() if form)
+        differences = []
+        if staying:
+            verb = "stay" if len(staying) > 1 else "stays"
+            differences.append(f"{' and '.join(staying)} {verb}")
+        if missing:
+            verb = "are" if len(missing) > 1 else "is"
+            differences.append(f"{' and '.join(missing)} {verb} not there")
+        if len(words) > 1:
+            differences.append(f"members become {' and '.join(words)}")
+        if differences:
+            uneven[key.members, ", ".join(differences)].append(key)
     return [
-        f"{len(keys)} scale {'groups' if len(keys) > 1 else 'group'} {'/'.join(members)}: {what}, first in {keys[0].parent!r};"
+        f"{len(keys)} scale {'groups' if len(keys) > 1 else 'group'} {'/'.join(members)}:"
+        f" {what}, first in {keys[0].parent!r};"
         " engines that fuse them need all of them in one format, or none"
         for (members, what), keys in uneven.items()
     ]
 
 
 def skipped_experts(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """A warning where some matrices of experts are quantized and others cannot be."""
+    """Warn where only some matrices of experts are quantized."""
     experts = [(module, verdict) for module, verdict in verdicts.items() if ".experts." in module]
     skipped = [(module, verdict) for module, verdict in experts if verdict.action == "skip"]
     if not skipped or not any(verdict.is_made for _, verdict in experts):
         return []
     module, verdict = skipped[0]
     return [
-        f"{len(skipped)} matrices of experts cannot be quantized and others are, the first {module!r} ({verdict.reason}): engines"
-        " that take the experts of a layer together load them wrong; to keep all of them: --exclude '*.experts.*'"
+        f"{len(skipped)} matrices of experts cannot be quantized and others are, the first"
+        f" {module!r} ({verdict.reason}): engines"
+        " that take the experts of a layer together load them wrong; to keep all of them:"
+        " --exclude '*.experts.*'"
     ]
-
-
-def _unevenness(key: ScaleGroup, members: Mapping[str, Form | None], recipe: Recipe) -> str:
-    """What sets the members of a scale group apart; "" where nothing does."""
-    staying = [member for member, form in members.items() if form is None]
-    missing = [
-        member for member in key.members if member not in members and member not in recipe.may_lack
-    ]
-    words = dict.fromkeys(form.word for form in members.values() if form)
-    told = [
-        f"{' and '.join(names)} {verb if len(names) > 1 else verbs}"
-        for names, verb, verbs in (
-            (staying, "stay", "stays"),
-            (missing, "are not there", "is not there"),
-        )
-        if names
-    ]
-    return ", ".join(
-        [*told, *([f"members become {' and '.join(words)}"] if len(words) > 1 else [])]
-    )

@@ -1,21 +1,21 @@
 """Find which modules were one stack of experts, for dequantize.
 
-The record says by which rules stacks were taken apart: each rule is read backwards, from a module's name to its stack's, and
-nothing is guessed from shapes.  Where no record tells, stacks of a dialect are what transformers takes them for.
+The record says by which rules stacks were taken apart: each rule is read backwards, from a module's
+name to its stack's, and nothing is guessed from shapes. Where no record tells, stacks of a dialect
+are what transformers takes them for.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.stacks import Rows, Slot
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.checkpoint.encodings.fp4 import FourBit
 from fp4convert.checkpoint.record import stacks_recorded
 from fp4convert.errors import InputError
 from fp4convert.recipes.patterns import matches, matches_any
@@ -50,14 +50,17 @@ class Stacked(NamedTuple):
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of its tensor."""
+        """Return the shape of its tensor."""
         experts, rows, columns = self.shape
         outer, inner = (columns, rows) if self.is_transposed else (rows, columns)
         return (experts * outer, inner) if self.is_flat else (experts, outer, inner)
 
 
 class _Place(NamedTuple):
-    """Where in a stack a module belongs; `tensor` is empty where the rule does not tell its name."""
+    """Where in a stack a module belongs.
+
+    tensor  "" where the rule does not tell its name
+    """
 
     tensor: str
     rule: StackRule
@@ -66,10 +69,11 @@ class _Place(NamedTuple):
 
 
 def rules_of(artifact: Artifact, recipe: Recipe) -> tuple[StackRule, ...]:
-    """How stacks of experts lay in the source of an artifact: as its record says, else as its dialect and transformers have them.
+    """Find how stacks of experts lay in the source of an artifact.
 
-    recipe  of its model; where our own record names no stack, it tells whether the dialect's are the source's, or were single
-            matrices there
+    Its record says so; else they lay as its dialect and transformers have them.
+    recipe  of its model; where our own record names no stack, it tells whether the dialect's are
+            the source's, or were single matrices there
     """
     rules = list(stacks_recorded(artifact.record))
     find, stems = _Finder(rules), set[str]()
@@ -87,15 +91,16 @@ def rules_of(artifact: Artifact, recipe: Recipe) -> tuple[StackRule, ...]:
 
 
 def ending_of(tensor: str) -> str:
-    """A pattern for stacks of that kind in every layer."""
+    """Return a pattern for stacks of that kind in every layer."""
     return f"*{'.'.join(tensor.split('.')[-ENDING_PARTS:])}"
 
 
 def find_stacks(
     linears: Iterable[Linear], rules: Sequence[StackRule]
 ) -> tuple[list[Stacked], list[str]]:
-    """The stacks that linear layers belong to, and what a person should know of those that stay apart.
+    """Find the stacks that linear layers belong to.
 
+    Returns them, and what a person should know of those that stay apart.
     linears  of an artifact
     rules    by which its source's stacks were taken apart; the first that fits a tensor counts
     Raises   InputError for a stack that lacks an expert, or whose experts have several shapes
@@ -115,7 +120,8 @@ def find_stacks(
     stacks = [_whole(_put_together(name, rule, found)) for (name, rule), found in members.items()]
     _check_counts(members)
     notes = [
-        f"experts stay apart: the record's rule for stacks {', '.join(rule.tensors)} does not tell the name of the tensor that"
+        f"experts stay apart: the record's rule for stacks {', '.join(rule.tensors)} does not"
+        " tell the name of the tensor that"
         f" {module} was a part of"
         for rule, module in nameless.items()
     ]
@@ -123,7 +129,7 @@ def find_stacks(
 
 
 def are_stacked(modules: Iterable[str], rules: Sequence[StackRule]) -> bool:
-    """True where one of these modules would be taken for a part of a stack."""
+    """Tell whether one of these modules looks like a part of a stack."""
     find = _Finder(rules)
     return any(find.place_of(module) for module in modules)
 
@@ -136,17 +142,17 @@ class _Finder:
         self._spelled: dict[tuple[str, tuple[str, ...]], list[StackRule]] = defaultdict(list)
         for rule in rules:
             self._spelled[rule.named, rule.members].append(rule)
-        self._below = cache(self._find_below)
+        self._stacks_below = cache(self._find_stacks)
 
     def place_of(self, module: str) -> _Place | None:
-        """The stack and the place in it that a module has by the first rule that fits."""
+        """Find the stack and the place of a module by the first rule that fits."""
         nameless = None
         for named, members in self._spelled:
             match = _expression(named, members).fullmatch(module)
             if match is None:
                 continue
             found = {"member": members[0], **match.groupdict()}
-            for tensor, rule in self._below(named, members, found.get("parent")):
+            for tensor, rule in self._stacks_below(named, members, found.get("parent")):
                 place = _Place(tensor, rule, int(found["expert"]), found["member"])
                 if not tensor:
                     nameless = nameless or place
@@ -154,30 +160,35 @@ class _Finder:
                     return place
         return nameless
 
-    def _find_below(
+    def _find_stacks(
         self, named: str, members: tuple[str, ...], parent: str | None
     ) -> list[tuple[str, StackRule]]:
-        """The stacks below that parent by the rules of such names."""
-        found = ((self._find_tensor(rule, parent), rule) for rule in self._spelled[named, members])
-        return [(tensor, rule) for tensor, rule in found if tensor is not None]
+        """Find the stacks below that parent by the rules of such names.
 
-    def _find_tensor(self, rule: StackRule, parent: str | None) -> str | None:
-        """The stack below that parent by a rule; "" where the rule does not tell its name, None where it has none there."""
-        is_told = True
-        for pattern in rule.tensors:
-            tensor = _tensor_below(pattern, parent)
-            is_told = is_told and tensor is not None
-            if tensor is not None and matches(pattern, tensor) and self._first(tensor) is rule:
-                return tensor
-        return None if is_told else ""
-
-    def _first(self, tensor: str) -> StackRule | None:
-        return next((rule for rule in self._rules if matches_any(rule.tensors, tensor)), None)
+        "" stands for a stack whose rule does not tell its name.
+        """
+        found = []
+        for rule in self._spelled[named, members]:
+            tensors = [_tensor_below(pattern, parent) for pattern in rule.tensors]
+            for pattern, tensor in zip(rule.tensors, tensors, strict=True):
+                if tensor is None or not matches(pattern, tensor):
+                    continue
+                first = (one for one in self._rules if matches_any(one.tensors, tensor))
+                if next(first, None) is rule:
+                    found.append((tensor, rule))
+                    break
+            else:
+                if None in tensors:
+                    found.append(("", rule))
+        return found
 
 
 @cache
 def _expression(named: str, members: tuple[str, ...]) -> re.Pattern[str]:
-    """What fits the names of a rule's modules; nothing where their names do not tell the expert."""
+    """Build what fits the names of a rule's modules.
+
+    Nothing fits where their names do not tell the expert.
+    """
     parts = {**_PARTS, "member": "|".join(map(re.escape, members))}
     if "{expert}" not in named or (len(members) > 1 and "{member}" not in named):
         return re.compile(r"(?!)")
@@ -192,7 +203,10 @@ def _expression(named: str, members: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _tensor_below(pattern: str, parent: str | None) -> str | None:
-    """The tensor that a pattern names below that parent; None where its last part is no name, or nobody knows the parent."""
+    """Name the tensor that a pattern means below that parent.
+
+    None where its last part is no name, or nobody knows the parent.
+    """
     if pattern.startswith("re:"):
         return None
     if not _WILD & set(pattern):
@@ -205,7 +219,10 @@ def _tensor_below(pattern: str, parent: str | None) -> str | None:
 
 
 def _put_together(name: str, rule: StackRule, found: Mapping[tuple[int, str], Linear]) -> Stacked:
-    """The stack of these (expert, member), all of them there and of one shape; InputError otherwise."""
+    """Put a stack together out of these (expert, member).
+
+    Raises InputError unless all of them are there and of one shape.
+    """
     experts = rule.experts or len({expert for expert, _ in found})
     wanted = ((expert, member) for expert in range(experts) for member in rule.members)
     if lacking := next((each for each in wanted if each not in found), None):
@@ -215,43 +232,49 @@ def _put_together(name: str, rule: StackRule, found: Mapping[tuple[int, str], Li
             "stack-experts", f"{detail}; expected every expert from 0 on", tensor=module
         )
     if len(found) > experts * len(rule.members):
-        detail = f"{name} was a stack of {experts} experts, as the record says; found matrices of more, {len(found)} in all"
+        detail = (
+            f"{name} was a stack of {experts} experts, as the record says; found matrices of"
+            f" more, {len(found)} in all"
+        )
         raise InputError("stack-experts", detail, tensor=name)
     linears = tuple([found[expert, member] for expert in range(experts) for member in rule.members])
     rows, columns = linears[0].shape
     if odd := next((linear for linear in linears if linear.shape != (rows, columns)), None):
-        detail = f"{odd.module} is {list(odd.shape)}, and {linears[0].module} {[rows, columns]}; both were parts of {name}"
+        detail = (
+            f"{odd.module} is {list(odd.shape)}, and {linears[0].module} {[rows, columns]}; both"
+            f" were parts of {name}"
+        )
         raise InputError("stack-experts", f"{detail}, expected one shape", tensor=odd.module)
     count = len(rule.members)
     held = [Rows(linear.module, 0, rows) for linear in linears]
-    slots = tuple(_dealt(held, count if rule.is_interleaved else 1))
+    width = count if rule.is_interleaved else 1  # of a slot: modules whose rows take turns
+    slots = tuple(tuple(held[first : first + width]) for first in range(0, len(held), width))
     shape = (experts, rows * count, columns)
     modules = tuple([linear.module for linear in linears])
     return Stacked(name, linears, shape, slots, rule.is_transposed, bool(rule.experts), modules)
 
 
-def _dealt(held: Sequence[Rows], count: int) -> Iterator[Slot]:
-    return (tuple(held[first : first + count]) for first in range(0, len(held), count))
-
-
 def _check_counts(
     members: Mapping[tuple[str, StackRule], Mapping[tuple[int, str], Linear]],
 ) -> None:
-    """InputError where stacks of the same experts have several numbers of them."""
+    """Raise InputError where stacks of the same experts differ in number."""
     counts: dict[str, tuple[str, int]] = {}
     for (name, rule), found in members.items():
         parent = rule.module(name, 0, rule.members[0]).rpartition(".0.")[0]
         count = len(found) // len(rule.members)
         other, there = counts.setdefault(parent, (name, count))
         if there != count:
-            detail = f"{name} would have {count} experts, and {other} has {there}; expected every expert in both"
+            detail = (
+                f"{name} would have {count} experts, and {other} has {there}; expected every"
+                " expert in both"
+            )
             raise InputError("stack-experts", detail, tensor=name)
 
 
 def _whole(stack: Stacked) -> Stacked:
-    """The stack, read as it is stored where a dialect keeps one of the same rows in the same order."""
+    """Read the stack as it is stored, where a dialect keeps its rows so."""
     coding, first = stack.linears[0].coding, stack.linears[0].module
-    if not isinstance(coding, FourBit):
+    if coding.artifact is None:
         return stack
     packed = coding.artifact.modules[first]
     stem, shape = packed.stem, packed.stored_shape

@@ -1,13 +1,13 @@
 """Decide which folds are used, and what they change.
 
-Nothing that stays may be rounded by a fold: where a matrix or a bias keeps its dtype the factors are powers of two, and where
-that does not help the fold is not used.
+Nothing that stays may be rounded by a fold: where a matrix or a bias keeps its dtype the factors
+are powers of two, and where that does not help the fold is not used.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from fp4convert.calibration.methods.folds import (
@@ -46,17 +46,21 @@ class Merged:
 def merge_folds(
     checkpoint: Checkpoint, recipe: Recipe, linears: Linears, dialect: Dialect, find: FindFactors
 ) -> Merged:
-    """Every fold that the recipe knows and that helps a four-bit module; InputError where there is none.
+    """Use every fold of the recipe that helps a four-bit module.
 
+    Raises InputError where there is none.
     find  the factors of one fold
     """
     verdicts = decide(linears, recipe, dialect)
     found = find_folds(recipe.folds, checkpoint, linears)
+    # refusals where a person may wonder: beside a module that is rounded, at any height
+    parents: set[str] = set()
+    for module, verdict in verdicts.items():
+        if _is_rounded(verdict):
+            while (module := module.rpartition(".")[0]) and module not in parents:
+                parents.add(module)
+    refused = [one for one in found.refused if one.name.rpartition(".")[0] in parents]
     used: list[Fold] = []
-    parents = _parents(module for module, verdict in verdicts.items() if _is_rounded(verdict))
-    refused = [
-        refusal for refusal in found.refused if refusal.name.rpartition(".")[0] in parents
-    ]  # where a person may wonder
     for fold in found.folds:
         rounded = tuple(linear for linear in fold.readers if _is_rounded(verdicts[linear.module]))
         if not rounded:
@@ -64,7 +68,14 @@ def merge_folds(
         if why := _unfit(fold, verdicts, recipe):
             refused.append(Refusal(fold.name, why))
         else:
-            used.append(replace(fold, rounded=rounded, is_exact=_is_exact(fold, verdicts)))
+            # Powers of two where something beside a norm's weight keeps its dtype; and always
+            # where rows are divided, which then can be told.
+            is_exact = (
+                fold.weight is None
+                or fold.bias is not None
+                or any(not verdicts[linear.module].is_made for linear in fold.readers)
+            )
+            used.append(replace(fold, rounded=rounded, is_exact=is_exact))
     if not used:
         raise _no_folds(checkpoint, recipe, refused)
     changed = changed_by(used, find)
@@ -84,17 +95,11 @@ def _is_rounded(verdict: Verdict) -> bool:
     return verdict.action == "quantize" and verdict.form is not None and verdict.form.format.is_fp4
 
 
-def _parents(modules: Iterable[str]) -> set[str]:
-    """Everything that these modules are in."""
-    found: set[str] = set()
-    for module in modules:
-        while (module := module.rpartition(".")[0]) and module not in found:
-            found.add(module)
-    return found
-
-
 def _unfit(fold: Fold, verdicts: Mapping[str, Verdict], recipe: Recipe) -> str:
-    """Why a fold cannot be used with what becomes of its tensors; "" where it can."""
+    """Say why a fold cannot be used; "" where it can.
+
+    verdicts  what becomes of its tensors
+    """
     if fold.kind == "heads" and recipe.target.kv_cache:
         return "the scales of the cache are those of the values as they were"
     for linear in (*fold.readers, *([fold.maker] if fold.maker else ())):
@@ -108,17 +113,11 @@ def _unfit(fold: Fold, verdicts: Mapping[str, Verdict], recipe: Recipe) -> str:
         if verdict.is_made and linear.idle and not _is_rounded(verdict):
             return f"{linear.module} has a scale of its inputs"
         if fold.kind == "norm_plus_one" and not verdict.is_made:
-            return f"{linear.module} stays, and 1 + weight of a norm cannot be divided without rounding"
+            return (
+                f"{linear.module} stays, and 1 + weight of a norm cannot be divided without"
+                " rounding"
+            )
     return ""
-
-
-def _is_exact(fold: Fold, verdicts: Mapping[str, Verdict]) -> bool:
-    """True where something beside a norm's weight keeps its dtype; and always where rows are divided, which then can be told."""
-    return (
-        fold.weight is None
-        or fold.bias is not None
-        or any(not verdicts[linear.module].is_made for linear in fold.readers)
-    )
 
 
 def _no_folds(checkpoint: Checkpoint, recipe: Recipe, refused: list[Refusal]) -> InputError:
@@ -131,7 +130,10 @@ def _no_folds(checkpoint: Checkpoint, recipe: Recipe, refused: list[Refusal]) ->
         recipe.target.method,
         f"model type {kinds[0]}" if kinds else "a checkpoint without a model type",
     )
-    next_step = "Use --method gptq, or leave --method out; or name what reads what in [[fold]] rows: docs/recipes.md."
+    next_step = (
+        "Use --method gptq, or leave --method out; or name what reads what in [[fold]] rows:"
+        " docs/recipes.md."
+    )
     if not recipe.folds:
         return InputError("no-fold", f"method {method}: no fold is known for {model}", next_step)
     why = f"; {refused[0].name}: {refused[0].why}" if refused else ""
@@ -143,28 +145,22 @@ def _no_folds(checkpoint: Checkpoint, recipe: Recipe, refused: list[Refusal]) ->
 def _notes(
     verdicts: Mapping[str, Verdict], changed: Mapping[str, Folded], refused: list[Refusal]
 ) -> Iterator[str]:
-    """Warnings: modules that no fold reaches, and places that are not used."""
+    """Warn of modules that no fold reaches, and of folds that are not used."""
     without = [
         module
         for module, verdict in verdicts.items()
         if _is_rounded(verdict) and (module not in changed or changed[module].columns is None)
     ]
     if without:
-        names = ", ".join(
-            f"{leaf} ({count})" for leaf, count in Counter(map(_leaf, without)).items()
-        )
+        # the last two parts of a name that are no numbers: self_attn.o_proj, experts.down_proj
+        parts = ([part for part in name.split(".") if not part.isdecimal()] for name in without)
+        leaves = Counter(".".join(words[-2:]) for words in parts)
+        names = ", ".join(f"{leaf} ({count})" for leaf, count in leaves.items())
         yield f"{len(without)} modules have no fold and are rounded as they are: {names}"
-    reasons = Counter(_general(refusal.why) for refusal in refused)
-    for why, count in reasons.most_common(TOLD_REFUSALS):
-        first = next(refusal for refusal in refused if _general(refusal.why) == why)
-        yield f"{count} folds are not used, the first into {first.name}: {first.why}"
-
-
-def _leaf(module: str) -> str:
-    """The last two parts of a name that are no numbers: self_attn.o_proj, experts.down_proj."""
-    return ".".join([part for part in module.split(".") if not part.isdecimal()][-2:])
-
-
-def _general(why: str) -> str:
-    """A reason without the numbers in it."""
-    return "".join(letter for letter in why if not letter.isdecimal())
+    alike: dict[str, list[Refusal]] = {}  # by their reason without the numbers in it
+    for refusal in refused:
+        reason = "".join(letter for letter in refusal.why if not letter.isdecimal())
+        alike.setdefault(reason, []).append(refusal)
+    for same in sorted(alike.values(), key=len, reverse=True)[:TOLD_REFUSALS]:
+        first = same[0]
+        yield f"{len(same)} folds are not used, the first into {first.name}: {first.why}"

@@ -1,9 +1,10 @@
 """Find the place of each module in the frame of a GGUF file.
 
-The donor is a GGUF file of the same model, unquantized.  llama.cpp's own map gives it the names; its weights tell everything
-else: every module is compared with the tensor whose place it takes, so that another model, or rows in an order that nobody
-knows, end in an error and not in an artifact.  Known orders are the model's own, and that of llama.cpp's Llama, in which the two
-halves of every head of q and k take turns (convert_hf_to_gguf.py, LlamaModel.permute).  Rows move whole.
+The donor is a GGUF file of the same model, unquantized. llama.cpp's own map gives it the names; its
+weights tell everything else: every module is compared with the tensor whose place it takes, so that
+another model, or rows in an order that nobody knows, end in an error and not in an artifact. Known
+orders are the model's own, and that of llama.cpp's Llama, in which the two halves of every head of
+q and k take turns (convert_hf_to_gguf.py, LlamaModel.permute). Rows move whole.
 """
 
 from __future__ import annotations
@@ -86,8 +87,9 @@ class Framed:
 
 
 def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
-    """For every module of an artifact the tensor of the donor whose place it takes: stem -> what is stored there.
+    """Find the tensor of the donor whose place each module takes.
 
+    Returns what is stored there, by stem.
     Raises InputError where the donor is no unquantized GGUF file of the same model
     """
     frames = [shard.frame for shard in donor.checkpoint.shards]
@@ -104,7 +106,10 @@ def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
         stem = names.get(module)
         ref = tensors.get(f"{stem}.weight")
         if stem is None or ref is None:
-            detail = f"{module}: the GGUF file has no tensor for it; expected {stem or 'one that llama.cpp knows'}"
+            detail = (
+                f"{module}: the GGUF file has no tensor for it; expected"
+                f" {stem or 'one that llama.cpp knows'}"
+            )
             raise InputError(
                 "template-name",
                 detail,
@@ -112,7 +117,10 @@ def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
                 module,
             )
         if ref.dtype not in FLOAT_TYPES or ref.shape != packed.shape:
-            detail = f"{module}: expected floats of {list(packed.shape)} at {ref.name}, found {ref.dtype} {list(ref.shape)}"
+            detail = (
+                f"{module}: expected floats of {list(packed.shape)} at {ref.name}, found"
+                f" {ref.dtype} {list(ref.shape)}"
+            )
             raise InputError(
                 "template-differs",
                 detail,
@@ -127,14 +135,17 @@ def place_modules(artifact: Artifact, donor: Source) -> dict[str, Stored]:
                 module,
             )
         placed[stem] = Stored(
-            packed.shape, _order(artifact.decode(module), module, donor, ref), ref
+            packed.shape, _find_order(artifact.decode(module), module, donor, ref), ref
         )
     _compare_kept(artifact, donor, tensors)
     return placed
 
 
 def _compare_kept(artifact: Artifact, donor: Source, tensors: dict[str, TensorRef]) -> None:
-    """InputError where an embedding or another matrix that stays is another one in the donor, whose own is kept."""
+    """Raise InputError where a matrix that stays is another in the donor.
+
+    The donor's own is kept, of embeddings and others.
+    """
     four_bit = {ref.name for packed in artifact.modules.values() for ref in packed.refs}
     kept = [
         ref
@@ -157,7 +168,10 @@ def _compare_kept(artifact: Artifact, donor: Source, tensors: dict[str, TensorRe
             _floats(source, each, rows) for source, each in ((artifact.source, own), (donor, ref))
         )
         if float(((ours - theirs) ** 2).sum()) > KEPT_LIMIT * float((theirs**2).sum()):
-            detail = f"{module} of the artifact is not what the GGUF file holds at {ref.name}, which would be kept"
+            detail = (
+                f"{module} of the artifact is not what the GGUF file holds at {ref.name}, which"
+                " would be kept"
+            )
             raise InputError(
                 "template-differs",
                 detail,
@@ -173,16 +187,19 @@ def _compared_rows(rows: int) -> list[int]:
 
 
 def _floats(source: Source, ref: TensorRef, rows: list[int]) -> NDArray[np.float64]:
-    """Those rows of a matrix of floats."""
+    """Read those rows of a matrix of floats."""
     width = ref.nbytes // ref.shape[0]
     data = b"".join(source.read_range(ref, row * width, (row + 1) * width) for row in rows)
     return np.frombuffer(data, FLOAT_DTYPES[ref.dtype]).astype(np.float64)
 
 
-def _order(blocks: Blocks, module: str, donor: Source, ref: TensorRef) -> tuple[Slot, ...]:
-    """The order in which the donor holds a module's rows; InputError where it is none of those known."""
+def _find_order(blocks: Blocks, module: str, donor: Source, ref: TensorRef) -> tuple[Slot, ...]:
+    """Find the order in which the donor holds a module's rows.
+
+    Raises InputError where it is none of those known.
+    """
     least = np.inf
-    for slots in _orders(module, blocks.shape[0], donor):
+    for slots in _known_orders(module, blocks.shape[0], donor):
         error = _nmse(blocks, places_of(slots)[module], donor, ref)
         if error < NMSE_LIMIT:
             return slots
@@ -199,8 +216,11 @@ def _order(blocks: Blocks, module: str, donor: Source, ref: TensorRef) -> tuple[
     )
 
 
-def _orders(module: str, rows: int, donor: Source) -> Iterator[tuple[Slot, ...]]:
-    """The model's own order, then the halves of as many heads as the donor says that q, or k, has."""
+def _known_orders(module: str, rows: int, donor: Source) -> Iterator[tuple[Slot, ...]]:
+    """Yield the orders that are known, the model's own first.
+
+    Then the halves of as many heads take turns as the donor says that q, or k, has.
+    """
     yield ((Rows(module, 0, rows),),)
     frame = donor.checkpoint.shards[0].frame
     facts = frame.facts if isinstance(frame, GgufFrame) else {}
@@ -216,7 +236,7 @@ def _orders(module: str, rows: int, donor: Source) -> Iterator[tuple[Slot, ...]]
 
 
 def _nmse(blocks: Blocks, pieces: tuple[StridedRows, ...], donor: Source, ref: TensorRef) -> float:
-    """The error of some rows as a share of their power in the donor."""
+    """Measure the error of rows as a share of their power in the donor."""
     rows, columns = blocks.shape
     stored = np.frombuffer(donor.read(ref), FLOAT_DTYPES[ref.dtype]).reshape(rows, columns)
     signal = noise = 0.0

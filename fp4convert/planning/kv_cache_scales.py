@@ -1,18 +1,20 @@
 """Plan the scales of an FP8 cache of keys and values.
 
-  A.k_scale         A.v_scale          compressed-tensors: F32 [1]     A is an attention, model.layers.0.self_attn
+  A.k_scale         A.v_scale compressed-tensors: F32 [1] A is an attention,
+                    model.layers.0.self_attn
   A.k_proj.k_scale  A.v_proj.v_scale   modelopt: F32 []
 
-Each is a multiplier, amax / 448 of the keys or values that a calibration saw.  Without one they are those that the source has,
-or 1, which is what engines take where there are none, and which keys and values up to 448 fit.
-Source: ModelOpt 0.47, torch/export/quant_utils; compressed-tensors 0.20, quantization/lifecycle; vLLM's weight_utils.
+Each is a multiplier, amax / 448 of the keys or values that a calibration saw. Without one they are
+those that the source has, or 1, which is what engines take where there are none, and which keys and
+values up to 448 fit. Source: ModelOpt 0.47, torch/export/quant_utils; compressed-tensors 0.20,
+quantization/lifecycle; vLLM's weight_utils.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from fp4convert.calibration.statistics import Calibration
     from fp4convert.checkpoint.encodings.base import Linear
     from fp4convert.checkpoint.linears import Linears
-    from fp4convert.planning.steps import Draft
+    from fp4convert.planning.steps import Step
     from fp4convert.recipes.recipe import Recipe
 
 WORDS = ("fp8",)
@@ -55,11 +57,11 @@ LARGE = 0.5  # ModelOpt warns of larger scales
 class Cache:
     """The scales that a plan writes.
 
-    drafts  what is written beside a tensor of the source, by that tensor's name
+    steps   what is written beside a tensor of the source, by that tensor's name
     own     names of the source's own scales, which stay in another spelling
     """
 
-    drafts: Mapping[str, list[Draft]] = field(default_factory=dict)
+    steps: Mapping[str, list[Step]] = field(default_factory=dict)
     own: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
@@ -67,40 +69,64 @@ class Cache:
 def plan_cache(
     source: Source, linears: Linears, recipe: Recipe, calibration: Calibration | None
 ) -> Cache:
-    """The scales of the cache that the target asks for; nothing where it asks for none.
+    """Plan the scales of the cache that the target asks for.
 
-    Raises InputError for models that have no cache with two scales a layer, and for a calibration that says nothing of one
+    Raises InputError for models that have no cache with two scales a layer, and for a calibration
+    that says nothing of one
     """
-    from fp4convert.planning.steps import Draft
+    from fp4convert.planning.steps import Step
 
-    word, endings = (
-        recipe.target.kv_cache,
-        dialect_named(str(recipe.target.dialect)).TRAITS.cache_scales,
-    )
-    if word is None:
-        return Cache()
     homes = _find_attentions(linears, recipe)
     if calibration and not any(map(calibration.has_cache, homes)):
-        detail = f"{calibration.path} says nothing of any cache of keys and values; expected {next(iter(homes))}.k_amax"
-        raise InputError(
-            "calibration-missing",
-            detail,
-            "Calibrate again, or leave --kv-cache out.",
-            next(iter(homes)),
+        first = next(iter(homes))
+        detail = (
+            f"{calibration.path} says nothing of any cache of keys and values; expected"
+            f" {first}.k_amax"
         )
-    known = _Known(source, calibration, {ref.name: ref for ref in linears.idle})
-    drafts: dict[str, list[Draft]] = defaultdict(list)
-    shape = dialect_named(str(recipe.target.dialect)).TRAITS.scalars.shape
+        next_step = "Calibrate again, or leave --kv-cache out."
+        raise InputError("calibration-missing", detail, next_step, first)
+    own_scales = {ref.name: ref for ref in linears.idle}
+    steps: dict[str, list[Step]] = defaultdict(list)
+    used: list[str] = []  # of the source's own
+    assumed: list[str] = []
+    large: list[tuple[float, str]] = []
+    traits = dialect_named(str(recipe.target.dialect)).TRAITS
     for attention, home in homes.items():
-        scales, reason = known.of(attention)
-        for ending, value in zip(endings, scales, strict=True):
-            spec = TensorSpec(f"{attention}.{ending}", "F32", shape)
-            drafts[home.name].append(Draft("write", reason, (), (spec,), home=home, scalar=value))
-    return Cache(drafts, frozenset(known.used), tuple(known.notes(len(homes))))
+        if calibration and calibration.has_cache(attention):
+            scales = _measured_scales(calibration, attention)
+            reason = "amax / 448"
+            large += [(max(scales), attention)] if max(scales) > LARGE else []
+        elif refs := _stored_scales(source, own_scales, attention):
+            scales, reason = tuple(refs.values()), "the source's own"
+            used += refs
+        else:
+            scales, reason = (1.0, 1.0), "1, for keys and values up to 448"
+            assumed.append(attention)
+        for ending, value in zip(traits.cache_scales, scales, strict=True):
+            spec = TensorSpec(f"{attention}.{ending}", "F32", traits.scalars.shape)
+            step = Step("write", f"scale of an FP8 cache: {reason}", (), (spec,), scalar=value)
+            steps[home.name].append(step)
+    notes = []
+    if assumed:
+        measure = "--calibration FILE measures them (fp4convert calibrate)"
+        how = "no calibration says theirs" if calibration else measure
+        notes.append(
+            f"scales of an FP8 cache are 1 for {len(assumed)} of {len(homes)} attentions, the first"
+            f" {assumed[0]}: right for keys and values up to {E4M3_MAX:g}, larger ones are cut off;"
+            f" {how}"
+        )
+    if large:
+        largest, attention = max(large)
+        notes.append(
+            f"scales of an FP8 cache are above {LARGE:g} for {len(large)} attentions, up to"
+            f" {largest:.3g} in {attention}: keys or values are large there, and FP8 may cost"
+            " quality"
+        )
+    return Cache(steps, frozenset(used), tuple(notes))
 
 
 def check_word(word: str | None) -> None:
-    """InputError for a kind of cache that nobody knows."""
+    """Raise InputError for a kind of cache that nobody knows."""
     if word not in (None, *WORDS):
         raise InputError(
             "unknown-cache",
@@ -110,7 +136,11 @@ def check_word(word: str | None) -> None:
 
 
 def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:
-    """Every attention with a cache, and the tensor beside which its scales go."""
+    """Find every attention with a cache, and where its scales go.
+
+    Returns the tensor beside which they go, by attention
+    Raises  InputError for a model with another kind of cache, or none that is known
+    """
     leaves: dict[str, dict[str, Linear]] = defaultdict(dict)
     for module, linear in linears.of.items():
         parent, _, leaf = module.rpartition(".")
@@ -118,8 +148,14 @@ def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:
     found = {}
     for parent, own in leaves.items():
         if latent := next((leaf for leaf in LATENT if leaf in own), None):
-            detail = f"{parent}.{latent}: keys and values are cached as one vector (MLA), which no k_scale and v_scale are for"
-            next_step = "Leave --kv-cache out, and ask the engine for it: --kv-cache-dtype fp8 in vLLM and SGLang."
+            detail = (
+                f"{parent}.{latent}: keys and values are cached as one vector (MLA), which no"
+                " k_scale and v_scale are for"
+            )
+            next_step = (
+                "Leave --kv-cache out, and ask the engine for it: --kv-cache-dtype fp8 in vLLM"
+                " and SGLang."
+            )
             raise InputError("cache-latent", detail, next_step, parent)
         first = next(
             (
@@ -137,83 +173,46 @@ def _find_attentions(linears: Linears, recipe: Recipe) -> dict[str, TensorRef]:
             found[parent] = own[first].home
     if not found:
         names = ", ".join(f"{key}/{value}" for key, value in KEYS_VALUES)
-        detail = f"no attention with a cache is known in this model; expected layers named {names} or {', '.join(FUSED)}"
+        detail = (
+            f"no attention with a cache is known in this model; expected layers named {names} or"
+            f" {', '.join(FUSED)}"
+        )
         raise InputError(
             "cache-none", f"--kv-cache {recipe.target.kv_cache}: {detail}", "Leave --kv-cache out."
         )
     return found
 
 
-class _Known:
-    """What is known of the scales of a cache: a calibration, else the source's own, else nothing."""
+def _measured_scales(calibration: Calibration, attention: str) -> tuple[float, ...]:
+    """Return the scales of keys and values that fit what a calibration saw."""
+    amaxes = calibration.cache_amax(attention)
+    if 0 in amaxes:
+        detail = (
+            f"the calibration saw nothing but zeros in the cache of {attention}; a scale needs a"
+            " largest key and value"
+        )
+        next_step = "Calibrate with more text, or leave --kv-cache out."
+        raise InputError("cache-zero", detail, next_step, attention)
+    return tuple(amax / E4M3_MAX for amax in amaxes)
 
-    def __init__(
-        self, source: Source, calibration: Calibration | None, own: Mapping[str, TensorRef]
-    ) -> None:
-        self._source = source
-        self._calibration = calibration
-        self._own = own
-        self.used: list[str] = []
-        self._assumed: list[str] = []
-        self._large: list[tuple[float, str]] = []
 
-    def of(self, attention: str) -> tuple[tuple[float, float], str]:
-        """The scales of keys and of values, and where they come from."""
-        if self._calibration and self._calibration.has_cache(attention):
-            keys, values = self._calibration.cache_amax(attention)
-            scales = self._measured(attention, keys), self._measured(attention, values)
-            self._large += [(max(scales), attention)] if max(scales) > LARGE else []
-            return scales, "scale of an FP8 cache: amax / 448"
-        if own := self._stored(attention):
-            return own, "scale of an FP8 cache: the source's own"
-        self._assumed.append(attention)
-        return (1.0, 1.0), "scale of an FP8 cache: 1, for keys and values up to 448"
+def _stored_scales(
+    source: Source, own: Mapping[str, TensorRef], attention: str
+) -> dict[str, float]:
+    """Read the source's own scales, by name, in whichever spelling.
 
-    def notes(self, count: int) -> Iterator[str]:
-        """What a person should know of them."""
-        if self._assumed:
-            detail = f"scales of an FP8 cache are 1 for {len(self._assumed)} of {count} attentions, the first {self._assumed[0]}"
-            how = (
-                "no calibration says theirs"
-                if self._calibration
-                else "--calibration FILE measures them (fp4convert calibrate)"
-            )
-            yield f"{detail}: right for keys and values up to {E4M3_MAX:g}, larger ones are cut off; {how}"
-        if self._large:
-            largest, attention = max(self._large)
-            detail = f"scales of an FP8 cache are above {LARGE:g} for {len(self._large)} attentions, up to {largest:.3g}"
-            yield f"{detail} in {attention}: keys or values are large there, and FP8 may cost quality"
-
-    def _measured(self, attention: str, amax: float) -> float:
-        if amax == 0:
-            detail = f"the calibration saw nothing but zeros in the cache of {attention}; a scale needs a largest key and value"
-            raise InputError(
-                "cache-zero",
-                detail,
-                "Calibrate with more text, or leave --kv-cache out.",
-                attention,
-            )
-        return amax / E4M3_MAX
-
-    def _stored(self, attention: str) -> tuple[float, float] | None:
-        """The source's own scales, in whichever spelling; None where it has not both."""
-        for endings in sorted(
-            {dialect_named(name).TRAITS.cache_scales for name in DIALECTS} - {()}
-        ):
-            refs = [
-                self._own[name]
-                for ending in endings
-                if (name := f"{attention}.{ending}") in self._own
-            ]
-            values = [value for ref in refs if (value := stored_float(self._source, ref))]
-            if len(values) == len(endings):
-                self.used += [ref.name for ref in refs]
-                return values[0], values[1]
-        return None
+    Nothing where it has not both, of keys and of values.
+    """
+    for endings in sorted({dialect_named(name).TRAITS.cache_scales for name in DIALECTS} - {()}):
+        names = [name for ending in endings if (name := f"{attention}.{ending}") in own]
+        found = {name: value for name in names if (value := stored_float(source, own[name]))}
+        if len(found) == len(endings):
+            return found
+    return {}
 
 
 def stored_float(source: Source, ref: TensorRef) -> float | None:
-    """The positive number in a tensor of one float; None where it is none."""
+    """Read the positive number in a tensor of one float; None for others."""
     if ref.elements != 1 or ref.dtype not in ("F32", "BF16", "F16"):
         return None
     stored = source.read_range(ref, 0, ref.nbytes).tobytes()

@@ -16,8 +16,8 @@ from fp4convert.errors import InputError
 from fp4convert.numerics.formats import dtype_named
 from fp4convert.planning.expert_stacks import Stacked
 from fp4convert.planning.quantize_plan import kept_modules, notes_on, refuse_other_container
-from fp4convert.planning.steps import Draft, Plan, Task, Writing, refuse_collisions
-from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_group
+from fp4convert.planning.steps import Plan, Step, Task, Writing, refuse_collisions
+from fp4convert.recipes.recipe import Recipe, ScaleGroup, Target, build_recipe, scale_groups
 from fp4convert.storage.safetensors import DTYPE_BITS, WEIGHT, TensorRef, TensorSpec
 from fp4convert.storage.source import Checkpoint
 
@@ -29,33 +29,38 @@ def plan_dequantize(
     dtype: str,
     idle: Collection[str] = (),
 ) -> Plan:
-    """The plan that turns quantized weights back into a checkpoint whose modules are bf16, fp16 or fp32.
+    """Plan quantized weights as ordinary ones of bf16, fp16 or fp32.
 
-    A stack in which modules stay in floats of another dtype becomes F32, which holds the values of all.
+    A stack in which modules stay in floats of another dtype becomes F32, which holds the values of
+    all.
 
     packed   the linear layers that are quantized, in whatever way
     stacks   of experts, that some of them were, and others that stayed
-    idle     tensors that mean nothing beside ordinary weights; left out, as what linear layers call idle is
-    Raises   InputError for an unknown dtype, or where a restored weight would take the name of another tensor
+    idle     tensors that mean nothing beside ordinary weights; left out, as what linear layers call
+             idle is
+    Raises   InputError for an unknown dtype, or where a restored weight would take the name of
+             another tensor
     """
     target, stored = Target(dtype), dtype_named(dtype)
-    drafts = [_stack_draft(stack, stored) for stack in stacks]
+    steps = [_stack_step(stack, stored) for stack in stacks]
     stacked = {module for stack in stacks for module in stack.modules}
     for linear in packed:
         if linear.module not in stacked:
             spec = TensorSpec(linear.module + WEIGHT, stored, linear.shape)
-            draft = Draft("dequantize", linear.coding.word, linear.refs, (spec,), linear.shape)
-            drafts.append(draft._replace(module=linear.module, linears=(linear,)))
+            step = Step("dequantize", linear.coding.word, linear.refs, (spec,), linear.shape)
+            steps.append(step._replace(module=linear.module, linears=(linear,)))
     left_out = {ref.name for linear in packed for ref in linear.idle} | set(idle)
-    consumed = left_out | {ref.name for draft in drafts for ref in draft.refs}
-    tasks = _module_tasks(Writing(checkpoint, target), drafts, consumed)
+    consumed = left_out | {ref.name for step in steps for ref in step.refs}
+    placed = [(step.refs[0].file, step) for step in steps]
+    tasks = _module_tasks(Writing(checkpoint, target), placed, consumed)
     scales = [name for name in left_out if not name.endswith(".weight_shape")]
     warnings = [f"{len(scales)} scales are left out: ordinary weights need none"] if scales else []
     if wide := [
-        draft.specs[0].name for draft in drafts if draft.slots and draft.specs[0].dtype != stored
+        step.specs[0].name for step in steps if step.slots and step.specs[0].dtype != stored
     ]:
         warnings.append(
-            f"{len(wide)} stacks of experts are not {dtype}, the first {wide[0]!r}: matrices in them stayed in another dtype"
+            f"{len(wide)} stacks of experts are not {dtype}, the first {wide[0]!r}: matrices"
+            " in them stayed in another dtype"
         )
     typed = [
         ref.name
@@ -67,23 +72,28 @@ def plan_dequantize(
     return Plan(target, tasks, Ignored((), ()), (*notes_on(checkpoint), *warnings))
 
 
-def _stack_draft(stack: Stacked, stored: str) -> Draft:
-    """What becomes of a stack: its modules in that dtype, but where others of another dtype stayed in floats."""
+def _stack_step(stack: Stacked, stored: str) -> Step:
+    """Make the step of a stack, its modules in that dtype.
+
+    The stack is F32 where others stayed in floats of another dtype.
+    """
     dtypes = {
         stored if linear.coding.is_packed else linear.refs[0].dtype for linear in stack.linears
     }
     spec = TensorSpec(stack.name, dtypes.pop() if len(dtypes) == 1 else "F32", stack.stored_shape)
     refs = tuple(dict.fromkeys(ref for linear in stack.linears for ref in linear.refs))
     reason = ", ".join(dict.fromkeys(linear.coding.word for linear in stack.linears))
-    draft = Draft("dequantize", reason, refs, (spec,), stack.shape, stack.slots)
-    return draft._replace(
+    step = Step("dequantize", reason, refs, (spec,), stack.shape, stack.slots)
+    return step._replace(
         module=stack.name, linears=stack.linears, is_transposed=stack.is_transposed
     )
 
 
 class Stored(NamedTuple):
-    """What becomes of some modules: the shape of the matrix that stores them, whose rows it holds, and what it replaces.
+    """What stores some modules.
 
+    shape of the matrix
+    slots whose rows it holds
     home  a tensor whose place it takes; the first of its packed codes
     """
 
@@ -99,43 +109,48 @@ def plan_transcode(
     placed: dict[str, Stored] | None = None,
     renamed: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan that spells the four-bit modules of an artifact in another dialect, every other tensor as it is.
+    """Plan the four-bit modules of an artifact in another dialect.
 
+    Every other tensor stays as it is.
     checkpoint  the artifact's own, or the one whose other tensors are kept
     modules     the sound quantized modules, as `artifact` found them
     placed      what is stored in that other checkpoint, by stem
     renamed     new names of tensors that are kept
-    Raises      InputError for what the dialect cannot hold, or where an output would take the name of another tensor
+    Raises      InputError for what the dialect cannot hold, or where an output would take the name
+                of another tensor
     """
     dialect, form = dialect_to_write(target), form_of(target)
     refuse_other_container(checkpoint, dialect, str(target.dialect))
     recipe = build_recipe(target, checkpoint.config)
     _refuse_other_matrices(checkpoint, modules)
     if placed is None:
-        placed = _place(modules, dialect)
+        # where the first module of each stored matrix is now
+        placed = {}
+        shapes = {module: packed.shape for module, packed in modules.items()}
+        for stem, shape in dialect.stems(shapes).items():
+            slots = dialect.slots(stem, shape)
+            placed[stem] = Stored(shape, slots, modules[slots[0][0].module].refs[0])
     _refuse_unfit(placed, modules, dialect, recipe)
     shared: dict[ScaleGroup | str, list[TensorRef]] = defaultdict(list)
+    groups = scale_groups(modules, recipe.groups)
     for module, packed in modules.items():
-        shared[scale_group(module, recipe.groups) or module] += packed.refs
-    drafts = []
+        shared[groups.get(module, module)] += packed.refs
+    steps = []
     for stem, stored in placed.items():
         members = list(dict.fromkeys(rows.module for slot in stored.slots for rows in slot))
         refs = tuple(dict.fromkeys(ref for member in members for ref in modules[member].refs))
         group = tuple(
-            dict.fromkeys(
-                ref
-                for member in members
-                for ref in shared[scale_group(member, recipe.groups) or member]
-            )
+            dict.fromkeys(ref for member in members for ref in shared[groups.get(member, member)])
         )
         specs = dialect.outputs(stem, stored.shape, form)
-        draft = Draft("transcode", "four-bit", refs, specs, stored.shape, stored.slots)
-        drafts.append(draft._replace(module=stem, amax_of=group, home=stored.home, form=form))
+        step = Step("transcode", "four-bit", refs, specs, stored.shape, stored.slots)
+        step = step._replace(module=stem, amax_of=group, form=form)
+        steps.append((stored.home.file, step))
     homes = {stored.home.name for stored in placed.values()}
     idle = idle_scales(modules, renamed or {}, form.has_input_scale)
     consumed = homes | set(idle) | {ref.name for packed in modules.values() for ref in packed.refs}
     tasks = _module_tasks(
-        Writing(checkpoint, target, dialect, form, renamed or {}), drafts, consumed
+        Writing(checkpoint, target, dialect, form, renamed or {}), steps, consumed
     )
     kept = kept_modules(tasks)
     patterns = recipe.patterns_to_declare(kept, [*modules, *placed])
@@ -143,26 +158,11 @@ def plan_transcode(
     return Plan(target, tasks, Ignored(tuple(kept), patterns), (*notes_on(checkpoint), *warnings))
 
 
-def _kept(ref: TensorRef, writing: Writing) -> TensorSpec:
-    """A tensor that stays; a scale of a cache under the name and in the shape of the dialect: transformers loads no other."""
-    if ref.name not in writing.renamed or writing.dialect is None or ref.elements != 1:
-        return TensorSpec(writing.renamed.get(ref.name, ref.name), ref.dtype, ref.shape)
-    return TensorSpec(writing.renamed[ref.name], ref.dtype, writing.dialect.TRAITS.scalars.shape)
-
-
-def _place(modules: dict[str, Packed], dialect: Dialect) -> dict[str, Stored]:
-    """Every matrix that the dialect stores for those modules, where the first of its modules is now."""
-    placed = {}
-    for stem, shape in dialect.stems(
-        {module: packed.shape for module, packed in modules.items()}
-    ).items():
-        slots = dialect.slots(stem, shape)
-        placed[stem] = Stored(shape, slots, modules[slots[0][0].module].refs[0])
-    return placed
-
-
 def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -> None:
-    """InputError for quantized matrices beside the four-bit ones of one format, which the result's records would not tell."""
+    """Raise InputError for matrices quantized in another way.
+
+    The result's records would not tell of them.
+    """
     ours = {ref.name for packed in modules.values() for ref in (*packed.refs, *packed.companions)}
     others = [ref for ref in checkpoint.tensors if ref.name not in ours]
     next_step = "Start from the original weights."
@@ -170,7 +170,10 @@ def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -
         ref.name for ref in others if ref.dtype.startswith("F8_") and ref.name.endswith(WEIGHT)
     ]
     if matrices:
-        detail = f"{len(matrices)} matrices are FP8, the first {matrices[0]!r}; this version carries four-bit ones and floats"
+        detail = (
+            f"{len(matrices)} matrices are FP8, the first {matrices[0]!r}; this version carries"
+            " four-bit ones and floats"
+        )
         raise InputError("fp8-modules", detail, next_step, matrices[0])
     if found := [ref.name for ref in others if is_quantized_tensor(ref)]:
         detail = f"{len(found)} tensors are quantized in another way, the first {found[0]!r}"
@@ -185,7 +188,7 @@ def _refuse_other_matrices(checkpoint: Checkpoint, modules: dict[str, Packed]) -
 def _refuse_unfit(
     placed: dict[str, Stored], modules: Iterable[str], dialect: Dialect, recipe: Recipe
 ) -> None:
-    """InputError for what the dialect has no place for."""
+    """Raise InputError for what the dialect has no place for."""
     for stem, stored in placed.items():
         rows, columns = stored.shape[-2:]
         if reason := dialect.unfit(stem, (rows, columns), form_of(recipe.target)):
@@ -193,27 +196,33 @@ def _refuse_unfit(
             raise InputError("dialect-shape", detail, "Choose another --dialect.", stem)
     for module in modules:
         if not dialect.TRAITS.holds_embeddings and recipe.kind_of(module) == "embedding":
-            detail = f"{module} is a four-bit embedding, which no engine of dialect {recipe.target.dialect} reads"
+            detail = (
+                f"{module} is a four-bit embedding, which no engine of dialect"
+                f" {recipe.target.dialect} reads"
+            )
             raise InputError("dialect-module", detail, "Choose another --dialect.", module)
 
 
 def _module_tasks(
-    writing: Writing, drafts: Iterable[Draft], consumed: set[str]
+    writing: Writing, placed: Iterable[tuple[str, Step]], consumed: set[str]
 ) -> tuple[Task, ...]:
-    """Tasks that carry out each draft where the first of its packed codes are, and copy every tensor that is not consumed."""
-    at: dict[str, list[Draft]] = defaultdict(list)
-    for draft in drafts:
-        at[(draft.home or draft.refs[0]).file].append(draft)
+    """Lay out steps, each in its shard; copy tensors not consumed."""
+    at: dict[str, list[Step]] = defaultdict(list)
+    for file, step in placed:
+        at[file].append(step)
     tasks = []
     for shard in writing.checkpoint.shards:
-        copies = [
-            Draft("copy", "not quantized", (ref,), (_kept(ref, writing),))
-            for ref in shard.tensors
-            if ref.name not in consumed
-        ]
-        if (
-            copies or at[shard.file] or not shard.tensors
-        ):  # a shard of which nothing is left is none
+        copies = []
+        for ref in shard.tensors:
+            if ref.name not in consumed:
+                shape = ref.shape
+                if ref.name in writing.renamed and writing.dialect and ref.elements == 1:
+                    # a scale of a cache: transformers loads no other shape than the dialect's
+                    shape = writing.dialect.TRAITS.scalars.shape
+                spec = TensorSpec(writing.renamed.get(ref.name, ref.name), ref.dtype, shape)
+                copies.append(Step("copy", "not quantized", (ref,), (spec,)))
+        # a shard of which nothing is left is none
+        if copies or at[shard.file] or not shard.tensors:
             tasks.append(writing.task(shard, [*copies, *at[shard.file]]))
     refuse_collisions(tasks)
     return tuple(tasks)

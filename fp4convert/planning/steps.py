@@ -1,6 +1,7 @@
 """What a plan is made of: Step, Task, Shard, Plan.
 
-A draft says what becomes of a tensor; laid out beside the others of its shard it is a step, and nothing is left to decide.
+A step says what becomes of a tensor; laid out beside the others of its shard it says where, and
+nothing is left to decide.
 """
 
 from __future__ import annotations
@@ -32,42 +33,50 @@ class Step(NamedTuple):
 
     A tuple, for a plan makes one for each tensor, and a frozen dataclass takes longer to make.
 
-    module   what its outputs are named after: a module, or a stem of the dialect that holds several
-    action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as it is; fold: it keeps its
-             dtype, multiplied or divided by the factors of a fold; prune: parts of it stay; write: a scalar
+    action   copy: stays by the recipe; skip: a linear layer that cannot be quantized, and stays as
+             it is; fold: it keeps its dtype, multiplied or divided by the factors of a fold;
+             prune: parts of it stay; write: a scalar
     refs     what is read; of a linear layer all that it is decoded from; nothing for a scalar
+    specs    what is written, while it has no place; () in a plan
     shape    (rows, columns) of the matrix, longer for a stack; () where it stays
     slots    whose rows the result holds, where that is no single module
     group    name of the scale group, or None
-    amax_of  what is read beside for the scales: every tensor of the scale group, in whichever shard, and one of every file that
-             factors of folds are found in
-    outputs  where the result goes; all in the step's own shard
+    amax_of  what is read beside for the scales: every tensor of the scale group, in whichever
+             shard, and one of every file that factors of folds are found in
+    module   what its outputs are named after: a module, or a stem of the dialect that holds
+             several; where it is "" before the step has a place, that of its first output
     form     that its module has in the result; None where that is an ordinary tensor
-    linears  whose values the result holds, in the order of the slots; none where a tensor is copied
-    measured every member of the scale group (or the linear layer alone), in whichever shard; the common amax sets the
-             global scale, and tells whether all of them are finite
-    scalar   a float32 that no tensor of the source holds: the input scale of its module, or what is written
+    linears  whose values the result holds, in the order of the slots; none for a copied tensor
+    measured every member of the scale group (or the linear layer alone), in whichever shard; the
+             common amax sets the global scale, and tells whether all of them are finite
+    scalar   a float32 that no tensor of the source holds: the input scale of its module, or what
+             is written
     is_transposed  each matrix of a stack is stored as (columns, rows)
+    outputs  where the result goes; all in the step's own shard; () before the step has a place
     """
 
-    module: str
     action: Action
     reason: str
     refs: tuple[TensorRef, ...]
-    shape: tuple[int, ...]
-    slots: tuple[Slot, ...]
-    group: str | None
-    amax_of: tuple[TensorRef, ...]
-    outputs: tuple[TensorRef, ...]
+    specs: tuple[TensorSpec, ...]
+    shape: tuple[int, ...] = ()
+    slots: tuple[Slot, ...] = ()
+    group: str | None = None
+    amax_of: tuple[TensorRef, ...] = ()
+    module: str = ""
     form: Form | None = None
     linears: tuple[Linear, ...] = ()
     measured: tuple[Linear, ...] = ()
     scalar: float | None = None
     is_transposed: bool = False
+    outputs: tuple[TensorRef, ...] = ()
 
     @property
     def name(self) -> str:
-        """What a person looks for: its tensor, or the module where the tensor holds others too."""
+        """Name it as a person looks for it.
+
+        By its tensor, or by the module where the tensor holds others too.
+        """
         return (
             self.linears[0].name if len(self.linears) == 1 else (*self.refs, *self.outputs)[0].name
         )
@@ -82,12 +91,12 @@ class Step(NamedTuple):
 
     @property
     def is_made(self) -> bool:
-        """True where the result is no ordinary tensor."""
+        """Tell whether the result is no ordinary tensor."""
         return self.form is not None
 
     @property
     def format(self) -> str:
-        """The format that its module has in the result; "" where that is an ordinary tensor."""
+        """Name the format in the result; "" for an ordinary tensor."""
         return self.form.format.name if self.form else ""
 
 
@@ -103,9 +112,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One input shard -> one output shard of the same name, and a second where scales stand apart; no task needs another.
+    """One input shard becomes an output shard of the same name.
 
-    key      equal keys promise equal output bytes: a hash of target, steps, and what changes when a shard that they read may have
+    And a second where scales stand apart; no task needs another.
+    key      equal keys promise equal output bytes: a hash of target, steps, and what changes when a
+             shard that they read may have
     sources  the shards that are read
     """
 
@@ -116,12 +127,12 @@ class Task:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of the tensors that are read."""
+        """Count the bytes of the tensors that are read."""
         return sum(step.source_bytes for step in self.steps)
 
     @property
     def outputs(self) -> list[TensorRef]:
-        """The tensors of the output shards."""
+        """List the tensors of the output shards."""
         return [ref for shard in self.shards for ref in shard.outputs]
 
 
@@ -148,83 +159,62 @@ class Plan:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of the tensors that are read."""
+        """Count the bytes of the tensors that are read."""
         return sum(step.source_bytes for step in self.steps)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of the shards that are written, headers included."""
+        """Count the bytes of the shards that are written, with headers."""
         return sum(shard.nbytes for shard in self.shards)
 
     @property
     def shards(self) -> list[Shard]:
-        """Every file that is written."""
+        """List every file that is written."""
         return [shard for task in self.tasks for shard in task.shards]
 
     @property
     def quantized(self) -> list[str]:
-        """Modules that are quantized in the result, or the stacks that hold them."""
+        """List modules that are quantized in the result, or their stacks."""
         return [step.module for step in self.steps if step.is_made]
 
     @property
     def formats(self) -> set[str]:
-        """The formats that modules have in the result."""
+        """Return the formats that modules have in the result."""
         return {step.format for step in self.steps} - {""}
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """These modules by their form; one without modules where there are none."""
+        """Return these modules by their form.
+
+        Where there are none, one group without modules.
+        """
         made = ((step.module, step.form) for step in self.steps if step.form is not None)
         return group_modules(made) or (Group(form_of(self.target), ()),)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Their shapes."""
+        """Return their shapes."""
         return {step.module: step.shape for step in self.steps if step.is_made}
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Of the quantized modules, scales and all; None where there are none."""
+        """Count the bits of a quantized weight, with scales; None without any."""
         return bits_per_weight_of((step, step.output_bytes) for step in self.steps)
 
     @property
     def index(self) -> dict[str, object]:
-        """The model.safetensors.index.json of the output."""
+        """Return the model.safetensors.index.json of the output."""
         outputs = [ref for task in self.tasks for ref in task.outputs]
         weight_map = {ref.name: ref.file for ref in sorted(outputs, key=attrgetter("name"))}
         return {"metadata": {"total_size": total_nbytes(outputs)}, "weight_map": weight_map}
 
 
-class Draft(NamedTuple):
-    """A step whose outputs have no place yet; a tuple, as a step is.
-
-    module  as the step's; where it is empty, that of its first output
-    home    a tensor of the shard that the outputs belong to; where it is None, the first that is read
-    """
-
-    action: Action
-    reason: str
-    refs: tuple[TensorRef, ...]
-    specs: tuple[TensorSpec, ...]
-    shape: tuple[int, ...] = ()
-    slots: tuple[Slot, ...] = ()
-    group: str | None = None
-    amax_of: tuple[TensorRef, ...] = ()
-    module: str = ""
-    home: TensorRef | None = None
-    form: Form | None = None
-    linears: tuple[Linear, ...] = ()
-    measured: tuple[Linear, ...] = ()
-    scalar: float | None = None
-    is_transposed: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.module or module_of(self.specs[0].name)
-
-
 def bits_per_weight_of(sized: Iterable[tuple[Step, int]]) -> float | None:
-    """Of the quantized modules, of whatever format, among steps with their bytes, scales and all; None where there are none."""
+    """Count the bits per weight of what is quantized, with its scales.
+
+    sized    steps with their bytes
+    Returns  None where nothing is quantized
+    """
     made = [(step.shape, nbytes) for step, nbytes in sized if step.is_made]
     weights = sum(math.prod(shape) for shape, _ in made)
     return 8 * sum(nbytes for _, nbytes in made) / weights if weights else None
@@ -243,37 +233,26 @@ class Writing:
     form: Form | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
 
-    def task(self, shard: Header, drafts: list[Draft]) -> Task:
-        """The drafts of one shard, each output at its place."""
-        shards = tuple(self._shards(shard, drafts))
+    def task(self, shard: Header, made: Iterable[Step]) -> Task:
+        """Lay the steps of one shard out, each output at its place."""
+        named = [
+            step if step.module else step._replace(module=module_of(step.specs[0].name))
+            for step in made
+        ]
+        shards = tuple(self._shards(shard, named))
         place = {ref.name: ref for written in shards for ref in written.outputs}
         steps = tuple(
-            Step(
-                module=draft.name,
-                action=draft.action,
-                reason=draft.reason,
-                refs=draft.refs,
-                shape=draft.shape,
-                slots=draft.slots,
-                group=draft.group,
-                amax_of=draft.amax_of,
-                outputs=tuple([place[spec.name] for spec in draft.specs]),
-                form=draft.form,
-                linears=draft.linears,
-                measured=draft.measured,
-                scalar=draft.scalar,
-                is_transposed=draft.is_transposed,
-            )
-            for draft in drafts
+            [
+                step._replace(outputs=tuple([place[spec.name] for spec in step.specs]), specs=())
+                for step in named
+            ]
         )
-        read = {
-            ref.file for draft in drafts for refs in (draft.refs, draft.amax_of) for ref in refs
-        }
+        read = {ref.file for step in steps for refs in (step.refs, step.amax_of) for ref in refs}
         sources = sorted({shard.file, *read})
         promise = [
             repr(self.target),
             [self.checkpoint.stamps[file] for file in sources],
-            [_told(step) for step in steps],
+            [_describe(step) for step in steps],
         ]
         key = hashlib.sha256(json.dumps(promise, check_circular=False).encode())
         for written in shards:
@@ -283,16 +262,17 @@ class Writing:
             )
         return Task(key.hexdigest(), tuple(sources), shards, steps)
 
-    def _shards(self, shard: Header, drafts: list[Draft]) -> Iterator[Shard]:
-        """The file of that name, and the one for scales apart where there are any."""
+    def _shards(self, shard: Header, steps: list[Step]) -> Iterator[Shard]:
+        """Lay out the file of that name, and one for scales where they go apart."""
         notes = {}
         if self.dialect and self.form:
-            made = [draft for draft in drafts if draft.form is not None]
-            notes = self.dialect.notes(self.form, [draft.name for draft in made])
-        specs = [spec for draft in drafts for spec in draft.specs]
+            notes = self.dialect.notes(self.form, [step.module for step in steps if step.is_made])
+        specs = [spec for step in steps for spec in step.specs]
+        stem = shard.file.removeprefix("model")
+        beside = f"scales{stem}" if stem != shard.file else f"scales-{stem}"
         for file, chosen in (
             (shard.file, [spec for spec in specs if not spec.is_apart]),
-            (scales_file(shard.file), [spec for spec in specs if spec.is_apart]),
+            (beside, [spec for spec in specs if spec.is_apart]),
         ):
             if chosen or file == shard.file:
                 header, placed = shard.frame.lay_out(file, chosen, notes)
@@ -303,19 +283,28 @@ class Writing:
 
 
 def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
-    """Every output by its name; InputError where two have the same, or two shards."""
+    """Collect every output by its name.
+
+    Raises InputError where two have the same, or two shards.
+    """
     found: dict[str, TensorRef] = {}
     files: set[str] = set()
     for task in tasks:
         for shard in task.shards:
             if shard.file in files:
-                detail = f"two shards of the result would be {shard.file}; expected names that do not collide"
+                detail = (
+                    f"two shards of the result would be {shard.file}; expected names that do not"
+                    " collide"
+                )
                 raise InputError("name-collision", detail, "Rename the shard of that name.")
             files.add(shard.file)
         for step in task.steps:
             for ref in step.outputs:
                 if ref.name in found:
-                    detail = f"{ref.file}: the output {ref.name!r} already exists; expected names that do not collide"
+                    detail = (
+                        f"{ref.file}: the output {ref.name!r} already exists; expected names that"
+                        " do not collide"
+                    )
                     raise InputError(
                         "name-collision",
                         detail,
@@ -326,9 +315,9 @@ def refuse_collisions(tasks: Iterable[Task]) -> dict[str, TensorRef]:
     return found
 
 
-def _told(step: Step) -> list[object]:
-    """What a step says of its bytes beside the header of its shard, for JSON."""
-    told: list[object] = [
+def _describe(step: Step) -> list[object]:
+    """List what a step says of its bytes beside the header, for JSON."""
+    described: list[object] = [
         step.module,
         step.action,
         step.shape,
@@ -338,22 +327,17 @@ def _told(step: Step) -> list[object]:
         step.scalar,
     ]
     if step.is_transposed:  # shapes do not tell it of square matrices
-        told.append("transposed")
-    return (
-        told
-        if not step.linears
-        else [*told, step.form.word if step.form else "", *map(_meaning, step.linears)]
-    )
+        described.append("transposed")
+    if step.linears:
+        described.append(step.form.word if step.form else "")
+        for linear in step.linears:  # what makes its values out of its bytes
+            described.append([linear.module, linear.shape, repr(linear.coding)])
+    return described
 
 
-def _meaning(linear: Linear) -> list[object]:
-    """What makes the values of a linear layer out of its bytes."""
-    return [linear.module, linear.shape, repr(linear.coding)]
-
-
-def scales_file(file: str) -> str:
-    """The file for scales beside a shard."""
-    return f"scales{file.removeprefix('model')}" if file.startswith("model") else f"scales-{file}"
+def spec_of(ref: TensorRef) -> TensorSpec:
+    """Return what writes a tensor as it is."""
+    return TensorSpec(ref.name, ref.dtype, ref.shape)
 
 
 def module_of(name: str) -> str:

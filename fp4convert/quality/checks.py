@@ -32,7 +32,7 @@ from fp4convert.quality.stored_scalars import (
     read_input_scales,
 )
 from fp4convert.recipes.patterns import sift
-from fp4convert.recipes.recipe import gather_groups, group_members, model_recipe, scale_group
+from fp4convert.recipes.recipe import gather_groups, group_members, model_recipe, scale_groups
 from fp4convert.storage.safetensors import WEIGHT
 from fp4convert.storage.source import Source
 
@@ -204,12 +204,11 @@ def _beside(artifact: Artifact, modules: Sequence[str]) -> list[str]:
     """The modules whose single scales are read: all, or from the Hub those modules and what shares a scale with them."""
     if not artifact.source.is_streamed:
         return list(artifact.modules)
-    groups = group_members(artifact.source.checkpoint.config)
-    keys = {key for module in modules if (key := scale_group(module, groups))}
+    members = group_members(artifact.source.checkpoint.config)
+    groups = scale_groups(artifact.modules, members)
+    keys = set(scale_groups(modules, members).values())
     return [
-        module
-        for module in artifact.modules
-        if module in modules or scale_group(module, groups) in keys
+        module for module in artifact.modules if module in modules or groups.get(module) in keys
     ]
 
 
@@ -292,7 +291,8 @@ def _check_others(artifact: Artifact) -> Iterator[Finding]:
     if len({group.form.word for group in artifact.groups}) < 2:
         return
     packed = artifact.packed
-    for members in gather_groups(packed, group_members(artifact.source.checkpoint.config)).values():
+    groups = scale_groups(packed, group_members(artifact.source.checkpoint.config))
+    for members in gather_groups(groups).values():
         words = [packed[module].form.word for module in members]
         if len(set(words)) > 1:
             detail = f"{', '.join(members)} are {', '.join(words)}; engines that fuse them refuse the artifact"

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.calibration.methods.folds import Fold, changed_by, folds_used, vectors_of
-from fp4convert.calibration.methods.scaled_weights import Factors, Folded, quotients, read_vector
+from fp4convert.calibration.methods.scaled_weights import Folded, quotients, read_vector
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import Factors, Linear
 from fp4convert.checkpoint.linears import Linears, linears_stored, originals_of
 from fp4convert.checkpoint.record import folds_recorded
 from fp4convert.errors import Finding

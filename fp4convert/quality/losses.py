@@ -11,7 +11,6 @@ import numpy as np
 
 from fp4convert.calibration.input_power import Inputs, column_power, output_power, weighted
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.checkpoint.encodings.floats import Picked
 from fp4convert.checkpoint.module_names import split_numbers
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu
@@ -247,7 +246,7 @@ def _sample_kind(linears: Sequence[Linear], share: int) -> list[Sample]:
 def _strips_of(linear: Linear, nbytes: int, number: int) -> Sample:
     """So many bytes of a matrix in strips that lie evenly over it; the `number` moves them."""
     rows = linear.shape[0]
-    if _is_whole(linear) or nbytes >= _nbytes_read(linear):
+    if linear.coding.is_spread or nbytes >= _nbytes_read(linear):
         return Sample(linear, ((0, rows),), _nbytes_read(linear))
     row_nbytes = _least_nbytes(linear)
     height = nbytes // row_nbytes
@@ -260,11 +259,6 @@ def _strips_of(linear: Linear, nbytes: int, number: int) -> Sample:
     return Sample(linear, strips, each * count * row_nbytes)
 
 
-def _is_whole(linear: Linear) -> bool:
-    """True where a row lies spread over the whole stored matrix."""
-    return isinstance(linear.coding, Picked) and linear.coding.is_transposed
-
-
 def _nbytes_read(linear: Linear) -> int:
     """What reading all rows takes; of a stored matrix that holds others, too, these are read with it."""
     return sum(ref.nbytes for ref in linear.refs)
@@ -273,5 +267,7 @@ def _nbytes_read(linear: Linear) -> int:
 def _least_nbytes(linear: Linear) -> int:
     """What reading one row takes."""
     return (
-        _nbytes_read(linear) if _is_whole(linear) else -(-_nbytes_read(linear) // linear.shape[0])
+        _nbytes_read(linear)
+        if linear.coding.is_spread
+        else -(-_nbytes_read(linear) // linear.shape[0])
     )

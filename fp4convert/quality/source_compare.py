@@ -12,11 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4convert.calibration.input_power import Inputs, output_power
-from fp4convert.calibration.methods.scaled_weights import Folded, foldings_of
 from fp4convert.calibration.statistics import Calibration
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.encodings.base import Linear
-from fp4convert.checkpoint.encodings.fp4 import FourBit
 from fp4convert.checkpoint.linears import Linears, linears_stored
 from fp4convert.errors import Finding
 from fp4convert.numerics.backends.base import processors
@@ -114,7 +112,7 @@ def pair_up(artifact: Artifact, theirs: Mapping[str, Linear]) -> tuple[list[Pair
         is_copied = original is None or (
             original.home == original.refs[0] and not original.coding.is_packed
         )
-        if not own.coding.is_packed and is_copied and not (original and foldings_of(original)):
+        if not own.coding.is_packed and is_copied and not (original and original.coding.foldings):
             continue  # byte for byte
         if original is None or original.shape != own.shape:
             detail = (
@@ -178,11 +176,10 @@ def measure(
 def _unfolded(values: Doubles, linear: Linear, source: Source, panel: tuple[int, int]) -> Doubles:
     """Those rows as (rows, columns) without the factors of folds: inputs and answers are those of the source's layer."""
     matrix = values.reshape(-1, linear.shape[1])
-    if isinstance(linear.coding, Folded):
-        if linear.coding.columns:
-            matrix = matrix / linear.coding.columns.find(source).columns
-        if linear.coding.rows:
-            matrix = matrix * linear.coding.rows.find(source).made[slice(*panel), None]
+    if linear.coding.columns:
+        matrix = matrix / linear.coding.columns.find(source).columns
+    if linear.coding.rows:
+        matrix = matrix * linear.coding.rows.find(source).made[slice(*panel), None]
     return matrix
 
 
@@ -194,7 +191,7 @@ class _Stored:
 
     def __init__(self, linear: Linear, source: Source) -> None:
         coding = linear.coding
-        self._blocks = coding.blocks(linear) if isinstance(coding, FourBit) else None
+        self._blocks = coding.blocks(linear)
         self._weights = coding.weights(linear, source)
         self.counts = np.zeros(CODES if self._blocks else 0, np.int64)
 
@@ -312,7 +309,7 @@ def stand_beside(artifact: Artifact, source: Source, outputs: Outputs | None = N
 
 
 def _check_folded(artifact: Artifact, source: Source, pair: Pair) -> Iterator[Finding]:
-    if foldings_of(pair.theirs) and pair.ours.module in artifact.modules:
+    if pair.theirs.coding.foldings and pair.ours.module in artifact.modules:
         yield from check_columns(
             pair.ours.module, artifact.decode(pair.ours.module), pair.theirs, source
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from fp4convert.checkpoint.artifact import Artifact
-from fp4convert.recipes.recipe import gather_groups, group_members
+from fp4convert.recipes.recipe import gather_groups, group_members, scale_groups
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source, stopping
 
@@ -38,10 +38,10 @@ def find_agreements(artifact: Artifact, stored: Mapping[str, float]) -> list[Agr
 
     stored  module -> global or input scale
     """
-    gathered = gather_groups(stored, group_members(artifact.source.checkpoint.config))
+    groups = scale_groups(stored, group_members(artifact.source.checkpoint.config))
     return [
         Agreement({member: stored[member] for member in members})
-        for members in gathered.values()
+        for members in gather_groups(groups).values()
         if len(members) > 1
     ]
 

@@ -359,22 +359,25 @@ def group_members(config: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
     return tuple(group for file in _find_files(config, None)[::-1] for group in file.groups)
 
 
-def scale_group(module: str, groups: tuple[tuple[str, ...], ...]) -> ScaleGroup | None:
-    """Find the scale group of a module; None where it stands alone."""
-    parent, _, leaf = module.rpartition(".")
-    return next((ScaleGroup(parent, members) for members in groups if leaf in members), None)
-
-
-def gather_groups(
+def scale_groups(
     modules: Iterable[str], groups: tuple[tuple[str, ...], ...]
-) -> dict[ScaleGroup, list[str]]:
-    """Gather the members of every scale group among modules."""
-    found: dict[ScaleGroup, list[str]] = defaultdict(list)
+) -> dict[str, ScaleGroup]:
+    """Find the scale group of each module; one that stands alone is left out."""
     members_of = {leaf: members for members in reversed(groups) for leaf in members}
+    found = {}
     for module in modules:
         parent, _, leaf = module.rpartition(".")
         if members := members_of.get(leaf):
-            found[ScaleGroup(parent, members)].append(module)
+            found[module] = ScaleGroup(parent, members)
+    return found
+
+
+def gather_groups(group_of: Mapping[str, ScaleGroup | None]) -> dict[ScaleGroup, list[str]]:
+    """List the modules of each scale group."""
+    found: dict[ScaleGroup, list[str]] = defaultdict(list)
+    for module, group in group_of.items():
+        if group:
+            found[group].append(module)
     return found
 
 

@@ -18,8 +18,9 @@ from tiny_models import read_tensors
 
 from fp4convert.calibration.methods.awq_smooth import storable
 from fp4convert.calibration.methods.folds import Fold
-from fp4convert.calibration.methods.scaled_weights import Factors, divided, foldings_of, quotients
+from fp4convert.calibration.methods.scaled_weights import divided, quotients
 from fp4convert.checkpoint.dialects.registry import dialect_named
+from fp4convert.checkpoint.encodings.base import Factors
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.errors import InputError
 from fp4convert.numerics.codec import FLOAT_DTYPES
@@ -88,7 +89,7 @@ def folded(source: Source, found: Merged, tensors: dict[str, Any]) -> dict[str, 
 
     result = {name: tensor.clone() for name, tensor in tensors.items()}
     for linear in (*found.linears.of.values(), *found.linears.vectors.values()):
-        if foldings_of(linear):
+        if linear.coding.foldings:
             values = linear.coding.weights(linear, source).rows(0, linear.shape[0])
             assert values.dtype == "F32"
             tensor = result[linear.refs[0].name]
@@ -256,11 +257,11 @@ def test_a_reader_that_stays_asks_for_powers_of_two_and_is_multiplied(tmp_path):
     plain = {fold.name: fold.is_exact for fold in merged(source, RecipeOptions()).folds}
     assert plain == {f"model.layers.0.{name}": name.endswith("_proj") for name in GATED}
     for linear in (*found.linears.of.values(), *found.linears.vectors.values()):
-        for folding in foldings_of(linear):
+        for folding in linear.coding.foldings:
             mantissas, _ = np.frexp(folding.find(source).columns)
             assert (mantissas == 0.5).all()
     kept = found.linears.of["model.layers.0.self_attn.k_proj"]
-    (folding,) = foldings_of(kept)
+    (folding,) = kept.coding.foldings
     values = np.frombuffer(kept.coding.weights(kept, source).rows(0, 64).data, np.float32).reshape(
         64, 64
     )
@@ -288,7 +289,7 @@ def test_a_bias_is_divided_without_rounding(biased, tmp_path):
     after = np.frombuffer(
         linear.coding.weights(linear, source).rows(0, 1).data, ml_dtypes.bfloat16
     ).astype(np.float64)
-    (folding,) = foldings_of(linear)
+    (folding,) = linear.coding.foldings
     assert (after * folding.find(source).made == before).all()
     assert (after != before).any()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from checkpoints import LLAMA, Tensor, read_folder, run, write_single
 from spellings import module_of, write_artifact
 from torch_formulas import decoded, e4m3
 
-from fp4convert.checkpoint.encodings.base import Linear, room_for
+from fp4convert.calibration.methods.scaled_weights import Folded
+from fp4convert.checkpoint.encodings.base import Factors, Folding, Linear, room_for
 from fp4convert.checkpoint.encodings.floats import Floats, measured_whole
 from fp4convert.checkpoint.linears import find_linears
 from fp4convert.numerics.matrices import Weights
@@ -164,6 +166,14 @@ def test_gate_and_up_are_measured_as_the_one_matrix_that_they_are(order, rows, t
         assert sorted(np.concatenate(elements)) == sorted(wanted)
     is_apart = (order, rows) == ("out_in", "concatenated")
     assert len(list(measured_whole([found[gate], found[up]], source))) == (2 if is_apart else 1)
+    scaled = Folding(
+        "norm", "key", (), lambda source: Factors(np.full(HIDDEN, 2, "f4"), np.ones(1))
+    )
+    folded = [
+        replace(found[module], coding=Folded(found[module].coding, columns=scaled))
+        for module in (gate, up)
+    ]
+    assert len(list(measured_whole(folded, source))) == 2, "no stored matrix has their values"
 
 
 @EVERY_LAYOUT
@@ -246,6 +256,22 @@ def fp8_values(
     return (
         torch.from_numpy(codes).view(dtype).float() * wide[: codes.shape[0], : codes.shape[1]]
     ).numpy()
+
+
+def test_what_is_fp8_already_does_not_go_through_fp8_again(tmp_path):
+    """Other values would, under blocks of 128 x 128 in place of its own."""
+    codes, scales = fp8_codes(16, 64), torch.tensor([[1.0, 0.3, 7.0, 0.011], [2.0, 1.0, 1e-3, 9.0]])
+    tensors = {
+        f"{MODULE}.weight": ("F8_E4M3", (16, 64), codes.tobytes()),
+        f"{MODULE}.weight_scale_inv": scale_tensor(scales, (2, 4)),
+    }
+    source = write_single(tmp_path / "m", tensors, {**LLAMA, "quantization_config": FP8_RECORD})
+    results = []
+    for name, options in (("through", ("--via", "fp8")), ("plain", ())):
+        run("quantize", source, "--format", "nvfp4", "-o", tmp_path / name, *options)
+        results.append(read_folder(tmp_path / name))
+    assert f"{MODULE}.weight_packed" in results[0]
+    assert results[0] == results[1]
 
 
 def scale_tensor(scales: Any, shape: tuple[int, ...]) -> Tensor:

@@ -18,12 +18,11 @@ from fp4convert.errors import InputError
 from fp4convert.planning.decisions import (
     Verdict,
     decide,
-    gather_made,
     skipped_experts,
     uneven_groups,
 )
 from fp4convert.recipes.options import RecipeOptions
-from fp4convert.recipes.recipe import ScaleGroup, Target, build_recipe
+from fp4convert.recipes.recipe import ScaleGroup, Target, build_recipe, gather_groups
 from fp4convert.storage.open import open_source
 
 LAYER = "model.layers.0"
@@ -257,9 +256,8 @@ def test_a_scale_group_is_taken_over_whole_or_quantized_whole(packed, tmp_path):
             "a linear layer, from mxfp4",
         }
     assert {found[module].group for module in modules} == {ScaleGroup(ATTENTION, QKV)}
-    assert {
-        key: [linear.module for linear in held] for key, held in gather_made(found).items()
-    } == {ScaleGroup(ATTENTION, QKV): [module for module in found if module in modules]}
+    groups = gather_groups({module: verdict.group for module, verdict in found.items()})
+    assert groups == {ScaleGroup(ATTENTION, QKV): [module for module in found if module in modules]}
 
 
 def test_a_scale_group_of_two_four_bit_formats_is_quantized_whole(tmp_path):

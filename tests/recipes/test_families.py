@@ -7,7 +7,7 @@ import pytest
 from family_tables import LAYERS, recipe_for, rows_of
 
 from fp4convert.recipes.options import RecipeOptions
-from fp4convert.recipes.recipe import Target, build_recipe, scale_group
+from fp4convert.recipes.recipe import Target, build_recipe, scale_groups
 
 TABLE = """
 llama
@@ -375,7 +375,9 @@ def test_the_table_speaks_of_forty_models():
     ],
 )
 def test_what_shares_a_scale_in_a_family(model, module, members):
-    group = scale_group(f"model.layers.0.{module}", recipe_for(model).groups)
+    (group,) = scale_groups([f"model.layers.0.{module}"], recipe_for(model).groups).values() or (
+        None,
+    )
     assert " ".join(group.members if group else ()) == members
 
 

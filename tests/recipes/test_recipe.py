@@ -9,7 +9,7 @@ from family_tables import LAYERS
 from fp4convert.errors import InputError
 from fp4convert.numerics.formats import MXFP4, NVFP4
 from fp4convert.recipes.options import RecipeOptions
-from fp4convert.recipes.recipe import Target, build_recipe, scale_group
+from fp4convert.recipes.recipe import Target, build_recipe, scale_groups
 from fp4convert.recipes.rules import FormatRule, Patterns
 from fp4convert.recipes.toml_files import known_names
 
@@ -284,11 +284,9 @@ def test_a_users_file_goes_before_a_familys_groups_and_stacks(tmp_path):
     """
     model = {"model_type": "gpt_oss"}
     made = chosen(tmp_path, text, model)
-    assert scale_group("a.w1", made.groups) == ("a", ("w1", "v1", "z1"))
-    assert scale_group("a.w1", build_recipe(Target("nvfp4"), {"model_type": "dbrx"}).groups) == (
-        "a",
-        ("w1", "v1"),
-    )
+    assert scale_groups(["a.w1"], made.groups) == {"a.w1": ("a", ("w1", "v1", "z1"))}
+    own = build_recipe(Target("nvfp4"), {"model_type": "dbrx"}).groups
+    assert scale_groups(["a.w1"], own) == {"a.w1": ("a", ("w1", "v1"))}
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert made.stack_rule(name).is_transposed is False
     own = build_recipe(Target("nvfp4"), model).stack_rule(name)

@@ -9,7 +9,7 @@ from checkpoints import Tensor, run, weight, write_single
 from paths import ROOT
 
 from fp4convert.recipes.options import RecipeOptions
-from fp4convert.recipes.recipe import Recipe, Target, build_recipe, scale_group
+from fp4convert.recipes.recipe import Recipe, Target, build_recipe, scale_groups
 from fp4convert.recipes.rules import StackRule
 from fp4convert.recipes.toml_files import _FILE, _ROWS, parse
 
@@ -110,7 +110,8 @@ def test_formats(tmp_path):
 
 def test_groups(tmp_path):
     made = recipe(example(PAGE, "## `[[group]]`"), tmp_path)
-    assert scale_group("transformer.blocks.0.ffn.v1", made.groups).members == ("w1", "v1")
+    (group,) = scale_groups(["transformer.blocks.0.ffn.v1"], made.groups).values()
+    assert group.members == ("w1", "v1")
     assert {"k_proj", "v_proj"} <= made.may_lack
 
 

@@ -21,14 +21,13 @@ from numpy.typing import NDArray
 from fp4convert.calibration.input_power import Inputs
 from fp4convert.calibration.methods.folds import Fold
 from fp4convert.calibration.methods.scaled_weights import (
-    Factors,
     divided,
     over_squares,
     quotients,
     read_vector,
 )
 from fp4convert.calibration.statistics import Calibration
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import Factors, Linear
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import Float32s, as_floats, as_matrix
 from fp4convert.numerics.formats import IMPORTANCE, Format, format_named, global_range

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4convert.calibration.methods.scaled_weights import Divided, Factors, Folded, Folding, Kind
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.calibration.methods.scaled_weights import Divided, Folded, Kind
+from fp4convert.checkpoint.encodings.base import Factors, Folding, Linear
 from fp4convert.checkpoint.encodings.floats import MATRIX_DIMENSIONS
 from fp4convert.checkpoint.linears import Linears
 from fp4convert.errors import InputError

@@ -6,18 +6,15 @@ made: in the weight of a norm, or in the rows of a linear layer.  The model comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.stacks import InterleavedWeights
-from fp4convert.checkpoint.encodings.base import Coding, Linear
+from fp4convert.checkpoint.encodings.base import Coding, CodingDefaults, Folding, Linear
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_floats, as_matrix
-from fp4convert.numerics.matrices import Matrix, Weights
-from fp4convert.recipes.recipe import Target
+from fp4convert.numerics.matrices import Matrix, RowReader, Weights
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
 
@@ -25,37 +22,8 @@ Kind = Literal["norm", "norm_plus_one", "bias"]
 f32 = np.float32
 
 
-class Factors(NamedTuple):
-    """What one fold multiplies with, float32, positive and finite.
-
-    columns  of every linear layer that reads the output
-    made     one for each output where it is made; fewer than columns where heads are repeated
-    reach    the largest input of each reader afterwards, over that before, by module; each sees tokens of its own
-    """
-
-    columns: Float32s
-    made: Float32s
-    reach: Mapping[str, float] = {}
-
-
 @dataclass(frozen=True, slots=True)
-class Folding:
-    """One fold, as a tensor that it changes knows it.
-
-    name    of the module that is divided
-    key     equal keys mean factors found in the same tensors
-    beside  of every file that they are found in, one tensor
-    find    the factors, which may take reading weights
-    """
-
-    name: str
-    key: str
-    beside: tuple[TensorRef, ...] = field(repr=False)
-    find: Callable[[Source], Factors] = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Folded:
+class Folded(CodingDefaults):
     """A matrix stored in any way: its columns are multiplied, and its rows are divided.
 
     columns  the fold that its input belongs to; None where it is as it was
@@ -65,6 +33,7 @@ class Folded:
     stored: Coding
     columns: Folding | None = None
     rows: Folding | None = None
+    format = None
 
     @property
     def foldings(self) -> tuple[Folding, ...]:
@@ -81,17 +50,9 @@ class Folded:
     def weights(self, linear: Linear, source: Source) -> Weights:
         return Scaled(self.stored.weights(linear, source), source, self.columns, self.rows)
 
-    def form_kept(self, linear: Linear, target: Target) -> Form | None:
-        return None
-
-    def kept(
-        self, linear: Linear, source: Source, form: Form
-    ) -> Iterator[tuple[memoryview, memoryview]]:
-        return iter(())
-
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class Scaled(RowReader):
     """Weights as float32, columns multiplied and rows divided; never rounded to another dtype between."""
 
     stored: Weights
@@ -115,21 +76,16 @@ class Scaled:
                 values = values / self.divided.find(self.source).made[first:last, None]
         return as_matrix(values)
 
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
-
 
 @dataclass(frozen=True, slots=True)
-class Divided:
+class Divided(CodingDefaults):
     """The weight or the bias of what makes an output, as one row: divided, in its own dtype."""
 
     kind: Kind
     by: Folding
     word = "folded"
     is_packed = False
+    format = None
 
     @property
     def foldings(self) -> tuple[Folding, ...]:
@@ -138,17 +94,9 @@ class Divided:
     def weights(self, linear: Linear, source: Source) -> Weights:
         return _Vector(linear.refs[0], source, self)
 
-    def form_kept(self, linear: Linear, target: Target) -> Form | None:
-        return None
-
-    def kept(
-        self, linear: Linear, source: Source, form: Form
-    ) -> Iterator[tuple[memoryview, memoryview]]:
-        return iter(())
-
 
 @dataclass(frozen=True, slots=True)
-class _Vector:
+class _Vector(RowReader):
     """A divided vector as a matrix of one row."""
 
     ref: TensorRef
@@ -170,29 +118,10 @@ class _Vector:
             values.astype(FLOAT_DTYPES[self.dtype]).view(np.uint8).data, self.dtype, self.shape
         )
 
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
-
-
-_WITH_FACTORS = (Folded, Divided)
-
-
-def foldings_of(linear: Linear) -> tuple[Folding, ...]:
-    """The folds that change it."""
-    return linear.coding.foldings if isinstance(linear.coding, _WITH_FACTORS) else ()
-
-
-def reads_folded(linear: Linear) -> bool:
-    """True where its columns are multiplied."""
-    return isinstance(linear.coding, Folded) and linear.coding.columns is not None
-
 
 def reach_of(linear: Linear, source: Source) -> float:
     """How much larger its largest input becomes by its fold; 1 without one, or where nobody wants to know."""
-    folding = linear.coding.columns if isinstance(linear.coding, Folded) else None
+    folding = linear.coding.columns
     return folding.find(source).reach.get(linear.module, 1.0) if folding else 1.0
 
 

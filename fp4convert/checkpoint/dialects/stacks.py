@@ -11,7 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fp4convert.numerics.matrices import Blocks, Fetched, Matrix, Quantized, Weights, row_panels
+from fp4convert.numerics.matrices import (
+    Blocks,
+    Fetched,
+    Matrix,
+    Quantized,
+    RowReader,
+    Weights,
+    row_panels,
+)
 
 
 class Rows(NamedTuple):
@@ -123,7 +131,7 @@ def _interleave_bytes(tables: Sequence[memoryview], height: int, step: int = 1) 
 
 
 @dataclass(frozen=True, slots=True)
-class InterleavedWeights:
+class InterleavedWeights(RowReader):
     """Weights in which rows of the members, equally many of each, take turns."""
 
     members: tuple[Weights, ...]
@@ -148,9 +156,3 @@ class InterleavedWeights:
         width = joined.nbytes // (count * (end - begin))
         data = joined[(first - begin * count) * width : (last - begin * count) * width]
         return Matrix(data, self.dtype, (last - first, self.shape[1]))
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None

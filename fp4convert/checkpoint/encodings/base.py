@@ -1,4 +1,4 @@
-"""What every encoding offers: the protocol Coding; and Linear.
+"""Describe a linear layer and its encoding: Linear, Coding, Folding.
 
 floats   as it is, or a part of a stack of experts that is transposed or whose rows take turns
 fp8      E4M3 codes under scales of blocks, rows or the whole
@@ -8,39 +8,125 @@ fp4      any dialect's four-bit blocks
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
+from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.numerics.matrices import Weights
+from fp4convert.numerics.codec import Float32s
+from fp4convert.numerics.formats import Format
+from fp4convert.numerics.matrices import Blocks, Weights
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import TensorRef, total_nbytes
 from fp4convert.storage.source import Source
 
 
-class Coding(Protocol):
-    """What the bytes of a matrix mean."""
+class Factors(NamedTuple):
+    """What one fold multiplies with, float32, positive and finite.
+
+    columns  of every linear layer that reads the output
+    made     one for each output where it is made; fewer than columns where heads are repeated
+    reach    the largest input of each reader afterwards, over that before, by module; each sees
+             tokens of its own
+    """
+
+    columns: Float32s
+    made: Float32s
+    reach: Mapping[str, float] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Folding:
+    """One fold, as a tensor that it changes knows it.
+
+    name    of the module that is divided
+    key     equal keys mean factors found in the same tensors
+    beside  of every file that they are found in, one tensor
+    find    the factors, which may take reading weights
+    """
+
+    name: str
+    key: str
+    beside: tuple[TensorRef, ...] = field(repr=False)
+    find: Callable[[Source], Factors] = field(repr=False, compare=False)
+
+
+class CodingDefaults(Protocol):
+    """What a coding answers where its own class says nothing."""
 
     @property
-    def word(self) -> str:
-        """What a person calls it: bf16, fp8 128x128, int4 32, mxfp4."""
+    def artifact(self) -> Artifact | None:
+        """Return the artifact that holds it; None where it is not four-bit."""
+        return None
 
     @property
-    def is_packed(self) -> bool:
-        """True where it is not what an ordinary checkpoint holds."""
+    def columns(self) -> Folding | None:
+        """Return the fold that multiplies its columns."""
+        return None
+
+    @property
+    def rows(self) -> Folding | None:
+        """Return the fold that divides its rows."""
+        return None
+
+    @property
+    def foldings(self) -> tuple[Folding, ...]:
+        """Return every fold that changes its values."""
+        return ()
+
+    @property
+    def is_spread(self) -> bool:
+        """Tell whether one row lies spread over the whole stored matrix."""
+        return False
+
+    def check(self, linear: Linear, source: Source) -> None:
+        """Raise InputError where small tensors beside the codes contradict them."""
+        return
 
     def weights(self, linear: Linear, source: Source) -> Weights:
-        """Its rows as floats; nothing is read before they are asked for."""
+        """Return its rows as floats; nothing is read before they are asked for."""
+
+    def blocks(self, linear: Linear) -> Blocks | None:
+        """Return its codes and scales as stored; None where it has no blocks."""
+        return None
 
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
-        """The form in which it can stay as it is in what is made; None where it is an ordinary tensor, or no dialect has one."""
+        """Return the form in which it can stay as it is in what is made.
+
+        None where it is an ordinary tensor, or the dialect has no form for it.
+        """
+        return None
 
     def kept(
         self, linear: Linear, source: Source, form: Form
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        """Its codes and its scales in that form, piece by piece, either of which may be empty; nothing where it has no form."""
+        """Read its codes and its scales in that form, piece by piece.
+
+        Either may be empty; nothing comes where it has no form.
+        """
+        return iter(())
+
+
+class Coding(CodingDefaults, Protocol):
+    """What the bytes of a matrix mean.
+
+    word       what a person calls it: bf16, fp8 128x128, int4 32, mxfp4
+    is_packed  whether it is not what an ordinary checkpoint holds
+    format     of the codes; None where no module can become it, or factors change the values
+    These stand apart from the defaults: a dataclass would take an inherited property for the
+    default of its field of that name.
+    """
+
+    @property
+    def word(self) -> str: ...
+
+    @property
+    def is_packed(self) -> bool: ...
+
+    @property
+    def format(self) -> Format | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +136,8 @@ class Linear:
     shape   (rows, columns), as (out_features, in_features)
     refs    what it is decoded from, the codes first; a matrix of a stack has an address of its own
     idle    other tensors that only its engine has a use for; they do not travel with its values
-    stack   the tensor that it is a part of, with matrices of other modules; None where it has its own
+    stack   the tensor that it is a part of, with matrices of other modules; None where it has its
+            own
     share   one of how many equal parts of what the refs hold it is
     """
 
@@ -64,7 +151,10 @@ class Linear:
 
     @property
     def name(self) -> str:
-        """What a person looks for: its tensor, or the module where the tensor holds others too."""
+        """Name it as a person looks for it.
+
+        By its tensor, or by the module where the tensor holds others too.
+        """
         return self.module if self.stack else self.refs[0].name
 
     @property
@@ -73,11 +163,14 @@ class Linear:
 
     @property
     def home(self) -> TensorRef:
-        """The stored tensor whose place its outputs take."""
+        """Return the stored tensor whose place its outputs take."""
         return self.stack or self.refs[0]
 
 
 def room_for(source: Source, linears: Collection[Linear]) -> AbstractContextManager[None]:
-    """Meanwhile these are read more than once; waits until the source has memory for them."""
+    """Hold memory while these are read more than once.
+
+    Waits until the source has memory for them.
+    """
     whole = {ref for linear in linears if linear.share == 1 for ref in linear.refs}
     return source.room_for(sum(linear.nbytes for linear in linears), whole)

@@ -1,24 +1,23 @@
-"""floats: BF16, F16 or F32, alone or in a stack of experts.
+"""Find and read matrices of BF16, F16 or F32, and stacks of experts.
 
-A stack is [experts, out, in], or [experts, in, out]; fused matrices stand below each other, or take turns row by row (column by
-column where they are transposed).  What lies in whole rows is read where it lies; the rest is put into rows panel by panel.
+A stack is [experts, out, in], or [experts, in, out]; fused matrices stand below each other, or take
+turns row by row (column by column where they are transposed). What lies in whole rows is read where
+it lies; the rest is put into rows panel by panel.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from fp4convert.checkpoint.dialects.forms import Form
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.formats import FLOAT_TYPES
-from fp4convert.numerics.matrices import Matrix, Weights
-from fp4convert.recipes.recipe import Target
+from fp4convert.numerics.matrices import Matrix, RowReader, Weights
 from fp4convert.recipes.rules import StackRule
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
@@ -34,26 +33,19 @@ OUTPUT_MEMBERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Floats:
+class Floats(CodingDefaults):
     """Whole rows, one after the other."""
 
     word: str
     is_packed = False
+    format = None
 
     def weights(self, linear: Linear, source: Source) -> Weights:
         return _Rows(source, linear.refs[0], linear.shape)
 
-    def form_kept(self, linear: Linear, target: Target) -> Form | None:
-        return None
-
-    def kept(
-        self, linear: Linear, source: Source, form: Form
-    ) -> Iterator[tuple[memoryview, memoryview]]:
-        return iter(())
-
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class Picked(CodingDefaults):
     """Rows first, first + step, ... of a matrix, or of its transpose."""
 
     word: str
@@ -61,28 +53,26 @@ class Picked:
     step: int
     is_transposed: bool
     is_packed = False
+    format = None
+
+    @property
+    def is_spread(self) -> bool:
+        return self.is_transposed
 
     def weights(self, linear: Linear, source: Source) -> Weights:
-        return (_Columns if self.is_transposed else _EveryOther)(
-            source, linear.refs[0], linear.shape, self.first, self.step
-        )
-
-    def form_kept(self, linear: Linear, target: Target) -> Form | None:
-        return None
-
-    def kept(
-        self, linear: Linear, source: Source, form: Form
-    ) -> Iterator[tuple[memoryview, memoryview]]:
-        return iter(())
+        kind = _Columns if self.is_transposed else _Rows
+        return kind(source, linear.refs[0], linear.shape, self.first, self.step)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """Weights that lie as they are wanted."""
+class _Rows(RowReader):
+    """Rows start, start + step, ... of a stored matrix, as they lie."""
 
     source: Source
     ref: TensorRef
     shape: tuple[int, int]
+    start: int = 0
+    step: int = 1
 
     @property
     def dtype(self) -> str:
@@ -93,46 +83,23 @@ class _Rows:
         return self.shape[1] * FLOAT_TYPES[self.dtype].nbytes
 
     def rows(self, first: int, last: int) -> Matrix:
-        data = self.source.read_range(self.ref, first * self._row_nbytes, last * self._row_nbytes)
+        begin, end = self.start + first * self.step, self.start + (last - 1) * self.step + 1
+        width = self._row_nbytes
+        data = self.source.read_range(self.ref, begin * width, end * width)
+        if self.step > 1:
+            stored = np.frombuffer(data, np.uint8).reshape(end - begin, width)
+            data = np.ascontiguousarray(stored[:: self.step]).reshape(-1).data
         return Matrix(data, self.dtype, (last - first, self.shape[1]))
 
     def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        self.source.read_into(self.ref, first * self._row_nbytes, buffer)
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class _EveryOther:
-    """Every `step`-th row of a matrix, from row `start` on."""
-
-    source: Source
-    ref: TensorRef
-    shape: tuple[int, int]
-    start: int
-    step: int
-
-    @property
-    def dtype(self) -> str:
-        return self.ref.dtype
-
-    def rows(self, first: int, last: int) -> Matrix:
-        width = self.shape[1] * FLOAT_TYPES[self.dtype].nbytes
-        begin, end = self.start + first * self.step, self.start + (last - 1) * self.step + 1
-        data = np.frombuffer(self.source.read_range(self.ref, begin * width, end * width), np.uint8)
-        rows = np.ascontiguousarray(data.reshape(end - begin, width)[:: self.step])
-        return Matrix(rows.reshape(-1).data, self.dtype, (last - first, self.shape[1]))
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
+        if self.step > 1:
+            buffer[:] = self.rows(first, last).data
+        else:
+            self.source.read_into(self.ref, (self.start + first) * self._row_nbytes, buffer)
 
 
 @dataclass(frozen=True, slots=True)
-class _Columns:
+class _Columns(RowReader):
     """Every `step`-th column of a matrix, from column `start` on, as rows."""
 
     source: Source
@@ -157,20 +124,18 @@ class _Columns:
         )
         return Cpu().transpose(stored, places)
 
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
-
 
 def measured_whole(linears: Sequence[Linear], source: Source) -> Iterator[Weights]:
-    """Weights with the values of all these linear layers, in any order: what together is one stored matrix is read as it lies."""
+    """Yield weights with the values of all these layers, in any order.
+
+    What together is one stored matrix is read as it lies.
+    """
     sharing: dict[TensorRef, list[Linear]] = defaultdict(list)
     for linear in linears:
         sharing[linear.refs[0]].append(linear)
     for ref, own in sharing.items():
-        if isinstance(own[0].coding, Picked) and len(own) == own[0].share:
+        is_changed = any(one.coding.is_packed or one.coding.foldings for one in own)
+        if len(own) == own[0].share and not is_changed:
             yield _Rows(source, ref, (ref.shape[0], ref.shape[1]))
         else:
             yield from (linear.coding.weights(linear, source) for linear in own)
@@ -181,7 +146,7 @@ def find_floats(
     rule_for: Callable[[str, tuple[int, ...]], StackRule | None],
     hidden: Collection[int] = (),
 ) -> dict[str, Linear]:
-    """Every matrix named ".weight", and those of the stacks that a recipe has a rule for.
+    """Find matrices named ".weight", and those of stacks with a rule.
 
     hidden  what config.json calls a hidden size, to tell when a rule has the order of a stack wrong
     """
@@ -196,83 +161,83 @@ def find_floats(
         elif len(ref.shape) in (MATRIX_DIMENSIONS, STACK_DIMENSIONS) and (
             rule := rule_for(ref.name, ref.shape)
         ):
-            stack = _as_stack(ref, rule)
-            _check_order(stack, rule, hidden)
-            stacked |= {
-                linear.module: replace(linear, stack=ref) for linear in _of_stack(stack, rule)
-            }
+            stack = _view_stack(ref, rule, hidden)
+            for linear in _split_stack(ref, stack, rule):
+                stacked[linear.module] = linear
     for module in stacked.keys() & found.keys():
         stack, alone = stacked[module].home, found[module].home
-        detail = f"{stack.file}: {stack.name} holds {module}, which {alone.name} in {alone.file} is too; expected one of them"
+        detail = (
+            f"{stack.file}: {stack.name} holds {module}, which {alone.name} in {alone.file} is"
+            " too; expected one of them"
+        )
         raise InputError("tensor-twice", detail, "Remove the one that does not belong.", alone.name)
     found |= stacked
     return found
 
 
-def _as_stack(ref: TensorRef, rule: StackRule) -> TensorRef:
-    """The tensor as (experts, ...), of which one matrix with all experts below each other is a form."""
-    if len(ref.shape) == STACK_DIMENSIONS:
-        return ref
-    rows, columns = ref.shape
-    if not rule.experts or rows % rule.experts:
-        detail = f"{ref.file}: {ref.name} {list(ref.shape)} holds the matrices of all experts below each other"
-        number = f"{rule.experts_key} of config.json is {rule.experts}"
-        next_step = (
-            f"Download the checkpoint again, or correct {rule.experts_key} in its config.json."
-        )
-        raise InputError(
-            "stack-shape", f"{detail}; {number}, expected as many rows of each", next_step, ref.name
-        )
-    return ref._replace(shape=(rule.experts, rows // rule.experts, columns))
+def _view_stack(ref: TensorRef, rule: StackRule, hidden: Collection[int]) -> TensorRef:
+    """View a stack as (experts, ...), which may be stored as one matrix.
 
-
-def _check_order(ref: TensorRef, rule: StackRule, hidden: Collection[int]) -> None:
-    """InputError where experts would read, or write, vectors of another size than the model has: two spellings of one family."""
-    _, outer, inner = ref.shape
+    Raises InputError where experts would read, or write, vectors of another size than the model
+    has: two spellings of one family.
+    """
+    stack = ref
+    if len(ref.shape) == MATRIX_DIMENSIONS:  # all experts below each other
+        rows, columns = ref.shape
+        if not rule.experts or rows % rule.experts:
+            detail = (
+                f"{ref.file}: {ref.name} {list(ref.shape)} holds the matrices of all experts below"
+                f" each other; {rule.experts_key} of config.json is {rule.experts}, expected as"
+                " many rows of each"
+            )
+            next_step = (
+                f"Download the checkpoint again, or correct {rule.experts_key} in its config.json."
+            )
+            raise InputError("stack-shape", detail, next_step, ref.name)
+        stack = ref._replace(shape=(rule.experts, rows // rule.experts, columns))
+    _, outer, inner = stack.shape
     rows, columns = (inner, outer) if rule.is_transposed else (outer, inner)
     is_output = rule.members[-1] in OUTPUT_MEMBERS
     found, other = (rows, columns) if is_output else (columns, rows)
     if hidden and found not in hidden and other in hidden:
         order = "out_in" if rule.is_transposed else "in_out"
-        detail = f"{ref.file}: {ref.name} {list(ref.shape)} would be read as experts of {rows} rows and {columns} columns"
-        expected = f"{detail}, which do not fit the hidden size of config.json ({', '.join(map(str, sorted(hidden)))})"
-        raise InputError(
-            "stack-shape", expected, f"Say how they are stored: --stack-order {order}.", ref.name
+        detail = (
+            f"{stack.file}: {stack.name} {list(stack.shape)} would be read as experts of {rows}"
+            f" rows and {columns} columns, which do not fit the hidden size of config.json"
+            f" ({', '.join(map(str, sorted(hidden)))})"
         )
+        next_step = f"Say how they are stored: --stack-order {order}."
+        raise InputError("stack-shape", detail, next_step, stack.name)
+    return stack
 
 
-def _of_stack(ref: TensorRef, rule: StackRule) -> Iterator[Linear]:
-    """The matrices of every expert in a stack."""
-    experts, outer, inner = ref.shape
-    members = len(rule.members)
+def _split_stack(stored: TensorRef, stack: TensorRef, rule: StackRule) -> Iterator[Linear]:
+    """Yield the matrices of every expert in a stack."""
+    experts, outer, inner = stack.shape
+    members, kind = len(rule.members), _FLOATS[stack.dtype]
     if (inner if rule.is_transposed else outer) % members:
-        detail = f"{ref.file}: {ref.name} {list(ref.shape)} holds {members} matrices for each expert, of equally many rows"
-        raise InputError(
-            "stack-shape", detail, "Say how they are stored: --stack-order, --stack-rows.", ref.name
+        detail = (
+            f"{stack.file}: {stack.name} {list(stack.shape)} holds {members} matrices for each"
+            " expert, of equally many rows"
         )
+        next_step = "Say how they are stored: --stack-order, --stack-rows."
+        raise InputError("stack-shape", detail, next_step, stack.name)
+    shape = (inner // members, outer) if rule.is_transposed else (outer // members, inner)
+    element_nbytes = FLOAT_TYPES[stack.dtype].nbytes
     for expert in range(experts):
-        nbytes = outer * inner * FLOAT_TYPES[ref.dtype].nbytes
-        matrix = ref._replace(
-            name=f"{ref.name}[{expert}]", shape=(outer, inner), start=ref.start + expert * nbytes
-        )
+        start = stack.start + expert * outer * inner * element_nbytes
+        name = f"{stack.name}[{expert}]"
+        matrix = stack._replace(name=name, shape=(outer, inner), start=start)
         for number, member in enumerate(rule.members):
-            module = rule.module(ref.name, expert, member)
-            yield replace(_part_of(matrix, rule, number), module=module)
-
-
-def _part_of(matrix: TensorRef, rule: StackRule, number: int) -> Linear:
-    """One of the fused matrices of an expert, under the expert's name."""
-    outer, inner = matrix.shape
-    members, kind = len(rule.members), _FLOATS[matrix.dtype]
-    rows, columns = (inner // members, outer) if rule.is_transposed else (outer // members, inner)
-    if rule.is_transposed or rule.is_interleaved:
-        first, step = (number, members) if rule.is_interleaved else (number * rows, 1)
-        coding = Picked(kind.word, first, step, rule.is_transposed)
-        return Linear(matrix.name, (rows, columns), coding, (matrix,), share=members)
-    start = matrix.start + number * rows * columns * FLOAT_TYPES[matrix.dtype].nbytes
-    return Linear(
-        matrix.name, (rows, columns), kind, (matrix._replace(shape=(rows, columns), start=start),)
-    )
+            module = rule.module(stack.name, expert, member)
+            if rule.is_transposed or rule.is_interleaved:
+                first, step = (number, members) if rule.is_interleaved else (number * shape[0], 1)
+                coding = Picked(kind.word, first, step, rule.is_transposed)
+                yield Linear(module, shape, coding, (matrix,), stack=stored, share=members)
+            else:
+                begin = start + number * shape[0] * shape[1] * element_nbytes
+                part = matrix._replace(shape=shape, start=begin)
+                yield Linear(module, shape, kind, (part,), stack=stored)
 
 
 _FLOATS = {dtype: Floats(kind.word) for dtype, kind in FLOAT_TYPES.items()}

@@ -1,24 +1,24 @@
-"""fp4: four-bit blocks of any dialect, as floats or as they are."""
+"""Find and read four-bit blocks of any dialect."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fp4convert.checkpoint.artifact import Artifact
 from fp4convert.checkpoint.dialects.forms import Form
 from fp4convert.checkpoint.dialects.target_forms import module_form
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import as_matrix
 from fp4convert.numerics.formats import Format
-from fp4convert.numerics.matrices import Blocks, Matrix, Weights
+from fp4convert.numerics.matrices import Blocks, Matrix, RowReader, Weights
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.source import Source
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FourBit:
+class FourBit(CodingDefaults):
     """Blocks as a dialect stores them."""
 
     artifact: Artifact = field(repr=False)
@@ -35,18 +35,12 @@ class FourBit:
     def form_kept(self, linear: Linear, target: Target) -> Form | None:
         return module_form(target, self.format.name)
 
-    def kept(
-        self, linear: Linear, source: Source, form: Form
-    ) -> Iterator[tuple[memoryview, memoryview]]:
-        return iter(())
-
     def blocks(self, linear: Linear) -> Blocks:
-        """Codes and scales as they are stored."""
         return self.artifact.decode(linear.module)
 
 
 @dataclass(frozen=True, slots=True)
-class _Values:
+class _Values(RowReader):
     """What the blocks are worth, as float32."""
 
     module: str
@@ -60,15 +54,9 @@ class _Values:
     def rows(self, first: int, last: int) -> Matrix:
         return as_matrix(Cpu().values(self.blocks.rows(first, last)))
 
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
-
 
 def find_fp4(artifact: Artifact) -> Mapping[str, Linear]:
-    """Every four-bit module of an artifact."""
+    """Find every four-bit module of an artifact."""
     parts: dict[str, int] = {}
     for packed in artifact.modules.values():
         parts[packed.stem] = parts.get(packed.stem, 0) + 1

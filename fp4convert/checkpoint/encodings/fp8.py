@@ -1,16 +1,19 @@
-"""fp8: E4M3 codes under scales of blocks, rows or the whole.
+"""Find and read E4M3 codes under scales of blocks, rows or the whole.
 
   M.weight            F8_E4M3  [rows, columns]
-  M.weight_scale_inv  [rows / 128, columns / 128], a multiplier whatever its name says: DeepSeek V3, Kimi, MiniMax, Qwen
+  M.weight_scale_inv  [rows / 128, columns / 128], a multiplier whatever its name says: DeepSeek V3,
+                      Kimi, MiniMax, Qwen
   M.scale             the same, F8_E8M0 in DeepSeek V4
-  M.weight_scale      F32 or BF16, [] or [1] of the whole, [rows] or [rows, 1] of rows, or of blocks: compressed-tensors, ModelOpt
+  M.weight_scale      F32 or BF16, [] or [1] of the whole, [rows] or [rows, 1] of rows, or of
+                      blocks: compressed-tensors, ModelOpt
   M.weight_scale      [rows / 128, 1, columns / 128, 1]: ModelOpt's FP8_PB_WO
   M.weight_scale      U8, E8M0 [rows, columns / 32]: MXFP8
   M.scale_weight      F32 [] of the whole: files for ComfyUI
 
-How large a block is, the record says: weight_block_size, or block_structure or group_size of a group of compressed-tensors.
-Codes without any scale are numbers as they stand, where no record says otherwise.
-Source: transformers 5.23, integrations/finegrained_fp8; compressed-tensors 0.20, compressors; ModelOpt 0.47, torch/export.
+How large a block is, the record says: weight_block_size, or block_structure or group_size of a
+group of compressed-tensors. Codes without any scale are numbers as they stand, where no record says
+otherwise. Source: transformers 5.23, integrations/finegrained_fp8; compressed-tensors 0.20,
+compressors; ModelOpt 0.47, torch/export.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ import numpy as np
 from fp4convert.checkpoint.dialects.base import Clues, Json, Packed, schemes_of
 from fp4convert.checkpoint.dialects.forms import Form, Granularity
 from fp4convert.checkpoint.dialects.target_forms import fp8_form
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu
 from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix, decode_e8m0
+from fp4convert.numerics.formats import FP8
 from fp4convert.numerics.fp8_int import Grid, through_fp8
-from fp4convert.numerics.matrices import Matrix, Weights, row_panels
+from fp4convert.numerics.matrices import Matrix, RowReader, Weights, row_panels
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import WEIGHT, TensorRef
 from fp4convert.storage.source import Source
@@ -54,12 +58,13 @@ Block = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8:
+class Fp8(CodingDefaults):
     """Codes and the scales of blocks of that many rows and columns."""
 
     word: str
     block: Block
     is_packed = True
+    format = FP8
 
     def weights(self, linear: Linear, source: Source) -> Weights:
         codes, *scales = linear.refs
@@ -94,7 +99,7 @@ class Fp8:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scaled:
+class _Scaled(RowReader):
     """Codes times scales, as float32."""
 
     source: Source
@@ -111,9 +116,6 @@ class _Scaled:
         )
         return as_matrix(values)
 
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
     def amaxes(self) -> Iterator[float] | None:
         columns, dtype = self.shape[1], self.codes.dtype
         panels = (
@@ -126,7 +128,7 @@ class _Scaled:
         return self.source.read_range(self.codes, first * self.shape[1], last * self.shape[1])
 
     def _grid(self, first: int) -> Grid:
-        """The scales of the rows from `first` on."""
+        """Read the scales of the rows from `first` on."""
         block_rows, block_columns = (
             min(own, whole) for own, whole in zip(self.block, self.shape, strict=True)
         )
@@ -140,8 +142,11 @@ class _Scaled:
 
 
 @dataclass(frozen=True, slots=True)
-class ThroughFp8:
-    """Weights rounded to FP8 under scales of 128x128 blocks, as float32: what a checkpoint that went that way still knows."""
+class ThroughFp8(RowReader):
+    """Weights rounded to FP8 under scales of 128x128 blocks, as float32.
+
+    What a checkpoint that went that way still knows.
+    """
 
     weights: Weights
     dtype = "F32"
@@ -163,15 +168,9 @@ class ThroughFp8:
                 rounded[max(begin - first, 0) :][: len(part), columns] = part
         return as_matrix(rounded)
 
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
-
 
 def read_scales(source: Source, ref: TensorRef) -> Float32s:
-    """The scales in a tensor as float32, flat; exact."""
+    """Read the scales in a tensor as float32, flat; exact."""
     stored = np.frombuffer(source.read_range(ref, 0, ref.nbytes), np.uint8)
     if ref.dtype in E8M0_DTYPES:
         return decode_e8m0(stored)
@@ -179,7 +178,7 @@ def read_scales(source: Source, ref: TensorRef) -> Float32s:
 
 
 def fp8_of(packed: Packed) -> Fp8:
-    """The coding of a module of FP8 in an artifact."""
+    """Return the coding of a module of FP8 in an artifact."""
     words: dict[object, Block] = {"tensor": packed.shape, "row": (1, packed.shape[1])}
     granularity = packed.form.granularity
     return Fp8(
@@ -188,7 +187,10 @@ def fp8_of(packed: Packed) -> Fp8:
 
 
 def find_fp8(clues: Clues) -> dict[str, Linear]:
-    """Every matrix of FP8 codes; InputError where its scales are missing, or are none of its shape."""
+    """Find every matrix of FP8 codes.
+
+    Raises InputError where its scales are missing, or are none of its shape.
+    """
     blocks, found = tuple(_declared_blocks(clues.record)), {}
     for ref in clues.tensors.values():
         if ref.dtype in DTYPES and ref.name.endswith(WEIGHT) and len(ref.shape) == 2:
@@ -206,7 +208,10 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
         clues.tensors[module + ending] for ending in IDLE if module + ending in clues.tensors
     )
     if not scales and (clues.record or clues.hf_quant_config):
-        detail = f"{ref.file}: {ref.name} is FP8, and has no scales; expected {module}{SCALES[0]} or {module}{SCALES[1]}"
+        detail = (
+            f"{ref.file}: {ref.name} is FP8, and has no scales; expected {module}{SCALES[0]} or"
+            f" {module}{SCALES[1]}"
+        )
         raise InputError(
             "scales-missing",
             detail,
@@ -216,13 +221,22 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
     if not scales:
         return Linear(module, (rows, columns), Fp8("fp8", (rows, columns)), (ref,), idle)
     if len(scales) > 1:
-        detail = f"{ref.file}: {ref.name} has scales of two names, {scales[0].name} and {scales[1].name}; expected one"
+        detail = (
+            f"{ref.file}: {ref.name} has scales of two names, {scales[0].name} and"
+            f" {scales[1].name}; expected one"
+        )
         raise InputError("scales-shape", detail, "Start from the original weights.", scales[1].name)
     block = _block_of(scales[0].shape, (rows, columns), blocks)
     if block is None or scales[0].dtype not in SCALE_DTYPES:
-        told = " or ".join(f"{height}x{width}" for height, width in blocks) or "no size"
-        detail = f"{scales[0].file}: {scales[0].name} is {scales[0].dtype} {list(scales[0].shape)} for codes of {[rows, columns]}"
-        expected = f"expected a float for the matrix, for each row, or for each block (config.json gives {told} of blocks)"
+        sizes = " or ".join(f"{height}x{width}" for height, width in blocks) or "no size"
+        detail = (
+            f"{scales[0].file}: {scales[0].name} is {scales[0].dtype} {list(scales[0].shape)} for"
+            f" codes of {[rows, columns]}"
+        )
+        expected = (
+            "expected a float for the matrix, for each row, or for each block (config.json gives"
+            f" {sizes} of blocks)"
+        )
         raise InputError(
             "scales-shape",
             f"{detail}; {expected}",
@@ -236,7 +250,10 @@ def _linear(module: str, ref: TensorRef, clues: Clues, blocks: tuple[Block, ...]
 def _block_of(
     scales: tuple[int, ...], shape: tuple[int, int], blocks: tuple[Block, ...]
 ) -> Block | None:
-    """What shares a scale, in a matrix of that shape whose scales have that one; None where nothing fits."""
+    """Find what shares a scale; None where nothing fits.
+
+    scales  shape of the scales of a matrix of that shape
+    """
     rows, columns = shape
     if len(scales) == 4 and scales[1] == scales[3] == 1:  # as ModelOpt shapes those of blocks
         scales = (scales[0], scales[2])
@@ -249,7 +266,7 @@ def _block_of(
 
 
 def _declared_blocks(record: Json) -> Iterator[Block]:
-    """Sizes of blocks that a record of any engine gives."""
+    """Find the sizes of blocks that a record of any engine gives."""
     schemes = [scheme.get("weights") for scheme in schemes_of(record)]
     known = [scheme for scheme in schemes if isinstance(scheme, dict)]
     rows_of = [[1, scheme.get("group_size")] for scheme in known if scheme.get("num_bits") == BITS]

@@ -1,8 +1,10 @@
-"""int4: integers of 4 or 8 bits as compressed-tensors packs them.
+"""Find and read compressed-tensors' packed integers of 4 or 8 bits.
 
-  M.weight_packed      I32  [rows, columns / 8]: column 8i + j in bits 4j..4j+3, 8 (of 8 bits: 128) above its value
+  M.weight_packed      I32 [rows, columns / 8]: column 8i + j in bits 4j..4j+3, 8 (of 8 bits: 128)
+                       above its value
   M.weight_scale       float [rows, columns / group_size], or [rows, 1]
-  M.weight_zero_point  I32  [rows / 8, groups], where integers are not symmetric: what is taken off before the scale
+  M.weight_zero_point  I32 [rows / 8, groups], where integers are not symmetric: what is taken off
+                       before the scale
   M.weight_shape       I64 or I32 [2]: rows and columns
 
 Source: compressed-tensors 0.20, compressors/pack_quantized.  Producers: Kimi K2, llm-compressor.
@@ -18,13 +20,13 @@ import numpy as np
 from fp4convert.checkpoint.dialects.base import Clues, Json, Packed, schemes_of
 from fp4convert.checkpoint.dialects.forms import Form, Granularity
 from fp4convert.checkpoint.dialects.target_forms import form_of
-from fp4convert.checkpoint.encodings.base import Linear
+from fp4convert.checkpoint.encodings.base import CodingDefaults, Linear
 from fp4convert.errors import InputError
 from fp4convert.numerics.backends.cpu import Cpu
-from fp4convert.numerics.codec import FLOAT_DTYPES, Float32s, as_matrix
+from fp4convert.numerics.codec import FLOAT_DTYPES, as_matrix
 from fp4convert.numerics.formats import INT4
 from fp4convert.numerics.fp8_int import Grid, read_zero_points
-from fp4convert.numerics.matrices import Matrix, Weights, row_panels
+from fp4convert.numerics.matrices import Matrix, RowReader, Weights, row_panels
 from fp4convert.recipes.recipe import Target
 from fp4convert.storage.safetensors import TensorRef
 from fp4convert.storage.source import Source
@@ -37,34 +39,42 @@ PACKED, SCALE, ZERO, SHAPE, ORDER = (
     ".weight_g_idx",
 )
 IDLE = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
+PACKED_DTYPE = "I32"
 ITEM_BITS, ITEM_NBYTES, INT4_BITS = 32, 4, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Integers:
+class Integers(CodingDefaults):
     """Integers of so many bits, `group` columns under one scale."""
 
     bits: int
     group: int
     has_zero_points: bool
     is_packed = True
+    format = None
 
     @property
     def word(self) -> str:
         return f"int{self.bits} {self.group}"
 
     def weights(self, linear: Linear, source: Source) -> Weights:
-        self.check_shape(linear, source)
+        self.check(linear, source)
         return _Unpacked(source, linear.refs, linear.shape, self)
 
-    def check_shape(self, linear: Linear, source: Source) -> None:
-        """InputError where the shape beside the integers, which engines go by, is another than that of the integers."""
+    def check(self, linear: Linear, source: Source) -> None:
+        """Raise InputError where the stored shape is not the integers' own.
+
+        Engines go by the one that is stored beside them.
+        """
         stored = linear.idle[0]  # its shape, in numbers
         numbers = np.frombuffer(
             source.read_range(stored, 0, stored.nbytes), np.dtype(f"<i{stored.nbytes // 2}")
         )
         if tuple(numbers) != linear.shape:
-            detail = f"{stored.file}: {stored.name} says {numbers.tolist()}, and the integers are of {list(linear.shape)}"
+            detail = (
+                f"{stored.file}: {stored.name} says {numbers.tolist()}, and the integers are of"
+                f" {list(linear.shape)}"
+            )
             raise InputError(
                 "packed-shape", detail, "Start from the original weights.", stored.name
             )
@@ -81,7 +91,7 @@ class Integers:
     def kept(
         self, linear: Linear, source: Source, form: Form
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        self.check_shape(linear, source)
+        self.check(linear, source)
         packed, scales = linear.refs
         for first, last in row_panels(linear.shape):
             codes, own = (_row_bytes(source, ref, first, last) for ref in (packed, scales))
@@ -89,7 +99,7 @@ class Integers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Unpacked:
+class _Unpacked(RowReader):
     """Integers times scales, as float32."""
 
     source: Source
@@ -100,37 +110,21 @@ class _Unpacked:
 
     def rows(self, first: int, last: int) -> Matrix:
         packed, scales, *zero_points = self.refs
-        rows, columns = last - first, self.shape[1]
+        shape, bits, groups = (last - first, self.shape[1]), self.coding.bits, scales.shape[1]
         codes = _row_bytes(self.source, packed, first, last)
-        grid = Grid(self._scales(scales, first, last), (1, self.coding.group))
-        zeros = (
-            self._zero_points(zero_points[0], scales.shape[1], first, last) if zero_points else None
-        )
-        values = Cpu().decode_integers(codes, (rows, columns), grid, self.coding.bits, zeros)
-        return as_matrix(values)
-
-    def copy_rows(self, first: int, last: int, buffer: memoryview) -> None:
-        buffer[:] = self.rows(first, last).data
-
-    def amaxes(self) -> Iterator[float] | None:
-        return None
-
-    def _scales(self, ref: TensorRef, first: int, last: int) -> Float32s:
-        stored = np.frombuffer(_row_bytes(self.source, ref, first, last), np.uint8)
-        return stored.view(FLOAT_DTYPES[ref.dtype]).reshape(-1, ref.shape[1]).astype(np.float32)
-
-    def _zero_points(self, ref: TensorRef, groups: int, first: int, last: int) -> Float32s:
-        """Those of the rows; an item holds those of several rows."""
-        each = ITEM_BITS // self.coding.bits
-        begin, end, width = first // each, -(-last // each), groups * ITEM_NBYTES
-        stored = self.source.read_range(ref, begin * width, end * width)
-        rows = min(end * each, self.shape[0]) - begin * each
-        skipped = first - begin * each
-        return np.ascontiguousarray(
-            read_zero_points(stored, (rows, groups), self.coding.bits)[
-                skipped : skipped + last - first
-            ]
-        )
+        stored = np.frombuffer(_row_bytes(self.source, scales, first, last), np.uint8)
+        values = stored.view(FLOAT_DTYPES[scales.dtype]).reshape(-1, groups).astype(np.float32)
+        zeros = None
+        if zero_points:  # an item holds those of several rows
+            each = ITEM_BITS // bits
+            begin, end, width = first // each, -(-last // each), groups * ITEM_NBYTES
+            items = self.source.read_range(zero_points[0], begin * width, end * width)
+            rows = min(end * each, self.shape[0]) - begin * each
+            skipped = first - begin * each
+            whole = read_zero_points(items, (rows, groups), bits)
+            zeros = np.ascontiguousarray(whole[skipped : skipped + last - first])
+        grid = Grid(values, (1, self.coding.group))
+        return as_matrix(Cpu().decode_integers(codes, shape, grid, bits, zeros))
 
 
 def _row_bytes(source: Source, ref: TensorRef, first: int, last: int) -> memoryview:
@@ -139,18 +133,21 @@ def _row_bytes(source: Source, ref: TensorRef, first: int, last: int) -> memoryv
 
 
 def integers_of(packed: Packed) -> Integers:
-    """The coding of a module of integers in an artifact."""
+    """Return the coding of a module of integers in an artifact."""
     granularity = packed.form.granularity
     group = granularity[1] if isinstance(granularity, tuple) else packed.shape[1]
     return Integers(INT4_BITS, group, has_zero_points=False)
 
 
 def find_integers(clues: Clues) -> dict[str, Linear]:
-    """Every matrix of packed integers; InputError where the tensors beside it are missing, or are none of its shape."""
+    """Find every matrix of packed integers.
+
+    Raises InputError where the tensors beside it are missing, or are none of its shape.
+    """
     refs = [
         ref
         for ref in clues.tensors.values()
-        if ref.name.endswith(PACKED) and ref.dtype == "I32" and len(ref.shape) == 2
+        if ref.name.endswith(PACKED) and ref.dtype == PACKED_DTYPE and len(ref.shape) == 2
     ]
     if not refs:
         return {}
@@ -165,7 +162,10 @@ def find_integers(clues: Clues) -> dict[str, Linear]:
 def _linear(module: str, ref: TensorRef, bits: int, clues: Clues) -> Linear:
     rows, columns = ref.shape[0], ref.shape[1] * ITEM_BITS // bits
     if module + ORDER in clues.tensors:
-        detail = f"{ref.file}: {module} has its columns in an order of their own ({ORDER[1:]}), which fp4convert does not undo"
+        detail = (
+            f"{ref.file}: {module} has its columns in an order of their own ({ORDER[1:]}), which"
+            " fp4convert does not undo"
+        )
         raise InputError(
             "unsaid-tensors", detail, "Start from the original weights.", module + ORDER
         )
@@ -215,19 +215,25 @@ def _linear(module: str, ref: TensorRef, bits: int, clues: Clues) -> Linear:
 
 
 def _declared_bits(record: Json, ref: TensorRef) -> int:
-    """4 or 8, as the record's groups of packed integers say; InputError where they do not, or differ."""
+    """Read the number of bits from the record: 4 or 8.
+
+    Raises InputError where its groups of packed integers give none, or differ.
+    """
     schemes = [scheme.get("weights") for scheme in schemes_of(record)]
-    told = {
+    declared = {
         scheme.get("num_bits")
         for scheme in schemes
         if isinstance(scheme, dict) and scheme.get("type") == "int"
     }
-    if len(told) != 1 or not told <= {4, 8}:
-        detail = f"{ref.file}: {ref.name} holds packed integers, and config.json gives {sorted(map(str, told))} for num_bits"
+    if len(declared) != 1 or not declared <= {4, 8}:
+        detail = (
+            f"{ref.file}: {ref.name} holds packed integers, and config.json gives"
+            f" {sorted(map(str, declared))} for num_bits"
+        )
         raise InputError(
             "packed-bits",
             f"{detail}; expected one group of 4 or of 8",
             "Start from the original weights.",
             ref.name,
         )
-    return 4 if told == {4} else 8
+    return 4 if declared == {4} else 8

@@ -1,4 +1,4 @@
-"""Who does the arithmetic: the CPU library, or GPUs."""
+"""Open a backend: the CPU library, or GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fp4convert.numerics.backends.base import Backend
 
 
 def open_backend(device: str) -> Backend:
-    """The backend for --device; never another one in its place.
+    """Open the backend for --device; never another one in its place.
 
     device   auto (every usable GPU, else the CPU), cpu, cuda (every GPU) or cuda:N
     Raises   InputError for any other; DeviceError for a GPU that is not there or cannot be used

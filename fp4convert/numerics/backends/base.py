@@ -1,4 +1,4 @@
-"""What every backend offers: the protocol Backend.
+"""Define what every backend offers: the protocol Backend.
 
 A backend gives the bytes of codec.py, whichever it is.
 """
@@ -20,29 +20,27 @@ class Given:
     """What a scale group is quantized under, beside its own weights.
 
     amax        what sets the global scale in place of the group's own; values beyond it saturate
-    importance  a vector for each member, (columns,), as codec.weigh takes it: for rule importance alone
+    importance  a vector for each member, (columns,), as codec.weigh takes it: for rule importance
+                alone
     """
 
     amax: float | None = None
     importance: Sequence[Float32s] = ()
-
-    def importance_of(self, number: int) -> Float32s | None:
-        return self.importance[number] if self.importance else None
 
 
 OWN = Given()
 
 
 class Backend(Protocol):
-    """Arithmetic on whole rows, a panel of them at a time, so that memory does not grow with the matrix."""
+    """Arithmetic on whole rows, a panel at a time: little memory."""
 
     @property
     def name(self) -> str:
-        """The device, as --json calls it: cpu, cuda:0."""
+        """Name the device as --json does: cpu, cuda:0."""
 
     @property
     def threads(self) -> int:
-        """How many callers it serves at once."""
+        """Say how many callers it serves at once."""
 
     def quantize_group(
         self,
@@ -52,30 +50,38 @@ class Backend(Protocol):
         rule: str,
         given: Given = OWN,
     ) -> Iterator[tuple[int, Quantized]]:
-        """(number of the member, its next panel), member by member, under one amax; equals codec.quantize.
+        """Quantize the members of a scale group under one amax.
 
-        measured  whose largest magnitude is the group's: the members, and what shares their scale elsewhere
+        Equals codec.quantize. Yields (number of the member, its next panel), member by
+        member.
+        measured  whose largest magnitude is the group's: the members, and what shares their scale
+                  elsewhere
         Yields    panels that are valid until the next is asked for
-        Raises    NumericError where anything measured holds Inf or NaN, before the first panel of a format with a global scale;
-                  InputError for a rule of another format, and for importance that does not fit
+        Raises    NumericError where anything measured holds Inf or NaN, before the first panel of a
+                  format with a global scale; InputError for a rule of another format, and for
+                  importance that does not fit
         """
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
-        """The values in order, as bytes of `dtype` (safetensors' name); equals codec.dequantize, rounded once.
+        """Read the values in order, as bytes of `dtype` (safetensors' name).
 
+        Equals codec.dequantize, rounded once.
         Yields    panels that are valid until the next is asked for
         Raises    NumericError where a value is beyond the range of F16 or BF16
         """
 
     def held_nbytes(self, threads: int, widest: int) -> int:
-        """Host memory it holds with that many callers at work on rows of up to `widest` elements."""
+        """Count the host memory that it holds for so many callers.
+
+        widest  elements of the longest rows
+        """
 
 
 def processors() -> int:
-    """Processors that this process may use."""
+    """Count the processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_nbytes() -> int:
-    """All memory that this machine's processors have."""
+    """Count the bytes of memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

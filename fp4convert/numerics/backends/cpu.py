@@ -68,7 +68,7 @@ class Cpu:
 
     @property
     def instruction_set(self) -> str:
-        """The copy of the kernels in use."""
+        """Name the copy of the kernels in use."""
         return LEVELS[self._library.fp4_level(0)]
 
     def held_nbytes(self, threads: int, widest: int) -> int:
@@ -86,30 +86,26 @@ class Cpu:
         is_in_one_pass = not fmt.has_global_scale and all(
             weights in members for weights in measured
         )
-        for amax in (
-            ()
-            if is_in_one_pass
-            else (amax for weights in measured for amax in self._amaxes(weights))
-        ):
-            group_amax = max(group_amax, _finite(amax))
+        for weights in () if is_in_one_pass else measured:
+            known = weights.amaxes()
+            amaxes = map(self.amax, _panels(weights)) if known is None else known
+            for amax in amaxes:
+                group_amax = max(group_amax, _finite(amax))
         for number, weights in enumerate(members):
+            importance = given.importance[number] if given.importance else None
             for panel in _panels(weights):
                 if is_in_one_pass:
                     _finite(self.amax(panel))
                 amax = group_amax if given.amax is None else given.amax
-                q = self.quantize(panel, fmt, rule, amax, given.importance_of(number))
+                q = self.quantize(panel, fmt, rule, amax, importance)
                 yield number, replace(q, compared=self.compare(panel, q))
 
     def dequantize_panels(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
         for first, last in row_panels(q.shape):
             yield self.dequantize(q.rows(first, last), dtype)
 
-    def _amaxes(self, weights: Weights) -> Iterator[float]:
-        known = weights.amaxes()
-        yield from (self.amax(panel) for panel in _panels(weights)) if known is None else known
-
     def amax(self, x: Matrix) -> float:
-        """The largest magnitude, exact; Inf or NaN where the data holds one."""
+        """Find the largest magnitude, exact; Inf or NaN where there is one."""
         values = _aligned(x)
         bits = np.zeros(1, np.uint32)
         self._call(f"amax_{FLOAT_TYPES[x.dtype].word}", values, values.size, bits)
@@ -123,7 +119,7 @@ class Cpu:
         group_amax: float,
         importance: Float32s | None = None,
     ) -> Quantized:
-        """The rows as codes and scales; equals codec.quantize."""
+        """Quantize the rows; equals codec.quantize."""
         values = _aligned(x)
         packed = np.empty(values.size // 2, np.uint8)
         block_scales = np.empty(values.size // fmt.block_size, np.uint8)
@@ -145,7 +141,10 @@ class Cpu:
         return Quantized(fmt, x.shape, packed.data, block_scales.data, stored)
 
     def dequantize(self, q: Quantized, dtype: str) -> memoryview:
-        """The values as bytes of `dtype`; NumericError where one is beyond its range."""
+        """Read the values as bytes of `dtype`; equals codec.dequantize.
+
+        Raises NumericError where one is beyond its range.
+        """
         check_range(q, dtype)
         values = np.empty(q.shape[0] * q.shape[1], FLOAT_DTYPES[dtype])
         packed, block_scales = (
@@ -165,11 +164,11 @@ class Cpu:
         return values.view(np.uint8).data
 
     def values(self, q: Quantized) -> Float32s:
-        """(rows, columns) float32 values; equals codec.dequantize."""
+        """Return (rows, columns) float32 values; equals codec.dequantize."""
         return np.frombuffer(self.dequantize(q, "F32"), np.float32).reshape(q.shape)
 
     def compare(self, x: Matrix, q: Quantized) -> Compared:
-        """What rows lost by their codes; equals error_sums.compare."""
+        """Measure what rows lost by their codes; equals error_sums.compare."""
         packed, block_scales = (
             np.frombuffer(q.packed, np.uint8),
             np.frombuffer(q.block_scales, np.uint8),
@@ -183,7 +182,10 @@ class Cpu:
         return Compared(sums.reshape(-1).view(np.uint8).data, counts.view(np.uint8).data)
 
     def compare_values(self, x: Matrix, y: Float32s) -> Compared:
-        """What rows lost where these are their values afterwards; equals error_sums.compare_values."""
+        """Measure what rows lost where y are their values afterwards.
+
+        Equals error_sums.compare_values.
+        """
         sums = np.empty((x.shape[0], ROW_SUMS))
         self._call(
             f"compare_values_{FLOAT_TYPES[x.dtype].word}",
@@ -197,7 +199,7 @@ class Cpu:
     def decode_fp8(
         self, codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3"
     ) -> Float32s:
-        """(rows, columns) float32 values; equals fp8_int.decode_fp8."""
+        """Return (rows, columns) float32 values; equals fp8_int.decode_fp8."""
         if dtype != "F8_E4M3":
             return decode_fp8(codes, shape, grid, dtype)
         values = np.empty(shape, np.float32)
@@ -207,7 +209,10 @@ class Cpu:
     def amax_fp8(
         self, codes: memoryview, shape: tuple[int, int], grid: Grid, dtype: str = "F8_E4M3"
     ) -> float:
-        """The largest magnitude of those values, exact; not finite where one of them is not."""
+        """Find the largest magnitude of those values, exact.
+
+        Not finite where one of them is not.
+        """
         if dtype != "F8_E4M3":
             return amax_fp8(codes, shape, grid, dtype)
         bits = np.zeros(1, np.uint32)
@@ -222,7 +227,7 @@ class Cpu:
         bits: int = 4,
         zero_points: Float32s | None = None,
     ) -> Float32s:
-        """(rows, columns) float32 values; equals fp8_int.decode_integers."""
+        """Return (rows, columns) float32; equals fp8_int.decode_integers."""
         scales, layout = _native(grid, shape)
         zeros = 0 if zero_points is None else _checked(zero_points, scales.shape)
         values = np.empty(shape, np.float32)
@@ -231,13 +236,16 @@ class Cpu:
         return values
 
     def row_amax(self, x: Matrix) -> Float32s:
-        """The largest magnitude of every row, exact; Inf or NaN where the row holds one."""
+        """Find the largest magnitude of every row, exact.
+
+        Inf or NaN where the row holds one.
+        """
         bits = np.zeros(x.shape[0], np.uint32)
         self._call(f"row_amax_{FLOAT_TYPES[x.dtype].word}", _aligned(x), *x.shape, bits)
         return bits.view(np.float32)
 
     def quantize_fp8(self, x: Matrix, weight_scales: Float32s) -> Bytes:
-        """(rows, columns) E4M3 codes; equals fp8_int.quantize_fp8."""
+        """Return (rows, columns) E4M3 codes; equals fp8_int.quantize_fp8."""
         is_per_row = weight_scales.size != 1
         scales = _checked(weight_scales.reshape(-1), (x.shape[0] if is_per_row else 1,))
         codes = np.empty(x.shape, np.uint8)
@@ -252,7 +260,10 @@ class Cpu:
         return codes
 
     def transpose(self, stored: Matrix, columns: range) -> Matrix:
-        """Those columns of a stored matrix as rows; equals fp8_int.transpose."""
+        """Return columns of a stored matrix as rows.
+
+        Equals fp8_int.transpose.
+        """
         raw, (rows, width) = np.frombuffer(stored.data, np.uint8), stored.shape
         nbytes = raw.size // (rows * width)
         if columns and not 0 <= columns[0] <= columns[-1] < width:
@@ -271,8 +282,9 @@ class Cpu:
         return Matrix(turned.data, stored.dtype, (len(columns), rows))
 
     def count_bytes(self, stored: memoryview | Bytes) -> NDArray[np.int64]:
-        """(256,) int64: how often each byte occurs; defined by tests/kernels/test_scale_variance.py, and so in no Backend.
+        """Count how often each byte occurs: (256,) int64.
 
+        Defined by tests/kernels/test_scale_variance.py, and so in no Backend.
         stored  contiguous, of any dtype: its bytes are counted
         Raises  ValueError where it is not contiguous
         """
@@ -283,14 +295,17 @@ class Cpu:
     def sum_cells(
         self, codes: Bytes, values: Doubles, runs: Sequence[int]
     ) -> tuple[Doubles, float]:
-        """What a matrix's cells add up to, (runs and PERIODS, CELL_WIDTHS, 3) float64, and its rows.
+        """Sum the cells of a matrix: (runs and PERIODS, CELL_WIDTHS, 3).
 
-        kernels/scale_variance.c says how; defined by tests/kernels/test_scale_variance.py, and so in no Backend.
-        codes    (rows, blocks) uint8, each of which stands for one of the values less their mean, or for 0 where it is not finite
+        Float64; and the squares of the sums of rows. kernels/scale_variance.c says how; defined by
+        tests/kernels/test_scale_variance.py, and so in no Backend.
+        codes    (rows, blocks) uint8, each of which stands for one of the values less their mean,
+                 or for 0 where it is not finite
         values   (256,) float64
         runs     how many rows a cell has, each >= 1
-        Returns  for the runs, then PERIODS, and each of CELL_WIDTHS, added up: the squares of the sums of cells, all elements in
-                 cells, the squares of these; and the squares of the sums of rows
+        Returns  for the runs, then PERIODS, and each of CELL_WIDTHS, added up: the squares of the
+                 sums of cells, all elements in cells, the squares of these; and the squares of the
+                 sums of rows
         Raises   ValueError for other shapes, dtypes and runs
         """
         if codes.ndim != 2 or codes.dtype != np.uint8:
@@ -323,7 +338,7 @@ class Cpu:
         return sums[:-1].reshape(-1, len(CELL_WIDTHS), 3), float(sums[-1])
 
     def to_bf16(self, values: Float32s) -> memoryview:
-        """The bytes of the values as bf16, half to even; NaN stays NaN."""
+        """Round values to bytes of bf16, half to even; NaN stays NaN."""
         rounded = np.empty(values.size, np.uint16)
         self._call("round_bf16", np.ascontiguousarray(values), values.size, rounded)
         return rounded.view(np.uint8).data
@@ -337,7 +352,7 @@ class Cpu:
 
 
 def _finite(amax: float) -> float:
-    """The amax itself; NumericError where it is none."""
+    """Return the amax; NumericError where it is no number."""
     if not math.isfinite(amax):
         raise not_finite()
     return amax
@@ -348,18 +363,21 @@ def _panels(weights: Weights) -> Iterator[Matrix]:
 
 
 def _aligned(x: Matrix) -> Array:
-    """The values, flat; copied only where a shard's header left them unaligned."""
+    """Return the values, flat; a copy where a header left them unaligned."""
     values = np.frombuffer(x.data, FLOAT_DTYPES[x.dtype])
     return values if values.flags.aligned else values.copy()
 
 
 def _held(stored: memoryview, shape: tuple[int, ...]) -> Array:
-    """The bytes, which are those of that shape; ValueError where they are not."""
+    """Return the bytes in that shape; ValueError where they do not fit."""
     return np.frombuffer(stored, np.uint8).reshape(shape)
 
 
 def _native(grid: Grid, shape: tuple[int, int]) -> tuple[Float32s, NDArray[np.int64]]:
-    """The scales, and what the kernels call a grid; the scales cover every block of `shape`."""
+    """Return scales and what kernels call a grid.
+
+    The scales cover every block of `shape`.
+    """
     height, width = grid.block
     scales = _checked(
         grid.scales, (-(-(grid.first_row + shape[0]) // height), -(-shape[1] // width))
@@ -368,7 +386,10 @@ def _native(grid: Grid, shape: tuple[int, int]) -> tuple[Float32s, NDArray[np.in
 
 
 def _checked(scales: Float32s, shape: tuple[int, ...]) -> Float32s:
-    """The scales, contiguous, of which there are at least as many rows as `shape` has, and as many columns."""
+    """Return the scales, contiguous; ValueError for a shape that is none.
+
+    They have at least as many rows as `shape`, and as many columns.
+    """
     if scales.shape[0] < shape[0] or scales.shape[1:] != shape[1:]:
         raise ValueError(f"scales of shape {scales.shape}; expected {shape}")
     return np.ascontiguousarray(scales, np.float32)

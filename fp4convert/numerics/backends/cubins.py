@@ -1,7 +1,8 @@
 """Compile kernels/*.cu for one GPU target; keep the binaries.
 
-CuPy's own compiler is not asked: it appends -arch=sm_120 where sm_120a is needed, which loses the instruction that rounds to
-E2M1, and always adds -ftz=true, which flushes subnormals.  A finished cubin loads through cupy.RawModule(path=...) untouched.
+CuPy's own compiler is not asked: it appends -arch=sm_120 where sm_120a is needed, which loses the
+instruction that rounds to E2M1, and always adds -ftz=true, which flushes subnormals. A finished
+cubin loads through cupy.RawModule(path=...) untouched.
 Works without a GPU; importing this module imports nothing of CuPy.
 """
 
@@ -44,7 +45,10 @@ class Target:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """No contraction of a * b + c: kernels say where they fuse. NVRTC's defaults keep subnormals and IEEE division."""
+        """Return NVRTC's options: no contraction of a * b + c.
+
+        Kernels say where they fuse. NVRTC's defaults keep subnormals and IEEE division.
+        """
         return (
             f"-arch={self.arch}",
             "-std=c++17",
@@ -54,10 +58,12 @@ class Target:
 
 
 def target_for(capability: tuple[int, int], known: Collection[int]) -> Target:
-    """The target for a compute capability, given the targets that NVRTC knows (as 80, 90, 120).
+    """Choose the target for a compute capability.
 
-    Code for sm_120a runs on 12.0 alone; code for a plain target also runs on later minors of its major, so that a GPU newer than
-    NVRTC gets the newest of its major.  Raises InputError where there is none.
+    known  targets that NVRTC knows, as 80, 90, 120
+    Code for sm_120a runs on 12.0 alone; code for a plain target also runs on later minors of its
+    major, so that a GPU newer than NVRTC gets the newest of its major. Raises InputError where
+    there is none.
     """
     major, minor = capability
     if capability < OLDEST:
@@ -71,7 +77,10 @@ def target_for(capability: tuple[int, int], known: Collection[int]) -> Target:
         return Target(f"sm_{major}{minor}{'a' * has_cvt}", has_cvt)
     older = [number for number in known if number // 10 == major and number % 10 < minor]
     if not older:
-        detail = f"NVRTC {'.'.join(map(str, nvrtc_version()))} cannot compile for compute capability {major}.{minor}"
+        detail = (
+            f"NVRTC {'.'.join(map(str, nvrtc_version()))} cannot compile for compute capability"
+            f" {major}.{minor}"
+        )
         raise InputError(
             "no-target",
             f"{detail}; it knows {', '.join(map(str, sorted(known)))}",
@@ -81,7 +90,10 @@ def target_for(capability: tuple[int, int], known: Collection[int]) -> Target:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Major and minor of the NVRTC that CuPy found; ImportError or another of CuPy's errors where there is none."""
+    """Return major and minor of the NVRTC that CuPy found.
+
+    Raises ImportError or another of CuPy's errors where there is none.
+    """
     from cupy_backends.cuda.libs import nvrtc
 
     major, minor = nvrtc.getVersion()
@@ -89,21 +101,24 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def known_targets() -> tuple[int, ...]:
-    """Every plain target of this NVRTC, as 80, 90, 120."""
+    """List every plain target of this NVRTC, as 80, 90, 120."""
     from cupy_backends.cuda.libs import nvrtc
 
     return tuple(int(number) for number in nvrtc.getSupportedArchs())
 
 
 def kernels_folder() -> Path:
-    """Where the sources are: beside the package, or in the checkout of an editable install."""
+    """Find the sources: beside the package, or in the checkout."""
     return Path(str(files("fp4convert") / "kernels"))
 
 
 def compile_cubin(
     source: Path, target: Target, extra_options: tuple[str, ...] = ()
 ) -> tuple[bytes, str]:
-    """One .cu file as an ELF file for `target`, and what the compiler said; RuntimeError with its log where it fails."""
+    """Compile one .cu file; return an ELF file, and the compiler's log.
+
+    Raises RuntimeError with that log where it fails.
+    """
     from cupy_backends.cuda.libs import nvrtc
 
     headers = [(kernels_folder() / name).read_bytes() for name in HEADERS]
@@ -131,7 +146,7 @@ def _log(program: int) -> str:
 
 
 def cubin_path(source: Path, target: Target) -> Path:
-    """The cached binary of one .cu file, compiled where it is not there yet."""
+    """Find the cached binary of one .cu file; compile it where none is."""
     parts = [source, *(kernels_folder() / name for name in HEADERS)]
     key = hashlib.sha256(repr((target.options, nvrtc_version())).encode())
     for part in parts:
@@ -152,7 +167,10 @@ def cubin_path(source: Path, target: Target) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where binaries are kept: fp4convert below XDG_CACHE_HOME, or below ~/.cache; without a home, for this process alone."""
+    """Choose where binaries are kept.
+
+    That is fp4convert below XDG_CACHE_HOME or ~/.cache; without a home, a folder of this process.
+    """
     candidates = (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache"))
     found = next((candidate for candidate in candidates if os.path.isabs(candidate)), None)
     return Path(found) / "fp4convert" if found else _own_folder()
@@ -160,14 +178,20 @@ def cache_folder() -> Path:
 
 @cache
 def _own_folder() -> Path:
-    """A folder for this process alone, in place of a cache that takes no files; gone with the process."""
+    """Make a folder for this process alone, gone with the process.
+
+    It takes the place of a cache that takes no files.
+    """
     folder = Path(tempfile.mkdtemp(prefix="fp4convert-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def _is_whole(path: Path) -> bool:
-    """True for an ELF file that is as long as its tables say; one that a crash or a disk cut short is compiled again."""
+    """Tell whether an ELF file is as long as its tables say.
+
+    One that a crash or a disk cut short is compiled again.
+    """
     if not path.is_file():
         return False
     cubin = path.read_bytes()
@@ -181,7 +205,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _store(path: Path, cubin: bytes) -> None:
-    """Write it whole or not at all; OSError where that fails."""
+    """Write a file whole or not at all; OSError where that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:

@@ -21,7 +21,7 @@ from fp4convert.numerics.backends.cuda_stream import (
     MAX_ELEMENT_NBYTES,
     Kernels,
     Lane,
-    told,
+    as_device_error,
 )
 from fp4convert.numerics.backends.gpus import Gpu
 from fp4convert.numerics.codec import Float32s, global_scale_of, not_finite
@@ -37,14 +37,17 @@ class Cuda:
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self.name = ",".join(f"cuda:{gpu.number}" for gpu in gpus)
         self.threads = LANES * len(gpus)
-        self._lanes: queue.SimpleQueue[_Seat] = queue.SimpleQueue()
+        self._lanes: queue.SimpleQueue[tuple[Kernels, Lane | None]] = queue.SimpleQueue()
         kernels = [Kernels(gpu) for gpu in gpus]
         for _ in range(LANES):
             for one in kernels:
-                self._lanes.put(_Seat(one))
+                self._lanes.put((one, None))
 
     def held_nbytes(self, threads: int, widest: int) -> int:
-        """Pinned buffers of each lane at work: two of float32 weights, two of codes and scales."""
+        """Count the pinned buffers of each lane at work.
+
+        Two of float32 weights, two of codes and scales.
+        """
         return (
             min(threads, self.threads)
             * 2
@@ -74,7 +77,7 @@ class Cuda:
             yield from lane.dequantize(q, dtype)
 
     def amax(self, x: Matrix) -> float:
-        """The largest magnitude, exact; Inf or NaN where the data holds one."""
+        """Find the largest magnitude, exact; Inf or NaN where there is one."""
         with self._take() as lane:
             lane.measure([InMemory(x)], keep=[])
             return lane.amax()
@@ -87,8 +90,9 @@ class Cuda:
         group_amax: float,
         importance: Float32s | None = None,
     ) -> Quantized:
-        """The rows as codes and scales under an amax that is known, which saves a pass; equals codec.quantize.
+        """Quantize rows under an amax that is known, which saves a pass.
 
+        Equals codec.quantize.
         Raises InputError for a rule of another format, DeviceError
         """
         with self._take() as lane:
@@ -105,18 +109,22 @@ class Cuda:
         return Quantized(fmt, x.shape, packed, block_scales, stored)
 
     def dequantize(self, q: Quantized, dtype: str) -> memoryview:
-        """The values as bytes of `dtype`; NumericError where one is beyond its range."""
+        """Read the values as bytes of `dtype`; NumericError beyond its range."""
         return memoryview(b"".join(bytes(panel) for panel in self.dequantize_panels(q, dtype)))
 
     def gemv(self, q: Quantized, x: Matrix | Quantized) -> memoryview:
-        """Products of a packed matrix with vectors, added up in float32: fp16, (vectors, rows), Inf beyond its range.
+        """Multiply a packed matrix with vectors: fp16, (vectors, rows).
 
+        Added up in float32; Inf beyond the range of fp16.
         q  columns % 64 == 0
         x  (vectors, columns): bf16, fp16, or NVFP4 with a multiplier and block scales of its own
         Raises InputError for anything else, DeviceError
         """
         if q.shape[1] % 64 or x.shape[1] != q.shape[1]:
-            detail = f"a matrix of {q.shape[1]} columns and vectors of {x.shape[1]}; expected equal numbers, divisible by 64"
+            detail = (
+                f"a matrix of {q.shape[1]} columns and vectors of {x.shape[1]}; expected equal"
+                " numbers, divisible by 64"
+            )
             raise InputError("gemv-shape", detail)
         if (
             (x.format is not NVFP4 or x.kind != "multiplier")
@@ -143,27 +151,18 @@ class Cuda:
 
     @contextmanager
     def _take(self) -> Iterator[Lane]:
-        """A lane for this caller alone; whatever CUDA refuses meanwhile is a DeviceError."""
-        seat = self._lanes.get()
+        """Lend a lane to this caller alone; make it when it is first taken.
+
+        Whatever CUDA refuses meanwhile is a DeviceError.
+        """
+        kernels, lane = self._lanes.get()
         try:
-            with told(seat.kernels):
-                lane = seat.open()
+            with as_device_error(kernels):
+                lane = lane or Lane(kernels)
                 try:
                     with lane.device:
                         yield lane
                 finally:
                     lane.finish()
         finally:
-            self._lanes.put(seat)
-
-
-class _Seat:
-    """A lane that is made when it is first taken."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        self.kernels = kernels
-        self._lane: Lane | None = None
-
-    def open(self) -> Lane:
-        self._lane = self._lane or Lane(self.kernels)
-        return self._lane
+            self._lanes.put((kernels, lane))

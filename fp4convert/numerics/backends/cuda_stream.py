@@ -1,10 +1,12 @@
 """Move matrices through one GPU: buffers, streams, kernels.
 
-    preadv -> pinned buffer -> [up] -> device -> [work] amax, then quantize -> [down] -> pinned buffer -> caller
+    preadv -> pinned buffer -> [up] -> device -> [work] amax, then quantize
+           -> [down] -> pinned buffer -> caller
 
-A lane has three streams and two buffers at either end: while one panel is computed, the next comes in and the last goes out.
-amax runs on each panel as it arrives; quantize reads it from device memory, so the host waits for nothing between the passes.
-Panels of a scale group stay on the GPU between the passes while there is room, and are fetched again where there is not.
+A lane has three streams and two buffers at either end: while one panel is computed, the next comes
+in and the last goes out. amax runs on each panel as it arrives; quantize reads it from device
+memory, so the host waits for nothing between the passes. Panels of a scale group stay on the GPU
+between the passes while there is room, and are fetched again where there is not.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate, cycle
 from types import ModuleType
 from typing import Any, TypeVar
@@ -73,7 +75,7 @@ class Kernels:
 
     @property
     def room_nbytes(self) -> int:
-        """Device memory for panels that stay, measured when it is first asked for."""
+        """Measure device memory for panels that stay, once."""
         with self._lock:
             if self._room_nbytes is None:
                 with self.cupy.cuda.Device(self.gpu.number) as device:
@@ -81,7 +83,10 @@ class Kernels:
             return self._room_nbytes
 
     def launch(self, name: str, grid: tuple[int, ...], stream: Any, *arguments: int) -> None:
-        """Start a kernel; `arguments` are addresses and integers, which CuPy passes as 64 bits each."""
+        """Start a kernel.
+
+        arguments  addresses and integers, which CuPy passes as 64 bits each
+        """
         file = FILES[name.partition("_")[0]]
         with self._lock:
             if file not in self._modules:
@@ -91,7 +96,7 @@ class Kernels:
 
 
 @contextmanager
-def told(kernels: Kernels) -> Iterator[None]:
+def as_device_error(kernels: Kernels) -> Iterator[None]:
     """Turn CUDA's refusals into a DeviceError that names the GPU."""
     cuda = kernels.cupy.cuda
     try:
@@ -136,12 +141,15 @@ class _Buffer:
         self.host = memoryview(pinned).cast("B")
 
     def upload(self, nbytes: int, stream: Any, place: Any = None) -> None:
-        """Start to copy the first bytes of the pinned side to the device side, or to another place there."""
+        """Start a copy of the first bytes to the device, or a place there."""
         (place or self.device).copy_from_host_async(self.pinned.ptr, nbytes, stream)
         self.copied.record(stream)
 
     def download(self, nbytes: int, stream: Any, after: Any) -> None:
-        """Start to copy the first bytes of the device side to the pinned side, behind what stream `after` has to do."""
+        """Start a copy of the first bytes from the device, behind `after`.
+
+        after  a stream: what it has to do comes first
+        """
         self.used.record(after)
         stream.wait_event(self.used)
         self.device.copy_to_host_async(self.pinned.ptr, nbytes, stream)
@@ -203,7 +211,7 @@ class Lane:
         self._is_measured = False
 
     def measure(self, measured: Sequence[Weights], keep: Sequence[Weights]) -> None:
-        """Set the amax that `quantize` uses to the largest magnitude of all that is measured; panels of some stay."""
+        """Measure the amax that `quantize` uses; panels of some stay."""
         self._hold_scalars()
         self._amax_buffer.device.memset_async(0, 4, self._work)
         for weights in measured:
@@ -220,7 +228,7 @@ class Lane:
         self._is_measured = True
 
     def amax(self) -> float:
-        """The amax, as soon as it is known."""
+        """Wait for the amax."""
         self._amax_buffer.copied.synchronize()
         return float(np.frombuffer(self._amax_buffer.host, np.float32, 1)[0])
 
@@ -231,24 +239,23 @@ class Lane:
         rule: str,
         importance: Sequence[Float32s] = (),
     ) -> Iterator[tuple[int, Quantized]]:
-        """Panels in order, each valid until the next is asked for, under the amax that `measure` or `give_amax` set.
+        """Quantize panels in order, under the amax that is set.
 
         importance  of each member, under the rule of that name
-        Raises NumericError where a measured amax is Inf or NaN, InputError for a rule of another format, importance that is none
+        Yields      panels, each valid until the next is asked for
+        Raises      NumericError where a measured amax is no number; InputError as codec.quantize
         """
-        kernel = kernel_of(fmt, rule)
+        kernel, numbers = kernel_of(fmt, rule), rule_number(fmt, rule)
         check_importance(rule, importance[0] if importance else None)
         weighed = [
             weigh(own, weights.shape[1], fmt)
             for own, weights in zip(importance, members, strict=bool(importance))
         ]
-        amax = [self._amax_buffer.device.ptr] if fmt.has_global_scale else []
+        amax = (self._amax_buffer.device.ptr,) if fmt.has_global_scale else ()
         scale: list[float] = []  # of the group, as soon as it is known
 
-        def start(
-            number: int, weights: Weights, first: int, last: int
-        ) -> Callable[[], tuple[int, Quantized]]:
-            result = next(self._results)
+        def start(number: int, first: int, last: int) -> Callable[[], tuple[int, Quantized]]:
+            weights, result = members[number], next(self._results)
             shape = (last - first, weights.shape[1])
             n = shape[0] * shape[1]
             counts, sums, packed, block_scales = _places(
@@ -258,12 +265,8 @@ class Lane:
             at, word = result.device.ptr, FLOAT_TYPES[weights.dtype].word
             codes = (at + packed.start, at + block_scales.start)
             with self._panel(weights, first, last) as (x, _):
-                choice = (
-                    *amax,
-                    *rule_number(fmt, rule),
-                    *(self._give_weights(weighed[number]) if weighed else ()),
-                )
-                self._start(f"{kernel}_{word}", n, x, n, *choice, *codes)
+                choice = self._give_weights(weighed[number]) if weighed else ()
+                self._start(f"{kernel}_{word}", n, x, n, *amax, *numbers, *choice, *codes)
                 if fmt.has_global_scale and not scale:
                     scale.append(self._give_scale(rule))
                 extra = (self._scale_buffer.device.ptr, 0) if fmt.has_global_scale else ()
@@ -278,28 +281,30 @@ class Lane:
                 result.copied.synchronize()
                 self._check_amax()
                 host, stored = result.host, scale[0] if scale else None
-                compared = Compared(host[sums], host[counts])
-                return number, Quantized(
-                    fmt, shape, host[packed], host[block_scales], stored, compared=compared
-                )
+                lost = Compared(host[sums], host[counts])
+                parts = host[packed], host[block_scales]
+                return number, Quantized(fmt, shape, *parts, stored, compared=lost)
 
             return take
 
         yield from _one_behind(
-            start(number, weights, first, last)
+            start(number, *panel)
             for number, weights in enumerate(members)
-            for first, last in row_panels(weights.shape, GPU_PANEL_ELEMENTS)
+            for panel in row_panels(weights.shape, GPU_PANEL_ELEMENTS)
         )
 
     def _check_amax(self) -> float:
-        """The amax; NumericError where it was measured and is Inf or NaN."""
+        """Wait for the amax; NumericError where it is measured and no number."""
         amax = self.amax()
         if self._is_measured and not math.isfinite(amax):
             raise not_finite()
         return amax
 
     def _give_scale(self, rule: str) -> float:
-        """The global scale that the amax sets, which is on the device for work that is started from now on."""
+        """Put the global scale on the device, as the amax sets it.
+
+        It is there for work that is started from now on.
+        """
         stored = float(global_scale_of(self._check_amax(), rule))
         self._scale_buffer.copied.synchronize()
         self._scale_buffer.host[:4] = np.float32(stored).tobytes()
@@ -307,7 +312,10 @@ class Lane:
         return stored
 
     def _give_weights(self, weights: Float32s) -> tuple[int, int]:
-        """(address, columns) of the weights of columns, which are on the device for work that is started from now on."""
+        """Put weights of columns on the device; return address and number.
+
+        They are there for work that is started from now on.
+        """
         buffer = self._weights_buffer
         buffer.used.record(self._work)
         buffer.hold(weights.nbytes)
@@ -317,7 +325,7 @@ class Lane:
         return buffer.device.ptr, weights.size
 
     def dequantize(self, q: Blocks, dtype: str) -> Iterator[memoryview]:
-        """The values in order, each panel valid until the next is asked for."""
+        """Read the values in order; a panel is valid until the next."""
 
         def start(part: Quantized) -> Callable[[], memoryview]:
             check_range(part, dtype)
@@ -346,7 +354,7 @@ class Lane:
         )
 
     def gemv(self, q: Quantized, x: Matrix | Quantized) -> memoryview:
-        """fp16 (vectors, rows), valid until the lane is used again."""
+        """Multiply: fp16 (vectors, rows), valid until the lane is used again."""
         vectors, rows = x.shape[0], q.shape[0]
         result = next(self._results)
         result.hold(2 * vectors * rows)
@@ -392,7 +400,10 @@ class Lane:
     def _panel(
         self, weights: Weights, first: int, last: int, may_stay: bool = False
     ) -> Iterator[tuple[int, int]]:
-        """(address on the device, elements) of some rows, for work that is started meanwhile."""
+        """Put rows on the device for the work that is started meanwhile.
+
+        Yields (address, elements)
+        """
         n = (last - first) * weights.shape[1]
         if (weights, first) in self._resident:
             yield self._resident[weights, first].ptr, n
@@ -400,13 +411,20 @@ class Lane:
         nbytes = n * FLOAT_TYPES[weights.dtype].nbytes
         buffer = self._free_arrival(nbytes)
         weights.copy_rows(first, last, buffer.host[:nbytes])
-        place = self._find_room(weights, first, nbytes) if may_stay else None
+        place = None
+        taken = sum(held.mem.size for held in self._resident.values()) if may_stay else 0
+        if may_stay and taken + nbytes <= self._room_nbytes:  # there until `finish`
+            with suppress(self._kernels.cupy.cuda.memory.OutOfMemoryError):
+                place = self._resident[weights, first] = self._kernels.cupy.cuda.alloc(nbytes)
         with self._uploaded(buffer, nbytes, place):
             yield (place or buffer.device).ptr, n
 
     @contextmanager
     def _parts(self, parts: Sequence[memoryview]) -> Iterator[list[int]]:
-        """The addresses of some bytes on the device, for work that is started meanwhile."""
+        """Put bytes on the device for the work that is started meanwhile.
+
+        Yields their addresses
+        """
         starts, nbytes = [], 0
         for part in parts:
             starts.append(nbytes)
@@ -418,7 +436,7 @@ class Lane:
             yield [buffer.device.ptr + start for start in starts]
 
     def _free_arrival(self, nbytes: int) -> _Buffer:
-        """A buffer whose pinned side is not being copied any more."""
+        """Take a buffer whose pinned side is not being copied any more."""
         buffer = next(self._arrivals)
         buffer.hold(nbytes)
         buffer.copied.synchronize()
@@ -426,28 +444,19 @@ class Lane:
 
     @contextmanager
     def _uploaded(self, buffer: _Buffer, nbytes: int, place: Any = None) -> Iterator[None]:
-        """Has a buffer on the device before the work that is started meanwhile, and keeps it there until that is done."""
+        """Upload a buffer before the work that is started meanwhile.
+
+        It stays on the device until that work is done.
+        """
         self._up.wait_event(buffer.used)
         buffer.upload(nbytes, self._up, place)
         self._work.wait_event(buffer.copied)
         yield
         buffer.used.record(self._work)
 
-    def _find_room(self, weights: Weights, first: int, nbytes: int) -> Any:
-        """Device memory for a panel that stays until `finish`; None where there is no more."""
-        taken = sum(place.mem.size for place in self._resident.values())
-        if taken + nbytes > self._room_nbytes:
-            return None
-        try:
-            place = self._kernels.cupy.cuda.alloc(nbytes)
-        except self._kernels.cupy.cuda.memory.OutOfMemoryError:
-            return None
-        self._resident[weights, first] = place
-        return place
-
 
 def _one_behind(started: Iterator[Callable[[], T]]) -> Iterator[T]:
-    """What each of them gives, asked for after the next one was started."""
+    """Yield what each gives, asked for after the next was started."""
     previous: Callable[[], T] | None = None
     for take in started:
         if previous:
@@ -458,13 +467,13 @@ def _one_behind(started: Iterator[Callable[[], T]]) -> Iterator[T]:
 
 
 def _matrix_parts(q: Quantized) -> list[memoryview]:
-    """Codes, block scales and the stored global scale, as kernels take them."""
+    """Return codes, block scales and the stored global scale as bytes."""
     stored = np.array([1.0 if q.global_scale is None else q.global_scale], np.float32)
     return [q.packed, q.block_scales, stored.view(np.uint8).data]
 
 
 def _places(*sizes: int) -> list[slice]:
-    """Where parts of these sizes lie in a buffer."""
+    """Place parts of these sizes in a buffer."""
     ends = list(accumulate(sizes, lambda end, nbytes: _aligned(end) + nbytes))
     return [slice(end - nbytes, end) for end, nbytes in zip(ends, sizes, strict=True)]
 

@@ -31,11 +31,12 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was found on the way to a GPU; `problem` and `next_step` say where the way ends, if it does.
+    """What was found on the way to a GPU, and where the way ends.
 
     driver   highest CUDA version that the driver runs; None without a driver
     count    GPUs that the driver shows
     refused  (device, why) of those that cannot be used
+    problem  where the way ends, and next_step what to do; "" where it does not
     """
 
     driver: Version | None = None
@@ -49,7 +50,10 @@ class Survey:
 
 
 def survey() -> Survey:
-    """The usable GPUs, or why there is none; raises nothing. CuPy is imported only where the driver shows a GPU."""
+    """Find the usable GPUs, or why there is none; raise nothing.
+
+    CuPy is imported only where the driver shows a GPU.
+    """
     driver, count, problem = ask_driver()
     if driver is None or problem:
         return Survey(
@@ -106,7 +110,7 @@ def _first_line(error: Exception) -> str:
 
 
 def unused(device: str) -> list[str]:
-    """A warning where --device auto leaves a GPU aside, or a driver that refuses to start."""
+    """Warn where --device auto leaves a GPU, or a broken driver, aside."""
     found = survey() if device == "auto" else Survey()
     if found.driver and found.problem and found.problem != NO_GPU:
         return [f"the CPU is used: {found.problem}. {found.next_step}"]
@@ -118,7 +122,10 @@ def dotted(version: Version) -> str:
 
 
 def ask_driver() -> tuple[Version | None, int, str]:
-    """(highest CUDA version, GPUs that it shows, why there are none) of NVIDIA's driver."""
+    """Ask NVIDIA's driver for its CUDA version and number of GPUs.
+
+    Returns them, and why there are none.
+    """
     number, count = ctypes.c_int(), ctypes.c_int()
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -140,7 +147,10 @@ def ask_driver() -> tuple[Version | None, int, str]:
 
 
 def _gpu(cupy: ModuleType, number: int) -> Gpu:
-    """The GPU of that number, which must take work: InputError or any of CuPy's where it does not."""
+    """Open a GPU, which must take work.
+
+    Raises InputError or any of CuPy's errors where it does not.
+    """
     properties = cupy.cuda.runtime.getDeviceProperties(number)
     capability = (int(properties["major"]), int(properties["minor"]))
     target = cubins.target_for(capability, cubins.known_targets())
