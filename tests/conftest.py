@@ -17,7 +17,7 @@ from pushing import FastTime, Made, check_secrets, make
 from tiny_chains import TEXT, make_model
 from tiny_models import offline
 
-from fp4convert.storage.hub.http import Patience
+from fp4convert.storage.hub.api import Patience
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,19 +10,13 @@ what signs it.
 
 from __future__ import annotations
 
-import http.client
 import logging
-import random
 import re
-import socket
 import ssl
 import threading
-import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -31,9 +25,16 @@ from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager
 from urllib3.exceptions import HTTPError
 
 from fp4convert.errors import AccessError, InputError, SourceError
+from fp4convert.storage.hub.api import (
+    PASSING,
+    Patience,
+    Retry,
+    host_of,
+    no_access,
+    pause_of,
+    plain_words,
+)
 
-PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # replies that another try may not get
-LONGEST_PAUSE = 900.0  # seconds; of what a server asks for
 HOPS = 5  # redirects inside the Hub
 CHUNK_NBYTES = 512 << 10  # read from a reply at once: stays in a core's own cache
 MOST_IDLE = 1 << 10  # connections to one host that are kept: more than anybody opens
@@ -43,20 +44,7 @@ AGAIN = (
     "See that this host can be reached from here (proxy, HF_ENDPOINT);"
     " the same command goes on with what is finished."
 )
-FAILURES: tuple[tuple[type[BaseException], str], ...] = (
-    (ConnectionRefusedError, "it refuses the connection: nothing listens there"),
-    (socket.gaierror, "no such host is known here (DNS)"),
-    (ssl.SSLCertVerificationError, "its certificate is not trusted here (TLS)"),
-    (ssl.SSLError, "no secure connection could be made (TLS)"),
-    (TimeoutError, "it did not answer in time"),
-    (ConnectionError, "it broke the connection off"),
-    (http.client.IncompleteRead, "the reply ended early"),
-    (http.client.HTTPException, "it does not speak HTTP"),
-    (UnicodeError, "no host can have that name (DNS)"),
-)
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
-_RATE_LIMIT = re.compile(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
-_SECONDS = re.compile(r"\s*[0-9]+\s*")  # other digits, such as a raised 2, are no number
 _QUERY = re.compile(r"\?\S*")
 
 
@@ -74,29 +62,6 @@ class RemoteFile(NamedTuple):
     nbytes: int
     oid: str
     commit: str
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long the network is waited for.
-
-    tries  without a byte of progress
-    """
-
-    timeout_seconds: float = 20.0
-    tries: int = 6
-    first_seconds: float = 0.5
-    longest_seconds: float = 60.0
-
-    def wait_seconds(self, failures: int) -> float:
-        """Return the pause after so many failures: doubled, and spread.
-
-        Spread, so that threads do not come together.
-        """
-        return float(
-            min(self.longest_seconds, self.first_seconds * 2 ** max(0, failures - 1))
-            * random.uniform(0.5, 1.5)
-        )
 
 
 class AgainError(Exception):
@@ -118,22 +83,19 @@ class RangeReader:
         self, headers: Mapping[str, str], patience: Patience, tell: Callable[[str], None]
     ) -> None:
         self._headers = headers
-        self._patience = patience
-        self._tell = tell
+        self._retry = Retry(patience, tell)
         self._pools: dict[tuple[str, str], PoolManager] = {}
         self._places: dict[str, str] = {}
         self._etags: dict[str, str] = {}
         self._xet_names: dict[str, str] = {}
         self._lock = threading.Lock()
         self._replies: set[BaseHTTPResponse] = set()  # that are being read
-        self._paused_until = 0.0
-        self._stopped = threading.Event()
         for name in LOGGERS:
             logging.getLogger(name).addFilter(_hide_queries)
 
     def stop(self) -> None:
         """Make every read, under way or to come, fail at once."""
-        self._stopped.set()
+        self._retry.stopped.set()
         with self._lock:
             for reply in self._replies:
                 with suppress(OSError, ValueError, RuntimeError):  # read to its end meanwhile
@@ -149,21 +111,19 @@ class RangeReader:
         while done < buffer.nbytes:
             before = done
             try:
-                self._wait_while_paused()
                 for count in self._receive(file, start + done, buffer[done:]):
                     done += count
             except (AgainError, HTTPError, OSError, UnicodeError) as error:
+                again = error if isinstance(error, AgainError) else AgainError(plain_words(error))
                 failures = 0 if done > before else failures + 1
-                if failures >= self._patience.tries:
-                    reason = str(error) if isinstance(error, AgainError) else plain_words(error)
+                if not self._retry.wait(failures, again.pause_seconds):
                     where = f"at byte {start + done} from {host_of(file.url)}"
                     raise SourceError(
                         "source-unreachable",
                         f"{file.name} cannot be read {where}: {failures} tries without progress,"
-                        f" the last: {reason}",
+                        f" the last: {again}",
                         AGAIN,
                     ) from None
-                self._wait(failures, error)
 
     def xet_name(self, file: RemoteFile) -> str | None:
         """Return what the Hub's Xet storage calls a file; None where it is not there.
@@ -174,27 +134,8 @@ class RangeReader:
             self.read_into(file, 0, memoryview(bytearray(1)))
         return self._xet_names.get(file.url)
 
-    def _wait(self, failures: int, error: Exception) -> None:
-        seconds = error.pause_seconds if isinstance(error, AgainError) else None
-        patience = self._patience.wait_seconds(failures)
-        if seconds is None:
-            self._stopped.wait(patience)
-            return
-        seconds = max(seconds, patience)
-        with self._lock:
-            until = time.monotonic() + seconds
-            is_news = until > self._paused_until + 1
-            self._paused_until = max(self._paused_until, until)
-        if is_news:
-            self._tell(f"rate limited by the Hub: waiting {seconds:.0f} s")
-
-    def _wait_while_paused(self) -> None:
-        while (left := self._paused_until - time.monotonic()) > 0 and not self._stopped.is_set():
-            self._stopped.wait(left)
-        self._check_running()
-
     def _check_running(self) -> None:
-        if self._stopped.is_set():
+        if self._retry.stopped.is_set():
             raise SourceError("source-stopped", "reading was stopped")
 
     def _receive(self, file: RemoteFile, start: int, buffer: memoryview) -> Iterator[int]:
@@ -299,10 +240,11 @@ class RangeReader:
 
     def _ask(self, method: str, url: str, headers: Mapping[str, str]) -> BaseHTTPResponse:
         """Return the reply to a request, of which only the head was read."""
+        self._retry.wait_while_paused()
         self._check_running()
         with self._lock:
             if (pool := self._pools.get(_origin(url))) is None:
-                pool = _open_pool(url, self._patience.timeout_seconds)
+                pool = _open_pool(url, self._retry.patience.timeout_seconds)
                 self._pools[_origin(url)] = pool
         return pool.request(
             method,
@@ -336,27 +278,6 @@ def _hide_queries(record: logging.LogRecord) -> bool:
     return True
 
 
-def no_access(name: str, url: str, status: int, code: str | None) -> AccessError:
-    """Return the error for a 401 or 403 of the Hub.
-
-    url  of the repository or a file in it
-    """
-    page = f"{urlsplit(url).scheme}://{host_of(url)}{urlsplit(url).path.partition('/resolve/')[0]}"
-    if code == "GatedRepo":
-        return AccessError(
-            "gated",
-            f"{name}: the repository is gated, and this token or nobody was granted access"
-            f" (HTTP {status})",
-            f"Accept the licence at {page}, then: hf auth login, or set HF_TOKEN.",
-        )
-    return AccessError(
-        "no-access",
-        f"{name}: the Hub gives no access (HTTP {status}): the repository is private or not there,"
-        " or the token is wrong",
-        "Look for a typing error; then: hf auth login, or set HF_TOKEN.",
-    )
-
-
 def _changed(file: RemoteFile, found: str) -> SourceError:
     detail = f"{file.name} changed while it was read: {found}"
     return SourceError(
@@ -368,43 +289,6 @@ def _passing(reply: BaseHTTPResponse) -> AgainError:
     return AgainError(
         f"HTTP {reply.status}", pause_of(reply.headers.get) if reply.status == 429 else None
     )
-
-
-def pause_of(header: Callable[[str], str | None]) -> float | None:
-    """Return the seconds that a server asks to wait, by a reply's headers.
-
-    At most 15 minutes; None where it names none.
-    """
-    asked = header("Retry-After") or ""
-    if match := _RATE_LIMIT.search(header("RateLimit") or ""):
-        asked = match[1]
-    if _SECONDS.fullmatch(asked):
-        return min(float(asked), LONGEST_PAUSE)
-    try:
-        return max(0.0, min(parsedate_to_datetime(asked).timestamp() - time.time(), LONGEST_PAUSE))
-    except (TypeError, ValueError, OverflowError, IndexError):
-        return None
-
-
-def plain_words(error: BaseException) -> str:
-    """Say what happened on the network, for a person.
-
-    What the error came from says it best.
-    """
-    known: BaseException | None = error
-    while known is not None:
-        for kind, words in FAILURES:
-            if isinstance(known, kind):
-                return words
-        if isinstance(known, OSError) and known.strerror:
-            return known.strerror
-        known = known.__cause__ or known.__context__
-    return FAILURES[4][1] if "Timeout" in type(error).__name__ else type(error).__name__
-
-
-def host_of(url: str) -> str:
-    """Return host and port of an address, without its password."""
-    return urlsplit(url).netloc.rpartition("@")[2]
 
 
 def _follow(place: str, location: str) -> str:

@@ -29,7 +29,8 @@ from fp4convert.storage.checkpoint_files import (
     sort_others,
     sort_pipeline,
 )
-from fp4convert.storage.hub.http import Patience, RangeReader, RemoteFile, check_token
+from fp4convert.storage.hub.api import Patience
+from fp4convert.storage.hub.http import RangeReader, RemoteFile, check_token
 from fp4convert.storage.hub.listing import list_files
 from fp4convert.storage.hub.prefetch import (
     CONNECTIONS,

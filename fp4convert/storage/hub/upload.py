@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 from fp4convert.errors import AccessError, Fp4Error, InputError, OutputError, SourceError
 from fp4convert.storage.checkpoint_files import CARD, OTHER_WEIGHTS, RECORD, WEIGHTS
-from fp4convert.storage.hub.api import AGAIN, Asker
+from fp4convert.storage.hub.api import AGAIN, Asker, Patience
 from fp4convert.storage.hub.http import (
-    Patience,
     RangeReader,
     RemoteFile,
     check_endpoint,

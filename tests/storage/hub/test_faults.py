@@ -28,14 +28,12 @@ from pushing import check_secrets
 from urllib3.connection import HTTPConnection
 
 from fp4convert.errors import Fp4Error, SourceError
+from fp4convert.storage.hub.api import Patience, no_access, pause_of
 from fp4convert.storage.hub.http import (
     AgainError,
-    Patience,
     RangeReader,
     RemoteFile,
     _follow,
-    no_access,
-    pause_of,
 )
 from fp4convert.storage.hub.source import HubSource
 from fp4convert.storage.open import open_source

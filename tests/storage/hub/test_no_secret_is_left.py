@@ -13,7 +13,7 @@ from fakehub import TOKEN
 from hub_cases import NVFP4, ask, expect
 from pushing import check_secrets
 
-from fp4convert.storage.hub.http import Patience
+from fp4convert.storage.hub.api import Patience
 
 MANY = 1000
 STATE, RECORD = ".fp4convert", "quantization_config.json"
@@ -165,7 +165,7 @@ def test_not_even_the_log_of_the_hubs_client_tells_a_secret(
 IMPATIENT = """
 import fp4convert.storage.hub.source as hub
 from fp4convert.__main__ import main
-from fp4convert.storage.hub.http import Patience
+from fp4convert.storage.hub.api import Patience
 hub.Patience = lambda: Patience(1.0, first_seconds=0.01)
 main()
 """
