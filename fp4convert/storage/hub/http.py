@@ -86,6 +86,7 @@ class RangeReader:
         self._retry = Retry(patience, tell)
         self._pools: dict[tuple[str, str], PoolManager] = {}
         self._places: dict[str, str] = {}
+        self._finding: dict[str, threading.Lock] = {}  # as _places: by the file's own address
         self._etags: dict[str, str] = {}
         self._xet_names: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -200,22 +201,25 @@ class RangeReader:
 
         A signed link to its storage, or the Hub itself.
         """
-        if known := self._places.get(file.url):
-            return known
-        place = file.url
-        for _ in range(HOPS):
-            reply = self._ask("HEAD", place, self._headers)
-            reply.drain_conn()
-            self._judge_resolved(file, reply)
-            if name := reply.headers.get("X-Xet-Hash"):
-                self._xet_names[file.url] = name
-            if not 300 <= reply.status < 400:
-                break
-            place = _follow(place, reply.headers.get("Location") or "")
-            if _origin(place) != _origin(file.url):
-                break
-        self._places[file.url] = place
-        return place
+        with self._lock:
+            finding = self._finding.setdefault(file.url, threading.Lock())
+        with finding:  # one thread asks, the others wait for what it learns
+            if known := self._places.get(file.url):
+                return known
+            place = file.url
+            for _ in range(HOPS):
+                reply = self._ask("HEAD", place, self._headers)
+                reply.drain_conn()
+                self._judge_resolved(file, reply)
+                if name := reply.headers.get("X-Xet-Hash"):
+                    self._xet_names[file.url] = name
+                if not 300 <= reply.status < 400:
+                    break
+                place = _follow(place, reply.headers.get("Location") or "")
+                if _origin(place) != _origin(file.url):
+                    break
+            self._places[file.url] = place
+            return place
 
     def _judge_resolved(self, file: RemoteFile, reply: BaseHTTPResponse) -> None:
         """Raise an error unless the Hub's reply speaks of that file."""

@@ -3,8 +3,10 @@
 A file that is read from its first byte to its last has a Stream: it brings the pieces in the order of the file, a few ahead of
 the readers, and hashes them.  Readers who run ahead of the hash wait for it, lest a piece is fetched for them and again for it;
 one who wants a piece from elsewhere in the file has it fetched at once.
-A piece that no stream hashes is fetched by two requests and compared, until two bring the same bytes.
-A piece that a stream hashes may go before its last reader came: fetched again, it must be what was hashed, or what went.
+A small file is one piece, which its hash checks.  Any other piece that no stream hashes is fetched by
+two requests and compared, until two bring the same bytes.
+A piece that a stream hashes may go before its last reader came: fetched again, it must be what was
+hashed, or what went.
 Where pieces come from, others decide.
 """
 
@@ -154,6 +156,7 @@ class Pieces:
             set()
         )  # of these, what a stream needs no more but for a second reading
         self._hashed: dict[Piece, Hashed] = {}
+        self._whole: dict[str, tuple[Piece, Hashed]] = {}  # small files, by name
         self._nbytes = 0  # of all that are known
         self._lock = threading.Lock()
         self._held_nbytes = 0
@@ -181,16 +184,43 @@ class Pieces:
         return self._pool.submit(self._agreed, piece, other)
 
     def _fetched(self, piece: Piece) -> memoryview:
-        """Fetch a piece; one that was here before, until it is what it was."""
+        """Fetch a piece, until it is what its hash says, if one is known.
+
+        That of a small file, or of the piece when it was here before.
+        """
+        whole, of_file = self._whole.get(piece.file, (None, None))
         for _ in range(REQUESTS):
             data = self.buffers.take(piece.stop - piece.start)
             self._read_into(piece.file, piece.start, data)
-            hashed = self._hashed.get(piece)
-            if hashed is None or _is_what_was(hashed, data):
+            expected = of_file if piece == whole else self._hashed.get(piece)
+            if expected is None:
                 return data.toreadonly()
-        detail = f"{piece.file}: bytes {piece.start}-{piece.stop - 1} came otherwise than before in each of {REQUESTS} requests"
+            found = expected.before.copy()
+            found.update(data)
+            if found.digest() == expected.digest:
+                return data.toreadonly()
+        if of_file is not None and piece == whole:
+            self.failure = corrupt(piece.file, of_file.digest.hex(), found.hexdigest())
+            raise self.failure
+        came = f"bytes {piece.start}-{piece.stop - 1} came otherwise than before"
+        detail = f"{piece.file}: {came} in each of {REQUESTS} requests"
         self.failure = SourceError(CORRUPT, detail, "Run the same command again.")
         raise self.failure
+
+    def fetch_whole(self, file: str, nbytes: int, oid: str) -> Future[memoryview]:
+        """Fetch a small file by one request, which its hash checks.
+
+        From then on `cover` gives that piece for every range of the file.
+        """
+        piece = Piece(file, 0, nbytes, True)
+        self._whole[file] = piece, Hashed(hasher(nbytes, oid), bytes.fromhex(oid))
+        return self.fetch(piece)
+
+    def cover(self, file: str, start: int, stop: int) -> list[Piece]:
+        """Return the pieces that hold a range which no stream brings."""
+        if file in self._whole:
+            return [self._whole[file][0]]
+        return split(file, start, stop)
 
     def note_hash(self, piece: Piece, hashed: Hashed) -> None:
         """Whoever fetches the piece again gets the bytes that were hashed so, or SourceError."""
@@ -412,12 +442,6 @@ class Stream:
 
 def _is_same(one: memoryview, other: memoryview) -> bool:
     return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
-
-
-def _is_what_was(hashed: Hashed, data: memoryview) -> bool:
-    found = hashed.before.copy()
-    found.update(data)
-    return found.digest() == hashed.digest
 
 
 def hasher(nbytes: int, oid: str) -> hashlib._Hash:

@@ -51,6 +51,7 @@ from fp4convert.storage.safetensors_header import read_header
 from fp4convert.storage.source import Access, Checkpoint, name_of, stopping
 
 HEAD_NBYTES = 32 << 10  # of a shard, read at once: most headers are shorter
+WHOLE_NBYTES = 1 << 20  # a shard no larger is fetched whole, as its hash then checks its header
 HEADERS_AT_ONCE = 8
 TRANSPORTS = ("http", "xet")
 
@@ -117,7 +118,7 @@ class HubSource:
         stream = self._streams.get(file)
         if not stream and file in self._cached:
             self._check_cached(file)
-        pieces = stream.cover(start, stop) if stream else split(file, start, stop)
+        pieces = stream.cover(start, stop) if stream else self._pieces.cover(file, start, stop)
         coming = [self._pieces.fetch(piece) for piece in pieces]
         for piece, data in zip(pieces, coming, strict=True):
             yield data.result()[max(start - piece.start, 0) : stop - piece.start]
@@ -266,8 +267,11 @@ class HubSource:
         return parse_json_object(self._text("config.json"), "config.json", has_constants=True)
 
     def _header(self, name: str) -> Header:
-        nbytes = self._files[name].nbytes
-        head = self._pieces.fetch(Piece(name, 0, min(nbytes, HEAD_NBYTES))).result()
+        nbytes, oid = self._files[name].nbytes, self._files[name].oid
+        if nbytes <= min(WHOLE_NBYTES, PIECE_NBYTES) and name not in self._cached:
+            head = self._pieces.fetch_whole(name, nbytes, oid).result()
+        else:
+            head = self._pieces.fetch(Piece(name, 0, min(nbytes, HEAD_NBYTES))).result()
 
         def read(offset: int, length: int) -> bytes:
             stop = offset + length

@@ -167,6 +167,7 @@ import fp4convert.storage.hub.source as hub
 from fp4convert.__main__ import main
 from fp4convert.storage.hub.api import Patience
 hub.Patience = lambda: Patience(1.0, first_seconds=0.01)
+hub.WHOLE_NBYTES = 0
 main()
 """
 BUG = IMPATIENT.replace(
