@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, TypeVar
 
 from fp4convert.errors import InputError
 from fp4convert.storage.checkpoint_files import PLAN_FILE
@@ -34,7 +34,7 @@ class Access:
 
     revision: str | None = None
     subfolder: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     memory_nbytes: int = 10**9
     tell: Callable[[str], None] = lambda line: None
     transport: str = "http"
@@ -137,6 +137,29 @@ def stopping(*sources: Source) -> Iterator[None]:
         for source in sources:
             source.stop()
         raise
+
+
+ASKED_AT_ONCE = 8  # of a Hub, where every answer takes its time
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+
+def read_each(
+    source: Source, read: Callable[[Item], Answer], items: Iterable[Item], threads: int = 1
+) -> list[Answer]:
+    """Return what `read` gives for each item, in their order.
+
+    read     reads from the source; from a Hub, several at once
+    threads  at least so many at once, where `read` computes, too
+    """
+    if source.is_streamed:
+        threads = max(threads, ASKED_AT_ONCE)
+    if threads == 1:
+        return [read(item) for item in items]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(threads) as pool, stopping(source):
+        return list(pool.map(read, items))
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -48,11 +47,10 @@ from fp4convert.storage.hub.xet import XetReader
 from fp4convert.storage.json_text import parse_json_object
 from fp4convert.storage.safetensors import Header, TensorRef
 from fp4convert.storage.safetensors_header import read_header
-from fp4convert.storage.source import Access, Checkpoint, name_of, stopping
+from fp4convert.storage.source import Access, Checkpoint, name_of, read_each, stopping
 
 HEAD_NBYTES = 32 << 10  # of a shard, read at once: most headers are shorter
 WHOLE_NBYTES = 1 << 20  # a shard no larger is fetched whole, as its hash then checks its header
-HEADERS_AT_ONCE = 8
 TRANSPORTS = ("http", "xet")
 
 
@@ -234,8 +232,7 @@ class HubSource:
                 detail,
                 f"Download it: hf download {self._repo} {shards[0]} --local-dir FOLDER.",
             )
-        with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool, stopping(self):
-            headers = tuple(pool.map(self._header, shards))
+        headers = tuple(read_each(self, self._header, shards))
         homes = find_homes(headers)
         sidecars, left_out = sort_others(self._files, shards)
         return Checkpoint(
