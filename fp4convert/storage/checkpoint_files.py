@@ -15,6 +15,7 @@ from fp4convert.storage.safetensors import Header
 # In a folder that fp4convert writes: the plan being carried out, or carried out.
 PLAN_FILE = ".fp4convert/plan.json"
 
+CONFIG = "config.json"
 RECORD = "quantization_config.json"
 
 CARD = "README.md"  # the model card: for people, who edit it
@@ -215,7 +216,7 @@ def sort_others(
     sidecars: list[str] = []
     left_out: list[str] = []
     for file in files:
-        if file not in shards and file not in ("config.json", *INDEXES):
+        if file not in shards and file not in (CONFIG, *INDEXES):
             is_root_weight = "/" not in file and (
                 file.endswith(WEIGHTS) or OTHER_INDEX.fullmatch(file)
             )
