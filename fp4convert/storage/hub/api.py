@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -143,9 +144,9 @@ class Asker:
         disable_progress_bars()
         for name in NOISY:
             logger = logging.getLogger(name)
-            for old in [one for one in logger.filters if isinstance(one, _LinkFilter)]:
+            for old in [one for one in logger.filters if getattr(one, "func", None) is _drop_links]:
                 logger.removeFilter(old)
-            logger.addFilter(_LinkFilter(self._tell))
+            logger.addFilter(partial(_drop_links, self._tell))
 
     def stop(self) -> None:
         """End every wait at once, and answer no question to come."""
@@ -227,19 +228,16 @@ class Asker:
         )
 
 
-class _LinkFilter(logging.Filter):
-    """Drops what is logged, for it holds links; passes on that the Hub makes everybody wait."""
+def _drop_links(tell: Callable[[str], None], record: logging.LogRecord) -> bool:
+    """Drop what is logged, for it holds links.
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        super().__init__()
-        self._tell = tell
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        with suppress(TypeError, ValueError):
-            message = record.getMessage()
-            if message.startswith(WAITS):
-                self._tell(f"the Hub: {_UNSAID.sub('...', message)}")
-        return False
+    That the Hub makes everybody wait is passed on.
+    """
+    with suppress(TypeError, ValueError):
+        message = record.getMessage()
+        if message.startswith(WAITS):
+            tell(f"the Hub: {_UNSAID.sub('...', message)}")
+    return False
 
 
 def no_access(name: str, url: str, status: int, code: str | None) -> AccessError:

@@ -127,9 +127,9 @@ class RangeReader:
                     ) from None
 
     def xet_name(self, file: RemoteFile) -> str | None:
-        """Return what the Hub's Xet storage calls a file; None where it is not there.
+        """Return what the Hub's Xet storage calls a file.
 
-        The first byte is read to be told.
+        None where it is not there.  The first byte is read to be told.
         """
         if file.url not in self._places:
             self.read_into(file, 0, memoryview(bytearray(1)))
@@ -210,7 +210,7 @@ class RangeReader:
             for _ in range(HOPS):
                 reply = self._ask("HEAD", place, self._headers)
                 reply.drain_conn()
-                self._judge_resolved(file, reply)
+                _judge_resolved(file, reply)
                 if name := reply.headers.get("X-Xet-Hash"):
                     self._xet_names[file.url] = name
                 if not 300 <= reply.status < 400:
@@ -221,35 +221,14 @@ class RangeReader:
             self._places[file.url] = place
             return place
 
-    def _judge_resolved(self, file: RemoteFile, reply: BaseHTTPResponse) -> None:
-        """Raise an error unless the Hub's reply speaks of that file."""
-        if reply.status in PASSING:
-            raise _passing(reply)
-        if reply.status in (401, 403):
-            raise no_access(file.name, file.url, reply.status, reply.headers.get("X-Error-Code"))
-        if reply.status >= 500:  # of mirrors, which lack what the Hub has
-            detail = f"{file.name}: {host_of(file.url)} answers HTTP {reply.status}"
-            raise SourceError("source-unreachable", detail, "Run it again later.")
-        if reply.status >= 400:
-            raise _changed(file, f"the Hub does not have it any more (HTTP {reply.status})")
-        commit = reply.headers.get("X-Repo-Commit")
-        nbytes = reply.headers.get("X-Linked-Size")
-        etag = reply.headers.get("X-Linked-ETag")
-        if commit and commit != file.commit:
-            raise _changed(file, f"it is of commit {commit}, and {file.commit} was asked for")
-        if nbytes and nbytes != str(file.nbytes):
-            raise _changed(file, f"it had {file.nbytes} bytes and now has {nbytes}")
-        if etag and etag.removeprefix("W/").strip('"') != file.oid:
-            raise _changed(file, "its content has another hash than the commit says")
-
     def _ask(self, method: str, url: str, headers: Mapping[str, str]) -> BaseHTTPResponse:
         """Return the reply to a request, of which only the head was read."""
         self._retry.wait_while_paused()
         self._check_running()
         with self._lock:
-            if (pool := self._pools.get(_origin(url))) is None:
-                pool = _open_pool(url, self._retry.patience.timeout_seconds)
-                self._pools[_origin(url)] = pool
+            if _origin(url) not in self._pools:
+                self._pools[_origin(url)] = _open_pool(url, self._retry.patience.timeout_seconds)
+            pool = self._pools[_origin(url)]
         return pool.request(
             method,
             url,
@@ -262,17 +241,18 @@ class RangeReader:
 
 
 def _open_pool(url: str, timeout_seconds: float) -> PoolManager:
-    """Return connections to a host, through the proxy that the environment names."""
+    """Open connections to a host, by the proxy of the environment."""
     options: dict[str, Any] = {"timeout": timeout_seconds, "maxsize": MOST_IDLE}
     if urlsplit(url).scheme == "https":
         options["ssl_context"] = ssl.create_default_context()
     proxy = _find_proxy(urlsplit(url))
     if proxy is None:
         return PoolManager(**options)
-    words = f"{unquote(proxy.username or '')}:{unquote(proxy.password or '')}"
-    basic = {"Proxy-Authorization": f"Basic {b64encode(words.encode()).decode()}"}
-    address = f"http://{proxy.netloc.rpartition('@')[2]}"
-    return ProxyManager(address, proxy_headers=basic if proxy.username else None, **options)
+    if proxy.username:
+        words = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+        basic = f"Basic {b64encode(words.encode()).decode()}"
+        options["proxy_headers"] = {"Proxy-Authorization": basic}
+    return ProxyManager(f"http://{proxy.netloc.rpartition('@')[2]}", **options)
 
 
 def _hide_queries(record: logging.LogRecord) -> bool:
@@ -280,6 +260,28 @@ def _hide_queries(record: logging.LogRecord) -> bool:
     record.msg, record.args = _QUERY.sub("?...", record.getMessage()), ()
     record.exc_info = None  # of headers that could not be parsed: links, too
     return True
+
+
+def _judge_resolved(file: RemoteFile, reply: BaseHTTPResponse) -> None:
+    """Raise an error unless the Hub's reply speaks of that file."""
+    if reply.status in PASSING:
+        raise _passing(reply)
+    if reply.status in (401, 403):
+        raise no_access(file.name, file.url, reply.status, reply.headers.get("X-Error-Code"))
+    if reply.status >= 500:  # of mirrors, which lack what the Hub has
+        detail = f"{file.name}: {host_of(file.url)} answers HTTP {reply.status}"
+        raise SourceError("source-unreachable", detail, "Run it again later.")
+    if reply.status >= 400:
+        raise _changed(file, f"the Hub does not have it any more (HTTP {reply.status})")
+    commit = reply.headers.get("X-Repo-Commit")
+    nbytes = reply.headers.get("X-Linked-Size")
+    etag = reply.headers.get("X-Linked-ETag")
+    if commit and commit != file.commit:
+        raise _changed(file, f"it is of commit {commit}, and {file.commit} was asked for")
+    if nbytes and nbytes != str(file.nbytes):
+        raise _changed(file, f"it had {file.nbytes} bytes and now has {nbytes}")
+    if etag and etag.removeprefix("W/").strip('"') != file.oid:
+        raise _changed(file, "its content has another hash than the commit says")
 
 
 def _changed(file: RemoteFile, found: str) -> SourceError:

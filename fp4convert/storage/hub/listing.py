@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from fp4convert.errors import Fp4Error, InputError, SourceError
 from fp4convert.storage.checkpoint_files import no_subfolder
@@ -27,15 +27,8 @@ LARGEST = 1 << 62  # bytes of a file: more can be neither asked for nor written
 NO_LIST = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 
 
-class Listing(NamedTuple):
-    """The files of a repository at a commit, by name below the subfolder.
-
-    cached  those that the Hub's cache on this disk has
-    """
-
-    commit: str
-    files: dict[str, RemoteFile]
-    cached: dict[str, Path]
+# A commit, its files by their names, and where the Hub's cache on this disk has some of them.
+Listing = tuple[str, dict[str, RemoteFile], dict[str, Path]]
 
 
 def list_files(repo: str, access: Access, patience: Patience) -> Listing:
@@ -52,7 +45,7 @@ def list_files(repo: str, access: Access, patience: Patience) -> Listing:
         commit, files, cached = _list_hub(repo, access, patience)
     subfolder = subfolder_of(access)
     if not subfolder:
-        return Listing(commit, files, cached)
+        return (commit, files, cached)
     folder, below = f"{subfolder}/", {}
     for path, file in files.items():
         if path.startswith(folder):
@@ -62,7 +55,7 @@ def list_files(repo: str, access: Access, patience: Patience) -> Listing:
         folders = {name.partition("/")[0] for name in files if "/" in name}
         raise no_subfolder(f"{repo} at commit {commit}", subfolder, folders)
     kept = {name: cached[folder + name] for name in below if folder + name in cached}
-    return Listing(commit, below, kept)
+    return (commit, below, kept)
 
 
 def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
@@ -94,7 +87,7 @@ def _list_hub(repo: str, access: Access, patience: Patience) -> Listing:
         path = Path(known) if isinstance(known, str) else None
         if path and path.resolve().name == oid and path.stat().st_size == nbytes:
             cached[name] = path
-    return Listing(commit, files, cached)
+    return (commit, files, cached)
 
 
 def _ask_hub(repo: str, access: Access, patience: Patience) -> Any:
@@ -180,7 +173,7 @@ def _list_cache(repo: str, access: Access) -> Listing:
             )
         files[name] = RemoteFile(name, "", path.stat().st_size, blob, root.name)
         cached[name] = path
-    return Listing(root.name, files, cached)
+    return (root.name, files, cached)
 
 
 def _is_hidden(name: str) -> bool:
