@@ -154,7 +154,8 @@ def seal(path: Path, sha256: str, clock: Path) -> str:
     "" where later changes might not show in it.
 
     clock  a folder of ours on the same file system, whose time is set, to learn what time it is
-           there: a change within the same tick as the last one would leave the file's times as they are
+           there: a change within the same tick as the last one would leave the file's times as they
+           are
     """
     try:
         for _ in range(LOOKS):

@@ -111,12 +111,12 @@ def read_gguf_header(path: Path) -> Header:
         raise InputError("gguf", detail, "Download the file again.") from None
 
 
+@dataclass(slots=True)
 class _Cursor:
     """Reads a file from its beginning; ValueError where it ends too early."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data = data
-        self.at = 0
+    data: mmap.mmap
+    at: int = 0
 
     def take(self, nbytes: int) -> bytes:
         self.skip(nbytes)

@@ -109,8 +109,8 @@ _NESTED = (dict, list, tuple)  # what JSON nests
 def as_text(value: object) -> str:
     """Write the JSON of a small file, whichever stage writes it.
 
-    What json.dumps makes with an indent of 2, in a tenth of the time: tests/storage/test_json_text.py
-    holds them together.
+    What json.dumps makes with an indent of 2, in a tenth of the time; they are held together by
+    tests/storage/test_json_text.py.
     """
     return f"{_indented(value)}\n"
 

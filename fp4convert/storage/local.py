@@ -40,7 +40,10 @@ AGAIN = "Run the command again once it stays as it is."
 
 
 class LocalSource:
-    """Maps shards into memory; a tensor's bytes are read when they are touched and belong to the page cache."""
+    """Maps shards into memory.
+
+    A tensor's bytes are read when they are touched, and belong to the page cache.
+    """
 
     is_streamed = False
     held_nbytes = 0

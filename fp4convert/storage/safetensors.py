@@ -21,7 +21,8 @@ from fp4convert.errors import OutputError
 from fp4convert.storage.disk import begin_flush, hash_file, reserve, told
 
 SHAPES = 1 << 12  # that are remembered: models have few
-# By one call: longer ones take pages 2 MB at a time, slow on virtual machines, and keep threads out.
+# By one call: longer ones take pages 2 MB at a time, slow on virtual machines, and keep threads
+# out.
 WRITE_NBYTES = 64 << 10
 FLUSH_NBYTES, LEAST_FLUSH_NBYTES = 4 << 20, 64 << 10  # that the disk is told to begin with
 DEFAULT_METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
@@ -116,7 +117,11 @@ class Frame(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one shard says of itself: its tensors in file order, its frame, its size in bytes."""
+    """What one shard says of itself.
+
+    nbytes   of the file
+    tensors  in the order of the file
+    """
 
     file: str
     nbytes: int
@@ -138,9 +143,9 @@ class SafetensorsFrame:
     ) -> tuple[bytes, tuple[TensorRef, ...]]:
         """Return a shard's header, and the address of each tensor in it.
 
-        Wider dtypes stand first, so that every tensor is aligned to its own type, then names decide:
-        the bytes do not depend on the order of `specs`, and an artifact carried to another dialect
-        and back is the same file.
+        Wider dtypes stand first, so that every tensor is aligned to its own type, then names
+        decide: the bytes do not depend on the order of `specs`, and an artifact carried to another
+        dialect and back is the same file.
         """
         ordered = sorted(sorted(specs), key=lambda spec: -DTYPE_BITS[spec.dtype])
         kept = {key: value for key, value in self.metadata.items() if key not in ENGINE_NOTES}

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-from fp4convert.errors import AccessError, Fp4Error, OutputError
+from fp4convert.errors import AccessError, OutputError
 
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # replies that another try may not get
 LONGEST_PAUSE = 900.0  # seconds; of what a server asks for
@@ -203,8 +203,14 @@ class Asker:
             is_storage = host_of(str(response.url)) != host
             if status in PASSING or status == CHANGED or is_storage:
                 return f"HTTP {status}", pause_of(response.headers.get)
+            if status in (401, 403) and code == "GatedRepo":
+                page = f"{constants.ENDPOINT}/{self._repo}"
+                raise no_access(self._repo, page, status, code) from None
             if status in (401, 403) or code == "RepoNotFound":
-                raise self._no_access(trouble, status, code) from None
+                expected = "expected one that may write there"
+                detail = f"{self._repo}: {trouble} with this token (HTTP {status}); {expected}"
+                next_step = "hf auth login, or set HF_TOKEN; or name a repository of your own."
+                raise AccessError("no-write", detail, next_step) from None
             detail = f"{self._repo}: {trouble}: {host} answers HTTP {status}"
             raise OutputError("push-refused", detail, AGAIN) from None
         if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):
@@ -214,18 +220,6 @@ class Asker:
             detail = f"{error.filename}: cannot be read: {error.strerror}"
             raise OutputError("cannot-read", detail, AGAIN) from None
         return type(error).__name__, None
-
-    def _no_access(self, trouble: str, status: int, code: str | None) -> Fp4Error:
-        from huggingface_hub import constants
-
-        if code == "GatedRepo":
-            return no_access(self._repo, f"{constants.ENDPOINT}/{self._repo}", status, code)
-        return AccessError(
-            "no-write",
-            f"{self._repo}: {trouble} with this token (HTTP {status});"
-            " expected one that may write there",
-            "hf auth login, or set HF_TOKEN; or name a repository of your own.",
-        )
 
 
 def _drop_links(tell: Callable[[str], None], record: logging.LogRecord) -> bool:

@@ -65,7 +65,10 @@ class RemoteFile(NamedTuple):
 
 
 class AgainError(Exception):
-    """A request that may be tried again, after the seconds that the server asks for, if it does."""
+    """A request that may be tried again.
+
+    pause_seconds  what the server asks to wait, if it does
+    """
 
     def __init__(self, reason: str, pause_seconds: float | None = None) -> None:
         super().__init__(reason)
@@ -227,7 +230,7 @@ class RangeReader:
         self._check_running()
         with self._lock:
             if _origin(url) not in self._pools:
-                self._pools[_origin(url)] = _open_pool(url, self._retry.patience.timeout_seconds)
+                self._pools[_origin(url)] = self._open_pool(url)
             pool = self._pools[_origin(url)]
         return pool.request(
             method,
@@ -239,20 +242,20 @@ class RangeReader:
             decode_content=False,
         )
 
-
-def _open_pool(url: str, timeout_seconds: float) -> PoolManager:
-    """Open connections to a host, by the proxy of the environment."""
-    options: dict[str, Any] = {"timeout": timeout_seconds, "maxsize": MOST_IDLE}
-    if urlsplit(url).scheme == "https":
-        options["ssl_context"] = ssl.create_default_context()
-    proxy = _find_proxy(urlsplit(url))
-    if proxy is None:
-        return PoolManager(**options)
-    if proxy.username:
-        words = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
-        basic = f"Basic {b64encode(words.encode()).decode()}"
-        options["proxy_headers"] = {"Proxy-Authorization": basic}
-    return ProxyManager(f"http://{proxy.netloc.rpartition('@')[2]}", **options)
+    def _open_pool(self, url: str) -> PoolManager:
+        """Open connections to a host, by the proxy of the environment."""
+        seconds = self._retry.patience.timeout_seconds
+        options: dict[str, Any] = {"timeout": seconds, "maxsize": MOST_IDLE}
+        if urlsplit(url).scheme == "https":
+            options["ssl_context"] = ssl.create_default_context()
+        proxy = _find_proxy(urlsplit(url))
+        if proxy is None:
+            return PoolManager(**options)
+        if proxy.username:
+            words = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+            basic = f"Basic {b64encode(words.encode()).decode()}"
+            options["proxy_headers"] = {"Proxy-Authorization": basic}
+        return ProxyManager(f"http://{proxy.netloc.rpartition('@')[2]}", **options)
 
 
 def _hide_queries(record: logging.LogRecord) -> bool:

@@ -1,9 +1,9 @@
 """Fetch pieces of files ahead of their readers, and hash them.
 
 A file that is read from its first byte to its last has a Stream: it brings the pieces in the order
-of the file, a few ahead of the readers, and hashes them.  Readers who run ahead of the hash wait for
-it, lest a piece is fetched for them and again for it; one who wants a piece from elsewhere in the
-file has it fetched at once.
+of the file, a few ahead of the readers, and hashes them.  Readers who run ahead of the hash wait
+for it, lest a piece is fetched for them and again for it; one who wants a piece from elsewhere in
+the file has it fetched at once.
 A small file is one piece, which its hash checks.  Any other piece that no stream hashes is fetched
 by two requests and compared, until two bring the same bytes.
 A piece that a stream hashes may go before its last reader came: fetched again, it must be what was
@@ -43,7 +43,10 @@ T = TypeVar("T")
 
 
 class Piece(NamedTuple):
-    """A range of a file; whoever asks for it hashes the whole file, or does not."""
+    """A range of a file.
+
+    is_hashed  whoever asks for it hashes the whole file
+    """
 
     file: str
     start: int
