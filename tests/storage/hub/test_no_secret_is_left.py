@@ -13,7 +13,7 @@ from fakehub import TOKEN
 from hub_cases import NVFP4, ask, expect
 from pushing import check_secrets
 
-from fp4convert.commands.publish import Publication
+from fp4convert.conversion.options import AccessOptions
 from fp4convert.storage.hub.api import Patience
 from fp4convert.storage.source import Access
 
@@ -205,7 +205,7 @@ def test_the_traceback_of_a_bug_tells_no_secret_either(hub, folder, tmp_path):
     check_secrets(ended.stdout + ended.stderr)
 
 
-@pytest.mark.parametrize("value", [Access(token=TOKEN), Publication("me/q", token=TOKEN)], ids=type)
+@pytest.mark.parametrize("value", [Access(token=TOKEN), AccessOptions(token=TOKEN)], ids=type)
 def test_what_holds_a_token_does_not_print_it(value):
     """Whatever prints a value by accident: a traceback with locals, a log, a debugger."""
     assert value.token == TOKEN
